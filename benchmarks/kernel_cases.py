@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from halfbyte import ops
-from halfbyte.autograd.attention import HOPPER, WIDEST
+from halfbyte.autograd.attention import AMPERE, HOPPER, WIDEST
 from halfbyte.dispatch import Op
 from halfbyte.formats import Blockwise4
 from halfbyte.kernels.device import device_of
@@ -240,7 +240,8 @@ def rollout_cases() -> Iterator[Case]:
 
 
 def attention_backward_cases() -> Iterator[Case]:
-    """`autograd.attention` takes them on Hopper alone, where they were measured."""
+    """`autograd.attention` takes them on Hopper alone, where they were measured; where answers share a prompt, from
+    Ampere on."""
     for dtype, size, window in itertools.product((FP16, BF16), HEADS, (None, 512)):
         if size > WIDEST:
             continue
@@ -250,6 +251,9 @@ def attention_backward_cases() -> Iterator[Case]:
             spans = empty(512, dtype=torch.int32), empty(512, dtype=torch.int32)
             if device_of(q).capability[0] == HOPPER:
                 attention.attention_backward(q, q, k, k, q, numbers, spans, 0.1, window)
+            nvidia = device_of(q).kind == "cuda" and device_of(q).capability >= AMPERE
+            if nvidia and window is None and dtype is BF16 and size in (64, WIDEST):
+                attention.attention_backward(q, q, k, k, q, numbers, spans, 0.1, None, spans)
 
         yield Case(f"attention's backward, heads of {size}", call, dtype, dtype is BF16 and size == WIDEST)
 

@@ -272,8 +272,7 @@ def _stack(
 
 
 def _totals(total: float, measured: Mapping[str, Any], flat: Mapping[str, Any]) -> str:
-    capacity = flat.get("capacity_bytes")
-    predicted, peak = compared(flat, measured)
+    capacity, (predicted, peak) = flat.get("capacity_bytes"), compared(flat, measured)
     words = [f"predicted {size(predicted if peak else total)}"]
     if peak:
         beside = f" beside the process's {size(measured['base_bytes'])}" if measured.get("base_bytes") else ""

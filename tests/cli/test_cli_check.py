@@ -27,6 +27,30 @@ def cost(config: RunConfig, tokens: int) -> int:
     return weights + (activations // 4 if config.activation_checkpointing is True else activations)
 
 
+DENSE = transformers.LlamaConfig()
+MIXTURE = transformers.Qwen3MoeConfig(
+    vocab_size=128, hidden_size=256, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, num_experts=64, num_experts_per_tok=2, moe_intermediate_size=128,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [
+        (5.0, r"set rank_pattern: {experts\.\w+: 32}, alpha_pattern: {experts\.\w+: 8.0}"),
+        (0.0, "set target_parameters: []"),
+    ],
+)
+def test_ranks_of_experts_are_lowered_first(weights, said):
+    """At r = 64 their adapters are 7.3 million weights: in fp32, with gradients and AdamW's state, 16 bytes each."""
+    keys = {"max_length": 512, "r": 64, "lora_alpha": 16.0, "activation_checkpointing": True, "device": "cpu"}
+    config = RunConfig(model_name_or_path="m", dataset="d", **keys)
+    bare = plan_of(config.model_copy(update={"target_parameters": []}), MIXTURE, batches=full(config)).total
+    limit = (bare + weights * 2**20 * 16) / 2**30
+    config = config.model_copy(update={"memory_limit_gib": limit})
+    assert advice.what_would_fit(config, MIXTURE, 1000, full) == said
+
+
 @pytest.fixture
 def _stand_in(monkeypatch):
     def estimate(config, model_config, *, batches, **divided):
@@ -56,14 +80,14 @@ def _stand_in(monkeypatch):
 )
 def test_the_first_change_that_fits(keys, said):
     config = RunConfig(**{"model_name_or_path": "m", "dataset": "d", **keys})
-    assert advice.what_would_fit(config, None, 1000, full).startswith(said)
+    assert advice.what_would_fit(config, DENSE, 1000, full).startswith(said)
 
 
 @pytest.mark.usefixtures("_stand_in")
 def test_a_batch_of_all_rows_shrinks_from_what_the_data_has():
     config = RunConfig(model_name_or_path="m", dataset="d", per_device_train_batch_size=100_000, max_length=100)
     assert (
-        advice.what_would_fit(config, None, 60, full)
+        advice.what_would_fit(config, DENSE, 60, full)
         == "set per_device_train_batch_size: 3, gradient_accumulation_steps: 33334"
     )
 

@@ -271,9 +271,6 @@ RUNS = [
     *later(Case("+ resumed after the run was moved", f"train run.yaml {STOPPED} output_dir=elsewhere --resume", code=0,
          given=("stopped",),
          files={"stopped": moved("elsewhere")}, after=("elsewhere/*",), gone=("elsewhere/*",))),
-    Case("+ a finished run resumed",
-         "train run.yaml output_dir=run max_steps=4 save_steps=2 eval_split_size=2 lora_dropout=0.1 --resume",
-         code=0, given=("run",)),
     Case("+ a damaged config.resolved.yaml", ("generate run prompts.jsonl", "merge run m",
          "export run --gguf f16 --out x.gguf"),
          says="config.resolved.yaml", given=("run",), files={"run/config.resolved.yaml": cut()}),
@@ -382,8 +379,8 @@ COMMANDS = [
 
 README = [  # what the README shows, with nothing wrong
     *later(good("+ README: merge", "merge run", given=("run",), after=("run/*",), seconds=4)),
-    good("+ README: merge in FP8", "merge run m --quantize fp8-block", given=("run",), after=("m", "m/*", "run/*"),
-         seconds=4),
+    *later(good("+ README: merge in FP8", "merge run m --quantize fp8-block", given=("run",),
+         after=("m", "m/*", "run/*"), seconds=4)),
     good("+ README: chat", "chat run --compare-base --max-new-tokens 4", given=("run",), wishes={
          "stdin": b"hello\n/quit\n"}),
     good("+ README: eval", "eval run data.jsonl", given=("run",), says="perplexity"),

@@ -100,15 +100,18 @@ ROWS = [
     stopped("27 none has halfbyte.json", in_all("halfbyte.json", gone), says="checkpoint-4"),
     stopped("27 none has trainer_state.json", in_all("trainer_state.json", gone), says="checkpoint-4"),
     *some(
-        stopped(
-            f"28 the newest {name} is cut",
-            {f"{ALL[1]}/{name}": cut()},
-            code=0,
-            says="checkpoint-4",
-            after=RAN,
-            gone=RAN,
-        )
-        for name in STATES
+        (
+            stopped(
+                f"28 the newest {name} is cut",
+                {f"{ALL[1]}/{name}": cut()},
+                code=0,
+                says="checkpoint-4",
+                after=RAN,
+                gone=RAN,
+            )
+            for name in STATES
+        ),
+        0,
     ),
     *[stopped(f"28 each {name} is cut", in_all(name, cut()), says=("checkpoint-4", name)) for name in STATES],
     *[
@@ -130,7 +133,9 @@ ROWS = [
         after=RAN,
         gone=RAN,
     ),
-    stopped("+ the newest may not be read", {ALL[1]: mode(0)}, code=0, says="checkpoint-4", after=RAN, gone=RAN),
+    *later(
+        stopped("+ the newest may not be read", {ALL[1]: mode(0)}, code=0, says="checkpoint-4", after=RAN, gone=RAN)
+    ),
     Case(
         "+ the run's folder for a checkpoint",
         f"train run.yaml {STOPPED} resume_from_checkpoint=stopped",

@@ -103,7 +103,8 @@ def test_rotated_keys_are_stored(dtype, heads, size, eight, shape):
         results.append((own, *(each.float() for each in caches)))
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=torch.finfo(dtype).eps * 2, atol=1e-6)
-    assert results[0][1].count_nonzero() == results[0][2].count_nonzero() == 3 * heads[1] * size
+    for cache in results[0][1:]:  # in 8 bits small numbers are zeros
+        assert 0.9 <= cache.count_nonzero() / (3 * heads[1] * size) <= 1
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs FP8 conversions")

@@ -189,6 +189,7 @@ def equal_to_trl(policy, found):
     if metrics["clip_ratio/low_mean"]:
         assert float(sums["low"]) / over == pytest.approx(metrics["clip_ratio/low_mean"][0])
         assert float(sums["high"]) / over == pytest.approx(metrics["clip_ratio/high_mean"][0])
+        assert float(sums["low"] + sums["high"]) / over == pytest.approx(metrics["clip_ratio/region_mean"][0])
     if metrics["cispo_clip_ratio"]:
         assert float(sums["high"]) / over == pytest.approx(metrics["cispo_clip_ratio"][0])
     return sums

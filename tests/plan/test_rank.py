@@ -8,7 +8,7 @@ import torch
 import transformers
 from test_policy import SHORT
 
-from halfbyte.cli.meshes import BESIDE
+from halfbyte.cli.meshes import BESIDE, _line
 from halfbyte.config import Parallel, RunConfig, Sliced
 from halfbyte.config.combinations import layouts, obstacle
 from halfbyte.memory.batches import Batches
@@ -16,7 +16,7 @@ from halfbyte.models.products import divide_products
 from halfbyte.parallel import Mesh
 from halfbyte.plan.cards import H200, card_named, card_of_memory
 from halfbyte.plan.estimate import GIB, estimate
-from halfbyte.plan.meshes import Device, Meshes
+from halfbyte.plan.meshes import Device, Meshes, Option
 from halfbyte.plan.policy import LATENCY, SLOWED, Choice, Gathers, LayerCost, choose, cost, staying
 from halfbyte.plan.rank import in_slices, rank_config
 from halfbyte.plan.replay import LayerBytes
@@ -95,7 +95,8 @@ def test_slices_for_which_a_device_has_no_room_wait_on_the_host(shapes_70b, monk
     assert max(b - a for a, b in itertools.pairwise(tight.hosted)) <= 80 // count + 1
     assert (roomy.total - tight.total) / GIB == pytest.approx(count * each, rel=0.02)
     assert tight.total <= 0.96 * tight.capacity_bytes
-    assert "slices of" in tight.reason
+    assert f"slices of {count} layers wait in the host's memory" in tight.reason
+    assert f"slices of {count} blocks on the host" in _line(Option(layout, shapes_70b.config, tight))
     assert roomy.seconds <= tight.seconds < 1.05 * roomy.seconds
     fastest = plan_of(shapes_70b, layout, 22.41, activation_checkpointing="auto")
     assert fastest.hosted

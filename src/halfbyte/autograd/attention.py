@@ -67,6 +67,13 @@ def takes_documents(query: Tensor) -> bool:
     return query.shape[-1] <= WIDEST and query.dtype in DTYPES and _has_triton()
 
 
+def takes_branches(query: Tensor) -> bool:
+    """Whether `branching` is for these [N, Hq, D]: its kernels compile for NVIDIA's GPUs from Ampere on. Where AMD's
+    FlashAttention puts queries that are fewer than their keys, nobody has looked."""
+    found = capability(query.device)
+    return found is not None and found >= AMPERE and torch.version.hip is None and takes_documents(query)
+
+
 def takes_rows(query: Tensor) -> bool:
     """Whether the repeatable backward is for these [B, Hq, T, D], on Hopper: it is asked for, or costs at most 1% of a
     step.
@@ -162,7 +169,7 @@ def whole(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Ten
 
 
 def branching(query: Tensor, key: Tensor, value: Tensor, branches: Branches, scale: float | None) -> Tensor:
-    """Causal attention of answers to the prompt that they share and to themselves, of those that `takes_documents`.
+    """Causal attention of answers to the prompt that they share and to themselves, of those that `takes_branches`.
 
     The forward is FlashAttention 2's, whose queries are the last ones of the keys that they are given; the backward is
     of `ops.attention`, in which every sum has one order.

@@ -35,8 +35,10 @@ from ..ops.experts_unit import Unit, expert_unit, expert_unit_backward_
 from .function import OnceFunction
 from .lora import LoRA, dense, gradient_dtype, is_quantized, to_compute_dtype
 
-# Rows an expert, on average, above which a stack is decoded once for its product, not in each tile.
-DECODED_ROWS = 128
+# Rows an expert, on average, above which a stack is decoded once for its product, not in each tile. A layer of
+# Qwen3-30B-A3B forward and backward on an H200, decoded first and packed: 2.17 and 2.14 ms at 64, 2.32 and 2.54 at 128,
+# 3.05 and 4.00 at 256, 4.44 and 6.67 at 512.
+DECODED_ROWS = 64
 
 Gate = Callable[[Tensor], Tensor]  # [S, ·] → [S, I]: a unit that no formula of ours says, differentiable by torch
 

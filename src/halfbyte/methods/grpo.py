@@ -67,6 +67,7 @@ class PolicyOptimization(Method):
         clipped = [
             Metric("clip_ratio/low_mean", "ratios clipped below", ".2%", ratios, brief=False),
             Metric("clip_ratio/high_mean", "ratios clipped above", ".2%", ratios, brief=False),
+            Metric("clip_ratio/region_mean", "ratios clipped", ".2%", ratios, brief=False),
         ]
         apart = "sampling/sampling_logp_difference"
         mismatch = [
@@ -219,6 +220,7 @@ class PolicyOptimization(Method):
         loss = found["loss"] - self.policy.entropy_coef * batch[BONUS] * found["bonus"]
         sums = {"loss": loss, "kl": found["kl"], "entropy": entropy.detach().sum()}
         sums |= {"clip_ratio/low_mean": found["low"], "clip_ratio/high_mean": found["high"]}
+        sums["clip_ratio/region_mean"] = found["low"] + found["high"]
         sums["sampling/importance_sampling_ratio/mean"] = found["weights"]
         sums |= _mismatch((log_probs if answers.old is None else answers.old).detach() - answers.sampled)
         return {metric.name: sums[metric.name] for metric in self.numbers.trained}

@@ -45,7 +45,7 @@ def _numbers(norm: Any) -> tuple[Tensor, float, bool]:
     return norm.weight, epsilon(norm), _family(norm).norm_offset
 
 
-def is_fused(norm: Any) -> bool:
+def _is_fused(norm: Any) -> bool:
     """Whether a norm is a patched one that nobody watches."""
     return hasattr(norm, NAME) and not norm._forward_hooks and not norm._forward_pre_hooks
 
@@ -59,7 +59,7 @@ def _enter(half: Half, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tens
     if residual is not None and residual.dtype != x.dtype:  # under autocast: fp32 embeddings, 16-bit products
         wider = torch.promote_types(x.dtype, residual.dtype)
         x, residual = x.to(wider), residual.to(wider)
-    if is_fused(norm):
+    if _is_fused(norm):
         recipe = recipes_of(half.inner)[0]
         return add_rms_norm(x, residual, *_numbers(norm), recipe if isinstance(recipe, Fp8Products) else None)
     total = x if residual is None else residual + x
@@ -153,7 +153,7 @@ def _rotate(view: Attention, query: Tensor, key: Tensor, cos: Tensor, sin: Tenso
     if view.norms is None:
         return rope(query, key, cos, sin)
     q_norm, k_norm = view.norms
-    if is_fused(q_norm) and is_fused(k_norm):
+    if _is_fused(q_norm) and _is_fused(k_norm):
         weight, eps, offset = _numbers(q_norm)
         return qk_norm_rope(query, key, weight, k_norm.weight, cos, sin, eps, offset)
     return rope(q_norm(query), k_norm(key), cos, sin)

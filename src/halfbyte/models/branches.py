@@ -128,8 +128,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, sharing: Sharing, scale: f
     """Causal attention of a batch [B, H, T, D], N = B·T: [B, T, H, D]."""
     rows, _, length, _ = query.shape
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    found = causal.capability(query.device)
-    if found is not None and found >= causal.AMPERE and causal.takes_documents(query):
+    if causal.takes_branches(query):
         out = causal.branching(query, key, value, sharing.branches, scale)
     else:
         out = padded(query, key, value, sharing.segments, scale)

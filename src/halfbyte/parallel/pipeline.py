@@ -9,9 +9,8 @@ All processes of a pipeline read the same rows, so each knows the shape of what 
 and positions need no sending.
 
 Messages go one by one, each pair of processes with a communicator of its own, in the order of `programs`, which says
-why that neither blocks nor loses time. torch's own schedules send in batches what neighbours exchange at one place of
-both their orders; here no process waits with a message for another one. A batch of one would go through the group's
-communicator, in one queue for all neighbours: then a process would pass on late what it has, behind what it gets late.
+why that neither blocks nor loses time. In batches, as torch's own schedules send them, they would go through one queue
+for all neighbours: a process would pass on late what it has, behind what it gets late.
 """
 
 from __future__ import annotations

@@ -20,16 +20,12 @@ and the step's one reduction adds the parts (`reduce`). A bias of a linear with 
 
 Hooks stand on the blocks, not on linears, which fused functions would pass by.
 
-Rounding. A part is rounded to the stream's dtype as its product writes it, and the sum again: in 16 bits the error of
-what leaves a block is 1.5 times one process's, where sharding, stages and slices of rows add none. Products that write
-fp32 and sums of it bring the first step's loss 20 times nearer to one process's, and hardly those after it, whose
-weights part in any order of roundings (docs/several-gpus.md has numbers); they move 17 GB instead of 8.6 in a step of
-an 8B with 4×2048 tokens. So parts are summed as they come.
+Parts are summed in the stream's dtype, as products write them: sums in fp32 would move twice the bytes, and bring no
+loss but the first step's nearer to one process's (docs/several-gpus.md).
 
 The stream between blocks, and its norms, are whole on each process. Slices of its tokens (Korthikanti et al. 2022,
-arXiv:2205.05198, section 4.2) would move as many bytes, but products save what they read whole: on two processes an
-8B's layer would keep a tenth less, and one whose norms are computed again more. Where the stream is all that a layer
-keeps, each process keeps a slice of it (`InSlices`): 1/n for a gather a layer.
+arXiv:2205.05198, section 4.2) would move as many bytes, and products save what they read whole. Where the stream is all
+that a layer keeps, each process keeps a slice of it (`InSlices`): 1/n for a gather a layer.
 """
 
 from __future__ import annotations

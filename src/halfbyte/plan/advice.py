@@ -14,7 +14,9 @@ from ..notices import notice
 from ..terminal import size
 from .estimate import GIB, MemoryPlan, estimate
 
-SHORTEST, SMALLEST_RANK = 256, 8  # the least that advice goes down to
+SHORTEST, SMALLEST_RANK, SMALLEST_OF_EXPERTS = 256, 8, 2  # the least that advice goes down to
+EXPERTS = r"experts\.\w+"  # their stacks, in patterns of ranks
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 Keys = dict[str, Any]
 
@@ -66,10 +68,11 @@ def what_would_fit(
         return estimate(changed, model_config, batches=batches(changed), **divided).fits
 
     alone: Keys = {}
-    for steps in _changes(config, rows):
+    changes = list(_changes(config, rows, is_mixture(model_config)))
+    for steps in changes:
         if keys := first_that_fits(steps, fits):
             return f"set {_in_words(keys)}"
-    for steps in _changes(config, rows):
+    for steps in changes:
         if keys := first_that_fits([alone | each for each in steps], fits):
             return f"no single key is enough; set {_in_words(keys)}"
         alone |= steps[-1]
@@ -91,7 +94,13 @@ def _in_words(keys: Keys) -> str:
     return ", ".join(dump_value(key, value) for key, value in keys.items())
 
 
-def _changes(config: RunConfig, rows: int) -> Iterator[list[Keys]]:
+def is_mixture(model_config: Any) -> bool:
+    """Whether a transformers config says that layers have several experts."""
+    text = model_config.get_text_config()
+    return any((getattr(text, key, None) or 0) > 1 for key in EXPERT_COUNTS)
+
+
+def _changes(config: RunConfig, rows: int, mixture: bool) -> Iterator[list[Keys]]:
     """What may be changed, each from little to much."""
     if config.activation_checkpointing in (False, "keep"):
         yield [{"activation_checkpointing": True}]
@@ -106,8 +115,21 @@ def _changes(config: RunConfig, rows: int) -> Iterator[list[Keys]]:
         yield [{"load_in_4bit": True, "quantization": None}]
     if not config.use_peft:
         yield [{"use_peft": True}]
+    if mixture and config.use_peft and config.target_parameters is None and not config.adapter_path:
+        yield [*_ranks_of_experts(config), {"target_parameters": []}]
     lengths = [config.max_length >> halvings for halvings in range(1, config.max_length.bit_length())]
     if lengths := [length for length in lengths if length >= SHORTEST]:
         yield [{"max_length": length} for length in lengths]
     if config.use_peft and config.r > SMALLEST_RANK and not config.adapter_path:
         yield [{"r": SMALLEST_RANK}]
+
+
+def _ranks_of_experts(config: RunConfig) -> Iterator[Keys]:
+    """Lower ranks for experts, whose adapters are most of a mixture's; alpha over rank stays."""
+    rank = config.r // 2
+    while rank >= SMALLEST_OF_EXPERTS:
+        yield {
+            "rank_pattern": config.rank_pattern | {EXPERTS: rank},
+            "alpha_pattern": config.alpha_pattern | {EXPERTS: config.lora_alpha * rank / config.r},
+        }
+        rank //= 2

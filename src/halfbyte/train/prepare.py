@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from halfbyte.adapters import check_adapter_files
 from halfbyte.config import Parallel, Resolved, RunConfig, resolve
+from halfbyte.config.policy import POLICY
 from halfbyte.console import Console
 from halfbyte.data.batches import batches_of, largest_id, longest_row, widths_of
 from halfbyte.data.prepare import PreparedData
@@ -157,8 +158,6 @@ def prepare_run(
     check_layout(layout, config, shapes)
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
     data = _read_data(config, method, shapes, tokenizer, checkpoint, mesh, console)
-    if method.rows == "prompts":
-        look_over_rewards(config, data, checkpoint, mesh, console)
     config, layout = _laid_out(config, files, machine, data, shapes, mesh, layout, console)
     mesh = mesh if mesh.size == 1 or mesh.layout == layout else mesh.laid_out(layout)
     _check_divided(shapes, mesh)
@@ -170,8 +169,7 @@ def prepare_run(
     _say_whole_states(config, machine, layout)
     if layout.size > 1:
         print_processes(console, layout, layout.size, config, ways)
-    answered = answered_with(checkpoint) if checkpoint is not None and method.rows == "prompts" else None
-    plan = _planned(config, files, machine, data, shapes, mesh, layout, console, answered)
+    plan = _planned(config, files, machine, data, shapes, mesh, layout, console, checkpoint)
     if mesh.size > 1:
         mesh = replace(mesh, layout=plan.layout)  # which says whether frozen bytes are divided
     cut = _cut(config, layout, shapes, plan)
@@ -218,6 +216,8 @@ def _read_data(
         raise DataError("the processes of this run read different data", "give each the same files")
     if checkpoint is not None:
         checkpoints.check_same_data(size_of(data), checkpoint)
+    if method.rows == "prompts":
+        look_over_rewards(config, data, checkpoint, mesh, console)
     return data
 
 
@@ -337,19 +337,20 @@ def _on_host(mesh: Mesh, layout: Parallel) -> int:
 
 def _planned(
     config: RunConfig, files: ModelFiles, machine: Machine, data: PreparedData, shapes: ModelShapes, mesh: Mesh,
-    layout: Parallel, console: Console, answered: tuple[str, int] | None,
+    layout: Parallel, console: Console, checkpoint: Path | None,
 ) -> MemoryPlan:  # fmt: skip
     """The plan of a run that fits, with room on the disk for a checkpoint: every process's, the main one's.
 
     Args:
-        answered: as in `estimate`.
+        checkpoint: that the run goes on from, whose rollouts it plans for.
     """
 
     def batches(changed: RunConfig) -> Any:
         return batches_of(changed, data, machine.device)
 
     options: dict[str, Any] = {"device": machine.device, "batches": batches(config), "layout": layout}
-    options["answered"] = answered
+    if checkpoint is not None and config.method in POLICY:
+        options["answered"] = answered_with(checkpoint)
     card = _card(machine, mesh)
     if layout.size > 1:
         options["on_host"] = _on_host(mesh, layout)

@@ -120,9 +120,8 @@ _combine_launcher, _outer_launcher = Launcher(_combine), Launcher(_outer)
 
 
 def tile_rows(slots: int, experts: int) -> int:
-    """Rows of a tile: as many as an expert has on average, within what a program takes."""
-    average = ceil_div(slots, experts)
-    return next((rows for rows in TILE_ROWS if rows >= average), TILE_ROWS[-1])
+    """Rows of a tile: more than an expert has on average, or half of them would need two; within what a program takes."""
+    return next((rows for rows in TILE_ROWS if rows * experts > slots), TILE_ROWS[-1])
 
 
 @reference.route.kernel("cuda", "xpu")
