@@ -8,6 +8,7 @@ import torch
 import transformers
 from torch import nn
 
+from halfbyte.architectures import expert_stacks
 from halfbyte.tensor import QuantizedTensor
 
 SHAPE = {
@@ -50,12 +51,15 @@ def dequantized(model: nn.Module, stored: nn.Module) -> nn.Module:
     """`model` with the values that `stored` holds, its experts run by transformers' own loop."""
     twin = copy.deepcopy(model)
     own = dict(twin.named_parameters())
+    lies = {name for name, module in expert_stacks(model, []).items() if module.is_transposed}
     with torch.no_grad():
         for name, parameter in stored.named_parameters():
-            value = parameter.dequantize(torch.float32) if isinstance(parameter, QuantizedTensor) else parameter
-            transposed = value.dim() == 3 and type(model).__name__.startswith("GptOss")
-            own[name].copy_(value.transpose(1, 2) if transposed else value)
-    twin.set_experts_implementation("eager")
+            packed = isinstance(parameter, QuantizedTensor)
+            value = parameter.dequantize(torch.float32) if packed else parameter
+            own[name].copy_(value.transpose(1, 2) if packed and name in lies else value)
+    for module in twin.modules():
+        if hasattr(getattr(module, "config", None), "_experts_implementation"):
+            module.config._experts_implementation = "eager"
     return twin
 
 
