@@ -44,9 +44,10 @@ from halfbyte.models.layer import causal_lm_of, decoder_layers
 from halfbyte.models.patch import patch
 from halfbyte.models.stages import Stages, elsewhere, layer_seconds
 from halfbyte.optim import trained_parameters
+from halfbyte.orders import Seconds, simulate
 from halfbyte.parallel import Mesh, clip_gradients, present_mesh, sum_gradients
 from halfbyte.parallel.pipeline import Pipeline
-from halfbyte.parallel.schedules import Schedule, Seconds, simulate
+from halfbyte.parallel.schedules import Schedule
 from halfbyte.train.pipelined import PipelinedStepper
 from halfbyte.train.stepper import Stepper
 

@@ -34,7 +34,8 @@ from torch import Tensor
 from benchmarks.common import event_us, provenance
 from benchmarks.step_model import MODELS, build, random_batch, timed
 from halfbyte.config import Parallel
-from halfbyte.parallel import ALONE, Context, Mesh, clip_gradients, present_mesh, slice_of, sum_gradients
+from halfbyte.models.slices import slice_of
+from halfbyte.parallel import ALONE, Context, Mesh, clip_gradients, present_mesh, sum_gradients
 from halfbyte.train.stepper import GraphedStepper, Stepper
 
 MIB = 2**20

@@ -39,8 +39,8 @@ from halfbyte.memory.limit import FIRST_KERNELS, held_to
 from halfbyte.models.copies import in_their_place
 from halfbyte.models.sharding import shard_model, sharded, trains_alike
 from halfbyte.parallel import ALONE, Mesh, present_mesh
-from halfbyte.parallel.links import gather_rate
 from halfbyte.parallel.trained import trained_units
+from halfbyte.train.links import gather_rate
 from halfbyte.train.stepper import GraphedStepper
 
 GIB = 2**30

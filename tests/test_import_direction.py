@@ -33,6 +33,7 @@ ORDER = [
         "families",
         "reading",
         "words",
+        "orders",
     ],
     ["dispatch"],
     ["ops", "formats"],

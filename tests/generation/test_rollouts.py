@@ -328,14 +328,16 @@ def test_on_a_gpu_a_completion_is_the_same_beside_others_and_after_it_had_to_lea
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [8, 96])
-def test_on_a_gpu_in_16_bits_log_probs_are_the_training_forwards(rows):
-    """As near to float32 as the model's own forward comes in bfloat16; products from codes take fewer than 96 rows."""
+@pytest.mark.parametrize(("rows", "saved"), [(8, 10**6), (96, 10**6), (96, 0)])
+def test_on_a_gpu_in_16_bits_log_probs_are_the_training_forwards(rows, saved, monkeypatch):
+    """As near to float32 as the model's own forward comes in bfloat16; products from codes take fewer than 96 rows.
+    With pages that are read for several rows, and without."""
+    monkeypatch.setattr(generation.batch, "SAVED", saved)
     wide = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 64, "vocab_size": 512}
     model, prompts = on_gpu(torch.bfloat16, shape=wide), prompts_of(70, 3, 130, 64, vocabulary=500)
-    found = Rollouts(model, rows=rows).generate(
-        prompts, 24, max_new_tokens=70, sampling=Sampling(1.0, seed=1), stops=[]
-    )
+    engine = Rollouts(model, rows=rows)
+    found = engine.generate(prompts, 24, max_new_tokens=70, sampling=Sampling(1.0, seed=1), stops=[])
+    assert any(shares for _, shares, _ in engine._batch.graphs) == (saved == 0)
     exact, mine, theirs = copy.deepcopy(model).float(), [], []
     for number in range(0, 96, 8):
         prompt, ids = prompts[number // 24], found[number].ids

@@ -8,7 +8,8 @@ import pytest
 
 from halfbyte.config import RunConfig
 from halfbyte.errors import ConfigError
-from halfbyte.parallel import agreement, check_agreement, check_shared
+from halfbyte.train import agreement
+from halfbyte.train.agreement import check_agreement, check_shared
 
 pytestmark = pytest.mark.dist
 

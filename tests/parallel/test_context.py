@@ -20,8 +20,8 @@ from halfbyte.models import attention
 from halfbyte.models.head import backbone_inputs, causal_lm_loss
 from halfbyte.models.layer import causal_lm_of
 from halfbyte.models.patch import patch
-from halfbyte.models.slices import check_divided_like, divided
-from halfbyte.parallel import ROWS, Mesh, slice_of, sum_gradients
+from halfbyte.models.slices import check_divided_like, divided, slice_of
+from halfbyte.parallel import ROWS, Mesh, sum_gradients
 from halfbyte.train import prepare
 from halfbyte.train.callbacks import noisy_embeddings
 

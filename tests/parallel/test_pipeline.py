@@ -19,10 +19,11 @@ from halfbyte.models.head import Head, take_head
 from halfbyte.models.patch import patch
 from halfbyte.models.stages import Cut, Stages, check_stages, check_trained, layer_seconds
 from halfbyte.optim import trained_parameters
+from halfbyte.orders import Seconds
 from halfbyte.parallel import ALONE, clip_gradients, sum_gradients
 from halfbyte.parallel import pipeline as pipelines
 from halfbyte.parallel.pipeline import Pipeline
-from halfbyte.parallel.schedules import Schedule, Seconds
+from halfbyte.parallel.schedules import Schedule
 from halfbyte.train.pipelined import PipelinedStepper
 from halfbyte.train.stepper import Stepper
 

@@ -7,7 +7,8 @@ import pytest
 
 from halfbyte.errors import ConfigError
 from halfbyte.models.cuts import chosen, cut_layers, stage_seconds
-from halfbyte.parallel.schedules import Action, Schedule, Seconds, programs, simulate
+from halfbyte.orders import Action, Seconds, programs, simulate
+from halfbyte.parallel.schedules import Schedule
 
 KINDS = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-v", 2), ("zb-1p", 2))
 LAYER, HEAD = Seconds(1, 2, again=1, weights=0.03), Seconds(4.8, 0)

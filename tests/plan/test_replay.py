@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch.nn.functional as F
 import transformers
 from measure_on_cpu import batch_of
 from replayed import moving
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
 import halfbyte
 from halfbyte.adapters import add_adapter
@@ -24,7 +26,7 @@ from halfbyte.models.attention import Implementation
 from halfbyte.ops.blockwise4 import dequantize_blockwise4, quantize_blockwise4
 from halfbyte.ops.glu import glu, glu_backward_
 from halfbyte.ops.norms import rms_norm
-from halfbyte.plan.attention import AttentionBytes, _Attention
+from halfbyte.plan.attention import AttentionBytes, _Attention, attend
 from halfbyte.plan.ledger import Ledger, kernels
 from halfbyte.plan.shapes import ModelShapes
 from halfbyte.qat.model import fake_quantize_linears
@@ -71,9 +73,36 @@ def test_attention_keeps_what_its_kernels_keep():
 )
 def test_scores_are_kept_where_they_are_built(found, kept):
     query = torch.empty(3, 6, 37, 24, dtype=torch.bfloat16)
-    extra = AttentionBytes.of(found, query, capped=True)
+    extra = AttentionBytes.of(found, query, query, capped=True)
     assert extra.kept == kept
     assert (extra.scratch > 0) == (kept > 0 or found.tiles)
+
+
+class Attending(nn.Module):
+    """What transformers' attention functions read of a layer."""
+
+    num_key_value_groups = 2
+    config = SimpleNamespace(_halfbyte_planned=Implementation("eager", scores=True, mask=True))
+
+
+@pytest.mark.parametrize("softcap", [None, 50.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_that_are_built_are_planned_as_transformers_builds_them(dtype, softcap):
+    """Gemma 2's own eager attention, on a CPU, forward and backward."""
+    found = []
+    for function in (eager_attention_forward, attend):
+        query, key, value = (torch.randn(1, heads, 512, 32, dtype=dtype, requires_grad=True) for heads in (8, 4, 4))
+        mask = torch.zeros(1, 1, 512, 512, dtype=dtype)
+        ledger = Ledger()
+        ledger.ignore(iter((query, key, value, mask)))
+        with ledger:
+            result = function(Attending(), query, key, value, mask, dropout=0.0, scaling=0.2, softcap=softcap)[0]
+            kept = ledger.live
+            result.backward(torch.ones_like(result))
+        found.append((kept, ledger.peak))
+    (kept, peak), (planned, highest) = found
+    assert planned == pytest.approx(kept, rel=0.005)  # logarithms of sums, which scores that are there do without
+    assert peak <= highest <= 1.1 * peak
 
 
 def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:

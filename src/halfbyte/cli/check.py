@@ -22,9 +22,10 @@ def check_run(config: RunConfig) -> None:
     with quick_imports():
         from ..hardware import chosen_device
         from ..notices import silent
-        from ..parallel import check_agreement, present_mesh
+        from ..parallel import present_mesh
         from ..parallel.launch import layout_wanted
         from ..parallel.ranks import is_rank
+        from ..train.agreement import check_agreement
         from ..train.prepare import prepare_run
 
     layout = layout_wanted(config)

@@ -324,10 +324,8 @@ def attend(
         query: [B, Hq, T, D].
         key, value: [B, Hk, T, D], Hk dividing Hq.
         attention_mask: of shape `NO_MASK`, or one that transformers made; of whole rows, as all that follows.
-        sliding_window: tokens that a token sees, itself among them.
-        softcap: scores become softcap · tanh(score / softcap).
-        cu_seq_lens_q, max_length_q: as `documents` gives them.
-        document_spans: `ops.attention.spans` of them.
+        sliding_window: tokens that a token sees, with itself; softcap: scores become softcap · tanh(score / softcap).
+        cu_seq_lens_q, max_length_q: as `documents` gives them; document_spans: `ops.attention.spans` of them.
         context: the processes that hold slices of these rows; None: the rows are whole.
         sharing: how answers share prompts, where they do.
 
@@ -359,8 +357,8 @@ def attend(
     if cu_seq_lens_q is None or (whole and not _varying_lengths):
         return causal.whole(query, key, value, scaling).transpose(1, 2), None
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    how = scaling, window, softcap, document_spans
-    out = causal.varying(query, key, value, cu_seq_lens_q, max_length_q or length, *how)
+    how = max_length_q or length, scaling, window, softcap, document_spans
+    out = causal.varying(query, key, value, cu_seq_lens_q, *how)
     return out.unflatten(0, (rows, length)), None
 
 

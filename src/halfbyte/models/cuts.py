@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 from ..errors import ConfigError
-from ..parallel.schedules import Schedule, Seconds, simulate
+from ..orders import Seconds, simulate
+from ..parallel.schedules import Schedule
 
 MOST_CHUNKS = 4  # stages a process, interleaved: messages stay small beside what a stage computes
 CUTS: dict[str, Callable[[int], Sequence[int]]] = {  # name → stages a process, the best first, by layers a process

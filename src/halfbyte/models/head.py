@@ -24,9 +24,9 @@ from ..errors import DataError, ModelError
 from ..notices import notice
 from ..ops import IGNORE_INDEX
 from ..parallel import Mesh
-from ..parallel.vocabulary import Vocabulary
 from .attention import share
 from .layer import causal_lm_of
+from .vocabulary import Vocabulary
 
 LABELS = ("labels", "shift_labels")  # in a batch
 PROBE_TOKENS = 8
@@ -287,7 +287,7 @@ def divide_vocabulary(model: nn.Module, mesh: Mesh, axes: Sequence[str]) -> None
     """Leave this process its rows of the head's weight and of the embedding's, which may be one; it loses the others.
 
     From then on `causal_lm_loss` and `token_log_probs`, forwards and sampling of all processes along `axes` must come
-    together: each computes its slice of everybody's logits (`parallel.vocabulary`).
+    together: each computes its slice of everybody's logits (`models.vocabulary`).
 
     Args:
         model: with its adapters.

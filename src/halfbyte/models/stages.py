@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from ..architectures import beside_text
 from ..errors import ModelError
-from ..parallel.schedules import Schedule, Seconds
+from ..orders import Seconds
+from ..parallel.schedules import Schedule
 from .copies import fresh_copies
 from .cuts import chosen, stage_seconds
 from .head import Head, backbone_inputs, causal_lm_loss, found_head, take_head

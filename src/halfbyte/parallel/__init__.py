@@ -1,7 +1,6 @@
 """Who takes part in a run."""
 
-from .agreement import check_agreement, check_shared
-from .context import Context, bounds_of_longer, slice_of
+from .context import Context
 from .mesh import ALONE, AXES, ROWS, SLICES, TOKENS, Mesh, present_mesh
 from .reduce import clip_gradients, sum_gradients
 
@@ -13,11 +12,7 @@ __all__ = [
     "TOKENS",
     "Context",
     "Mesh",
-    "bounds_of_longer",
-    "check_agreement",
-    "check_shared",
     "clip_gradients",
     "present_mesh",
-    "slice_of",
     "sum_gradients",
 ]

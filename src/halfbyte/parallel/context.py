@@ -16,7 +16,7 @@ zeros make up for what is lacking; they cost no time, since processes with a hea
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +26,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..autograd.function import OnceFunction
-from ..ops import IGNORE_INDEX
-from .mesh import Mesh
-
-CONTEXT = "context"  # in a batch: that its rows are cut, and among whom
-WHOLE = "whole_"  # in a batch: before the name of what it holds of whole rows
-OF_ATTENTION = ("position_ids", "attention_mask")  # what attention must know of whole rows
 
 
 @dataclass(frozen=True)
@@ -108,57 +102,3 @@ def _exchanged(tensors: Sequence[Tensor], group: Any) -> tuple[Tensor, ...]:
     for work in works:
         work.wait()
     return tuple(received)
-
-
-def slice_of(batch: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
-    """This process's slice of the rows of a batch; the batch itself where rows are not cut.
-
-    Rows are padded on the right, with untrained tokens, to a multiple of the slices. Nothing waits for the device.
-
-    Args:
-        batch: `input_ids` and `labels` [B, T], and perhaps `attention_mask` and `position_ids` [B, T]; where documents
-            begin, as transformers' flash attention is told; and more. Tensors [B, T, …] are cut, others left.
-
-    Returns:
-        The slice: its `position_ids` [B, t] are those within the row, or the document; `shift_labels` [B, t] take the
-        place of `labels`: position i has the label of the token behind it, which may be in the next slice. Beside it
-        `context`, and of whole rows what attention must know, named with `WHOLE`.
-    """
-    ways = mesh.ways(CONTEXT)
-    if ways == 1:
-        return dict(batch)
-    rows, length = batch["input_ids"].shape
-    lacking = -length % ways
-    size = (length + lacking) // ways
-    own = slice(mesh.place(CONTEXT) * size, (mesh.place(CONTEXT) + 1) * size)
-    row = {name: _padded(value, lacking) if _is_of(value, rows, length) else value for name, value in batch.items()}
-    row["shift_labels"] = F.pad(row.pop("labels")[:, 1:length], (0, 1 + lacking), value=IGNORE_INDEX)
-    positions = torch.arange(length + lacking, device=row["input_ids"].device).expand(rows, -1)
-    if "position_ids" in batch:  # the padding is a document
-        row["position_ids"] = torch.cat([batch["position_ids"], positions[:, :lacking]], 1)
-    whole = {WHOLE + name: row[name] for name in OF_ATTENTION if name in row} | bounds_of_longer(row, length, lacking)
-    row = {"position_ids": positions} | row
-    row.pop("attention_mask", None)
-    cut = {name: value[:, own].contiguous() if _is_of(value, rows, length + lacking) else value
-           for name, value in row.items()}  # fmt: skip
-    return cut | whole | {CONTEXT: Context(ways, mesh.group(CONTEXT))}
-
-
-def _is_of(value: Any, rows: int, length: int) -> bool:
-    return isinstance(value, Tensor) and value.shape[:2] == (rows, length)
-
-
-def _padded(value: Tensor, lacking: int) -> Tensor:
-    return F.pad(value, (0, 0) * (value.dim() - 2) + (0, lacking))
-
-
-def bounds_of_longer(batch: Mapping[str, Any], length: int, lacking: int) -> dict[str, Any]:
-    """Where documents begin in rows that grew from `length` by `lacking` tokens, a document of their own; nothing where
-    a batch does not say it, or does not grow. Nothing waits for the device."""
-    if not lacking or batch.get("cu_seq_lens_q") is None:
-        return {}
-    bounds, rows = batch["cu_seq_lens_q"], len(batch["input_ids"])
-    begins = length + (length + lacking) * torch.arange(rows, device=bounds.device, dtype=bounds.dtype)
-    bounds = torch.cat([bounds + lacking * (bounds // length), begins]).sort().values
-    longest = max(batch["max_length_q"], lacking)
-    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}

@@ -25,8 +25,9 @@ from torch import Tensor
 
 from ..autograd.recompute import gathered, run_ahead
 from ..errors import ModelError
+from ..orders import Action, Seconds, programs
 from .mesh import Mesh
-from .schedules import Action, Schedule, Seconds, programs
+from .schedules import Schedule
 
 Batch = Mapping[str, Any]
 # (stage, micro-batch, what the stage before gave [B, T, H] or None in the first) → hidden states [B, T, H]; what the

@@ -31,14 +31,16 @@ class AttentionBytes:
     scratch: int = 0
 
     @classmethod
-    def of(cls, found: Implementation, query: Tensor, capped: bool) -> AttentionBytes:
-        """Of `found`, with `query` [B, H, T, D]."""
+    def of(cls, found: Implementation, query: Tensor, key: Tensor, capped: bool) -> AttentionBytes:
+        """Of `found`, with `query` [B, Hq, T, D] and `key` [B, Hk, T, D]."""
         rows, heads, length, _ = query.shape
         square, size = rows * length * length, query.element_size()
         if found.tiles:
             return cls(scratch=TENSORS * TILE_BYTES)
-        if found.scores:  # products; tanh, where they are capped; the softmax in fp32, and again in query's dtype
-            return cls(square * heads * ((1 + capped) * size + 4), square * heads * (size + 4))
+        if found.scores:  # tanh, where scores are capped; the softmax in fp32, and again where query's dtype is another
+            again = size if query.dtype != torch.float32 else 0
+            copies = 2 * query.numel() * size if key.shape[1] < heads else 0  # keys and values of every query head
+            return cls(square * heads * (capped * size + 4 + again) + copies, square * heads * (size + 4))
         return cls(square * size, square * size) if found.mask else cls()  # a Boolean mask as numbers to add
 
 
@@ -56,7 +58,7 @@ def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query [B, H, T, D] → [B, T, H, D]."""
-    extra = AttentionBytes.of(module.config._halfbyte_planned, query, kwargs.get("softcap") is not None)
+    extra = AttentionBytes.of(module.config._halfbyte_planned, query, key, kwargs.get("softcap") is not None)
     return _Attention.apply(query, key, value, extra).transpose(1, 2), None
 
 

@@ -24,8 +24,8 @@ from ..models.stages import cut_model
 from ..models.unpacking import LIKE
 from ..notices import notice
 from ..optim import OPTIMIZERS, trained_parameters
+from ..orders import Seconds
 from ..parallel.reduce import BUCKET
-from ..parallel.schedules import Seconds
 from ..parallel.trained import AT_ONCE, TOGETHER, slices
 from .cards import H200, Card
 from .policy import (

@@ -28,7 +28,7 @@ from ..config import Parallel
 from ..models.cuts import stage_seconds
 from ..models.layer import causal_lm_of
 from ..models.stages import Cut
-from ..parallel.schedules import Seconds, simulate
+from ..orders import Seconds, simulate
 from ..tensor import ALIGNMENT
 from .policy import Gathers, LayerCost
 

@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..data.collate import DOCUMENTS
+from ..models.slices import bounds_of_longer
 from ..ops import IGNORE_INDEX
-from ..parallel import Mesh, bounds_of_longer
+from ..parallel import Mesh
 from .rows import COUNTS
 
 Batch = dict[str, Any]

@@ -19,9 +19,10 @@ from halfbyte.methods.answers import model_inputs
 from halfbyte.methods.base import Batch
 from halfbyte.models.head import causal_lm_loss, hidden_at
 from halfbyte.models.sharding import sharded
+from halfbyte.models.slices import slice_of
 from halfbyte.ops import IGNORE_INDEX
 from halfbyte.optim import trained_parameters
-from halfbyte.parallel import Mesh, slice_of
+from halfbyte.parallel import Mesh
 from halfbyte.parallel.tensor import are_whole, whole_inside
 from halfbyte.qat.model import round_merged
 from halfbyte.reading.tensors import read_tensors, safetensors_files

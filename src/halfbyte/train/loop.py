@@ -38,10 +38,11 @@ from halfbyte.methods import method_of
 from halfbyte.methods.base import Batch, Collate, Rows
 from halfbyte.models.copies import in_their_place
 from halfbyte.models.sharding import trains_alike
+from halfbyte.models.slices import slice_of
 from halfbyte.models.stages import Stages
 from halfbyte.ops.fp8_scaling import DelayedScaling
 from halfbyte.optim import OPTIMIZERS, trained_parameters
-from halfbyte.parallel import ALONE, AXES, ROWS, Mesh, slice_of
+from halfbyte.parallel import ALONE, AXES, ROWS, Mesh
 from halfbyte.parallel import TOKENS as OTHER_TOKENS
 from halfbyte.parallel.pipeline import Pipeline
 from halfbyte.parallel.tensor import whole_inside

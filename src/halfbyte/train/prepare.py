@@ -35,7 +35,6 @@ from halfbyte.models.stages import Cut, check_trained, cut_model
 from halfbyte.notices import notice
 from halfbyte.optim import OPTIMIZERS
 from halfbyte.parallel import ALONE, ROWS, Mesh
-from halfbyte.parallel.links import gather_rate, host_rate
 from halfbyte.parallel.trained import slices
 from halfbyte.plan.advice import check_fits
 from halfbyte.plan.cards import Card, card_of
@@ -51,6 +50,7 @@ from . import checkpoint as checkpoints
 from . import samples
 from .arguments import check_dtype, total_steps, training_arguments
 from .generations import answered_with
+from .links import gather_rate, host_rate
 from .look_over import look_over_run
 from .rehearsal import trackers, try_optimizer, try_schedule
 from .rewarding import look_over_rewards

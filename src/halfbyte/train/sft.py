@@ -41,7 +41,7 @@ from halfbyte.models.slices import divided
 from halfbyte.models.stages import Stages
 from halfbyte.notices import forget, silent
 from halfbyte.optim import trained_parameters
-from halfbyte.parallel import SLICES, check_agreement, check_shared, present_mesh
+from halfbyte.parallel import SLICES, present_mesh
 from halfbyte.parallel.launch import say_idle
 from halfbyte.parallel.tensor import whole_inside
 from halfbyte.plan.estimate import GIB
@@ -51,6 +51,7 @@ from halfbyte.words import one_line
 
 from ..runs.lock import run_lock
 from . import checks, samples, staged
+from .agreement import check_agreement, check_shared
 from .checkpoint import best, remove_leftovers
 from .loop import TrainingLoop
 from .metrics import MetricsFile, memory_now, peak_memory, reserved_memory, restart_peak

@@ -120,7 +120,7 @@ _combine_launcher, _outer_launcher = Launcher(_combine), Launcher(_outer)
 
 
 def tile_rows(slots: int, experts: int) -> int:
-    """Rows of a tile: more than an expert has on average, or half of them would need two; within what a program takes."""
+    """Rows of a tile: more than an expert has on average, or half of them would need two; at most the last."""
     return next((rows for rows in TILE_ROWS if rows * experts > slots), TILE_ROWS[-1])
 
 

@@ -8,19 +8,19 @@ to x's dtype as dequantizing rounds them, so that products of packed weights are
 A weight of K contiguous values is read as [block of columns, K step] forward, and as [K step, block of columns] by
 the turned product of backward: the same words, decoded alike, and no transposed copy.
 
-Measured on an H200 (torch 2.11, Triton 3.6) at Qwen3-30B-A3B's shape, 128 experts, NF4, in µs. `F.grouped_mm` multiplies
-16-bit weights and rows that are gathered already, which takes 132 µs more at 512 rows an expert; decoding a stack takes
+Measured on an H200 (torch 2.11, Triton 3.6) at Qwen3-30B-A3B's shape, 128 experts, NF4, in µs. `F.grouped_mm` (gm)
+multiplies 16-bit weights, and rows that are gathered already: 132 µs more at 512 rows an expert. Decoding a stack takes
 256 (gate and up) and 132 (down).
 
-| rows an expert | gate and up: grouped_mm | packed | plain | down: grouped_mm | packed | plain | dX: grouped_mm | packed | plain |
-|---|---|---|---|---|---|---|---|---|---|
-| 1 | 202 | 156 | | 119 | 88 | | 206 | 157 | |
-| 16 | 270 | 264 | | 159 | 128 | | 278 | 230 | |
-| 32 | 266 | 299 | | 157 | 153 | | 277 | 282 | |
-| 64 | 269 | 428 | 250 | 156 | 214 | 138 | 272 | 375 | 256 |
-| 128 | 352 | 600 | 379 | 197 | 298 | 216 | 357 | 560 | 406 |
-| 256 | 417 | 957 | 483 | 256 | 477 | 284 | 432 | 869 | 519 |
-| 512 | 689 | 1,763 | 764 | 410 | 852 | 442 | 711 | 1,522 | 809 |
+    rows an   gate and up            down                   dX of gate and up
+    expert    gm    packed  plain    gm    packed  plain    gm    packed  plain
+    1         202   156              119   88               206   157
+    16        270   264              159   128              278   230
+    32        266   299              157   153              277   282
+    64        269   428     250      156   214     138      272   375     256
+    128       352   600     379      197   298     216      357   560     406
+    256       417   957     483      256   477     284      432   869     519
+    512       689   1,763   764      410   852     442      711   1,522   809
 
 Packed, a step of the loop takes 3,300 clocks whatever the tile, the warps and W's side: latency that no sweep found.
 So from `autograd.experts.DECODED_ROWS` on a stack is decoded first.
@@ -71,44 +71,99 @@ class Tile(NamedTuple):
 PACKED: dict[int, tuple[tuple[int, Tile], ...]] = {
     16: ((26, Tile(128, STEP, 4, 3, True)),),
     32: ((32, Tile(128, STEP, 4, 3, True)),),
-    64: ((50, Tile(128, STEP, 8, 3, True)),),
-    128: ((76, Tile(128, STEP, 8, 3, True)), (60, Tile(128, STEP, 8, 2, True))),
+    64: ((50, Tile(128, STEP, 8, 3, True)), (30, Tile(64, STEP, 4, 2, True))),
+    128: ((76, Tile(128, STEP, 8, 3, True)), (60, Tile(128, STEP, 8, 2, True)), (46, Tile(64, STEP, 4, 2, True))),
 }
 PLAIN: dict[int, tuple[tuple[int, Tile], ...]] = {
-    16: ((62, Tile(128, STEP, 4, 3, True)),),
-    32: ((68, Tile(128, STEP, 4, 3, True)), (50, Tile(128, STEP, 4, 2, True))),
-    64: ((82, Tile(128, STEP, 4, 3, False)), (60, Tile(128, STEP, 4, 2, False))),
+    16: ((62, Tile(128, STEP, 4, 3, True)), (30, Tile(64, 32, 4, 2, True))),
+    32: ((68, Tile(128, STEP, 4, 3, True)), (50, Tile(128, STEP, 4, 2, True)), (30, Tile(64, 32, 4, 2, True))),
+    64: ((82, Tile(128, STEP, 4, 3, False)), (60, Tile(128, STEP, 4, 2, False)), (30, Tile(64, 32, 4, 2, False))),
     128: ((206, Tile(256, STEP, 8, 4, False)), (158, Tile(256, STEP, 8, 3, False)), (106, Tile(128, STEP, 8, 3, False)),
-          (62, Tile(128, 32, 8, 3, False))),
+          (62, Tile(128, 32, 8, 3, False)), (30, Tile(64, 32, 4, 2, False))),
 }  # fmt: skip
 
 
 @triton.jit
-def _plain(w_ptr, row, rows, col, columns):
-    """[R, C] of an expert's matrix; rows beyond the end repeat the last one."""
-    row = tl.minimum(row, rows - 1).to(tl.int64)
-    return tl.load(w_ptr + row[:, None] * columns + col[None, :], mask=(col < columns)[None, :], other=0.0)
+def _tile(
+    weight, lanes, expert, row, rows, start, columns, like_ptr, R: tl.constexpr, C: tl.constexpr,
+    PER_BLOCK: tl.constexpr, NESTED: tl.constexpr, NESTED_BLOCK: tl.constexpr, SHUFFLE: tl.constexpr,
+):  # fmt: skip
+    """[R, C] of an expert's matrix, columns from `start`; rows beyond the end repeat the last one.
+
+    Without PER_BLOCK, words of a scale, values are plain; else a word of codes has eight.
+    """
+    w_ptr, absmax_ptr, second_ptr, code_ptr, shift_ptr, codebook_ptr = weight
+    row = tl.minimum(row, rows - 1)
+    if PER_BLOCK == 0:
+        col = start + tl.arange(0, C)
+        place = row.to(tl.int64)[:, None] * columns + col[None, :]
+        base = w_ptr + expert.to(tl.int64) * rows * columns
+        values = tl.load(base + place, mask=(col < columns)[None, :], other=0.0)
+    else:
+        flat = expert * rows + row
+        words = columns // 8
+        w = start // 8 + tl.arange(0, C // 8)
+        codes = tl.load(w_ptr + flat[:, None] * words + w[None, :], mask=(w < words)[None, :], other=0)
+        scale = _scales(
+            absmax_ptr, second_ptr, code_ptr, shift_ptr, flat, 2147483647, start // 8, words,
+            R, C // 8, PER_BLOCK, NESTED, NESTED_BLOCK,
+        )  # fmt: skip
+        v = _decode(codes, lanes, codebook_ptr, SHUFFLE)
+        even = tl.join(tl.join(v[0] * scale, v[4] * scale), tl.join(v[2] * scale, v[6] * scale))
+        odd = tl.join(tl.join(v[1] * scale, v[5] * scale), tl.join(v[3] * scale, v[7] * scale))
+        values = tl.reshape(tl.join(even, odd).to(like_ptr.dtype.element_ty), (R, C))
+    return values
 
 
 @triton.jit
-def _packed(
-    w_ptr, absmax_ptr, second_ptr, code_ptr, shift_ptr, codebook_ptr, lanes, expert, row, rows, start, columns,
-    like_ptr, R: tl.constexpr, C: tl.constexpr, PER_BLOCK: tl.constexpr, NESTED: tl.constexpr,
-    NESTED_BLOCK: tl.constexpr, SHUFFLE: tl.constexpr,
+def _finish(
+    acc, bias_ptr, out_ptr, expert, row, live, o, width, alpha, BIAS: tl.constexpr, LEFT: tl.constexpr
 ):  # fmt: skip
-    """Likewise, of columns from `start`, decoded; a word has eight values."""
-    flat = expert * rows + tl.minimum(row, rows - 1)
-    words = columns // 8
-    w = start // 8 + tl.arange(0, C // 8)
-    codes = tl.load(w_ptr + flat[:, None] * words + w[None, :], mask=(w < words)[None, :], other=0)
-    scale = _scales(
-        absmax_ptr, second_ptr, code_ptr, shift_ptr, flat, 2147483647, start // 8, words,
-        R, C // 8, PER_BLOCK, NESTED, NESTED_BLOCK,
-    )  # fmt: skip
-    v = _decode(codes, lanes, codebook_ptr, SHUFFLE)
-    even = tl.join(tl.join(v[0] * scale, v[4] * scale), tl.join(v[2] * scale, v[6] * scale))
-    odd = tl.join(tl.join(v[1] * scale, v[5] * scale), tl.join(v[3] * scale, v[7] * scale))
-    return tl.reshape(tl.join(even, odd).to(like_ptr.dtype.element_ty), (R, C))
+    """Add the bias, scale, and store."""
+    if LEFT:
+        acc = tl.trans(acc)
+    if BIAS:
+        acc += tl.load(bias_ptr + expert * width + o, mask=o < width, other=0.0).to(tl.float32)[None, :]
+    place = row.to(tl.int64)[:, None] * width + o[None, :]
+    mask = live[:, None] & (o < width)[None, :]
+    tl.store(out_ptr + place, (acc * alpha).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _dot(x, w, acc, W_ROWS: tl.constexpr, LEFT: tl.constexpr):
+    """acc + the product of x [rows, depth] with w: [columns, depth] with W_ROWS, else [depth, columns]."""
+    if not W_ROWS:
+        w = tl.trans(w)
+    if LEFT:
+        acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _low_rank(
+    low_ptr, factor_ptr, expert, row, live, o, width, scale,
+    TURNED: tl.constexpr, RANK: tl.constexpr, PADDED: tl.constexpr, LEFT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """What the accumulators begin with: scale·u·F of the tile, zeros without an adapter."""
+    if LEFT:
+        acc = tl.zeros((COLUMNS, ROWS), tl.float32)
+    else:
+        acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    if RANK > 0:
+        r = tl.arange(0, PADDED)
+        if TURNED:
+            inside = r[None, :] * width + o[:, None]
+        else:
+            inside = o[:, None] * RANK + r[None, :]
+        known = (o < width)[:, None] & (r < RANK)[None, :]
+        factor = tl.load(factor_ptr + expert.to(tl.int64) * width * RANK + inside, mask=known, other=0.0)
+        read = live[:, None] & (r < RANK)[None, :]
+        low = tl.load(low_ptr + row.to(tl.int64)[:, None] * RANK + r[None, :], mask=read, other=0.0)
+        acc = _dot(low, factor, acc, True, LEFT) * scale
+    return acc
 
 
 @triton.jit
@@ -132,32 +187,16 @@ def _grouped(
     if expert < experts:
         end = tl.load(offset_ptr + expert + 1)
         row = tl.load(tile_ptr + 2 * tile + 1) + tl.arange(0, ROWS)
-        live = row < end
         source = tl.minimum(row, end - 1)
         if TOP_K > 0:
             source = tl.load(order_ptr + source) // TOP_K
         o = block * COLUMNS + tl.arange(0, COLUMNS)
-        if LEFT:
-            acc = tl.zeros((COLUMNS, ROWS), tl.float32)
-        else:
-            acc = tl.zeros((ROWS, COLUMNS), tl.float32)
-        if RANK > 0:
-            r = tl.arange(0, PADDED)
-            known = (o < width)[:, None] & (r < RANK)[None, :]
-            if TURNED:
-                inside = r[None, :] * width + o[:, None]
-            else:
-                inside = o[:, None] * RANK + r[None, :]
-            factor = tl.load(factor_ptr + expert.to(tl.int64) * width * RANK + inside, mask=known, other=0.0)
-            read = live[:, None] & (r < RANK)[None, :]
-            low = tl.load(low_ptr + row.to(tl.int64)[:, None] * RANK + r[None, :], mask=read, other=0.0)
-            if LEFT:
-                acc = tl.dot(factor, tl.trans(low), acc, input_precision="ieee") * scale
-            else:
-                acc = tl.dot(low, tl.trans(factor), acc, input_precision="ieee") * scale
-        lanes = _lanes(codebook_ptr, SHUFFLE and PER_BLOCK > 0)
+        acc = _low_rank(
+            low_ptr, factor_ptr, expert, row, row < end, o, width, scale, TURNED, RANK, PADDED, LEFT, ROWS, COLUMNS
+        )
         x_row = x_ptr + source.to(tl.int64)[:, None] * depth
-        base = w_ptr + expert.to(tl.int64) * rows * columns  # of values; packed ones count from the stack's beginning
+        weight = w_ptr, absmax_ptr, second_ptr, code_ptr, shift_ptr, codebook_ptr
+        lanes = _lanes(codebook_ptr, SHUFFLE and PER_BLOCK > 0)
         for step in tl.range(0, tl.cdiv(depth, STEP), num_stages=STAGES):
             d = step * STEP + tl.arange(0, STEP)
             if EVEN:
@@ -165,38 +204,17 @@ def _grouped(
             else:
                 x = tl.load(x_row + d[None, :], mask=(d < depth)[None, :], other=0.0)
             if TURNED:
-                if PER_BLOCK > 0:
-                    w = _packed(
-                        w_ptr, absmax_ptr, second_ptr, code_ptr, shift_ptr, codebook_ptr, lanes, expert, d, rows,
-                        block * COLUMNS, columns, x_ptr,
-                        STEP, COLUMNS, PER_BLOCK, NESTED, NESTED_BLOCK, SHUFFLE,
-                    )  # fmt: skip
-                else:
-                    w = _plain(base, d, rows, o, columns)
-                if LEFT:
-                    acc = tl.dot(tl.trans(w), tl.trans(x), acc, input_precision="ieee")
-                else:
-                    acc = tl.dot(x, w, acc, input_precision="ieee")
+                w = _tile(
+                    weight, lanes, expert, d, rows, block * COLUMNS, columns, x_ptr,
+                    STEP, COLUMNS, PER_BLOCK, NESTED, NESTED_BLOCK, SHUFFLE,
+                )  # fmt: skip
             else:
-                if PER_BLOCK > 0:
-                    w = _packed(
-                        w_ptr, absmax_ptr, second_ptr, code_ptr, shift_ptr, codebook_ptr, lanes, expert, o, rows,
-                        step * STEP, columns, x_ptr,
-                        COLUMNS, STEP, PER_BLOCK, NESTED, NESTED_BLOCK, SHUFFLE,
-                    )  # fmt: skip
-                else:
-                    w = _plain(base, o, rows, d, columns)
-                if LEFT:
-                    acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
-                else:
-                    acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
-        if LEFT:
-            acc = tl.trans(acc)
-        if BIAS:
-            acc += tl.load(bias_ptr + expert * width + o, mask=o < width, other=0.0).to(tl.float32)[None, :]
-        place = row.to(tl.int64)[:, None] * width + o[None, :]
-        mask = live[:, None] & (o < width)[None, :]
-        tl.store(out_ptr + place, (acc * alpha).to(out_ptr.dtype.element_ty), mask=mask)
+                w = _tile(
+                    weight, lanes, expert, o, rows, step * STEP, columns, x_ptr,
+                    COLUMNS, STEP, PER_BLOCK, NESTED, NESTED_BLOCK, SHUFFLE,
+                )  # fmt: skip
+            acc = _dot(x, w, acc, not TURNED, LEFT)
+        _finish(acc, bias_ptr, out_ptr, expert, row, row < end, o, width, alpha, BIAS, LEFT)
 
 
 @triton.jit

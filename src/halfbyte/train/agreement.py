@@ -14,8 +14,8 @@ import torch
 from .. import __version__
 from ..config import RunConfig
 from ..errors import ConfigError
+from ..parallel import Mesh
 from ..words import cut
-from .mesh import Mesh
 
 OWN = frozenset(["device", "dataset_num_proc"])  # keys that may differ between hosts
 PACKAGES = ("torch", "transformers", "peft")
@@ -47,7 +47,7 @@ def check_agreement(mesh: Mesh, config: RunConfig) -> None:
     for rank, gpu in enumerate(gpus):
         if gpu and gpus.index(gpu) < rank:
             what = f"processes {gpus.index(gpu)} and {rank} of this run have the same GPU ({gpu})"
-            raise ConfigError(what, "start at most a process for each GPU of a host, with LOCAL_RANK from 0 on")
+            raise ConfigError(what, "start at most a process for each GPU of a host, numbered from 0 on")
 
 
 def _gpu(mesh: Mesh) -> str:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from .mesh import AXES, Mesh
+from ..parallel import AXES, Mesh
+from ..parallel.collectives import gathered
 
 SHARE = 64 * 2**20  # bytes that each process gives
 TIMES = 3
@@ -21,10 +21,7 @@ def gather_rate(mesh: Mesh, device: torch.device) -> float | None:
     if mesh.size == 1 or device.type != "cuda":
         return None
     group, own = mesh.group(*AXES), torch.zeros(SHARE, dtype=torch.uint8, device=device)
-    every = own.new_empty(mesh.size * SHARE)
-    return (
-        (mesh.size - 1) * SHARE / _seconds(mesh, device, lambda: dist.all_gather_into_tensor(every, own, group=group))
-    )
+    return (mesh.size - 1) * SHARE / _seconds(mesh, device, lambda: gathered(own, group))
 
 
 def host_rate(mesh: Mesh, device: torch.device) -> float | None:
