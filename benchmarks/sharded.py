@@ -36,10 +36,10 @@ from benchmarks.step_model import empty_model, fill, random_batch, run_config, t
 from halfbyte.config import Parallel
 from halfbyte.hardware import fixed_segments, free_cached_memory
 from halfbyte.memory.limit import FIRST_KERNELS, held_to
+from halfbyte.memory.trained import trained_units
 from halfbyte.models.copies import in_their_place
 from halfbyte.models.sharding import shard_model, sharded, trains_alike
 from halfbyte.parallel import ALONE, Mesh, present_mesh
-from halfbyte.parallel.trained import trained_units
 from halfbyte.train.links import gather_rate
 from halfbyte.train.stepper import GraphedStepper
 

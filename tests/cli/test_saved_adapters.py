@@ -129,7 +129,7 @@ HARMS = {
     "patterns of no kind": (configured(rank_pattern=[1]), rf"{CONFIG}: rank_pattern is to be"),
     "a base of no kind": (configured(base_model_name_or_path=[1]), rf"{CONFIG}: base_model_name_or_path is to be"),
     "an expression that does not end": (configured(target_modules="("), rf"{CONFIG}: .*\(|nothing|missing"),
-    "unknown kind": (configured(peft_type="NEW"), rf"cannot read \S+{CONFIG}: .*NEW"),
+    "unknown kind": (configured(peft_type="NEW"), rf"{CONFIG} has the peft_type 'NEW'"),
     "broken JSON": (lambda at: (at / CONFIG).write_text("{"), rf"{CONFIG}:1: malformed JSON"),
 }  # fmt: skip
 

@@ -68,7 +68,7 @@ def test_an_update_below_the_resolution_of_bf16_is_explained_and_said(tmp_path, 
 
 def test_an_update_that_was_not_applied_is_not_explained_by_resolution(tmp_path, base, monkeypatch):
     run = save_run(tmp_path / "run", base, load_in_4bit=False)
-    monkeypatch.setattr("halfbyte.export.adapter.AdapterLayers.merged", lambda self, name, weight: weight)
+    monkeypatch.setattr("halfbyte.export.adapter.AdapterLayers.merged", lambda self, name, weight, piece: weight)
     with pytest.raises(CheckpointError, match="computes something else"):
         merge(run, tmp_path / "merged")
 

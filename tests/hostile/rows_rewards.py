@@ -64,7 +64,7 @@ ROWS = [
         fix="token_truncate",
     ),
     Case("+ dynamic sampling of pairs", both("method=dpo dynamic_sampling=true"), says="dynamic_sampling", fix="grpo"),
-    policy("+ an engine of its own", "reward_funcs=repetition use_vllm=true", says="use_vllm", fix="packed weights"),
+    policy("+ an engine of its own", "reward_funcs=repetition use_vllm=true", says="use_vllm", fix="own engine"),
     policy("+ a server", "reward_funcs=repetition vllm_server_base_url=http://a", says="vllm_server_base_url"),
     reward("+ a file without that function", "def g(**_):\n    return []\n", ("r.py", "f")),
     reward("+ a reward without end in size", "def f(completions, **_):\n    return [float('inf')] * 2\n", "inf"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from whole import Left, run, trains, write_place
 
-from halfbyte.parallel import trained
+from halfbyte.memory import trained
 from halfbyte.train import prepare, sft
 
 pytestmark = pytest.mark.dist

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from halfbyte.memory import trained
+from halfbyte.memory.trained import Sliced, Whole, trained_units
 from halfbyte.optim import OPTIMIZERS
-from halfbyte.parallel import ALONE, trained
-from halfbyte.parallel.trained import Sliced, Whole, trained_units
+from halfbyte.parallel import ALONE
 
 pytestmark = pytest.mark.dist
 

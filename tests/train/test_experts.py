@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+import torch
 import transformers
 from expert_models import MIXTURES, SHAPE
 from safetensors.torch import load_file
@@ -19,6 +20,7 @@ KEYS = {"vocab_size": VOCABULARY, "pad_token_id": 1, "eos_token_id": 0, "bos_tok
 def trained(tmp_path_factory):
     """A finished run of four steps, with a checkpoint after two."""
     folder = tmp_path_factory.mktemp("mixture")
+    torch.manual_seed(2)
     config = transformers.Qwen3MoeConfig(**(SHAPE | MIXTURES["Qwen3Moe"] | KEYS))
     write_model(folder / "model", transformers.AutoModelForCausalLM.from_config(config))
     write_rows(folder / "rows.jsonl", [20, 33, 17, 40] * 8)

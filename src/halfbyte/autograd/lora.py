@@ -437,7 +437,7 @@ class Projections:
 
 
 def gradient_dtype(factor: Tensor) -> torch.dtype:
-    """A parameter may want its gradients wider than it is (`parallel.trained`)."""
+    """A parameter may want its gradients wider than it is (`memory.trained`)."""
     return (factor.grad_dtype if factor.is_leaf else None) or factor.dtype
 
 

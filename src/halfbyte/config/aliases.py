@@ -171,10 +171,6 @@ NOT_BUILT = {
 }
 
 NO_EQUIVALENT = {
-    "use_vllm": "remove it; rollouts are sampled here, from the packed weights",
-    "vllm_mode": "remove it; rollouts are sampled here, from the packed weights",
-    "vllm_server_base_url": "remove it; rollouts are sampled here, from the packed weights",
-    "vllm_server_host": "remove it; rollouts are sampled here, from the packed weights",
     "vllm_gpu_memory_utilization": "set rollout_memory_gib, or nothing: it is planned",
     "use_transformers_paged": "remove it; rollouts are sampled over pages",
     "tools": "remove it; answers are of one turn, without tools",

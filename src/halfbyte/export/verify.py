@@ -48,6 +48,7 @@ from .weights import MergedWeights, Output, Target
 
 KEPT = "nothing was kept; please report this with the run"
 ROWS, LENGTH = 4, 128
+ROUTED = 8  # times as many draws for a mixture
 SAME = 2**-8  # relative: what a loader that keeps bf16 rounds dequantized values by
 HEADROOM = 1.25  # memory over that of the weights: one layer in fp32, activations, logits
 TEXT = """The library opens at nine. A reader may borrow up to 5 books for three weeks, and return them at any desk.
@@ -175,7 +176,9 @@ class Verifier:
                 self._check_weight(model, output, target)
             return model
 
-        return self._measure("reloading the merged model", load, [NONE, *[rounding] * DRAWS])
+        # rounding sends a token now and then to another expert, which few draws would not show
+        draws = DRAWS * (ROUTED if weights.adapter.routes else 1)
+        return self._measure("reloading the merged model", load, [NONE, *[rounding] * draws])
 
     @torch.no_grad()
     def _check_weight(self, model: Any, output: Output, target: Target) -> None:

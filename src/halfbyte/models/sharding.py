@@ -56,7 +56,7 @@ def shard_model(
     layers, stays = [every[at] for at in numbers], [stays[at] for at in numbers]
     hosted = {place for place, at in enumerate(numbers) if at in on_host}
     if all(parameter.requires_grad for layer in layers for parameter in layer.parameters()):
-        return  # of what is trained, `parallel.trained` slices what can be
+        return  # of what is trained, `memory.trained` slices what can be
     _divide_vocabulary(model, mesh)  # first: the slices of layers need room beside whole ones
     causal_lm = causal_lm_of(model)
     root = causal_lm.get_submodule(name.rpartition(".")[0])

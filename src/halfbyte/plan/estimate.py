@@ -19,6 +19,7 @@ from ..config.policy import POLICY
 from ..hardware import best_device, free_bytes, segments_grow
 from ..memory import host
 from ..memory.batches import Batches, Shape
+from ..memory.trained import AT_ONCE, TOGETHER, slices
 from ..models.sharding import trains_alike
 from ..models.stages import cut_model
 from ..models.unpacking import LIKE
@@ -26,7 +27,6 @@ from ..notices import notice
 from ..optim import OPTIMIZERS, trained_parameters
 from ..orders import Seconds
 from ..parallel.reduce import BUCKET
-from ..parallel.trained import AT_ONCE, TOGETHER, slices
 from .cards import H200, Card
 from .policy import (
     OFFLOADED,

@@ -34,6 +34,7 @@ from halfbyte.adapters import compute
 from halfbyte.config import RunConfig
 from halfbyte.errors import TrainingError
 from halfbyte.files import new_directory
+from halfbyte.memory.trained import trained_units
 from halfbyte.methods import method_of
 from halfbyte.methods.base import Batch, Collate, Rows
 from halfbyte.models.copies import in_their_place
@@ -46,7 +47,6 @@ from halfbyte.parallel import ALONE, AXES, ROWS, Mesh
 from halfbyte.parallel import TOKENS as OTHER_TOKENS
 from halfbyte.parallel.pipeline import Pipeline
 from halfbyte.parallel.tensor import whole_inside
-from halfbyte.parallel.trained import trained_units
 from halfbyte.signals import Request, Stopped, as_requests
 
 from ..runs.manifest import write_manifest

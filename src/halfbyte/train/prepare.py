@@ -24,6 +24,7 @@ from halfbyte.environment import environment
 from halfbyte.errors import CheckpointError, DataError
 from halfbyte.files import check_space
 from halfbyte.hardware import bound_cpu_primitives, chosen_device, free_bytes, free_cached_memory
+from halfbyte.memory.trained import slices
 from halfbyte.methods import Method, method_of
 from halfbyte.methods.preference import with_all_it_has
 from halfbyte.models.find import ModelFiles, find_model
@@ -35,7 +36,6 @@ from halfbyte.models.stages import Cut, check_trained, cut_model
 from halfbyte.notices import notice
 from halfbyte.optim import OPTIMIZERS
 from halfbyte.parallel import ALONE, ROWS, Mesh
-from halfbyte.parallel.trained import slices
 from halfbyte.plan.advice import check_fits
 from halfbyte.plan.cards import Card, card_of
 from halfbyte.plan.estimate import MemoryPlan, estimate

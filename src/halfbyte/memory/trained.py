@@ -32,9 +32,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import Parallel
-from .collectives import gathered, scattered_sum
-from .mesh import TOKENS, Mesh
-from .reduce import BUCKET, CUT, buckets, clip_gradients, sum_gradients
+from ..parallel import TOKENS, Mesh
+from ..parallel.collectives import gathered, scattered_sum
+from ..parallel.reduce import BUCKET, CUT, buckets, clip_gradients, sum_gradients
 
 AXIS = "shard"
 AT_ONCE = 2**29  # bytes of gradients
