@@ -121,6 +121,9 @@ def peer(given: Settings, work: Path) -> dict[str, Any]:
     )  # fmt: skip
     model = _adapted(given, config)
     trainer = Timed(model, args=arguments, train_dataset=rows, processing_class=tokenizer)
+    trainer.args.train_sampling_strategy = (
+        "random"  # KTO's asks for another, since its mismatched answers are neighbours'
+    )
     trainer.add_callback(_clock(seconds))
     trainer.train()
     trainer.model.save_pretrained(str(work / "peer" / "adapter"))
@@ -136,10 +139,22 @@ def _rows(given: Settings, config: Any, tokenizer: Any) -> tuple[Any, Any]:
     data = method_of(config).prepare(config, tokenizer)
     rows = data.train
     if given.method == "kto":
-        rows = mismatched(rows, given.length).rename_column("other_ids", "KL_completion_ids")
+        rows = mismatched(rows, given.length)
+    if given.method != "reward":
+        rows = rows.map(_trained_answers)
+    if given.method == "kto":
+        rows = rows.rename_column("other_ids", "KL_completion_ids")
     if given.method == "reward":  # whose rows are prompt and answer
         rows = rows.map(_whole_answers, remove_columns=["prompt_ids", "chosen_mask", "rejected_mask"])
     return rows, data.eval
+
+
+def _trained_answers(row: dict[str, Any]) -> dict[str, Any]:
+    """Answers up to their last trained token, since TRL trains all of them: a template's line break behind the end of
+    the turn is not."""
+    masks = {name.removesuffix("_mask"): mask for name, mask in row.items() if name.endswith("_mask")}
+    return {f"{name}_ids": row[f"{name}_ids"][: max(n for n, kept in enumerate(mask) if kept) + 1]
+            for name, mask in masks.items()}  # fmt: skip
 
 
 def _whole_answers(row: dict[str, Any]) -> dict[str, Any]:
