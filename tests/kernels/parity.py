@@ -53,3 +53,24 @@ def assert_as_close_as_torch(mine, torchs, truth):
     error, allowed = ((exact(tensor) - truth).norm() / scale for tensor in (mine, torchs))
     allowed = allowed + torch.finfo(mine.dtype).eps / 16 + 5e-7
     assert error <= allowed, f"relative error {error:.2e}, allowed {allowed:.2e}"
+
+
+def assert_within_roundings(mine, truth, absolute, roundings):
+    """Each sum of `mine` lies no farther from `truth` than fp32's roundings, and then that to its dtype, can take it.
+
+    A term of a sum goes through at most `roundings` of them, whatever the order of the sum, and fewer where products
+    and sums are contracted: together they err by at most roundings·eps·Σ|terms|, a product and a sum by half as much
+    where they round to nearest (Higham 2002, Accuracy and Stability of Numerical Algorithms, §3.1 and §4.2). Tensor
+    cores cut off instead (Fasi et al. 2021, PeerJ Computer Science 7:e330), hence the whole.
+
+    Args:
+        truth: fp64, of the CPU.
+        absolute: Σ|terms|, likewise.
+        roundings: a number, or a tensor of them that broadcasts to `truth`.
+    """
+    bound = roundings * torch.finfo(torch.float32).eps * absolute
+    if mine.dtype != torch.float32:
+        info = torch.finfo(mine.dtype)
+        bound = bound + info.eps / 2 * (truth.abs() + bound).clamp(min=info.smallest_normal)
+    error = (exact(mine) - truth).abs()
+    assert (error <= bound).all(), f"error {error.max():.2e}, beyond its bound by up to {(error - bound).max():.2e}"
