@@ -14,6 +14,7 @@ from halfbyte.tensor import QuantizedTensor
 pytestmark = pytest.mark.gpu
 
 COUNT, HIDDEN, INNER, TOP_K, RANK = 16, 256, 192, 4, 8
+RESULTS = ("out", "dx", "weights", "dA1", "dB1", "dA2", "dB2")
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +60,22 @@ def loop(stacks, factors, index, x, routed, grad, dtype):
 @pytest.mark.parametrize("tokens", [1, 7, 300, 1500])
 @pytest.mark.parametrize("decoded_rows", [0, 10**6], ids=["decoded first", "packed"])
 def test_against_a_loop(layer, monkeypatch, tokens, decoded_rows):
+    """Over as many draws as make the errors of all results comparable.
+
+    One token's gradient of its k weights is k numbers: of so few, either's rounding errors are by chance several times
+    the other's, a sixth of draws beyond the bound.
+    """
     monkeypatch.setattr(module, "DECODED_ROWS", decoded_rows)
-    given = drawn(tokens)
-    mine, torchs = step(*layer, *given), loop(*layer, *given, torch.bfloat16)
-    for found, other, true in zip(mine, torchs, loop(*layer, *given, torch.float64), strict=True):
-        error, allowed = ((tensor.double() - true).norm() / true.norm() for tensor in (found, other))
-        assert error < 1.5 * allowed
+    errors = torch.zeros(len(RESULTS), 2, dtype=torch.float64, device="cuda")  # ours and torch's, squared
+    for _ in range(max(1, 32 // tokens)):
+        given = drawn(tokens)
+        mine, torchs = step(*layer, *given), loop(*layer, *given, torch.bfloat16)
+        truth = loop(*layer, *given, torch.float64)
+        for at, (*both, true) in enumerate(zip(mine, torchs, truth, strict=True)):
+            errors[at] += torch.stack([(tensor.double() - true).square().sum() for tensor in both])
+    ours, theirs = errors.sqrt().cpu().unbind(1)
+    ratios = dict(zip(RESULTS, (ours / theirs).tolist(), strict=True))
+    assert max(ratios.values()) < 1.5, ratios
 
 
 def test_equal_bits_again_and_no_wait_for_the_device(layer):
