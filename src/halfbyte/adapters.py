@@ -97,14 +97,19 @@ def add_adapter(model: nn.Module, config: RunConfig | Adapter, *, scores: str | 
 
 
 def add_score_head(model: nn.Module, scores: str) -> None:
-    """Give `model` the head that transformers has for this one of `SCORES`, under its name and fresh."""
+    """Give `model` the head that transformers has for this one of `SCORES`, under its name and fresh.
+
+    It is drawn on the CPU, as PEFT draws adapters: a seed gives the same head, and the same adapters after it, wherever
+    the model is.
+    """
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     device = next(model.parameters()).device
     tokens = scores == "TOKEN_CLS"
-    model.score = nn.Linear(config.hidden_size, SCORES[scores][0], bias=tokens, device=device)
-    nn.init.normal_(model.score.weight, std=getattr(config, "initializer_range", 0.02))
+    head = nn.Linear(config.hidden_size, SCORES[scores][0], bias=tokens, device="cpu")
+    nn.init.normal_(head.weight, std=getattr(config, "initializer_range", 0.02))
     if tokens:
-        nn.init.zeros_(model.score.bias)
+        nn.init.zeros_(head.bias)
+    model.score = head.to(device)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,8 @@ from peft import get_peft_model
 from transformers import AutoModelForSequenceClassification
 from trl import RewardTrainer
 
-from halfbyte.adapters import add_adapter
+from halfbyte.adapters import add_adapter, add_score_head
+from halfbyte.config.methods import SCORES
 from halfbyte.data.paired import as_documents, packed
 from halfbyte.methods.answers import score
 
@@ -83,3 +84,16 @@ def test_layouts_score_alike(layout):
     assert asked.counts(blank) == {"pairs": 0}
     assert float(asked.sums(policy, blank)["loss"]) == 0
     assert len(score(policy, batch)) == 2 * len(ROWS)
+
+
+@pytest.mark.parametrize("scores", SCORES)
+def test_a_head_takes_the_same_draws_wherever_the_model_is(scores):
+    """So that adapters, which PEFT draws on the CPU after it, are the same, too."""
+    after = []
+    for device in ("cpu", "meta"):
+        model = tiny("Llama", adapter=False).to(device)
+        torch.manual_seed(5)
+        add_score_head(model, scores)
+        assert {parameter.device.type for parameter in model.score.parameters()} == {device}
+        after.append(torch.rand(3))
+    assert torch.equal(*after)
