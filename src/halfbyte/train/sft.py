@@ -22,7 +22,7 @@ from halfbyte.adapters import add_adapter, compute, no_input_casts, reads_base
 from halfbyte.config import RunConfig, load_config, resolve
 from halfbyte.console import Console
 from halfbyte.data.collate import make_collator
-from halfbyte.data.paired import answer_collator, apart
+from halfbyte.data.paired import answer_collator, apart, first_prompt
 from halfbyte.errors import TrainingError
 from halfbyte.files import new_directory, write_json
 from halfbyte.generation.stops import stop_tokens
@@ -257,9 +257,9 @@ def _make_ready(
 
 
 def _shared_and_apart(run: PreparedRun, device: torch.device) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Batches of the answers of the first row, sharing their prompt and apart."""
+    """Batches of the answers to the first prompt, sharing it and apart."""
     collate = answer_collator(run.config, run.tokenizer, device, answers=run.data.answers)
-    row = run.data.train[0]
+    row = first_prompt(run.data.train[0])
     return on_device(collate([row]), device), on_device(collate([apart(row)]), device)
 
 
