@@ -30,6 +30,7 @@ from halfbyte.hardware import chosen_device, free_cached_memory, is_out_of_memor
 from halfbyte.memory.host import HEAP_WASTE, return_large_blocks
 from halfbyte.memory.limit import FIRST_KERNELS, held_to
 from halfbyte.methods.base import Collate
+from halfbyte.models.activations import recompute_as_transformers
 from halfbyte.models.attention import lengths_vary
 from halfbyte.models.isolation import isolate_run, release
 from halfbyte.models.load import load_model
@@ -288,7 +289,7 @@ def _trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
     measured["after_load_bytes"] = memory_now(device)
     set_seed(run.config.seed)
     if run.plan.activation_checkpointing and not run.plan.levels:
-        _recompute_activations(model)
+        recompute_as_transformers(model)
     return add_adapter(model, adapter, scores=run.method.scores) if adapter else model
 
 
@@ -298,13 +299,6 @@ def _own_part(run: PreparedRun, model: Any) -> Stages | None:
     divide_products(model, run.mesh)
     shard_model(model, run.mesh, kept=run.plan.stays, on_host=run.plan.hosted)
     return stages
-
-
-def _recompute_activations(model: Any) -> None:
-    """Non-reentrant, so that gradients reach adapters although the embeddings are frozen: no input hook is needed."""
-    # transformers 5.23 renamed it; 5.17 knows only the old name
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
 
 
 def _loop(job: OpenRun, model: Any, collate: Collate) -> TrainingLoop:
