@@ -56,11 +56,7 @@ def test_a_prompt_gets_what_the_context_has_room_for():
     assert [len(text.split()) for text in answers(model, [4, 10, 12, 15])[1]] == [6, 2, 0, 0]
 
 
-CHECKPOINTED = {
-    "transformers' own": {"use_kernels": False},
-    "whole": {"use_peft": False, "load_in_4bit": False},
-    "": {},
-}
+CHECKPOINTED = {"theirs": {"use_kernels": False}, "whole": {"use_peft": False, "load_in_4bit": False}, "ours": {}}
 
 
 @pytest.mark.parametrize("keys", CHECKPOINTED.values(), ids=CHECKPOINTED)
@@ -71,6 +67,7 @@ def test_the_engine_answers_in_checkpointed_runs(tmp_path, keys):
     whole_runs.write_model(tmp_path / "model", LlamaForCausalLM(config))
     whole_runs.write_rows(tmp_path / "rows.jsonl", [20] * 12)
     keys = {"activation_checkpointing": True, "max_steps": 1, "max_length": 64, "sample_max_new_tokens": 4} | keys
+    keys |= {"output_dir": str(tmp_path / "out"), "device": "cpu", "sample_prompts": 1}
     places = {"model_name_or_path": str(tmp_path / "model"), "dataset": str(tmp_path / "rows.jsonl")}
     notices.forget()
     train(
