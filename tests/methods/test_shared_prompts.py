@@ -20,7 +20,7 @@ from patch_models import FAMILIES, tiny
 from transformers import AutoConfig, GPT2Config
 
 from halfbyte.adapters import add_adapter
-from halfbyte.data.paired import answer_collator, apart, as_documents, packed, trained_tokens
+from halfbyte.data.paired import answer_collator, apart, as_documents, first_prompt, packed, trained_tokens
 from halfbyte.methods.answers import as_reference, log_probs, reference_log_probs
 from halfbyte.models.attention import share
 from halfbyte.models.branches import Sharing, padded, why_apart
@@ -99,6 +99,26 @@ def test_a_rounded_batch_and_layers_that_are_computed_again():
     batch = collated(METHODS[0], shared=True, rounded=True)
     assert batch["input_ids"].shape[1] == 128
     assert_alike(METHODS[0], policy, batch, collated(METHODS[0], shared=False))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_a_gpu_compares_before_training_lies_in_its_batch(layout):
+    """Apart, the answers of a packed row have more tokens than a row: its last document had less than none."""
+    rows = prepared({"method": "dpo"}, shared=True, rows=pairs(60, seed=3, longest=20))
+    chosen = config(method="dpo", max_length=512, **layout)
+    rows = packed(rows, 2 * chosen.max_length) if layout.get("packing") else rows
+    collate = answer_collator(chosen, make_tokenizer(), torch.device("cuda"))
+    for row in rows:
+        first = first_prompt(row)
+        batches = [collate([each]) for each in (first, apart(first))]
+        tokens = [batch["input_ids"].flatten()[batch["at"]] for batch in batches]
+        for batch in (batch for batch in batches if "cu_seq_lens_q" in batch):
+            bounds = batch["cu_seq_lens_q"]
+            assert bounds.diff().min() >= 0
+            assert bounds[-1] == batch["input_ids"].numel()
+        wanted = [batch["wanted"][batch["answer"] >= 0] for batch in batches]
+        assert torch.equal(*wanted)
+        assert torch.equal(*(each[: len(wanted[0])] for each in tokens))
 
 
 @pytest.mark.parametrize("rounded", [False, True])

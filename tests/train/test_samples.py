@@ -1,12 +1,19 @@
 """Answers to a run's sample prompts."""
 
+import json
+
 import pytest
 import torch
+import whole_runs
 from tiny_runs import VOCABULARY, run_config, tiny_llama
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from halfbyte import notices
 from halfbyte.adapters import add_adapter
+from halfbyte.config import load_config
 from halfbyte.generation import engine_cache
 from halfbyte.train.samples import Prompt, answer
+from halfbyte.train.sft import train
 
 
 class Numbers:
@@ -47,3 +54,24 @@ def test_answers_are_transformers_greedy_ones_and_end_with_a_stop(tmp_path, keys
 def test_a_prompt_gets_what_the_context_has_room_for():
     model = tiny_llama(max_position_embeddings=12)
     assert [len(text.split()) for text in answers(model, [4, 10, 12, 15])[1]] == [6, 2, 0, 0]
+
+
+CHECKPOINTED = {"theirs": {"use_kernels": False}, "whole": {"use_peft": False, "load_in_4bit": False}, "ours": {}}
+
+
+@pytest.mark.parametrize("keys", CHECKPOINTED.values(), ids=CHECKPOINTED)
+def test_the_engine_answers_in_checkpointed_runs(tmp_path, keys):
+    """transformers' checkpointing hooks the embeddings, and another forward, much slower, would answer."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(**sizes, vocab_size=whole_runs.VOCABULARY, pad_token_id=1, eos_token_id=0, bos_token_id=None)
+    whole_runs.write_model(tmp_path / "model", LlamaForCausalLM(config))
+    whole_runs.write_rows(tmp_path / "rows.jsonl", [20] * 12)
+    keys = {"activation_checkpointing": True, "max_steps": 1, "max_length": 64, "sample_max_new_tokens": 4} | keys
+    keys |= {"output_dir": str(tmp_path / "out"), "device": "cpu", "sample_prompts": 1}
+    places = {"model_name_or_path": str(tmp_path / "model"), "dataset": str(tmp_path / "rows.jsonl")}
+    notices.forget()
+    train(
+        load_config(None, places | {"output_dir": str(tmp_path / "out"), "device": "cpu", "sample_prompts": 1} | keys)
+    )
+    said = json.loads((tmp_path / "out" / "environment.json").read_text())["notices"]
+    assert not [key for key in said if key.startswith("generation")]

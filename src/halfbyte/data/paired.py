@@ -276,6 +276,14 @@ def documents_of(row: Row) -> list[Row]:
     return found
 
 
+def first_prompt(row: Row) -> Row:
+    """Of a row whose answers share prompts, the first prompt with its answers: apart, these take no more tokens than
+    a row may have, and all of a packed row would."""
+    tree = branches.trees_of(row)[0]
+    tokens = {name: row[name][: tree.tokens] for name in ("input_ids", "labels")}
+    return {**tokens, "seq_lengths": [tree.prompt, *tree.answers], branches.ANSWERS: [len(tree.answers)]}
+
+
 def apart(row: Row) -> Row:
     """The documents of a row whose answers share their prompt, each with a prompt of its own."""
     documents = documents_of(row)

@@ -31,6 +31,18 @@ from .patched import record
 CHECKPOINTS_FORWARD = "__call__" not in GradientCheckpointingLayer.__dict__
 
 
+def recompute_as_transformers(model: Any) -> None:
+    """Turn transformers' own checkpointing of all layers on, non-reentrant.
+
+    Gradients then reach adapters although the embeddings are frozen. The hook that transformers puts on the embeddings
+    all the same goes: it would have a gradient computed for nobody, and generation run transformers' own forward.
+    """
+    # transformers 5.23 renamed it; 5.17 knows only the old name
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    model.disable_input_require_grads()
+
+
 @dataclass(frozen=True)
 class Activations:
     """A layer's level, and what carries its tensors to the host, where that is the level."""

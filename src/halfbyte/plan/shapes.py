@@ -26,6 +26,7 @@ from ..hardware import compute_dtype
 from ..layers import QuantizedLinear
 from ..memory.batches import Shape
 from ..memory.levels import TILE_ROWS
+from ..models.activations import recompute_as_transformers
 from ..models.attention import Implementation, implementation
 from ..models.choice import stored_formats
 from ..models.copies import in_their_place
@@ -271,10 +272,7 @@ class ModelShapes:
                     f"{type(causal_lm).__name__} does not support activation checkpointing",
                     "set activation_checkpointing: false",
                 )
-            enable = (
-                getattr(causal_lm, "activation_checkpointing_enable", None) or causal_lm.gradient_checkpointing_enable
-            )
-            enable({"use_reentrant": False})
+            recompute_as_transformers(causal_lm)
         where = Where(self.device.type, self.dtype, self._attention)
         prefix = "base_model.model." if self.run.adapter else ""
         counted = [prefix + name for name in names]

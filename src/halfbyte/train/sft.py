@@ -22,7 +22,7 @@ from halfbyte.adapters import add_adapter, compute, no_input_casts, reads_base
 from halfbyte.config import RunConfig, load_config, resolve
 from halfbyte.console import Console
 from halfbyte.data.collate import make_collator
-from halfbyte.data.paired import answer_collator, apart
+from halfbyte.data.paired import answer_collator, apart, first_prompt
 from halfbyte.errors import TrainingError
 from halfbyte.files import new_directory, write_json
 from halfbyte.generation.stops import stop_tokens
@@ -30,6 +30,7 @@ from halfbyte.hardware import chosen_device, free_cached_memory, is_out_of_memor
 from halfbyte.memory.host import HEAP_WASTE, return_large_blocks
 from halfbyte.memory.limit import FIRST_KERNELS, held_to
 from halfbyte.methods.base import Collate
+from halfbyte.models.activations import recompute_as_transformers
 from halfbyte.models.attention import lengths_vary
 from halfbyte.models.isolation import isolate_run, release
 from halfbyte.models.load import load_model
@@ -257,9 +258,9 @@ def _make_ready(
 
 
 def _shared_and_apart(run: PreparedRun, device: torch.device) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Batches of the answers of the first row, sharing their prompt and apart."""
+    """Batches of the answers to the first prompt, sharing it and apart."""
     collate = answer_collator(run.config, run.tokenizer, device, answers=run.data.answers)
-    row = run.data.train[0]
+    row = first_prompt(run.data.train[0])
     return on_device(collate([row]), device), on_device(collate([apart(row)]), device)
 
 
@@ -288,7 +289,7 @@ def _trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
     measured["after_load_bytes"] = memory_now(device)
     set_seed(run.config.seed)
     if run.plan.activation_checkpointing and not run.plan.levels:
-        _recompute_activations(model)
+        recompute_as_transformers(model)
     return add_adapter(model, adapter, scores=run.method.scores) if adapter else model
 
 
@@ -298,13 +299,6 @@ def _own_part(run: PreparedRun, model: Any) -> Stages | None:
     divide_products(model, run.mesh)
     shard_model(model, run.mesh, kept=run.plan.stays, on_host=run.plan.hosted)
     return stages
-
-
-def _recompute_activations(model: Any) -> None:
-    """Non-reentrant, so that gradients reach adapters although the embeddings are frozen: no input hook is needed."""
-    # transformers 5.23 renamed it; 5.17 knows only the old name
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
 
 
 def _loop(job: OpenRun, model: Any, collate: Collate) -> TrainingLoop:
