@@ -63,7 +63,7 @@ def test_against_a_loop(layer, monkeypatch, tokens, decoded_rows):
     """Over as many draws as make the errors of all results comparable.
 
     One token's gradient of its k weights is k numbers: of so few, either's rounding errors are by chance several times
-    the other's, a sixth of draws beyond the bound.
+    the other's, in a sixth of draws on a CPU beyond the bound.
     """
     monkeypatch.setattr(module, "DECODED_ROWS", decoded_rows)
     errors = torch.zeros(len(RESULTS), 2, dtype=torch.float64, device="cuda")  # ours and torch's, squared
