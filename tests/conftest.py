@@ -114,6 +114,16 @@ def shared() -> Path:
 
 
 @pytest.fixture(autouse=True)
+def _allocator():
+    """Commands that a test runs in its own process set up torch's allocator there (`hardware.let_segments_grow`), and
+    plans of later tests would count on it."""
+    before = os.environ.get("PYTORCH_ALLOC_CONF")
+    yield
+    if before is None:
+        os.environ.pop("PYTORCH_ALLOC_CONF", None)
+
+
+@pytest.fixture(autouse=True)
 def _seed():
     import torch
 

@@ -124,10 +124,7 @@ class QuantizedTensor(Tensor):
     def __torch_dispatch__(cls, function, types, args, kwargs=None):  # type: ignore[override]
         handler = _HANDLERS.get(function)
         if handler is None:
-            raise ModelError(
-                f"{function} is not defined on a quantized weight ({args[0]!r})" if args else f"{function}",
-                "call .dequantize() first if the memory for the full-precision weight is there",
-            )
+            raise _undefined(f"{function}", args)
         return handler(function, *args, **(kwargs or {}))
 
     def map(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> QuantizedTensor:
@@ -290,6 +287,11 @@ def part_offsets(format: Format, shape: tuple[int, ...]) -> tuple[dict[str, int]
     return offsets, end
 
 
+def _undefined(operation: str, args: Any) -> ModelError:
+    said = f"{operation} is not defined on a quantized weight ({args[0]!r})" if args else operation
+    return ModelError(said, "call .dequantize() first if the memory for the full-precision weight is there")
+
+
 def _embedding(
     index: Tensor,
     weight: QuantizedTensor,
@@ -359,7 +361,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 def _expert(tensor: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
     """`stack[e]`: one matrix of a stack [E, N, K], on the stack's own bytes."""
     if tensor.dim() != 3 or dim != 0:
-        raise ModelError(f"one matrix is taken of a stack only, not along {dim} of {tuple(tensor.shape)}")
+        raise _undefined(f"{aten.select.int}, but for a matrix of a stack,", (tensor, dim, index))
     index = index + len(tensor) if index < 0 else index
     if not 0 <= index < len(tensor):
         raise IndexError(f"expert {index} of a stack of {len(tensor)}")

@@ -157,7 +157,7 @@ def test_one_damaged_tensor_is_caught_in_every_target(tmp_path, run, monkeypatch
 @pytest.mark.parametrize("target", ["int8", "nf4", "fp8-block"])
 def test_an_update_that_was_not_applied_is_caught(tmp_path, base, monkeypatch, target):
     run = save_run(tmp_path / "run", base, scale=0.2, load_in_4bit=False)
-    monkeypatch.setattr("halfbyte.export.adapter.AdapterLayers.merged", lambda self, name, weight: weight)
+    monkeypatch.setattr("halfbyte.export.adapter.AdapterLayers.merged", lambda self, name, weight, piece=None: weight)
     with pytest.raises(CheckpointError, match="computes something else"):
         merge(run, tmp_path / "merged", quantize=target)
 

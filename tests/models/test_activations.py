@@ -12,6 +12,7 @@ from torch import nn
 
 import halfbyte
 from halfbyte import notices
+from halfbyte.adapters import add_adapter
 from halfbyte.config import RunConfig
 from halfbyte.errors import ModelError
 from halfbyte.memory.batches import Shape
@@ -161,15 +162,15 @@ def live_after_forward(model: nn.Module, inputs: dict) -> int:
 def test_saved_bytes_are_those_of_the_plan(family, dropout):
     sizes = {"hidden_size": 64, "intermediate_size": 160, "head_dim": 16, "max_position_embeddings": 512}
     inputs = {"input_ids": torch.randint(1, 101, (2, 256))}
+    config = RunConfig(
+        model_name_or_path="m", dataset="d", dtype="float32", load_in_4bit=False, r=4, lora_dropout=dropout
+    )
     models = []
     for layers in (1, 2):
         extra = {"Gemma3Text": {"layer_types": ["full_attention"] * layers}}
         extra |= {name: {"sliding_window": None} for name in ("Mistral", "Mixtral")}
         shape = sizes | {"num_hidden_layers": layers} | extra.get(family, {})
-        models.append(tiny(family, shape=shape, lora_dropout=dropout))
-    config = RunConfig(
-        model_name_or_path="m", dataset="d", dtype="float32", load_in_4bit=False, r=4, lora_dropout=dropout
-    )
+        models.append(add_adapter(tiny(family, shape=shape, adapter=False), config))  # on experts, too
     plan = ModelShapes(config, models[1].config, torch.device("cuda"))
     plan._attention = Implementation("the CPU's, which builds no scores", scores=False, mask=False)
     for level in ("keep", "recompute", "recompute_mlp", "checkpoint") if plan.fused else ("keep",):

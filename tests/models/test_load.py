@@ -259,7 +259,10 @@ def edit_config(folder, **keys):
 @pytest.mark.parametrize(
     ("entry", "named"),
     [
-        ({"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}, r"expected torch\.int8"),
+        (
+            {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False},
+            r"quantized \(bitsandbytes\), and every tensor is stored in 16 bits",
+        ),
         ({"quant_method": "gptq", "bits": 3}, "gptq"),
         ({"quant_method": "aqlm"}, "aqlm"),
     ],

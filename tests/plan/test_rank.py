@@ -41,7 +41,10 @@ def run_of(**keys):
 
 @pytest.fixture(scope="module", autouse=True)
 def _host():
+    """Of 200 GiB; and torch's allocator as it is by default, whose margin a plan leaves."""
     with pytest.MonkeyPatch.context() as patched:
+        for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+            patched.delenv(name, raising=False)
         patched.setattr("halfbyte.memory.host.available_bytes", lambda: 200 * GIB)
         yield
 
