@@ -22,7 +22,9 @@ BYTES_OF_NAN = {"nvfp4": ("scale", (0x7F, 0xFF)), "mxfp4": ("scale", (0xFF,)), "
 
 
 def test_every_format_takes_part():
-    assert {type(example).name for example in EXAMPLES} | IMPORTED == set(FORMATS)
+    """A stack is stored as each of its matrices' formats says: it takes part beside each of them."""
+    names = {type(example).name for example in EXAMPLES} | {type(example.stacked()).name for example in EXAMPLES}
+    assert names | IMPORTED == set(FORMATS)
 
 
 def test_a_weight_that_is_not_finite_is_named_while_loading(any_format, tiny_checkpoint, tmp_path):
@@ -61,6 +63,18 @@ def test_corrupted_scales_are_found_on_load(format):
             with pytest.raises(CheckpointError, match=r"layer\.(w|SCB)") as raised:
                 type(format).from_state(state, "layer.w")
             assert raised.value.fix, part
+
+
+def test_corrupted_scales_of_a_stack_are_found_on_load(format):
+    shape = (2, 64, 256)
+    tensor = QuantizedTensor.join(weight_of(shape, torch.bfloat16), format, shape)
+    cases = list(damaged_parts(format, tensor.parts))
+    assert cases
+    for part, parts in cases:
+        state = tensor.format.to_state(parts, shape, torch.bfloat16)
+        with pytest.raises(CheckpointError, match=r"experts\.down_proj") as raised:
+            type(tensor.format).from_state(state, "experts.down_proj")
+        assert raised.value.fix, part
 
 
 @pytest.mark.parametrize("format", {type(one): one for one in EXAMPLES}.values(), ids=lambda format: format.spec)

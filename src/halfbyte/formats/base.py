@@ -186,8 +186,19 @@ class Format(abc.ABC):
         suffixes = {part: "" if not at else part for at, part in enumerate(specs)}
         parts = {part: state[suffix] for part, suffix in suffixes.items() if suffix in state}
         check_parts(parts, specs, suffixes, name)
-        check_finite(parts, suffixes, name)
+        format_.check_values(parts, {part: entry_name(name, suffix) for part, suffix in suffixes.items()})
         return format_, parts, shape, dtype
+
+    def check_values(self, parts: Parts, labels: Mapping[str, str]) -> None:
+        """Look for values in loaded parts that no quantizer writes; parts of a stack have a leading dimension more.
+
+        Args:
+            labels: part → its key in the checkpoint.
+
+        Raises:
+            CheckpointError: there is one.
+        """
+        check_finite(parts, labels)
 
     @classmethod
     @functools.cache
@@ -287,16 +298,15 @@ def check_parts(parts: Parts, specs: PartSpecs, suffixes: Mapping[str, str], nam
             )
 
 
-def check_finite(parts: Parts, suffixes: Mapping[str, str], name: str) -> None:
+def check_finite(parts: Parts, labels: Mapping[str, str]) -> None:
     """Look for NaN and Inf in loaded scales.
 
     Raises:
-        CheckpointError: a part of parameter `name` has one.
+        CheckpointError: a part, called as `labels` has it, has one.
     """
     for part, found in parts.items():
         if found.dtype in FLOATS and not found.is_meta and not bool(torch.isfinite(found).all()):
-            label = entry_name(name, suffixes.get(part, part))
-            raise CheckpointError(f"{label} has NaN or Inf", "re-download the checkpoint")
+            raise CheckpointError(f"{labels[part]} has NaN or Inf", "re-download the checkpoint")
 
 
 def check_not_negative(scales: Tensor, label: str) -> None:

@@ -7,6 +7,7 @@ Bits a weight: k + 0.25, the affine variant 2.5.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -150,8 +151,6 @@ class KBit(Format):
         cuts = {name: [each.view(-1) for each in cut(part, n, dim)] for name, part in rows.items()}
         return self, split_parts(n, cuts, {name: part for name, part in parts.items() if name not in rows})
 
-    @classmethod
-    def from_state(cls, state: Parts, name: str) -> tuple[Format, dict[str, Tensor], tuple[int, ...], torch.dtype]:
-        loaded = super().from_state(state, name)
-        check_not_negative(loaded[1]["factor"], f"{name}.factor")
-        return loaded
+    def check_values(self, parts: Parts, labels: Mapping[str, str]) -> None:
+        super().check_values(parts, labels)
+        check_not_negative(parts["factor"], labels["factor"])

@@ -40,6 +40,7 @@ from .base import (
     check_finite,
     check_not_negative,
     check_parts,
+    entry_name,
     json_entry,
     read_json_entry,
     register_format,
@@ -271,9 +272,12 @@ class Blockwise4(Format):
             raise CheckpointError(f"{name}: dtype {dtype} is not a 16- or 32-bit float", "re-quantize the model")
         suffixes = {part: key for key, part in PART_OF_KEY.items()}
         check_parts(parts, self.part_specs(shape), suffixes, name)
-        check_finite(parts, suffixes, name)
+        self.check_values(parts, {part: entry_name(name, suffixes.get(part, part)) for part in parts})
+
+    def check_values(self, parts: Parts, labels: Mapping[str, str]) -> None:
+        check_finite(parts, labels)
         scales = "nested_absmax" if self.nested else "absmax"
-        check_not_negative(parts[scales], f"{name}.{suffixes[scales]}")
+        check_not_negative(parts[scales], labels[scales])
 
 
 def read_quant_state(state: Parts, name: str) -> dict[str, Any]:

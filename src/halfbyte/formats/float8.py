@@ -103,12 +103,19 @@ class Float8(Format):
     def from_state(cls, state: Parts, name: str) -> tuple[Format, dict[str, Tensor], tuple[int, ...], torch.dtype]:
         if SCALE_INV in state or not any("quant_state" in suffix for suffix in state):
             format_, parts, shape, dtype = cls._from_tiles(state, name)
-            label = entry_name(name, SCALE_INV)
-        else:
-            format_, parts, shape, dtype = super().from_state(state, name)
-            label = f"{name}.scale"
-        _check_values(parts, name, label)
-        return format_, parts, shape, dtype
+            format_.check_values(parts, {"codes": name, "scale": entry_name(name, SCALE_INV)})
+            return format_, parts, shape, dtype
+        return super().from_state(state, name)
+
+    def check_values(self, parts: Parts, labels: Mapping[str, str]) -> None:
+        codes, scale = parts["codes"], parts["scale"]
+        if codes.is_meta:
+            return
+        if not bool((scale.isfinite() & (scale >= 0)).all()):
+            wrong = f"{labels['scale']} has scales that are negative, NaN or Inf"
+            raise CheckpointError(wrong, "re-download the checkpoint")
+        if bool((codes & 127 == 127).any()):
+            raise CheckpointError(f"{labels['codes']} has NaN", "re-download the checkpoint")
 
     @classmethod
     def _from_tiles(cls, state: Parts, name: str) -> tuple[Format, dict[str, Tensor], tuple[int, ...], torch.dtype]:
@@ -140,13 +147,3 @@ class Float8(Format):
                 "load the 16-bit checkpoint with quantization: fp8",
             )
         return cls("tile")
-
-
-def _check_values(parts: Parts, name: str, scale_label: str) -> None:
-    codes, scale = parts["codes"], parts["scale"]
-    if codes.is_meta:
-        return
-    if not bool((scale.isfinite() & (scale >= 0)).all()):
-        raise CheckpointError(f"{scale_label} has scales that are negative, NaN or Inf", "re-download the checkpoint")
-    if bool((codes & 127 == 127).any()):
-        raise CheckpointError(f"{name} has NaN", "re-download the checkpoint")

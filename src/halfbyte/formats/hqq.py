@@ -5,6 +5,7 @@ Bits a weight: bits + 32/group, in full groups.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -127,8 +128,6 @@ class HQQ(Format):
         }
         return replace(self, group=size), split_parts(n, cuts, {})
 
-    @classmethod
-    def from_state(cls, state: Parts, name: str) -> tuple[Format, dict[str, Tensor], tuple[int, ...], torch.dtype]:
-        loaded = super().from_state(state, name)
-        check_not_negative(loaded[1]["scales"], f"{name}.scales")
-        return loaded
+    def check_values(self, parts: Parts, labels: Mapping[str, str]) -> None:
+        super().check_values(parts, labels)
+        check_not_negative(parts["scales"], labels["scales"])

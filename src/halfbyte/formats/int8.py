@@ -95,10 +95,14 @@ class Int8(Format):
             )
         check_parts(parts, cls().part_specs(shape), SUFFIXES, name)
         _check_layout(state.get(WEIGHT_FORMAT), entry_name(name, WEIGHT_FORMAT))
+        cls().check_values(parts, {"codes": name, "absmax": label})
+        return cls(), parts, shape, torch.bfloat16
+
+    def check_values(self, parts: Parts, labels: Mapping[str, str]) -> None:
         absmax = parts["absmax"]
         if not absmax.is_meta and not bool((absmax.isfinite() & (absmax >= 0)).all()):
-            raise CheckpointError(f"{label} has scales that are negative, NaN or Inf", "re-download the checkpoint")
-        return cls(), parts, shape, torch.bfloat16
+            wrong = f"{labels['absmax']} has scales that are negative, NaN or Inf"
+            raise CheckpointError(wrong, "re-download the checkpoint")
 
     @classmethod
     def from_quantization_config(cls, entry: Mapping[str, Any]) -> Int8 | None:

@@ -92,7 +92,7 @@ class Mxfp4(Format):
         if {BLOCKS, SCALES} & state.keys():
             labels = {"packed": f"{name}{BLOCKS}", "scale": f"{name}{SCALES}"}
             parts, shape = _stacked(state, labels)
-            _check_values(parts["scale"], labels["scale"])
+            cls().check_values(parts, labels)
             return (cls().stacked() if len(shape) == 3 else cls()), parts, shape, torch.bfloat16
         elif SCALE in state:
             labels = {"packed": name, "scale": entry_name(name, SCALE)}
@@ -101,11 +101,15 @@ class Mxfp4(Format):
             shape = (rows, 2 * half)
             check_parts(parts, cls().part_specs(shape), {"packed": "", "scale": SCALE}, name)
         else:
-            _, parts, shape, dtype = super().from_state(state, name)
-            _check_values(parts["scale"], f"{name}.scale")
-            return cls(), parts, shape, dtype
-        _check_values(parts["scale"], labels["scale"])
+            return super().from_state(state, name)
+        cls().check_values(parts, labels)
         return cls(), parts, shape, torch.bfloat16
+
+    def check_values(self, parts: Parts, labels: Mapping[str, str]) -> None:
+        scale = parts["scale"]
+        wrong = 0 if scale.is_meta else int((scale == NAN).sum())
+        if wrong:
+            raise CheckpointError(f"{labels['scale']} has {wrong} scales that are NaN (255)", DAMAGED)
 
     @classmethod
     @functools.cache
@@ -134,9 +138,3 @@ def _stacked(state: Parts, labels: Mapping[str, str]) -> tuple[dict[str, Tensor]
     rows = blocks.shape[:-2] if blocks.dim() == 4 else (-1,)  # of a stack, [E, N]
     parts = {"packed": blocks.reshape(*rows, count * BLOCK // 2), "scale": scales.reshape(*rows, count)}
     return parts, (*blocks.shape[:-2], count * BLOCK)
-
-
-def _check_values(scale: Tensor, label: str) -> None:
-    wrong = 0 if scale.is_meta else int((scale == NAN).sum())
-    if wrong:
-        raise CheckpointError(f"{label} has {wrong} scales that are NaN (255)", DAMAGED)

@@ -128,9 +128,7 @@ class Nvfp4(Format):
     @classmethod
     def from_state(cls, state: Parts, name: str) -> tuple[Format, dict[str, Tensor], tuple[int, ...], torch.dtype]:
         if not {SCALE, FACTOR} & state.keys():
-            loaded = super().from_state(state, name)
-            _check_values(loaded[1], {"scale": f"{name}.scale", "factor": f"{name}.factor"})
-            return loaded
+            return super().from_state(state, name)
         if INPUT_SCALE in state:
             notice("nvfp4-input-scale", "NVFP4: input_scale is not used; activations are scaled by their own amax")
         parts = {
@@ -146,8 +144,19 @@ class Nvfp4(Format):
         specs = format_.part_specs(shape) | {"scale": ((shape[0], shape[1] // BLOCK), torch.float8_e4m3fn)}
         check_parts(parts, specs, {"packed": "", "scale": SCALE, "factor": FACTOR}, name)
         parts["scale"] = parts["scale"].view(torch.uint8)
-        _check_values(parts, {"scale": entry_name(name, SCALE), "factor": entry_name(name, FACTOR)})
+        format_.check_values(parts, {"scale": entry_name(name, SCALE), "factor": entry_name(name, FACTOR)})
         return format_, parts, shape, torch.bfloat16
+
+    def check_values(self, parts: Parts, labels: Mapping[str, str]) -> None:
+        scale, factor = parts["scale"], parts["factor"]
+        if scale.is_meta:
+            return
+        wrong = int((scale >= E4M3_NAN).sum())  # 0x7F is NaN, the sign bit is 0x80
+        if wrong:
+            raise CheckpointError(f"{labels['scale']} has {wrong} scales that are NaN or negative", DAMAGED)
+        unusable = factor[~(factor.isfinite() & (factor >= 0))]
+        if unusable.numel():
+            raise CheckpointError(f"{labels['factor']} is {float(unusable[0])}, not a positive number", DAMAGED)
 
     @classmethod
     @functools.cache
@@ -158,15 +167,3 @@ class Nvfp4(Format):
     def from_quantization_config(cls, entry: Mapping[str, Any]) -> Format | None:
         modelopt = entry.get("quant_method") == "modelopt" and entry.get("quant_algo") == "NVFP4"
         return cls(tiles=False) if modelopt else None
-
-
-def _check_values(parts: Parts, labels: Mapping[str, str]) -> None:
-    """Raise for scales that no quantizer writes: NaN or a sign in E4M3, a factor that is not finite or negative."""
-    scale, factor = parts["scale"], parts["factor"]
-    if scale.is_meta:
-        return
-    wrong = int((scale >= E4M3_NAN).sum())  # 0x7F is NaN, the sign bit is 0x80
-    if wrong:
-        raise CheckpointError(f"{labels['scale']} has {wrong} scales that are NaN or negative", DAMAGED)
-    if not 0 <= float(factor) < float("inf"):
-        raise CheckpointError(f"{labels['factor']} is {float(factor)}, not a positive number", DAMAGED)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -80,6 +80,9 @@ class Stack(Format):
         for at in range(shape[0]):
             values[at] = self.each.dequantize({name: part[at] for name, part in parts.items()}, shape[1:], dtype)
         return values
+
+    def check_values(self, parts: Parts, labels: Mapping[str, str]) -> None:
+        self.each.check_values(parts, labels)
 
     def expert(self, parts: Parts, shape: tuple[int, ...], index: int) -> tuple[Format, dict[str, Tensor]]:
         return self.each, {name: part[index] for name, part in parts.items()}
