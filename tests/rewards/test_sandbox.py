@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 
 import psutil
@@ -142,22 +143,21 @@ print(libc.unshare(0x10000000) == 0 and libc.mount(None, b"/usr", None, 32 | 409
     assert outcome.output.split() == [b"False", b"-1", b"-1", b"-1", b"no", b"device", b"False"]
 
 
-def test_a_daemon_ends_with_its_program(tmp_path):
-    program = """
-import os, sys, time
+def test_a_daemon_ends_with_its_program():
+    name = f"daemon-{uuid.uuid4().hex}"  # other tests' programs may run beside this one
+    program = f"""
+import os, sys
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
         os.close(0); os.close(1); os.close(2)
-        time.sleep(600)
+        os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(600)", "{name}"])
     os._exit(0)
 print("gone")
 """
-    before = {p.pid for p in psutil.process_iter()}
     assert contained(program).output == b"gone\n"
     time.sleep(0.1)
-    new = [p for p in psutil.process_iter(["cmdline"]) if p.pid not in before]
-    assert not [p for p in new if "/tmp/program.py" in (p.info["cmdline"] or [])]
+    assert not [p for p in psutil.process_iter(["cmdline"]) if name in (p.info["cmdline"] or [])]
 
 
 def test_killing_everybody():
