@@ -186,9 +186,7 @@ class Meshes:
             new = [layout for layout in every if {*wide(layout)} <= axes and all(layout != o.layout for o in seen)]
             seen += map(self.option, new)
             if fitting := [option for option in seen if option.fits]:
-                best = min(
-                    fitting, key=lambda option: _seconds(option) * (CLEARLY if option.layout.pipeline > 1 else 1)
-                )
+                best = min(fitting, key=_comparable)
                 return best, because(best, seen)
         possible = [option for option in seen if option.plan is not None]
         if not possible:
