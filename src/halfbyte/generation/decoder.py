@@ -44,6 +44,8 @@ class Layer:
     """
 
     def __init__(self, view: LayerView, adapters: Sequence[str | None], dtype: torch.dtype, unpacked: bool):
+        if view.attention is None or view.family.gated_attention:
+            raise Unknown(f"{type(view.attention_half.inner).__name__} has a forward of its own")
         if view.mlp is None:
             raise Unknown(f"{type(view.mlp_half.inner).__name__} has a forward of its own")
         if obstacle := view.attention.obstacle or view.mlp.obstacle:
@@ -60,8 +62,8 @@ class Layer:
         self, x: Tensor, positions: Tensor, normed: Callable[[Any, Tensor], Tensor]
     ) -> list[Tensor]:
         """[B, H, T, D] each of x [B, T, K]; `normed` computes a norm."""
-        query, *rest = self.attention.normed(self.attention.split(self.qkv(x)), normed)
-        return [self.attention.scaled(query, positions), *rest]
+        query, key, value, _ = self.attention.heads_of(self.qkv(x), normed)
+        return [self.attention.scaled(query, positions), key, value]
 
     def mix(self, x: Tensor) -> Tensor:
         """The MLP of x [B, T, K]."""

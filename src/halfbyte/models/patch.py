@@ -20,8 +20,8 @@ from ..notices import notice
 from ..ops.fp8_scaling import DelayedScaling
 from .activations import layer_forward, set_activations
 from .attention import backbone_forward, bind_attention, multimodal_forward, unbind_attention
-from .blocks import attention_forward, layer_norm_forward, mlp_forward, norm_forward
-from .layer import MLP, Attention, causal_lm_of
+from .blocks import attention_forward, layer_norm_forward, mixer_forward, mlp_forward, norm_forward
+from .layer import MLP, Attention, TokenMixer, causal_lm_of
 from .patched import NAME, is_bound, record
 from .projections import read_projection
 from .recipes import Recipe, named_recipe, set_recipe
@@ -40,11 +40,14 @@ FORWARDS: dict[str, tuple[Callable[..., Any], str]] = {
     "DecoderLayer": (layer_forward, "residual additions into the norms"),
     "Attention": (attention_forward, "RoPE"),
     "MLP": (mlp_forward, GATED),
+    "GatedDeltaNet": (mixer_forward, "gated norm"),
     "Model": (backbone_forward, METADATA),
     "TextModel": (backbone_forward, METADATA),
     MULTIMODAL: (multimodal_forward, METADATA),
 }
-VIEWS: dict[str, type[Attention | MLP]] = {"Attention": Attention, "MLP": MLP}
+VIEWS: dict[str, type[Attention | MLP | TokenMixer]] = {
+    "Attention": Attention, "MLP": MLP, "GatedDeltaNet": TokenMixer
+}  # fmt: skip
 UNFUSED = {
     "Experts": "their function is no part of the fused layer",
 }
