@@ -58,7 +58,7 @@ def lines(file):
 
 
 def test_prompts_without_room_for_an_answer_are_left_out(prompts, tmp_path):
-    """Of the others text and columns stay what they are: rows picked out of a table are copied when it gets a column."""
+    """Text and columns of the others stay as they are; rows picked from a table are copied when it gets a column."""
     rows = lines(prompts / "prompts.jsonl")
     mixed = [{**row, "prompt": row["prompt"] * (30 if at % 3 == 0 else 1)} for at, row in enumerate(rows)]
     (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in mixed))
