@@ -138,8 +138,9 @@ class PolicyOptimization(Method):
     def collator(
         self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
     ) -> Collate:
-        """Answers → tensors: the base's, and flat ones (N tokens, R answers) beside them; N is one of few sizes on a GPU,
-        since each costs a CUDA graph."""
+        """Answers → tensors: the base's, and flat ones (N tokens, R answers) beside them.
+
+        N is one of few sizes on a GPU, since each costs a CUDA graph."""
         from dataclasses import replace
 
         import torch
