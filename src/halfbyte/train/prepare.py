@@ -31,6 +31,7 @@ from halfbyte.models.find import ModelFiles, find_model
 from halfbyte.models.limits import check_positions, check_token_ids
 from halfbyte.models.load import check_attention, check_stored, load_tokenizer, resolve_dtype
 from halfbyte.models.recipes import check_recipe, configured_recipe
+from halfbyte.models.routers import check_balanced
 from halfbyte.models.slices import check_divided_like
 from halfbyte.models.stages import Cut, check_trained, cut_model
 from halfbyte.notices import notice
@@ -156,6 +157,7 @@ def prepare_run(
         check_adapter_files(Path(config.adapter_path))
     shapes = ModelShapes(config, files.config, machine.device)
     check_layout(layout, config, shapes)
+    check_balanced(shapes.causal_lm, config.router_aux_loss_coef, layout)
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
     data = _read_data(config, method, shapes, tokenizer, checkpoint, mesh, console)
     config, layout = _laid_out(config, files, machine, data, shapes, mesh, layout, console)
