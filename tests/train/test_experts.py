@@ -59,6 +59,13 @@ def test_experts_are_trained_and_their_adapter_loads(trained):
     assert json.loads((out / "memory.json").read_text())["predicted"]["weights"] == held
 
 
+def test_dora_beside_experts_is_saved_although_rounding_may_send_a_token_elsewhere(trained, tmp_path):
+    more = ["use_dora=true", "learning_rate=1e-3", "max_steps=4", f"output_dir={tmp_path / 'out'}"]
+    assert ran("train", trained / "run.yaml", *more) == 0
+    reload = json.loads((tmp_path / "out/checks.json").read_text())["adapter_reload"]
+    assert reload["median_difference"] <= reload["largest_logit"] / 64
+
+
 def test_resumed_is_as_if_never_stopped(trained, tmp_path):
     again = tmp_path / "again"
     shutil.copytree(trained, again)

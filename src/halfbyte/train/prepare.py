@@ -219,7 +219,7 @@ def _read_data(
     if checkpoint is not None:
         checkpoints.check_same_data(size_of(data), checkpoint)
     if method.rows == "prompts":
-        look_over_rewards(config, data, checkpoint, mesh, console)
+        look_over_rewards(config, data, checkpoint, console)
     return data
 
 
@@ -291,9 +291,12 @@ def _check_divided(shapes: ModelShapes, mesh: Mesh) -> None:
 
 
 def _check_data(config: RunConfig, shapes: ModelShapes, tokenizer: PreTrainedTokenizerBase, data: PreparedData) -> None:
-    """Whether the model has embeddings for all tokens of the data, and positions for its longest row."""
+    """Whether the model has embeddings for all tokens of the data, of padding and of the ends of answers, which prompts
+    do not have, and positions for its longest row."""
     splits = [rows for rows in (data.train, data.eval) if rows is not None]
-    check_token_ids(shapes.causal_lm, max(map(largest_id, splits)), tokenizer.pad_token_id)
+    ends: Any = tokenizer.convert_tokens_to_ids(data.report.get("stop_tokens", []))
+    named = {"padding": tokenizer.pad_token_id, "the end of an answer": max(filter(None, ends), default=None)}
+    check_token_ids(shapes.causal_lm, {"tokens of the data": max(map(largest_id, splits)), **named})
     longest = max(longest_row(rows, data.answers) for rows in splits)
     check_positions(shapes.causal_lm.config, longest, trust_remote_code=config.trust_remote_code)
 

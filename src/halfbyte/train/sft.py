@@ -267,7 +267,7 @@ def _make_ready(
         with divided(model, run.mesh):
             results["divided"] = checks.divided_check(model, ids, dtype, loss, run.mesh)
     by_positions = isolation is None or isolation.way == "positions"  # other ways look at the batch
-    if run.plan.use_graphs and by_positions and run.method.rows != "prompts":
+    if run.plan.use_graphs and by_positions:
         loop.use_graphs()
     if run.sections.precision.recipe != "bf16":  # a CPU computes in it, too
         loop.scaling = patch(model, run.plan.levels or None, configured_recipe(run.sections.precision)).scaling
