@@ -60,6 +60,19 @@ def lines(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+def test_prompts_without_room_for_an_answer_are_left_out(prompts, tmp_path):
+    """Text and columns of the others stay as they are; rows picked from a table are copied when it gets a column."""
+    rows = lines(prompts / "prompts.jsonl")
+    mixed = [{**row, "prompt": row["prompt"] * (30 if at % 3 == 0 else 1)} for at, row in enumerate(rows)]
+    (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in mixed))
+    run(prompts, tmp_path / "out", dataset=str(tmp_path / "mixed.jsonl"), max_steps=1)
+    report = json.loads((tmp_path / "out/data_report.json").read_text())
+    (dropped,) = report["train"]["dropped"].values()
+    assert dropped == len(mixed[::3])
+    kept = {row["prompt"] for at, row in enumerate(mixed) if at % 3}
+    assert {each["prompt"] for each in lines(tmp_path / "out/completions.jsonl")} <= kept
+
+
 def test_rewards_rise(prompts, tmp_path):
     run(prompts, tmp_path / "out", max_steps=15, lr_scheduler_type="constant")
     records = [record for record in lines(tmp_path / "out/metrics.jsonl") if record["kind"] == "train"]

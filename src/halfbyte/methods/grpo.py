@@ -255,7 +255,9 @@ def _with_room(rows: Dataset, config: RunConfig, answers: int) -> Dataset:
     """`rows`, each with `input_ids` and `labels` as long as its prompt with its longest answers, several of which share
     it."""
     from ..data.branches import ANSWERS
+    from ..data.prepare_answers import as_read
 
+    rows = rows.with_format(None)  # or a column that is added to part of a table would have all stored as they are read
     new, prompts = answers * config.max_completion_length, rows["prompt_ids"]
     ids = [[*prompt, *prompt[-1:] * new] for prompt in prompts]
     labels = [[IGNORE_INDEX] * (len(each) - new) + each[-new:] for each in ids]
@@ -265,4 +267,4 @@ def _with_room(rows: Dataset, config: RunConfig, answers: int) -> Dataset:
         columns |= {"seq_lengths": lengths, ANSWERS: [[answers]] * len(rows)}
     for name, values in columns.items():  # without a name for the result all values would be hashed, by pickling them
         rows = rows.add_column(name, values, new_fingerprint=uuid.uuid4().hex)
-    return rows
+    return rows.with_transform(as_read)

@@ -162,13 +162,15 @@ class ModelShapes:
 
     @functools.cached_property
     def packed_way(self) -> str:
-        """How the run will keep packed documents apart, see `models.isolation`; families with a row, and models that
-        cannot be asked before they are loaded, are taken to do so by their positions.
+        """How the run will keep packed documents apart, see `models.isolation`. Families whose layers all have
+        attention, and models that cannot be asked before they are loaded, are taken to do so by their positions.
 
         Raises:
             ConfigError: nothing keeps them apart.
         """
-        if not (self.config.packing or self.config.padding_free) or of_config(self.text_config) is not None:
+        family = of_config(self.text_config)
+        known = family is not None and family.mixer is None
+        if not (self.config.packing or self.config.padding_free) or known:
             return "positions"
         key, trust = "packing" if self.config.packing else "padding_free", self.config.trust_remote_code
         try:
