@@ -22,7 +22,7 @@ from ..config import RunConfig, resolve
 from ..data.collate import PackedCollator
 from ..errors import ConfigError, ModelError
 from ..families import of_config
-from ..hardware import compute_dtype
+from ..hardware import compute_dtype, onednn_beats_mkl
 from ..layers import QuantizedLinear, hold_table, quantized_parameter
 from ..memory.batches import Shape
 from ..memory.levels import TILE_ROWS
@@ -44,7 +44,9 @@ from .replay import Step, Where, replay
 SKIPPED = ("llm_int8_skip_modules", "modules_to_not_convert")  # what a quantized checkpoint says it leaves whole
 CUDA_RUNTIME = 96 * 2**20  # cuBLAS workspaces of the forward and the backward thread, inside torch's allocator
 CPU_RUNTIME = 64 * 2**20  # thread pools and packed operands of oneDNN and MKL, malloc's slack
-CPU_PRIMITIVES = 112 * 2**20  # 16-bit products compiled for batches of many lengths, see hardware.bound_cpu_primitives
+CPU_PRIMITIVES = (
+    112 * 2**20
+)  # oneDNN's products, compiled for batches of many lengths, see hardware.bound_cpu_primitives
 LONG = 8 * TILE_ROWS  # tokens; what longer batches take lies on a line through this and its half
 
 
@@ -119,7 +121,7 @@ class ModelShapes:
             for name in formats.keys() & tables.keys():
                 hold_table(tables[name])
                 tables[name].weight = quantized_parameter(tables[name].weight, formats[name])
-            for name, module in store_stacks(model, formats, skip).items():
+            for name, module in store_stacks(model, formats, skip, bool(stored)).items():
                 leaf = name.rpartition(".")[2]
                 stack = QuantizedTensor.quantize(getattr(module, leaf), formats[name].stacked())
                 setattr(module, leaf, nn.Parameter(stack, requires_grad=False))
@@ -130,7 +132,7 @@ class ModelShapes:
         """Bytes of libraries beside the tensors of a run, whose batches are of `varied` shapes."""
         if self.device.type != "cpu":
             return CUDA_RUNTIME
-        return CPU_RUNTIME + CPU_PRIMITIVES * (varied and self.dtype.itemsize == 2)
+        return CPU_RUNTIME + CPU_PRIMITIVES * (varied and (self.dtype.itemsize == 2 or onednn_beats_mkl()))
 
     # --- what stays --------------------------------------------------------------------------------------------------
 
