@@ -94,6 +94,7 @@ class Gguf:
         fixed: the config's keys that have one value in the graph.
         partial_rope: RoPE may turn a part of a head (`partial_rotary_factor`).
         original_context: the config holds the context before its scaling (`original_max_position_embeddings`).
+        grouped: there may be fewer heads of keys than of queries.
         unrotated_every: layers without RoPE: every n-th (`no_rope_layers`); 0: the config says nothing of them.
     """
 
@@ -110,6 +111,7 @@ class Gguf:
     fixed: Mapping[str, object] = field(default_factory=dict)
     partial_rope: bool = False
     original_context: bool = False
+    grouped: bool = True
     unrotated_every: int = 0
 
 
@@ -297,7 +299,7 @@ FAMILIES = [
     Family("Qwen2_5_VL", "qwen2_5_vl", "qwen2_5_vl_text", window="module", mlp="Qwen2MLP", tower=QWEN_VISION,
            gguf=Gguf("qwen2vl", text_alone=False, bias=True)),
     Family("Qwen3", "qwen3", window="module", qk_norm="head", gguf=Gguf("qwen3")),
-    Family("Qwen2Moe", "qwen2_moe", patched=False, window="module", experts=Experts(), gguf=Gguf(
+    Family("Qwen2Moe", "qwen2_moe", window="module", experts=Experts(), gguf=Gguf(
         "qwen2moe", bias=True, fixed={"norm_topk_prob": False, **EVERY_LAYER},
         keys={**MOE, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"})),
     Family("Qwen3Moe", "qwen3_moe", window="module", qk_norm="head", experts=Experts(),
@@ -340,7 +342,7 @@ FAMILIES = [
     Family("GraniteMoe", "granitemoe", residual_scale="residual_multiplier", embedding_scale="embedding_multiplier",
            experts=Experts("num_local_experts", "block_sparse_moe")),
     Family("Olmoe", "olmoe", qk_norm="all", window="config", experts=Experts(), gguf=Gguf(
-        "olmoe", keys={"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"},
+        "olmoe", grouped=False, keys={"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"},
         fixed={"norm_topk_prob": False, "clip_qkv": None})),
     Family("Phimoe", "phimoe", layer_norm=True, experts=Experts("num_local_experts")),
     Family("Ernie4_5_Moe", "ernie4_5_moe", rope_pairs="neighbours", experts=Experts("moe_num_experts")),

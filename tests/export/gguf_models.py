@@ -55,7 +55,7 @@ MODELS = {
     "glm4": ("Glm4", {"head_dim": 16, "attention_bias": True,
                       "rope_parameters": THETA | {"partial_rotary_factor": 0.5, "rope_type": "default"}}),
     "arcee": ("Arcee", {"head_dim": 16}),
-    "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4}),
 }  # fmt: skip
 
 
