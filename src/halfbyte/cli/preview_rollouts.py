@@ -11,6 +11,7 @@ from typing import Any
 from rich.text import Text
 
 from ..config import RunConfig, resolve
+from ..config.policy import DISTILLING
 from ..console import Console
 from ..errors import UsageError
 from ..runs.inputs import look_over_inputs
@@ -34,6 +35,7 @@ def preview_rollouts(config: RunConfig, count: int, answers: int) -> None:
         from ..methods.grpo import PolicyOptimization
         from ..models.find import find_model
         from ..models.load import load_model, load_tokenizer
+        from ..train.distilled import DistilledGenerations
         from ..train.generations import Generations
         from ..train.metrics import MetricsFile
         from ..train.rewarding import answer_ends, rewards_of
@@ -58,7 +60,8 @@ def preview_rollouts(config: RunConfig, count: int, answers: int) -> None:
             "stops": answer_ends(tokenizer, model, data),
             "file": MetricsFile(Path(os.devnull)),
         }
-        generations = Generations(config, method, model, tokenizer, data.train, rewards, **where)
+        kind = DistilledGenerations if config.method in DISTILLING else Generations
+        generations = kind(config, method, model, tokenizer, data.train, rewards, **where)
         shown = list(range(min(count, len(data.train))))
         found = generations.answer(shown, [data.train[at] for at in shown], answers, 0, BEFORE)
         console = Console(soft_wrap=True)
@@ -78,9 +81,11 @@ def _lines(found: Any, answers: int, tokenizer: Any) -> Iterator[Text]:
         completion = found.completions[at]
         values = [f"{name} {_shown(rewards[at])}" for name, rewards in found.scored.rewards.items()]
         ended = "" if completion.ended else ", cut off"
-        said = f"answer {at % answers + 1}: {len(completion.ids)} tokens{ended} · {' · '.join(values)}"
+        said = " · ".join([f"answer {at % answers + 1}: {len(completion.ids)} tokens{ended}", *values])
         yield Text(f"{f'── {said} ':─<100}", style="cyan")
         yield Text(visible(text), style="green")
+    if not found.scored.rewards:
+        return
     yield Text("")
     for name in found.scored.rewards:
         mean, spread = (found.numbers.get(f"rewards/{name}/{kind}") for kind in ("mean", "std"))

@@ -15,7 +15,7 @@ import torch
 
 from ..config import Level, Parallel, RunConfig, Sliced
 from ..config.combinations import wide
-from ..config.policy import POLICY
+from ..config.policy import SAMPLING
 from ..hardware import best_device, free_bytes, segments_grow
 from ..memory import host
 from ..memory.batches import Batches, Shape
@@ -47,6 +47,7 @@ from .replay import Step
 from .rollouts import RolloutPlan, with_rollouts
 from .seconds import head_seconds, micro_seconds, step_seconds, vocabulary_seconds
 from .shapes import ModelShapes, Trainable
+from .teachers import taught
 
 GIB = 2**30
 MARGIN = 0.9  # plan to fill at most this share: allocators fragment, and rows differ
@@ -152,6 +153,7 @@ def estimate(
     on_host = on_host or layout.size
     free = free_bytes(target, on_host) if capacity_bytes is None else capacity_bytes
     capacity = free if config.memory_limit_gib is None else min(free, int(config.memory_limit_gib * GIB))
+    capacity -= (teacher := taught(config, target)).bytes
     shapes = shapes or ModelShapes(config, rank_config(model_config, layout), target, layout.tensor)
     batches = (batches or Batches.of_full_rows(config)).longer(1 / layout.context)
     if shapes.packed_way == "unpacked":  # into rows that are padded
@@ -165,14 +167,14 @@ def estimate(
         sliced = _Planner(shapes, batches, capacity, layout=Sliced(**vars(layout)), **options).plan()
         plan = min(plan, sliced, key=lambda each: each.total)
     plan = replace(plan, rough=shapes.rough)
-    return with_rollouts(plan, shapes, config, batches, answered) if config.method in POLICY else plan
+    return with_rollouts(plan, shapes, config, batches, answered, teacher) if config.method in SAMPLING else plan
 
 
 def may_capture(config: RunConfig, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether micro-batches may run as CUDA graphs: not with loss scaling, quantizing in every step (quantizers look
     at values), layers offloaded to the host, or sampled answers (rollouts need the memory that a pool would keep)."""
     kernels = config.use_kernels and device.type == "cuda" and dtype != torch.float16
-    return kernels and config.qat_scheme is None and config.method not in POLICY
+    return kernels and config.qat_scheme is None and config.method not in SAMPLING
 
 
 class _Planner:
@@ -207,9 +209,8 @@ class _Planner:
         self.scratch = row.scratch and shapes.device.type != "cpu"  # unfused ones work on lists of all parameters
         self.slices = slices(layout, row.elementwise and shapes.dtype != torch.float16)
         self.factors = shapes.factors() if self.slices > 1 else (0, 0)
-        captures = (
-            graphs and {*wide(layout)} <= CAPTURED and not self._at_once
-        )  # these gradients are reduced in backward
+        # gradients at once are reduced in backward
+        captures = graphs and {*wide(layout)} <= CAPTURED and not self._at_once
         self.may_capture = captures and may_capture(self.config, shapes.device, shapes.dtype)
         self.vocabulary = shapes.text_config.vocab_size
         self.line = self._line(recomputed)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..config import RunConfig
-from ..config.policy import answers_a_generation
+from ..config.policy import POLICY, answers_a_generation, group_size
 from ..errors import ConfigError
 from ..generation.engine_cache import CACHES
 from ..generation.rollouts import CODES_ROWS, READ, pages_for
@@ -21,6 +21,7 @@ from ..layers import QuantizedLinear
 from ..memory.batches import Batches
 from ..ops.paged_attention import PAGE
 from ..terminal import size
+from .teachers import Taught
 
 if TYPE_CHECKING:
     from .estimate import MemoryPlan
@@ -55,14 +56,21 @@ class RolloutPlan:
 
 
 def with_rollouts(
-    plan: MemoryPlan, shapes: ModelShapes, config: RunConfig, batches: Batches, answered: tuple[str, int] | None = None
+    plan: MemoryPlan,
+    shapes: ModelShapes,
+    config: RunConfig,
+    batches: Batches,
+    answered: tuple[str, int] | None = None,
+    teacher: Taught = Taught(),  # noqa: B008 (immutable)
 ) -> MemoryPlan:
     """`plan`, of a step, with the phase in which answers are sampled.
 
     Args:
         answered: `RolloutPlan.weights` and `pages` of the run that is resumed.
+        teacher: whose bytes `plan` was not allowed to fill.
     """
-    if config.adapter_path and config.beta:  # the reference's
+    plan = teacher.beside(plan, shapes, config, batches)
+    if config.adapter_path and config.beta and config.method in POLICY:  # the reference's
         plan = replace(plan, adapters=plan.adapters + shapes.trainable().bytes)
     stays = plan.weights + plan.adapters + plan.gradients + plan.optimizer + plan.runtime
     answering = _Answering(shapes, config, batches).plan(plan.capacity_bytes - stays, answered)
@@ -77,7 +85,7 @@ class _Answering:
         self.shapes, self.config, self.device = shapes, config, shapes.device
         self.text, self.itemsize = shapes.text_config, shapes.dtype.itemsize
         self.seats = answers_a_generation(config)
-        group = config.num_generations or 2
+        group = group_size(config)
         evaluated = config.num_generations_eval or group
         lengths = batches.prompts or (batches.largest.length - config.max_completion_length,) * max(
             self.seats // group, 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from halfbyte.adapters import compute, load_adapter
 from halfbyte.config import RunConfig, resolve
+from halfbyte.config.policy import DISTILLING, POLICY
 from halfbyte.console import Console
 from halfbyte.data.prepare import PreparedData
 from halfbyte.errors import ConfigError, ModelError
@@ -21,11 +21,12 @@ from halfbyte.notices import notice
 from halfbyte.parallel import Mesh
 from halfbyte.rewards import Rewards, read_specs
 
-from ..reading.tensors import ADAPTER
 from ..words import one_line
 from .checkpoint import step_of
-from .generations import COMPLETIONS, Generations, check_same_files
+from .distilled import DistilledGenerations
+from .generations import COMPLETIONS, Generations, check_same_files, digest_of
 from .metrics import MetricsFile
+from .teaching import teacher_files, teaching
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,7 +57,7 @@ def look_over_rewards(
     asked = resolve(config).parallel
     if mesh.size > 1 or (asked is not None and asked.size > 1):
         raise ConfigError(f"parallel: method: {config.method} trains on one device", "remove parallel")
-    if config.top_p < 1 or config.top_k or config.min_p:
+    if config.method in POLICY and (config.top_p < 1 or config.top_k or config.min_p):
         notice(
             "narrowed-sampling",
             "top_p, top_k and min_p narrow what answers are drawn from, and training's log-probabilities are over all"
@@ -73,23 +74,27 @@ def look_over_rewards(
         console.print(one_line(f"rewards: {path} (SHA-256 {digest})"), soft_wrap=True)
 
 
+def _reference_of(config: RunConfig) -> Path | None:
+    """The adapter that a run continues from, where it is also what the run is compared with."""
+    compared = config.beta and config.method in POLICY
+    return Path(config.adapter_path) if config.adapter_path and compared else None
+
+
 def reference_files(config: RunConfig) -> dict[str, str]:
     """SHA-256 of the adapter that is the reference of a run which continues from it, by its path."""
-    if not (config.adapter_path and config.beta):
-        return {}
-    file = (Path(config.adapter_path) / ADAPTER).resolve()
-    with file.open("rb") as opened:
-        return {str(file): hashlib.file_digest(opened, "sha256").hexdigest()}
+    adapter = _reference_of(config)
+    return {} if adapter is None else digest_of(adapter)
 
 
 @contextlib.contextmanager
 def _with_reference(config: RunConfig, model: Any) -> Iterator[None]:
     """Beside the adapter that trains a frozen copy of the one it began with, where that is the reference; else the
     reference is the model without adapter."""
-    if not (config.adapter_path and config.beta):
+    adapter = _reference_of(config)
+    if adapter is None:
         yield
         return
-    load_adapter(model, Path(config.adapter_path), config.model_name_or_path, REFERENCE)
+    load_adapter(model, adapter, config.model_name_or_path, REFERENCE)
     try:
         yield
     finally:
@@ -122,7 +127,8 @@ def answering(job: OpenRun, loop: TrainingLoop) -> Iterator[None]:
         return
     file = MetricsFile(job.output / COMPLETIONS)
     file.keep_until(step_of(run.checkpoint) if run.checkpoint else -1)
-    generations = Generations(
+    kind = DistilledGenerations if run.config.method in DISTILLING else Generations
+    generations = kind(
         run.config,
         method,
         loop.model,
@@ -135,11 +141,11 @@ def answering(job: OpenRun, loop: TrainingLoop) -> Iterator[None]:
         file=file,
         shared=run.data.shared,
         plan=run.plan.answering,
-        files=reference_files(run.config),
+        files=reference_files(run.config) | teacher_files(run.config),
     )
     loop.use_generations(generations)
     try:
-        with _with_reference(run.config, loop.model):
+        with _with_reference(run.config, loop.model), teaching(run, loop):
             yield
     finally:
         generations.close()
