@@ -331,8 +331,9 @@ def place_adapter(model: Any, lora: PeftConfig, folder: Path, name: str = "defau
     """
     trained_on, lora.base_model_name_or_path = lora.base_model_name_or_path, None  # PEFT warns of another name
     with answered(str(folder / ADAPTER_CONFIG), ANOTHER_MODEL), quiet_peft(), by_modules(lora, model):
-        if lora.task_type in SCORES and not hasattr(model, "score"):
-            add_score_head(model, str(lora.task_type))
+        base = model.get_base_model() if isinstance(model, PeftModel) else model
+        if lora.task_type in SCORES and not hasattr(base, "score"):
+            add_score_head(base, str(lora.task_type))
         if not isinstance(model, PeftModel):
             model = get_peft_model(model, lora, name, autocast_adapter_dtype=autocast)
         else:

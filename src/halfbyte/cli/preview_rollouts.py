@@ -29,7 +29,7 @@ def preview_rollouts(config: RunConfig, count: int, answers: int) -> None:
     """
     look_over_inputs(config)
     with quick_imports():
-        from ..adapters import compute, compute_dtype_of, load_adapter
+        from ..adapters import add_adapter, compute, compute_dtype_of
         from ..hardware import chosen_device
         from ..methods import method_of
         from ..methods.grpo import PolicyOptimization
@@ -37,6 +37,7 @@ def preview_rollouts(config: RunConfig, count: int, answers: int) -> None:
         from ..models.load import load_model, load_tokenizer
         from ..train.distilled import DistilledGenerations
         from ..train.generations import Generations
+        from ..train.judging import check_judges, judging
         from ..train.metrics import MetricsFile
         from ..train.rewarding import answer_ends, rewards_of
 
@@ -50,20 +51,22 @@ def preview_rollouts(config: RunConfig, count: int, answers: int) -> None:
     rewards = rewards_of(config, data)
     try:
         rewards.check()
+        check_judges(config, rewards, files.config, tokenizer, Console(quiet=True))
         how: dict[str, Any] = {"device": config.device, "attn_implementation": config.attn_implementation}
         model = load_model(files, run.storage, dtype=run.precision.compute, **how)
-        if config.adapter_path:
-            model = load_adapter(model, Path(config.adapter_path), config.model_name_or_path)
+        model = add_adapter(model, run.adapter) if run.adapter else model  # new, it adds nothing
+        device, dtype = chosen_device(config.device), compute_dtype_of(model)
         where: dict[str, Any] = {
-            "device": chosen_device(config.device),
-            "computing": partial(compute, model, compute_dtype_of(model)),
+            "device": device,
+            "computing": partial(compute, model, dtype),
             "stops": answer_ends(tokenizer, model, data),
             "file": MetricsFile(Path(os.devnull)),
         }
         kind = DistilledGenerations if config.method in DISTILLING else Generations
         generations = kind(config, method, model, tokenizer, data.train, rewards, **where)
         shown = list(range(min(count, len(data.train))))
-        found = generations.answer(shown, [data.train[at] for at in shown], answers, 0, BEFORE)
+        with judging(config, rewards, model, tokenizer, device, dtype):
+            found = generations.answer(shown, [data.train[at] for at in shown], answers, 0, BEFORE)
         console = Console(soft_wrap=True)
         for line in _lines(found, answers, tokenizer):
             console.print(line)

@@ -29,8 +29,8 @@ class PolicySection(Section):
     reward_funcs: list[str | dict[str, Any]] | None = of(
         POLICY,
         None,
-        "FILE.py:FUNCTION, {regex: PATTERN}, {format: think}, exact, math, code, {length: {max: 512}}, soft_overlong,"
-        " repetition; one or several",
+        "FILE.py:FUNCTION, {model: PATH}, {regex: PATTERN}, {format: think}, exact, math, code, {length: {max: 512}},"
+        " soft_overlong, repetition; one or several",
     )
     reward_weights: list[float] | None = of(POLICY, None, "a weight for each of reward_funcs; default: 1 each")
     reward_timeout_s: Positive = of(POLICY, 60.0, "seconds that a reward function may take for a generation")

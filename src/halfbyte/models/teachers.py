@@ -1,4 +1,4 @@
-"""Who a model is taught by: found, and compared with it, before any weight is read."""
+"""Models beside the one that trains, such as its teacher: found, and compared with it, before any weight is read."""
 
 from __future__ import annotations
 
@@ -63,27 +63,28 @@ def find_teacher(config: RunConfig) -> TeacherFiles:
     return TeacherFiles(adapter, None if origin is None else find_model(origin))
 
 
-def check_vocabulary(teacher: TeacherFiles, own: Any, tokens: dict[str, int], theirs: dict[str, int] | None) -> None:
-    """Whether teacher and student speak of the same tokens.
+def check_vocabulary(
+    said: str, files: ModelFiles, own: Any, tokens: dict[str, int], theirs: dict[str, int] | None
+) -> None:
+    """Whether another model speaks of the same tokens as the one that trains.
 
     Args:
-        own: the student's transformers config.
-        tokens, theirs: token → id of the student's and of the teacher's tokenizer, None where the teacher has none.
+        said: the key that names it, and what for.
+        own: transformers' config of the model that trains.
+        tokens, theirs: token → id of the two tokenizers, None where the other model has none.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: it does not.
     """
-    if teacher.files is None:
-        return
-    name, fix = teacher.files.name, "divergences are over one vocabulary: name a teacher that shares the model's"
-    size, its = (config.get_text_config().vocab_size for config in (own, teacher.files.config))
+    fix = "name one that shares the vocabulary of the model"
+    size, its = (config.get_text_config().vocab_size for config in (own, files.config))
     if size != its:
-        raise ConfigError(f"{KEY}: {name} has a vocabulary of {its:,}, and the model one of {size:,}", fix)
+        raise ConfigError(f"{said}: {files.name} has a vocabulary of {its:,}, and the model one of {size:,}", fix)
     if theirs is None:
         return
     if differing := next((token for token, at in tokens.items() if theirs.get(token) != at), None):
-        said = f"token {tokens[differing]} is {differing!r:.40} to the model, and another to {name}"
-        raise ConfigError(f"{KEY}: {said}", fix)
+        wrong = f"token {tokens[differing]} is {differing!r:.40} to the model, and another to {files.name}"
+        raise ConfigError(f"{said}: {wrong}", fix)
 
 
 def _name(config: RunConfig) -> str:
@@ -92,22 +93,25 @@ def _name(config: RunConfig) -> str:
 
 
 def _origin(config: RunConfig, adapter: Path | None) -> Origin | None:
-    """The model that a teacher is, or that its adapter is on; None where it is the one that trains, and stays as it
+    """The model that a teacher is, or that its adapter is on; None where it is the one that trains."""
+    revision = None if config.teacher_model_revision == "main" else config.teacher_model_revision
+    return origin_of(config, _name(config), adapter, revision)
+
+
+def origin_of(config: RunConfig, name: str, adapter: Path | None, revision: str | None = None) -> Origin | None:
+    """The model of this name, or that the adapter there is on; None where it is the one that trains, and stays as it
     is under an adapter.
 
     Raises:
         CheckpointError: an adapter does not say what it is on.
     """
-    name = _name(config)
     if adapter is not None:
         base = read_adapter_config(adapter).get("base_model_name_or_path")
         if not base:
             raise CheckpointError(
                 f"{adapter / ADAPTER_CONFIG} has no base_model_name_or_path", "write there which model it is for"
             )
-        name = str(base)
+        name, revision = str(base), None
     if same_place(name, config.model_name_or_path) and config.use_peft and config.qat_scheme is None:
         return None
-    keep = config.quantization == "keep" and name.endswith(".gguf")
-    revision = None if config.teacher_model_revision == "main" else config.teacher_model_revision
-    return Origin(name, None if adapter else revision, config.trust_remote_code, keep)
+    return Origin(name, revision, config.trust_remote_code, config.quantization == "keep" and name.endswith(".gguf"))

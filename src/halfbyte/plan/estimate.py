@@ -27,6 +27,7 @@ from ..notices import notice
 from ..optim import OPTIMIZERS, trained_parameters
 from ..orders import Seconds
 from ..parallel.reduce import BUCKET
+from .beside import beside
 from .cards import H200, Card
 from .policy import (
     OFFLOADED,
@@ -47,7 +48,6 @@ from .replay import Step
 from .rollouts import RolloutPlan, with_rollouts
 from .seconds import head_seconds, micro_seconds, step_seconds, vocabulary_seconds
 from .shapes import ModelShapes, Trainable
-from .teachers import taught
 
 GIB = 2**30
 MARGIN = 0.9  # plan to fill at most this share: allocators fragment, and rows differ
@@ -153,8 +153,8 @@ def estimate(
     on_host = on_host or layout.size
     free = free_bytes(target, on_host) if capacity_bytes is None else capacity_bytes
     capacity = free if config.memory_limit_gib is None else min(free, int(config.memory_limit_gib * GIB))
-    capacity -= (teacher := taught(config, target)).bytes
     shapes = shapes or ModelShapes(config, rank_config(model_config, layout), target, layout.tensor)
+    capacity -= (others := beside(config, target, shapes.dtype.itemsize)).bytes
     batches = (batches or Batches.of_full_rows(config)).longer(1 / layout.context)
     if shapes.packed_way == "unpacked":  # into rows that are padded
         batches = batches.longer(1 / LIKE)
@@ -167,7 +167,7 @@ def estimate(
         sliced = _Planner(shapes, batches, capacity, layout=Sliced(**vars(layout)), **options).plan()
         plan = min(plan, sliced, key=lambda each: each.total)
     plan = replace(plan, rough=shapes.rough)
-    return with_rollouts(plan, shapes, config, batches, answered, teacher) if config.method in SAMPLING else plan
+    return with_rollouts(plan, shapes, config, batches, answered, others) if config.method in SAMPLING else plan
 
 
 def may_capture(config: RunConfig, device: torch.device, dtype: torch.dtype) -> bool:

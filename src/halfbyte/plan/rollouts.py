@@ -21,7 +21,7 @@ from ..layers import QuantizedLinear
 from ..memory.batches import Batches
 from ..ops.paged_attention import PAGE
 from ..terminal import size
-from .teachers import Taught
+from .beside import Beside
 
 if TYPE_CHECKING:
     from .estimate import MemoryPlan
@@ -61,15 +61,15 @@ def with_rollouts(
     config: RunConfig,
     batches: Batches,
     answered: tuple[str, int] | None = None,
-    teacher: Taught = Taught(),  # noqa: B008 (immutable)
+    others: Beside = Beside(),  # noqa: B008 (immutable)
 ) -> MemoryPlan:
     """`plan`, of a step, with the phase in which answers are sampled.
 
     Args:
         answered: `RolloutPlan.weights` and `pages` of the run that is resumed.
-        teacher: whose bytes `plan` was not allowed to fill.
+        others: models whose bytes `plan` was not allowed to fill.
     """
-    plan = teacher.beside(plan, shapes, config, batches)
+    plan = others.with_plan(plan, shapes, config, batches)
     if config.adapter_path and config.beta and config.method in POLICY:  # the reference's
         plan = replace(plan, adapters=plan.adapters + shapes.trainable().bytes)
     stays = plan.weights + plan.adapters + plan.gradients + plan.optimizer + plan.runtime

@@ -235,7 +235,8 @@ class Generations:
         columns = {name: [row["columns"].get(name) for row in asked] for name in self.rewards.columns}
         turns = [_as_turns(row["prompt"], text) for row, text in zip(asked, texts, strict=True)]
         ids = [list(completion.ids) for completion in completions]
-        scored = self.rewards.score([row["prompt"] for row in asked], turns, ids, columns, progress)
+        prompt_ids = [row["prompt_ids"] for row in asked]
+        scored = self.rewards.score([row["prompt"] for row in asked], turns, ids, columns, progress, prompt_ids)
         numbers = numbers_of(completions, scored, self.weights, each)
         numbers |= {"rollout_seconds": drawn, "reward_seconds": time.perf_counter() - began}
         return Answered(asked, completions, texts, scored, numbers)

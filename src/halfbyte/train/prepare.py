@@ -218,8 +218,9 @@ def _read_data(
     if checkpoint is not None:
         checkpoints.check_same_data(size_of(data), checkpoint)
     if method.rows == "prompts":
-        look_over_rewards(config, data, checkpoint, mesh, console)
-        check_teacher(config, shapes.causal_lm.config, tokenizer, checkpoint, console)
+        model_config = shapes.causal_lm.config
+        look_over_rewards(config, data, model_config, tokenizer, checkpoint, mesh, console)
+        check_teacher(config, model_config, tokenizer, checkpoint, console)
     return data
 
 

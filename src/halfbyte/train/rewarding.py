@@ -25,6 +25,7 @@ from ..words import one_line
 from .checkpoint import step_of
 from .distilled import DistilledGenerations
 from .generations import COMPLETIONS, Generations, check_same_files, digest_of
+from .judging import check_judges, judging
 from .metrics import MetricsFile
 from .teaching import teacher_files, teaching
 
@@ -47,12 +48,21 @@ def rewards_of(config: RunConfig, data: PreparedData) -> Rewards:
 
 
 def look_over_rewards(
-    config: RunConfig, data: PreparedData, checkpoint: Path | None, mesh: Mesh, console: Console
+    config: RunConfig,
+    data: PreparedData,
+    model_config: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    checkpoint: Path | None,
+    mesh: Mesh,
+    console: Console,
 ) -> None:
-    """Load every reward function once, and say which files are run.
+    """Load every reward function once, look over every reward model, and say which files are run.
+
+    Args:
+        model_config: transformers', of the model that trains.
 
     Raises:
-        ConfigError: one cannot be loaded or called; or several processes train.
+        HalfbyteError: one cannot be loaded or called; or several processes train.
     """
     asked = resolve(config).parallel
     if mesh.size > 1 or (asked is not None and asked.size > 1):
@@ -72,6 +82,7 @@ def look_over_rewards(
         rewards.close()
     for path, digest in rewards.files.items():
         console.print(one_line(f"rewards: {path} (SHA-256 {digest})"), soft_wrap=True)
+    check_judges(config, rewards, model_config, tokenizer, console)
 
 
 def _reference_of(config: RunConfig) -> Path | None:
@@ -128,15 +139,16 @@ def answering(job: OpenRun, loop: TrainingLoop) -> Iterator[None]:
     file = MetricsFile(job.output / COMPLETIONS)
     file.keep_until(step_of(run.checkpoint) if run.checkpoint else -1)
     kind = DistilledGenerations if run.config.method in DISTILLING else Generations
+    rewards, device, dtype = rewards_of(run.config, run.data), run.machine.device, run.machine.compute_dtype
     generations = kind(
         run.config,
         method,
         loop.model,
         run.tokenizer,
         run.data.train,
-        rewards_of(run.config, run.data),
-        device=run.machine.device,
-        computing=partial(compute, loop.model, run.machine.compute_dtype),
+        rewards,
+        device=device,
+        computing=partial(compute, loop.model, dtype),
         stops=answer_ends(run.tokenizer, loop.model, run.data),
         file=file,
         shared=run.data.shared,
@@ -145,7 +157,11 @@ def answering(job: OpenRun, loop: TrainingLoop) -> Iterator[None]:
     )
     loop.use_generations(generations)
     try:
-        with _with_reference(run.config, loop.model), teaching(run, loop):
+        with (
+            _with_reference(run.config, loop.model),
+            teaching(run, loop),
+            judging(run.config, rewards, loop.model, run.tokenizer, device, dtype),
+        ):
             yield
     finally:
         generations.close()

@@ -20,7 +20,7 @@ from halfbyte.models.find import ModelFiles
 from halfbyte.models.isolation import isolate_run
 from halfbyte.models.load import check_stored, load_model, load_tokenizer
 from halfbyte.models.patch import patch
-from halfbyte.models.teachers import TeacherFiles, check_vocabulary, find_teacher
+from halfbyte.models.teachers import KEY, TeacherFiles, check_vocabulary, find_teacher
 
 from ..words import one_line
 from .generations import check_same_files, digest_of
@@ -53,7 +53,7 @@ def check_teacher(
         check_adapter_files(found.adapter)
     if found.files is not None:
         check_stored(found.files, resolve(config).storage)
-        check_vocabulary(found, model_config, tokenizer.get_vocab(), _tokens_of(found.files))
+        check_vocabulary(KEY, found.files, model_config, tokenizer.get_vocab(), tokens_of(found.files))
     if checkpoint is not None:
         check_same_files(teacher_files(config), checkpoint)
     console.print(one_line(f"teacher: {_said(found)}"), soft_wrap=True)
@@ -73,7 +73,7 @@ def _said(found: TeacherFiles) -> str:
     return f"{who}, on {found.files.name}" if found.adapter else found.files.name
 
 
-def _tokens_of(files: ModelFiles) -> dict[str, int] | None:
+def tokens_of(files: ModelFiles) -> dict[str, int] | None:
     """Token → id; None of a model without tokenizer."""
     if Path(files.place.name).is_dir() and not Path(files.place.name, "tokenizer.json").is_file():
         return None
