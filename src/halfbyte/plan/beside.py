@@ -50,14 +50,14 @@ class Beside:
     taught: bool = False
     teacher: ModelShapes | None = None
 
-    def with_plan(self, plan: MemoryPlan, own: ModelShapes, config: RunConfig, batches: Batches) -> MemoryPlan:
+    def with_plan(self, plan: MemoryPlan, own: ModelShapes, batches: Batches) -> MemoryPlan:
         """`plan` of a step, which was made for what they leave free, with them."""
         weights, capacity = plan.weights + self.bytes, plan.capacity_bytes + self.bytes
         plan = replace(plan, weights=weights, capacity_bytes=capacity)
         if not self.taught:
             return plan
         shapes = self.teacher or own
-        answers = min(batches.largest.rows * config.max_completion_length, batches.largest.tokens)
+        answers = min(batches.largest.rows * own.config.max_completion_length, batches.largest.tokens)
         hidden = answers * shapes.text_config.hidden_size * shapes.dtype.itemsize
         alone = shapes.evaluation(batches.largest) + hidden
         return replace(plan, activations=max(plan.activations + hidden, alone - plan.logits))

@@ -15,7 +15,7 @@ import torch
 
 from ..config import Level, Parallel, RunConfig, Sliced
 from ..config.combinations import wide
-from ..config.policy import SAMPLING
+from ..config.policy import DISTILLING, SAMPLING
 from ..hardware import best_device, free_bytes, segments_grow
 from ..memory import host
 from ..memory.batches import Batches, Shape
@@ -158,8 +158,7 @@ def estimate(
     batches = (batches or Batches.of_full_rows(config)).longer(1 / layout.context)
     if shapes.packed_way == "unpacked":  # into rows that are padded
         batches = batches.longer(1 / LIKE)
-    options: dict[str, Any] = {"config": config, "card": card, "on_host": on_host}
-    options["graphs"] = shapes.packed_way == "positions"
+    options: Any = {"config": config, "card": card, "on_host": on_host, "graphs": shapes.packed_way == "positions"}
     plan = _Planner(shapes, batches, capacity, layout=layout, **options).plan()
     if layout.pipeline > 1 and not plan.activation_checkpointing:  # which changes where the model is cut
         plan = _Planner(shapes, batches, capacity, layout=layout, **options, recomputed=False).plan()
@@ -167,14 +166,16 @@ def estimate(
         sliced = _Planner(shapes, batches, capacity, layout=Sliced(**vars(layout)), **options).plan()
         plan = min(plan, sliced, key=lambda each: each.total)
     plan = replace(plan, rough=shapes.rough)
-    return with_rollouts(plan, shapes, config, batches, answered, others) if config.method in SAMPLING else plan
+    eager = functools.partial(_Planner, shapes, batches, capacity, layout=layout, **options | {"graphs": False})
+    rolled = config.method in SAMPLING
+    return with_rollouts(plan, lambda: eager().plan(), shapes, batches, answered, others) if rolled else plan
 
 
 def may_capture(config: RunConfig, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether micro-batches may run as CUDA graphs: not with loss scaling, quantizing in every step (quantizers look
-    at values), layers offloaded to the host, or sampled answers (rollouts need the memory that a pool would keep)."""
+    at values), layers offloaded to the host, or a teacher, whose forwards come between."""
     kernels = config.use_kernels and device.type == "cuda" and dtype != torch.float16
-    return kernels and config.qat_scheme is None and config.method not in SAMPLING
+    return kernels and config.qat_scheme is None and config.method not in DISTILLING
 
 
 class _Planner:
@@ -209,8 +210,7 @@ class _Planner:
         self.scratch = row.scratch and shapes.device.type != "cpu"  # unfused ones work on lists of all parameters
         self.slices = slices(layout, row.elementwise and shapes.dtype != torch.float16)
         self.factors = shapes.factors() if self.slices > 1 else (0, 0)
-        # gradients at once are reduced in backward
-        captures = graphs and {*wide(layout)} <= CAPTURED and not self._at_once
+        captures = graphs and {*wide(layout)} <= CAPTURED and not self._at_once  # which are reduced in backward
         self.may_capture = captures and may_capture(self.config, shapes.device, shapes.dtype)
         self.vocabulary = shapes.text_config.vocab_size
         self.line = self._line(recomputed)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ from .answered import Answered, Monotony
 from .metrics import MetricsFile
 from .rewarded import means_of, numbers_of, passes
 from .rows import Counting, on_device
+from .stepper import Stepper, beside_graphs
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -127,6 +129,7 @@ class Generations:
         self._monotony = Monotony()
         self.outside = 0.0  # share of ratios in the last step, see `methods.grpo`
         self.settle: Callable[[], None] = lambda: None  # has the numbers of the last step read
+        self.stepper = Stepper(lambda batch: {})  # whose graphs may hold memory
         self._corrects = config.importance_sampling_correction is True
 
     # --- rows for the loop -------------------------------------------------------------------------------------------
@@ -236,7 +239,8 @@ class Generations:
         turns = [_as_turns(row["prompt"], text) for row, text in zip(asked, texts, strict=True)]
         ids = [list(completion.ids) for completion in completions]
         prompt_ids = [row["prompt_ids"] for row in asked]
-        scored = self.rewards.score([row["prompt"] for row in asked], turns, ids, columns, progress, prompt_ids)
+        with beside_graphs(self.stepper, self.device):  # models may judge
+            scored = self.rewards.score([row["prompt"] for row in asked], turns, ids, columns, progress, prompt_ids)
         numbers = numbers_of(completions, scored, self.weights, each)
         numbers |= {"rollout_seconds": drawn, "reward_seconds": time.perf_counter() - began}
         return Answered(asked, completions, texts, scored, numbers)
@@ -250,18 +254,27 @@ class Generations:
         sampling = Sampling(
             config.temperature, config.top_k, config.top_p, seed=config.seed + (number << 32), min_p=config.min_p or 0.0
         )
-        completions = self.engine.generate(
-            [row["prompt_ids"] for row in prompts],
-            each,
-            max_new_tokens=config.max_completion_length,
-            sampling=sampling,
-            stops=self.stops,
-            keys=indices,
-        )
-        self.engine.free()  # a step needs the memory
+        completions = self._drawn([row["prompt_ids"] for row in prompts], each, indices, sampling)
         seconds = time.perf_counter() - began
         texts = [str(self.tokenizer.decode(each.ids, skip_special_tokens=True)) for each in completions]
         return completions, texts, seconds
+
+    def _drawn(self, prompts: list[list[int]], each: int, keys: list[int], sampling: Sampling) -> list[Completion]:
+        def draw() -> list[Completion]:
+            try:
+                return self.engine.generate(
+                    prompts,
+                    each,
+                    max_new_tokens=self.config.max_completion_length,
+                    sampling=sampling,
+                    stops=self.stops,
+                    keys=keys,
+                )
+            finally:
+                self.engine.free()  # a step needs the memory, and so does another try
+
+        with beside_graphs(self.stepper, self.device):
+            return self.stepper.with_room(draw)
 
     @property
     def weights(self) -> list[float]:
@@ -278,7 +291,8 @@ class Generations:
             row |= {"sampled": completion.log_probs.tolist() if trained else []}
             row |= {GIVEN: len(given)} if self.shared else {}
             rows.append(row | {"advantage": 0.0, "items": 0.0, CORRECTS: self._corrects})
-        divergence = self._add_log_probs(rows, collate)
+        with beside_graphs(self.stepper, self.device):
+            divergence = self.stepper.with_room(partial(self._add_log_probs, rows, collate))
         advantages = self.method.advantages(answered.rewards, divergence)
         for row, advantage in zip(rows, advantages.tolist(), strict=True):
             row["advantage"] = advantage
@@ -318,7 +332,8 @@ class Generations:
             batch = on_device(collate.collate(some), self.device)
             with self.computing():
                 log_probs, _ = self.method.log_probs(self.model, batch)
-            parts = log_probs.cpu().split([len(row["sampled"]) for row in some])
+            lengths = [len(row["sampled"]) for row in some]
+            parts = log_probs[: sum(lengths)].cpu().split(lengths)
             for row, part in zip(some, parts, strict=True):
                 row[name] = part.tolist()
 
