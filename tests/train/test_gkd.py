@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from halfbyte.cli import app
 from halfbyte.config import load_config
-from halfbyte.errors import ConfigError
+from halfbyte.errors import ConfigError, DataError
 from halfbyte.evaluate import evaluate
 from halfbyte.train.prepare import prepare_run
 from halfbyte.train.sft import train
@@ -123,6 +123,43 @@ def test_a_resumed_run_is_the_same_run(taught, tmp_path, kind):
         assert records_of(other) == expected
         mine, theirs = (load_file(folder / "adapter/adapter_model.safetensors") for folder in (other, whole))
         assert all(mine[name].equal(theirs[name]) for name in theirs)
+
+
+def test_some_answers_are_the_data_s(taught, tmp_path):
+    """A generation's are all of one kind, drawn by its number; those of the data end as the model's would."""
+    rows = [{"prompt": f"what is {n}?", "completion": f" it is {n}."} for n in range(32)]
+    (tmp_path / "answered.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"dataset": str(tmp_path / "answered.jsonl"), "lmbda": 0.5, "max_steps": 8, "max_completion_length": 12}
+    options |= {"save_steps": 3, "eval_split_size": 0.0, "save_total_limit": 4}
+    run(taught, tmp_path / "out", **options)
+    found = records_of(tmp_path / "out")
+    own = [record["on_policy"] for record in found["train"]]
+    assert set(own) == {0.0, 1.0}
+    given = {row["completion"] for row in rows}
+    for step, kind in enumerate(own, 1):
+        texts = {each["completion"] for each in found["completions"] if each["step"] == step}
+        assert (texts <= given) == (not kind)
+        assert kind or all(each["ended"] for each in found["completions"] if each["step"] == step)
+    other = tmp_path / "other"
+    shutil.copytree(tmp_path / "out", other)
+    run(taught, other, resume=str(other / "checkpoint-3"), **options)
+    assert records_of(other) == found
+
+
+@pytest.mark.parametrize(
+    ("rows", "why"),
+    [
+        ([{"prompt": "what is 1?", "n": 1}] * 8, r"no completions beside its prompts \(columns n\)"),
+        (
+            [{"prompt": "what is 1?", "completion": " 1"}] * 7 + [{"prompt": "a?", "completion": " "}],
+            "prompt 8: column",
+        ),
+    ],
+)
+def test_answers_that_the_data_lacks(taught, tmp_path, rows, why):
+    (tmp_path / "some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match=why):
+        prepare_run(load_config(None, keys(taught, tmp_path / "o", dataset=str(tmp_path / "some.jsonl"), lmbda=0.3)))
 
 
 def test_a_changed_teacher_is_not_resumed_with(taught, tmp_path):

@@ -120,6 +120,11 @@ class DistillationSection(Section):
         " the weights of the model that trains where it is on that",
     )
     teacher_model_revision: str = of(DISTILLING, "main", "branch, tag or commit of a hub model")
+    lmbda: Annotated[float, Field(ge=0, le=1)] = of(
+        DISTILLING,
+        1.0,
+        "share of generations whose answers are the model's own; the others' are the data's completions",
+    )
 
 
 def group_size(config: RunConfig) -> int:

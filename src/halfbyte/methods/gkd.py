@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
+from ..data.preference import ANSWERS
+from ..errors import DataError
+from ..words import brief
 from .base import Batch, Method, Metric, Numbers
 from .grpo import BESIDE, TOKENS, PolicyOptimization
 
@@ -13,10 +17,32 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ..config import RunConfig
+    from ..data.prepare import PreparedData
     from .base import Collate
 
 LENGTHS = tuple(metric for metric in BESIDE if metric.name.startswith("completions/"))
 METRICS = (Metric("loss", "divergence", ".4f", TOKENS), Metric("entropy", "entropy", ".3f", TOKENS))
+
+
+def given_answer(config: RunConfig, columns: Mapping[str, Any], number: int) -> str:
+    """The answer that the data has to a prompt, as a text; `columns` are those beside the prompt in row `number`.
+
+    Raises:
+        DataError: there is none.
+    """
+    name = (config.column_mapping or {}).get("completion") or next((each for each in ANSWERS if each in columns), None)
+    fix = "name the answers' column, column_mapping: {completion: COLUMN}, or set lmbda: 1"
+    if name is None or name not in columns:
+        said = (
+            f"column {name!r}" if name else f"completions beside its prompts (columns {', '.join(columns) or 'none'})"
+        )
+        raise DataError(f"lmbda: {config.lmbda:g} takes answers from the data, which has no {said}", fix)
+    found = columns[name]
+    if isinstance(found, list) and all(isinstance(turn, Mapping) for turn in found):
+        found = "".join(str(turn.get("content") or "") for turn in found)
+    if not isinstance(found, str) or not found.strip():
+        raise DataError(f"prompt {number + 1}: column {name!r} holds no answer ({brief(found)})", fix)
+    return found
 
 
 class Distillation(PolicyOptimization):
@@ -34,6 +60,17 @@ class Distillation(PolicyOptimization):
         if config is not None:
             self.config, self.longest = config, config.max_completion_length
             self.beta, self.temperature = config.beta or 0.0, config.temperature
+
+    def documents(self, config: RunConfig, data: PreparedData) -> PreparedData:
+        """As in policy optimization; and each prompt has an answer, where any are taken from the data.
+
+        Raises:
+            DataError: one has not.
+        """
+        if config.lmbda < 1:
+            for number, columns in enumerate(data.train["columns"]):
+                given_answer(config, columns, number)
+        return super().documents(config, data)
 
     def collator(
         self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
