@@ -134,6 +134,7 @@ class Family:
         embedding_scale: the config's key for what embeddings are multiplied by outside of their module; "": none.
         window: where an attention layer's sliding window is written: in the config, or in the module, by layer.
         softcap: attention scores are capped (attn_logit_softcapping).
+        sinks: each head of attention has a learned score that every token gives beside its keys' (`sinks`).
         rope_by_layer: RoPE has parameters for each type of layer.
         activation: the config's key for the MLP's activation.
         mlp: the MLP's class, where its name does not begin with the family's.
@@ -157,6 +158,7 @@ class Family:
     embedding_scale: str = ""
     window: Literal["config", "module"] | None = None
     softcap: bool = False
+    sinks: bool = False
     rope_by_layer: bool = False
     activation: str = "hidden_act"
     mlp: str | None = None

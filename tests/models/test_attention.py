@@ -16,7 +16,7 @@ from patch_models import assert_same, batch, loop_over_documents, loss_and_gradi
 
 import halfbyte
 from halfbyte.autograd import attention as causal
-from halfbyte.autograd import capped_attention
+from halfbyte.autograd import tiled_attention
 from halfbyte.models import attention
 from halfbyte.notices import said
 
@@ -60,6 +60,7 @@ def flash3(on_cpu, monkeypatch):
     module.__spec__ = ModuleSpec("flash_attn_interface", None)
     module.flash_attn_varlen_func = flash_attn_varlen_func
     monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    monkeypatch.setattr(causal, "capability", lambda device: (9, 0))
     causal.flash3.cache_clear()
     yield calls
     causal.flash3.cache_clear()
@@ -88,7 +89,7 @@ def test_no_mask_equals_the_dense_mask(on_cpu, monkeypatch, family, packed):
 def test_flash_attention_3_is_used_where_installed(flash3, on_cpu, family, packed):
     model, inputs = tiny(family), batch(packed)
     expected = loss_and_gradients(model, inputs)
-    name = attention.CAPPED if family == "Gemma2" else attention.NAME
+    name = attention.OWN if family == "Gemma2" else attention.NAME
     assert_same(loss_and_gradients(patched(model, name), inputs), expected)
     assert not on_cpu
     windows = family != "Llama"
@@ -102,12 +103,12 @@ def test_flash_attention_3_is_used_where_installed(flash3, on_cpu, family, packe
 @pytest.mark.parametrize("packed", [False, True])
 def test_capped_scores_without_flash_attention_3_are_never_there_at_once(on_cpu, monkeypatch, packed):
     """Of 18 tokens, in tiles of 16 queries; the layer with a window of 8 among them."""
-    monkeypatch.setattr(capped_attention, "TILE_BYTES", 1)
+    monkeypatch.setattr(tiled_attention, "TILE_BYTES", 1)
     model, inputs = tiny("Gemma2"), batch(packed)
     expected = loss_and_gradients(model, inputs)
     modeling = sys.modules[type(model.get_base_model()).__module__]
     monkeypatch.setattr(modeling, "eager_attention_forward", None)
-    patched(model, attention.CAPPED)
+    patched(model, attention.OWN)
     assert_same(loss_and_gradients(model, inputs), expected)
     assert not on_cpu
     if packed:  # as the collator for graphs gives them: bounds that repeat at the end, a power of two
@@ -125,7 +126,7 @@ def test_padding_and_generation_of_capped_scores_stay_eager(flash3):
     expected = loss_and_gradients(model, inputs)
     prompt = {key: inputs[key] for key in ("input_ids", "attention_mask")}
     generated = model.eval().generate(**prompt, max_new_tokens=6, do_sample=False)
-    patched(model, attention.CAPPED)
+    patched(model, attention.OWN)
     assert torch.equal(model.generate(**prompt, max_new_tokens=6, do_sample=False), generated)
     assert_same(loss_and_gradients(model.train(), inputs), expected)
     assert not flash3
@@ -135,13 +136,15 @@ def test_padding_and_generation_of_capped_scores_stay_eager(flash3):
     ("family", "name", "words"),
     [
         ("Llama", attention.NAME, "cuDNN for whole rows, FlashAttention 3"),
-        ("Gemma2", attention.CAPPED, "scores capped"),
+        ("Gemma2", attention.OWN, "scores are capped"),
     ],
 )
 def test_flash_attention_3_is_chosen_and_announced(flash3, monkeypatch, family, name, words):
     model = tiny(family, adapter=False).model
     before = model.config._attn_implementation
-    monkeypatch.setattr(model, "parameters", lambda: iter([SimpleNamespace(device=torch.device("cuda"))]))
+    monkeypatch.setattr(
+        model, "parameters", lambda: iter([SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)])
+    )
     assert words in attention.bind_attention(model)
     assert model.config._attn_implementation == name
     assert "FlashAttention 3" in said()["attention-flash3"]
@@ -232,14 +235,16 @@ CUDA = torch.device("cuda")
         ({}, CUDA, torch.float32, {"packed": True}, "transformers' sdpa", False, True),
         ({"attention_dropout": 0.1}, CUDA, torch.bfloat16, {}, "transformers' sdpa", False, False),
         ({"attn_logit_softcapping": 50.0}, CUDA, torch.bfloat16, {}, "tiles of queries", False, False),
-        ({"attn_logit_softcapping": 50.0}, CUDA, torch.float32, {}, "transformers' eager", True, True),
+        ({"attn_logit_softcapping": 50.0}, CUDA, torch.float32, {}, "tiles of queries", False, False),
+        ({"attn_logit_softcapping": 50.0}, torch.device("cpu"), torch.float32, {}, "tiles of queries", False, False),
+        ({"attn_logit_softcapping": 50.0}, CUDA, torch.float32, {"padded": True}, "transformers' eager", True, True),
         ({"_attn_implementation": "eager"}, CUDA, torch.bfloat16, {}, "transformers' eager", True, True),
         ({"use_bidirectional_attention": True}, CUDA, torch.float32, {}, "transformers' sdpa", True, False),
         ({}, torch.device("cpu"), torch.float32, {}, "transformers' sdpa", False, False),
     ],
 )  # fmt: skip
 def test_what_computes_is_named_before_it_runs(keys, device, dtype, rows, name, scores, mask):
-    config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, **keys)
+    config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, head_dim=64, **keys)
     if "attn_logit_softcapping" in keys:
         config._attn_implementation = "eager"
     found = attention.implementation(config, device, dtype, **rows)

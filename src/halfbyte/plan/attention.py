@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ..autograd.capped_attention import TENSORS, TILE_BYTES
+from ..autograd.tiled_attention import TENSORS, TILE_BYTES
 from ..models.attention import Implementation
 
 NAME = "halfbyte_planned"
