@@ -202,7 +202,8 @@ def _finish(found: Documents, encoder: AnswerEncoder, config: RunConfig, name: s
     if truncated:
         notice(
             f"truncated:{name}",
-            f"{truncated} of {total} {name} rows have answers cut to max_length {config.max_length}",
+            f"{truncated} of {total} {name} rows have answers cut to max_length {config.max_length}:"
+            f" the longest row has {max(encoded['length']):,} tokens",
         )
     if otherwise := sum(kept["otherwise"]):
         wrong = "the chat template writes the prompt otherwise where no answer follows, so generation sees another one"

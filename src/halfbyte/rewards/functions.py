@@ -22,6 +22,7 @@ Function = Callable[..., Any]
 
 FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 GSM8K = re.compile(r"####\s*(.+)")
+NUMBER = re.compile(r"[-+]?\$?[\d,]*\.?\d+%?")
 THINK = re.compile(r"^<think>(?!.*<think>)(.*?)</think>.*$", re.DOTALL | re.MULTILINE)
 
 
@@ -81,6 +82,11 @@ def math(column: str, completions: Sequence[Completion], **columns: Any) -> Rewa
         gold = parse(_boxed(str(wanted)))
         rewards.append(float(verify(gold, parse(_boxed(text_of(each))))) if gold else None)
     return rewards
+
+
+def has_result(text: str) -> bool:
+    """Whether `math` finds a result in a text: in a box, behind ####, or because it is a number and nothing else."""
+    return bool("\\boxed{" in text or GSM8K.search(text) or NUMBER.fullmatch(text.strip()))
 
 
 def _boxed(text: str) -> str:

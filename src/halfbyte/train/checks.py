@@ -12,9 +12,10 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
-from halfbyte.adapters import compute, load_adapter_weights, quiet_peft
+from halfbyte.adapters import compute, load_adapter_weights, quiet_peft, saved_adapter_config
 from halfbyte.errors import TrainingError
 from halfbyte.layers.expert_adapters import changed_experts, run_beside
+from halfbyte.layers.expert_targets import by_modules
 from halfbyte.methods.answers import model_inputs
 from halfbyte.methods.base import Batch
 from halfbyte.models.head import causal_lm_loss, hidden_at
@@ -142,8 +143,10 @@ def adapter_reload(model: PeftModel, folder: Path, ids: torch.Tensor, dtype: tor
     trained, whole = logits(model, ids, dtype), sharded(model) is None and are_whole(model.parameters())
     changed = changed_experts(model) if whole else None
     if whole:
-        with quiet_peft():
-            model = PeftModel.from_pretrained(model.unload(), str(folder))
+        lora = saved_adapter_config(folder)
+        lora.inference_mode = True
+        with quiet_peft(), by_modules(lora):
+            model = PeftModel.from_pretrained(model.unload(), str(folder), config=lora)
         round_merged(model)
         run_beside(model)
     else:

@@ -92,6 +92,30 @@ def _finite(maximum):
 
 
 @triton.jit
+def _clear(row_ptr, vocabulary, BLOCK: tl.constexpr, SPACED: tl.constexpr):
+    zeros = tl.zeros((BLOCK // LANE, LANE), dtype=row_ptr.dtype.element_ty)
+    for start in range(0, vocabulary, BLOCK):
+        _store(row_ptr, start, zeros, vocabulary, BLOCK, SPACED)
+
+
+@triton.jit
+def _backwards(
+    row_ptr, label, vocabulary, logsumexp, factor, share, at_label, inner, outer,
+    BLOCK: tl.constexpr, SPACED: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Replace a row's logits by their gradient, from what was read last: `factor` times the probability, less `share`,
+    or `at_label`."""
+    last = (tl.cdiv(vocabulary, BLOCK) - 1) * BLOCK
+    for back in range(0, vocabulary, BLOCK):
+        at = last - back + _columns(BLOCK)
+        _mask, load, _eights = _inside(last - back, vocabulary, BLOCK, SPACED)
+        products = tl.load(row_ptr + at, mask=load, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        z, derivative = _logits(products, inner, outer, SOFTCAP)
+        gradient = tl.exp2(z - logsumexp) * factor - tl.where(at == label, at_label, share)
+        _store(row_ptr, last - back, gradient * derivative, vocabulary, BLOCK, SPACED)
+
+
+@triton.jit
 def _cross_entropy(
     logits_ptr, labels_ptr, loss_ptr, logsumexp_ptr, entropy_ptr,
     vocabulary, stride, ignore_index, inner, outer, slope, smoothing, z_loss,
@@ -108,9 +132,7 @@ def _cross_entropy(
         if ENTROPY:
             tl.store(entropy_ptr + row, 0.0)
         if GRADIENT:
-            zeros = tl.zeros((BLOCK // LANE, LANE), dtype=logits_ptr.dtype.element_ty)
-            for start in range(0, vocabulary, BLOCK):
-                _store(row_ptr, start, zeros, vocabulary, BLOCK, SPACED)
+            _clear(row_ptr, vocabulary, BLOCK, SPACED)
     else:
         inside = (label >= 0) & (label < vocabulary)
         # Read before anything is written: other threads of this program reach the gradient sooner.
@@ -148,18 +170,11 @@ def _cross_entropy(
         if ENTROPY:
             tl.store(entropy_ptr + row, (logsumexp - tl.sum(moment * shrink, axis=0) / sum_of_powers) * LN_2)
         if GRADIENT:
-            factor = slope * (1.0 + 2.0 * z_loss * natural)
-            share = slope * smoothing / vocabulary
-            whole = slope * (1.0 - smoothing)
-            label_col = label.to(tl.int32)
-            last = (tl.cdiv(vocabulary, BLOCK) - 1) * BLOCK
-            for back in range(0, vocabulary, BLOCK):
-                at = last - back + col
-                _mask, load, _eights = _inside(last - back, vocabulary, BLOCK, SPACED)
-                products = tl.load(row_ptr + at, mask=load, other=0.0, eviction_policy="evict_first").to(tl.float32)
-                z, derivative = _logits(products, inner, outer, SOFTCAP)
-                gradient = tl.exp2(z - logsumexp) * factor - tl.where(at == label_col, whole + share, share)
-                _store(row_ptr, last - back, gradient * derivative, vocabulary, BLOCK, SPACED)
+            factor, share = slope * (1.0 + 2.0 * z_loss * natural), slope * smoothing / vocabulary
+            _backwards(
+                row_ptr, label.to(tl.int32), vocabulary, logsumexp, factor, share, slope * (1.0 - smoothing) + share,
+                inner, outer, BLOCK, SPACED, SOFTCAP,
+            )  # fmt: skip
 
 
 @triton.jit

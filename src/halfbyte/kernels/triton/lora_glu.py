@@ -83,6 +83,16 @@ def _cast(out, values, mask, factors, scale, LIMIT: tl.constexpr, COLUMN_FACTORS
 
 
 @triton.jit
+def _put(out, codes, values, mask, factors, scale, amax, LIMIT: tl.constexpr, COLUMN_FACTORS: tl.constexpr):
+    """Store `values` in `out` or, with a LIMIT of FP8, as `codes`; the largest magnitude so far."""
+    if LIMIT > 0:
+        amax = tl.maximum(amax, largest(_cast(codes, values, mask, factors, scale, LIMIT, COLUMN_FACTORS)))
+    else:
+        tl.store(out, values, mask=mask)
+    return amax
+
+
+@triton.jit
 def _lora_glu(
     gate_ptr, up_ptr, low_ptr, b_gate_ptr, b_up_ptr, a_down_ptr, out_ptr, partial_ptr, cast_ptr, newest_ptr,
     rows, width, gate_scale, up_scale,
@@ -91,8 +101,7 @@ def _lora_glu(
     LIMIT: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(width, COLUMNS)
-    block = tl.program_id(0) % blocks
-    part = tl.program_id(0) // blocks
+    block, part = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     col = block * COLUMNS + tl.arange(0, COLUMNS)
     b_gate = tl.trans(_load(b_gate_ptr, col, width, R_GATE, R_GATE, 1, RANK))
     b_up = tl.trans(_load(b_up_ptr, col, width, R_UP, R_UP, 1, RANK))
@@ -111,10 +120,7 @@ def _lora_glu(
         u += up_scale * tl.dot(u_up, b_up, input_precision="ieee")
         activated, _ = activation_and_derivative(g, ACTIVATION)
         h = (activated * u).to(gate_ptr.dtype.element_ty)
-        if LIMIT > 0:  # of FP8: h is written in that
-            amax = tl.maximum(amax, largest(_cast(out_ptr + element, h, mask, scale, scale, LIMIT, False)))
-        else:
-            tl.store(out_ptr + element, h, mask=mask)
+        amax = _put(out_ptr + element, out_ptr + element, h, mask, scale, scale, amax, LIMIT, False)
         u_down = tl.dot(h, a_down, input_precision="ieee")
         _store(partial_ptr + block.to(tl.int64) * rows * R_DOWN, u_down, row, rows, R_DOWN, R_DOWN, 1, RANK)
     if LIMIT > 0:
@@ -131,8 +137,7 @@ def _lora_glu_backward(
     LIMIT: tl.constexpr, COLUMN_FACTORS: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(width, COLUMNS)
-    block = tl.program_id(0) % blocks
-    part = tl.program_id(0) // blocks
+    block, part = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     col = block * COLUMNS + tl.arange(0, COLUMNS)
     b_gate = _load(b_gate_ptr, col, width, R_GATE, R_GATE, 1, RANK)
     b_up = _load(b_up_ptr, col, width, R_UP, R_UP, 1, RANK)
@@ -164,22 +169,13 @@ def _lora_glu_backward(
         activated, derivative = activation_and_derivative(g, ACTIVATION)
         d_down = tl.dot(tl.trans((activated * u).to(dtype)), v_down, d_down, input_precision="ieee")
         dg = (dh * u * derivative).to(dtype)
-        code = row.to(tl.int64)[:, None] * (2 * width) + col[None, :]
-        if LIMIT > 0:  # of FP8: dg and du are written in that, side by side
-            amax = tl.maximum(
-                amax, largest(_cast(codes_ptr + code, dg, mask, gate_factors, scale, LIMIT, COLUMN_FACTORS))
-            )
-        else:
-            tl.store(gate_ptr + element, dg, mask=mask)
+        codes = codes_ptr + row.to(tl.int64)[:, None] * (2 * width) + col[None, :]  # of dg and du, side by side
+        amax = _put(gate_ptr + element, codes, dg, mask, gate_factors, scale, amax, LIMIT, COLUMN_FACTORS)
         d_gate = tl.dot(tl.trans(dg), u_gate, d_gate, input_precision="ieee")
         v = gate_scale * tl.dot(dg, b_gate, input_precision="ieee")
         _store(v_row, v, row, rows, R_GATE + R_UP, R_GATE, 1, RANK)
         du = (dh * activated).to(dtype)
-        if LIMIT > 0:
-            beside = codes_ptr + code + width
-            amax = tl.maximum(amax, largest(_cast(beside, du, mask, up_factors, scale, LIMIT, COLUMN_FACTORS)))
-        else:
-            tl.store(up_ptr + element, du, mask=mask)
+        amax = _put(up_ptr + element, codes + width, du, mask, up_factors, scale, amax, LIMIT, COLUMN_FACTORS)
         d_up = tl.dot(tl.trans(du), u_up, d_up, input_precision="ieee")
         v = up_scale * tl.dot(du, b_up, input_precision="ieee")
         _store(v_row + R_GATE, v, row, rows, R_GATE + R_UP, R_UP, 1, RANK)
