@@ -241,8 +241,8 @@ def rollout_cases() -> Iterator[Case]:
 
 
 def training_attention_cases() -> Iterator[Case]:
-    """`autograd.attention` takes the backward on Hopper alone, where it was measured; where answers share a prompt, from
-    Ampere on; capped scores and sinks from there on, and on AMD's GPUs."""
+    """`autograd.attention` takes the backward on Hopper alone, where it was measured; where answers share a prompt,
+    from Ampere on; capped scores and sinks from there on, and on AMD's GPUs."""
     for dtype, size in itertools.product((FP16, BF16), HEADS):
 
         def call(dtype=dtype, size=size):
