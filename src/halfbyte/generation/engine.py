@@ -87,9 +87,11 @@ class StaticEngine(Decoder):
         """A token's way through all layers as one kernel, where there is one and all layers are of Llama's kind."""
         pairs = zip(self.layers, self.caches, strict=True)
         layers = [found for layer, cache in pairs if (found := layer.one_launch(*cache)) is not None]
+        if len(layers) < len(self.layers):
+            return None
         epsilons = {epsilon(half.norm) for layer in self.layers for half in layer.halves}
         epsilons |= {epsilon(norm) for layer in self.layers for norm in layer.attention.norms or ()}
-        if len(layers) < len(self.layers) or len(epsilons) > 1 or len(self.ropes) > 1:
+        if len(epsilons) > 1 or len(self.ropes) > 1:
             return None
         first = self.layers[0]
         shared = epsilons.pop(), first.attention.scaling, *self.ropes[first.attention.rope], self.padding, self.slot

@@ -80,7 +80,7 @@ def _odd_layer(model: nn.Module, ways: int) -> str | None:
             return view
         name = view.family.name
         if view.family.fused:
-            return f"q, k and v of {name} are one linear, whose rows do not divide by heads"
+            return f"{view.family.fused[0]} of {name} is several linears in one, whose rows do not divide alike"
         if view.mlp is None:
             return f"nothing divides the experts of {name}"
         attention, size = view.attention, view.attention.head_dim
@@ -91,6 +91,8 @@ def _odd_layer(model: nn.Module, ways: int) -> str | None:
             return f"{channels} channels of the MLP are not divided {ways} ways"
         if attention.dropout:
             return "each process would drop other scores (attention_dropout)"
+        if getattr(view.attention_half.inner, "residual_dropout", 0):
+            return "each process would drop other values (residual_dropout)"
         if attention.norms is not None and any(norm.weight.numel() != size for norm in attention.norms):
             return f"{name} normalises q and k over all heads"
     return None
