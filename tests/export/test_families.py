@@ -48,6 +48,7 @@ WRONG = {
     "Ministral3": {"scaled_queries": False},
     "Apertus": {"gated_mlp": True},
     "SeedOss": {"residual_dropout": None},
+    "GptOss": {"sinks": False},
 }
 
 
@@ -92,6 +93,7 @@ def departures(row, model) -> dict[str, object]:
         "gated_mlp": routed or bool(linears & {"gate_proj", "gate_up_proj"}),
         "residual_dropout": next((where for where, drops in dropout.items() if drops), None),
         "softcap": "softcap=" in source,
+        "sinks": hasattr(attention, "sinks"),
         "rope_by_layer": "sliding_attention" in (config.rope_parameters or {}),
         "window": next((where for where, text in windows.items() if text in source), None),
         "experts": routed,
@@ -135,14 +137,15 @@ def qk_norm(attention) -> str | None:
 def rope_pairs(module, rotary) -> str:
     turned = inspect.getsource(module.rotate_half) if hasattr(module, "rotate_half") else ""
     if "::2" not in turned:
-        return "halves"
+        return "once" if "emb = freqs\n" in inspect.getsource(rotary) else "halves"
     return "repeated" if "repeat_interleave" in inspect.getsource(rotary) else "neighbours"
 
 
 def stated(row) -> dict[str, object]:
     keys = (
         "model_type", "norms", "parallel", "norm_offset", "layer_norm", "qk_norm", "rope_pairs", "unrotated",
-        "scaled_queries", "fused", "gated_mlp", "residual_dropout", "softcap", "rope_by_layer", "window", *SCALES,
+        "scaled_queries", "fused", "gated_mlp", "residual_dropout", "softcap", "sinks", "rope_by_layer", "window",
+        *SCALES,
     )  # fmt: skip
     own = {key: getattr(row, key) for key in keys}
     return own | {"experts": row.experts is not None, "tower": row.tower is not None, "classes": True}
