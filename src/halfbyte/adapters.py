@@ -157,13 +157,26 @@ def _lora_config(model: nn.Module, adapter: Adapter) -> LoraConfig:
         use_dora=adapter.use_dora,
         target_modules=all_linear(model) if adapter.target_modules == ALL_LINEAR else adapter.target_modules,
         target_parameters=parameter_targets(model, adapter) if experts else None,
-        modules_to_save=adapter.modules_to_save,
+        modules_to_save=_apart(adapter.modules_to_save, names),
         rank_pattern=dict(adapter.rank_pattern),
         alpha_pattern={name: _plain(alpha) for name, alpha in adapter.alpha_pattern.items()},
         init_lora_weights=adapter.init_lora_weights,
     )
     name_past_experts(lora, model, linears)
     return lora
+
+
+def _apart(wanted: list[str] | None, names: Collection[str]) -> list[str] | None:
+    """`modules_to_save` so that PEFT, which compares the ends of names, not parts between dots, takes no other module:
+    `gate` would be a shared_expert_gate, too."""
+    if wanted is None:
+        return None
+    found: list[str] = []
+    for each in wanted:
+        meant = sorted(name for name in names if named_by(name, each))
+        exact = all(name in meant for name in names if name.endswith(each))
+        found += [each] if exact else [".".join(name.split(".")[-2 - each.count(".") :]) for name in meant]
+    return list(dict.fromkeys(found))
 
 
 def _plain(alpha: float) -> Any:

@@ -8,7 +8,7 @@ take images, the row is that of their text part, and `tower` describes what stan
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -58,6 +58,23 @@ class Experts:
     up: str = "up_proj"
     down: str = "down_proj"
     mixture: str = ""
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """What some layers have in attention's place: linears of one input, a recurrence that transformers computes, a norm
+    of each head times a gate, and a linear for the output.
+
+    Args:
+        kind: what its class is called behind the family's name.
+        name: in the layer; the others are names in it.
+    """
+
+    kind: str
+    name: str
+    inputs: tuple[str, ...]
+    output: str
+    norm: str
 
 
 @dataclass(frozen=True)
@@ -170,6 +187,9 @@ class Family:
         activation: the config's key for the MLP's activation.
         mlp: the MLP's class, where its name does not begin with the family's.
         images_see_themselves: tokens of one image attend to each other both ways (token_type_ids), not causally.
+        gated_attention: what o_proj reads is multiplied by the sigmoid of a gate, which each head of q_proj has behind
+            its queries ("q_proj"), or a linear of its own ("gate_proj").
+        mixer: of layers without attention.
         experts: a mixture in place of the MLP.
         tower: what stands before the text part in models of `package` that take images.
         gguf: llama.cpp's graph.
@@ -200,6 +220,8 @@ class Family:
     activation: str = "hidden_act"
     mlp: str | None = None
     images_see_themselves: bool = False
+    gated_attention: Literal["q_proj", "gate_proj"] | None = None
+    mixer: Mixer | None = None
     experts: Experts | None = None
     tower: Tower | None = None
     gguf: Gguf = Gguf()
@@ -257,6 +279,8 @@ TOWERS = {
     ),
 }  # fmt: skip
 
+DELTA_NET = Mixer("GatedDeltaNet", "linear_attn", ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), "out_proj",
+                  "norm")  # fmt: skip
 # A GGUF file is read as the first row of its architecture, of those with experts where it has them.
 FAMILIES = [
     Family("Llama", "llama", gguf=Gguf(
@@ -310,6 +334,12 @@ FAMILIES = [
     Family("MiniMaxM2", "minimax_m2", qk_norm="all", experts=Experts("num_local_experts")),
     Family("GptOss", "gpt_oss", window="module", sinks=True, rope_pairs="once",
            experts=Experts("num_local_experts", mixture="GptOssMLP")),
+    Family("Qwen3_5", "qwen3_5", "qwen3_5_text", norm_offset=True, qk_norm="head", gated_attention="q_proj",
+           mixer=DELTA_NET),
+    Family("Qwen3_5Moe", "qwen3_5_moe", "qwen3_5_moe_text", norm_offset=True, qk_norm="head", gated_attention="q_proj",
+           mixer=DELTA_NET, experts=Experts()),
+    Family("Qwen3Next", "qwen3_next", norm_offset=True, qk_norm="head", gated_attention="q_proj",
+           mixer=replace(DELTA_NET, inputs=("in_proj_qkvz", "in_proj_ba")), experts=Experts()),
 ]  # fmt: skip
 
 

@@ -36,7 +36,7 @@ def inputs(rows=2, heads=4, groups=2, length=75, width=16, dtype=torch.float64):
 @pytest.mark.parametrize("packed", [False, True])
 def test_values_and_gradients(monkeypatch, heads, window, softcap, sunk, packed):
     """Several tiles, the last one shorter. float64: sums of softmax and gradients of keys are fp32 inside."""
-    monkeypatch.setattr(tiled, "TILE_BYTES", 1)
+    monkeypatch.setattr(tiled, "CACHED_BYTES", 1)
     query, key, value = inputs(heads=heads[0], groups=heads[1])
     begins, longest = None, None
     if packed:
@@ -67,7 +67,7 @@ def test_layouts_as_attention_hands_them_over():
 
 
 def test_memory_is_linear_in_length(monkeypatch):
-    monkeypatch.setattr(tiled, "TILE_BYTES", 2**16)
+    monkeypatch.setattr(tiled, "CACHED_BYTES", 2**16)
     peaks = []
     for length in (512, 1024):
         query, key, value = inputs(rows=1, heads=2, groups=1, length=length, dtype=torch.bfloat16)
@@ -76,6 +76,6 @@ def test_memory_is_linear_in_length(monkeypatch):
         with ledger:
             tiled_attention(query, key, value, Scores(0.25, None, 50.0)).sum().backward()
         rows = sum(x.nbytes for x in (query, key, value))
-        assert ledger.peak <= tiled.TENSORS * max(tiled.TILE_BYTES, 4 * 2 * length * tiled.SMALLEST_TILE) + 8 * rows
+        assert ledger.peak <= tiled.TENSORS * max(tiled.CACHED_BYTES, 4 * 2 * length * tiled.SMALLEST_TILE) + 8 * rows
         peaks.append(ledger.peak)
     assert peaks[1] <= 2.2 * peaks[0]

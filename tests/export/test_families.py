@@ -49,6 +49,8 @@ WRONG = {
     "Apertus": {"gated_mlp": True},
     "SeedOss": {"residual_dropout": None},
     "GptOss": {"sinks": False},
+    "Qwen3_5": {"mixer": None},
+    "Qwen3Next": {"mixer": families.DELTA_NET},
 }
 
 
@@ -70,8 +72,11 @@ def departures(row, model) -> dict[str, object]:
     """What the classes and configs of transformers say of the fields of a row."""
     config, module = model.config.get_text_config(), importlib.import_module(row.module)
     backbone = getattr(model.base_model, "language_model", model.base_model)
-    layer = backbone.layers[0]
+    layer = next(layer for layer in backbone.layers if hasattr(layer, "self_attn"))
     attention = layer.self_attn
+    other = next(
+        (part for each in backbone.layers for name, part in each.named_children() if name == "linear_attn"), None
+    )
     source = inspect.getsource(type(attention))
     windows = {"module": "self.sliding_window =", "config": '"sliding_window"'}
     unrotated = {"use_rope": "if self.use_rope", "window": "if self.sliding_window is"}
@@ -92,12 +97,14 @@ def departures(row, model) -> dict[str, object]:
         "fused": tuple(name for name in ("qkv_proj", "gate_up_proj") if name in linears),
         "gated_mlp": routed or bool(linears & {"gate_proj", "gate_up_proj"}),
         "residual_dropout": next((where for where, drops in dropout.items() if drops), None),
+        "gated_attention": "q_proj" if "self.head_dim * 2" in source else None,
+        "mixer": mixer_of(row, other),
         "softcap": "softcap=" in source,
         "sinks": hasattr(attention, "sinks"),
         "rope_by_layer": "sliding_attention" in (config.rope_parameters or {}),
         "window": next((where for where, text in windows.items() if text in source), None),
         "experts": routed,
-        "tower": "vision_config" in CONFIG_MAPPING[row.package].sub_configs,
+        "tower": bool(row.gguf.arch) and "vision_config" in CONFIG_MAPPING[row.package].sub_configs,
         "classes": all(hasattr(module, row.name + kind) for kind in ("DecoderLayer", "Attention")),
     } | {field: key if hasattr(config, key) else "" for field, key in SCALES.items()}
 
@@ -119,6 +126,15 @@ def norms_of(forward: str) -> tuple[families.Norms, bool]:
         found["before_mlp"] = found["before_attention"]
     places = ("before_attention", "after_attention", "before_mlp", "after_mlp")
     return families.Norms(*(found.get(place, "") for place in places)), parallel
+
+
+def mixer_of(row, module) -> families.Mixer | None:
+    if module is None:
+        return None
+    reads = re.findall(r"self\.(\w+)\(hidden_states\)", inspect.getsource(type(module).forward))
+    (norm,) = (name for name, _ in module.named_children() if name.endswith("norm"))
+    (output,) = (name for name, _ in module.named_children() if name.startswith("out"))
+    return families.Mixer(type(module).__name__.removeprefix(row.name), "linear_attn", tuple(reads), output, norm)
 
 
 def normed(norm, weight: float) -> torch.Tensor:
@@ -144,8 +160,8 @@ def rope_pairs(module, rotary) -> str:
 def stated(row) -> dict[str, object]:
     keys = (
         "model_type", "norms", "parallel", "norm_offset", "layer_norm", "qk_norm", "rope_pairs", "unrotated",
-        "scaled_queries", "fused", "gated_mlp", "residual_dropout", "softcap", "sinks", "rope_by_layer", "window",
-        *SCALES,
+        "scaled_queries", "fused", "gated_mlp", "residual_dropout", "gated_attention", "mixer",
+        "softcap", "sinks", "rope_by_layer", "window", *SCALES,
     )  # fmt: skip
     own = {key: getattr(row, key) for key in keys}
     return own | {"experts": row.experts is not None, "tower": row.tower is not None, "classes": True}
@@ -183,7 +199,7 @@ def test_a_rows_graph_is_llamacpps(name):
 def test_every_row_is_tried_by_the_tests_of_patch_generation_and_gguf():
     patched = {name.removesuffix("Text") for name in (*FAMILIES, *MULTIMODAL)}
     assert patched == {row.name for row in ROWS.values() if row.patched}
-    assert {name for name in patched if ROWS[name].experts} == set(EXPERTS)
+    assert {name for name in patched if ROWS[name].experts} == {name.removesuffix("Text") for name in EXPERTS}
     assert models().keys() == ROWS.keys()
     assert families.towers().keys() == VISION.keys()
 

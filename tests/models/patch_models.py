@@ -27,6 +27,10 @@ SHAPE = {
     "pad_token_id": 0,
 }
 MIXTURE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+HYBRID = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
 SCALED_QUERIES = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 4,
     "llama_4_scaling_beta": 0.3,
@@ -91,10 +95,15 @@ FAMILIES = {
             "original_max_position_embeddings": 128,
         },
     },
+    "Qwen3_5Text": HYBRID,
+    "Qwen3_5MoeText": HYBRID | MIXTURE | {"num_experts": 4, "shared_expert_intermediate_size": 16},
+    "Qwen3Next": HYBRID | MIXTURE | {"num_experts": 4, "shared_expert_intermediate_size": 16},
 }
 EXPERTS = (
-    "Mixtral", "Qwen3Moe", "Glm4Moe", "GraniteMoe", "Olmoe", "Phimoe", "Ernie4_5_Moe", "MiniMaxM2", "GptOss"
+    "Mixtral", "Qwen3Moe", "Glm4Moe", "GraniteMoe", "Olmoe", "Phimoe", "Ernie4_5_Moe", "MiniMaxM2",
+    "Qwen3_5MoeText", "Qwen3Next", "GptOss",
 )  # fmt: skip
+HYBRIDS = ("Qwen3_5Text", "Qwen3_5MoeText", "Qwen3Next")  # some layers have no attention
 IMAGE, PIXELS = 100, 16  # the token that stands for a piece of an image, and pixels along a side
 VISION = {"hidden_size": 16, "intermediate_size": 24, "patch_size": 4}
 MULTIMODAL = {

@@ -38,7 +38,10 @@ def test_loss_and_gradients_equal_the_stock_models(family, packed, checkpointing
         model.enable_input_require_grads()
     report = check_equal(model, batch(packed))
     assert {what for what, _ in report.unfused} == ({"experts"} if family in EXPERTS else set())
-    assert report.fused["RoPE"] == report.fused["LoRA of o_proj"] == 2
+    mixers = [type(module).__name__ for module in model.modules()]
+    attentions, recurrences = (sum(name.endswith(kind) for name in mixers) for kind in ("Attention", "GatedDeltaNet"))
+    assert report.fused["RoPE"] == report.fused["LoRA of o_proj"] == attentions
+    assert report.fused["gated norm"] == report.fused["LoRA of out_proj"] == recurrences == 2 - attentions
     mlps = [module for module in model.modules() if type(module).__name__.endswith("MLP")]
     assert report.fused["gated activation"] == sum(
         hasattr(mlp, "gate_proj") or hasattr(mlp, "gate_up_proj") for mlp in mlps

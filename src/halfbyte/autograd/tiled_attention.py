@@ -19,8 +19,10 @@ from ..ops.attention import Scores, sinks_gradient
 from .function import OnceFunction
 
 TILE_BYTES = 32 * 2**20  # of one tile's scores in fp32
+CACHED_BYTES = 2**20  # the same on a CPU, in whose caches they stay
 TENSORS = 6  # as large as them that are there at once
 SMALLEST_TILE = 16  # queries
+SMALLEST_WINDOW = 128  # tiles have no more queries than the window, or this: each sees all keys that one of them sees
 
 
 def tiled_attention(
@@ -49,10 +51,16 @@ def tiled_attention(
     return _TiledAttention.apply(query, key, value, sinks, scores, reach, begins)
 
 
-def tile_of(rows: int, heads: int, length: int, reach: int) -> int:
-    """Queries of a tile."""
+def tile_bytes(device: torch.device) -> int:
+    """Of one tile's scores in fp32, at most, but where `SMALLEST_TILE` queries have more."""
+    return CACHED_BYTES if device.type == "cpu" else TILE_BYTES
+
+
+def tile_of(rows: int, heads: int, length: int, reach: int, room: int) -> int:
+    """Queries of a tile whose scores may take `room` bytes."""
     keys = min(reach, length)
-    return min(length, max(SMALLEST_TILE, TILE_BYTES // (4 * rows * heads * keys) // SMALLEST_TILE * SMALLEST_TILE))
+    fitting = room // (4 * rows * heads * keys) // SMALLEST_TILE * SMALLEST_TILE
+    return min(length, max(SMALLEST_TILE, min(fitting, max(SMALLEST_WINDOW, reach))))
 
 
 class _TiledAttention(OnceFunction):
@@ -119,7 +127,7 @@ class _Tile:
 
 def _tiles(query: Tensor, reach: int) -> list[_Tile]:
     rows, heads, length, _ = query.shape
-    size = tile_of(rows, heads, length, reach)
+    size = tile_of(rows, heads, length, reach, tile_bytes(query.device))
     begins = range(0, length, size)
     ends = [min(begin + size, length) for begin in begins]
     return [_Tile(slice(a, b), slice(max(a - reach + 1, 0), b)) for a, b in zip(begins, ends, strict=True)]

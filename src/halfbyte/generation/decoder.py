@@ -44,6 +44,8 @@ class Layer:
     """
 
     def __init__(self, view: LayerView, adapters: Sequence[str | None], dtype: torch.dtype, unpacked: bool):
+        if view.attention is None or view.family.gated_attention:
+            raise Unknown(f"{type(view.attention_half.inner).__name__} has a forward of its own")
         if view.mlp is None:
             raise Unknown(f"{type(view.mlp_half.inner).__name__} has a forward of its own")
         if obstacle := view.attention.obstacle or view.mlp.obstacle:
@@ -60,8 +62,8 @@ class Layer:
         self, x: Tensor, positions: Tensor, normed: Callable[[Any, Tensor], Tensor]
     ) -> list[Tensor]:
         """[B, H, T, D] each of x [B, T, K]; `normed` computes a norm."""
-        query, *rest = self.attention.normed(self.attention.split(self.qkv(x)), normed)
-        return [self.attention.scaled(query, positions), *rest]
+        query, key, value, _ = self.attention.heads_of(self.qkv(x), normed)
+        return [self.attention.scaled(query, positions), key, value]
 
     def mix(self, x: Tensor) -> Tensor:
         """The MLP of x [B, T, K]."""
@@ -227,7 +229,7 @@ def _views(causal: Any) -> list[LayerView]:
     for rope in (ropes, *(value for value in ropes.values() if isinstance(value, dict))):
         if rope.get("rope_type") in ("dynamic", "longrope"):
             raise Unknown(f"its RoPE ({rope['rope_type']}) changes with the length")
-    if any(view.attention.sinks is not None for view in views):
+    if any(view.family.sinks for view in views):
         raise Unknown("its heads have sinks")
     if any(is_divided(view.attention_half.inner) for view in views):
         raise Unknown("its products are divided over processes")

@@ -23,9 +23,8 @@ from ..memory.levels import LEVELS, OFFLOADED, TILE_ROWS
 from ..memory.offload import Offload
 from ..notices import notice
 from ..parallel.tensor import stream_in_slices
-from .blocks import attention_half, mlp_half, runs_parallel
+from .blocks import attention_half, mixer_of, mlp_half, runs_parallel
 from .copies import run_again
-from .layer import mixer
 from .patched import record
 
 # transformers 5.17 checkpoints a layer in __call__, 5.23 around the class's forward, which a bound one replaces.
@@ -121,7 +120,7 @@ def _with_level(self: Any, activations: Activations, hidden_states: Tensor, kwar
             return _block(self, hidden_states, **kwargs)
         kept = OFFLOADED.get(level, level)
         if kept == "checkpoint":
-            with stream_in_slices(mixer(self), host or InPlace()):
+            with stream_in_slices(mixer_of(self), host or InPlace()):
                 return _recomputed(self, hidden_states, level == "tiled", kwargs)
         store = host or InPlace()
         if kept == "recompute":

@@ -37,7 +37,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from ..autograd import attention as causal
-from ..autograd.tiled_attention import tiled_attention
+from ..autograd.tiled_attention import tile_bytes, tiled_attention
 from ..dispatch import on_compiler
 from ..families import of_config
 from ..notices import notice
@@ -63,7 +63,8 @@ class Implementation:
         name: in words.
         scores: whether it builds the scores, T × T for every head, and keeps them for backward.
         mask: whether it reads a mask of T × T for every row of the batch.
-        tiles: whether it builds the scores of a few queries at a time (`autograd.tiled_attention`).
+        tiles: bytes of the scores that it builds at a time, of a few queries (`autograd.tiled_attention`); 0: it is not
+            that.
         obstacle: why it is not halfbyte's; "" where it is.
     """
 
@@ -71,7 +72,7 @@ class Implementation:
     scores: bool
     mask: bool
     obstacle: str = ""
-    tiles: bool = False
+    tiles: int = 0
 
 
 def implementation(
@@ -93,7 +94,7 @@ def implementation(
         if has_sinks(config) or (is_capped(config) and not causal.takes_caps(device, dtype)):
             if causal.takes_scores(device, dtype, _head_dim(config), getattr(config, "attn_logit_softcapping", None)):
                 return Implementation("halfbyte's kernel", False, False)
-            return Implementation("tiles of queries", False, False, tiles=True)
+            return Implementation("tiles of queries", False, False, tiles=tile_bytes(device))
         if packed or window or is_capped(config):
             return Implementation("FlashAttention 3" if causal.flash3() else "variable lengths", False, False)
         return Implementation("cuDNN", False, False)
@@ -224,6 +225,11 @@ def backbone_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """A backbone's forward; first the attention's metadata of this batch, and the adapters in the compute dtype."""
     with contextlib.nullcontext() if on_compiler() else fresh_copies(self):
         return _with_metadata(self, self, args, kwargs)
+
+
+def metadata_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A backbone's forward whose layers run transformers' own forwards, but for their attention."""
+    return _with_metadata(self, self, args, kwargs)
 
 
 def multimodal_forward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -23,12 +23,15 @@ from ..autograd.norms import add_rms_norm, layer_norm, rms_norm
 from ..autograd.recompute import Store, computed_again
 from ..autograd.rope import qk_norm_rope, rope
 from ..families import Family
+from ..layers.plain import hooked
 from ..parallel.tensor import Leaving
 from . import layer
-from .layer import MLP, Attention, Half, epsilon
+from .layer import MLP, Attention, Half, TokenMixer, epsilon, mixer
 from .patched import NAME, is_bound
 from .projections import dropout_of, project, read_together
 from .recipes import recipes_of
+
+OF_ATTENTION = ("position_embeddings", "position_ids", "past_key_values")  # arguments that no other mixer takes
 
 
 def _family(module: Any) -> Family:
@@ -44,6 +47,11 @@ def norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
 def layer_norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
     """LayerNorm without a bias."""
     return layer_norm(hidden_states, self.weight, torch.zeros_like(self.weight), epsilon(self))
+
+
+def mixer_of(layer: Any) -> Any:
+    """What mixes the tokens of a patched layer."""
+    return mixer(layer, _family(layer))
 
 
 def runs_parallel(layer: Any) -> bool:
@@ -68,7 +76,7 @@ def _enter(half: Half, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tens
 
     In FP8 the products of attention or the MLP get the norm cast.
     """
-    norm = half.norm
+    norm: Any = half.norm
     if residual is not None and residual.dtype != x.dtype:  # under autocast: fp32 embeddings, 16-bit products
         wider = torch.promote_types(x.dtype, residual.dtype)
         x, residual = x.to(wider), residual.to(wider)
@@ -93,9 +101,13 @@ def attention_half(self: Any, hidden_states: Tensor, again: Store | None, **kwar
         again: where all that is saved waits but the norm's result, which is computed again in backward; None: kept.
     """
     half = layer.attention_half(self, _family(self))
+    attends = half.inner is getattr(self, "self_attn", None)
     normed, residual = _enter(half, hidden_states, None)
     with _again(again, half.norm, normed, residual):
-        attended, _ = half.inner(hidden_states=normed, **kwargs)
+        if attends:
+            attended, _ = half.inner(hidden_states=normed, **kwargs)
+        else:
+            attended = half.inner(normed, **{key: value for key, value in kwargs.items() if key not in OF_ATTENTION})
     return _leave(half, attended), residual
 
 
@@ -150,10 +162,10 @@ def attention_forward(
         return type(self).forward(self, hidden_states, attention_mask=attention_mask, **own, **kwargs)
     view, recipes = Attention.of(self, _family(self)), recipes_of(self)
     outputs = project(hidden_states, *view.inputs, recipe=recipes[0])
-    query, key, value = view.normed(outputs, lambda norm, x: norm(x))
+    query, key, value, gate = view.heads_of(outputs, lambda norm, x: norm(x))
     if view.query_scale is not None:
         query = view.scaled(query, kwargs["position_ids"])
-    query, key = _rotate(view, query, key, *position_embeddings)
+    query, key = _rotate(view, query, key, position_embeddings)
     own = {"sliding_window": view.window, "softcap": view.softcap, "s_aux": view.sinks}
     kwargs |= {name: value for name, value in own.items() if value is not None}
     eager = sys.modules[type(self).__module__].eager_attention_forward
@@ -161,6 +173,7 @@ def attention_forward(
     dropout = view.dropout if self.training else 0.0
     out, weights = attend(self, query, key, value, attention_mask, dropout=dropout, scaling=view.scaling, **kwargs)
     out = out.reshape(*hidden_states.shape[:-1], -1)
+    out = out if gate is None else out * gate.sigmoid()
     return _dropped(self, project(out, view.output, recipe=recipes[1])[0]), weights
 
 
@@ -169,18 +182,54 @@ def _dropped(module: Any, x: Tensor) -> Tensor:
     return F.dropout(x, module.residual_dropout, module.training) if _family(module).residual_dropout == "half" else x
 
 
-def _rotate(view: Attention, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """q and k [B, H, T, D] by position, each head normalised first where the layer does that."""
-    norms = view.head_norms
+def _rotate(view: Attention, query: Tensor, key: Tensor, angles: Any) -> tuple[Tensor, Tensor]:
+    """q and k [B, H, T, D] by position, each head normalised first where the layer does that.
+
+    Args:
+        angles: cos and sin; None where the model has none for this layer.
+    """
+    norms, turned = view.head_norms, angles is not None and view.rotates
     if norms is not None:
-        whole = view.rotates and view.family.rope_pairs == "halves" and cos.shape[-1] == view.head_dim
+        whole = turned and view.family.rope_pairs == "halves" and angles[0].shape[-1] == view.head_dim
         if whole and all(_is_fused(norm) for norm in norms):
-            weight, eps, offset = _numbers(norms[0])
+            (weight, eps, offset), (cos, sin) = _numbers(norms[0]), angles
             return qk_norm_rope(query, key, weight, norms[1].weight, cos, sin, eps, offset)
         query, key = norms[0](query), norms[1](key)
-    if not view.rotates:
-        return query, key
-    return rope(*view.in_halves(query, key, cos, sin))
+    return rope(*view.in_halves(query, key, *angles)) if turned else (query, key)
+
+
+class _With:
+    """A module as its own forward sees it, some of its parts replaced."""
+
+    def __init__(self, module: Any, parts: dict[str, Any]):
+        self._module, self._parts = module, parts
+
+    def __getattr__(self, name: str) -> Any:
+        parts = self.__dict__["_parts"]
+        return parts[name] if name in parts else getattr(self.__dict__["_module"], name)
+
+
+def mixer_forward(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    """transformers' forward of a recurrence, its linears of one input computed together, and its gated norm."""
+    if kwargs.get("cache_params") is not None:
+        return type(self).forward(self, hidden_states, **kwargs)
+    view, recipes = TokenMixer.of(self, _family(self)), recipes_of(self)
+    *inputs, output = view.linears
+    made: dict[str, Tensor] = {}
+
+    def projected(name: str, x: Tensor) -> Tensor:
+        if not made:  # its forward may put padding to zero first, so x is not ours to know
+            made.update(zip(inputs, project(x, *view.inputs, recipe=recipes[0]), strict=True))
+        return made.pop(name)
+
+    def gated_norm(x: Tensor, gate: Tensor) -> Tensor:
+        return glu(gate, rms_norm(x, view.norm.weight, epsilon(view.norm)), "silu")
+
+    parts: dict[str, Any] = {name: partial(projected, name) for name in inputs}
+    parts[output] = lambda x: project(x, view.output, recipe=recipes[1])[0]
+    if not hooked(view.norm):
+        parts[view.norm_name] = gated_norm
+    return type(self).forward(_With(self, parts), hidden_states, **kwargs)
 
 
 def mlp_forward(self: Any, hidden_states: Tensor, output: bool = True) -> Tensor:

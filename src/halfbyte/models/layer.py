@@ -115,8 +115,9 @@ class Attention(Block):
             "use_rope": getattr(module, "use_rope", True),
             "window": window is not None or getattr(config, "sliding_window", None) is None,
         }
+        gate = ("gate_proj",) if family.gated_attention == "gate_proj" else ()
         return cls(
-            {name: getattr(module, name) for name in (*names, "o_proj")},
+            {name: getattr(module, name) for name in (*names, *gate, "o_proj")},
             config,
             family,
             module.head_dim,
@@ -138,16 +139,24 @@ class Attention(Block):
         """Why no forward of ours computes this."""
         return "q, k and v are clipped" if getattr(self.config, "clip_qkv", None) is not None else None
 
-    def normed(self, outputs: Sequence[Tensor], normed: Callable[[Any, Tensor], Tensor]) -> list[Tensor]:
-        """q, k and v [B, H, T, D] of what `inputs` gave [B, T, N], each head's norm apart.
+    def heads_of(
+        self, outputs: Sequence[Tensor], normed: Callable[[Any, Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """q, k and v [B, H, T, D] of what `inputs` gave [B, T, N], heads not normed; a gate [B, T, Hq·D], or None.
 
         Args:
             normed: computes a norm, where it is over all heads.
         """
+        gate = None
+        if self.family.gated_attention == "gate_proj":
+            *outputs, gate = outputs
         query, key, value = self.split(outputs)
+        if self.family.gated_attention == "q_proj":
+            query, gate = (part.flatten(-2) for part in query.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2))
         if self.norms is not None and self.family.qk_norm == "all":
             query, key = (normed(norm, x) for norm, x in zip(self.norms, (query, key), strict=True))
-        return [part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (query, key, value)]
+        query, key, value = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (query, key, value))
+        return query, key, value, gate
 
     @property
     def head_norms(self) -> tuple[Any, Any] | None:
@@ -194,6 +203,34 @@ def _window(module: Any, family: Family) -> int | None:
 
 
 @dataclass
+class TokenMixer(Block):
+    """What a layer has in attention's place, see `families.Mixer`.
+
+    Attributes:
+        norm, norm_name: of each head, times a gate.
+    """
+
+    norm: Any
+    norm_name: str
+
+    @classmethod
+    def of(cls, module: Any, family: Family) -> TokenMixer:
+        """Read from transformers' module."""
+        assert family.mixer is not None
+        names, norm = (*family.mixer.inputs, family.mixer.output), family.mixer.norm
+        return cls({name: getattr(module, name) for name in names}, getattr(module, norm), norm)
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        return (1,)
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why no forward of ours computes this."""
+        return None
+
+
+@dataclass
 class MLP(Block):
     """down(activation(gate(x)) · up(x)), or down(activation(up(x))).
 
@@ -237,22 +274,27 @@ class MLP(Block):
         return None if self.named in ACTIVATIONS or not self.gated else f"there is no fused {self.named}"
 
 
-def mixer(layer: Any) -> Any:
+def mixer(layer: Any, family: Family) -> Any:
     """What mixes the tokens of a layer."""
+    if family.mixer is not None and hasattr(layer, family.mixer.name):
+        return getattr(layer, family.mixer.name)
     return layer.self_attn
 
 
 def attention_half(layer: Any, family: Family) -> Half:
     norms = _norm(layer, family.norms.before_attention), _norm(layer, family.norms.after_attention)
-    dropout = _dropout(layer, family, "resid_attn_dropout")
-    return Half(norms[0], layer.self_attn, dropout, norms[1], scale_of(family.residual_scale, layer.self_attn.config))
+    inner, dropout = mixer(layer, family), _dropout(layer, family, "resid_attn_dropout")
+    return Half(norms[0], inner, dropout, norms[1], _scale(layer, family))
 
 
 def mlp_half(layer: Any, family: Family) -> Half:
     norms = _norm(layer, family.norms.before_mlp), _norm(layer, family.norms.after_mlp)
     inner = layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe
-    dropout = _dropout(layer, family, "resid_mlp_dropout")
-    return Half(norms[0], inner, dropout, norms[1], scale_of(family.residual_scale, layer.self_attn.config))
+    return Half(norms[0], inner, _dropout(layer, family, "resid_mlp_dropout"), norms[1], _scale(layer, family))
+
+
+def _scale(layer: Any, family: Family) -> float:
+    return scale_of(family.residual_scale, layer.self_attn.config) if family.residual_scale else 1.0
 
 
 def _norm(layer: Any, name: str) -> Any | None:
@@ -268,11 +310,12 @@ class LayerView:
     """A decoder layer of a model's text part; those of vision towers are of no family.
 
     Attributes:
+        attention: None where something else mixes the tokens, which is no part of generation's forward.
         mlp: None where experts are in its place, which run transformers' own forward.
     """
 
     family: Family
-    attention: Attention
+    attention: Attention | None
     mlp: MLP | None
     attention_half: Half
     mlp_half: Half
@@ -286,7 +329,9 @@ def layer_view(layer: nn.Module) -> LayerView | str:
     halves = attention_half(layer, family), mlp_half(layer, family)
     dense = family_of(type(halves[1].inner)) == (family, "MLP")
     mlp = MLP.of(halves[1].inner, family) if dense else None
-    return LayerView(family, Attention.of(halves[0].inner, family), mlp, *halves)
+    attends = family_of(type(halves[0].inner)) == (family, "Attention")
+    attention = Attention.of(halves[0].inner, family) if attends else None
+    return LayerView(family, attention, mlp, *halves)
 
 
 def epsilon(norm: Any) -> float:

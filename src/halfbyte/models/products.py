@@ -83,6 +83,8 @@ def _odd_layer(model: nn.Module, ways: int) -> str | None:
             return f"{view.family.fused[0]} of {name} is several linears in one, whose rows do not divide alike"
         if view.mlp is None:
             return f"nothing divides the experts of {name}"
+        if view.attention is None or view.family.gated_attention:
+            return f"nothing divides the {type(view.attention_half.inner).__name__} of {name}"
         attention, size = view.attention, view.attention.head_dim
         heads, key_heads = (_rows(linear) // size for linear in attention.inputs[:2])
         if heads % ways or key_heads % ways:
@@ -122,6 +124,7 @@ def _views(model: nn.Module) -> Iterator[LayerView]:
 
 def _blocks(view: LayerView) -> Iterator[tuple[nn.Module, Block]]:
     """The modules of a layer that hold products, as they are read."""
+    assert view.attention is not None  # or `_odd_layer` had said so
     yield view.attention_half.inner, view.attention
     if view.mlp is not None:
         yield view.mlp_half.inner, view.mlp

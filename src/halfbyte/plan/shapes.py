@@ -22,17 +22,17 @@ from ..config import RunConfig, resolve
 from ..data.collate import PackedCollator
 from ..errors import ConfigError, ModelError
 from ..families import of_config
-from ..hardware import compute_dtype
+from ..hardware import compute_dtype, onednn_beats_mkl
 from ..layers import QuantizedLinear
 from ..memory.batches import Shape
 from ..memory.levels import TILE_ROWS
 from ..models.activations import recompute_as_transformers
-from ..models.attention import Implementation, implementation
+from ..models.attention import Implementation, has_sinks, implementation
 from ..models.choice import stored_formats
 from ..models.copies import in_their_place
 from ..models.isolation import isolate_like
 from ..models.layer import causal_lm_of, decoder_layers
-from ..models.patch import PatchReport, patch, unpatch
+from ..models.patch import PatchReport, patch, patch_attention, unpatch
 from ..models.products import divided_along
 from ..models.stacks import store_stacks
 from ..notices import notice, silent
@@ -44,7 +44,9 @@ from .replay import Step, Where, replay
 SKIPPED = ("llm_int8_skip_modules", "modules_to_not_convert")  # what a quantized checkpoint says it leaves whole
 CUDA_RUNTIME = 96 * 2**20  # cuBLAS workspaces of the forward and the backward thread, inside torch's allocator
 CPU_RUNTIME = 64 * 2**20  # thread pools and packed operands of oneDNN and MKL, malloc's slack
-CPU_PRIMITIVES = 112 * 2**20  # 16-bit products compiled for batches of many lengths, see hardware.bound_cpu_primitives
+CPU_PRIMITIVES = (
+    112 * 2**20
+)  # oneDNN's products, compiled for batches of many lengths, see hardware.bound_cpu_primitives
 LONG = 8 * TILE_ROWS  # tokens; what longer batches take lies on a line through this and its half
 
 
@@ -126,7 +128,7 @@ class ModelShapes:
         """Bytes of libraries beside the tensors of a run, whose batches are of `varied` shapes."""
         if self.device.type != "cpu":
             return CUDA_RUNTIME
-        return CPU_RUNTIME + CPU_PRIMITIVES * (varied and self.dtype.itemsize == 2)
+        return CPU_RUNTIME + CPU_PRIMITIVES * (varied and (self.dtype.itemsize == 2 or onednn_beats_mkl()))
 
     # --- what stays --------------------------------------------------------------------------------------------------
 
@@ -153,6 +155,18 @@ class ModelShapes:
             unpatch(self.model)
         return report
 
+    @functools.cached_property
+    def _attends(self) -> bool:
+        """Whether attention alone is ours: on a CPU, what transformers computes with all scores at once. Where rows are
+        padded it keeps that."""
+        packed = self.config.packing or self.config.padding_free
+        if not self.config.use_kernels or self.device.type != "cpu" or not packed:
+            return False
+        with silent():
+            found = patch_attention(self.model)
+            unpatch(self.model)
+        return bool(found)
+
     @property
     def fused(self) -> bool:
         """Whether the whole of each decoder layer is fused, so that each level is open to it."""
@@ -160,13 +174,16 @@ class ModelShapes:
 
     @functools.cached_property
     def packed_way(self) -> str:
-        """How the run will keep packed documents apart, see `models.isolation`; families with a row, and models that
-        cannot be asked before they are loaded, are taken to do so by their positions.
+        """How the run will keep packed documents apart, see `models.isolation`. Families whose layers all have
+        attention, and models that cannot be asked before they are loaded, are taken to do so by their positions.
 
         Raises:
             ConfigError: nothing keeps them apart.
         """
-        if not (self.config.packing or self.config.padding_free) or of_config(self.text_config) is not None:
+        family = of_config(self.text_config)
+        known = family is not None and family.mixer is None
+        known = known and (self.config.use_kernels or not has_sinks(self.text_config))  # whose masks get no positions
+        if not (self.config.packing or self.config.padding_free) or known:
             return "positions"
         key, trust = "packing" if self.config.packing else "padding_free", self.config.trust_remote_code
         try:
@@ -231,8 +248,8 @@ class ModelShapes:
 
     @functools.cached_property
     def _attention(self) -> Implementation | None:
-        """What computes attention; None where the model runs without our patch."""
-        if not self._patched.fused:
+        """What computes attention; None where it is the model's own."""
+        if not self._patched.fused and not self._attends:
             return None
         packed = self.config.packing or self.config.padding_free
         return implementation(self.text_config, self.device, self.dtype, packed=packed)
@@ -273,7 +290,7 @@ class ModelShapes:
                     "set activation_checkpointing: false",
                 )
             recompute_as_transformers(causal_lm)
-        where = Where(self.device.type, self.dtype, self._attention)
+        where = Where(self.device.type, self.dtype, self._attention, bool(self._patched.fused))
         prefix = "base_model.model." if self.run.adapter else ""
         counted = [prefix + name for name in names]
         return replay(model.train(training), counted, self._inputs(batch), where, levels if fused else None)

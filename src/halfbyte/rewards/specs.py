@@ -18,6 +18,7 @@ from .functions import COLUMN, OPTIONS, has_result, options_of
 
 FORMATS = ("think",)
 HERE = "python:"  # before the name of a function that was given in Python
+CALLED_WITH = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 _given: dict[str, Callable[..., Any]] = {}
 
 
@@ -55,6 +56,12 @@ def read_specs(entries: Sequence[Any], columns: Sequence[str]) -> list[RewardSpe
     Raises:
         ConfigError: an entry is none, a file is not to be trusted, a library or the sandbox is missing.
     """
+    for name in columns:
+        if name in CALLED_WITH:
+            said = (
+                f"reward_funcs: functions are called with {name} of their own, and the prompts have a column {name!r}"
+            )
+            raise ConfigError(said, "rename that column of the data")
     specs: list[RewardSpec] = []
     for entry in entries:
         spec = _read(entry, columns)
