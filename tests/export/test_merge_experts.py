@@ -61,3 +61,41 @@ def test_an_adapter_of_experts_is_no_gguf_adapter(trained):
     _, _, run = trained("Qwen3Moe")
     with pytest.raises(CheckpointError, match=r"no place for the adapter of .*experts"):
         export_adapter(run)
+
+
+def test_rounding_that_reroutes_tokens_is_no_reason_to_refuse(tmp_path):
+    """Two experts whose routers nearly tie, and which compute different things: which of them a token takes is decided
+    by the last bits of what comes before."""
+    model = mixture("Qwen3Moe", **SIZES, num_experts_per_tok=1).to(torch.bfloat16)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            router = layer.mlp.gate.weight
+            router.mul_(8)
+            router[1] = router[0]
+            router[1, 0] *= 1 + 2**-7  # the next number in bf16
+            layer.mlp.experts.down_proj.mul_(4)
+            layer.mlp.experts.down_proj[1] = -layer.mlp.experts.down_proj[0]
+    model.save_pretrained(tmp_path / "base")
+    byte_tokenizer().save_pretrained(tmp_path / "base")
+    report = merge(save_run(tmp_path / "run", tmp_path / "base"), tmp_path / "merged", base="original")
+    found = report.targets["original"]
+    assert found.moved[0] > 0
+    assert found.explained
+    assert found.trained.max_logit_difference > found.bound  # a token went elsewhere
+    assert report.as_dict()["targets"]["original"]["choices_held"] == found.moved[0]
+
+
+def test_a_router_that_sends_tokens_elsewhere_is_found(trained, tmp_path, monkeypatch):
+    from halfbyte.export import verify
+
+    _, _, run = trained("Qwen3Moe")
+    whole = verify.reload
+
+    def damaged(*how):
+        model = whole(*how)
+        model.model.layers[1].mlp.gate.weight.data.neg_()
+        return model
+
+    monkeypatch.setattr(verify, "reload", damaged)
+    with pytest.raises(CheckpointError, match="computes something else than base and adapter"):
+        merge(run, tmp_path / "merged")

@@ -16,6 +16,9 @@ writing, and that share of the adapter's own effect is added to the bound: nearl
 A weight that is stored quantized is moved again by normal noise with the size that its quantization error has in each
 row. The logits' bound is the same then, but wide where bits are few; so that verify.py also compares every weight.
 
+Where tokens choose experts, rounding sends one elsewhere now and then, which few draws of the noise would show. Such
+tokens are held to the other model's choice and counted (routing.py); as many as the noise moves are rounding's.
+
 What is not quantized may have been cast for training: an fp16 checkpoint's embeddings and norms, say, in a run that
 computed in bf16. The merged model keeps the checkpoint's values, so that the cast lies between the two models. It is
 rounding, too, and known: the noisy model takes these weights as they were cast.
@@ -40,7 +43,8 @@ MARGIN = 2.0
 FLOAT32_ERROR = 2e-5  # of the largest logit: the order of summation differs between x·W + (x·A)·B and x·(W + A·B)
 Document = tuple[Tensor, Tensor]  # int64 [T] ids; bool [T], which of them count
 BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}  # of the significand, the implied one included
-DRAWS = 2  # of the noise; the larger effect counts: where tokens are routed to experts, a rare flip weighs much
+DRAWS = 2  # of the noise; the larger effect counts
+MOVED = 0.01  # share of the choices of experts that may be other ones beside what the noise moves
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,8 @@ class Fidelity:
         largest_logit: the scale of the logits.
         kept: what of the update is in the weights as they are stored.
         loss: where weights are quantized, that of the merged model beside the 16-bit merge's.
+        moved: of a mixture, how many choices of experts were other ones, and held, in `exact`; how many the noise
+            changes, the most of a draw; and how many choices there are.
     """
 
     trained: Distance
@@ -119,6 +125,7 @@ class Fidelity:
     largest_logit: float
     kept: Kept
     loss: Loss | None = None
+    moved: tuple[int, int, int] = (0, 0, 0)
 
     @property
     def bound(self) -> float:
@@ -134,7 +141,9 @@ class Fidelity:
     @property
     def explained(self) -> bool:
         """Whether `exact` is within what rounding does (False for NaN, too)."""
-        return self.exact.max_logit_difference <= self.bound and self.exact.kl <= self.kl_bound
+        own, noise, choices = self.moved
+        routed = own <= MARGIN**2 * noise + MOVED * choices
+        return routed and self.exact.max_logit_difference <= self.bound and self.exact.kl <= self.kl_bound
 
 
 def distance(first: Tensor, second: Tensor) -> Distance:

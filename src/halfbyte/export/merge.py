@@ -85,6 +85,7 @@ class MergeReport:
         targets = {
             name: asdict(each.trained) | {"from_unrounded": asdict(each.exact), "noise": asdict(each.noise)}
             | {"bound": each.bound, "kl_bound": each.kl_bound, "explained_by_rounding": each.explained}
+            | {"choices_held": each.moved[0], "choices": each.moved[2]}
             | {"lost_update": each.lost, "adapter": asdict(each.adapter)}
             | {"loss": asdict(each.loss) | {"excess": each.loss.excess} if each.loss else None}
             for name, each in self.targets.items()
