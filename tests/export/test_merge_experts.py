@@ -2,15 +2,18 @@
 
 import pytest
 import torch
-from expert_models import dequantized, mixture
+from expert_models import dequantized, mixture, stacks
 from merge_runs import byte_tokenizer, save_run
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from halfbyte.errors import CheckpointError
+from halfbyte.export import verify
 from halfbyte.export.gguf_adapter import export_adapter
 from halfbyte.export.merge import merge
+from halfbyte.formats import named
 from halfbyte.models.load import load_model
+from halfbyte.tensor import QuantizedTensor
 
 SIZES = {"vocab_size": 272, "eos_token_id": 257, "bos_token_id": 256}
 
@@ -86,8 +89,6 @@ def test_rounding_that_reroutes_tokens_is_no_reason_to_refuse(tmp_path):
 
 
 def test_a_router_that_sends_tokens_elsewhere_is_found(trained, tmp_path, monkeypatch):
-    from halfbyte.export import verify
-
     _, _, run = trained("Qwen3Moe")
     whole = verify.reload
 
@@ -99,3 +100,48 @@ def test_a_router_that_sends_tokens_elsewhere_is_found(trained, tmp_path, monkey
     monkeypatch.setattr(verify, "reload", damaged)
     with pytest.raises(CheckpointError, match="computes something else than base and adapter"):
         merge(run, tmp_path / "merged")
+
+
+@pytest.mark.parametrize(
+    ("name", "stored"),
+    [("Qwen3Moe", "hqq8"), ("Qwen3Moe", "nf4"), ("Mixtral", "fp8"), ("GptOss", "mxfp4"), ("Qwen3Moe", "kbit5")],
+)
+def test_experts_are_quantized_again(name, stored, trained, tmp_path):
+    """A stack at a time, an expert after another; what is loaded is what the fp32 merge comes to in the format."""
+    _, base, run = trained(name)
+    merge(run, tmp_path / "merged", base="original", quantize=stored, verify=False)
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    expected = PeftModel.from_pretrained(plain, run / "adapter").merge_and_unload()
+    merged = load_model(str(tmp_path / "merged"), dtype="float32", device="cpu")
+    found = stacks(merged)
+    assert len(found) == 4
+    for key, stack in found.items():
+        values = expected.get_parameter(key)
+        values = values.mT.contiguous() if name == "GptOss" else values
+        again = QuantizedTensor.join(values.detach(), named(stored), tuple(values.shape))
+        close = (stack.dequantize(torch.float32) - again.dequantize(torch.float32)).abs() <= 1e-6
+        assert close.float().mean() > 0.999, key  # fp32 sums in another order fall on either side of a step
+
+
+def test_quantized_experts_are_verified(trained, tmp_path, monkeypatch):
+    _, _, run = trained("Qwen3Moe")
+    report = merge(run, tmp_path / "merged", base="original", quantize="hqq8")
+    assert report.targets["original"].explained
+    assert report.kept["original"].share > 0.99
+    whole = verify.reload
+
+    def damaged(*how):
+        model = whole(*how)
+        next(iter(stacks(model).values())).data.parts["packed"][3] += 1
+        return model
+
+    monkeypatch.setattr(verify, "reload", damaged)
+    with pytest.raises(CheckpointError, match="reads back other values"):
+        merge(run, tmp_path / "again", base="original", quantize="hqq8")
+
+
+def test_other_tools_layouts_keep_experts_in_16_bits(trained, tmp_path):
+    _, _, run = trained("Qwen3Moe")
+    merge(run, tmp_path / "merged", base="original", quantize="bnb-nf4", verify=False)
+    merged = load_model(str(tmp_path / "merged"), dtype="float32", device="cpu")
+    assert not stacks(merged)

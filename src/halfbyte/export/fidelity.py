@@ -169,10 +169,12 @@ class Rounding:
     Attributes:
         noise_on: names of the parameters that were rounded, to move by up to half an ulp.
         cast: name of a parameter that the other model has in another dtype → that dtype.
+        errors: stack of experts → fp32 [E, N]: root mean square of each row's quantization error.
     """
 
     noise_on: Collection[str] = ()
     cast: Mapping[str, torch.dtype] = field(default_factory=dict)
+    errors: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 NONE = Rounding()
@@ -208,6 +210,7 @@ def in_float32(model: nn.Module, rounding: Rounding = NONE, seed: int = 0) -> It
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     stored: dict[nn.Module, list[tuple[nn.Parameter, Tensor]]] = {}
+    packed: dict[tuple[nn.Module, str], Any] = {}
 
     def widen(module: nn.Module, _inputs: Any) -> None:
         stored[module] = [(parameter, parameter.data) for parameter in _own(module)]
@@ -216,7 +219,16 @@ def in_float32(model: nn.Module, rounding: Rounding = NONE, seed: int = 0) -> It
             values = data.to(rounding.cast.get(name, data.dtype)).float()
             parameter.data = values + _half_ulp_noise(data, generator) if name in rounding.noise_on else values
 
+        for key, parameter in _stacks(module):
+            if (name := names.get(id(parameter), "")) in rounding.noise_on and name in rounding.errors:
+                packed[module, key] = parameter
+                noise = torch.randn(parameter.shape, generator=generator, device=parameter.device)
+                values = parameter.data.dequantize(torch.float32).add_(noise.mul_(rounding.errors[name][..., None]))
+                setattr(module, key, nn.Parameter(values, requires_grad=False))
+
     def restore(module: nn.Module, _inputs: Any, _output: Any) -> None:
+        for owner, key in [each for each in packed if each[0] is module]:
+            setattr(module, key, packed.pop((owner, key)))
         for parameter, data in stored.pop(module, ()):
             parameter.data = data
 
@@ -224,7 +236,7 @@ def in_float32(model: nn.Module, rounding: Rounding = NONE, seed: int = 0) -> It
     for module in model.modules():
         if isinstance(module, StoredLinear):
             module.generator = generator if f"{module.name}.weight" in rounding.noise_on else None
-        elif any(True for _ in _own(module)):
+        elif any(True for _ in _own(module)) or _stacks(module):
             hooks.append(module.register_forward_pre_hook(widen))
             hooks.append(module.register_forward_hook(restore, always_call=True))
     try:
@@ -262,6 +274,12 @@ def _own(module: nn.Module) -> Iterator[nn.Parameter]:
     for parameter in module.parameters(recurse=False):
         if not isinstance(parameter.data, QuantizedTensor) and parameter.is_floating_point():
             yield parameter
+
+
+def _stacks(module: nn.Module) -> list[tuple[str, Any]]:
+    """The stacks of experts among a module's own parameters, by name."""
+    own = module.named_parameters(recurse=False)
+    return [(key, each) for key, each in own if isinstance(each.data, QuantizedTensor) and each.dim() == 3]
 
 
 def _half_ulp_noise(weight: Tensor, generator: torch.Generator) -> Tensor:

@@ -258,7 +258,7 @@ def _prepare(source: Path, out: Path, base: str, quantize: Quantize, verify: boo
     checkpoint = BaseCheckpoint(run.origin)
     if checkpoint.folder.resolve().is_relative_to(out.resolve()):
         raise ConfigError(f"{out} holds the base model", "name another folder")
-    stored = packing(quantize, run.origin)
+    stored = packing(quantize, run.origin, experts=scheme is None)  # which training rounds no experts to
     targets, preferred, reason = _targets(run.storage.quantized, checkpoint, base, bool(stored.formats))
     if scheme is not None and not stored.is_scheme(scheme):
         said = f"the run was trained to be stored as {scheme}"

@@ -179,13 +179,17 @@ class Verifier:
         its losses; and what tokens would have chosen each time."""
         weights, packing, before = self._weights, self._weights.packing, self._rounded_before(target)
         cast = weights.cast(weights.trained_dtype if before else DTYPES[weights.base.dtype], before)
-        rounding = Rounding(weights.rounded(target), cast)
+        errors: dict[str, Tensor] = {}
+        rounding = Rounding(weights.rounded(target), cast, errors)
 
         def load() -> nn.Module:
             dtype = str(self._weights.config()["dtype"])
             model = reload(folder, packing, dtype, self._device, self._run.origin.trust_remote_code)
             for output in self._weights.outputs if packing.formats else ():
-                self._check_weight(model, output, target)
+                if output.parts:
+                    errors[output.parameter] = self._check_stack(model, output, target)
+                else:
+                    self._check_weight(model, output, target)
             return model
 
         held = [(each, routing.held) for each in (NONE, *[rounding] * DRAWS)]
@@ -207,6 +211,17 @@ class Verifier:
         _check_same(found, self._weights.quantized(output, target).dequantize(torch.float32).to(found.device), output)
         error = (found - self._weights.values(output, target).to(found.device)).square().mean(1).sqrt()
         model.set_submodule(name, StoredLinear(name, partial(stored_values, module), error, module.bias))
+
+    @torch.no_grad()
+    def _check_stack(self, model: Any, output: Output, target: Target) -> Tensor:
+        """Compare a loaded stack of experts with the merged one; fp32 [E, N], each row's error."""
+        found, expected = model.get_parameter(output.parameter), self._weights.stack(output, target)
+        errors = []
+        for at, (weight, _) in enumerate(self._weights.experts(output, target)):
+            one, other = (_expert(stack, at) for stack in (found, expected))
+            _check_same(one, other.to(one.device), output)
+            errors.append((one - weight.to(one.device)).square().mean(1).sqrt())
+        return torch.stack(errors)
 
     def _measure(
         self,
@@ -242,6 +257,11 @@ class Verifier:
 def _check_same(found: Tensor, expected: Tensor, output: Output) -> None:
     if found.shape != expected.shape or not bool(((found - expected).abs() <= SAME * expected.abs()).all()):
         raise CheckpointError(f"{output.parameter} reads back other values than were merged", KEPT)
+
+
+def _expert(stack: Any, at: int) -> Tensor:
+    """fp32 [N, K]: an expert of a packed stack."""
+    return stack[at].dequantize(torch.float32)
 
 
 def _unexplained(fidelity: Fidelity, target: Target) -> str:
