@@ -13,6 +13,7 @@ from halfbyte.export.gguf_adapter import export_adapter
 from halfbyte.export.merge import merge
 from halfbyte.formats import named
 from halfbyte.models.load import load_model
+from halfbyte.notices import forget
 from halfbyte.tensor import QuantizedTensor
 
 SIZES = {"vocab_size": 272, "eos_token_id": 257, "bos_token_id": 256}
@@ -39,7 +40,8 @@ def trained(tmp_path_factory):
 @pytest.mark.parametrize("name", ["Qwen3Moe", "Mixtral", "GptOss"])
 def test_merged_experts_are_pefts_rounded_once(name, target, trained, tmp_path):
     model, base, run = trained(name)
-    merge(run, tmp_path / "merged", base=target, verify=False)
+    report = merge(run, tmp_path / "merged", base=target, verify=False)
+    assert report.experts == ({"Qwen3Moe": 24, "Mixtral": 18, "GptOss": 16}[name],) * 2
     onto = model.float() if target == "original" else dequantized(model.float(), load_model(str(base), device="cpu"))
     expected = PeftModel.from_pretrained(onto, run / "adapter").merge_and_unload()
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
@@ -53,6 +55,8 @@ def test_each_expert_is_merged_and_that_is_verified(trained, tmp_path):
     report = merge(run, tmp_path / "merged")
     assert report.target == "dequantized"
     assert report.targets["dequantized"].explained
+    assert report.experts == (24, 24)  # gate, up and down of four experts in two layers
+    assert report.as_dict()["experts_changed"] == 24
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.bfloat16)
     for key, before in model.named_parameters():
         if ".experts." in key:
@@ -109,7 +113,10 @@ def test_a_router_that_sends_tokens_elsewhere_is_found(trained, tmp_path, monkey
 def test_experts_are_quantized_again(name, stored, trained, tmp_path):
     """A stack at a time, an expert after another; what is loaded is what the fp32 merge comes to in the format."""
     _, base, run = trained(name)
-    merge(run, tmp_path / "merged", base="original", quantize=stored, verify=False)
+    report = merge(run, tmp_path / "merged", base="original", quantize=stored, verify=False)
+    forget()  # what few bits lose is said
+    experts = 3 if name == "Mixtral" else 4
+    assert report.experts == (4 * experts, 4 * experts)  # two stacks in each of two layers
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     expected = PeftModel.from_pretrained(plain, run / "adapter").merge_and_unload()
     merged = load_model(str(tmp_path / "merged"), dtype="float32", device="cpu")

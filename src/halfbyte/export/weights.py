@@ -368,13 +368,25 @@ class MergedWeights:
         weight = self.adapter.merged(name, before.clone(), output.piece)
         rounded = self._finite(weight, weight.to(DTYPES[dtype]), output)
         without = before.to(DTYPES[dtype]).float()
-        self._kept.setdefault(target, {})[output.entry.name] = Kept.of(rounded.float(), without, weight - before)
+        found = {output.entry.name: (rounded.float(), without, weight - before)}
+        if name in self.adapter.experts and output.piece is None:  # a stack: each expert counts
+            found = {f"{name}.{at}": each for at, each in enumerate(zip(*found.popitem()[1], strict=True))}
+        self._kept.setdefault(target, {}).update({each: Kept.of(*values) for each, values in found.items()})
         return rounded
 
     def kept(self, target: Target) -> Kept:
         """What of the update is in the weights written onto `target`: near nothing where ΔW is below half a step of a
         base whose weights are exact in what is written, near everything otherwise."""
         return Kept.sum(self._kept.get(target, {}).values())
+
+    def experts_arrived(self, target: Target) -> tuple[int, int] | None:
+        """Of the tensors of single experts that the adapter changes, how many are stored with a change, and how many
+        there are; None: it is on no experts."""
+        stacks = tuple(f"{name}." for name in self.adapter.experts)
+        pieces = {each.entry.name for each in self.outputs if each.piece and each.parameter in self.adapter.experts}
+        own = [each for name, each in self._kept.get(target, {}).items() if name in pieces or name.startswith(stacks)]
+        trained = [each for each in own if each.total]
+        return (sum(bool(each.along) for each in trained), len(trained)) if stacks else None
 
     def cast(self, dtype: torch.dtype, trained: bool) -> dict[str, torch.dtype]:
         """Name → `dtype`, of the 16-bit weights that a base loaded in it has as they were cast, and the merged model as
