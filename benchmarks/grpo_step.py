@@ -106,6 +106,8 @@ def looped(given: argparse.Namespace, folder: str) -> tuple[Any, Any, Any]:
         computing=partial(compute, model, dtype), stops=[], file=MetricsFile(Path(folder, "completions.jsonl")),
         plan=plan.answering, shared=data.shared,
     )  # fmt: skip
+    if plan.use_graphs:
+        loop.use_graphs()
     loop.use_generations(generations)
     return loop, generations, plan
 

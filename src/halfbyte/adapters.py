@@ -34,7 +34,14 @@ from .config import Adapter, RunConfig, resolve
 from .config.methods import SCORES
 from .errors import CheckpointError, ConfigError, ModelError
 from .layers.expert_adapters import drop_inputs, expert_wrappers, run_beside
-from .layers.expert_targets import adapted_experts, leave_to_experts, named_by, parameter_targets, say_how_many
+from .layers.expert_targets import (
+    adapted_experts,
+    by_modules,
+    name_past_experts,
+    named_by,
+    parameter_targets,
+    say_how_many,
+)
 from .notices import notice
 from .qat.model import round_merged
 from .reading.boundary import answered
@@ -79,7 +86,8 @@ def add_adapter(model: nn.Module, config: RunConfig | Adapter, *, scores: str | 
                 if scores:
                     add_score_head(model, scores)
                     lora.task_type = scores
-                peft_model = get_peft_model(model, lora, autocast_adapter_dtype=False)
+                with by_modules(lora):
+                    peft_model = get_peft_model(model, lora, autocast_adapter_dtype=False)
         except ValueError as error:  # PEFT's own checks, e.g. a module type that LoRA does not support
             raise ModelError(f"target_modules: {error}", "name linear layers, or use all-linear") from error
     # PEFT takes the name from the model object, which may have been built in memory.
@@ -124,7 +132,8 @@ def quiet_peft() -> Iterator[None]:
 
 def _lora_config(model: nn.Module, adapter: Adapter) -> LoraConfig:
     experts = adapted_experts(model, adapter)
-    adapted = _adapted(model, adapter.target_modules) | experts
+    linears = _adapted(model, adapter.target_modules)
+    adapted = linears | experts
     names = {name for name, _ in model.named_modules() if name} | experts
     _check_names("modules_to_save", adapter.modules_to_save or (), names)
     _check_whole_modules(model, adapter.modules_to_save or ())
@@ -148,13 +157,26 @@ def _lora_config(model: nn.Module, adapter: Adapter) -> LoraConfig:
         use_dora=adapter.use_dora,
         target_modules=all_linear(model) if adapter.target_modules == ALL_LINEAR else adapter.target_modules,
         target_parameters=parameter_targets(model, adapter) if experts else None,
-        modules_to_save=adapter.modules_to_save,
+        modules_to_save=_apart(adapter.modules_to_save, names),
         rank_pattern=dict(adapter.rank_pattern),
         alpha_pattern={name: _plain(alpha) for name, alpha in adapter.alpha_pattern.items()},
         init_lora_weights=adapter.init_lora_weights,
     )
-    leave_to_experts(lora, model, adapter)
+    name_past_experts(lora, model, linears)
     return lora
+
+
+def _apart(wanted: list[str] | None, names: Collection[str]) -> list[str] | None:
+    """`modules_to_save` so that PEFT, which compares the ends of names, not parts between dots, takes no other module:
+    `gate` would be a shared_expert_gate, too."""
+    if wanted is None:
+        return None
+    found: list[str] = []
+    for each in wanted:
+        meant = sorted(name for name in names if named_by(name, each))
+        exact = all(name in meant for name in names if name.endswith(each))
+        found += [each] if exact else [".".join(name.split(".")[-2 - each.count(".") :]) for name in meant]
+    return list(dict.fromkeys(found))
 
 
 def _plain(alpha: float) -> Any:
@@ -326,7 +348,7 @@ def place_adapter(model: Any, lora: PeftConfig, folder: Path, name: str = "defau
         CheckpointError: the model has not the modules that it adapts.
     """
     trained_on, lora.base_model_name_or_path = lora.base_model_name_or_path, None  # PEFT warns of another name
-    with answered(str(folder / ADAPTER_CONFIG), ANOTHER_MODEL), quiet_peft():
+    with answered(str(folder / ADAPTER_CONFIG), ANOTHER_MODEL), quiet_peft(), by_modules(lora, model):
         if lora.task_type in SCORES and not hasattr(model, "score"):
             add_score_head(model, str(lora.task_type))
         if not isinstance(model, PeftModel):

@@ -8,7 +8,7 @@ take images, the row is that of their text part, and `tower` describes what stan
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -18,6 +18,27 @@ if TYPE_CHECKING:
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 SILU = ("silu", "swish")
 GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu")  # Gemma 1's config says gelu and means the tanh form
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Names of a layer's norms; "": there is none.
+
+    Args:
+        before_attention, before_mlp: what attention and MLP read.
+        after_attention, after_mlp: of their results, before these join the residual stream.
+    """
+
+    before_attention: str = "input_layernorm"
+    after_attention: str = ""
+    before_mlp: str = "post_attention_layernorm"
+    after_mlp: str = ""
+
+
+SANDWICH = Norms(
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)
+BEHIND = Norms("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 
 
 @dataclass(frozen=True)
@@ -35,6 +56,23 @@ class Experts:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """What some layers have in attention's place: linears of one input, a recurrence that transformers computes, a norm
+    of each head times a gate, and a linear for the output.
+
+    Args:
+        kind: what its class is called behind the family's name.
+        name: in the layer; the others are names in it.
+    """
+
+    kind: str
+    name: str
+    inputs: tuple[str, ...]
+    output: str
+    norm: str
 
 
 @dataclass(frozen=True)
@@ -125,11 +163,19 @@ class Family:
         model_type: of the text part's config; "": `package`.
         module: that the classes are in; "": transformers' of `package`.
         patched: `halfbyte.patch` binds the fused forwards.
+        norms: of a layer.
         norm_offset: RMSNorm multiplies by 1 + weight.
-        sandwich: norms follow attention and MLP too, before their results join the residual stream.
-        qk_norm: q and k are normalised over each head before RoPE.
-        fused: q, k and v are one linear (qkv_proj), and gate and up another (gate_up_proj).
-        residual_dropout: dropout on what joins the residual stream.
+        layer_norm: norms subtract the mean (LayerNorm).
+        parallel: attention and MLP read the same norm of the residual stream, and both join it.
+        qk_norm: q and k are normalised before RoPE, each head of its own, or all heads as one vector.
+        rope_pairs: which values of a head RoPE turns together: i and i + R/2, or neighbours; cos and sin come for the
+            first half of them and again for the second, or "repeated" for neighbours, too.
+        unrotated: where it is written which layers have no RoPE: in the module (use_rope), or those have none that have
+            no window ("window").
+        scaled_queries: q is multiplied by 1 + β·log(1 + ⌊position / context⌋), as Llama 4's are.
+        fused: linears that stand for several: qkv_proj, gate_up_proj.
+        gated_mlp: the MLP is gated; else its activation, which may have weights, is of one linear.
+        residual_dropout: dropout on what joins the residual stream: modules of the layer, or a number of each half.
         residual_scale: the config's key for what the results of attention and MLP are multiplied by; "": none.
         embedding_scale: the config's key for what embeddings are multiplied by outside of their module; "": none.
         window: where an attention layer's sliding window is written: in the config, or in the module, by layer.
@@ -138,6 +184,9 @@ class Family:
         activation: the config's key for the MLP's activation.
         mlp: the MLP's class, where its name does not begin with the family's.
         images_see_themselves: tokens of one image attend to each other both ways (token_type_ids), not causally.
+        gated_attention: what o_proj reads is multiplied by the sigmoid of a gate, which each head of q_proj has behind
+            its queries ("q_proj"), or a linear of its own ("gate_proj").
+        mixer: of layers without attention.
         experts: a mixture in place of the MLP.
         tower: what stands before the text part in models of `package` that take images.
         gguf: llama.cpp's graph.
@@ -148,11 +197,17 @@ class Family:
     model_type: str = ""
     module: str = ""
     patched: bool = True
+    norms: Norms = Norms()
     norm_offset: bool = False
-    sandwich: bool = False
-    qk_norm: bool = False
-    fused: bool = False
-    residual_dropout: bool = False
+    layer_norm: bool = False
+    parallel: bool = False
+    qk_norm: Literal["head", "all"] | None = None
+    rope_pairs: Literal["halves", "neighbours", "repeated"] = "halves"
+    unrotated: Literal["use_rope", "window"] | None = None
+    scaled_queries: bool = False
+    fused: tuple[str, ...] = ()
+    gated_mlp: bool = True
+    residual_dropout: Literal["layer", "half"] | None = None
     residual_scale: str = ""
     embedding_scale: str = ""
     window: Literal["config", "module"] | None = None
@@ -161,6 +216,8 @@ class Family:
     activation: str = "hidden_act"
     mlp: str | None = None
     images_see_themselves: bool = False
+    gated_attention: Literal["q_proj", "gate_proj"] | None = None
+    mixer: Mixer | None = None
     experts: Experts | None = None
     tower: Tower | None = None
     gguf: Gguf = Gguf()
@@ -218,6 +275,8 @@ TOWERS = {
     ),
 }  # fmt: skip
 
+DELTA_NET = Mixer("GatedDeltaNet", "linear_attn", ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), "out_proj",
+                  "norm")  # fmt: skip
 # A GGUF file is read as the first row of its architecture, of those with experts where it has them.
 FAMILIES = [
     Family("Llama", "llama", gguf=Gguf(
@@ -230,21 +289,51 @@ FAMILIES = [
     Family("Qwen2", "qwen2", window="module", gguf=Gguf("qwen2", bias=True)),
     Family("Qwen2_5_VL", "qwen2_5_vl", "qwen2_5_vl_text", window="module", mlp="Qwen2MLP", tower=QWEN_VISION,
            gguf=Gguf("qwen2vl", text_alone=False, bias=True)),
-    Family("Qwen3", "qwen3", window="module", qk_norm=True, gguf=Gguf("qwen3")),
+    Family("Qwen3", "qwen3", window="module", qk_norm="head", gguf=Gguf("qwen3")),
     Family("Qwen2Moe", "qwen2_moe", patched=False, window="module", experts=Experts(), gguf=Gguf(
         "qwen2moe", bias=True, fixed={"norm_topk_prob": False, **EVERY_LAYER},
         keys={**MOE, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"})),
-    Family("Qwen3Moe", "qwen3_moe", window="module", qk_norm=True, experts=Experts(),
+    Family("Qwen3Moe", "qwen3_moe", window="module", qk_norm="head", experts=Experts(),
            gguf=Gguf("qwen3moe", keys=MOE, fixed={"norm_topk_prob": True, **EVERY_LAYER})),
     Family("Gemma", "gemma", norm_offset=True, gguf=Gguf("gemma", activations=GELU)),
-    Family("Gemma2", "gemma2", norm_offset=True, sandwich=True, window="module", softcap=True,
+    Family("Gemma2", "gemma2", norm_offset=True, norms=SANDWICH, window="module", softcap=True,
            activation="hidden_activation", gguf=Gguf(
                "gemma2", activations=GELU, window_every=2, wide_layers=46, keys=WINDOW | CAPS, optional=tuple(CAPS))),
-    Family("Gemma3", "gemma3", "gemma3_text", norm_offset=True, sandwich=True, window="module", qk_norm=True,
+    Family("Gemma3", "gemma3", "gemma3_text", norm_offset=True, norms=SANDWICH, window="module", qk_norm="head",
            rope_by_layer=True, activation="hidden_activation", images_see_themselves=True, tower=SIGLIP, gguf=Gguf(
                "gemma3", activations=GELU, window_every=6, wide_layers=62, keys=WINDOW | CAPS, optional=tuple(CAPS))),
-    Family("Phi3", "phi3", fused=True, residual_dropout=True, window="config",
+    Family("Phi3", "phi3", fused=("qkv_proj", "gate_up_proj"), residual_dropout="layer", window="config",
            gguf=Gguf("phi3", keys=WINDOW, optional=tuple(WINDOW), partial_rope=True)),
+    Family("Ministral", "ministral", window="module"),
+    Family("Ministral3", "ministral3", window="config", scaled_queries=True),
+    Family("SmolLM3", "smollm3", window="module", unrotated="use_rope"),
+    Family("Olmo2", "olmo2", norms=BEHIND, qk_norm="all"),
+    Family("Olmo3", "olmo3", norms=BEHIND, qk_norm="all", window="module", rope_by_layer=True),
+    Family("SeedOss", "seed_oss", residual_dropout="half"),
+    Family("Exaone4", "exaone4", norms=BEHIND, qk_norm="head", window="module", unrotated="window"),
+    Family("Cohere2", "cohere2", layer_norm=True, norms=Norms(before_mlp="input_layernorm"), parallel=True,
+           window="module", rope_pairs="repeated", unrotated="window"),
+    Family("Granite", "granite", residual_scale="residual_multiplier", embedding_scale="embedding_multiplier"),
+    Family("Ernie4_5", "ernie4_5", rope_pairs="neighbours"),
+    Family("Glm", "glm", fused=("gate_up_proj",), rope_pairs="neighbours"),
+    Family("Glm4", "glm4", fused=("gate_up_proj",), rope_pairs="neighbours",
+           norms=Norms(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")),
+    Family("Apertus", "apertus", norms=Norms("attention_layernorm", before_mlp="feedforward_layernorm"),
+           qk_norm="head", gated_mlp=False),
+    Family("Arcee", "arcee", gated_mlp=False),
+    Family("Glm4Moe", "glm4_moe", qk_norm="head", experts=Experts("n_routed_experts")),
+    Family("GraniteMoe", "granitemoe", residual_scale="residual_multiplier", embedding_scale="embedding_multiplier",
+           experts=Experts("num_local_experts", "block_sparse_moe")),
+    Family("Olmoe", "olmoe", qk_norm="all", window="config", experts=Experts()),
+    Family("Phimoe", "phimoe", layer_norm=True, experts=Experts("num_local_experts")),
+    Family("Ernie4_5_Moe", "ernie4_5_moe", rope_pairs="neighbours", experts=Experts("moe_num_experts")),
+    Family("MiniMaxM2", "minimax_m2", qk_norm="all", experts=Experts("num_local_experts")),
+    Family("Qwen3_5", "qwen3_5", "qwen3_5_text", norm_offset=True, qk_norm="head", gated_attention="q_proj",
+           mixer=DELTA_NET),
+    Family("Qwen3_5Moe", "qwen3_5_moe", "qwen3_5_moe_text", norm_offset=True, qk_norm="head", gated_attention="q_proj",
+           mixer=DELTA_NET, experts=Experts()),
+    Family("Qwen3Next", "qwen3_next", norm_offset=True, qk_norm="head", gated_attention="q_proj",
+           mixer=replace(DELTA_NET, inputs=("in_proj_qkvz", "in_proj_ba")), experts=Experts()),
 ]  # fmt: skip
 
 

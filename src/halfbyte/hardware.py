@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -120,6 +122,27 @@ def _onednn_may_use(level: str) -> bool:
     """Whether ONEDNN_MAX_CPU_ISA leaves oneDNN that instruction set; unset, or anything newer, leaves it all."""
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
     return limit not in ONEDNN_LEVELS or ONEDNN_LEVELS.index(limit) >= ONEDNN_LEVELS.index(level)
+
+
+@functools.cache
+def onednn_beats_mkl() -> bool:
+    """Whether oneDNN multiplies float32 matrices faster here than MKL, which torch has do it.
+
+    MKL runs AVX2 code on AMD's processors, whatever they have, and oneDNN AVX-512: 230 against 105 GFLOP/s on a core of
+    an EPYC with full-width units (docs/log.md). torch has no public way to say so for float32 (2.11 to 2.13).
+    """
+    import torch
+
+    info = Path("/proc/cpuinfo")
+    vendor = info.read_text(errors="replace") if info.exists() else platform.processor()
+    return (
+        "AuthenticAMD" in vendor
+        and torch.backends.mkl.is_available()
+        and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        and _onednn_may_use("AVX512_CORE")
+        and torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
 
 
 @functools.cache

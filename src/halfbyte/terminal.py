@@ -129,6 +129,16 @@ def print_processes(console: Console, layout: object, size: int, config: RunConf
     console.print(_facts({"processes": f"{size}, as parallel: {layout} · {step}"}))
 
 
+def said_of_experts(use: Mapping[str, Any]) -> str:
+    """How evenly the experts of a mixture were chosen, from experts.json."""
+    dead = {name: each["dead"] for name, each in use["layers"].items() if each["dead"]}
+    said = f"experts: chosen with {use['entropy']:.0%} of the entropy of equal use"
+    if not dead:
+        return f"{said}, each of {use['experts']} at least once"
+    name, first = next(iter(dead.items()))
+    return one_line(f"{said}; {use['dead']} of {use['experts']} never, first {first[0]} of {name}")
+
+
 def print_environment(console: Console, environment: Mapping[str, Any]) -> None:
     """What `environment` found, in words, a line for each fact."""
     console.print(_facts(_machine(environment)))

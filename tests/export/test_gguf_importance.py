@@ -120,14 +120,21 @@ def test_the_weighted_error_falls(tmp_path, text, mix):
         assert lost[0] < lost[1], key
 
 
-def test_a_runs_importances_are_those_of_its_adapter(tmp_path, text):
-    save_model(tmp_path / "base", "llama")
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_a_runs_importances_are_those_of_its_adapter(tmp_path, text, name):
+    save_model(tmp_path / "base", name)
     run = save_run(tmp_path / "run", tmp_path / "base", tokenizer=tmp_path / "base", scale=0.5)
     export_gguf(run, "q4_0", importances=text, device="cpu")
     export_gguf(tmp_path / "base", "q4_0", importances=text, device="cpu")
     mine, theirs = (read_importances(path) for path in (run / "run.imatrix.gguf", tmp_path / "base/base.imatrix.gguf"))
     assert mine.keys() == theirs.keys()
-    assert not torch.allclose(mine["blk.1.ffn_down.weight"], theirs["blk.1.ffn_down.weight"], rtol=0.2)
+    down = next(key for key in mine if key.startswith("blk.1.ffn_down"))
+    assert not torch.allclose(mine[down], theirs[down], rtol=0.2)
+    result = CliRunner().invoke(app, ["merge", str(run), "--no-verify"])
+    assert result.exit_code == 0, result.output
+    export_gguf(run / "merged", "q4_0", importances=text, device="cpu")
+    merged = read_importances(run / "merged/merged.imatrix.gguf")
+    assert (merged[down] - mine[down]).norm() < 0.05 * mine[down].norm()
 
 
 def test_of_a_vision_model_the_language_model_is_weighed(tmp_path, text):

@@ -113,15 +113,20 @@ def ratios(policy, found):
     return ratio.masked_fill((ratio < (low or -torch.inf)) | (ratio > (high or torch.inf)), 0.0)
 
 
-def of_ours(policy, found, log_probs, entropy):
-    kept = found.mask.bool()
-    answer = torch.arange(ROWS).repeat_interleave(LENGTHS)
-    reference = found.reference[kept] if policy.beta else None
+def of_ours(policy, found, log_probs, entropy, fill=0):
+    """fill: tokens that fill up."""
+
+    def flat(x, value=0.0):
+        return torch.nn.functional.pad(x[found.mask.bool()], (0, fill), value=value)
+
+    tokens = int(LENGTHS.sum())
+    answer = torch.nn.functional.pad(torch.arange(ROWS).repeat_interleave(LENGTHS), (0, fill), value=-1)
+    reference = flat(found.reference) if policy.beta else None
     sampled = found.sampled if found.corrects else found.old
-    answers = Answers(answer, found.advantages, found.old[kept], sampled[kept], reference, found.corrects)
-    sums = policy_loss(log_probs[kept], entropy[kept], answers, policy)
-    over = {"generated": len(answer), "tokens": len(answer), "answers": ROWS, "longest": ROWS * LONGEST}
-    return sums["loss"] / over[policy.divisor] - policy.entropy_coef * sums["bonus"], sums, len(answer)
+    answers = Answers(answer, found.advantages, flat(found.old), flat(sampled), reference, found.corrects)
+    sums = policy_loss(flat(log_probs), flat(entropy), answers, policy)
+    over = {"generated": tokens, "tokens": tokens, "answers": ROWS, "longest": ROWS * LONGEST}
+    return sums["loss"] / over[policy.divisor] - policy.entropy_coef * sums["bonus"], sums, tokens
 
 
 OPTIONS = {
@@ -170,8 +175,14 @@ def test_corrected_for_the_mismatch_as_trl_does(loss_type, mode):
 
 
 def equal_to_trl(policy, found):
+    """With and without tokens that fill up."""
+    equal_with_fill(policy, found, 7)
+    return equal_with_fill(policy, found, 0)
+
+
+def equal_with_fill(policy, found, fill):
     ours, theirs = ([x.clone().requires_grad_() for x in (found.log_probs, found.entropy)] for _ in range(2))
-    loss, sums, tokens = of_ours(policy, found, *ours)
+    loss, sums, tokens = of_ours(policy, found, *ours, fill)
     expected, metrics = of_trl(policy, found, *theirs)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
     loss.backward()
@@ -218,6 +229,9 @@ def test_rloo_equals_trl():
     kept, answer = found.mask.bool(), torch.arange(ROWS).repeat_interleave(lengths)
     answers = Answers(answer, found.advantages, found.old[kept], found.old[kept], None)
     sums = policy_loss(mine[kept], found.entropy[kept], answers, policy)
+    filled = [torch.nn.functional.pad(x, (0, 3)) for x in (found.old[kept], mine[kept], found.entropy[kept])]
+    more = Answers(torch.nn.functional.pad(answer, (0, 3), value=-1), found.advantages, filled[0], filled[0], None)
+    assert policy_loss(*filled[1:], more, policy)["loss"] == sums["loss"]
     other = trainer(policy, found, theirs, found.entropy)
     inputs = {
         "prompt_ids": torch.zeros(ROWS, 1, dtype=torch.int64),
@@ -244,8 +258,11 @@ def test_vespo_weights_one_where_nothing_moved():
 
 def test_the_most_uncertain_tokens():
     entropy = torch.tensor([0.1, 2.0, 0.3, 1.0, 0.2])
-    assert most_uncertain(entropy, 0.4).tolist() == [False, True, False, True, False]
-    assert most_uncertain(entropy, 1.0).all()
+    every = torch.ones(5, dtype=torch.bool)
+    assert most_uncertain(entropy, every, 0.4).tolist() == [False, True, False, True, False]
+    assert most_uncertain(entropy, every, 1.0).all()
+    more, real = torch.cat([entropy, torch.tensor([9.0, 0.0])]), torch.cat([every, ~every[:2]])
+    assert most_uncertain(more, real, 0.4).tolist() == [False, True, False, True, False, False, False]
 
 
 def test_defaults_are_trl_s(tmp_path):

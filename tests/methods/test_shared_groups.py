@@ -67,6 +67,27 @@ def test_losses_and_gradients_are_those_of_answers_apart(asked, layout):
     assert_same_gradients(gradients(sums[1]["loss"], policy), gradients(sums[0]["loss"], policy), 2e-6)
 
 
+@pytest.mark.parametrize("asked", ASKED, ids=lambda asked: "-".join(map(str, asked.values())))
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "apart"])
+def test_what_fills_a_gpu_s_batch_up_is_not_trained(asked, shared):
+    """Batches of few shapes, as CUDA graphs want them, beside exact ones; and of other answers, in the same shapes."""
+    policy, (own, chosen) = model(), method(**asked)
+    exact, filled = (own.collator(chosen, make_tokenizer(), where) for where in (None, torch.device("cuda")))
+    rows = answers(shared)
+    expected, found = exact(rows), filled(rows)
+    assert len(found["at"]) > len(expected["at"])
+    assert own.counts(found) == own.counts(expected)
+    sums = [own.sums(policy, batch) for batch in (expected, found)]
+    for name, value in sums[0].items():
+        assert float(sums[1][name].detach()) == pytest.approx(float(value.detach()), rel=5e-6, abs=2e-6), name
+    assert_same_gradients(gradients(sums[1]["loss"], policy), gradients(sums[0]["loss"], policy), 2e-6)
+    shapes = [
+        {name: getattr(value, "shape", value) for name, value in filled(answers(shared, seed)).items()}
+        for seed in (0, 5)
+    ]
+    assert shapes[0] == shapes[1]
+
+
 def test_another_answer_changes_no_bit_of_its_siblings():
     policy, (own, chosen) = model(), method(method="grpo")
     collate = own.collator(chosen, make_tokenizer())

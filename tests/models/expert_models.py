@@ -39,7 +39,7 @@ TOKENS = torch.arange(1, 27).view(2, 13)
 def mixture(name: str, **keys) -> nn.Module:
     """A random float32 model whose every parameter matters."""
     torch.manual_seed(3)
-    config = getattr(transformers, f"{name}Config")(**(SHAPE | MIXTURES[name] | keys))
+    config = getattr(transformers, f"{name}Config")(**(SHAPE | MIXTURES.get(name, {}) | keys))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -25,6 +25,15 @@ SHAPE = {
     "head_dim": 8,
     "pad_token_id": 0,
 }
+MIXTURE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+HYBRID = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+SCALED_QUERIES = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 4,
+    "llama_4_scaling_beta": 0.3,
+}  # fmt: skip
 FAMILIES = {
     "Llama": {"attention_bias": True, "mlp_bias": True},
     "Mistral": {"sliding_window": 8},
@@ -36,8 +45,49 @@ FAMILIES = {
     "Phi3": {"resid_pdrop": 0.0, "partial_rotary_factor": 0.5},
     "Mixtral": {"num_local_experts": 4, "sliding_window": 8},
     "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "Ministral": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "Ministral3": {"sliding_window": 8, "rope_parameters": SCALED_QUERIES},
+    "SmolLM3": {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 8},
+    "Olmo2": {},
+    "Olmo3": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "SeedOss": {"residual_dropout": 0.0, "attention_dropout": 0.0},
+    "Exaone4": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "Cohere2": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "logit_scale": 0.5},
+    "Granite": {
+        "residual_multiplier": 0.3,
+        "embedding_multiplier": 5.0,
+        "logits_scaling": 3.0,
+        "attention_multiplier": 0.2,
+    },
+    "Ernie4_5": {"use_bias": True},
+    "Glm": {},
+    "Glm4": {},
+    "Apertus": {},
+    "Arcee": {},
+    "Glm4Moe": MIXTURE
+    | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "use_qk_norm": True},
+    "GraniteMoe": MIXTURE
+    | {
+        "num_local_experts": 4,
+        "residual_multiplier": 0.3,
+        "embedding_multiplier": 5.0,
+        "logits_scaling": 3.0,
+        "attention_multiplier": 0.2,
+    },
+    "Olmoe": MIXTURE | {"num_experts": 4},
+    "Phimoe": MIXTURE | {"num_local_experts": 4},
+    "Ernie4_5_Moe": MIXTURE
+    | {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_start_index": 1},
+    "MiniMaxM2": MIXTURE | {"num_local_experts": 4},
+    "Qwen3_5Text": HYBRID,
+    "Qwen3_5MoeText": HYBRID | MIXTURE | {"num_experts": 4, "shared_expert_intermediate_size": 16},
+    "Qwen3Next": HYBRID | MIXTURE | {"num_experts": 4, "shared_expert_intermediate_size": 16},
 }
-EXPERTS = ("Mixtral", "Qwen3Moe")
+EXPERTS = (
+    "Mixtral", "Qwen3Moe", "Glm4Moe", "GraniteMoe", "Olmoe", "Phimoe", "Ernie4_5_Moe", "MiniMaxM2",
+    "Qwen3_5MoeText", "Qwen3Next",
+)  # fmt: skip
+HYBRIDS = ("Qwen3_5Text", "Qwen3_5MoeText", "Qwen3Next")  # some layers have no attention
 IMAGE, PIXELS = 100, 16  # the token that stands for a piece of an image, and pixels along a side
 VISION = {"hidden_size": 16, "intermediate_size": 24, "patch_size": 4}
 MULTIMODAL = {

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import transformers
-from patch_models import FAMILIES, batch, loss_and_gradients, tiny
+from patch_models import FAMILIES, HYBRIDS, batch, loss_and_gradients, tiny
 from torch import nn
 
 import halfbyte
@@ -168,7 +168,11 @@ def test_saved_bytes_are_those_of_the_plan(family, dropout):
     models = []
     for layers in (1, 2):
         extra = {"Gemma3Text": {"layer_types": ["full_attention"] * layers}}
-        extra |= {name: {"sliding_window": None} for name in ("Mistral", "Mixtral")}
+        extra |= {name: {"sliding_window": None} for name in ("Mistral", "Mixtral", "Ministral3")}
+        full = {"sliding_window": 512, "layer_types": ["full_attention"] * layers}
+        extra |= {name: full for name in ("Ministral", "Olmo3", "Exaone4", "Cohere2")}
+        extra |= {name: {"layer_types": ["full_attention", "linear_attention"][:layers]} for name in HYBRIDS}
+        extra["SmolLM3"] = full | {"no_rope_layers": [1] * layers}
         shape = sizes | {"num_hidden_layers": layers} | extra.get(family, {})
         models.append(add_adapter(tiny(family, shape=shape, adapter=False), config))  # on experts, too
     plan = ModelShapes(config, models[1].config, torch.device("cuda"))

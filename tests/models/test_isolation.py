@@ -11,6 +11,8 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patch_models import FAMILIES as FUSED
+from patch_models import HYBRIDS, tiny
 from peft import LoraConfig, get_peft_model
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
@@ -21,6 +23,7 @@ from halfbyte.evaluate import measure
 from halfbyte.models import isolation
 from halfbyte.models.head import causal_lm_loss
 from halfbyte.models.isolation import isolate, release
+from halfbyte.models.patch import patch
 from halfbyte.models.unpacking import LIKE, _groups
 
 SOME = {
@@ -126,6 +129,16 @@ def test_generation_and_padded_batches_run_as_before():
         asked(model)
         assert torch.equal(model(ids, attention_mask=mask).logits, padded)
         assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), cached)
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_packed_documents_are_apart_in_patched_models(family):
+    """Layers with a state go through rows of one document each."""
+    model = tiny(family).eval()
+    patch(model)
+    found = asked(model, length=64, tokens=range(10, 100))
+    assert found.way == ("unpacked" if family in HYBRIDS else "positions")
+    assert found.tried[found.way].isolated
 
 
 def test_a_model_that_is_not_causal_is_refused_in_words():
@@ -237,7 +250,6 @@ def test_groups_hold_each_token_once_and_little_padding(lengths):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["llama", "mixtral", "gpt_oss", "mamba2", "lfm2", "qwen3_5_text", "granitemoehybrid"])
 def test_on_a_gpu_in_16_bits(name):
-    from halfbyte.models.patch import patch
 
     model = all_families.build(name).to("cuda", torch.bfloat16)
     patch(model)

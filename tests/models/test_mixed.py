@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from expert_models import TOKENS, mixture
 from typer.testing import CliRunner
 
 from halfbyte import notices
@@ -18,6 +19,7 @@ from halfbyte.layers import QuantizedLinear
 from halfbyte.models.head import causal_lm_loss
 from halfbyte.models.load import load_model, load_tokenizer
 from halfbyte.models.mixed import Option, best, loss_as, lower_hull, measure, mix
+from halfbyte.models.watched_experts import measurable_stacks
 from halfbyte.tensor import QuantizedTensor
 
 FORMATS = {name: named(name) for name in ("nf4", "fp4", "blockwise4:nf4:32:plain")}
@@ -116,6 +118,82 @@ def test_errors_are_the_rise_of_the_loss_to_second_order(tiny_checkpoint):
         rises = [0.5 * (x @ error.T * output.grad[0]).sum(-1).square().sum() for x, output in seen]
         assert by_name[key].error == pytest.approx(float(sum(rises)) / 6, rel=1e-3)  # of 4 + 2 predicted tokens
         assert by_name[key].nbytes == stored.nbytes
+
+
+EXPERTS = {key: named(key) for key in ("kbit3", "nf4")}
+BATCH = {"input_ids": TOKENS, "labels": TOKENS}
+
+
+@pytest.mark.parametrize("name", ["Qwen3Moe", "DeepseekV3"])
+def test_experts_are_measured_by_their_own_tokens(name, monkeypatch):
+    """Against the products of transformers' own loop over experts."""
+    model = mixture(name)
+    found, stacks = measure(model, EXPERTS, [BATCH]), measurable_stacks(model)
+    matrices = {}  # by where they lie
+    for key, each in stacks.items():
+        assert "forward" not in vars(each.module)
+        (stack,) = each.matrices().values()
+        matrices |= {matrix.data_ptr(): (key, matrix) for matrix in stack}
+        each.module.config._experts_implementation = "eager"
+    products, linear = [], torch.nn.functional.linear
+
+    def watched(x, weight, bias=None):
+        result = linear(x, weight, bias)
+        if weight.data_ptr() in matrices:
+            result.retain_grad()
+            products.append((*matrices[weight.data_ptr()], x.detach(), result))
+        return result
+
+    monkeypatch.setattr(torch.nn.functional, "linear", watched)
+    loss, count = causal_lm_loss(model.requires_grad_(True), BATCH)
+    loss.backward()
+    assert {key for key, *_ in products} == stacks.keys()
+    for key, each in stacks.items():
+        by_name = {option.format: option for option in found[key]}
+        assert by_name["16bit"].nbytes == 2 * each.weights
+        own = [(matrix, x, result) for other, matrix, x, result in products if other == key]
+        for format_key, format_ in EXPERTS.items():
+            errors = [QuantizedTensor.quantize(matrix, format_).dequantize() - matrix for matrix, *_ in own]
+            rises = [
+                0.5 * (linear(x, error) * result.grad).sum(-1).square().sum()
+                for error, (_, x, result) in zip(errors, own, strict=True)
+            ]
+            reached = sum(len(x) > 0 for _, x, _ in own)
+            assert by_name[format_key].error == pytest.approx(float(sum(rises)) * 4 / reached / int(count), rel=1e-3)
+            (stack,) = each.matrices().values()
+            stored = QuantizedTensor.quantize(stack, format_.stacked())
+            assert by_name[format_key].nbytes == stored.nbytes
+
+
+@pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
+def test_losses_of_a_mixture_are_those_of_the_stored_model(name, tmp_path):
+    """gpt-oss' stacks lie transposed, so both of a layer have one format."""
+    mixture(name).save_pretrained(tmp_path)
+    model = load_model(str(tmp_path), load_in_4bit=False, dtype="float32", device="cpu")
+    stacks = measurable_stacks(model)
+    assert len(stacks) == {"Qwen3Moe": 4, "GptOss": 2}[name]
+    found = loss_as(model, dict.fromkeys(stacks, named("kbit3")), [BATCH])
+    patterns = dict.fromkeys(stacks, "kbit3") | {"*": "16bit"}
+    stored = load_model(str(tmp_path), quantization=patterns, dtype="float32", device="cpu")
+    with torch.no_grad():
+        loss, count = causal_lm_loss(stored, BATCH)
+    assert found == pytest.approx(float(loss) / int(count), rel=1e-6)
+    whole = load_model(str(tmp_path), load_in_4bit=False, dtype="float32", device="cpu")
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), whole.parameters(), strict=True))
+
+
+def test_experts_that_no_token_reaches_count_as_the_others_and_are_said():
+    model = mixture("Qwen3Moe", num_experts=16)
+    few = {"input_ids": TOKENS[:, :2], "labels": TOKENS[:, :2]}
+    found = measure(model, EXPERTS, [few])
+    assert re.match(r"no token of the calibration text reached \d+ of 32 experts", notices.said()["mix-unreached"])
+    assert all(option.error > 0 for option in found["model.layers.0.mlp.experts.down_proj"][1:])
+
+
+def test_a_format_that_stores_no_experts_is_refused_before_anything_is_measured():
+    with pytest.raises(ModelError, match=r"down_proj cannot be stored in large") as refused:
+        measure(mixture("Qwen3Moe"), EXPERTS | {"large": named("blockwise4:nf4:4096:plain")}, [])
+    assert "kbit3" in refused.value.fix
 
 
 def test_one_decoder_layer_at_a_time_has_activations(tiny_checkpoint):

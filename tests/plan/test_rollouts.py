@@ -70,7 +70,20 @@ def test_the_8b_within_40_gib():
     assert plan.fits
     stays = plan.weights + plan.adapters + plan.gradients + plan.optimizer + plan.runtime
     assert plan.total == stays + max(plan.answering.total, plan.activations + plan.logits)
-    assert not plan.use_graphs
+    assert not plan.use_graphs  # whose pool would stay
+
+
+def test_graphs_stay_where_rollouts_lack_nothing_beside_them():
+    roomy, tight = plan_8b(130), plan_8b(40)
+    assert roomy.use_graphs
+    assert roomy.answering == tight.answering
+    stays = roomy.weights + roomy.adapters + roomy.gradients + roomy.optimizer + roomy.runtime
+    pool = roomy.activations + roomy.logits
+    assert roomy.total == stays + pool + max(roomy.answering.total, roomy.graphs)
+    least = stays + pool + roomy.answering.total
+    assert plan_8b(1.2 * least / GIB, activation_checkpointing=False).use_graphs
+    assert not plan_8b(1.05 * least / GIB, activation_checkpointing=False).use_graphs  # no tenth to spare
+    assert not plan_8b(130, use_kernels=False).use_graphs
 
 
 def test_what_is_chosen_for_want_of_memory():

@@ -6,6 +6,7 @@ import pytest
 from trl.rewards import get_repetition_penalty_reward, get_soft_overlong_punishment, think_format_reward
 
 from halfbyte.rewards import functions, sandbox
+from halfbyte.rewards.specs import first_entries
 
 ANSWERS = [
     "<think>\nso\n</think>\nTherefore.", "<think>\nso", " <think>a</think>b", "<think>a<think>b</think>c", "", "plain",
@@ -65,3 +66,20 @@ def test_code_compares_what_programs_print():
     ]
     given = [tests, json.dumps(tests), tests, tests, tests, tests, tests]
     assert functions.code("tests", 3, answers, tests=given) == [1.0, 0.5, 0.0, 0.0, 0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("columns", "library", "entries", "words"),
+    [
+        ({"answer": "so 2 + 2 = 4\n#### 4"}, True, ["math"], "math judges by column 'answer'"),
+        ({"solution": "\\boxed{3}", "answer": "3"}, True, ["math"], "'solution'"),
+        ({"answer": "1,200"}, False, [{"repetition": {"ngram_size": 3}}], "pip install"),
+        ({"answer": "a long story"}, True, [{"repetition": {"ngram_size": 3}}], "no column says what is right"),
+        ({}, True, [{"repetition": {"ngram_size": 3}}], "no column says what is right"),
+    ],
+)
+def test_rewards_to_begin_with_follow_from_the_columns(monkeypatch, columns, library, entries, words):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: library or None)
+    found, reason = first_entries(columns)
+    assert found == entries
+    assert words in reason

@@ -27,7 +27,7 @@ def trained(tmp_path_factory):
     run = {
         "model_name_or_path": folder / "model", "dataset": folder / "rows.jsonl", "output_dir": folder / "out",
         "max_length": 64, "packing": "true", "r": 4, "max_steps": 4, "save_steps": 2, "learning_rate": 1e-2,
-        "warmup_steps": 0, "device": "cpu",
+        "warmup_steps": 0, "device": "cpu", "modules_to_save": "[gate]", "moe_aux_loss_coef": 0.01,
     }  # fmt: skip
     (folder / "run.yaml").write_text("".join(f"{key}: {value}\n" for key, value in run.items()))
     assert ran("train", folder / "run.yaml") == 0
@@ -48,9 +48,22 @@ def test_experts_are_trained_and_their_adapter_loads(trained):
     reload = json.loads((out / "checks.json").read_text())["adapter_reload"]
     assert reload["equal"]
     assert reload["experts_changed"] == reload["experts"] == 16  # two stacks of four in each of two layers
+    assert all(0.9 < line["aux_loss"] < 4 for line in lines if "loss" in line)
+    use = json.loads((out / "experts.json").read_text())
+    assert {sum(each["used"]) for each in use["layers"].values()} == {
+        2 * sum(line["tokens"] for line in lines if line["kind"] == "train")
+    }
+    assert "entropy of equal use" in (out / "report.html").read_text()
     model = load_model(str(trained / "model"), device="cpu", dtype="bfloat16")
     held = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
     assert json.loads((out / "memory.json").read_text())["predicted"]["weights"] == held
+
+
+def test_dora_beside_experts_is_saved_although_rounding_may_send_a_token_elsewhere(trained, tmp_path):
+    more = ["use_dora=true", "learning_rate=1e-3", "max_steps=4", f"output_dir={tmp_path / 'out'}"]
+    assert ran("train", trained / "run.yaml", *more) == 0
+    reload = json.loads((tmp_path / "out/checks.json").read_text())["adapter_reload"]
+    assert reload["median_difference"] <= reload["largest_logit"] / 64
 
 
 def test_resumed_is_as_if_never_stopped(trained, tmp_path):

@@ -4,7 +4,9 @@ import json
 import shutil
 
 import pytest
+import torch
 import yaml
+from graph_stand_in import StandIn
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -15,6 +17,7 @@ from halfbyte.errors import ConfigError, TrainingError
 from halfbyte.evaluate import evaluate
 from halfbyte.train import checkpoint as checkpoints
 from halfbyte.train.generations import Generations
+from halfbyte.train.loop import TrainingLoop
 from halfbyte.train.rewarded import passes
 from halfbyte.train.sft import finetune, train
 
@@ -55,6 +58,19 @@ def run(prompts, output, resume=None, **more):
 
 def lines(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_prompts_without_room_for_an_answer_are_left_out(prompts, tmp_path):
+    """Text and columns of the others stay as they are; rows picked from a table are copied when it gets a column."""
+    rows = lines(prompts / "prompts.jsonl")
+    mixed = [{**row, "prompt": row["prompt"] * (30 if at % 3 == 0 else 1)} for at, row in enumerate(rows)]
+    (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in mixed))
+    run(prompts, tmp_path / "out", dataset=str(tmp_path / "mixed.jsonl"), max_steps=1)
+    report = json.loads((tmp_path / "out/data_report.json").read_text())
+    (dropped,) = report["train"]["dropped"].values()
+    assert dropped == len(mixed[::3])
+    kept = {row["prompt"] for at, row in enumerate(mixed) if at % 3}
+    assert {each["prompt"] for each in lines(tmp_path / "out/completions.jsonl")} <= kept
 
 
 def test_rewards_rise(prompts, tmp_path):
@@ -153,6 +169,43 @@ def test_prompts_are_computed_once_and_the_steps_are_the_same(prompts, tmp_path)
     assert json.loads((tmp_path / "once/checks.json").read_text())["shared_prompts"]["largest_difference"] < 1e-4
     report = json.loads((tmp_path / "once/data_report.json").read_text())["train"]
     assert report["computed_tokens"] < report["tokens_apart"]
+
+
+def test_rollouts_beside_graphs(prompts, tmp_path, monkeypatch):
+    """Micro-batches of a GPU's few shapes, with a stand-in for its graphs; a rollout that finds no room has them go,
+    and is drawn again: the same answers, rewards and losses."""
+    from halfbyte.data import collate
+    from halfbyte.generation import Rollouts
+
+    monkeypatch.setattr(collate, "rounds_widths", lambda device: True)
+    run(prompts, tmp_path / "eager", max_steps=8)
+    stand_in, graphs, held, begin, generate = (
+        StandIn().install(monkeypatch),
+        [],
+        [],
+        TrainingLoop.use_generations,
+        Rollouts.generate,
+    )
+
+    def in_graphs(loop, generations):
+        loop.use_graphs()
+        graphs.append(loop.stepper.graphs)
+        stand_in.gradients = loop.stepper.graphs.gradients
+        begin(loop, generations)
+
+    def short(engine, *arguments, **keys):
+        held.append(graphs[0].holds_graphs)
+        if len(held) == 7:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return generate(engine, *arguments, **keys)
+
+    monkeypatch.setattr(TrainingLoop, "use_generations", in_graphs)
+    monkeypatch.setattr(Rollouts, "generate", short)
+    run(prompts, tmp_path / "graphed", max_steps=8)
+    assert held == [False] * 3 + [True] * 4 + [False] * 2  # captured in the third step, gone in the seventh
+    eager, graphed = (lines(tmp_path / name / "metrics.jsonl") for name in ("eager", "graphed"))
+    for name in ("loss", "reward", "entropy", "trained_tokens", "completions/mean_length"):
+        assert [record[name] for record in eager] == pytest.approx([record[name] for record in graphed], rel=1e-6), name
 
 
 def test_a_function_given_in_python(prompts, tmp_path):

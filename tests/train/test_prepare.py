@@ -200,10 +200,10 @@ def test_attention_is_tried_on_a_small_model(place, monkeypatch):
 def test_ids_beyond_the_embeddings_are_named():
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(transformers.GPT2Config(n_layer=1, vocab_size=10))
-    check_token_ids(model, 9, 0)
+    check_token_ids(model, {"tokens of the data": 9, "padding": None})
     for largest, pad, words in ((10, 0, "tokens of the data the id 10"), (9, 11, "padding the id 11")):
         with pytest.raises(ModelError, match=f"{words}, and the model has embeddings for 0 to 9"):
-            check_token_ids(model, largest, pad)
+            check_token_ids(model, {"tokens of the data": largest, "padding": pad})
 
 
 def test_positions_that_a_model_has_not():

@@ -12,11 +12,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..dispatch import on_compiler
 from ..formats import from_spec
+from ..ops.rows import linear
 
 if TYPE_CHECKING:
     from ..tensor import QuantizedTensor
@@ -55,13 +55,13 @@ class _QuantizedLinear(torch.autograd.Function):
         # An attribute, not save_for_backward: W is a frozen parameter that outlives the graph, and hooks that
         # offload saved activations must not carry it along.
         ctx.weight = weight
-        return F.linear(input, weight.dequantize(input.dtype), bias)
+        return linear(input, weight.dequantize(input.dtype), bias)
 
     @staticmethod
     def backward(ctx, grad):
         grad_input = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_input = grad @ ctx.weight.dequantize(grad.dtype)
+            grad_input = linear(grad, ctx.weight.dequantize(grad.dtype).t())
         if ctx.needs_input_grad[2]:
             grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
         return grad_input, None, grad_bias
@@ -79,11 +79,11 @@ def _dequantize(parts: list[Tensor], spec: str, shape: list[int], dtype: torch.d
 
 
 def _forward(input, parts, bias, spec, shape):
-    return F.linear(input, _dequantize(parts, spec, shape, input.dtype), bias)
+    return linear(input, _dequantize(parts, spec, shape, input.dtype), bias)
 
 
 def _backward_input(grad, parts, spec, shape):
-    return grad @ _dequantize(parts, spec, shape, grad.dtype)
+    return linear(grad, _dequantize(parts, spec, shape, grad.dtype).t())
 
 
 _library.impl("quantized_linear", _forward, "CompositeExplicitAutograd")

@@ -29,9 +29,9 @@ SHOWN = (
     "max_length", "packing", "output_dir", "per_device_train_batch_size", "gradient_accumulation_steps",
     "num_train_epochs", "learning_rate",
 )  # fmt: skip
-# Something to begin with, which needs no further column; and few held-out prompts, since each is answered.
+# Few held-out prompts, since each is answered; and rewards that stand for those which the columns ask for.
 FIRST_KEYS = {
-    "reward_funcs": [{"repetition": {"ngram_size": 3}}],
+    "reward_funcs": ["repetition"],
     "eval_split_size": 16,
     "gradient_accumulation_steps": 32,
 }
@@ -61,6 +61,7 @@ def starting_config(model: str, dataset: str, method: str = "sft") -> str:
     base = base.model_copy(update={"max_length": lengths[0]})
     base, data = _prepared(base, load_tokenizer(files.place), files.config)
     base, packing = _packed(base, files.config) if rows == "text" else (base, [])
+    base, judged = _judged(base, data) if rows == "prompts" else (base, [])
     base, divided = _divided(base, files.config, data, lengths[-1])
     chosen, plan = _largest(base, files.config, data, lengths)
     if rows == "prompts":
@@ -71,6 +72,7 @@ def starting_config(model: str, dataset: str, method: str = "sft") -> str:
         f"# For this machine: {plan.total / 2**30:.2f} GiB of {plan.capacity_bytes / 2**30:.2f} GiB, {fits}.",
         "# Next: `halfbyte check`, `preview` and `train` with this file. All keys: config.resolved.yaml of any run.",
         *packing,
+        *judged,
         *divided,
     ]
     others = {"parallel"} if divided else set()
@@ -88,6 +90,14 @@ def _whole_groups(config: RunConfig, size: int) -> int:
     """Micro-batches of `size` answers that a step of at least four whole groups has."""
     group = config.num_generations or 1
     return math.lcm(size, group) // size * max(1, 4 * group // math.lcm(size, group))
+
+
+def _judged(base: RunConfig, data: PreparedData) -> tuple[RunConfig, list[str]]:
+    """The configuration with rewards that fit the prompts' further columns, and a line that says which."""
+    from ..rewards.specs import first_entries
+
+    entries, reason = first_entries(data.train[0]["columns"])
+    return base.model_copy(update={"reward_funcs": entries}), [f"# reward_funcs: {reason}."]
 
 
 def _packed(base: RunConfig, model_config: PretrainedConfig) -> tuple[RunConfig, list[str]]:

@@ -55,6 +55,7 @@ RENAMED = {
     "val_size": "eval_split_size",
     "cutoff_len": "max_length",
     "neat_packing": "packing",
+    "moe_aux_loss_coef": "router_aux_loss_coef",
     "preprocessing_num_workers": "dataset_num_proc",
     # Surogate
     "qlora_bnb_block_size": "bnb_4bit_blocksize",

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import get_args
 
+from .methods import COMPARING
+from .policy import POLICY
 from .resolve import Parallel
 from .schema import Axis
 
@@ -28,6 +30,19 @@ def obstacle(layout: Parallel) -> tuple[str, str] | None:
         wrong = f"parallel: {layout}: pipeline goes with {' and '.join(WITH_PIPELINE)}, not with {beside[0]}"
         return wrong, f"leave out pipeline or {beside[0]}"
     return None
+
+
+def of_method(layout: Parallel, method: str) -> tuple[str, str] | None:
+    """Why `method` cannot be trained so: what is wrong, and the fix. Its losses may be of whole rows."""
+    if method == "sft" or layout.size == 1:
+        return None
+    if method in POLICY:
+        return f"parallel: {layout}: method: {method} trains on one device", "remove parallel, or start one process"
+    ways = ["data", *(["shard"] if method in COMPARING else [])]
+    if layout.size == math.prod(getattr(layout, axis) for axis in ways):
+        return None
+    wrong = f"parallel: {layout} with method: {method}: its losses are of whole rows"
+    return wrong, f"divide rows: use parallel: {' or '.join(f'{{{axis}: N}}' for axis in ways)}"
 
 
 def layouts(processes: int) -> Iterator[Parallel]:

@@ -115,6 +115,11 @@ def _in_losses(config: RunConfig) -> Iterator[Contradiction]:
     if config.loss_weights is not None and len(config.loss_weights) != len(types):
         wrong = f"{_said(config, 'loss_weights')} beside {_said(config, 'loss_type')}: not as many"
         yield "loss_weights", wrong, "give a weight for each loss type"
+    elif config.loss_weights is not None and not any(config.loss_weights):
+        yield "loss_weights", f"{_said(config, 'loss_weights')}: no loss is left to train on", "give one above 0"
+    if config.method == "kto" and not (config.desirable_weight or config.undesirable_weight):
+        wrong = "desirable_weight and undesirable_weight are both 0: no answer is left to train on"
+        yield "desirable_weight", wrong, "give one of them above 0"
     if config.beta == 0 and config.method in LOSS_TYPES and config.method not in POLICY:
         yield "beta", f"{_said(config, 'beta')} with {chosen}: rewards would all be 0", "give a number above 0"
     if "exo_pair" in types and not config.label_smoothing:
@@ -159,7 +164,7 @@ def _in_recipe(config: RunConfig) -> Iterator[Contradiction]:
 
 
 def _in_parallel(config: RunConfig) -> Iterator[Contradiction]:
-    from .combinations import obstacle  # which know the sections
+    from .combinations import obstacle, of_method  # which know the sections
     from .resolve import Parallel
 
     assert config.parallel != "auto"
@@ -167,7 +172,7 @@ def _in_parallel(config: RunConfig) -> Iterator[Contradiction]:
     if config.device and ":" in config.device and layout.size > 1:
         wrong = f"{_said(config, 'device')} with {_said(config, 'parallel')}: it is one device"
         yield "device", wrong, "remove device, or parallel"
-    if impossible := obstacle(layout):
+    if impossible := obstacle(layout) or of_method(layout, config.method):
         yield "parallel", *impossible
 
 

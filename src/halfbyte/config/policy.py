@@ -126,6 +126,8 @@ def in_policy(config: RunConfig) -> Iterator[Contradiction]:
     elif config.reward_weights is not None and len(config.reward_weights) != len(config.reward_funcs):
         wrong = f"reward_weights: {brief(config.reward_weights)} beside {len(config.reward_funcs)} reward_funcs"
         yield "reward_weights", wrong, "give a weight for each function"
+    elif config.reward_weights is not None and not any(config.reward_weights):
+        yield "reward_weights", f"reward_weights: {brief(config.reward_weights)} weigh nothing", "give one above 0"
     answers, group = answers_a_generation(config), config.num_generations or 2
     if answers % group:
         wrong = f"num_generations: {group} does not divide the {answers} answers of a generation"

@@ -14,7 +14,7 @@ from ..errors import ConfigError
 from ..optim import OPTIMIZERS
 from ..words import brief
 from .contradictions import Contradiction, in_run, in_storage
-from .methods import WITH_DEFAULTS, PreferenceSection, defaults_of
+from .methods import WITH_DEFAULTS, PreferenceSection, defaults_of, of
 from .policy import PolicySection
 from .section import Section, contradiction, nearest
 from .yaml import dump_value, read_patterns
@@ -184,6 +184,9 @@ class TrainingSection(Section):
     adam_beta1: Fraction = Field(0.9, description="first-moment decay")
     adam_beta2: Fraction = Field(0.999, description="second-moment decay")
     neftune_noise_alpha: Annotated[float, Field(gt=0)] | None = Field(None, description="embedding noise (NEFTune)")
+    router_aux_loss_coef: Annotated[float, Field(ge=0)] | None = of(
+        ("sft",), None, "weight of the loss that balances a mixture's routers, as transformers has it; default: 0"
+    )
     activation_checkpointing: bool | Literal["auto"] | Level = Field(
         "auto",
         description="what layers keep for backward, from most to least: keep, recompute, recompute_mlp, checkpoint (or"

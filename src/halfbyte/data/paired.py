@@ -195,15 +195,19 @@ class AnswerCollator:
             answer.append(np.where(trained[asked], number, -1))
             place.append(np.cumsum(trained)[asked] - 1)
         size = sum(map(len, at))
-        if self.rounded:
-            step = max(tokens // SHARES, 1)
-            size = -(-size // step) * step
+        size = filled_size(size, tokens) if self.rounded else size
         fills = {"at": (at, 0), "wanted": (wanted, IGNORE_INDEX), "answer": (answer, -1), "place": (place, 0)}
         return {name: _joined(parts, size, fill) for name, (parts, fill) in fills.items()}
 
     def _pairs(self, pairs: int) -> int:
         several = isinstance(self.collate, PackedCollator) and not self.collate.one_row
         return -(-pairs // PAIRS) * PAIRS if self.rounded and several else pairs
+
+
+def filled_size(trained: int, tokens: int) -> int:
+    """One of few sizes for so many trained tokens of a batch's `tokens`."""
+    step = max(tokens // SHARES, 1)
+    return -(-trained // step) * step
 
 
 @dataclass(frozen=True)

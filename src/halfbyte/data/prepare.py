@@ -248,7 +248,8 @@ def _finish(found: Documents, encoder: Encoder, config: RunConfig, name: str) ->
         )
     truncated = sum(length > config.max_length for length in kept["length"])
     if truncated:
-        notice(f"truncated:{name}", f"{truncated} of {total} {name} documents cut to max_length {config.max_length}")
+        words = f"cut to max_length {config.max_length}: the longest has {max(kept['length']):,} tokens"
+        notice(f"truncated:{name}", f"{truncated} of {total} {name} documents {words}")
     for reason, count in dropped.items():
         notice(f"dropped:{name}:{reason}", f"{count} of {total} {name} documents dropped: {reason}")
     empty = sum(kept["empty"])

@@ -115,7 +115,7 @@ def _rows(kept: Dataset, kind: Kind) -> Dataset:
     rows = kept.select_columns(
         [name for name in _features(kind, kept.column_names) if name not in (*ENCODED, "otherwise")]
     )
-    return rows.with_transform(_as_read) if kind == "prompts" else rows
+    return rows.with_transform(as_read) if kind == "prompts" else rows
 
 
 def _features(kind: Kind, columns: Any) -> dict[str, Any]:
@@ -202,7 +202,8 @@ def _finish(found: Documents, encoder: AnswerEncoder, config: RunConfig, name: s
     if truncated:
         notice(
             f"truncated:{name}",
-            f"{truncated} of {total} {name} rows have answers cut to max_length {config.max_length}",
+            f"{truncated} of {total} {name} rows have answers cut to max_length {config.max_length}:"
+            f" the longest row has {max(encoded['length']):,} tokens",
         )
     if otherwise := sum(kept["otherwise"]):
         wrong = "the chat template writes the prompt otherwise where no answer follows, so generation sees another one"
@@ -289,7 +290,7 @@ def _stops(encoder: AnswerEncoder) -> dict[str, Any]:
     return {"eos_trained": True, "stop_tokens": [str(tokenizer.convert_ids_to_tokens(ends[-1]))]}
 
 
-def _as_read(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+def as_read(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
     """Prompts and further columns out of the JSON in which they are stored: Arrow would merge the keys of all rows."""
     return {
         name: [json.loads(value) for value in values] if name in ("prompt", "columns") else values

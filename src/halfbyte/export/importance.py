@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,19 +11,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from halfbyte.architectures import runs_experts
 from halfbyte.config import load_config
 from halfbyte.data.calibration import ROW, calibration_rows
 from halfbyte.families import Family
 from halfbyte.gguf.imatrix import Seen, write_importances
 from halfbyte.gguf.tensors import BESIDE_TEXT, STACKED_EXPERTS, Layout, experts_name, layer_of
 from halfbyte.models.head import backbone_inputs
+from halfbyte.notices import notice
 from halfbyte.runs.saved import load_saved
 
 TOKENS = 16384  # of the calibration text
+UNWEIGHED = {"token_embd.weight", "output.weight"}  # llama-imatrix leaves them out, too
 
 
 def collect(
-    run_or_model: str, text: str, out: Path, names: Collection[str], family: Family, device: torch.device,
+    run_or_model: str, text: str, out: Path, names: Set[str], family: Family, device: torch.device,
     trust_remote_code: bool, progress: Callable[[int, int], None],
 ) -> None:  # fmt: skip
     """Run a model, its adapter applied, over calibration text and write what its matrices meet.
@@ -53,26 +56,28 @@ def collect(
         progress(len(rows), len(rows))
 
     seen = watch(saved.model, batches(), names, layout)
+    if missed := sorted(names - seen.keys() - UNWEIGHED):
+        said = f"{len(missed)} matrices met no text, such as {missed[0]}"
+        notice("importance-missed", f"{said}: their errors are not weighed")
     write_importances(out, seen, text, len(rows), ROW)
 
 
-@torch.inference_mode()
-def watch(
-    model: nn.Module, batches: Iterable[Mapping[str, Any]], names: Collection[str], layout: Layout
-) -> dict[str, Seen]:
+@torch.no_grad()
+def watch(model: nn.Module, batches: Iterable[Mapping[str, Any]], names: Set[str], layout: Layout) -> dict[str, Seen]:
     """Name of a matrix in the file → what met it, from the batches (arguments of the model's forward)."""
     seen: dict[str, Seen] = {}
     handles = []
     for key, module in model.named_modules():
-        plain = key.removeprefix("base_model.model.").removesuffix(".base_layer")
+        plain = key.removeprefix("base_model.model.").replace(".base_layer", "")
         if BESIDE_TEXT.search(plain) or ".lora_" in plain:
             continue
-        if isinstance(module, nn.Linear) and not plain.endswith("lm_head"):  # which llama-imatrix leaves out, too
+        if isinstance(module, nn.Linear) and not plain.endswith("lm_head"):
             name = layout.name(f"{plain}.weight")
             if name in names:
                 handles.append(module.register_forward_pre_hook(partial(_linear, seen, name)))
-        elif hasattr(module, "gate_up_proj") and STACKED_EXPERTS.fullmatch(f"{plain}.gate_up_proj"):
-            handles.append(module.register_forward_pre_hook(partial(_experts, seen, layer_of(f"{plain}."))))
+        elif runs_experts(module) and STACKED_EXPERTS.fullmatch(f"{plain}.gate_up_proj"):
+            hook = partial(_experts, seen, layer_of(f"{plain}."))
+            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
     try:
         for batch in batches:
             model(**backbone_inputs(model, batch), use_cache=False)  # with a cache packed documents see each other
@@ -88,12 +93,19 @@ def _linear(seen: dict[str, Seen], name: str, module: nn.Linear, args: tuple[Ten
     _entry(seen, name, 1, x).add(0, x)
 
 
-def _experts(seen: dict[str, Seen], layer: int, module: Any, args: tuple[Tensor, ...]) -> None:
-    """Hook of a layer's experts, called with the tokens [tokens, columns] and the experts of each [tokens, chosen]."""
+def _experts(
+    seen: dict[str, Seen], layer: int, module: Any, args: tuple[Tensor, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """Hook of a layer's experts, called with the tokens [tokens, columns], the experts of each [tokens, chosen] and, of
+    a run, adapters of the stacks."""
     x, chosen = args[0], args[1]
+    adapter = (kwargs.get("adapters") or {}).get("gate_up_proj")
     for expert in chosen.unique().tolist():
         own = x[(chosen == expert).any(-1)]
-        gate, up = functional.linear(own, module.gate_up_proj[expert]).chunk(2, -1)
+        first = functional.linear(own, module.gate_up_proj[expert])
+        if adapter is not None:
+            first = first + adapter.scaling * (own.to(adapter.a.dtype) @ adapter.a[expert].mT @ adapter.b[expert].mT)
+        gate, up = first.chunk(2, -1)
         for part, inputs in (("gate", own), ("up", own), ("down", module.act_fn(gate) * up)):
             name = experts_name(layer, part)
             _entry(seen, name, len(module.gate_up_proj), inputs).add(expert, inputs)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..adapters import compute_dtype_of
-from ..families import scale_of
+from ..families import SILU, scale_of
 from ..layers.plain import hooked, watched
 from ..models.head import configured_head
 from ..models.layer import Half, LayerView, epsilon, layer_view
@@ -44,10 +44,12 @@ class Layer:
     """
 
     def __init__(self, view: LayerView, adapters: Sequence[str | None], dtype: torch.dtype, unpacked: bool):
+        if view.attention is None or view.family.gated_attention:
+            raise Unknown(f"{type(view.attention_half.inner).__name__} has a forward of its own")
         if view.mlp is None:
             raise Unknown(f"{type(view.mlp_half.inner).__name__} has a forward of its own")
-        if view.mlp.obstacle:
-            raise Unknown(view.mlp.obstacle)
+        if obstacle := view.attention.obstacle or view.mlp.obstacle:
+            raise Unknown(obstacle)
         self.family, self.attention, self.mlp = view.family, view.attention, view.mlp
         self.halves = view.attention_half, view.mlp_half
         self.qkv = Linears(self.attention.inputs, adapters, dtype, unpacked)
@@ -56,27 +58,37 @@ class Layer:
         self.down = Linears([self.mlp.output], adapters, dtype, unpacked)
         self.linears = self.qkv, self.out, self.gate_up, self.down
 
-    def queries_keys_values(self, x: Tensor) -> list[Tensor]:
-        """[B, H, T, D] each of x [B, T, K]."""
-        size = self.attention.head_dim
-        return [part.unflatten(-1, (-1, size)).transpose(1, 2) for part in self.attention.split(self.qkv(x))]
+    def queries_keys_values(
+        self, x: Tensor, positions: Tensor, normed: Callable[[Any, Tensor], Tensor]
+    ) -> list[Tensor]:
+        """[B, H, T, D] each of x [B, T, K]; `normed` computes a norm."""
+        query, key, value, _ = self.attention.heads_of(self.qkv(x), normed)
+        return [self.attention.scaled(query, positions), key, value]
 
     def mix(self, x: Tensor) -> Tensor:
-        """The gated MLP of x [B, T, K]."""
-        gate, up = self.mlp.split(self.gate_up(x))
-        return self.down(glu(gate, up, self.mlp.activation))[0]
+        """The MLP of x [B, T, K]."""
+        return self.down(self.mlp.act_on(self.gate_up(x), glu))[0]
+
+    @property
+    def plain_rope(self) -> bool:
+        """Whether q and k are turned in halves and nothing else, so that they are turned in place."""
+        attention = self.attention
+        return attention.rotates and attention.head_norms is None and self.family.rope_pairs == "halves"
 
     def one_launch(self, keys: Tensor, values: Tensor) -> DecoderLayer | None:
         """As `ops.decode_layers` takes it, with its cache [B, Hk, S, D]; None unless it is of Llama's kind and its
         weights are 4-bit."""
         attention, family = self.attention, self.family
-        more = any(half.leave is not None or half.scale != 1 for half in self.halves) or attention.softcap is not None
-        if more or family.norm_offset or family.fused or self.mlp.activation != "silu":
+        more = any(half.norm is None or half.leave is not None or half.scale != 1 for half in self.halves)
+        more = more or attention.softcap is not None or attention.query_scale is not None or family.qk_norm == "all"
+        other = family.norm_offset or family.layer_norm or family.parallel or family.rope_pairs != "halves"
+        if more or other or not attention.rotates or family.fused or not self.mlp.gated or self.mlp.named not in SILU:
             return None
         qkv, out, gate_up, down = (each.projections() for each in self.linears)
         if qkv is None or out is None or gate_up is None or down is None:
             return None
-        norm, post_norm = (half.norm.weight.detach() for half in self.halves)
+        norms: Any = [half.norm for half in self.halves]
+        norm, post_norm = (each.weight.detach() for each in norms)
         q_norm, k_norm = (None, None) if attention.norms is None else (each.weight.detach() for each in attention.norms)
         return DecoderLayer(qkv, out, gate_up, down, norm, post_norm, q_norm, k_norm, keys, values, attention.window)
 
@@ -145,16 +157,22 @@ class Decoder:
         branch, residual = self.embedded(tokens), None
         for number, layer in enumerate(self.layers):
             first, second = layer.halves
-            x, residual = self.normed(first.norm, branch, residual)
-            q, k, v = layer.queries_keys_values(x)
+            x, stream = self.normed(first.norm, branch, residual)
+            q, k, v = layer.queries_keys_values(x, positions, lambda norm, each: self.normed(norm, each)[0])
             out = attend(number, layer, q, k, v, ropes[layer.attention.rope])
             branch = self._leave(first, layer.out(out.transpose(1, 2).flatten(2))[0])
-            x, residual = self.normed(second.norm, branch, residual)
+            if self.family.parallel:
+                branch, residual = branch + self._leave(second, layer.mix(x)), stream
+                continue
+            x, residual = self.normed(second.norm, branch, stream)
             branch = self._leave(second, layer.mix(x))
         return self.normed(self.norm, branch, residual)[0]
 
     def normed(self, norm: Any, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual)."""
+        if norm is None or self.family.layer_norm:
+            total = x if residual is None else x + residual
+            return total if norm is None else norm(total).to(self.dtype), total
         y, total, _ = rms_norm(x, residual, norm.weight, epsilon(norm), self.family.norm_offset)
         return y.to(self.dtype), total
 
@@ -165,11 +183,20 @@ class Decoder:
 
     def rotated(self, layer: Layer, q: Tensor, k: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
         """q and k, normed where the layer does that; may be those given, written over."""
-        if layer.attention.norms is None:
+        norms, attention = layer.attention.head_norms, layer.attention
+        if layer.plain_rope:
             rope_(q, k, *angles, False)
             return q, k
-        q_norm, k_norm = layer.attention.norms
-        return qk_norm_rope(q, k, q_norm.weight, k_norm.weight, *angles, epsilon(q_norm), self.family.norm_offset)
+        if norms is not None:
+            if attention.rotates and self.family.rope_pairs == "halves" and angles[0].shape[-1] == attention.head_dim:
+                weights = norms[0].weight, norms[1].weight
+                return qk_norm_rope(q, k, *weights, *angles, epsilon(norms[0]), self.family.norm_offset)
+            q, k = (self.normed(norm, x)[0] for norm, x in zip(norms, (q, k), strict=True))
+        if not attention.rotates:
+            return q, k
+        q, k, *angles_ = attention.in_halves(q, k, *angles)
+        rope_(q, k, *angles_, False)
+        return q, k
 
 
 def prompt_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:

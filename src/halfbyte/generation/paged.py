@@ -86,7 +86,7 @@ class PagedDecoder(Decoder):
         self, number: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor, angles: Angles, pages: Tensor, slots: Tensor
     ) -> tuple[Tensor, Tensor]:
         """q and k as `rotated` gives them; k and v go into the cache."""
-        if layer.attention.norms is None:
+        if layer.plain_rope:
             rope_store_paged_(q, k, v, *angles, *self.caches[number], pages, slots)
             return q, k
         q, k = self.rotated(layer, q, k, angles)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
 
-from peft import LoraConfig, PeftModel
-from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+from peft import PeftModel
+from peft.utils import transformers_weight_conversion as conversion
 from torch import nn
 
 from ..architectures import ALL_LINEAR, expert_stacks, expert_targets
@@ -14,6 +16,8 @@ from ..config import Adapter
 from ..errors import ModelError
 from ..notices import notice
 from .expert_adapters import expert_wrappers
+
+WEIGHT = ".weight"
 
 
 def named_by(module: str, target: str) -> bool:
@@ -49,29 +53,69 @@ def adapted_experts(model: nn.Module, adapter: Adapter) -> set[str]:
     return {stack for stack in stacks if any(named_by(stack, target) for target in targets)}
 
 
-def leave_to_experts(lora: LoraConfig, model: nn.Module, adapter: Adapter) -> None:
+def name_past_experts(lora: Any, model: nn.Module, linears: set[str]) -> None:
     """PEFT takes gate_proj, up_proj and down_proj of some mixtures for their routed experts, whose linears they were in
-    transformers 4, when it makes an adapter and when it reads one. What it would take so is left out.
+    transformers 4, when it makes an adapter and when it reads one. What it would take so is named by its parameter,
+    which PEFT reads as it stands and `by_modules` makes a linear's own adapter of.
 
-    Raises:
-        ModelError: `target_modules` names it.
+    Args:
+        linears: names of the modules that get adapters.
     """
-    read: Any = copy.deepcopy(lora)
-    convert_peft_config_for_transformers(read, model=model, conversions=None)
-    named: Any = lora.target_modules
-    if isinstance(named, str):
-        taken = set()
+    targets: Any = lora.target_modules
+    read = copy.deepcopy(lora)
+    _convert(read, model)
+    if isinstance(targets, str):  # PEFT makes leaves of what it matches, and parameters of some leaves
         if set(read.target_parameters or ()) == set(lora.target_parameters or ()):
             return
-    elif not (taken := set(named) - set(read.target_modules)):
+        read.target_modules = lora.target_modules = targets = set(linears)
+        _convert(read, model)
+    taken = set(targets) - set(read.target_modules or ())
+    if not taken:
         return
-    what = ", ".join(sorted({name.rpartition(".")[2] for name in taken})) or repr(named)
-    config: Any = model.config
-    said = f"PEFT takes {what} of a {config.model_type} for its routed experts"
-    if adapter.target_modules != ALL_LINEAR:
-        raise ModelError(f"target_modules: {said}", "leave it out, and name experts in target_parameters")
-    lora.target_modules = sorted(set(named) - taken)
-    notice("experts-names", f"{said}: dense layers and shared experts get no adapter")
+    lora.target_modules = set(targets) - taken
+    lora.target_parameters = sorted({*(lora.target_parameters or ()), *(f"{name}{WEIGHT}" for name in taken)})
+    for patterns in (lora.rank_pattern, lora.alpha_pattern):  # which PEFT compares with the parameter's name then
+        patterns |= {rf"({name})\{WEIGHT}": value for name, value in patterns.items()}
+
+
+def _convert(lora: Any, model: nn.Module) -> None:
+    conversion.convert_peft_config_for_transformers(lora, model=model, conversions=None)
+
+
+@contextlib.contextmanager
+def by_modules(lora: Any, model: Any = None) -> Iterator[None]:
+    """Inside, PEFT makes adapters of linears where `lora` names their weights (`name_past_experts`), not wrappers of
+    parameters, whose forward adds a dense B·A to the weight.
+
+    That PEFT reads them as routed experts is turned off meanwhile, in the one function that does so (0.18 to 0.21).
+
+    Args:
+        model: which may have adapters already, whose configs PEFT compares with this one.
+    """
+    configs = [each for each in (lora, *getattr(model, "peft_config", {}).values()) if _weights(each)]
+    if not configs:
+        yield
+        return
+    reads, said = (
+        conversion.convert_peft_config_for_transformers,
+        [(c.target_modules, c.target_parameters) for c in configs],
+    )
+    for config in configs:
+        weights = _weights(config)
+        config.target_modules = {*(config.target_modules or ()), *(name.removesuffix(WEIGHT) for name in weights)}
+        config.target_parameters = sorted({*config.target_parameters} - weights) or None
+    conversion.convert_peft_config_for_transformers = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        conversion.convert_peft_config_for_transformers = reads
+        for config, (modules, parameters) in zip(configs, said, strict=True):
+            config.target_modules, config.target_parameters = modules, parameters
+
+
+def _weights(lora: Any) -> set[str]:
+    """What a config names by the parameter `weight`: of linears."""
+    return {name for name in getattr(lora, "target_parameters", None) or () if name.endswith(WEIGHT)}
 
 
 def say_how_many(model: PeftModel) -> None:

@@ -138,15 +138,18 @@ class PolicyOptimization(Method):
     def collator(
         self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
     ) -> Collate:
-        """Answers → tensors: the base's, and flat ones (N tokens, R answers) beside them."""
+        """Answers → tensors: the base's, and flat ones (N tokens, R answers) beside them; on a GPU N is one of few
+        sizes, since each costs a CUDA graph."""
         from dataclasses import replace
 
         import torch
 
         from ..data.branches import GIVEN, BranchCollator, as_trees
+        from ..data.collate import FINER
+        from ..data.paired import filled_size
 
         base: Any = super().collator(config, tokenizer, device)
-        trees = replace(BranchCollator.like(base, 1), max_length=None)
+        trees = replace(BranchCollator.like(base, 1), max_length=None, widths=FINER)
 
         def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
             if GIVEN in rows[0]:
@@ -165,15 +168,20 @@ class PolicyOptimization(Method):
             for name in ("old", "reference"):
                 if row_has(rows, name):
                     flat[name] = [x for row in rows for x in row[name]]
+            lacking = (filled_size(len(at), batch["input_ids"].numel()) if base.rounded else len(at)) - len(at)
+
+            def filled(values: Any, fill: float) -> torch.Tensor:
+                return torch.nn.functional.pad(torch.as_tensor(values), (0, lacking), value=fill)
+
             return {
                 **batch,
-                "at": at,
-                "wanted": wanted,
-                "answer": torch.arange(len(rows)).repeat_interleave(lengths),
+                "at": filled(at, 0),
+                "wanted": filled(wanted, IGNORE_INDEX),
+                "answer": filled(torch.arange(len(rows)).repeat_interleave(lengths), -1),
                 "advantages": torch.tensor([row["advantage"] for row in rows]),
                 "items": torch.tensor([row["items"] for row in rows], dtype=torch.float64),
                 BONUS: torch.tensor([row.get(BONUS, 0.0) for row in rows]).sum(),
-                **{name: torch.tensor(values, dtype=torch.float32) for name, values in flat.items()},
+                **{name: filled(torch.tensor(values, dtype=torch.float32), 0.0) for name, values in flat.items()},
                 CORRECTS: bool(rows[0].get(CORRECTS)),
             }
 
@@ -186,7 +194,7 @@ class PolicyOptimization(Method):
 
     def counts(self, batch: Batch) -> dict[str, float]:
         items = float(batch["items"].sum())
-        return {ITEMS: items, TOKENS: len(batch["at"]), ANSWERS: len(batch["advantages"]), BATCHES: 1}
+        return {ITEMS: items, TOKENS: int((batch["answer"] >= 0).sum()), ANSWERS: len(batch["advantages"]), BATCHES: 1}
 
     def items(self, tokens: int, share: float) -> float:
         """What an answer of so many trained tokens adds to what the loss is divided by.
@@ -200,7 +208,8 @@ class PolicyOptimization(Method):
     # --- the loss ----------------------------------------------------------------------------------------------------
 
     def log_probs(self, model: nn.Module, batch: Batch, *, train: bool = False) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies [N] of a micro-batch's answers; `train`: with a gradient of the entropy."""
+        """Log-probabilities and entropies [N] of a micro-batch's answers, 0 of what fills up; `train`: with a gradient
+        of the entropy."""
         from ..models.head import log_probs_at
 
         inputs = {name: value for name, value in batch.items() if name not in OWN}
@@ -208,7 +217,7 @@ class PolicyOptimization(Method):
         how: dict[str, Any] = {"temperature": self.temperature, "entropy": True, "entropy_grad": trains}
         log_probs, entropy = log_probs_at(model, inputs, batch["at"], batch["wanted"], **how)
         assert entropy is not None
-        return log_probs, entropy
+        return log_probs, entropy.masked_fill(batch["answer"] < 0, 0.0)  # a head with full logits gives it any
 
     def sums(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         from .policy_losses import Answers, policy_loss
@@ -246,7 +255,9 @@ def _with_room(rows: Dataset, config: RunConfig, answers: int) -> Dataset:
     """`rows`, each with `input_ids` and `labels` as long as its prompt with its longest answers, several of which share
     it."""
     from ..data.branches import ANSWERS
+    from ..data.prepare_answers import as_read
 
+    rows = rows.with_format(None)  # or a column that is added to part of a table would have all stored as they are read
     new, prompts = answers * config.max_completion_length, rows["prompt_ids"]
     ids = [[*prompt, *prompt[-1:] * new] for prompt in prompts]
     labels = [[IGNORE_INDEX] * (len(each) - new) + each[-new:] for each in ids]
@@ -256,4 +267,4 @@ def _with_room(rows: Dataset, config: RunConfig, answers: int) -> Dataset:
         columns |= {"seq_lengths": lengths, ANSWERS: [[answers]] * len(rows)}
     for name, values in columns.items():  # without a name for the result all values would be hashed, by pickling them
         rows = rows.add_column(name, values, new_fingerprint=uuid.uuid4().hex)
-    return rows
+    return rows.with_transform(as_read)

@@ -1,8 +1,8 @@
 """Losses of policy optimization, as pure functions of the log-probabilities of sampled answers.
 
-Tokens are flat: N of them, those of all answers of a micro-batch one behind the other, and `answer` says whose each is.
-So padded and padding-free batches are the same here. Names are TRL's (1.16, `GRPOConfig`), whose trainer is the oracle
-of tests/methods/test_policy_losses.py.
+Tokens are flat: N of them, those of all answers of a micro-batch one behind the other, and `answer` says whose each is;
+what fills N up, with a log-probability of 0, is answer -1's. So padded and padding-free batches are the same here.
+Names are TRL's (1.16, `GRPOConfig`), whose trainer is the oracle of tests/methods/test_policy_losses.py.
 
 With ρ = π/π_old of a token (or, at the level of sequences, the geometric mean over an answer: GSPO, arXiv:2507.18071,
 equation 7) and A the advantage of its answer, a token's loss is
@@ -39,7 +39,7 @@ class Answers:
     """The sampled answers of a micro-batch: R answers of N tokens together, all tensors on one device.
 
     Attributes:
-        answer: int64 [N], the answer that each token is of.
+        answer: int64 [N], the answer that each token is of; -1 of what fills up.
         advantages: fp32 [R].
         old: fp32 [N], log-probabilities by the policy that a window began with; None: by the policy as it is.
         sampled: fp32 [N], those that the tokens were drawn with.
@@ -53,6 +53,15 @@ class Answers:
     sampled: Tensor
     reference: Tensor | None
     corrects: bool = False
+
+    @property
+    def real(self) -> Tensor:
+        """bool [N]: what does not fill up."""
+        return self.answer >= 0
+
+    def spread(self, x: Tensor) -> Tensor:
+        """[N]: of each token its answer's number of x [R]; any of what fills up."""
+        return x[self.answer.clamp(min=0)]
 
     def total(self, x: Tensor) -> Tensor:
         """Sums [R] of x [N] over each answer."""
@@ -80,16 +89,19 @@ def policy_loss(log_probs: Tensor, entropy: Tensor, answers: Answers, policy: Po
         tokens: `sampling_weights`; "bonus", the mean entropy of the tokens that are trained, differentiable.
     """
     old = log_probs.detach() if answers.old is None else answers.old
-    advantages = answers.advantages[answers.answer]
+    advantages = answers.spread(answers.advantages)
     log_ratio = log_probs - old
     by_answer = _log_ratio_of_answers(log_ratio, answers, policy) if policy.by_answers else None
-    ratio = (log_ratio if by_answer is None else by_answer[answers.answer]).exp()
+    ratio = (log_ratio if by_answer is None else answers.spread(by_answer)).exp()
     weights = sampling_weights(old, answers, policy) if answers.corrects else None
     loss = _token_loss(log_probs, log_ratio, ratio, advantages, answers, policy, weights)
-    kept = torch.ones_like(loss) if weights is None or policy.loss_type == "vespo" else weights
+    kept = answers.real.to(loss)
+    if weights is not None:
+        weights = weights * kept
+        kept = kept if policy.loss_type == "vespo" else weights
     if policy.off_policy_mask_threshold is not None:
-        kept = kept * on_policy(log_probs, answers, policy.off_policy_mask_threshold)[answers.answer]
-    uncertain = most_uncertain(entropy, policy.top_entropy_quantile).to(loss)
+        kept = kept * answers.spread(on_policy(log_probs, answers, policy.off_policy_mask_threshold))
+    uncertain = most_uncertain(entropy, answers.real, policy.top_entropy_quantile).to(loss)
     loss = loss * kept * uncertain
     kl = torch.zeros_like(loss)
     if answers.reference is not None:
@@ -98,12 +110,14 @@ def policy_loss(log_probs: Tensor, entropy: Tensor, answers: Answers, policy: Po
         loss = loss + policy.beta * kl
     own = ratio.detach() if by_answer is None else by_answer.detach().exp()
     clipped = _clipped(own, advantages if by_answer is None else answers.advantages, policy)
+    if by_answer is None:
+        clipped = [each * answers.real for each in clipped]
     return {
         "loss": (answers.means(loss) if policy.loss_type in PER_ANSWER else loss).sum(),
         "kl": kl.detach().sum(),
-        "low": clipped[0],
-        "high": clipped[1],
-        "weights": torch.ones_like(loss).sum() if weights is None else weights.sum(),
+        "low": clipped[0].sum(),
+        "high": clipped[1].sum(),
+        "weights": answers.real.to(loss).sum() if weights is None else weights.sum(),
         "bonus": (entropy * uncertain).sum() / uncertain.sum().clamp(min=1),
     }
 
@@ -124,15 +138,15 @@ def _token_loss(
         temperature = torch.where(advantages > 0, policy.sapo_temperature_pos, policy.sapo_temperature_neg)
         return -torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature * advantages
     if policy.loss_type == "vespo":
-        return -gamma_weights(log_ratio, answers, policy, weights)[answers.answer] * advantages * log_probs
+        return -answers.spread(gamma_weights(log_ratio, answers, policy, weights)) * advantages * log_probs
     within = ratio.clamp(1 - policy.epsilon, 1 + policy.high)
     bounded = ratio if policy.delta is None else ratio.clamp(max=policy.delta)
     loss = -torch.minimum(bounded * advantages, within * advantages)
-    return loss / answers.lengths()[answers.answer] if policy.loss_type == "rloo" else loss
+    return loss / answers.spread(answers.lengths()) if policy.loss_type == "rloo" else loss
 
 
-def _clipped(ratio: Tensor, advantages: Tensor, policy: Policy) -> tuple[Tensor, Tensor]:
-    """How many ratios are clipped, below and above, as TRL counts them."""
+def _clipped(ratio: Tensor, advantages: Tensor, policy: Policy) -> list[Tensor]:
+    """Which ratios are clipped, below and above, as TRL counts them: ones and zeros."""
     if policy.loss_type == "cispo":
         low, high = torch.zeros_like(ratio), ((ratio > policy.high) & (advantages > 0)).to(ratio)
     elif policy.loss_type in CLIPPED:
@@ -141,7 +155,7 @@ def _clipped(ratio: Tensor, advantages: Tensor, policy: Policy) -> tuple[Tensor,
         high = ((ratio > 1 + policy.high) & (advantages > 0)).to(ratio)
     else:
         low = high = torch.zeros_like(ratio)
-    return low.sum(), high.sum()
+    return [low, high]
 
 
 def k3(log_probs: Tensor, reference: Tensor) -> Tensor:
@@ -161,11 +175,11 @@ def on_policy(log_probs: Tensor, answers: Answers, threshold: float) -> Tensor:
 
 
 @torch.no_grad()
-def most_uncertain(entropy: Tensor, quantile: float) -> Tensor:
-    """bool [N]: the share `quantile` of the tokens with the highest entropy (arXiv:2506.01939, section 5)."""
+def most_uncertain(entropy: Tensor, real: Tensor, quantile: float) -> Tensor:
+    """bool [N]: of the `real` tokens the share `quantile` with the highest entropy (arXiv:2506.01939, section 5)."""
     if quantile >= 1 or not len(entropy):
-        return torch.ones_like(entropy, dtype=torch.bool)
-    return entropy >= torch.quantile(entropy.float(), 1 - quantile)
+        return real
+    return real & (entropy >= torch.nanquantile(entropy.float().masked_fill(~real, torch.nan), 1 - quantile))
 
 
 @torch.no_grad()
@@ -178,7 +192,7 @@ def sampling_weights(old: Tensor, answers: Answers, policy: Policy) -> Tensor:
     """
     level, _, how = policy.sampling_mode.partition("_")
     log_ratio = old - answers.sampled
-    ratio = (answers.total(log_ratio)[answers.answer] if level == "sequence" else log_ratio).exp()
+    ratio = (answers.spread(answers.total(log_ratio)) if level == "sequence" else log_ratio).exp()
     low, high = policy.importance_sampling_clip_min, policy.importance_sampling_clip_max
     low, high = 0.0 if low is None else low, math.inf if high is None else high
     return ratio.clamp(low, high) if how == "truncate" else ratio.masked_fill((ratio < low) | (ratio > high), 0.0)

@@ -176,7 +176,11 @@ def with_all_it_has(config: RunConfig) -> bool:
 
 
 def check_reference(config: RunConfig) -> None:
-    """Raise a ConfigError where a reference is wanted in each step that is not there any more."""
+    """Raise a ConfigError where a reference is wanted in each step that is not there any more, or is not what is
+    trained before the first."""
+    if config.init_lora_weights is False and not with_all_it_has(config):
+        wrong = f"init_lora_weights: false with method: {config.method}: the reference is the model without its adapter"
+        raise ConfigError(f"{wrong}, which must add nothing at first", "set init_lora_weights: true")
     if config.precompute_ref_log_probs is not False or not with_all_it_has(config):
         return
     why = "adapter_path" if config.adapter_path else "qat_scheme" if config.qat_scheme else "use_peft: false"

@@ -15,7 +15,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..autograd.recompute import InPlace, recompute
+from ..autograd.recompute import InPlace, Store, recompute
 from ..config import Level
 from ..dispatch import on_compiler
 from ..errors import ModelError
@@ -23,7 +23,7 @@ from ..memory.levels import LEVELS, OFFLOADED, TILE_ROWS
 from ..memory.offload import Offload
 from ..notices import notice
 from ..parallel.tensor import stream_in_slices
-from .blocks import attention_half, mlp_half
+from .blocks import attention_half, mixer_of, mlp_half, runs_parallel
 from .copies import run_again
 from .patched import record
 
@@ -41,6 +41,10 @@ def recompute_as_transformers(model: Any) -> None:
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
     model.disable_input_require_grads()
+
+
+# Numbers of modules that draw in training unless they are 0, beside nn.Dropout.
+DRAWN = ("attention_dropout", "residual_dropout", "jitter_noise", "input_jitter_noise", "router_jitter_noise")
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,16 @@ def layer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -
 
 
 def _block(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-    return _total(mlp_half(self, *attention_half(self, hidden_states, None, **kwargs)))
+    return _total(_halves(self, hidden_states, None, **kwargs))
+
+
+def _halves(self: Any, x: Tensor, store: Store | None, output: bool = True, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """Two tensors whose sum a layer returns; `store` and `output` as in `blocks`."""
+    attended, stream = attention_half(self, x, store, **kwargs)
+    if not runs_parallel(self):
+        return mlp_half(self, attended, stream, store, output)
+    # Its norm is taken again, one pass over the stream; the sum is that of `_then_mlp`, to the bit.
+    return _total(mlp_half(self, stream, None, store, output)), attended
 
 
 def _total(parts: tuple[Tensor, Tensor]) -> Tensor:
@@ -107,13 +120,12 @@ def _with_level(self: Any, activations: Activations, hidden_states: Tensor, kwar
             return _block(self, hidden_states, **kwargs)
         kept = OFFLOADED.get(level, level)
         if kept == "checkpoint":
-            with stream_in_slices(self.self_attn, host or InPlace()):
+            with stream_in_slices(mixer_of(self), host or InPlace()):
                 return _recomputed(self, hidden_states, level == "tiled", kwargs)
         store = host or InPlace()
-        attended, stream = attention_half(self, hidden_states, store, **kwargs)
         if kept == "recompute":
-            return _total(mlp_half(self, attended, stream, store))
-        return _mlp_recomputed(self, attended + stream)
+            return _total(_halves(self, hidden_states, store, **kwargs))
+        return _then_mlp(self, *attention_half(self, hidden_states, store, **kwargs))
 
 
 def _recomputed(self: Any, hidden_states: Tensor, tiled: bool, kwargs: dict[str, Any]) -> Tensor:
@@ -121,11 +133,17 @@ def _recomputed(self: Any, hidden_states: Tensor, tiled: bool, kwargs: dict[str,
 
     def block(x: Tensor, output: bool) -> tuple[Tensor, ...]:
         if tiled:
-            stream = _total(attention_half(self, x, None, **kwargs))
-            return (_mlp_recomputed(self, stream, TILE_ROWS, output),)
-        return mlp_half(self, *attention_half(self, x, None, **kwargs), output=output)
+            return (_then_mlp(self, *attention_half(self, x, None, **kwargs), TILE_ROWS, output),)
+        return _halves(self, x, None, output, **kwargs)
 
     return recompute(run_again(self, block), hidden_states, _trained(self), random=_draws(self))
+
+
+def _then_mlp(self: Any, attended: Tensor, stream: Tensor, rows: int | None = None, output: bool = True) -> Tensor:
+    """What a layer returns behind its attention, with its MLP as in `_mlp_recomputed`."""
+    if runs_parallel(self):
+        return _mlp_recomputed(self, stream, rows, output) + attended
+    return _mlp_recomputed(self, attended + stream, rows, output)
 
 
 def _mlp_recomputed(self: Any, stream: Tensor, rows: int | None = None, output: bool = True) -> Tensor:
@@ -143,6 +161,6 @@ def _trained(layer: nn.Module) -> list[Tensor]:
 
 def _draws(layer: Any) -> bool:
     """Whether a layer draws random numbers."""
-    if layer.self_attn.attention_dropout:
-        return True
-    return any(isinstance(module, nn.Dropout) and module.p > 0 and module.training for module in layer.modules())
+    drawn = (getattr(module, name, 0) for module in layer.modules() for name in DRAWN)
+    dropouts = (module for module in layer.modules() if isinstance(module, nn.Dropout))
+    return any(drawn) or any(module.p > 0 and module.training for module in dropouts)

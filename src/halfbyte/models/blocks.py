@@ -12,22 +12,26 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..autograd.glu import glu
 from ..autograd.linear_fp8 import Fp8Products
 from ..autograd.lora_mlp import lora_mlp
-from ..autograd.norms import add_rms_norm, rms_norm
+from ..autograd.norms import add_rms_norm, layer_norm, rms_norm
 from ..autograd.recompute import Store, computed_again
 from ..autograd.rope import qk_norm_rope, rope
 from ..families import Family
+from ..layers.plain import hooked
 from ..parallel.tensor import Leaving
 from . import layer
-from .layer import Attention, GatedMLP, Half, epsilon
+from .layer import MLP, Attention, Half, TokenMixer, epsilon, mixer
 from .patched import NAME, is_bound
 from .projections import dropout_of, project, read_together
 from .recipes import recipes_of
+
+OF_ATTENTION = ("position_embeddings", "position_ids", "past_key_values")  # arguments that no other mixer takes
 
 
 def _family(module: Any) -> Family:
@@ -40,14 +44,31 @@ def norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
     return rms_norm(hidden_states, *_numbers(self))
 
 
+def layer_norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
+    """LayerNorm without a bias."""
+    return layer_norm(hidden_states, self.weight, torch.zeros_like(self.weight), epsilon(self))
+
+
+def mixer_of(layer: Any) -> Any:
+    """What mixes the tokens of a patched layer."""
+    return mixer(layer, _family(layer))
+
+
+def runs_parallel(layer: Any) -> bool:
+    """Whether a layer's attention and MLP read the same."""
+    return _family(layer).parallel
+
+
 def _numbers(norm: Any) -> tuple[Tensor, float, bool]:
     """Weight, epsilon, and whether 1 is added to the weight."""
     return norm.weight, epsilon(norm), _family(norm).norm_offset
 
 
 def _is_fused(norm: Any) -> bool:
-    """Whether a norm is a patched one that nobody watches."""
-    return hasattr(norm, NAME) and not norm._forward_hooks and not norm._forward_pre_hooks
+    """Whether a norm is a patched RMSNorm that nobody watches."""
+    if norm is None or not hasattr(norm, NAME) or _family(norm).layer_norm:
+        return False
+    return not norm._forward_hooks and not norm._forward_pre_hooks
 
 
 def _enter(half: Half, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -55,7 +76,7 @@ def _enter(half: Half, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tens
 
     In FP8 the products of attention or the MLP get the norm cast.
     """
-    norm = half.norm
+    norm: Any = half.norm
     if residual is not None and residual.dtype != x.dtype:  # under autocast: fp32 embeddings, 16-bit products
         wider = torch.promote_types(x.dtype, residual.dtype)
         x, residual = x.to(wider), residual.to(wider)
@@ -63,13 +84,12 @@ def _enter(half: Half, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tens
         recipe = recipes_of(half.inner)[0]
         return add_rms_norm(x, residual, *_numbers(norm), recipe if isinstance(recipe, Fp8Products) else None)
     total = x if residual is None else residual + x
-    return norm(total), total
+    return (total if norm is None else norm(total)), total
 
 
 def _leave(half: Half, x: Tensor) -> Tensor:
     """What joins the residual stream."""
-    if half.dropout is not None and half.dropout.p:
-        x = half.dropout(x)
+    x = F.dropout(x, half.dropout) if half.dropout else x
     x = x if half.leave is None else half.leave(x)
     return x if half.scale == 1 else x * half.scale
 
@@ -81,9 +101,13 @@ def attention_half(self: Any, hidden_states: Tensor, again: Store | None, **kwar
         again: where all that is saved waits but the norm's result, which is computed again in backward; None: kept.
     """
     half = layer.attention_half(self, _family(self))
+    attends = half.inner is getattr(self, "self_attn", None)
     normed, residual = _enter(half, hidden_states, None)
     with _again(again, half.norm, normed, residual):
-        attended, _ = half.inner(hidden_states=normed, **kwargs)
+        if attends:
+            attended, _ = half.inner(hidden_states=normed, **kwargs)
+        else:
+            attended = half.inner(normed, **{key: value for key, value in kwargs.items() if key not in OF_ATTENTION})
     return _leave(half, attended), residual
 
 
@@ -106,18 +130,21 @@ def mlp_half(
 
 def _may_skip(half: Half) -> bool:
     """Whether nothing reads the MLP's result but the residual stream."""
-    dropped = half.dropout is not None and half.dropout.p
-    untouched = not dropped and half.leave is None and half.scale == 1
+    untouched = not half.dropout and half.leave is None and half.scale == 1
     watched = any(not isinstance(hook, Leaving) for hook in half.inner._forward_hooks.values())
     return untouched and is_bound(half.inner) and not watched
 
 
 def _again(store: Store | None, norm: Any, normed: Tensor, residual: Tensor) -> contextlib.AbstractContextManager[None]:
     """Whoever saves `normed` inside keeps the stream it came from, where the norm is a patched one."""
-    if store is None or not torch.is_grad_enabled() or not is_bound(norm):
+    if store is None or not torch.is_grad_enabled() or norm is None or not is_bound(norm):
         return contextlib.nullcontext()
-    weight, eps, offset = _numbers(norm)
-    return computed_again(normed, residual.detach(), partial(rms_norm, weight=weight, eps=eps, offset=offset), store)
+    return computed_again(normed, residual.detach(), partial(_normed, norm), store)
+
+
+def _normed(norm: Any, x: Tensor) -> Tensor:
+    """A patched norm of x, past its hooks."""
+    return (layer_norm_forward if _family(norm).layer_norm else norm_forward)(norm, x)
 
 
 def attention_forward(
@@ -133,11 +160,11 @@ def attention_forward(
         own = {"position_embeddings": position_embeddings, "past_key_values": past_key_values}
         return type(self).forward(self, hidden_states, attention_mask=attention_mask, **own, **kwargs)
     view, recipes = Attention.of(self, _family(self)), recipes_of(self)
-    query, key, value = (
-        part.view(*hidden_states.shape[:-1], -1, view.head_dim).transpose(1, 2)
-        for part in view.split(project(hidden_states, *view.inputs, recipe=recipes[0]))
-    )
-    query, key = _rotate(view, query, key, *position_embeddings)
+    outputs = project(hidden_states, *view.inputs, recipe=recipes[0])
+    query, key, value, gate = view.heads_of(outputs, lambda norm, x: norm(x))
+    if view.query_scale is not None:
+        query = view.scaled(query, kwargs["position_ids"])
+    query, key = _rotate(view, query, key, position_embeddings)
     own = {"sliding_window": view.window, "softcap": view.softcap}
     kwargs |= {name: value for name, value in own.items() if value is not None}
     eager = sys.modules[type(self).__module__].eager_attention_forward
@@ -145,26 +172,72 @@ def attention_forward(
     dropout = view.dropout if self.training else 0.0
     out, weights = attend(self, query, key, value, attention_mask, dropout=dropout, scaling=view.scaling, **kwargs)
     out = out.reshape(*hidden_states.shape[:-1], -1)
-    return project(out, view.output, recipe=recipes[1])[0], weights
+    out = out if gate is None else out * gate.sigmoid()
+    return _dropped(self, project(out, view.output, recipe=recipes[1])[0]), weights
 
 
-def _rotate(view: Attention, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """q and k [B, H, T, D] by position."""
-    if view.norms is None:
-        return rope(query, key, cos, sin)
-    q_norm, k_norm = view.norms
-    if _is_fused(q_norm) and _is_fused(k_norm):
-        weight, eps, offset = _numbers(q_norm)
-        return qk_norm_rope(query, key, weight, k_norm.weight, cos, sin, eps, offset)
-    return rope(q_norm(query), k_norm(key), cos, sin)
+def _dropped(module: Any, x: Tensor) -> Tensor:
+    """The result of attention or an MLP, in families where these drop of it themselves."""
+    return F.dropout(x, module.residual_dropout, module.training) if _family(module).residual_dropout == "half" else x
+
+
+def _rotate(view: Attention, query: Tensor, key: Tensor, angles: Any) -> tuple[Tensor, Tensor]:
+    """q and k [B, H, T, D] by position, each head normalised first where the layer does that.
+
+    Args:
+        angles: cos and sin; None where the model has none for this layer.
+    """
+    norms, turned = view.head_norms, angles is not None and view.rotates
+    if norms is not None:
+        whole = turned and view.family.rope_pairs == "halves" and angles[0].shape[-1] == view.head_dim
+        if whole and all(_is_fused(norm) for norm in norms):
+            (weight, eps, offset), (cos, sin) = _numbers(norms[0]), angles
+            return qk_norm_rope(query, key, weight, norms[1].weight, cos, sin, eps, offset)
+        query, key = norms[0](query), norms[1](key)
+    return rope(*view.in_halves(query, key, *angles)) if turned else (query, key)
+
+
+class _With:
+    """A module as its own forward sees it, some of its parts replaced."""
+
+    def __init__(self, module: Any, parts: dict[str, Any]):
+        self._module, self._parts = module, parts
+
+    def __getattr__(self, name: str) -> Any:
+        parts = self.__dict__["_parts"]
+        return parts[name] if name in parts else getattr(self.__dict__["_module"], name)
+
+
+def mixer_forward(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    """transformers' forward of a recurrence, its linears of one input computed together, and its gated norm."""
+    if kwargs.get("cache_params") is not None:
+        return type(self).forward(self, hidden_states, **kwargs)
+    view, recipes = TokenMixer.of(self, _family(self)), recipes_of(self)
+    *inputs, output = view.linears
+    made: dict[str, Tensor] = {}
+
+    def projected(name: str, x: Tensor) -> Tensor:
+        if not made:  # its forward may put padding to zero first, so x is not ours to know
+            made.update(zip(inputs, project(x, *view.inputs, recipe=recipes[0]), strict=True))
+        return made.pop(name)
+
+    def gated_norm(x: Tensor, gate: Tensor) -> Tensor:
+        return glu(gate, rms_norm(x, view.norm.weight, epsilon(view.norm)), "silu")
+
+    parts: dict[str, Any] = {name: partial(projected, name) for name in inputs}
+    parts[output] = lambda x: project(x, view.output, recipe=recipes[1])[0]
+    if not hooked(view.norm):
+        parts[view.norm_name] = gated_norm
+    return type(self).forward(_With(self, parts), hidden_states, **kwargs)
 
 
 def mlp_forward(self: Any, hidden_states: Tensor, output: bool = True) -> Tensor:
-    """The gated MLP, in one function with its adapters where they are plain; `output` as in `lora_mlp`."""
-    view, recipes = GatedMLP.of(self, _family(self)), recipes_of(self)
+    """The MLP, a gated one in one function with its adapters where they are plain; `output` as in `lora_mlp`."""
+    view, recipes = MLP.of(self, _family(self)), recipes_of(self)
     read = read_together((*view.inputs, view.output)) if len(view.linears) == 3 else None
     if read is None:
-        gate, up = view.split(project(hidden_states, *view.inputs, recipe=recipes[0]))
-        return project(glu(gate, up, view.activation), view.output, recipe=recipes[1])[0]
+        hidden = view.act_on(project(hidden_states, *view.inputs, recipe=recipes[0]), glu)
+        return _dropped(self, project(hidden, view.output, recipe=recipes[1])[0])
     (gate, up, down), biases, loras, _ = zip(*read, strict=True)
-    return lora_mlp(hidden_states, gate, up, down, biases, loras, view.activation, dropout_of(read), output, recipes)
+    dropout, named = dropout_of(read), view.activation
+    return _dropped(self, lora_mlp(hidden_states, gate, up, down, biases, loras, named, dropout, output, recipes))

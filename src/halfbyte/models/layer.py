@@ -10,31 +10,34 @@ Training's forwards (`blocks`), `patch`, generation (`generation.decoder`) and t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ..architectures import beside_text
 from ..errors import ModelError
 from ..families import ACTIVATIONS, Family, family_of, scale_of
 from ..ops.glu import Activation
+from ..ops.rope import halves
 
 
 class Half(NamedTuple):
-    """Half of a layer: stream + scale · leave(dropout(inner(norm(stream)))).
+    """Half of a layer: stream + scale · leave(drop(inner(norm(stream)))).
 
     Attributes:
-        norm: RMSNorm.
+        norm: RMSNorm or LayerNorm; None: what is inside reads the stream as it is.
         inner: attention, or what mixes the channels of a token.
-        dropout, leave: what joins the residual stream is dropped out, or normalised; None where it is not.
+        dropout: share of what joins the residual stream that is dropped, now: 0 outside training.
+        leave: what joins the residual stream is normalised; None where it is not.
         scale: 1 in most families.
     """
 
-    norm: Any
+    norm: Any | None
     inner: Any
-    dropout: Any | None
+    dropout: float
     leave: Any | None
     scale: float
 
@@ -76,7 +79,10 @@ class Attention(Block):
 
     Attributes:
         config: of the text model.
-        norms: RMSNorms of each head of q and of k, before RoPE.
+        family: its row, which says how q and k are normalised and turned.
+        norms: RMSNorms of q and of k, before RoPE.
+        rotates: whether it has RoPE.
+        query_scale: β and the context in which queries are as they are, see `families.Family`; None: they always are.
         scaling: of the scores.
         softcap: scores become softcap · tanh(score / softcap).
         window: tokens that a token sees, itself among them; None for all.
@@ -85,8 +91,11 @@ class Attention(Block):
     """
 
     config: Any
+    family: Family
     head_dim: int
     norms: tuple[Any, Any] | None
+    rotates: bool
+    query_scale: tuple[float, int] | None
     scaling: float
     softcap: float | None
     window: int | None
@@ -96,19 +105,77 @@ class Attention(Block):
     @classmethod
     def of(cls, module: Any, family: Family) -> Attention:
         """Read from transformers' module."""
-        names = ("qkv_proj", "o_proj") if family.fused else ("q_proj", "k_proj", "v_proj", "o_proj")
-        holder = {"config": module.config, "module": module, None: None}[family.window]
+        names = ("qkv_proj",) if "qkv_proj" in family.fused else ("q_proj", "k_proj", "v_proj")
+        config, window = module.config, _window(module, family)
+        rope = getattr(config, "rope_parameters", None) or {}
+        has = {
+            None: True,
+            "use_rope": getattr(module, "use_rope", True),
+            "window": window is not None or getattr(config, "sliding_window", None) is None,
+        }
+        gate = ("gate_proj",) if family.gated_attention == "gate_proj" else ()
         return cls(
-            {name: getattr(module, name) for name in names},
-            module.config,
+            {name: getattr(module, name) for name in (*names, *gate, "o_proj")},
+            config,
+            family,
             module.head_dim,
-            norms=(module.q_norm, module.k_norm) if family.qk_norm else None,
+            norms=(module.q_norm, module.k_norm) if family.qk_norm and hasattr(module, "q_norm") else None,
+            rotates=bool(has[family.unrotated]),
+            query_scale=(rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"])
+            if family.scaled_queries
+            else None,
             scaling=module.scaling,
             softcap=module.attn_logit_softcapping if family.softcap else None,
-            window=getattr(holder, "sliding_window", None),
-            rope=module.layer_type if family.rope_by_layer else None,
+            window=window,
+            rope=config.layer_types[module.layer_idx] if family.rope_by_layer else None,
             dropout=module.attention_dropout,
         )
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why no forward of ours computes this."""
+        return "q, k and v are clipped" if getattr(self.config, "clip_qkv", None) is not None else None
+
+    def heads_of(
+        self, outputs: Sequence[Tensor], normed: Callable[[Any, Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """q, k and v [B, H, T, D] of what `inputs` gave [B, T, N], heads not normed; a gate [B, T, Hq·D], or None.
+
+        Args:
+            normed: computes a norm, where it is over all heads.
+        """
+        gate = None
+        if self.family.gated_attention == "gate_proj":
+            *outputs, gate = outputs
+        query, key, value = self.split(outputs)
+        if self.family.gated_attention == "q_proj":
+            query, gate = (part.flatten(-2) for part in query.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2))
+        if self.norms is not None and self.family.qk_norm == "all":
+            query, key = (normed(norm, x) for norm, x in zip(self.norms, (query, key), strict=True))
+        query, key, value = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (query, key, value))
+        return query, key, value, gate
+
+    @property
+    def head_norms(self) -> tuple[Any, Any] | None:
+        """RMSNorms of each head of q and of k."""
+        return self.norms if self.family.qk_norm == "head" else None
+
+    def in_halves(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, cos and sin, for a rotation of values i and i + R/2: scores stay, as q and k change alike."""
+        if self.family.rope_pairs == "halves":
+            return query, key, cos, sin
+        if self.family.rope_pairs == "repeated":
+            cos, sin = halves(cos, cos.shape[-1]), halves(sin, sin.shape[-1])
+        query, key = (halves(x.transpose(1, 2), cos.shape[-1]).transpose(1, 2) for x in (query, key))
+        return query, key, cos, sin
+
+    def scaled(self, query: Tensor, positions: Tensor) -> Tensor:
+        """q [B, H, T, D] of tokens at positions [B or 1, T], multiplied as `query_scale` says."""
+        if self.query_scale is None:
+            return query
+        beta, context = self.query_scale
+        factor = 1 + beta * torch.log(1 + torch.floor(positions / context))
+        return query * factor[:, None, :, None].to(query.dtype)
 
     @property
     def heads(self) -> int:
@@ -123,50 +190,114 @@ class Attention(Block):
         return self.heads, self.key_heads, self.key_heads
 
 
+def _window(module: Any, family: Family) -> int | None:
+    """Of an attention layer; some modules hold the model's, and whether it is theirs."""
+    holder = {"config": module.config, "module": module, None: None}[family.window]
+    window = getattr(holder, "sliding_window", None)
+    return window if family.window != "module" or getattr(module, "is_sliding", True) else None
+
+
 @dataclass
-class GatedMLP(Block):
-    """down(activation(gate(x)) · up(x)).
+class TokenMixer(Block):
+    """What a layer has in attention's place, see `families.Mixer`.
+
+    Attributes:
+        norm, norm_name: of each head, times a gate.
+    """
+
+    norm: Any
+    norm_name: str
+
+    @classmethod
+    def of(cls, module: Any, family: Family) -> TokenMixer:
+        """Read from transformers' module."""
+        assert family.mixer is not None
+        names, norm = (*family.mixer.inputs, family.mixer.output), family.mixer.norm
+        return cls({name: getattr(module, name) for name in names}, getattr(module, norm), norm)
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        return (1,)
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why no forward of ours computes this."""
+        return None
+
+
+@dataclass
+class MLP(Block):
+    """down(activation(gate(x)) · up(x)), or down(activation(up(x))).
 
     Attributes:
         named: transformers' name of the activation.
+        act: its module.
+        gated: which of the two.
     """
 
     named: str
+    act: Any
+    gated: bool
 
     @classmethod
-    def of(cls, module: Any, family: Family) -> GatedMLP:
+    def of(cls, module: Any, family: Family) -> MLP:
         """Read from transformers' module."""
-        names = ("gate_up_proj", "down_proj") if family.fused else ("gate_proj", "up_proj", "down_proj")
-        return cls({name: getattr(module, name) for name in names}, getattr(module.config, family.activation))
+        names = ("gate_up_proj",) if "gate_up_proj" in family.fused else ("gate_proj", "up_proj")
+        linears = {name: getattr(module, name) for name in (*names[not family.gated_mlp :], "down_proj")}
+        act = getattr(module, "act_fn", None)
+        return cls(linears, getattr(module.config, family.activation), act, family.gated_mlp)
 
     @property
     def parts(self) -> tuple[int, ...]:
         return 1, 1
 
+    def act_on(self, outputs: Sequence[Tensor], glu: Callable[[Tensor, Tensor, Activation], Tensor]) -> Tensor:
+        """What down reads, of what `inputs` gave; `glu` is the gated unit."""
+        if not self.gated:
+            return self.act(outputs[0])
+        gate, up = self.split(outputs)
+        return glu(gate, up, self.activation)
+
     @property
     def activation(self) -> Activation:
-        """Where there is no `obstacle`."""
+        """Of a gated one, where there is no `obstacle`."""
         return ACTIVATIONS[self.named]
 
     @property
     def obstacle(self) -> str | None:
         """Why no fused function computes this."""
-        return None if self.named in ACTIVATIONS else f"there is no fused {self.named}"
+        return None if self.named in ACTIVATIONS or not self.gated else f"there is no fused {self.named}"
+
+
+def mixer(layer: Any, family: Family) -> Any:
+    """What mixes the tokens of a layer."""
+    if family.mixer is not None and hasattr(layer, family.mixer.name):
+        return getattr(layer, family.mixer.name)
+    return layer.self_attn
 
 
 def attention_half(layer: Any, family: Family) -> Half:
-    dropout = layer.resid_attn_dropout if family.residual_dropout else None
-    leave = layer.post_attention_layernorm if family.sandwich else None
-    scale = scale_of(family.residual_scale, layer.self_attn.config)
-    return Half(layer.input_layernorm, layer.self_attn, dropout, leave, scale)
+    norms = _norm(layer, family.norms.before_attention), _norm(layer, family.norms.after_attention)
+    inner, dropout = mixer(layer, family), _dropout(layer, family, "resid_attn_dropout")
+    return Half(norms[0], inner, dropout, norms[1], _scale(layer, family))
 
 
 def mlp_half(layer: Any, family: Family) -> Half:
-    dropout = layer.resid_mlp_dropout if family.residual_dropout else None
-    norm, leave = layer.post_attention_layernorm, None
-    if family.sandwich:
-        norm, leave = layer.pre_feedforward_layernorm, layer.post_feedforward_layernorm
-    return Half(norm, layer.mlp, dropout, leave, scale_of(family.residual_scale, layer.self_attn.config))
+    norms = _norm(layer, family.norms.before_mlp), _norm(layer, family.norms.after_mlp)
+    inner = layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe
+    return Half(norms[0], inner, _dropout(layer, family, "resid_mlp_dropout"), norms[1], _scale(layer, family))
+
+
+def _scale(layer: Any, family: Family) -> float:
+    return scale_of(family.residual_scale, layer.self_attn.config) if family.residual_scale else 1.0
+
+
+def _norm(layer: Any, name: str) -> Any | None:
+    return getattr(layer, name) if name else None
+
+
+def _dropout(layer: Any, family: Family, name: str) -> float:
+    return getattr(layer, name).p if family.residual_dropout == "layer" and layer.training else 0.0
 
 
 @dataclass(frozen=True)
@@ -174,12 +305,13 @@ class LayerView:
     """A decoder layer of a model's text part; those of vision towers are of no family.
 
     Attributes:
+        attention: None where something else mixes the tokens, which is no part of generation's forward.
         mlp: None where experts are in its place, which run transformers' own forward.
     """
 
     family: Family
-    attention: Attention
-    mlp: GatedMLP | None
+    attention: Attention | None
+    mlp: MLP | None
     attention_half: Half
     mlp_half: Half
 
@@ -191,8 +323,10 @@ def layer_view(layer: nn.Module) -> LayerView | str:
         return f"{type(layer).__name__} is of no family that halfbyte knows"
     halves = attention_half(layer, family), mlp_half(layer, family)
     dense = family_of(type(halves[1].inner)) == (family, "MLP")
-    mlp = GatedMLP.of(halves[1].inner, family) if dense else None
-    return LayerView(family, Attention.of(halves[0].inner, family), mlp, *halves)
+    mlp = MLP.of(halves[1].inner, family) if dense else None
+    attends = family_of(type(halves[0].inner)) == (family, "Attention")
+    attention = Attention.of(halves[0].inner, family) if attends else None
+    return LayerView(family, attention, mlp, *halves)
 
 
 def epsilon(norm: Any) -> float:

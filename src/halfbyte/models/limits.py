@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,15 +12,17 @@ from ..notices import notice
 from .tiny import tiny_config, tiny_model
 
 
-def check_token_ids(model: Any, largest: int, pad: int | None) -> None:
-    """Whether `model`, which may be on the meta device, has an embedding for each token id up to `largest`, and for
-    padding.
+def check_token_ids(model: Any, largest: Mapping[str, int | None]) -> None:
+    """Whether `model`, which may be on the meta device, has an embedding for each token id up to these; None for none.
+
+    Args:
+        largest: what a token is of, in words, to the largest id there.
 
     Raises:
         ModelError: it has not.
     """
     count = model.get_input_embeddings().weight.shape[0]
-    for what, index in (("tokens of the data", largest), ("padding", pad)):
+    for what, index in largest.items():
         if index is not None and index >= count:
             raise ModelError(
                 f"the tokenizer gives {what} the id {index}, and the model has embeddings for 0 to {count - 1}",

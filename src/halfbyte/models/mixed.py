@@ -27,15 +27,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..architectures import expert_stacks
 from ..config import SIXTEEN
 from ..errors import ModelError
 from ..formats import Format
+from ..notices import notice
 from ..optim import trained_parameters
 from ..tensor import QuantizedTensor
 from .head import causal_lm_loss
 from .layer import causal_lm_of
 from .quantizer import quantizable
+from .stacks import stackable
+from .watched_experts import Stacks, measurable_stacks, watch_experts
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,11 @@ class Mixture:
 def measure(
     model: nn.Module, formats: Mapping[str, Format], batches: Iterable[Mapping[str, Any]]
 ) -> dict[str, list[Option]]:
-    """What each format costs and loses in each linear layer, 16 bits included.
+    """What each format costs and loses in each linear layer and stack of experts, 16 bits included.
 
     Weights are quantized while gradients pass their layer and dropped, and decoder layers run again for their
-    gradients, so memory grows by one layer and the inputs of the decoder layers; every batch quantizes again.
+    gradients, so memory grows by one layer and the inputs of the decoder layers; every batch quantizes again. An expert
+    that no token reached is taken to lose what the others of its layer do on average.
 
     Args:
         model: a causal language model in 16 (or 32) bits.
@@ -92,48 +95,76 @@ def measure(
         batches: arguments of the model's forward and `labels`, on its device.
 
     Raises:
-        ModelError: a weight cannot be stored in a format, no token reached a layer (an expert, say), or a gradient is
-            NaN or Inf; or most weights are of stacked experts, which are not measured.
+        ModelError: a weight cannot be stored in a format, no token reached a layer, or a gradient is NaN or Inf.
     """
-    if stacks := expert_stacks(model, []):
-        weights = sum(getattr(module, name.rpartition(".")[2]).numel() for name, module in stacks.items())
-        said = f"{weights / 1e6:.0f}M weights of this model are stacked experts, which halfbyte does not measure yet"
-        raise ModelError(said, "choose formats by patterns, such as quantization: {'*.experts.*': kbit3, '*': nf4}")
-    linears = quantizable(model)
-    risen = {name: dict.fromkeys(formats, 0.0) for name in linears}
-    reached = dict.fromkeys(linears, 0)
+    linears, stacks = quantizable(model), measurable_stacks(model)
+    for name, each in stacks.items():
+        _check_stackable(name, each, formats)
+    risen = {name: dict.fromkeys(formats, 0.0) for name in (*linears, *stacks)}
+    reached: dict[str, set[int]] = {name: set() for name in risen}
     tokens = 0
 
-    def meet(name: str, module: nn.Linear, x: Tensor, gradient: Tensor) -> None:
-        x = x.reshape(-1, module.in_features).float()
-        gradient = gradient.reshape(-1, module.out_features).float()
+    def meet(name: str, expert: int, weight: Tensor, x: Tensor, gradient: Tensor) -> None:
+        x, gradient = (each.reshape(-1, each.shape[-1]).float() for each in (x, gradient))
         if not bool(gradient.isfinite().all()):
             raise ModelError(f"the loss has a gradient of NaN or Inf at {name}", "use bfloat16 or float32 weights")
-        reached[name] += len(x)
+        if len(x):
+            reached[name].add(expert)
         for key, format_ in formats.items():
-            error = _stored(module.weight, format_, name, torch.float32) - module.weight.detach().float()
+            error = _stored(weight, format_, name, torch.float32) - weight.detach().float()
             risen[name][key] += 0.5 * float(((x @ error.T) * gradient).sum(-1).square().sum(dtype=torch.float64))
 
-    with _gradients(model, linears, meet):
+    with watch_experts(stacks, meet), _gradients(model, linears, meet):
         for batch in batches:
             loss, count = causal_lm_loss(model, batch)
             loss.backward()
             tokens += int(count)
-    found = {}
-    for name, module in linears.items():
+    for name in risen:
         if not reached[name] or not tokens:
             raise ModelError(f"no token of the calibration text reached {name}", "give more text")
-        shape, weights = tuple(module.weight.shape), module.weight.numel()
-        found[name] = [Option(SIXTEEN, 2 * weights, 0.0)] + [
-            Option(key, format_.bits_per_weight(shape) * weights / 8, risen[name][key] / tokens)
+    shapes = {name: [module.weight] for name, module in linears.items()}
+    shapes |= {name: list(each.matrices().values()) for name, each in stacks.items()}
+    found = {}
+    for name, weights in shapes.items():
+        factor = _experts(stacks[name]) / len(reached[name]) / tokens if name in stacks else 1 / tokens
+        found[name] = [Option(SIXTEEN, 2 * sum(weight.numel() for weight in weights), 0.0)]
+        found[name] += [
+            Option(key, sum(_nbytes(format_, weight) for weight in weights), risen[name][key] * factor)
             for key, format_ in formats.items()
         ]
+    _say_unreached(stacks, reached)
     return found
+
+
+def _experts(stacks: Stacks) -> int:
+    return len(next(iter(stacks.matrices().values())))
+
+
+def _nbytes(format: Format, weight: Tensor) -> float:
+    shape = tuple(weight.shape)
+    return (format if len(shape) == 2 else format.stacked()).bits_per_weight(shape) * weight.numel() / 8
+
+
+def _check_stackable(name: str, stacks: Stacks, formats: Mapping[str, Format]) -> None:
+    for leaf, stack in stacks.matrices().items():
+        for key, format_ in formats.items():
+            if why := stackable(format_, tuple(stack.shape)):
+                others = ", ".join(other for other in formats if other != key) or "another one"
+                raise ModelError(f"{name}: {leaf} cannot be stored in {key}: {why}", f"name other formats: {others}")
+
+
+def _say_unreached(stacks: Mapping[str, Stacks], reached: Mapping[str, set[int]]) -> None:
+    places = {id(each.module): (name, _experts(each)) for name, each in stacks.items()}
+    total = sum(experts for _, experts in places.values())
+    missed = sum(experts - len(reached[name]) for name, experts in places.values())
+    if missed:
+        said = f"no token of the calibration text reached {missed} of {total} experts"
+        notice("mix-unreached", f"{said}: each is taken to lose what the others of its layer do; more text would tell")
 
 
 @contextlib.contextmanager
 def _gradients(
-    model: nn.Module, linears: Mapping[str, nn.Linear], meet: Callable[[str, nn.Linear, Tensor, Tensor], None]
+    model: nn.Module, linears: Mapping[str, nn.Linear], meet: Callable[[str, int, Tensor, Tensor, Tensor], None]
 ) -> Iterator[None]:
     """Within it, a backward calls `meet` with each linear's inputs and its outputs' gradient, decoder layer by layer.
 
@@ -145,7 +176,7 @@ def _gradients(
 
     def watch(name: str, module: nn.Linear, args: tuple[Tensor], output: Tensor) -> None:
         if output.requires_grad:  # it does not in a decoder layer's first run
-            output.register_hook(partial(meet, name, module, args[0].detach()))
+            output.register_hook(partial(meet, name, 0, module.weight, args[0].detach()))
 
     trained = list(trained_parameters(model).values())
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
@@ -181,12 +212,12 @@ def _stored(weight: Tensor, format: Format, name: str, dtype: torch.dtype) -> Te
     try:
         return QuantizedTensor.quantize(weight.detach(), format).dequantize(dtype)
     except ModelError as error:
-        raise ModelError(f"{name}.weight: {error.message}", error.fix) from error
+        raise ModelError(f"{name}: {error.message}", error.fix) from error
 
 
 @torch.no_grad()
 def loss_as(model: nn.Module, layers: Mapping[str, Format], batches: Iterable[Mapping[str, Any]]) -> float:
-    """Mean loss of a token, nats, with the linear layers stored as `layers` says; a layer that it lacks is left alone.
+    """Mean loss of a token, nats, with linear layers and stacks stored as `layers` says; what it lacks is left alone.
 
     Weights are quantized while the text passes their layer and dropped, so memory grows by one layer.
 
@@ -196,18 +227,25 @@ def loss_as(model: nn.Module, layers: Mapping[str, Format], batches: Iterable[Ma
     Raises:
         ModelError: a weight cannot be stored in its format.
     """
-    whole: dict[str, Tensor] = {}
+    whole: dict[tuple[str, str], Tensor] = {}
+    stacks = {name: each for name, each in measurable_stacks(model).items() if name in layers}
+    linears = {name: model.get_submodule(name) for name in layers if name not in stacks}
+    places: dict[str, tuple[nn.Module, tuple[str, ...]]]
+    places = {name: (module, ("weight",)) for name, module in linears.items()}
+    places |= {name: (each.module, each.leaves) for name, each in stacks.items()}
 
-    def store(name: str, module: nn.Linear, args: Any) -> None:
-        whole[name] = module.weight.data
-        module.weight.data = _stored(module.weight, layers[name], name, module.weight.dtype)
+    def store(name: str, module: nn.Module, args: Any) -> None:
+        for leaf in places[name][1]:
+            parameter = getattr(module, leaf)
+            whole[name, leaf] = parameter.data
+            parameter.data = _stored_as_it_lies(module, parameter, layers[name], f"{name}.{leaf}")
 
-    def restore(name: str, module: nn.Linear, *_: Any) -> None:
-        module.weight.data = whole.pop(name)
+    def restore(name: str, module: nn.Module, *_: Any) -> None:
+        for leaf in places[name][1]:
+            getattr(module, leaf).data = whole.pop((name, leaf))
 
-    linears = {name: model.get_submodule(name) for name in layers}
-    handles = [module.register_forward_pre_hook(partial(store, name)) for name, module in linears.items()]
-    handles += [module.register_forward_hook(partial(restore, name)) for name, module in linears.items()]
+    handles = [module.register_forward_pre_hook(partial(store, name)) for name, (module, _) in places.items()]
+    handles += [module.register_forward_hook(partial(restore, name)) for name, (module, _) in places.items()]
     total, tokens = 0.0, 0
     try:
         for batch in batches:
@@ -216,9 +254,18 @@ def loss_as(model: nn.Module, layers: Mapping[str, Format], batches: Iterable[Ma
     finally:
         for handle in handles:
             handle.remove()
-        for name, weight in whole.items():  # of a forward that raised
-            linears[name].weight.data = weight
+        for (name, leaf), weight in whole.items():  # of a forward that raised
+            getattr(places[name][0], leaf).data = weight
     return total / max(tokens, 1)
+
+
+def _stored_as_it_lies(module: nn.Module, weight: Tensor, format: Format, name: str) -> Tensor:
+    """What a format makes of a linear's weight or of a stack, in its dtype."""
+    if weight.dim() == 2:
+        return _stored(weight, format, name, weight.dtype)
+    turned = bool(getattr(module, "is_transposed", False))
+    stored = _stored(weight.mT.contiguous() if turned else weight, format.stacked(), name, weight.dtype)
+    return stored.mT if turned else stored
 
 
 def best(

@@ -20,8 +20,8 @@ from ..notices import notice
 from ..ops.fp8_scaling import DelayedScaling
 from .activations import layer_forward, set_activations
 from .attention import backbone_forward, bind_attention, multimodal_forward, unbind_attention
-from .blocks import attention_forward, mlp_forward, norm_forward
-from .layer import Attention, GatedMLP, causal_lm_of
+from .blocks import attention_forward, layer_norm_forward, mixer_forward, mlp_forward, norm_forward
+from .layer import MLP, Attention, TokenMixer, causal_lm_of
 from .patched import NAME, is_bound, record
 from .projections import read_projection
 from .recipes import Recipe, named_recipe, set_recipe
@@ -33,16 +33,21 @@ BACKBONES = ("Model", "TextModel")
 
 # Kind → its forward, and what that fuses.
 METADATA = "attention metadata once a batch"
+GATED = "gated activation"
 FORWARDS: dict[str, tuple[Callable[..., Any], str]] = {
     "RMSNorm": (norm_forward, "RMSNorm"),
+    "LayerNorm": (layer_norm_forward, "LayerNorm"),
     "DecoderLayer": (layer_forward, "residual additions into the norms"),
     "Attention": (attention_forward, "RoPE"),
-    "MLP": (mlp_forward, "gated activation"),
+    "MLP": (mlp_forward, GATED),
+    "GatedDeltaNet": (mixer_forward, "gated norm"),
     "Model": (backbone_forward, METADATA),
     "TextModel": (backbone_forward, METADATA),
     MULTIMODAL: (multimodal_forward, METADATA),
 }
-VIEWS: dict[str, type[Attention | GatedMLP]] = {"Attention": Attention, "MLP": GatedMLP}
+VIEWS: dict[str, type[Attention | MLP | TokenMixer]] = {
+    "Attention": Attention, "MLP": MLP, "GatedDeltaNet": TokenMixer
+}  # fmt: skip
 UNFUSED = {
     "Experts": "their function is no part of the fused layer",
 }
@@ -163,7 +168,8 @@ def _bind(module: nn.Module, family: Family, kind: str, report: PatchReport) -> 
     if not is_bound(module):
         record(module).family = family
         module.forward = MethodType(forward, module)
-    report.fused[fused] += 1
+    if kind != "MLP" or family.gated_mlp:  # of another only the products are ours
+        report.fused[fused] += 1
     if kind in BACKBONES:
         report.attention = bind_attention(module)
     for role, linear in VIEWS[kind].of(module, family).linears.items() if kind in VIEWS else ():
@@ -177,4 +183,4 @@ def _bind(module: nn.Module, family: Family, kind: str, report: PatchReport) -> 
 def _obstacle(module: Any, family: Family, kind: str) -> str | None:
     if not is_bound(module) and "forward" in module.__dict__:
         return "something else has replaced its forward"
-    return GatedMLP.of(module, family).obstacle if kind == "MLP" else None
+    return VIEWS[kind].of(module, family).obstacle if kind in VIEWS else None

@@ -80,9 +80,11 @@ def _odd_layer(model: nn.Module, ways: int) -> str | None:
             return view
         name = view.family.name
         if view.family.fused:
-            return f"q, k and v of {name} are one linear, whose rows do not divide by heads"
+            return f"{view.family.fused[0]} of {name} is several linears in one, whose rows do not divide alike"
         if view.mlp is None:
             return f"nothing divides the experts of {name}"
+        if view.attention is None or view.family.gated_attention:
+            return f"nothing divides the {type(view.attention_half.inner).__name__} of {name}"
         attention, size = view.attention, view.attention.head_dim
         heads, key_heads = (_rows(linear) // size for linear in attention.inputs[:2])
         if heads % ways or key_heads % ways:
@@ -91,6 +93,8 @@ def _odd_layer(model: nn.Module, ways: int) -> str | None:
             return f"{channels} channels of the MLP are not divided {ways} ways"
         if attention.dropout:
             return "each process would drop other scores (attention_dropout)"
+        if getattr(view.attention_half.inner, "residual_dropout", 0):
+            return "each process would drop other values (residual_dropout)"
         if attention.norms is not None and any(norm.weight.numel() != size for norm in attention.norms):
             return f"{name} normalises q and k over all heads"
     return None
@@ -120,6 +124,7 @@ def _views(model: nn.Module) -> Iterator[LayerView]:
 
 def _blocks(view: LayerView) -> Iterator[tuple[nn.Module, Block]]:
     """The modules of a layer that hold products, as they are read."""
+    assert view.attention is not None  # or `_odd_layer` had said so
     yield view.attention_half.inner, view.attention
     if view.mlp is not None:
         yield view.mlp_half.inner, view.mlp

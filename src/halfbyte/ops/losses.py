@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..errors import DataError
 from .cross_entropy import Objective, RowLosses, check_objective, cross_entropy_, log_probs_backward_
+from .rows import linear_into
 
 LOGITS_CHUNK_BYTES = {"cpu": 32 * 2**20, "accelerator": 128 * 2**20}
 WEIGHT_SLICE = 16_384  # rows of dW that a chunk adds to at a time, where a product cannot add to fp32
@@ -212,12 +213,15 @@ def _in_chunks(
     for start in range(0, max(len(hidden), 1), chunk):  # of no rows, one empty chunk
         rows = slice(start, start + chunk)
         x = hidden[rows]
-        logits = torch.mm(x, weight.T, out=buffer[: len(x)])
+        logits = linear_into(buffer[: len(x)], x, weight)
         into_gradient(logits, rows)
         if grad_x is not None:
-            torch.mm(logits, weight, out=grad_x[rows])
+            into = grad_x[rows]
+            if (product := linear_into(into, logits, weight.t())) is not into:
+                into.copy_(product)
         if grad_w is not None:
             _add_product(grad_w, logits.T, x.masked_fill(ignored[rows].unsqueeze(1), 0.0))
+        del logits  # the next may be a tensor beside them
     return grad_x, grad_w.to(weight.dtype) if grad_w is not None else None
 
 

@@ -53,6 +53,13 @@ def check_qk_norm_rope(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor,
                          "use rms_norm and rope where a head is rotated in part")  # fmt: skip
 
 
+def halves(x: Tensor, size: int) -> Tensor:
+    """The first `size` of x's values [..., D] as this module's rotation pairs them, of a layout in which neighbours are
+    pairs: a new tensor, with the first of each pair, then the second, then the rest."""
+    turned = x[..., :size].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return turned if size == x.shape[-1] else torch.cat([turned, x[..., size:]], dim=-1)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [B, H, T, D] rotated, as a new tensor in x's dtype; cos and sin [B or 1, T, R]."""
     exact = torch.promote_types(x.dtype, torch.float32)

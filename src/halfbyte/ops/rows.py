@@ -1,4 +1,5 @@
-"""`F.linear` of a few rows, where a row's sums are the same whatever the rows beside it are."""
+"""`F.linear` without a gradient: by the library that is faster, and of few rows with each row's sums the same whatever
+the rows beside it are."""
 
 from __future__ import annotations
 
@@ -6,8 +7,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..hardware import onednn_beats_mkl
+
 LEAST = 4  # rows: oneDNN sums fewer in another order where there is AMX (factors of an adapter: 1 to 3 rows)
 SMALL = 16**3  # multiplications up to which torch leaves oneDNN out (`checksize` in aten's mkldnn/Matmul.cpp)
+
+WORTH = 2**16  # weights from which on oneDNN's call, 10 µs dearer than MKL's, pays
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x·Wᵀ + b for x [..., K], W [N, K], of any strides; where nothing is to be differentiated.
+
+    Which library multiplies is decided by W alone, so that a row's sums do not depend on how many rows there are.
+    oneDNN has one order of sums for 2 rows and more.
+    """
+    if _by_onednn(x, weight):
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return F.linear(x, weight, bias)
+
+
+def linear_into(out: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """The same of x [M, K], in `out` [M, N] or, since oneDNN has no such argument, in a new tensor."""
+    return linear(x, weight) if _by_onednn(x, weight) else torch.mm(x, weight.t(), out=out)
+
+
+def _by_onednn(x: Tensor, weight: Tensor) -> bool:
+    return x.is_cpu and x.dtype is torch.float32 and weight.numel() >= WORTH and onednn_beats_mkl()
 
 
 def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -21,5 +46,5 @@ def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     rows = len(x)
     least = max(LEAST, SMALL // max(weight.numel(), 1) + 1)
     if x.device.type != "cpu" or x.dtype is torch.float32 or not 0 < rows < least:
-        return F.linear(x, weight, bias)
-    return F.linear(F.pad(x, (0, 0, 0, least - rows)), weight, bias)[:rows]
+        return linear(x, weight, bias)
+    return linear(F.pad(x, (0, 0, 0, least - rows)), weight, bias)[:rows]

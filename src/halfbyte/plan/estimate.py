@@ -156,8 +156,8 @@ def estimate(
     batches = (batches or Batches.of_full_rows(config)).longer(1 / layout.context)
     if shapes.packed_way == "unpacked":  # into rows that are padded
         batches = batches.longer(1 / LIKE)
-    options: dict[str, Any] = {"config": config, "card": card, "on_host": on_host}
-    options["graphs"] = shapes.packed_way == "positions"
+    positions = shapes.packed_way == "positions"
+    options: dict[str, Any] = {"config": config, "card": card, "on_host": on_host, "graphs": positions}
     plan = _Planner(shapes, batches, capacity, layout=layout, **options).plan()
     if layout.pipeline > 1 and not plan.activation_checkpointing:  # which changes where the model is cut
         plan = _Planner(shapes, batches, capacity, layout=layout, **options, recomputed=False).plan()
@@ -165,14 +165,14 @@ def estimate(
         sliced = _Planner(shapes, batches, capacity, layout=Sliced(**vars(layout)), **options).plan()
         plan = min(plan, sliced, key=lambda each: each.total)
     plan = replace(plan, rough=shapes.rough)
-    return with_rollouts(plan, shapes, config, batches, answered) if config.method in POLICY else plan
+    eager = functools.partial(_Planner, shapes, batches, capacity, layout=layout, **options | {"graphs": False})
+    return with_rollouts(plan, lambda: eager().plan(), shapes, batches, answered) if config.method in POLICY else plan
 
 
 def may_capture(config: RunConfig, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether micro-batches may run as CUDA graphs: not with loss scaling, quantizing in every step (quantizers look
-    at values), layers offloaded to the host, or sampled answers (rollouts need the memory that a pool would keep)."""
-    kernels = config.use_kernels and device.type == "cuda" and dtype != torch.float16
-    return kernels and config.qat_scheme is None and config.method not in POLICY
+    at values), or layers offloaded to the host."""
+    return config.use_kernels and device.type == "cuda" and dtype != torch.float16 and config.qat_scheme is None
 
 
 class _Planner:

@@ -8,7 +8,6 @@ those that divide rows, too. All are compared on steps of the same rows.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +15,7 @@ from typing import Any
 import torch
 
 from ..config import Parallel, RunConfig, resolve
-from ..config.combinations import layouts, obstacle, wide
-from ..config.methods import COMPARING
+from ..config.combinations import layouts, obstacle, of_method, wide
 from ..errors import ConfigError, HalfbyteError
 from ..memory.batches import Batches
 from ..models.layer import decoder_layers
@@ -46,9 +44,8 @@ def check_layout(layout: Parallel, config: RunConfig, shapes: ModelShapes) -> No
     Raises:
         ConfigError, ModelError: the axis that cannot be, why, and the fix.
     """
-    if wrong := obstacle(layout):
+    if wrong := obstacle(layout) or of_method(layout, config.method):
         raise ConfigError(*wrong)
-    _check_method(layout, config)
     if layout.tensor > 1:
         _check_products(layout.tensor, config, shapes)
     if layout.context > 1:
@@ -60,16 +57,6 @@ def check_layout(layout: Parallel, config: RunConfig, shapes: ModelShapes) -> No
         _check_stages(config, shapes)
     if layout.shard > 1:
         decoder_layers(shapes.causal_lm)
-
-
-def _check_method(layout: Parallel, config: RunConfig) -> None:
-    """Whether a method whose losses are of whole rows gets whole rows."""
-    ways = ["data", *(["shard"] if config.method in COMPARING else [])]
-    if config.method != "sft" and layout.size > math.prod(getattr(layout, axis) for axis in ways):
-        raise ConfigError(
-            f"parallel: {layout} with method: {config.method}: its losses are of whole rows",
-            f"divide rows: use parallel: {' or '.join(f'{{{axis}: N}}' for axis in ways)}",
-        )
 
 
 def _check_products(ways: int, config: RunConfig, shapes: ModelShapes) -> None:

@@ -1,13 +1,15 @@
 """What sampling answers takes, in a run that trains on them.
 
 Nothing of a rollout is left when a step begins (on a GPU and on a CPU its pages and decoded weights go), and nothing of
-a step when a rollout does. So the peak of a run is the higher of both phases. Pages and the way of the products are
+a step when a rollout does. So the peak of a run is the higher of both phases. Only CUDA graphs keep what a step takes,
+so a run has them where rollouts lack nothing beside. Pages and the way of the products are
 chosen here, once, to fit beside what stays: they decide how numbers are rounded, so a resumed run takes those that it
 began with.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -55,18 +57,36 @@ class RolloutPlan:
 
 
 def with_rollouts(
-    plan: MemoryPlan, shapes: ModelShapes, config: RunConfig, batches: Batches, answered: tuple[str, int] | None = None
+    plan: MemoryPlan,
+    eager: Callable[[], MemoryPlan],
+    shapes: ModelShapes,
+    batches: Batches,
+    answered: tuple[str, int] | None = None,
 ) -> MemoryPlan:
     """`plan`, of a step, with the phase in which answers are sampled.
 
     Args:
+        eager: the plan without CUDA graphs.
         answered: `RolloutPlan.weights` and `pages` of the run that is resumed.
     """
+    found = _in_turn(plan, shapes, batches, answered)
+    if not plan.use_graphs:
+        return found
+    without = _in_turn(replace(eager(), rough=plan.rough), shapes, batches, answered)
+    roomy = found.answering == without.answering and found.total <= FILLED * found.capacity_bytes
+    return found if roomy else without
+
+
+def _in_turn(plan: MemoryPlan, shapes: ModelShapes, batches: Batches, answered: tuple[str, int] | None) -> MemoryPlan:
+    """`plan` with rollouts beside what stays, a pool of graphs too."""
+    config = shapes.config
     if config.adapter_path and config.beta:  # the reference's
         plan = replace(plan, adapters=plan.adapters + shapes.trainable().bytes)
     stays = plan.weights + plan.adapters + plan.gradients + plan.optimizer + plan.runtime
-    answering = _Answering(shapes, config, batches).plan(plan.capacity_bytes - stays, answered)
-    beyond = max(answering.total - plan.activations - plan.logits, 0)
+    moving = plan.activations + plan.logits
+    pool = moving if plan.use_graphs else 0
+    answering = _Answering(shapes, config, batches).plan(plan.capacity_bytes - stays - pool, answered)
+    beyond = max(answering.total - (plan.graphs if plan.use_graphs else moving), 0)
     return replace(plan, rollouts=beyond, answering=answering)
 
 

@@ -22,7 +22,7 @@ from ..config import RunConfig, resolve
 from ..data.collate import PackedCollator
 from ..errors import ConfigError, ModelError
 from ..families import of_config
-from ..hardware import compute_dtype
+from ..hardware import compute_dtype, onednn_beats_mkl
 from ..layers import QuantizedLinear
 from ..memory.batches import Shape
 from ..memory.levels import TILE_ROWS
@@ -44,7 +44,9 @@ from .replay import Step, Where, replay
 SKIPPED = ("llm_int8_skip_modules", "modules_to_not_convert")  # what a quantized checkpoint says it leaves whole
 CUDA_RUNTIME = 96 * 2**20  # cuBLAS workspaces of the forward and the backward thread, inside torch's allocator
 CPU_RUNTIME = 64 * 2**20  # thread pools and packed operands of oneDNN and MKL, malloc's slack
-CPU_PRIMITIVES = 112 * 2**20  # 16-bit products compiled for batches of many lengths, see hardware.bound_cpu_primitives
+CPU_PRIMITIVES = (
+    112 * 2**20
+)  # oneDNN's products, compiled for batches of many lengths, see hardware.bound_cpu_primitives
 LONG = 8 * TILE_ROWS  # tokens; what longer batches take lies on a line through this and its half
 
 
@@ -115,7 +117,7 @@ class ModelShapes:
             formats = stored_formats(storage, model_config, model, names)
             for name in formats.keys() & linears.keys():
                 model.set_submodule(name, QuantizedLinear.from_linear(linears[name], formats[name]))
-            for name, module in store_stacks(model, formats, skip).items():
+            for name, module in store_stacks(model, formats, skip, bool(stored)).items():
                 leaf = name.rpartition(".")[2]
                 stack = QuantizedTensor.quantize(getattr(module, leaf), formats[name].stacked())
                 setattr(module, leaf, nn.Parameter(stack, requires_grad=False))
@@ -126,7 +128,7 @@ class ModelShapes:
         """Bytes of libraries beside the tensors of a run, whose batches are of `varied` shapes."""
         if self.device.type != "cpu":
             return CUDA_RUNTIME
-        return CPU_RUNTIME + CPU_PRIMITIVES * (varied and self.dtype.itemsize == 2)
+        return CPU_RUNTIME + CPU_PRIMITIVES * (varied and (self.dtype.itemsize == 2 or onednn_beats_mkl()))
 
     # --- what stays --------------------------------------------------------------------------------------------------
 
@@ -160,13 +162,15 @@ class ModelShapes:
 
     @functools.cached_property
     def packed_way(self) -> str:
-        """How the run will keep packed documents apart, see `models.isolation`; families with a row, and models that
-        cannot be asked before they are loaded, are taken to do so by their positions.
+        """How the run will keep packed documents apart, see `models.isolation`. Families whose layers all have
+        attention, and models that cannot be asked before they are loaded, are taken to do so by their positions.
 
         Raises:
             ConfigError: nothing keeps them apart.
         """
-        if not (self.config.packing or self.config.padding_free) or of_config(self.text_config) is not None:
+        family = of_config(self.text_config)
+        known = family is not None and family.mixer is None
+        if not (self.config.packing or self.config.padding_free) or known:
             return "positions"
         key, trust = "packing" if self.config.packing else "padding_free", self.config.trust_remote_code
         try:

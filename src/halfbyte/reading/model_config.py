@@ -14,11 +14,13 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 FIX = "re-download config.json, or correct it"
 LARGEST_FILE = 16 * MEBIBYTE
 LARGEST, MOST_LAYERS = 2**31 - 1, 10_000
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # none: a dense model
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")  # by the router
 SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "vocab_size", "max_position_embeddings", "n_embd", "n_layer", "n_head", "n_positions",
+    "vocab_size", "max_position_embeddings", "n_embd", "n_layer", "n_head", "n_positions", *EXPERTS, *CHOSEN,
 )  # fmt: skip
-MAY_BE_ZERO = ("intermediate_size", "num_key_value_heads", "max_position_embeddings")
+MAY_BE_ZERO = ("intermediate_size", "num_key_value_heads", "max_position_embeddings", *EXPERTS, *CHOSEN)
 LAYERS = ("num_hidden_layers", "n_layer")
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # what is read, whatever else may be named
 MAPPINGS = ("text_config", "vision_config", "quantization_config", "rope_scaling", "rope_parameters", "auto_map")
@@ -79,6 +81,10 @@ def _check(path: Path, config: Mapping[str, Any], within: str = "") -> None:
         for each in value if isinstance(value, list) else [value]:
             if each is not None and not (type(each) is int and least <= each <= LARGEST):
                 raise _wrong(path, within + key, f"a whole number, {least} or more", value)
+    experts = next((each for key in EXPERTS if isinstance(each := config.get(key), int)), 0)
+    for key in CHOSEN if experts else ():
+        if isinstance(chosen := config.get(key), int) and not 1 <= chosen <= experts:
+            raise _wrong(path, within + key, f"1 to {experts}, as many as there are experts", chosen)
     for key in LAYERS:
         if isinstance(layers := config.get(key), int) and layers > MOST_LAYERS:
             raise _wrong(path, within + key, f"at most {MOST_LAYERS}", layers)

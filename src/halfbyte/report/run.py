@@ -35,6 +35,7 @@ class Run:
     generations: list[Record] | None = None
     environment: dict[str, Any] | None = None
     checks: dict[str, Any] | None = None
+    experts: dict[str, Any] | None = None
     merge: dict[str, Any] | None = None
     merges: list[dict[str, Any]] = field(default_factory=list)  # each target's, merge.json among them
     sampled: list[Record] = field(default_factory=list)
@@ -116,6 +117,7 @@ def read_run(path: Path | str) -> Run:
         ("generations", "generations.json", list),
         ("environment", "environment.json", dict),
         ("checks", "checks.json", dict),
+        ("experts", "experts.json", dict),
         ("merge", "merge.json", dict),
     ):
         setattr(run, name, _json(run, run.path / file, kind))

@@ -9,7 +9,7 @@ from html import escape
 from typing import Any
 
 from ..config import RunConfig
-from ..terminal import MEASURED_PARTS, MEMORY_PARTS, as_plan, measured_parts, size
+from ..terminal import MEASURED_PARTS, MEMORY_PARTS, as_plan, measured_parts, said_of_experts, size
 from ..words import visible
 from . import plots
 from .run import Run
@@ -28,6 +28,7 @@ def sections(run: Run) -> list[Section]:
         ("masks", "What is trained on", masks),
         ("answers", "Answers before and after", answers),
         *([("sampled", "Answers it was trained on", sampled)] if run.sampled else []),
+        *([("experts", "Experts", experts)] if run.experts else []),
         ("checks", "Merge and checks", checks),
         ("environment", "Environment", environment),
         ("configuration", "Configuration", configuration),
@@ -314,6 +315,18 @@ def sampled(run: Run) -> str:
             prompt = f"<pre>{text(each['prompt'])}</pre>"
             rows.append((f"step {text(step)}", prompt, answer, rewards, f"{each['advantage']:+.2f}"))
     return table(("drawn before", "prompt", "answer", "rewards", "advantage"), rows)
+
+
+def experts(run: Run) -> str:
+    """How evenly the experts of each layer were chosen, and which never were."""
+    use = run.experts or {}
+    rows = []
+    for name, each in use["layers"].items():
+        used, all_ = each["used"], max(sum(each["used"]), 1)
+        shares = (f"{chosen / all_:.1%}" for chosen in (max(used), statistics.median(used), min(used)))
+        rows.append((text(name), f"{each['entropy']:.3f}", *shares, text([str(at) for at in each["dead"]])))
+    head = ("Layer", "entropy, of equal use's", "most used", "median", "least used", "never chosen")
+    return f"<p class='note'>{text(said_of_experts(use))}.</p>" + table(head, rows)
 
 
 def checks(run: Run) -> str:

@@ -22,6 +22,7 @@ Function = Callable[..., Any]
 
 FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 GSM8K = re.compile(r"####\s*(.+)")
+NUMBER = re.compile(r"[-+]?\$?[\d,]*\.?\d+%?")
 THINK = re.compile(r"^<think>(?!.*<think>)(.*?)</think>.*$", re.DOTALL | re.MULTILINE)
 
 
@@ -83,6 +84,11 @@ def math(column: str, completions: Sequence[Completion], **columns: Any) -> Rewa
     return rewards
 
 
+def has_result(text: str) -> bool:
+    """Whether `math` finds a result in a text: in a box, behind ####, or because it is a number and nothing else."""
+    return bool("\\boxed{" in text or GSM8K.search(text) or NUMBER.fullmatch(text.strip()))
+
+
 def _boxed(text: str) -> str:
     """The last #### of `text` as a box."""
     found = GSM8K.findall(text)
@@ -126,6 +132,15 @@ OPTIONS: dict[str, dict[str, tuple[type, ...]]] = {
     "soft_overlong": {"max": (int,), "cache": (int,)},
     "repetition": {"ngram_size": (int,), "max_penalty": (int, float)},
 }
+# The least and the most of numbers; None: none.
+RANGES: dict[tuple[str, str], tuple[int | None, int | None]] = {
+    ("code", "seconds"): (1, None),
+    ("length", "max"): (1, None),
+    ("soft_overlong", "max"): (1, None),
+    ("soft_overlong", "cache"): (0, None),
+    ("repetition", "ngram_size"): (1, None),
+    ("repetition", "max_penalty"): (None, 0),
+}
 KINDS = {int: "a whole number", float: "a number", str: "text"}
 SHORT = {"regex": "pattern", "format": "name", "exact": "column", "math": "column", "code": "column", "length": "max"}
 
@@ -134,9 +149,11 @@ def options_of(name: str, given: Any) -> dict[str, Any]:
     """What is written beside a name of `OPTIONS`: a mapping, or the value of the first option alone.
 
     Raises:
-        ConfigError: an option that the function does not have, or a value of another type.
+        ConfigError: an option that the function does not have, or a value of another type or out of its range.
     """
-    options = given if isinstance(given, dict) else {} if given is None else {SHORT.get(name, "max"): given}
+    options: dict[str, Any] = (
+        given if isinstance(given, dict) else {} if given is None else {SHORT.get(name, "max"): given}
+    )
     for key, value in options.items():
         types = OPTIONS[name].get(key)
         if types is None:
@@ -144,6 +161,14 @@ def options_of(name: str, given: Any) -> dict[str, Any]:
             raise ConfigError(f"reward_funcs: {name} has no option {brief(key)}", f"it has: {known}")
         if not isinstance(value, types) or isinstance(value, bool):
             raise ConfigError(f"reward_funcs: {key} of {name} is {brief(value)}", f"give {KINDS[types[-1]]}")
+        least, most = RANGES.get((name, key), (None, None))
+        number: Any = value
+        if (least is not None and not number >= least) or (most is not None and not number <= most):
+            bound = f"{least} or more" if least is not None else f"at most {most}"
+            raise ConfigError(f"reward_funcs: {key} of {name} is {brief(value)}", f"give {KINDS[types[-1]]}, {bound}")
+    if name == "soft_overlong" and options.get("cache", 0) > options.get("max", options.get("cache", 0)):
+        said = f"reward_funcs: soft_overlong: cache {options['cache']} is more than max {options['max']}"
+        raise ConfigError(said, "cache is the part of max over which the reward falls: give less")
     return options
 
 

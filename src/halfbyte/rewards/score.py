@@ -11,12 +11,12 @@ from typing import Any
 
 from ..errors import ConfigError, TrainingError
 from ..notices import notice
-from .process import Failed, RewardProcess
-from .specs import RewardSpec
+from .process import LOADING, Failed, RewardProcess
+from .specs import CALLED_WITH, RewardSpec
 from .worker import WrongRewards, call, check_arguments
 
+MEND = f"mend the function: it takes **kwargs, and its file is imported within {LOADING:.0f} s"
 BATCHES, SHARE = 20, 0.05  # a run stops where more than this share of the rows of so many batches has failed
-CALLED_WITH = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Rewards:
                 wrong = str(error)
             if wrong is not None:
                 where = f"{spec.file}:{spec.name}" if spec.file else spec.name
-                raise ConfigError(f"reward_funcs: {where}: {wrong}", "mend the function")
+                raise ConfigError(f"reward_funcs: {where}: {wrong}", MEND)
 
     def score(
         self,

@@ -14,10 +14,11 @@ from ..errors import ConfigError
 from ..reading.files import look, open_bytes
 from ..words import brief
 from . import sandbox
-from .functions import COLUMN, OPTIONS, options_of
+from .functions import COLUMN, OPTIONS, has_result, options_of
 
 FORMATS = ("think",)
 HERE = "python:"  # before the name of a function that was given in Python
+CALLED_WITH = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 _given: dict[str, Callable[..., Any]] = {}
 
 
@@ -55,6 +56,12 @@ def read_specs(entries: Sequence[Any], columns: Sequence[str]) -> list[RewardSpe
     Raises:
         ConfigError: an entry is none, a file is not to be trusted, a library or the sandbox is missing.
     """
+    for name in columns:
+        if name in CALLED_WITH:
+            said = (
+                f"reward_funcs: functions are called with {name} of their own, and the prompts have a column {name!r}"
+            )
+            raise ConfigError(said, "rename that column of the data")
     specs: list[RewardSpec] = []
     for entry in entries:
         spec = _read(entry, columns)
@@ -84,6 +91,25 @@ def _read(entry: Any, columns: Sequence[str]) -> RewardSpec:
     if entry.endswith(".py"):
         raise ConfigError(f"reward_funcs: {brief(entry)} names no function", f"write {entry}:FUNCTION")
     raise ConfigError(f"reward_funcs: there is no {brief(entry)}", f"{_KNOWN}; hub ids are not taken")
+
+
+def first_entries(columns: Mapping[str, Any]) -> tuple[list[Any], str]:
+    """`reward_funcs` to begin with, for prompts with such further columns, of one row; and what to know of them.
+
+    A column that a function of halfbyte's can judge by is taken; without one, what needs no column.
+    """
+    fallback: list[Any] = [{"repetition": {"ngram_size": 3}}]
+    fits = {"code": lambda value: isinstance(value, str | list), "math": lambda value: has_result(str(value))}
+    for name, judges in fits.items():
+        column = next((each for each in COLUMN[name] if each in columns and judges(columns[each])), None)
+        if column is None:
+            continue
+        try:
+            _read(name, [column])
+        except ConfigError as error:
+            return fallback, f"{name} would judge by column {column!r}: {error.fix}"
+        return [name], f"{name} judges by column {column!r}"
+    return fallback, "no column says what is right: name a function that judges"
 
 
 _KNOWN = f"write FILE.py:FUNCTION, or one of {', '.join(OPTIONS)}"

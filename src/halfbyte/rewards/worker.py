@@ -110,6 +110,7 @@ def serve(connection: Connection) -> None:
     """Answer requests until nobody asks."""
 
     def tell(**answer: Any) -> None:
+        sys.stdout.flush()  # what the function printed stands before what is said of it
         connection.send_bytes(json.dumps(answer).encode())
 
     asked = json.loads(connection.recv_bytes())

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from halfbyte.config.policy import answers_a_generation, micro_batches_a_generat
 from halfbyte.data.branches import GIVEN
 from halfbyte.errors import CheckpointError, ConfigError
 from halfbyte.files import write_json
-from halfbyte.generation import Rollouts, Sampling
+from halfbyte.generation import Completion, Rollouts, Sampling
 from halfbyte.methods.answers import as_reference
 from halfbyte.methods.grpo import BONUS, CORRECTS, PolicyOptimization
 from halfbyte.notices import notice
@@ -36,6 +37,7 @@ from .answered import Answered, Monotony
 from .metrics import MetricsFile
 from .rewarded import means_of, numbers_of, passes
 from .rows import Counting, on_device
+from .stepper import Stepper, beside_graphs
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -125,6 +127,7 @@ class Generations:
         self._monotony = Monotony()
         self.outside = 0.0  # share of ratios in the last step, see `methods.grpo`
         self.settle: Callable[[], None] = lambda: None  # has the numbers of the last step read
+        self.stepper = Stepper(lambda batch: {})  # whose graphs may hold memory
         self._corrects = config.importance_sampling_correction is True
 
     # --- rows for the loop -------------------------------------------------------------------------------------------
@@ -232,15 +235,7 @@ class Generations:
         sampling = Sampling(
             config.temperature, config.top_k, config.top_p, seed=config.seed + (number << 32), min_p=config.min_p or 0.0
         )
-        completions = self.engine.generate(
-            [row["prompt_ids"] for row in prompts],
-            each,
-            max_new_tokens=config.max_completion_length,
-            sampling=sampling,
-            stops=self.stops,
-            keys=indices,
-        )
-        self.engine.free()  # a step needs the memory
+        completions = self._drawn([row["prompt_ids"] for row in prompts], each, indices, sampling)
         drawn = time.perf_counter()
         texts = [str(self.tokenizer.decode(each.ids, skip_special_tokens=True)) for each in completions]
         asked = [row for row in prompts for _ in range(each)]
@@ -251,6 +246,23 @@ class Generations:
         numbers = numbers_of(completions, scored, self.weights, each)
         numbers |= {"rollout_seconds": drawn - began, "reward_seconds": time.perf_counter() - drawn}
         return Answered(asked, completions, texts, scored, numbers)
+
+    def _drawn(self, prompts: list[list[int]], each: int, keys: list[int], sampling: Sampling) -> list[Completion]:
+        def draw() -> list[Completion]:
+            try:
+                return self.engine.generate(
+                    prompts,
+                    each,
+                    max_new_tokens=self.config.max_completion_length,
+                    sampling=sampling,
+                    stops=self.stops,
+                    keys=keys,
+                )
+            finally:
+                self.engine.free()  # a step needs the memory, and so does another try
+
+        with beside_graphs(self.stepper, self.device):
+            return self.stepper.with_room(draw)
 
     @property
     def weights(self) -> list[float]:
@@ -268,7 +280,8 @@ class Generations:
             row: Row = {"input_ids": given + ids, "labels": [IGNORE_INDEX] * len(given) + labels, "sampled": sampled}
             row |= {GIVEN: len(given)} if self.shared else {}
             rows.append(row | {"advantage": 0.0, "items": 0.0, CORRECTS: self._corrects})
-        divergence = self._add_log_probs(rows, collate)
+        with beside_graphs(self.stepper, self.device):
+            divergence = self.stepper.with_room(partial(self._add_log_probs, rows, collate))
         advantages = self.method.advantages(answered.rewards, divergence)
         for row, advantage in zip(rows, advantages.tolist(), strict=True):
             row["advantage"] = advantage
@@ -308,7 +321,8 @@ class Generations:
             batch = on_device(collate.collate(some), self.device)
             with self.computing():
                 log_probs, _ = self.method.log_probs(self.model, batch)
-            parts = log_probs.cpu().split([len(row["sampled"]) for row in some])
+            lengths = [len(row["sampled"]) for row in some]
+            parts = log_probs[: sum(lengths)].cpu().split(lengths)
             for row, part in zip(some, parts, strict=True):
                 row[name] = part.tolist()
 

@@ -31,6 +31,7 @@ from halfbyte.models.find import ModelFiles, find_model
 from halfbyte.models.limits import check_positions, check_token_ids
 from halfbyte.models.load import check_attention, check_stored, load_tokenizer, resolve_dtype
 from halfbyte.models.recipes import check_recipe, configured_recipe
+from halfbyte.models.routers import check_balanced
 from halfbyte.models.slices import check_divided_like
 from halfbyte.models.stages import Cut, check_trained, cut_model
 from halfbyte.notices import notice
@@ -156,6 +157,7 @@ def prepare_run(
         check_adapter_files(Path(config.adapter_path))
     shapes = ModelShapes(config, files.config, machine.device)
     check_layout(layout, config, shapes)
+    check_balanced(shapes.causal_lm, config.router_aux_loss_coef, layout)
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
     data = _read_data(config, method, shapes, tokenizer, checkpoint, mesh, console)
     config, layout = _laid_out(config, files, machine, data, shapes, mesh, layout, console)
@@ -217,7 +219,7 @@ def _read_data(
     if checkpoint is not None:
         checkpoints.check_same_data(size_of(data), checkpoint)
     if method.rows == "prompts":
-        look_over_rewards(config, data, checkpoint, mesh, console)
+        look_over_rewards(config, data, checkpoint, console)
     return data
 
 
@@ -289,9 +291,12 @@ def _check_divided(shapes: ModelShapes, mesh: Mesh) -> None:
 
 
 def _check_data(config: RunConfig, shapes: ModelShapes, tokenizer: PreTrainedTokenizerBase, data: PreparedData) -> None:
-    """Whether the model has embeddings for all tokens of the data, and positions for its longest row."""
+    """Whether the model has embeddings for all tokens of the data, of padding and of the ends of answers, which prompts
+    do not have, and positions for its longest row."""
     splits = [rows for rows in (data.train, data.eval) if rows is not None]
-    check_token_ids(shapes.causal_lm, max(map(largest_id, splits)), tokenizer.pad_token_id)
+    ends: Any = tokenizer.convert_tokens_to_ids(data.report.get("stop_tokens", []))
+    named = {"padding": tokenizer.pad_token_id, "the end of an answer": max(filter(None, ends), default=None)}
+    check_token_ids(shapes.causal_lm, {"tokens of the data": max(map(largest_id, splits)), **named})
     longest = max(longest_row(rows, data.answers) for rows in splits)
     check_positions(shapes.causal_lm.config, longest, trust_remote_code=config.trust_remote_code)
 

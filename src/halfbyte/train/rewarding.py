@@ -10,16 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfbyte.adapters import compute, load_adapter
-from halfbyte.config import RunConfig, resolve
+from halfbyte.config import RunConfig
 from halfbyte.console import Console
 from halfbyte.data.prepare import PreparedData
-from halfbyte.errors import ConfigError, ModelError
 from halfbyte.generation.stops import stop_tokens
 from halfbyte.methods.answers import REFERENCE
 from halfbyte.methods.grpo import PolicyOptimization
 from halfbyte.notices import notice
-from halfbyte.parallel import Mesh
-from halfbyte.rewards import Rewards, read_specs
+from halfbyte.rewards import Rewards, check_columns, read_specs
 
 from ..reading.tensors import ADAPTER
 from ..words import one_line
@@ -45,17 +43,12 @@ def rewards_of(config: RunConfig, data: PreparedData) -> Rewards:
     return Rewards(specs, columns, config.reward_timeout_s, config.max_completion_length)
 
 
-def look_over_rewards(
-    config: RunConfig, data: PreparedData, checkpoint: Path | None, mesh: Mesh, console: Console
-) -> None:
+def look_over_rewards(config: RunConfig, data: PreparedData, checkpoint: Path | None, console: Console) -> None:
     """Load every reward function once, and say which files are run.
 
     Raises:
-        ConfigError: one cannot be loaded or called; or several processes train.
+        ConfigError: one cannot be loaded or called, or the prompts' columns do not suit it.
     """
-    asked = resolve(config).parallel
-    if mesh.size > 1 or (asked is not None and asked.size > 1):
-        raise ConfigError(f"parallel: method: {config.method} trains on one device", "remove parallel")
     if config.top_p < 1 or config.top_k or config.min_p:
         notice(
             "narrowed-sampling",
@@ -63,6 +56,9 @@ def look_over_rewards(
             " tokens: their ratios are biased (trl#6789)",
         )
     rewards = rewards_of(config, data)
+    for rows in (data.train, data.eval):
+        if rows is not None:
+            check_columns(rewards.specs, rows)
     if checkpoint is not None:
         check_same_files(rewards.files | reference_files(config), checkpoint)
     try:
@@ -97,25 +93,13 @@ def _with_reference(config: RunConfig, model: Any) -> Iterator[None]:
 
 
 def answer_ends(tokenizer: PreTrainedTokenizerBase, model: Any, data: PreparedData) -> list[int]:
-    """The tokens that end an answer.
-
-    Raises:
-        ModelError: there is none.
-    """
-    stops = stop_tokens(tokenizer, model, data.report.get("stop_tokens", []))
-    if not stops:
-        said = "no token ends an answer: the tokenizer has no EOS, and its template no end of a turn"
-        raise ModelError(said, "give the tokenizer an eos_token")
-    return stops
+    """The tokens that end an answer; `load_tokenizer` and `_check_data` know that there is one."""
+    return stop_tokens(tokenizer, model, data.report.get("stop_tokens", []))
 
 
 @contextlib.contextmanager
 def answering(job: OpenRun, loop: TrainingLoop) -> Iterator[None]:
-    """Around the training of a run: if its rows are prompts, `loop` gets answers to them.
-
-    Raises:
-        ModelError: no token ends an answer.
-    """
+    """Around the training of a run: if its rows are prompts, `loop` gets answers to them."""
     run, method = job.prepared, job.prepared.method
     if not isinstance(method, PolicyOptimization):
         yield

@@ -37,6 +37,7 @@ from halfbyte.models.load import load_model
 from halfbyte.models.patch import PatchReport, patch, unpatch
 from halfbyte.models.products import divide_products
 from halfbyte.models.recipes import configured_recipe
+from halfbyte.models.routers import watched
 from halfbyte.models.sharding import shard_model
 from halfbyte.models.slices import divided
 from halfbyte.models.stages import Stages
@@ -47,7 +48,7 @@ from halfbyte.parallel.launch import say_idle
 from halfbyte.parallel.tensor import whole_inside
 from halfbyte.plan.estimate import GIB
 from halfbyte.rewards import named
-from halfbyte.terminal import LiveMetrics, advise_out_of_memory, print_memory
+from halfbyte.terminal import LiveMetrics, advise_out_of_memory, print_memory, said_of_experts
 from halfbyte.words import one_line
 
 from ..runs.lock import run_lock
@@ -64,6 +65,8 @@ from .rewarding import answering
 from .rows import on_device
 from .setup import PAGES, OpenRun, finished_measures, open_run, saved_in, write_environment, write_memory
 from .snapshot import save_weights
+
+EXPERTS = "experts.json"
 
 
 @dataclass(frozen=True)
@@ -194,7 +197,7 @@ def _run(job: OpenRun, console: Console) -> RunResult:
         if run.method.reference:
             results["reference"] = use_reference(run, loop, console)
         before = _answers(run, loop)
-        with divided(model, run.mesh), answering(job, loop):
+        with divided(model, run.mesh), answering(job, loop), _experts_watched(job, loop, console):
             _train(job, loop, console)
         after = _answers(run, loop)
         measured |= _peaks(device, loop, measured["base_bytes"])
@@ -210,6 +213,20 @@ def _run(job: OpenRun, console: Console) -> RunResult:
     print_memory(console, run.plan, measured)
     _report(job, console)
     return RunResult(job.output, _summary(job, measured))
+
+
+@contextlib.contextmanager
+def _experts_watched(job: OpenRun, loop: TrainingLoop, console: Console) -> Iterator[None]:
+    """Inside, the experts of a mixture are counted as they are chosen; what that came to is written and said."""
+    with watched(loop.model, balanced=bool(job.prepared.config.router_aux_loss_coef)) as routers:
+        if routers is not None:
+            loop.stepper.sums = routers.counting(loop.stepper.sums)
+        yield
+        if routers is not None:
+            found = routers.use(job.prepared.mesh)
+            if job.prepared.mesh.is_main:
+                write_json(job.output / EXPERTS, found)
+            console.print(said_of_experts(found))
 
 
 def _write_results(
@@ -250,7 +267,7 @@ def _make_ready(
         with divided(model, run.mesh):
             results["divided"] = checks.divided_check(model, ids, dtype, loss, run.mesh)
     by_positions = isolation is None or isolation.way == "positions"  # other ways look at the batch
-    if run.plan.use_graphs and by_positions and run.method.rows != "prompts":
+    if run.plan.use_graphs and by_positions:
         loop.use_graphs()
     if run.sections.precision.recipe != "bf16":  # a CPU computes in it, too
         loop.scaling = patch(model, run.plan.levels or None, configured_recipe(run.sections.precision)).scaling

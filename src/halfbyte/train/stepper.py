@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from .alike import AGREED, Alike
 from .graph import ONE, GraphedBackward
 
 Batch = Mapping[str, Any]
+Result = TypeVar("Result")
 COUNT = "loss_count"  # in a micro-batch: what the step's summed loss is divided by, a number on the device
 
 
@@ -61,6 +63,10 @@ class Stepper:
         """The sums of each of `batches`."""
         return [self.sums(batch) for batch in batches]
 
+    def with_room(self, work: Callable[[], Result]) -> Result:
+        """What `work` gives, which is no step; where there is no room beside graphs, they go, and it is done again."""
+        return work()
+
     def close(self) -> None:
         """The training is over."""
 
@@ -96,14 +102,16 @@ class GraphedStepper(Stepper):
         return self.graphs.holds_graphs
 
     def evaluate(self, batches: Sequence[Batch]) -> list[Mapping[str, Tensor]]:
-        """The sums of each of `batches`; where there is no room beside the graphs, they go."""
+        return self.with_room(partial(super().evaluate, batches))
+
+    def with_room(self, work: Callable[[], Result]) -> Result:
         try:
-            return super().evaluate(batches)
+            return work()
         except RuntimeError as error:
             if not (self.holds_graphs and self.alike.is_alone and is_out_of_memory(error)):
                 raise
-        self.graphs.give_up()  # out of the handler, whose error keeps what the forward has made
-        return super().evaluate(batches)
+        self.graphs.give_up()  # out of the handler, whose error keeps what the work has made
+        return work()
 
     def close(self) -> None:
         self.most_graph_bytes = self.graphs.most_pool_bytes

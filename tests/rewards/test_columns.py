@@ -1,0 +1,54 @@
+"""Columns that reward functions compare with, before anything is answered."""
+
+import pytest
+
+from halfbyte.errors import ConfigError, DataError
+from halfbyte.rewards import RewardSpec, check_columns, read_specs
+
+TEST = {"input": "1", "output": "2"}
+CODE = [RewardSpec("code", options={"column": "tests"}, kind="code")]
+
+
+def rows(*tests):
+    return [{"prompt": "add one", "columns": {"tests": each}} for each in tests]
+
+
+def test_tests_of_programs():
+    check_columns(CODE, rows([TEST], None, '[{"input": 1, "output": 2}]'))
+    for tests, words in (
+        ("what", "column 'tests'"),
+        ({"input": "1"}, "no list of tests"),
+        ([TEST, {"input": "1"}], "test 2 has no output"),
+        ([3], "test 1 has no input and no output"),
+    ):
+        with pytest.raises(DataError, match=words) as error:
+            check_columns(CODE, rows([TEST], tests))
+        assert "prompt 2 (add one)" in str(error.value).replace("'", "")
+
+
+def test_a_column_that_says_nothing():
+    specs = read_specs(["exact"], ["solution"])
+    check_columns(specs, [{"prompt": "a", "columns": {"solution": each}} for each in (None, "b")])
+    with pytest.raises(DataError, match="column 'solution' is empty in every row"):
+        check_columns(specs, [{"prompt": "a", "columns": {"solution": None}}])
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"repetition": {"ngram_size": 0}}, "ngram_size"),
+        ({"repetition": {"max_penalty": 0.5}}, "max_penalty"),
+        ({"repetition": {"max_penalty": float("nan")}}, "max_penalty"),
+        ({"length": -1}, "max of length"),
+        ({"soft_overlong": {"cache": -1}}, "cache of soft_overlong"),
+        ({"soft_overlong": {"max": 4, "cache": 5}}, "more than max 4"),
+    ],
+)
+def test_options_out_of_range(entry, words):
+    with pytest.raises(ConfigError, match=words):
+        read_specs([entry], [])
+
+
+def test_a_column_named_as_what_functions_are_called_with():
+    with pytest.raises(ConfigError, match="a column 'completions'"):
+        read_specs(["repetition"], ["answer", "completions"])
