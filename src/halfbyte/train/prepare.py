@@ -18,7 +18,7 @@ from halfbyte.adapters import check_adapter_files
 from halfbyte.config import Parallel, Resolved, RunConfig, resolve
 from halfbyte.config.policy import POLICY
 from halfbyte.console import Console
-from halfbyte.data.batches import batches_of, largest_id, longest_row, widths_of
+from halfbyte.data.batches import batches_of, largest_id, longest_row, width_shares
 from halfbyte.data.prepare import PreparedData
 from halfbyte.environment import environment
 from halfbyte.errors import CheckpointError, DataError
@@ -261,12 +261,18 @@ def size_of(data: PreparedData) -> dict[str, int]:
     return {name: data.report["train"][name] for name in ("rows", "tokens", "trained_tokens")}
 
 
-def lengths_differ(run: PreparedRun) -> bool:
-    """Whether rows that are one document each come in so many widths that planning for each does not pay."""
+def lengths_worth_plans(run: PreparedRun) -> frozenset[int] | None:
+    """Of rows that are one document each the widths that come so often that planning for them pays; None: all.
+
+    Data and configuration decide, so a resumed run has the same.
+    """
     if run.config.packing or run.config.padding_free:
-        return False
-    widths = widths_of(run.config, run.data)
-    return len(widths) > 1 and run.total_steps < STEPS_A_LENGTH * len(widths)
+        return None
+    shares = width_shares(run.config, run.data)
+    if len(shares) == 1:
+        return None
+    batches = run.total_steps * run.config.gradient_accumulation_steps
+    return frozenset(width for width, share in shares.items() if share * batches >= STEPS_A_LENGTH)
 
 
 def _machine(config: RunConfig, sections: Resolved, method: Method, mesh: Mesh) -> Machine:
