@@ -25,6 +25,8 @@ def test_widths_are_few_and_little_is_padding():
     assert len(widths) == 16
     assert all(width_of(length) <= max(1.25 * length, length + 127) for length in range(1, 100_000, 7))
     assert all(width_of(width) == width for width in widths)
+    assert all(width_of(length, widths=8) <= max(1.125 * length, length + 127) for length in range(1, 100_000, 7))
+    assert len({width_of(length, widths=8) for length in range(2049, 4097)}) == 8
     assert [width_of(1025, most) for most in (None, 1100, 4096)] == [1280, 1152, 1280]
     assert [width_of(length, length) for length in (512, 2048, 3000, 3072)] == [512, 2048, 3072, 3072]  # packed rows
 

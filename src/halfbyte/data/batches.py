@@ -14,7 +14,7 @@ from ..config.policy import POLICY, answers_a_generation
 from ..memory.batches import Batches, Shape
 from ..notices import notice
 from .branches import ANSWERS
-from .collate import rounds_widths, width_of
+from .collate import FINER, WIDTHS, rounds_widths, width_of
 from .prepare import PreparedData
 
 SAMPLES = 64  # batches that the usual one is the mean of
@@ -29,12 +29,14 @@ def batches_of(config: RunConfig, data: PreparedData, device: torch.device) -> B
         config = config.model_copy(update={"per_device_train_batch_size": rows})
     if data.together > 1:
         config = _of_documents(config, data.together, data.shared)
-    found = batches_of_lengths(config, train, held_out, rounded=rounds_widths(device))
+    widths = FINER if config.method in POLICY and data.shared else WIDTHS
+    found = batches_of_lengths(config, train, held_out, rounded=rounds_widths(device), widths=widths)
     if config.method not in POLICY:
         return found
     together = answers_a_generation(config) // (config.num_generations or 2)
     return replace(
         found,
+        second=found.largest,  # answers have any lengths
         evaluation=Shape(0, 0),  # which answers, too
         prompts=_longest_prompts(data.train, together),
         held_out_prompts=() if data.eval is None else _longest_prompts(data.eval, len(data.eval)),
@@ -122,12 +124,15 @@ def largest_id(rows: Dataset) -> int:
     return max((compute.max(chunk.flatten()).as_py() or 0 for chunk in _ids(rows).chunks), default=0)
 
 
-def batches_of_lengths(config: RunConfig, train: np.ndarray, held_out: np.ndarray, *, rounded: bool) -> Batches:
+def batches_of_lengths(
+    config: RunConfig, train: np.ndarray, held_out: np.ndarray, *, rounded: bool, widths: int = WIDTHS
+) -> Batches:
     """The largest micro-batch that shuffled rows can make, the usual one, and the largest of an evaluation.
 
     Args:
         train, held_out: tokens of each row; more than `max_length` are cut to it.
         rounded: whether the collator rounds widths up, see `data.collate`.
+        widths: that an octave has then.
     """
     rows = config.per_device_train_batch_size
     if rows > len(train):
@@ -137,38 +142,38 @@ def batches_of_lengths(config: RunConfig, train: np.ndarray, held_out: np.ndarra
         )
     evaluated = config.per_device_eval_batch_size or rows
     drawn = np.random.default_rng(0)
-    lengths = np.minimum(train, config.max_length)
+    lengths, octave = np.minimum(train, config.max_length), widths if rounded else 0
     picks = [drawn.choice(lengths, min(rows, len(lengths)), replace=False) for _ in range(SAMPLES)]
-    usual = [_shape(config, pick, rounded) for pick in picks]
+    usual = [_shape(config, pick, octave) for pick in picks]
     length = sum(shape.tokens for shape in usual) // sum(shape.rows for shape in usual)
     return Batches(
-        largest=_largest(config, lengths, rows, rounded),
+        largest=_largest(config, lengths, rows, octave),
         usual=Shape(usual[0].rows, max(length, 1)),
-        second=_second(config, lengths, rounded),
-        evaluation=_largest(config, np.minimum(held_out, config.max_length), evaluated, rounded),
+        second=_second(config, lengths, octave),
+        evaluation=_largest(config, np.minimum(held_out, config.max_length), evaluated, octave),
     )
 
 
-def _largest(config: RunConfig, lengths: np.ndarray, rows: int, rounded: bool) -> Shape:
+def _largest(config: RunConfig, lengths: np.ndarray, rows: int, octave: int) -> Shape:
     longest = np.sort(lengths)[::-1][:rows]
-    return _shape(config, longest, rounded) if len(longest) else Shape(0, 0)
+    return _shape(config, longest, octave) if len(longest) else Shape(0, 0)
 
 
-def _second(config: RunConfig, lengths: np.ndarray, rounded: bool) -> Shape:
+def _second(config: RunConfig, lengths: np.ndarray, octave: int) -> Shape:
     """The largest shape but one: of shorter rows, or of the rows that are left at the end of an epoch."""
     rows = min(config.per_device_train_batch_size, len(lengths))
     left = len(lengths) % rows
-    largest = _largest(config, lengths, rows, rounded)
+    largest = _largest(config, lengths, rows, octave)
     if config.padding_free:  # sums of lengths
         return largest if lengths.min() < lengths.max() else Shape(1, left * largest.length // rows)
-    alone = (_shape(config, np.array([length]), rounded) for length in np.unique(lengths))
+    alone = (_shape(config, np.array([length]), octave) for length in np.unique(lengths))
     shorter = max((shape.length for shape in alone if shape.length < largest.length), default=0)
     return max(Shape(rows, shorter), Shape(left, largest.length), key=lambda shape: shape.tokens)
 
 
-def _shape(config: RunConfig, lengths: np.ndarray, rounded: bool) -> Shape:
-    """Of one micro-batch of rows of these lengths."""
+def _shape(config: RunConfig, lengths: np.ndarray, octave: int) -> Shape:
+    """Of one micro-batch of rows of these lengths; `octave`: widths that one has, 0 where they are not rounded."""
     rows, longest, most = len(lengths), int(lengths.max()), config.max_length
     if config.padding_free:
         rows, longest, most = 1, int(lengths.sum()), most * len(lengths)
-    return Shape(rows, width_of(longest, most) if rounded else longest)
+    return Shape(rows, width_of(longest, most, octave) if octave else longest)

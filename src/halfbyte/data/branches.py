@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ..models.branches import BOUNDS, BRANCHES, KEY_PLACES, LONGEST
-from .collate import DOCUMENTS, Batch, Collator, PackedCollator, width_of
+from .collate import DOCUMENTS, WIDTHS, Batch, Collator, PackedCollator, width_of
 
 ANSWERS = "answers"  # a row's column: how many answers follow each of its prompts
 GIVEN = "given"  # of a row that is one document: tokens of its prompt
@@ -101,12 +101,14 @@ class BranchCollator:
         one_row: all rows in one.
         max_length: tokens that no row exceeds.
         rounded: in few shapes, since each costs a CUDA graph.
+        widths: that an octave has then.
     """
 
     pad_token_id: int
     one_row: bool = False
     max_length: int | None = None
     rounded: bool = False
+    widths: int = WIDTHS
 
     @classmethod
     def like(cls, collate: Collator, answers: int) -> BranchCollator:
@@ -124,7 +126,7 @@ class BranchCollator:
             ids, trees = [np.concatenate(ids)], [[tree for row in trees for tree in row]]
         width, most = max(map(len, ids)), self.max_length
         if self.rounded:
-            width = width_of(width, most if most is None or not self.one_row else most * len(rows))
+            width = width_of(width, most if most is None or not self.one_row else most * len(rows), self.widths)
         parts: list[Part] = []
         places: list[np.ndarray] = []
         for number, row in enumerate(trees):
@@ -158,7 +160,8 @@ class BranchCollator:
             longest, longest_keys = (1 << (most - 1).bit_length() for most in (longest, longest_keys))
             fill = -(-len(parts) // DOCUMENTS) * DOCUMENTS - len(parts)
             bounds, key_bounds = (np.pad(each, (0, fill), mode="edge") for each in (bounds, key_bounds))
-            key_places = np.pad(key_places, (0, width_of(len(key_places)) - len(key_places)))
+            filled = width_of(len(key_places), widths=self.widths)
+            key_places = np.pad(key_places, (0, filled - len(key_places)))
         return {
             "position_ids": torch.from_numpy(positions),
             BRANCHES: torch.from_numpy(branches.astype(np.int32)),

@@ -26,6 +26,7 @@ from ..ops import IGNORE_INDEX
 Batch = dict[str, Any]  # tensors, and two numbers of a fused flat batch
 
 LENGTHS, DOCUMENTS = 128, 32  # lengths of fused batches, and their numbers of documents, are multiples of these
+WIDTHS, FINER = 4, 8  # that an octave has; finer where rows hold several sampled answers, whose sums vary little
 
 
 def make_collator(
@@ -49,14 +50,15 @@ def rounds_widths(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def width_of(longest: int, most: int | None = None) -> int:
+def width_of(longest: int, most: int | None = None, widths: int = WIDTHS) -> int:
     """The width, one of few, of a batch whose longest row has `longest` tokens.
 
     Args:
         most: tokens that no row exceeds, if that is known: then no wider than needed for them.
+        widths: of an octave, a power of two.
     """
     octave = (longest - 1).bit_length()
-    width = _up(longest, max(LENGTHS, 1 << max(octave - 3, 0)))
+    width = _up(longest, max(LENGTHS, 1 << max(octave - widths.bit_length(), 0)))
     return width if most is None else min(width, _up(most, LENGTHS))
 
 

@@ -138,17 +138,18 @@ class PolicyOptimization(Method):
     def collator(
         self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
     ) -> Collate:
-        """Answers → tensors: the base's, and flat ones (N tokens, R answers) beside them; N is one of few sizes on a GPU,
-        since each costs a CUDA graph."""
+        """Answers → tensors: the base's, and flat ones (N tokens, R answers) beside them; on a GPU N is one of few
+        sizes, since each costs a CUDA graph."""
         from dataclasses import replace
 
         import torch
 
         from ..data.branches import GIVEN, BranchCollator, as_trees
+        from ..data.collate import FINER
         from ..data.paired import filled_size
 
         base: Any = super().collator(config, tokenizer, device)
-        trees = replace(BranchCollator.like(base, 1), max_length=None)
+        trees = replace(BranchCollator.like(base, 1), max_length=None, widths=FINER)
 
         def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
             if GIVEN in rows[0]:

@@ -117,7 +117,7 @@ class ModelShapes:
             formats = stored_formats(storage, model_config, model, names)
             for name in formats.keys() & linears.keys():
                 model.set_submodule(name, QuantizedLinear.from_linear(linears[name], formats[name]))
-            for name, module in store_stacks(model, formats, skip).items():
+            for name, module in store_stacks(model, formats, skip, bool(stored)).items():
                 leaf = name.rpartition(".")[2]
                 stack = QuantizedTensor.quantize(getattr(module, leaf), formats[name].stacked())
                 setattr(module, leaf, nn.Parameter(stack, requires_grad=False))

@@ -79,10 +79,15 @@ def batches(
 
 def on_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """`batch` on `device`, without waiting for the copy."""
-    return {
-        key: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-        for key, value in batch.items()
-    }
+
+    def sent(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        # what is not pinned waits for all that the device has to do
+        pinned = value.pin_memory() if value.is_cpu and device.type == "cuda" else value
+        return pinned.to(device, non_blocking=True)
+
+    return {key: sent(value) for key, value in batch.items()}
 
 
 def counts_of(batches: list[dict[str, Any]]) -> dict[str, float]:
