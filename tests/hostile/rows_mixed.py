@@ -192,8 +192,8 @@ OF_SCORES = [
          says="reward", first="train run.yaml method=reward output_dir=scored", files=lines(pair())),
 ]  # fmt: skip
 
-SHOWN = ("weigh nothing", "prompts alone", "chatter", "grams of nothing", "solutions of nothing",
-         "named as an argument", "than there are", "expert that is missing", "expert of NaN", "two devices", "cannot write",
+SHOWN = ("weigh nothing", "prompts alone", "chatter", "grams of nothing", "solutions of nothing", "two devices",
+         "named as an argument", "than there are", "expert that is missing", "expert of NaN", "cannot write",
          "not what is trained", "of a reward model")  # fmt: skip
 EVERY = [*KEYS, *REWARDS, *EXPERTS, *MESHES, *ROLLOUTS, *STEPS, *OF_SCORES]
 ROWS = [case if any(words in case.name for words in SHOWN) else replace(case, slow=True) for case in EVERY]
