@@ -91,12 +91,20 @@ def test_a_checkpoint_from_before_the_key_is_resumed_as_what_it_was(tmp_path):
     ("lengths", "steps", "keys", "planned"),
     [
         ([300, 380, 384], 10, {}, None),  # all are rounded to 384
-        ([100, 300], 99, {}, set()),
-        ([100, 300], 100, {}, {128, 384}),
-        ([100] * 3 + [300], 100, {}, {128}),  # 75 of 100 steps; the other 25 do not repay a plan
-        ([100] * 3 + [300], 100, {"per_device_train_batch_size": 2}, {128, 384}),  # half of all pairs has the longer
-        ([100] * 3 + [300], 100, {"per_device_train_batch_size": 8}, {384}),  # all rows in each
-        ([100] * 3 + [300], 50, {"gradient_accumulation_steps": 2}, {128}),
+        ([1100, 1700], 99, {}, set()),
+        ([1100, 1700], 100, {}, {1280, 1792}),
+        ([1100] * 3 + [1700], 100, {}, {1280}),  # 75 of 100 steps; the other 25 do not repay a plan
+        (
+            [1100] * 3 + [1700],
+            100,
+            {"per_device_train_batch_size": 2},
+            {1280, 1792},
+        ),  # half of all pairs has the longer
+        ([1100] * 3 + [1700], 100, {"per_device_train_batch_size": 8}, {1792}),  # all rows in each
+        ([1100] * 3 + [1700], 50, {"gradient_accumulation_steps": 2}, {1280}),
+        ([600, 1100], 900, {}, {1280}),
+        ([600, 1100], 1000, {}, {640, 1280}),
+        ([600, 1100], 1000, {"max_length": 700}, {640, 768}),
         ([100, 300], 10, {"packing": True}, None),
         ([100, 300], 10, {"padding_free": True}, None),
     ],
@@ -106,7 +114,7 @@ def test_lengths_that_repay_a_plan(lengths, steps, keys, planned):
 
     rows = Dataset.from_dict({"input_ids": [[1] * length for length in lengths]})
     data = PreparedData(rows, None, {})
-    job = SimpleNamespace(config=config(**keys), data=data, total_steps=steps)
+    job = SimpleNamespace(config=config(**{"max_length": 2048} | keys), data=data, total_steps=steps)
     assert lengths_worth_plans(job) == planned
 
 
