@@ -48,10 +48,17 @@ def _longest_prompts(rows: Dataset, count: int) -> tuple[int, ...]:
     return tuple(sorted(map(len, rows["prompt_ids"]), reverse=True)[:count])
 
 
-def widths_of(config: RunConfig, data: PreparedData) -> set[int]:
-    """The widths that rounded batches of unpacked training rows can have."""
-    lengths = row_lengths(data.train) if data.answers == 1 else document_lengths(data.train)
-    return {width_of(int(length), config.max_length) for length in np.unique(lengths)}
+def width_shares(config: RunConfig, data: PreparedData) -> dict[int, float]:
+    """The widths that rounded micro-batches of unpacked training rows can have, and the share of them that has each,
+    as drawing rows without putting them back makes them."""
+    lengths = np.sort(row_lengths(data.train) if data.answers == 1 else document_lengths(data.train))
+    widths = sorted({width_of(int(length), config.max_length) for length in np.unique(lengths)})
+    drawn = min(config.per_device_train_batch_size * data.answers, len(lengths))
+    within = [int(np.searchsorted(lengths, width, side="right")) for width in widths]  # rows that are no wider
+    within[-1] = len(lengths)  # longer ones are cut
+    places = np.arange(drawn)
+    no_wider = [float(np.prod(np.maximum(rows - places, 0) / (len(lengths) - places))) for rows in within]
+    return {width: share - below for width, share, below in zip(widths, no_wider, [0.0, *no_wider], strict=False)}
 
 
 def _of_documents(config: RunConfig, answers: int, shared: bool) -> RunConfig:

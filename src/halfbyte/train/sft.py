@@ -31,7 +31,7 @@ from halfbyte.memory.host import HEAP_WASTE, return_large_blocks
 from halfbyte.memory.limit import FIRST_KERNELS, held_to
 from halfbyte.methods.base import Collate
 from halfbyte.models.activations import recompute_as_transformers
-from halfbyte.models.attention import lengths_vary
+from halfbyte.models.attention import planned_lengths
 from halfbyte.models.isolation import isolate_run, release
 from halfbyte.models.load import load_model
 from halfbyte.models.patch import PatchReport, patch, patch_attention, unpatch
@@ -58,7 +58,7 @@ from .checkpoint import best, remove_leftovers
 from .loop import TrainingLoop
 from .metrics import MetricsFile, memory_now, peak_memory, reserved_memory, restart_peak
 from .pipelined import PipelinedStepper
-from .prepare import PreparedRun, lengths_differ, prepare_run
+from .prepare import PreparedRun, lengths_worth_plans, prepare_run
 from .reference import use_reference
 from .reproducible import repeatable, verdict
 from .rewarding import answering
@@ -164,7 +164,7 @@ def _settings(run: PreparedRun) -> Iterator[None]:
     with (
         held_to(run.machine.device, _most_bytes(run)),
         repeatable(run.config, run.machine.device),
-        lengths_vary(lengths_differ(run)),
+        planned_lengths(lengths_worth_plans(run)),
     ):
         yield
 
