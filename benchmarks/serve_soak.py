@@ -2,9 +2,10 @@
 
     python -m benchmarks.serve_soak [--requests 10000] [--at-once 50] [--json FILE]
 
-A tiny model with a tokenizer of bytes; chats and completions, streamed and whole, of one and of several prompts, and
-some that are refused or left by their client. The server runs in a process of its own; its resident memory is read
-between requests. It levels off if it stays within a few percent of what it was after the first 500.
+A tiny model with a tokenizer of bytes; chats and completions, streamed and whole, of one and of several prompts, some
+kept, echoed or with penalties, and some that are refused or left by their client. The server runs in a process of its
+own; its resident memory is read between requests. It levels off if it stays within a few percent of what it was after
+the first 500.
 """
 
 from __future__ import annotations
@@ -65,9 +66,12 @@ def request_of(chance: random.Random, model: str) -> tuple[str, dict[str, Any]]:
     length = chance.randint(1, CONTEXT - 64)
     if chance.random() < 0.5:
         messages = [{"role": "user", "content": "x" * length}]
-        return "/v1/chat/completions", body | {"messages": messages, "logprobs": chance.random() < 0.2}
+        more = {"logprobs": chance.random() < 0.2, "store": chance.random() < 0.3}
+        return "/v1/chat/completions", body | {"messages": messages} | more
     prompts = ["x" * chance.randint(1, length) for _ in range(chance.choice([1, 1, 1, 2, 5]))]
-    return "/v1/completions", body | {"prompt": prompts}
+    more = {"echo": chance.random() < 0.2, "logprobs": chance.choice([None, None, None, 2])}
+    more["presence_penalty"] = chance.choice([0, 0, 0, 0.5])
+    return "/v1/completions", body | {"prompt": prompts} | more
 
 
 def ask(port: int, path: str, body: dict[str, Any], leave: bool) -> int:

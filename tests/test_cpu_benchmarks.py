@@ -11,7 +11,9 @@ from benchmarks import cpu_step, decode
 from benchmarks.common import cpu_name
 
 
-@pytest.mark.parametrize("given", [[], ["--packed", "--dtype", "bfloat16"], ["--checkpointing", "--steps", "5"]])
+@pytest.mark.parametrize(
+    "given", [[], ["--packed", "--dtype", "bfloat16"], ["--checkpointing", "--steps", "5"], ["--experts", "eager"]]
+)
 def test_both_sides_train_with_the_same_settings(tmp_path, monkeypatch, given):
     """Stock TRL in fp32, padded and checkpointed stood beside halfbyte in bf16, packed and not checkpointed."""
     data = tmp_path / "data.jsonl"
@@ -22,8 +24,11 @@ def test_both_sides_train_with_the_same_settings(tmp_path, monkeypatch, given):
     def run(command, check, env):
         commands.append(command)
         name = command[command.index("--only") + 1]
-        (tmp_path / f"{name}.json").write_text(json.dumps({"stock": 2.0, "ours": 3.0}[name]))
+        (tmp_path / f"{name}.json").write_text(
+            json.dumps({key: {"stock": 2.0, "ours": 3.0}[name] for key in ("second", "CPU second")})
+        )
 
+    monkeypatch.setattr(cpu_step, "mixture", lambda source, folder: None)
     monkeypatch.setattr(cpu_step, "subprocess", SimpleNamespace(run=run))
     monkeypatch.setattr(sys, "argv", [*command, "--json", str(tmp_path / "result.json")])
     cpu_step.main()
@@ -43,7 +48,7 @@ def test_both_sides_train_with_the_same_settings(tmp_path, monkeypatch, given):
     result = json.loads((tmp_path / "result.json").read_text())
     assert cpu_step.Settings(**result["settings"]) == used[0][2]
     assert result["device"] == cpu_name()
-    assert result["ratio"] == 1.5
+    assert result["ratio"] == {"second": 1.5, "CPU second": 1.5}
     assert used[0][2].packed == ("--packed" in given)
     assert used[0][2].checkpointing == ("--checkpointing" in given)
 

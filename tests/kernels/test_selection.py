@@ -87,7 +87,8 @@ def test_the_table_has_every_op_and_every_kernel():
         assert found.keys() == all_ops.keys()
         ever |= {kernel for kernels in found.values() for kernel in kernels}
     kernels = {kernel.name for op in all_ops.values() for kind in ("cpu", "cuda") for kernel in op.kernels(kind)}
-    assert ever >= kernels - {"cuda.cudnn_attention.backward"}  # of a package that need not be installed
+    # Of a package that need not be installed; and not measured yet, so behind Triton's.
+    assert ever >= kernels - {"cuda.cudnn_attention.backward", "cuda.grouped4.grouped_product"}
 
 
 def test_reasons():

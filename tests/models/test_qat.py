@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from expert_models import mixture
 from peft import PeftModel
 
 import halfbyte
@@ -192,3 +193,9 @@ def test_patched_forwards_leave_its_products_to_it(peft):
         "its weight is rounded with the adapter merged" if peft else "halfbyte's QATLinear has a forward of its own"
     )
     assert report.unfused["q_proj", reason] == 2
+
+
+def test_experts_that_would_not_be_rounded_are_refused():
+    with pytest.raises(ModelError, match="stacked experts, which are not rounded") as refused:
+        fake_quantize_linears(mixture("Qwen3Moe"), named("nf4"))
+    assert "load_in_4bit" in refused.value.fix

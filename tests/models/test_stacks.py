@@ -92,7 +92,7 @@ def test_what_is_saved_is_bitsandbytes_layout(saved, tmp_path):
 def test_one_expert_is_read_at_a_time(saved, monkeypatch):
     _, folder = saved()
     held, most = 0, 0
-    read = loading._read
+    read = loading.read_entry
 
     def counted(entry):
         nonlocal held, most
@@ -106,7 +106,7 @@ def test_one_expert_is_read_at_a_time(saved, monkeypatch):
         nonlocal held
         held -= 1
 
-    monkeypatch.setattr(loading, "_read", counted)
+    monkeypatch.setattr(loading, "read_entry", counted)
     assert len(stacks(load(folder))) == 4
     assert most <= 4, "gate and up of an expert, and of the next"  # of 8 in a layer
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from whole import Left, run, trains, write_place
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from whole import VOCABULARY, Left, run, trains, write_place
 
 from halfbyte.memory import trained
 from halfbyte.train import prepare, sft
@@ -48,6 +49,20 @@ def test_two_slices_are_the_run_of_one_process(place, alone, two, tmp_path):
     copied = copied_to(tmp_path / "two", alone.folder)
     keys["parallel"] = {"shard": 2}
     run(two, place, copied, resume=str(copied / "checkpoint-4"), **keys).same_as(alone)
+
+
+def test_experts_and_their_adapters_in_slices(two, tmp_path):
+    """PEFT sizes an adapter of a stack by the stack, of which a process may hold a slice."""
+    place = write_place(tmp_path)
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY}
+    torch.manual_seed(1)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, pad_token_id=1, eos_token_id=0, bos_token_id=None))
+    model.to(torch.bfloat16).save_pretrained(place / "model")
+    keys = {"max_steps": 2, "sample_prompts": 0}
+    alone = run(None, place, tmp_path / "alone", gradient_accumulation_steps=2, **keys)
+    found = run(two, place, tmp_path / "out", gradient_accumulation_steps=1, parallel={"shard": 2}, **keys)
+    found.same_as(alone)
 
 
 def copied_to(folder, run):

@@ -96,6 +96,35 @@ class Format(abc.ABC):
         """
         raise ModelError(f"{self.spec} stores matrices, not stacks of them", "take its stacked()")
 
+    def fill(self, experts: Iterable[Parts], shape: tuple[int, ...]) -> dict[str, Tensor]:
+        """Parts of a stack of `shape` [E, N, K] from those of its matrices in order, one in memory at a time.
+
+        Raises:
+            ModelError: this is no format of stacks (`stacked`).
+        """
+        raise ModelError(f"{self.spec} stores matrices, not stacks of them", "take its stacked()")
+
+    def whole_rows(self, rows: int) -> bool:
+        """Whether the parts of matrices with so many rows, one after another, are those of one matrix of all rows."""
+        return False
+
+    def above(self, pieces: Sequence[Parts], shape: tuple[int, int]) -> tuple[Format, dict[str, Tensor]]:
+        """Matrices of `shape` [N, K], one above the other, as a matrix of a stack: its format, and its parts.
+
+        The values are the same. Where scales are nested in what matrices do not share, they come apart.
+
+        Raises:
+            ModelError: what shares a scale would cross them, or they have different codebooks, scales or orders.
+        """
+        if len(pieces) == 1:
+            return self, dict(pieces[0])
+        if not self.whole_rows(shape[0]):
+            raise ModelError(
+                f"{self.spec}: matrices of shape {shape} cannot be stacked: they share no scales", "use 16-bit weights"
+            )
+        specs = self.part_specs((len(pieces) * shape[0], shape[1]))
+        return self, {name: torch.cat([each[name] for each in pieces]).view(size) for name, (size, _) in specs.items()}
+
     def check_stack(self, shape: tuple[int, ...]) -> None:
         """Look whether this stores stacks of `shape`.
 

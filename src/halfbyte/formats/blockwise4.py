@@ -14,7 +14,7 @@ in a checkpoint. For a parameter `weight`:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -144,16 +144,30 @@ class Blockwise4(Format):
         return self
 
     def join(self, weights: Iterable[Tensor], shape: tuple[int, ...]) -> dict[str, Tensor]:
+        plain = replace(self, nested=False)
+        stored = plain.fill((plain.quantize_expert(weight, at) for at, weight in enumerate(weights)), shape)
+        return self._nested(**stored) if self.nested else stored
+
+    def fill(self, experts: Iterable[Parts], shape: tuple[int, ...]) -> dict[str, Tensor]:
+        """As in `Format`, of scales that are not nested."""
         self.check_stack(shape)
-        plain, stored = replace(self, nested=False), dict[str, Tensor]()
-        for at, weight in enumerate(weights):
-            parts = plain.quantize_expert(weight, at)
+        stored: dict[str, Tensor] = {}
+        for at, parts in enumerate(experts):
             if not stored:
-                specs = plain.part_specs(shape).items()
-                stored = {name: weight.new_empty(size, dtype=dtype) for name, (size, dtype) in specs}
+                specs, device = self.part_specs(shape).items(), parts["packed"].device
+                stored = {name: torch.empty(size, dtype=dtype, device=device) for name, (size, dtype) in specs}
             for name, part in parts.items():
                 stored[name][at * len(part) : (at + 1) * len(part)] = part
-        return self._nested(**stored) if self.nested else stored
+        return stored
+
+    def above(self, pieces: Sequence[Parts], shape: tuple[int, int]) -> tuple[Format, dict[str, Tensor]]:
+        plain = replace(self, nested=False)
+        plain.check_stack((len(pieces), *shape))
+        scales = [
+            dequantize_scales(each["absmax"], *nested) if (nested := self.nested_parts(each)) else each["absmax"]
+            for each in pieces
+        ]
+        return plain, {"packed": torch.cat([each["packed"] for each in pieces]), "absmax": torch.cat(scales)}
 
     def expert(self, parts: Parts, shape: tuple[int, ...], index: int) -> tuple[Format, dict[str, Tensor]]:
         """As in `Format`; where nested blocks of scales cross experts, the scales are a copy that is not nested."""

@@ -70,6 +70,9 @@ class Float8(Format):
             raise ModelError("the weight has NaN or Inf", "repair the checkpoint: a group with one would be lost")
         return {"codes": codes.contiguous().view(torch.uint8), "scale": scale}
 
+    def whole_rows(self, rows: int) -> bool:
+        return self.scaling == "row" or (self.scaling == "tile" and rows % TILE == 0)
+
     def dequantize(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return dequantize_float8(parts["codes"].view(E4M3), parts["scale"], self.scaling, dtype)
 

@@ -93,6 +93,9 @@ class HQQ(Format):
             raise ModelError(f"{self.spec}: the weight has groups whose scale does not fit float16", "use hqq8")
         return {"packed": packed, "scales": scales, "zeros": zeros}
 
+    def whole_rows(self, rows: int) -> bool:
+        return True
+
     def dequantize(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         rows, width = rows_and_width(shape)
         return dequantize_hqq(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -84,6 +84,19 @@ class _Int4(Format):
         return dequantize_int4(
             parts["qweight"], parts["qzeros"], parts["scales"], parts.get("g_idx"), self.awq, self.zero_shift, dtype
         )
+
+    def above(self, pieces: Sequence[Parts], shape: tuple[int, int]) -> tuple[Format, dict[str, Tensor]]:
+        first = pieces[0]
+        orders = [each["g_idx"] for each in pieces if self.indexed and not each["g_idx"].is_meta]
+        if any(not torch.equal(each, orders[0]) for each in orders):
+            raise ModelError(
+                f"{self.name}: matrices that read one input have their groups in different orders (desc_act)",
+                "use a checkpoint quantized without desc_act",
+            )
+        return self, {
+            name: part if name == "g_idx" else torch.cat([each[name] for each in pieces], 1)
+            for name, part in first.items()
+        }
 
     def _split(
         self, parts: Parts, shape: tuple[int, int], dim: int, n: int

@@ -61,6 +61,9 @@ class Int8(Format):
             raise ModelError("the weight has NaN or Inf", "repair the checkpoint: a row with one would be lost")
         return {"codes": codes.view(weight.shape), "absmax": absmax}
 
+    def whole_rows(self, rows: int) -> bool:
+        return True
+
     def dequantize(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         codes = parts["codes"].reshape(-1, shape[-1])
         return dequantize_rows_int8(codes, parts["absmax"], dtype).view(shape)

@@ -67,6 +67,9 @@ class Mxfp4(Format):
         codes = encode_e2m1(blocks / decode_scales(scale, None).unsqueeze(2))
         return {"packed": pack_e2m1(codes).view(rows, -1), "scale": scale}
 
+    def whole_rows(self, rows: int) -> bool:
+        return True
+
     def dequantize(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         width = rows_and_columns(shape)[1]
         return dequantize_e2m1(parts["packed"], parts["scale"], None, (1, BLOCK), width, dtype).view(shape)

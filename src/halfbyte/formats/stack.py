@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..errors import ModelError
 from .base import FORMATS, Format, Parts, PartSpecs, register_format
+from .int4 import ENTRIES
 
 META = "quant_state.halfbyte__stack"
 
@@ -64,18 +65,25 @@ class Stack(Format):
         return self.join(weight, tuple(weight.shape))
 
     def join(self, weights: Iterable[Tensor], shape: tuple[int, ...]) -> dict[str, Tensor]:
+        return self.fill((self.each.quantize_expert(weight, at) for at, weight in enumerate(weights)), shape)
+
+    def fill(self, experts: Iterable[Parts], shape: tuple[int, ...]) -> dict[str, Tensor]:
         stored: dict[str, Tensor] = {}
-        for at, weight in enumerate(weights):
-            parts = self.each.quantize_expert(weight, at)
+        for at, parts in enumerate(experts):
             if not stored:
-                specs = self.part_specs(shape).items()
-                device = weight.device
+                specs, device = self.part_specs(shape).items(), next(iter(parts.values())).device
                 stored = {name: torch.empty(size, dtype=dtype, device=device) for name, (size, dtype) in specs}
             for name, part in parts.items():
                 stored[name][at] = part
         return stored
 
     def dequantize(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        count, rows, columns = shape
+        if self.each.whole_rows(rows):
+            whole = (count * rows, columns)
+            specs = self.each.part_specs(whole).items()
+            flat = {name: parts[name].reshape(size) for name, (size, _) in specs}
+            return self.each.dequantize(flat, whole, dtype).view(shape)
         values = torch.empty(shape, dtype=dtype, device=next(iter(parts.values())).device)
         for at in range(shape[0]):
             values[at] = self.each.dequantize({name: part[at] for name, part in parts.items()}, shape[1:], dtype)
@@ -91,4 +99,4 @@ class Stack(Format):
     @functools.cache
     def state_suffixes(cls) -> frozenset[str]:
         parts = (example.part_specs((2, 64)) for each in FORMATS.values() for example in each.examples())
-        return frozenset({"", META, *(name for names in parts for name in names)})
+        return frozenset({"", META, *ENTRIES, *(name for names in parts for name in names)})

@@ -25,6 +25,8 @@ FP8 = torch.float8_e4m3fn
 # On a CPU prompts are padded to multiples of this many tokens, and a row attends over as many slots. Few shapes have
 # few compiled products; and a row's sums are the same whatever the rows beside it are.
 CLASS = 32
+WatchPrompt = Callable[[int, Tensor], None]  # a column of the prompts, and logits [B, P, V] from there on
+WATCHED = 2**24  # logits that are made of a prompt at a time
 
 
 def prompt_slots(tokens: int, device: torch.device) -> int:
@@ -35,8 +37,12 @@ def prompt_slots(tokens: int, device: torch.device) -> int:
 class Engine(Protocol):
     """A batch under way. Prompts are padded on the left to one length."""
 
-    def prefill(self, tokens: Tensor, padding: Tensor) -> Tensor:
-        """Logits [B, V] after tokens int64 [B, T], of which the first `padding` [B] do not count."""
+    def prefill(self, tokens: Tensor, padding: Tensor, watch: WatchPrompt | None = None) -> Tensor:
+        """Logits [B, V] after tokens int64 [B, T], of which the first `padding` [B] do not count.
+
+        Args:
+            watch: called with the logits after each of them, some at a time.
+        """
 
     def step(self, tokens: Tensor) -> Tensor:
         """Logits [B, V] after one more token a row, int64 [B]. The next call may overwrite them."""
@@ -99,7 +105,7 @@ class StaticEngine(Decoder):
         return one_launch(hidden, Stack(layers, first.attention.heads, *shared))
 
     @torch.inference_mode()
-    def prefill(self, tokens: Tensor, padding: Tensor) -> Tensor:
+    def prefill(self, tokens: Tensor, padding: Tensor, watch: WatchPrompt | None = None) -> Tensor:
         length = prompt_slots(tokens.shape[1], self.device)
         beside = length - tokens.shape[1]
         tokens, padding = F.pad(tokens, (beside, 0)), padding + beside
@@ -123,6 +129,11 @@ class StaticEngine(Decoder):
             return self._by_part(lambda rows, begin: _over_prompt(layer, q, k, v, mask, rows, begin))
 
         hidden = self.forward(tokens, positions, attend)
+        if watch is not None:
+            at_once = max(1, WATCHED // (len(tokens) * self.embed.weight.shape[0]))
+            for begin in range(beside, length, at_once):
+                part = hidden[:, begin : begin + at_once]
+                watch(begin - beside, self.logits(part.flatten(0, 1).unsqueeze(1)).unflatten(0, part.shape[:2]))
         return self.logits(hidden[:, -1:])
 
     @torch.inference_mode()
@@ -199,10 +210,10 @@ class StockEngine:
         self.cache: Any = None
         self.tokens = self.mask = torch.empty(0)
 
-    def prefill(self, tokens: Tensor, padding: Tensor) -> Tensor:
+    def prefill(self, tokens: Tensor, padding: Tensor, watch: WatchPrompt | None = None) -> Tensor:
         self.mask = (torch.arange(tokens.shape[1], device=tokens.device) >= padding.unsqueeze(1)).long()
         self.tokens = tokens
-        return self._forward(tokens)
+        return self._forward(tokens, watch)
 
     def step(self, tokens: Tensor) -> Tensor:
         self.mask = F.pad(self.mask, (0, 1), value=1)
@@ -210,12 +221,14 @@ class StockEngine:
         return self._forward(self.tokens if self.cache is None else self.tokens[:, -1:])
 
     @torch.no_grad()  # in inference mode, torch hands quantized weights calls that it takes apart elsewhere (DoRA's)
-    def _forward(self, tokens: Tensor) -> Tensor:
+    def _forward(self, tokens: Tensor, watch: WatchPrompt | None = None) -> Tensor:
         model, keys = self.model, {"attention_mask": self.mask, "past_key_values": self.cache, "use_cache": True}
         last = (context_length(model) or self.mask.shape[1]) - 1  # rows that have ended may run beyond it
         positions = (self.mask.cumsum(-1) - 1).clamp_(0, last)[:, -tokens.shape[1] :]
         with self._adapter(), no_input_casts(model), compute(model):
-            result = model(input_ids=tokens, position_ids=positions, logits_to_keep=1, **keys)
+            result = model(input_ids=tokens, position_ids=positions, logits_to_keep=int(watch is None), **keys)
+        if watch is not None:
+            watch(0, result.logits)
         self.cache = getattr(result, "past_key_values", None)
         logits = result.logits[:, -1].float()
         return logits if self.sharded is None else self.sharded.agreed(logits.contiguous())

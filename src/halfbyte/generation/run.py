@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ..errors import ConfigError, ModelError
 from .decoder import context_length
-from .engine import prompt_slots
+from .engine import WatchPrompt, prompt_slots
 from .engine_cache import CACHES, engine_for
 from .linears import adapter_names
-from .sampling import Sampling
+from .sampling import Draws, Penalties, Sampling
 from .stops import eos_tokens
 
 ACTIVE = "active"  # stands for the adapter that is active in the model
@@ -80,11 +80,16 @@ def stream(
     adapter: str | Sequence[str | None] | None = ACTIVE,
     kv_cache: str = "auto",
     watch: Callable[[Tensor, Tensor], None] | None = None,
+    watch_prompt: WatchPrompt | None = None,
+    penalties: Penalties | None = None,
 ) -> Generator[list[int | None]]:
     """Yield the new token of each row, None for rows that have ended, until all have. Arguments as in `generate`.
 
     Args:
         watch: called with logits [B, V] and the tokens [B] drawn from them, before these are yielded.
+        watch_prompt: called with a column of the prompts, padded on the left to one length, and logits [B, P, V] after
+            the tokens from there on, until all are through.
+        penalties: what tokens are drawn by, beside the logits.
     """
     if not prompts:
         return
@@ -98,12 +103,12 @@ def stream(
     device = next(model.parameters()).device
     padded = torch.tensor([[0] * (longest - len(ids)) + list(ids) for ids in prompts], device=device)
     padding = torch.tensor([longest - len(ids) for ids in prompts], device=device)
-    generator = sampling.generator(device)
+    draw = Draws(sampling, penalties, device)
     with engine_for(model, adapters, prompt_slots(longest, device) + most, kv_cache) as engine:
-        logits = engine.prefill(padded, padding)
+        logits = engine.prefill(padded, padding, watch_prompt)
         if bool(logits.isnan().any()):
             raise ModelError("the model's logits are NaN", "check its weights, and its adapter's")
-        drawn = sampling.draw(logits, generator)
+        drawn = draw(logits)
         waiting = [True] * len(prompts)
         for count in range(1, most + 1):
             if watch is not None:
@@ -118,7 +123,7 @@ def stream(
             if not any(waiting):
                 return
             logits = engine.step(drawn) if ahead is None else ahead
-            drawn = sampling.draw(logits, generator)
+            drawn = draw(logits)
 
 
 def _to_host(tokens: Tensor) -> Callable[[], list[int]]:

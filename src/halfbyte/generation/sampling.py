@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -82,3 +83,46 @@ class Sampling:
         """fp32 [B, V]: logits over the temperature, the largest 0."""
         logits = logits.float()
         return (logits - logits.amax(-1, keepdim=True)) / max(self.temperature, LOWEST)
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """What is changed in logits before a token is drawn, as OpenAI's interface has it.
+
+    Args:
+        frequency: taken from a token's logit for each time that the answer has it.
+        presence: taken once if the answer has it at all.
+        bias: added to the logits of tokens, by their ids.
+    """
+
+    frequency: float = 0.0
+    presence: float = 0.0
+    bias: Mapping[int, float] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.frequency or self.presence or self.bias)
+
+    def applied(self, logits: Tensor, counts: Tensor) -> Tensor:
+        """fp32 [B, V], of logits [B, V] and how often each row has each token, fp32 [B, V]."""
+        found = logits.float() - self.frequency * counts - self.presence * (counts > 0)
+        if self.bias:
+            found[:, list(self.bias)] += torch.tensor(list(self.bias.values()), device=logits.device)
+        return found
+
+
+class Draws:
+    """Draws the tokens of a batch, one a row at a time, and counts them where penalties go by that."""
+
+    def __init__(self, sampling: Sampling, penalties: Penalties | None, device: torch.device):
+        self.sampling, self.penalties, self.generator = sampling, penalties, sampling.generator(device)
+        self.counts: Tensor | None = None
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """int64 [B], from logits [B, V]."""
+        if not self.penalties:
+            return self.sampling.draw(logits, self.generator)
+        if self.counts is None:
+            self.counts = torch.zeros_like(logits, dtype=torch.float32)
+        drawn = self.sampling.draw(self.penalties.applied(logits, self.counts), self.generator)
+        self.counts.scatter_add_(1, drawn.unsqueeze(1), self.counts.new_ones(len(drawn), 1))
+        return drawn

@@ -6,20 +6,22 @@ import contextlib
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .run import ACTIVE, Lengths, new_tokens, stream
-from .sampling import Sampling
+from .sampling import Penalties, Sampling
 
 LEAST_LOG_PROB = -9999.0  # OpenAI's; JSON has no infinity
 UNFINISHED = "\ufffd"  # what a tokenizer makes of the first bytes of a character
 
 
 class Scored(NamedTuple):
-    """A token as text, its log-probability in nats, and the likeliest tokens with theirs, best first."""
+    """A token as text, its log-probability in nats, and the likeliest tokens with theirs, best first; of a text's first
+    token nothing is known."""
 
     token: str
-    log_prob: float
+    log_prob: float | None
     likeliest: list[tuple[str, float]]
 
 
@@ -112,6 +114,36 @@ class Scores:
         return Scored(self.spell(self.tokens[row]), self.own[row], likeliest)
 
 
+class PromptScores:
+    """Log-probabilities of prompts' own tokens; what `generation.stream` calls `watch_prompt`.
+
+    Args:
+        spell, count: as of `Scores`.
+
+    Attributes:
+        found: of each row, those of its tokens, the first one's without a number.
+    """
+
+    def __init__(self, prompts: Sequence[Sequence[int]], spell: Callable[[int], str], count: int):
+        self.prompts, self.spell, self.count = prompts, spell, count
+        self.longest = max(map(len, prompts))
+        self.found = [[Scored(spell(prompt[0]), None, [])] for prompt in prompts]
+
+    def __call__(self, first: int, logits: Tensor) -> None:
+        for row, prompt in enumerate(self.prompts):
+            begin = self.longest - len(prompt)  # the column of its first token
+            own = [column for column in range(max(first, begin), first + logits.shape[1]) if column + 1 < self.longest]
+            if not own:
+                continue
+            logs = logits[row, own[0] - first : own[-1] - first + 1].float().log_softmax(-1).clamp(min=LEAST_LOG_PROB)
+            ids = prompt[own[0] + 1 - begin : own[-1] + 2 - begin]
+            wanted = logs.gather(1, torch.tensor(ids, device=logs.device).unsqueeze(1)).squeeze(1).tolist()
+            values, best = (each.tolist() for each in logs.topk(min(self.count, logs.shape[1])))
+            for token, log_prob, *likeliest in zip(ids, wanted, best, values, strict=True):
+                named = [(self.spell(other), value) for other, value in zip(*likeliest, strict=True)]
+                self.found[row].append(Scored(self.spell(token), log_prob, named))
+
+
 def continue_texts(
     model: Any,
     tokenizer: Any,
@@ -123,6 +155,8 @@ def continue_texts(
     stops: Sequence[str] = (),
     adapter: str | None = ACTIVE,
     likeliest: int | None = None,
+    penalties: Penalties | None = None,
+    scored: Sequence[tuple[int, int]] | None = None,
 ) -> Generator[Piece]:
     """Continue a batch of prompts; a piece for every new token, until each row has ended.
 
@@ -132,17 +166,27 @@ def continue_texts(
         stops: texts that end a row; they are not part of it.
         adapter: as in `generation.stream`.
         likeliest: the number of likeliest tokens wanted beside each token and its log-probability, which are the
-            model's own, before temperature and top_p; None for no log-probabilities.
+            model's own, before temperature, top_p and penalties; None for no log-probabilities.
+        penalties: as in `generation.stream`.
+        scored: with `likeliest`, the first and the end of each prompt's tokens that are scored, too; they come before
+            all others, in pieces of no text and no tokens.
     """
     texts = [Text(lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)), stops) for _ in prompts]
     going = set(range(len(prompts)))
     lengths = new_tokens(model, prompts, max_new_tokens)
-    scores = None if likeliest is None else Scores(lambda token: str(tokenizer.decode([token])), likeliest)
-    steps = stream(
-        model, prompts, max_new_tokens=lengths, sampling=sampling, stops=list(ends), adapter=adapter, watch=scores
-    )
+
+    def spelled(token: int) -> str:
+        return str(tokenizer.decode([token]))
+
+    scores = None if likeliest is None else Scores(spelled, likeliest)
+    asked = None if scored is None or likeliest is None else PromptScores(prompts, spelled, likeliest)
+    how: dict[str, Any] = {"sampling": sampling, "stops": list(ends), "adapter": adapter, "penalties": penalties}
+    steps = stream(model, prompts, max_new_tokens=lengths, watch=scores, watch_prompt=asked, **how)
     with contextlib.closing(steps):
         for count, tokens in enumerate(steps, 1):
+            if asked is not None and count == 1:
+                for row, (begin, end) in enumerate(scored or ()):
+                    yield from (Piece(row, "", None, each, tokens=0) for each in asked.found[row][begin:end])
             for row in sorted(going):
                 token, text = tokens[row], texts[row]
                 assert token is not None, "rows that end are not asked for again"

@@ -6,12 +6,13 @@ import difflib
 import fnmatch
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ..architectures import expert_stacks
 from ..config import SIXTEEN, Storage
 from ..errors import ModelError
-from ..formats import FORMATS, named
+from ..formats import FORMATS, Blockwise4, named
 from ..formats.base import Format
 from ..notices import notice
 from .layer import decoder_layers
@@ -99,7 +100,10 @@ def stored_formats(storage: Storage, model_config: Any, model: nn.Module, names:
     entry = getattr(model_config, "quantization_config", None) or {}
     found = next(filter(None, (cls.from_quantization_config(entry) for cls in FORMATS.values())), None)
     if found is not None:
-        return dict.fromkeys(names, found)
+        formats = dict.fromkeys(names, found)
+        if isinstance(found, Blockwise4):  # what experts' scales are nested in comes apart (`stored_stacks`)
+            formats |= {name: replace(found, nested=False) for name in expert_stacks(model, []) if name in formats}
+        return formats
     if "formats" not in entry:
         return choose(storage).assign(model, names)
     stored = {name: named(spec) for spec, modules in entry["formats"].items() for name in modules}

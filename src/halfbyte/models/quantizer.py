@@ -28,7 +28,8 @@ from ..layers import QuantizedLinear, quantized_parameter
 from ..notices import notice
 from ..tensor import QuantizedTensor
 from .choice import choose
-from .stacks import is_stacking, stacked_parameter, stacking, store_stacks
+from .stacks import as_in_file, is_stacking, stacked_parameter, stacking, store_stacks
+from .stored_stacks import taking
 
 
 @register_quantization_config(QUANT_METHOD)
@@ -156,7 +157,7 @@ class _Deserialize(ConversionOps):
                 weight = state[""].to(model.get_parameter(full_layer_name).dtype)
                 return _quantized(self.hf_quantizer, full_layer_name, weight, model)
             if "" in state:
-                state[""] = _as_in_file(state[""])
+                state[""] = as_in_file(state[""])
             if full_layer_name in self.hf_quantizer.stacks and state.keys() == {""} and state[""].dtype in FLOATS:
                 self.hf_quantizer.leave(full_layer_name)
                 return nn.Parameter(state[""].to(model.get_parameter(full_layer_name).dtype), requires_grad=False)
@@ -176,14 +177,6 @@ class _Deserialize(ConversionOps):
     def __deepcopy__(self, memo: Any) -> _Deserialize:
         """transformers copies converters for each layer; failures must reach the one quantizer it asks at the end."""
         return self
-
-
-def _as_in_file(codes: Tensor) -> Tensor:
-    """transformers 5.17 casts E4M3 codes to the model's dtype, which holds them exactly; later versions do not."""
-    if codes.dtype not in FLOATS:
-        return codes
-    cast = codes.to(torch.float8_e4m3fn)
-    return cast if torch.equal(cast.to(codes.dtype), codes) else codes
 
 
 def _quantized(hf_quantizer: HalfbyteQuantizer, name: str, weight: Tensor, model: nn.Module) -> nn.Parameter:
@@ -230,6 +223,7 @@ class HalfbyteQuantizer(HfQuantizer):
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.stacks: dict[str, Any] = {}  # parameter → its module, of stacked experts that are quantized
         self.transposed: set[str] = set()  # of those, what checkpoints have as [E, K, N]
+        self.dtypes: dict[str, torch.dtype] = {}  # of stacks' values
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
         """Bytes per weight that transformers reserves before loading; its default would reserve the 16-bit model."""
@@ -282,7 +276,8 @@ class HalfbyteQuantizer(HfQuantizer):
         for name in config.assign(model, [*linears, *stacks]).keys() & linears.keys():
             model.set_submodule(name, QuantizedLinear.unfilled(linears[name]))
         self.transposed = {name for name, module in stacks.items() if module.is_transposed}
-        self.stacks = store_stacks(model, config.formats, config.llm_int8_skip_modules)
+        self.stacks = store_stacks(model, config.formats, config.llm_int8_skip_modules, self.pre_quantized)
+        self.dtypes = {name: model.get_parameter(name).dtype for name in self.stacks}
         self.transposed &= self.stacks.keys()
         beside = tuple(beside_text(model))
         if beside and not any(name.startswith(beside) for name in linears):
@@ -332,11 +327,16 @@ class HalfbyteQuantizer(HfQuantizer):
             classes = {type(each(name)) for name in self.stacks for each in (self.format_of, self.stored_format)}
             suffixes = {each for cls in classes for each in cls.state_suffixes() if each and not each.startswith("../")}
             patterns = {f"{entry_name(leaf, suffix)}$": suffix for suffix in sorted(suffixes)} | {f"{leaf}$": ""}
-            found.append(WeightConverter([*patterns], leaf, operations=[_Deserialize(self, patterns)]))
+            # before what is of linears: `scales` may be beside a weight, or below a stack
+            found.insert(0, WeightConverter([*patterns], leaf, operations=[_Deserialize(self, patterns)]))
         return found
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
-        if self.stacks and not self.pre_quantized:
+        if self.stacks and self.pre_quantized:
+            formats = {type(format_) for format_ in self.quantization_config.formats.values()}
+            suffixes = {suffix for cls in formats for suffix in cls.state_suffixes()}
+            weight_conversions = [taking(each, self, suffixes) for each in weight_conversions]
+        elif self.stacks:
             weight_conversions = [stacking(each, self) for each in weight_conversions]
         return weight_conversions + self.get_weight_conversions()
 

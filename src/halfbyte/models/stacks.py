@@ -17,6 +17,7 @@ from transformers.core_model_loading import Concatenate, ConversionOps, MergeMod
 from ..architectures import expert_stacks
 from ..errors import CheckpointError, ModelError
 from ..formats import Format
+from ..formats.base import FLOATS
 from ..layers import hold_stacks
 from ..layers.experts import NAME
 from ..notices import notice
@@ -29,9 +30,13 @@ EXPERT = re.compile(r"\.experts\.(\d+)\.(.*)")
 ANOTHER = "check that config.json belongs to these weights"
 
 
-def stackable(format_: Format, shape: tuple[int, ...]) -> str | None:
-    """Why experts of `shape` [E, N, K] cannot be stored in a format; None: they can."""
-    if not type(format_).examples():
+def stackable(format_: Format, shape: tuple[int, ...], stored: bool = False) -> str | None:
+    """Why experts of `shape` [E, N, K] cannot be stored in a format; None: they can.
+
+    Args:
+        stored: whether the checkpoint has them so.
+    """
+    if not stored and not type(format_).examples():
         return f"{format_.spec} needs calibration"
     try:
         format_.stacked().check_stack(shape)
@@ -40,15 +45,18 @@ def stackable(format_: Format, shape: tuple[int, ...]) -> str | None:
     return None
 
 
-def fitting(model: Any, stacks: Mapping[str, Any], formats: dict[str, Format]) -> list[str]:
+def fitting(model: Any, stacks: Mapping[str, Any], formats: dict[str, Format], stored: bool = False) -> list[str]:
     """Those of `stacks` that `formats` stores; what cannot be is taken out of `formats`, and said.
 
     A transposed module is stored whole or not at all, since it has one orientation.
+
+    Args:
+        stored: whether the checkpoint has them so.
     """
     why = {
         name: found
         for name in stacks.keys() & formats.keys()
-        if (found := stackable(formats[name], _stored_shape(model.get_parameter(name), stacks[name])))
+        if (found := stackable(formats[name], _stored_shape(model.get_parameter(name), stacks[name]), stored))
     }
     for name, module in stacks.items():
         own = {other for other in stacks if stacks[other] is module}
@@ -79,14 +87,19 @@ def make_room(module: Any) -> None:
         module.is_transposed = False
 
 
-def store_stacks(model: Any, formats: dict[str, Format], skip_modules: list[str] | None = None) -> dict[str, Any]:
+def store_stacks(
+    model: Any, formats: dict[str, Format], skip_modules: list[str] | None = None, stored: bool = False
+) -> dict[str, Any]:
     """Prepare the stacks of a model on the meta device that `formats` names; what cannot be stored so leaves `formats`.
+
+    Args:
+        stored: whether the checkpoint has them so.
 
     Returns:
         Parameter → its module, of those that are to be quantized.
     """
     stacks = expert_stacks(model, skip_modules)
-    found = {name: stacks[name] for name in fitting(model, stacks, formats)}
+    found = {name: stacks[name] for name in fitting(model, stacks, formats, stored)}
     for module in {id(module): module for module in found.values()}.values():
         make_room(module)
     if found:
@@ -102,7 +115,7 @@ def run_ours(model: Any) -> None:
             config._experts_implementation = NAME
 
 
-class _OneByOne(WeightConverter):
+class OneByOne(WeightConverter):
     """A converter whose operation is handed entries that are not read yet."""
 
     __slots__ = ()
@@ -128,7 +141,7 @@ class _QuantizeEach(ConversionOps):
     ) -> dict[str, Any]:
         if not self.hf_quantizer.param_needs_quantization(model, full_layer_name):
             kwargs |= {"source_patterns": source_patterns, "full_layer_name": full_layer_name, "model": model}
-            input_dict = {pattern: [_read(entry) for entry in entries] for pattern, entries in input_dict.items()}
+            input_dict = {pattern: [read_entry(entry) for entry in entries] for pattern, entries in input_dict.items()}
             for operation in self.operations:
                 input_dict = operation.convert(input_dict, **kwargs)
             return input_dict
@@ -148,7 +161,7 @@ class _QuantizeEach(ConversionOps):
 
         def experts() -> Iterator[Tensor]:
             for at in range(shape[0]):
-                parts = [_read(each[at]) for each in entries]
+                parts = [read_entry(each[at]) for each in entries]
                 weight = torch.cat(parts) if len(parts) > 1 else parts[0]
                 if tuple(weight.shape) != shape[1:]:
                     found, wanted = tuple(weight.shape), shape[1:]
@@ -181,11 +194,19 @@ def stacked_parameter(name: str, experts: Iterable[Tensor], format_: Format, sha
         raise ModelError(f"{name}: {error.message}", error.fix) from error
 
 
-def _read(entry: Tensor | Callable[[], Tensor]) -> Tensor:
+def read_entry(entry: Tensor | Callable[[], Tensor]) -> Tensor:
     """transformers reads an entry when it is asked to; before saving, and where threads read, it is a tensor."""
     if isinstance(entry, Tensor):
         return entry
     return entry() if callable(entry) else entry.result()
+
+
+def as_in_file(codes: Tensor) -> Tensor:
+    """transformers 5.17 casts E4M3 codes to the model's dtype, which holds them exactly; later versions do not."""
+    if codes.dtype not in FLOATS:
+        return codes
+    cast = codes.to(torch.float8_e4m3fn)
+    return cast if torch.equal(cast.to(codes.dtype), codes) else codes
 
 
 def stacking(conversion: Any, hf_quantizer: HalfbyteQuantizer) -> Any:
@@ -194,7 +215,7 @@ def stacking(conversion: Any, hf_quantizer: HalfbyteQuantizer) -> Any:
         return conversion
     operation = _QuantizeEach(hf_quantizer, conversion.operations)
     sources, targets = conversion._original_source_patterns, conversion._original_target_patterns
-    ours = _OneByOne(list(sources), list(targets), operations=[operation])
+    ours = OneByOne(list(sources), list(targets), operations=[operation])
     ours.scope_prefix, ours.base_model_prefix = conversion.scope_prefix, conversion.base_model_prefix
     return ours
 
@@ -209,4 +230,4 @@ def only_stacks(conversion: Any) -> bool:
 
 def is_stacking(conversion: Any) -> bool:
     """Whether a converter is one that `stacking` made."""
-    return isinstance(conversion, _OneByOne)
+    return isinstance(conversion, OneByOne)

@@ -126,6 +126,8 @@ class BaseCheckpoint:
         for entry in self._file_of:
             for suffix in suffixes:
                 name = parameter_of_entry(entry, suffix)
+                if name and suffix.startswith("../") and name.removesuffix(".weight") in self._file_of:
+                    continue  # it is of a stack of that name
                 # "scales" lies below the weight in one format, beside it in another
                 stack = name in self._file_of or suffix.startswith("_")  # [E, N, K], a parameter of its module
                 if name and (stack or (name.endswith(".weight") and not name.endswith(".weight.weight"))):

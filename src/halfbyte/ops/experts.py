@@ -165,7 +165,7 @@ def check_product(
     return slots, width
 
 
-@op("triton.grouped")
+@op("triton.grouped", "cuda.grouped4")
 def grouped_product(
     x: Tensor,
     stack: StackedWeight,
@@ -230,7 +230,7 @@ def grouped_outer(
     return out
 
 
-@op("triton.experts")
+@op("triton.experts", "native.experts")
 def combine(rows: Tensor, routing: Routing, weights: Tensor | None) -> Tensor:
     """Σ_j w_tj·rows_place(t, j), summed in fp32 in the order of j.
 

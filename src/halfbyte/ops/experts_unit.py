@@ -71,7 +71,7 @@ def _activated(c: Tensor, unit: Unit) -> tuple[Tensor, Tensor, Tensor, Tensor, T
     return gate, up, activated / unit.alpha, derivative, up.clamp(-unit.limit, unit.limit) + unit.offset
 
 
-@op("triton.experts_unit")
+@op("triton.experts_unit", "native.glu")
 def expert_unit(c: Tensor, unit: Unit) -> Tensor:
     """h [S, I] of c [S, 2I], in its dtype."""
     check_unit(c, unit)
@@ -81,7 +81,7 @@ def expert_unit(c: Tensor, unit: Unit) -> Tensor:
     return (activated * up).to(c.dtype)
 
 
-@op("triton.experts_unit")
+@op("triton.experts_unit", "native.glu")
 def expert_unit_backward_(z: Tensor, c: Tensor, unit: Unit, weights: Tensor, order: Tensor) -> Tensor:
     """The gradients of the module's formulas: c becomes its own, z becomes h.
 

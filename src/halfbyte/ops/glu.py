@@ -60,7 +60,7 @@ def activation_and_derivative(gate: Tensor, activation: Activation) -> tuple[Ten
     return gate * sigmoid, sigmoid * (1 + gate * slope * (1 - sigmoid))
 
 
-@op("triton.glu")
+@op("triton.glu", "native.glu")
 def glu(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     """a(gate) · up, contiguous.
 
@@ -73,7 +73,7 @@ def glu(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     return (activate(gate.to(exact), activation) * up.to(exact)).to(gate.dtype).contiguous()
 
 
-@op("triton.glu")
+@op("triton.glu", "native.glu")
 def glu_backward_(grad: Tensor, gate: Tensor, up: Tensor, activation: Activation, need_output: bool) -> None:
     """Gradients of `glu`, in place: `gate` and `up` become their gradients; `grad` becomes h where it is asked for.
 

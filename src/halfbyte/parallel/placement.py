@@ -190,6 +190,8 @@ def hand_out(
             slots[name] = parameter = nn.Parameter(kept, requires_grad=described.requires_grad)
             if mesh.ways(*chosen.axes) > 1 and described.shape and chosen.dim is None:
                 parameter.template = described.template()  # type: ignore[attr-defined]
+                if len(described.shape) == 3:  # where PEFT looks for the shape of a stack of which this is a part
+                    parameter.ds_shape = described.shape  # type: ignore[attr-defined]
     for name, (described, _) in read.by.items():
         if described.same_as:
             slots[name] = slots[described.same_as]

@@ -7,7 +7,7 @@ from typing import Any
 from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 
-from ..architectures import quantizable
+from ..architectures import expert_stacks, quantizable
 from ..errors import ModelError
 from ..formats import Format, named, names
 from ..layers import QuantizedLinear, quantized_parameter
@@ -39,8 +39,13 @@ def fake_quantize_linears(model: Any, format: Format) -> None:
     """Replace the linear layers that quantizing would store in `format` (not the head) by `QATLinear`, in place.
 
     Raises:
-        ModelError: the model has none, or a weight has NaN or Inf, or a shape that the format cannot hold.
+        ModelError: the model has none, or stacks of experts, or a weight has NaN or Inf, or a shape that the format
+            cannot hold.
     """
+    if stacks := expert_stacks(model):
+        weights = sum(getattr(module, name.rpartition(".")[2]).numel() for name, module in stacks.items())
+        said = f"{weights / 1e6:.0f}M weights of this model are stacked experts, which are not rounded in training"
+        raise ModelError(f"qat_scheme: {said}", "remove qat_scheme, and store them in few bits: load_in_4bit: true")
     linears = quantizable(model)
     if not linears:
         raise ModelError(f"qat_scheme: {type(model).__name__} has no linear layer to quantize", "remove qat_scheme")

@@ -32,7 +32,8 @@ from .guard import HEALTH, LOCAL, Access
 from .model import Served, Work
 from .protocol import Drained
 from .replies import Reply, event, tokens_of
-from .requests import ChatRequest, CompletionRequest, Request, RequestError, parse
+from .requests import ChatRequest, CompletionRequest, Request, RequestError, UpdateRequest, parse
+from .stored import StoredChats
 
 HOP_SECONDS = 0.02  # tokens of so long are passed between threads at once
 READ_SECONDS = 5.0  # after the last token, for a client to read what it was sent
@@ -105,6 +106,7 @@ class Endpoints:
     def __init__(self, served: Served):
         self.served, self.limits, self.patience = served, served.limits, Patience()
         self.turns = Turns(served.limits.queue, self.patience)
+        self.chats = StoredChats()
         self.thread = ThreadPoolExecutor(1, "model")
         self.created = int(time.time())
 
@@ -132,9 +134,28 @@ class Endpoints:
     def _model(self, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": self.created, "owned_by": "halfbyte"}
 
-    async def stored(self, _: HttpRequest) -> Response:
-        """The chats that are stored here: none."""
-        return JSONResponse({"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False})
+    async def unload(self, request: HttpRequest) -> Response:
+        """Serve an adapter no longer, once what runs has ended."""
+        name = request.path_params["name"]
+        async with self.turns.take(asyncio.get_running_loop().time() + self.limits.seconds):
+            await asyncio.get_running_loop().run_in_executor(self.thread, self.served.take_off, name)
+        return JSONResponse({"id": name, "object": "model", "deleted": True})
+
+    async def stored(self, request: HttpRequest) -> Response:
+        return JSONResponse(self.chats.listed(request.query_params))
+
+    async def stored_chat(self, request: HttpRequest) -> Response:
+        return JSONResponse(self.chats.get(request.path_params["id"]).document())
+
+    async def stored_messages(self, request: HttpRequest) -> Response:
+        return JSONResponse(self.chats.get(request.path_params["id"]).listed(request.query_params))
+
+    async def update_chat(self, request: HttpRequest) -> Response:
+        asked = parse(UpdateRequest, await self._body(request))
+        return JSONResponse(self.chats.update(request.path_params["id"], asked.metadata))
+
+    async def delete_chat(self, request: HttpRequest) -> Response:
+        return JSONResponse(self.chats.delete(request.path_params["id"]))
 
     async def chat(self, request: HttpRequest) -> Response:
         return await self._complete(request, ChatRequest)
@@ -148,12 +169,26 @@ class Endpoints:
         asked = parse(kind, await self._body(request))
         work = await run_in_threadpool(self.served.prepare, asked)
         scored = asked.likeliest is not None
-        reply = Reply(kind is ChatRequest, asked.model, work.prompt_tokens, len(work.prompts), scored)
+        reply = Reply(kind is ChatRequest, asked.model, work.prompt_tokens, work.rows, scored)
         pieces = self._pieces(work, deadline)
+        if isinstance(asked, ChatRequest) and asked.store:
+            pieces = self._stored(asked, reply, pieces)
         if not asked.stream:
-            return JSONResponse(reply.whole(await _unless_gone(request, _all(pieces))))
+            drawn = await _unless_gone(request, _all(pieces))
+            return JSONResponse(reply.whole(work.best(drawn), tokens_of(drawn)))
         first = await _unless_gone(request, anext(pieces))  # what is refused has its own status
         return EventStream(_events(reply, first, pieces, asked.stream_options.include_usage), deadline)
+
+    async def _stored(
+        self, asked: ChatRequest, reply: Reply, pieces: AsyncGenerator[list[Piece], None]
+    ) -> AsyncGenerator[list[Piece], None]:
+        """`pieces`, which are kept as a chat when all have come."""
+        found: list[Piece] = []
+        async with contextlib.aclosing(pieces):
+            async for some in pieces:
+                found += some
+                yield some
+        self.chats.add(asked, reply.whole(found, tokens_of(found)))
 
     async def _body(self, request: HttpRequest) -> bytes:
         # Any web page may send text/plain to a server on this machine; for JSON a browser asks first, and is refused.
@@ -297,8 +332,13 @@ def application(endpoints: Endpoints, access: Access = LOCAL) -> Starlette:
             Route(HEALTH, endpoints.health, methods=["GET"]),
             Route("/v1/models", endpoints.models, methods=["GET"]),
             Route("/v1/models/{name:path}", endpoints.model, methods=["GET"]),
+            Route("/v1/models/{name:path}", endpoints.unload, methods=["DELETE"]),
             Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
             Route("/v1/chat/completions", endpoints.stored, methods=["GET"]),
+            Route("/v1/chat/completions/{id}", endpoints.stored_chat, methods=["GET"]),
+            Route("/v1/chat/completions/{id}", endpoints.update_chat, methods=["POST"]),
+            Route("/v1/chat/completions/{id}", endpoints.delete_chat, methods=["DELETE"]),
+            Route("/v1/chat/completions/{id}/messages", endpoints.stored_messages, methods=["GET"]),
             Route("/v1/completions", endpoints.completions, methods=["POST"]),
         ],
         exception_handlers={

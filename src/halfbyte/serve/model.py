@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,10 @@ from ..data.chat import ChatTemplate
 from ..errors import CheckpointError, DataError, UsageError
 from ..generation import Sampling
 from ..generation.decoder import context_length
-from ..generation.text import Piece, continue_texts
+from ..generation.engine_cache import forget
+from ..generation.infill import infilled
+from ..generation.sampling import Penalties
+from ..generation.text import Piece, Scored, continue_texts
 from ..notices import notice
 from ..reading import look, read_text
 from ..runs.saved import Saved, find_adapter, load_saved
@@ -51,19 +55,58 @@ class Work:
     """A request ready to run.
 
     Attributes:
-        prompts: one a row, each as often as answers to it are wanted.
+        prompts: one a row, each as often as answers to it are drawn.
         max_new_tokens: of each row.
         prompt_tokens: of all prompts, each counted once.
         likeliest: see `generation.text.continue_texts`.
+        answers: wanted of each prompt.
+        drawn: answers of each prompt, of which the best are given, by `best`.
+        echoed: the prompt's own text, for each row, where it stands before the answer.
+        scored: see `generation.text.continue_texts`.
     """
 
     prompts: Sequence[Sequence[int]]
     max_new_tokens: Sequence[int]
     prompt_tokens: int
     sampling: Sampling
+    penalties: Penalties
     stops: Sequence[str]
     adapter: str | None
     likeliest: int | None
+    answers: int = 1
+    drawn: int = 1
+    echoed: Sequence[str] | None = None
+    scored: Sequence[tuple[int, int]] | None = None
+
+    @property
+    def rows(self) -> int:
+        """Answers that are given."""
+        return len(self.prompts) // self.drawn * self.answers
+
+    def best(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """The pieces of the answers that are given: of those drawn for a prompt the ones whose tokens have the highest
+        mean log-probability, best first."""
+        if self.drawn == self.answers:
+            return list(pieces)
+        own: list[list[Piece]] = [[] for _ in self.prompts]
+        for piece in pieces:
+            own[piece.row].append(piece)
+        found: list[Piece] = []
+        for first in range(0, len(own), self.drawn):
+            ranked = sorted(own[first : first + self.drawn], key=_mean_log_prob, reverse=True)
+            for place, answer in enumerate(ranked[: self.answers], first // self.drawn * self.answers):
+                found += [piece._replace(row=place, scored=self._shown(piece)) for piece in answer]
+        return found
+
+    def _shown(self, piece: Piece) -> Scored | None:
+        return None if self.likeliest is None else piece.scored
+
+
+def _mean_log_prob(answer: Sequence[Piece]) -> float:
+    """Of an answer's tokens, but for one that ends it and those of the prompt; an empty answer is the last."""
+    own = [piece.scored.log_prob for piece in answer if piece.tokens and piece.scored is not None]
+    known = [each for each in own if each is not None]
+    return sum(known) / len(known) if known else -math.inf
 
 
 class Served:
@@ -91,41 +134,79 @@ class Served:
         if request.model not in self.names:
             message = f"no model {brief(request.model)} here; there is {', '.join(self.names)}"
             raise RequestError(404, message, "model", "model_not_found")
+        echo: dict[str, Any] = {}
         if isinstance(request, ChatRequest):
             field, prompts = "messages", [self._chat(request.messages)]
         else:
             assert isinstance(request, CompletionRequest)
-            field, prompts = "prompt", self._plain(request.prompt)
-        if len(prompts) * request.n > self.limits.answers:
-            asked = f"{request.n} answers to {len(prompts)} prompts" if request.n > 1 else f"{len(prompts)} prompts"
-            name = "n" if request.n > 1 else field
+            field, (prompts, own) = "prompt", self._plain(request)
+            echo = self._echo(request, prompts, own) if request.echo else {}
+        several = request.drawn
+        if len(prompts) * several > self.limits.answers:
+            asked = f"{several} answers to {len(prompts)} prompts" if several > 1 else f"{len(prompts)} prompts"
+            name = field if several == 1 else "n" if several == request.n else "best_of"
             raise RequestError(400, f"{name}: {asked}; this server gives {self.limits.answers} at once", name)
-        rows = [prompt for prompt in prompts for _ in range(request.n)]
+        outside = next((token for token in request.logit_bias if token >= self.vocabulary), None)
+        if outside is not None:
+            raise RequestError(400, f"logit_bias: {self._no_token(outside)}", "logit_bias")
+        rows = [prompt for prompt in prompts for _ in range(several)]
         return Work(
             rows,
-            self._new_tokens(list(map(len, rows)), request, field),
+            self._new_tokens(list(map(len, rows)), request, field, least=int(bool(echo.get("scored")))),
             sum(map(len, prompts)),
             Sampling(request.temperature, top_p=max(request.top_p, LEAST_TOP_P), seed=request.seed),
+            Penalties(request.frequency_penalty, request.presence_penalty, request.logit_bias),
             request.stop,
             self.names[request.model],
             request.likeliest,
+            request.n,
+            several,
+            **{name: [each for each in values for _ in range(several)] for name, values in echo.items()},
         )
 
     def answer(self, work: Work) -> Iterator[Piece]:
         """Pieces of the answers, as tokens come."""
-        if not any(work.max_new_tokens):
-            return (Piece(row, "", "length", tokens=0) for row in range(len(work.prompts)))
+        for row, text in enumerate(work.echoed or ()):
+            yield Piece(row, text, None, tokens=0)
+        if any(work.max_new_tokens):
+            yield from self._continued(work, work.max_new_tokens)
+            return
+        if work.scored is not None:  # a token is drawn, which nobody asked for
+            new = self._continued(work, [1] * len(work.prompts))
+            yield from (piece for piece in new if not piece.tokens)
+        yield from (Piece(row, "", "length", tokens=0) for row in range(len(work.prompts)))
+
+    def _continued(self, work: Work, max_new_tokens: Sequence[int]) -> Iterator[Piece]:
+        ranked = work.drawn > work.answers
         return continue_texts(
             self.saved.model,
             self.saved.tokenizer,
             work.prompts,
-            max_new_tokens=work.max_new_tokens,
+            max_new_tokens=max_new_tokens,
             sampling=work.sampling,
             ends=self.talk.stops,
             stops=work.stops,
             adapter=work.adapter,
-            likeliest=work.likeliest,
+            likeliest=0 if ranked and work.likeliest is None else work.likeliest,
+            penalties=work.penalties,
+            scored=work.scored,
         )
+
+    def take_off(self, name: str) -> None:
+        """Serve an adapter no longer, and free its memory; its files stay.
+
+        Raises:
+            RequestError: there is none of that name, or it is the model itself.
+        """
+        if name not in self.names:
+            raise RequestError(404, f"no model {brief(name)} here", "model", "model_not_found")
+        adapter = self.names[name]
+        if adapter is None:
+            raise RequestError(403, f"{name} is the model that this server was started with; stop the server", "model")
+        del self.names[name]
+        model: Any = self.saved.model
+        forget(model)
+        model.delete_adapter(adapter)
 
     def _chat(self, messages: Sequence[Message]) -> list[int]:
         tokenizer: Any = self.saved.tokenizer
@@ -141,21 +222,39 @@ class Served:
             raise RequestError(400, f"messages: {error.message}", "messages") from None
         return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
-    def _plain(self, prompts: list[str] | list[list[int]]) -> list[list[int]]:
+    def _plain(self, request: CompletionRequest) -> tuple[list[list[int]], list[tuple[int, int]]]:
+        """The tokens of each prompt, and which of them are its own, where others say what follows it."""
+        prompts = request.prompt
         if len(prompts) > self.limits.answers:  # before they are tokenized
             message = f"{len(prompts)} prompts; this server takes {self.limits.answers} at once"
             raise RequestError(400, f"prompt: {message}", "prompt")
         tokenizer: Any = self.saved.tokenizer
+        if request.suffix:
+            try:
+                return infilled(tokenizer, [str(one) for one in prompts], request.suffix)
+            except DataError as error:
+                raise RequestError(400, f"suffix: {error.message}", "suffix") from None
         found = [tokenizer(one, verbose=False)["input_ids"] if isinstance(one, str) else one for one in prompts]
         for ids in found:
             wrong = next((token for token in ids if not 0 <= token < self.vocabulary), None)
             if wrong is not None:
-                message = f"token {brief(wrong)} is outside the model's vocabulary of {self.vocabulary}"
-                raise RequestError(400, f"prompt: {message}", "prompt")
-        return found
+                raise RequestError(400, f"prompt: {self._no_token(wrong)}", "prompt")
+        return found, [(0, len(ids)) for ids in found]
 
-    def _new_tokens(self, lengths: Sequence[int], request: Request, field: str) -> list[int]:
-        """The most tokens that each row gets, for prompts of these lengths."""
+    def _no_token(self, token: int) -> str:
+        return f"token {brief(token)} is outside the model's vocabulary of {self.vocabulary}"
+
+    def _echo(
+        self, request: CompletionRequest, prompts: list[list[int]], own: list[tuple[int, int]]
+    ) -> dict[str, list[Any]]:
+        """`echoed` and `scored` of `Work`, a value each prompt."""
+        tokenizer: Any = self.saved.tokenizer
+        each = zip(request.prompt, prompts, strict=True)
+        texts = [one if isinstance(one, str) else str(tokenizer.decode(ids)) for one, ids in each]
+        return {"echoed": texts} | ({} if request.likeliest is None else {"scored": own})
+
+    def _new_tokens(self, lengths: Sequence[int], request: Request, field: str, least: int = 0) -> list[int]:
+        """The most tokens that each row gets, for prompts of these lengths; there must be room for `least`."""
         asked, limits, longest = request.new_tokens, self.limits, max(lengths)
         if min(lengths) == 0:
             raise RequestError(400, f"{field}: a text without tokens", field)
@@ -165,7 +264,7 @@ class Served:
         if asked is not None and asked > limits.max_tokens:
             name = "max_tokens" if request.max_tokens == asked else "max_completion_tokens"
             raise RequestError(400, f"{name}: {asked}; this server generates {limits.max_tokens} at most", name)
-        least = 1 if asked is None else asked
+        least = 1 if asked is None else max(asked, least)
         if self.context is not None and longest + least > self.context:
             message = (
                 f"the model's context is {self.context} tokens, and you asked for {longest + least}"

@@ -28,8 +28,8 @@ class Reply:
         self.created = int(time.time())
         self.offsets = [0] * rows  # characters of the tokens so far
 
-    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """All of the answer at once."""
+    def whole(self, pieces: Sequence[Piece], new_tokens: int) -> dict[str, Any]:
+        """All of the answer at once, for which so many tokens were drawn."""
         choices = []
         for row in range(self.rows):
             own = [piece for piece in pieces if piece.row == row]
@@ -38,7 +38,7 @@ class Reply:
             content = {"role": "assistant", "content": text} if self.chat else text
             choices.append(self._choice(row, content, finish, "message", scores))
         kind = "chat.completion" if self.chat else "text_completion"
-        return {**self._object(kind, choices), "usage": self._usage(tokens_of(pieces))}
+        return {**self._object(kind, choices), "usage": self._usage(new_tokens)}
 
     def opening(self) -> Iterator[str]:
         """Events before the first token: who speaks."""
@@ -80,14 +80,23 @@ class Reply:
         return {
             "tokens": [each.token for each in scores],
             "token_logprobs": [each.log_prob for each in scores],
-            # Two tokens may be the same text, e.g. halves of characters; the likelier one's counts.
-            "top_logprobs": [dict(reversed(each.likeliest)) or None for each in scores],
+            "top_logprobs": [_by_text(each) for each in scores],
             "text_offset": offsets,
         }
 
     def _usage(self, new_tokens: int) -> dict[str, int]:
         total = self.prompt_tokens + new_tokens
         return {"prompt_tokens": self.prompt_tokens, "completion_tokens": new_tokens, "total_tokens": total}
+
+
+def _by_text(score: Scored) -> dict[str, float] | None:
+    """The likeliest tokens and the one that is there, by their texts; None where nothing is known of it.
+
+    Two tokens may be the same text, e.g. halves of characters; the likelier one's counts.
+    """
+    if score.log_prob is None:
+        return None
+    return {score.token: score.log_prob, **dict(reversed(score.likeliest))}
 
 
 def _chat_scores(scores: Sequence[Scored]) -> dict[str, Any]:
@@ -100,7 +109,7 @@ def _chat_scores(scores: Sequence[Scored]) -> dict[str, Any]:
     }
 
 
-def _token(text: str, log_prob: float) -> dict[str, Any]:
+def _token(text: str, log_prob: float | None) -> dict[str, Any]:
     """A token's bytes are unknown where it is a part of a character."""
     return {"token": text, "logprob": log_prob, "bytes": None if UNFINISHED in text else list(text.encode())}
 

@@ -10,23 +10,18 @@ from ..errors import DataError
 from ..reading import parse_json
 from ..words import brief
 
-# Fields that this server has nothing for and that change no answer: what is sent about cost, speed and storage.
-WITHOUT_EFFECT = {"audio", "prediction", "prompt_cache_options", "service_tier", "store"}  # audio: with modalities
+# Fields that this server has nothing for and that change no answer: what is sent about cost and speed.
+WITHOUT_EFFECT = {"audio", "prediction", "prompt_cache_options", "service_tier"}  # audio: with modalities
 # Others, and their values that ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "annotations": ([],),  # of a message that was an answer
-    "best_of": (0, 1),
-    "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
-    "presence_penalty": (0,),
     "prompt_cache_retention": ("in_memory", "in-memory", "24h"),
     "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
-    "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "verbosity": ("medium",),
@@ -63,8 +58,6 @@ def _neutral(key: str, value: Any, body: dict[str, Any]) -> bool:
         return True
     if key in ("tools", "functions") and body.get("tool_choice" if key == "tools" else "function_call") == "none":
         return True
-    if key == "logit_bias":
-        return isinstance(value, dict) and all(type(bias) in (int, float) and bias == 0 for bias in value.values())
     return any((isinstance(value, bool), value) == (isinstance(ours, bool), ours) for ours in NEUTRAL.get(key, ()))
 
 
@@ -85,6 +78,17 @@ def _listed(value: Any) -> Any:
 def _bounded(value: Any) -> Any:
     """llama.cpp's clients write -1 for no bound."""
     return None if type(value) is int and value == -1 else value
+
+
+def _biases(value: Any) -> Any:
+    """What is added to the logits of tokens, by their ids; a bias of 0 asks for nothing."""
+    if not isinstance(value, dict):
+        return value
+    asked = {key: bias for key, bias in value.items() if bias != 0 or isinstance(bias, bool)}
+    wrong = next((key for key in asked if not (isinstance(key, str) and key.isascii() and key.isdigit())), None)
+    if wrong is not None:
+        raise ValueError(f"{brief(wrong)} is no token's id")
+    return {int(key[:20]): float(bias) if type(bias) is int else bias for key, bias in asked.items()}
 
 
 def _prompts(value: Any) -> Any:
@@ -168,16 +172,22 @@ class StreamOptions(Strict):
 
 
 Length = Annotated[int | None, BeforeValidator(_bounded)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
 
 
 class Request(Strict):
-    """The fields that chats and completions share."""
+    """The fields that chats and completions share. With 0 tokens to generate, an answer counts those of the prompt."""
 
     model: str
-    max_tokens: Length = Field(None, ge=1)
+    max_tokens: Length = Field(None, ge=0)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, ge=0, le=1)
     n: int = Field(1, ge=1)
+    frequency_penalty: Penalty = 0.0
+    presence_penalty: Penalty = 0.0
+    logit_bias: Annotated[dict[int, Bias], BeforeValidator(_biases)] = Field(default={}, max_length=1024)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], BeforeValidator(_listed)] = Field(
         default=[], max_length=4
@@ -186,7 +196,7 @@ class Request(Strict):
     stream_options: StreamOptions = StreamOptions()
     # What OpenAI's clients tell about the caller; nothing here depends on it.
     user: str = ""
-    metadata: dict[str, str] = {}
+    metadata: Metadata = Field(default={}, max_length=16)
     safety_identifier: str = ""
     prompt_cache_key: str = ""
 
@@ -200,12 +210,18 @@ class Request(Strict):
         """See `generation.text.continue_texts`."""
         raise NotImplementedError
 
+    @property
+    def drawn(self) -> int:
+        """Answers that are drawn for each prompt, of which the best `n` are given."""
+        return self.n
+
 
 class ChatRequest(Request):
     """A body of /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: Length = Field(None, ge=1)
+    max_completion_tokens: Length = Field(None, ge=0)
+    store: bool = False
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
 
@@ -225,20 +241,42 @@ class ChatRequest(Request):
 
 
 class CompletionRequest(Request):
-    """A body of /v1/completions. With 0 tokens to generate, its answer counts those of the prompt."""
+    """A body of /v1/completions."""
 
-    max_tokens: Length = Field(None, ge=0)
     prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_prompts)]
     logprobs: Annotated[int | None, BeforeValidator(lambda value: None if value is False else value)] = Field(
         None, ge=0, le=5
     )
+    best_of: int = Field(0, ge=0)
+    echo: bool = False
+    suffix: str = ""
+
+    @model_validator(mode="after")
+    def _can_be_ranked(self) -> CompletionRequest:
+        if 0 < self.best_of < self.n:
+            raise ValueError(f"best_of: {self.best_of} answers, of which n: {self.n} are asked for")
+        if self.stream and self.best_of > self.n:
+            raise ValueError("best_of: answers are ranked when all are whole, so they cannot be streamed")
+        if self.suffix and not all(isinstance(prompt, str) for prompt in self.prompt):
+            raise ValueError("suffix: it needs prompts that are texts")
+        return self
 
     @property
     def likeliest(self) -> int | None:
         return self.logprobs
 
+    @property
+    def drawn(self) -> int:
+        return max(self.best_of, self.n)
 
-Kind = TypeVar("Kind", bound=Request)
+
+class UpdateRequest(Strict):
+    """A body of /v1/chat/completions/ID: what is stored with a chat."""
+
+    metadata: Metadata = Field(default={}, max_length=16)
+
+
+Kind = TypeVar("Kind", bound=Strict)
 
 
 def parse(kind: type[Kind], body: bytes) -> Kind:

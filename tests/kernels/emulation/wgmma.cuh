@@ -7,7 +7,7 @@ sums are NaN. */
 
 struct { u32 x; } blockDim;
 
-struct Pending { float (*d)[4]; u32 a[4]; u32 x; bool add; float before[NT][4]; };
+struct Pending { float (*d)[4]; u32 a[4]; u32 x; bool add; float before[16][4]; };
 std::vector<std::vector<Pending>> pending(2048); /* by thread */
 
 /* A barrier: how many threads end a phase, how many are missing in this one, and whether it is odd. */
@@ -37,7 +37,7 @@ u32 descriptor_of(u32 rows) {
 }
 void wgmma_fence() { meet(current->number / 128 * 128, 128); }
 void wgmma_commit() {}
-void wgmma(float (&d)[NT][4], const u32 (&a)[4], u32 x, bool add) {
+template <u32 N> void wgmma(float (&d)[N][4], const u32 (&a)[4], u32 x, bool add) {
     Pending later{d, {a[0], a[1], a[2], a[3]}, x, add};
     memcpy(later.before, d, sizeof d);
     memset(d, 0xff, sizeof d);
@@ -45,16 +45,16 @@ void wgmma(float (&d)[NT][4], const u32 (&a)[4], u32 x, bool add) {
 }
 
 /* Fragments as the PTX manual has them for wgmma.m64nNk16, of a warp as for mma.m16n8k16. */
-void wgmma_wait(float (&d)[NT][4]) {
+template <u32 N> void wgmma_wait(float (&d)[N][4]) {
     u32 group = current->number / 128 * 128, warp = current->number / 32 * 32, lane = current->number % 32;
     meet(group, 128);
     auto &own = pending[current->number];
     if (own.empty() || own[0].d != d)
         fprintf(stderr, "nothing of these sums was begun\n"), abort();
-    float sums[NT][4];
+    float sums[N][4];
     memcpy(sums, own[0].before, sizeof d);
     for (size_t o = 0; o < own.size(); o++)
-        for (u32 n = 0; n < NT; n++)
+        for (u32 n = 0; n < N; n++)
             for (u32 i = 0; i < 4; i++) {
                 u32 m = 8 * n + lane % 4 * 2 + i % 2;
                 float sum = own[o].add ? sums[n][i] : 0;

@@ -67,9 +67,12 @@ def wgmma_obstacle(x: Tensor, *of_weight: Tensor) -> str | None:
     """Why these kernels do not take these, whatever the size of blocks; None: they do."""
     if x.shape[0] > BATCH:
         return "takes up to 64 rows"
-    return mma_obstacle(x, *of_weight) or (
-        "needs wgmma, of compute capability 9.x alone" if device_of(x).capability[0] != CAPABILITY else None
-    )
+    return mma_obstacle(x, *of_weight) or wgmma_capability(x)
+
+
+def wgmma_capability(x: Tensor) -> str | None:
+    """Why x's device has no wgmma; None: it has."""
+    return "needs wgmma, of compute capability 9.x alone" if device_of(x).capability[0] != CAPABILITY else None
 
 
 def adds(term: Term) -> bool:

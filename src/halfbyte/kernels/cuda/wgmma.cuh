@@ -1,5 +1,5 @@
 /* What a group of four warps says in PTX, of Hopper's (sm_90a) alone. tests/kernels/emulation/wgmma.cuh is the same
-for a CPU. Constants: NT, BF16. */
+for a CPU. Constant: BF16. */
 
 #pragma once
 
@@ -38,7 +38,7 @@ template <int SIZE> __device__ __forceinline__ void copy_to(u32 to, const void *
         asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
-/* A descriptor of 8·NT rows of 128 bytes in shared memory, one after another, at an address that 1024 divides: its low
+/* A descriptor of rows of 128 bytes in shared memory, one after another, at an address that 1024 divides: its low
 half, the other one is constant. Eight 16-byte pieces of row r change places: piece p lies where p ^ r % 8 would.
 So many bytes further in memory, or 32 along a row, it is a sixteenth more. */
 __device__ __forceinline__ u32 descriptor_of(u32 rows) { return 1 << 16 | (rows & 0x3ffff) >> 4; }
@@ -46,10 +46,10 @@ __device__ __forceinline__ u32 descriptor_of(u32 rows) { return 1 << 16 | (rows 
 /* The registers of what follows are as they should be; what was begun is one group; wait until it is done. */
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_wait(float (&d)[NT][4]) {
+template <u32 N> __device__ __forceinline__ void wgmma_wait(float (&d)[N][4]) {
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
-    for (int i = 0; i < 4 * NT; i++)
+    for (int i = 0; i < 4 * N; i++)
         asm volatile("" : "+f"(d[i / 4][i % 4])::"memory"); /* nobody looks earlier */
 }
 
@@ -57,7 +57,11 @@ __device__ __forceinline__ void wgmma_wait(float (&d)[NT][4]) {
 #define TO_15 TO_7 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define TO_23 TO_15 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define TO_31 TO_23 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define TO_47 TO_31 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define TO_63 TO_47 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define SUMS(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
+#define TWO(n) SUMS(n), SUMS(n + 1)
+#define EIGHT(n) TWO(n), TWO(n + 2), TWO(n + 4), TWO(n + 6)
 #define WGMMA(SIZE, D, A, B, ADD, ...)                                                                                   \
     asm volatile("{.reg .pred add;\n.reg .b64 x;\nsetp.ne.b32 add, " ADD ", 0;\nmov.b64 x, {" B ", 0x40000040};\n"      \
                  "wgmma.mma_async.sync.aligned.m64n" SIZE "k16.f32." TYPES " {" D "}, {" A "}, x, add, 1, 1, 0;}"        \
@@ -68,16 +72,20 @@ __device__ __forceinline__ void wgmma_wait(float (&d)[NT][4]) {
 #define TYPES "f16.f16"
 #endif
 
-/* Begin d += a x, or d = a x: 64×16 times 16×8·NT, of which a warp has 16 rows as in multiply() and x is described. */
-__device__ __forceinline__ void wgmma(float (&d)[NT][4], const u32 (&a)[4], u32 x, bool add) {
-#if NT == 2
-    WGMMA("16", TO_7, "%8, %9, %10, %11", "%12", "%13", SUMS(0), SUMS(1));
-#elif NT == 4
-    WGMMA("32", TO_15, "%16, %17, %18, %19", "%20", "%21", SUMS(0), SUMS(1), SUMS(2), SUMS(3));
-#elif NT == 6
-    WGMMA("48", TO_23, "%24, %25, %26, %27", "%28", "%29", SUMS(0), SUMS(1), SUMS(2), SUMS(3), SUMS(4), SUMS(5));
-#else
-    WGMMA("64", TO_31, "%32, %33, %34, %35", "%36", "%37", SUMS(0), SUMS(1), SUMS(2), SUMS(3), SUMS(4),
-          SUMS(5), SUMS(6), SUMS(7));
-#endif
+/* Begin d += a x, or d = a x: 64×16 times 16×8·N, of which a warp has 16 rows as in multiply() and x is described. */
+template <u32 N> __device__ __forceinline__ void wgmma(float (&d)[N][4], const u32 (&a)[4], u32 x, bool add) {
+    if constexpr (N == 2)
+        WGMMA("16", TO_7, "%8, %9, %10, %11", "%12", "%13", TWO(0));
+    else if constexpr (N == 4)
+        WGMMA("32", TO_15, "%16, %17, %18, %19", "%20", "%21", TWO(0), TWO(2));
+    else if constexpr (N == 6)
+        WGMMA("48", TO_23, "%24, %25, %26, %27", "%28", "%29", TWO(0), TWO(2), TWO(4));
+    else if constexpr (N == 8)
+        WGMMA("64", TO_31, "%32, %33, %34, %35", "%36", "%37", EIGHT(0));
+    else if constexpr (N == 12)
+        WGMMA("96", TO_47, "%48, %49, %50, %51", "%52", "%53", EIGHT(0), TWO(8), TWO(10));
+    else if constexpr (N == 16)
+        WGMMA("128", TO_63, "%64, %65, %66, %67", "%68", "%69", EIGHT(0), EIGHT(8));
+    else
+        static_assert(N == 2, "there is no product of so many tiles");
 }

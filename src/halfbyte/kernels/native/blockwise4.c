@@ -5,22 +5,13 @@
    contraction: a nested scale is a product, rounded, plus the offset, rounded. */
 
 #include <math.h>
-#include <stdint.h>
-#include <string.h>
 
-typedef float f16v __attribute__((vector_size(64)));
-typedef int32_t i16v __attribute__((vector_size(64)));
-typedef uint32_t u16v __attribute__((vector_size(64)));
+#include "values.h"
+
 typedef uint64_t u8v __attribute__((vector_size(64)));
-typedef uint16_t h32v __attribute__((vector_size(64)));
-typedef uint16_t h16v __attribute__((vector_size(32)));
 typedef uint8_t b64v __attribute__((vector_size(64)));
 typedef uint8_t b8v __attribute__((vector_size(8)));
-typedef _Float16 half16v __attribute__((vector_size(32)));
 
-#define INLINE static inline __attribute__((always_inline))
-
-enum { FP32, BF16, FP16 };
 enum { NESTED_BLOCK = 256 };
 
 INLINE i16v lookup(i16v table, i16v index) {
@@ -31,35 +22,6 @@ INLINE i16v lookup(i16v table, i16v index) {
 #else
     return __builtin_shuffle(table, index);
 #endif
-}
-
-/* Sixteen values, or the first `count`, to out[at...] in `dtype`; the callers pass constants where speed matters. */
-INLINE void store(void *out, int64_t at, f16v values, int dtype, int count) {
-    if (dtype == FP32) {
-        memcpy((float *)out + at, &values, (size_t)count * 4);
-    } else if (dtype == BF16) { /* the high half, rounded to nearest even; the values are finite */
-        u16v bits = (u16v)values;
-        h32v halves = (h32v)(bits + 0x7FFF + ((bits >> 16) & 1));
-        h16v high = __builtin_shufflevector(halves, halves, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-        memcpy((uint16_t *)out + at, &high, (size_t)count * 2);
-    } else {
-        half16v half = __builtin_convertvector(values, half16v);
-        memcpy((uint16_t *)out + at, &half, (size_t)count * 2);
-    }
-}
-
-INLINE f16v load(const void *in, int64_t at, int dtype, int count) {
-    f16v values = {0};
-    if (dtype == FP32) {
-        memcpy(&values, (const float *)in + at, (size_t)count * 4);
-        return values;
-    }
-    h16v raw = {0}, zero = {0};
-    memcpy(&raw, (const uint16_t *)in + at, (size_t)count * 2);
-    if (dtype == FP16) return __builtin_convertvector((half16v)raw, f16v);
-    h32v wide = __builtin_shufflevector(zero, raw, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25,
-                                        10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-    return (f16v)wide;
 }
 
 /* The sixteen values whose codes start at element `at` (the first `count` of them are read). */
@@ -83,8 +45,8 @@ INLINE void dequantize(const uint8_t *packed, const void *absmax, const float *s
                              : ((const float *)absmax)[block];
         int64_t at = block * blocksize;
         int64_t end = at + blocksize < numel ? at + blocksize : numel;
-        for (; at + 16 <= end; at += 16) store(out, at, decode(packed, at, table, 16) * scale, dtype, 16);
-        if (at < end) store(out, at, decode(packed, at, table, (int)(end - at)) * scale, dtype, (int)(end - at));
+        for (; at + 16 <= end; at += 16) store_values(out, at, decode(packed, at, table, 16) * scale, dtype, 16);
+        if (at < end) store_values(out, at, decode(packed, at, table, (int)(end - at)) * scale, dtype, (int)(end - at));
     }
 }
 
@@ -114,7 +76,7 @@ INLINE void quantize(const void *weight, uint8_t *packed, float *absmax, const f
         int64_t end = begin + blocksize < numel ? begin + blocksize : numel;
         i16v most = {0}; /* magnitudes order alike as floats and as integers, NaN above Inf */
         for (int64_t at = begin; at < end; at += 16) {
-            i16v magnitude = (i16v)load(weight, at, dtype, end - at < 16 ? (int)(end - at) : 16) & 0x7FFFFFFF;
+            i16v magnitude = (i16v)load_values(weight, at, dtype, end - at < 16 ? (int)(end - at) : 16) & 0x7FFFFFFF;
             i16v larger = magnitude > most;
             most = (magnitude & larger) | (most & ~larger);
         }
@@ -128,7 +90,7 @@ INLINE void quantize(const void *weight, uint8_t *packed, float *absmax, const f
         float reciprocal = 1.0f / divisor;
         for (int64_t at = begin; at < end; at += 16) {
             int count = end - at < 16 ? (int)(end - at) : 16;
-            f16v values = load(weight, at, dtype, count);
+            f16v values = load_values(weight, at, dtype, count);
             f16v scaled = partial ? values / divisor : values * reciprocal;
             i16v rank = {0}; /* scaled beyond 1 by rounding needs no clamp: the outer midpoints lie within */
             for (int i = 0; i < 15; i++) rank -= scaled > midpoints[i];

@@ -4,20 +4,14 @@
 #define HALFBYTE_VECTORS
 
 #include <math.h>
-#include <stdint.h>
-#include <string.h>
+
+#include "values.h"
 
 #ifdef __clang__
 #pragma clang fp contract(fast)
 #else
 #pragma GCC optimize("fp-contract=fast")
 #endif
-
-typedef float f16v __attribute__((vector_size(64)));
-typedef int32_t i16v __attribute__((vector_size(64)));
-typedef uint32_t u16v __attribute__((vector_size(64)));
-
-#define INLINE static inline __attribute__((always_inline))
 
 INLINE f16v load(const float *from) {
     f16v values;
@@ -26,6 +20,11 @@ INLINE f16v load(const float *from) {
 }
 
 INLINE void store(float *to, f16v values) { memcpy(to, &values, 64); }
+
+INLINE f16v choose(i16v mask, f16v yes, f16v no) { return (f16v)(((i16v)yes & mask) | ((i16v)no & ~mask)); }
+
+/* Values of which `store_values` leaves NaN NaN. */
+INLINE f16v quiet(f16v v) { return choose(v != v, (f16v)((u16v){0} + 0x7fc00000u), v); }
 
 INLINE float sum(f16v v) {
     typedef float f8v __attribute__((vector_size(32)));

@@ -1,0 +1,219 @@
+"""Mixtures that other tools have quantized, expert by expert: their codes are taken, and their values computed with."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+from expert_models import TOKENS, dequantized, mixture, stacks
+from safetensors.torch import load_file, save_file
+
+from halfbyte.adapters import add_adapter
+from halfbyte.config import Origin, RunConfig
+from halfbyte.errors import CheckpointError, ModelError
+from halfbyte.formats import Blockwise4
+from halfbyte.models.load import load_model
+from halfbyte.models.whole import check_whole
+from halfbyte.plan.shapes import ModelShapes
+
+PT = {"format": "pt"}
+SIZES = {"hidden_size": 128, "moe_intermediate_size": 128}
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+
+def bitsandbytes(nested):
+    def stored(name, weight):
+        packed, state = quantize_4bit(weight, quant_type="nf4", compress_statistics=nested)
+        entries = {name: packed} | {f"{name}.{key}": value for key, value in state.as_dict(packed=True).items()}
+        return entries, dequantize_4bit(packed, state)
+
+    return stored
+
+
+def fp8(name, weight):
+    rows, columns = weight.shape
+    padded = F.pad(weight, (0, -columns % 128, 0, -rows % 128))
+    tiles = padded.view(len(padded) // 128, 128, -1, 128)
+    scale = tiles.abs().amax((1, 3)) / 448
+    codes = (tiles / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+    values = (codes.float() * scale[:, None, :, None]).view_as(padded)[:rows, :columns]
+    codes = codes.view(torch.uint8).view(padded.shape)[:rows, :columns].contiguous().view(torch.float8_e4m3fn)
+    return {name: codes, f"{name}_scale_inv": scale}, values.contiguous()
+
+
+def gptq(order=None):
+    """16 inputs a group, or their groups in any order."""
+
+    def stored(name, weight):
+        outputs, inputs = weight.shape
+        codes = torch.randint(0, 16, (inputs, outputs))
+        zeros = torch.randint(0, 16, (inputs // 16, outputs))
+        scales = (torch.rand(inputs // 16, outputs) * 0.02).half()
+        index = (torch.arange(inputs) if order is None else order(inputs)) // 16
+        shifts = 4 * torch.arange(8)
+        state = {
+            "qweight": (codes.view(-1, 8, outputs) << shifts[:, None]).sum(1),
+            "qzeros": (zeros.view(-1, outputs // 8, 8) << shifts).sum(2),
+        }
+        state = {key: (value + 2**31) % 2**32 - 2**31 for key, value in state.items()}
+        entries = {key: value.to(torch.int32) for key, value in state.items()} | {"scales": scales}
+        entries["g_idx"] = index.to(torch.int32)
+        module = name.removesuffix("weight")
+        values = (codes - (zeros + 1)[index] % 16) * scales.float()[index]
+        return {f"{module}{key}": value for key, value in entries.items()}, values.T.contiguous()
+
+    return stored
+
+
+def awq(name, weight):
+    outputs, inputs = weight.shape
+    codes, zeros = torch.randint(0, 16, (inputs, outputs)), torch.randint(0, 16, (inputs // 16, outputs))
+    scales = (torch.rand(inputs // 16, outputs) * 0.02).half()
+    places = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # where each of 8 values is in a word
+
+    def words(values):
+        packed = (values.view(len(values), -1, 8) << (4 * places)).sum(2)
+        return ((packed + 2**31) % 2**32 - 2**31).to(torch.int32)
+
+    module = name.removesuffix("weight")
+    entries = {"qweight": words(codes), "qzeros": words(zeros), "scales": scales}
+    values = (codes - zeros.repeat_interleave(16, 0)) * scales.float().repeat_interleave(16, 0)
+    return {f"{module}{key}": value for key, value in entries.items()}, values.T.contiguous()
+
+
+KINDS = {
+    "bitsandbytes": (BNB | {"bnb_4bit_use_double_quant": True}, bitsandbytes(True)),
+    "bitsandbytes, plain scales": (BNB, bitsandbytes(False)),
+    "fp8": (FP8 | {"modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]}, fp8),
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 16}, gptq()),
+    "gptq, desc_act": ({"quant_method": "gptq", "bits": 4}, gptq(lambda n: torch.arange(n).flip(0))),
+    "awq": ({"quant_method": "awq", "bits": 4, "version": "gemm"}, awq),
+}
+
+
+def checkpoint(folder, entry, stored, name="Qwen3Moe", **keys):
+    """A mixture whose matrices but head, embedding and routers are stored so; the model with their values."""
+    torch.manual_seed(4)
+    model = mixture(name, **(SIZES | {"head_dim": 32} | keys))
+    model.save_pretrained(folder)
+    entries, twin = {}, {}
+    for key, weight in load_file(folder / "model.safetensors").items():
+        quantized = key.endswith("_proj.weight")
+        own, twin[key] = stored(key, weight) if quantized else ({key: weight}, weight)
+        entries |= own
+    plain = folder / "plain"
+    plain.mkdir()
+    save_file(
+        {key: value.float().contiguous() for key, value in twin.items()},
+        plain / "model.safetensors",
+        metadata=PT,
+    )
+    config = json.loads((folder / "config.json").read_text())
+    (plain / "config.json").write_text(json.dumps(config))
+    save_file(
+        {key: value.contiguous() for key, value in entries.items()},
+        folder / "model.safetensors",
+        metadata=PT,
+    )
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": entry}))
+    return transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
+
+
+def load(folder):
+    check_whole(Origin(str(folder)), transformers.AutoConfig.from_pretrained(folder))
+    return load_model(str(folder), dtype="float32", device="cpu")
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_keep_their_values(kind, tmp_path):
+    entry, stored = KINDS[kind]
+    twin = checkpoint(tmp_path, entry, stored)
+    model = load(tmp_path)
+    assert len(stacks(model)) == 4
+    for key, stack in stacks(model).items():
+        expected = twin.get_parameter(key)
+        torch.testing.assert_close(stack.dequantize(torch.float32), expected, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(logits(model), logits(twin), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits(model), logits(dequantized(twin, model)), rtol=0, atol=1e-6)
+
+    model.save_pretrained(tmp_path / "again")
+    again = load(tmp_path / "again")
+    for key, stack in stacks(model).items():
+        assert all(torch.equal(part, stacks(again)[key].parts[each]) for each, part in stack.parts.items())
+    assert torch.equal(logits(again), logits(model))
+
+
+@pytest.mark.parametrize("kind", ["bitsandbytes", "fp8", "awq"])
+def test_they_train(kind, tmp_path):
+    entry, stored = KINDS[kind]
+    twin = checkpoint(tmp_path, entry, stored)
+    run, found = RunConfig(model_name_or_path="m", dataset="d", output_dir="o", r=4), []
+    ours, theirs = (add_adapter(each, run).train() for each in (load(tmp_path), twin))
+    own = dict(ours.named_parameters())
+    for model in (ours, theirs):
+        for key, parameter in model.named_parameters():
+            if parameter.requires_grad:  # drawn in the dtype of the weight, which is not the same
+                parameter.data.copy_(own[key])
+        model(TOKENS, labels=TOKENS).loss.backward()
+        found.append({key: p.grad for key, p in model.named_parameters() if p.requires_grad})
+    for key, gradient in found[0].items():
+        assert (gradient - found[1][key]).norm() <= 1e-4 * found[1][key].norm(), key
+
+
+def test_experts_left_in_16_bits(tmp_path):
+    """As transformers 5 saves a mixture with bitsandbytes' linears."""
+    entry, stored = KINDS["bitsandbytes"]
+    twin = checkpoint(tmp_path, entry, lambda key, w: ({key: w}, w) if ".experts." in key else stored(key, w))
+    model = load(tmp_path)
+    assert not stacks(model)
+    assert isinstance(model.model.layers[0].self_attn.q_proj.weight.format, Blockwise4)
+    torch.testing.assert_close(logits(model), logits(twin), rtol=1e-4, atol=1e-5)
+
+
+def test_what_cannot_be_stacked_is_named(tmp_path):
+    torch.manual_seed(1)
+    shuffled = gptq(lambda n: torch.randperm(n))
+    checkpoint(tmp_path / "order", *({"quant_method": "gptq", "bits": 4}, shuffled))
+    with pytest.raises(ModelError, match=r"layers\.0\.mlp\.experts\.gate_up_proj: expert 0: .* different orders"):
+        load(tmp_path / "order")
+
+    checkpoint(tmp_path / "tiles", FP8, fp8, moe_intermediate_size=64)
+    with pytest.raises(ModelError, match=r"expert 0: fp8:tile: matrices of shape \(64, 128\) cannot be stacked"):
+        load(tmp_path / "tiles")
+
+
+def test_a_damaged_expert_is_named(tmp_path):
+    entry, stored = KINDS["fp8"]
+    checkpoint(tmp_path, entry, stored)
+    entries = load_file(tmp_path / "model.safetensors")
+    scale = "model.layers.1.mlp.experts.2.up_proj.weight_scale_inv"
+    changes = {
+        r"experts\.2\.up_proj\.weight_scale_inv has scales": lambda found: found[scale].fill_(float("nan")),
+        r"has \[3, 4\] entries of 4 experts|lacks|missing": lambda found: found.pop(scale),
+    }
+    for said, change in changes.items():
+        own = {key: value.clone() for key, value in entries.items()}
+        change(own)
+        save_file(own, tmp_path / "model.safetensors", metadata=PT)
+        with pytest.raises(CheckpointError, match=said):
+            load(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["bitsandbytes", "fp8"])
+def test_their_bytes_are_planned(kind, tmp_path):
+    checkpoint(tmp_path, *KINDS[kind])
+    model = load(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    shapes = ModelShapes(
+        RunConfig(model_name_or_path=str(tmp_path), dataset="d", dtype="float32"), config, torch.device("cpu")
+    )
+    held = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+    assert shapes.frozen_bytes() == held

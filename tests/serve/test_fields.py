@@ -1,0 +1,162 @@
+"""What OpenAI's interface has beside a prompt and its continuation: echoes, rankings, penalties, suffixes."""
+
+import math
+
+import pytest
+import torch
+from serve_tiny import byte_tokenizer, random_model
+from test_app import CHAT, GREEDY, HELLO, ONCE, TEXT, client_of, error_of, events
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from halfbyte.generation import Sampling, stream
+from halfbyte.generation.sampling import Draws, Penalties
+from halfbyte.serve.model import load
+
+MARKS = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
+
+
+@pytest.fixture(scope="module")
+def client(base_folder, adapters, in_float32):
+    with client_of(load(str(base_folder), {name: str(path) for name, path in adapters.items()})) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def theirs(base_folder):
+    """transformers' log-probabilities fp32 [T, V] of what follows each token of a text, or of ids; and the tokens."""
+    tokenizer, model = AutoTokenizer.from_pretrained(base_folder), LlamaForCausalLM.from_pretrained(base_folder)
+
+    def log_probs(text):
+        ids = torch.tensor([tokenizer(text)["input_ids"] if isinstance(text, str) else text])
+        with torch.no_grad():
+            return model(input_ids=ids).logits[0].log_softmax(-1), ids[0]
+
+    return log_probs
+
+
+def choice(client, **keys):
+    (found,) = client.post(TEXT, json=ONCE | GREEDY | keys).json()["choices"]
+    return found
+
+
+class TestEcho:
+    def test_the_prompt_stands_before_the_answer(self, client):
+        answer = choice(client)["text"]
+        assert choice(client, echo=True)["text"] == "Once" + answer
+        streamed = events(client.post(TEXT, json=ONCE | GREEDY | {"echo": True, "stream": True}))
+        assert "".join(event["choices"][0]["text"] for event in streamed) == "Once" + answer
+        assert choice(client, echo=True, prompt=[5, 6])["text"].endswith(choice(client, prompt=[5, 6])["text"])
+
+    @pytest.mark.parametrize("new", [0, 3])
+    def test_its_log_probabilities_are_transformers(self, client, theirs, new):
+        found = choice(client, prompt="Once upon", echo=True, logprobs=2, max_tokens=new)
+        scores = found["logprobs"]
+        logs, ids = theirs("Once upon")
+        assert len(scores["tokens"]) == 9 + new
+        assert scores["token_logprobs"][0] is None is scores["top_logprobs"][0]
+        wanted = logs[:-1].gather(1, ids[1:, None]).flatten()
+        torch.testing.assert_close(torch.tensor(scores["token_logprobs"][1:9]), wanted, atol=2e-4, rtol=1e-4)
+        for after, best in zip(logs, scores["top_logprobs"][1:], strict=False):
+            assert max(best.values()) == pytest.approx(after.max().item(), abs=2e-4)
+        assert scores["text_offset"] == list(range(9 + new))
+
+    def test_prompts_of_several_lengths(self, client, theirs):
+        body = ONCE | {"prompt": ["Once upon", "A", "To be"], "echo": True, "logprobs": 0, "max_tokens": 0}
+        answer = client.post(TEXT, json=body).json()
+        assert answer["usage"]["completion_tokens"] == 0
+        for text, found in zip(body["prompt"], answer["choices"], strict=True):
+            logs, ids = theirs(text)
+            wanted = logs[:-1].gather(1, ids[1:, None]).flatten().tolist()
+            assert found["text"] == text
+            assert found["finish_reason"] == "length"
+            assert found["logprobs"]["token_logprobs"][1:] == pytest.approx(wanted, abs=2e-4)
+
+    def test_a_prompt_that_fills_the_context(self, client):
+        body = {"model": "tiny", "prompt": [5] * 128, "echo": True, "max_tokens": 0}
+        assert client.post(TEXT, json=body).json()["usage"]["prompt_tokens"] == 128
+        assert error_of(client.post(TEXT, json=body | {"logprobs": 1}), 400)["code"] == "context_length_exceeded"
+
+
+def test_the_best_of_several(client):
+    keys = {"temperature": 1.5, "seed": 3, "max_tokens": 6}
+    several = client.post(TEXT, json=ONCE | keys | {"n": 5, "logprobs": 0}).json()["choices"]
+    means = {each["text"]: math.fsum(each["logprobs"]["token_logprobs"]) / 6 for each in several}
+    ranked = sorted(means, key=means.__getitem__, reverse=True)
+    answer = client.post(TEXT, json=ONCE | keys | {"n": 2, "best_of": 5}).json()
+    assert [each["text"] for each in answer["choices"]] == ranked[:2]
+    assert [each["index"] for each in answer["choices"]] == [0, 1]
+    assert answer["usage"]["completion_tokens"] == 30
+    assert answer["choices"][0]["logprobs"] is None
+    two = client.post(TEXT, json=ONCE | keys | {"prompt": ["Once"] * 2, "best_of": 5}).json()["choices"]
+    assert [each["index"] for each in two] == [0, 1]
+
+
+class TestPenalties:
+    def test_as_openai_defines_them(self, client, theirs):
+        """Greedy decoding with logits that lose by how often the answer has each token, by transformers' logits."""
+        ids = theirs("Once")[1].tolist()
+        counts = torch.zeros(len(theirs("a")[0][0]))
+        for _ in range(8):
+            logits = theirs(ids)[0][-1] - 1.5 * counts - 0.5 * (counts > 0)
+            logits[97] += 0.25
+            ids.append(int(logits.argmax()))
+            counts[ids[-1]] += 1
+        keys = {"frequency_penalty": 1.5, "presence_penalty": 0.5, "logit_bias": {"97": 0.25}, "max_tokens": 8}
+        wanted = byte_tokenizer().decode(ids[4:], skip_special_tokens=True)
+        assert choice(client, **keys)["text"] == wanted != choice(client, max_tokens=8)["text"]
+
+    def test_a_bias_forces_a_token(self, client):
+        found = choice(client, logit_bias={"70": 100}, max_tokens=4, logprobs=0)
+        assert len(set(found["logprobs"]["tokens"])) == 1
+        assert found["logprobs"]["token_logprobs"][0] < 0
+
+    def test_nothing_is_changed_for_nothing(self):
+        assert not Penalties()
+        assert Penalties(bias={3: 1.0})
+        assert Penalties(presence=-1.0)
+        logits, counts = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[0.0, 1.0, 2.0]])
+        found = Penalties(0.5, -1.0, {0: 4.0}).applied(logits, counts)
+        assert found.tolist() == [[5.0, 2.5, 3.0]]
+        assert logits.tolist() == [[1.0, 2.0, 3.0]]
+
+
+def test_a_suffix_is_what_models_for_it_read(tmp_path):
+    torch.manual_seed(0)
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(MARKS, special_tokens=True)
+    random_model(tokenizer).save_pretrained(tmp_path / "tiny")
+    tokenizer.save_pretrained(tmp_path / "tiny")
+    served = load(str(tmp_path / "tiny"), {})
+    with client_of(served) as client:
+        before, behind, middle = tokenizer.convert_tokens_to_ids(MARKS)
+        ids = [before, *tokenizer("Once")["input_ids"], behind, *tokenizer("end")["input_ids"], middle]
+        found = choice(client, suffix="end", echo=True, logprobs=0)
+        (tokens,) = zip(*stream(served.saved.model, [ids], max_new_tokens=12, stops=[]), strict=True)
+        assert found["text"] == "Once" + tokenizer.decode(tokens, skip_special_tokens=True)
+        assert found["logprobs"]["tokens"][:4] == list("Once")
+        assert None not in found["logprobs"]["token_logprobs"]
+
+
+def test_a_chat_of_no_tokens_counts_its_prompt(client):
+    for keys in ({"max_tokens": 0}, {"max_completion_tokens": 0}):
+        answer = client.post(CHAT, json=HELLO | keys).json()
+        assert answer["usage"] == {"prompt_tokens": 24, "completion_tokens": 0, "total_tokens": 24}
+        assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_an_adapter_is_taken_off(base_folder, adapters, client):
+    with client_of(load(str(base_folder), {name: str(path) for name, path in adapters.items()})) as other:
+        assert other.delete("/v1/models/poet").json() == {"id": "poet", "object": "model", "deleted": True}
+        assert [each["id"] for each in other.get("/v1/models").json()["data"]] == ["tiny", "clerk"]
+        assert error_of(other.post(TEXT, json=ONCE | {"model": "poet"}), 404)["code"] == "model_not_found"
+        for name in ("tiny", "clerk"):
+            same = [each.post(TEXT, json=ONCE | GREEDY | {"model": name}).json()["choices"] for each in (client, other)]
+            assert same[0] == same[1]
+        assert "started with" in error_of(other.delete("/v1/models/tiny"), 403)["message"]
+        assert error_of(other.delete("/v1/models/poet"), 404)["code"] == "model_not_found"
+
+
+def test_draws_count_what_they_drew():
+    draw = Draws(Sampling(), Penalties(frequency=10.0), torch.device("cpu"))
+    logits = torch.tensor([[3.0, 2.0, 1.0], [0.0, 5.0, 0.0]])
+    assert [draw(logits).tolist() for _ in range(3)] == [[0, 1], [1, 0], [2, 2]]
