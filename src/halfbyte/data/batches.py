@@ -24,6 +24,7 @@ def batches_of(config: RunConfig, data: PreparedData, device: torch.device) -> B
     """The micro-batches of a run on `device`; `config` may be another than `data` was prepared for, with shorter rows,
     or packed ones, which are taken to be full."""
     train, held_out = (_lengths_for(config, rows, data) for rows in (data.train, data.eval))
+    asked = answers_a_generation(config) // group_size(config)  # prompts; the config below is of rows
     if data.counted > 1:
         rows = -(-config.per_device_train_batch_size // data.counted)
         config = config.model_copy(update={"per_device_train_batch_size": rows})
@@ -33,12 +34,11 @@ def batches_of(config: RunConfig, data: PreparedData, device: torch.device) -> B
     found = batches_of_lengths(config, train, held_out, rounded=rounds_widths(device), widths=widths)
     if config.method not in SAMPLING:
         return found
-    together = answers_a_generation(config) // group_size(config)
     return replace(
         found,
         second=found.largest,  # answers have any lengths
         evaluation=Shape(0, 0),  # which answers, too
-        prompts=_longest_prompts(data.train, together),
+        prompts=_longest_prompts(data.train, asked),
         held_out_prompts=() if data.eval is None else _longest_prompts(data.eval, len(data.eval)),
     )
 
