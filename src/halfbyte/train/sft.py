@@ -27,6 +27,7 @@ from halfbyte.errors import TrainingError
 from halfbyte.files import new_directory, write_json
 from halfbyte.generation.stops import stop_tokens
 from halfbyte.hardware import chosen_device, free_cached_memory, is_out_of_memory
+from halfbyte.layers.frozen import multiply_by_onednn
 from halfbyte.memory.host import HEAP_WASTE, return_large_blocks
 from halfbyte.memory.limit import FIRST_KERNELS, held_to
 from halfbyte.methods.base import Collate
@@ -310,7 +311,11 @@ def _trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
     set_seed(run.config.seed)
     if run.plan.activation_checkpointing and not run.plan.levels:
         recompute_as_transformers(model)
-    return add_adapter(model, adapter, scores=run.method.scores) if adapter else model
+    if adapter:
+        model = add_adapter(model, adapter, scores=run.method.scores)
+        if run.mesh.size == 1:
+            multiply_by_onednn(model)
+    return model
 
 
 def _own_part(run: PreparedRun, model: Any) -> Stages | None:
