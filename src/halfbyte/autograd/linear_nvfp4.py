@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..dispatch import on_compiler
+from ..dispatch import on_compiler, to_compute_dtype
 from ..errors import ModelError
 from ..notices import notice
 from ..ops.e2m1 import codebook_e2m1, decode_scales
@@ -85,9 +85,7 @@ def nvfp4_linear(
     """
     if on_compiler():
         refuse_compiled(Nvfp4Products(recipe))
-    kind = input.device.type
-    if torch.is_autocast_enabled(kind):
-        input = input.to(torch.get_autocast_dtype(kind))
+    input = to_compute_dtype(input)
     if bias is not None:
         bias = bias.to(input.dtype)
     _say_emulated()
