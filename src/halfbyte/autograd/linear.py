@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..dispatch import on_compiler
+from ..dispatch import on_compiler, to_compute_dtype
 from ..formats import from_spec
 from ..ops.rows import linear
 
@@ -33,9 +33,7 @@ def quantized_linear(input: Tensor, weight: QuantizedTensor, bias: Tensor | None
     Returns:
         [..., N] in the dtype of the product.
     """
-    kind = input.device.type
-    if torch.is_autocast_enabled(kind):
-        input = input.to(torch.get_autocast_dtype(kind))
+    input = to_compute_dtype(input)
     if bias is not None and bias.dtype != input.dtype:
         bias = bias.to(input.dtype)
     if on_compiler():

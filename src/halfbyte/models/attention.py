@@ -38,7 +38,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 
 from ..autograd import attention as causal
 from ..autograd.tiled_attention import tile_bytes, tiled_attention
-from ..dispatch import on_compiler
+from ..dispatch import autocast_dtype, on_compiler
 from ..families import of_config
 from ..notices import notice
 from ..ops.attention import Scores, Spans, spans
@@ -269,7 +269,7 @@ def metadata(backbone: Any, rows: int, length: int, device: torch.device, kwargs
     if kwargs.get("attention_mask") is not None or (own and on_compiler()):
         return {}
     dtype = next(backbone.parameters()).dtype
-    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
+    dtype = autocast_dtype(device.type) or dtype
     if reason := _unmasked(backbone.config, device, dtype, backbone.training):
         notice(f"attention-{reason}", f"attention is transformers' own, with a dense mask for packed rows: {reason}")
         return {}
