@@ -21,6 +21,7 @@ from halfbyte.dispatch import Op
 from halfbyte.formats import Blockwise4
 from halfbyte.kernels.device import device_of
 from halfbyte.kernels.selection import empty, slot, weight4
+from halfbyte.ops.attention import Scores
 from halfbyte.ops.cross_entropy import Objective
 from halfbyte.ops.decode_layers import DecoderLayer, Projections, Stack, Weight4
 from halfbyte.ops.experts import LowRank, StackedWeight
@@ -239,23 +240,28 @@ def rollout_cases() -> Iterator[Case]:
         yield Case("sampling", draw, FP32, temperature > 0 and not filtered)
 
 
-def attention_backward_cases() -> Iterator[Case]:
-    """`autograd.attention` takes them on Hopper alone, where they were measured; where answers share a prompt, from
-    Ampere on."""
-    for dtype, size, window in itertools.product((FP16, BF16), HEADS, (None, 512)):
-        if size > WIDEST:
-            continue
+def training_attention_cases() -> Iterator[Case]:
+    """`autograd.attention` takes the backward on Hopper alone, where it was measured; where answers share a prompt,
+    from Ampere on; capped scores and sinks from there on, and on AMD's GPUs."""
+    for dtype, size in itertools.product((FP16, BF16), HEADS):
 
-        def call(dtype=dtype, size=size, window=window):
+        def call(dtype=dtype, size=size):
             q, k, numbers = empty(512, 32, size, dtype=dtype), empty(512, 8, size, dtype=dtype), empty(32, 512)
-            spans = empty(512, dtype=torch.int32), empty(512, dtype=torch.int32)
-            if device_of(q).capability[0] == HOPPER:
-                attention.attention_backward(q, q, k, k, q, numbers, spans, 0.1, window)
-            nvidia = device_of(q).kind == "cuda" and device_of(q).capability >= AMPERE
-            if nvidia and window is None and dtype is BF16 and size in (64, WIDEST):
-                attention.attention_backward(q, q, k, k, q, numbers, spans, 0.1, None, spans)
+            spans, sinks = (empty(512, dtype=torch.int32), empty(512, dtype=torch.int32)), empty(32, dtype=dtype)
+            device = device_of(q)
+            nvidia = device.at_least(AMPERE)
+            saved = q, q, k, k, q, numbers, spans
+            if device.capability[0] == HOPPER and size <= WIDEST:
+                for window in (None, 512):
+                    attention.attention_backward(*saved, Scores(0.1, window))
+            if nvidia and dtype is BF16 and size in (64, WIDEST):
+                attention.attention_backward(*saved, Scores(0.1), None, spans)
+            if (nvidia or device.kind == "hip") and (dtype is BF16 or size in (64, 256)):
+                for scores, own in ((Scores(0.1, 512, 50.0), None), (Scores(0.1, 512), sinks)):
+                    attention.attention(q, k, k, spans, scores, own)
+                    attention.attention_backward(*saved, scores)
 
-        yield Case(f"attention's backward, heads of {size}", call, dtype, dtype is BF16 and size == WIDEST)
+        yield Case(f"attention in training, heads of {size}", call, dtype, dtype is BF16 and size == WIDEST)
 
 
 def loss_cases() -> Iterator[Case]:
@@ -476,7 +482,7 @@ def expert_cases() -> Iterator[Case]:
 
 MAKERS = (
     lora_cases, product_cases, format_cases, attention_cases, loss_cases, rope_cases, norm_cases, decoder_cases,
-    glu_cases, attention_backward_cases, rollout_cases, expert_cases,
+    glu_cases, training_attention_cases, rollout_cases, expert_cases,
 )  # fmt: skip
 
 

@@ -49,6 +49,7 @@ class Experts:
         count: the config's key for how many a layer has.
         block: what checkpoints call the mixture.
         gate, up, down: what they call the linears of an expert.
+        mixture: the mixture's class, where its name is an MLP's.
     """
 
     count: str = "num_experts"
@@ -56,6 +57,7 @@ class Experts:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    mixture: str = ""
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,7 @@ class Family:
         parallel: attention and MLP read the same norm of the residual stream, and both join it.
         qk_norm: q and k are normalised before RoPE, each head of its own, or all heads as one vector.
         rope_pairs: which values of a head RoPE turns together: i and i + R/2, or neighbours; cos and sin come for the
-            first half of them and again for the second, or "repeated" for neighbours, too.
+            first half of them and again for the second, or "repeated" for neighbours, too, or "once".
         unrotated: where it is written which layers have no RoPE: in the module (use_rope), or those have none that have
             no window ("window").
         scaled_queries: q is multiplied by 1 + β·log(1 + ⌊position / context⌋), as Llama 4's are.
@@ -180,6 +182,7 @@ class Family:
         embedding_scale: the config's key for what embeddings are multiplied by outside of their module; "": none.
         window: where an attention layer's sliding window is written: in the config, or in the module, by layer.
         softcap: attention scores are capped (attn_logit_softcapping).
+        sinks: each head of attention has a learned score that every token gives beside its keys' (`sinks`).
         rope_by_layer: RoPE has parameters for each type of layer.
         activation: the config's key for the MLP's activation.
         mlp: the MLP's class, where its name does not begin with the family's.
@@ -202,7 +205,7 @@ class Family:
     layer_norm: bool = False
     parallel: bool = False
     qk_norm: Literal["head", "all"] | None = None
-    rope_pairs: Literal["halves", "neighbours", "repeated"] = "halves"
+    rope_pairs: Literal["halves", "neighbours", "repeated", "once"] = "halves"
     unrotated: Literal["use_rope", "window"] | None = None
     scaled_queries: bool = False
     fused: tuple[str, ...] = ()
@@ -212,6 +215,7 @@ class Family:
     embedding_scale: str = ""
     window: Literal["config", "module"] | None = None
     softcap: bool = False
+    sinks: bool = False
     rope_by_layer: bool = False
     activation: str = "hidden_act"
     mlp: str | None = None
@@ -328,6 +332,8 @@ FAMILIES = [
     Family("Phimoe", "phimoe", layer_norm=True, experts=Experts("num_local_experts")),
     Family("Ernie4_5_Moe", "ernie4_5_moe", rope_pairs="neighbours", experts=Experts("moe_num_experts")),
     Family("MiniMaxM2", "minimax_m2", qk_norm="all", experts=Experts("num_local_experts")),
+    Family("GptOss", "gpt_oss", window="module", sinks=True, rope_pairs="once",
+           experts=Experts("num_local_experts", mixture="GptOssMLP")),
     Family("Qwen3_5", "qwen3_5", "qwen3_5_text", norm_offset=True, qk_norm="head", gated_attention="q_proj",
            mixer=DELTA_NET),
     Family("Qwen3_5Moe", "qwen3_5_moe", "qwen3_5_moe_text", norm_offset=True, qk_norm="head", gated_attention="q_proj",
@@ -351,6 +357,8 @@ def family_of(cls: type) -> tuple[Family, str] | None:
     cls = next(each for each in cls.__mro__ if not each.__module__.startswith("torch.distributed.fsdp"))
     for family in FAMILIES:
         if family.patched and cls.__module__ == family.module:
+            if family.experts is not None and cls.__name__ == family.experts.mixture:
+                return family, "Mixture"
             return family, "MLP" if cls.__name__ == family.mlp else cls.__name__.removeprefix(family.name)
     return None
 

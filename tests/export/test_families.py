@@ -48,6 +48,7 @@ WRONG = {
     "Ministral3": {"scaled_queries": False},
     "Apertus": {"gated_mlp": True},
     "SeedOss": {"residual_dropout": None},
+    "GptOss": {"sinks": False},
     "Qwen3_5": {"mixer": None},
     "Qwen3Next": {"mixer": families.DELTA_NET},
 }
@@ -99,6 +100,7 @@ def departures(row, model) -> dict[str, object]:
         "gated_attention": "q_proj" if "self.head_dim * 2" in source else None,
         "mixer": mixer_of(row, other),
         "softcap": "softcap=" in source,
+        "sinks": hasattr(attention, "sinks"),
         "rope_by_layer": "sliding_attention" in (config.rope_parameters or {}),
         "window": next((where for where, text in windows.items() if text in source), None),
         "experts": routed,
@@ -151,7 +153,7 @@ def qk_norm(attention) -> str | None:
 def rope_pairs(module, rotary) -> str:
     turned = inspect.getsource(module.rotate_half) if hasattr(module, "rotate_half") else ""
     if "::2" not in turned:
-        return "halves"
+        return "once" if "emb = freqs\n" in inspect.getsource(rotary) else "halves"
     return "repeated" if "repeat_interleave" in inspect.getsource(rotary) else "neighbours"
 
 
@@ -159,7 +161,7 @@ def stated(row) -> dict[str, object]:
     keys = (
         "model_type", "norms", "parallel", "norm_offset", "layer_norm", "qk_norm", "rope_pairs", "unrotated",
         "scaled_queries", "fused", "gated_mlp", "residual_dropout", "gated_attention", "mixer",
-        "softcap", "rope_by_layer", "window", *SCALES,
+        "softcap", "sinks", "rope_by_layer", "window", *SCALES,
     )  # fmt: skip
     own = {key: getattr(row, key) for key in keys}
     return own | {"experts": row.experts is not None, "tower": row.tower is not None, "classes": True}

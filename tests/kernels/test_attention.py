@@ -1,26 +1,33 @@
-"""The repeatable backward of attention against its reference and autograd, on a GPU and in Triton's interpreter."""
+"""Attention and its repeatable backward against their references and autograd, on a GPU and in Triton's interpreter."""
 
 import pytest
 import torch
 from parity import DEVICE, INTERPRETED, assert_as_close_as_torch, dtypes, exact, mark, poisoned, random  # noqa: F401
 
-from halfbyte.ops.attention import attention, attention_backward, spans
+from halfbyte.kernels.device import assumed
+from halfbyte.ops.attention import Scores, attention, attention_backward, spans
 
 pytest.importorskip("triton")
+from small_devices import compiled_shared_bytes, small
+
 from halfbyte.kernels.triton import attention as kernels
 
 pytestmark = mark
 
-# Lengths of documents, heads of queries and of keys, width of a head, window
+# Lengths of documents, heads of queries and of keys, width of a head, window, softcap, whether there are sinks
 CASES = [
-    ((7, 50, 1, 33, 64, 10), 4, 2, 16, None),  # tiles with several documents; one of a single token
-    ((100,), 2, 1, 24, None),  # a width that is no power of two
-    ((70, 40, 3), 2, 2, 32, 20),
-    ((140,), 2, 1, 16, 70),  # a window wider than a tile
+    ((7, 50, 1, 33, 64, 10), 4, 2, 16, None, None, False),  # tiles with several documents; one of a single token
+    ((100,), 2, 1, 24, None, None, True),  # a width that is no power of two
+    ((70, 40, 3), 2, 2, 32, 20, 2.0, True),
+    ((140,), 2, 1, 16, 70, 3.0, False),  # a window wider than a tile
+    ((130, 9), 3, 1, 16, 2, None, True),  # a token sees one other, and the sink
+    ((129,), 2, 2, 16, None, 0.5, True),  # scores far beyond the cap
 ]
 if not INTERPRETED:
-    CASES += [((1024, 517, 1, 506), 16, 8, 128, None), ((1300, 700), 8, 1, 64, 257), ((300, 211), 4, 4, 256, None)]
-cases = pytest.mark.parametrize(("lengths", "heads", "keys", "width", "window"), CASES, ids=str)
+    CASES += [((1024, 517, 1, 506), 16, 8, 128, None, None, False), ((1300, 700), 8, 1, 64, 257, None, True)]
+    CASES += [((300, 211), 4, 4, 256, None, None, False), ((1300, 700), 8, 4, 256, 512, 50.0, False)]
+    CASES += [((1024, 200), 8, 1, 64, 128, None, True), ((400, 333), 4, 2, 192, None, 30.0, True)]
+cases = pytest.mark.parametrize(("lengths", "heads", "keys", "width", "window", "softcap", "sunk"), CASES, ids=str)
 
 
 def documents_of(lengths):
@@ -45,53 +52,74 @@ def trees(groups):
     return tuple(made[:2]), tuple(made[2:])
 
 
-def forward(query, key, value, documents, window, prompts=None):
-    """In the inputs' dtype: the result and, in fp32, the logarithm of the sums."""
+def forward(query, key, value, documents, scores, sinks=None, prompts=None):
+    """In the inputs' dtype: the result and the logarithm of the sums."""
     rows, group = torch.arange(len(query), device=query.device), query.shape[1] // key.shape[1]
     first = documents[0].to(query.device)
     seen = (rows <= rows[:, None]) & (rows >= first[:, None])
-    if window is not None:
-        seen &= rows > rows[:, None] - window
+    if scores.window is not None:
+        seen &= rows > rows[:, None] - scores.window
     if prompts is not None:
         opening, closing = (x.to(query.device)[:, None] for x in prompts)
         seen |= (rows >= opening) & (rows < closing)
     k, v = (x.repeat_interleave(group, 1) for x in (key, value))
-    scores = (torch.einsum("qhd,khd->hqk", query, k) * 0.2).masked_fill(~seen, -torch.inf)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v), scores.logsumexp(-1)
+    products = torch.einsum("qhd,khd->hqk", query, k) * scores.scale
+    if scores.softcap is not None:
+        products = scores.softcap * torch.tanh(products / scores.softcap)
+    products = products.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        products = torch.cat([products, sinks[:, None, None].expand(-1, len(query), 1)], -1)
+    weights = products.softmax(-1)[..., : len(query)]
+    return torch.einsum("hqk,khd->qhd", weights, v), products.logsumexp(-1)
 
 
-def gradients(inputs, dout, documents, window, prompts=None):
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    return torch.autograd.grad(forward(*leaves, documents, window, prompts)[0], leaves, dout)
+def gradients(inputs, sinks, dout, documents, scores, prompts=None):
+    leaves = [x.detach().requires_grad_() for x in (*inputs, *([] if sinks is None else [sinks]))]
+    own = leaves[3] if sinks is not None else None
+    return torch.autograd.grad(forward(*leaves[:3], documents, scores, own, prompts)[0], leaves, dout)
 
 
 def drawn(lengths, heads, keys, width, dtype):
     return [random(sum(lengths), count, width, dtype=dtype) for count in (heads, keys, keys, heads)]
 
 
-def check(lengths, heads, keys, width, dtype, documents, window=None, prompts=None):
+def check(lengths, heads, keys, width, dtype, documents, scores, sunk=False, prompts=None):
     *inputs, dout = drawn(lengths, heads, keys, width, dtype)
+    sinks = random(heads, dtype=dtype) if sunk else None
+    true_sinks = exact(sinks)
     truth = [exact(x) for x in (*inputs, dout)]
-    true_out, true_log = forward(*truth[:3], documents, window, prompts)
+    true_out, true_log = forward(*truth[:3], documents, scores, true_sinks, prompts)
+    if prompts is None:
+        found, log = kernels.forward(*inputs, documents, scores, sinks)
+        assert_as_close_as_torch(found, forward(*inputs, documents, scores, sinks)[0], true_out)
+        torch.testing.assert_close(exact(log), true_log, rtol=1e-5, atol=1e-5)
+    reference, log = attention.reference(*inputs, documents, scores, sinks, prompts)
+    assert (exact(reference) - true_out).norm() <= 4 * torch.finfo(dtype).eps * true_out.norm()
+    torch.testing.assert_close(exact(log), true_log, rtol=1e-5, atol=1e-5)
     out, log = true_out.to(dtype).to(DEVICE), true_log.float().to(DEVICE)
-    truths = gradients(truth[:3], truth[3], documents, window, prompts)
-    torchs = gradients(inputs, dout, documents, window, prompts)
-    options = documents, 0.2, window, prompts
+    truths = gradients(truth[:3], true_sinks, truth[3], documents, scores, prompts)
+    torchs = gradients(inputs, sinks, dout, documents, scores, prompts)
+    options = documents, scores, sinks, prompts
     mine = kernels.backward(dout, *inputs, out, log, *options)
-    for ours, theirs, true in zip(mine, torchs, truths, strict=True):
+    for ours, theirs, true in zip(mine[:3], torchs, truths, strict=False):
         assert_as_close_as_torch(ours, theirs, true)
     reference = attention_backward.reference(dout, *inputs, out, log, *options)
-    for ours, true in zip(reference, truths, strict=True):
+    for ours, true in zip(reference[:3], truths, strict=False):
         assert (exact(ours) - true).norm() <= 4 * torch.finfo(dtype).eps * true.norm()
-    return inputs, true_out, true_log
+    assert (mine[3] is None) == (reference[3] is None) == (not sunk)
+    if sunk:  # a sum whose terms cancel out, of out as it was rounded
+        terms = (truth[3] * true_out).abs().sum(-1).T * (true_sinks[:, None] - true_log).exp()
+        for ours in (mine[3], reference[3]):
+            assert ((exact(ours) - truths[3]).abs() <= 4 * torch.finfo(dtype).eps * terms.sum(1)).all()
 
 
 @dtypes
 @cases
-def test_gradients(lengths, heads, keys, width, window, dtype):
+def test_values_and_gradients(lengths, heads, keys, width, window, softcap, sunk, dtype):
     if dtype == torch.float32 and not INTERPRETED:
         pytest.skip("the kernels' products are of 16 bits")
-    check(lengths, heads, keys, width, dtype, documents_of(lengths), window)
+    scores = Scores(0.2, window, softcap)
+    check(lengths, heads, keys, width, dtype, documents_of(lengths), scores, sunk)
 
 
 # A prompt and its answers; heads of queries and of keys, width of a head
@@ -114,32 +142,65 @@ def test_gradients_of_answers_that_share_a_prompt(groups, heads, keys, width, dt
         pytest.skip("the kernels' products are of 16 bits")
     documents, prompts = trees(groups)
     lengths = [length for group in groups for length in group]
-    inputs, out, log = check(lengths, heads, keys, width, dtype, documents, None, prompts)
-    found, sums = attention(*(x.float() for x in inputs), documents, 0.2, prompts)
-    torch.testing.assert_close(exact(found), out, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(exact(sums), log, rtol=1e-5, atol=1e-5)
+    check(lengths, heads, keys, width, dtype, documents, Scores(0.2), prompts=prompts)
 
 
 def test_strides():
     """Heads before tokens, as a model may hold them, or parts of one projection."""
-    lengths, documents = (40, 25), documents_of((40, 25))
+    lengths, documents, scores = (40, 25), documents_of((40, 25)), Scores(0.2)
     *inputs, dout = drawn(lengths, 4, 2, 16, torch.float16)
-    out, log = forward(*inputs, documents, None)
-    expected = kernels.backward(dout, *inputs, out.contiguous(), log.float(), documents, 0.2, None)
+    out, log = kernels.forward(*inputs, documents, scores)
+    expected = kernels.backward(dout, *inputs, out, log, documents, scores)[:3]
     fused = torch.cat(inputs, 1).split((4, 2, 2), 1)
     apart = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (dout, *inputs, out)]
-    for tensors in ([dout, *fused, out.contiguous()], apart):
-        found = kernels.backward(*tensors, log.float(), documents, 0.2, None)
+    for tensors in ([dout, *fused, out], apart):
+        assert all(map(torch.equal, kernels.forward(*tensors[1:4], documents, scores), (out, log)))
+        found = kernels.backward(*tensors, log, documents, scores)[:3]
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_documents_do_not_see_each_other():
+    """One replaced, no bit of the others changes, forward or backward."""
+    lengths, scores = (70, 30, 61), Scores(0.2, 40, 2.0)
+    documents, sinks = documents_of(lengths), random(4)
+    *inputs, dout = drawn(lengths, 4, 2, 16, torch.float16)
+    runs = []
+    for replaced in (False, True):
+        if replaced:
+            inputs = [x.clone() for x in inputs]
+            for x in inputs:
+                x[70:100] = random(30, *x.shape[1:], dtype=x.dtype)
+        out, log = kernels.forward(*inputs, documents, scores, sinks)
+        runs.append((out, *kernels.backward(dout, *inputs, out, log, documents, scores)[:3]))
+    for before, after in zip(*runs, strict=True):
+        assert torch.equal(before[:70], after[:70])
+        assert torch.equal(before[100:], after[100:])
+        assert not torch.equal(before[70:100], after[70:100])
+
+
+@pytest.mark.parametrize("kib", [99, 64])
+@pytest.mark.parametrize("width", [64, 128, 256] if not INTERPRETED else [256])
+def test_tiles_of_devices_with_less_shared_memory(width, kib, monkeypatch):
+    launchers = kernels._forward_launcher, kernels._dq_launcher, kernels._dkdv_launcher
+    for launcher in launchers:
+        monkeypatch.setattr(launcher, "_compiled", {})
+    with assumed(small(kib, random(1))):
+        check((70, 61), 2, 1, width, torch.float16, documents_of((70, 61)), Scores(0.05, 40, 2.0), True)
+    if not INTERPRETED:
+        for launcher in launchers:
+            assert all(found <= kib * 1024 for found in compiled_shared_bytes(launcher))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter runs one program after the other")
 @cases
-def test_equal_runs_give_equal_bits(lengths, heads, keys, width, window):
+def test_equal_runs_give_equal_bits(lengths, heads, keys, width, window, softcap, sunk):
     *inputs, dout = drawn(lengths, heads, keys, width, torch.bfloat16)
-    documents = documents_of(lengths)
-    out, log = forward(*inputs, documents, window)
-    first = attention_backward(dout, *inputs, out.contiguous(), log.float(), documents, 0.2, window)
+    documents, scores, sinks = documents_of(lengths), Scores(0.2, window, softcap), random(heads) if sunk else None
+
+    def run():
+        out, log = attention(*inputs, documents, scores, sinks)
+        return out, log, *attention_backward(dout, *inputs, out, log, documents, scores, sinks)[: 3 + sunk]
+
+    first = run()
     for _ in range(20):
-        again = attention_backward(dout, *inputs, out.contiguous(), log.float(), documents, 0.2, window)
-        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 import transformers
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from halfbyte.adapters import all_linear
 from halfbyte.architectures import auto_class
@@ -79,13 +80,28 @@ FAMILIES = {
     "Ernie4_5_Moe": MIXTURE
     | {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_start_index": 1},
     "MiniMaxM2": MIXTURE | {"num_local_experts": 4},
+    "GptOss": MIXTURE
+    | {
+        "num_local_experts": 4,
+        "sliding_window": 8,
+        "max_position_embeddings": 512,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 128,
+        },
+    },
     "Qwen3_5Text": HYBRID,
     "Qwen3_5MoeText": HYBRID | MIXTURE | {"num_experts": 4, "shared_expert_intermediate_size": 16},
     "Qwen3Next": HYBRID | MIXTURE | {"num_experts": 4, "shared_expert_intermediate_size": 16},
 }
 EXPERTS = (
     "Mixtral", "Qwen3Moe", "Glm4Moe", "GraniteMoe", "Olmoe", "Phimoe", "Ernie4_5_Moe", "MiniMaxM2",
-    "Qwen3_5MoeText", "Qwen3Next",
+    "Qwen3_5MoeText", "Qwen3Next", "GptOss",
 )  # fmt: skip
 HYBRIDS = ("Qwen3_5Text", "Qwen3_5MoeText", "Qwen3Next")  # some layers have no attention
 IMAGE, PIXELS = 100, 16  # the token that stands for a piece of an image, and pixels along a side
@@ -144,6 +160,21 @@ def batch(packed: bool = False, length: int = 18) -> dict[str, torch.Tensor]:
         inputs["position_ids"] = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
         inputs["labels"][inputs["position_ids"] == 0] = -100
     return inputs
+
+
+def of_stock(model: nn.Module, inputs: dict) -> dict:
+    """`inputs` as transformers' own forward needs them to keep documents apart, where it forgets positions in masks."""
+    config = model.config
+    if "position_ids" not in inputs or config.model_type != "gpt_oss":
+        return inputs
+    embeds = model.get_input_embeddings()(inputs["input_ids"])
+    places = {"inputs_embeds": embeds, "position_ids": inputs["position_ids"]}
+    places |= {"config": config, "attention_mask": None, "past_key_values": None}
+    masks = {
+        "full_attention": create_causal_mask(**places),
+        "sliding_attention": create_sliding_window_causal_mask(**places),
+    }
+    return inputs | {"attention_mask": masks}
 
 
 def with_image(family: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -12,12 +12,13 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 import transformers
-from patch_models import assert_same, batch, loop_over_documents, loss_and_gradients, tiny
+from patch_models import assert_same, batch, loop_over_documents, loss_and_gradients, of_stock, tiny
 
 import halfbyte
 from halfbyte.autograd import attention as causal
-from halfbyte.autograd import capped_attention
+from halfbyte.autograd import tiled_attention
 from halfbyte.models import attention
+from halfbyte.models.patch import patch_attention
 from halfbyte.notices import said
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read with a process's first product; torch asks for it
@@ -60,6 +61,7 @@ def flash3(on_cpu, monkeypatch):
     module.__spec__ = ModuleSpec("flash_attn_interface", None)
     module.flash_attn_varlen_func = flash_attn_varlen_func
     monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    monkeypatch.setattr(causal, "capability", lambda device: (9, 0))
     causal.flash3.cache_clear()
     yield calls
     causal.flash3.cache_clear()
@@ -88,7 +90,7 @@ def test_no_mask_equals_the_dense_mask(on_cpu, monkeypatch, family, packed):
 def test_flash_attention_3_is_used_where_installed(flash3, on_cpu, family, packed):
     model, inputs = tiny(family), batch(packed)
     expected = loss_and_gradients(model, inputs)
-    name = attention.CAPPED if family == "Gemma2" else attention.NAME
+    name = attention.OWN if family == "Gemma2" else attention.NAME
     assert_same(loss_and_gradients(patched(model, name), inputs), expected)
     assert not on_cpu
     windows = family != "Llama"
@@ -102,12 +104,12 @@ def test_flash_attention_3_is_used_where_installed(flash3, on_cpu, family, packe
 @pytest.mark.parametrize("packed", [False, True])
 def test_capped_scores_without_flash_attention_3_are_never_there_at_once(on_cpu, monkeypatch, packed):
     """Of 18 tokens, in tiles of 16 queries; the layer with a window of 8 among them."""
-    monkeypatch.setattr(capped_attention, "TILE_BYTES", 1)
+    monkeypatch.setattr(tiled_attention, "CACHED_BYTES", 1)
     model, inputs = tiny("Gemma2"), batch(packed)
     expected = loss_and_gradients(model, inputs)
     modeling = sys.modules[type(model.get_base_model()).__module__]
     monkeypatch.setattr(modeling, "eager_attention_forward", None)
-    patched(model, attention.CAPPED)
+    patched(model, attention.OWN)
     assert_same(loss_and_gradients(model, inputs), expected)
     assert not on_cpu
     if packed:  # as the collator for graphs gives them: bounds that repeat at the end, a power of two
@@ -125,7 +127,7 @@ def test_padding_and_generation_of_capped_scores_stay_eager(flash3):
     expected = loss_and_gradients(model, inputs)
     prompt = {key: inputs[key] for key in ("input_ids", "attention_mask")}
     generated = model.eval().generate(**prompt, max_new_tokens=6, do_sample=False)
-    patched(model, attention.CAPPED)
+    patched(model, attention.OWN)
     assert torch.equal(model.generate(**prompt, max_new_tokens=6, do_sample=False), generated)
     assert_same(loss_and_gradients(model.train(), inputs), expected)
     assert not flash3
@@ -135,13 +137,15 @@ def test_padding_and_generation_of_capped_scores_stay_eager(flash3):
     ("family", "name", "words"),
     [
         ("Llama", attention.NAME, "cuDNN for whole rows, FlashAttention 3"),
-        ("Gemma2", attention.CAPPED, "scores capped"),
+        ("Gemma2", attention.OWN, "scores are capped"),
     ],
 )
 def test_flash_attention_3_is_chosen_and_announced(flash3, monkeypatch, family, name, words):
     model = tiny(family, adapter=False).model
     before = model.config._attn_implementation
-    monkeypatch.setattr(model, "parameters", lambda: iter([SimpleNamespace(device=torch.device("cuda"))]))
+    monkeypatch.setattr(
+        model, "parameters", lambda: iter([SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)])
+    )
     assert words in attention.bind_attention(model)
     assert model.config._attn_implementation == name
     assert "FlashAttention 3" in said()["attention-flash3"]
@@ -187,6 +191,45 @@ def test_documents():
     assert attention.documents(torch.arange(5).expand(2, 5)) is None
 
 
+@pytest.mark.parametrize("family", ["Gemma2", "GptOss"])
+def test_on_a_cpu_attention_alone_is_ours_where_transformers_builds_all_scores(family, monkeypatch):
+    """A window among its layers; in tiles of 16 queries of 18, and documents apart."""
+    monkeypatch.setattr(tiled_attention, "CACHED_BYTES", 1)
+    model = tiny(family)
+    backbone = model.get_base_model().model
+    for inputs in (batch(), batch(packed=True)):
+        expected = loss_and_gradients(model, of_stock(model, inputs))
+        assert "tiles of queries" in patch_attention(model)
+        own = sys.modules[type(backbone).__module__].eager_attention_forward
+        monkeypatch.setattr(sys.modules[type(backbone).__module__], "eager_attention_forward", None)
+        assert_same(loss_and_gradients(model, inputs), expected)
+        monkeypatch.setattr(sys.modules[type(backbone).__module__], "eager_attention_forward", own)
+        assert "forward" not in backbone.layers[0].__dict__
+        halfbyte.unpatch(model)
+        assert backbone.config._attn_implementation == "eager"
+        assert "forward" not in backbone.__dict__
+    assert patch_attention(tiny("Llama")) == ""
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+def test_sinks_learn_and_reach_the_kernel(on_cpu, monkeypatch, kernel):
+    """gpt-oss in 16 bits on a GPU takes the kernel, here its reference."""
+    if kernel:
+        monkeypatch.setattr(causal, "capability", lambda device: (9, 0))
+        monkeypatch.setattr(attention, "tiled_attention", None)
+    model = tiny("GptOss")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad or name.endswith("sinks"))
+    for inputs in (batch(), batch(packed=True)):
+        expected = loss_and_gradients(model, of_stock(model, inputs))
+        assert sum(name.endswith("sinks") for name in expected[1]) == 2
+        patched(model, attention.OWN)
+        assert_same(loss_and_gradients(model, inputs), expected)
+        halfbyte.unpatch(model)
+        model.config._attn_implementation = "eager"
+    assert not on_cpu
+
+
 def test_a_cpu_keeps_transformers_attention():
     model = tiny("Llama")
     assert halfbyte.patch(model).attention == "transformers' sdpa: on cpu"
@@ -219,6 +262,7 @@ def test_before_ampere_masks_are_transformers_and_no_kernel_gets_few_keys(turing
 
 
 CUDA = torch.device("cuda")
+OSS = {"model_type": "gpt_oss", "_attn_implementation": "eager"}
 
 
 @pytest.mark.parametrize(
@@ -232,17 +276,24 @@ CUDA = torch.device("cuda")
         ({}, CUDA, torch.float32, {"packed": True}, "transformers' sdpa", False, True),
         ({"attention_dropout": 0.1}, CUDA, torch.bfloat16, {}, "transformers' sdpa", False, False),
         ({"attn_logit_softcapping": 50.0}, CUDA, torch.bfloat16, {}, "tiles of queries", False, False),
-        ({"attn_logit_softcapping": 50.0}, CUDA, torch.float32, {}, "transformers' eager", True, True),
+        ({"attn_logit_softcapping": 50.0}, CUDA, torch.float32, {}, "tiles of queries", False, False),
+        ({"attn_logit_softcapping": 50.0}, torch.device("cpu"), torch.float32, {}, "tiles of queries", False, False),
+        ({"attn_logit_softcapping": 50.0}, CUDA, torch.float32, {"padded": True}, "transformers' eager", True, True),
+        (OSS, CUDA, torch.bfloat16, {"packed": True}, "halfbyte's kernel", False, False),
+        (OSS, CUDA, torch.float32, {}, "tiles of queries", False, False),
+        (OSS | {"attention_dropout": 0.1}, CUDA, torch.bfloat16, {}, "transformers' eager", True, True),
+        (OSS, torch.device("cpu"), torch.bfloat16, {"padded": True}, "transformers' eager", True, True),
         ({"_attn_implementation": "eager"}, CUDA, torch.bfloat16, {}, "transformers' eager", True, True),
         ({"use_bidirectional_attention": True}, CUDA, torch.float32, {}, "transformers' sdpa", True, False),
         ({}, torch.device("cpu"), torch.float32, {}, "transformers' sdpa", False, False),
     ],
 )  # fmt: skip
 def test_what_computes_is_named_before_it_runs(keys, device, dtype, rows, name, scores, mask):
-    config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, **keys)
+    config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, head_dim=64, **keys)
     if "attn_logit_softcapping" in keys:
         config._attn_implementation = "eager"
     found = attention.implementation(config, device, dtype, **rows)
+    assert bool(found.tiles) == (found.name == "tiles of queries")
     assert (found.name, found.scores, found.mask) == (name, scores, mask)
     assert bool(found.obstacle) == name.startswith("transformers'")
 

@@ -28,7 +28,7 @@ from halfbyte.models.unpacking import LIKE, _groups
 
 SOME = {
     "llama": "positions", "gpt2": "positions", "mixtral": "positions", "gemma2": "positions",
-    "gpt_oss": "unpacked", "opt": "unpacked", "bloom": "unpacked", "mpt": "unpacked", "bart": "unpacked",
+    "gpt_oss": "positions", "opt": "unpacked", "bloom": "unpacked", "mpt": "unpacked", "bart": "unpacked",
     "mamba2": "unpacked", "lfm2": "unpacked", "granitemoehybrid": "unpacked", "qwen3_5_text": "unpacked",
     "xlnet": "refused",
 }  # fmt: skip

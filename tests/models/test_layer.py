@@ -21,7 +21,8 @@ def test_a_view_shows_every_linear_and_norm_of_a_layer(family):
     assert (name, len(layers)) == ("model.layers", 2)
     view = layer_view(layers[0])
     assert isinstance(view, LayerView)
-    dense = any(type(module).__name__ == view.family.name + "MLP" for name, module in layers[0].named_children())
+    mixture = view.family.experts.mixture if view.family.experts else ""
+    dense = any(type(module).__name__ == view.family.name + "MLP" != mixture for module in layers[0].children())
     assert (view.mlp is None) == (family in EXPERTS and not dense)
     blocks = [block for block in (view.attention, view.mlp) if block is not None]
     seen = {id(linear): role for block in blocks for role, linear in block.linears.items()}

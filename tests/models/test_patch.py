@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import transformers
-from patch_models import EXPERTS, FAMILIES, MULTIMODAL, assert_same, batch, loss_and_gradients, quantize, tiny
+from patch_models import EXPERTS, FAMILIES, MULTIMODAL, assert_same, batch, loss_and_gradients, of_stock, quantize, tiny
 from peft import LoraConfig
 from torch import nn
 
@@ -16,7 +16,7 @@ from halfbyte.models.patch import PatchReport
 
 def check_equal(model: nn.Module, inputs: dict, tolerance: float = 1e-5) -> PatchReport:
     torch.manual_seed(1)  # routers may draw
-    expected = loss_and_gradients(model, inputs)
+    expected = loss_and_gradients(model, of_stock(model, inputs))
     assert expected[1]
     report = halfbyte.patch(model)
     torch.manual_seed(1)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from halfbyte.ops.attention import attention_backward, rows_backward, spans
+from halfbyte.ops.attention import Scores, attention_backward, rows_backward, spans
 
 
 def forward(query, key, value, first, window):
@@ -28,7 +28,8 @@ def test_documents(window):
     out, log = forward(*inputs, documents[0], window)
     dout = torch.randn_like(out)
     expected = torch.autograd.grad(out, inputs, dout)
-    found = attention_backward(dout, *(x.detach() for x in inputs), out.detach(), log.detach(), documents, 0.3, window)
+    saved = *(x.detach() for x in inputs), out.detach(), log.detach()
+    found = attention_backward(dout, *saved, documents, Scores(0.3, window))[:3]
     for mine, true in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, true, rtol=1e-5, atol=1e-5)
 

@@ -17,12 +17,13 @@ from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
 import halfbyte
 from halfbyte.adapters import add_adapter
-from halfbyte.autograd.capped_attention import Scores, capped_attention
+from halfbyte.autograd.tiled_attention import tiled_attention
 from halfbyte.config import RunConfig
 from halfbyte.formats import named
 from halfbyte.memory.batches import Shape
 from halfbyte.methods import method_of
 from halfbyte.models.attention import Implementation
+from halfbyte.ops.attention import Scores
 from halfbyte.ops.blockwise4 import dequantize_blockwise4, quantize_blockwise4
 from halfbyte.ops.glu import glu, glu_backward_
 from halfbyte.ops.norms import rms_norm
@@ -54,7 +55,7 @@ def saved_bytes(function, *tensors: Tensor) -> int:
 def test_attention_keeps_what_its_kernels_keep():
     query, key, value = (torch.randn(3, heads, 37, 24, requires_grad=True) for heads in (6, 2, 2))
     planned = saved_bytes(lambda *x: _Attention.apply(*x, AttentionBytes()), query, key, value)
-    capped = saved_bytes(lambda *x: capped_attention(*x, Scores(0.2, 50.0, 37)), query, key, value)
+    capped = saved_bytes(lambda *x: tiled_attention(*x, Scores(0.2, 37, 50.0)), query, key, value)
     flash = saved_bytes(lambda *x: F.scaled_dot_product_attention(*x, is_causal=True, enable_gqa=True), *(
         torch.randn(3, 6, 37, 24, requires_grad=True) for _ in range(3)
     ))  # fmt: skip

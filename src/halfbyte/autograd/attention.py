@@ -5,6 +5,8 @@ FlashAttention is version 3 where its package (`flash_attn_interface`) is instal
 torch's own backwards on CUDA, FlashAttention 2's and cuDNN's, add to dq by atomics, so two runs may differ in last
 bits. On Hopper documents have FlashAttention's forward and the two passes of `ops.attention`, and rows cuDNN's forward
 and its own repeatable backward, which torch does not ask for, by way of the package nvidia-cudnn-frontend.
+
+Sinks and capped scores have a forward of ours, too (`scored`), which repeats everywhere.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..dispatch import on_compiler
 from ..notices import notice
-from ..ops.attention import Branches, Spans, attention_backward, cudnn, rows_backward, spans
+from ..ops.attention import Branches, Scores, Spans, attention, attention_backward, cudnn, rows_backward, spans
 from .function import OnceFunction
 
 DIFFERS = "reproducible"  # the key of the notice that two runs may differ
@@ -89,6 +91,16 @@ def takes_rows(query: Tensor) -> bool:
     return torch.are_deterministic_algorithms_enabled() or (cheap and cudnn() is not None)
 
 
+def takes_scores(device: torch.device, dtype: torch.dtype, width: int, softcap: float | None) -> bool:
+    """Whether `scored` is for heads of this width: in 16 bits on NVIDIA's GPUs from Ampere on, and on AMD's, those with
+    sinks. Nobody has timed it yet: capped scores keep the tiles of queries (`tiled_attention`), whose speed is known.
+    """
+    found = capability(device)
+    if found is None or softcap is not None or dtype not in DTYPES or width > 2 * WIDEST:
+        return False
+    return (found >= AMPERE or torch.version.hip is not None) and _has_triton()
+
+
 class _Varying(OnceFunction):
     @staticmethod
     def forward(ctx, query, key, value, bounds, longest, documents, scale, window):
@@ -98,13 +110,13 @@ class _Varying(OnceFunction):
             scale=scale, window_size_left=sides[0], window_size_right=sides[1],
         )[:2]  # fmt: skip
         ctx.save_for_backward(query, key, value, out, logsumexp)
-        ctx.options = documents, scale, window
+        ctx.options = documents, Scores(scale, window)
         return out
 
     @staticmethod
     def backward(ctx, grad):
         gradients = attention_backward(_dense(grad), *ctx.saved_tensors, *ctx.options)
-        return *gradients, None, None, None, None, None
+        return *gradients[:3], None, None, None, None, None
 
 
 class _Branching(OnceFunction):
@@ -123,8 +135,24 @@ class _Branching(OnceFunction):
     @staticmethod
     def backward(ctx, grad):
         branches = ctx.branches
-        spans = branches.documents, ctx.scale, None, branches.prompts
-        return *attention_backward(_dense(grad), *ctx.saved_tensors, *spans), None, None
+        how = branches.documents, Scores(ctx.scale), None, branches.prompts
+        return *attention_backward(_dense(grad), *ctx.saved_tensors, *how)[:3], None, None
+
+
+class _Scored(OnceFunction):
+    @staticmethod
+    def forward(ctx, query, key, value, sinks, documents, scores):
+        out, logsumexp = attention(query, key, value, documents, scores, sinks)
+        ctx.save_for_backward(query, key, value, out, logsumexp, sinks)
+        ctx.how = documents, scores
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        *saved, sinks = ctx.saved_tensors
+        asked = sinks if ctx.needs_input_grad[3] else None
+        dq, dk, dv, dsinks = attention_backward(_dense(grad), *saved, *ctx.how, asked)
+        return dq, dk, dv, None if dsinks is None else dsinks.to(sinks.dtype), None, None
 
 
 class _Whole(OnceFunction):
@@ -185,6 +213,20 @@ def branching(query: Tensor, key: Tensor, value: Tensor, branches: Branches, sca
     return _Branching.apply(query, key, value, branches, scale)
 
 
+def scored(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, documents: Spans, scores: Scores) -> Tensor:
+    """Causal attention within documents whose scores are capped, or have sinks, of those that `takes_scores`.
+
+    Args:
+        query: [N, Hq, D]; key, value: [N, Hk, D].
+        sinks: [Hq]; None: there are none.
+        documents: `ops.attention.spans`.
+
+    Returns:
+        [N, Hq, D].
+    """
+    return _Scored.apply(query, key, value, sinks, documents, scores)
+
+
 @functools.cache
 def _varlen() -> tuple[Callable[..., Any], frozenset[str]]:
     from torch.nn.attention.varlen import varlen_attn
@@ -206,6 +248,11 @@ def flash3() -> Callable[..., Any] | None:
         notice("flash3", f"FlashAttention 3 is installed and not used: {error}")
         return None
     return flash_attn_varlen_func
+
+
+def takes_caps(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether FlashAttention 3 is there for capped scores."""
+    return capability(device) is not None and dtype in DTYPES and flash3() is not None
 
 
 def varying(

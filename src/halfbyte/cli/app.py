@@ -62,12 +62,15 @@ def init(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="a model's folder or hub id")],
     data: Annotated[str, typer.Argument(metavar="DATA", help="a dataset's file, folder or hub id")],
     method: Annotated[str, typer.Option(help="What is trained for: the key method.")] = "sft",
+    teacher: Annotated[
+        str | None, typer.Option(help="Of gkd, a model or adapter: the key teacher_model_name_or_path.")
+    ] = None,
 ) -> None:
     """Print a configuration for this machine."""
     from .init import starting_config
 
     check_order("init", model, data)
-    typer.echo(starting_config(model, data, method), nl=False)
+    typer.echo(starting_config(model, data, method, teacher), nl=False)
 
 
 @app.command(context_settings=_TAKES_OVERRIDES)
@@ -266,8 +269,11 @@ def mix(
 @app.command()
 def export(
     source: RunOrModel,
-    gguf: Annotated[str, typer.Option("--gguf", metavar="TYPE", help="f32, f16, bf16, q8_0, q4_k_m, …")],
-    out: Annotated[Path | None, typer.Option("--out", help="The file; default: beside the model.")] = None,
+    gguf: Annotated[str | None, typer.Option("--gguf", metavar="TYPE", help="f32, f16, bf16, q8_0, q4_k_m, …")] = None,
+    adapter: Annotated[
+        str | None, typer.Option("--adapter", metavar="vllm", help="The adapter alone, as vLLM and SGLang read it.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="The file or folder; default: beside the model.")] = None,
     adapter_only: Annotated[bool, typer.Option("--adapter-only", help="The adapter, for a base in GGUF.")] = False,
     importance: Annotated[
         str | None,
@@ -275,9 +281,13 @@ def export(
     ] = None,
     trust_remote_code: TrustCode = False,
 ) -> None:
-    """Write a GGUF file for llama.cpp and Ollama."""
-    from .export import export_model
+    """Write GGUF for llama.cpp, or adapters for vLLM."""
+    from .export import export_for_servers, export_model
 
+    if gguf is None or adapter is not None:
+        given = {"--gguf": gguf, "--adapter-only": adapter_only, "--importance": importance}
+        export_for_servers(source, adapter, out, [name for name, value in given.items() if value], trust_remote_code)
+        return
     export_model(source, gguf, out, adapter_only, importance, trust_remote_code)
 
 

@@ -232,6 +232,8 @@ def _views(causal: Any) -> list[LayerView]:
     for rope in (ropes, *(value for value in ropes.values() if isinstance(value, dict))):
         if rope.get("rope_type") in ("dynamic", "longrope"):
             raise Unknown(f"its RoPE ({rope['rope_type']}) changes with the length")
+    if any(view.family.sinks for view in views):
+        raise Unknown("its heads have sinks")
     if any(is_divided(view.attention_half.inner) for view in views):
         raise Unknown("its products are divided over processes")
     around = causal.lm_head, backbone.embed_tokens, backbone.norm

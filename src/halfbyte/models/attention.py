@@ -1,14 +1,15 @@
 """transformers' attention on a CUDA device without a mask: `autograd.attention`, by whole rows or by documents.
 
-Packed rows and windows take the variable lengths of FlashAttention, capped scores (Gemma 2) FlashAttention 3 or
-`autograd.capped_attention`, a tile of queries at a time.
+Packed rows and windows take the variable lengths of FlashAttention; capped scores (Gemma 2) FlashAttention 3, or
+`autograd.tiled_attention`, a tile of queries at a time; sinks (gpt-oss) `autograd.attention.scored`. On other devices
+both take the tiles.
 
 Registered with transformers as "halfbyte" (AttentionInterface and AttentionMaskInterface), and chosen by `patch` where
-a model uses "sdpa", or "eager" because its scores are capped. What the layers need to know is worked out once a batch,
-in the backbone's forward: where each document begins (from `position_ids` that restart, or as the caller's
-`cu_seq_lens_q`, which waits for nothing on the device). It reaches the layers as the keyword arguments that
-transformers' own flash attention reads, with `NO_MASK` in place of a mask: transformers passes masks of four dimensions
-on as they are, so it builds none and does not look for documents itself.
+a model uses "sdpa", or "eager" because its scores are its own (`has_own_scores`). What the layers need to know is
+worked out once a batch, in the backbone's forward: where each document begins (from `position_ids` that restart, or as
+the caller's `cu_seq_lens_q`, which waits for nothing on the device). It reaches the layers as the keyword arguments
+that transformers' own flash attention reads, with `NO_MASK` in place of a mask: transformers passes masks of four
+dimensions on as they are, so it builds none and does not look for documents itself.
 
 Padding, key-value caches, float32, dropout and images that see themselves (Gemma 3) go to what transformers would have
 used, with its mask.
@@ -36,10 +37,11 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from ..autograd import attention as causal
-from ..autograd.capped_attention import Scores, capped_attention
+from ..autograd.tiled_attention import tile_bytes, tiled_attention
 from ..dispatch import on_compiler
+from ..families import of_config
 from ..notices import notice
-from ..ops.attention import Spans, spans
+from ..ops.attention import Scores, Spans, spans
 from ..parallel import Context
 from . import branches
 from .copies import fresh_copies
@@ -47,9 +49,9 @@ from .layer import causal_lm_of
 from .patched import patched, record
 
 NAME = "halfbyte"
-CAPPED = "halfbyte_capped"  # the same where scores are capped: what it falls back to is eager, and reads other masks
-DIVIDED = "halfbyte_divided"  # transformers' own in forwards whose rows are cut (`models.slices`), as NAME and CAPPED
-DIVIDED_CAPPED = "halfbyte_divided_capped"
+OWN = "halfbyte_own"  # where a model has scores of its own: what it falls back to is eager, and reads other masks
+DIVIDED = "halfbyte_divided"  # transformers' own in forwards whose rows are cut (`models.slices`), as NAME and OWN
+DIVIDED_OWN = "halfbyte_divided_own"
 NO_MASK = (1, 1, 0, 0)  # the shape of what stands in place of a mask
 
 
@@ -61,7 +63,8 @@ class Implementation:
         name: in words.
         scores: whether it builds the scores, T × T for every head, and keeps them for backward.
         mask: whether it reads a mask of T × T for every row of the batch.
-        tiles: whether it builds the scores of a few queries at a time (`autograd.capped_attention`).
+        tiles: bytes of the scores that it builds at a time, of a few queries (`autograd.tiled_attention`); 0: it is not
+            that.
         obstacle: why it is not halfbyte's; "" where it is.
     """
 
@@ -69,7 +72,7 @@ class Implementation:
     scores: bool
     mask: bool
     obstacle: str = ""
-    tiles: bool = False
+    tiles: int = 0
 
 
 def implementation(
@@ -88,8 +91,10 @@ def implementation(
     eager, window = chosen == "eager", getattr(config, "sliding_window", None) is not None
     obstacle = _unbound(config, device) or _unmasked(config, device, dtype)
     if not obstacle and not padded:
-        if is_capped(config) and causal.flash3() is None:
-            return Implementation("tiles of queries", False, False, tiles=True)
+        if has_sinks(config) or (is_capped(config) and not causal.takes_caps(device, dtype)):
+            if causal.takes_scores(device, dtype, _head_dim(config), getattr(config, "attn_logit_softcapping", None)):
+                return Implementation("halfbyte's kernel", False, False)
+            return Implementation("tiles of queries", False, False, tiles=tile_bytes(device))
         if packed or window or is_capped(config):
             return Implementation("FlashAttention 3" if causal.flash3() else "variable lengths", False, False)
         return Implementation("cuDNN", False, False)
@@ -104,11 +109,26 @@ def implementation(
 def _name_of(config: Any) -> str:
     """transformers' name of what the model was loaded with."""
     name = getattr(config, "_attn_implementation", None) or "sdpa"
-    return {NAME: "sdpa", CAPPED: "eager"}.get(name, name)
+    return {NAME: "sdpa", OWN: "eager"}.get(name, name)
 
 
 def is_capped(config: Any) -> bool:
     return bool(getattr(config, "attn_logit_softcapping", None))
+
+
+def has_sinks(config: Any) -> bool:
+    """Whether each head has a learned score that every token gives beside its keys'."""
+    family = of_config(config) if hasattr(config, "model_type") else None
+    return family is not None and family.sinks
+
+
+def has_own_scores(config: Any) -> bool:
+    """Whether a model computes what SDPA cannot, and is loaded with transformers' eager attention for it."""
+    return is_capped(config) or has_sinks(config)
+
+
+def _head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def _flash_takes(device: torch.device, dtype: torch.dtype) -> bool:
@@ -119,12 +139,12 @@ def _flash_takes(device: torch.device, dtype: torch.dtype) -> bool:
 
 def _unbound(config: Any, device: torch.device) -> str:
     """Why a model keeps transformers' attention altogether; "" where it does not."""
-    capped, chosen = is_capped(config), _name_of(config)
-    if device.type != "cuda":
+    own, chosen = has_own_scores(config), _name_of(config)
+    if device.type != "cuda" and not own:
         return f"on {device.type}"
     if getattr(config, "use_bidirectional_attention", False):
         return "this model's attention is not causal"
-    if chosen != ("eager" if capped else "sdpa"):
+    if chosen != ("eager" if own else "sdpa"):
         return "as the model was loaded with"
     return ""
 
@@ -133,9 +153,11 @@ def _unmasked(config: Any, device: torch.device, dtype: torch.dtype, training: b
     """Why attention of a bound model needs transformers' masks; "" where it does not."""
     if training and getattr(config, "attention_dropout", None):
         return "attention_dropout is set"
+    if has_own_scores(config):
+        return ""
     if dtype not in causal.DTYPES:
         return f"it is computed in {dtype}"
-    if (causal.capability(device) or causal.AMPERE) < causal.AMPERE and not is_capped(config):
+    if (causal.capability(device) or causal.AMPERE) < causal.AMPERE:
         return "FlashAttention needs a GPU of compute capability 8.0 (Ampere) or later"
     return ""
 
@@ -144,8 +166,10 @@ def bind_attention(backbone: Any) -> str:
     """Choose the attention of `backbone` (the module that holds the layers); says in words what it is now."""
     config, device = backbone.config, next(backbone.parameters()).device
     flash = "FlashAttention 3" if causal.flash3() else "variable lengths"
-    if config._attn_implementation == CAPPED:
-        return f"halfbyte: {flash if causal.flash3() else 'tiles of queries'}, its scores capped; no mask"
+    if config._attn_implementation == OWN:
+        what = "its heads have sinks" if has_sinks(config) else "its scores are capped"
+        found = implementation(config, device, next(backbone.parameters()).dtype, packed=True)
+        return f"halfbyte: {found.name}, {what}; no mask"
     if config._attn_implementation == NAME:
         if (causal.capability(device) or causal.AMPERE) < causal.AMPERE:
             return "halfbyte: PyTorch's memory-efficient attention, with transformers' masks: no FlashAttention here"
@@ -154,7 +178,7 @@ def bind_attention(backbone: Any) -> str:
         return f"transformers' {config._attn_implementation}: {obstacle}"
     register()
     record(backbone).implementation = config._attn_implementation
-    config._attn_implementation = CAPPED if is_capped(config) else NAME
+    config._attn_implementation = OWN if has_own_scores(config) else NAME
     if causal.flash3():
         notice("attention-flash3", "attention of packed rows and windows is FlashAttention 3's, which is installed")
     return bind_attention(backbone)
@@ -184,7 +208,7 @@ def share(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
 def register() -> None:
     """Make the names known to transformers, each with the mask that its fallback reads."""
     for name, mask in (
-        (NAME, sdpa_mask), (DIVIDED, sdpa_mask), (CAPPED, eager_mask), (DIVIDED_CAPPED, eager_mask)
+        (NAME, sdpa_mask), (DIVIDED, sdpa_mask), (OWN, eager_mask), (DIVIDED_OWN, eager_mask)
     ):  # fmt: skip
         AttentionInterface.register(name, attend)
         AttentionMaskInterface.register(name, mask)
@@ -203,6 +227,11 @@ def backbone_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return _with_metadata(self, self, args, kwargs)
 
 
+def metadata_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A backbone's forward whose layers run transformers' own forwards, but for their attention."""
+    return _with_metadata(self, self, args, kwargs)
+
+
 def multimodal_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Gemma 3's forward over images and text: it hands its backbone masks, so what replaces them is made here."""
     return _with_metadata(self, self.language_model, args, kwargs)
@@ -214,7 +243,7 @@ def _with_metadata(model: Any, backbone: Any, args: tuple, kwargs: dict[str, Any
         return own(*args, **kwargs)
     if model.training:
         kwargs["use_cache"] = False  # unless asked for: a cache in training is only dead weight
-    chosen = backbone.config._attn_implementation in (NAME, CAPPED) and kwargs.get("use_cache") is False
+    chosen = backbone.config._attn_implementation in (NAME, OWN) and kwargs.get("use_cache") is False
     if chosen and not _has_images(kwargs):
         inputs = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
         kwargs |= metadata(backbone, inputs.shape[0], inputs.shape[1], inputs.device, kwargs)
@@ -236,8 +265,8 @@ def metadata(backbone: Any, rows: int, length: int, device: torch.device, kwargs
         rows, length: of the batch that attention sees.
         kwargs: of it: `attention_mask`, `position_ids`, `cu_seq_lens_q` and what comes with it, if there are.
     """
-    capped = backbone.config._attn_implementation == CAPPED
-    if kwargs.get("attention_mask") is not None or (capped and on_compiler()):
+    own = backbone.config._attn_implementation == OWN
+    if kwargs.get("attention_mask") is not None or (own and on_compiler()):
         return {}
     dtype = next(backbone.parameters()).dtype
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
@@ -251,8 +280,9 @@ def _where_documents_begin(
     backbone: Any, rows: int, length: int, device: torch.device, kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     no_mask = {"attention_mask": torch.empty(NO_MASK, dtype=torch.bool, device=device)}
+    own = backbone.config._attn_implementation == OWN
     if kwargs.get("cu_seq_lens_q") is not None:
-        return no_mask | _spans(kwargs, rows * length)
+        return no_mask | _spans(kwargs, rows * length, own)
     position_ids = kwargs.get("position_ids")
     if position_ids is not None and position_ids.dim() == 3:  # M-RoPE: time, height and width, below the text's if four
         position_ids = position_ids[0] if position_ids.shape[0] == 4 else None
@@ -261,12 +291,11 @@ def _where_documents_begin(
             return {}
         packed = documents(position_ids.expand(rows, -1))
         if packed is not None:
-            return no_mask | packed | _spans(packed, rows * length)
+            return no_mask | packed | _spans(packed, rows * length, own)
     window = getattr(backbone.config, "sliding_window", None)
-    capped = backbone.config._attn_implementation == CAPPED
-    if (window is not None and window < length) or capped or (_varying_lengths and not on_compiler()):
+    if (window is not None and window < length) or own or (_varying_lengths and not on_compiler()):
         found = _lengths(torch.arange(rows + 1, dtype=torch.int32, device=device) * length, length)
-        return no_mask | found | _spans(found, rows * length)
+        return no_mask | found | _spans(found, rows * length, own)
     return no_mask
 
 
@@ -289,10 +318,10 @@ def documents(position_ids: Tensor) -> dict[str, Any] | None:
     return _lengths(bounds.to(torch.int32).to(position_ids.device, non_blocking=True), int(bounds.diff().max()))
 
 
-def _spans(places: Mapping[str, Any], tokens: int) -> dict[str, Any]:
-    """What the repeatable backward reads, once a batch and not once a layer."""
+def _spans(places: Mapping[str, Any], tokens: int, own: bool) -> dict[str, Any]:
+    """What kernels of ours read, once a batch and not once a layer."""
     bounds = places["cu_seq_lens_q"]
-    if on_compiler() or not causal.is_hopper(bounds.device):
+    if on_compiler() or not (causal.is_hopper(bounds.device) or (own and bounds.is_cuda)):
         return {}
     return {"document_spans": spans(bounds, tokens)}
 
@@ -316,6 +345,7 @@ def attend(
     document_spans: Spans | None = None,
     context: Context | None = None,
     sharing: branches.Sharing | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface.
@@ -328,6 +358,7 @@ def attend(
         cu_seq_lens_q, max_length_q: as `documents` gives them; document_spans: `ops.attention.spans` of them.
         context: the processes that hold slices of these rows; None: the rows are whole.
         sharing: how answers share prompts, where they do.
+        s_aux: [Hq], sinks; of whole rows.
 
     Returns:
         [B, T, Hq, D], and None (no weights).
@@ -344,14 +375,19 @@ def attend(
         return branches.attend(query, key, value, sharing, scaling), None
     if attention_mask is None or tuple(attention_mask.shape) != NO_MASK:
         options = kwargs | {"dropout": dropout, "scaling": scaling}
+        if s_aux is not None:
+            options["s_aux"] = s_aux
         return _transformers(module, query, key, value, attention_mask, softcap, options)
     rows, _, length, _ = query.shape
     window = sliding_window if sliding_window is not None and sliding_window < length else None
-    if softcap is not None and causal.flash3() is None:
+    if s_aux is not None or (softcap is not None and not causal.takes_caps(query.device, query.dtype)):
+        scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap)
+        if causal.takes_scores(query.device, query.dtype, query.shape[-1], softcap) and cu_seq_lens_q is not None:
+            query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+            found = document_spans or spans(cu_seq_lens_q, rows * length)
+            return causal.scored(query, key, value, s_aux, found, scores).unflatten(0, (rows, length)), None
         begins = None if cu_seq_lens_q is None else _beginnings(cu_seq_lens_q, rows, length)
-        reach = min(window or length, max_length_q or length)
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return capped_attention(query, key, value, Scores(scale, softcap, reach), begins).transpose(1, 2), None
+        return tiled_attention(query, key, value, scores, s_aux, begins, max_length_q).transpose(1, 2), None
     plain = window is None and softcap is None
     whole = plain and cu_seq_lens_q is not None and cu_seq_lens_q.numel() == rows + 1  # as many as rows
     if cu_seq_lens_q is None or (whole and not _varying_lengths):
@@ -371,9 +407,9 @@ def _transformers(
     if getattr(module, "num_key_value_groups", groups) != groups:  # of rows that are cut, see `parallel.context`
         module = copy.copy(module)
         module.num_key_value_groups = groups
-    if softcap is not None:
+    if softcap is not None or "s_aux" in options:
         eager = sys.modules[type(module).__module__].eager_attention_forward
-        return eager(module, query, key, value, mask, softcap=softcap, **options)
+        return eager(module, query, key, value, mask, **options | ({} if softcap is None else {"softcap": softcap}))
     few_keys = query.shape[1] != key.shape[1] and query.shape[2] > 1
     if mask is None and few_keys and not _flash_takes(query.device, query.dtype):
         # torch's only other kernel for few keys builds scores of T × T

@@ -125,6 +125,7 @@ def mlp_half(
     options = {} if output or not _may_skip(half) else {"output": False}
     with _again(again, half.norm, normed, residual):
         out = half.inner(normed, **options)
+    out = out[0] if isinstance(out, tuple) else out  # a mixture's, with its router's scores
     return residual, _leave(half, out)
 
 
@@ -165,7 +166,7 @@ def attention_forward(
     if view.query_scale is not None:
         query = view.scaled(query, kwargs["position_ids"])
     query, key = _rotate(view, query, key, position_embeddings)
-    own = {"sliding_window": view.window, "softcap": view.softcap}
+    own = {"sliding_window": view.window, "softcap": view.softcap, "s_aux": view.sinks}
     kwargs |= {name: value for name, value in own.items() if value is not None}
     eager = sys.modules[type(self).__module__].eager_attention_forward
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)

@@ -47,6 +47,8 @@ def why_apart(config: RunConfig, model_config: Any) -> str:
         return f"attn_implementation: {config.attn_implementation} is asked for"
     if getattr(text, "attn_logit_softcapping", None):
         return "the model caps its attention scores"
+    if family.sinks:
+        return "the model's heads have sinks"
     if getattr(text, "attention_dropout", None):
         return "attention_dropout is set"
     if window is not None and window < config.max_length:

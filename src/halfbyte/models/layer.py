@@ -85,6 +85,7 @@ class Attention(Block):
         query_scale: β and the context in which queries are as they are, see `families.Family`; None: they always are.
         scaling: of the scores.
         softcap: scores become softcap · tanh(score / softcap).
+        sinks: [H], a score of each head that every token gives beside its keys'; None: there are none.
         window: tokens that a token sees, itself among them; None for all.
         rope: which of the model's rotations, where layers differ.
         dropout: of the scores, in training.
@@ -98,6 +99,7 @@ class Attention(Block):
     query_scale: tuple[float, int] | None
     scaling: float
     softcap: float | None
+    sinks: Tensor | None
     window: int | None
     rope: str | None
     dropout: float
@@ -126,6 +128,7 @@ class Attention(Block):
             else None,
             scaling=module.scaling,
             softcap=module.attn_logit_softcapping if family.softcap else None,
+            sinks=module.sinks if family.sinks else None,
             window=window,
             rope=config.layer_types[module.layer_idx] if family.rope_by_layer else None,
             dropout=module.attention_dropout,
@@ -164,6 +167,8 @@ class Attention(Block):
         """q, k, cos and sin, for a rotation of values i and i + R/2: scores stay, as q and k change alike."""
         if self.family.rope_pairs == "halves":
             return query, key, cos, sin
+        if self.family.rope_pairs == "once":
+            return query, key, torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
         if self.family.rope_pairs == "repeated":
             cos, sin = halves(cos, cos.shape[-1]), halves(sin, sin.shape[-1])
         query, key = (halves(x.transpose(1, 2), cos.shape[-1]).transpose(1, 2) for x in (query, key))

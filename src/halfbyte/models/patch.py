@@ -19,7 +19,14 @@ from ..families import Family, family_of
 from ..notices import notice
 from ..ops.fp8_scaling import DelayedScaling
 from .activations import layer_forward, set_activations
-from .attention import backbone_forward, bind_attention, multimodal_forward, unbind_attention
+from .attention import (
+    backbone_forward,
+    bind_attention,
+    has_own_scores,
+    metadata_forward,
+    multimodal_forward,
+    unbind_attention,
+)
 from .blocks import attention_forward, layer_norm_forward, mixer_forward, mlp_forward, norm_forward
 from .layer import MLP, Attention, TokenMixer, causal_lm_of
 from .patched import NAME, is_bound, record
@@ -128,6 +135,24 @@ def patch(
         parts = ", ".join(what for what, why in report.unfused if why == reason)
         notice(f"unfused: {reason}", f"not fused: {parts}: {reason}")
     return report
+
+
+def patch_attention(model: nn.Module) -> str:
+    """Bind the attention alone, where transformers computes all scores at once: capped ones, and those with sinks.
+
+    For CPUs, whose layers run transformers' own forwards; `unpatch` undoes it.
+
+    Returns:
+        What computes it, in words; "" where nothing was bound.
+    """
+    said = ""
+    for module, family, kind in list(_known_modules(model)):
+        if kind in BACKBONES and has_own_scores(module.config) and _obstacle(module, family, kind) is None:
+            if not is_bound(module):
+                record(module).family = family
+                module.forward = MethodType(metadata_forward, module)
+            said = bind_attention(module)
+    return said
 
 
 def unpatch(model: nn.Module) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..errors import ConfigError
 from ..ops import IGNORE_INDEX
 from ..parallel import Context, Mesh
-from .attention import CAPPED, DIVIDED, DIVIDED_CAPPED, NAME, is_capped, metadata, register
+from .attention import DIVIDED, DIVIDED_OWN, NAME, OWN, has_sinks, is_capped, metadata, register
 from .head import backbone_inputs
 from .layer import causal_lm_of
 from .tiny import tiny_model
@@ -108,11 +108,11 @@ def _divided(causal_lm: Any) -> Iterator[None]:
 def _divided_name(causal_lm: Any, config: Any) -> str:
     """Of an attention that knows of slices, and that computes what the model's does."""
     capped, name = is_capped(config), config._attn_implementation
-    if name in (NAME, CAPPED):
+    if name in (NAME, OWN) and not has_sinks(config):  # whose heads' sinks would have to go where the heads go
         return name
     if name != ("eager" if capped else "sdpa"):
         raise ConfigError(*_unknown_attention(name, "eager" if capped else "sdpa" if causal_lm._supports_sdpa else ""))
-    return DIVIDED_CAPPED if capped else DIVIDED
+    return DIVIDED_OWN if capped else DIVIDED
 
 
 def _unknown_attention(name: str, known: str) -> tuple[str, str]:
@@ -135,7 +135,7 @@ def _of_attention(module: Any, tokens: Tensor, context: Context, whole: Mapping[
     """What attention reads of whole rows: where documents begin, or transformers' masks."""
     backbone = getattr(module, "language_model", module)
     rows, length = tokens.shape[0], tokens.shape[1] * context.ways
-    if backbone.config._attn_implementation in (NAME, CAPPED):
+    if backbone.config._attn_implementation in (NAME, OWN):
         found = metadata(backbone, rows, length, tokens.device, whole)
         if found:
             return found

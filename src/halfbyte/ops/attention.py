@@ -1,8 +1,12 @@
 """Causal attention within documents, which may share a prompt, and its backward as sums of one order: equal runs give
 equal bits.
 
-p = exp(scale·q·kᵀ − logsumexp) where a query sees a key, else 0; δ = Σ dout·out over a head; ds = p·(dout·vᵀ − δ);
-dq = scale·ds·k, dk = scale·dsᵀ·q, dv = pᵀ·dout (Dao 2023, arXiv:2307.08691, algorithm 2).
+p = exp(s − logsumexp) where a query sees a key, else 0, of scores s = scale·q·kᵀ; δ = Σ dout·out over a head;
+ds = p·(dout·vᵀ − δ); dq = scale·ds·k, dk = scale·dsᵀ·q, dv = pᵀ·dout (Dao 2023, arXiv:2307.08691, algorithm 2).
+
+Capped scores are c·tanh(scale·q·kᵀ/c), and ds gets their slope, 1 − tanh² (Gemma 2, arXiv:2408.00118, section 2). A
+sink is one more score of a head, whose value is 0 (gpt-oss, arXiv:2508.10925, section 2.2): it is part of logsumexp,
+which is all that the formulas above need of it, and dsink = −Σ exp(sink − logsumexp)·δ.
 """
 
 from __future__ import annotations
@@ -18,6 +22,20 @@ from ..dispatch import op
 from ..notices import notice
 
 Spans = tuple[Tensor, Tensor]  # int32 [N] each: where the document of a token begins, and where it ends
+
+
+class Scores(NamedTuple):
+    """How scores are made of q·k, and which of them are looked at.
+
+    Attributes:
+        scale: they are multiplied by.
+        window: tokens of its document that a token sees, itself among them; None: all.
+        softcap: they become softcap · tanh(score / softcap); None: they stay.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
 
 
 class Branches(NamedTuple):
@@ -85,23 +103,45 @@ def seen(documents: Spans, window: int | None = None, prompts: Spans | None = No
     return found | ((rows[None, :] >= begins[:, None]) & (rows[None, :] < ends[:, None]))
 
 
+def _scored(products: Tensor, scores: Scores) -> tuple[Tensor, Tensor | float]:
+    """Scores of q·kᵀ, and their slope by scale·q·kᵀ."""
+    if scores.softcap is None:
+        return scores.scale * products, 1.0
+    tanh = torch.tanh(products * (scores.scale / scores.softcap))
+    return scores.softcap * tanh, 1 - tanh.square()
+
+
+@op("triton.attention")
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, documents: Spans, scale: float, prompts: Spans | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Spans,
+    scores: Scores,
+    sinks: Tensor | None = None,
+    prompts: Spans | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention in which a token sees itself, those before it in its document, and its prompt: the specification.
+    """Attention in which a token sees itself, those before it in its document, and its prompt.
 
     Args:
-        query: [N, Hq, D]; key, value: [N, Hk, D], Hk dividing Hq.
-        documents, scale, prompts: as of `attention_backward`.
+        query: [N, Hq, D]; key, value: [N, Hk, D], Hk dividing Hq, of one dtype, the last dimension contiguous.
+        sinks: [Hq], of any float dtype: a score of each head that every token gives beside its keys'; None: there are
+            none.
+        documents, scores, prompts: as of `attention_backward`.
 
     Returns:
-        [N, Hq, D] of query's dtype, and fp32 [Hq, N], the logarithm of each softmax's sum; computed in fp32.
+        [N, Hq, D] of query's dtype, contiguous, and fp32 [Hq, N], the logarithm of each softmax's sum; computed in
+        fp32.
     """
     group = query.shape[1] // key.shape[1]
     q, k, v = (x.transpose(0, 1).float() for x in (query, key, value))
     k, v = (x.repeat_interleave(group, 0) for x in (k, v))
-    scores = (scale * (q @ k.mT)).masked_fill(~seen(documents, None, prompts), -torch.inf)
-    return (scores.softmax(-1) @ v).transpose(0, 1).to(query.dtype), scores.logsumexp(-1)
+    found = _scored(q @ k.mT, scores)[0].masked_fill(~seen(documents, scores.window, prompts), -torch.inf)
+    total = found.logsumexp(-1)
+    if sinks is not None:
+        total = torch.logaddexp(total, sinks.float()[:, None])
+    out = (found - total.unsqueeze(-1)).exp() @ v
+    return out.transpose(0, 1).to(query.dtype).contiguous(), total
 
 
 @op("triton.attention")
@@ -113,35 +153,46 @@ def attention_backward(
     out: Tensor,
     logsumexp: Tensor,
     documents: Spans,
-    scale: float,
-    window: int | None,
+    scores: Scores,
+    sinks: Tensor | None = None,
     prompts: Spans | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of attention in which a token sees itself, those before it in its document, and a prompt.
 
     Args:
         dout, query, out: [N, Hq, D] of one dtype, the last dimension contiguous.
         key, value: [N, Hk, D], likewise, Hk dividing Hq.
-        logsumexp: fp32 [Hq, N], contiguous, of scale·q·kᵀ.
+        logsumexp: fp32 [Hq, N], contiguous, of scores, and of sinks where there are any.
         documents: int32 [N] each: where the document of a token begins, and where the last document ends that sees it:
             its own, as `spans` gives them, or of a prompt's tokens that of its last answer, which stand behind it.
-        scale: of the scores.
-        window: tokens of its document that a token sees, itself among them; None: all. Without `prompts` only.
+        scores: a window without `prompts` only.
+        sinks: as of `attention`, where their gradient is asked for; None: it is not.
         prompts: int32 [N] each: where the prompt of a token's document begins and ends; of no tokens where it has none.
 
     Returns:
-        Those of query, key and value, contiguous.
+        Those of query, key and value, contiguous, and fp32 [Hq] of sinks or None.
     """
     group = query.shape[1] // key.shape[1]
-    sees = seen(documents, window, prompts)
+    sees = seen(documents, scores.window, prompts)
     q, do, o = (x.transpose(0, 1).float() for x in (query, dout, out))
     k, v = (x.transpose(0, 1).float().repeat_interleave(group, 0) for x in (key, value))
-    p = torch.where(sees, torch.exp(scale * (q @ k.mT) - logsumexp.unsqueeze(-1)), 0.0)
-    ds = p * (do @ v.mT - (do * o).sum(-1, keepdim=True))
-    dq, dk, dv = scale * (ds @ k), scale * (ds.mT @ q), p.mT @ do
+    found, slope = _scored(q @ k.mT, scores)
+    p = torch.where(sees, torch.exp(found - logsumexp.unsqueeze(-1)), 0.0)
+    delta = (do * o).sum(-1)
+    ds = p * slope * (do @ v.mT - delta.unsqueeze(-1))
+    dq, dk, dv = scores.scale * (ds @ k), scores.scale * (ds.mT @ q), p.mT @ do
     dk, dv = (x.unflatten(0, (-1, group)).sum(1) for x in (dk, dv))
     dq, dk, dv = (x.transpose(0, 1).to(query.dtype).contiguous() for x in (dq, dk, dv))
-    return dq, dk, dv
+    return dq, dk, dv, None if sinks is None else sinks_gradient(sinks, logsumexp, delta)
+
+
+def sinks_gradient(sinks: Tensor, logsumexp: Tensor, delta: Tensor) -> Tensor:
+    """fp32 [Hq].
+
+    Args:
+        delta: fp32 [Hq, N], Σ dout·out over a head.
+    """
+    return -((sinks.float()[:, None] - logsumexp).exp() * delta).sum(1)
 
 
 @op("cuda.cudnn_attention")
@@ -163,6 +214,6 @@ def rows_backward(
     bounds = torch.arange(rows + 1, dtype=torch.int32, device=query.device) * length
     flat = (x.transpose(1, 2).flatten(0, 1) for x in (dout, query, key, value, out))
     log = logsumexp.view(rows, heads, length).transpose(0, 1).reshape(heads, -1)
-    gradients = attention_backward(*flat, log, spans(bounds, rows * length), scale, None)
+    gradients = attention_backward(*flat, log, spans(bounds, rows * length), Scores(scale))[:3]
     dq, dk, dv = (x.unflatten(0, (rows, length)).transpose(1, 2) for x in gradients)
     return dq, dk, dv

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ..autograd.capped_attention import TENSORS, TILE_BYTES
+from ..autograd.tiled_attention import TENSORS
 from ..models.attention import Implementation
 
 NAME = "halfbyte_planned"
@@ -36,7 +36,7 @@ class AttentionBytes:
         rows, heads, length, _ = query.shape
         square, size = rows * length * length, query.element_size()
         if found.tiles:
-            return cls(scratch=TENSORS * TILE_BYTES)
+            return cls(scratch=TENSORS * found.tiles)
         if found.scores:  # tanh, where scores are capped; the softmax in fp32, and again where query's dtype is another
             again = size if query.dtype != torch.float32 else 0
             copies = 2 * query.numel() * size if key.shape[1] < heads else 0  # keys and values of every query head

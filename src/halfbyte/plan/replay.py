@@ -94,12 +94,14 @@ class Where:
     Args:
         type: of the device.
         dtype: of matrix products.
-        attention: what computes it there; None: the model's own forwards run, without our patch.
+        attention: what computes it there; None: the model's own.
+        patched: whether our other forwards run, too.
     """
 
     type: str
     dtype: torch.dtype
     attention: Implementation | None = None
+    patched: bool = False
 
 
 def replay(
@@ -121,8 +123,9 @@ def replay(
     with silent(), warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         _give_shapes_a_device(model)
-        if where.attention is not None:
+        if where.patched:
             patch(model, levels and list(levels))
+        if where.attention is not None:
             stand_in(causal_lm_of(model), where.attention)
         batch = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in batch.items()}
         ledger = Ledger()

@@ -27,12 +27,12 @@ from ..layers import QuantizedLinear
 from ..memory.batches import Shape
 from ..memory.levels import TILE_ROWS
 from ..models.activations import recompute_as_transformers
-from ..models.attention import Implementation, implementation
+from ..models.attention import Implementation, has_sinks, implementation
 from ..models.choice import stored_formats
 from ..models.copies import in_their_place
 from ..models.isolation import isolate_like
 from ..models.layer import causal_lm_of, decoder_layers
-from ..models.patch import PatchReport, patch, unpatch
+from ..models.patch import PatchReport, patch, patch_attention, unpatch
 from ..models.products import divided_along
 from ..models.stacks import store_stacks
 from ..notices import notice, silent
@@ -155,6 +155,18 @@ class ModelShapes:
             unpatch(self.model)
         return report
 
+    @functools.cached_property
+    def _attends(self) -> bool:
+        """Whether attention alone is ours: on a CPU, what transformers computes with all scores at once. Where rows are
+        padded it keeps that."""
+        packed = self.config.packing or self.config.padding_free
+        if not self.config.use_kernels or self.device.type != "cpu" or not packed:
+            return False
+        with silent():
+            found = patch_attention(self.model)
+            unpatch(self.model)
+        return bool(found)
+
     @property
     def fused(self) -> bool:
         """Whether the whole of each decoder layer is fused, so that each level is open to it."""
@@ -170,6 +182,7 @@ class ModelShapes:
         """
         family = of_config(self.text_config)
         known = family is not None and family.mixer is None
+        known = known and (self.config.use_kernels or not has_sinks(self.text_config))  # whose masks get no positions
         if not (self.config.packing or self.config.padding_free) or known:
             return "positions"
         key, trust = "packing" if self.config.packing else "padding_free", self.config.trust_remote_code
@@ -235,8 +248,8 @@ class ModelShapes:
 
     @functools.cached_property
     def _attention(self) -> Implementation | None:
-        """What computes attention; None where the model runs without our patch."""
-        if not self._patched.fused:
+        """What computes attention; None where it is the model's own."""
+        if not self._patched.fused and not self._attends:
             return None
         packed = self.config.packing or self.config.padding_free
         return implementation(self.text_config, self.device, self.dtype, packed=packed)
@@ -277,7 +290,7 @@ class ModelShapes:
                     "set activation_checkpointing: false",
                 )
             recompute_as_transformers(causal_lm)
-        where = Where(self.device.type, self.dtype, self._attention)
+        where = Where(self.device.type, self.dtype, self._attention, bool(self._patched.fused))
         prefix = "base_model.model." if self.run.adapter else ""
         counted = [prefix + name for name in names]
         return replay(model.train(training), counted, self._inputs(batch), where, levels if fused else None)

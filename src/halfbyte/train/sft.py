@@ -34,7 +34,7 @@ from halfbyte.models.activations import recompute_as_transformers
 from halfbyte.models.attention import lengths_vary
 from halfbyte.models.isolation import isolate_run, release
 from halfbyte.models.load import load_model
-from halfbyte.models.patch import PatchReport, patch, unpatch
+from halfbyte.models.patch import PatchReport, patch, patch_attention, unpatch
 from halfbyte.models.products import divide_products
 from halfbyte.models.recipes import configured_recipe
 from halfbyte.models.routers import watched
@@ -255,6 +255,9 @@ def _make_ready(
         console.print(str(report))
         loss = results["first_step"]["loss"]
         results["fused"] = checks.fused_check(model, ids, dtype, loss)
+    elif run.config.use_kernels and run.sections.precision.recipe == "bf16" and (said := patch_attention(model)):
+        console.print(f"attention: {said}")
+        results["fused"] = checks.fused_check(model, ids, dtype, results["first_step"]["loss"])
     plain = make_collator(run.config, run.tokenizer, device)
     isolation = isolate_run(model, run.config, plain, run.data.train, dtype, run.mesh)
     if isolation is not None:

@@ -1,4 +1,7 @@
-"""Triton: the backward of causal attention within documents, in which every sum has one owner and one order.
+"""Triton: causal attention within documents, and its backward, in which every sum has one owner and one order.
+
+The forward is for what FlashAttention and cuDNN do not compute: capped scores, sinks. A program owns queries of a head
+and goes through their keys with the running maximum of flash attention; a sink joins at the end, since its value is 0.
 
 FlashAttention 2's and cuDNN's backward make all three gradients in one pass over the keys, so programs of different
 keys add to dq of one query by atomics, in the order in which they come: two runs differ. Here are two passes. Programs
@@ -11,35 +14,67 @@ short documents or the end of one and the beginning of the next.
 Answers that share a prompt stand behind it, each a document. What a query sees is then two spans, its prompt and its
 document up to itself; what sees a prompt's key is still one, from there to the end of the last answer.
 
-The mathematics is FlashAttention 2's (Dao 2023, algorithm 2): p = exp(scale·q·kᵀ − lse), δ = Σ dout·out,
-ds = p·(dout·vᵀ − δ), dq = scale·ds·k, dk = scale·dsᵀ·q, dv = pᵀ·dout.
+The mathematics is FlashAttention 2's (Dao 2023, algorithms 1 and 2), as `ops.attention` writes it down. Scores are in
+units of log 2.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...ops.attention import Spans, attention_backward
+from ...ops.attention import Scores, Spans, attention, attention_backward, sinks_gradient
+from ..device import device_of
 from ..tiling import ceil_div, power_of_2
+from .cross_entropy import _logits
 from .launch import Launcher
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 class Block(NamedTuple):
-    """A program's tile: rows that it owns, rows that it goes through at a time, warps."""
+    """A program's tile: rows that it owns, rows that it goes through at a time, warps, and stages of that."""
 
     rows: int
     others: int
     warps: int
+    stages: int = 2
 
 
-QUERIES, KEYS = Block(64, 64, 4), Block(64, 64, 4)
+class Tiles(NamedTuple):
+    """Of the forward, of dq, and of dk and dv."""
+
+    forward: Block
+    dq: Block
+    dkdv: Block
+
+
+MEASURED = Block(64, 64, 4)  # of the backward; what else is here was chosen by what compiled forms take and spill
+NARROW, WIDEST = 128, 256  # widths of a head
+# By the widest head: KiB of shared memory that a block must be allowed, and the tiles where it is.
+TILES = {
+    NARROW: (
+        (160, Tiles(Block(128, 64, 8, 3), MEASURED, MEASURED)),
+        (99, Tiles(Block(128, 32, 8), MEASURED, MEASURED)),
+        (0, Tiles(Block(64, 32, 4, 1), Block(64, 32, 4, 1), Block(64, 32, 4, 1))),
+    ),
+    WIDEST: (
+        (200, Tiles(Block(128, 32, 8, 3), Block(128, 32, 8), Block(64, 32, 8))),
+        (99, Tiles(Block(64, 32, 8), Block(64, 32, 8, 1), Block(32, 32, 8, 1))),
+        (0, Tiles(Block(64, 32, 8, 1), Block(32, 32, 8, 1), Block(32, 16, 4, 1))),
+    ),
+}
+AMPERE = (8, 0)
+
+
+def tiles_of(query: Tensor) -> Tiles:
+    """For heads of [N, Hq, D], on the device that they are on."""
+    rows = TILES[NARROW if query.shape[-1] <= NARROW else WIDEST]
+    return next(tiles for kib, tiles in rows if kib * 1024 <= device_of(query).shared_bytes)
 
 
 @triton.jit
@@ -61,27 +96,119 @@ def _rows(
 
 
 @triton.jit
-def _dq_blocks(
-    dq, q, dout, lse, delta, rows, first, k, v, k_stride, v_stride, low, high, total, score_scale,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, WINDOW: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
+def _reach(begins, start, rows, total, WINDOW: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Of a tile of queries: the first key that each sees; where blocks of keys begin, from where to where all queries
+    see the whole of them, and behind the last key."""
+    last = tl.minimum(start + BLOCK_Q, total) - 1
+    first = tl.load(begins + rows, mask=rows < total, other=0)
+    low, common = tl.load(begins + start), tl.load(begins + last)  # the first of all; from which on all see them
+    if WINDOW:
+        first = tl.maximum(first, rows - WINDOW + 1)
+        low = tl.maximum(low, start - WINDOW + 1)
+        common = tl.maximum(common, last - WINDOW + 1)
+    low = low // BLOCK_K * BLOCK_K
+    whole = start // BLOCK_K * BLOCK_K  # from here on keys may be later than queries
+    common = tl.minimum(tl.cdiv(common, BLOCK_K) * BLOCK_K, whole)  # from here on every query's document
+    return first, low, tl.maximum(common, low), whole, last + 1
+
+
+@triton.jit
+def _softmax_blocks(
+    acc, top, sums, q, rows, first, k, v, k_stride, v_stride, low, high, total, inner, outer,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, CAPPED: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    for start in range(low, high, BLOCK_K):
+    """The softmax of queries with blocks of keys more: (weighted values, maximum, sum of weights)."""
+    for start in tl.range(low, high, BLOCK_K, num_stages=STAGES):
+        keys = start + tl.arange(0, BLOCK_K)
+        k_tile = _rows(k, start, k_stride, total, BLOCK_K, WIDTH, PADDED, MASKED)
+        scores, _slope = _logits(tl.dot(q, tl.trans(k_tile), input_precision="ieee"), inner, outer, CAPPED)
+        if MASKED:
+            seen = (keys[None, :] <= rows[:, None]) & (keys[None, :] >= first[:, None])
+            scores = tl.where(seen, scores, -float("inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        shift = higher
+        if MASKED:  # a query may have seen no key yet
+            shift = tl.where(higher == -float("inf"), 0.0, higher)
+        p = tl.exp2(scores - shift[:, None])
+        fade = tl.exp2(top - shift)
+        v_tile = _rows(v, start, v_stride, total, BLOCK_K, WIDTH, PADDED, MASKED)
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * fade[:, None], input_precision="ieee")
+        sums = sums * fade + tl.sum(p, 1)
+        top = higher
+    return acc, top, sums
+
+
+@triton.jit(do_not_specialize=["total"])
+def _forward(
+    out, lse, q, k, v, begins, sinks,
+    q_stride, q_head, k_stride, k_head, v_stride, v_head,
+    total, inner, outer,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr, SINKS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """out [total, HEADS, WIDTH] and lse fp32 [HEADS, total]; a program makes BLOCK_Q rows of one head."""
+    program = tl.program_id(0)
+    head = program % HEADS
+    start = (tl.cdiv(total, BLOCK_Q) - 1 - program // HEADS) * BLOCK_Q  # in one long document, the most work first
+    rows = start + tl.arange(0, BLOCK_Q)
+    inside = rows < total
+    first, low, common, whole, high = _reach(begins, start, rows, total, WINDOW, BLOCK_Q, BLOCK_K)
+    q_tile = _rows(q + head * q_head, start, q_stride, total, BLOCK_Q, WIDTH, PADDED, True)
+    k += (head // GROUP) * k_head
+    v += (head // GROUP) * v_head
+    acc = tl.zeros([BLOCK_Q, PADDED], tl.float32)
+    top = tl.full([BLOCK_Q], -float("inf"), tl.float32)
+    sums = tl.zeros([BLOCK_Q], tl.float32)
+    acc, top, sums = _softmax_blocks(
+        acc, top, sums, q_tile, rows, first, k, v, k_stride, v_stride, low, common, total, inner, outer,
+        WIDTH, PADDED, CAPPED, BLOCK_K, STAGES, True,
+    )  # fmt: skip
+    acc, top, sums = _softmax_blocks(
+        acc, top, sums, q_tile, rows, first, k, v, k_stride, v_stride, common, whole, total, inner, outer,
+        WIDTH, PADDED, CAPPED, BLOCK_K, STAGES, False,
+    )  # fmt: skip
+    acc, top, sums = _softmax_blocks(
+        acc, top, sums, q_tile, rows, first, k, v, k_stride, v_stride, whole, high, total, inner, outer,
+        WIDTH, PADDED, CAPPED, BLOCK_K, STAGES, True,
+    )  # fmt: skip
+    if SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2E
+        higher = tl.maximum(top, sink)
+        fade = tl.exp2(top - higher)
+        sums, acc, top = sums * fade + tl.exp2(sink - higher), acc * fade[:, None], higher
+    tl.store(lse + head.to(tl.int64) * total + rows, (tl.log2(sums) + top) / LOG2E, mask=inside)
+    columns = tl.arange(0, PADDED)
+    places = out + rows[:, None].to(tl.int64) * (HEADS * WIDTH) + head * WIDTH + columns[None, :]
+    tl.store(places, (acc / sums[:, None]).to(out.dtype.element_ty), mask=inside[:, None] & (columns[None, :] < WIDTH))
+
+
+@triton.jit
+def _dq_blocks(
+    dq, q, dout, lse, delta, rows, first, k, v, k_stride, v_stride, low, high, total, inner, outer,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, CAPPED: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    for start in tl.range(low, high, BLOCK_K, num_stages=STAGES):
         keys = start + tl.arange(0, BLOCK_K)
         k_tile = _rows(k, start, k_stride, total, BLOCK_K, WIDTH, PADDED, MASKED)
         v_tile = _rows(v, start, v_stride, total, BLOCK_K, WIDTH, PADDED, MASKED)
-        p = tl.exp2(tl.dot(q, tl.trans(k_tile)) * score_scale - lse[:, None])
+        scores, slope = _logits(tl.dot(q, tl.trans(k_tile), input_precision="ieee"), inner, outer, CAPPED)
+        p = tl.exp2(scores - lse[:, None])
         if MASKED:
             seen = (keys[None, :] <= rows[:, None]) & (keys[None, :] >= first[:, None])
             p = tl.where(seen, p, 0.0)
-        ds = p * (tl.dot(dout, tl.trans(v_tile)) - delta[:, None])
-        dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq)
+        ds = p * (tl.dot(dout, tl.trans(v_tile), input_precision="ieee") - delta[:, None])
+        if CAPPED:
+            ds *= slope
+        dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision="ieee")
     return dq
 
 
 @triton.jit
 def _prompt_blocks(
-    dq, q, dout, lse, delta, opening, closing, k, v, k_stride, v_stride, total, score_scale,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK_K: tl.constexpr,
+    dq, q, dout, lse, delta, opening, closing, k, v, k_stride, v_stride, total, inner, outer,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, CAPPED: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """What the keys of prompts add, each query's from `opening` to before `closing`."""
     high = tl.max(closing)
@@ -90,16 +217,16 @@ def _prompt_blocks(
     common = tl.maximum(common, low)
     whole = tl.maximum(tl.min(closing) // BLOCK_K * BLOCK_K, common)  # up to here every query's prompt
     dq = _dq_blocks(
-        dq, q, dout, lse, delta, closing - 1, opening, k, v, k_stride, v_stride, low, common, total, score_scale,
-        WIDTH, PADDED, 0, BLOCK_K, True,
+        dq, q, dout, lse, delta, closing - 1, opening, k, v, k_stride, v_stride, low, common, total, inner,
+        outer, WIDTH, PADDED, CAPPED, BLOCK_K, STAGES, True,
     )  # fmt: skip
     dq = _dq_blocks(
-        dq, q, dout, lse, delta, closing - 1, opening, k, v, k_stride, v_stride, common, whole, total, score_scale,
-        WIDTH, PADDED, 0, BLOCK_K, False,
+        dq, q, dout, lse, delta, closing - 1, opening, k, v, k_stride, v_stride, common, whole, total, inner,
+        outer, WIDTH, PADDED, CAPPED, BLOCK_K, STAGES, False,
     )  # fmt: skip
     return _dq_blocks(
-        dq, q, dout, lse, delta, closing - 1, opening, k, v, k_stride, v_stride, whole, high, total, score_scale,
-        WIDTH, PADDED, 0, BLOCK_K, True,
+        dq, q, dout, lse, delta, closing - 1, opening, k, v, k_stride, v_stride, whole, high, total, inner,
+        outer, WIDTH, PADDED, CAPPED, BLOCK_K, STAGES, True,
     )  # fmt: skip
 
 
@@ -107,9 +234,9 @@ def _prompt_blocks(
 def _dq(
     dq, delta, dout, q, k, v, out, lse, begins, prompts, prompt_ends,
     q_stride, q_head, k_stride, k_head, v_stride, v_head, out_stride, out_head, dout_stride, dout_head,
-    total, scale,
+    total, scale, inner, outer,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, WINDOW: tl.constexpr,
-    SHARED: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    CAPPED: tl.constexpr, SHARED: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq [total, HEADS, WIDTH] and delta fp32 [HEADS, total]; a program makes BLOCK_Q rows of one head."""
     program = tl.program_id(0)
@@ -117,13 +244,7 @@ def _dq(
     start = (tl.cdiv(total, BLOCK_Q) - 1 - program // HEADS) * BLOCK_Q  # in one long document, the most work first
     rows = start + tl.arange(0, BLOCK_Q)
     inside = rows < total
-    last = tl.minimum(start + BLOCK_Q, total) - 1
-    first = tl.load(begins + rows, mask=inside, other=0)  # the first key that a query sees
-    low, common = tl.load(begins + start), tl.load(begins + last)  # the first of all; from which on all see them
-    if WINDOW:
-        first = tl.maximum(first, rows - WINDOW + 1)
-        low = tl.maximum(low, start - WINDOW + 1)
-        common = tl.maximum(common, last - WINDOW + 1)
+    first, low, common, whole, high = _reach(begins, start, rows, total, WINDOW, BLOCK_Q, BLOCK_K)
     q_tile = _rows(q + head * q_head, start, q_stride, total, BLOCK_Q, WIDTH, PADDED, True)
     dout_tile = _rows(dout + head * dout_head, start, dout_stride, total, BLOCK_Q, WIDTH, PADDED, True)
     out_tile = _rows(out + head * out_head, start, out_stride, total, BLOCK_Q, WIDTH, PADDED, True)
@@ -133,29 +254,25 @@ def _dq(
     lse_tile = tl.load(lse + numbers, mask=inside, other=0.0) * LOG2E
     k += (head // GROUP) * k_head
     v += (head // GROUP) * v_head
-    low = low // BLOCK_K * BLOCK_K
-    whole = start // BLOCK_K * BLOCK_K  # from here on keys may be later than queries
-    common = tl.minimum(tl.cdiv(common, BLOCK_K) * BLOCK_K, whole)  # from here on every query's document
-    common = tl.maximum(common, low)
     result = tl.zeros([BLOCK_Q, PADDED], tl.float32)
     if SHARED:
         opening = tl.load(prompts + rows, mask=inside, other=0)
         closing = tl.load(prompt_ends + rows, mask=inside, other=0)
         result = _prompt_blocks(
             result, q_tile, dout_tile, lse_tile, delta_tile, opening, closing, k, v, k_stride, v_stride, total,
-            scale * LOG2E, WIDTH, PADDED, BLOCK_K,
+            inner, outer, WIDTH, PADDED, CAPPED, BLOCK_K, STAGES,
         )  # fmt: skip
     result = _dq_blocks(
         result, q_tile, dout_tile, lse_tile, delta_tile, rows, first, k, v, k_stride, v_stride, low, common, total,
-        scale * LOG2E, WIDTH, PADDED, WINDOW, BLOCK_K, True,
+        inner, outer, WIDTH, PADDED, CAPPED, BLOCK_K, STAGES, True,
     )  # fmt: skip
     result = _dq_blocks(
         result, q_tile, dout_tile, lse_tile, delta_tile, rows, first, k, v, k_stride, v_stride, common, whole, total,
-        scale * LOG2E, WIDTH, PADDED, WINDOW, BLOCK_K, False,
+        inner, outer, WIDTH, PADDED, CAPPED, BLOCK_K, STAGES, False,
     )  # fmt: skip
     result = _dq_blocks(
-        result, q_tile, dout_tile, lse_tile, delta_tile, rows, first, k, v, k_stride, v_stride, whole, last + 1, total,
-        scale * LOG2E, WIDTH, PADDED, WINDOW, BLOCK_K, True,
+        result, q_tile, dout_tile, lse_tile, delta_tile, rows, first, k, v, k_stride, v_stride, whole, high, total,
+        inner, outer, WIDTH, PADDED, CAPPED, BLOCK_K, STAGES, True,
     )  # fmt: skip
     columns = tl.arange(0, PADDED)
     places = dq + rows[:, None].to(tl.int64) * (HEADS * WIDTH) + head * WIDTH + columns[None, :]
@@ -164,22 +281,25 @@ def _dq(
 
 @triton.jit
 def _dkdv_blocks(
-    dk, dv, k, v, keys, last, q, dout, lse, delta, q_stride, dout_stride, low, high, total, score_scale,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, WINDOW: tl.constexpr, BLOCK_Q: tl.constexpr,
+    dk, dv, k, v, keys, last, q, dout, lse, delta, q_stride, dout_stride, low, high, total, inner, outer,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, CAPPED: tl.constexpr, BLOCK_Q: tl.constexpr, STAGES: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    for start in range(low, high, BLOCK_Q):
+    for start in tl.range(low, high, BLOCK_Q, num_stages=STAGES):
         rows = start + tl.arange(0, BLOCK_Q)
         q_tile = _rows(q, start, q_stride, total, BLOCK_Q, WIDTH, PADDED, MASKED)
         dout_tile = _rows(dout, start, dout_stride, total, BLOCK_Q, WIDTH, PADDED, MASKED)
         lse_tile = tl.load(lse + rows, mask=rows < total, other=0.0) * LOG2E
         delta_tile = tl.load(delta + rows, mask=rows < total, other=0.0)
-        p = tl.exp2(tl.dot(k, tl.trans(q_tile)) * score_scale - lse_tile[None, :])
+        scores, slope = _logits(tl.dot(k, tl.trans(q_tile), input_precision="ieee"), inner, outer, CAPPED)
+        p = tl.exp2(scores - lse_tile[None, :])
         if MASKED:
             p = tl.where((rows[None, :] >= keys[:, None]) & (rows[None, :] < last[:, None]), p, 0.0)
-        dv = tl.dot(p.to(dout_tile.dtype), dout_tile, dv)
-        ds = p * (tl.dot(v, tl.trans(dout_tile)) - delta_tile[None, :])
-        dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk)
+        dv = tl.dot(p.to(dout_tile.dtype), dout_tile, dv, input_precision="ieee")
+        ds = p * (tl.dot(v, tl.trans(dout_tile), input_precision="ieee") - delta_tile[None, :])
+        if CAPPED:
+            ds *= slope
+        dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision="ieee")
     return dk, dv
 
 
@@ -187,9 +307,9 @@ def _dkdv_blocks(
 def _dkdv(
     dk, dv, delta, dout, q, k, v, lse, ends,
     q_stride, q_head, k_stride, k_head, v_stride, v_head, dout_stride, dout_head,
-    total, scale,
+    total, scale, inner, outer,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, WINDOW: tl.constexpr,
-    SHARED: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    CAPPED: tl.constexpr, SHARED: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dk and dv [total, HEADS / GROUP, WIDTH]; a program makes BLOCK_K rows of one key head, for all its queries."""
     program = tl.program_id(0)
@@ -220,18 +340,18 @@ def _dkdv(
         lse_head, delta_head = lse + numbers, delta + numbers
         dk_tile, dv_tile = _dkdv_blocks(
             dk_tile, dv_tile, k_tile, v_tile, keys, last, q_head_, dout_head_, lse_head, delta_head, q_stride,
-            dout_stride, start, whole, total, scale * LOG2E,
-            WIDTH, PADDED, WINDOW, BLOCK_Q, True,
+            dout_stride, start, whole, total, inner, outer,
+            WIDTH, PADDED, CAPPED, BLOCK_Q, STAGES, True,
         )  # fmt: skip
         dk_tile, dv_tile = _dkdv_blocks(
             dk_tile, dv_tile, k_tile, v_tile, keys, last, q_head_, dout_head_, lse_head, delta_head, q_stride,
-            dout_stride, whole, common, total, scale * LOG2E,
-            WIDTH, PADDED, WINDOW, BLOCK_Q, False,
+            dout_stride, whole, common, total, inner, outer,
+            WIDTH, PADDED, CAPPED, BLOCK_Q, STAGES, False,
         )  # fmt: skip
         dk_tile, dv_tile = _dkdv_blocks(
             dk_tile, dv_tile, k_tile, v_tile, keys, last, q_head_, dout_head_, lse_head, delta_head, q_stride,
-            dout_stride, common, high, total, scale * LOG2E,
-            WIDTH, PADDED, WINDOW, BLOCK_Q, True,
+            dout_stride, common, high, total, inner, outer,
+            WIDTH, PADDED, CAPPED, BLOCK_Q, STAGES, True,
         )  # fmt: skip
     columns = tl.arange(0, PADDED)
     offsets = keys[:, None].to(tl.int64) * (HEADS // GROUP * WIDTH) + head * WIDTH + columns[None, :]
@@ -240,31 +360,84 @@ def _dkdv(
     tl.store(dv + offsets, dv_tile.to(dv.dtype.element_ty), mask=stored)
 
 
-_dq_launcher, _dkdv_launcher = Launcher(_dq, num_stages=2), Launcher(_dkdv, num_stages=2)
+_forward_launcher, _dq_launcher, _dkdv_launcher = Launcher(_forward), Launcher(_dq), Launcher(_dkdv)
 
 
-@attention_backward.kernel("cuda")
+def _strides(*tensors: Tensor) -> list[int]:
+    """Of tokens and heads."""
+    return [number for x in tensors for number in x.stride()[:2]]
+
+
+def _factors(scores: Scores) -> tuple[float, float]:
+    """What `_logits` multiplies by, for scores in units of log 2."""
+    if scores.softcap is None:
+        return 0.0, scores.scale * LOG2E.value
+    return scores.scale / scores.softcap, scores.softcap * LOG2E.value
+
+
+def obstacle(query: Tensor) -> str | None:
+    """Why these kernels do not take heads of [N, Hq, D]."""
+    device = device_of(query)
+    if query.shape[-1] > WIDEST:
+        return f"heads of at most {WIDEST}"
+    if device.kind == "cuda" and not device.at_least(AMPERE):
+        return "needs an Ampere GPU or newer: on Turing, thousands of bytes are spilled"
+    if query.dtype == torch.float32 and device.kind != "cpu":
+        return "products of 16 bits"
+    return None
+
+
+def _forward_obstacle(query: Tensor, *rest: Any, prompts: Spans | None = None) -> str | None:
+    if prompts is not None or (len(rest) == 6 and rest[5] is not None):
+        return "answers that share a prompt have FlashAttention's forward"
+    return obstacle(query)
+
+
+def _backward_obstacle(dout: Tensor, *_: Any, **__: Any) -> str | None:
+    return obstacle(dout)
+
+
+@attention.kernel("cuda", "xpu", unless=_forward_obstacle)
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, documents: Spans, scores: Scores, sinks: Tensor | None = None,
+    prompts: Spans | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    tokens, heads, width = query.shape
+    out, logsumexp = query.new_empty(query.shape), query.new_empty(heads, tokens, dtype=torch.float32)
+    padded = max(16, power_of_2(width))
+    block = tiles_of(query).forward
+    constants = heads, heads // key.shape[1], width, padded, scores.window or 0, scores.softcap is not None
+    _forward_launcher(
+        ceil_div(tokens, block.rows) * heads,
+        (out, logsumexp, query, key, value, documents[0], logsumexp if sinks is None else sinks),
+        (*_strides(query, key, value), tokens, *_factors(scores)),
+        (*constants, sinks is not None, block.rows, block.others, block.stages), block.warps,
+    )  # fmt: skip
+    return out, logsumexp
+
+
+@attention_backward.kernel("cuda", "xpu", unless=_backward_obstacle)
 def backward(
     dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, documents: Spans,
-    scale: float, window: int | None, prompts: Spans | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    scores: Scores, sinks: Tensor | None = None, prompts: Spans | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     tokens, heads, width = query.shape
     group, (begins, ends) = heads // key.shape[1], documents
     dq, dk, dv = (x.new_empty(x.shape) for x in (query, key, value))
     delta = torch.empty_like(logsumexp)
-
-    def strides(*tensors: Tensor) -> list[int]:
-        return [number for x in tensors for number in x.stride()[:2]]
-
-    constants = heads, group, width, max(16, power_of_2(width)), window or 0, prompts is not None
-    block, shared = QUERIES, prompts or documents
+    padded = max(16, power_of_2(width))
+    constants = heads, group, width, padded, scores.window or 0, scores.softcap is not None, prompts is not None
+    numbers, shared = (tokens, scores.scale, *_factors(scores)), prompts or documents
+    block, keys_block = tiles_of(query)[1:]
     _dq_launcher(
         ceil_div(tokens, block.rows) * heads, (dq, delta, dout, query, key, value, out, logsumexp, begins, *shared),
-        (*strides(query, key, value, out, dout), tokens, scale), (*constants, block.rows, block.others), block.warps,
+        (*_strides(query, key, value, out, dout), *numbers), (*constants, block.rows, block.others, block.stages),
+        block.warps,
     )  # fmt: skip
-    block = KEYS
+    block = keys_block
     _dkdv_launcher(
         ceil_div(tokens, block.rows) * (heads // group), (dk, dv, delta, dout, query, key, value, logsumexp, ends),
-        (*strides(query, key, value, dout), tokens, scale), (*constants, block.others, block.rows), block.warps,
+        (*_strides(query, key, value, dout), *numbers), (*constants, block.others, block.rows, block.stages),
+        block.warps,
     )  # fmt: skip
-    return dq, dk, dv
+    return dq, dk, dv, None if sinks is None else sinks_gradient(sinks, logsumexp, delta)
