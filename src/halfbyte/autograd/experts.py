@@ -28,12 +28,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..dispatch import to_compute_dtype
 from ..errors import ModelError
 from ..formats import Blockwise4
 from ..ops.experts import LowRank, Routing, StackedWeight, check_index, combine, grouped_outer, grouped_product, route
 from ..ops.experts_unit import Unit, expert_unit, expert_unit_backward_
 from .function import OnceFunction
-from .lora import LoRA, dense, gradient_dtype, is_quantized, to_compute_dtype
+from .lora import LoRA, dense, gradient_dtype, is_quantized
 
 # Rows an expert, on average, above which a stack is decoded once for its product, not in each tile. A layer of
 # Qwen3-30B-A3B forward and backward on an H200, decoded first and packed: 2.17 and 2.14 ms at 64, 2.32 and 2.54 at 128,
