@@ -65,6 +65,7 @@ FAMILIES = {
     "Glm4": {},
     "Apertus": {},
     "Arcee": {},
+    "Qwen2Moe": MIXTURE | {"num_experts": 4, "shared_expert_intermediate_size": 16},
     "Glm4Moe": MIXTURE
     | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "use_qk_norm": True},
     "GraniteMoe": MIXTURE
@@ -100,7 +101,7 @@ FAMILIES = {
     "Qwen3Next": HYBRID | MIXTURE | {"num_experts": 4, "shared_expert_intermediate_size": 16},
 }
 EXPERTS = (
-    "Mixtral", "Qwen3Moe", "Glm4Moe", "GraniteMoe", "Olmoe", "Phimoe", "Ernie4_5_Moe", "MiniMaxM2",
+    "Mixtral", "Qwen3Moe", "Qwen2Moe", "Glm4Moe", "GraniteMoe", "Olmoe", "Phimoe", "Ernie4_5_Moe", "MiniMaxM2",
     "Qwen3_5MoeText", "Qwen3Next", "GptOss",
 )  # fmt: skip
 HYBRIDS = ("Qwen3_5Text", "Qwen3_5MoeText", "Qwen3Next")  # some layers have no attention

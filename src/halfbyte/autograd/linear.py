@@ -47,6 +47,33 @@ def quantized_linear(input: Tensor, weight: QuantizedTensor, bias: Tensor | None
     return product.view(*input.shape[:-1], rows)
 
 
+def frozen_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear` for a plain weight that gets no gradient, nor its bias, by the library that is faster (`ops.rows`).
+
+    Args:
+        input: [..., K], of the weight's dtype.
+        weight: [N, K].
+        bias: [N] or None.
+
+    Returns:
+        [..., N].
+    """
+    if torch.is_grad_enabled() and input.requires_grad:
+        return _FrozenLinear.apply(input, weight, bias)
+    return linear(input, weight, bias)
+
+
+class _FrozenLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input, weight, bias):
+        ctx.weight = weight  # as below
+        return linear(input, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return linear(grad, ctx.weight.t()), None, None
+
+
 class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, input, weight, bias):
