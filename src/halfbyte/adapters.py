@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import os
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
@@ -46,6 +45,7 @@ from .notices import notice
 from .qat.model import round_merged
 from .reading.boundary import answered
 from .reading.bounded import Bounded, Failure
+from .reading.files import same_place
 from .reading.tensors import ADAPTER, ADAPTER_AGAIN, ADAPTER_CONFIG, read_adapter_config, read_header, read_tensors
 from .words import brief
 
@@ -307,17 +307,12 @@ def load_adapter(model: Any, folder: Path, base: str, name: str = "default", *, 
     """
     lora = saved_adapter_config(folder)
     trained_on = lora.base_model_name_or_path
-    if trained_on and not _same_place(str(trained_on), base):
+    if trained_on and not same_place(str(trained_on), base):
         notice(f"adapter_base {folder}", f"the adapter in {folder} was trained on {trained_on}, and is now on {base}")
     lora.inference_mode = not trainable
     peft_model = place_adapter(model, lora, folder, name, autocast=not trainable)
     load_adapter_weights(peft_model, folder, name)
     return peft_model if trainable else peft_model.eval()
-
-
-def _same_place(one: str, other: str) -> bool:
-    """Whether two names are the same string, or lead to the same folder."""
-    return one == other or (os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other))
 
 
 def saved_adapter_config(folder: Path) -> PeftConfig:
@@ -349,8 +344,9 @@ def place_adapter(model: Any, lora: PeftConfig, folder: Path, name: str = "defau
     """
     trained_on, lora.base_model_name_or_path = lora.base_model_name_or_path, None  # PEFT warns of another name
     with answered(str(folder / ADAPTER_CONFIG), ANOTHER_MODEL), quiet_peft(), by_modules(lora, model):
-        if lora.task_type in SCORES and not hasattr(model, "score"):
-            add_score_head(model, str(lora.task_type))
+        base = model.get_base_model() if isinstance(model, PeftModel) else model
+        if lora.task_type in SCORES and not hasattr(base, "score"):
+            add_score_head(base, str(lora.task_type))
         if not isinstance(model, PeftModel):
             model = get_peft_model(model, lora, name, autocast_adapter_dtype=autocast)
         else:

@@ -69,7 +69,7 @@ def evaluate(name: str, dataset: str, overrides: Iterable[str] = ()) -> Evaluati
     method = method_of(config)
     if method.rows == "prompts":
         raise ConfigError(
-            f"{name} was trained by {config.method}, whose numbers are rewards of sampled answers",
+            f"{name} was trained by {config.method}, whose numbers are of answers that it samples",
             "give the run an eval_dataset, which it evaluates on while it trains",
         )
     if method.reference:

@@ -45,6 +45,15 @@ ROWS = [
     policy(
         "+ a reward from a hub", "reward_funcs=someone/rewards", says="someone/rewards", fix="hub ids are not taken"
     ),
+    policy("+ a reward model that is not there", "'reward_funcs={model: no/such/judge}'", says="no/such/judge"),
+    policy("+ a reward model that scores nothing", "'reward_funcs={model: model}'", says="scores nothing", fix="prm"),
+    policy(
+        "+ a reward model of an adapter without head",
+        "'reward_funcs={model: run}'",
+        says="no head that scores",
+        fix="method: reward",
+        given=("run",),
+    ),
     policy("+ a file without function", "reward_funcs=r.py", says="names no function", fix="r.py:FUNCTION"),
     policy(
         "+ pages for less than an answer",

@@ -170,7 +170,7 @@ def test_a_file_that_cannot_be_imported(tmp_path, rewards_of):
         ({"regex": "a", "exact": "b"}, "several in one"),
         ({"exact": "gold"}, "further columns are: answer"),
         ("code", "compares with column 'tests'"),
-        ({"model": "out/reward"}, "asking a reward model is not built yet"),
+        ({"model": {}}, "model names none"),
         (3, "3 is no function"),
     ],
 )

@@ -310,7 +310,7 @@ def test_checked_and_not_evaluated_by_a_loss(prompts, tmp_path):
     assert found.exit_code == 0, found.output
     assert "SHA-256" in found.output
     run(prompts, tmp_path / "out", max_steps=1)
-    with pytest.raises(ConfigError, match="rewards of sampled answers"):
+    with pytest.raises(ConfigError, match="of answers that it samples"):
         evaluate(str(tmp_path / "out"), str(prompts / "data.jsonl"))
 
 

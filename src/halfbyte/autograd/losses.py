@@ -18,7 +18,7 @@ from ..ops.cross_entropy import Objective
 from ..ops.losses import linear_cross_entropy_forward, linear_log_probs_backward
 
 
-def _or_empty(tensor: Tensor | None, like: Tensor) -> Tensor:
+def or_empty(tensor: Tensor | None, like: Tensor) -> Tensor:
     """An operator returns no None: what is not asked for is an empty tensor."""
     return like.new_empty(0) if tensor is None else tensor
 
@@ -45,7 +45,7 @@ def _linear_cross_entropy(
     rows, grad_x, grad_w = linear_cross_entropy_forward(
         hidden, weight, labels, objective, grad_hidden=grad_hidden, grad_weight=grad_weight
     )
-    return rows.loss.sum(), _or_empty(grad_x, hidden), _or_empty(grad_w, hidden)
+    return rows.loss.sum(), or_empty(grad_x, hidden), or_empty(grad_w, hidden)
 
 
 @_linear_cross_entropy.register_fake
@@ -104,7 +104,7 @@ def _linear_log_probs(
     (loss, logsumexp, entropy), grad_x, _ = linear_cross_entropy_forward(
         hidden, weight, labels, objective, need_entropy=need_entropy, grad_hidden=grad_hidden
     )
-    return -loss, logsumexp, _or_empty(entropy, loss), _or_empty(grad_x, hidden)
+    return -loss, logsumexp, or_empty(entropy, loss), or_empty(grad_x, hidden)
 
 
 @_linear_log_probs.register_fake
@@ -144,7 +144,7 @@ def _linear_log_probs_backward(
         grad_hidden=grad_hidden,
         grad_weight=grad_weight,
     )
-    return _or_empty(grads[0], hidden), _or_empty(grads[1], weight)
+    return or_empty(grads[0], hidden), or_empty(grads[1], weight)
 
 
 @_linear_log_probs_backward.register_fake

@@ -62,12 +62,15 @@ def init(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="a model's folder or hub id")],
     data: Annotated[str, typer.Argument(metavar="DATA", help="a dataset's file, folder or hub id")],
     method: Annotated[str, typer.Option(help="What is trained for: the key method.")] = "sft",
+    teacher: Annotated[
+        str | None, typer.Option(help="Of gkd, a model or adapter: the key teacher_model_name_or_path.")
+    ] = None,
 ) -> None:
     """Print a configuration for this machine."""
     from .init import starting_config
 
     check_order("init", model, data)
-    typer.echo(starting_config(model, data, method), nl=False)
+    typer.echo(starting_config(model, data, method, teacher), nl=False)
 
 
 @app.command(context_settings=_TAKES_OVERRIDES)

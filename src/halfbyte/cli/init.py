@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import SECTIONS, Parallel, RunConfig, load_config, resolve
 from ..config.methods import DEFAULTS
-from ..config.policy import POLICY
+from ..config.policy import POLICY, SAMPLING, group_size
 from ..config.yaml import dump_value
 from ..errors import ConfigError
 from ..methods import method_of
@@ -29,25 +29,24 @@ SHOWN = (
     "max_length", "packing", "output_dir", "per_device_train_batch_size", "gradient_accumulation_steps",
     "num_train_epochs", "learning_rate",
 )  # fmt: skip
-# Few held-out prompts, since each is answered; and rewards that stand for those which the columns ask for.
-FIRST_KEYS = {
-    "reward_funcs": ["repetition"],
-    "eval_split_size": 16,
-    "gradient_accumulation_steps": 32,
-}
+FIRST_KEYS = {"eval_split_size": 16, "gradient_accumulation_steps": 32}  # few held-out prompts: each is answered
+REWARDS = ["repetition"]  # stands for those which the columns ask for
 
 
-def starting_config(model: str, dataset: str, method: str = "sft") -> str:
+def starting_config(model: str, dataset: str, method: str = "sft", teacher: str | None = None) -> str:
     """YAML with the keys most runs set; row length and batch are the largest that the memory plan holds.
 
     Args:
         method: what is trained for.
+        teacher: who is learned from, of the method that has one.
 
     Raises:
         HalfbyteError: there is no such model, dataset or method, or the data cannot be used.
     """
     asked: dict[str, Any] = {"eval_split_size": 0.05} | ({} if method == "sft" else {"method": method})
-    asked |= FIRST_KEYS if method in POLICY else {}
+    asked |= FIRST_KEYS if method in SAMPLING else {}
+    asked |= {"reward_funcs": REWARDS} if method in POLICY else {}
+    asked |= {} if teacher is None else {"teacher_model_name_or_path": teacher}
     base = load_config(None, {"model_name_or_path": model, "dataset": dataset, **asked})
     rows = method_of(base).rows
     look_over_inputs(base)
@@ -61,7 +60,7 @@ def starting_config(model: str, dataset: str, method: str = "sft") -> str:
     base = base.model_copy(update={"max_length": lengths[0]})
     base, data = _prepared(base, load_tokenizer(files.place), files.config)
     base, packing = _packed(base, files.config) if rows == "text" else (base, [])
-    base, judged = _judged(base, data) if rows == "prompts" else (base, [])
+    base, judged = _judged(base, data) if method in POLICY else (base, [])
     base, divided = _divided(base, files.config, data, lengths[-1])
     chosen, plan = _largest(base, files.config, data, lengths)
     if rows == "prompts":
@@ -77,7 +76,9 @@ def starting_config(model: str, dataset: str, method: str = "sft") -> str:
     ]
     others = {"parallel"} if divided else set()
     others |= {"method", *DEFAULTS[method]} if method in DEFAULTS else set()
-    others |= {"reward_funcs", "max_completion_length"} if rows == "prompts" else set()
+    others |= {"max_completion_length"} if rows == "prompts" else set()
+    others |= {"reward_funcs"} if method in POLICY else set()
+    others |= {"teacher_model_name_or_path"} if teacher is not None else set()
     for section in SECTIONS:
         shown = [key for key in section.model_fields if key in SHOWN or key in others]
         lines += [
@@ -88,7 +89,7 @@ def starting_config(model: str, dataset: str, method: str = "sft") -> str:
 
 def _whole_groups(config: RunConfig, size: int) -> int:
     """Micro-batches of `size` answers that a step of at least four whole groups has."""
-    group = config.num_generations or 1
+    group = group_size(config)
     return math.lcm(size, group) // size * max(1, 4 * group // math.lcm(size, group))
 
 

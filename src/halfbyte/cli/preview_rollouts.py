@@ -11,6 +11,7 @@ from typing import Any
 from rich.text import Text
 
 from ..config import RunConfig, resolve
+from ..config.policy import DISTILLING
 from ..console import Console
 from ..errors import UsageError
 from ..runs.inputs import look_over_inputs
@@ -28,13 +29,15 @@ def preview_rollouts(config: RunConfig, count: int, answers: int) -> None:
     """
     look_over_inputs(config)
     with quick_imports():
-        from ..adapters import compute, compute_dtype_of, load_adapter
+        from ..adapters import add_adapter, compute, compute_dtype_of
         from ..hardware import chosen_device
         from ..methods import method_of
         from ..methods.grpo import PolicyOptimization
         from ..models.find import find_model
         from ..models.load import load_model, load_tokenizer
+        from ..train.distilled import DistilledGenerations
         from ..train.generations import Generations
+        from ..train.judging import check_judges, judging
         from ..train.metrics import MetricsFile
         from ..train.rewarding import answer_ends, rewards_of
 
@@ -48,19 +51,22 @@ def preview_rollouts(config: RunConfig, count: int, answers: int) -> None:
     rewards = rewards_of(config, data)
     try:
         rewards.check()
+        check_judges(config, rewards, files.config, tokenizer, Console(quiet=True))
         how: dict[str, Any] = {"device": config.device, "attn_implementation": config.attn_implementation}
         model = load_model(files, run.storage, dtype=run.precision.compute, **how)
-        if config.adapter_path:
-            model = load_adapter(model, Path(config.adapter_path), config.model_name_or_path)
+        model = add_adapter(model, run.adapter) if run.adapter else model  # new, it adds nothing
+        device, dtype = chosen_device(config.device), compute_dtype_of(model)
         where: dict[str, Any] = {
-            "device": chosen_device(config.device),
-            "computing": partial(compute, model, compute_dtype_of(model)),
+            "device": device,
+            "computing": partial(compute, model, dtype),
             "stops": answer_ends(tokenizer, model, data),
             "file": MetricsFile(Path(os.devnull)),
         }
-        generations = Generations(config, method, model, tokenizer, data.train, rewards, **where)
+        kind = DistilledGenerations if config.method in DISTILLING else Generations
+        generations = kind(config, method, model, tokenizer, data.train, rewards, **where)
         shown = list(range(min(count, len(data.train))))
-        found = generations.answer(shown, [data.train[at] for at in shown], answers, 0, BEFORE)
+        with judging(config, rewards, model, tokenizer, device, dtype):
+            found = generations.answer(shown, [data.train[at] for at in shown], answers, 0, BEFORE)
         console = Console(soft_wrap=True)
         for line in _lines(found, answers, tokenizer):
             console.print(line)
@@ -78,9 +84,11 @@ def _lines(found: Any, answers: int, tokenizer: Any) -> Iterator[Text]:
         completion = found.completions[at]
         values = [f"{name} {_shown(rewards[at])}" for name, rewards in found.scored.rewards.items()]
         ended = "" if completion.ended else ", cut off"
-        said = f"answer {at % answers + 1}: {len(completion.ids)} tokens{ended} · {' · '.join(values)}"
+        said = " · ".join([f"answer {at % answers + 1}: {len(completion.ids)} tokens{ended}", *values])
         yield Text(f"{f'── {said} ':─<100}", style="cyan")
         yield Text(visible(text), style="green")
+    if not found.scored.rewards:
+        return
     yield Text("")
     for name in found.scored.rewards:
         mean, spread = (found.numbers.get(f"rewards/{name}/{kind}") for kind in ("mean", "std"))

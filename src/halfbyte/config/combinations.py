@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import get_args
 
 from .methods import COMPARING
-from .policy import POLICY
+from .policy import SAMPLING
 from .resolve import Parallel
 from .schema import Axis
 
@@ -36,7 +36,7 @@ def of_method(layout: Parallel, method: str) -> tuple[str, str] | None:
     """Why `method` cannot be trained so: what is wrong, and the fix. Its losses may be of whole rows."""
     if method == "sft" or layout.size == 1:
         return None
-    if method in POLICY:
+    if method in SAMPLING:
         return f"parallel: {layout}: method: {method} trains on one device", "remove parallel, or start one process"
     ways = ["data", *(["shard"] if method in COMPARING else [])]
     if layout.size == math.prod(getattr(layout, axis) for axis in ways):

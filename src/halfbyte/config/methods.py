@@ -42,6 +42,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {  # TRL's
     "prm": {},
     "grpo": {"beta": 0.0, "loss_type": "dapo", "num_generations": 8},
     "rloo": {"beta": 0.05, "num_generations": 2},
+    "gkd": {"beta": 1.0},  # of its DistillationTrainer
 }
 # The learning rate of a full model is TRL's; adapters learn with ten times that ("LoRA Without Regret", 2025), and
 # TRL's for reward models is theirs already.
@@ -78,9 +79,10 @@ class PreferenceSection(Section):
     """Preference training"""
 
     beta: Weight | None = of(
-        (*PAIRED, "kto", "grpo", "rloo"),
+        (*PAIRED, "kto", "grpo", "rloo", "gkd"),
         None,
-        "how closely the reference is kept, or the reward's scale; default: by method",
+        "how closely the reference is kept, or the reward's scale; gkd: from 0, KL(teacher, model), to 1, KL(model,"
+        " teacher); default: by method",
     )
     loss_type: str | list[str] | None = of(
         tuple(LOSS_TYPES),

@@ -1,4 +1,4 @@
-"""Keys of policy optimization (grpo, rloo), by TRL's names and with its defaults."""
+"""Keys of methods that sample answers, by TRL's names and with its defaults: policy optimization and distillation."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 POLICY = ("grpo", "rloo")
 GRPO = ("grpo",)
+DISTILLING = ("gkd",)
+SAMPLING = (*POLICY, *DISTILLING)
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
@@ -27,8 +29,8 @@ class PolicySection(Section):
     reward_funcs: list[str | dict[str, Any]] | None = of(
         POLICY,
         None,
-        "FILE.py:FUNCTION, {regex: PATTERN}, {format: think}, exact, math, code, {length: {max: 512}}, soft_overlong,"
-        " repetition; one or several",
+        "FILE.py:FUNCTION, {model: PATH}, {regex: PATTERN}, {format: think}, exact, math, code, {length: {max: 512}},"
+        " soft_overlong, repetition; one or several",
     )
     reward_weights: list[float] | None = of(POLICY, None, "a weight for each of reward_funcs; default: 1 each")
     reward_timeout_s: Positive = of(POLICY, 60.0, "seconds that a reward function may take for a generation")
@@ -36,20 +38,20 @@ class PolicySection(Section):
         POLICY, None, "answers to each prompt, which are compared; default: by method"
     )
     num_generations_eval: PositiveInt | None = of(POLICY, None, "answers in evaluations; default: as in training")
-    max_completion_length: PositiveInt = of(POLICY, 512, "most tokens of an answer")
-    temperature: Positive = of(POLICY, 1.0, "of sampling, and of the log-probabilities that are trained")
-    top_p: Share = of(POLICY, 1.0, "draw among the likeliest tokens that have this probability together")
-    top_k: Annotated[int, Field(ge=0)] = of(POLICY, 0, "draw among so many of the likeliest tokens; 0: all")
+    max_completion_length: PositiveInt = of(SAMPLING, 512, "most tokens of an answer")
+    temperature: Positive = of(SAMPLING, 1.0, "of sampling, and of the log-probabilities that are trained")
+    top_p: Share = of(SAMPLING, 1.0, "draw among the likeliest tokens that have this probability together")
+    top_k: Annotated[int, Field(ge=0)] = of(SAMPLING, 0, "draw among so many of the likeliest tokens; 0: all")
     min_p: Annotated[float, Field(ge=0, le=1)] | None = of(
-        POLICY, None, "draw among tokens at least this times as likely as the likeliest; default: all"
+        SAMPLING, None, "draw among tokens at least this times as likely as the likeliest; default: all"
     )
     rollout_weights: Literal["auto", "packed", "unpacked"] = of(
-        POLICY,
+        SAMPLING,
         "auto",
         "how rollouts read quantized weights: from their codes, or decoded once a rollout; auto: as is faster and fits",
     )
-    rollout_memory_gib: Positive | None = of(POLICY, None, "of rollouts' keys and values; default: what fits")
-    kv_cache: Literal["auto", "fp8"] = of(POLICY, "auto", "dtype of rollouts' keys and values; auto: the model's")
+    rollout_memory_gib: Positive | None = of(SAMPLING, None, "of rollouts' keys and values; default: what fits")
+    kv_cache: Literal["auto", "fp8"] = of(SAMPLING, "auto", "dtype of rollouts' keys and values; auto: the model's")
     dynamic_sampling: bool = of(
         GRPO, False, "sample other prompts for groups whose answers are all as good, up to ten times (DAPO)"
     )
@@ -108,6 +110,28 @@ class PolicySection(Section):
         return [value] if isinstance(value, str | dict) else value
 
 
+class DistillationSection(Section):
+    """Distillation"""
+
+    teacher_model_name_or_path: str | None = of(
+        DISTILLING,
+        None,
+        "who is learned from: a model of the same vocabulary, stored as the keys above say, or an adapter, which shares"
+        " the weights of the model that trains where it is on that",
+    )
+    teacher_model_revision: str = of(DISTILLING, "main", "branch, tag or commit of a hub model")
+    lmbda: Annotated[float, Field(ge=0, le=1)] = of(
+        DISTILLING,
+        1.0,
+        "share of generations whose answers are the model's own; the others' are the data's completions",
+    )
+
+
+def group_size(config: RunConfig) -> int:
+    """Answers to a prompt, which stand behind each other."""
+    return 1 if config.method in DISTILLING else config.num_generations or 2
+
+
 def answers_a_generation(config: RunConfig) -> int:
     """Answers that one process generates at once."""
     return config.per_device_train_batch_size * micro_batches_a_generation(config)
@@ -118,7 +142,11 @@ def micro_batches_a_generation(config: RunConfig) -> int:
 
 
 def in_policy(config: RunConfig) -> Iterator[Contradiction]:
-    """Keys of grpo and rloo that cannot all hold."""
+    """Keys of methods that sample answers that cannot all hold."""
+    if config.method in SAMPLING and config.packing:
+        yield "packing", f"packing: true with method: {config.method}: answers come as they are written", _FREE
+    if config.method in DISTILLING:
+        yield from _in_distillation(config)
     if config.method not in POLICY:
         return
     if not config.reward_funcs:
@@ -143,14 +171,21 @@ def in_policy(config: RunConfig) -> Iterator[Contradiction]:
     if config.delta is not None and config.delta <= 1 + (config.epsilon_high or config.epsilon):
         yield "delta", f"delta: {config.delta:g} is within what is clipped anyway", "give more than 1 + epsilon_high"
     yield from _in_correction(config)
-    if config.packing:
-        yield "packing", f"packing: true with method: {config.method}: answers come as they are written", _FREE
     if not config.use_peft and config.beta:
         wrong = "beta needs a reference, which is the model without its adapter"
         yield "beta", wrong, "set beta: 0, or train an adapter (use_peft: true)"
     clip = config.reward_clip_range
     if clip is not None and not (len(clip) == 2 and clip[0] < clip[1]):
         yield "reward_clip_range", f"reward_clip_range: {brief(clip)}", "give [least, most]"
+
+
+def _in_distillation(config: RunConfig) -> Iterator[Contradiction]:
+    if config.teacher_model_name_or_path is None:
+        wrong = f"method: {config.method} needs teacher_model_name_or_path"
+        yield "teacher_model_name_or_path", wrong, "name the model or the adapter that is learned from"
+    if config.beta is not None and config.beta > 1:
+        wrong = f"beta: {config.beta:g} with method: {config.method}, where it lies between two divergences"
+        yield "beta", wrong, "give a number from 0, KL(teacher, model), to 1, KL(model, teacher)"
 
 
 def _in_correction(config: RunConfig) -> Iterator[Contradiction]:

@@ -15,7 +15,7 @@ from ..optim import OPTIMIZERS
 from ..words import brief
 from .contradictions import Contradiction, in_run, in_storage
 from .methods import WITH_DEFAULTS, PreferenceSection, defaults_of, of
-from .policy import PolicySection
+from .policy import DistillationSection, PolicySection
 from .section import Section, contradiction, nearest
 from .yaml import dump_value, read_patterns
 
@@ -257,8 +257,7 @@ def _mixture_in(path: str) -> dict[str, str]:
 
 SECTIONS = (
     ModelSection, QuantizationSection, RecipeSection, AdapterSection, DataSection, TrainingSection, PreferenceSection,
-    PolicySection,
-    ParallelSection,
+    PolicySection, DistillationSection, ParallelSection,
 )  # fmt: skip
 
 
@@ -271,6 +270,7 @@ class RunConfig(
     TrainingSection,
     PreferenceSection,
     PolicySection,
+    DistillationSection,
     ParallelSection,
 ):
     """Everything one run needs. `RunConfig(**keys)` validates; `load_config` reads a YAML file with overrides."""

@@ -10,7 +10,7 @@ from datasets import Dataset
 from pyarrow import ChunkedArray, compute
 
 from ..config import RunConfig
-from ..config.policy import POLICY, answers_a_generation
+from ..config.policy import SAMPLING, answers_a_generation, group_size
 from ..memory.batches import Batches, Shape
 from ..notices import notice
 from .branches import ANSWERS
@@ -29,11 +29,11 @@ def batches_of(config: RunConfig, data: PreparedData, device: torch.device) -> B
         config = config.model_copy(update={"per_device_train_batch_size": rows})
     if data.together > 1:
         config = _of_documents(config, data.together, data.shared)
-    widths = FINER if config.method in POLICY and data.shared else WIDTHS
+    widths = FINER if config.method in SAMPLING and data.shared else WIDTHS
     found = batches_of_lengths(config, train, held_out, rounded=rounds_widths(device), widths=widths)
-    if config.method not in POLICY:
+    if config.method not in SAMPLING:
         return found
-    together = answers_a_generation(config) // (config.num_generations or 2)
+    together = answers_a_generation(config) // group_size(config)
     return replace(
         found,
         second=found.largest,  # answers have any lengths

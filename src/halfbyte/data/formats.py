@@ -73,7 +73,7 @@ METHODS_FOR = {
     "text": "sft",
     "pairs": "dpo, orpo, simpo, cpo or reward",
     "unpaired": "kto",
-    "prompts": "grpo or rloo",
+    "prompts": "grpo, rloo or gkd",
     "stepwise": "prm",
 }
 

@@ -6,6 +6,7 @@ To add one, add a row: `METHODS["mine"] = Mine()`, an instance of a subclass of 
 from ..config import RunConfig
 from ..errors import ConfigError
 from .base import Method, Metric, Numbers
+from .gkd import Distillation
 from .grpo import PolicyOptimization
 from .kto import KahnemanTverskyOptimization
 from .preference import (
@@ -24,6 +25,7 @@ METHODS: dict[str, Method] = {
     "cpo": ContrastivePreferenceOptimization(),
     "grpo": PolicyOptimization(),
     "rloo": PolicyOptimization(),
+    "gkd": Distillation(),
     "kto": KahnemanTverskyOptimization(),
     "reward": RewardModelling(),
     "prm": ProcessRewardModelling(),

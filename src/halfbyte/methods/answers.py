@@ -60,16 +60,19 @@ def as_reference(model: nn.Module) -> Iterator[None]:
             "the reference is the model without its adapter, and this model has none",
             "name a run or an adapter; the evaluations of a run that trains all weights are in its metrics.jsonl",
         )
-    if REFERENCE not in model.peft_config:
-        with model.disable_adapter():
-            yield
-        return
-    policy = model.active_adapter
-    model.set_adapter(REFERENCE)
+    with as_adapter(model, REFERENCE) if REFERENCE in model.peft_config else model.disable_adapter():
+        yield
+
+
+@contextlib.contextmanager
+def as_adapter(model: PeftModel, name: str) -> Iterator[None]:
+    """Around forwards with another of the model's adapters than the one that trains."""
+    own = model.active_adapter
+    model.set_adapter(name)
     try:
         yield
     finally:
-        model.set_adapter(policy)
+        model.set_adapter(own)
 
 
 def per_answer(values: Tensor, answer: Tensor, answers: int) -> Tensor:

@@ -211,7 +211,7 @@ def log_probs_at(
         ModelError: entropies are asked of a head divided among processes.
     """
     entropy = entropy or entropy_grad
-    hidden, head = _rows_at(model, inputs, at)
+    hidden, head = rows_at(model, inputs, at)
     if head is None:
         logits = hidden.float() / temperature
         log_probs = -F.cross_entropy(logits, wanted, reduction="none", ignore_index=IGNORE_INDEX)
@@ -232,7 +232,7 @@ def aligned_log_probs_at(
 
     With logits z that is log softmax(2z) − log softmax(z) of the token, so it takes the head twice.
     """
-    hidden, head = _rows_at(model, inputs, at)
+    hidden, head = rows_at(model, inputs, at)
     if head is None:
         found = [
             -F.cross_entropy(hidden.float() * t, wanted, reduction="none", ignore_index=IGNORE_INDEX) for t in (1, 2)
@@ -259,7 +259,7 @@ def hidden_at(model: nn.Module, inputs: Mapping[str, Any], at: Tensor) -> Tensor
     return _taken(output.last_hidden_state, at)
 
 
-def _rows_at(model: nn.Module, inputs: Mapping[str, Any], at: Tensor) -> tuple[Tensor, Head | None]:
+def rows_at(model: nn.Module, inputs: Mapping[str, Any], at: Tensor) -> tuple[Tensor, Head | None]:
     """Hidden states [N, H] at these positions and the head that turns them into logits; or logits [N, V] and None."""
     causal_lm = causal_lm_of(model)
     inputs = backbone_inputs(model, inputs)

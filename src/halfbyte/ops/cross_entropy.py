@@ -75,7 +75,7 @@ def check_cross_entropy(logits: Tensor, labels: Tensor, *statistics: Tensor | No
             raise ModelError(f"cross_entropy: {name} has shape {list(tensor.shape)}, and logits {list(logits.shape)}")
 
 
-def _logits(products: Tensor, objective: Objective) -> tuple[Tensor, Tensor | float]:
+def logits_of(products: Tensor, objective: Objective) -> tuple[Tensor, Tensor | float]:
     """z and ∂z/∂a; z is `products` itself where nothing is done to them."""
     if objective.softcap is None:
         return products if objective.slope == 1.0 else products * objective.slope, objective.slope
@@ -106,7 +106,7 @@ def cross_entropy_(
     outside = _outside(labels, ignored, logits.shape[1])
     targets = labels.clamp(0, logits.shape[1] - 1).unsqueeze(1)
     smoothing = objective.label_smoothing
-    z, slope = _logits(logits.to(exact), objective)
+    z, slope = logits_of(logits.to(exact), objective)
     logsumexp = torch.logsumexp(z, dim=-1).masked_fill(outside, torch.nan)
     loss = logsumexp - (1.0 - smoothing) * z.gather(1, targets).squeeze(1) + objective.z_loss * logsumexp.square()
     if smoothing:
@@ -152,7 +152,7 @@ def log_probs_backward_(
     elsewhere = labels == ELSEWHERE
     outside = _outside(labels, ignored | elsewhere, logits.shape[1])
     targets = labels.clamp(0, logits.shape[1] - 1).unsqueeze(1)
-    z, slope = _logits(logits.to(exact), objective)
+    z, slope = logits_of(logits.to(exact), objective)
     log_probs = z - logsumexp.unsqueeze(1)
     gradient = log_probs.exp().mul_(-grad_log_probs.unsqueeze(1))
     if grad_entropy is not None and entropy is not None:

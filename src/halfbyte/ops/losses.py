@@ -137,7 +137,9 @@ def cross_entropy_in_chunks(
     def into_gradient(logits: Tensor, rows: slice) -> None:
         found.append(cross_entropy_(logits, labels[rows], objective, grad_hidden or grad_weight, need_entropy))
 
-    grads = _in_chunks(hidden, weight, labels == objective.ignore_index, into_gradient, grad_hidden, grad_weight, chunk)
+    grads = products_in_chunks(
+        hidden, weight, labels == objective.ignore_index, into_gradient, grad_hidden, grad_weight, chunk
+    )
     losses, logsumexps, entropies = zip(*found, strict=True)
     rows = RowLosses(torch.cat(losses), torch.cat(logsumexps), torch.cat(entropies) if need_entropy else None)
     return LossesAndGrads(rows, *grads)
@@ -187,10 +189,10 @@ def linear_log_probs_backward(
         parts = (labels[rows], logsumexp[rows], _at(rows, entropy), grad_log_probs[rows], _at(rows, grad_entropy))
         log_probs_backward_(logits, *parts, objective)
 
-    return _in_chunks(hidden, weight, ignored, into_gradient, grad_hidden, grad_weight, chunk)
+    return products_in_chunks(hidden, weight, ignored, into_gradient, grad_hidden, grad_weight, chunk)
 
 
-def _in_chunks(
+def products_in_chunks(
     hidden: Tensor,
     weight: Tensor,
     ignored: Tensor,

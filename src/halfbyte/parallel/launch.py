@@ -32,7 +32,7 @@ from torch.distributed.elastic.multiprocessing import (
 )
 
 from ..config import Parallel, RunConfig, resolve
-from ..config.policy import POLICY
+from ..config.policy import SAMPLING
 from ..errors import ConfigError, TrainingError
 from ..hardware import chosen_device
 from ..notices import notice
@@ -58,7 +58,7 @@ def layout_wanted(config: RunConfig) -> Parallel:
         return Parallel()
     layout, kind = resolve(config).parallel, config.device
     if layout is None:
-        several = kind in (None, "cuda") and config.method not in POLICY  # which trains on one
+        several = kind in (None, "cuda") and config.method not in SAMPLING  # which trains on one
         return Parallel(data=max(1, torch.cuda.device_count()) if several else 1)
     if layout.size == 1:
         return layout

@@ -15,7 +15,7 @@ import torch
 
 from ..config import Level, Parallel, RunConfig, Sliced
 from ..config.combinations import wide
-from ..config.policy import POLICY
+from ..config.policy import DISTILLING, SAMPLING
 from ..hardware import best_device, free_bytes, segments_grow
 from ..memory import host
 from ..memory.batches import Batches, Shape
@@ -27,6 +27,7 @@ from ..notices import notice
 from ..optim import OPTIMIZERS, trained_parameters
 from ..orders import Seconds
 from ..parallel.reduce import BUCKET
+from .beside import beside
 from .cards import H200, Card
 from .policy import (
     OFFLOADED,
@@ -153,11 +154,11 @@ def estimate(
     free = free_bytes(target, on_host) if capacity_bytes is None else capacity_bytes
     capacity = free if config.memory_limit_gib is None else min(free, int(config.memory_limit_gib * GIB))
     shapes = shapes or ModelShapes(config, rank_config(model_config, layout), target, layout.tensor)
+    capacity -= (others := beside(config, target, shapes.dtype.itemsize)).bytes
     batches = (batches or Batches.of_full_rows(config)).longer(1 / layout.context)
     if shapes.packed_way == "unpacked":  # into rows that are padded
         batches = batches.longer(1 / LIKE)
-    positions = shapes.packed_way == "positions"
-    options: dict[str, Any] = {"config": config, "card": card, "on_host": on_host, "graphs": positions}
+    options: Any = {"config": config, "card": card, "on_host": on_host, "graphs": shapes.packed_way == "positions"}
     plan = _Planner(shapes, batches, capacity, layout=layout, **options).plan()
     if layout.pipeline > 1 and not plan.activation_checkpointing:  # which changes where the model is cut
         plan = _Planner(shapes, batches, capacity, layout=layout, **options, recomputed=False).plan()
@@ -166,13 +167,15 @@ def estimate(
         plan = min(plan, sliced, key=lambda each: each.total)
     plan = replace(plan, rough=shapes.rough)
     eager = functools.partial(_Planner, shapes, batches, capacity, layout=layout, **options | {"graphs": False})
-    return with_rollouts(plan, lambda: eager().plan(), shapes, batches, answered) if config.method in POLICY else plan
+    rolled = config.method in SAMPLING
+    return with_rollouts(plan, lambda: eager().plan(), shapes, batches, answered, others) if rolled else plan
 
 
 def may_capture(config: RunConfig, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether micro-batches may run as CUDA graphs: not with loss scaling, quantizing in every step (quantizers look
-    at values), or layers offloaded to the host."""
-    return config.use_kernels and device.type == "cuda" and dtype != torch.float16 and config.qat_scheme is None
+    at values), layers offloaded to the host, or a teacher, whose forwards come between."""
+    kernels = config.use_kernels and device.type == "cuda" and dtype != torch.float16
+    return kernels and config.qat_scheme is None and config.method not in DISTILLING
 
 
 class _Planner:
@@ -207,9 +210,7 @@ class _Planner:
         self.scratch = row.scratch and shapes.device.type != "cpu"  # unfused ones work on lists of all parameters
         self.slices = slices(layout, row.elementwise and shapes.dtype != torch.float16)
         self.factors = shapes.factors() if self.slices > 1 else (0, 0)
-        captures = (
-            graphs and {*wide(layout)} <= CAPTURED and not self._at_once
-        )  # these gradients are reduced in backward
+        captures = graphs and {*wide(layout)} <= CAPTURED and not self._at_once  # which are reduced in backward
         self.may_capture = captures and may_capture(self.config, shapes.device, shapes.dtype)
         self.vocabulary = shapes.text_config.vocab_size
         self.line = self._line(recomputed)

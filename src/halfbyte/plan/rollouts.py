@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..config import RunConfig
-from ..config.policy import answers_a_generation
+from ..config.policy import POLICY, answers_a_generation, group_size
 from ..errors import ConfigError
 from ..generation.engine_cache import CACHES
 from ..generation.rollouts import CODES_ROWS, READ, pages_for
@@ -23,6 +23,7 @@ from ..layers import QuantizedLinear
 from ..memory.batches import Batches
 from ..ops.paged_attention import PAGE
 from ..terminal import size
+from .beside import Beside
 
 if TYPE_CHECKING:
     from .estimate import MemoryPlan
@@ -62,17 +63,20 @@ def with_rollouts(
     shapes: ModelShapes,
     batches: Batches,
     answered: tuple[str, int] | None = None,
+    others: Beside = Beside(),  # noqa: B008 (immutable)
 ) -> MemoryPlan:
     """`plan`, of a step, with the phase in which answers are sampled.
 
     Args:
         eager: the plan without CUDA graphs.
         answered: `RolloutPlan.weights` and `pages` of the run that is resumed.
+        others: models whose bytes `plan` was not allowed to fill.
     """
-    found = _in_turn(plan, shapes, batches, answered)
+    found = _in_turn(others.with_plan(plan, shapes, batches), shapes, batches, answered)
     if not plan.use_graphs:
         return found
-    without = _in_turn(replace(eager(), rough=plan.rough), shapes, batches, answered)
+    without = others.with_plan(replace(eager(), rough=plan.rough), shapes, batches)
+    without = _in_turn(without, shapes, batches, answered)
     roomy = found.answering == without.answering and found.total <= FILLED * found.capacity_bytes
     return found if roomy else without
 
@@ -80,7 +84,7 @@ def with_rollouts(
 def _in_turn(plan: MemoryPlan, shapes: ModelShapes, batches: Batches, answered: tuple[str, int] | None) -> MemoryPlan:
     """`plan` with rollouts beside what stays, a pool of graphs too."""
     config = shapes.config
-    if config.adapter_path and config.beta:  # the reference's
+    if config.adapter_path and config.beta and config.method in POLICY:  # the reference's
         plan = replace(plan, adapters=plan.adapters + shapes.trainable().bytes)
     stays = plan.weights + plan.adapters + plan.gradients + plan.optimizer + plan.runtime
     moving = plan.activations + plan.logits
@@ -97,7 +101,7 @@ class _Answering:
         self.shapes, self.config, self.device = shapes, config, shapes.device
         self.text, self.itemsize = shapes.text_config, shapes.dtype.itemsize
         self.seats = answers_a_generation(config)
-        group = config.num_generations or 2
+        group = group_size(config)
         evaluated = config.num_generations_eval or group
         lengths = batches.prompts or (batches.largest.length - config.max_completion_length,) * max(
             self.seats // group, 1

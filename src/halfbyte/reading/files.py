@@ -55,6 +55,11 @@ _KINDS = {
 _BOMS = {b"\xff\xfe\0\0": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 
 
+def same_place(one: str, other: str) -> bool:
+    """Whether two names are the same string, or lead to the same folder."""
+    return one == other or (os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other))
+
+
 def why(error: OSError) -> str:
     """What the system says, in plain words: "the disk is full", "you may not read or enter it", "it is a folder"."""
     return _WORDS.get(error.errno or 0) or (error.strerror or str(error) or type(error).__name__)

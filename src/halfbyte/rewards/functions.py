@@ -123,6 +123,7 @@ def _lines(text: str) -> list[str]:
 
 COLUMN = {"exact": ("solution", "answer"), "math": ("solution", "answer"), "code": ("tests",)}
 OPTIONS: dict[str, dict[str, tuple[type, ...]]] = {
+    "model": {"path": (str,), "step_separator": (str,)},
     "regex": {"pattern": (str,)},
     "format": {"name": (str,)},
     "exact": {"column": (str,)},
@@ -142,7 +143,15 @@ RANGES: dict[tuple[str, str], tuple[int | None, int | None]] = {
     ("repetition", "max_penalty"): (None, 0),
 }
 KINDS = {int: "a whole number", float: "a number", str: "text"}
-SHORT = {"regex": "pattern", "format": "name", "exact": "column", "math": "column", "code": "column", "length": "max"}
+SHORT = {
+    "model": "path",
+    "regex": "pattern",
+    "format": "name",
+    "exact": "column",
+    "math": "column",
+    "code": "column",
+    "length": "max",
+}
 
 
 def options_of(name: str, given: Any) -> dict[str, Any]:

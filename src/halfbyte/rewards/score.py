@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +12,10 @@ from typing import Any
 from ..errors import ConfigError, TrainingError
 from ..notices import notice
 from .process import LOADING, Failed, RewardProcess
-from .specs import CALLED_WITH, RewardSpec
+from .specs import CALLED_WITH, MODEL, RewardSpec
 from .worker import WrongRewards, call, check_arguments
 
+Judge = Callable[[Sequence[Sequence[int]], Sequence[Sequence[int]]], list[float | None]]
 MEND = f"mend the function: it takes **kwargs, and its file is imported within {LOADING:.0f} s"
 BATCHES, SHARE = 20, 0.05  # a run stops where more than this share of the rows of so many batches has failed
 
@@ -39,6 +40,9 @@ class Scored:
 class Rewards:
     """Asks every function about each batch, those in processes at once.
 
+    Attributes:
+        judges: the models among them, by name; whoever has them puts them here before rewards are asked for.
+
     Args:
         timeout: seconds that a function may take for a batch; one that is given in Python is not interrupted.
         longest: the most tokens of a completion.
@@ -50,13 +54,14 @@ class Rewards:
         self._processes = {
             spec.name: RewardProcess(_asked(spec, longest) | {"names": names})
             for spec in specs
-            if spec.function is None
+            if spec.function is None and spec.kind != MODEL
         }
+        self.judges: dict[str, Judge] = {}
         self._failures = {spec.name: deque[int]([], BATCHES) for spec in specs}
 
     @property
     def files(self) -> dict[str, str]:
-        """SHA-256 of each user's file."""
+        """SHA-256 of each user's file, and of each model's adapter."""
         return {str(spec.file): spec.sha256 for spec in self.specs if spec.file is not None}
 
     def check(self) -> None:
@@ -66,6 +71,8 @@ class Rewards:
             ConfigError: one cannot be, or does not take the columns that there are.
         """
         for spec in self.specs:
+            if spec.kind == MODEL:
+                continue
             try:
                 if spec.function is not None:
                     check_arguments(spec.function, [*CALLED_WITH, *self.columns])
@@ -84,8 +91,12 @@ class Rewards:
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
         state: Mapping[str, Any],
+        prompt_ids: Sequence[Sequence[int]] = (),
     ) -> Scored:
         """Rewards of N completions, each with its prompt, its token ids and what the further columns say.
+
+        Args:
+            prompt_ids: of each, for models.
 
         Raises:
             TrainingError: a function gave something else than rewards, or has failed for too many completions.
@@ -100,7 +111,10 @@ class Rewards:
                 sent[name] = str(error)
         end = time.monotonic() + self.timeout
         for spec in self.specs:
-            answer = self._own(spec, given, state) if spec.function else self._theirs(spec.name, sent, end)
+            if spec.kind == MODEL:
+                answer = {"rewards": self.judges[spec.name](prompt_ids, completion_ids)}
+            else:
+                answer = self._own(spec, given, state) if spec.function else self._theirs(spec.name, sent, end)
             self._take(spec, answer, len(completions), scored)
         return scored
 

@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..models.teachers import adapter_in
 from ..reading.files import look, open_bytes
+from ..reading.tensors import ADAPTER
 from ..words import brief
 from . import sandbox
 from .functions import COLUMN, OPTIONS, has_result, options_of
 
 FORMATS = ("think",)
+MODEL = "model"  # the kind that is asked where the model is that trains
 HERE = "python:"  # before the name of a function that was given in Python
 CALLED_WITH = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 _given: dict[str, Callable[..., Any]] = {}
@@ -143,11 +146,6 @@ def _in_file(path: Path, function: str, entry: str) -> RewardSpec:
 
 
 def _built_in(name: str, given: Any, columns: Sequence[str]) -> RewardSpec:
-    if name == "model":
-        raise ConfigError(
-            "reward_funcs: model: asking a reward model is not built yet",
-            "ask it in a function of yours, FILE.py:FUNCTION, which runs in a process of its own",
-        )
     if name not in OPTIONS:
         raise ConfigError(f"reward_funcs: there is no {brief(name)}", _KNOWN)
     options = options_of(name, given)
@@ -163,6 +161,8 @@ def _built_in(name: str, given: Any, columns: Sequence[str]) -> RewardSpec:
             )
         options["column"] = column
     match name:
+        case "model":
+            return _model(options)
         case "regex":
             _check_pattern(options)
         case "format":
@@ -178,6 +178,19 @@ def _built_in(name: str, given: Any, columns: Sequence[str]) -> RewardSpec:
             if why := sandbox.obstacle():
                 raise ConfigError(f"reward_funcs: code runs programs in a sandbox alone, and {why}", sandbox.FIX)
     return RewardSpec(label, options=options, kind=name)
+
+
+def _model(options: Mapping[str, Any]) -> RewardSpec:
+    """Named as in TRL, by the last part of its path; of an adapter, which it mostly is, with the file's hash."""
+    path = str(options.get("path", "")).rstrip("/")
+    if not path:
+        raise ConfigError("reward_funcs: model names none", "write {model: PATH}")
+    adapter = adapter_in(path)
+    if adapter is None:
+        return RewardSpec(Path(path).name, options=options, kind=MODEL)
+    with open_bytes(adapter / ADAPTER) as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return RewardSpec(Path(path).name, (adapter / ADAPTER).resolve(), digest, options, kind=MODEL)
 
 
 def _check_pattern(options: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ from ..config import RunConfig, resolve
 from ..data.sources import files_of
 from ..errors import ConfigError, HalfbyteError
 from ..models.find import look_over
+from ..models.teachers import look_over_teacher
 from ..reading import look, why
 from ..reading.model_config import CONFIG
 from ..reading.tensors import ADAPTER, ADAPTER_AGAIN, ADAPTER_CONFIG, read_adapter_config, read_header
@@ -34,6 +35,9 @@ def look_over_inputs(config: RunConfig) -> None:
         with _named("adapter_path"):
             read_adapter_config(Path(config.adapter_path))
             read_header(Path(config.adapter_path) / ADAPTER, ADAPTER_AGAIN)
+    if config.teacher_model_name_or_path is not None:
+        with _named("teacher_model_name_or_path"):
+            look_over_teacher(config)
     if config.chat_template_path is not None:
         with _named("chat_template_path"):
             _look_over_template(config.chat_template_path)

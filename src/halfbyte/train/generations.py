@@ -8,6 +8,7 @@ within it trains on the very same rows; what is drawn for the next one depends o
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.config import RunConfig
-from halfbyte.config.policy import answers_a_generation, micro_batches_a_generation
+from halfbyte.config.policy import answers_a_generation, group_size, micro_batches_a_generation
 from halfbyte.data.branches import GIVEN
 from halfbyte.errors import CheckpointError, ConfigError
 from halfbyte.files import write_json
@@ -33,6 +34,7 @@ from halfbyte.plan.rollouts import RolloutPlan
 from halfbyte.rewards import Rewards
 
 from ..reading import read_json
+from ..reading.tensors import ADAPTER
 from .answered import Answered, Monotony
 from .metrics import MetricsFile
 from .rewarded import means_of, numbers_of, passes
@@ -118,7 +120,7 @@ class Generations:
         if plan is not None:
             how |= {"weights": plan.weights, "memory_gib": plan.pages / 2**30}
         self.engine = Rollouts(model, rows=answers_a_generation(config), **how)
-        self.group = config.num_generations or 2
+        self.group = group_size(config)
         self.size = config.per_device_train_batch_size
         self.batches = micro_batches_a_generation(config)
         self._current: Generation | None = None
@@ -178,7 +180,7 @@ class Generations:
 
     def saw(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> None:
         """A step's numbers have been read."""
-        self.outside = sums["sampling/outside"] / max(counts["trained_tokens"], 1)
+        self.outside = sums.get("sampling/outside", 0.0) / max(counts["trained_tokens"], 1)
 
     def _look_at_mismatch(self) -> None:
         """Whether the next generation is corrected for it; once it is, all later ones are."""
@@ -230,22 +232,32 @@ class Generations:
             indices: of the prompts; they and `number`, of a generation, decide what is drawn.
             progress: what reward functions are told of the run.
         """
+        completions, texts, drawn = self.draw(indices, prompts, each, number)
+        began = time.perf_counter()
+        asked = [row for row in prompts for _ in range(each)]
+        columns = {name: [row["columns"].get(name) for row in asked] for name in self.rewards.columns}
+        turns = [_as_turns(row["prompt"], text) for row, text in zip(asked, texts, strict=True)]
+        ids = [list(completion.ids) for completion in completions]
+        prompt_ids = [row["prompt_ids"] for row in asked]
+        with beside_graphs(self.stepper, self.device):  # models may judge
+            scored = self.rewards.score([row["prompt"] for row in asked], turns, ids, columns, progress, prompt_ids)
+        numbers = numbers_of(completions, scored, self.weights, each)
+        numbers |= {"rollout_seconds": drawn, "reward_seconds": time.perf_counter() - began}
+        return Answered(asked, completions, texts, scored, numbers)
+
+    def draw(
+        self, indices: list[int], prompts: list[Row], each: int, number: int
+    ) -> tuple[list[Completion], list[str], float]:
+        """`each` answers to every prompt, a prompt's behind each other, their texts, and the seconds that took."""
         config, began = self.config, time.perf_counter()
         self.model.eval()
         sampling = Sampling(
             config.temperature, config.top_k, config.top_p, seed=config.seed + (number << 32), min_p=config.min_p or 0.0
         )
         completions = self._drawn([row["prompt_ids"] for row in prompts], each, indices, sampling)
-        drawn = time.perf_counter()
+        seconds = time.perf_counter() - began
         texts = [str(self.tokenizer.decode(each.ids, skip_special_tokens=True)) for each in completions]
-        asked = [row for row in prompts for _ in range(each)]
-        columns = {name: [row["columns"].get(name) for row in asked] for name in self.rewards.columns}
-        turns = [_as_turns(row["prompt"], text) for row, text in zip(asked, texts, strict=True)]
-        ids = [list(completion.ids) for completion in completions]
-        scored = self.rewards.score([row["prompt"] for row in asked], turns, ids, columns, progress)
-        numbers = numbers_of(completions, scored, self.weights, each)
-        numbers |= {"rollout_seconds": drawn - began, "reward_seconds": time.perf_counter() - drawn}
-        return Answered(asked, completions, texts, scored, numbers)
+        return completions, texts, seconds
 
     def _drawn(self, prompts: list[list[int]], each: int, keys: list[int], sampling: Sampling) -> list[Completion]:
         def draw() -> list[Completion]:
@@ -273,11 +285,10 @@ class Generations:
         """The answers as rows of training, with their advantages."""
         rows = []
         for prompt, completion in zip(answered.prompts, answered.completions, strict=True):
-            ids, given = list(completion.ids), list(prompt["prompt_ids"])
+            given = prompt["prompt_ids"]
             trained = completion.ended or not self.config.mask_truncated_completions
-            labels = ids if trained else [IGNORE_INDEX] * len(ids)
-            sampled = completion.log_probs.tolist() if trained else []
-            row: Row = {"input_ids": given + ids, "labels": [IGNORE_INDEX] * len(given) + labels, "sampled": sampled}
+            row = as_row(given, completion.ids, trained)
+            row |= {"sampled": completion.log_probs.tolist() if trained else []}
             row |= {GIVEN: len(given)} if self.shared else {}
             rows.append(row | {"advantage": 0.0, "items": 0.0, CORRECTS: self._corrects})
         with beside_graphs(self.stepper, self.device):
@@ -351,7 +362,7 @@ class Generations:
             line = {"kind": "completion", "step": step, "prompt": answered.prompts[at]["prompt"]}
             line |= {"completion": answered.texts[at], "tokens": len(completion.ids), "ended": completion.ended}
             line |= {"rewards": {name: values[at] for name, values in scored.rewards.items()}}
-            line |= {"advantage": rows[at]["advantage"]}
+            line |= {name: rows[at][name] for name in ("advantage",) if name in rows[at]}
             line |= {name: values[at] for name, values in scored.extra.items() if name not in line}
             self.file.append(line)
 
@@ -423,6 +434,13 @@ def answered_with(checkpoint: Path) -> tuple[str, int] | None:
     raise CheckpointError(f"{checkpoint / STATE} is not what halfbyte wrote", AGAIN)
 
 
+def digest_of(adapter: Path) -> dict[str, str]:
+    """SHA-256 of a saved adapter, by the path of its file."""
+    file = (adapter / ADAPTER).resolve()
+    with file.open("rb") as opened:
+        return {str(file): hashlib.file_digest(opened, "sha256").hexdigest()}
+
+
 def check_same_files(files: Mapping[str, str], checkpoint: Path) -> None:
     """The files of reward functions, and of the reference, must be those that the checkpoint's run had.
 
@@ -439,6 +457,13 @@ def check_same_files(files: Mapping[str, str], checkpoint: Path) -> None:
                 f"{path} has changed since {checkpoint} was made",
                 "restore it, or start a new run in another output_dir (adapter_path continues weights)",
             )
+
+
+def as_row(prompt: Sequence[int], answer: Sequence[int], trained: bool = True) -> Row:
+    """A text of a prompt and its answer, with labels where that is trained."""
+    ids, given = list(answer), list(prompt)
+    labels = ids if trained else [IGNORE_INDEX] * len(ids)
+    return {"input_ids": given + ids, "labels": [IGNORE_INDEX] * len(given) + labels}
 
 
 def _as_turns(prompt: Any, text: str) -> Any:

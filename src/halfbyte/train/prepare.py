@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from halfbyte.adapters import check_adapter_files
 from halfbyte.config import Parallel, Resolved, RunConfig, resolve
-from halfbyte.config.policy import POLICY
+from halfbyte.config.policy import SAMPLING
 from halfbyte.console import Console
 from halfbyte.data.batches import batches_of, largest_id, longest_row, widths_of
 from halfbyte.data.prepare import PreparedData
@@ -55,6 +55,7 @@ from .links import gather_rate, host_rate
 from .look_over import look_over_run
 from .rehearsal import trackers, try_optimizer, try_schedule
 from .rewarding import look_over_rewards
+from .teaching import check_teacher
 
 STEPS_A_LENGTH = 50  # a plan of cuDNN's takes 0.12 to 0.2 s and saves 3 to 30 ms a step, by the model's size
 
@@ -219,7 +220,9 @@ def _read_data(
     if checkpoint is not None:
         checkpoints.check_same_data(size_of(data), checkpoint)
     if method.rows == "prompts":
-        look_over_rewards(config, data, checkpoint, console)
+        model_config = shapes.causal_lm.config
+        look_over_rewards(config, data, model_config, tokenizer, checkpoint, console)
+        check_teacher(config, model_config, tokenizer, checkpoint, console)
     return data
 
 
@@ -354,7 +357,7 @@ def _planned(
         return batches_of(changed, data, machine.device)
 
     options: dict[str, Any] = {"device": machine.device, "batches": batches(config), "layout": layout}
-    if checkpoint is not None and config.method in POLICY:
+    if checkpoint is not None and config.method in SAMPLING:
         options["answered"] = answered_with(checkpoint)
     card = _card(machine, mesh)
     if layout.size > 1:

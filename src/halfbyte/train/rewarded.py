@@ -33,7 +33,7 @@ def numbers_of(
     known = [value for value in total.tolist() if not math.isnan(value)]
     found |= {"reward": _mean(known), "reward_std": _deviation(known)}
     found["frac_reward_zero_std"] = float(without_spread(total, group).float().mean()) if group > 1 else math.nan
-    found |= _lengths(completions) | scored.metrics
+    found |= lengths_of(completions) | scored.metrics
     return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
@@ -52,7 +52,8 @@ def passes(rewards: Sequence[float | None], each: int) -> dict[str, float]:
     return {"pass@1": _mean(right), f"pass@{each}": _mean(some)}
 
 
-def _lengths(completions: Sequence[Completion]) -> dict[str, float]:
+def lengths_of(completions: Sequence[Completion]) -> dict[str, float]:
+    """Of answers in tokens; NaN of those that ended, where none has."""
     every = [len(each.ids) for each in completions]
     ended = [len(each.ids) for each in completions if each.ended]
     found = {"completions/clipped_ratio": 1 - len(ended) / len(every)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from halfbyte.adapters import compute, load_adapter
 from halfbyte.config import RunConfig
+from halfbyte.config.policy import DISTILLING, POLICY
 from halfbyte.console import Console
 from halfbyte.data.prepare import PreparedData
 from halfbyte.generation.stops import stop_tokens
@@ -19,11 +19,13 @@ from halfbyte.methods.grpo import PolicyOptimization
 from halfbyte.notices import notice
 from halfbyte.rewards import Rewards, check_columns, read_specs
 
-from ..reading.tensors import ADAPTER
 from ..words import one_line
 from .checkpoint import step_of
-from .generations import COMPLETIONS, Generations, check_same_files
+from .distilled import DistilledGenerations
+from .generations import COMPLETIONS, Generations, check_same_files, digest_of
+from .judging import check_judges, judging
 from .metrics import MetricsFile
+from .teaching import teacher_files, teaching
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,13 +45,23 @@ def rewards_of(config: RunConfig, data: PreparedData) -> Rewards:
     return Rewards(specs, columns, config.reward_timeout_s, config.max_completion_length)
 
 
-def look_over_rewards(config: RunConfig, data: PreparedData, checkpoint: Path | None, console: Console) -> None:
-    """Load every reward function once, and say which files are run.
+def look_over_rewards(
+    config: RunConfig,
+    data: PreparedData,
+    model_config: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    checkpoint: Path | None,
+    console: Console,
+) -> None:
+    """Load every reward function once, look over every reward model, and say which files are run.
+
+    Args:
+        model_config: transformers', of the model that trains.
 
     Raises:
-        ConfigError: one cannot be loaded or called, or the prompts' columns do not suit it.
+        HalfbyteError: one cannot be loaded or called, or the prompts' columns do not suit it.
     """
-    if config.top_p < 1 or config.top_k or config.min_p:
+    if config.method in POLICY and (config.top_p < 1 or config.top_k or config.min_p):
         notice(
             "narrowed-sampling",
             "top_p, top_k and min_p narrow what answers are drawn from, and training's log-probabilities are over all"
@@ -67,25 +79,30 @@ def look_over_rewards(config: RunConfig, data: PreparedData, checkpoint: Path | 
         rewards.close()
     for path, digest in rewards.files.items():
         console.print(one_line(f"rewards: {path} (SHA-256 {digest})"), soft_wrap=True)
+    check_judges(config, rewards, model_config, tokenizer, console)
+
+
+def _reference_of(config: RunConfig) -> Path | None:
+    """The adapter that a run continues from, where it is also what the run is compared with."""
+    compared = config.beta and config.method in POLICY
+    return Path(config.adapter_path) if config.adapter_path and compared else None
 
 
 def reference_files(config: RunConfig) -> dict[str, str]:
     """SHA-256 of the adapter that is the reference of a run which continues from it, by its path."""
-    if not (config.adapter_path and config.beta):
-        return {}
-    file = (Path(config.adapter_path) / ADAPTER).resolve()
-    with file.open("rb") as opened:
-        return {str(file): hashlib.file_digest(opened, "sha256").hexdigest()}
+    adapter = _reference_of(config)
+    return {} if adapter is None else digest_of(adapter)
 
 
 @contextlib.contextmanager
 def _with_reference(config: RunConfig, model: Any) -> Iterator[None]:
     """Beside the adapter that trains a frozen copy of the one it began with, where that is the reference; else the
     reference is the model without adapter."""
-    if not (config.adapter_path and config.beta):
+    adapter = _reference_of(config)
+    if adapter is None:
         yield
         return
-    load_adapter(model, Path(config.adapter_path), config.model_name_or_path, REFERENCE)
+    load_adapter(model, adapter, config.model_name_or_path, REFERENCE)
     try:
         yield
     finally:
@@ -106,24 +123,30 @@ def answering(job: OpenRun, loop: TrainingLoop) -> Iterator[None]:
         return
     file = MetricsFile(job.output / COMPLETIONS)
     file.keep_until(step_of(run.checkpoint) if run.checkpoint else -1)
-    generations = Generations(
+    kind = DistilledGenerations if run.config.method in DISTILLING else Generations
+    rewards, device, dtype = rewards_of(run.config, run.data), run.machine.device, run.machine.compute_dtype
+    generations = kind(
         run.config,
         method,
         loop.model,
         run.tokenizer,
         run.data.train,
-        rewards_of(run.config, run.data),
-        device=run.machine.device,
-        computing=partial(compute, loop.model, run.machine.compute_dtype),
+        rewards,
+        device=device,
+        computing=partial(compute, loop.model, dtype),
         stops=answer_ends(run.tokenizer, loop.model, run.data),
         file=file,
         shared=run.data.shared,
         plan=run.plan.answering,
-        files=reference_files(run.config),
+        files=reference_files(run.config) | teacher_files(run.config),
     )
     loop.use_generations(generations)
     try:
-        with _with_reference(run.config, loop.model):
+        with (
+            _with_reference(run.config, loop.model),
+            teaching(run, loop),
+            judging(run.config, rewards, loop.model, run.tokenizer, device, dtype),
+        ):
             yield
     finally:
         generations.close()

@@ -1,0 +1,101 @@
+"""Distillation on a model's own answers: at each token it comes nearer to a teacher, over the whole vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..data.preference import ANSWERS
+from ..errors import DataError
+from ..words import brief
+from .base import Batch, Method, Metric, Numbers
+from .grpo import BESIDE, TOKENS, PolicyOptimization
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from transformers import PreTrainedTokenizerBase
+
+    from ..config import RunConfig
+    from ..data.prepare import PreparedData
+    from .base import Collate
+
+LENGTHS = tuple(metric for metric in BESIDE if metric.name.startswith("completions/"))
+METRICS = (Metric("loss", "divergence", ".4f", TOKENS), Metric("entropy", "entropy", ".3f", TOKENS))
+
+
+def given_answer(config: RunConfig, columns: Mapping[str, Any], number: int) -> str:
+    """The answer that the data has to a prompt, as a text; `columns` are those beside the prompt in row `number`.
+
+    Raises:
+        DataError: there is none.
+    """
+    name = (config.column_mapping or {}).get("completion") or next((each for each in ANSWERS if each in columns), None)
+    fix = "name the answers' column, column_mapping: {completion: COLUMN}, or set lmbda: 1"
+    if name is None or name not in columns:
+        said = (
+            f"column {name!r}" if name else f"completions beside its prompts (columns {', '.join(columns) or 'none'})"
+        )
+        raise DataError(f"lmbda: {config.lmbda:g} takes answers from the data, which has no {said}", fix)
+    found = columns[name]
+    if isinstance(found, list) and all(isinstance(turn, Mapping) for turn in found):
+        found = "".join(str(turn.get("content") or "") for turn in found)
+    if not isinstance(found, str) or not found.strip():
+        raise DataError(f"prompt {number + 1}: column {name!r} holds no answer ({brief(found)})", fix)
+    return found
+
+
+class Distillation(PolicyOptimization):
+    """Generalised knowledge distillation (arXiv:2306.13649, algorithm 1): the divergence of `models.distillation`, its
+    mean over the tokens of a step's answers.
+
+    Prompts, generations and their rows are those of policy optimization, with one answer to a prompt and no rewards. A
+    row of a micro-batch is a text: `input_ids`, and `labels` where the answer's tokens are.
+    """
+
+    shares = False
+    numbers = Numbers(METRICS, (*METRICS, *LENGTHS), LENGTHS)
+
+    def __init__(self, config: RunConfig | None = None):
+        if config is not None:
+            self.config, self.longest = config, config.max_completion_length
+            self.beta, self.temperature = config.beta or 0.0, config.temperature
+
+    def documents(self, config: RunConfig, data: PreparedData) -> PreparedData:
+        """As in policy optimization; and each prompt has an answer, where any are taken from the data.
+
+        Raises:
+            DataError: one has not.
+        """
+        if config.lmbda < 1:
+            for number, columns in enumerate(data.train["columns"]):
+                given_answer(config, columns, number)
+        return super().documents(config, data)
+
+    def collator(
+        self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
+    ) -> Collate:
+        """Texts → tensors: `at` [N] are the positions whose next token is an answer's."""
+        import torch
+
+        from ..ops import IGNORE_INDEX
+
+        base = Method.collator(self, config, tokenizer, device)
+
+        def collate(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+            batch = base(rows)
+            behind = torch.nn.functional.pad(batch.pop("labels")[:, 1:], (0, 1), value=IGNORE_INDEX).flatten()
+            return {**batch, "at": (behind != IGNORE_INDEX).nonzero().flatten()}
+
+        return collate
+
+    def counts(self, batch: Batch) -> dict[str, float]:
+        return {TOKENS: len(batch["at"])}
+
+    def sums(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        from ..models.distillation import teacher_divergence
+
+        inputs = {name: value for name, value in batch.items() if name != "at"}
+        how = {"beta": self.beta, "temperature": self.temperature}
+        loss, entropy = teacher_divergence(model, inputs, batch["at"], **how)
+        return {"loss": loss, "entropy": entropy}

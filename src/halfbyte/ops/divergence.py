@@ -1,0 +1,131 @@
+"""Divergence of a model's distribution from a teacher's over the vocabulary, without the logits of either.
+
+With p_s and p_t what student and teacher give a token, and m = (1 − β)·p_s + β·p_t, the generalised Jensen-Shannon
+divergence (Agarwal et al. 2023, arXiv:2306.13649, equation 1) and its gradient for the student's logits z are
+
+    D = β·KL(p_t ‖ m) + (1 − β)·KL(p_s ‖ m)         ∂D/∂z = (1 − β)·p_s·(log p_s/m − KL(p_s ‖ m))
+
+Its ends are taken as TRL takes them: β = 0 is KL(p_t ‖ p_s), with the gradient p_s − p_t, and β = 1 is KL(p_s ‖ p_t),
+with p_s·(log p_s/p_t − KL(p_s ‖ p_t)). As in `ops.losses`, a chunk of the student's logits becomes its gradient, which
+is multiplied back onto the head; the teacher's chunk beside it is dropped.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import ModelError
+from .checks import check_float
+from .cross_entropy import Objective, check_objective, logits_of
+from .losses import chunk_rows, products_in_chunks
+
+BUFFERS = 7  # fp32 numbers for each logit of a chunk, at the highest moment, the teacher's logits included
+
+
+class Divergences(NamedTuple):
+    """Of n rows; fp32 (fp64 for fp64 input)."""
+
+    divergence: Tensor  # [n]
+    entropy: Tensor  # [n], of the student, in nats
+    grad_hidden: Tensor | None  # [n, H] of the divergences' sum, the student's hidden dtype
+    grad_weight: Tensor | None  # [V, H] of the same
+
+
+def divergence_(
+    student: Tensor, teacher: Tensor, objectives: tuple[Objective, Objective], beta: float, need_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """Divergence and the student's entropy of each row, from the products of two heads.
+
+    Args:
+        student: [n, V] in any float dtype; with `need_gradient` the gradient of the divergences' sum replaces it.
+        teacher: [n, V], of any float dtype; it stays.
+        objectives: how products become logits: the student's and the teacher's scale, softcap and temperature.
+        beta: 0 to 1.
+
+    Returns:
+        [n] each, in fp32 (fp64 for fp64 input).
+    """
+    exact = torch.promote_types(student.dtype, torch.float32)
+    z, slope = logits_of(student.to(exact), objectives[0])
+    own = torch.log_softmax(z, dim=-1)
+    other = torch.log_softmax(logits_of(teacher.to(exact), objectives[1])[0], dim=-1)
+    p = own.exp()
+    entropy = -(p * own).sum(-1)
+    if beta == 0:
+        q = other.exp()
+        divergence, gradient = (q * (other - own)).sum(-1), p.sub_(q)
+    else:
+        if beta == 1:
+            divergence, weight, mixed = torch.zeros_like(entropy), 1.0, other
+        else:
+            near, far = torch.tensor([1 - beta, beta], dtype=torch.float64).log().tolist()
+            mixed = torch.logaddexp(own + near, other + far)
+            divergence, weight = beta * (other.exp() * (other - mixed)).sum(-1), 1 - beta
+        apart = own.sub_(mixed)
+        of_student = (p * apart).sum(-1)
+        divergence = divergence + weight * of_student
+        gradient = p.mul_(apart.sub_(of_student.unsqueeze(1))).mul_(weight)
+    if need_gradient:
+        student.copy_(gradient.mul_(slope))
+    return divergence, entropy
+
+
+@torch.no_grad()
+def linear_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    objectives: tuple[Objective, Objective],
+    beta: float,
+    *,
+    grad_hidden: bool,
+    grad_weight: bool,
+    chunk: int | None = None,
+) -> Divergences:
+    """Divergence of each row's distributions, `hidden @ weight.T` and the teacher's, and the gradients of their sum.
+
+    Args:
+        hidden, weight: [N, H] and [V, H] of the student, of one dtype.
+        teacher_hidden, teacher_weight: [N, K] and [V, K], of one dtype.
+        objectives, beta: as in `divergence_`.
+        chunk: rows at a time; default: so many that what is made of their logits is as large as the cross-entropy's.
+
+    Raises:
+        ModelError: shapes that do not belong together, or a `beta` outside 0 to 1.
+    """
+    _check(hidden, weight, teacher_hidden, teacher_weight, objectives, beta)
+    device, wide = hidden.device.type, 4 * BUFFERS + weight.element_size()
+    chunk = chunk or max(64, chunk_rows(len(weight), device, wide) // (BUFFERS if device == "cpu" else 1))
+    found: list[tuple[Tensor, Tensor]] = []
+
+    def into_gradient(logits: Tensor, rows: slice) -> None:
+        theirs = teacher_hidden[rows] @ teacher_weight.T
+        found.append(divergence_(logits, theirs, objectives, beta, grad_hidden or grad_weight))
+
+    nothing = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
+    grads = products_in_chunks(hidden, weight, nothing, into_gradient, grad_hidden, grad_weight, chunk)
+    divergences, entropies = (torch.cat(each) for each in zip(*found, strict=True))
+    return Divergences(divergences, entropies, *grads)
+
+
+def _check(
+    hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor,
+    objectives: tuple[Objective, Objective], beta: float,
+) -> None:  # fmt: skip
+    for name, tensor in (("hidden", hidden), ("teacher_hidden", teacher_hidden)):
+        check_float("linear_divergence", name, tensor)
+    if not 0 <= beta <= 1:
+        raise ModelError(f"linear_divergence: beta is {beta}", "give a number from 0 to 1")
+    for objective in objectives:
+        check_objective(objective)
+    shapes = [list(tensor.shape) for tensor in (hidden, weight, teacher_hidden, teacher_weight)]
+    (rows, width), (vocabulary, own), (others, wide), (theirs, its) = shapes
+    if (rows, width, vocabulary, wide) != (others, own, theirs, its):
+        raise ModelError(
+            f"linear_divergence: student {shapes[0]} with head {shapes[1]}, teacher {shapes[2]} with head {shapes[3]}",
+            "give both as many rows and one vocabulary",
+        )

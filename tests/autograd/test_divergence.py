@@ -1,0 +1,95 @@
+"""The generalised Jensen-Shannon divergence beside TRL's own, on whole logits and on hidden states."""
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+from trl.experimental.gkd import GKDTrainer
+from trl.trainer.distillation_trainer import _chunked_divergence_loss
+
+from halfbyte.autograd.divergence import linear_generalized_jsd
+from halfbyte.errors import ModelError
+from halfbyte.ops import divergence
+
+ROWS, VOCABULARY, WIDTH, WIDER = 37, 83, 12, 20
+BETAS = (0.0, 0.1, 0.5, 0.9, 1.0)
+
+
+def drawn(dtype=torch.float32, seed=0):
+    """Hidden states and heads of a student and of a wider teacher."""
+    made = torch.Generator().manual_seed(seed)
+    shapes = (ROWS, WIDTH), (VOCABULARY, WIDTH), (ROWS, WIDER), (VOCABULARY, WIDER)
+    x, w, y, v = (torch.randn(shape, generator=made, dtype=torch.float64).to(dtype) for shape in shapes)
+    return x.requires_grad_(), w.requires_grad_(), y, v
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("beta", BETAS)
+def test_equal_to_trl(beta, temperature):
+    """Loss and gradients of hidden states and head."""
+    x, w, y, v = drawn()
+    theirs = GKDTrainer.generalized_jsd_loss(x @ w.T, y @ v.T, beta=beta, temperature=temperature, reduction="sum")
+    expected = torch.autograd.grad(theirs, (x, w))
+    loss, entropy = linear_generalized_jsd(x, w, y, v, beta=beta, temperature=temperature)
+    torch.testing.assert_close(loss, theirs, rtol=1e-5, atol=0)
+    for found, wanted in zip(torch.autograd.grad(3 * loss, (x, w)), expected, strict=True):
+        assert (found / 3 - wanted).norm() <= 1e-5 * wanted.norm()
+    logits = torch.distributions.Categorical(logits=(x @ w.T) / temperature)
+    torch.testing.assert_close(entropy, logits.entropy().sum().detach())
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_scales_and_softcaps_equal_to_trl(beta):
+    x, w, y, v = drawn(seed=1)
+    ones = torch.ones(1, ROWS)
+    how = {"student_logit_scale": 0.5, "teacher_logit_scale": 2.0}
+    caps = {"student_final_logit_softcapping": 3.0, "teacher_final_logit_softcapping": 5.0}
+    theirs, entropy, _ = _chunked_divergence_loss(x[None], y[None], w, v, ones, beta, 1, temperature=0.8, **how, **caps)
+    expected = torch.autograd.grad(theirs, (x, w))
+    loss, own = linear_generalized_jsd(x, w, y, v, beta=beta, temperature=0.8, head=(0.5, 3.0), teacher_head=(2.0, 5.0))
+    torch.testing.assert_close(loss, theirs, rtol=1e-5, atol=0)
+    torch.testing.assert_close(own, entropy.detach(), rtol=1e-5, atol=0)
+    for found, wanted in zip(torch.autograd.grad(loss, (x, w)), expected, strict=True):
+        assert (found - wanted).norm() <= 1e-5 * wanted.norm()
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_the_gradient_is_the_loss_s(beta):
+    x, w, y, v = drawn(torch.float64)
+    given = (x[:5].detach().requires_grad_(), w)
+    assert gradcheck(lambda x, w: linear_generalized_jsd(x, w, y[:5], v, beta=beta, head=(0.5, 2.0))[0], given)
+
+
+def test_chunks_are_as_one(monkeypatch):
+    x, w, y, v = drawn()
+    objectives = (divergence.Objective(), divergence.Objective())
+    how = {"grad_hidden": True, "grad_weight": True}
+    whole, parts = (divergence.linear_divergence(x, w, y, v, objectives, 0.3, **how, chunk=n) for n in (64, 5))
+    for one, other in zip(whole, parts, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_nothing_is_made_without_gradients():
+    x, w, y, v = drawn()
+    with torch.no_grad():
+        loss, _ = linear_generalized_jsd(x, w, y, v, beta=0.5)
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, linear_generalized_jsd(x, w, y, v, beta=0.5)[0].detach())
+    assert linear_generalized_jsd(x[:0], w, y[:0], v, beta=0.5)[0] == 0
+
+
+def test_one_distribution_does_not_diverge():
+    x, w, _, _ = drawn()
+    for beta in BETAS:
+        loss, _ = linear_generalized_jsd(x, w, x.detach(), w.detach(), beta=beta)
+        assert loss.detach().abs() < 1e-4
+        assert all(grad.abs().max() < 1e-4 for grad in torch.autograd.grad(loss, (x, w)))
+
+
+def test_what_does_not_belong_together_is_refused():
+    x, w, y, v = drawn()
+    with pytest.raises(ModelError, match="one vocabulary"):
+        linear_generalized_jsd(x, w, y, v[:-1], beta=0.5)
+    with pytest.raises(ModelError, match=r"beta is 1\.5"):
+        linear_generalized_jsd(x, w, y, v, beta=1.5)
+    with pytest.raises(ModelError, match="temperature"):
+        linear_generalized_jsd(x, w, y, v, beta=0.5, temperature=0.0)

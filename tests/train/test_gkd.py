@@ -1,0 +1,251 @@
+"""Distillation from a configuration to a finished run: it comes nearer to its teacher, resumes exactly, is planned."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import yaml
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from trl.experimental.gkd import GKDTrainer
+from typer.testing import CliRunner
+
+from halfbyte.cli import app
+from halfbyte.config import load_config
+from halfbyte.errors import ConfigError, DataError
+from halfbyte.evaluate import evaluate
+from halfbyte.train.prepare import prepare_run
+from halfbyte.train.sft import train
+
+PT = {"format": "pt"}
+TIMES = ("seconds", "time", "memory", "per_second")
+
+
+@pytest.fixture(scope="module")
+def taught(place, tmp_path_factory):
+    """Prompts; `other`, a teacher with weights of its own; `adapter`, one on the weights of `model`."""
+    folder = tmp_path_factory.mktemp("taught")
+    rows = [json.loads(line) for line in (place / "data.jsonl").read_text().splitlines()]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in rows))
+    shutil.copytree(place / "model", folder / "model")
+    weights = load_file(folder / "model/model.safetensors")
+    weights["lm_head.weight"] *= 15  # a model that is sure of something, so that it can be moved
+    save_file(weights, folder / "model/model.safetensors", PT)
+    drawn = torch.Generator().manual_seed(0)
+    shutil.copytree(folder / "model", folder / "other")
+    other = {name: w + 0.5 * w.std() * torch.randn(w.shape, generator=drawn).to(w) for name, w in weights.items()}
+    save_file(other, folder / "other/model.safetensors", PT)
+    run(folder, folder / "first", method="sft", dataset=str(place / "data.jsonl"), max_steps=6, max_length=64)
+    shutil.copytree(folder / "first/adapter", folder / "adapter")
+    return folder
+
+
+def run(taught, output, resume=None, **more):
+    return train(load_config(None, keys(taught, output, **more)), resume=resume)
+
+
+def keys(taught, output, **more):
+    found = {"model_name_or_path": str(taught / "model"), "dataset": str(taught / "prompts.jsonl")}
+    found |= {"output_dir": str(output), "device": "cpu", "dtype": "float32", "load_in_4bit": False, "r": 4}
+    found |= {"learning_rate": 2e-2, "warmup_steps": 0, "sample_prompts": 0, "max_length": 64}
+    if more.get("method") != "sft":
+        found |= {"method": "gkd", "max_completion_length": 8, "teacher_model_name_or_path": str(taught / "other")}
+    return found | {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2} | more
+
+
+def lines(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def records_of(folder):
+    found = {"completions": lines(folder / "completions.jsonl")}
+    for record in lines(folder / "metrics.jsonl"):
+        timeless = {name: value for name, value in record.items() if not any(word in name for word in TIMES)}
+        found.setdefault(record["kind"], []).append(timeless)
+    return found
+
+
+def divergence(folder, teacher, rows, beta):
+    """TRL's, of plain models, over the answers of a step."""
+    student = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    total, count = 0.0, 0
+    for row in rows:
+        ids, labels = (torch.tensor([row[name]]) for name in ("input_ids", "labels"))
+        with torch.no_grad():
+            logits = [model(ids).logits[:, :-1] for model in (student, teacher)]
+            total += float(GKDTrainer.generalized_jsd_loss(*logits, labels[:, 1:], beta=beta, reduction="sum"))
+        count += int((labels != -100).sum())
+    return total / count
+
+
+@pytest.mark.parametrize(("kind", "share"), [("other", 0.9), ("adapter", 0.6)])
+def test_comes_nearer_to_its_teacher(taught, tmp_path, kind, share):
+    """Of a model of its own, and of an adapter on the same weights; the first loss is that of plain models in TRL."""
+    more = {"teacher_model_name_or_path": str(taught / kind), "max_steps": 16, "learning_rate": 5e-3}
+    more |= {"eval_split_size": 4, "beta": 0.5, "save_steps": 1, "save_total_limit": 16}
+    run(taught, tmp_path / "out", **more)
+    found = records_of(tmp_path / "out")
+    losses = [record["loss"] for record in found["train"]]
+    assert sum(losses[-3:]) < share * sum(losses[:3])
+    before, *_, after = found["eval"]
+    assert after["loss"] < share * before["loss"]
+    assert {"entropy", "completions/mean_length", "completions/clipped_ratio"} <= found["train"][
+        0
+    ].keys() & before.keys()
+    teacher = AutoModelForCausalLM.from_pretrained(taught / ("model" if kind == "adapter" else kind), dtype="float32")
+    if kind == "adapter":
+        teacher = PeftModel.from_pretrained(teacher, taught / kind)
+    rows = json.loads((tmp_path / "out/checkpoint-1/generation.json").read_text())["current"]["rows"]
+    assert len(rows) == 8
+    assert losses[0] == pytest.approx(divergence(taught, teacher, rows, 0.5), rel=1e-5)
+    answers = [each for each in found["completions"] if each["step"] == 1]
+    assert sum(each["tokens"] for each in answers) == found["train"][0]["trained_tokens"]
+    assert {path.name for path in (tmp_path / "out/adapter").iterdir() if path.is_dir()} == set()
+    assert "Divergence" in (tmp_path / "out/report.html").read_text()
+    with pytest.raises(ConfigError, match="trained by gkd"):
+        evaluate(str(tmp_path / "out"), str(taught / "prompts.jsonl"))
+
+
+@pytest.mark.parametrize("kind", ["other", "adapter"])
+def test_a_resumed_run_is_the_same_run(taught, tmp_path, kind):
+    options = {"max_steps": 4, "save_steps": 1, "save_total_limit": 10, "eval_split_size": 4, "eval_steps": 2}
+    options |= {"teacher_model_name_or_path": str(taught / kind)}
+    whole = tmp_path / "whole"
+    run(taught, whole, **options)
+    expected = records_of(whole)
+    for step in (1, 3):
+        other = tmp_path / f"from-{step}"
+        shutil.copytree(whole, other)
+        shutil.rmtree(other / "adapter")
+        run(taught, other, resume=str(other / f"checkpoint-{step}"), **{**options, "output_dir": str(other)})
+        assert records_of(other) == expected
+        mine, theirs = (load_file(folder / "adapter/adapter_model.safetensors") for folder in (other, whole))
+        assert all(mine[name].equal(theirs[name]) for name in theirs)
+
+
+def test_some_answers_are_the_data_s(taught, tmp_path):
+    """A generation's are all of one kind, drawn by its number; those of the data end as the model's would."""
+    rows = [{"prompt": f"what is {n}?", "completion": f" it is {n}."} for n in range(32)]
+    (tmp_path / "answered.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"dataset": str(tmp_path / "answered.jsonl"), "lmbda": 0.5, "max_steps": 8, "max_completion_length": 12}
+    options |= {"save_steps": 3, "eval_split_size": 0.0, "save_total_limit": 4}
+    run(taught, tmp_path / "out", **options)
+    found = records_of(tmp_path / "out")
+    own = [record["on_policy"] for record in found["train"]]
+    assert set(own) == {0.0, 1.0}
+    given = {row["completion"] for row in rows}
+    for step, kind in enumerate(own, 1):
+        texts = {each["completion"] for each in found["completions"] if each["step"] == step}
+        assert (texts <= given) == (not kind)
+        assert kind or all(each["ended"] for each in found["completions"] if each["step"] == step)
+    other = tmp_path / "other"
+    shutil.copytree(tmp_path / "out", other)
+    run(taught, other, resume=str(other / "checkpoint-3"), **options)
+    assert records_of(other) == found
+
+
+@pytest.mark.parametrize(
+    ("rows", "why"),
+    [
+        ([{"prompt": "what is 1?", "n": 1}] * 8, r"no completions beside its prompts \(columns n\)"),
+        (
+            [{"prompt": "what is 1?", "completion": " 1"}] * 7 + [{"prompt": "a?", "completion": " "}],
+            "prompt 8: column",
+        ),
+    ],
+)
+def test_answers_that_the_data_lacks(taught, tmp_path, rows, why):
+    (tmp_path / "some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match=why):
+        prepare_run(load_config(None, keys(taught, tmp_path / "o", dataset=str(tmp_path / "some.jsonl"), lmbda=0.3)))
+
+
+def test_a_changed_teacher_is_not_resumed_with(taught, tmp_path):
+    shutil.copytree(taught / "adapter", tmp_path / "teacher")
+    more = {"teacher_model_name_or_path": str(tmp_path / "teacher"), "save_steps": 1, "max_steps": 2}
+    run(taught, tmp_path / "out", **more)
+    file = tmp_path / "teacher/adapter_model.safetensors"
+    save_file({name: tensor + 1e-3 for name, tensor in load_file(file).items()}, file, PT)
+    with pytest.raises(ConfigError, match=r"adapter_model\.safetensors has changed since"):
+        run(taught, tmp_path / "out", resume=str(tmp_path / "out/checkpoint-1"), **more)
+
+
+def test_accumulated_equals_the_large_batch(taught, tmp_path):
+    run(taught, tmp_path / "small", max_steps=2)
+    run(taught, tmp_path / "large", max_steps=2, per_device_train_batch_size=8, gradient_accumulation_steps=1)
+    first, second = (records_of(tmp_path / name)["train"] for name in ("small", "large"))
+    for mine, theirs in zip(first, second, strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-6)
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+
+
+def test_all_weights_learn_from_an_adapter_on_a_copy_of_what_they_were(taught, tmp_path):
+    """Without an adapter of its own the model shares nothing; padding-free rows are the same rows."""
+    more = {"teacher_model_name_or_path": str(taught / "first"), "use_peft": False, "max_steps": 3}
+    run(taught, tmp_path / "out", learning_rate=1e-3, **more)
+    run(taught, tmp_path / "free", learning_rate=1e-3, padding_free=True, **more)
+    whole, free = (records_of(tmp_path / name)["train"] for name in ("out", "free"))
+    assert [each["loss"] for each in free] == pytest.approx([each["loss"] for each in whole], rel=1e-4)
+    assert whole[-1]["loss"] < whole[0]["loss"]
+
+
+def test_the_plan_counts_the_teacher(taught, tmp_path):
+    plans = {}
+    for kind in ("other", "adapter"):
+        config = load_config(None, keys(taught, tmp_path / kind, teacher_model_name_or_path=str(taught / kind)))
+        plans[kind] = prepare_run(config).plan
+    weights = load_file(taught / "model/model.safetensors")
+    base = sum(4 * tensor.numel() for tensor in weights.values())
+    factors = sum(4 * tensor.numel() for tensor in load_file(taught / "adapter/adapter_model.safetensors").values())
+    assert plans["adapter"].weights == pytest.approx(base + factors, rel=0.01)
+    assert plans["other"].weights == pytest.approx(2 * base, rel=0.01)
+    assert plans["other"].answering is not None
+
+
+def smaller_vocabulary(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] - 1}))
+    weights = load_file(folder / "model.safetensors")
+    heads = ("lm_head.weight", "model.embed_tokens.weight")
+    save_file(weights | {name: weights[name][:-1].clone() for name in heads}, folder / "model.safetensors", PT)
+
+
+def other_words(folder):
+    said = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = said["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (folder / "tokenizer.json").write_text(json.dumps(said))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"), [(smaller_vocabulary, "a vocabulary of"), (other_words, "is '[ab]' to the model, and another")]
+)
+def test_a_teacher_of_other_words_is_refused(taught, tmp_path, change, why):
+    shutil.copytree(taught / "other", tmp_path / "teacher")
+    change(tmp_path / "teacher")
+    with pytest.raises(ConfigError, match=why):
+        run(taught, tmp_path / "out", teacher_model_name_or_path=str(tmp_path / "teacher"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_said_by_check_and_preview(taught, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(keys(taught, tmp_path / "out", teacher_model_name_or_path=str(taught / "adapter"))))
+    found = CliRunner().invoke(app, ["check", str(file)])
+    assert found.exit_code == 0, found.output
+    assert "it shares the model's weights" in found.output.replace("\n", " ")
+    found = CliRunner().invoke(app, ["preview", str(file), "-n", "2", "--rollouts", "2"])
+    assert found.exit_code == 0, found.output
+    assert found.stdout.count("── answer") == 4
+
+
+def test_init_writes_a_run_that_checks(taught, tmp_path):
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": f"what is {n}?"}) + "\n" for n in range(64)))
+    asked = ["--method", "gkd", "--teacher", str(taught / "other"), str(taught / "model"), str(tmp_path / "p.jsonl")]
+    written = CliRunner().invoke(app, ["init", *asked])
+    assert written.exit_code == 0, written.output
+    config = yaml.safe_load(written.stdout)
+    assert config["teacher_model_name_or_path"] == str(taught / "other")
+    prepare_run(load_config(None, config | {"output_dir": str(tmp_path / "out"), "device": "cpu"}))
