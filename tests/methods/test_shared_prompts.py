@@ -206,6 +206,7 @@ def test_what_was_loaded_comes_back():
         ("Mistral", {"sliding_window": 32}, {}, "window of 32 tokens, below max_length"),
         ("Mistral", {"sliding_window": 64}, {}, ""),
         ("Gemma2", {"attn_logit_softcapping": 20.0, "sliding_window": 4096}, {}, "caps its attention scores"),
+        ("gpt_oss", {}, {}, "heads have sinks"),
         ("Llama", {"attention_dropout": 0.1}, {}, "attention_dropout"),
         ("Llama", {}, {"use_kernels": False}, "use_kernels: false"),
         ("Llama", {}, {"attn_implementation": "eager"}, "attn_implementation: eager"),
