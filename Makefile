@@ -7,14 +7,18 @@ BIN := $(VENV)/bin
 # and fetch gigabytes of CUDA libraries for them.
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt torch==2.13.0
 
-.PHONY: demo test test-all test-cpus lint gpu-test clean
+.PHONY: demo test tests test-all test-cpus lint gpu-test clean
 
 demo: $(VENV)/installed
 	$(BIN)/halfbyte demo
 
-# Style and types come first: the output ends with pytest's summary. What takes over 20 seconds a test is left to test-all.
-test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
+# Style and types are checked beside the tests, whose summary ends the output. Three processes on two cores, as tests wait
+# for processes of their own. What takes over 20 seconds a test is left to test-all.
+test: $(VENV)/installed-dev
+	$(MAKE) --no-print-directory -j2 lint tests
+
+tests: $(VENV)/installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadgroup -m "not slow"
 
 # The suite as older CPUs would run it, one variant after the other (tests/cpus.py); CPUS=avx2 chooses.
 test-cpus: lint

@@ -105,6 +105,26 @@ def _large_share(request):
             torch.cuda.empty_cache()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def drawing():
+    """What a small run does longest is drawing its report, and waiting until the disk has its files, which no test
+    outlives. Here it does neither, but inside of this context it draws."""
+    from halfbyte.report import plots
+
+    own = plots._svg
+
+    @contextlib.contextmanager
+    def context():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(plots, "_svg", own)
+            yield
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plots, "_svg", lambda *arguments: "<svg></svg>")
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield context
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """The folder with real weights, tokenizers and datasets; tests that need it are skipped where it is absent."""

@@ -8,27 +8,32 @@ import pytest
 
 from benchmarks import page
 
-MADE = page.rendered(page.RESULTS)
+pytestmark = pytest.mark.xdist_group("page")  # drawn once
+PLOTS = sorted(f"plots/{path.name}" for path in (page.DOCS / "plots").iterdir())
 
 
-def test_the_page_is_up_to_date():
+@pytest.fixture(scope="module")
+def made():
+    return page.rendered(page.RESULTS)
+
+
+def test_the_page_is_up_to_date(made):
     committed = (page.DOCS / page.PAGE).read_text(encoding="utf-8")
-    assert committed == MADE[page.PAGE], "run python -m benchmarks.page"
-    plots = {f"plots/{path.name}" for path in (page.DOCS / "plots").iterdir()}
-    assert plots == MADE.keys() - {page.PAGE} == set(re.findall(r"\((plots/\w+\.svg)\)", committed))
+    assert committed == made[page.PAGE], "run python -m benchmarks.page"
+    assert set(PLOTS) == made.keys() - {page.PAGE} == set(re.findall(r"\((plots/\w+\.svg)\)", committed))
 
 
-@pytest.mark.parametrize("path", sorted(MADE.keys() - {page.PAGE}))
-def test_plots_are_up_to_date(path):
+@pytest.mark.parametrize("path", PLOTS)
+def test_plots_are_up_to_date(path, made):
     committed = (page.DOCS / path).read_text(encoding="utf-8")
     if f"Matplotlib v{matplotlib.__version__}," not in committed:
         pytest.skip("drawn by another version of matplotlib")
-    assert committed == MADE[path], "run python -m benchmarks.page"
+    assert committed == made[path], "run python -m benchmarks.page"
     assert len(committed) < 100_000
 
 
-def test_every_plot_says_what_made_it():
-    text = MADE[page.PAGE]
+def test_every_plot_says_what_made_it(made):
+    text = made[page.PAGE]
     for path in page.RESULTS.glob("step_*.json"):
         result = json.loads(path.read_text())
         assert (

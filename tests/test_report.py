@@ -201,8 +201,9 @@ def run_dir(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def html(run_dir) -> str:
-    return write_report(run_dir).read_text()
+def html(run_dir, drawing) -> str:
+    with drawing():
+        return write_report(run_dir).read_text()
 
 
 def test_page_is_balanced_and_self_contained(html):
@@ -276,8 +277,7 @@ def test_peak_memory_compares_like_with_like(html, run_dir):
 
 
 @pytest.mark.parametrize("absent", FILES)
-def test_a_missing_file_costs_only_its_section(tmp_path, monkeypatch, absent):
-    monkeypatch.setattr(plots, "_svg", lambda *arguments: "<svg></svg>")  # drawing is what takes time
+def test_a_missing_file_costs_only_its_section(tmp_path, absent):
     (make_run(tmp_path) / absent).unlink()
     html = write_report(tmp_path).read_text()
     check(html)
@@ -294,8 +294,7 @@ def test_an_empty_directory_still_gets_a_report(tmp_path):
     assert write_card(tmp_path).exists()
 
 
-def test_half_a_line_and_broken_json_are_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(plots, "_svg", lambda *arguments: "<svg></svg>")
+def test_half_a_line_and_broken_json_are_named(tmp_path):
     make_run(tmp_path)
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"kind": "train", "step": 121, "lo')
@@ -318,8 +317,7 @@ CHANGED = {
 
 
 @pytest.mark.parametrize(("file", "text"), [(file, text) for file, texts in CHANGED.items() for text in texts])
-def test_a_file_that_was_changed_costs_its_own_part_alone(tmp_path, monkeypatch, file, text):
-    monkeypatch.setattr(plots, "_svg", lambda *arguments: "<svg></svg>")
+def test_a_file_that_was_changed_costs_its_own_part_alone(tmp_path, file, text):
     make_run(tmp_path)
     (tmp_path / file).write_text(text)
     html = write_report(tmp_path).read_text()
@@ -327,8 +325,7 @@ def test_a_file_that_was_changed_costs_its_own_part_alone(tmp_path, monkeypatch,
     assert "cannot be" in html or "No " in html or "unknown" in html
 
 
-def test_control_codes_and_half_characters_are_shown(tmp_path, monkeypatch):
-    monkeypatch.setattr(plots, "_svg", lambda *arguments: "<svg></svg>")
+def test_control_codes_and_half_characters_are_shown(tmp_path):
     make_run(tmp_path)
     (tmp_path / "generations.json").write_text(json.dumps([{"prompt": "\x1b[2J\u202e", "before": "", "after": "b"}]))
     assert "\\x1b[2J\\u202e" in write_report(tmp_path).read_text()

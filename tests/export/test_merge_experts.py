@@ -2,15 +2,19 @@
 
 import pytest
 import torch
-from expert_models import dequantized, mixture
+from expert_models import dequantized, mixture, stacks
 from merge_runs import byte_tokenizer, save_run
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from halfbyte.errors import CheckpointError
+from halfbyte.export import verify
 from halfbyte.export.gguf_adapter import export_adapter
 from halfbyte.export.merge import merge
+from halfbyte.formats import named
 from halfbyte.models.load import load_model
+from halfbyte.notices import forget
+from halfbyte.tensor import QuantizedTensor
 
 SIZES = {"vocab_size": 272, "eos_token_id": 257, "bos_token_id": 256}
 
@@ -36,7 +40,8 @@ def trained(tmp_path_factory):
 @pytest.mark.parametrize("name", ["Qwen3Moe", "Mixtral", "GptOss"])
 def test_merged_experts_are_pefts_rounded_once(name, target, trained, tmp_path):
     model, base, run = trained(name)
-    merge(run, tmp_path / "merged", base=target, verify=False)
+    report = merge(run, tmp_path / "merged", base=target, verify=False)
+    assert report.experts == ({"Qwen3Moe": 24, "Mixtral": 18, "GptOss": 16}[name],) * 2
     onto = model.float() if target == "original" else dequantized(model.float(), load_model(str(base), device="cpu"))
     expected = PeftModel.from_pretrained(onto, run / "adapter").merge_and_unload()
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
@@ -50,6 +55,8 @@ def test_each_expert_is_merged_and_that_is_verified(trained, tmp_path):
     report = merge(run, tmp_path / "merged")
     assert report.target == "dequantized"
     assert report.targets["dequantized"].explained
+    assert report.experts == (24, 24)  # gate, up and down of four experts in two layers
+    assert report.as_dict()["experts_changed"] == 24
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.bfloat16)
     for key, before in model.named_parameters():
         if ".experts." in key:
@@ -61,3 +68,87 @@ def test_an_adapter_of_experts_is_no_gguf_adapter(trained):
     _, _, run = trained("Qwen3Moe")
     with pytest.raises(CheckpointError, match=r"no place for the adapter of .*experts"):
         export_adapter(run)
+
+
+def test_rounding_that_reroutes_tokens_is_no_reason_to_refuse(tmp_path):
+    """Two experts whose routers nearly tie, and which compute different things: which of them a token takes is decided
+    by the last bits of what comes before."""
+    model = mixture("Qwen3Moe", **SIZES, num_experts_per_tok=1).to(torch.bfloat16)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            router = layer.mlp.gate.weight
+            router.mul_(8)
+            router[1] = router[0]
+            router[1, 0] *= 1 + 2**-7  # the next number in bf16
+            layer.mlp.experts.down_proj.mul_(4)
+            layer.mlp.experts.down_proj[1] = -layer.mlp.experts.down_proj[0]
+    model.save_pretrained(tmp_path / "base")
+    byte_tokenizer().save_pretrained(tmp_path / "base")
+    report = merge(save_run(tmp_path / "run", tmp_path / "base"), tmp_path / "merged", base="original")
+    found = report.targets["original"]
+    assert found.moved[0] > 0
+    assert found.explained
+    assert found.trained.max_logit_difference > found.bound  # a token went elsewhere
+    assert report.as_dict()["targets"]["original"]["choices_held"] == found.moved[0]
+
+
+def test_a_router_that_sends_tokens_elsewhere_is_found(trained, tmp_path, monkeypatch):
+    _, _, run = trained("Qwen3Moe")
+    whole = verify.reload
+
+    def damaged(*how):
+        model = whole(*how)
+        model.model.layers[1].mlp.gate.weight.data.neg_()
+        return model
+
+    monkeypatch.setattr(verify, "reload", damaged)
+    with pytest.raises(CheckpointError, match="computes something else than base and adapter"):
+        merge(run, tmp_path / "merged")
+
+
+@pytest.mark.parametrize(
+    ("name", "stored"),
+    [("Qwen3Moe", "hqq8"), ("Qwen3Moe", "nf4"), ("Mixtral", "fp8"), ("GptOss", "mxfp4"), ("Qwen3Moe", "kbit5")],
+)
+def test_experts_are_quantized_again(name, stored, trained, tmp_path):
+    """A stack at a time, an expert after another; what is loaded is what the fp32 merge comes to in the format."""
+    _, base, run = trained(name)
+    report = merge(run, tmp_path / "merged", base="original", quantize=stored, verify=False)
+    forget()  # what few bits lose is said
+    experts = 3 if name == "Mixtral" else 4
+    assert report.experts == (4 * experts, 4 * experts)  # two stacks in each of two layers
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    expected = PeftModel.from_pretrained(plain, run / "adapter").merge_and_unload()
+    merged = load_model(str(tmp_path / "merged"), dtype="float32", device="cpu")
+    found = stacks(merged)
+    assert len(found) == 4
+    for key, stack in found.items():
+        values = expected.get_parameter(key)
+        values = values.mT.contiguous() if name == "GptOss" else values
+        again = QuantizedTensor.join(values.detach(), named(stored), tuple(values.shape))
+        close = (stack.dequantize(torch.float32) - again.dequantize(torch.float32)).abs() <= 1e-6
+        assert close.float().mean() > 0.999, key  # fp32 sums in another order fall on either side of a step
+
+
+def test_quantized_experts_are_verified(trained, tmp_path, monkeypatch):
+    _, _, run = trained("Qwen3Moe")
+    report = merge(run, tmp_path / "merged", base="original", quantize="hqq8")
+    assert report.targets["original"].explained
+    assert report.kept["original"].share > 0.99
+    whole = verify.reload
+
+    def damaged(*how):
+        model = whole(*how)
+        next(iter(stacks(model).values())).data.parts["packed"][3] += 1
+        return model
+
+    monkeypatch.setattr(verify, "reload", damaged)
+    with pytest.raises(CheckpointError, match="reads back other values"):
+        merge(run, tmp_path / "again", base="original", quantize="hqq8")
+
+
+def test_other_tools_layouts_keep_experts_in_16_bits(trained, tmp_path):
+    _, _, run = trained("Qwen3Moe")
+    merge(run, tmp_path / "merged", base="original", quantize="bnb-nf4", verify=False)
+    merged = load_model(str(tmp_path / "merged"), dtype="float32", device="cpu")
+    assert not stacks(merged)

@@ -1,11 +1,20 @@
 """Lets the tests here import the helpers beside them: pytest's importlib mode leaves sys.path alone."""
 
+import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import emulated
 import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def workshop(tmp_path_factory):
+    """What one process has compiled for emulation, the others of this run find."""
+    root = tmp_path_factory.getbasetemp()
+    emulated.ROOT = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
 
 
 @pytest.fixture(autouse=True)

@@ -2,12 +2,12 @@
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import re
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from halfbyte.kernels import device
 from halfbyte.kernels.cuda import nvrtc
 
 SOURCES, EMULATION = nvrtc.FOLDER, Path(__file__).parent / "emulation"
+ROOT = Path()  # the folder of all processes of a test run: see `conftest`
 FLAGS = ["-std=c++17", "-O1", "-w", "-fPIC"]
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -29,28 +30,37 @@ def on_hopper(monkeypatch, multiprocessors=3):
 
 @functools.cache
 def workshop():
-    """This process's folder of sources and of what was built of them, with the standard headers compiled once."""
-    made = tempfile.TemporaryDirectory(prefix="emulated-")
-    sources = Path(made.name, "sources")
-    sources.mkdir()
-    for name, source in {path.name: path for path in (*SOURCES.glob("*.cu*"), *EMULATION.iterdir())}.items():
-        (sources / name).symlink_to(source)
-    headers = re.findall(r"^#include <.*", (EMULATION / "warp.cuh").read_text(), re.MULTILINE)
-    standard = sources / "standard.h"
-    standard.write_text("\n".join(headers))
-    subprocess.run(["g++", *FLAGS, "-x", "c++-header", str(standard), "-o", f"{standard}.gch"], check=True)
-    return made, sources
+    """The folder of sources and of what was built of them, with the standard headers compiled once."""
+    folder = ROOT / "emulated"
+    folder.mkdir(exist_ok=True)
+    with _alone(folder / "sources"):
+        if not (standard := folder / "standard.h").exists():
+            for name, source in {path.name: path for path in (*SOURCES.glob("*.cu*"), *EMULATION.iterdir())}.items():
+                (folder / name).symlink_to(source)
+            headers = re.findall(r"^#include <.*", (EMULATION / "warp.cuh").read_text(), re.MULTILINE)
+            standard.write_text("\n".join(headers))
+            subprocess.run(["g++", *FLAGS, "-x", "c++-header", str(standard), "-o", f"{standard}.gch"], check=True)
+    return folder
+
+
+@contextlib.contextmanager
+def _alone(path):
+    """No other process makes it at the same time."""
+    with open(f"{path}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def built(name, constants, runner=""):
     """`<name>.cu` and C++ that runs it, compiled for a CPU: the folder's headers, but for those that emulation has."""
-    sources = workshop()[1]
+    folder = workshop()
     key = hashlib.sha256(repr((name, constants, runner)).encode()).hexdigest()[:16]
-    library = sources / f"{key}.so"
-    if not library.exists():
-        (sources / f"{key}.cpp").write_text(f'#include "{name}.cu"\n{runner}')
-        flags = [*FLAGS, "-include", str(sources / "standard.h"), *(f"-D{k}={v}" for k, v in constants.items())]
-        subprocess.run(["g++", *flags, "-shared", str(sources / f"{key}.cpp"), "-o", str(library)], check=True)
+    library = folder / f"{key}.so"
+    with _alone(library):
+        if not library.exists():
+            (folder / f"{key}.cpp").write_text(f'#include "{name}.cu"\n{runner}')
+            flags = [*FLAGS, "-include", str(folder / "standard.h"), *(f"-D{k}={v}" for k, v in constants.items())]
+            subprocess.run(["g++", *flags, "-shared", str(folder / f"{key}.cpp"), "-o", str(library)], check=True)
     return library
 
 

@@ -307,8 +307,8 @@ GEMMA2 = transformers.Gemma2Config(
 
 
 def test_capped_scores_are_planned_as_they_are_computed(monkeypatch):
-    """Four layers of Gemma 2 2B at 2×4096. All scores at once took 12.9 GiB, a tile at a time takes 4.4 (H200); so they
-    are made in fp32, too. Dropout needs them all."""
+    """Four layers of Gemma 2 2B at 2×4096. All scores at once took 12.9 GiB, a tile at a time 4.4 (H200); in fp32,
+    too, they are made so. Dropout needs them all."""
     from halfbyte.autograd import attention as causal
 
     monkeypatch.setattr(causal, "flash3", lambda: None)

@@ -4,37 +4,14 @@ import functools
 import itertools
 
 import pytest
-import torch
-import transformers
+from replayed import layer_of
 
-from halfbyte.config import RunConfig
-from halfbyte.memory.batches import Batches, Shape
-from halfbyte.plan.estimate import _Planner
 from halfbyte.plan.policy import LEVELS, OFFLOADED, Choice, LayerCost, choose, cost, in_words, mixes, peak
 from halfbyte.plan.replay import LayerBytes
-from halfbyte.plan.shapes import ModelShapes
 
 GIB = 2**30
-LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
-            "num_hidden_layers": 6, "vocab_size": 128_256}  # fmt: skip
-SMALL = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8,
-         "head_dim": 128, "num_hidden_layers": 6, "vocab_size": 151_936}  # fmt: skip
 GRADIENTS = 5 * 2**20  # of a layer
 MOMENTS = {"before": 0, "head": 384 * 2**20, "others": 0, "accumulated": False}
-
-
-@functools.cache
-def layer_of(family: str, rows: int, length: int, recipe: str = "bf16") -> LayerCost:
-    """A layer as wide as one of the 8B's (Qwen3: of the 0.6B's), replayed at every level."""
-    sizes = SMALL if family == "Qwen3" else LLAMA_8B
-    config = RunConfig(model_name_or_path="m", dataset="d", packing=True, dtype="bfloat16", recipe=recipe)
-    shapes = ModelShapes(
-        config, getattr(transformers, f"{family}Config")(**sizes, pad_token_id=0), torch.device("cuda")
-    )
-    return _Planner(shapes, Batches.alike(rows, length), GIB).layer(Shape(rows, length))
-
-
-SHORT = layer_of("Llama", 4, 2048)
 
 
 def peak_of(shape: LayerCost, levels, **moments) -> int:
@@ -74,13 +51,13 @@ def test_each_level_keeps_less_and_takes_longer(family):
     assert set(LEVELS) - set(OFFLOADED) == {level for level in LEVELS if kept(level)}
 
 
-def test_copies_to_the_host_wait_for_the_link():
+def test_copies_to_the_host_wait_for_the_link(layer_8b):
     """50 GB/s carry what one layer of 4×2048 keeps in the time of 2.3 layers' forward."""
-    assert SHORT.waiting(("keep", "keep", "offload_kept") * 10) == 0
-    assert SHORT.waiting(("offload_attention",) * 30) == 0
-    both = SHORT.waiting(("offload_kept", "keep") * 15)
+    assert layer_8b.waiting(("keep", "keep", "offload_kept") * 10) == 0
+    assert layer_8b.waiting(("offload_attention",) * 30) == 0
+    both = layer_8b.waiting(("offload_kept", "keep") * 15)
     assert both > 0
-    assert cost(SHORT, ("offload_kept", "keep") * 15) == pytest.approx(15 * SHORT.seconds("offload_kept") + both)
+    assert cost(layer_8b, ("offload_kept", "keep") * 15) == pytest.approx(15 * layer_8b.seconds("offload_kept") + both)
 
 
 def test_small_models_stay_in_cuda_graphs():
@@ -96,43 +73,43 @@ def test_small_models_stay_in_cuda_graphs():
     assert cost(small, eager.levels, graphs=False) > cost(small, choice.levels)
 
 
-def test_products_in_fp8_leave_copies_less_time():
+def test_products_in_fp8_leave_copies_less_time(layer_8b):
     fp8 = layer_of("Llama", 4, 2048, "fp8-hybrid")
-    assert fp8.seconds("checkpoint") < SHORT.seconds("checkpoint")
+    assert fp8.seconds("checkpoint") < layer_8b.seconds("checkpoint")
     assert fp8.waiting(("offload_attention",) * 30) > 0
 
 
-def test_a_kept_8b_step_takes_what_was_measured():
+def test_a_kept_8b_step_takes_what_was_measured(layer_8b):
     """34.1 GiB in benchmarks.step at 4×2048, of which 6.0 are weights, adapters and their optimizer."""
     before = 148 * 2**20  # the first layer's input, and the adapters in 16 bits
-    assert peak_of(SHORT, ("keep",) * 32, before=before) / GIB == pytest.approx(34.1 - 6.0, rel=0.02)
+    assert peak_of(layer_8b, ("keep",) * 32, before=before) / GIB == pytest.approx(34.1 - 6.0, rel=0.02)
 
 
-def test_the_choice_is_the_fastest_of_all_mixes_that_fit():
+def test_the_choice_is_the_fastest_of_all_mixes_that_fit(layer_8b):
     for budget in (30 * GIB, 10 * GIB, 3 * GIB):
-        best = fastest(SHORT, 6, budget, host=GIB).levels
-        time = cost(SHORT, best)
-        assert peak_of(SHORT, best) <= budget
+        best = fastest(layer_8b, 6, budget, host=GIB).levels
+        time = cost(layer_8b, best)
+        assert peak_of(layer_8b, best) <= budget
         for levels in mixes(6):
-            if peak_of(SHORT, levels) <= budget and sum(map(SHORT.on_host, levels)) <= GIB:
-                assert time <= cost(SHORT, levels)
+            if peak_of(layer_8b, levels) <= budget and sum(map(layer_8b.on_host, levels)) <= GIB:
+                assert time <= cost(layer_8b, levels)
 
 
-def test_less_memory_takes_more_time():
-    chosen = [fastest(SHORT, 32, gib * GIB).levels for gib in (40, 20, 10, 4, 2.5)]
-    times = [cost(SHORT, levels) for levels in chosen]
+def test_less_memory_takes_more_time(layer_8b):
+    chosen = [fastest(layer_8b, 32, gib * GIB).levels for gib in (40, 20, 10, 4, 2.5)]
+    times = [cost(layer_8b, levels) for levels in chosen]
     assert chosen[0] == ("keep",) * 32
     assert all(a < b for a, b in itertools.pairwise(times))
     assert in_words(("keep",) * 2 + ("offload",) * 3) == "2 layers keep, 3 layers offload"
 
 
-def test_without_host_memory_nothing_is_offloaded():
-    assert not set(fastest(SHORT, 32, 4 * GIB, host=0).levels) & set(OFFLOADED)
+def test_without_host_memory_nothing_is_offloaded(layer_8b):
+    assert not set(fastest(layer_8b, 32, 4 * GIB, host=0).levels) & set(OFFLOADED)
 
 
-def test_what_fits_nowhere_gets_the_smallest_plan():
-    least = fastest(SHORT, 8, 1).levels
-    assert peak_of(SHORT, least) == min(peak_of(SHORT, levels) for levels in mixes(8))
+def test_what_fits_nowhere_gets_the_smallest_plan(layer_8b):
+    least = fastest(layer_8b, 8, 1).levels
+    assert peak_of(layer_8b, least) == min(peak_of(layer_8b, levels) for levels in mixes(8))
 
 
 def test_longest_8b_context():
@@ -157,8 +134,8 @@ def test_bytes_of_long_rows_lie_on_a_line(monkeypatch):
         assert highest[0] == pytest.approx(highest[1], rel=0.01), level
 
 
-def test_gradients_appear_in_backward_or_are_there_all_the_time():
-    once, again = (peak_of(SHORT, ("keep",) * 32, accumulated=more) for more in (False, True))
+def test_gradients_appear_in_backward_or_are_there_all_the_time(layer_8b):
+    once, again = (peak_of(layer_8b, ("keep",) * 32, accumulated=more) for more in (False, True))
     assert once < again <= once + 32 * GRADIENTS
 
 
@@ -172,16 +149,16 @@ def test_the_highest_moment():
     assert found(head=0, accumulated=False) == 5 + 30 + 3 + 4 + 2
 
 
-def test_the_largest_batch_decides_what_fits_and_the_usual_one_what_is_fast():
+def test_the_largest_batch_decides_what_fits_and_the_usual_one_what_is_fast(layer_8b):
     """All is kept where Python's launches hide behind long rows; short ones rather stay in graphs, whose pool has to
     leave room for the longest."""
     short = layer_of("Llama", 1, 256)
-    budget = peak_of(SHORT, ("keep",) * 4)
+    budget = peak_of(layer_8b, ("keep",) * 4)
 
     def need(choice: Choice) -> int:
-        return peak_of(SHORT, choice.levels) + choice.graphs * 4 * SHORT.stream
+        return peak_of(layer_8b, choice.levels) + choice.graphs * 4 * layer_8b.stream
 
-    long, usual = (choose(4, budget, need, usual=u, largest=SHORT, host=100 * GIB) for u in (SHORT, short))
+    long, usual = (choose(4, budget, need, usual=u, largest=layer_8b, host=100 * GIB) for u in (layer_8b, short))
     assert long == Choice(("keep",) * 4, False)
     assert usual.graphs
     assert "keep" not in usual.levels[:1]

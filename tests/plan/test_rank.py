@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 import transformers
-from test_policy import SHORT
 
 from halfbyte.cli.meshes import BESIDE, _line
 from halfbyte.config import Parallel, RunConfig, Sliced
@@ -243,18 +242,18 @@ def test_more_processes_never_plan_more_for_one(shapes_8b, axis):
     assert (totals[-1] < 0.8 * totals[0]) == (axis != "data")
 
 
-def test_levels_and_blocks_are_chosen_together():
+def test_levels_and_blocks_are_chosen_together(layer_8b):
     """Against every pair of a few mixes and numbers of blocks, by hand."""
     gathers, layers = Gathers(2, 110 * 2**20, 5e9), 6
-    sizes = {level: SHORT.bytes(level).saved for level in SHORT.replayed}
+    sizes = {level: layer_8b.bytes(level).saved for level in layer_8b.replayed}
 
     def need(choice):
         return sum(sizes[level] for level in choice.levels) + choice.stays * gathers.block
 
     def time(choice):
-        return cost(SHORT, choice.levels, False) + gathers.waiting(SHORT, choice.levels, choice.stays, False)
+        return cost(layer_8b, choice.levels, False) + gathers.waiting(layer_8b, choice.levels, choice.stays, False)
 
-    options = {"usual": SHORT, "largest": SHORT, "host": 0, "graphs": False}
+    options = {"usual": layer_8b, "largest": layer_8b, "host": 0, "graphs": False}
     for budget in (need(Choice(("checkpoint",) * layers, False)), 2 * GIB, 4 * GIB, 40 * GIB):
         found = choose(layers, budget, need, **options, gathers=gathers)
         assert need(found) <= budget
@@ -268,20 +267,20 @@ def test_levels_and_blocks_are_chosen_together():
     assert choose(layers, 40 * GIB, need, **options, gathers=gathers).stays == layers
 
 
-def test_what_gathers_wait_for():
+def test_what_gathers_wait_for(layer_8b):
     levels = ("keep",) * 8
     hidden = Gathers(2, 100, 1e12)
     for graphs, slowed in SLOWED.items():
         for stays, others in ((0, 14), (4, 6)):  # beside the first
             waits = (1 + others * slowed) * hidden.seconds
-            assert hidden.waiting(SHORT, levels, stays, graphs) == pytest.approx(waits)
-        assert hidden.waiting(SHORT, levels, 8, graphs) == 0
+            assert hidden.waiting(layer_8b, levels, stays, graphs) == pytest.approx(waits)
+        assert hidden.waiting(layer_8b, levels, 8, graphs) == 0
     slow = Gathers(2, int(100e9), 1e9)
-    forward, backward = 8 * SHORT.forward_seconds, 8 * SHORT.backward_seconds
+    forward, backward = 8 * layer_8b.forward_seconds, 8 * layer_8b.backward_seconds
     for stays, gathers in ((0, 15), (4, 7)):
         waits = (gathers + 1) * slow.seconds - forward - backward
         beside = max(gathers * slow.seconds - waits, 0)
-        assert slow.waiting(SHORT, levels, stays, False) == pytest.approx(waits + SLOWED[False] * beside)
+        assert slow.waiting(layer_8b, levels, stays, False) == pytest.approx(waits + SLOWED[False] * beside)
 
 
 def test_blocks_that_stay_are_spread():

@@ -60,9 +60,10 @@ def read(output, name):
 
 
 @pytest.fixture(scope="module")
-def finished(place, tmp_path_factory):
+def finished(place, tmp_path_factory, drawing):
     output = tmp_path_factory.mktemp("finished") / "out"
-    return run(place, output)
+    with drawing():
+        return run(place, output)
 
 
 def test_a_run_leaves_everything_and_learns(finished):

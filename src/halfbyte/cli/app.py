@@ -269,8 +269,11 @@ def mix(
 @app.command()
 def export(
     source: RunOrModel,
-    gguf: Annotated[str, typer.Option("--gguf", metavar="TYPE", help="f32, f16, bf16, q8_0, q4_k_m, …")],
-    out: Annotated[Path | None, typer.Option("--out", help="The file; default: beside the model.")] = None,
+    gguf: Annotated[str | None, typer.Option("--gguf", metavar="TYPE", help="f32, f16, bf16, q8_0, q4_k_m, …")] = None,
+    adapter: Annotated[
+        str | None, typer.Option("--adapter", metavar="vllm", help="The adapter alone, as vLLM and SGLang read it.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="The file or folder; default: beside the model.")] = None,
     adapter_only: Annotated[bool, typer.Option("--adapter-only", help="The adapter, for a base in GGUF.")] = False,
     importance: Annotated[
         str | None,
@@ -278,9 +281,13 @@ def export(
     ] = None,
     trust_remote_code: TrustCode = False,
 ) -> None:
-    """Write a GGUF file for llama.cpp and Ollama."""
-    from .export import export_model
+    """Write GGUF for llama.cpp, or adapters for vLLM."""
+    from .export import export_for_servers, export_model
 
+    if gguf is None or adapter is not None:
+        given = {"--gguf": gguf, "--adapter-only": adapter_only, "--importance": importance}
+        export_for_servers(source, adapter, out, [name for name, value in given.items() if value], trust_remote_code)
+        return
     export_model(source, gguf, out, adapter_only, importance, trust_remote_code)
 
 

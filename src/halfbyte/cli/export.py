@@ -11,6 +11,32 @@ from ..words import one_line
 from .imports import quick_imports
 
 
+def export_for_servers(
+    source: str, adapter: str | None, out: Path | None, beside: list[str], trust_remote_code: bool
+) -> None:
+    """Write the adapter of `source` as servers read it and say where.
+
+    Args:
+        beside: options of GGUF that were given.
+
+    Raises:
+        UsageError: no such layout, or options that do not go together.
+    """
+    if adapter is None:
+        raise UsageError("export asks what to write", "give --gguf TYPE, or --adapter vllm")
+    if adapter != "vllm":
+        raise UsageError(f"--adapter {adapter}: there is no such layout", "give --adapter vllm, which SGLang reads too")
+    if beside:
+        raise UsageError(f"{beside[0]} with --adapter vllm: one is of GGUF", "give one of them")
+    look_up(source, [f"trust_remote_code={trust_remote_code}"])
+    with quick_imports():
+        from ..export.served_adapter import export_served
+
+    path = export_served(source, out, trust_remote_code=trust_remote_code)
+    command = f"vllm serve BASE --enable-lora --lora-modules NAME={path}"
+    Console(soft_wrap=True).print(one_line(f"adapter in {path}: {command}"))
+
+
 def export_model(
     source: str,
     mix: str,

@@ -48,7 +48,6 @@ class AdapterLayers:
         stacks: the same of stacked experts, and `experts` → PEFT's wrapper around one.
         shapes: parameter name → shape.
         whole_model: there is no adapter.
-        routes: the model is a mixture of experts.
         transposed: names of stacked experts that lie [E, K, N].
         tied: parameter name → name of the parameter it shares its weight with.
 
@@ -62,7 +61,6 @@ class AdapterLayers:
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
         self.tied: dict[str, str] = dict(model.all_tied_weights_keys)
         self.transposed = {name for name, module in expert_stacks(model, []).items() if module.is_transposed}
-        self.routes = bool(expert_stacks(model, []))
         self._prefix = model.base_model_prefix
         transforms = get_model_conversion_mapping(model)
         self._renamings = [each for each in transforms if isinstance(each, WeightRenaming)]

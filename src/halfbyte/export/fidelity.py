@@ -16,6 +16,9 @@ writing, and that share of the adapter's own effect is added to the bound: nearl
 A weight that is stored quantized is moved again by normal noise with the size that its quantization error has in each
 row. The logits' bound is the same then, but wide where bits are few; so that verify.py also compares every weight.
 
+Where tokens choose experts, rounding sends one elsewhere now and then, which few draws of the noise would show. Such
+tokens are held to the other model's choice and counted (routing.py); as many as the noise moves are rounding's.
+
 What is not quantized may have been cast for training: an fp16 checkpoint's embeddings and norms, say, in a run that
 computed in bf16. The merged model keeps the checkpoint's values, so that the cast lies between the two models. It is
 rounding, too, and known: the noisy model takes these weights as they were cast.
@@ -40,7 +43,8 @@ MARGIN = 2.0
 FLOAT32_ERROR = 2e-5  # of the largest logit: the order of summation differs between x·W + (x·A)·B and x·(W + A·B)
 Document = tuple[Tensor, Tensor]  # int64 [T] ids; bool [T], which of them count
 BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}  # of the significand, the implied one included
-DRAWS = 2  # of the noise; the larger effect counts: where tokens are routed to experts, a rare flip weighs much
+DRAWS = 2  # of the noise; the larger effect counts
+MOVED = 0.01  # share of the choices of experts that may be other ones beside what the noise moves
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,8 @@ class Fidelity:
         largest_logit: the scale of the logits.
         kept: what of the update is in the weights as they are stored.
         loss: where weights are quantized, that of the merged model beside the 16-bit merge's.
+        moved: of a mixture, how many choices of experts were other ones, and held, in `exact`; how many the noise
+            changes, the most of a draw; and how many choices there are.
     """
 
     trained: Distance
@@ -119,6 +125,7 @@ class Fidelity:
     largest_logit: float
     kept: Kept
     loss: Loss | None = None
+    moved: tuple[int, int, int] = (0, 0, 0)
 
     @property
     def bound(self) -> float:
@@ -134,7 +141,9 @@ class Fidelity:
     @property
     def explained(self) -> bool:
         """Whether `exact` is within what rounding does (False for NaN, too)."""
-        return self.exact.max_logit_difference <= self.bound and self.exact.kl <= self.kl_bound
+        own, noise, choices = self.moved
+        routed = own <= MARGIN**2 * noise + MOVED * choices
+        return routed and self.exact.max_logit_difference <= self.bound and self.exact.kl <= self.kl_bound
 
 
 def distance(first: Tensor, second: Tensor) -> Distance:
@@ -160,10 +169,12 @@ class Rounding:
     Attributes:
         noise_on: names of the parameters that were rounded, to move by up to half an ulp.
         cast: name of a parameter that the other model has in another dtype → that dtype.
+        errors: stack of experts → fp32 [E, N]: root mean square of each row's quantization error.
     """
 
     noise_on: Collection[str] = ()
     cast: Mapping[str, torch.dtype] = field(default_factory=dict)
+    errors: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 NONE = Rounding()
@@ -199,6 +210,7 @@ def in_float32(model: nn.Module, rounding: Rounding = NONE, seed: int = 0) -> It
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     stored: dict[nn.Module, list[tuple[nn.Parameter, Tensor]]] = {}
+    packed: dict[tuple[nn.Module, str], Any] = {}
 
     def widen(module: nn.Module, _inputs: Any) -> None:
         stored[module] = [(parameter, parameter.data) for parameter in _own(module)]
@@ -207,7 +219,16 @@ def in_float32(model: nn.Module, rounding: Rounding = NONE, seed: int = 0) -> It
             values = data.to(rounding.cast.get(name, data.dtype)).float()
             parameter.data = values + _half_ulp_noise(data, generator) if name in rounding.noise_on else values
 
+        for key, parameter in _stacks(module):
+            if (name := names.get(id(parameter), "")) in rounding.noise_on and name in rounding.errors:
+                packed[module, key] = parameter
+                noise = torch.randn(parameter.shape, generator=generator, device=parameter.device)
+                values = parameter.data.dequantize(torch.float32).add_(noise.mul_(rounding.errors[name][..., None]))
+                setattr(module, key, nn.Parameter(values, requires_grad=False))
+
     def restore(module: nn.Module, _inputs: Any, _output: Any) -> None:
+        for owner, key in [each for each in packed if each[0] is module]:
+            setattr(module, key, packed.pop((owner, key)))
         for parameter, data in stored.pop(module, ()):
             parameter.data = data
 
@@ -215,7 +236,7 @@ def in_float32(model: nn.Module, rounding: Rounding = NONE, seed: int = 0) -> It
     for module in model.modules():
         if isinstance(module, StoredLinear):
             module.generator = generator if f"{module.name}.weight" in rounding.noise_on else None
-        elif any(True for _ in _own(module)):
+        elif any(True for _ in _own(module)) or _stacks(module):
             hooks.append(module.register_forward_pre_hook(widen))
             hooks.append(module.register_forward_hook(restore, always_call=True))
     try:
@@ -253,6 +274,12 @@ def _own(module: nn.Module) -> Iterator[nn.Parameter]:
     for parameter in module.parameters(recurse=False):
         if not isinstance(parameter.data, QuantizedTensor) and parameter.is_floating_point():
             yield parameter
+
+
+def _stacks(module: nn.Module) -> list[tuple[str, Any]]:
+    """The stacks of experts among a module's own parameters, by name."""
+    own = module.named_parameters(recurse=False)
+    return [(key, each) for key, each in own if isinstance(each.data, QuantizedTensor) and each.dim() == 3]
 
 
 def _half_ulp_noise(weight: Tensor, generator: torch.Generator) -> Tensor:

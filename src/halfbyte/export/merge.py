@@ -61,6 +61,8 @@ class MergeReport:
         nbytes: of the weights.
         targets: target → its distance from the model as it was trained; empty without verification.
         kept: target → what of the update is in the weights written onto it; also without verification.
+        experts: of single experts' tensors, how many hold what the adapter changes in them, and in how many it does;
+            None: it changes none.
         closer: the target with the smaller KL; None without verification.
         tokens: how many tokens of text the distances are means over.
         seconds: of the whole merge.
@@ -75,6 +77,7 @@ class MergeReport:
     nbytes: int
     targets: Mapping[Target, Fidelity] = field(default_factory=dict)
     kept: Mapping[Target, Kept] = field(default_factory=dict)
+    experts: tuple[int, int] | None = None
     closer: Target | None = None
     tokens: int = 0
     seconds: float = 0.0
@@ -85,6 +88,7 @@ class MergeReport:
         targets = {
             name: asdict(each.trained) | {"from_unrounded": asdict(each.exact), "noise": asdict(each.noise)}
             | {"bound": each.bound, "kl_bound": each.kl_bound, "explained_by_rounding": each.explained}
+            | {"choices_held": each.moved[0], "choices": each.moved[2]}
             | {"lost_update": each.lost, "adapter": asdict(each.adapter)}
             | {"loss": asdict(each.loss) | {"excess": each.loss.excess} if each.loss else None}
             for name, each in self.targets.items()
@@ -93,6 +97,7 @@ class MergeReport:
             "targets": targets,
             "update_kept": {name: {"share": each.share, "error": each.error} for name, each in self.kept.items()},
             "closer": self.closer,
+            **({"experts_changed": self.experts[0], "experts": self.experts[1]} if self.experts else {}),
             "written": self.target,
             "reason": self.reason,
             "out_dir": str(self.out_dir),
@@ -119,6 +124,8 @@ class MergeReport:
             )
         for name, kept in self.kept.items():
             lines.append(f"  {name:<11} {kept}" if kept.total else f"  {name:<11} no adapter")
+        if self.experts:
+            lines.append(f"  of {self.experts[1]} experts' tensors that the adapter changes, {self.experts[0]} changed")
         if self.targets:
             written = self.targets[self.target]
             cause = "rounding" if self.quantize == SIXTEEN else "quantizing"
@@ -205,8 +212,8 @@ def merge(
     kept = {target: kept for target in job.targets if (kept := job.weights.kept(target)).total}
     seconds = time.perf_counter() - started
     report = MergeReport(
-        out, written, _reason(job, found), dtype, stored, job.weights.nbytes, found, kept, _closer(found), tokens,
-        seconds, run_dir=job.run_dir,
+        out, written, _reason(job, found), dtype, stored, job.weights.nbytes, found, kept,
+        job.weights.experts_arrived(written), _closer(found), tokens, seconds, run_dir=job.run_dir,
     )  # fmt: skip
     if verify and job.run_dir:
         with whole_all_the_same(out):
@@ -257,7 +264,7 @@ def _prepare(source: Path, out: Path, base: str, quantize: Quantize, verify: boo
     checkpoint = BaseCheckpoint(run.origin)
     if checkpoint.folder.resolve().is_relative_to(out.resolve()):
         raise ConfigError(f"{out} holds the base model", "name another folder")
-    stored = packing(quantize, run.origin)
+    stored = packing(quantize, run.origin, experts=scheme is None)  # which training rounds no experts to
     targets, preferred, reason = _targets(run.storage.quantized, checkpoint, base, bool(stored.formats))
     if scheme is not None and not stored.is_scheme(scheme):
         said = f"the run was trained to be stored as {scheme}"

@@ -23,12 +23,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from halfbyte.architectures import expert_stacks
 from halfbyte.config import SIXTEEN, Origin, Storage
 from halfbyte.errors import ConfigError, ModelError
-from halfbyte.formats import Format, names
+from halfbyte.formats import Format, Stack, names
 from halfbyte.formats.base import entry_name
 from halfbyte.formats.nvfp4 import BLOCK, INPUT_SCALE
 from halfbyte.models.quantizer import HalfbyteConfig, quantizable
+from halfbyte.models.stacks import fitting
 from halfbyte.ops.float8 import TILE
 from halfbyte.qat.model import qat_format
 
@@ -63,6 +65,7 @@ class Packing:
         loader: what reads the model back.
         peers: parameter name → all parameters that it shares a factor with.
         calibrated: whether `input_scale` is stored.
+        stacks: those parameters that are stacks of experts, each of which is written whole.
     """
 
     name: str = SIXTEEN
@@ -71,6 +74,7 @@ class Packing:
     loader: Loader = "halfbyte"
     peers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     calibrated: bool = False
+    stacks: frozenset[str] = frozenset()
 
     def is_scheme(self, scheme: str | None) -> bool:
         """Whether every quantized layer is stored as training with `qat_scheme: scheme` rounded it."""
@@ -79,7 +83,8 @@ class Packing:
     @property
     def bits(self) -> float:
         """Of a weight in the layers that have the fewest, scales included."""
-        return min((each.bits_per_weight(TYPICAL) for each in self.formats.values()), default=16.0)
+        of_each = (each.each if isinstance(each, Stack) else each for each in self.formats.values())
+        return min((each.bits_per_weight(TYPICAL) for each in of_each), default=16.0)
 
     def entries(self, name: str, parameter: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Entry, ...]:
         """The checkpoint entries of a quantized parameter that the checkpoint calls `name`.
@@ -95,10 +100,11 @@ class Packing:
         return tuple(Entry(entry_name(name, suffix), *each) for suffix, each in suffixed.items())
 
 
-def packing(quantize: Quantize, origin: Origin) -> Packing:
+def packing(quantize: Quantize, origin: Origin, *, experts: bool = True) -> Packing:
     """The packing that a user asks for, for the model of a run.
 
     Args:
+        experts: whether stacks of experts are among the layers; other tools' layouts have them in 16 bits.
         quantize: one of `FOREIGN`, a name or spec of a format, or pattern of module names → name, spec or "16bit", as
             in a run's `quantization:`; None for 16 bits.
 
@@ -114,7 +120,8 @@ def packing(quantize: Quantize, origin: Origin) -> Packing:
         ours = HalfbyteConfig(Storage(tuple(patterns)))
         model = meta_model(origin)
         linears = quantizable(model)
-        formats = ours.assign(model, linears.keys())
+        stacks = expert_stacks(model) if experts and not foreign else {}
+        formats = ours.assign(model, [*linears, *stacks])
     except ModelError as error:
         fix = f"{error.fix}; for other tools: {', '.join(FOREIGN)}"
         raise ConfigError(error.message.replace("quantization:", "quantize:"), fix) from error
@@ -126,9 +133,11 @@ def packing(quantize: Quantize, origin: Origin) -> Packing:
                 f"quantize: {format_.spec} needs calibration, which halfbyte leaves to other tools",
                 f"use one of {', '.join(sorted(names()))}",
             )
-    parameters = {f"{name}.weight": format_ for name, format_ in formats.items()}
+    packed = ours.stacks = frozenset(fitting(model, stacks, formats))
+    parameters = {f"{name}.weight": formats[name] for name in linears if name in formats}
+    parameters |= {name: formats[name].stacked() for name in packed}
     if not foreign:
-        return Packing(_name(quantize), parameters, ours.to_dict())
+        return Packing(_name(quantize), parameters, ours.to_dict(), stacks=packed)
     kept = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in linears]
     return _foreign(str(quantize), parameters, {name: tuple(linears[name].weight.shape) for name in linears}, kept)
 

@@ -6,6 +6,7 @@ about a single one: each is also compared with what the merge, done once more, m
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -44,11 +45,11 @@ from .fidelity import (
     token_losses,
 )  # fmt: skip
 from .reload import reload, stored_values
+from .routing import Choices, Routing, moved
 from .weights import MergedWeights, Output, Target
 
 KEPT = "nothing was kept; please report this with the run"
 ROWS, LENGTH = 4, 128
-ROUTED = 8  # times as many draws for a mixture
 SAME = 2**-8  # relative: what a loader that keeps bf16 rounds dequantized values by
 HEADROOM = 1.25  # memory over that of the weights: one layer in fp32, activations, logits
 TEXT = """The library opens at nine. A reader may borrow up to 5 books for three weeks, and return them at any desk.
@@ -82,7 +83,10 @@ class Verifier:
         self._ids = text_ids(tokenizer, run_dir).to(self._device)
         self._documents, self._held_out = loss_documents(run_dir, self._ids) if weights.packing.formats else ([], False)
         observe = self._observe if weights.packing.calibrated else None
-        self._trained, self._bare, self._losses = self._adapted(weights.trained_dtype, run.storage.quantized, observe)
+        self._routing, self._routing_of_original = Routing(), Routing()
+        self._trained, self._bare, self._losses = self._adapted(
+            weights.trained_dtype, run.storage.quantized, self._routing, observe
+        )
         self._unquantized: tuple[Tensor, Tensor, Tensor] | None = None
 
     @property
@@ -98,17 +102,20 @@ class Verifier:
         """
         rounded_before = self._rounded_before(target)
         exact, bare, before = (self._trained, self._bare, self._losses) if rounded_before else self._original()
-        (merged, *noisy), losses = self._reloaded(folder, target)
+        routing = self._routing if rounded_before else self._routing_of_original
+        found, losses, chosen = self._reloaded(folder, target, routing)
+        merged, (held, *noisy), (own, *by_noise) = found[0], found[-1 - DRAWS :], chosen[-1 - DRAWS :]
         kept, quantized = self._weights.kept(target), bool(self._weights.packing.formats)
         fidelity = Fidelity(
             trained=distance(self._trained, merged),
-            exact=distance(exact, merged),
-            noise=most(distance(merged, each) for each in noisy),
+            exact=distance(exact, held),
+            noise=most(distance(held, each) for each in noisy),
             adapter=distance(bare, exact),
             lost=abs(1 - kept.share),
             largest_logit=float(exact.abs().max()),
             kept=kept,
             loss=Loss.between(losses, (before, self._losses), self._held_out) if quantized else None,
+            moved=(moved(own, routing.chosen), max(moved(each, own) for each in by_noise), routing.choices),
         )
         if not fidelity.explained:
             raise CheckpointError(_unexplained(fidelity, target), KEPT)
@@ -121,13 +128,15 @@ class Verifier:
     def _original(self) -> tuple[Tensor, Tensor, Tensor]:
         """As `_adapted`, of the base's stored weights."""
         if self._unquantized is None:
-            self._unquantized = self._adapted(DTYPES[self._weights.base.dtype], quantized=False)
+            dtype = DTYPES[self._weights.base.dtype]
+            self._unquantized = self._adapted(dtype, False, self._routing_of_original)
         return self._unquantized
 
     def _adapted(
-        self, dtype: torch.dtype, quantized: bool, observe: Callable[[Any], None] | None = None
+        self, dtype: torch.dtype, quantized: bool, routing: Routing, observe: Callable[[Any], None] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits of a base with the adapter, and without it; its losses with it. `observe` sees the model before."""
+        """Logits of a base with the adapter, whose `routing` is noted, and without it; its losses with it. `observe`
+        sees the model before."""
 
         def load() -> nn.Module:
             run = self._run
@@ -144,7 +153,8 @@ class Verifier:
 
         bits = "quantized base" if quantized else "base"
         said = f"measuring the {bits}" + (" with its adapter" if self._adapter else "")
-        found, losses = self._measure(said, load, [NONE], with_bare=self._adapter is not None)
+        with_bare = self._adapter is not None
+        found, losses, _ = self._measure(said, load, [(NONE, routing.recorded)], with_bare=with_bare)
         return found[0], found[-1], losses
 
     def _observe(self, model: nn.Module) -> None:
@@ -164,21 +174,27 @@ class Verifier:
         packing = self._weights.packing
         return {parameter: packing.peers.get(parameter, (parameter,)) for parameter in packing.formats}
 
-    def _reloaded(self, folder: Path, target: Target) -> tuple[list[Tensor], Tensor]:
+    def _reloaded(self, folder: Path, target: Target, routing: Routing) -> tuple[list[Tensor], Tensor, list[Choices]]:
+        """Logits of the merged model: of a mixture as it routes tokens, then with `routing` held, then with noise, too;
+        its losses; and what tokens would have chosen each time."""
         weights, packing, before = self._weights, self._weights.packing, self._rounded_before(target)
         cast = weights.cast(weights.trained_dtype if before else DTYPES[weights.base.dtype], before)
-        rounding = Rounding(weights.rounded(target), cast)
+        errors: dict[str, Tensor] = {}
+        rounding = Rounding(weights.rounded(target), cast, errors)
 
         def load() -> nn.Module:
             dtype = str(self._weights.config()["dtype"])
             model = reload(folder, packing, dtype, self._device, self._run.origin.trust_remote_code)
             for output in self._weights.outputs if packing.formats else ():
-                self._check_weight(model, output, target)
+                if output.parts:
+                    errors[output.parameter] = self._check_stack(model, output, target)
+                else:
+                    self._check_weight(model, output, target)
             return model
 
-        # rounding sends a token now and then to another expert, which few draws would not show
-        draws = DRAWS * (ROUTED if weights.adapter.routes else 1)
-        return self._measure("reloading the merged model", load, [NONE, *[rounding] * draws])
+        held = [(each, routing.held) for each in (NONE, *[rounding] * DRAWS)]
+        alone = [(NONE, Routing().held)] if routing.chosen else []
+        return self._measure("reloading the merged model", load, [*alone, *held], routing)
 
     @torch.no_grad()
     def _check_weight(self, model: Any, output: Output, target: Target) -> None:
@@ -196,15 +212,37 @@ class Verifier:
         error = (found - self._weights.values(output, target).to(found.device)).square().mean(1).sqrt()
         model.set_submodule(name, StoredLinear(name, partial(stored_values, module), error, module.bias))
 
+    @torch.no_grad()
+    def _check_stack(self, model: Any, output: Output, target: Target) -> Tensor:
+        """Compare a loaded stack of experts with the merged one; fp32 [E, N], each row's error."""
+        found, expected = model.get_parameter(output.parameter), self._weights.stack(output, target)
+        errors = []
+        for at, (weight, _) in enumerate(self._weights.experts(output, target)):
+            one, other = (_expert(stack, at) for stack in (found, expected))
+            _check_same(one, other.to(one.device), output)
+            errors.append((one - weight.to(one.device)).square().mean(1).sqrt())
+        return torch.stack(errors)
+
     def _measure(
-        self, description: str, load: Callable[[], Any], roundings: Sequence[Rounding], *, with_bare: bool = False
-    ) -> tuple[list[Tensor], Tensor]:
-        """Logits of a model, once for each rounding to be done again, and last, if asked, without its adapter; and its
-        losses (none where none are compared). The model is dropped."""
+        self,
+        description: str,
+        load: Callable[[], Any],
+        forwards: Sequence[tuple[Rounding, Callable[[Any], contextlib.AbstractContextManager[None]]]],
+        routing: Routing | None = None,
+        *,
+        with_bare: bool = False,
+    ) -> tuple[list[Tensor], Tensor, list[Choices]]:
+        """Logits of a model, once for each rounding to be done again and what is around it, and last, if asked, without
+        its adapter; its losses (none where none are compared); and what tokens would have chosen inside `routing`. The
+        model is dropped."""
         task = self._progress.add_task(description, total=None)
         with no_loading_bars():
             model = load()
-        found = [logits(model, self._ids, rounding, seed) for seed, rounding in enumerate(roundings)]
+        found, chosen = [], []
+        for seed, (rounding, around) in enumerate(forwards):
+            with around(model):
+                found.append(logits(model, self._ids, rounding, seed))
+            chosen.append([] if routing is None else routing.own)
         losses = token_losses(model, self._documents) if self._documents else torch.empty(0)
         if with_bare:
             with model.disable_adapter():
@@ -213,12 +251,17 @@ class Verifier:
         gc.collect()  # modules and hooks refer to each other
         free_cached_memory(self._device)
         self._progress.remove_task(task)
-        return found, losses
+        return found, losses, chosen
 
 
 def _check_same(found: Tensor, expected: Tensor, output: Output) -> None:
     if found.shape != expected.shape or not bool(((found - expected).abs() <= SAME * expected.abs()).all()):
         raise CheckpointError(f"{output.parameter} reads back other values than were merged", KEPT)
+
+
+def _expert(stack: Any, at: int) -> Tensor:
+    """fp32 [N, K]: an expert of a packed stack."""
+    return stack[at].dequantize(torch.float32)
 
 
 def _unexplained(fidelity: Fidelity, target: Target) -> str:

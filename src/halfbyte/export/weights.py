@@ -19,6 +19,7 @@ from halfbyte.adapters import ANOTHER_MODEL
 from halfbyte.config import Resolved
 from halfbyte.errors import CheckpointError, ModelError
 from halfbyte.files import write_json
+from halfbyte.formats import Stack
 from halfbyte.formats.base import entry_name
 from halfbyte.formats.nvfp4 import INPUT_SCALE
 from halfbyte.models.load import resolve_dtype
@@ -43,6 +44,7 @@ class Output:
         entry: the weight in 16 bits (or as the base stores it).
         packed: what is written instead of `entry` where the weight is quantized.
         piece: which rows of which expert it is, where `parameter` is a stack of experts.
+        parts: of a stack that is written whole, packed: what the base has of it, pieces or itself.
     """
 
     entry: Entry
@@ -50,6 +52,7 @@ class Output:
     parameter: str
     packed: tuple[Entry, ...] = ()
     piece: Piece | None = None
+    parts: tuple[Output, ...] = ()
 
     @property
     def written(self) -> tuple[Entry, ...]:
@@ -97,6 +100,8 @@ class MergedWeights:
             if adapter.changed & {parameter, tied_to}:
                 self._untie(parameter, tied_to)
         self._check()
+        for name in sorted(self.packing.stacks):
+            self._join(name)
         for shard in self.shards.values():
             shard[:] = [self._with_packed(output) for output in shard]
 
@@ -110,6 +115,21 @@ class MergedWeights:
             return output
         name, shape, dtype = output.entry.name, output.entry.shape, self._packed_dtype(output)
         return replace(output, packed=self.packing.entries(name, output.parameter, shape, dtype))
+
+    def _join(self, name: str) -> None:
+        """Have a stack written whole, under its own name, where the first of its parts is."""
+        parts = tuple(output for output in self.outputs if output.parameter == name)
+        first, shape = parts[0], self._stored_shape(name)
+        for shard in self.shards.values():
+            if first in shard:
+                entry = Entry(name, first.entry.dtype, shape, sum(output.entry.nbytes for output in parts))
+                shard[shard.index(first)] = Output(entry, first.source, name, parts=parts)
+            shard[:] = [output for output in shard if output not in parts]
+
+    def _stored_shape(self, stack: str) -> tuple[int, ...]:
+        """[E, N, K] of a stack."""
+        shape = self.adapter.shapes[stack]
+        return (shape[0], shape[2], shape[1]) if stack in self.adapter.transposed else shape
 
     def _packed_dtype(self, output: Output) -> torch.dtype:
         """What the values of a quantized weight are said to be; ModelOpt's layout is for bf16."""
@@ -157,7 +177,7 @@ class MergedWeights:
 
     def is_whole(self, output: Output) -> bool:
         """Whether `output` is all of its parameter (experts are stacked from several)."""
-        return output.parameter not in self._pieces and output.piece is None
+        return output.parameter not in self._pieces and output.piece is None and not output.parts
 
     def rounded(self, target: Target) -> set[str]:
         """The parameters whose values are rounded on the way."""
@@ -204,7 +224,7 @@ class MergedWeights:
         """Entry → tensor, of one weight of the merged model."""
         if not output.packed:
             return {output.entry.name: self.tensor(output, target)}
-        packed = self._packed_and_counted(output, target)
+        packed = self.stack(output, target) if output.parts else self._packed_and_counted(output, target)
         state = packed.format.to_state(packed.parts, tuple(packed.shape), packed.dtype)
         if self.packing.calibrated:
             amax = self.input_amax[output.parameter.removesuffix(".weight")]
@@ -238,6 +258,41 @@ class MergedWeights:
         stored, unchanged = packed.dequantize(torch.float32), without.dequantize(torch.float32)
         self._kept.setdefault(target, {})[output.entry.name] = Kept.of(stored, unchanged, weight - before)
         return packed
+
+    @torch.no_grad()
+    def stack(self, output: Output, target: Target) -> QuantizedTensor:
+        """A stack of experts that is written whole, in its format, and how much of each one's update came through."""
+        format_, shape, name = self.packing.formats[output.parameter], output.entry.shape, output.parameter
+        each, found = (format_.each if isinstance(format_, Stack) else format_), self._kept.setdefault(target, {})
+
+        def experts() -> Iterator[Tensor]:
+            for at, (weight, before) in enumerate(self.experts(output, target)):
+                if name in self.adapter.changed:
+                    both = (QuantizedTensor.quantize(matrix, each) for matrix in (weight, before))
+                    stored, without = (matrix.dequantize(torch.float32) for matrix in both)
+                    found[f"{name}.{at}"] = Kept.of(stored, without, weight - before)
+                yield weight
+
+        try:
+            parts = format_.join(experts(), shape)
+        except ModelError as error:
+            raise CheckpointError(f"the merged {name}: {error.message}", error.fix) from error
+        return QuantizedTensor(format_, parts, shape, self._packed_dtype(output))
+
+    @torch.no_grad()
+    def experts(self, output: Output, target: Target) -> Iterator[tuple[Tensor, Tensor]]:
+        """fp32 [N, K] twice, of each expert of a stack: merged before any rounding, and without the adapter."""
+        name, parts = output.parameter, output.parts
+        pieces = {(each.piece.expert, each.piece.part): each for each in parts if each.piece}
+        if not pieces:
+            before = self._base_values(parts[0], target)
+            weight = self.adapter.merged(name, before.clone()) if name in self.adapter.changed else before
+            turned = name in self.adapter.transposed
+            yield from zip(*((each.mT if turned else each).contiguous() for each in (weight, before)), strict=True)
+        for at in range(output.entry.shape[0]) if pieces else ():
+            own = [pieces[key] for key in sorted(pieces) if key[0] == at]
+            before = torch.cat([self._base_values(each, target) for each in own])
+            yield torch.cat([self.values(each, target) for each in own]), before
 
     def _amax(self, parameters: tuple[str, ...], target: Target) -> Tensor:
         """fp32 []: the largest magnitude in a group of merged weights, which are made once more for it."""
@@ -275,8 +330,7 @@ class MergedWeights:
         if output.piece is not None:
             matrix = self._stacks.expert(output.parameter, output.piece.expert, shape)
             return matrix[output.piece.rows(shape[1])].clone()
-        transposed = output.parameter in self.adapter.transposed
-        stored = (shape[0], shape[2], shape[1]) if transposed else shape
+        transposed, stored = output.parameter in self.adapter.transposed, self._stored_shape(output.parameter)
         whole = torch.stack([self._stacks.expert(output.parameter, at, stored) for at in range(shape[0])])
         return whole.mT.contiguous() if transposed else whole
 
@@ -298,7 +352,7 @@ class MergedWeights:
         found: dict[str, list[Output]] = {}
         for output in self.outputs:
             if output.parameter in self._stacks.formats:
-                found.setdefault(output.parameter, []).append(output)
+                found.setdefault(output.parameter, []).extend(output.parts or [output])
         return found
 
     @torch.no_grad()
@@ -314,13 +368,25 @@ class MergedWeights:
         weight = self.adapter.merged(name, before.clone(), output.piece)
         rounded = self._finite(weight, weight.to(DTYPES[dtype]), output)
         without = before.to(DTYPES[dtype]).float()
-        self._kept.setdefault(target, {})[output.entry.name] = Kept.of(rounded.float(), without, weight - before)
+        found = {output.entry.name: (rounded.float(), without, weight - before)}
+        if name in self.adapter.experts and output.piece is None:  # a stack: each expert counts
+            found = {f"{name}.{at}": each for at, each in enumerate(zip(*found.popitem()[1], strict=True))}
+        self._kept.setdefault(target, {}).update({each: Kept.of(*values) for each, values in found.items()})
         return rounded
 
     def kept(self, target: Target) -> Kept:
         """What of the update is in the weights written onto `target`: near nothing where ΔW is below half a step of a
         base whose weights are exact in what is written, near everything otherwise."""
         return Kept.sum(self._kept.get(target, {}).values())
+
+    def experts_arrived(self, target: Target) -> tuple[int, int] | None:
+        """Of the tensors of single experts that the adapter changes, how many are stored with a change, and how many
+        there are; None: it is on no experts."""
+        stacks = tuple(f"{name}." for name in self.adapter.experts)
+        pieces = {each.entry.name for each in self.outputs if each.piece and each.parameter in self.adapter.experts}
+        own = [each for name, each in self._kept.get(target, {}).items() if name in pieces or name.startswith(stacks)]
+        trained = [each for each in own if each.total]
+        return (sum(bool(each.along) for each in trained), len(trained)) if stacks else None
 
     def cast(self, dtype: torch.dtype, trained: bool) -> dict[str, torch.dtype]:
         """Name → `dtype`, of the 16-bit weights that a base loaded in it has as they were cast, and the merged model as

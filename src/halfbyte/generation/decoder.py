@@ -20,10 +20,10 @@ from ..models.layer import Half, LayerView, epsilon, layer_view
 from ..models.patched import is_bound
 from ..models.sharding import sharded
 from ..ops.decode_layers import DecoderLayer
-from ..ops.glu import glu
 from ..ops.norms import rms_norm
 from ..ops.rope import qk_norm_rope, rope_
 from ..parallel.tensor import is_divided
+from .channels import Channels, Mixture
 from .linears import Linears, Unknown, adapter_names
 
 
@@ -46,17 +46,21 @@ class Layer:
     def __init__(self, view: LayerView, adapters: Sequence[str | None], dtype: torch.dtype, unpacked: bool):
         if view.attention is None or view.family.gated_attention:
             raise Unknown(f"{type(view.attention_half.inner).__name__} has a forward of its own")
-        if view.mlp is None:
-            raise Unknown(f"{type(view.mlp_half.inner).__name__} has a forward of its own")
-        if obstacle := view.attention.obstacle or view.mlp.obstacle:
+        if obstacle := view.attention.obstacle or (None if view.mlp is None else view.mlp.obstacle):
             raise Unknown(obstacle)
-        self.family, self.attention, self.mlp = view.family, view.attention, view.mlp
+        self.family, self.attention = view.family, view.attention
         self.halves = view.attention_half, view.mlp_half
         self.qkv = Linears(self.attention.inputs, adapters, dtype, unpacked)
         self.out = Linears([self.attention.output], adapters, dtype, unpacked)
-        self.gate_up = Linears(self.mlp.inputs, adapters, dtype, unpacked)
-        self.down = Linears([self.mlp.output], adapters, dtype, unpacked)
-        self.linears = self.qkv, self.out, self.gate_up, self.down
+        self.mixer: Channels | Mixture
+        if view.mlp is None:
+            self.mixer = Mixture(self.halves[1].inner, view.family, adapters, dtype, unpacked)
+        else:
+            self.mixer = Channels(view.mlp, adapters, dtype, unpacked)
+
+    def renew(self) -> bool:
+        """As `Linears.renew`."""
+        return self.qkv.renew() and self.out.renew() and self.mixer.renew()
 
     def queries_keys_values(
         self, x: Tensor, positions: Tensor, normed: Callable[[Any, Tensor], Tensor]
@@ -64,10 +68,6 @@ class Layer:
         """[B, H, T, D] each of x [B, T, K]; `normed` computes a norm."""
         query, key, value, _ = self.attention.heads_of(self.qkv(x), normed)
         return [self.attention.scaled(query, positions), key, value]
-
-    def mix(self, x: Tensor) -> Tensor:
-        """The MLP of x [B, T, K]."""
-        return self.down(self.mlp.act_on(self.gate_up(x), glu))[0]
 
     @property
     def plain_rope(self) -> bool:
@@ -82,9 +82,12 @@ class Layer:
         more = any(half.norm is None or half.leave is not None or half.scale != 1 for half in self.halves)
         more = more or attention.softcap is not None or attention.query_scale is not None or family.qk_norm == "all"
         other = family.norm_offset or family.layer_norm or family.parallel or family.rope_pairs != "halves"
-        if more or other or not attention.rotates or family.fused or not self.mlp.gated or self.mlp.named not in SILU:
+        if more or other or not attention.rotates or family.fused or not isinstance(self.mixer, Channels):
             return None
-        qkv, out, gate_up, down = (each.projections() for each in self.linears)
+        mixer = self.mixer
+        if not mixer.mlp.gated or mixer.mlp.named not in SILU:
+            return None
+        qkv, out, gate_up, down = (each.projections() for each in (self.qkv, self.out, mixer.gate_up, mixer.down))
         if qkv is None or out is None or gate_up is None or down is None:
             return None
         norms: Any = [half.norm for half in self.halves]
@@ -129,7 +132,7 @@ class Decoder:
         Raises:
             Unknown: as above.
         """
-        return all(each.renew() for each in [self.head, *(each for layer in self.layers for each in layer.linears)])
+        return self.head.renew() and all(layer.renew() for layer in self.layers)
 
     def _rope(self, rotary: Any, kind: str | None, positions: int) -> tuple[Tensor, Tensor]:
         """cos and sin [S, R] of every position."""
@@ -162,10 +165,10 @@ class Decoder:
             out = attend(number, layer, q, k, v, ropes[layer.attention.rope])
             branch = self._leave(first, layer.out(out.transpose(1, 2).flatten(2))[0])
             if self.family.parallel:
-                branch, residual = branch + self._leave(second, layer.mix(x)), stream
+                branch, residual = branch + self._leave(second, layer.mixer(x)), stream
                 continue
             x, residual = self.normed(second.norm, branch, stream)
-            branch = self._leave(second, layer.mix(x))
+            branch = self._leave(second, layer.mixer(x))
         return self.normed(self.norm, branch, residual)[0]
 
     def normed(self, norm: Any, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:

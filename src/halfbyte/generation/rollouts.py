@@ -197,7 +197,8 @@ class Rollouts:
     def _unpacks(self, rows: int) -> bool:
         if self.weights != "auto":
             return self.weights == "unpacked"
-        weights: Any = [each for each in self.model.parameters() if isinstance(each.data, QuantizedTensor)]
+        every: Any = self.model.parameters()  # stacks of experts stay packed
+        weights = [each for each in every if isinstance(each.data, QuantizedTensor) and each.dim() == 2]
         device = next(self.model.parameters()).device
         if not weights or (device.type != "cpu" and rows <= CODES_ROWS):
             return False

@@ -90,16 +90,26 @@ def experts_forward(
     if reason is not None:
         fix = "set experts_implementation: grouped_mm, with experts in 16 bits"
         raise ModelError(f"experts_implementation: {NAME} does not run {type(module).__name__}: {reason}", fix)
-    first, second = "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
-    weights = ExpertWeights(
-        _stack(module, first), _stack(module, second), unit_of(module), _bias(module, first), _bias(module, second)
-    )
+    first, second = names_of(module)
     found = adapters or {}
     result = experts(
-        hidden_states, top_k_index, top_k_weights, weights, _lora(found.get(first)), _lora(found.get(second)),
-        max((each.dropout for each in found.values()), default=0.0),
+        hidden_states, top_k_index, top_k_weights, weights_of(module), _lora(found.get(first)),
+        _lora(found.get(second)), max((each.dropout for each in found.values()), default=0.0),
     )  # fmt: skip
     return result.to(hidden_states.dtype)
+
+
+def names_of(module: Any) -> tuple[str, str]:
+    """What transformers calls the two stacks of a module of experts."""
+    return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
+
+
+def weights_of(module: Any) -> ExpertWeights:
+    """What a module of experts has, where there is no `obstacle`."""
+    first, second = names_of(module)
+    return ExpertWeights(
+        _stack(module, first), _stack(module, second), unit_of(module), _bias(module, first), _bias(module, second)
+    )
 
 
 def _stack(module: Any, name: str) -> Tensor:

@@ -1,0 +1,97 @@
+"""Adapters as servers read them: an expert's factors under its name, and the same numbers in plain PEFT."""
+
+import json
+
+import pytest
+import torch
+from expert_models import TOKENS, mixture
+from merge_runs import byte_tokenizer, save_base, save_run
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from halfbyte.cli import main
+from halfbyte.errors import CheckpointError, ConfigError
+from halfbyte.export.served_adapter import export_served
+
+SIZES = {"vocab_size": 272, "eos_token_id": 257, "bos_token_id": 256}
+
+
+def run_of(name, folder, **keys):
+    mixture(name, **SIZES).save_pretrained(folder / "base")
+    byte_tokenizer().save_pretrained(folder / "base")
+    return save_run(folder / "run", folder / "base", load_in_4bit=False, **keys)
+
+
+def logits(folder, adapter):
+    model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
+    model = PeftModel.from_pretrained(model, adapter)
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [("Qwen3Moe", {}), ("Mixtral", {"use_rslora": True}), ("Olmoe", {"rank_pattern": {"experts.down_proj": 2}})],
+)
+def test_plain_peft_reads_the_same_numbers(name, keys, tmp_path):
+    """It makes stacks of experts' factors again."""
+    run = run_of(name, tmp_path, **keys)
+    out = export_served(run)
+    assert out == run / "adapter-vllm"
+    torch.testing.assert_close(logits(tmp_path, out), logits(tmp_path, run / "adapter"), rtol=1e-5, atol=1e-5)
+
+
+def test_names_are_the_checkpoints(tmp_path):
+    run = run_of("Mixtral", tmp_path, r=4)
+    tensors, base = (
+        load_file(export_served(run) / "adapter_model.safetensors"),
+        load_file(tmp_path / "base/model.safetensors"),
+    )
+    names = {key.removeprefix("base_model.model.").rpartition(".lora_")[0] for key in tensors}
+    assert {f"{name}.weight" for name in names} <= base.keys()
+    for expert in range(3):
+        for leaf in ("w1", "w2", "w3"):
+            name = f"model.layers.1.block_sparse_moe.experts.{expert}.{leaf}"
+            a, b = (tensors[f"base_model.model.{name}.lora_{side}.weight"] for side in "AB")
+            assert (b @ a).shape == base[f"{name}.weight"].shape
+            assert (b @ a).abs().max() > 0
+
+
+def test_dense_models_and_shared_experts(tmp_path):
+    run = save_run(tmp_path / "dense", save_base(tmp_path / "base"), alpha_pattern={"q_proj": 3})
+    torch.testing.assert_close(
+        logits(tmp_path, export_served(run)), logits(tmp_path, run / "adapter"), rtol=1e-5, atol=1e-5
+    )
+    deep = tmp_path / "deep"
+    tensors = load_file(export_served(run_of("DeepseekV3", deep)) / "adapter_model.safetensors")
+    assert "base_model.model.model.layers.1.mlp.shared_experts.up_proj.lora_B.weight" in tensors
+    assert "base_model.model.model.layers.1.mlp.experts.3.up_proj.lora_B.weight" in tensors
+
+
+def test_command(tmp_path, capsys):
+    run = save_run(tmp_path / "run", save_base(tmp_path / "base"))
+    for arguments, code in (
+        (["--adapter", "vllm", "--out", str(tmp_path / "out")], 0),
+        (["--adapter", "vllm", "--gguf", "f16"], 2),
+        (["--adapter", "tgi"], 2),
+        ([], 2),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main(["export", str(run), *arguments])
+        assert (stop.value.code or 0) == code, arguments
+    assert "--enable-lora" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out/adapter_config.json").read_text())["r"] == 4
+
+
+def test_what_servers_cannot_apply_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="servers have no names for the experts"):
+        export_served(run_of("GptOss", tmp_path / "stacked"))
+    with pytest.raises(CheckpointError, match=r"servers cannot replace .*gate"):
+        export_served(run_of("Qwen3Moe", tmp_path / "router", modules_to_save=["gate"]))
+    run = save_run(tmp_path / "dora", save_base(tmp_path / "base"), use_dora=True)
+    with pytest.raises(CheckpointError, match="servers cannot apply DoRA"):
+        export_served(run)
+    (tmp_path / "there").mkdir()
+    with pytest.raises(ConfigError, match="exists already"):
+        export_served(run, tmp_path / "there")

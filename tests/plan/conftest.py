@@ -1,0 +1,9 @@
+"""What several tests of plans ask about."""
+
+import pytest
+from replayed import layer_of
+
+
+@pytest.fixture(scope="module")
+def layer_8b():
+    return layer_of("Llama", 4, 2048)
