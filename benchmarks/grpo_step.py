@@ -44,8 +44,11 @@ class Words:
 def prompts_of(vocabulary: int) -> Any:
     from datasets import Dataset
 
+    from halfbyte.data.prepare_answers import as_read
+
     ids = torch.randint(3, vocabulary, (TASKS, PROMPT), generator=torch.Generator().manual_seed(1)).tolist()
-    return Dataset.from_list([{"prompt": str(at), "prompt_ids": each, "columns": {}} for at, each in enumerate(ids)])
+    rows = [{"prompt": json.dumps(str(at)), "prompt_ids": each, "columns": "{}"} for at, each in enumerate(ids)]
+    return Dataset.from_list(rows).with_transform(as_read)
 
 
 def configured(given: argparse.Namespace, folder: str) -> Any:

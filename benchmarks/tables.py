@@ -17,7 +17,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = (ROOT / "docs" / "formats.md", ROOT / "README.md")
 NAMES = {"Qwen2_5_VL": "Qwen2.5-VL (text part)", "Qwen2Moe": "Qwen2-MoE", "Qwen3Moe": "Qwen3-MoE", "Phi3": "Phi-3",
-         "Gemma2": "Gemma 2", "Gemma3": "Gemma 3 (with images: the text part)"}  # fmt: skip
+         "Gemma2": "Gemma 2", "Gemma3": "Gemma 3 (with images: the text part)", "Ministral3": "Ministral 3",
+         "Olmo2": "OLMo 2", "Olmo3": "OLMo 3", "SeedOss": "Seed-OSS", "Exaone4": "EXAONE 4",
+         "Cohere2": "Command R7B and A",
+         "Ernie4_5": "ERNIE 4.5", "Glm": "GLM-4 (9B)", "Glm4": "GLM-4-0414", "Glm4Moe": "GLM-4.5 to 4.7",
+         "GraniteMoe": "Granite-MoE", "Olmoe": "OLMoE", "Phimoe": "Phi-3.5-MoE", "Ernie4_5_Moe": "ERNIE-4.5-MoE",
+         "MiniMaxM2": "MiniMax-M2", "Qwen3_5": "Qwen3.5", "Qwen3_5Moe": "Qwen3.5-MoE",
+         "Qwen3Next": "Qwen3-Next", "GptOss": "gpt-oss",
+         "MuseGlimmerText": "Muse Glimmer (text part)"}  # fmt: skip
 WAYS = ("fused training", "static decoding", "to GGUF", "from GGUF", "images to mmproj")
 SIMPLE = re.compile(r"(<!-- (families|cards) -->\n).*?(<!-- end -->)", re.DOTALL)
 BLOCK = re.compile(r"(<!-- quality: (\S+) (all|short) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -58,20 +65,23 @@ def _cell(value: float | None, form: str) -> str:
 
 
 def family_table() -> str:
-    """Markdown: a row a family, a column each of WAYS."""
+    """Markdown: a row for families with the same, a column each of WAYS."""
     from halfbyte.families import FAMILIES
 
-    lines = [f"| model | {' | '.join(WAYS)} |", "|---" * (1 + len(WAYS)) + "|"]
+    alike: dict[tuple[str, ...], list[str]] = {}
     for row in FAMILIES:
         fused = "attention, norms" if row.experts else "yes"
+        decodes = row.patched and not row.mixer and not row.sinks and row.gguf.text_alone
         found = (
             fused if row.patched else "",
-            "yes" if row.patched and not row.experts and row.gguf.text_alone else "",
+            "yes" if decodes else "",
             "yes" if row.gguf.arch else "",
             "yes" if row.gguf.arch and row.gguf.text_alone else "",
             "yes" if row.tower else "",
         )
-        lines.append(f"| {NAMES.get(row.name, row.name)} | {' | '.join(found)} |")
+        alike.setdefault(found, []).append(NAMES.get(row.name, row.name))
+    lines = [f"| model | {' | '.join(WAYS)} |", "|---" * (1 + len(WAYS)) + "|"]
+    lines += [f"| {', '.join(names)} | {' | '.join(found)} |" for found, names in alike.items()]
     return "\n".join([*lines, "| other causal LMs | by their `nn.Linear`s | | | | |"]) + "\n"
 
 

@@ -8,6 +8,7 @@ from .errors import ModelError
 from .notices import notice
 
 ALL_LINEAR = "all-linear"
+FEW = 16  # inputs of a linear that is not worth quantizing below: half of the smallest block
 READ_BY_SCAN = ("x_proj", "dt_proj", "out_proj")  # of a Mamba layer
 
 
@@ -93,11 +94,18 @@ def kept_whole(model: Any, skip_modules: list[str] | None = None, beside: bool =
     from transformers.quantizers.base import HfQuantizer
 
     skip = HfQuantizer.get_modules_to_not_convert(model, skip_modules, model._keep_in_fp32_modules)
+    head = model.get_output_embeddings() if skip_modules is None else None
+    if head is not None:  # transformers adds the last parameter, too: the head's, or any other where that one is tied
+        last = list(model.named_parameters())[-1][0].removesuffix(".weight")
+        tied = {key.removesuffix(".weight") for pair in model.all_tied_weights_keys.items() for key in pair}
+        named = {name for name, module in model.named_modules() if module is head}
+        skip = [name for name in skip if name != last or name in tied | named | set(model._keep_in_fp32_modules or ())]
     return [*skip, *beside_text(model)] if skip_modules is None and beside else skip
 
 
 def quantizable(model: Any, skip_modules: list[str] | None = None) -> dict[str, Any]:
-    """Name → module of the linear layers that may be quantized: all but `skip_modules`, as in `kept_whole`."""
+    """Name → module of the linear layers that may be quantized: all but `skip_modules`, as in `kept_whole`, and those
+    of a few inputs, which a model may also read or change past their forward (Gemma 3n's mixing of its streams)."""
     from torch import nn
     from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -105,8 +113,33 @@ def quantizable(model: Any, skip_modules: list[str] | None = None) -> dict[str, 
     return {
         name: module
         for name, module in model.named_modules()
-        if type(module) is nn.Linear and should_convert_module(name, skip)
+        if type(module) is nn.Linear and module.in_features >= FEW and should_convert_module(name, skip)
     }
+
+
+def per_layer_tables(model: Any, skip_modules: list[str] | None = None, stored: Any = None) -> dict[str, Any]:
+    """Name → module of the embeddings that give every layer a vector of its own for each token (Gemma 3n and 4), which
+    may be quantized: all but `skip_modules`.
+
+    Args:
+        stored: names of what a checkpoint stores quantized, where it was quantized before: the others stay as they are.
+    """
+    from torch import nn
+
+    text = model.config.get_text_config()
+    width = (getattr(text, "hidden_size_per_layer_input", None) or 0) * text.num_hidden_layers
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if width and isinstance(module, nn.Embedding) and module is not model.get_input_embeddings()
+        if module.embedding_dim == width and (stored is None or name in stored)
+    }
+    return {name: module for name, module in found.items() if not _is_named(name, skip_modules or ())}
+
+
+def _is_named(name: str, kept: Any) -> bool:
+    """Whether a module is one of these, or within one: by whole names, or their ends."""
+    return any(f"{name}.".startswith(f"{each}.") or name.endswith(f".{each}") for each in kept)
 
 
 def expert_stacks(model: Any, skip_modules: list[str] | None = None) -> dict[str, Any]:

@@ -148,6 +148,16 @@ def on_compiler() -> bool:
     return torch.compiler.is_compiling() or (_unsaid and TracingContext.try_get() is not None)
 
 
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Of matrix products on such a device, where autocast is on."""
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+def to_compute_dtype(x: Tensor) -> Tensor:
+    """x in autocast's dtype where it is on."""
+    return x.to(autocast_dtype(x.device.type) or x.dtype)
+
+
 # Before torch 2.13 `is_compiling` is false where Dynamo runs what it does not look into, such as the functions of a
 # tensor subclass (`__torch_function__`), on tensors without data; that something is traced, this tells.
 _unsaid = TorchVersion(torch.__version__) < TorchVersion("2.13")

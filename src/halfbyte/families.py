@@ -88,14 +88,16 @@ class Gguf:
         bias: linears may have biases.
         bias_keys: the config's key that says so → the linear of a layer which shows it.
         activations: of the MLP, in transformers' names.
-        window_every: layers with a sliding window: all but every n-th; 0: the graph has no window.
+        window_every: layers with a sliding window: all but every n-th, so none with 1; 0: the graph has no window.
         wide_layers: with this many layers attention is scaled by hidden size over heads, with others by the head's size
             (`query_pre_attn_scalar`); 0: always by the head's size.
         keys: the file's keys that only some families have → the config's.
         optional: those of `keys` that a file may lack.
         fixed: the config's keys that have one value in the graph.
-        partial_rope: RoPE may turn a part of a head (`partial_rotary_factor`), and the config holds the context before
-            its scaling (`original_max_position_embeddings`).
+        partial_rope: RoPE may turn a part of a head (`partial_rotary_factor`).
+        original_context: the config holds the context before its scaling (`original_max_position_embeddings`).
+        grouped: there may be fewer heads of keys than of queries.
+        unrotated_every: layers without RoPE: every n-th (`no_rope_layers`); 0: the config says nothing of them.
     """
 
     arch: str = ""
@@ -110,6 +112,9 @@ class Gguf:
     optional: tuple[str, ...] = ()
     fixed: Mapping[str, object] = field(default_factory=dict)
     partial_rope: bool = False
+    original_context: bool = False
+    grouped: bool = True
+    unrotated_every: int = 0
 
 
 @dataclass(frozen=True)
@@ -169,11 +174,13 @@ class Family:
         norm_offset: RMSNorm multiplies by 1 + weight.
         layer_norm: norms subtract the mean (LayerNorm).
         parallel: attention and MLP read the same norm of the residual stream, and both join it.
-        qk_norm: q and k are normalised before RoPE, each head of its own, or all heads as one vector.
+        qk_norm: q and k are normalised before RoPE, each head of its own, or all heads as one vector; "shared": each
+            head by one norm without a weight.
+        query_multiplier: the config's key for what q is multiplied by; "": none.
         rope_pairs: which values of a head RoPE turns together: i and i + R/2, or neighbours; cos and sin come for the
             first half of them and again for the second, or "repeated" for neighbours, too, or "once".
-        unrotated: where it is written which layers have no RoPE: in the module (use_rope), or those have none that have
-            no window ("window").
+        unrotated: where it is written which layers have no RoPE: in the module (use_rope), in the config, where their
+            base is 0 (layer_rope_theta), or those have none that have no window ("window").
         scaled_queries: q is multiplied by 1 + β·log(1 + ⌊position / context⌋), as Llama 4's are.
         fused: linears that stand for several: qkv_proj, gate_up_proj.
         gated_mlp: the MLP is gated; else its activation, which may have weights, is of one linear.
@@ -204,9 +211,10 @@ class Family:
     norm_offset: bool = False
     layer_norm: bool = False
     parallel: bool = False
-    qk_norm: Literal["head", "all"] | None = None
+    qk_norm: Literal["head", "all", "shared"] | None = None
+    query_multiplier: str = ""
     rope_pairs: Literal["halves", "neighbours", "repeated", "once"] = "halves"
-    unrotated: Literal["use_rope", "window"] | None = None
+    unrotated: Literal["use_rope", "layer_rope_theta", "window"] | None = None
     scaled_queries: bool = False
     fused: tuple[str, ...] = ()
     gated_mlp: bool = True
@@ -238,6 +246,10 @@ WINDOW = {"attention.sliding_window": "sliding_window"}
 MOE = {
     "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
+}  # fmt: skip
+SCALES = {
+    "attention.scale": "attention_multiplier", "residual_scale": "residual_multiplier",
+    "embedding_scale": "embedding_multiplier", "logit_scale": "logits_scaling",
 }  # fmt: skip
 EVERY_LAYER = {"mlp_only_layers": [], "decoder_sparse_step": 1}  # has experts
 BLOCK = ("ln1", "ln2", "attn_q", "attn_k", "attn_v", "attn_out", "ffn_up", "ffn_down")
@@ -294,7 +306,7 @@ FAMILIES = [
     Family("Qwen2_5_VL", "qwen2_5_vl", "qwen2_5_vl_text", window="module", mlp="Qwen2MLP", tower=QWEN_VISION,
            gguf=Gguf("qwen2vl", text_alone=False, bias=True)),
     Family("Qwen3", "qwen3", window="module", qk_norm="head", gguf=Gguf("qwen3")),
-    Family("Qwen2Moe", "qwen2_moe", patched=False, window="module", experts=Experts(), gguf=Gguf(
+    Family("Qwen2Moe", "qwen2_moe", window="module", experts=Experts(), gguf=Gguf(
         "qwen2moe", bias=True, fixed={"norm_topk_prob": False, **EVERY_LAYER},
         keys={**MOE, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"})),
     Family("Qwen3Moe", "qwen3_moe", window="module", qk_norm="head", experts=Experts(),
@@ -307,28 +319,41 @@ FAMILIES = [
            rope_by_layer=True, activation="hidden_activation", images_see_themselves=True, tower=SIGLIP, gguf=Gguf(
                "gemma3", activations=GELU, window_every=6, wide_layers=62, keys=WINDOW | CAPS, optional=tuple(CAPS))),
     Family("Phi3", "phi3", fused=("qkv_proj", "gate_up_proj"), residual_dropout="layer", window="config",
-           gguf=Gguf("phi3", keys=WINDOW, optional=tuple(WINDOW), partial_rope=True)),
+           gguf=Gguf("phi3", keys=WINDOW, optional=tuple(WINDOW), partial_rope=True, original_context=True)),
     Family("Ministral", "ministral", window="module"),
     Family("Ministral3", "ministral3", window="config", scaled_queries=True),
-    Family("SmolLM3", "smollm3", window="module", unrotated="use_rope"),
-    Family("Olmo2", "olmo2", norms=BEHIND, qk_norm="all"),
-    Family("Olmo3", "olmo3", norms=BEHIND, qk_norm="all", window="module", rope_by_layer=True),
-    Family("SeedOss", "seed_oss", residual_dropout="half"),
-    Family("Exaone4", "exaone4", norms=BEHIND, qk_norm="head", window="module", unrotated="window"),
+    Family("SmolLM3", "smollm3", window="module", unrotated="use_rope", gguf=Gguf(
+        "smollm3", permute=True, unrotated_every=4, fixed={"use_sliding_window": False})),
+    Family("Olmo2", "olmo2", norms=BEHIND, qk_norm="all", gguf=Gguf("olmo2")),
+    Family("Olmo3", "olmo3", norms=BEHIND, qk_norm="all", window="module", rope_by_layer=True,
+           gguf=Gguf("olmo2", window_every=4, keys=WINDOW)),
+    Family("SeedOss", "seed_oss", residual_dropout="half",
+           gguf=Gguf("seed_oss", bias=True,
+                     bias_keys={"attention_bias": "attn_q", "attention_out_bias": "attn_output"})),
+    Family("Exaone4", "exaone4", norms=BEHIND, qk_norm="head", window="module", unrotated="window",
+           gguf=Gguf("exaone4", window_every=1, fixed={"sliding_window": None})),  # the 32B's windows are not exported
     Family("Cohere2", "cohere2", layer_norm=True, norms=Norms(before_mlp="input_layernorm"), parallel=True,
-           window="module", rope_pairs="repeated", unrotated="window"),
-    Family("Granite", "granite", residual_scale="residual_multiplier", embedding_scale="embedding_multiplier"),
-    Family("Ernie4_5", "ernie4_5", rope_pairs="neighbours"),
+           window="module", rope_pairs="repeated", unrotated="window",
+           gguf=Gguf("cohere2", window_every=4, keys=WINDOW | {"logit_scale": "logit_scale"})),
+    Family("Granite", "granite", residual_scale="residual_multiplier", embedding_scale="embedding_multiplier",
+           gguf=Gguf("granite", permute=True, keys=SCALES)),
+    Family("Ernie4_5", "ernie4_5", rope_pairs="neighbours", gguf=Gguf("ernie4_5")),
     Family("Glm", "glm", fused=("gate_up_proj",), rope_pairs="neighbours"),
     Family("Glm4", "glm4", fused=("gate_up_proj",), rope_pairs="neighbours",
-           norms=Norms(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")),
+           norms=Norms(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"),
+           gguf=Gguf("glm4", bias=True, bias_keys={"attention_bias": "attn_q"}, partial_rope=True)),
     Family("Apertus", "apertus", norms=Norms("attention_layernorm", before_mlp="feedforward_layernorm"),
            qk_norm="head", gated_mlp=False),
-    Family("Arcee", "arcee", gated_mlp=False),
+    Family("Arcee", "arcee", gated_mlp=False, gguf=Gguf("arcee", permute=True, activations=("relu2",))),
+    Family("MuseGlimmerText", "muse_glimmer", "muse_glimmer_text", norms=SANDWICH, norm_offset=True, window="module",
+           qk_norm="shared", query_multiplier="qk_scale_factor", unrotated="layer_rope_theta",
+           gated_attention="gate_proj", activation="hidden_activation", gguf=Gguf(text_alone=False)),
     Family("Glm4Moe", "glm4_moe", qk_norm="head", experts=Experts("n_routed_experts")),
     Family("GraniteMoe", "granitemoe", residual_scale="residual_multiplier", embedding_scale="embedding_multiplier",
            experts=Experts("num_local_experts", "block_sparse_moe")),
-    Family("Olmoe", "olmoe", qk_norm="all", window="config", experts=Experts()),
+    Family("Olmoe", "olmoe", qk_norm="all", window="config", experts=Experts(), gguf=Gguf(
+        "olmoe", grouped=False, keys={"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"},
+        fixed={"norm_topk_prob": False, "clip_qkv": None})),
     Family("Phimoe", "phimoe", layer_norm=True, experts=Experts("num_local_experts")),
     Family("Ernie4_5_Moe", "ernie4_5_moe", rope_pairs="neighbours", experts=Experts("moe_num_experts")),
     Family("MiniMaxM2", "minimax_m2", qk_norm="all", experts=Experts("num_local_experts")),

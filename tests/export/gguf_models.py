@@ -43,6 +43,19 @@ MODELS = {
     "phi3": ("Phi3", {"sliding_window": None}),
     "phi3, longrope": ("Phi3", {"sliding_window": None, "rope_parameters": LONG,
                                 "max_position_embeddings": 1024, "original_max_position_embeddings": 256}),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 5}),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": ("Olmo3", {"num_hidden_layers": 5, "sliding_window": 16}),
+    "seed_oss": ("SeedOss", {"head_dim": 16, "attention_bias": True, "attention_out_bias": False}),
+    "exaone4": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "cohere2": ("Cohere2", {"num_hidden_layers": 5, "sliding_window": 16, "logit_scale": 0.5}),
+    "granite": ("Granite", {"residual_multiplier": 0.3, "embedding_multiplier": 5.0, "logits_scaling": 3.0,
+                            "attention_multiplier": 0.2}),
+    "ernie4_5": ("Ernie4_5", {"head_dim": 16, "use_bias": False}),
+    "glm4": ("Glm4", {"head_dim": 16, "attention_bias": True,
+                      "rope_parameters": THETA | {"partial_rotary_factor": 0.5, "rope_type": "default"}}),
+    "arcee": ("Arcee", {"head_dim": 16}),
+    "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4}),
 }  # fmt: skip
 
 

@@ -30,7 +30,7 @@ ROW = Family(
     residual_scale="residual_multiplier",
     embedding_scale="embedding_multiplier",
     gguf=Gguf(
-        "granite",
+        "internlm2",
         permute=True,
         keys={
             "residual_scale": "residual_multiplier",

@@ -133,7 +133,9 @@ def test_planned_are_groups_of_as_many_answers_as_a_micro_batch_has(rows, tokens
     report = {"train": {}, "eval": None}
     data = own.documents(chosen, PreparedData(prompts, None, report, shared=True))
     assert data.shared == (rows > 1)
-    assert batches_of(chosen, data, torch.device("cpu")).largest.tokens == tokens
+    found = batches_of(chosen, data, torch.device("cpu"))
+    assert found.largest.tokens == tokens
+    assert found.prompts == (10, 10, 6, 5, 4, 3)[:rows]  # three micro-batches in groups of three
     assert longest_row(data.train, data.answers) == 22
     assert data.report["train"]["tokens"] == 38 + 6 * 12
     plain = own.documents(chosen, PreparedData(prompts, None, report))

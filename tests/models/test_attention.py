@@ -356,10 +356,17 @@ def test_whole_rows_repeat_where_that_is_cheap_or_asked_for(hopper, monkeypatch)
 
 def test_rows_of_varying_lengths_take_the_kernel_without_plans(hopper, monkeypatch):
     monkeypatch.setattr(causal, "whole", None)
-    with attention.lengths_vary():
-        check_same_loss("Llama", batch())
     rows, length = batch()["input_ids"].shape
+    with attention.planned_lengths({length + 1}):
+        check_same_loss("Llama", batch())
     assert [documents[0].unique().tolist() for documents in hopper] == [[length * row for row in range(rows)]] * 2
+
+
+def test_rows_of_a_length_that_comes_often_take_the_kernel_with_plans(hopper, monkeypatch):
+    monkeypatch.setattr(causal, "varying", None)
+    with attention.planned_lengths({batch()["input_ids"].shape[1]}):
+        check_same_loss("Llama", batch())
+    assert not hopper
 
 
 @pytest.mark.gpu

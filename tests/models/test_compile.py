@@ -3,7 +3,7 @@
 import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from patch_models import FAMILIES, MULTIMODAL, assert_same, batch, loss_and_gradients, quantize, tiny
+from patch_models import FAMILIES, HYBRIDS, MULTIMODAL, assert_same, batch, loss_and_gradients, quantize, tiny
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
@@ -56,7 +56,9 @@ def _fresh_compiler():
     torch._dynamo.reset()
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in (*FAMILIES, *MULTIMODAL) if name != "Llama"]
+# Routers that draw would draw others, and the backward of transformers' delta rule does not compile.
+COMPILED = [name for name in FAMILIES if name not in ("Phimoe", *HYBRIDS)]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in (*COMPILED, *MULTIMODAL) if name != "Llama"]
 ONE_LAYER = {"num_hidden_layers": 1, "layer_types": None}
 
 
@@ -89,7 +91,7 @@ def test_one_graph_which_keeps_no_weight(family, checkpointing):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("family", [*FAMILIES, *MULTIMODAL])
+@pytest.mark.parametrize("family", [*COMPILED, *MULTIMODAL])
 def test_lengths_that_vary_recompile_once(family, checkpointing):
     model, saved = small(family, checkpointing), Saved()
     batches = [ignored(batch(length=length)) for length in LENGTHS]
@@ -103,7 +105,7 @@ def test_lengths_that_vary_recompile_once(family, checkpointing):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("family", COMPILED)
 def test_packed_documents(family):
     model, inputs = small(family, False), batch(packed=True)
     expected = loss_and_gradients(model, inputs)

@@ -7,12 +7,13 @@ import pytest
 import torch
 import transformers
 from expert_models import MIXTURES, TOKENS, dequantized, mixture, stacks, upcycled
+from published import save_gpt_oss
 from safetensors.torch import load_file, save_file
 
 from halfbyte import notices
 from halfbyte.config import Origin
 from halfbyte.errors import CheckpointError, ModelError
-from halfbyte.formats import Blockwise4, Mxfp4, Stack
+from halfbyte.formats import Blockwise4, Stack
 from halfbyte.models import stacks as loading
 from halfbyte.models.load import load_model
 from halfbyte.models.whole import check_whole
@@ -188,20 +189,8 @@ def test_real_weights_upcycled_compute_what_the_dense_model_does(slices, shared,
 
 def test_gpt_oss_as_it_is_published(tmp_path):
     """MXFP4 experts beside 16-bit linears: the file's codes, never quantized again."""
-    model = mixture("GptOss").to(torch.bfloat16)
-    model.save_pretrained(tmp_path)
-    entries, expected = load_file(tmp_path / "model.safetensors"), {}
-    for key in [key for key in entries if key.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-        stack = QuantizedTensor.join(entries.pop(key).mT.contiguous(), Mxfp4(), model.get_parameter(key).mT.shape)
-        count, rows, half = stack.packed.shape
-        entries[f"{key}_blocks"], entries[f"{key}_scales"] = stack.packed.view(count, rows, half // 16, 16), stack.scale
-        expected[key] = stack
-    save_file(entries, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((tmp_path / "config.json").read_text())
-    skip = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": skip}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-
+    expected = save_gpt_oss(tmp_path)
+    entries = load_file(tmp_path / "model.safetensors")
     check_whole(Origin(str(tmp_path)), transformers.AutoConfig.from_pretrained(tmp_path))
     stored = load(tmp_path)
     assert stacks(stored).keys() == expected.keys()

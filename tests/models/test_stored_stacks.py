@@ -8,17 +8,22 @@ import torch.nn.functional as F
 import transformers
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from expert_models import TOKENS, dequantized, mixture, stacks
+from merge_runs import byte_tokenizer, save_run
+from peft import PeftModel
+from published import save_gpt_oss
 from safetensors.torch import load_file, save_file
 
-from halfbyte.adapters import add_adapter
+from halfbyte.adapters import add_adapter, load_adapter
 from halfbyte.config import Origin, RunConfig
 from halfbyte.errors import CheckpointError, ModelError
+from halfbyte.export.merge import merge
 from halfbyte.formats import Blockwise4
 from halfbyte.models.load import load_model
 from halfbyte.models.whole import check_whole
 from halfbyte.plan.shapes import ModelShapes
 
 PT = {"format": "pt"}
+BYTES = {"vocab_size": 272, "eos_token_id": 257, "bos_token_id": 256}
 SIZES = {"hidden_size": 128, "moe_intermediate_size": 128}
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
@@ -217,3 +222,44 @@ def test_their_bytes_are_planned(kind, tmp_path):
     )
     held = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
     assert shapes.frozen_bytes() == held
+
+
+@pytest.mark.parametrize("kind", ["bitsandbytes", "fp8"])
+def test_they_are_merged_onto(kind, tmp_path):
+    """The 16-bit model that comes of it is plain PEFT's on the values that the checkpoint holds."""
+    twin = checkpoint(tmp_path / "base", *KINDS[kind], **BYTES)
+    byte_tokenizer().save_pretrained(tmp_path / "base")
+    run = save_run(tmp_path / "run", tmp_path / "base")
+    report = merge(run, tmp_path / "merged")
+    assert report.targets["dequantized"].explained
+    assert report.experts == (24, 24)
+    expected = PeftModel.from_pretrained(twin, run / "adapter").merge_and_unload()
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    for (key, mine), theirs in zip(merged.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2**-8, atol=1e-6, msg=lambda said, key=key: f"{key}: {said}")
+
+
+def test_gpt_oss_is_trained_and_merged_on_its_own_codes(tmp_path):
+    """MXFP4 as it is published: gradients and merge are plain PEFT's on the values of its codes."""
+    save_gpt_oss(tmp_path / "base", **BYTES)
+    byte_tokenizer().save_pretrained(tmp_path / "base")
+    twin = dequantized(mixture("GptOss", **BYTES), load(tmp_path / "base"))
+    run = save_run(tmp_path / "run", tmp_path / "base")
+    theirs = PeftModel.from_pretrained(twin, run / "adapter", is_trainable=True)
+    ours = load_adapter(load(tmp_path / "base"), run / "adapter", "m")
+    for key, parameter in ours.named_parameters():
+        parameter.requires_grad_("lora_" in key)
+    for model in (ours, theirs):
+        model.train()(TOKENS, labels=TOKENS).loss.backward()
+    expected = dict(theirs.named_parameters())
+    trained = {key: p.grad for key, p in ours.named_parameters() if p.requires_grad}
+    assert sum(".experts." in key for key in trained) == 8
+    for key, gradient in trained.items():
+        assert (gradient - expected[key].grad).norm() <= 1e-5 * expected[key].grad.norm(), key
+
+    report = merge(run, tmp_path / "merged")
+    assert report.experts == (16, 16)
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    values = dict(theirs.merge_and_unload().named_parameters())
+    for key, mine in merged.named_parameters():
+        torch.testing.assert_close(mine, values[key], rtol=2**-8, atol=1e-6, msg=lambda said, key=key: f"{key}: {said}")

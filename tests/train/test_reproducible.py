@@ -23,7 +23,7 @@ from halfbyte.files import write_json
 from halfbyte.models.patch import PatchReport
 from halfbyte.notices import forget, notice
 from halfbyte.train.checkpoint import STATE, check_same_run
-from halfbyte.train.prepare import lengths_differ
+from halfbyte.train.prepare import lengths_worth_plans
 from halfbyte.train.reproducible import repeatable, verdict
 from halfbyte.train.sft import train
 
@@ -88,22 +88,34 @@ def test_a_checkpoint_from_before_the_key_is_resumed_as_what_it_was(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "steps", "keys", "differ"),
+    ("lengths", "steps", "keys", "planned"),
     [
-        ([300, 380, 384], 10, {}, False),  # all are rounded to 384
-        ([100, 300], 99, {}, True),
-        ([100, 300], 100, {}, False),
-        ([100, 300], 10, {"packing": True}, False),
-        ([100, 300], 10, {"padding_free": True}, False),
+        ([300, 380, 384], 10, {}, None),  # all are rounded to 384
+        ([1100, 1700], 99, {}, set()),
+        ([1100, 1700], 100, {}, {1280, 1792}),
+        ([1100] * 3 + [1700], 100, {}, {1280}),  # 75 of 100 steps; the other 25 do not repay a plan
+        (
+            [1100] * 3 + [1700],
+            100,
+            {"per_device_train_batch_size": 2},
+            {1280, 1792},
+        ),  # half of all pairs has the longer
+        ([1100] * 3 + [1700], 100, {"per_device_train_batch_size": 8}, {1792}),  # all rows in each
+        ([1100] * 3 + [1700], 50, {"gradient_accumulation_steps": 2}, {1280}),
+        ([600, 1100], 900, {}, {1280}),
+        ([600, 1100], 1000, {}, {640, 1280}),
+        ([600, 1100], 1000, {"max_length": 700}, {640, 768}),
+        ([100, 300], 10, {"packing": True}, None),
+        ([100, 300], 10, {"padding_free": True}, None),
     ],
 )
-def test_lengths_that_differ(lengths, steps, keys, differ):
+def test_lengths_that_repay_a_plan(lengths, steps, keys, planned):
     from datasets import Dataset
 
     rows = Dataset.from_dict({"input_ids": [[1] * length for length in lengths]})
     data = PreparedData(rows, None, {})
-    job = SimpleNamespace(config=config(**keys), data=data, total_steps=steps)
-    assert lengths_differ(job) == differ
+    job = SimpleNamespace(config=config(**{"max_length": 2048} | keys), data=data, total_steps=steps)
+    assert lengths_worth_plans(job) == planned
 
 
 # --- on a GPU ------------------------------------------------------------------------------------------------------

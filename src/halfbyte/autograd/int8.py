@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..dispatch import on_compiler
+from ..dispatch import on_compiler, to_compute_dtype
 from ..notices import notice
 from ..ops import int8 as ops
 from . import linear as _linear  # noqa: F401  defines quantized_linear_dx, the backward of both
@@ -32,9 +32,7 @@ def int8_linear(input: Tensor, weight: QuantizedTensor, bias: Tensor | None = No
     Returns:
         [..., N].
     """
-    kind = input.device.type
-    if torch.is_autocast_enabled(kind):
-        input = input.to(torch.get_autocast_dtype(kind))
+    input = to_compute_dtype(input)
     if bias is not None and bias.dtype != input.dtype:
         bias = bias.to(input.dtype)
     if on_compiler():

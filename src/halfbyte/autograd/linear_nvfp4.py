@@ -21,13 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..dispatch import on_compiler
 from ..errors import ModelError
 from ..notices import notice
 from ..ops.e2m1 import codebook_e2m1, decode_scales
 from ..ops.fp8_scaling import Slot
 from ..ops.nvfp4 import BLOCK, ERRORS, Metric, quantize_nvfp4, rotate
-from .lora import refuse_compiled
 
 if TYPE_CHECKING:
     from ..tensor import QuantizedTensor
@@ -66,34 +64,6 @@ class Nvfp4Recipe:
         return self.four_over_six_metric if self.enable_four_over_six else None
 
 
-def nvfp4_linear(
-    input: Tensor, weight: QuantizedTensor | Tensor, bias: Tensor | None = None, *, recipe: Nvfp4Recipe
-) -> Tensor:
-    """`F.linear` with a frozen weight, computed in NVFP4.
-
-    Args:
-        input: [..., K], float; the products run in its dtype, or autocast's.
-        weight: [N, K], in any stored format or plain; gets no gradient.
-        bias: [N] or None; added in the products' dtype.
-        recipe: what is rounded how.
-
-    Returns:
-        [..., N] in the dtype of the product.
-
-    Raises:
-        ModelError: under torch.compile, which the recipe does not support.
-    """
-    if on_compiler():
-        refuse_compiled(Nvfp4Products(recipe))
-    kind = input.device.type
-    if torch.is_autocast_enabled(kind):
-        input = input.to(torch.get_autocast_dtype(kind))
-    if bias is not None:
-        bias = bias.to(input.dtype)
-    _say_emulated()
-    return _Nvfp4Linear.apply(input, weight, bias, recipe)
-
-
 def _say_emulated() -> None:
     notice(
         "nvfp4-emulated", "recipe nvfp4: operands are rounded to NVFP4 and multiplied in 16 bits; no FP4 units are used"
@@ -123,31 +93,14 @@ class Nvfp4Products:
         """Write x·Wᵢᵀ into `outs` [M, Nᵢ]."""
         _say_emulated()
         for weight, out in zip(weights, outs, strict=True):
-            out.copy_(_product(x, _values(weight), None, self.recipe, stochastic=False))
+            out.copy_(_product(x, _values(weight), self.recipe, stochastic=False))
 
     def input_gradient(self, grads: Sequence[Tensor], weights: Sequence[Weight], dtype: torch.dtype) -> Tensor:
         """dx = Σ dyᵢ·Wᵢ, `dtype` [M, K]."""
         stochastic = not self.recipe.disable_stochastic_rounding
         pairs = zip(grads, weights, strict=True)
-        products = [_product(dy, _values(w).t(), None, self.recipe, stochastic=stochastic) for dy, w in pairs]
+        products = [_product(dy, _values(w).t(), self.recipe, stochastic=stochastic) for dy, w in pairs]
         return torch.stack(products).sum(0) if len(products) > 1 else products[0]
-
-
-class _Nvfp4Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, input, weight, bias, recipe):
-        ctx.weight, ctx.recipe = weight, recipe  # frozen, and it outlives the graph
-        return _product(input, _values(weight), bias, recipe, stochastic=False)
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad_input = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            stochastic = not ctx.recipe.disable_stochastic_rounding
-            grad_input = _product(grad, _values(ctx.weight).t(), None, ctx.recipe, stochastic=stochastic)
-        if ctx.needs_input_grad[2]:
-            grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
-        return grad_input, None, grad_bias, None
 
 
 def _values(weight: QuantizedTensor | Tensor) -> Tensor:
@@ -155,14 +108,12 @@ def _values(weight: QuantizedTensor | Tensor) -> Tensor:
     return weight.dequantize() if hasattr(weight, "format") else weight.detach()
 
 
-def _product(left: Tensor, right: Tensor, bias: Tensor | None, recipe: Nvfp4Recipe, *, stochastic: bool) -> Tensor:
+def _product(left: Tensor, right: Tensor, recipe: Nvfp4Recipe, *, stochastic: bool) -> Tensor:
     """left [..., C] times rightᵀ, right [N, C], both rounded to NVFP4 along C; `dtype` of left."""
     tile_rows = 1 if recipe.disable_2d_quantization else BLOCK
     rows, left_factor = _rounded(left.reshape(-1, left.shape[-1]), 1, recipe, left.dtype, stochastic=stochastic)
     columns, right_factor = _rounded(right, tile_rows, recipe, left.dtype, stochastic=False)
     product = F.linear(rows, columns).mul_(left_factor * right_factor)
-    if bias is not None:
-        product.add_(bias)
     return product.view(*left.shape[:-1], right.shape[0])
 
 

@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..dispatch import on_compiler
+from ..dispatch import on_compiler, to_compute_dtype
 from ..errors import ModelError
 from ..ops.fp8_scaling import Codes, Slot
 from ..ops.lora_read import lora_read, summed
@@ -150,12 +150,6 @@ def lora_qkv(
         return composed(x, weights, biases, loras, dropout)
     projections, cast_biases, a, b = Projections.of(x, weights, biases, loras, dropout, recipe)
     return _LoRA.apply(x, projections, *cast_biases, *a, *b)
-
-
-def to_compute_dtype(x: Tensor) -> Tensor:
-    """x in autocast's dtype where it is on."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def refuse_compiled(recipe: Products | None) -> None:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..dispatch import on_compiler
+from ..dispatch import on_compiler, to_compute_dtype
 from ..errors import ModelError
 from ..ops import glu as ops
 from ..ops.fp8_scaling import Codes
@@ -37,7 +37,7 @@ from ..ops.lora_glu import (
     lora_glu_float8,
 )
 from .glu import glu
-from .lora import LoRA, Projections, State, check, composed, refuse_compiled, rows_of, to_compute_dtype
+from .lora import LoRA, Projections, State, check, composed, refuse_compiled, rows_of
 
 if TYPE_CHECKING:
     from .lora import Products, Weight

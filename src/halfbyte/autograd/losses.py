@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..dispatch import autocast_dtype
 from ..errors import ModelError
 from ..ops import IGNORE_INDEX
 from ..ops.cross_entropy import Objective
@@ -186,9 +187,7 @@ _linear_log_probs.register_autograd(_backward_of_log_probs, setup_context=_save_
 
 def flat_rows(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Rows of hidden states and their labels, in the dtype the product of an nn.Linear would have."""
-    dtype = weight.dtype
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
+    dtype = autocast_dtype(hidden.device.type) or weight.dtype
     if labels.shape != hidden.shape[:-1]:  # rows and labels would still be paired, one with another's
         raise ModelError(f"linear_cross_entropy: labels are {list(labels.shape)}, and hidden {list(hidden.shape)}")
     hidden = hidden.reshape(-1, hidden.shape[-1]).to(dtype)

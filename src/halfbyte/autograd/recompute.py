@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..dispatch import autocast_dtype
+
 # (x [B, T, H], whether the last part is needed) → one or two parts of the same shape, to be added up
 Parts = Callable[[Tensor, bool], tuple[Tensor, ...]]
 
@@ -40,9 +42,7 @@ class _Surroundings:
 
     @classmethod
     def of(cls, device: torch.device, random: bool) -> _Surroundings:
-        kind = device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return cls(device, autocast, _random_state(device) if random else None)
+        return cls(device, autocast_dtype(device.type), _random_state(device) if random else None)
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:

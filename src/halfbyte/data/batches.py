@@ -24,6 +24,7 @@ def batches_of(config: RunConfig, data: PreparedData, device: torch.device) -> B
     """The micro-batches of a run on `device`; `config` may be another than `data` was prepared for, with shorter rows,
     or packed ones, which are taken to be full."""
     train, held_out = (_lengths_for(config, rows, data) for rows in (data.train, data.eval))
+    asked = answers_a_generation(config) // group_size(config)  # prompts; the config below is of rows
     if data.counted > 1:
         rows = -(-config.per_device_train_batch_size // data.counted)
         config = config.model_copy(update={"per_device_train_batch_size": rows})
@@ -33,12 +34,11 @@ def batches_of(config: RunConfig, data: PreparedData, device: torch.device) -> B
     found = batches_of_lengths(config, train, held_out, rounded=rounds_widths(device), widths=widths)
     if config.method not in SAMPLING:
         return found
-    together = answers_a_generation(config) // group_size(config)
     return replace(
         found,
         second=found.largest,  # answers have any lengths
         evaluation=Shape(0, 0),  # which answers, too
-        prompts=_longest_prompts(data.train, together),
+        prompts=_longest_prompts(data.train, asked),
         held_out_prompts=() if data.eval is None else _longest_prompts(data.eval, len(data.eval)),
     )
 
@@ -48,10 +48,17 @@ def _longest_prompts(rows: Dataset, count: int) -> tuple[int, ...]:
     return tuple(sorted(map(len, rows["prompt_ids"]), reverse=True)[:count])
 
 
-def widths_of(config: RunConfig, data: PreparedData) -> set[int]:
-    """The widths that rounded batches of unpacked training rows can have."""
-    lengths = row_lengths(data.train) if data.answers == 1 else document_lengths(data.train)
-    return {width_of(int(length), config.max_length) for length in np.unique(lengths)}
+def width_shares(config: RunConfig, data: PreparedData) -> dict[int, float]:
+    """The widths that rounded micro-batches of unpacked training rows can have, and the share of them that has each,
+    as drawing rows without putting them back makes them."""
+    lengths = np.sort(row_lengths(data.train) if data.answers == 1 else document_lengths(data.train))
+    widths = sorted({width_of(int(length), config.max_length) for length in np.unique(lengths)})
+    drawn = min(config.per_device_train_batch_size * data.answers, len(lengths))
+    within = [int(np.searchsorted(lengths, width, side="right")) for width in widths]  # rows that are no wider
+    within[-1] = len(lengths)  # longer ones are cut
+    places = np.arange(drawn)
+    no_wider = [float(np.prod(np.maximum(rows - places, 0) / (len(lengths) - places))) for rows in within]
+    return {width: share - below for width, share, below in zip(widths, no_wider, [0.0, *no_wider], strict=False)}
 
 
 def _of_documents(config: RunConfig, answers: int, shared: bool) -> RunConfig:

@@ -235,23 +235,11 @@ def split_off(found: Documents, size: float, seed: int) -> tuple[Documents, Docu
 
 def _finish(found: Documents, encoder: Encoder, config: RunConfig, name: str) -> _Split:
     encoded = encode(found, encoder, config, {**ENCODED, **{name: NUMBERS for name in found.columns}})
-    reasons = np.array(list(encoded["dropped"]))
-    dropped = Counter(reason for reason in reasons.tolist() if reason)
-    kept = encoded.select(np.flatnonzero(reasons == ""))
-    total = len(found.texts)
-    if not len(kept):
-        worst = dropped.most_common(1)[0][0]
-        counts = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
-        raise DataError(
-            f"zero trained tokens: all {total} {name} documents are dropped ({counts}; max_length={config.max_length})",
-            REMEDY[worst],
-        )
+    total, kept = len(found.texts), kept_rows(encoded, f"{name} documents", config.max_length, REMEDY)
     truncated = sum(length > config.max_length for length in kept["length"])
     if truncated:
         words = f"cut to max_length {config.max_length}: the longest has {max(kept['length']):,} tokens"
         notice(f"truncated:{name}", f"{truncated} of {total} {name} documents {words}")
-    for reason, count in dropped.items():
-        notice(f"dropped:{name}:{reason}", f"{count} of {total} {name} documents dropped: {reason}")
     empty = sum(kept["empty"])
     if empty == len(kept) and name == "training":
         raise DataError(
@@ -264,6 +252,29 @@ def _finish(found: Documents, encoder: Encoder, config: RunConfig, name: str) ->
     rows = _pack(kept, config.max_length, found.columns) if config.packing else kept.select_columns(columns)
     capacity = config.max_length if config.packing else None
     return _Split(kept, rows, split_report(encoded, kept, rows, truncated, empty, capacity))
+
+
+def kept_rows(encoded: Dataset, name: str, max_length: int, remedies: Mapping[str, str]) -> Dataset:
+    """The rows that are not dropped; says why the others are.
+
+    Args:
+        name: of the rows, as in "training rows".
+        remedies: by the reason why a row is dropped.
+
+    Raises:
+        DataError: all are dropped.
+    """
+    reasons = np.array(list(encoded["dropped"]))
+    dropped = Counter(reason for reason in reasons.tolist() if reason)
+    if dropped.total() == len(encoded):
+        counts = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+        raise DataError(
+            f"zero trained tokens: all {len(encoded)} {name} are dropped ({counts}; max_length={max_length})",
+            remedies[dropped.most_common(1)[0][0]],
+        )
+    for reason, count in dropped.items():
+        notice(f"dropped:{name}:{reason}", f"{count} of {len(encoded)} {name} dropped: {reason}")
+    return encoded.select(np.flatnonzero(reasons == ""))
 
 
 def encode(found: Documents, encoder: Encoder, config: RunConfig, features: Mapping[str, Any]) -> Dataset:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from typing import Any
 
 import datasets
-import numpy as np
 from datasets import Dataset, Features, Value
 from transformers import PreTrainedTokenizerBase
 
@@ -30,6 +28,7 @@ from .prepare import (
     check_unicode,
     encode,
     for_template,
+    kept_rows,
     mask_of,
     split_off,
     template_of,
@@ -187,17 +186,7 @@ def _finish(found: Documents, encoder: AnswerEncoder, config: RunConfig, name: s
     """The rows of a split that are kept, with all their columns, and its part of the report."""
     kind, total = encoder.kind, len(found.texts)
     encoded = encode(found, encoder, config, _features(kind, found.columns))
-    reasons = np.array(list(encoded["dropped"]))
-    dropped = Counter(reason for reason in reasons.tolist() if reason)
-    kept = encoded.select(np.flatnonzero(reasons == ""))
-    if not len(kept):
-        counts = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
-        raise DataError(
-            f"all {total} {name} rows are dropped ({counts}; max_length={config.max_length})",
-            REMEDIES[dropped.most_common(1)[0][0]],
-        )
-    for reason, count in dropped.items():
-        notice(f"dropped:{name}:{reason}", f"{count} of {total} {name} rows dropped: {reason}")
+    kept = kept_rows(encoded, f"{name} rows", config.max_length, REMEDIES)
     truncated = sum(length > config.max_length for length in kept["length"])
     if truncated:
         notice(

@@ -137,7 +137,13 @@ class MergedWeights:
 
     def _add(self, name: str, source: Stored, parameter: str, piece: Piece | None = None) -> None:
         dtype, size = self.base.written_dtype(source), self.base.written_bytes(source)
-        self.shards[source.file].append(Output(Entry(name, dtype, source.shape, size), source, parameter, (), piece))
+        shape = self.adapter.shapes[parameter] if self._is_turned(source, parameter) else source.shape
+        self.shards[source.file].append(Output(Entry(name, dtype, shape, size), source, parameter, (), piece))
+
+    def _is_turned(self, source: Stored, parameter: str) -> bool:
+        """Whether the base has a stack packed, and so as [E, N, K], where the model has [E, K, N]."""
+        shape = self.adapter.shapes.get(parameter, ())
+        return bool(source.parts) and parameter in self.adapter.transposed and source.shape == (shape[0], *shape[:0:-1])
 
     def _untie(self, parameter: str, tied_to: str) -> None:
         """Give both their own tensor, made from the one that the base stores."""
@@ -316,13 +322,15 @@ class MergedWeights:
         if target == "dequantized" and name in self._stacks.formats:
             return self._packed_stack(output)
         weight = self.base.read(output.source).to(self.adapter.device)
+        if self._is_turned(output.source, name):
+            weight = weight.mT
         if target == "dequantized" and name in self._formats:
             # transformers casts to the dtype of the run before it quantizes
             weight = weight.to(self.trained_dtype)
             return QuantizedTensor.quantize(weight, self._formats[name]).dequantize(torch.float32)
         if self.as_trained and name in self.packing.formats:
             weight = weight.to(self.trained_dtype)
-        return weight.to(torch.float32, copy=True)
+        return weight.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
     def _packed_stack(self, output: Output) -> Tensor:
         """fp32: experts, or a piece of one, as they were quantized when they were trained on."""

@@ -32,6 +32,10 @@ def taken_for_granted(family: Family, layers: int, hidden: int, heads: int, head
     if graph.window_every:
         kinds = ("sliding" if (layer + 1) % graph.window_every else "full" for layer in range(layers))
         found["layer_types"] = [f"{kind}_attention" for kind in kinds]
+    if not graph.grouped:
+        found["num_key_value_heads"] = heads
+    if graph.unrotated_every:
+        found["no_rope_layers"] = [int((layer + 1) % graph.unrotated_every > 0) for layer in range(layers)]
     return found
 
 

@@ -31,7 +31,7 @@ KEYS = {
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
 }
-EPSILON = "attention.layer_norm_rms_epsilon"
+EPSILON, LAYER_NORM_EPSILON = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 WINDOW = "attention.sliding_window"  # 0 where a model has none
 FACTOR, ORIGINAL_CONTEXT = "rope.scaling.factor", "rope.scaling.original_context_length"
 # RoPE's scaling, which the file and the config call the same → the file's keys → the config's.
@@ -40,7 +40,8 @@ SCALINGS = {
     "yarn": {FACTOR: "factor", ORIGINAL_CONTEXT: "original_max_position_embeddings"},
 }
 OTHERS_READ = {
-    "vocab_size", "attention.key_length", "attention.value_length", EPSILON, "rope.dimension_count", "rope.freq_base",
+    "vocab_size", "attention.key_length", "attention.value_length", EPSILON, LAYER_NORM_EPSILON,
+    "rope.dimension_count", "rope.freq_base",
     "rope.freq_base_swa", "rope.scaling.type", FACTOR, ORIGINAL_CONTEXT, "rope.scaling.attn_factor",
 }  # fmt: skip
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # made from the config
@@ -55,7 +56,10 @@ def add_hyperparameters(writer: GGUFWriter, config: Any, family: Family) -> None
         _add(writer, f"{arch}.{key}", getattr(config, name))
     writer.add_key_length(size)
     writer.add_value_length(size)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if family.layer_norm:
+        writer.add_layer_norm_eps(config.layer_norm_eps)
+    else:
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     _add_rope(writer, config)
     for key, name in family.gguf.keys.items():
         value = getattr(config, name)
@@ -101,11 +105,12 @@ def read_config(file: GgufFile) -> Any:
     keys |= {
         "vocab_size": file.shape("token_embd.weight")[0],
         "head_dim": size,
-        "rms_norm_eps": file.of_arch(EPSILON),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "dtype": _dtype(file),
         "rope_parameters": _read_rope(file, family, size),
     }
+    epsilon = ("layer_norm_eps", LAYER_NORM_EPSILON) if family.layer_norm else ("rms_norm_eps", EPSILON)
+    keys[epsilon[0]] = file.of_arch(epsilon[1])
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         keys[f"{name}_token_id"] = file.get(f"tokenizer.ggml.{key}_token_id")
     keys |= taken_for_granted(family, keys["num_hidden_layers"], hidden, heads, size) | _of_family(file, family)
@@ -113,7 +118,8 @@ def read_config(file: GgufFile) -> Any:
 
 
 def _family_in(file: GgufFile) -> Family:
-    """The row of the model in `file`: files of Mistral say llama; so do those of Mixtral, with experts."""
+    """The row of the model in `file`: files of Mistral say llama, so do those of Mixtral, with experts; Olmo 3's are
+    Olmo 2's with a window."""
     known = [family for family in FAMILIES if family.gguf.arch and family.gguf.text_alone]
     found = [family for family in known if family.gguf.arch == file.arch]
     if not found:
@@ -122,8 +128,9 @@ def _family_in(file: GgufFile) -> Family:
             f"{file.path} holds a model of architecture {file.arch!r}, which halfbyte does not import",
             f"it imports {archs}; take the Hugging Face checkpoint",
         )
-    experts = bool(file.of_arch("expert_count", 0))
-    return next((family for family in found if bool(family.experts) == experts), found[0])
+    experts, windowed = bool(file.of_arch("expert_count", 0)), bool(file.of_arch(WINDOW, 0))
+    likely = [family for family in found if bool(family.experts) == experts] or found
+    return next((family for family in likely if bool(family.gguf.window_every) == windowed), likely[0])
 
 
 def _dtype(file: GgufFile) -> torch.dtype:
@@ -138,7 +145,7 @@ def _of_family(file: GgufFile, family: Family) -> dict[str, Any]:
         found[name] = file.of_arch(key, 0 if key in graph.optional else None) or None
     for name, linear in graph.bias_keys.items():
         found[name] = f"blk.0.{linear}.bias" in file.tensors
-    if graph.partial_rope:
+    if graph.original_context:
         found["original_max_position_embeddings"] = file.of_arch(ORIGINAL_CONTEXT, file.of_arch("context_length"))
     return found
 

@@ -36,7 +36,12 @@ OPTIONAL = {
     MODEL_TENSOR.OUTPUT, MODEL_TENSOR.ROPE_FREQS, MODEL_TENSOR.ROPE_FACTORS_LONG, MODEL_TENSOR.ROPE_FACTORS_SHORT,
     MODEL_TENSOR.ATTN_ROT_EMBD,
 }  # fmt: skip
-NOT_FUSED = {MODEL_TENSOR.ATTN_Q, MODEL_TENSOR.ATTN_K, MODEL_TENSOR.ATTN_V, MODEL_TENSOR.FFN_GATE}
+# What a graph has either of: linears by themselves, or those that stand for several.
+APART = {
+    "qkv_proj": {MODEL_TENSOR.ATTN_Q, MODEL_TENSOR.ATTN_K, MODEL_TENSOR.ATTN_V},
+    "gate_up_proj": {MODEL_TENSOR.FFN_GATE},
+}
+NEXT_TOKENS = {tensor for tensor in MODEL_TENSOR if tensor.name.startswith("NEXTN_")}  # no transformers model has them
 DENSE = {MODEL_TENSOR.FFN_GATE, MODEL_TENSOR.FFN_UP, MODEL_TENSOR.FFN_DOWN}
 SPARSE = {
     MODEL_TENSOR.FFN_GATE_INP, MODEL_TENSOR.FFN_GATE_EXP, MODEL_TENSOR.FFN_UP_EXP, MODEL_TENSOR.FFN_DOWN_EXP,
@@ -214,7 +219,10 @@ def _expert(weight: Weight, expert: int, rows: slice) -> Tensor:
 def _check_complete(planned: Mapping[str, Planned], layout: Layout) -> None:
     config, family, tensors = layout.config, layout.family, set(MODEL_TENSORS[layout.graph])
     experts = experts_of(config, family)
-    needed = tensors - OPTIONAL - (DENSE if experts else SPARSE) - (NOT_FUSED if family.fused else set())
+    needed = tensors - OPTIONAL - NEXT_TOKENS - (DENSE if experts else SPARSE)
+    needed -= set().union(*(APART[name] for name in family.fused))
+    needed -= set() if "qkv_proj" in family.fused else {MODEL_TENSOR.ATTN_QKV}
+    needed -= set() if family.gated_mlp else APART["gate_up_proj"]
     for tensor in sorted(needed, key=lambda tensor: TENSOR_NAMES[tensor]):
         template = TENSOR_NAMES[tensor]
         for layer in range(config.num_hidden_layers if "{bid}" in template else 1):

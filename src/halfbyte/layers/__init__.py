@@ -1,6 +1,15 @@
 """Drop-in modules whose frozen weights are quantized."""
 
-from .quantized import Embedding4bit, Linear4bit, LinearFP4, LinearNF4, QuantizedLinear, quantized_parameter
+from .quantized import (
+    Embedding4bit,
+    Linear4bit,
+    LinearFP4,
+    LinearNF4,
+    QuantizedLinear,
+    QuantizedWeight,
+    hold_table,
+    quantized_parameter,
+)
 from .stacks import hold_stacks
 
 __all__ = [
@@ -9,6 +18,8 @@ __all__ = [
     "LinearFP4",
     "LinearNF4",
     "QuantizedLinear",
+    "QuantizedWeight",
     "hold_stacks",
+    "hold_table",
     "quantized_parameter",
 ]

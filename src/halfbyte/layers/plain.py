@@ -14,6 +14,10 @@ from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
+from .frozen import FrozenLinear
+
+FORWARDS = (nn.Linear.forward, FrozenLinear.forward)  # that compute x·Wᵀ + b
+
 
 class Adapter(NamedTuple):
     """Plain LoRA: scaling · (dropped x · Aᵀ) · Bᵀ.
@@ -57,7 +61,7 @@ def read_linear(module: nn.Module, names: Iterable[str] | None = None) -> PlainL
         if hooked(module) or any(hooked(a[each.name]) or hooked(b[each.name]) for each in found):
             return "it has hooks"
         base, adapters = module.base_layer, found
-    if not isinstance(base, nn.Linear) or type(base).forward is not nn.Linear.forward:
+    if not isinstance(base, nn.Linear) or type(base).forward not in FORWARDS:
         return _own_forward(base)
     return "it has hooks" if hooked(base) else PlainLinear(base, adapters)
 

@@ -24,7 +24,7 @@ def quantized_parameter(weight: Tensor, format: Format) -> nn.Parameter:
     return nn.Parameter(weight, requires_grad=False)
 
 
-class _QuantizedWeight:
+class QuantizedWeight:
     """State-dict entries of a module whose `weight` is quantized."""
 
     weight: Any
@@ -76,7 +76,26 @@ def _entries(state_dict: dict[str, Any], name: str) -> dict[str, Tensor]:
     return {suffix: state_dict[key] for suffix, key in entries.items()}
 
 
-class QuantizedLinear(_QuantizedWeight, nn.Linear):
+def hold_table(embedding: nn.Embedding) -> None:
+    """Have a frozen embedding, of whatever class, hold a quantized table: a loader sets it.
+
+    Its own forward goes on to run, and `F.embedding` decodes the rows that are looked up. Its class becomes one derived
+    from its own, which knows what a quantized weight is in a state dict.
+    """
+    embedding.__class__ = _holding(type(embedding))
+    embedding.weight.requires_grad_(False)
+
+
+_holders: dict[type, type] = {}
+
+
+def _holding(cls: type[nn.Embedding]) -> type:
+    if cls not in _holders:
+        _holders[cls] = type(f"Quantized{cls.__name__}", (QuantizedWeight, cls), {"__module__": cls.__module__})
+    return _holders[cls]
+
+
+class QuantizedLinear(QuantizedWeight, nn.Linear):
     """`nn.Linear` with a frozen weight in any format.
 
     The product runs in the input's dtype (or autocast's). A new module holds quantized random weights; use
@@ -162,7 +181,7 @@ class LinearFP4(Linear4bit):
         super().__init__(in_features, out_features, bias, quant_type="fp4", **options)
 
 
-class Embedding4bit(_QuantizedWeight, nn.Embedding):
+class Embedding4bit(QuantizedWeight, nn.Embedding):
     """`nn.Embedding` with a frozen 4-bit table; only the rows looked up are dequantized.
 
     Args:

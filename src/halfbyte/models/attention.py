@@ -24,7 +24,7 @@ import contextlib
 import copy
 import functools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +38,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 
 from ..autograd import attention as causal
 from ..autograd.tiled_attention import tile_bytes, tiled_attention
-from ..dispatch import on_compiler
+from ..dispatch import autocast_dtype, on_compiler
 from ..families import of_config
 from ..notices import notice
 from ..ops.attention import Scores, Spans, spans
@@ -271,7 +271,7 @@ def metadata(backbone: Any, rows: int, length: int, device: torch.device, kwargs
     if kwargs.get("attention_mask") is not None or (own and on_compiler()):
         return {}
     dtype = next(backbone.parameters()).dtype
-    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
+    dtype = autocast_dtype(device.type) or dtype
     if reason := _unmasked(backbone.config, device, dtype, backbone.training):
         notice(f"attention-{reason}", f"attention is transformers' own, with a dense mask for packed rows: {reason}")
         return {}
@@ -295,7 +295,7 @@ def _where_documents_begin(
         if packed is not None:
             return no_mask | packed | _spans(packed, rows * length, own)
     window = getattr(backbone.config, "sliding_window", None)
-    if (window is not None and window < length) or own or (_varying_lengths and not on_compiler()):
+    if (window is not None and window < length) or own or not (_is_planned(length) or on_compiler()):
         found = _lengths(torch.arange(rows + 1, dtype=torch.int32, device=device) * length, length)
         return no_mask | found | _spans(found, rows * length, own)
     return no_mask
@@ -392,7 +392,7 @@ def attend(
         return tiled_attention(query, key, value, scores, s_aux, begins, max_length_q).transpose(1, 2), None
     plain = window is None and softcap is None
     whole = plain and cu_seq_lens_q is not None and cu_seq_lens_q.numel() == rows + 1  # as many as rows
-    if cu_seq_lens_q is None or (whole and not _varying_lengths):
+    if cu_seq_lens_q is None or (whole and _is_planned(length)):
         return causal.whole(query, key, value, scaling).transpose(1, 2), None
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     how = max_length_q or length, scaling, window, softcap, document_spans
@@ -429,19 +429,26 @@ def _beginnings(bounds: Tensor, rows: int, length: int) -> Tensor | None:
     return begins.view(rows, length) - torch.arange(0, rows * length, length, device=bounds.device)[:, None]
 
 
-_varying_lengths = False  # of the process: layers that are computed again are so in autograd's own thread
+# Of the process: layers that are computed again are so in autograd's own thread.
+_planned: Collection[int] | None = None  # None: every length
+
+
+def _is_planned(length: int) -> bool:
+    """Whether cuDNN takes rows of `length` tokens that are one document each."""
+    return _planned is None or length in _planned
 
 
 @contextlib.contextmanager
-def lengths_vary(they_do: bool = True) -> Iterator[None]:
-    """Inside, rows that are one document each take FlashAttention, too.
+def planned_lengths(lengths: Collection[int] | None) -> Iterator[None]:
+    """Inside, rows that are one document each take cuDNN where they have one of these lengths, else FlashAttention;
+    None: cuDNN always.
 
     cuDNN plans for each length: on an H200 the first forward and backward of one takes 115 to 150 ms, FlashAttention's
     1 ms; from then on it is 1.5 to 1.8 times as fast.
     """
-    global _varying_lengths
-    before, _varying_lengths = _varying_lengths, they_do
+    global _planned
+    before, _planned = _planned, lengths
     try:
         yield
     finally:
-        _varying_lengths = before
+        _planned = before

@@ -94,6 +94,11 @@ def choose(storage: Storage) -> Choice:
     return Choice(patterns, storage.skip_first, storage.skip_last)
 
 
+def stored_names(entry: Any) -> set[str]:
+    """Modules that a checkpoint's `quantization_config` names as quantized, which ours alone does."""
+    return {name for modules in entry.get("formats", {}).values() for name in modules}
+
+
 def stored_formats(storage: Storage, model_config: Any, model: nn.Module, names: Collection[str]) -> dict[str, Format]:
     """Module name → format, of those `names` that are quantized: as `storage` says, but for those that `model_config`
     says are stored so."""

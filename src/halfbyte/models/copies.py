@@ -25,6 +25,7 @@ import torch
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
+from ..dispatch import autocast_dtype
 from ..layers.plain import read_linear
 from .patched import patched, record
 
@@ -130,7 +131,7 @@ def fresh_copies(backbone: Any) -> contextlib.AbstractContextManager[None]:
     Buffers are made in the first forward that is to be differentiated.
     """
     device: torch.device = backbone.device
-    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else backbone.dtype
+    dtype = autocast_dtype(device.type) or backbone.dtype
     copies = record(backbone).copies
     if copies is not None and not copies.fit():
         clear_copies(backbone)

@@ -126,8 +126,8 @@ def load_model(
     """A causal language model of transformers, its linear layers (not the head) quantized.
 
     A vision tower and its projector, where there are any, are frozen and keep `dtype`. Shards are streamed: each tensor
-    is quantized on the target device and dropped. A checkpoint that was quantized before is taken as it is. Embeddings,
-    norms and the head keep `dtype`.
+    is quantized on the target device and dropped. A checkpoint that was quantized before is taken as it is. Norms, the
+    head and embeddings keep `dtype`, but for those that give each layer a vector of its own (Gemma 3n and 4).
 
     Args:
         name_or_path: a folder with a Hugging Face checkpoint, a GGUF file, or a hub id; or what `find_model` found.

@@ -80,7 +80,8 @@ def _odd_layer(model: nn.Module, ways: int) -> str | None:
             return view
         name = view.family.name
         if view.family.fused:
-            return f"{view.family.fused[0]} of {name} is several linears in one, whose rows do not divide alike"
+            several = "q, k and v" if "qkv_proj" in view.family.fused else "gate and up"
+            return f"{several} of {name} are one linear, whose rows do not divide by heads or channels"
         if view.mlp is None:
             return f"nothing divides the experts of {name}"
         if view.attention is None or view.family.gated_attention:

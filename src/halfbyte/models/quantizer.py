@@ -19,12 +19,20 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..architectures import beside_text, expert_stacks, kept_whole, quantizable, runs_experts, stays_whole
+from ..architectures import (
+    beside_text,
+    expert_stacks,
+    kept_whole,
+    per_layer_tables,
+    quantizable,
+    runs_experts,
+    stays_whole,
+)
 from ..config import Storage, storage_of
 from ..errors import CheckpointError, HalfbyteError, ModelError
 from ..formats import Blockwise4, Format, named, recognize
 from ..formats.base import FLOATS, QUANT_METHOD, entry_name
-from ..layers import QuantizedLinear, quantized_parameter
+from ..layers import QuantizedLinear, QuantizedWeight, hold_table, quantized_parameter
 from ..notices import notice
 from ..tensor import QuantizedTensor
 from .choice import choose
@@ -74,6 +82,7 @@ class HalfbyteConfig(QuantizationConfigMixin):
         self.ways = ways
         self.whole = False  # every linear layer that may be quantized is
         self.stacks: frozenset[str] = frozenset()  # those names in `formats` that are parameters: stacked experts
+        self.tables: frozenset[str] = frozenset()  # and those that are embeddings
 
     def assign(self, model: nn.Module, names: Collection[str]) -> dict[str, Format]:
         """Module name → format, of those `names` that are quantized."""
@@ -91,11 +100,12 @@ class HalfbyteConfig(QuantizationConfigMixin):
 
     def to_dict(self) -> dict[str, Any]:
         """What a saved config.json says. NF4 or FP4 in every layer is named bitsandbytes, whose checkpoint layout it
-        is, so that the saved model loads in either tool; `load_model` recognises it. transformers reads no stacks of
-        bitsandbytes' from a checkpoint, so that a model with them is named ours."""
+        is, so that the saved model loads in either tool; `load_model` recognises it. transformers reads neither stacks
+        nor embeddings of bitsandbytes' from a checkpoint, so that a model with them is named ours."""
         of_layers = set(self.formats.values())
         format_ = next(iter(of_layers), None)
-        if self.whole and not self.stacks and len(of_layers) == 1 and isinstance(format_, Blockwise4):
+        beyond = self.stacks or self.tables
+        if self.whole and not beyond and len(of_layers) == 1 and isinstance(format_, Blockwise4):
             return {
                 "quant_method": "bitsandbytes",
                 "load_in_4bit": True,
@@ -212,7 +222,7 @@ def _check_same_shape(name: str, found: tuple[int, ...], expected: tuple[int, ..
 
 @register_quantizer(QUANT_METHOD)
 class HalfbyteQuantizer(HfQuantizer):
-    """Replaces `nn.Linear` by `QuantizedLinear` and fills it while loading."""
+    """Replaces `nn.Linear` by `QuantizedLinear` and fills it while loading; so are per-layer embeddings, in place."""
 
     requires_calibration = False
     quantization_config: HalfbyteConfig
@@ -273,8 +283,13 @@ class HalfbyteQuantizer(HfQuantizer):
             raise ModelError(
                 f"{type(model).__name__} has no nn.Linear layers to quantize", "load it with load_in_4bit: false"
             )
-        for name in config.assign(model, [*linears, *stacks]).keys() & linears.keys():
+        tables = per_layer_tables(model, config.llm_int8_skip_modules, config.formats if self.pre_quantized else None)
+        stored = config.assign(model, [*linears, *stacks, *tables]).keys()
+        for name in stored & linears.keys():
             model.set_submodule(name, QuantizedLinear.unfilled(linears[name]))
+        for name in stored & tables.keys():
+            hold_table(tables[name])
+        config.tables = frozenset(stored & tables.keys())
         self.transposed = {name for name, module in stacks.items() if module.is_transposed}
         self.stacks = store_stacks(model, config.formats, config.llm_int8_skip_modules, self.pre_quantized)
         self.dtypes = {name: model.get_parameter(name).dtype for name in self.stacks}
@@ -289,7 +304,7 @@ class HalfbyteQuantizer(HfQuantizer):
         if self.failure is not None:
             raise self.failure
         for name, module in model.named_modules():
-            if isinstance(module, QuantizedLinear) and not isinstance(module.weight, QuantizedTensor):
+            if isinstance(module, QuantizedWeight) and not isinstance(module.weight, QuantizedTensor):
                 raise CheckpointError(f"{name}.weight is missing from the checkpoint", "re-download the checkpoint")
         # Saving reverses the conversions of loading; our state dicts are in the checkpoint's layout already.
         model._weight_conversions = [each for each in model._weight_conversions if not _is_ours(each)]
@@ -310,7 +325,7 @@ class HalfbyteQuantizer(HfQuantizer):
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         module, name = get_module_from_name(model, param_name)
-        return param_name in self.stacks or (isinstance(module, QuantizedLinear) and name == "weight")
+        return param_name in self.stacks or (isinstance(module, QuantizedWeight) and name == "weight")
 
     def get_quantize_ops(self) -> ConversionOps:
         return _Quantize(self)

@@ -45,7 +45,6 @@ from .placement import Placement
 
 # How long a block stays whole: while it computes; from its forward until after its backward; from the first time on.
 Stay = Literal["call", "backward", "always"]
-STAYS: tuple[Stay, ...] = ("call", "backward", "always")
 
 BYTES = "frozen_bytes"  # of a block: its parameter that is sharded
 ALIGNMENT = 128  # bytes; every parameter of a block begins at a multiple of it, as lines of caches do

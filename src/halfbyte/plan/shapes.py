@@ -17,18 +17,18 @@ from torch._subclasses.fake_tensor import (
 )
 
 from ..adapters import add_adapter
-from ..architectures import auto_class, beside_text, expert_stacks, quantizable
+from ..architectures import auto_class, beside_text, expert_stacks, per_layer_tables, quantizable
 from ..config import RunConfig, resolve
 from ..data.collate import PackedCollator
 from ..errors import ConfigError, ModelError
 from ..families import of_config
 from ..hardware import compute_dtype, onednn_beats_mkl
-from ..layers import QuantizedLinear
+from ..layers import QuantizedLinear, hold_table, quantized_parameter
 from ..memory.batches import Shape
 from ..memory.levels import TILE_ROWS
 from ..models.activations import recompute_as_transformers
 from ..models.attention import Implementation, has_sinks, implementation
-from ..models.choice import stored_formats
+from ..models.choice import stored_formats, stored_names
 from ..models.copies import in_their_place
 from ..models.isolation import isolate_like
 from ..models.layer import causal_lm_of, decoder_layers
@@ -113,10 +113,14 @@ class ModelShapes:
             stored: Any = getattr(model_config, "quantization_config", None) or {}
             skip = next(filter(None, map(stored.get, SKIPPED)), None)
             linears = quantizable(model, skip)
-            names = [*linears, *expert_stacks(model, skip)]
+            tables = per_layer_tables(model, skip, stored_names(stored) if stored else None)
+            names = [*linears, *expert_stacks(model, skip), *tables]
             formats = stored_formats(storage, model_config, model, names)
             for name in formats.keys() & linears.keys():
                 model.set_submodule(name, QuantizedLinear.from_linear(linears[name], formats[name]))
+            for name in formats.keys() & tables.keys():
+                hold_table(tables[name])
+                tables[name].weight = quantized_parameter(tables[name].weight, formats[name])
             for name, module in store_stacks(model, formats, skip, bool(stored)).items():
                 leaf = name.rpartition(".")[2]
                 stack = QuantizedTensor.quantize(getattr(module, leaf), formats[name].stacked())

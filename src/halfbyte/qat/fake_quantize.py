@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..autograd.lora import LoRA, to_compute_dtype
+from ..autograd.lora import LoRA
+from ..dispatch import to_compute_dtype
 from ..formats import Format
 
 

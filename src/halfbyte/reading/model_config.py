@@ -14,11 +14,13 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 FIX = "re-download config.json, or correct it"
 LARGEST_FILE = 16 * MEBIBYTE
 LARGEST, MOST_LAYERS = 2**31 - 1, 10_000
+EVERY = ("decoder_sparse_step", "full_attention_interval", "attn_layer_period", "expert_layer_period")  # so many layers
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # none: a dense model
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")  # by the router
 SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "vocab_size", "max_position_embeddings", "n_embd", "n_layer", "n_head", "n_positions", *EXPERTS, *CHOSEN,
+    *EVERY,
 )  # fmt: skip
 MAY_BE_ZERO = ("intermediate_size", "num_key_value_heads", "max_position_embeddings", *EXPERTS, *CHOSEN)
 LAYERS = ("num_hidden_layers", "n_layer")

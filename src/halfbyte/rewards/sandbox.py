@@ -26,7 +26,6 @@ from . import jail
 
 LOOK = 0.05  # seconds between looks at a program's memory
 FOLDERS = ("/usr", "/lib", "/lib64", "/bin")
-SETUP = 10.0  # seconds that a sandbox may take to begin
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from ..reading.model_config import CONFIG
 from ..reading.tensors import ADAPTER, ADAPTER_AGAIN, ADAPTER_CONFIG, read_adapter_config, read_header
 from ..words import brief
 
+WRITTEN = (".html", ".json", ".jsonl", ".md", ".yaml")  # what a run's files end in
 LONGEST_BELOW = "x" * 160  # as long as what a run and its checkpoints put below output_dir
 
 
@@ -101,6 +102,9 @@ def look_over_output(output_dir: str) -> None:
     for name in (CONFIG, ADAPTER_CONFIG):
         if (path / name).exists():
             raise ConfigError(f"output_dir: {path} holds a model ({name})", "name a folder for the run alone")
+    for held in path.iterdir() if path.is_dir() else ():
+        if held.suffix in WRITTEN and held.is_dir():
+            raise ConfigError(f"output_dir: {held} is a folder, where a run writes a file", "move it elsewhere")
 
 
 def _exists(path: Path) -> bool:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..data.collate import DOCUMENTS
+from ..models.routers import REAL
 from ..models.slices import bounds_of_longer
 from ..ops import IGNORE_INDEX
 from ..parallel import Mesh
@@ -27,7 +28,7 @@ from .rows import COUNTS
 Batch = dict[str, Any]
 AGREED = "agreed"  # in a micro-batch: what was agreed of its shapes
 TOGETHER = ("shard", "context", "tensor")  # along these, forwards and backwards exchange tensors that a graph can hold
-WIDE = ("input_ids", "labels", "position_ids", "attention_mask")  # [rows, width]
+WIDE = ("input_ids", "labels", "position_ids", "attention_mask", REAL)  # [rows, width]
 BOUNDS, LONGEST = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k")
 BITS = 48  # of a number that stands for shapes
 

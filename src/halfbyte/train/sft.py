@@ -27,11 +27,12 @@ from halfbyte.errors import TrainingError
 from halfbyte.files import new_directory, write_json
 from halfbyte.generation.stops import stop_tokens
 from halfbyte.hardware import chosen_device, free_cached_memory, is_out_of_memory
+from halfbyte.layers.frozen import multiply_by_onednn
 from halfbyte.memory.host import HEAP_WASTE, return_large_blocks
 from halfbyte.memory.limit import FIRST_KERNELS, held_to
 from halfbyte.methods.base import Collate
 from halfbyte.models.activations import recompute_as_transformers
-from halfbyte.models.attention import lengths_vary
+from halfbyte.models.attention import planned_lengths
 from halfbyte.models.isolation import isolate_run, release
 from halfbyte.models.load import load_model
 from halfbyte.models.patch import PatchReport, patch, patch_attention, unpatch
@@ -58,7 +59,7 @@ from .checkpoint import best, remove_leftovers
 from .loop import TrainingLoop
 from .metrics import MetricsFile, memory_now, peak_memory, reserved_memory, restart_peak
 from .pipelined import PipelinedStepper
-from .prepare import PreparedRun, lengths_differ, prepare_run
+from .prepare import PreparedRun, lengths_worth_plans, prepare_run
 from .reference import use_reference
 from .reproducible import repeatable, verdict
 from .rewarding import answering
@@ -164,7 +165,7 @@ def _settings(run: PreparedRun) -> Iterator[None]:
     with (
         held_to(run.machine.device, _most_bytes(run)),
         repeatable(run.config, run.machine.device),
-        lengths_vary(lengths_differ(run)),
+        planned_lengths(lengths_worth_plans(run)),
     ):
         yield
 
@@ -310,7 +311,11 @@ def _trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
     set_seed(run.config.seed)
     if run.plan.activation_checkpointing and not run.plan.levels:
         recompute_as_transformers(model)
-    return add_adapter(model, adapter, scores=run.method.scores) if adapter else model
+    if adapter:
+        model = add_adapter(model, adapter, scores=run.method.scores)
+        if run.mesh.size == 1:
+            multiply_by_onednn(model)
+    return model
 
 
 def _own_part(run: PreparedRun, model: Any) -> Stages | None:
