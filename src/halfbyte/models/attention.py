@@ -65,6 +65,7 @@ class Implementation:
         mask: whether it reads a mask of T × T for every row of the batch.
         tiles: bytes of the scores that it builds at a time, of a few queries (`autograd.tiled_attention`); 0: it is not
             that.
+        own: whether its backward is ours, whose sums are its results.
         obstacle: why it is not halfbyte's; "" where it is.
     """
 
@@ -73,6 +74,7 @@ class Implementation:
     mask: bool
     obstacle: str = ""
     tiles: int = 0
+    own: bool = False
 
 
 def implementation(
@@ -93,7 +95,7 @@ def implementation(
     if not obstacle and not padded:
         if has_sinks(config) or (is_capped(config) and not causal.takes_caps(device, dtype)):
             if causal.takes_scores(device, dtype, _head_dim(config), getattr(config, "attn_logit_softcapping", None)):
-                return Implementation("halfbyte's kernel", False, False)
+                return Implementation("halfbyte's kernel", False, False, own=True)
             return Implementation("tiles of queries", False, False, tiles=tile_bytes(device))
         if packed or window or is_capped(config):
             return Implementation("FlashAttention 3" if causal.flash3() else "variable lengths", False, False)
