@@ -219,6 +219,9 @@ def _run(job: OpenRun, console: Console) -> RunResult:
 @contextlib.contextmanager
 def _experts_watched(job: OpenRun, loop: TrainingLoop, console: Console) -> Iterator[None]:
     """Inside, the experts of a mixture are counted as they are chosen; what that came to is written and said."""
+    if isinstance(loop.stepper, PipelinedStepper):  # each process has some of the layers
+        yield
+        return
     with watched(loop.model, balanced=bool(job.prepared.config.router_aux_loss_coef)) as routers:
         if routers is not None:
             loop.stepper.sums = routers.counting(loop.stepper.sums)
