@@ -109,3 +109,29 @@ def test_combine(kernels, tokens, experts, top_k, dtype):
     for given in (weights, weights.to(dtype), None):
         exact = ops.combine.reference(rows.double(), routing, None if given is None else given.double())
         close(ops.combine(rows, routing, given), ops.combine.reference(rows, routing, given), exact)
+
+
+@dtypes
+@pytest.mark.parametrize("spec", ["blockwise4:nf4:64:nested", "kbit:3:nf", "int8"])
+def test_products_of_a_few_rows(dtype, spec):
+    """Through the products of the format of each matrix: own kernels, or the reference."""
+    from halfbyte.formats import from_spec
+    from halfbyte.kernels.native import grouped
+    from halfbyte.ops.experts import LowRank, StackedWeight
+
+    torch.manual_seed(2)
+    format_, shape = from_spec(spec).stacked(), (5, 48, 128)
+    parts = format_.join(list(torch.randn(shape) / 11), shape)
+    stack = StackedWeight(parts, shape, format_)
+    routing = ops.route(torch.tensor([[0, 3], [3, 1], [3, 0]]), 5)
+    x, bias = torch.randn(3, 128).to(dtype), torch.randn(5, 48).to(dtype)
+    low = LowRank(torch.randn(6, 8).to(dtype), torch.randn(5, 48, 8).to(dtype), 0.7)
+    assert grouped.obstacle(x, stack, routing, True, False, low, bias) is None
+    assert grouped.obstacle(x, stack, routing, True, True) is not None
+    found = ops.grouped_product(x, stack, routing, True, False, low, bias)
+    exact = StackedWeight.plain(stack.values(torch.float32).double())
+    lows = LowRank(low.u.double(), low.factor.double(), low.scale)
+    truth = ops.grouped_product.reference(x.double(), exact, routing, True, False, lows, bias.double())
+    assert (found.double() - truth).abs().max() <= 8 * torch.finfo(dtype).eps * truth.abs().max()
+    rows = ops.route(torch.zeros(30, 1, dtype=torch.int64), 5)
+    assert "up to 4 rows" in grouped.obstacle(torch.randn(30, 128), stack, rows, True)

@@ -139,7 +139,7 @@ def table() -> dict[str, tuple[str, dict]]:
 
 TABLE = table()
 REFUSABLE = ("flash", "flex", "head too")  # what a fused family may be refused; another family may be refused anything
-ON_A_CPU = ("llama-nf4-packed", "gpt_neox-16bit", "qwen3-whole")
+ON_A_CPU = ("llama-nf4-packed", "gpt_neox-16bit", "qwen3-whole", "qwen3_next-nf4-packed")
 
 
 @pytest.fixture(scope="session")

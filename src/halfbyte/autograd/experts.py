@@ -21,20 +21,20 @@ Source: LoRA and the order of its sums as in `autograd.lora`; ∂L/∂w from h, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..dispatch import to_compute_dtype
+from ..dispatch import on_compiler, to_compute_dtype
 from ..errors import ModelError
 from ..formats import Blockwise4
 from ..ops.experts import LowRank, Routing, StackedWeight, check_index, combine, grouped_outer, grouped_product, route
 from ..ops.experts_unit import Unit, expert_unit, expert_unit_backward_
 from .function import OnceFunction
-from .lora import LoRA, dense, gradient_dtype, is_quantized
+from .lora import LoRA, gradient_dtype, is_quantized
 
 # Rows an expert, on average, above which a stack is decoded once for its product, not in each tile. A layer of
 # Qwen3-30B-A3B forward and backward on an H200, decoded first and packed: 2.17 and 2.14 ms at 64, 2.32 and 2.54 at 128,
@@ -49,14 +49,14 @@ class ExpertWeights:
     """The frozen tensors of a layer's experts, and what they compute between them.
 
     Args:
-        first: [E, N, K], N being 2I for gated units: gate and up.
-        second: [E, H, I].
+        first: [E, N, K], N being 2I for gated units: gate and up; a tensor, quantized or not, or a StackedWeight.
+        second: [E, H, I], likewise.
         unit: between the two; or a function of c.
         first_bias, second_bias: [E, N] and [E, H], or None.
     """
 
-    first: Tensor
-    second: Tensor
+    first: Any
+    second: Any
     unit: Unit | Gate
     first_bias: Tensor | None = None
     second_bias: Tensor | None = None
@@ -98,6 +98,10 @@ def experts(
     _check(x, top_k_index, top_k_weights, weights, (first, second))
     applied = tuple(None if lora is None else Applied(lora.scaling, dropout) for lora in (first, second))
     factors = [factor for lora in (first, second) for factor in ((None, None) if lora is None else (lora.a, lora.b))]
+    if on_compiler():
+        from .experts_compiled import compiled
+
+        return compiled(x, top_k_weights, top_k_index, weights, applied, factors)
     return _Experts.apply(x, top_k_weights, top_k_index, weights, applied, *factors)
 
 
@@ -122,14 +126,21 @@ def _check(x: Tensor, index: Tensor, routed: Tensor, weights: ExpertWeights, lor
             raise ModelError(f"experts: the {name} adapter is {found}", "give A [E, r, K] and B [E, N, r]")
 
 
-def stack_of(weight: Tensor, dtype: torch.dtype, slots: int) -> StackedWeight:
-    """A frozen parameter [E, N, K] as ops take it for so many slots: packed, or its values, where those are faster."""
-    experts_, rows, columns = weight.shape
-    if not is_quantized(weight):
-        return StackedWeight.plain(weight.detach().to(dtype))
-    if slots > DECODED_ROWS * experts_ or not (weight.is_cpu or isinstance(weight.format, Blockwise4)):  # type: ignore[attr-defined]
-        return StackedWeight.plain(dense(weight, dtype))
-    return StackedWeight(weight.parts, (experts_, rows, columns), weight.format)  # type: ignore[attr-defined]
+def stack_of(weight: Tensor | StackedWeight, dtype: torch.dtype, slots: int) -> StackedWeight:
+    """A frozen stack [E, N, K] as ops take it for so many slots: packed, or its values, where those are faster."""
+    stack = weight if isinstance(weight, StackedWeight) else _stacked(weight)
+    if stack.format is None:
+        return StackedWeight.plain(stack.parts["values"].to(dtype))
+    on_cpu = next(iter(stack.parts.values())).is_cpu
+    if slots > DECODED_ROWS * stack.shape[0] or not (on_cpu or isinstance(stack.format, Blockwise4)):
+        return StackedWeight.plain(stack.values(dtype))
+    return stack
+
+
+def _stacked(weight: Any) -> StackedWeight:
+    quantized = is_quantized(weight)
+    parts, format_ = (weight.parts, weight.format) if quantized else ({"values": weight.detach()}, None)
+    return StackedWeight(parts, tuple(weight.shape), format_)
 
 
 class _Adapter(NamedTuple):
@@ -223,51 +234,104 @@ def _unit_backward(
     return slots, hidden.detach(), dc
 
 
+class Kept(NamedTuple):
+    """What backward reads of a forward: c, and of each adapter u and the mask of its dropout, where there is one."""
+
+    c: Tensor
+    u1: Tensor | None
+    u2: Tensor | None
+    mask1: Tensor | None
+    mask2: Tensor | None
+
+
+Factors = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # A and B of both adapters
+
+
+def _adapters(factors: Factors, applied: Sequence[Applied | None], dtype: torch.dtype) -> tuple[_Adapter | None, ...]:
+    pairs = factors[:2], factors[2:]
+    return tuple(_Adapter.of(*pair, how, dtype) for pair, how in zip(pairs, applied, strict=True))
+
+
+def forward(
+    x: Tensor, routed: Tensor, routing: Routing, weights: ExpertWeights, applied: Sequence[Applied | None],
+    factors: Factors,
+) -> tuple[Tensor, Kept]:  # fmt: skip
+    """out of the module's formulas, without autograd."""
+    first, second = _adapters(factors, applied, x.dtype)
+    c, u1, mask1 = _project(x, weights.first, weights.first_bias, first, routing, True)
+    hidden = _unit(c, weights.unit)
+    y, u2, mask2 = _project(hidden, weights.second, weights.second_bias, second, routing, False)
+    return combine(y, routing, routed), Kept(c, u1, u2, mask1, mask2)
+
+
+class Gradients(NamedTuple):
+    """Of x, of the routing weights, and of A and B of both adapters; None: it was not asked for."""
+
+    x: Tensor | None
+    routed: Tensor | None
+    a1: Tensor | None
+    b1: Tensor | None
+    a2: Tensor | None
+    b2: Tensor | None
+
+
+def backward_(
+    grad: Tensor, x: Tensor, routed: Tensor, index: Tensor, kept: Kept, routing: Routing, weights: ExpertWeights,
+    applied: Sequence[Applied | None], factors: Factors, needs: Sequence[bool],
+) -> Gradients:  # fmt: skip
+    """The gradients of the module's formulas; `kept.c` is used up.
+
+    Args:
+        grad: [T, H] contiguous, of out.
+        needs: which of `Gradients` are asked for.
+    """
+    first, second = _adapters(factors, applied, x.dtype)
+    a1, b1, a2, b2 = factors
+    of_slots = routed.detach().reshape(-1).to(torch.promote_types(x.dtype, torch.float32))
+    of_rows = of_slots[routing.order][:, None]
+    v2 = _low_rank_gradient(grad, second, routing, True)
+    z = _input_gradient(grad, weights.second, second, v2, kept.mask2, routing, True)
+    d_slots, hidden, dc = _unit_backward(z, kept.c.detach(), weights.unit, of_slots, routing)
+    da1 = db1 = da2 = db2 = dx = None
+    if second is not None and v2 is not None and needs[4]:
+        read = second.dropped(hidden, kept.mask2)
+        da2 = _outer(read, (v2 * of_rows).to(x.dtype), routing, False, 1.0, a2).mT
+    if second is not None and kept.u2 is not None and needs[5]:
+        db2 = _outer(grad, (kept.u2 * of_rows).to(x.dtype), routing, True, second.scale, b2)
+    del z, hidden
+    if first is not None and needs[3]:
+        db1 = _outer(dc, kept.u1, routing, False, first.scale, b1)
+    v1 = _low_rank_gradient(dc, first, routing, False) if needs[0] or needs[2] else None
+    if first is not None and v1 is not None and needs[2]:
+        da1 = _outer(first.dropped(x, kept.mask1), v1, routing, True, 1.0, a1).mT
+    if needs[0]:
+        mask = None if kept.mask1 is None else kept.mask1[routing.tokens]
+        dx = combine(_input_gradient(dc, weights.first, first, v1, mask, routing, False), routing, None)
+    d_weights = _routed(d_slots, grad, index, weights.second_bias, routed) if needs[1] else None
+    return Gradients(dx, d_weights, da1, db1, da2, db2)
+
+
 class _Experts(OnceFunction):
     @staticmethod
-    def forward(ctx, x, top_k_weights, index, weights, applied, a1, b1, a2, b2):
+    def forward(ctx, x, top_k_weights, index, weights, applied, *factors):
         routing = route(index, weights.first.shape[0])
-        first, second = (_Adapter.of(*pair, x.dtype) for pair in ((a1, b1, applied[0]), (a2, b2, applied[1])))
-        c, u1, mask1 = _project(x, weights.first, weights.first_bias, first, routing, True)
-        hidden = _unit(c, weights.unit)
-        y, u2, mask2 = _project(hidden, weights.second, weights.second_bias, second, routing, False)
-        del hidden
-        ctx.save_for_backward(x, top_k_weights, index, c, u1, u2, a1, b1, a2, b2, mask1, mask2, *routing[:4])
+        out, kept = forward(x, top_k_weights, routing, weights, applied, factors)
+        ctx.save_for_backward(x, top_k_weights, index, *kept, *factors, *routing[:4])
         # Attributes: frozen weights outlive the graph, and hooks that offload what is saved must not carry them along.
         ctx.weights, ctx.applied, ctx.sizes = weights, applied, routing[4:]
-        return combine(y, routing, top_k_weights)
+        return out
 
     @staticmethod
     def backward(ctx, grad):
-        x, top_k_weights, index, c, u1, u2, a1, b1, a2, b2, mask1, mask2, *tensors = ctx.saved_tensors
-        weights, needs, grad = ctx.weights, ctx.needs_input_grad, grad.contiguous()
-        routing = Routing(*tensors, *ctx.sizes)
-        first, second = (_Adapter.of(*pair, x.dtype) for pair in ((a1, b1, ctx.applied[0]), (a2, b2, ctx.applied[1])))
-        of_slots = top_k_weights.detach().reshape(-1).to(torch.promote_types(x.dtype, torch.float32))
-        of_rows = of_slots[routing.order][:, None]
-        v2 = _low_rank_gradient(grad, second, routing, True)
-        z = _input_gradient(grad, weights.second, second, v2, mask2, routing, True)
-        d_slots, hidden, dc = _unit_backward(z, c.detach(), weights.unit, of_slots, routing)
-        da1 = db1 = da2 = db2 = dx = None
-        if second is not None and v2 is not None and needs[7]:
-            read = second.dropped(hidden, mask2)
-            da2 = _outer(read, (v2 * of_rows).to(x.dtype), routing, False, 1.0, a2).mT
-        if second is not None and needs[8]:
-            db2 = _outer(grad, (u2 * of_rows).to(x.dtype), routing, True, second.scale, b2)
-        del z, hidden
-        if first is not None and needs[6]:
-            db1 = _outer(dc, u1, routing, False, first.scale, b1)
-        v1 = _low_rank_gradient(dc, first, routing, False) if needs[0] or needs[5] else None
-        if first is not None and v1 is not None and needs[5]:
-            da1 = _outer(first.dropped(x, mask1), v1, routing, True, 1.0, a1).mT
-        if needs[0]:
-            mask = None if mask1 is None else mask1[routing.tokens]
-            dx = combine(_input_gradient(dc, weights.first, first, v1, mask, routing, False), routing, None)
-        d_weights = _routed(d_slots, grad, index, weights.second_bias, top_k_weights) if needs[1] else None
-        return dx, d_weights, None, None, None, da1, db1, da2, db2
+        x, top_k_weights, index, *tensors = ctx.saved_tensors
+        kept, factors, routing = Kept(*tensors[:5]), tuple(tensors[5:9]), Routing(*tensors[9:], *ctx.sizes)
+        needs = (*ctx.needs_input_grad[:2], *ctx.needs_input_grad[5:])
+        given = kept, routing, ctx.weights, ctx.applied, factors, needs
+        found = backward_(grad.contiguous(), x, top_k_weights, index, *given)
+        return found.x, found.routed, None, None, None, *found[2:]
 
 
-def _outer(wide: Tensor, narrow: Tensor, routing: Routing, gather: bool, alpha: float, factor: Tensor) -> Tensor:
+def _outer(wide: Tensor, narrow: Any, routing: Routing, gather: bool, alpha: float, factor: Any) -> Tensor:
     return grouped_outer(wide, narrow, routing, gather, alpha, gradient_dtype(factor))
 
 

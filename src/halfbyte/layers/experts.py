@@ -16,7 +16,6 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_
 
 from ..autograd.experts import ExpertWeights, Gate, experts
 from ..autograd.lora import LoRA, is_quantized
-from ..dispatch import on_compiler
 from ..errors import ModelError
 from ..families import ACTIVATIONS
 from ..ops.experts_unit import Unit
@@ -86,7 +85,7 @@ def experts_forward(
     Raises:
         ModelError: this module must compute itself, or a stack wants a gradient.
     """
-    reason = "no graph of torch.compile has its products" if on_compiler() else obstacle(module)
+    reason = obstacle(module)
     if reason is not None:
         fix = "set experts_implementation: grouped_mm, with experts in 16 bits"
         raise ModelError(f"experts_implementation: {NAME} does not run {type(module).__name__}: {reason}", fix)
@@ -94,7 +93,7 @@ def experts_forward(
     found = adapters or {}
     result = experts(
         hidden_states, top_k_index, top_k_weights, weights_of(module), _lora(found.get(first)),
-        _lora(found.get(second)), max((each.dropout for each in found.values()), default=0.0),
+        _lora(found.get(second)), max([0.0, *(each.dropout for each in found.values())]),
     )  # fmt: skip
     return result.to(hidden_states.dtype)
 

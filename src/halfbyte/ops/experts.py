@@ -165,7 +165,7 @@ def check_product(
     return slots, width
 
 
-@op("triton.grouped", "cuda.grouped4")
+@op("triton.grouped", "cuda.grouped4", "native.grouped")
 def grouped_product(
     x: Tensor,
     stack: StackedWeight,

@@ -1,0 +1,46 @@
+"""CPUs: products of experts with a few rows each, from packed weights by the formats' own products (`native.gemv4` and
+its relatives). Only codes of experts that have rows are read, and nothing is decoded into memory.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...ops.experts import LowRank, Routing, StackedWeight, check_product, grouped_product
+
+ROWS = 4  # an expert on average; beyond, decoding it costs less
+
+
+def obstacle(
+    x: Tensor, stack: StackedWeight, routing: Routing, gather: bool = False, turned: bool = False,
+    low_rank: LowRank | None = None, bias: Tensor | None = None, alpha: float = 1.0,
+) -> str | None:  # fmt: skip
+    if stack.format is None or turned or alpha != 1.0:
+        return "multiplies by Wᵀ of packed weights alone"
+    few = routing.order.numel() <= ROWS * stack.shape[0]
+    return None if few else f"takes up to {ROWS} rows an expert, on average"
+
+
+@grouped_product.kernel("cpu", unless=obstacle)
+def product(
+    x: Tensor,
+    stack: StackedWeight,
+    routing: Routing,
+    gather: bool = False,
+    turned: bool = False,
+    low_rank: LowRank | None = None,
+    bias: Tensor | None = None,
+    alpha: float = 1.0,
+) -> Tensor:
+    slots, width = check_product(x, stack, routing, gather, turned, low_rank, bias)
+    out, tokens = torch.empty(slots, width, dtype=x.dtype), routing.tokens if gather else None
+    format_, matrix = stack.format, stack.shape[1:]
+    assert format_ is not None
+    for expert, rows in routing.groups():
+        part = x[rows] if tokens is None else x[tokens[rows]]
+        own, parts = format_.expert(stack.parts, stack.shape, expert)
+        beside = None if bias is None else bias[expert]
+        term = None if low_rank is None else (low_rank.u[rows] * low_rank.scale, low_rank.factor[expert])
+        out[rows] = own.linear_plus(part, parts, matrix, beside, term)
+    return out

@@ -1,0 +1,101 @@
+"""Experts under torch.compile(fullgraph=True): equal numbers, and no values of packed stacks until backward."""
+
+import pytest
+import torch
+from expert_models import TOKENS, mixture
+from test_lora_compile import CLOSE, Saved
+
+from halfbyte.adapters import add_adapter
+from halfbyte.autograd.experts import ExpertWeights, experts
+from halfbyte.autograd.lora import LoRA
+from halfbyte.config import RunConfig
+from halfbyte.errors import ModelError
+from halfbyte.formats import from_spec
+from halfbyte.models.load import load_model
+from halfbyte.ops.experts_unit import Unit
+from halfbyte.tensor import QuantizedTensor
+
+E, K, RANK, T, TOP = 4, 64, 4, 9, 2
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(("spec", "unit", "adapted"), [
+    ("blockwise4:nf4:64:nested", Unit("silu"), True),
+    ("blockwise4:nf4:64:nested", Unit("silu"), False),
+    ("kbit:3:nf", Unit("silu", True, 0.7, 1.702, 1.0), True),
+], ids=["nf4", "frozen", "clamped"])  # fmt: skip
+def test_compiled_equals_eager(spec, unit, adapted):
+    torch.manual_seed(1)
+    inner = 64
+    first, second = torch.randn(E, 2 * inner, K) / 8, torch.randn(E, K, inner) / 8
+    stacks = [
+        torch.nn.Parameter(QuantizedTensor.quantize(w, from_spec(spec).stacked()), False) for w in (first, second)
+    ]
+    biases = (torch.randn(E, 2 * inner), torch.randn(E, K)) if not unit.plain else (None, None)
+    weights = ExpertWeights(*stacks, unit, *biases)
+    x, routed = torch.randn(T, K, requires_grad=True), torch.rand(T, TOP, requires_grad=True)
+    index = torch.stack([torch.randperm(E)[:TOP] for _ in range(T)])
+    sizes = ((E, RANK, K), (E, 2 * inner, RANK), (E, RANK, inner), (E, K, RANK))
+    factors = [torch.randn(size, requires_grad=True) for size in sizes] if adapted else []
+    seed, saved = torch.randn(T, K), Saved()
+
+    def run(x, routed, *factors):
+        loras = (LoRA(*factors[:2], 0.7), LoRA(*factors[2:], 1.3)) if factors else (None, None)
+        return experts(x, index, routed, weights, *loras)
+
+    def step(function):
+        out = function(x, routed, *factors)
+        return [out, *torch.autograd.grad(out, [x, routed, *factors], seed)]
+
+    expected, found = step(run), step(torch.compile(run, fullgraph=True, backend=saved.backend))
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, **CLOSE)
+    assert saved.graphs == 1
+    slots = T * TOP
+    kept = {(slots, 2 * inner), (slots, RANK)} | {tuple(size) for size in sizes}
+    assert {shape for shape in saved.shapes if len(shape) > 1 and shape[0] != T} <= kept | {(0,)}, saved.shapes
+
+
+def test_a_whole_mixture(tmp_path):
+    """Adapters of PEFT's on quantized experts, as a run has them."""
+    mixture("Qwen3Moe").save_pretrained(tmp_path)
+    model = load_model(str(tmp_path), dtype="float32", device="cpu")
+    model = add_adapter(model, RunConfig(model_name_or_path="m", dataset="d", output_dir="o", r=4, lora_alpha=8.0))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    model.train()
+
+    def step(function):
+        model.zero_grad()
+        logits = function(TOKENS)
+        logits.square().mean().backward()
+        return [logits, *(p.grad for p in model.parameters() if p.requires_grad)]
+
+    def forward(tokens):
+        return model(input_ids=tokens, use_cache=False).logits
+
+    expected = step(forward)
+    for mine, theirs in zip(step(torch.compile(forward, fullgraph=True, backend="aot_eager")), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("unit", "dropout", "said"), [
+    (torch.nn.functional.silu, 0.0, "gate is the module's own"), (Unit("silu"), 0.1, "adapters have dropout"),
+])  # fmt: skip
+def test_what_no_graph_holds(unit, dropout, said):
+    inner = 64
+    stacks = torch.randn(E, inner if callable(unit) else 2 * inner, K), torch.randn(E, K, inner)
+    weights = ExpertWeights(*stacks, unit)
+    lora = LoRA(torch.randn(E, RANK, inner), torch.randn(E, K, RANK), 1.0)
+    index = torch.zeros(T, 1, dtype=torch.int64)
+    compiled = torch.compile(
+        lambda x: experts(x, index, torch.ones(T, 1), weights, None, lora, dropout), fullgraph=True, backend="eager"
+    )
+    with pytest.raises((ModelError, torch._dynamo.exc.Unsupported), match=said):
+        compiled(torch.randn(T, K))
