@@ -374,9 +374,7 @@ def attend(
     if sharing is not None:
         return branches.attend(query, key, value, sharing, scaling), None
     if attention_mask is None or tuple(attention_mask.shape) != NO_MASK:
-        options = kwargs | {"dropout": dropout, "scaling": scaling}
-        if s_aux is not None:
-            options["s_aux"] = s_aux
+        options = kwargs | {"dropout": dropout, "scaling": scaling} | ({} if s_aux is None else {"s_aux": s_aux})
         return _transformers(module, query, key, value, attention_mask, softcap, options)
     rows, _, length, _ = query.shape
     window = sliding_window if sliding_window is not None and sliding_window < length else None
@@ -389,8 +387,7 @@ def attend(
         return causal.whole(query, key, value, scaling).transpose(1, 2), None
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     how = max_length_q or length, scaling, window, softcap, document_spans
-    out = causal.varying(query, key, value, cu_seq_lens_q, *how)
-    return out.unflatten(0, (rows, length)), None
+    return causal.varying(query, key, value, cu_seq_lens_q, *how).unflatten(0, (rows, length)), None
 
 
 def _scored(
