@@ -47,9 +47,10 @@ from halfbyte.optim import trained_parameters
 from halfbyte.parallel import SLICES, present_mesh
 from halfbyte.parallel.launch import say_idle
 from halfbyte.parallel.tensor import whole_inside
+from halfbyte.plan.advice import advise_out_of_memory
 from halfbyte.plan.estimate import GIB
 from halfbyte.rewards import named
-from halfbyte.terminal import LiveMetrics, advise_out_of_memory, print_memory, said_of_experts
+from halfbyte.terminal import LiveMetrics, print_memory, said_of_experts
 from halfbyte.words import one_line
 
 from ..runs.lock import run_lock
