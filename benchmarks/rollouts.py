@@ -81,9 +81,10 @@ def ready(engine: Any, vocabulary: int, *arguments: Any, **keys: Any) -> None:
 
 
 def uneven(given: argparse.Namespace) -> dict[str, Any]:
-    """Completions of 16 to 1,024 tokens, geometric, eight times as many as run at once; as many of their mean length;
-    and a static batch of them, in which every row runs as long as the longest."""
-    from halfbyte.generation import Rollouts
+    """Completions of 16 to 1,024 tokens, geometric, eight times as many as run at once, where that is how many each may
+    have; as many of their mean length; a static batch of them, in which every row runs as long as the longest; and
+    as many that may all have 1,024 and end at each token with a chance of one in the mean, known to nobody before."""
+    from halfbyte.generation import Rollouts, Sampling
 
     (model, vocabulary), seats = model_of(given.model), 256
     generator, results = torch.Generator().manual_seed(1), {}
@@ -102,6 +103,14 @@ def uneven(given: argparse.Namespace) -> dict[str, Any]:
         print(f"{name}: {results[name]:.0f} tok/s over {len(own)} completions", flush=True)
     print(
         f"uneven / even {results['uneven'] / results['even']:.2f}, / static {results['uneven'] / results['static']:.2f}"
+    )
+    began = time.perf_counter()
+    options: Any = {"max_new_tokens": max(lengths), "stops": range(vocabulary // mean)}
+    found = engine.generate(prompts, sampling=Sampling(1.0, seed=1), **options)
+    results["unforeseen"] = sum(len(each.ids) for each in found) / (time.perf_counter() - began)
+    print(
+        f"unforeseen: {results['unforeseen']:.0f} tok/s, / even {results['unforeseen'] / results['even']:.2f}",
+        flush=True,
     )
     return {"model": given.model, "completions": len(lengths), "mean": mean, **results}
 

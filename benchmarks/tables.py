@@ -23,7 +23,8 @@ NAMES = {"Qwen2_5_VL": "Qwen2.5-VL (text part)", "Qwen2Moe": "Qwen2-MoE", "Qwen3
          "Ernie4_5": "ERNIE 4.5", "Glm": "GLM-4 (9B)", "Glm4": "GLM-4-0414", "Glm4Moe": "GLM-4.5 to 4.7",
          "GraniteMoe": "Granite-MoE", "Olmoe": "OLMoE", "Phimoe": "Phi-3.5-MoE", "Ernie4_5_Moe": "ERNIE-4.5-MoE",
          "MiniMaxM2": "MiniMax-M2", "Qwen3_5": "Qwen3.5", "Qwen3_5Moe": "Qwen3.5-MoE",
-         "Qwen3Next": "Qwen3-Next", "GptOss": "gpt-oss"}  # fmt: skip
+         "Qwen3Next": "Qwen3-Next", "GptOss": "gpt-oss",
+         "MuseGlimmerText": "Muse Glimmer (text part)"}  # fmt: skip
 WAYS = ("fused training", "static decoding", "to GGUF", "from GGUF", "images to mmproj")
 SIMPLE = re.compile(r"(<!-- (families|cards) -->\n).*?(<!-- end -->)", re.DOTALL)
 BLOCK = re.compile(r"(<!-- quality: (\S+) (all|short) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from halfbyte.adapters import add_adapter, compute, load_adapter_weights, no_input_casts, reads_base, save_adapter
@@ -180,6 +181,15 @@ def test_adapter_path_continues_from_a_saved_adapter(tmp_path):
     assert torch.equal(logits(model), logits(again))
     assert {p.dtype for p in again.parameters() if p.requires_grad} == {torch.float32}
     assert sum(p.numel() for p in again.parameters() if p.requires_grad) > 0
+
+
+def test_an_adapter_to_continue_is_not_rounded_to_the_bases_dtype(tmp_path):
+    save_adapter(randomize(adapted(r=4)), tmp_path)
+    again = adapted(tiny_llama().to(torch.bfloat16), adapter_path=str(tmp_path))
+    own = {key.replace(".default", ""): value for key, value in again.named_parameters()}
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    assert all(torch.equal(own[key], value) for key, value in saved.items())
+    assert any((value != value.bfloat16()).any() for value in saved.values())
 
 
 def test_adapters_that_look_at_whole_weights(tmp_path):

@@ -21,14 +21,14 @@ class Multiplied(LlamaForCausalLM):
 
     def forward(self, **inputs):
         outputs = super().forward(**inputs)
-        outputs.logits = outputs.logits * self.config.output_multiplier
+        outputs.logits = outputs.logits * self.config.final_multiplier
         return outputs
 
 
 @pytest.fixture
 def model():
     torch.manual_seed(0)
-    return Multiplied(LlamaConfig(**SIZES, output_multiplier=3.0)).eval()
+    return Multiplied(LlamaConfig(**SIZES, final_multiplier=3.0)).eval()
 
 
 def test_a_head_with_a_new_logit_scale(model, monkeypatch):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import itertools
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
@@ -77,7 +78,8 @@ def add_adapter(model: nn.Module, config: RunConfig | Adapter, *, scores: str | 
     if adapter is None:
         raise ConfigError("use_peft: false describes no adapter", "set use_peft: true")
     if adapter.adapter_path:
-        peft_model = load_adapter(model, Path(adapter.adapter_path), adapter.origin.name, trainable=True)
+        wide = getattr(torch, adapter.adapter_dtype)
+        peft_model = load_adapter(model, Path(adapter.adapter_path), adapter.origin.name, trainable=wide)
         _say_what_differs(peft_model.peft_config["default"], adapter)
     else:
         try:
@@ -137,6 +139,10 @@ def _lora_config(model: nn.Module, adapter: Adapter) -> LoraConfig:
     names = {name for name, _ in model.named_modules() if name} | experts
     _check_names("modules_to_save", adapter.modules_to_save or (), names)
     _check_whole_modules(model, adapter.modules_to_save or ())
+    for wanted, stack in itertools.product(adapter.modules_to_save or (), sorted(experts)):
+        if named_by(stack.rpartition(".")[0], wanted):
+            wrong = f"modules_to_save: {brief(wanted)} would train {stack} whole, which gets an adapter"
+            raise ModelError(wrong, "leave it out, or set target_parameters: []")
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(adapter, key):
             found = _matching(key, pattern, names, rf"(.*\.)?({pattern})")
@@ -289,7 +295,9 @@ def _unknown(key: str, wanted: str, names: Collection[str]) -> tuple[str, str]:
 # --- saved weights ---------------------------------------------------------------------------------------------------
 
 
-def load_adapter(model: Any, folder: Path, base: str, name: str = "default", *, trainable: bool = False) -> PeftModel:
+def load_adapter(
+    model: Any, folder: Path, base: str, name: str = "default", *, trainable: torch.dtype | None = None
+) -> PeftModel:
     """Put a saved adapter on a model, or a further one on a model that has adapters.
 
     The one way in which adapters come from files, but for those merged on the meta device, which take its two halves,
@@ -299,7 +307,7 @@ def load_adapter(model: Any, folder: Path, base: str, name: str = "default", *, 
         folder: what PEFT saved, with adapter_config.json and adapter_model.safetensors.
         base: what the model was loaded from; an adapter that was trained on another one is said.
         name: PEFT's name for it.
-        trainable: to train on; else it is frozen, and float32 where PEFT makes it so.
+        trainable: the dtype to train on in; None: it is frozen, and float32 where PEFT makes it so.
 
     Raises:
         CheckpointError: a file is missing, cannot be read or made for another model; a tensor is missing, unexpected,
@@ -311,6 +319,9 @@ def load_adapter(model: Any, folder: Path, base: str, name: str = "default", *, 
         notice(f"adapter_base {folder}", f"the adapter in {folder} was trained on {trained_on}, and is now on {base}")
     lora.inference_mode = not trainable
     peft_model = place_adapter(model, lora, folder, name, autocast=not trainable)
+    for parameter in peft_model.parameters() if trainable else ():  # before it is read: made in the base's dtype
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(trainable)
     load_adapter_weights(peft_model, folder, name)
     return peft_model if trainable else peft_model.eval()
 

@@ -174,11 +174,13 @@ class Family:
         norm_offset: RMSNorm multiplies by 1 + weight.
         layer_norm: norms subtract the mean (LayerNorm).
         parallel: attention and MLP read the same norm of the residual stream, and both join it.
-        qk_norm: q and k are normalised before RoPE, each head of its own, or all heads as one vector.
+        qk_norm: q and k are normalised before RoPE, each head of its own, or all heads as one vector; "shared": each
+            head by one norm without a weight.
+        query_multiplier: the config's key for what q is multiplied by; "": none.
         rope_pairs: which values of a head RoPE turns together: i and i + R/2, or neighbours; cos and sin come for the
             first half of them and again for the second, or "repeated" for neighbours, too, or "once".
-        unrotated: where it is written which layers have no RoPE: in the module (use_rope), or those have none that have
-            no window ("window").
+        unrotated: where it is written which layers have no RoPE: in the module (use_rope), in the config, where their
+            base is 0 (layer_rope_theta), or those have none that have no window ("window").
         scaled_queries: q is multiplied by 1 + β·log(1 + ⌊position / context⌋), as Llama 4's are.
         fused: linears that stand for several: qkv_proj, gate_up_proj.
         gated_mlp: the MLP is gated; else its activation, which may have weights, is of one linear.
@@ -209,9 +211,10 @@ class Family:
     norm_offset: bool = False
     layer_norm: bool = False
     parallel: bool = False
-    qk_norm: Literal["head", "all"] | None = None
+    qk_norm: Literal["head", "all", "shared"] | None = None
+    query_multiplier: str = ""
     rope_pairs: Literal["halves", "neighbours", "repeated", "once"] = "halves"
-    unrotated: Literal["use_rope", "window"] | None = None
+    unrotated: Literal["use_rope", "layer_rope_theta", "window"] | None = None
     scaled_queries: bool = False
     fused: tuple[str, ...] = ()
     gated_mlp: bool = True
@@ -342,6 +345,9 @@ FAMILIES = [
     Family("Apertus", "apertus", norms=Norms("attention_layernorm", before_mlp="feedforward_layernorm"),
            qk_norm="head", gated_mlp=False),
     Family("Arcee", "arcee", gated_mlp=False, gguf=Gguf("arcee", permute=True, activations=("relu2",))),
+    Family("MuseGlimmerText", "muse_glimmer", "muse_glimmer_text", norms=SANDWICH, norm_offset=True, window="module",
+           qk_norm="shared", query_multiplier="qk_scale_factor", unrotated="layer_rope_theta",
+           gated_attention="gate_proj", activation="hidden_activation", gguf=Gguf(text_alone=False)),
     Family("Glm4Moe", "glm4_moe", qk_norm="head", experts=Experts("n_routed_experts")),
     Family("GraniteMoe", "granitemoe", residual_scale="residual_multiplier", embedding_scale="embedding_multiplier",
            experts=Experts("num_local_experts", "block_sparse_moe")),

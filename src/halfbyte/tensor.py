@@ -335,7 +335,8 @@ def _copy(function, target: QuantizedTensor, source: Tensor, non_blocking: bool 
 
 
 def _add(function, *args: Any, **kwargs: Any) -> Tensor:
-    """A full-precision sum; DoRA adds the low-rank product to the weight to take the norms of its rows."""
+    """A full-precision sum. DoRA adds the low-rank product to the weight to take the norms of its rows; PEFT alone,
+    where nobody has its wrappers run beside stacks, adds it to a stack in each forward."""
     return function(*(arg.dequantize() if isinstance(arg, QuantizedTensor) else arg for arg in args), **kwargs)
 
 
@@ -352,6 +353,8 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     ),
     aten.copy_.default: _copy,
     aten.add.Tensor: _add,
+    aten.baddbmm.default: _add,
+    aten.addmm.default: _add,
     aten.split.Tensor: _split,
     aten.select.int: lambda function, tensor, dim, index: _expert(tensor, dim, index),
     aten.new_zeros.default: _new_shard,

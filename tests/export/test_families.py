@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from gguf_models import MODELS, SIZES
-from patch_models import EXPERTS, FAMILIES, MULTIMODAL, SHAPE
+from patch_models import EXPERTS, FAMILIES, MULTIMODAL, SHAPE, TEXT_PARTS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from vision_models import MODELS as VISION
@@ -24,7 +24,10 @@ from halfbyte.architectures import auto_class
 from halfbyte.families import ACTIVATIONS, of_config
 
 ROWS = {row.name: row for row in families.FAMILIES}
-SCALES = {"residual_scale": "residual_multiplier", "embedding_scale": "embedding_multiplier"}
+SCALES = {
+    "residual_scale": "residual_multiplier", "embedding_scale": "embedding_multiplier",
+    "query_multiplier": "qk_scale_factor",
+}  # fmt: skip
 # What a row leaves out that is so, or says that is not.
 WRONG = {
     "Llama": {"norm_offset": True},
@@ -50,6 +53,7 @@ WRONG = {
     "SeedOss": {"residual_dropout": None},
     "GptOss": {"sinks": False},
     "Qwen3_5": {"mixer": None},
+    "MuseGlimmerText": {"qk_norm": "head"},
     "Qwen3Next": {"mixer": families.DELTA_NET},
 }
 
@@ -59,7 +63,8 @@ def models() -> dict[str, object]:
     """Name of a row → a tiny model of it, without storage."""
     found = {}
     tiny = [(name, SHAPE | keys) for name, keys in FAMILIES.items()]
-    for family, keys in [*((name, SIZES | keys) for name, keys in MODELS.values()), VISION["qwen2_5_vl"], *tiny]:
+    whole = [VISION["qwen2_5_vl"], *TEXT_PARTS.items()]
+    for family, keys in [*((name, SIZES | keys) for name, keys in MODELS.values()), *whole, *tiny]:
         config = getattr(transformers, f"{family}Config")(**keys)
         row = of_config(config.get_text_config())
         if row is not None and row.name not in found:
@@ -79,25 +84,31 @@ def departures(row, model) -> dict[str, object]:
     )
     source = inspect.getsource(type(attention))
     windows = {"module": "self.sliding_window =", "config": '"sliding_window"'}
-    unrotated = {"use_rope": "if self.use_rope", "window": "if self.sliding_window is"}
+    unrotated = {
+        "use_rope": "if self.use_rope" in source,
+        "layer_rope_theta": hasattr(config, "layer_rope_theta"),
+        "window": "if self.sliding_window is" in source,
+    }
     routed = any(hasattr(part, "experts") for each in backbone.layers for part in each.children())
     linears = {name.rpartition(".")[2] for name, _ in layer.named_modules() if name.endswith("_proj")}
     names, parallel = norms_of(inspect.getsource(type(layer).forward))
+    norm = getattr(layer, names.before_attention or names.after_attention)
+    gates = {"q_proj": "self.head_dim * 2" in source, "gate_proj": hasattr(attention, "gate_proj")}
     dropout = {"layer": hasattr(layer, "resid_attn_dropout"), "half": hasattr(attention, "residual_dropout")}
     return {
         "model_type": config.model_type,
         "norms": names,
         "parallel": parallel,
-        "norm_offset": bool(normed(backbone.norm, 0.0).any()),
-        "layer_norm": not normed(backbone.norm, 1.0).any(),
+        "norm_offset": bool(normed(norm, 0.0).any()),
+        "layer_norm": not normed(norm, 1.0).any(),
         "qk_norm": qk_norm(attention),
         "rope_pairs": rope_pairs(module, type(backbone.rotary_emb)),
-        "unrotated": next((where for where, text in unrotated.items() if text in source), None),
+        "unrotated": next((where for where, has in unrotated.items() if has), None),
         "scaled_queries": "attn_scale(" in source,
         "fused": tuple(name for name in ("qkv_proj", "gate_up_proj") if name in linears),
         "gated_mlp": routed or bool(linears & {"gate_proj", "gate_up_proj"}),
         "residual_dropout": next((where for where, drops in dropout.items() if drops), None),
-        "gated_attention": "q_proj" if "self.head_dim * 2" in source else None,
+        "gated_attention": next((where for where, has in gates.items() if has), None),
         "mixer": mixer_of(row, other),
         "softcap": "softcap=" in source,
         "sinks": hasattr(attention, "sinks"),
@@ -146,7 +157,7 @@ def normed(norm, weight: float) -> torch.Tensor:
 
 def qk_norm(attention) -> str | None:
     if not hasattr(attention, "q_norm"):
-        return None
+        return "shared" if hasattr(attention, "qk_norm") else None
     return "head" if attention.q_norm.weight.numel() == attention.head_dim else "all"
 
 
@@ -197,9 +208,9 @@ def test_a_rows_graph_is_llamacpps(name):
 
 
 def test_every_row_is_tried_by_the_tests_of_patch_generation_and_gguf():
-    patched = {name.removesuffix("Text") for name in (*FAMILIES, *MULTIMODAL)}
-    assert patched == {row.name for row in ROWS.values() if row.patched}
-    assert {name for name in patched if ROWS[name].experts} == {name.removesuffix("Text") for name in EXPERTS}
+    patched = {name.removesuffix("Text") for name in (*FAMILIES, *MULTIMODAL, *TEXT_PARTS)}
+    assert patched == {name.removesuffix("Text") for name, row in ROWS.items() if row.patched}
+    assert {name for name, row in ROWS.items() if row.experts} == {name.removesuffix("Text") for name in EXPERTS}
     assert models().keys() == ROWS.keys()
     assert families.towers().keys() == VISION.keys()
 

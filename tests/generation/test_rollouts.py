@@ -235,6 +235,19 @@ def test_each_prompt_its_own_length():
     assert [len(each.ids) for each in Rollouts(short).generate(prompts_of(9, 31), stops=[])] == [23, 1]
 
 
+def test_rows_that_may_be_longest_begin_first(monkeypatch):
+    begun = []
+
+    class Seen(generation.rollouts.Schedule):
+        def _seat(self, row, document, found):
+            begun.append(row.most)
+            super()._seat(row, document, found)
+
+    monkeypatch.setattr(generation.rollouts, "Schedule", Seen)
+    Rollouts(model_of(), rows=2).generate(prompts_of(9, 7, 3), 2, max_new_tokens=[5, 1, 30], stops=[])
+    assert begun == [30, 30, 5, 5, 1, 1]
+
+
 def test_without_a_seed_torch_gives_one():
     model, prompts = model_of(), prompts_of(9)
 

@@ -126,9 +126,23 @@ MULTIMODAL = {
 }
 
 
+# The text parts of models whose images no row describes.
+TEXT_PARTS = {
+    "MuseGlimmer": {
+        "text_config": SHAPE | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"],
+                                "layer_rope_theta": [10000.0, 0], "output_multiplier": 0.5,
+                                "final_logit_softcapping": 2.0},
+        "vision_config": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+                          "patch_size": 4, "pos_emb_height": 4, "pos_emb_width": 4},
+        "out_hidden_size": 64, "projector_hidden_size": 32, "image_token_id": IMAGE, "video_token_id": IMAGE - 1,
+    },
+}  # fmt: skip
+
+
 def tiny(family: str, *, adapter: bool = True, shape: dict | None = None, **lora) -> nn.Module:
     """A random model of a family whose norms, biases and adapters all matter."""
-    keys = MULTIMODAL[family] if family in MULTIMODAL else SHAPE | FAMILIES[family] | (shape or {})
+    whole = MULTIMODAL | TEXT_PARTS
+    keys = whole[family] if family in whole else SHAPE | FAMILIES[family] | (shape or {})
     config = getattr(transformers, f"{family}Config")(**keys)
     # transformers 5.17 would choose SDPA for capped scores, and leave the cap out; 5.23 chooses eager itself.
     capped = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}

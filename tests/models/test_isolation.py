@@ -12,7 +12,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from patch_models import FAMILIES as FUSED
-from patch_models import HYBRIDS, tiny
+from patch_models import HYBRIDS, TEXT_PARTS, tiny
 from peft import LoraConfig, get_peft_model
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
@@ -131,7 +131,7 @@ def test_generation_and_padded_batches_run_as_before():
         assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), cached)
 
 
-@pytest.mark.parametrize("family", FUSED)
+@pytest.mark.parametrize("family", [*FUSED, *TEXT_PARTS])
 def test_packed_documents_are_apart_in_patched_models(family):
     """Layers with a state go through rows of one document each."""
     model = tiny(family).eval()

@@ -5,7 +5,18 @@ import copy
 import pytest
 import torch
 import transformers
-from patch_models import EXPERTS, FAMILIES, MULTIMODAL, assert_same, batch, loss_and_gradients, of_stock, quantize, tiny
+from patch_models import (
+    EXPERTS,
+    FAMILIES,
+    MULTIMODAL,
+    TEXT_PARTS,
+    assert_same,
+    batch,
+    loss_and_gradients,
+    of_stock,
+    quantize,
+    tiny,
+)
 from peft import LoraConfig
 from torch import nn
 
@@ -25,7 +36,8 @@ def check_equal(model: nn.Module, inputs: dict, tolerance: float = 1e-5) -> Patc
 
 
 def test_every_family_of_the_table_is_tested():
-    assert {row.name for row in ROWS if row.patched} == {name.removesuffix("Text") for name in (*FAMILIES, *MULTIMODAL)}
+    tried = {name.removesuffix("Text") for name in (*FAMILIES, *MULTIMODAL, *TEXT_PARTS)}
+    assert {row.name.removesuffix("Text") for row in ROWS if row.patched} == tried
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -46,6 +58,20 @@ def test_loss_and_gradients_equal_the_stock_models(family, packed, checkpointing
     assert report.fused["gated activation"] == sum(
         hasattr(mlp, "gate_proj") or hasattr(mlp, "gate_up_proj") for mlp in mlps
     )
+
+
+@pytest.mark.parametrize("level", [None, "recompute", "checkpoint"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("family", TEXT_PARTS)
+def test_text_parts_whose_tower_has_no_row(family, packed, level):
+    model, inputs = tiny(family), batch(packed)
+    expected = loss_and_gradients(model, inputs)
+    report = halfbyte.patch(model, level)
+    assert_same(loss_and_gradients(model, inputs), expected)
+    assert not report.unfused
+    assert report.fused["RoPE"] == report.fused["LoRA of o_proj"] == report.fused["gated activation"] == 2
+    assert report.fused["LoRA of gate_proj"] == 4  # of attention and of the MLP
+    assert report.fused["RMSNorm"] == 8
 
 
 def test_dense_layers_between_experts_are_fused():

@@ -22,6 +22,7 @@ from halfbyte.config import load_config, resolve
 from halfbyte.data.prepare import prepare
 from halfbyte.errors import HalfbyteError
 from halfbyte.formats import names
+from halfbyte.layers.expert_adapters import run_beside
 from halfbyte.models.find import find_model
 from halfbyte.models.load import load_model, load_tokenizer
 from halfbyte.qat.model import quantize_trained, round_merged
@@ -138,7 +139,7 @@ def table() -> dict[str, tuple[str, dict]]:
 
 TABLE = table()
 REFUSABLE = ("flash", "flex", "head too")  # what a fused family may be refused; another family may be refused anything
-ON_A_CPU = ("llama-nf4-packed", "gpt_neox-16bit", "qwen3-whole")
+ON_A_CPU = ("llama-nf4-packed", "gpt_neox-16bit", "qwen3-whole", "qwen3_next-nf4-packed")
 
 
 @pytest.fixture(scope="session")
@@ -186,6 +187,7 @@ def plain_loss(config, output, device):
     if config.use_peft:
         model = load(find_model(run.origin), run.storage)
         model = PeftModel.from_pretrained(model, str(output / "adapter"))
+        run_beside(model)  # PEFT itself would add the sum of factors to the stack, which is quantized
         if config.qat_scheme:
             round_merged(model)
             quantize_trained(model)

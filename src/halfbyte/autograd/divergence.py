@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..dispatch import autocast_dtype
 from ..ops.cross_entropy import Objective
 from ..ops.divergence import linear_divergence
 from .losses import or_empty, scaled
@@ -109,10 +110,8 @@ def linear_generalized_jsd(
         ModelError: the vocabularies or the numbers of positions differ; numbers that nothing can be made of.
     """
     given = (hidden, weight, teacher_hidden, teacher_weight)
-    dtypes = [weight.dtype, weight.dtype, teacher_weight.dtype, teacher_weight.dtype]
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtypes = [torch.get_autocast_dtype(hidden.device.type)] * 4
-    student, own, teacher, its = (tensor.to(dtype) for tensor, dtype in zip(given, dtypes, strict=True))
+    autocast, dtypes = autocast_dtype(hidden.device.type), [weight.dtype] * 2 + [teacher_weight.dtype] * 2
+    student, own, teacher, its = (tensor.to(autocast or dtype) for tensor, dtype in zip(given, dtypes, strict=True))
     needed = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (student, own)]
     teacher, its = teacher.detach(), its.detach()
     loss, entropy, _, _ = _linear_generalized_jsd(

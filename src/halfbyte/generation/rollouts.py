@@ -137,7 +137,8 @@ class Rollouts:
         groups = [Group(key, prompt, n) for key, prompt in zip(keys, prompts, strict=True)]
         rows = [Row(group, number, most) for group, most in zip(groups, lengths, strict=True) for number in range(n)]
         ends = eos_tokens(self.model) if stops is None else set(stops)
-        run = _Run(rows, replace(sampling, seed=None), ends, seed)
+        longest_first = sorted(rows, key=lambda row: -row.most)  # lest one that may be long is left alone at the end
+        run = _Run(longest_first, replace(sampling, seed=None), ends, seed)
         try:
             decoder, batch = self._ready(rows, name)
         except Unknown as reason:

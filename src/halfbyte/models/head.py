@@ -37,6 +37,7 @@ LOGIT_SCALES = {
     "logit_scale": 1,  # Cohere
     "logits_scaling": -1,  # Granite
     "lm_head_multiplier": 1,  # Falcon-H1
+    "output_multiplier": 1,  # Muse Glimmer
 }
 
 

@@ -113,6 +113,7 @@ class Attention(Block):
         has = {
             None: True,
             "use_rope": getattr(module, "use_rope", True),
+            "layer_rope_theta": (getattr(config, "layer_rope_theta", None) or {module.layer_idx: 1})[module.layer_idx],
             "window": window is not None or getattr(config, "sliding_window", None) is None,
         }
         gate = ("gate_proj",) if family.gated_attention == "gate_proj" else ()
@@ -121,12 +122,12 @@ class Attention(Block):
             config,
             family,
             module.head_dim,
-            norms=(module.q_norm, module.k_norm) if family.qk_norm and hasattr(module, "q_norm") else None,
+            norms=_head_norms(module, family),
             rotates=bool(has[family.unrotated]),
             query_scale=(rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"])
             if family.scaled_queries
             else None,
-            scaling=module.scaling,
+            scaling=module.scaling * scale_of(family.query_multiplier, config),
             softcap=module.attn_logit_softcapping if family.softcap else None,
             sinks=module.sinks if family.sinks else None,
             window=window,
@@ -161,7 +162,7 @@ class Attention(Block):
     @property
     def head_norms(self) -> tuple[Any, Any] | None:
         """RMSNorms of each head of q and of k."""
-        return self.norms if self.family.qk_norm == "head" else None
+        return None if self.family.qk_norm == "all" else self.norms
 
     def in_halves(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k, cos and sin, for a rotation of values i and i + R/2: scores stay, as q and k change alike."""
@@ -193,6 +194,14 @@ class Attention(Block):
     @property
     def parts(self) -> tuple[int, ...]:
         return self.heads, self.key_heads, self.key_heads
+
+
+def _head_norms(module: Any, family: Family) -> tuple[Any, Any] | None:
+    """Of an attention layer, which may have none though its family does."""
+    names = ("qk_norm", "qk_norm") if family.qk_norm == "shared" else ("q_norm", "k_norm")
+    return (
+        (getattr(module, names[0]), getattr(module, names[1])) if family.qk_norm and hasattr(module, names[0]) else None
+    )
 
 
 def _window(module: Any, family: Family) -> int | None:

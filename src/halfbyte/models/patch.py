@@ -43,6 +43,7 @@ METADATA = "attention metadata once a batch"
 GATED = "gated activation"
 FORWARDS: dict[str, tuple[Callable[..., Any], str]] = {
     "RMSNorm": (norm_forward, "RMSNorm"),
+    "CenteredRMSNorm": (norm_forward, "RMSNorm"),
     "LayerNorm": (layer_norm_forward, "LayerNorm"),
     "DecoderLayer": (layer_forward, "residual additions into the norms"),
     "Attention": (attention_forward, "RoPE"),

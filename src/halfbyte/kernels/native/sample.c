@@ -45,8 +45,6 @@ INLINE void philox(uint32_t quarter, const int64_t *place, int64_t seed, u16v ou
     for (int i = 0; i < 4; i++) out[i] = interleave(evens[i / 2], odds[i / 2], i % 2);
 }
 
-INLINE f16v choose(i16v first, f16v a, f16v b) { return (f16v)(((i16v)a & first) | ((i16v)b & ~first)); }
-
 /* log(x) of normal x > 0, to 1 or 2 ulp (the polynomial of Cephes' logf). */
 INLINE f16v log_of(f16v x) {
     i16v bits = (i16v)x, power = (bits >> 23) - 126;
