@@ -13,7 +13,8 @@ from rich.console import Console
 from halfbyte import terminal
 from halfbyte.config import RunConfig
 from halfbyte.methods import METHODS
-from halfbyte.terminal import LiveMetrics, advise_out_of_memory, bar_widths, duration, size
+from halfbyte.plan.advice import advise_out_of_memory
+from halfbyte.terminal import LiveMetrics, bar_widths, duration, size
 
 GIB = 2**30
 PLAN = {

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import itertools
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
@@ -138,6 +139,10 @@ def _lora_config(model: nn.Module, adapter: Adapter) -> LoraConfig:
     names = {name for name, _ in model.named_modules() if name} | experts
     _check_names("modules_to_save", adapter.modules_to_save or (), names)
     _check_whole_modules(model, adapter.modules_to_save or ())
+    for wanted, stack in itertools.product(adapter.modules_to_save or (), sorted(experts)):
+        if named_by(stack.rpartition(".")[0], wanted):
+            wrong = f"modules_to_save: {brief(wanted)} would train {stack} whole, which gets an adapter"
+            raise ModelError(wrong, "leave it out, or set target_parameters: []")
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(adapter, key):
             found = _matching(key, pattern, names, rf"(.*\.)?({pattern})")

@@ -1,4 +1,4 @@
-"""What a run shows in the terminal: header, memory bar, data line, live metrics, and advice when memory runs out.
+"""What a run shows in the terminal: header, memory bar, data line and live metrics.
 
 Presentation only: everything here takes plain dicts (the records of environment.json, memory.json, data_report.json
 and metrics.jsonl) and a rich console. Torch is never imported.
@@ -7,7 +7,6 @@ and metrics.jsonl) and a rich console. Torch is never imported.
 from __future__ import annotations
 
 import math
-import re
 import statistics
 import time
 from collections import deque
@@ -447,64 +446,3 @@ def evaluation_line(record: Mapping[str, Any], numbers: Numbers, first: Mapping[
     parts = [f"step {record['step']}", f"{loss.label} {loss.shown(record)}{was}"]
     parts += [f"{metric.label} {metric.shown(record)}" for metric in others]
     return Text.assemble(("eval ", "bold cyan"), " · ".join([*parts, duration(record.get("seconds"))]))
-
-
-def advise_out_of_memory(plan: Any, error: BaseException, config: RunConfig | None = None) -> str:
-    """Say what asked for the memory that was not there, which planned part is largest, and the one key to change.
-
-    Args:
-        plan: a MemoryPlan, its dict, or memory.json.
-        error: torch's out-of-memory error (its message tells the size asked for).
-        config: the run's configuration, to name exact values.
-    """
-    flat = as_plan(plan)
-    parts = {name: flat.get(name) or 0 for name in MEMORY_PARTS if name != "runtime"}
-    total, capacity = flat.get("total") or sum(parts.values()), flat.get("capacity_bytes")
-    largest = max(parts, key=lambda name: parts[name])
-    # Weights already quantized shrink no further, unless they alone fill the device: look at what else can.
-    if (
-        largest == "weights"
-        and config is not None
-        and config.quantized
-        and parts["weights"] < 0.9 * (capacity or math.inf)
-    ):
-        largest = max((name for name in parts if name != "weights"), key=lambda name: parts[name])
-    asked = re.search(r"[Tt]ried to allocate ([\d.]+ ?[KMG]i?B|\d+ bytes)", str(error))
-    what = f"out of memory while asking for {asked[1]}" if asked else "out of memory"
-    room = f" of the {size(capacity)} there are" if capacity else ""
-    if capacity and total < 0.8 * capacity:
-        room += ", so something else may hold memory on this device"
-    return (
-        f"{what}. The plan was {size(total)}{room}; the largest part that can shrink is "
-        f"{MEMORY_PARTS[largest].name} with {size(parts[largest])} ({parts[largest] / max(total, 1):.0%}).\n"
-        f"  change: {_key_to_change(largest, flat, config)}"
-    )
-
-
-def _key_to_change(largest: str, flat: Mapping[str, Any], config: RunConfig | None) -> str:
-    """The key that shrinks `largest` most at the least cost, and what it costs."""
-    if largest in ("weights", "adapters", "gradients", "optimizer"):
-        return _key_of_state(largest, config)
-    if largest == "activations" and not flat.get("activation_checkpointing"):
-        return "activation_checkpointing: true (recomputes activations in backward; steps take about a third longer)"
-    if config is None:
-        return "per_device_train_batch_size: half of it, with gradient_accumulation_steps doubled (same result)"
-    rows, accumulated = config.per_device_train_batch_size, config.gradient_accumulation_steps
-    if rows == 1:
-        return f"max_length: {config.max_length // 2} (one row per step is already the smallest batch)"
-    return (
-        f"per_device_train_batch_size: {rows // 2} with gradient_accumulation_steps: "
-        f"{math.ceil(rows * accumulated / (rows // 2))} (the same batch in smaller pieces)"
-    )
-
-
-def _key_of_state(largest: str, config: RunConfig | None) -> str:
-    """The key for what stays in memory between steps: weights, adapters, their gradients and optimizer state."""
-    if config is not None and not config.use_peft:
-        return "use_peft: true with load_in_4bit: true (trains an adapter in place of every weight)"
-    if largest == "weights" and config is not None and config.quantized:
-        return "model_name_or_path: a smaller model (these weights fill the device quantized already)"
-    if largest == "weights":
-        return "load_in_4bit: true (stores the frozen weights in a quarter of the space)"
-    rank = f"r: {max(config.r // 2, 1)}" if config else "r: half of what it is"
-    return f"{rank} (adapters, their gradients and optimizer state shrink with the rank)"

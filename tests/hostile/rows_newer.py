@@ -1,6 +1,7 @@
 """A third list that nobody had tried: distillation, models that reward, routers, and what became of mixtures since."""
 
 import shutil
+from dataclasses import replace
 
 from hostile import Case, cut, edited, gone, tensors
 from rows_config import both
@@ -50,9 +51,8 @@ DISTILLED = [
     learned("+ nobody to learn from", "", "teacher_model_name_or_path"),
     learned("+ a teacher that is nowhere", "teacher_model_name_or_path=./nowhere", "nowhere"),
     learned("+ data for a teacher", "teacher_model_name_or_path=data.jsonl", "data.jsonl"),
-    learned("+ a teacher of other words", "teacher_model_name_or_path=teacher", ("teacher", "vocab"), files=teacher(
-        tensors(lambda held: held.update({name: held[name][:100].clone() for name in held if "embed" in name or "lm_head"
-                                          in name})), "model.safetensors") | {"teacher/config.json": edited(vocab_size=100)}),
+    learned("+ a teacher of other words", "teacher_model_name_or_path=teacher", "teacher/config.json", files=teacher(
+        edited(vocab_size=100))),
     learned("+ a teacher cut short", "teacher_model_name_or_path=teacher", "model.safetensors",
             files=teacher(cut(0.5), "model.safetensors")),
     learned("+ a teacher of NaN", "", says="teacher", files=teacher(tensors(
@@ -64,12 +64,14 @@ DISTILLED = [
     learned("+ more than all answers", "teacher_model_name_or_path=teacher lmbda=2", "lmbda", files=teacher()),
     learned("+ no answers of anybody", "teacher_model_name_or_path=teacher lmbda=0", ("lmbda", "completion"),
             files=teacher()),
-    learned("+ an adapter teaches", "", run=f"{CHECK} {GKD} teacher_model_name_or_path=run/adapter", given=("run",), code=0),
-    learned("+ a run teaches", "", run=f"train run.yaml {GKD} teacher_model_name_or_path=run", given=("run",), code=(0, 1),
-            after=LEFT, seconds=4),
+    learned("+ an adapter teaches", "", run=f"{CHECK} {GKD} teacher_model_name_or_path=run/adapter", given=("run",),
+            code=0),
+    learned("+ a run teaches", "", run=f"train run.yaml {GKD} teacher_model_name_or_path=run", given=("run",),
+            code=(0, 1), after=LEFT, seconds=4),
     learned("+ a reward model teaches", "teacher_model_name_or_path=scored/adapter", "scored/adapter", first=SCORED,
             rows=BOTH_KINDS),
-    learned("+ packed prompts of a teacher", "teacher_model_name_or_path=teacher packing=true", "packing", files=teacher()),
+    learned("+ packed prompts of a teacher", "teacher_model_name_or_path=teacher packing=true", "packing",
+            files=teacher()),
     learned("+ a teacher and rewards", "teacher_model_name_or_path=teacher reward_funcs=repetition", "reward_funcs",
             files=teacher()),
     learned("+ a teacher of groups", "teacher_model_name_or_path=teacher num_generations=4", "num_generations",
@@ -84,7 +86,8 @@ DISTILLED = [
             code=(0, 1), files=teacher(edited(max_position_embeddings=4)), after=LEFT, seconds=4),
     learned("+ a teacher in NF4", "", run=f"{CHECK} {GKD} teacher_model_name_or_path=teacher", code=(0, 1),
             files=teacher(edited(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}))),
-    learned("+ a teacher by another name", "teacher_model=teacher", "teacher_model_name_or_path", files=teacher()),
+    learned("+ a teacher by another name", "teacher_model_nam=teacher", "teacher_model_nam", fix="teacher_model",
+            files=teacher()),
     Case("+ a teacher of imitation", both("teacher_model_name_or_path=model"), says="teacher_model_name_or_path"),
 ]  # fmt: skip
 
@@ -115,7 +118,7 @@ ROUTED = [
     routed("+ balanced routers", "router_aux_loss_coef=0.01", code=0),
     routed("+ routers balanced above all", "", run="train run.yaml router_aux_loss_coef=1e30", code=(0, 1), after=LEFT,
            seconds=5),
-    routed("+ an expert fewer", "", "experts", edited(num_experts=3)),
+    routed("+ an expert fewer", "", "experts", edited(num_experts=3, num_local_experts=3)),
     routed("+ rounded experts", "qat_scheme=nf4 load_in_4bit=false", "qat_scheme"),
     routed("+ kept types of no GGUF", "quantization=keep", "keep"),
     routed("+ routers trained whole", "modules_to_save=[mlp.gate]", code=(0, 1)),
@@ -134,7 +137,7 @@ OTHERS = [
     Case("+ a model's adapter for a server", "export model --adapter vllm --out x", code=(1, 2), says="model"),
     Case("+ a dense adapter for a server", "export run --adapter vllm --out x", code=(0, 1, 2), given=("run",),
          after=("x", "x/*")),
-    Case("+ init for programs", "init model data.jsonl", code=0, says="grpo",
+    Case("+ init for programs", "init model data.jsonl", code=(0, 1),
          files=data('{"prompt": "a", "tests": [{"input": "1", "output": "2"}]}\n' * 3)),
     Case("+ init for solutions of nothing", "init model data.jsonl", code=(0, 1),
          files=data('{"prompt": "a", "solution": null}\n' * 3)),
@@ -143,5 +146,7 @@ OTHERS = [
     Case("+ pairs packed and free", f"{CHECK} method=dpo packing=true padding_free=true", code=(0, 1), files=PAIRS),
 ]  # fmt: skip
 
+SHOWN = ("reward model teaches", "nobody to learn from", "judge that imitates", "an expert fewer",
+         "experts trained whole", "of a dense model", "more than all answers")  # fmt: skip
 EVERY = [*DISTILLED, *JUDGED, *ROUTED, *OTHERS]
-ROWS = EVERY
+ROWS = [case if any(words in case.name for words in SHOWN) else replace(case, slow=True) for case in EVERY]

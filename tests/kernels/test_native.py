@@ -128,3 +128,11 @@ def test_products_run_without_a_compiler(tmp_path):
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "false failed: exit code 1" in done.stdout
+
+
+@needs_compiler
+@pytest.mark.parametrize("source", sorted(Path(native.__file__).parent.glob("*.c")), ids=lambda path: path.stem)
+def test_every_source_is_c(source):
+    """Where one is not, its operations fall back to torch with a notice, and are right all the same."""
+    done = subprocess.run(["cc", "-fsyntax-only", *native.FLAGS, source], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

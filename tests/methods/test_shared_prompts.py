@@ -25,7 +25,7 @@ from halfbyte.methods.answers import as_reference, log_probs, reference_log_prob
 from halfbyte.models.attention import share
 from halfbyte.models.branches import Sharing, padded, why_apart
 from halfbyte.models.patch import unpatch
-from halfbyte.ops.attention import attention
+from halfbyte.ops.attention import Scores, attention
 
 ROWS = [row | {"margin": 0.1 * number} for number, row in enumerate(pairs(6, seed=3, longest=20))]
 LAYOUTS = [{}, {"padding_free": True}, {"packing": True}]
@@ -150,7 +150,7 @@ def test_attention_is_that_of_the_mask():
     sharing, tokens = Sharing.of(batch), batch["input_ids"].numel()
     query, key, value = (torch.randn(tokens, heads, 16) for heads in (4, 2, 2))
     branches = sharing.branches
-    expected, _ = attention(query, key, value, branches.documents, 0.3, branches.prompts)
+    expected, _ = attention(query, key, value, branches.documents, Scores(0.3), None, branches.prompts)
     found = padded(query, key, value, sharing.segments, 0.3)
     lengths = [len(row["prompt_ids"]) + len(row["chosen_ids"]) + len(row["rejected_ids"]) for row in ROWS]
     real = torch.cat([torch.arange(128) < length for length in lengths])
@@ -206,6 +206,7 @@ def test_what_was_loaded_comes_back():
         ("Mistral", {"sliding_window": 32}, {}, "window of 32 tokens, below max_length"),
         ("Mistral", {"sliding_window": 64}, {}, ""),
         ("Gemma2", {"attn_logit_softcapping": 20.0, "sliding_window": 4096}, {}, "caps its attention scores"),
+        ("gpt_oss", {}, {}, "heads have sinks"),
         ("Llama", {"attention_dropout": 0.1}, {}, "attention_dropout"),
         ("Llama", {}, {"use_kernels": False}, "use_kernels: false"),
         ("Llama", {}, {"attn_implementation": "eager"}, "attn_implementation: eager"),

@@ -144,7 +144,8 @@ on a CPU: {counts}.
 A packed document has the logits that it has alone within 1e-4 (ProphetNet apart, whose logits depend on the length of
 the row it is in, packed or not). With transformers 5.17.0, which has 178: 100 positions, 63 unpacked, 9 refused, 6 does
 not build. "Fused" are those whose layers `halfbyte.patch` knows; the others train
-through transformers' own forwards. Made by `python tests/models/all_families.py --write`.
+through transformers' own forwards. gpt_oss keeps documents apart by attention of ours, on CPUs, too; with
+`use_kernels: false` they are unpacked. Made by `python tests/models/all_families.py --write`.
 
 | model | documents | layers | where they would see each other, or why it does not build |
 |---|---|---|---|

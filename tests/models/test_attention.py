@@ -417,13 +417,14 @@ def test_training_makes_no_cache_unless_asked():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen3", "Gemma2", "Gemma3Text", "Phi3"])
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen3", "Gemma2", "Gemma3Text", "Phi3", "GptOss"])
 def test_on_the_gpu_loss_and_gradients_equal_the_stock_models(family, packed):
     shape = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = tiny(family, shape=shape).to("cuda", torch.bfloat16)
     inputs = {key: value.cuda() for key, value in batch(packed).items()}
-    truth = loss_and_gradients(copy.deepcopy(model).float(), inputs)
-    stock = loss_and_gradients(model, inputs)
+    wide = copy.deepcopy(model).float()
+    truth = loss_and_gradients(wide, of_stock(wide, inputs))
+    stock = loss_and_gradients(model, of_stock(model, inputs))
     report = halfbyte.patch(model)
     assert "halfbyte" in report.attention
     fused = loss_and_gradients(model, inputs)

@@ -14,8 +14,10 @@ import safetensors
 import torch
 from all_families import build
 from patch_models import tiny
+from published import save_gpt_oss
 from safetensors.torch import load_file, save_file
 from test_load_imports import CONFIGS, converted
+from test_stored_stacks import KINDS, checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -158,6 +160,16 @@ def test_what_was_quantized_before(axis, two, folder, tiny_checkpoint, tmp_path)
         converted(tiny_checkpoint(), tmp_path / cls.name, cls)
         models.append((str(tmp_path / cls.name), {"dtype": "bfloat16"}))
     check(two, axis, models)
+
+
+@pytest.mark.parametrize("axis", ["data", "shard"])
+def test_mixtures_that_were_quantized_before(axis, two, tmp_path):
+    """Expert by expert, and as gpt-oss is published."""
+    save_gpt_oss(tmp_path / "gpt_oss")
+    for kind, how in KINDS.items():
+        (tmp_path / kind).mkdir()
+        checkpoint(tmp_path / kind, *how)
+    check(two, axis, [(str(tmp_path / name), {"dtype": "float32"}) for name in ("gpt_oss", *KINDS)])
 
 
 @pytest.mark.parametrize("axis", ["data", "shard"])

@@ -59,10 +59,12 @@ def test_experts_and_their_adapters_in_slices(two, tmp_path):
     torch.manual_seed(1)
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, pad_token_id=1, eos_token_id=0, bos_token_id=None))
     model.to(torch.bfloat16).save_pretrained(place / "model")
-    keys = {"max_steps": 2, "sample_prompts": 0}
+    keys = {"max_steps": 2, "sample_prompts": 0, "router_aux_loss_coef": 0.01}
     alone = run(None, place, tmp_path / "alone", gradient_accumulation_steps=2, **keys)
     found = run(two, place, tmp_path / "out", gradient_accumulation_steps=1, parallel={"shard": 2}, **keys)
     found.same_as(alone)
+    one, both = (json.loads((each.folder / "experts.json").read_text()) for each in (alone, found))
+    assert one == both  # the tokens of both processes
 
 
 def copied_to(folder, run):

@@ -25,6 +25,7 @@ from halfbyte.optim import OPTIMIZERS
 from halfbyte.plan import shapes
 from halfbyte.plan.estimate import GIB, estimate
 from halfbyte.plan.ledger import Ledger
+from halfbyte.plan.shapes import ModelShapes
 
 SHAPE = {
     "vocab_size": 515,
@@ -223,21 +224,27 @@ def test_fused_8b_as_measured():
         assert plan.levels == ("checkpoint" if value else "keep",) * 32
 
 
+@pytest.fixture(scope="module")
+def shapes_8b():
+    return ModelShapes(run_config(**KEYS_8B), LLAMA_8B, torch.device("cuda"))
+
+
 @pytest.mark.parametrize(("allocator", "share"), [("expandable_segments:True", 0.96), ("", 0.9)])
-def test_auto_fills_a_limit_with_a_mix_of_levels(monkeypatch, allocator, share):
+def test_auto_fills_a_limit_with_a_mix_of_levels(monkeypatch, shapes_8b, allocator, share):
     monkeypatch.setattr("halfbyte.memory.host.available_bytes", lambda: 100 * GIB)
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", allocator)
-    plan = estimate(run_config(**KEYS_8B, memory_limit_gib=16.0), LLAMA_8B, device="cuda", capacity_bytes=139 * GIB)
+    options = {"device": "cuda", "capacity_bytes": 139 * GIB, "shapes": shapes_8b}
+    plan = estimate(run_config(**KEYS_8B, memory_limit_gib=16.0), LLAMA_8B, **options)
     assert (share - 0.1) * 16 * GIB < plan.total <= share * 16 * GIB
     assert len(set(plan.levels)) >= 2
     assert plan.activation_checkpointing
     assert "layers" in plan.reason
     assert "ms a step" in plan.reason
-    roomy = estimate(run_config(**KEYS_8B), LLAMA_8B, device="cuda", capacity_bytes=139 * GIB)
+    roomy = estimate(run_config(**KEYS_8B), LLAMA_8B, **options)
     assert roomy.levels == ("keep",) * 32
     tight = run_config(**KEYS_8B | {"per_device_train_batch_size": 1, "max_length": 8192}, memory_limit_gib=8.0)
-    assert estimate(tight, LLAMA_8B, device="cuda", capacity_bytes=139 * GIB).fits  # the bar of 1×8192
+    assert estimate(tight, LLAMA_8B, **options).fits  # the bar of 1×8192
 
 
 @pytest.mark.parametrize("keys", [{"use_kernels": False}, {"use_dora": True}, {"device": "cpu"}])
@@ -330,7 +337,8 @@ def test_a_plan_is_for_the_batches_of_the_data():
         num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
     )  # fmt: skip
     keys = {"dtype": "auto", "per_device_train_batch_size": 4, "max_length": 4096}
-    options = {"device": "cuda", "capacity_bytes": 139 * GIB}
+    shapes = ModelShapes(run_config(**keys), qwen, torch.device("cuda"))
+    options = {"device": "cuda", "capacity_bytes": 139 * GIB, "shapes": shapes}
     varied = Batches(Shape(4, 4096), Shape(4, 3300), second=Shape(4, 3584))
     free = estimate(run_config(**keys), qwen, batches=varied, **options)
     assert free.use_graphs

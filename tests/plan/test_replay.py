@@ -17,7 +17,7 @@ from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
 import halfbyte
 from halfbyte.adapters import add_adapter
-from halfbyte.autograd.tiled_attention import tiled_attention
+from halfbyte.autograd.tiled_attention import CACHED_BYTES, tiled_attention
 from halfbyte.config import RunConfig
 from halfbyte.formats import named
 from halfbyte.memory.batches import Shape
@@ -61,6 +61,28 @@ def test_attention_keeps_what_its_kernels_keep():
     ))  # fmt: skip
     assert planned == capped
     assert planned == flash - 2 * 3 * 4 * 37 * 24 * 4  # which has keys and values for all six heads
+
+
+def test_tiles_of_queries_take_no_more_than_is_planned():
+    """Nor less than half of it; and a backward of our own kernels none of what FlashAttention's adds up in."""
+    peaks, query = [], torch.empty(1, 8, 1024, 64, dtype=torch.bfloat16)
+    for found in (Implementation("", False, False, tiles=CACHED_BYTES), Implementation("", False, False, own=True)):
+        extra = AttentionBytes.of(found, query, query[:, :4], capped=True)
+        peaks.append(peak_of(lambda *x, extra=extra: _Attention.apply(*x, extra)))
+    for scores in (Scores(0.2, None, 50.0), Scores(0.2, 100)):
+        assert 0.5 * peaks[0] <= peak_of(lambda *x, scores=scores: tiled_attention(*x, scores)) <= peaks[0]
+    results = 2 * sum(1024 * 64 * heads for heads in (8, 8, 8, 4, 4))  # out and its gradient, dq, dk, dv
+    assert peaks[1] == results + 2 * 4 * 8 * 1024
+
+
+def peak_of(function) -> int:
+    tensors = [torch.randn(1, heads, 1024, 64, dtype=torch.bfloat16, requires_grad=True) for heads in (8, 4, 4)]
+    ledger = Ledger()
+    ledger.ignore(iter(tensors))
+    with ledger:
+        result = function(*tensors)
+        result.backward(torch.ones_like(result))
+    return ledger.peak
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,8 @@ RENAMED = {
     "cutoff_len": "max_length",
     "neat_packing": "packing",
     "moe_aux_loss_coef": "router_aux_loss_coef",
+    "teacher_model": "teacher_model_name_or_path",
+    "teacher_model_path": "teacher_model_name_or_path",
     "preprocessing_num_workers": "dataset_num_proc",
     # Surogate
     "qlora_bnb_block_size": "bnb_4bit_blocksize",

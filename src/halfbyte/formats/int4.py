@@ -30,7 +30,7 @@ DAMAGED = "re-download the checkpoint"
 
 
 @dataclass(frozen=True)
-class _Int4(Format):
+class Int4(Format):
     """Affine int4 that another tool quantized.
 
     Args:
@@ -182,7 +182,7 @@ def _check_config(entry: Mapping[str, Any], key: str, known: str, default: str) 
 
 @register_format
 @dataclass(frozen=True)
-class Gptq(_Int4):
+class Gptq(Int4):
     """GPTQ int4 (arXiv:2210.17323), AutoGPTQ's format: zeros are stored minus one, modulo 16."""
 
     name: ClassVar[str] = "gptq"
@@ -198,7 +198,7 @@ class Gptq(_Int4):
 
 @register_format
 @dataclass(frozen=True)
-class GptqV2(_Int4):
+class GptqV2(Int4):
     """GPTQ int4, GPTQModel's second format: zeros as they are."""
 
     name: ClassVar[str] = "gptq_v2"
@@ -213,7 +213,7 @@ class GptqV2(_Int4):
 
 @register_format
 @dataclass(frozen=True)
-class Awq(_Int4):
+class Awq(Int4):
     """AWQ int4 (arXiv:2306.00978), AutoAWQ's "gemm" version."""
 
     name: ClassVar[str] = "awq"

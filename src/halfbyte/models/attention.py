@@ -65,6 +65,7 @@ class Implementation:
         mask: whether it reads a mask of T × T for every row of the batch.
         tiles: bytes of the scores that it builds at a time, of a few queries (`autograd.tiled_attention`); 0: it is not
             that.
+        own: whether its backward is ours, whose sums are its results.
         obstacle: why it is not halfbyte's; "" where it is.
     """
 
@@ -73,6 +74,7 @@ class Implementation:
     mask: bool
     obstacle: str = ""
     tiles: int = 0
+    own: bool = False
 
 
 def implementation(
@@ -93,7 +95,7 @@ def implementation(
     if not obstacle and not padded:
         if has_sinks(config) or (is_capped(config) and not causal.takes_caps(device, dtype)):
             if causal.takes_scores(device, dtype, _head_dim(config), getattr(config, "attn_logit_softcapping", None)):
-                return Implementation("halfbyte's kernel", False, False)
+                return Implementation("halfbyte's kernel", False, False, own=True)
             return Implementation("tiles of queries", False, False, tiles=tile_bytes(device))
         if packed or window or is_capped(config):
             return Implementation("FlashAttention 3" if causal.flash3() else "variable lengths", False, False)
@@ -374,28 +376,40 @@ def attend(
     if sharing is not None:
         return branches.attend(query, key, value, sharing, scaling), None
     if attention_mask is None or tuple(attention_mask.shape) != NO_MASK:
-        options = kwargs | {"dropout": dropout, "scaling": scaling}
-        if s_aux is not None:
-            options["s_aux"] = s_aux
+        options = kwargs | {"dropout": dropout, "scaling": scaling} | ({} if s_aux is None else {"s_aux": s_aux})
         return _transformers(module, query, key, value, attention_mask, softcap, options)
     rows, _, length, _ = query.shape
     window = sliding_window if sliding_window is not None and sliding_window < length else None
     if s_aux is not None or (softcap is not None and not causal.takes_caps(query.device, query.dtype)):
         scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap)
-        if causal.takes_scores(query.device, query.dtype, query.shape[-1], softcap) and cu_seq_lens_q is not None:
-            query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-            found = document_spans or spans(cu_seq_lens_q, rows * length)
-            return causal.scored(query, key, value, s_aux, found, scores).unflatten(0, (rows, length)), None
-        begins = None if cu_seq_lens_q is None else _beginnings(cu_seq_lens_q, rows, length)
-        return tiled_attention(query, key, value, scores, s_aux, begins, max_length_q).transpose(1, 2), None
+        return _scored(query, key, value, s_aux, scores, cu_seq_lens_q, max_length_q, document_spans), None
     plain = window is None and softcap is None
     whole = plain and cu_seq_lens_q is not None and cu_seq_lens_q.numel() == rows + 1  # as many as rows
     if cu_seq_lens_q is None or (whole and _is_planned(length)):
         return causal.whole(query, key, value, scaling).transpose(1, 2), None
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     how = max_length_q or length, scaling, window, softcap, document_spans
-    out = causal.varying(query, key, value, cu_seq_lens_q, *how)
-    return out.unflatten(0, (rows, length)), None
+    return causal.varying(query, key, value, cu_seq_lens_q, *how).unflatten(0, (rows, length)), None
+
+
+def _scored(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    s_aux: Tensor | None,
+    scores: Scores,
+    cu_seq_lens_q: Tensor | None,
+    max_length_q: int | None,
+    document_spans: Spans | None,
+) -> Tensor:
+    """Attention with `scores` and sinks; arguments and result as `attend` has them."""
+    rows, _, length, size = query.shape
+    if cu_seq_lens_q is not None and causal.takes_scores(query.device, query.dtype, size, scores.softcap):
+        query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        found = document_spans or spans(cu_seq_lens_q, rows * length)
+        return causal.scored(query, key, value, s_aux, found, scores).unflatten(0, (rows, length))
+    begins = None if cu_seq_lens_q is None else _beginnings(cu_seq_lens_q, rows, length)
+    return tiled_attention(query, key, value, scores, s_aux, begins, max_length_q).transpose(1, 2)
 
 
 def _transformers(

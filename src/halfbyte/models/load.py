@@ -147,10 +147,9 @@ def load_model(
     from ..qat.model import fake_quantize_linears, qat_format
 
     storage = storage_of(storage, **keys)
-    if isinstance(name_or_path, str):
-        files = find_model(Origin(name_or_path, revision, trust_remote_code, storage.keep))
-    else:
-        files = name_or_path
+    files = name_or_path
+    if isinstance(files, str):
+        files = find_model(Origin(files, revision, trust_remote_code, storage.keep))
     target, config = chosen_device(device), copy.deepcopy(files.config)
     check_attention(config, attn_implementation, target)
     if attn_implementation is None and getattr(config.get_text_config(), "attn_logit_softcapping", None):
@@ -163,8 +162,7 @@ def load_model(
         "dtype": resolve_dtype(dtype, target),
     }
     load = functools.partial(_from_pretrained, files.place.name, config=config, bars=mesh.is_main, **options)
-    alone = mesh.size == 1
-    model = load(device=target) if alone else load_together(files.place, config, share, target, load)
+    model = load(device=target) if mesh.size == 1 else load_together(files.place, config, share, target, load)
     for name in beside_text(model):
         model.get_submodule(name).requires_grad_(False)
     if storage.qat_scheme is not None:

@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from ..architectures import runs_experts
 from ..errors import ConfigError, ModelError
-from ..parallel import ALONE, Mesh
+from ..parallel import ALONE, TOKENS, Mesh
 from .layer import causal_lm_of
 
 KEY = "router_aux_loss_coef"
@@ -111,7 +111,7 @@ class Routers:
             that no token chose (`dead`); and over all layers the mean entropy and the number of dead experts.
         """
         counts = {(name, at): float(n) for name, used in self.used.items() for at, n in enumerate(used.tolist())}
-        counts = mesh.sum(counts)
+        counts = mesh.sum(counts, TOKENS)
         layers = {}
         for name, used in self.used.items():
             own = [int(counts[name, at]) for at in range(len(used))]

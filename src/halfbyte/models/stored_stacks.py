@@ -17,6 +17,7 @@ from transformers.core_model_loading import ConversionOps
 from ..errors import CheckpointError, ModelError
 from ..formats import Format, recognize
 from ..formats.base import FLOATS, entry_name
+from ..formats.int4 import Int4
 from ..tensor import QuantizedTensor
 from .stacks import ANOTHER, OneByOne, as_in_file, only_stacks, read_entry
 
@@ -100,7 +101,8 @@ class _TakeEach(ConversionOps):
             for source, entries in matrices.items():
                 label = f"{before}.experts.{at}.{source.rpartition('*.')[2]}"
                 state = {suffix: read_entry(entries[suffix][at]) for suffix in entries}
-                if any(tensor.is_meta for tensor in state.values()):
+                unread = any(tensor.is_meta for tensor in state.values())  # by this process
+                if unread and not issubclass(stored, Int4):  # whose options are in shapes, not in numbers
                     whole = QuantizedTensor.quantize(
                         torch.empty(each, device="meta"), self.hf_quantizer.format_of(name)
                     )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import Origin, RunConfig
+from ..config.methods import SCORES
 from ..errors import CheckpointError, ConfigError
 from ..reading.files import same_place
 from ..reading.tensors import ADAPTER, ADAPTER_AGAIN, ADAPTER_CONFIG, read_adapter_config, read_header
@@ -43,6 +44,10 @@ def look_over_teacher(config: RunConfig) -> None:
     adapter = adapter_in(_name(config))
     if adapter is not None:
         read_header(adapter / ADAPTER, ADAPTER_AGAIN)
+        if read_adapter_config(adapter).get("task_type") in SCORES:
+            raise ConfigError(
+                f"{adapter} is a reward model's: it scores texts, and writes none", "name one that answers"
+            )
     if (origin := _origin(config, adapter)) is not None:
         look_over(origin)
 

@@ -24,7 +24,7 @@ from ..formats import FORMATS
 from ..formats.base import QUANT_METHOD
 from ..notices import notice
 from ..reading.boundary import answered, in_words
-from ..reading.model_config import CONFIG, LAYERS
+from ..reading.model_config import CONFIG, EXPERTS, LAYERS
 from ..reading.tensors import AGAIN, SINGLE, pickled_files, read_state, safetensors_files
 from .find import load_model_config
 from .quiet import no_loading_bars, quiet
@@ -52,7 +52,7 @@ def check_whole(place: Origin, config: Any) -> None:
     if stored is not None and not _is_read(stored if isinstance(stored, dict) else stored.to_dict()):
         return  # loading says which format it is
     weights = _weights(place, folder)
-    _check_experts(weights, folder)
+    _check_experts(weights, folder, config.get_text_config())
     text = config.get_text_config()
     for key in LAYERS:
         if getattr(text, key, 0) > len(weights):
@@ -159,9 +159,9 @@ def _weights(place: Origin, folder: Path) -> dict[str, Tensor]:
     }
 
 
-def _check_experts(weights: Mapping[str, Tensor], folder: Path) -> None:
-    """Whether each of a layer's experts is there, in the shape of the others: transformers, which stacks them, would
-    not say which it is."""
+def _check_experts(weights: Mapping[str, Tensor], folder: Path, config: Any) -> None:
+    """Whether each of a layer's experts is there, in the shape of the others, and has a place: transformers, which
+    stacks them, would not say which it is, and leaves out those that the config does not count."""
     groups: dict[tuple[str, str], dict[int, Tensor]] = {}
     for name, weight in weights.items():
         if found := EXPERT.fullmatch(name):
@@ -169,6 +169,10 @@ def _check_experts(weights: Mapping[str, Tensor], folder: Path) -> None:
     counts: dict[str, int] = {}
     for (before, _), experts in groups.items():
         counts[before] = max(counts.get(before, 0), max(experts) + 1)
+    key, most = next(((key, most) for key in EXPERTS if type(most := getattr(config, key, None)) is int), ("", 0))
+    if key and counts and max(counts.values()) > most:
+        said = f"{folder / CONFIG}: {key} is {most}, and the checkpoint holds {max(counts.values())} experts a layer"
+        raise CheckpointError(said, ANOTHER)
     for (before, after), experts in groups.items():
         if missing := [at for at in range(counts[before]) if at not in experts]:
             raise CheckpointError(f"{folder} lacks {before}{missing[0]}{after}", ANOTHER)

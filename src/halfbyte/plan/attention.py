@@ -25,16 +25,20 @@ class AttentionBytes:
     Args:
         kept: for backward.
         scratch: at the highest moment of its forward, and of its backward.
+        sums: whether backward adds up dq in fp32, and dk and dv for each query head.
     """
 
     kept: int = 0
     scratch: int = 0
+    sums: bool = True
 
     @classmethod
     def of(cls, found: Implementation, query: Tensor, key: Tensor, capped: bool) -> AttentionBytes:
         """Of `found`, with `query` [B, Hq, T, D] and `key` [B, Hk, T, D]."""
         rows, heads, length, _ = query.shape
         square, size = rows * length * length, query.element_size()
+        if found.own:
+            return cls(sums=False)
         if found.tiles:
             return cls(scratch=TENSORS * found.tiles)
         if found.scores:  # tanh, where scores are capped; the softmax in fp32, and again where query's dtype is another
@@ -69,16 +73,17 @@ class _Attention(torch.autograd.Function):
         out = query.new_empty(rows, length, heads, width).transpose(1, 2)
         sums = query.new_empty(rows, heads, length, dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, sums, _bytes(extra.kept, query))
-        ctx.scratch = extra.scratch
+        ctx.scratch, ctx.sums = extra.scratch, extra.sums
         _bytes(extra.scratch, query)
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        query, key, value, *_ = ctx.saved_tensors
-        # fp32 sums of dq; dk and dv of every query head, where several share a key
-        scratch = [torch.empty_like(query, dtype=torch.float32), _bytes(ctx.scratch, query)]
-        if key.shape[1] < query.shape[1]:
+        query, key, value, _, sums, _ = ctx.saved_tensors
+        scratch = [torch.empty_like(sums), _bytes(ctx.scratch, query)]  # δ, or dout · out of each head
+        if ctx.sums:
+            scratch.append(torch.empty_like(query, dtype=torch.float32))
+        if ctx.sums and key.shape[1] < query.shape[1]:
             scratch += [torch.empty_like(query), torch.empty_like(query)]
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
 

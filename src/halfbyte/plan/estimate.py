@@ -258,8 +258,7 @@ class _Planner:
         return replace(recomputed, reason=reason + self._shortage(recomputed))
 
     def _fastest(self) -> MemoryPlan:
-        largest = self.layer(self.batches.largest)
-        usual = self.usual
+        largest, usual = self.layer(self.batches.largest), self.usual
         choice = choose(
             self.depth,
             self._budget,

@@ -126,8 +126,7 @@ class TrainingLoop:
         self.scaling: DelayedScaling | None = None
         self.gathered: Gathered | None = None
         self.generations: Generations | None = None
-        self.callbacks = Callbacks(args, model, reports=mesh.is_main)
-        self.request = Request()
+        self.callbacks, self.request = Callbacks(args, model, reports=mesh.is_main), Request()
         self._owed = False  # an evaluation, by the checkpoint that the run continues from
         self.optimizer: Any = None
         self.units: Any = None

@@ -175,8 +175,7 @@ def prepare_run(
     if layout.size > 1:
         print_processes(console, layout, layout.size, config, ways)
     plan = _planned(config, files, machine, data, shapes, mesh, layout, console, checkpoint)
-    if mesh.size > 1:
-        mesh = replace(mesh, layout=plan.layout)  # which says whether frozen bytes are divided
+    mesh = mesh if mesh.size == 1 else replace(mesh, layout=plan.layout)  # which says whether frozen bytes are divided
     cut = _cut(config, layout, shapes, plan)
     run = PreparedRun(
         config, sections, method, mesh, machine, checkpoint, files, tokenizer, data, plan, arguments, prompts, cut

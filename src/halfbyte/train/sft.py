@@ -47,9 +47,10 @@ from halfbyte.optim import trained_parameters
 from halfbyte.parallel import SLICES, present_mesh
 from halfbyte.parallel.launch import say_idle
 from halfbyte.parallel.tensor import whole_inside
+from halfbyte.plan.advice import advise_out_of_memory
 from halfbyte.plan.estimate import GIB
 from halfbyte.rewards import named
-from halfbyte.terminal import LiveMetrics, advise_out_of_memory, print_memory, said_of_experts
+from halfbyte.terminal import LiveMetrics, print_memory, said_of_experts
 from halfbyte.words import one_line
 
 from ..runs.lock import run_lock
@@ -219,6 +220,9 @@ def _run(job: OpenRun, console: Console) -> RunResult:
 @contextlib.contextmanager
 def _experts_watched(job: OpenRun, loop: TrainingLoop, console: Console) -> Iterator[None]:
     """Inside, the experts of a mixture are counted as they are chosen; what that came to is written and said."""
+    if isinstance(loop.stepper, PipelinedStepper):  # each process has some of the layers
+        yield
+        return
     with watched(loop.model, balanced=bool(job.prepared.config.router_aux_loss_coef)) as routers:
         if routers is not None:
             loop.stepper.sums = routers.counting(loop.stepper.sums)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...ops.experts_unit import Unit, check_unit, expert_unit, expert_unit_backward_
 from ...ops.glu import Activation, check_glu, glu, glu_backward_
+from ..operands import changed
 from . import library, parallel
 from .blockwise4 import DTYPES
 
@@ -103,6 +104,7 @@ def backward_(grad: Tensor, gate: Tensor, up: Tensor, activation: Activation, ne
     rows, ups = gate.view(-1, gate.shape[-1]), up.view(-1, gate.shape[-1])
     given = {"z": grad.data_ptr(), "need_output": need_output, **_halves(rows, ups)}
     _run(_lib.halfbyte_glu_backward, rows.shape, gate.dtype, activation, given)
+    changed(gate, up, *([grad] if need_output else []))
 
 
 @expert_unit.kernel("cpu", unless=unit_obstacle)
@@ -120,4 +122,5 @@ def unit_backward_(z: Tensor, c: Tensor, unit: Unit, weights: Tensor, order: Ten
     pointers = {"z": z.data_ptr(), "weights": weights.data_ptr(), "order": order.data_ptr()}
     given = pointers | {"products": products.data_ptr(), "need_output": True} | _of_unit(c, unit)
     _run(_lib.halfbyte_glu_backward, z.shape, z.dtype, unit.activation, given)
+    changed(z, c)
     return products
