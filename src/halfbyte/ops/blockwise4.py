@@ -113,6 +113,14 @@ def dequantize_scales(quantized: Tensor, second: Tensor, code: Tensor, offset: T
     return values.mul_(second.repeat_interleave(NESTED_BLOCK)[: values.numel()]).add_(offset)
 
 
+def _scales_of(absmax: Tensor, nested: tuple[Tensor, Tensor, Tensor] | None, block: Tensor) -> Tensor:
+    """fp32: the scales of the blocks with these numbers."""
+    if nested is None:
+        return absmax[block]
+    second, code, offset = nested
+    return code[absmax[block].int()] * second[block // NESTED_BLOCK] + offset
+
+
 def dequantize_rows_blockwise4(
     packed: Tensor,
     absmax: Tensor,
@@ -124,13 +132,15 @@ def dequantize_rows_blockwise4(
     dtype: torch.dtype,
 ) -> Tensor:
     """`dtype` [rows, width]: the chosen rows of a [*, width] table; arguments as in `dequantize_blockwise4`."""
+    if width % blocksize == 0:  # rows of whole blocks: their bytes and scales side by side are a smaller table
+        each = width // blocksize
+        block = rows.long().unsqueeze(1) * each + torch.arange(each, device=packed.device)
+        scales = _scales_of(absmax, nested, block).view(-1)
+        codes = packed.view(-1, width // 2).index_select(0, rows).view(-1)
+        found = dequantize_blockwise4(codes, scales, None, blocksize, quant_type, rows.numel() * width, dtype)
+        return found.view(-1, width)
     element = rows.long().unsqueeze(1) * width + torch.arange(width, device=packed.device)
     byte = packed.view(-1)[element >> 1]
     codes = torch.where(element % 2 == 0, byte >> 4, byte & 15)
-    block = element // blocksize
-    if nested is None:
-        scales = absmax[block]
-    else:
-        second, code, offset = nested
-        scales = code[absmax[block].int()] * second[block // NESTED_BLOCK] + offset
+    scales = _scales_of(absmax, nested, element // blocksize)
     return (codebook4(quant_type, packed.device)[codes.int()] * scales).to(dtype)
