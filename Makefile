@@ -12,13 +12,13 @@ INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constraint
 demo: $(VENV)/installed
 	$(BIN)/halfbyte demo
 
-# Style and types are checked beside the tests, whose summary ends the output. Three processes on two cores, as tests wait
-# for processes of their own. What takes over 20 seconds a test is left to test-all.
+# Style and types are checked beside the tests, whose summary ends the output. What takes over 20 seconds a test is left
+# to test-all.
 test: $(VENV)/installed-dev
 	$(MAKE) --no-print-directory -j2 lint tests
 
 tests: $(VENV)/installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadgroup -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
 
 # The suite as older CPUs would run it, one variant after the other (tests/cpus.py); CPUS=avx2 chooses.
 test-cpus: lint

@@ -446,7 +446,7 @@ def packed_experts(count: int, rows: int, columns: int) -> StackedWeight:
 def expert_cases() -> Iterator[Case]:
     """Qwen3-30B-A3B's products, from a row an expert to 512."""
     count, top_k, rank, sides = 128, 8, 16, (2048, 1536)
-    for dtype, tokens in apart((FP32, BF16), (8192, 512, 256, 8)):  # each another tile
+    for dtype, tokens in apart((FP32, BF16), (8192, 512, 256, 8, 1)):  # each another tile
 
         def products(dtype=dtype, tokens=tokens, sides=sides):
             routing = experts.route(empty(tokens, top_k, dtype=torch.int64), count)

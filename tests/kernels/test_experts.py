@@ -28,7 +28,9 @@ from halfbyte.kernels.triton import grouped
 pytestmark = mark
 
 # tokens, experts, k
-ROUTES = [(9, 3, 2), (1, 1, 1), (2, 12, 8), (70, 2, 1)] + ([] if INTERPRETED else [(1000, 128, 8), (4097, 5, 2)])
+ROUTES = [(9, 3, 2), (1, 1, 1), (2, 12, 8), (70, 2, 1), (140, 3, 2)] + (
+    [] if INTERPRETED else [(1000, 128, 8), (4097, 5, 2)]
+)
 routes = pytest.mark.parametrize(("tokens", "experts", "top_k"), ROUTES)
 
 
@@ -93,7 +95,7 @@ def test_grouped_product_of_plain_values(tokens, experts, top_k, dtype, turned, 
 SPECS = ["blockwise4:nf4:64:nested", "blockwise4:fp4:32:plain", "hqq:4:64"]
 
 
-@pytest.mark.parametrize(("tokens", "experts", "top_k"), ROUTES[:2] + ROUTES[4:])
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), ROUTES[:2] + ROUTES[5:])
 @dtypes
 @pytest.mark.parametrize("turned", [False, True], ids=["forward", "turned"])
 @pytest.mark.parametrize("spec", SPECS)

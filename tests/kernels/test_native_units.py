@@ -74,6 +74,7 @@ def test_gated_units(kernels, dtype, activation, need_output):
     for found in zip((mine, *halves), (theirs, *apart), (exactly, *exact), strict=True):
         close(*found)
     assert torch.equal(mine, grad) != need_output
+    assert (halves[0]._version, mine._version) == (2, int(need_output))  # two views; who saved one sees it
 
 
 @dtypes

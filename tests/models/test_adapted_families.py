@@ -30,7 +30,8 @@ CONFIGS = {  # and what all-linear adapts there
                  "shared_expert_intermediate_size": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
                  "linear_key_head_dim": 8, "linear_value_head_dim": 8,
                  "layer_types": ["linear_attention", "full_attention"]},
-        {"q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate"},
+        {"q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate",
+         "gate_proj", "up_proj", "down_proj"},
     ),
 }  # fmt: skip
 

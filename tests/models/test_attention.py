@@ -275,7 +275,7 @@ OSS = {"model_type": "gpt_oss", "_attn_implementation": "eager"}
         ({}, CUDA, torch.float32, {}, "transformers' sdpa", False, False),
         ({}, CUDA, torch.float32, {"packed": True}, "transformers' sdpa", False, True),
         ({"attention_dropout": 0.1}, CUDA, torch.bfloat16, {}, "transformers' sdpa", False, False),
-        ({"attn_logit_softcapping": 50.0}, CUDA, torch.bfloat16, {}, "tiles of queries", False, False),
+        ({"attn_logit_softcapping": 50.0}, CUDA, torch.bfloat16, {}, "halfbyte's kernel", False, False),
         ({"attn_logit_softcapping": 50.0}, CUDA, torch.float32, {}, "tiles of queries", False, False),
         ({"attn_logit_softcapping": 50.0}, torch.device("cpu"), torch.float32, {}, "tiles of queries", False, False),
         ({"attn_logit_softcapping": 50.0}, CUDA, torch.float32, {"padded": True}, "transformers' eager", True, True),

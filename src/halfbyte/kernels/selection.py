@@ -15,8 +15,10 @@ from torch import Tensor
 
 from .. import ops
 from ..dispatch import Op
+from ..formats import Blockwise4
 from ..ops.cross_entropy import Objective
 from ..ops.decode_layers import DecoderLayer, Projections, Stack, Weight4
+from ..ops.experts import Routing, StackedWeight
 from ..ops.float8 import E4M3, E5M2
 from ..ops.fp8_scaling import DelayedScaling, ScalingOptions, Slot
 from ..ops.lora_glu import Factors
@@ -220,6 +222,20 @@ def _one_launch() -> Iterator[Example]:
         yield f"{batch} rows, {_name(dtype)}, NF4", (empty(batch, SIZE, dtype=dtype), stack)
 
 
+def _grouped_product() -> Iterator[Example]:
+    experts, rows, columns, top_k = 128, 1536, 2048, 8  # Qwen3-30B-A3B's gate and up
+    format_ = Blockwise4("nf4", 64, True)
+    specs = format_.part_specs((experts, rows, columns))
+    parts = {name: empty(*size, dtype=dtype) for name, (size, dtype) in specs.items()}
+    stack = StackedWeight(parts, (experts, rows, columns), format_)
+    for each, tile in ((1, 16), (32, 64), (512, 128)):
+        order, tiles = empty(each * experts, dtype=torch.int32), empty(each * experts, 2, dtype=torch.int32)
+        routing = Routing(order, order, empty(experts + 1, dtype=torch.int32), tiles, tile, top_k)
+        x, grad = empty(each * experts, columns, dtype=BF16), empty(each * experts, rows, dtype=BF16)
+        yield f"{each} rows an expert, NF4", (x, stack, routing)
+        yield f"{each} rows an expert, turned", (grad, stack, routing, False, True)
+
+
 def _name(dtype: torch.dtype) -> str:
     return {FP32: "fp32", FP16: "fp16", BF16: "bf16"}[dtype]
 
@@ -243,6 +259,7 @@ EXAMPLES: dict[str, Callable[[], Iterator[Example]]] = {
     "lora_glu_backward_": _lora_glu_backward,
     "lora_glu_backward_float8": lambda: _lora_glu_backward(slot(E5M2), None),
     "lora_read": _lora_read,
+    "grouped_product": _grouped_product,
     "rms_norm_float8": _rms_norm_float8,
     "fp8_product": _fp8_product,
     "rows_backward": _rows_backward,

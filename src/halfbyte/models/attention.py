@@ -1,8 +1,8 @@
 """transformers' attention on a CUDA device without a mask: `autograd.attention`, by whole rows or by documents.
 
-Packed rows and windows take the variable lengths of FlashAttention; capped scores (Gemma 2) FlashAttention 3, or
-`autograd.tiled_attention`, a tile of queries at a time; sinks (gpt-oss) `autograd.attention.scored`. On other devices
-both take the tiles.
+Packed rows and windows take the variable lengths of FlashAttention; capped scores (Gemma 2) FlashAttention 3 where it
+is installed, else they and sinks (gpt-oss) `autograd.attention.scored`, and on other devices and in float32
+`autograd.tiled_attention`, a tile of queries at a time.
 
 Registered with transformers as "halfbyte" (AttentionInterface and AttentionMaskInterface), and chosen by `patch` where
 a model uses "sdpa", or "eager" because its scores are its own (`has_own_scores`). What the layers need to know is
@@ -94,7 +94,7 @@ def implementation(
     obstacle = _unbound(config, device) or _unmasked(config, device, dtype)
     if not obstacle and not padded:
         if has_sinks(config) or (is_capped(config) and not causal.takes_caps(device, dtype)):
-            if causal.takes_scores(device, dtype, _head_dim(config), getattr(config, "attn_logit_softcapping", None)):
+            if causal.takes_scores(device, dtype, _head_dim(config)):
                 return Implementation("halfbyte's kernel", False, False, own=True)
             return Implementation("tiles of queries", False, False, tiles=tile_bytes(device))
         if packed or window or is_capped(config):
@@ -404,7 +404,7 @@ def _scored(
 ) -> Tensor:
     """Attention with `scores` and sinks; arguments and result as `attend` has them."""
     rows, _, length, size = query.shape
-    if cu_seq_lens_q is not None and causal.takes_scores(query.device, query.dtype, size, scores.softcap):
+    if cu_seq_lens_q is not None and causal.takes_scores(query.device, query.dtype, size):
         query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
         found = document_spans or spans(cu_seq_lens_q, rows * length)
         return causal.scored(query, key, value, s_aux, found, scores).unflatten(0, (rows, length))

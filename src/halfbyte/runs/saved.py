@@ -151,6 +151,8 @@ def _check_whole(resolved: Path) -> None:
     text = read_text(resolved, CheckpointError, RESOLVED_AGAIN)
     if missing := [key for key in WRITTEN if not re.search(rf"^{key}:", text, re.MULTILINE)]:
         raise CheckpointError(f"{resolved} is cut short: it lacks {', '.join(missing)}", RESOLVED_AGAIN)
+    if not text.endswith("\n"):
+        raise CheckpointError(f"{resolved} is cut short: its last line has no end", RESOLVED_AGAIN)
 
 
 def _is_quantized(model: str) -> bool:

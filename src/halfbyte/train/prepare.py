@@ -57,8 +57,8 @@ from .rehearsal import trackers, try_optimizer, try_schedule
 from .rewarding import look_over_rewards
 from .teaching import check_teacher
 
-# Micro-batches of a length that repay cuDNN's plan for it. On an H200 one takes 0.15 s and saves 3 to 30 ms a step, by
-# the model's size; for short rows, whose repeatable backward takes 0.54 s to plan, 1 ms.
+# Micro-batches of a length that repay cuDNN's plan for it. On an H200 one takes 0.15 s, and in a 0.6B model four rows
+# of 2,048 to 4,096 tokens then take 7 to 30 ms less; short rows, whose repeatable backward takes 0.54 s to plan, 1 ms.
 REPAID, SHORT, REPAID_SHORT = 50, 1024, 500
 
 

@@ -1,6 +1,20 @@
 """`cuda/grouped.cuh`: products of a mixture's experts with 4-bit weights, decoded in registers, by Hopper's wgmma.
 
-Not yet measured on a GPU: it stands behind Triton's kernel, which takes all that it takes.
+Measured on an H200 at Qwen3-30B-A3B's shape, 128 experts, NF4, in µs beside `F.grouped_mm` (gm) on 16-bit weights and
+Triton's kernel, which decodes in its main loop:
+
+    rows an   gate and up            down
+    expert    gm    wgmma  Triton    gm    wgmma  Triton
+    1/16      33    19               24    17
+    1         192   65     156       118   43     88
+    2         260   84               147   52
+    16        272   122    264       157   77     128
+    32        259   148    299       155   99     153
+    64        265   319    416       152   211    214
+    128       356   551    600       203   361    298
+
+With 64 rows an expert, tiles of 64 take 237 and 158. Tiles of 256 × 128, which have registers for it where weights are
+scaled before they are multiplied, take 222 at 64 rows and 372 at 128, and their weights are rounded three times.
 """
 
 from __future__ import annotations
@@ -63,7 +77,7 @@ def obstacle(
     return mma_obstacle(x, stack.parts["packed"], stack.parts["absmax"]) or wgmma_capability(x)
 
 
-@reference.grouped_product.kernel("cuda", unless=obstacle, rank=1)
+@reference.grouped_product.kernel("cuda", unless=obstacle)
 def grouped_product(
     x: Tensor,
     stack: StackedWeight,

@@ -53,9 +53,11 @@ class Tiles(NamedTuple):
     dkdv: Block
 
 
-MEASURED = Block(64, 64, 4)  # of the backward; what else is here was chosen by what compiled forms take and spill
+MEASURED = Block(64, 64, 4)  # of the backward
 NARROW, WIDEST = 128, 256  # widths of a head
-# By the widest head: KiB of shared memory that a block must be allowed, and the tiles where it is.
+# By the widest head: KiB of shared memory that a block must be allowed, and the tiles where it is. The first ones of
+# wide heads are the best of four of each on an H200; those of devices with less were chosen by what compiled forms take
+# and spill.
 TILES = {
     NARROW: (
         (160, Tiles(Block(128, 64, 8, 3), MEASURED, MEASURED)),

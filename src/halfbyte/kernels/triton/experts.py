@@ -2,7 +2,8 @@
 
 Sorting counts first: blocks of slots count how many go to each expert, the counts' sums in order of expert and block
 say where each block's begin, and a second look places them. A slot's place among those of its block is the number of
-earlier ones with its expert: equal runs place alike, and no two programs write to one place.
+earlier ones with its expert: equal runs place alike, and no two programs write to one place. The few slots of a token
+that is generated are sorted by one program, which compares each with each: one launch for some seven.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ SLOTS = 128  # that a program sorts
 ENTRIES = 32  # of the table of tiles that a program writes
 COLUMNS = 1024  # of a token's row that a program adds up
 TILE_ROWS = (16, 32, 64, 128)
+FEW = 1 << 12  # comparisons of slots with experts that one program makes in 4 µs; four times as many spill registers
 
 
 @triton.jit
@@ -63,6 +65,32 @@ def _tiles(
     first = tl.load(offset_ptr + expert, mask=known, other=0) + (entry - before) * ROWS
     tl.store(tile_ptr + 2 * entry, expert, mask=known)
     tl.store(tile_ptr + 2 * entry + 1, first, mask=known)
+
+
+@triton.jit
+def _route_few(
+    index_ptr, order_ptr, place_ptr, offset_ptr, tile_ptr, slots, entries, experts,
+    ROWS: tl.constexpr, SLOTS: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """All that `route` makes; a table of tiles has no more entries than there are slots."""
+    s = tl.arange(0, SLOTS)
+    e = tl.arange(0, EXPERTS)
+    expert = tl.load(index_ptr + s, mask=s < slots, other=EXPERTS).to(tl.int32)  # beyond the end: behind all
+    other = tl.load(index_ptr + s, mask=s < slots, other=EXPERTS).to(tl.int32)
+    before = (other[None, :] < expert[:, None]) | ((other[None, :] == expert[:, None]) & (s[None, :] < s[:, None]))
+    place = tl.sum(before.to(tl.int32), axis=1)
+    tl.store(place_ptr + s, place, mask=s < slots)
+    tl.store(order_ptr + place, s, mask=s < slots)
+    begins = tl.sum((other[None, :] < e[:, None]).to(tl.int32), axis=1)
+    until = tl.sum((other[None, :] <= e[:, None]).to(tl.int32), axis=1)
+    tl.store(offset_ptr + e, begins, mask=e <= experts)
+    ends = tl.cumsum((until - begins + ROWS - 1) // ROWS, axis=0)
+    passed = (ends[None, :] <= s[:, None]) & (e < experts)[None, :]
+    of_entry = tl.sum(passed.to(tl.int32), axis=1)
+    tiles_before = tl.max(tl.where(passed, ends[None, :], 0), axis=1)
+    begin = tl.sum(tl.where(e[None, :] == of_entry[:, None], begins[None, :], 0), axis=1)
+    tl.store(tile_ptr + 2 * s, of_entry, mask=s < entries)
+    tl.store(tile_ptr + 2 * s + 1, begin + (s - tiles_before) * ROWS, mask=s < entries)
 
 
 @triton.jit
@@ -116,6 +144,7 @@ def _outer(
 
 
 _count_launcher, _place_launcher, _tiles_launcher = Launcher(_count), Launcher(_place), Launcher(_tiles)
+_few_launcher = Launcher(_route_few)
 _combine_launcher, _outer_launcher = Launcher(_combine), Launcher(_outer)
 
 
@@ -129,11 +158,18 @@ def route(index: Tensor, experts: int, rows: int | None = None) -> Routing:
     reference.check_index(index)
     index, top_k, slots = index.contiguous(), index.shape[1], index.numel()
     blocks, bins = max(ceil_div(slots, SLOTS), 1), max(power_of_2(experts + 1), 32)
-    counts = torch.zeros(experts * blocks + 1, dtype=torch.int32, device=index.device)
     order, place = (torch.empty(slots, dtype=torch.int32, device=index.device) for _ in range(2))
     rows = rows or tile_rows(slots, experts)
     entries = min(slots, slots // rows + experts)
     tiles = torch.empty(entries, 2, dtype=torch.int32, device=index.device)
+    if 0 < max(power_of_2(slots), 16) * bins <= FEW:
+        offsets = torch.empty(experts + 1, dtype=torch.int32, device=index.device)
+        _few_launcher(
+            1, (index, order, place, offsets, tiles), (slots, entries, experts),
+            (rows, max(power_of_2(slots), 16), bins), warps=8,
+        )  # fmt: skip
+        return Routing(order, place, offsets, tiles, rows, top_k)
+    counts = torch.zeros(experts * blocks + 1, dtype=torch.int32, device=index.device)
     if slots:
         _count_launcher(blocks, (index, counts), (slots, blocks, experts), (SLOTS, bins), warps=4)
     begins = torch.cumsum(counts, 0, dtype=torch.int32)  # the first count is a zero, so these come before each

@@ -292,7 +292,7 @@ def _weight(stack: StackedWeight, dtype: torch.dtype, nested: bool) -> tuple[tup
     return (values,) * 6, (0, False, NESTED_BLOCK)
 
 
-@reference.grouped_product.kernel("cuda", "xpu", unless=obstacle)
+@reference.grouped_product.kernel("cuda", "xpu", unless=obstacle, rank=1)
 def grouped_product(
     x: Tensor,
     stack: StackedWeight,
