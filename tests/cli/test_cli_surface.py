@@ -13,7 +13,7 @@ from halfbyte.files import write_json
 from halfbyte.train import checkpoint
 
 SURFACE = {
-    "init": ["model", "data", "--method"],
+    "init": ["model", "data", "--method", "--teacher"],
     "check": ["run", "--gpus", "--gpu-memory"],
     "preview": ["run", "-n --count", "--rollouts"],
     "train": ["run", "--resume"],

@@ -122,7 +122,7 @@ USAGE = {
     "env --what": ("no such option: --what", "`halfbyte env -h` explains"),
     "init m": ("missing argument 'DATA'", "{MODEL} {DATA}"),
     "init m d more": ("got unexpected extra argument(s) (more)", "{MODEL} {DATA}"),
-    "export m": ("missing option '--gguf'", "`halfbyte export -h` explains"),
+    "export m": ("export asks what to write", "give --gguf TYPE, or --adapter vllm"),
 }
 
 

@@ -29,7 +29,7 @@ def on_base(run, base):
     """The run, as if it had been trained on another base."""
     file = run / "config.resolved.yaml"
     lines = [line for line in file.read_text().splitlines() if not line.startswith("model_name_or_path")]
-    file.write_text("\n".join([f"model_name_or_path: {base}", *lines]))
+    file.write_text("\n".join([f"model_name_or_path: {base}", *lines, ""]))
     return run
 
 

@@ -17,6 +17,7 @@ OWN = {
     "export/shards.py": "writes",
     "export/weights.py": "a copy of a value",
     "files.py": "writes",
+    "hardware.py": "the kernel's files",
     "lm_eval.py": "options written as JSON to compare them",
     "memory/host.py": "the kernel's files",
     "models/divided.py": "slices of safetensors whose heads were looked over",
@@ -28,6 +29,7 @@ OWN = {
     "rewards/jail.py": "what the run has asked of it",
     "rewards/process.py": "what a process of this run answers",
     "rewards/worker.py": "what the run asks",
+    "serve/stored.py": "answers that it stored as JSON",
 }
 WRITING = [["'w'"], ["'wb'"], ["'a'"], ["'x'"]]
 

@@ -46,6 +46,13 @@ TINY = {
 }
 HEAD = {"head_dim": 16}
 EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 DENSE = {row.model_type for row in families.FAMILIES if row.patched and not row.experts and not row.tower}
 DENSE |= {"gemma3_text"}
 FAMILIES = {
@@ -74,19 +81,22 @@ FAMILIES = {
     "cohere": {},
     "smollm3": {},
     "glm4": HEAD,
+    "glm": HEAD,
+    "apertus": HEAD,
+    "arcee": HEAD,
+    "cohere2": HEAD | {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]},
+    "ernie4_5": HEAD,
+    "exaone4": HEAD | {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]},
+    "ministral": HEAD | {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]},
+    "ministral3": HEAD,
+    "muse_glimmer_text": HEAD,
+    "olmo3": HEAD | {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]},
+    "qwen3_5_text": HEAD | LINEAR,
+    "seed_oss": HEAD,
     "llama4_text": HEAD | EXPERTS | {"intermediate_size_mlp": 128, "attention_chunk_size": 256},
     "mamba": {"state_size": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 32},
-    "qwen3_next": HEAD
-    | EXPERTS
-    | {
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_value_heads": 4,
-        "linear_num_key_heads": 2,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-        "shared_expert_intermediate_size": 64,
-    },
+    "qwen3_next": HEAD | EXPERTS | LINEAR | {"shared_expert_intermediate_size": 64},
 }
 SIXTEEN = {"load_in_4bit": False}
 OPTIONS = {

@@ -265,7 +265,7 @@ def test_an_evaluation_without_room_beside_the_graphs_frees_them(tmp_path, monke
             raise torch.OutOfMemoryError("CUDA out of memory")
         return whole(model, batch)
 
-    monkeypatch.setattr(loop.method, "sums", sums)
+    monkeypatch.setattr(type(loop.method), "sums", staticmethod(sums))
     assert loop.evaluate()["loss"] == expected["loss"]
     loop.stepper = eager
     graphs.holds_graphs = True

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config import Origin, RunConfig
+from ..config import Origin, RunConfig, resolve
 from ..config.methods import SCORES
 from ..errors import CheckpointError, ConfigError
 from ..reading.files import same_place
@@ -119,4 +119,4 @@ def origin_of(config: RunConfig, name: str, adapter: Path | None, revision: str 
         name, revision = str(base), None
     if same_place(name, config.model_name_or_path) and config.use_peft and config.qat_scheme is None:
         return None
-    return Origin(name, revision, config.trust_remote_code, config.quantization == "keep" and name.endswith(".gguf"))
+    return Origin(name, revision, config.trust_remote_code, resolve(config).storage.keep and name.endswith(".gguf"))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...ops.checks import check_same
 from ...ops.experts_unit import Unit, check_unit, expert_unit, expert_unit_backward_
 from ...ops.glu import Activation, check_glu, glu, glu_backward_
 from ..operands import changed
@@ -101,6 +102,7 @@ def forward(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
 @glu_backward_.kernel("cpu", unless=obstacle_backward)
 def backward_(grad: Tensor, gate: Tensor, up: Tensor, activation: Activation, need_output: bool) -> None:
     check_glu(gate, up, activation)
+    check_same("glu_backward", "grad", grad, "gate", gate)
     rows, ups = gate.view(-1, gate.shape[-1]), up.view(-1, gate.shape[-1])
     given = {"z": grad.data_ptr(), "need_output": need_output, **_halves(rows, ups)}
     _run(_lib.halfbyte_glu_backward, rows.shape, gate.dtype, activation, given)
