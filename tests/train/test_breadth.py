@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from peft import PeftModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from whole_runs import VOCABULARY, write_model, write_rows
 
 from halfbyte import families
@@ -55,6 +56,7 @@ LINEAR = {
 }
 DENSE = {row.model_type for row in families.FAMILIES if row.patched and not row.experts and not row.tower}
 DENSE |= {"gemma3_text"}
+DENSE &= MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()  # a model without images alone
 FAMILIES = {
     "llama": HEAD,
     "mistral": HEAD | {"sliding_window": 64},
@@ -89,7 +91,6 @@ FAMILIES = {
     "exaone4": HEAD | {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]},
     "ministral": HEAD | {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]},
     "ministral3": HEAD,
-    "muse_glimmer_text": HEAD,
     "olmo3": HEAD | {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]},
     "qwen3_5_text": HEAD | LINEAR,
     "seed_oss": HEAD,
