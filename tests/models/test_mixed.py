@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+import transformers
 from expert_models import TOKENS, mixture
 from typer.testing import CliRunner
 
@@ -188,6 +189,13 @@ def test_experts_that_no_token_reaches_count_as_the_others_and_are_said():
     found = measure(model, EXPERTS, [few])
     assert re.match(r"no token of the calibration text reached \d+ of 32 experts", notices.said()["mix-unreached"])
     assert all(option.error > 0 for option in found["model.layers.0.mlp.experts.down_proj"][1:])
+
+
+def test_convolutions_are_no_experts():
+    """Their weights have three dimensions, too."""
+    model = transformers.MambaForCausalLM(transformers.MambaConfig(vocab_size=128, hidden_size=64, num_hidden_layers=1))
+    assert measurable_stacks(model) == {}
+    assert "backbone.layers.0.mixer.in_proj" in measure(model.eval(), EXPERTS, [BATCH])
 
 
 def test_a_format_that_stores_no_experts_is_refused_before_anything_is_measured():

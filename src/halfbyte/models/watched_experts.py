@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..architectures import expert_stacks, stays_whole
-from ..errors import ModelError
+from ..architectures import expert_stacks
 
 
 class Stacks(NamedTuple):
@@ -42,17 +41,9 @@ def stack_of(module: Any, leaf: str) -> Tensor:
 
 
 def measurable_stacks(model: Any) -> dict[str, Stacks]:
-    """Pattern that names them in `quantization:` → the stacks of `model` that may be quantized.
-
-    Raises:
-        ModelError: the model has weights of experts that are in no stack.
-    """
-    stacks = expert_stacks(model)
-    if weights := stays_whole(model, expert_stacks(model, [])):
-        said = f"{weights / 1e6:.0f}M weights of this model are stacked experts that halfbyte does not know"
-        raise ModelError(said, "choose formats by patterns, such as quantization: {'*mlp*': kbit3, '*': nf4}")
+    """Pattern that names them in `quantization:` → the stacks of `model` that may be quantized."""
     found: dict[str, Stacks] = {}
-    for name, module in stacks.items():
+    for name, module in expert_stacks(model).items():
         place, _, leaf = name.rpartition(".")
         key = f"{place}.*" if module.is_transposed else name
         found[key] = Stacks(module, (*(found[key].leaves if key in found else ()), leaf))
