@@ -10,6 +10,7 @@ from merge_runs import save_run
 from typer.testing import CliRunner
 from vision_models import save_vision_model
 
+from halfbyte import notices
 from halfbyte.cli import app
 from halfbyte.errors import CheckpointError, ConfigError
 from halfbyte.export.gguf_model import export_gguf
@@ -171,3 +172,15 @@ def test_bad_importances_are_refused(tmp_path, text):
     with pytest.raises(ConfigError, match="exists already"):
         export_gguf(tmp_path / "m", "q4_0", importances=text)
     assert sorted(each.suffix for each in (tmp_path / "m").iterdir() if "gguf" in each.name) == [".gguf"]
+
+
+def test_an_expert_that_met_no_text_is_weighed_as_the_others(tmp_path):
+    """With no weight at all its codes would be anything."""
+    notices.forget()
+    seen = {"blk.0.ffn_up_exps.weight": Seen(torch.tensor([[4.0, 8.0], [0, 0], [2.0, 0]]), torch.tensor([2.0, 0, 2]))}
+    seen["blk.1.attn_q.weight"] = Seen(torch.zeros(1, 2), torch.zeros(1))
+    write_importances(tmp_path / "m.imatrix.gguf", seen, "text", 1, 4)
+    found = read_importances(tmp_path / "m.imatrix.gguf")
+    torch.testing.assert_close(found["blk.0.ffn_up_exps.weight"][1], torch.tensor([1.5, 2.0]), rtol=1e-3, atol=0)
+    torch.testing.assert_close(found["blk.1.attn_q.weight"], torch.ones(2), rtol=1e-3, atol=0)
+    assert "2 of 4 matrices met no token" in notices.said()["importance-unreached"]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError, ConfigError
 from ..files import new_file
+from ..notices import notice
 from .file import GgufFile
 
 SUMS, COUNTS = ".in_sum2", ".counts"
@@ -75,6 +76,8 @@ def write_importances(path: Path, seen: Mapping[str, Seen], text: str, rows: int
 def read_importances(path: Path) -> dict[str, Tensor]:
     """Tensor name → mean square of the activation at each column, fp32 [columns] or [experts, columns].
 
+    An expert that no token reached has the mean of its layer's others; how many there are is said.
+
     Raises:
         CheckpointError: not an importance matrix.
     """
@@ -82,9 +85,16 @@ def read_importances(path: Path) -> dict[str, Tensor]:
     names = [name.removesuffix(SUMS) for name in file.tensors if name.endswith(SUMS)]
     if not names or any(name + COUNTS not in file.tensors for name in names):
         raise CheckpointError(f"{path} is not an importance matrix", "name a file that llama-imatrix wrote")
-    means = {}
+    means, missed, experts = {}, 0, 0
     for name in names:
         sums, counts = (file.values(name + kind, torch.float32) for kind in (SUMS, COUNTS))
-        mean = (sums / counts.clamp(min=1).view(-1, 1)).squeeze(0)
+        reached, mean = counts.view(-1) > 0, sums / counts.clamp(min=1).view(-1, 1)
+        if not bool(reached.all()):
+            mean[~reached] = mean[reached].mean(0) if bool(reached.any()) else 1.0
+        missed, experts = missed + int((~reached).sum()), experts + len(reached)
+        mean = mean.squeeze(0)
         means[name] = mean + 1e-4 * mean.mean(-1, keepdim=True) + 1e-30  # a column never seen still has an error
+    if missed:
+        said = f"{missed} of {experts} matrices met no token of the text (experts that none was sent to)"
+        notice("importance-unreached", f"{said}: they are weighed as the others of their layer")
     return means
