@@ -107,17 +107,22 @@ def weights_of(module: Any) -> ExpertWeights:
     """What a module of experts has, where there is no `obstacle`."""
     first, second = names_of(module)
     return ExpertWeights(
-        _stack(module, first), _stack(module, second), unit_of(module), _bias(module, first), _bias(module, second)
+        matrices_of(module, first),
+        matrices_of(module, second),
+        unit_of(module),
+        bias_of(module, first),
+        bias_of(module, second),
     )
 
 
-def _stack(module: Any, name: str) -> Tensor:
+def matrices_of(module: Any, name: str) -> Tensor:
     """[E, N, K], whichever way a plain one lies; a quantized one always lies so."""
     stack = getattr(module, name)
     return stack.mT if module.is_transposed and not is_quantized(stack) else stack
 
 
-def _bias(module: Any, name: str) -> Tensor | None:
+def bias_of(module: Any, name: str) -> Tensor | None:
+    """[E, N], of the products with a stack."""
     return getattr(module, f"{name}_bias") if module.has_bias else None
 
 

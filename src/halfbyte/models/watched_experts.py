@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..architectures import expert_stacks
+from ..layers.experts import bias_of, matrices_of, names_of
 
 
 class Stacks(NamedTuple):
@@ -27,17 +28,7 @@ class Stacks(NamedTuple):
 
     def matrices(self) -> dict[str, Tensor]:
         """Each stack as [E, N, K], whichever way it lies."""
-        return {leaf: stack_of(self.module, leaf) for leaf in self.leaves}
-
-    @property
-    def weights(self) -> int:
-        return sum(stack.numel() for stack in self.matrices().values())
-
-
-def stack_of(module: Any, leaf: str) -> Tensor:
-    """A stack as [E, N, K]; a view."""
-    weight = getattr(module, leaf).detach()
-    return weight.mT if module.is_transposed else weight
+        return {leaf: matrices_of(self.module, leaf).detach() for leaf in self.leaves}
 
 
 def measurable_stacks(model: Any) -> dict[str, Stacks]:
@@ -78,13 +69,12 @@ def _forward(
 ) -> Tensor:
     """transformers' sum over each token's experts, an expert after the other."""
     total = torch.zeros_like(hidden_states)
-    first = "gate_up_proj" if module.has_gate else "up_proj"
+    first, second = names_of(module)
     unit = module._apply_gate if module.has_gate else module.act_fn
 
     def product(leaf: str, expert: int, x: Tensor) -> Tensor:
-        weight = stack_of(module, leaf)[expert]
-        bias = getattr(module, f"{leaf}_bias")[expert] if module.has_bias else None
-        result = nn.functional.linear(x, weight, bias)
+        weight, biases = matrices_of(module, leaf).detach()[expert], bias_of(module, leaf)
+        result = nn.functional.linear(x, weight, None if biases is None else biases[expert])
         name = names.get((id(module), leaf))
         if result.requires_grad and name is not None:
             result.register_hook(partial(meet, name, expert, weight, x.detach()))
@@ -92,7 +82,7 @@ def _forward(
 
     for expert in top_k_index.unique().tolist():
         tokens, places = torch.where(top_k_index == expert)
-        hidden = product("down_proj", expert, unit(product(first, expert, hidden_states[tokens])))
+        hidden = product(second, expert, unit(product(first, expert, hidden_states[tokens])))
         weighted = hidden * top_k_weights[tokens, places, None].to(hidden.dtype)
         total = total.index_add(0, tokens, weighted.to(total.dtype))
     return total
