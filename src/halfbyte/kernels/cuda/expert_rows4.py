@@ -71,7 +71,7 @@ def expert_rows(
     with torch.cuda.device(device):
         for down, stack in enumerate((first, second)):
             format_: Any = stack.format
-            (_, rows, _), nested = stack.shape, format_.nested_parts(stack.parts)
+            rows, nested = stack.shape[1], format_.nested_parts(stack.parts)
             shape = (tokens, rows) if down else (tokens * top_k, rows // 2)
             out = torch.empty(shape, dtype=x.dtype, device=x.device)
             whole = weight_of(given, stack.parts["packed"], stack.parts["absmax"], nested, format_.quant_type, rows)
