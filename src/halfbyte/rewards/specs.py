@@ -53,13 +53,16 @@ def named(function: Callable[..., Any]) -> str:
     return HERE + name
 
 
-def read_specs(entries: Sequence[Any], columns: Sequence[str]) -> list[RewardSpec]:
+def read_specs(entries: Sequence[Any], columns: Sequence[str] | None) -> list[RewardSpec]:
     """The functions that `reward_funcs` names, for prompts with these further columns.
+
+    Args:
+        columns: None while the data are not read: which column is compared with stays open.
 
     Raises:
         ConfigError: an entry is none, a file is not to be trusted, a library or the sandbox is missing.
     """
-    for name in columns:
+    for name in columns or ():
         if name in CALLED_WITH:
             said = (
                 f"reward_funcs: functions are called with {name} of their own, and the prompts have a column {name!r}"
@@ -74,7 +77,7 @@ def read_specs(entries: Sequence[Any], columns: Sequence[str]) -> list[RewardSpe
     return specs
 
 
-def _read(entry: Any, columns: Sequence[str]) -> RewardSpec:
+def _read(entry: Any, columns: Sequence[str] | None) -> RewardSpec:
     if isinstance(entry, dict):
         if len(entry) != 1:
             raise ConfigError(f"reward_funcs: {brief(entry)} is several in one", "write one function an entry")
@@ -145,18 +148,18 @@ def _in_file(path: Path, function: str, entry: str) -> RewardSpec:
     return RewardSpec(function, path.resolve(), digest, kind=function)
 
 
-def _built_in(name: str, given: Any, columns: Sequence[str]) -> RewardSpec:
+def _built_in(name: str, given: Any, columns: Sequence[str] | None) -> RewardSpec:
     if name not in OPTIONS:
         raise ConfigError(f"reward_funcs: there is no {brief(name)}", _KNOWN)
     options = options_of(name, given)
     label = name
-    if name in COLUMN:
+    if name in COLUMN and columns is not None:
         column = options.get("column") or next((each for each in COLUMN[name] if each in columns), None)
         if column not in columns:
-            wanted = column or " or ".join(COLUMN[name])
+            wanted = repr(column) if column else " or ".join(map(repr, COLUMN[name]))
             there = ", ".join(columns) or "none"
             raise ConfigError(
-                f"reward_funcs: {name} compares with column {wanted!r}, and the prompts' further columns are: {there}",
+                f"reward_funcs: {name} compares with column {wanted}, and the prompts' further columns are: {there}",
                 f"name the column: {{{name}: COLUMN}}",
             )
         options["column"] = column

@@ -13,7 +13,7 @@ from halfbyte.config import RunConfig, resolve
 from halfbyte.config.policy import DISTILLING
 from halfbyte.console import Console
 from halfbyte.data.collate import make_collator
-from halfbyte.errors import ModelError
+from halfbyte.errors import ModelError, of_key
 from halfbyte.methods.answers import as_adapter
 from halfbyte.models.distillation import Teacher, taught_by
 from halfbyte.models.find import ModelFiles
@@ -48,12 +48,13 @@ def check_teacher(
     """
     if config.method not in DISTILLING:
         return
-    found = find_teacher(config)
-    if found.adapter is not None:
-        check_adapter_files(found.adapter)
-    if found.files is not None:
-        check_stored(found.files, resolve(config).storage)
-        check_vocabulary(KEY, found.files, model_config, tokenizer.get_vocab(), tokens_of(found.files))
+    with of_key(KEY):
+        found = find_teacher(config)
+        if found.adapter is not None:
+            check_adapter_files(found.adapter)
+        if found.files is not None:
+            check_stored(found.files, resolve(config).storage)
+            check_vocabulary(KEY, found.files, model_config, tokenizer.get_vocab(), tokens_of(found.files))
     if checkpoint is not None:
         check_same_files(teacher_files(config), checkpoint)
     console.print(one_line(f"teacher: {_said(found)}"), soft_wrap=True)
