@@ -10,7 +10,7 @@ from ..config import SECTIONS, Parallel, RunConfig, load_config, resolve
 from ..config.methods import DEFAULTS
 from ..config.policy import DISTILLING, POLICY, SAMPLING, group_size
 from ..config.yaml import dump_value
-from ..errors import ConfigError, UsageError
+from ..errors import ConfigError, DataError, UsageError
 from ..methods import method_of
 from ..runs.inputs import look_over_inputs
 from .imports import quick_imports
@@ -62,7 +62,10 @@ def starting_config(model: str, dataset: str, method: str = "sft", teacher: str 
     files = find_model(resolve(base).origin)
     lengths = _lengths(files.config)
     base = base.model_copy(update={"max_length": lengths[0]})
-    base, data = _prepared(base, load_tokenizer(files.place), files.config)
+    try:
+        base, data = _prepared(base, load_tokenizer(files.place), files.config)
+    except DataError as error:  # in the words of this command
+        raise DataError(error.message, error.fix.replace("set method: ", "add --method ")) from error
     base, packing = _packed(base, files.config) if rows == "text" else (base, [])
     base, judged = _judged(base, data) if method in POLICY else (base, [])
     base, divided = _divided(base, files.config, data, lengths[-1])

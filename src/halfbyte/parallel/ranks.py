@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import threading
 import time
 import traceback
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from .. import errors
 from ..errors import ConfigError, HalfbyteError, TrainingError
 from ..notices import notice
+from ..reading import why
 from ..words import brief
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -37,6 +39,7 @@ FOREIGN = {
 GONE = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 MOST = 2**20  # processes of a run
 SILENT = 10.0  # seconds of waiting, after which that is said
+NAMED = 30.0  # seconds in which the launcher's host is to have its name
 LATER = 3600  # seconds; torchrun takes the earliest failure for the cause
 
 
@@ -83,6 +86,7 @@ def meeting(size: int) -> Iterator[None]:
         raise ConfigError(f"WORLD_SIZE is {size}, and {', '.join(missing)} is not set in the environment", fix)
     launched_as("RANK", 0, size - 1, 0)
     place = f"{os.environ['MASTER_ADDR']}:{launched_as('MASTER_PORT', 1, 65535, 0)}"
+    _look_up(os.environ["MASTER_ADDR"])
     waiting = threading.Timer(SILENT, notice, ("meeting", f"waiting at {place} for all {size} processes (WORLD_SIZE)"))
     waiting.daemon = True
     waiting.start()
@@ -96,6 +100,25 @@ def meeting(size: int) -> Iterator[None]:
         raise TrainingError(f"the {size} processes of this run did not meet at {place}: {said}", fix) from error
     finally:
         waiting.cancel()
+
+
+def _look_up(host: str) -> None:
+    """Wait until the network knows the launcher's host: names of a cluster may come up after the processes.
+
+    Raises:
+        ConfigError: it does not in `NAMED` seconds.
+    """
+    began = time.monotonic()
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() - began >= NAMED:
+                cause = why(error) if isinstance(error, OSError) else str(error)
+                said = f"MASTER_ADDR: no host of the name {brief(host)} is found: {cause}"
+                raise ConfigError(said, "give the address of the first process's host") from error
+        time.sleep(1)
 
 
 def check_device(local: int) -> None:

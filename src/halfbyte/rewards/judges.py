@@ -11,7 +11,7 @@ from ..config.methods import SCORES
 from ..errors import ConfigError, of_key
 from ..models.find import ModelFiles, find_model, look_over, place_of, read_model_config
 from ..models.teachers import adapter_in, origin_of
-from ..reading.tensors import ADAPTER, ADAPTER_AGAIN, read_adapter_config, read_header
+from ..reading.tensors import read_adapter_config
 from .specs import MODEL, RewardSpec
 
 SEPARATOR = "\n"  # behind each step, as method: prm has it
@@ -53,7 +53,6 @@ def look_over_judges(config: RunConfig, specs: Sequence[RewardSpec]) -> None:
             if adapter is None:
                 look_over(_whole_origin(config, path))
                 continue
-            read_header(adapter / ADAPTER, ADAPTER_AGAIN)
             _kind_of(adapter)
             if (origin := origin_of(config, path, adapter)) is not None:
                 look_over(origin)

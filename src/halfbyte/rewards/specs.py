@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, of_key
 from ..models.teachers import adapter_in
 from ..reading.files import look, open_bytes
-from ..reading.tensors import ADAPTER
+from ..reading.tensors import ADAPTER, ADAPTER_AGAIN, read_adapter_config, read_header
 from ..words import brief
 from . import sandbox
 from .functions import COLUMN, OPTIONS, has_result, options_of
@@ -70,7 +70,8 @@ def read_specs(entries: Sequence[Any], columns: Sequence[str] | None) -> list[Re
             raise ConfigError(said, "rename that column of the data")
     specs: list[RewardSpec] = []
     for entry in entries:
-        spec = _read(entry, columns)
+        with of_key("reward_funcs"):
+            spec = _read(entry, columns)
         taken = sum(re.fullmatch(rf"{re.escape(spec.name)}(_\d+)?", other.name) is not None for other in specs)
         name = f"{spec.name}_{taken + 1}" if taken else spec.name
         specs.append(RewardSpec(name, spec.file, spec.sha256, spec.options, spec.function, spec.kind))
@@ -191,6 +192,8 @@ def _model(options: Mapping[str, Any]) -> RewardSpec:
     adapter = adapter_in(path)
     if adapter is None:
         return RewardSpec(Path(path).name, options=options, kind=MODEL)
+    read_adapter_config(adapter)
+    read_header(adapter / ADAPTER, ADAPTER_AGAIN)
     with open_bytes(adapter / ADAPTER) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return RewardSpec(Path(path).name, (adapter / ADAPTER).resolve(), digest, options, kind=MODEL)
