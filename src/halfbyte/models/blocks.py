@@ -25,7 +25,7 @@ from ..autograd.rope import qk_norm_rope, rope
 from ..families import Family
 from ..layers.plain import hooked
 from ..parallel.tensor import Leaving
-from . import layer
+from . import layer, scans
 from .layer import MLP, Attention, Half, TokenMixer, epsilon, mixer
 from .patched import NAME, is_bound
 from .projections import dropout_of, project, read_together
@@ -213,6 +213,7 @@ def mixer_forward(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     """transformers' forward of a recurrence, its linears of one input computed together, and its gated norm."""
     if kwargs.get("cache_params") is not None:
         return type(self).forward(self, hidden_states, **kwargs)
+    forward = scans.forward_of(type(self), scans.documents_of(kwargs, *hidden_states.shape[:2]))
     view, recipes = TokenMixer.of(self, _family(self)), recipes_of(self)
     *inputs, output = view.linears
     made: dict[str, Tensor] = {}
@@ -229,7 +230,7 @@ def mixer_forward(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     parts[output] = lambda x: project(x, view.output, recipe=recipes[1])[0]
     if not hooked(view.norm):
         parts[view.norm_name] = gated_norm
-    return type(self).forward(_With(self, parts), hidden_states, **kwargs)
+    return forward(_With(self, parts), hidden_states, **scans.without_bounds(kwargs))
 
 
 def mlp_forward(self: Any, hidden_states: Tensor, output: bool = True) -> Tensor:

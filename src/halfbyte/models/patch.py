@@ -18,6 +18,7 @@ from ..errors import ModelError
 from ..families import Family, family_of
 from ..notices import notice
 from ..ops.fp8_scaling import DelayedScaling
+from . import scans
 from .activations import layer_forward, set_activations
 from .attention import (
     backbone_forward,
@@ -129,6 +130,8 @@ def patch(
             _bind(module, family, kind, report)
         elif kind in UNFUSED:
             report.unfused[kind.lower(), UNFUSED[kind]] += 1
+    if families[0].mixer is not None:
+        scans.say_what_is_missing(next(model.parameters()).device)
     if activations is not None:
         set_activations(_bound(known, "DecoderLayer"), activations)
     report.scaling = set_recipe(_bound(known, *VIEWS), options, next(model.parameters()).device)
