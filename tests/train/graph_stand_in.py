@@ -77,7 +77,7 @@ class StandIn:
     def captured(self, step, batch, _stream, pool):
         if not self.capture_fits:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        if len(batch["x"]) in self.refused:
+        if self.refused and len(batch["x"]) in self.refused:
             raise RuntimeError("operation not permitted when stream is capturing")
         before, random = [buffer.clone() for buffer in self.gradients.buffers], torch.get_rng_state()
         step(batch)
