@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import TrainingError
-from halfbyte.hardware import capture_stream, free_cached_memory, is_out_of_memory
+from halfbyte.hardware import capture_stream, free_cached_memory, is_out_of_memory, reservable_bytes
 from halfbyte.memory.batches import GRAPHS
 from halfbyte.notices import notice
 
@@ -190,9 +190,7 @@ class _Graphs:
         """Whether the device has as many bytes as any step so far has taken."""
         device = self.stream.device
         taken = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
-        free, total = torch.cuda.mem_get_info(device)
-        allowed = total * torch.cuda.get_per_process_memory_fraction(device) - torch.cuda.memory_reserved(device)
-        return min(free, allowed) >= taken
+        return reservable_bytes(device) >= taken
 
     @property
     def holds_graphs(self) -> bool:
