@@ -161,8 +161,9 @@ class _Graphs:
             if not self.alike.is_alone and self.alike.any_says(not self._has_room()):
                 self.give_up()
                 return None
+        elif reservable_bytes(self.stream.device) < self.pool_bytes:  # than which no smaller shape takes more
+            free_cached_memory(self.stream.device)  # else this capture need not wait for the step before it
         inputs = {key: value.clone() if isinstance(value, Tensor) else value for key, value in batch.items()}
-        free_cached_memory(self.stream.device)  # then what is reserved grows by the pool alone
         before = torch.cuda.memory_reserved(self.stream.device)
         try:
             captured = _Captured(self.step, inputs, self.stream, self.pool)
