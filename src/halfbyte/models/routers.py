@@ -66,7 +66,8 @@ class Routers:
     def forward(self, batch: Mapping[str, Any]) -> Iterator[None]:
         """Around the forward of a micro-batch, whose padding (`REAL`, else `attention_mask`, [B, T]) does not count."""
         mask = batch.get(REAL, batch.get("attention_mask"))
-        self._mask = mask.flatten() != 0 if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        # as the batch has it: what this forward makes, in a CUDA graph other graphs would overwrite
+        self._mask = mask.flatten() if isinstance(mask, Tensor) and mask.dim() == 2 else None
         self._begin()
         self._counting = True
         try:
@@ -142,7 +143,7 @@ class Routers:
         if self._mask is None:
             return None
         start %= len(self._mask)
-        return self._mask[start : start + rows] if start + rows <= len(self._mask) else None
+        return self._mask[start : start + rows] != 0 if start + rows <= len(self._mask) else None
 
     def saw(self, name: str, index: int, module: nn.Module, arguments: Any, output: Any) -> Any:
         """A router has answered: its logits count, and get their gradient."""
