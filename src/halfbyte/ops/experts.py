@@ -167,7 +167,18 @@ def check_product(
     return slots, width
 
 
-@op("triton.grouped", "cuda.grouped4", "native.grouped")
+@op("cuda.grouped_gemm4")
+def multiplies_codes(part: Tensor, stack: StackedWeight, slots: int, dtype: torch.dtype) -> bool:
+    """Whether products of so many rows with a quantized stack's codes are as fast as with its values.
+
+    Args:
+        part: one of the stack's, which says where it is.
+        dtype: of the products.
+    """
+    return False
+
+
+@op("triton.grouped", "cuda.grouped4", "cuda.grouped_gemm4", "native.grouped")
 def grouped_product(
     x: Tensor,
     stack: StackedWeight,
