@@ -159,9 +159,11 @@ def check_product(
         expected["bias"] = (bias, (experts, width))
     for name, (tensor, shape) in expected.items():
         if tuple(tensor.shape) != shape or tensor.dtype is not x.dtype:
-            raise ModelError(f"experts: {name} is {tensor.dtype} {list(tensor.shape)}, not {x.dtype} {list(shape)}")
+            said = f"experts: {name} is {tensor.dtype} {list(tensor.shape)}, not {x.dtype} {list(shape)}"
+            raise ModelError(said, f"pass {name} in that dtype and shape")
     if routing.offsets.numel() != experts + 1:
-        raise ModelError(f"experts: {routing.offsets.numel() - 1} are routed to, and the stack has {experts}")
+        said = f"experts: {routing.offsets.numel() - 1} are routed to, and the stack has {experts}"
+        raise ModelError(said, "route to the experts of this stack")
     return slots, width
 
 
