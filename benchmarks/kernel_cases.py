@@ -189,6 +189,9 @@ def attend_call(dtype: torch.dtype, size: int, cache: torch.dtype, window: int |
     q, keys = empty(2, 32, 1, size, dtype=dtype), empty(2, 8, 1024, size, dtype=cache)
     first, last = empty(2, dtype=torch.int32), empty(1, dtype=torch.int64)
     decode_attention.decode_attention(q, keys, keys, first, last, 0.1, window, softcap)
+    new = empty(2, 8, 1, size, dtype=dtype)
+    if cache is dtype:
+        decode_attention.store_both_(new, new, keys, keys, last)
 
 
 def attention_cases() -> Iterator[Case]:
