@@ -260,20 +260,14 @@ def unbalanced(causal_lm: Any) -> str | None:
     return None
 
 
-def check_balanced(causal_lm: Any, coefficient: float | None, layout: Any) -> None:
+def check_balanced(causal_lm: Any, coefficient: float | None) -> None:
     """Look whether a run can balance its routers.
 
     Raises:
         ConfigError: it cannot.
     """
-    if not coefficient:
-        return
-    if (why := unbalanced(causal_lm)) is not None:
+    if coefficient and (why := unbalanced(causal_lm)) is not None:
         raise ConfigError(f"{KEY}: {why}", f"remove {KEY}")
-    for axis in ("pipeline", "context", "tensor"):
-        if getattr(layout, axis) > 1:
-            said = f"{KEY} with parallel: {axis}: {getattr(layout, axis)}: its sums are over all layers and whole rows"
-            raise ConfigError(said, f"remove {KEY}, or divide the run by data or shard")
 
 
 def routers_of(model: nn.Module) -> Routers | None:
