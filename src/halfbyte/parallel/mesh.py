@@ -169,7 +169,7 @@ class Mesh:
         """
         if layout.size != self.size:
             raise ConfigError(
-                f"parallel: {layout} takes {layout.size} processes, and {self.size} {'was' if self.size == 1 else 'were'} started",
+                f"parallel: {layout} takes {layout.size} processes, and {self.size} were started",
                 f"start {layout.size} (`halfbyte train` does, or torchrun), or let `parallel` multiply to {self.size}",
             )
         if self.size == 1:
