@@ -153,6 +153,9 @@ OTHERS = [
          fix="--teacher", files=PROMPTS),
     Case("+ init with a teacher for imitation", "init model data.jsonl --teacher model", code=2, says="--teacher",
          fix="--method gkd"),
+    Case("+ init for rewards and few positions", "init model data.jsonl --method grpo", code=0, seconds=4,
+         says="max_completion_length: 128", files=data('{"prompt": "a small model"}\n' * 40)),
+    Case("+ a method in capitals", f"{CHECK} method=DPO", says="method", fix="did you mean dpo"),
     Case("+ init for pairs by another method", "init model data.jsonl", says="data.jsonl", fix="add --method dpo",
          files=PAIRS),
     *(Case(f"+ a launcher's {name} of {value}", CHECK, says=(name, repr(value)), environment={**LAUNCHED, name: value})
