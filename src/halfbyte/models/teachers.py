@@ -11,7 +11,14 @@ from ..config import Origin, RunConfig, resolve
 from ..config.methods import SCORES
 from ..errors import CheckpointError, ConfigError, of_key
 from ..reading.files import same_place
-from ..reading.tensors import ADAPTER, ADAPTER_AGAIN, ADAPTER_CONFIG, read_adapter_config, read_header
+from ..reading.tensors import (
+    ADAPTER,
+    ADAPTER_AGAIN,
+    ADAPTER_CONFIG,
+    checkpoint_digest,
+    read_adapter_config,
+    read_header,
+)
 from .find import ModelFiles, find_model, look_over
 
 KEY = "teacher_model_name_or_path"
@@ -77,6 +84,19 @@ def find_teacher(config: RunConfig) -> TeacherFiles:
             "name a better model, or an adapter",
         )
     return TeacherFiles(adapter, None if origin is None else find_model(origin))
+
+
+def digest_of_model(files: ModelFiles) -> dict[str, str]:
+    """By a model's path or hub id, what its weights are known again by (`reading.tensors.checkpoint_digest`).
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    from .stored import folder_of
+
+    path = Path(files.name)
+    name = str(path.resolve()) if path.exists() else files.name
+    return {name: checkpoint_digest(path if path.is_file() else folder_of(files.place))}
 
 
 def check_vocabulary(
