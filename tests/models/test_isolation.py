@@ -30,7 +30,8 @@ SOME = {
     "llama": "positions", "gpt2": "positions", "mixtral": "positions", "gemma2": "positions",
     "gpt_oss": "positions", "opt": "unpacked", "bloom": "unpacked", "mpt": "unpacked", "bart": "unpacked",
     "mamba2": "unpacked",
-    "lfm2": "bounds" if transformers.__version__ >= "5.23" else "unpacked", "granitemoehybrid": "bounds", "qwen3_5_text": "bounds", "jamba": "unpacked",
+    "lfm2": "bounds" if transformers.__version__ >= "5.23" else "unpacked",
+    "granitemoehybrid": "bounds", "qwen3_5_text": "bounds", "jamba": "unpacked",
     "kimi_linear": "bounds", "zamba": "bounds",
     "xlnet": "refused",
 }  # fmt: skip
