@@ -38,6 +38,8 @@ def why_apart(config: RunConfig, model_config: Any) -> str:
     family, window = of_config(text), getattr(text, "sliding_window", None)
     if family is None or not family.patched:
         return f"halfbyte does not know the layers of {text.model_type}"
+    if family.own_layer:
+        return "transformers' forward of the model's layers runs"
     if family.mixer is not None:
         return "some of the model's layers have a state that goes through a row"
     if text is not model_config:

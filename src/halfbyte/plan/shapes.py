@@ -185,7 +185,7 @@ class ModelShapes:
             ConfigError: nothing keeps them apart.
         """
         family = of_config(self.text_config)
-        known = family is not None and family.mixer is None
+        known = family is not None and family.mixer is None and not family.own_layer
         known = known and (self.config.use_kernels or not has_sinks(self.text_config))  # whose masks get no positions
         if not (self.config.packing or self.config.padding_free) or known:
             return "positions"
