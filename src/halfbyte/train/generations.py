@@ -25,7 +25,7 @@ from halfbyte.config.policy import answers_a_generation, group_size, micro_batch
 from halfbyte.data.branches import GIVEN
 from halfbyte.errors import CheckpointError, ConfigError
 from halfbyte.files import write_json
-from halfbyte.generation import Completion, Rollouts, Sampling
+from halfbyte.generation import Completion, Sampling
 from halfbyte.methods.answers import as_reference
 from halfbyte.methods.grpo import BONUS, CORRECTS, PolicyOptimization
 from halfbyte.notices import notice
@@ -39,6 +39,7 @@ from .answered import Answered, Monotony
 from .metrics import MetricsFile
 from .rewarded import means_of, numbers_of, passes
 from .rows import Counting, on_device
+from .served import OTHER, ServedRollouts, engine_of
 from .stepper import Stepper, beside_graphs
 
 if TYPE_CHECKING:
@@ -116,10 +117,7 @@ class Generations:
         self.rows, self.rewards, self.device, self.computing = rows, rewards, device, computing
         self.stops, self.file, self.shared = stops, file, shared
         self.plan, self.files = plan, rewards.files | dict(files or {})
-        how: dict[str, Any] = {"weights": config.rollout_weights, "kv_cache": config.kv_cache}
-        if plan is not None:
-            how |= {"weights": plan.weights, "memory_gib": plan.pages / 2**30}
-        self.engine = Rollouts(model, rows=answers_a_generation(config), **how)
+        self.engine = engine_of(config, model, answers_a_generation(config), plan)
         self.group = group_size(config)
         self.size = config.per_device_train_batch_size
         self.batches = micro_batches_a_generation(config)
@@ -130,7 +128,9 @@ class Generations:
         self.outside = 0.0  # share of ratios in the last step, see `methods.grpo`
         self.settle: Callable[[], None] = lambda: None  # has the numbers of the last step read
         self.stepper = Stepper(lambda batch: {})  # whose graphs may hold memory
-        self._corrects = config.importance_sampling_correction is True
+        wanted = config.importance_sampling_correction
+        self._corrects = wanted is True or (wanted == "auto" and isinstance(self.engine, ServedRollouts))
+        self._compared_engines = not isinstance(self.engine, ServedRollouts)
 
     # --- rows for the loop -------------------------------------------------------------------------------------------
 
@@ -185,6 +185,8 @@ class Generations:
     def _look_at_mismatch(self) -> None:
         """Whether the next generation is corrected for it; once it is, all later ones are."""
         self.settle()
+        if isinstance(self.engine, ServedRollouts) and self.outside > OTHER:
+            raise self.engine.other_weights(f"{self.outside:.0%} of the last step's ratios are outside 0.9 to 1.1")
         if self.config.importance_sampling_correction == "auto" and not self._corrects and self.outside > OFF:
             self._corrects = True
             said = f"{self.outside:.0%} of the last step's ratios of training to rollout are outside of 0.9 to 1.1"
@@ -254,8 +256,11 @@ class Generations:
         sampling = Sampling(
             config.temperature, config.top_k, config.top_p, seed=config.seed + (number << 32), min_p=config.min_p or 0.0
         )
-        completions = self._drawn([row["prompt_ids"] for row in prompts], each, indices, sampling)
+        given = [row["prompt_ids"] for row in prompts]
+        completions = self._drawn(given, each, indices, sampling)
         seconds = time.perf_counter() - began
+        if not self._compared_engines:
+            self._compare_engines([ids for ids in given for _ in range(each)], completions)
         texts = [str(self.tokenizer.decode(each.ids, skip_special_tokens=True)) for each in completions]
         return completions, texts, seconds
 
@@ -275,6 +280,19 @@ class Generations:
 
         with beside_graphs(self.stepper, self.device):
             return self.stepper.with_room(draw)
+
+    def _compare_engines(self, prompts: list[list[int]], completions: list[Completion]) -> None:
+        """Whether a server that answers for the first time has the weights of this model, by a micro-batch."""
+        assert isinstance(self.engine, ServedRollouts)
+        collate = Counting(self.method, self.method.collator(self.config, self.tokenizer, self.device))
+        blank = {"advantage": 0.0, "items": 0.0, CORRECTS: False}
+        pairs = list(zip(prompts, completions, strict=True))[: self.size]
+        rows = [as_row(ids, answer.ids) | blank | {"sampled": answer.log_probs.tolist()} for ids, answer in pairs]
+        with beside_graphs(self.stepper, self.device):
+            self.stepper.with_room(partial(self._score, rows, "here", collate))
+        there, here = (torch.tensor([x for row in rows for x in row[name]]) for name in ("sampled", "here"))
+        self.engine.check_same_model(there, here)
+        self._compared_engines = True
 
     @property
     def weights(self) -> list[float]:
@@ -406,6 +424,8 @@ class Generations:
         """End the processes of reward functions, and give pages back."""
         self.rewards.close()
         self.engine.free()
+        if isinstance(self.engine, ServedRollouts):
+            self.engine.close()
 
 
 def read_generation(checkpoint: Path) -> dict[str, Any]:
