@@ -62,28 +62,34 @@ def test_the_adapter_that_trains_answers(model, tmp_path):
     """In every generation, although the server caches prefixes by the adapter's name; rewards rise by it."""
     fake = FakeVllm(model)
     with served(fake) as url:
-        run(model, tmp_path / "out", url, max_steps=9, eval_split_size=4, eval_steps=4)
+        run(model, tmp_path / "out", url, max_steps=6, eval_split_size=4, eval_steps=4)
     found = records(tmp_path / "out")
     assert max(each["sampling/sampling_logp_difference/max"] for each in found) < 1e-4
     assert all(each["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=1e-3) for each in found)
     rewards = [each["reward"] for each in found]
-    assert sum(rewards[-3:]) > 1.5 * sum(rewards[:3])
+    assert sum(rewards[-2:]) > 1.5 * sum(rewards[:2])
     drawn = [body for body in fake.asked if body["model"] != fake.name]
     groups = {(body["seed"], tuple(body["prompt"])) for body in drawn}
-    assert len({seed for seed, _ in groups}) == len(groups) == 9 * 4 + 4  # evaluations draw alike
+    assert len({seed for seed, _ in groups}) == len(groups) == 6 * 4 + 4  # evaluations draw alike
     assert not any(body.get("load_inplace") for body in fake.loads)
     assert not fake.adapters
     assert not list((tmp_path / "out").glob("*halfbyte-*"))
     assert json.loads((tmp_path / "out/memory.json").read_text()).get("rollouts") is None
 
 
-@pytest.mark.parametrize("more", [{}, {"steps_per_generation": 4, "num_iterations": 2, "temperature": 0.7}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"steps_per_generation": 4, "num_iterations": 2, "temperature": 0.7},
+        pytest.param({}, marks=pytest.mark.slow),
+    ],
+)
 def test_a_resumed_run_is_the_same_run(model, tmp_path, more):
     """Within a generation its rows are those of the checkpoint; a later one is drawn with the same seeds."""
-    options = {"max_steps": 6, "save_steps": 1, "save_total_limit": 10} | more
+    options = {"max_steps": 4, "save_steps": 1, "save_total_limit": 10} | more
     with served(FakeVllm(model, processed=True)) as url:
         run(model, tmp_path / "whole", url, **options)
-    for step in (1, 2):
+    for step in (1,):
         other = tmp_path / f"from-{step}"
         shutil.copytree(tmp_path / "whole", other)
         with served(FakeVllm(model, processed=True)) as url:
@@ -131,7 +137,7 @@ def test_what_the_server_was_started_with(model, tmp_path, monkeypatch):
     assert "over what top_p, top_k and min_p leave" in refused(top_k=5)
     with served(fake) as url:
         prepare_run(load_config(None, keys(model, tmp_path / "out", url, temperature=0.7)))
-    gone = f"{url} does not answer: [Errno 111]"
+    gone = f"{url} does not answer: Connection refused"
     with pytest.raises(ConfigError) as stop:
         prepare_run(load_config(None, keys(model, tmp_path / "out", url)))
     assert gone in stop.value.message
@@ -192,18 +198,18 @@ def test_a_server_that_keeps_a_former_adapter(model, tmp_path):
 def test_an_adapter_that_would_not_go_is_replaced_in_place(model, tmp_path):
     fake = FakeVllm(model, faults=["keeps adapters"])
     with served(fake) as url:
-        run(model, tmp_path / "out", url)
+        run(model, tmp_path / "out", url, max_steps=2)
     assert any(body.get("load_inplace") for body in fake.loads)
     assert max(each["sampling/sampling_logp_difference/max"] for each in records(tmp_path / "out")) < 1e-4
 
 
 def test_a_server_that_goes_away_ends_the_run_which_resumes(model, tmp_path):
-    out, options = tmp_path / "out", {"max_steps": 4, "save_steps": 1}
+    out, options = tmp_path / "out", {"max_steps": 2, "save_steps": 1}
     fake = FakeVllm(model)
-    complete, fake.complete = fake.complete, lambda body: complete(body) if len(fake.asked) < 11 else (503, "")
+    complete, fake.complete = fake.complete, lambda body: complete(body) if len(fake.asked) < 9 else (503, "")
     with served(fake) as url, pytest.raises(TrainingError, match="does not answer prompts"):
         run(model, out, url, **options)
-    assert 1 <= len(records(out)) < 4
+    assert len(records(out)) == 1
     with served(FakeVllm(model)) as url:
         run(model, out, url, resume=True, **options)
         run(model, tmp_path / "whole", url, **options)

@@ -84,7 +84,7 @@ class PolicySection(Section):
         GRPO,
         None,
         "whether those ratios are a token's or an answer's, and are bounded or, outside of the bounds, 0; default:"
-        " sequence_mask, with loss_type vespo token_truncate",
+        " sequence_mask, with loss_type vespo or kv_cache fp8 token_truncate",
     )
     importance_sampling_clip_max: Positive | None = of(GRPO, 3.0, "upper bound of those ratios")
     importance_sampling_clip_min: Positive | None = of(GRPO, None, "lower bound of those ratios; default: none")
@@ -204,7 +204,11 @@ def _in_server(config: RunConfig) -> Iterator[Contradiction]:
         if (value := getattr(config, key)) != default:
             yield key, f"{key}: {value} with rollout: vllm, which has weights and a cache of its own", "remove it"
     if not config.use_peft:
-        yield "use_peft", "rollout: vllm takes adapters only", "set use_peft: true, or rollout: halfbyte"
+        yield (
+            "use_peft",
+            "use_peft: false with rollout: vllm, which takes adapters only",
+            "set use_peft: true, or rollout: halfbyte",
+        )
     for key in ("use_dora", "modules_to_save"):
         if getattr(config, key):
             yield key, f"{key} with rollout: vllm, which cannot apply it", "remove it, or set rollout: halfbyte"

@@ -17,6 +17,7 @@ import http.client
 import json
 import os
 import queue
+import re
 import threading
 import urllib.error
 import urllib.request
@@ -240,7 +241,8 @@ class VllmServer:
             if isinstance(why, TimeoutError):
                 fix = "raise vllm_server_timeout, lower max_completion_length, or give the server less beside this"
                 raise self._wrong(f"takes longer than {seconds:g} s for {path}", fix) from error
-            raise self._wrong(f"does not answer: {why or type(error).__name__}", self.start) from error
+            said = re.sub(r"\[Errno -?\d+\] ", "", str(why)) or type(error).__name__
+            raise self._wrong(f"does not answer: {said}", self.start) from error
         if len(raw) > MOST:
             raise self._wrong(f"answers with over {MOST:,} bytes", self.start)
         try:

@@ -28,7 +28,6 @@ from halfbyte.files import write_json
 from halfbyte.generation import Completion, Sampling
 from halfbyte.methods.answers import as_reference
 from halfbyte.methods.grpo import BONUS, CORRECTS, PolicyOptimization
-from halfbyte.notices import notice
 from halfbyte.ops import IGNORE_INDEX
 from halfbyte.plan.rollouts import RolloutPlan
 from halfbyte.rewards import Rewards
@@ -37,9 +36,10 @@ from ..reading import read_json
 from ..reading.tensors import ADAPTER
 from .answered import Answered, Monotony
 from .metrics import MetricsFile
+from .mismatch import Mismatch
 from .rewarded import means_of, numbers_of, passes
 from .rows import Counting, on_device
-from .served import OTHER, ServedRollouts, engine_of
+from .served import ServedRollouts, engine_of
 from .stepper import Stepper, beside_graphs
 
 if TYPE_CHECKING:
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 STATE = "generation.json"  # in a checkpoint
 COMPLETIONS = "completions.jsonl"
 ROUNDS = 10  # of sampling for groups with spread, at most (DAPO's own code has as many)
-OFF = 0.1  # share of ratios outside 0.9 to 1.1 above which the mismatch is corrected for
 KEPT, MOST = 64, 64 * 2**20  # answers of a generation that are written there, and bytes of it, as far as possible
 EVALUATION = 2**30  # the number of the generation whose draws evaluations have
 AGAIN = "resume from an earlier checkpoint, or start a new run in another output_dir"
@@ -125,12 +124,11 @@ class Generations:
         self._since: list[dict[str, float]] = []  # numbers of the generations since the last record
         self._last: dict[str, float] = {}
         self._monotony = Monotony()
-        self.outside = 0.0  # share of ratios in the last step, see `methods.grpo`
         self.settle: Callable[[], None] = lambda: None  # has the numbers of the last step read
         self.stepper = Stepper(lambda batch: {})  # whose graphs may hold memory
-        wanted = config.importance_sampling_correction
-        self._corrects = wanted is True or (wanted == "auto" and isinstance(self.engine, ServedRollouts))
-        self._compared_engines = not isinstance(self.engine, ServedRollouts)
+        server = self.engine if isinstance(self.engine, ServedRollouts) else None
+        self.mismatch = Mismatch(config, method, server)
+        self._compared_engines = server is None
 
     # --- rows for the loop -------------------------------------------------------------------------------------------
 
@@ -160,7 +158,8 @@ class Generations:
     def _generation(self, number: int, chosen: list[int], collate: Counting, callbacks: Callbacks) -> Generation:
         """The generation of a number: the present one, or a new one."""
         if self._current is None or self._current.number != number:
-            self._look_at_mismatch()
+            self.settle()
+            self.mismatch.look()
             answered = self._sampled(chosen, number, _progress(callbacks))
             self._monotony.look_at(answered)
             began = time.perf_counter()
@@ -177,20 +176,6 @@ class Generations:
         drawn = torch.Generator().manual_seed(self.config.seed + number)
         groups = torch.randperm(len(rows) // self.group, generator=drawn).tolist()
         return [rows[group * self.group + at] for group in groups for at in range(self.group)]
-
-    def saw(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> None:
-        """A step's numbers have been read."""
-        self.outside = sums.get("sampling/outside", 0.0) / max(counts["trained_tokens"], 1)
-
-    def _look_at_mismatch(self) -> None:
-        """Whether the next generation is corrected for it; once it is, all later ones are."""
-        self.settle()
-        if isinstance(self.engine, ServedRollouts) and self.outside > OTHER:
-            raise self.engine.other_weights(f"{self.outside:.0%} of the last step's ratios are outside 0.9 to 1.1")
-        if self.config.importance_sampling_correction == "auto" and not self._corrects and self.outside > OFF:
-            self._corrects = True
-            said = f"{self.outside:.0%} of the last step's ratios of training to rollout are outside of 0.9 to 1.1"
-            notice("importance-sampling", f"{said}: from here on the loss is weighed (importance_sampling_correction)")
 
     def _sampled(self, chosen: list[int], number: int, progress: Mapping[str, Any]) -> Answered:
         """Answers to the prompts of these indices.
@@ -308,7 +293,7 @@ class Generations:
             row = as_row(given, completion.ids, trained)
             row |= {"sampled": completion.log_probs.tolist() if trained else []}
             row |= {GIVEN: len(given)} if self.shared else {}
-            rows.append(row | {"advantage": 0.0, "items": 0.0, CORRECTS: self._corrects})
+            rows.append(row | {"advantage": 0.0, "items": 0.0, CORRECTS: self.mismatch.corrects})
         with beside_graphs(self.stepper, self.device):
             divergence = self.stepper.with_room(partial(self._add_log_probs, rows, collate))
         advantages = self.method.advantages(answered.rewards, divergence)
@@ -394,7 +379,8 @@ class Generations:
             "last": self._last,
             "files": self.files,
         }
-        state |= {"answered": answered, "outside": self.outside, "corrects": self._corrects}
+        state |= {"answered": answered, "outside": self.mismatch.outside}
+        state["corrects"] = self.mismatch.corrects
         state["monotony"] = self._monotony.seen
         write_json(folder / STATE, state)
 
@@ -407,7 +393,8 @@ class Generations:
         state = read_generation(checkpoint)
         self._current = None if state["current"] is None else Generation(**state["current"])
         self._since, self._last = state["since"], state["last"]
-        self.outside, self._corrects = state.get("outside", 0.0), state.get("corrects", self._corrects)
+        self.mismatch.outside = state.get("outside", 0.0)
+        self.mismatch.corrects = state.get("corrects", self.mismatch.corrects)
         self._monotony.seen = {name: (value, times) for name, (value, times) in state.get("monotony", {}).items()}
 
     # --- evaluation --------------------------------------------------------------------------------------------------
