@@ -111,6 +111,10 @@ class FakeVllm:
         found["logprobs"] = {"token_logprobs": logs, "top_logprobs": tops if body["logprobs"] else [{}] * len(ids)}
         if "no ids" in self.faults:
             return found
+        if "more tokens" in self.faults:
+            ids = [*ids[:-1], 10**6]
+        if "nan" in self.faults:
+            logs[0] = float("nan")
         given = body["prompt"][1:] if "cuts prompts" in self.faults else body["prompt"]
         return found | {"token_ids": ids, "prompt_token_ids": given}
 

@@ -2,12 +2,15 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
+import yaml
 from fake_vllm import FakeVllm, served
 from safetensors.torch import load_file, save_file
 
 from halfbyte import notices
+from halfbyte.cli import main
 from halfbyte.config import load_config
 from halfbyte.errors import ConfigError, TrainingError
 from halfbyte.train.prepare import prepare_run
@@ -151,6 +154,8 @@ def test_what_the_server_was_started_with(model, tmp_path, monkeypatch):
         ("no updating", {}, "it takes no adapters while it runs", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
         ("another disk", {}, "No adapter found", "a disk that both see"),
         ("", {"r": 32}, "LoRA rank 32 is greater than max_lora_rank 16", "--max-lora-rank 32"),
+        ("more tokens", {"temperature": 1.0}, "it answers with token 1000000, and the vocabulary here has", "serve"),
+        ("nan", {}, "gives no log-probability for each token", "0.10.2"),
         ("slow", {"vllm_server_timeout": 0.2}, "takes longer than 0.2 s", "vllm_server_timeout"),
     ],
 )
@@ -171,6 +176,27 @@ def test_an_adapter_that_does_not_come_to_answer(model, tmp_path, faults, more, 
     assert said in stop.value.message
     assert fix in stop.value.fix
     assert not records(tmp_path / "out")
+
+
+def test_tried_before_a_run(model, tmp_path, capsys):
+    config = tmp_path / "run.yaml"
+    with served(fake := FakeVllm(model)) as url:
+        config.write_text(yaml.safe_dump(keys(model, tmp_path / "out", url)))
+        with pytest.raises(SystemExit) as stop:
+            main(["preview", str(config), "--rollouts", "2"])
+    assert not stop.value.code
+    assert "letters: mean" in capsys.readouterr().out
+    assert fake.loads
+    assert not fake.adapters
+    assert not Path(fake.loads[0]["lora_path"]).exists()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("key", ["a\nb", "ä"])
+def test_a_key_that_is_none_is_not_shown(model, tmp_path, monkeypatch, key):
+    monkeypatch.setenv("VLLM_API_KEY", key)
+    with pytest.raises(ConfigError, match="VLLM_API_KEY has characters"):
+        prepare_run(load_config(None, keys(model, tmp_path / "out", "http://127.0.0.1:9")))
 
 
 def test_a_server_of_other_weights_is_refused_with_both_numbers(model, tmp_path, caplog):

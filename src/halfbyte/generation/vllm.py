@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import http.client
 import json
+import math
 import os
 import queue
 import re
@@ -213,7 +214,8 @@ class VllmServer:
             raise self._wrong("answers without token ids", OLD)
         if given != list(prompt):
             raise self._wrong(f"has read {len(given)} tokens of a prompt of {len(prompt)}, or others", self.start)
-        if not _are(logs, float, int) or len(logs) != len(ids) or not ids:
+        known = _are(logs, float, int) and all(map(math.isfinite, logs))
+        if not known or len(logs) != len(ids) or not ids:
             raise self._wrong(f"gives no log-probability for each token: {_said(choice)}", OLD)
         if ended not in ("stop", "length") or (ended == "stop" and ids[-1] not in stops):
             raise self._wrong(f"ends an answer for another reason: {ended} at token {ids[-1]}", self.start)
@@ -228,7 +230,9 @@ class VllmServer:
             request.data = json.dumps(body).encode()
             request.add_header("Content-Type", "application/json")
         if key := os.environ.get("VLLM_API_KEY"):
-            request.add_header("Authorization", f"Bearer {key}")
+            if not (key.isascii() and key.isprintable()):
+                raise ConfigError("VLLM_API_KEY has characters that no header may have", "set it to the server's key")
+            request.add_unredirected_header("Authorization", f"Bearer {key}")
         seconds = self.timeout if seconds is None else min(seconds, self.timeout)
         try:
             with urllib.request.urlopen(request, timeout=seconds) as answer:
@@ -236,7 +240,7 @@ class VllmServer:
         except urllib.error.HTTPError as error:
             with error:
                 status, raw = error.code, error.read(MOST)
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:  # ValueError: a name that is none
             why = getattr(error, "reason", error)
             if isinstance(why, TimeoutError):
                 fix = "raise vllm_server_timeout, lower max_completion_length, or give the server less beside this"
@@ -247,7 +251,7 @@ class VllmServer:
             raise self._wrong(f"answers with over {MOST:,} bytes", self.start)
         try:
             return status, json.loads(raw)
-        except ValueError:
+        except (ValueError, RecursionError):
             return status, raw.decode(errors="replace")
 
     def _wrong(self, what: str, fix: str) -> ConfigError:

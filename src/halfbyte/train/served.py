@@ -137,11 +137,16 @@ class ServedRollouts:
         """
         try:
             self._send()
-            return self.server.complete(
+            found = self.server.complete(
                 self.name, prompts, n, max_new_tokens=max_new_tokens, sampling=sampling, stops=stops, keys=keys
             )
         except ConfigError as error:
             raise TrainingError(error.message, error.fix) from error
+        known = self.model.get_input_embeddings().weight.shape[0]
+        for token in (each for completion in found for each in completion.ids):
+            if not 0 <= token < known:
+                raise self.other_weights(f"it answers with token {token}, and the vocabulary here has {known:,}")
+        return found
 
     def _send(self) -> None:
         """Load the adapter as it is now, if the server has another one."""
@@ -166,7 +171,7 @@ class ServedRollouts:
             TrainingError: they have other weights.
         """
         outside = float(((here - there).exp() - 1).abs().gt(0.1).float().mean())
-        if not outside <= OTHER:  # NaN is none
+        if outside > OTHER:
             raise self.other_weights(
                 f"the tokens of its first answers have a mean log-probability of {there.mean():.3f} there and of"
                 f" {here.mean():.3f} here, and {outside:.0%} of their ratios are outside 0.9 to 1.1"
