@@ -18,7 +18,6 @@ import json
 import math
 import os
 import queue
-import re
 import threading
 import urllib.error
 import urllib.request
@@ -31,6 +30,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import ConfigError
+from ..reading import why
 from ..words import brief
 from .rollouts import Completion
 from .sampling import Sampling
@@ -241,11 +241,11 @@ class VllmServer:
             with error:
                 status, raw = error.code, error.read(MOST)
         except (OSError, ValueError, http.client.HTTPException) as error:  # ValueError: a name that is none
-            why = getattr(error, "reason", error)
-            if isinstance(why, TimeoutError):
+            reason = getattr(error, "reason", error)  # of a URLError
+            if isinstance(reason, TimeoutError):
                 fix = "raise vllm_server_timeout, lower max_completion_length, or give the server less beside this"
                 raise self._wrong(f"takes longer than {seconds:g} s for {path}", fix) from error
-            said = re.sub(r"\[Errno -?\d+\] ", "", str(why)) or type(error).__name__
+            said = why(reason) if isinstance(reason, OSError) else str(reason) or type(error).__name__
             raise self._wrong(f"does not answer: {said}", self.start) from error
         if len(raw) > MOST:
             raise self._wrong(f"answers with over {MOST:,} bytes", self.start)
