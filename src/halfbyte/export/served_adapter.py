@@ -127,7 +127,7 @@ def _factors(adapter: AdapterLayers, base: BaseCheckpoint, folder: str) -> Itera
     if left := sorted(adapter.changed - seen):
         raise CheckpointError(
             f"{base.folder} lacks {left[0]}, which {folder} changes",
-            f"correct base_model_name_or_path in {folder / ADAPTER_CONFIG}",
+            f"correct base_model_name_or_path in {folder}/{ADAPTER_CONFIG}",
         )
 
 
