@@ -52,6 +52,7 @@ STATE = "generation.json"  # in a checkpoint
 COMPLETIONS = "completions.jsonl"
 ROUNDS = 10  # of sampling for groups with spread, at most (DAPO's own code has as many)
 KEPT, MOST = 64, 64 * 2**20  # answers of a generation that are written there, and bytes of it, as far as possible
+COMPARED = 512  # tokens by which a server's weights are compared with those that train
 EVALUATION = 2**30  # the number of the generation whose draws evaluations have
 AGAIN = "resume from an earlier checkpoint, or start a new run in another output_dir"
 
@@ -267,17 +268,18 @@ class Generations:
             return self.stepper.with_room(draw)
 
     def _compare_engines(self, prompts: list[list[int]], completions: list[Completion]) -> None:
-        """Whether a server that answers for the first time has the weights of this model, by a micro-batch."""
+        """Whether a server that answers for the first time has the weights of this model, by a few of its answers."""
         assert isinstance(self.engine, ServedRollouts)
         collate = Counting(self.method, self.method.collator(self.config, self.tokenizer, self.device))
         blank = {"advantage": 0.0, "items": 0.0, CORRECTS: False}
-        pairs = list(zip(prompts, completions, strict=True))[: self.size]
-        rows = [as_row(ids, answer.ids) | blank | {"sampled": answer.log_probs.tolist()} for ids, answer in pairs]
+        rows: list[Row] = []
+        for ids, answer in zip(prompts, completions, strict=True):
+            if sum(len(row["sampled"]) for row in rows) < COMPARED:
+                rows.append(as_row(ids, answer.ids) | blank | {"sampled": answer.log_probs.tolist()})
         with beside_graphs(self.stepper, self.device):
             self.stepper.with_room(partial(self._score, rows, "here", collate))
         there, here = (torch.tensor([x for row in rows for x in row[name]]) for name in ("sampled", "here"))
-        self.engine.check_same_model(there, here)
-        self._compared_engines = True
+        self._compared_engines = self.engine.check_same_model(there, here)
 
     @property
     def weights(self) -> list[float]:

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 OTHER = 0.5  # share of ratios outside 0.9 to 1.1 above which a server has other weights; NF4 against 16 bits has it
-COMPARED = 64  # ids of a prompt that both tokenizers read
+TELLING = 32  # tokens from which on that share says something
+READ = 64  # ids of a prompt that both tokenizers read
 
 
 def server_of(config: RunConfig) -> VllmServer:
@@ -60,7 +61,7 @@ def look_over_server(
         )
     prompt = data.train[0]["prompt_ids"]
     special = set(tokenizer.all_special_ids)
-    ids = [each for each in prompt if each not in special][:COMPARED]
+    ids = [each for each in prompt if each not in special][:READ]
     there, here = server.text_of(served, ids), str(tokenizer.decode(ids))
     if there is not None and "".join(there.split()) != "".join(here.split()):
         raise ConfigError(
@@ -160,8 +161,8 @@ class ServedRollouts:
             self._loaded = digest
             self.server.load(self.name, self._adapter.write(tensors, self.folder))
 
-    def check_same_model(self, there: Tensor, here: Tensor) -> None:
-        """Whether both have made the same of some tokens.
+    def check_same_model(self, there: Tensor, here: Tensor) -> bool:
+        """Whether there are enough tokens to know that both have made the same of them.
 
         Args:
             there: their log-probabilities [N] by the server.
@@ -171,11 +172,12 @@ class ServedRollouts:
             TrainingError: they have other weights.
         """
         outside = float(((here - there).exp() - 1).abs().gt(0.1).float().mean())
-        if outside > OTHER:
+        if len(here) >= TELLING and outside > OTHER:
             raise self.other_weights(
                 f"the tokens of its first answers have a mean log-probability of {there.mean():.3f} there and of"
                 f" {here.mean():.3f} here, and {outside:.0%} of their ratios are outside 0.9 to 1.1"
             )
+        return len(here) >= TELLING
 
     def other_weights(self, said: str) -> TrainingError:
         return TrainingError(
