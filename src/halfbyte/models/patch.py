@@ -56,6 +56,7 @@ FORWARDS: dict[str, tuple[Callable[..., Any], str]] = {
 VIEWS: dict[str, type[Attention | MLP | TokenMixer]] = {
     "Attention": Attention, "MLP": MLP, "GatedDeltaNet": TokenMixer
 }  # fmt: skip
+EXPERTS = "experts"
 UNFUSED = {
     "Experts": "their function is no part of the fused layer",
 }
@@ -128,7 +129,7 @@ def patch(
         if kind in FORWARDS:
             _bind(module, family, kind, report)
         elif kind in UNFUSED:
-            report.unfused[kind.lower(), UNFUSED[kind]] += 1
+            report.unfused[EXPERTS, UNFUSED[kind]] += 1
     if activations is not None:
         set_activations(_bound(known, "DecoderLayer"), activations)
     report.scaling = set_recipe(_bound(known, *VIEWS), options, next(model.parameters()).device)

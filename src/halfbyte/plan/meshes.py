@@ -27,7 +27,8 @@ from ..notices import silent
 from ..optim import OPTIMIZERS
 from ..terminal import size
 from .cards import H200, Card
-from .estimate import MemoryPlan, estimate
+from .estimate import estimate
+from .memory_plan import MemoryPlan
 from .rank import rank_config
 from .shapes import ModelShapes
 
