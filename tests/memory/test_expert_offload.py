@@ -139,6 +139,13 @@ def test_bytes_on_the_host_are_the_layers_own(folder):
 
 
 @pytest.mark.gpu
+def test_stacks_are_left_on_the_host_while_loading(folder):
+    model = load_model(folder, dtype="float32", device="cuda", experts_on_host=[0, 3])
+    on_host = {name for name, stack in stacks(model).items() if all(part.is_cpu for part in stack.parts.values())}
+    assert on_host == {name for name in stacks(model) if ".layers.0." in name or ".layers.3." in name}
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("level", ["keep", "checkpoint", "tiled"])
 def test_on_a_gpu(folder, level):
     resident, model = trained(folder, device="cuda"), trained(folder, device="cuda")

@@ -11,10 +11,10 @@ from ..config import RunConfig
 from ..config.yaml import dump_value
 from ..errors import ConfigError
 from ..memory.batches import Batches
-from ..models.routers import EXPERT_COUNTS
 from ..notices import notice
 from ..terminal import MEMORY_PARTS, as_plan, size
 from .estimate import estimate
+from .experts import is_mixture
 from .memory_plan import GIB, MemoryPlan
 
 SHORTEST, SMALLEST_RANK, SMALLEST_OF_EXPERTS = 256, 8, 2  # the least that advice goes down to
@@ -94,12 +94,6 @@ def first_that_fits(steps: Sequence[Keys], fits: Callable[[Keys], bool]) -> Keys
 
 def _in_words(keys: Keys) -> str:
     return ", ".join(dump_value(key, value) for key, value in keys.items())
-
-
-def is_mixture(model_config: Any) -> bool:
-    """Whether a transformers config says that layers have several experts."""
-    text = model_config.get_text_config()
-    return any((getattr(text, key, None) or 0) > 1 for key in EXPERT_COUNTS)
 
 
 def _changes(config: RunConfig, rows: int, mixture: bool) -> Iterator[list[Keys]]:

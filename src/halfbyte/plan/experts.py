@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,7 +17,10 @@ from ..config import RunConfig
 from ..config.policy import SAMPLING
 from ..errors import ConfigError
 from ..memory.expert_offload import WINDOW
+from ..models.routers import EXPERT_COUNTS
+from ..notices import silent
 from .policy import staying
+from .shapes import ModelShapes
 
 if TYPE_CHECKING:
     from .memory_plan import MemoryPlan
@@ -64,6 +67,7 @@ class Waiting:
 
 
 RESIDENT = Waiting()
+ANSWERING = 0.85  # share of a device that weights may take where a model answers: the rest is for its cache
 
 
 def with_experts(
@@ -105,6 +109,34 @@ def with_experts(
     enough = next((each for each in possible if each.bytes - each.window >= lacking), None)
     waiting = enough or (possible[-1] if possible else RESIDENT)
     return _said(plan(waiting), waiting) if waiting.layers else resident
+
+
+def while_answering(config: RunConfig, model_config: Any, device: torch.device, free: int) -> tuple[int, ...]:
+    """Decoder layers whose experts wait where a saved model is loaded to answer or to be measured.
+
+    Args:
+        model_config: the transformers config of its model.
+        free: bytes of the device.
+    """
+    asked = config.expert_offload
+    if asked is False or device.type != "cuda" or not is_mixture(model_config):
+        return ()
+    with silent():
+        shapes = ModelShapes(config.model_copy(update={"use_peft": False}), model_config, device)
+    stacks = shapes.expert_bytes()
+    holders = sum(size > 0 for size in stacks)
+    if asked != "auto":
+        return Waiting.of(stacks, holders if asked is True else asked).layers
+    lacking = shapes.frozen_bytes() - ANSWERING * free
+    counts = [Waiting.of(stacks, count) for count in range(holders + 1)]
+    enough = (each for each in counts if each.bytes - each.window >= lacking)
+    return next(enough, counts[-1]).layers if lacking > 0 else ()
+
+
+def is_mixture(model_config: Any) -> bool:
+    """Whether a transformers config says that layers have several experts."""
+    text = model_config.get_text_config()
+    return any((getattr(text, key, None) or 0) > 1 for key in EXPERT_COUNTS)
 
 
 def _obstacle(config: RunConfig, device: torch.device, alone: bool, holders: int) -> str | None:
