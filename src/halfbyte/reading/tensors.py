@@ -102,7 +102,9 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / ADAPTER_CONFIG
     if not look(path, CheckpointError, ADAPTER_AGAIN):
-        raise CheckpointError(f"{folder} has no {ADAPTER_CONFIG}", "name a folder that PEFT saved")
+        of_run = folder / "adapter"  # who names a run means the adapter that it left
+        fix = f"name {of_run}" if (of_run / ADAPTER_CONFIG).exists() else "name a folder that PEFT saved"
+        raise CheckpointError(f"{folder} has no {ADAPTER_CONFIG}", fix)
     document = read_json(path, CheckpointError, ADAPTER_AGAIN)
     if not isinstance(document, dict):
         raise CheckpointError(f"{path} holds a {type(document).__name__}, not an object", ADAPTER_AGAIN)
