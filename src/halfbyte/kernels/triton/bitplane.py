@@ -92,14 +92,15 @@ def _dequantize(
     block, part = group // 4, (group % 4).to(tl.int32)
     # An unsigned offset in bytes takes one integer instruction a value less to become an address than an index does.
     offset = eight_codes(packed_ptr, block, part, mask, K, 2).to(tl.uint32)
-    matrix = tl.where(mask, block // run, 0) if RUNS else 0  # of several one above the other
-    if FITTED:
-        offset += (matrix.to(tl.uint32) << (K + 2))[:, None]
+    if FITTED:  # a codebook for each of several matrices one above the other
+        offset += (tl.where(mask, block // run, 0).to(tl.uint32) << (K + 2))[:, None]
     table = codebook_ptr.to(tl.pointer_type(tl.uint8)) + offset
     values = tl.load(table.to(tl.pointer_type(tl.float32)))
     if AFFINE:
         values -= tl.load(zero_ptr + block, mask=mask, other=0).to(tl.float32)[:, None]
-    scale = e4m4(tl.load(scale_ptr + block, mask=mask, other=0)) * tl.load(factor_ptr + matrix)
+    scale = e4m4(tl.load(scale_ptr + block, mask=mask, other=0)) * (
+        tl.load(factor_ptr + tl.where(mask, block // run, 0)) if RUNS else tl.load(factor_ptr)
+    )
     store_eight(out_ptr, values * scale[:, None], group, mask, width, PADDED, 32)
 
 
