@@ -18,7 +18,7 @@ test: $(VENV)/installed-dev
 	$(MAKE) --no-print-directory -j2 lint tests
 
 tests: $(VENV)/installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu"
 
 # The suite as older CPUs would run it, one variant after the other (tests/cpus.py); CPUS=avx2 chooses.
 test-cpus: lint

@@ -48,6 +48,7 @@ float8, gemv4, gemv8, gemv_planes, glu = map(on_gpu, ("float8", "gemv4", "gemv8"
 hqq, int4, int8, lora_glu, lora_read = map(on_gpu, ("hqq", "int4", "int8", "lora_glu", "lora_read"))
 low_rank, norms, paged_attention, partial_sums = map(on_gpu, ("low_rank", "norms", "paged_attention", "partial_sums"))
 rope, sample, experts, experts_unit = map(on_gpu, ("rope", "sample", "experts", "experts_unit"))
+divergence = on_gpu("divergence")
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = (FP32, FP16, BF16)
@@ -278,6 +279,13 @@ def loss_cases() -> Iterator[Case]:
                 losses.log_probs_backward_(logits, labels, row, entropy, row, entropy, objective)
 
         yield Case(f"cross-entropy of {vocabulary}", entropies, dtype, often)
+        teacher, ours = empty(512, vocabulary, dtype=dtype), (objective, Objective())
+
+        def divergences(logits=logits, teacher=teacher, ours=ours, often=often):
+            for beta, gradient in ((0.5, True),) if often else ((0.5, True), (0.0, True), (1.0, True), (0.5, False)):
+                divergence.divergence_(logits, teacher, ours, beta, gradient)
+
+        yield Case(f"divergence of {vocabulary}", divergences, dtype, often)
 
 
 def format_cases() -> Iterator[Case]:

@@ -25,7 +25,58 @@ def pytest_addoption(parser):
     parser.addoption("--log-to", metavar="FOLDER", help="append failures and seconds to files there as they happen")
 
 
+# Folders whose tests share processes that cost more to start than to ask; as they are the longest, they go first.
+WHOLE = ("tests/hostile/", "tests/parallel/")
+# Then files of over ten seconds, so that no process of xdist is left with one while the others have ended.
+LONG = (
+    "tests/kernels/test_interpreted.py",
+    "tests/train/test_grpo.py",
+    "tests/train/test_preference.py",
+    "tests/plan/test_estimate.py",
+    "tests/plan/test_rank.py",
+    "tests/kernels/test_linear_planes.py",
+    "tests/export/test_merge_targets.py",
+    "tests/cli/test_cli_check.py",
+    "tests/train/test_grpo_killed.py",
+    "tests/models/test_mixed.py",
+    "tests/data/test_data_answers.py",
+    "tests/generation/test_rollouts.py",
+    "tests/export/test_merge.py",
+    "tests/export/test_merge_kept.py",
+    "tests/data/test_data_masks.py",
+    "tests/kernels/test_decode_layers.py",
+    "tests/plan/test_rollouts.py",
+    "tests/train/test_sft.py",
+    "tests/plan/test_policy.py",
+)
+
+
+def unit(nodeid: str) -> str:
+    """What goes to one process, which makes its fixtures once."""
+    return next((folder for folder in WHOLE if nodeid.startswith(folder)), nodeid.partition("::")[0])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """For --dist loadfile, which otherwise begins with the file of the most tests."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Longest(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return unit(nodeid)
+
+    config.option.loadscopereorder = False
+    return Longest(config, log)
+
+
 def pytest_configure(config):
+    if os.environ.get("PYTEST_XDIST_WORKER", "gw0") != "gw0" and config.args_source == config.ArgsSource.TESTPATHS:
+        # The first process rewrites assertions from the first file on, the others from the last, and where they meet
+        # each finds what the other has written.
+        tests = [path for path in sorted(Path(__file__).parent.iterdir(), reverse=True) if path.name[0] not in "._"]
+        config.args = [str(path) for path in tests if path.is_dir() or path.match("test_*.py")]
     folder = config.getoption("--log-to")
     if folder and not hasattr(config, "workerinput"):  # workers send their reports to the one that started them
         config.pluginmanager.register(Log(Path(folder)))
@@ -175,9 +226,13 @@ def in_float32():
         yield
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     import torch
 
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        first = {name: at for at, name in enumerate((*WHOLE, *LONG))}
+        items.sort(key=lambda item: (first.get(unit(item.nodeid), len(first)), item.path))
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:

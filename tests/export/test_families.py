@@ -55,6 +55,8 @@ WRONG = {
     "Qwen3_5": {"mixer": None},
     "MuseGlimmerText": {"qk_norm": "head"},
     "Qwen3Next": {"mixer": families.DELTA_NET},
+    "Gemma3n": {"shares_keys": False},
+    "Gemma4": {"own_layer": False},
 }
 
 
@@ -91,7 +93,8 @@ def departures(row, model) -> dict[str, object]:
     }
     routed = any(hasattr(part, "experts") for each in backbone.layers for part in each.children())
     linears = {name.rpartition(".")[2] for name, _ in layer.named_modules() if name.endswith("_proj")}
-    names, parallel = norms_of(inspect.getsource(type(layer).forward))
+    forward = inspect.getsource(type(layer).forward)
+    names, parallel = (families.Norms(), False) if "per_layer_input" in forward else norms_of(forward)
     norm = getattr(layer, names.before_attention or names.after_attention)
     gates = {"q_proj": "self.head_dim * 2" in source, "gate_proj": hasattr(attention, "gate_proj")}
     dropout = {"layer": hasattr(layer, "resid_attn_dropout"), "half": hasattr(attention, "residual_dropout")}
@@ -116,7 +119,12 @@ def departures(row, model) -> dict[str, object]:
         "window": next((where for where, text in windows.items() if text in source), None),
         "experts": routed,
         "tower": bool(row.gguf.arch) and "vision_config" in CONFIG_MAPPING[row.package].sub_configs,
-        "classes": all(hasattr(module, row.name + kind) for kind in ("DecoderLayer", "Attention")),
+        "shares_keys": "shared_kv_states" in source,
+        "own_layer": "per_layer_input" in forward,
+        "classes": all(
+            hasattr(module, row.name + kind) or hasattr(module, f"{row.name}Text{kind}")
+            for kind in ("DecoderLayer", "Attention")
+        ),
     } | {field: key if hasattr(config, key) else "" for field, key in SCALES.items()}
 
 
@@ -172,7 +180,7 @@ def stated(row) -> dict[str, object]:
     keys = (
         "model_type", "norms", "parallel", "norm_offset", "layer_norm", "qk_norm", "rope_pairs", "unrotated",
         "scaled_queries", "fused", "gated_mlp", "residual_dropout", "gated_attention", "mixer",
-        "softcap", "sinks", "rope_by_layer", "window", *SCALES,
+        "softcap", "sinks", "rope_by_layer", "window", "shares_keys", "own_layer", *SCALES,
     )  # fmt: skip
     own = {key: getattr(row, key) for key in keys}
     return own | {"experts": row.experts is not None, "tower": row.tower is not None, "classes": True}

@@ -31,14 +31,24 @@ from torch import Tensor
 from ..dispatch import on_compiler, to_compute_dtype
 from ..errors import ModelError
 from ..formats import Blockwise4
-from ..ops.experts import LowRank, Routing, StackedWeight, check_index, combine, grouped_outer, grouped_product, route
+from ..ops.experts import (
+    LowRank,
+    Routing,
+    StackedWeight,
+    check_index,
+    combine,
+    grouped_outer,
+    grouped_product,
+    multiplies_codes,
+    route,
+)  # fmt: skip
 from ..ops.experts_unit import Unit, expert_unit, expert_unit_backward_
 from .function import OnceFunction
 from .lora import LoRA, gradient_dtype, is_quantized
 
-# Rows an expert, on average, above which a stack is decoded once for its product, not in each tile. A layer of
-# Qwen3-30B-A3B forward and backward on an H200, decoded first and packed: 2.17 and 2.14 ms at 64, 2.32 and 2.54 at 128,
-# 3.05 and 4.00 at 256, 4.44 and 6.67 at 512.
+# Rows an expert, on average, above which a stack is decoded once for its product, not in each tile, by kernels that do
+# not hide it (`multiplies_codes`). In Triton, a layer of Qwen3-30B-A3B forward and backward on an H200, decoded first
+# and packed: 2.17 and 2.14 ms at 64, 2.32 and 2.54 at 128, 3.05 and 4.00 at 256, 4.44 and 6.67 at 512.
 DECODED_ROWS = 64
 
 Gate = Callable[[Tensor], Tensor]  # [S, ·] → [S, I]: a unit that no formula of ours says, differentiable by torch
@@ -137,8 +147,9 @@ def stack_of(weight: Any, dtype: torch.dtype, slots: int) -> StackedWeight:
     stack = weight if isinstance(weight, StackedWeight) else _stacked(weight)
     if stack.format is None:
         return StackedWeight.plain(stack.parts["values"].to(dtype))
-    on_cpu = next(iter(stack.parts.values())).is_cpu
-    if slots > DECODED_ROWS * stack.shape[0] or not (on_cpu or isinstance(stack.format, Blockwise4)):
+    part = next(iter(stack.parts.values()))
+    few = slots <= DECODED_ROWS * stack.shape[0] and (part.is_cpu or isinstance(stack.format, Blockwise4))
+    if not (few or multiplies_codes(part, stack, slots, dtype)):
         return StackedWeight.plain(stack.values(dtype))
     return stack
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import SECTIONS, Parallel, RunConfig, load_config, resolve
 from ..config.methods import DEFAULTS
-from ..config.policy import POLICY, SAMPLING, group_size
+from ..config.policy import DISTILLING, POLICY, SAMPLING, group_size
 from ..config.yaml import dump_value
-from ..errors import ConfigError
+from ..errors import ConfigError, DataError, UsageError
 from ..methods import method_of
 from ..runs.inputs import look_over_inputs
 from .imports import quick_imports
@@ -43,6 +43,10 @@ def starting_config(model: str, dataset: str, method: str = "sft", teacher: str 
     Raises:
         HalfbyteError: there is no such model, dataset or method, or the data cannot be used.
     """
+    if (method in DISTILLING) != (teacher is not None) and method in ("sft", *DEFAULTS):
+        given = method in DISTILLING
+        wrong = f"--method {method} needs --teacher" if given else f"--teacher has no meaning with --method {method}"
+        raise UsageError(wrong, "add --teacher MODEL_OR_ADAPTER" if given else "leave it out, or add --method gkd")
     asked: dict[str, Any] = {"eval_split_size": 0.05} | ({} if method == "sft" else {"method": method})
     asked |= FIRST_KEYS if method in SAMPLING else {}
     asked |= {"reward_funcs": REWARDS} if method in POLICY else {}
@@ -58,7 +62,10 @@ def starting_config(model: str, dataset: str, method: str = "sft", teacher: str 
     files = find_model(resolve(base).origin)
     lengths = _lengths(files.config)
     base = base.model_copy(update={"max_length": lengths[0]})
-    base, data = _prepared(base, load_tokenizer(files.place), files.config)
+    try:
+        base, data = _prepared(base, load_tokenizer(files.place), files.config)
+    except DataError as error:  # in the words of this command
+        raise DataError(error.message, error.fix.replace("set method: ", "add --method ")) from error
     base, packing = _packed(base, files.config) if rows == "text" else (base, [])
     base, judged = _judged(base, data) if method in POLICY else (base, [])
     base, divided = _divided(base, files.config, data, lengths[-1])

@@ -253,6 +253,8 @@ def _mixture_in(path: str) -> dict[str, str]:
         found = read_patterns(path)
     except ConfigError as error:
         raise contradiction("quantization", f"quantization: {error.message}", fix) from error
+    if not found:
+        raise contradiction("quantization", f"quantization: {path} is empty", fix)
     for pattern, spec in found.items():
         if not isinstance(spec, str):
             said = f"quantization: {path} holds no mixture of formats: {pattern} is {spec!r}"

@@ -143,7 +143,7 @@ def _with_adapter(model: nn.Module, folder: Path, device: torch.device) -> PeftM
 def _check_mergeable(lora: Any, folder: Path) -> None:
     if lora.task_type in SCORES:
         raise CheckpointError(
-            f"{folder} holds a reward model, whose head a merged language model has no place for",
+            f"{folder} holds a reward model: its head scores texts, and a language model has no place for it",
             f"load it with PEFT and {SCORES[lora.task_type][1]}",
         )
     if lora.init_lora_weights not in KEEPS_BASE:

@@ -100,7 +100,10 @@ def _factors(adapter: AdapterLayers, base: BaseCheckpoint, folder: Path) -> Iter
             continue
         seen.add(parameter)
     if left := sorted(adapter.changed - seen):
-        raise CheckpointError(f"{base.folder} lacks {left[0]}, which the adapter changes", "name its own base")
+        raise CheckpointError(
+            f"{base.folder} lacks {left[0]}, which {folder} changes",
+            f"correct base_model_name_or_path in {folder / ADAPTER_CONFIG}",
+        )
 
 
 def _plain(layer: Any, module: str, parameter: str, folder: Path) -> Factors:

@@ -59,7 +59,8 @@ class Stack(Format):
 
     def check_stack(self, shape: tuple[int, ...]) -> None:
         if len(shape) != 3 or math.prod(shape) == 0:
-            raise ModelError(f"a stack in {self.each.spec} has experts, rows and columns, not the shape {tuple(shape)}")
+            said = f"a stack in {self.each.spec} has experts, rows and columns, not the shape {tuple(shape)}"
+            raise ModelError(said, "give all experts' matrices as one tensor [experts, rows, columns]")
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         return self.join(weight, tuple(weight.shape))

@@ -52,6 +52,7 @@ NAME = "halfbyte"
 OWN = "halfbyte_own"  # where a model has scores of its own: what it falls back to is eager, and reads other masks
 DIVIDED = "halfbyte_divided"  # transformers' own in forwards whose rows are cut (`models.slices`), as NAME and OWN
 DIVIDED_OWN = "halfbyte_divided_own"
+WIDEST = 256  # values of a head that FlashAttention takes
 NO_MASK = (1, 1, 0, 0)  # the shape of what stands in place of a mask
 
 
@@ -378,8 +379,10 @@ def attend(
     if attention_mask is None or tuple(attention_mask.shape) != NO_MASK:
         options = kwargs | {"dropout": dropout, "scaling": scaling} | ({} if s_aux is None else {"s_aux": s_aux})
         return _transformers(module, query, key, value, attention_mask, softcap, options)
-    rows, _, length, _ = query.shape
+    rows, _, length, width = query.shape
     window = sliding_window if sliding_window is not None and sliding_window < length else None
+    if width > WIDEST:
+        return _wide(query, key, value, scaling, window, cu_seq_lens_q), None
     if s_aux is not None or (softcap is not None and not causal.takes_caps(query.device, query.dtype)):
         scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap)
         return _scored(query, key, value, s_aux, scores, cu_seq_lens_q, max_length_q, document_spans), None
@@ -390,6 +393,28 @@ def attend(
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     how = max_length_q or length, scaling, window, softcap, document_spans
     return causal.varying(query, key, value, cu_seq_lens_q, *how).unflatten(0, (rows, length)), None
+
+
+def _wide(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, bounds: Tensor | None
+) -> Tensor:
+    """Attention of heads wider than FlashAttention takes, by torch's memory-efficient kernel; arguments and result as
+    `attend` has them. Of packed rows it reads a mask, one of the batch: Gemma 4 has such heads in every sixth layer."""
+    causal.may_differ(query, "torch's memory-efficient attention")
+    rows, heads, length, _ = query.shape
+    key, value = (repeat_kv(x, heads // x.shape[1]) for x in (key, value))
+    begins = None if bounds is None else _beginnings(bounds, rows, length)
+    if begins is None and window is None:
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+        return out.transpose(1, 2)
+    places = torch.arange(length, device=query.device)
+    seen = places[:, None] >= places
+    if window is not None:
+        seen = seen & (places[:, None] - places < window)
+    if begins is not None:
+        seen = seen & (places >= begins[:, :, None])
+    mask = seen.expand(rows, 1, length, length) if begins is None else seen[:, None]
+    return F.scaled_dot_product_attention(query, key, value, mask, scale=scaling).transpose(1, 2)
 
 
 def _scored(

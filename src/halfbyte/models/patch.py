@@ -18,6 +18,7 @@ from ..errors import ModelError
 from ..families import Family, family_of
 from ..notices import notice
 from ..ops.fp8_scaling import DelayedScaling
+from . import scans
 from .activations import layer_forward, set_activations
 from .attention import (
     backbone_forward,
@@ -57,6 +58,7 @@ VIEWS: dict[str, type[Attention | MLP | TokenMixer]] = {
     "Attention": Attention, "MLP": MLP, "GatedDeltaNet": TokenMixer
 }  # fmt: skip
 EXPERTS = "experts"
+OWN_LAYER = "its layers have more than two halves"
 UNFUSED = {
     "Experts": "their function is no part of the fused layer",
 }
@@ -126,12 +128,18 @@ def patch(
         return PatchReport(None, unfused=Counter({(type(causal_lm_of(model)).__name__, reason): 1}))
     report = PatchReport(families[0].name)
     for module, family, kind in known:
+        if kind == "RMSNorm" and not hasattr(module, "weight"):
+            continue  # a few heads' or a router's
         if kind in FORWARDS:
             _bind(module, family, kind, report)
         elif kind in UNFUSED:
             report.unfused[EXPERTS, UNFUSED[kind]] += 1
-    if activations is not None:
+    if families[0].mixer is not None:
+        scans.say_what_is_missing(next(model.parameters()).device)
+    if activations is not None and not families[0].own_layer:
         set_activations(_bound(known, "DecoderLayer"), activations)
+    elif activations is not None:
+        notice("activations", f"layers keep what transformers' gradient checkpointing says: {OWN_LAYER}")
     report.scaling = set_recipe(_bound(known, *VIEWS), options, next(model.parameters()).device)
     for reason in {why for _, why in report.unfused}:
         parts = ", ".join(what for what, why in report.unfused if why == reason)
@@ -210,4 +218,6 @@ def _bind(module: nn.Module, family: Family, kind: str, report: PatchReport) -> 
 def _obstacle(module: Any, family: Family, kind: str) -> str | None:
     if not is_bound(module) and "forward" in module.__dict__:
         return "something else has replaced its forward"
+    if kind == "DecoderLayer" and family.own_layer:
+        return OWN_LAYER
     return VIEWS[kind].of(module, family).obstacle if kind in VIEWS else None

@@ -76,7 +76,7 @@ class HalfbyteConfig(QuantizationConfigMixin):
         quant_method: str = QUANT_METHOD,
         **keys: Any,
     ):
-        self.quant_method = QUANT_METHOD  # type: ignore[assignment]
+        self.quant_method = QUANT_METHOD
         self.llm_int8_skip_modules = llm_int8_skip_modules
         self.choice = choose(storage_of(storage, **keys))
         stored = {name: named(spec) for spec, names in (formats or {}).items() for name in names}
@@ -136,9 +136,7 @@ class _Quantize(ConversionOps):
     def __init__(self, hf_quantizer: HalfbyteQuantizer):
         self.hf_quantizer = hf_quantizer
 
-    def convert(  # type: ignore[override]
-        self, input_dict: dict[str, Any], *, model: nn.Module, **kwargs: Any
-    ) -> dict[str, Tensor]:
+    def convert(self, input_dict: dict[str, Any], *, model: nn.Module, **kwargs: Any) -> dict[str, Tensor]:
         result: dict[str, Tensor] = {}
         for name, value in input_dict.items():
             weight = value[0] if isinstance(value, list) else value
@@ -153,7 +151,7 @@ class _Deserialize(ConversionOps):
     def __init__(self, hf_quantizer: HalfbyteQuantizer, suffixes: Mapping[str, str]):
         self.hf_quantizer, self.suffixes = hf_quantizer, suffixes
 
-    def convert(  # type: ignore[override]
+    def convert(
         self, input_dict: dict[str, Any], *, model: nn.Module, full_layer_name: str, **kwargs: Any
     ) -> dict[str, Any]:
         entries = {key: value[0] if isinstance(value, list) else value for key, value in input_dict.items()}

@@ -136,7 +136,7 @@ class _QuantizeEach(ConversionOps):
     def __init__(self, hf_quantizer: HalfbyteQuantizer, operations: list[ConversionOps]):
         self.hf_quantizer, self.operations = hf_quantizer, operations
 
-    def convert(  # type: ignore[override]
+    def convert(
         self, input_dict: dict[str, Any], *, source_patterns: list[str], full_layer_name: str, model: Any, **kwargs: Any
     ) -> dict[str, Any]:
         if not self.hf_quantizer.param_needs_quantization(model, full_layer_name):

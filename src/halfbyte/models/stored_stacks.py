@@ -40,9 +40,7 @@ class _TakeEach(ConversionOps):
     ):
         self.hf_quantizer, self.operations, self.patterns = hf_quantizer, operations, patterns
 
-    def convert(  # type: ignore[override]
-        self, input_dict: dict[str, Any], *, full_layer_name: str, model: Any, **kwargs: Any
-    ) -> dict[str, Any]:
+    def convert(self, input_dict: dict[str, Any], *, full_layer_name: str, model: Any, **kwargs: Any) -> dict[str, Any]:
         matrices: dict[str, Entries] = {source: {} for source, _ in self.patterns.values()}
         for pattern, entries in input_dict.items():
             source, suffix = self.patterns[pattern]

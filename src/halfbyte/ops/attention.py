@@ -111,7 +111,7 @@ def _scored(products: Tensor, scores: Scores) -> tuple[Tensor, Tensor | float]:
     return scores.softcap * tanh, 1 - tanh.square()
 
 
-@op("triton.attention")
+@op("triton.attention", "native.attention")
 def attention(
     query: Tensor,
     key: Tensor,
@@ -144,7 +144,7 @@ def attention(
     return out.transpose(0, 1).to(query.dtype).contiguous(), total
 
 
-@op("triton.attention")
+@op("triton.attention", "native.attention")
 def attention_backward(
     dout: Tensor,
     query: Tensor,

@@ -159,13 +159,26 @@ def check_product(
         expected["bias"] = (bias, (experts, width))
     for name, (tensor, shape) in expected.items():
         if tuple(tensor.shape) != shape or tensor.dtype is not x.dtype:
-            raise ModelError(f"experts: {name} is {tensor.dtype} {list(tensor.shape)}, not {x.dtype} {list(shape)}")
+            said = f"experts: {name} is {tensor.dtype} {list(tensor.shape)}, not {x.dtype} {list(shape)}"
+            raise ModelError(said, f"pass {name} in that dtype and shape")
     if routing.offsets.numel() != experts + 1:
-        raise ModelError(f"experts: {routing.offsets.numel() - 1} are routed to, and the stack has {experts}")
+        said = f"experts: {routing.offsets.numel() - 1} are routed to, and the stack has {experts}"
+        raise ModelError(said, "route to the experts of this stack")
     return slots, width
 
 
-@op("triton.grouped", "cuda.grouped4", "native.grouped")
+@op("cuda.grouped_gemm4")
+def multiplies_codes(part: Tensor, stack: StackedWeight, slots: int, dtype: torch.dtype) -> bool:
+    """Whether products of so many rows with a quantized stack's codes are as fast as with its values.
+
+    Args:
+        part: one of the stack's, which says where it is.
+        dtype: of the products.
+    """
+    return False
+
+
+@op("triton.grouped", "cuda.grouped4", "cuda.grouped_gemm4", "native.grouped")
 def grouped_product(
     x: Tensor,
     stack: StackedWeight,

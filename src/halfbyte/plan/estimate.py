@@ -280,11 +280,11 @@ class _Planner:
         return max((self._of_stage(choice, stage) for stage in self.stages), key=lambda plan: plan.total)
 
     def _of_stage(self, choice: Choice, stage: Stage) -> MemoryPlan:
-        trained = self._trained(stage)
-        largest, device = self.batches.largest, self.shapes.device
+        trained, largest, device = self._trained(stage), self.batches.largest, self.shapes.device
         moving, graphs, evaluated = self._moving(largest, choice, stage), 0, self.evaluated * stage.ends
-        if choice.graphs:  # beside the pool: evaluation, or the first steps of another shape
-            graphs = max(evaluated, self._moving(self.batches.second, choice, stage))
+        if choice.graphs:  # beside the pool: evaluation, and steps of shapes without a graph (`train.graph`)
+            launched = self.batches.many or "shard" in wide(self.layout)
+            graphs = max(evaluated, launched * self._moving(self.batches.second, choice, stage))
             graphs += IN_FLIGHT * self._block(stage)  # the pool has those of its own
         bucket = self._together if self._at_once else BUCKET
         summed = min(trained.bytes, bucket) * (1 + (self.slices > 1)) if self.layout.size > self.layout.pipeline else 0

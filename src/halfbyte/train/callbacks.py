@@ -36,7 +36,7 @@ class Callbacks:
         self.control = getattr(self.handler, event)(self.args, self.state, self.control, **keys)
 
     def _new_state(self) -> TrainerState:
-        return TrainerState(stateful_callbacks=[self.control])  # type: ignore[list-item]
+        return TrainerState(stateful_callbacks=[self.control])
 
     def begin(self, saved: Path | None, *, steps: int, epochs: int, optimizer: Any, schedule: Any) -> None:
         """A training of `steps` steps in all begins, or goes on from the state in the file `saved`.

@@ -13,11 +13,12 @@ from halfbyte.config import RunConfig, resolve
 from halfbyte.config.policy import DISTILLING
 from halfbyte.console import Console
 from halfbyte.data.collate import make_collator
-from halfbyte.errors import ModelError
+from halfbyte.errors import ModelError, of_key
 from halfbyte.methods.answers import as_adapter
 from halfbyte.models.distillation import Teacher, taught_by
 from halfbyte.models.find import ModelFiles
 from halfbyte.models.isolation import isolate_run
+from halfbyte.models.limits import check_positions
 from halfbyte.models.load import check_stored, load_model, load_tokenizer
 from halfbyte.models.patch import patch
 from halfbyte.models.teachers import KEY, TeacherFiles, check_vocabulary, find_teacher
@@ -35,25 +36,34 @@ TEACHER = "teacher"  # PEFT's name of its adapter
 
 
 def check_teacher(
-    config: RunConfig, model_config: Any, tokenizer: PreTrainedTokenizerBase, checkpoint: Path | None, console: Console
+    config: RunConfig,
+    model_config: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    checkpoint: Path | None,
+    console: Console,
+    longest: int,
 ) -> None:
     """Whether the teacher of a run is there, speaks of the same tokens, and is as it was; said.
 
     Args:
         model_config: transformers', of the model that trains.
         checkpoint: that the run goes on from.
+        longest: tokens of the longest row, with its answer.
 
     Raises:
         HalfbyteError: it is not, and why.
     """
     if config.method not in DISTILLING:
         return
-    found = find_teacher(config)
-    if found.adapter is not None:
-        check_adapter_files(found.adapter)
-    if found.files is not None:
-        check_stored(found.files, resolve(config).storage)
-        check_vocabulary(KEY, found.files, model_config, tokenizer.get_vocab(), tokens_of(found.files))
+    with of_key(KEY):
+        found = find_teacher(config)
+        if found.adapter is not None:
+            check_adapter_files(found.adapter)
+        if found.files is not None:
+            check_stored(found.files, resolve(config).storage)
+            who = f"the teacher {found.files.name}"
+            check_positions(found.files.config, longest, trust_remote_code=config.trust_remote_code, who=who)
+            check_vocabulary(KEY, found.files, model_config, tokenizer.get_vocab(), tokens_of(found.files))
     if checkpoint is not None:
         check_same_files(teacher_files(config), checkpoint)
     console.print(one_line(f"teacher: {_said(found)}"), soft_wrap=True)
