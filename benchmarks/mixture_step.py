@@ -77,7 +77,7 @@ class Case:
 
 
 CASES = {  # those whose experts leave the device come last: they do not come back
-    "kept": Case(4, 2048, level="keep"),
+    "kept": Case(4, 2048, level="keep", graph=True),
     "47 GiB": Case(4, 2048, 47),
     "28.5 GiB": Case(4, 2048, 28.5),
     "attention": Case(4, 2048, 18.5, experts=False),
@@ -143,7 +143,7 @@ def planned(name: str, case: Case) -> MemoryPlan:
     return estimate(config, model_config(name), device="cuda", capacity_bytes=139 * GIB)
 
 
-def measured(model: Any, name: str, case: Case, plan: MemoryPlan) -> dict[str, Any]:
+def measured(model: Any, name: str, case: Case, plan: MemoryPlan, profile: bool = False) -> dict[str, Any]:
     """The step of a case on the model, which gets adapters for it and loses them again."""
     if plan.offloaded:
         offload_experts(model.model.layers, plan.offloaded, torch.device("cuda"))
@@ -172,6 +172,8 @@ def measured(model: Any, name: str, case: Case, plan: MemoryPlan) -> dict[str, A
     tokens, steps = case.rows * case.length, 3 if plan.offloaded else 5
     try:
         with no_input_casts(adapted, torch.bfloat16):
+            if profile:
+                _print_kernels(lambda: step(batch))
             if not case.graph:
                 return timed(lambda: step(batch), tokens, steps)
             graphed = GraphedStep(step, optimizer)
@@ -180,6 +182,15 @@ def measured(model: Any, name: str, case: Case, plan: MemoryPlan) -> dict[str, A
     finally:
         halfbyte.unpatch(adapted)
         adapted.unload()
+
+
+def _print_kernels(step: Any) -> None:
+    step()  # compiles
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    table = profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=24, max_name_column_width=72)
+    print(table, flush=True)
 
 
 def _host_ms(step: Any) -> float:
@@ -192,7 +203,7 @@ def _host_ms(step: Any) -> float:
     return 1e3 * taken
 
 
-def run(name: str, cases: Iterator[str], least: dict[str, Any] | None) -> dict[str, Any]:
+def run(name: str, cases: Iterator[str], least: dict[str, Any] | None, profile: bool) -> dict[str, Any]:
     """Each case, said as it ends; one that fails does not keep the others from running."""
     began = time.perf_counter()
     model, results = build(name, "cuda"), {}
@@ -203,7 +214,7 @@ def run(name: str, cases: Iterator[str], least: dict[str, Any] | None) -> dict[s
         try:
             plan = planned(name, case)
             print(f"  {at:10} {plan.total / GIB:.2f} GiB planned: {plan.reason}", flush=True)
-            found = measured(model, name, case, plan)
+            found = measured(model, name, case, plan, profile and not results)
         except Exception as error:
             traceback.print_exc()
             results[at] = {"error": str(error)[-600:]}
@@ -228,6 +239,7 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3-30b-a3b")
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--floor", action="store_true", help="time its parts first")
+    parser.add_argument("--profile", action="store_true", help="print the first case's longest kernels")
     parser.add_argument("--json")
     given = parser.parse_args()
     least = floor(given.model, 4, 2048) if given.floor else None
@@ -235,7 +247,7 @@ def main() -> None:
         print(f"floor {least['ms']:.1f} ms: {least['parts']}", flush=True)
     gc.collect()
     torch.cuda.empty_cache()
-    results = run(given.model, iter(given.cases.split(",")), least)
+    results = run(given.model, iter(given.cases.split(",")), least, given.profile)
     write_result(given.json, {"model": given.model, "floor": least, "cases": results})
 
 

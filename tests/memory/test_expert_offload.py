@@ -146,6 +146,18 @@ def test_stacks_are_left_on_the_host_while_loading(folder):
 
 
 @pytest.mark.gpu
+def test_adapters_are_made_where_experts_are_multiplied(folder):
+    """PEFT makes a factor where its stack is; the model is loaded with its experts on the host, then adapted."""
+    model = load_model(folder, dtype="float32", device="cuda", experts_on_host=range(LAYERS))
+    offload_experts([*model.model.layers], range(LAYERS), torch.device("cuda"))
+    model = add_adapter(model, RunConfig(model_name_or_path="m", dataset="d", r=4)).train()
+    assert all(p.is_cuda for p in model.parameters() if p.requires_grad)
+    total, _ = causal_lm_loss(model, {"input_ids": TOKENS.cuda(), "labels": TOKENS.cuda()})
+    total.backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("level", ["keep", "checkpoint", "tiled"])
 def test_on_a_gpu(folder, level):
     resident, model = trained(folder, device="cuda"), trained(folder, device="cuda")

@@ -44,6 +44,8 @@ GATES: dict[str, Callable[[Any], Unit]] = {
 class Window(Protocol):
     """What brings the stacks of a layer to the device: `memory.expert_offload`."""
 
+    device: Any
+
     def arrive(self, at: int) -> Mapping[str, Any]: ...
 
 
