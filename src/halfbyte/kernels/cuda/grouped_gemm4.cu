@@ -13,7 +13,7 @@ are those of the dequantized weights.
 Blocks take tiles in turn. Products are of as many of a tile's PARTS as there are rows for: of more kinds of products,
 where registers are scarce, the compiler would not leave any under way.
 
-Constants: MT (1 or 2), NT (8, 16 or 32), GROUPS (2 or 4), PARTS (1, 2 or 4), STAGES, TURNED, BF16 (else fp16), ORIGIN. */
+Constants: MT (1 or 2), NT (8 or 16), GROUPS (2), PARTS (2 or 4), STAGES, TURNED, BF16 (else fp16), ORIGIN. */
 
 #include "ring.cuh"
 
@@ -92,7 +92,7 @@ __device__ __forceinline__ void lay_out(const Products &p) {
 }
 
 constexpr u32 COPIERS = 32 * PRODUCERS, LINES = COPIERS / 8; /* threads, and rows of x that they copy at a time */
-constexpr u32 OF_X = ROWS / LINES, OF_CODES = 2 * TILE / COPIERS, OF_SCALES = (TILE + COPIERS - 1) / COPIERS;
+constexpr u32 OF_X = ROWS / LINES, OF_CODES = 2 * TILE / COPIERS, OF_SCALES = TILE / COPIERS;
 
 /* What one thread of the producers copies of each stage, of a tile. */
 struct Source {
@@ -159,8 +159,7 @@ struct Source {
 #pragma unroll
         for (u32 i = 0; i < OF_SCALES; i++) {
             u32 item = i * COPIERS + thread, at = TURNED ? item % (TILE / 64) * 64 + item / (TILE / 64) : item;
-            if (TILE % COPIERS == 0 || item < TILE)
-                copy_to<4>(stage + X + CODES + at * 4, scales[i]);
+            copy_to<4>(stage + X + CODES + at * 4, scales[i]);
             scales[i] += TURNED ? (u64)4 * p.columns : 4;
         }
     }
@@ -387,8 +386,8 @@ struct Consumer {
             u32 rows = place.parts() * PART;
             if (PARTS == 4 && rows == 2 * NT)
                 multiply<PARTS == 4 ? NT / 4 : NT>(place, more);
-            else if (PARTS > 1 && rows == 4 * NT)
-                multiply<PARTS == 1 ? NT : NT / 2>(place, more);
+            else if (rows == 4 * NT)
+                multiply<NT / 2>(place, more);
             else if (PARTS == 4 && rows == 6 * NT)
                 multiply<PARTS == 4 ? NT / 4 * 3 : NT>(place, more);
             else
@@ -411,10 +410,10 @@ extern "C" __global__ void __launch_bounds__(ALL, 1) grouped_gemm4(const Product
     griddepcontrol_wait();
     lay_out(p);
     if (warp >= WARPS) {
-        setmaxnreg_dec<GROUPS == 4 ? 64 : 56>();
+        setmaxnreg_dec<56>();
         produce(p, ring, threadIdx.x - THREADS);
     } else {
-        setmaxnreg_inc<GROUPS == 4 ? 104 : GROUPS == 3 ? 152 : 224>();
+        setmaxnreg_inc<224>();
         Consumer(p, ring, warp, lane).run();
     }
 }
