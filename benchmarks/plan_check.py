@@ -184,7 +184,10 @@ def train(model: Any, plan: Any, config: Any, batch: dict[str, Tensor], dtype: t
         optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
         graphs = GraphedBackward(backward, trained) if graphed else None
         for step in range(GRAPHED_STEPS if graphed else STEPS):
-            (graphs if graphs and step else backward)(batch)  # the first makes the optimizer's state
+            if graphs:
+                graphs(batch, ready=step > 0)  # after the first the optimizer's state is there
+            else:
+                backward(batch)
             optimizer.step()
             optimizer.zero_grad()
             if scaling is not None:
