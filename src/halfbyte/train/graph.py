@@ -84,8 +84,8 @@ class _Graphs:
         pool_bytes: of device memory that the graphs hold, for results and all in between.
         most_pool_bytes: that they ever held.
 
-    Call with a batch of tensors on the device and plain numbers (a number is part of the shape), and with whether it may
-    be captured. Returns the step's result, a tensor of its own.
+    Call with a batch of tensors on the device and plain numbers (a number is part of the shape), and with whether it
+    may be captured. Returns the step's result, a tensor of its own.
     """
 
     def __init__(self, step: Callable[[Batch], Tensor], discard: Callable[[], Any], alike: Alike = ONE):
