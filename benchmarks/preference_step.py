@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -125,7 +126,8 @@ def steps_of(model: Any, asked: Any, batch: Any, graphed: bool, plain: Any, with
     return found
 
 
-def measured(given: argparse.Namespace) -> dict[str, Any]:
+def steps_for(given: argparse.Namespace) -> dict[str, tuple[Callable[[], Tensor], int]]:
+    """What is timed of a new model, by name, each with its tokens."""
     import halfbyte
     from halfbyte.adapters import compute
     from halfbyte.methods.answers import as_reference, log_probs
@@ -152,25 +154,27 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
         return loss.detach()
 
     def preference(pairs: dict[str, Any]) -> Tensor:
-        with compute(model, torch.bfloat16):
+        with compute(model.train(), torch.bfloat16):
             return finish(asked.sums(model, pairs)["loss"] / given.pairs)
 
     def imitation() -> Tensor:
-        with compute(model, torch.bfloat16):
+        with compute(model.train(), torch.bfloat16):
             loss, tokens = causal_lm_loss(model, text)
         return finish(loss / tokens)
 
     @torch.no_grad()
     def reference() -> Tensor:
-        with compute(model, torch.bfloat16), as_reference(model):
+        with compute(model.eval(), torch.bfloat16), as_reference(model):
             return log_probs(model, batch).sum()
 
-    found = {}
     apart, once = (each["input_ids"].numel() for each in (inputs, shared))
-    steps = {"sft": (imitation, apart), "dpo": (partial(preference, inputs), apart),
-             "dpo, shared": (partial(preference, shared), once), "reference": (reference, apart)}  # fmt: skip
-    for name, (step, tokens) in steps.items():
-        model.train(name != "reference")
+    return {"sft": (imitation, apart), "dpo": (partial(preference, inputs), apart),
+            "dpo, shared": (partial(preference, shared), once), "reference": (reference, apart)}  # fmt: skip
+
+
+def measured(given: argparse.Namespace) -> dict[str, Any]:
+    found = {}
+    for name, (step, tokens) in steps_for(given).items():
         gc.collect()
         torch.cuda.empty_cache()
         found[name] = timed(step, tokens, given.steps)

@@ -19,27 +19,36 @@ from pathlib import Path
 from typing import Any
 
 
-def bitsandbytes(given: argparse.Namespace) -> dict[str, Any]:
+def bitsandbytes_model(name: str, checkpointing: bool, device: str = "cuda") -> Any:
+    """Hugging Face's model of random weights in bitsandbytes' NF4 under PEFT's adapters, as its own guides make it."""
     import torch
     from bitsandbytes.nn import Linear4bit, Params4bit
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 
-    from benchmarks.step_model import RANK, TARGETS, empty_model, fill, random_batch, timed
+    from benchmarks.step_model import RANK, TARGETS, empty_model, fill
 
     def quantize(linear: Any) -> Any:
         rows, columns = linear.weight.shape
         made = Linear4bit(columns, rows, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4", device="meta")
         packed = Params4bit(linear.weight.data.cpu(), requires_grad=False, quant_type="nf4", compress_statistics=True)
-        made.weight = packed.to("cuda")
+        made.weight = packed.to(device)
         return made
 
     torch.manual_seed(0)
-    model = empty_model(given.model)
-    fill(model, "cuda", quantize)
+    model = empty_model(name)
+    fill(model, device, quantize)
     model.is_loaded_in_4bit = True
-    model = prepare_model_for_kbit_training(model, given.checkpointing, {"use_reentrant": False})
-    model = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=RANK, target_modules=TARGETS, task_type="CAUSAL_LM"))
-    model.train()
+    model = prepare_model_for_kbit_training(model, checkpointing, {"use_reentrant": False})
+    lora = LoraConfig(r=RANK, lora_alpha=RANK, target_modules=TARGETS, task_type="CAUSAL_LM")
+    return get_peft_model(model, lora).train()
+
+
+def bitsandbytes(given: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    from benchmarks.step_model import random_batch, timed
+
+    model = bitsandbytes_model(given.model, given.checkpointing)
     several = "WORLD_SIZE" in os.environ
     if several:
         torch.distributed.init_process_group("nccl")
@@ -110,24 +119,31 @@ def training_step(model: Any, loss_of: Any) -> Any:
     return step
 
 
-def checkpoint(given: argparse.Namespace) -> None:
-    """A random checkpoint in bf16, and a tokenizer of bytes, which Unsloth insists on."""
-    import torch
+def byte_tokenizer() -> Any:
+    """Of 256 bytes and four special tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
-    from benchmarks.step_model import model_config
-
-    folder = Path(tempfile.gettempdir()) / f"step-{given.model}"
     special = ["<bos>", "<eos>", "<pad>", "<unk>"]
     pieces = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[], unk_token="<unk>"))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     names = dict(zip(("bos_token", "eos_token", "pad_token", "unk_token"), special, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+
+
+def checkpoint(given: argparse.Namespace) -> None:
+    """A random checkpoint in bf16, and a tokenizer, which Unsloth insists on."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from benchmarks.step_model import model_config
+
+    folder = Path(tempfile.gettempdir()) / f"step-{given.model}"
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(model_config(given.model), dtype=torch.bfloat16)
     model.save_pretrained(folder)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
 
 
 def main() -> None:

@@ -146,7 +146,7 @@ class TestRefusing:
             ("model_name_or_path: m\n\tdataset: d\n", "run.yaml:2: not valid YAML"),
             ("- a\n- b\n", "found a list"),
             ("r: 8\nseed: 1\nr: 9\n", "run.yaml:3: r is given twice, first in line 1"),
-            ("", "model_name_or_path is missing"),
+            ("", "is empty"),
             ("rank_pattern: {q_proj: 4, q_proj: 8}", "run.yaml:1: q_proj is given twice, first in line 1"),
             ("output_dir: a\x07b", r"run.yaml:1: the character \x07 cannot stand there"),
             ("r: 8\nseed: " + "9" * 5000, "run.yaml:2: '999"),
@@ -317,8 +317,8 @@ class TestForeignNames:
             ("pref_loss: kto_pair\nstage: dpo", "pref_loss: 'kto_pair' is not built yet", "loss_type"),
             ("pref_ftx: 1\nstage: dpo\npref_loss: simpo", "pref_ftx: 1 is not built yet", "loss_weights"),
             ("rl: ppo", "rl: 'ppo' is not built yet", "dpo"),
-            ("rollout: vllm", "rollout is not built yet", "own engine"),
-            ("vllm_server_base_url: http://x", "vllm_server_base_url is not built yet", "own engine"),
+            ("rollout: vllm", "rollout: vllm has no meaning with method: sft", "method: grpo"),
+            ("use_vllm: true", "use_vllm without vllm_mode: server has no equivalent", "rollout: vllm"),
             ("chat_template: llama3", "a chat template by name", "chat_template_path"),
             ("max_samples: 1000", "max_samples has no equivalent", "train[:1000]"),
             ("datasets: [{path: a, type: alpaca, shards: 4}]", "shards has no equivalent", "dataset"),
@@ -357,18 +357,19 @@ class TestForeignNames:
 
 FIELDS = {
     "text": st.text(min_size=1, max_size=12),
+    "name": st.text(min_size=1, max_size=12).filter(str.strip),
     "share": st.floats(0, 0.99),
     "positive": st.floats(1e-8, 1e8),
     "count": st.integers(1, 10**6),
 }
 CONFIGS = st.fixed_dictionaries(
     {
-        "model_name_or_path": FIELDS["text"],
-        "dataset": FIELDS["text"] | st.lists(FIELDS["text"], min_size=1, max_size=3),
+        "model_name_or_path": FIELDS["name"],
+        "dataset": FIELDS["name"] | st.lists(FIELDS["name"], min_size=1, max_size=3),
     },
     optional={
         "model_revision": FIELDS["text"],
-        "attn_implementation": st.none() | FIELDS["text"],
+        "attn_implementation": st.none() | FIELDS["name"],
         "dtype": st.sampled_from(["auto", "float32"]),
         "bnb_4bit_blocksize": st.sampled_from([32, 4096]),
         "r": FIELDS["count"],

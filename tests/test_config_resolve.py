@@ -1,13 +1,15 @@
 """What the flat keys of a run come to: typed sections, and the same from keywords in Python."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 
 import halfbyte
 from halfbyte import notices
-from halfbyte.config import SIXTEEN, Origin, Precision, RunConfig, Storage, load_config, resolve, storage_of
+from halfbyte.config import SIXTEEN, Origin, Parallel, Precision, RunConfig, Storage, load_config, resolve, storage_of
+from halfbyte.config.combinations import of_keys
 from halfbyte.config.schema import AdapterSection, QuantizationSection
 from halfbyte.errors import ConfigError
 
@@ -132,3 +134,22 @@ def test_nobody_below_reads_the_keys_that_are_resolved():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Attribute) and node.attr in keys
     ]
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"parallel": {"pipeline": 2}, "use_peft": False, "load_in_4bit": False}, "and use_peft is false"),
+        ({"parallel": {"pipeline": 2}, "modules_to_save": ["lm_head"]}, "modules_to_save: a pipeline trains low-rank"),
+        ({"parallel": {"tensor": 2}, "optim": "adafactor"}, "optim adafactor cannot step slices of a parameter"),
+        ({"parallel": {"tensor": 2}, "recipe": "fp8-hybrid"}, "recipe fp8-hybrid would scale each process's part"),
+        ({"parallel": {"context": 2}, "router_aux_loss_coef": 0.1}, "router_aux_loss_coef with parallel: context: 2"),
+    ],
+)
+def test_keys_that_a_divided_run_does_not_have(keys, said):
+    """Said before any process is started; and `auto` does not choose what they forbid."""
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load_config(None, {"model_name_or_path": "m", "dataset": "d", **keys})
+    free = load_config(None, {"model_name_or_path": "m", "dataset": "d", **keys, "parallel": "auto"})
+    assert said in of_keys(Parallel(**keys["parallel"]), free)[1]
+    assert of_keys(Parallel(data=2, shard=2), free) is None

@@ -14,6 +14,7 @@ from halfbyte.hardware import (
     bound_cpu_primitives,
     compute_dtype,
     fixed_segments,
+    free_bytes,
     let_segments_grow,
     segments_grow,
 )
@@ -107,3 +108,13 @@ def test_what_the_user_set_stays():
     with mock.patch.dict(os.environ, {"LRU_CACHE_CAPACITY": "7"}, clear=True):
         bound_cpu_primitives()
         assert os.environ == {"LRU_CACHE_CAPACITY": "7", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
+
+
+@pytest.mark.parametrize(("free", "share", "expected"), [(40, 1.0, 40), (90, 0.5, 20), (10, 0.5, 10)])
+def test_free_memory_of_a_process_with_a_limit_is_what_the_limit_leaves(monkeypatch, free, share, expected):
+    """As `memory_limit_gib` sets it: what engines and graphs then take as free is not the whole device's."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 100))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: share)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert free_bytes(torch.device("cuda")) == expected

@@ -104,6 +104,15 @@ def test_memory_bar_shows_every_part_and_what_is_free():
     assert "measured 8.5 GiB beside the process's 512 MiB, 13.3% above" in shown(console)  # what the run added
 
 
+def test_what_a_cpus_process_holds_beyond_live_tensors_is_said():
+    plan, measured = {**PLAN, "device": "cpu"}, {"peak_bytes": int(1.4 * PLAN["total"])}
+    for flat, kept in ((plan, True), (PLAN | {"device": "cuda:0"}, False)):
+        console = plain()
+        terminal.print_memory(console, flat, measured)
+        assert "40.0% above" in shown(console)
+        assert ("above, freed blocks that the C library keeps among it" in " ".join(shown(console).split())) == kept
+
+
 def test_room_beside_graphs_is_planned_and_not_compared():
     """torch's allocator does not count what a pool of graphs leaves unused."""
     console = plain()

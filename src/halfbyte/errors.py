@@ -4,6 +4,8 @@ The command line prints a `HalfbyteError` as one message and exits with 1, or wi
 wrong. Any other exception is a bug: its traceback goes into a file.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from . import words
@@ -48,3 +50,14 @@ class ModelError(HalfbyteError):
 
 class TrainingError(HalfbyteError):
     """Training had to stop: NaN/Inf, no trained tokens, out of memory, no space left."""
+
+
+@contextlib.contextmanager
+def of_key(key: str) -> Iterator[None]:
+    """What is wrong inside is said of `key`, where it is not said of it already."""
+    try:
+        yield
+    except HalfbyteError as error:
+        if error.message.startswith(key):
+            raise
+        raise type(error)(f"{key}: {error.message}", error.fix) from error

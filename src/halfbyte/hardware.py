@@ -173,10 +173,19 @@ def free_bytes(device: torch.device, processes: int = 1) -> int:
     import torch
 
     if device.type == "cuda" and torch.cuda.is_available():
-        return torch.cuda.mem_get_info(device)[0]
+        return reservable_bytes(device)
     if device.type == "xpu" and torch.xpu.is_available():
         return torch.xpu.mem_get_info(device)[0]
     return int(psutil.virtual_memory().available) // processes
+
+
+def reservable_bytes(device: torch.device) -> int:
+    """Of a CUDA device that torch's allocator may still take: what is free there, and left of this process's share."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = int(total * torch.cuda.get_per_process_memory_fraction(device)) - torch.cuda.memory_reserved(device)
+    return min(free, allowed)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

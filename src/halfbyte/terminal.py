@@ -39,6 +39,7 @@ class Part(NamedTuple):
     letter: str
 
 
+HEAP = 1.15  # how far a CPU's process outgrows its plan without a reason
 # The parts of a memory plan in the order they come to life: the process, what loading adds, what training adds.
 MEMORY_PARTS = {
     "runtime": Part("runtime", "bright_black", "r"),
@@ -237,6 +238,12 @@ def off_by(predicted: float, measured: float) -> str:
     return f"{abs(measured - predicted) / predicted:.1%} {'above' if measured > predicted else 'below'}"
 
 
+def why_above(predicted: float, measured: float, flat: Mapping[str, Any]) -> str:
+    """Of far more than was predicted, on a CPU: the process holds more than live tensors (`memory.host`)."""
+    heap = str(flat.get("device")).startswith("cpu") and measured > HEAP * predicted
+    return "freed blocks that the C library keeps among it" if heap else ""
+
+
 def print_memory(console: Console, plan: Any, measured: Mapping[str, Any] | None = None) -> None:
     """One stacked bar of the predicted parts and what stays free; with `measured`, a second bar to the same scale.
 
@@ -285,7 +292,8 @@ def _totals(total: float, measured: Mapping[str, Any], flat: Mapping[str, Any]) 
     words = [f"predicted {size(predicted if peak else total)}"]
     if peak:
         beside = f" beside the process's {size(measured['base_bytes'])}" if measured.get("base_bytes") else ""
-        words.append(f"measured {size(peak)}{beside}, {off_by(predicted, peak)}")
+        told = [off_by(predicted, peak), why_above(predicted, peak, flat)]
+        words.append(", ".join([f"measured {size(peak)}{beside}", *filter(None, told)]))
     if capacity:
         words.append(f"device {size(capacity)}")
     if flat.get("activation_checkpointing") is not None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from patch_models import FAMILIES, HYBRIDS, quantize, tiny
+from patch_models import FAMILIES, HYBRIDS, OWN_LAYERS, quantize, tiny
 from peft import LoraConfig
 
 import halfbyte
@@ -23,8 +23,9 @@ def theirs(model, ids, new):
     return found[0, len(ids) :].tolist()
 
 
-# Layers with a state, scores with sinks, and a gate of a shared expert that has an adapter: transformers' forward runs.
-STOCK = (*HYBRIDS, "GptOss", "Qwen2Moe")
+# Layers with a state or with more than two halves, scores with sinks, and a gate of a shared expert that has an
+# adapter: transformers' forward runs.
+STOCK = (*HYBRIDS, *OWN_LAYERS, "GptOss", "Qwen2Moe")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -225,6 +226,7 @@ def test_the_lowest_temperatures_take_the_likeliest(temperature):
         ("temperature", -1),
         ("temperature", float("nan")),
         ("temperature", float("inf")),
+        ("temperature", "hot"),
         ("top_p", float("nan")),
         ("top_k", -2),
         ("top_p", 0),

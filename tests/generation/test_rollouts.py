@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import transformers
-from patch_models import EXPERTS, FAMILIES, HYBRIDS, quantize, tiny
+from patch_models import EXPERTS, FAMILIES, HYBRIDS, OWN_LAYERS, quantize, tiny
 
 import halfbyte
 from halfbyte import generation, notices
@@ -25,7 +25,7 @@ SHAPE = {
     "num_key_value_heads": 2,
     "head_dim": 32,
 }
-DENSE = [family for family in FAMILIES if family not in (*EXPERTS, *HYBRIDS)]
+DENSE = [family for family in FAMILIES if family not in (*EXPERTS, *HYBRIDS, *OWN_LAYERS)]
 
 
 def prompts_of(*lengths, vocabulary=90):

@@ -135,6 +135,8 @@ EXPERTS = [
     refused("+ experts' rank for what is none", "rank_pattern", "'rank_pattern={experts.what: 4}'", files=mixture()),
     Case("+ a dense run's adapter on a mixture", both("adapter_path=run/adapter"), says="run/adapter", given=("run",),
          files=mixture()),
+    Case("+ a run where its adapter was meant", both("adapter_path=run"), says="adapter_path: run has no",
+         fix="name run/adapter", given=("run",)),
     Case("+ export of a mixture whose experts are cut", "export model --gguf f16 --out x.gguf",
          says="model.safetensors",
          files=mixture(cut(0.7), "model.safetensors")),

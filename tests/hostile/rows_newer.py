@@ -3,7 +3,7 @@
 import shutil
 from dataclasses import replace
 
-from hostile import Case, cut, edited, gone, tensors
+from hostile import Case, Link, cut, edited, gone, tensors
 from rows_config import both
 from rows_data import data
 from rows_mixed import mixture
@@ -17,6 +17,7 @@ BOTH_KINDS = {"pairs.jsonl": PAIRS["data.jsonl"], **PROMPTS}
 SCORED = "train run.yaml method=reward output_dir=scored dataset=pairs.jsonl"
 GKD = "method=gkd max_completion_length=4 per_device_train_batch_size=2"
 NAN = float("nan")
+LAUNCHED = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
 
 
 def teacher(change=None, file: str = "config.json"):
@@ -44,7 +45,8 @@ def judged(name: str, entry: str, says="", **more) -> Case:
 
 
 def routed(name: str, keys: str, says="", change=None, file="config.json", **more) -> Case:
-    return Case(name, more.pop("run", f"{CHECK} {keys}".strip()), says=says, files=mixture(change, file), **more)
+    files = mixture(change, file) | more.pop("files", {})
+    return Case(name, more.pop("run", f"{CHECK} {keys}".strip()), says=says, files=files, **more)
 
 
 DISTILLED = [
@@ -66,6 +68,9 @@ DISTILLED = [
             files=teacher()),
     learned("+ an adapter teaches", "", run=f"{CHECK} {GKD} teacher_model_name_or_path=run/adapter", given=("run",),
             code=0),
+    learned("+ an adapter teaches whose model went away", "teacher_model_name_or_path=run/adapter",
+            ("teacher_model_name_or_path", "base_model_name_or_path", "gone"), given=("run",),
+            files={"run/adapter/adapter_config.json": edited(base_model_name_or_path="./gone")}),
     learned("+ a run teaches", "", run=f"train run.yaml {GKD} teacher_model_name_or_path=run", given=("run",),
             code=(0, 1), after=LEFT, seconds=4),
     learned("+ a reward model teaches", "teacher_model_name_or_path=scored/adapter", "scored/adapter", first=SCORED,
@@ -82,8 +87,11 @@ DISTILLED = [
     learned("+ a cold teacher", "teacher_model_name_or_path=teacher temperature=0", "temperature", files=teacher()),
     learned("+ a teacher of all weights", "", run=f"{CHECK} {GKD} teacher_model_name_or_path=teacher use_peft=false"
             " load_in_4bit=false", code=(0, 1), files=teacher()),
-    learned("+ a teacher of few positions", "", run=f"train run.yaml {GKD} teacher_model_name_or_path=teacher",
-            code=(0, 1), files=teacher(edited(max_position_embeddings=4)), after=LEFT, seconds=4),
+    learned("+ a teacher of few positions", "", "the teacher teacher was made for 4", code=0,
+            run=f"{CHECK} {GKD} teacher_model_name_or_path=teacher",
+            files=teacher(edited(max_position_embeddings=4))),
+    learned("+ a teacher whose tokenizer is cut", "teacher_model_name_or_path=teacher", ("teacher_model", "tokenizer"),
+            files=teacher(cut(0.5), "tokenizer.json")),
     learned("+ a teacher in NF4", "", run=f"{CHECK} {GKD} teacher_model_name_or_path=teacher", code=(0, 1),
             files=teacher(edited(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}))),
     learned("+ a teacher by another name", "teacher_model_nam=teacher", "teacher_model_nam", fix="teacher_model",
@@ -106,6 +114,10 @@ JUDGED = [
     judged("+ data for a judge", "{model: data.jsonl}", "data.jsonl"),
     judged("+ two judges alike", "", run=f"{CHECK} {GRPO} 'reward_funcs=[{{model: scored}}, {{model: scored}}]'",
            code=(0, 1)),
+    judged("+ a judge whose adapter is text", "{model: judge}", ("reward_funcs", "judge/adapter_config.json"),
+           files={"judge/adapter_config.json": "what"}),
+    judged("+ a judge that is a folder of anything", "{model: .}", "reward_funcs: model: .: . has no config.json"),
+    judged("+ rewards behind a link to nothing", "r.py:f", ("reward_funcs", "r.py"), files={"r.py": Link("nowhere")}),
     judged("+ a judge from the network", "{model: https://example.com/m}", "https"),
 ]  # fmt: skip
 
@@ -118,6 +130,9 @@ ROUTED = [
     routed("+ balanced routers", "router_aux_loss_coef=0.01", code=0),
     routed("+ routers balanced above all", "", run="train run.yaml router_aux_loss_coef=1e30", code=(0, 1), after=LEFT,
            seconds=5),
+    routed("+ routers balanced in stages", "", "router_aux_loss_coef with parallel: pipeline: 2",
+           run="train run.yaml router_aux_loss_coef=0.01 'parallel={pipeline: 2}'"),
+    routed("+ formats from an empty file", "quantization=m.yaml", "m.yaml is empty", files={"m.yaml": ""}),
     routed("+ an expert fewer", "", "experts", edited(num_experts=3, num_local_experts=3)),
     routed("+ rounded experts", "qat_scheme=nf4 load_in_4bit=false", "qat_scheme"),
     routed("+ kept types of no GGUF", "quantization=keep", "keep"),
@@ -137,6 +152,17 @@ OTHERS = [
     Case("+ a model's adapter for a server", "export model --adapter vllm --out x", code=(1, 2), says="model"),
     Case("+ a dense adapter for a server", "export run --adapter vllm --out x", code=(0, 1, 2), given=("run",),
          after=("x", "x/*")),
+    Case("+ init for distillation without teacher", "init model data.jsonl --method gkd", code=2, says="--method gkd",
+         fix="--teacher", files=PROMPTS),
+    Case("+ init with a teacher for imitation", "init model data.jsonl --teacher model", code=2, says="--teacher",
+         fix="--method gkd"),
+    Case("+ init for rewards and few positions", "init model data.jsonl --method grpo", code=0, seconds=4,
+         says="max_completion_length: 128", files=data('{"prompt": "a small model"}\n' * 40)),
+    Case("+ a method in capitals", f"{CHECK} method=DPO", says="method", fix="did you mean dpo"),
+    Case("+ init for pairs by another method", "init model data.jsonl", says="data.jsonl", fix="add --method dpo",
+         files=PAIRS),
+    *(Case(f"+ a launcher's {name} of {value}", CHECK, says=(name, repr(value)), environment={**LAUNCHED, name: value})
+      for name, value in (("RANK", "2"), ("WORLD_SIZE", "two"), ("LOCAL_RANK", "-1"), ("MASTER_PORT", "70000"))),
     Case("+ init for programs", "init model data.jsonl", code=(0, 1),
          files=data('{"prompt": "a", "tests": [{"input": "1", "output": "2"}]}\n' * 3)),
     Case("+ init for solutions of nothing", "init model data.jsonl", code=(0, 1),
@@ -147,6 +173,7 @@ OTHERS = [
 ]  # fmt: skip
 
 SHOWN = ("reward model teaches", "nobody to learn from", "judge that imitates", "an expert fewer",
-         "experts trained whole", "of a dense model", "more than all answers")  # fmt: skip
+         "experts trained whole", "of a dense model", "more than all answers", "whose adapter is text",
+         "launcher's RANK", "in stages", "pairs by another method")  # fmt: skip
 EVERY = [*DISTILLED, *JUDGED, *ROUTED, *OTHERS]
 ROWS = [case if any(words in case.name for words in SHOWN) else replace(case, slow=True) for case in EVERY]

@@ -28,7 +28,7 @@ warp.cuh(6): error: expected a ";"
 def test_sources_are_what_is_included():
     files = list(nvrtc.sources("gemm4"))
     assert files[0] == "gemm4.cu"
-    assert sorted(files[1:]) == ["gemm.cuh", "table4.cuh", "warp.cuh", "wgmma.cuh", "wgmma4.cuh"]
+    assert sorted(files[1:]) == ["gemm.cuh", "ring.cuh", "table4.cuh", "warp.cuh", "wgmma.cuh", "wgmma4.cuh"]
     every = {path.stem: nvrtc.sources(path.stem) for path in nvrtc.FOLDER.glob("*.cu")}
     headers = {path.name for path in nvrtc.FOLDER.glob("*.cuh")}
     assert headers == {file for files in every.values() for file in files if file.endswith(".cuh")}

@@ -172,6 +172,9 @@ def test_saved_bytes_are_those_of_the_plan(family, dropout):
         full = {"sliding_window": 512, "layer_types": ["full_attention"] * layers}
         extra |= {name: full for name in ("Ministral", "Olmo3", "Exaone4", "Cohere2")}
         extra |= {name: {"layer_types": ["full_attention", "linear_attention"][:layers]} for name in HYBRIDS}
+        own = full | {"num_kv_shared_layers": 0, "global_head_dim": 16, "intermediate_size": [160] * layers}
+        extra["Gemma3nText"] = own | {"activation_sparsity_pattern": [0.0] * layers}
+        extra["Gemma4Text"] = own | {"intermediate_size": 160}
         extra["SmolLM3"] = full | {"no_rope_layers": [1] * layers}
         shape = sizes | {"num_hidden_layers": layers} | extra.get(family, {})
         models.append(add_adapter(tiny(family, shape=shape, adapter=False), config))  # on experts, too

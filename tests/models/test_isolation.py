@@ -12,7 +12,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from patch_models import FAMILIES as FUSED
-from patch_models import HYBRIDS, TEXT_PARTS, tiny
+from patch_models import HYBRIDS, STATES, TEXT_PARTS, tiny
 from peft import LoraConfig, get_peft_model
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
@@ -24,14 +24,18 @@ from halfbyte.models import isolation
 from halfbyte.models.head import causal_lm_loss
 from halfbyte.models.isolation import isolate, release
 from halfbyte.models.patch import patch
-from halfbyte.models.unpacking import LIKE, _groups
+from halfbyte.models.unpacking import LIKE, groups
 
 SOME = {
     "llama": "positions", "gpt2": "positions", "mixtral": "positions", "gemma2": "positions",
     "gpt_oss": "positions", "opt": "unpacked", "bloom": "unpacked", "mpt": "unpacked", "bart": "unpacked",
-    "mamba2": "unpacked", "lfm2": "unpacked", "granitemoehybrid": "unpacked", "qwen3_5_text": "unpacked",
+    "mamba2": "unpacked",
+    "lfm2": "bounds" if transformers.__version__ >= "5.23" else "unpacked",
+    "granitemoehybrid": "bounds", "qwen3_5_text": "bounds", "jamba": "unpacked",
+    "kimi_linear": "bounds", "zamba": "bounds",
     "xlnet": "refused",
 }  # fmt: skip
+UNTOLD = ("Jamba", "GraniteMoeHybrid")  # hand layers no bounds, and masks no positions
 LENGTHS = [[13, 1, 9, 7], [6, 17, 5]]
 
 
@@ -79,7 +83,9 @@ def test_no_causal_lm_of_transformers_leaks():
     assert len(ways) > 180
 
 
-@pytest.mark.parametrize("name", ["granitemoehybrid", "lfm2", "bloom", "mpt"])
+@pytest.mark.parametrize(
+    "name", ["granitemoehybrid", "lfm2", "qwen3_5_text", "kimi_linear", "zamba", "jamba", "bloom", "mpt"]
+)
 @pytest.mark.parametrize("one_row", [False, True], ids=["rows", "padding-free"])
 def test_loss_and_gradients_are_the_documents_own(name, one_row):
     """Summed over a packed batch they are those of its documents one by one, through adapters."""
@@ -96,7 +102,7 @@ def test_loss_and_gradients_are_the_documents_own(name, one_row):
     alone = measure(model.eval(), list(documents()), collate, 1).loss
     assert abs(float(causal_lm_loss(model, collate(rows()))[0]) / float(expected) - 1) > 1e-4  # it would leak
 
-    assert asked(model.train(), collate).way == "unpacked"
+    assert asked(model.train(), collate).way == SOME[name]
     model.zero_grad()
     loss, _ = causal_lm_loss(model, collate(rows()))
     loss.backward()
@@ -133,11 +139,12 @@ def test_generation_and_padded_batches_run_as_before():
 
 @pytest.mark.parametrize("family", [*FUSED, *TEXT_PARTS])
 def test_packed_documents_are_apart_in_patched_models(family):
-    """Layers with a state go through rows of one document each."""
+    """Layers with a state are told where documents begin."""
     model = tiny(family).eval()
     patch(model)
     found = asked(model, length=64, tokens=range(10, 100))
-    assert found.way == ("unpacked" if family in HYBRIDS else "positions")
+    ways = dict.fromkeys((*HYBRIDS, *STATES), "bounds") | dict.fromkeys(UNTOLD, "unpacked")
+    assert found.way == ways.get(family, "positions")
     assert found.tried[found.way].isolated
 
 
@@ -183,18 +190,18 @@ def test_a_model_that_keeps_documents_apart_but_wrongly_is_unpacked(monkeypatch)
     assert found.tried["positions"].alone > 0.1 > 1e-4 > found.tried["unpacked"].alone
 
 
-def test_a_model_that_raises_at_bounds_is_unpacked():
+def test_layers_that_transformers_refuses_bounds_take_them():
     """Qwen3.5 on a GPU without flash-linear-attention: the fused collator's bounds are a ValueError of transformers."""
     model = all_families.build("qwen3_5_text")
     found = asked(model, PackedCollator(0, fused=True))
-    assert found.way == "unpacked"
+    assert found.way == "bounds"
     if transformers.__version__ >= "5.23":
         assert "can't keep packed sequences apart" in found.tried["positions"].error
 
 
 @pytest.mark.parametrize("length", [3, 33])
 def test_short_rows_show_it_too(length):
-    assert asked(all_families.build("lfm2"), length=length).way == "unpacked"
+    assert asked(all_families.build("lfm2"), length=length).way == "bounds"
     assert asked(all_families.build("llama"), length=length).way == "positions"
 
 
@@ -239,10 +246,10 @@ def test_a_change_within_the_order_of_sums_is_no_leak():
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=60))
 def test_groups_hold_each_token_once_and_little_padding(lengths):
     bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    groups = list(_groups(bounds))
-    assert sorted(torch.cat([index[real] for index, real in groups]).tolist()) == list(range(bounds[-1]))
-    assert sum(real.numel() for _, real in groups) * LIKE <= bounds[-1]
-    for index, real in groups:
+    found = list(groups(bounds))
+    assert sorted(torch.cat([index[real] for index, real in found]).tolist()) == list(range(bounds[-1]))
+    assert sum(real.numel() for _, real in found) * LIKE <= bounds[-1]
+    for index, real in found:
         assert bool((real[:, :-1] >= real[:, 1:]).all())  # padded on the right
         assert {int(start) for start in index[:, 0]} <= set(bounds[:-1])
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from patch_models import EXPERTS, HYBRIDS, MULTIMODAL, quantize, tiny
+from patch_models import EXPERTS, HYBRIDS, MULTIMODAL, OWN_LAYERS, quantize, tiny
 from patch_models import FAMILIES as CONFIGS
 from peft import LoraConfig
 
@@ -15,7 +15,7 @@ from halfbyte.models.layer import LayerView, decoder_layers, layer_view
 ROLES = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
-@pytest.mark.parametrize("family", [name for name in CONFIGS if name not in HYBRIDS])
+@pytest.mark.parametrize("family", [name for name in CONFIGS if name not in (*HYBRIDS, *OWN_LAYERS)])
 def test_a_view_shows_every_linear_and_norm_of_a_layer(family):
     name, layers = decoder_layers(tiny(family))
     assert (name, len(layers)) == ("model.layers", 2)

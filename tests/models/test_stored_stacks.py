@@ -212,9 +212,11 @@ def test_a_damaged_expert_is_named(tmp_path):
             load(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["bitsandbytes", "fp8"])
+@pytest.mark.parametrize("kind", ["bitsandbytes", "fp8", "bitsandbytes, experts whole", "one layer's experts whole"])
 def test_their_bytes_are_planned(kind, tmp_path):
-    checkpoint(tmp_path, *KINDS[kind])
+    entry, stored = KINDS["bitsandbytes" if "whole" in kind else kind]
+    whole = {"bitsandbytes, experts whole": ".experts.", "one layer's experts whole": "layers.1.mlp.experts."}.get(kind)
+    checkpoint(tmp_path, entry, lambda key, w: ({key: w}, w) if whole and whole in key else stored(key, w))
     model = load(tmp_path)
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     shapes = ModelShapes(

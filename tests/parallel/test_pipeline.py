@@ -227,8 +227,6 @@ def refused(mesh, place, output, keys):
     [
         ({"target_modules": ["q_proj", "lm_head"]}, None),  # from full logits, in the last stage
         ({"gradient_accumulation_steps": 1}, "1f1b over 2 processes takes no step of 1 micro-batches"),
-        ({"use_peft": False, "load_in_4bit": False}, "a pipeline trains adapters, and use_peft is false"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save: a pipeline trains low-rank adapters alone"),
         ({"target_modules": r".*layers\.[0-2]\..*q_proj"}, "with layers 3 to 5 has nothing to train"),
     ],
 )

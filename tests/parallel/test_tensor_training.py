@@ -55,8 +55,6 @@ def test_with_slices_of_bytes(alone, place, four, tmp_path):
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"optim": "adafactor"}, "optim adafactor cannot step slices of a parameter"),
-        ({"recipe": "fp8-hybrid"}, "recipe fp8-hybrid would scale each process's part by itself"),
         ({"lora_dropout": 0.1}, "each process would drop other inputs of the adapter"),
         ({"use_dora": True}, "its LoRA is a variant"),
         ({"use_peft": False, "load_in_4bit": False}, "is trained, and no adapter of a divided linear"),

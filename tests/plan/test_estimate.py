@@ -4,6 +4,7 @@ import copy
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -279,7 +280,25 @@ def test_unpacked_documents_take_more_tokens_and_no_graphs(monkeypatch, way, lon
     assert found.use_graphs == graphs
     padded = config.model_copy(update={"packing": False, "max_length": round(300 * longer)})
     expected = estimate(padded, model_config, **options)
-    assert found.activations == pytest.approx(expected.activations, rel=0.01)
+    masks = 2 * 300**2 * SHAPE["num_hidden_layers"] * 4 * (way == "positions")  # SDPA's, as numbers to add
+    assert found.activations == pytest.approx(expected.activations + masks, rel=0.05)
+
+
+def test_values_narrower_than_keys_take_no_scores_on_a_gpu():
+    """SDPA has kernels for them there; on a CPU, where the plan is made, it builds all scores."""
+    config = transformers.DeepseekV3Config(
+        vocab_size=515, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+        topk_group=1, q_lora_rank=32, kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=32, v_head_dim=32,
+    )  # fmt: skip
+    scores = [
+        estimate(
+            run_config(max_length=length, per_device_train_batch_size=1), config, device=device, capacity_bytes=GIB
+        ).activations
+        for device, length in (("cuda", 1024), ("cuda", 2048), ("cpu", 2048))
+    ]
+    assert scores[1] < 2.1 * scores[0]
+    assert scores[2] > scores[1] + 4 * 2048**2 * 2
 
 
 def test_unknown_target_module():
@@ -331,7 +350,8 @@ def test_capped_scores_are_planned_as_they_are_computed(monkeypatch):
 
 
 def test_a_plan_is_for_the_batches_of_the_data():
-    """26 rows of 4,096 tokens are one batch, however many are asked for; shorter ones beside a graph's pool count."""
+    """26 rows of 4,096 tokens are one batch, however many are asked for. Shorter ones run in the graphs' pool, but
+    where there are more shapes than graphs."""
     qwen = transformers.Qwen3Config(
         vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
         num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
@@ -342,11 +362,10 @@ def test_a_plan_is_for_the_batches_of_the_data():
     varied = Batches(Shape(4, 4096), Shape(4, 3300), second=Shape(4, 3584))
     free = estimate(run_config(**keys), qwen, batches=varied, **options)
     assert free.use_graphs
-    assert (free.total - free.graphs) / GIB == pytest.approx(17.72, rel=0.02)  # allocated on an H200
-    assert free.total / GIB == pytest.approx(32.7, rel=0.03)  # reserved
-    alone = estimate(run_config(**keys), qwen, batches=Batches.alike(4, 4096), **options)
-    assert alone.use_graphs
-    assert alone.total < 0.6 * free.total
+    assert free.total / GIB == pytest.approx(17.72, rel=0.02)  # allocated on an H200
+    many = estimate(run_config(**keys), qwen, batches=replace(varied, many=True), **options)
+    assert (many.total - many.graphs) == free.total
+    assert many.total / GIB == pytest.approx(32.7, rel=0.03)  # reserved there
     held = estimate(run_config(**keys, memory_limit_gib=6.0), qwen, batches=varied, **options)
     assert held.fits
     assert held.use_graphs  # recomputing costs less than launching from Python

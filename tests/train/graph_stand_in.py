@@ -14,11 +14,17 @@ class StandIn:
     Args:
         room: rows that a step may have beside graphs; None: any.
         free: bytes of the device, of which a step takes 10.
+
+    Attributes:
+        capture_fits: whether a capture finds room.
+        left: tensors that captures have left in the pool.
+        refused: rows of shapes that cannot be captured.
     """
 
     def __init__(self, room=None, free=10):
         self.room, self.free, self.pools, self.capture_fits = room, free, 0, True
-        self.gradients = None  # of the `GraphedBackward` under test
+        self.left, self.refused = 0, set()
+        self.graphs = self.gradients = None  # the `GraphedBackward` under test, and its gradients
 
     def install(self, monkeypatch):
         stream = SimpleNamespace(wait_stream=lambda _: None, device=SimpleNamespace(index=0))
@@ -33,6 +39,7 @@ class StandIn:
             "mem_get_info": lambda _: (self.free, 100),
             "get_per_process_memory_fraction": lambda _: 1.0,
             "synchronize": lambda _: None,
+            "memory_snapshot": self.snapshot,
             "get_rng_state": lambda _: torch.get_rng_state(),
             "set_rng_state": lambda state, _: torch.set_rng_state(state),
         }
@@ -50,6 +57,10 @@ class StandIn:
         self.pools += 1
         return self.pools
 
+    def snapshot(self, _pool, include_traces):
+        live = self.left + sum(captured is not None for captured in self.graphs._captured.values())
+        return [{"blocks": [{"state": "active_allocated"}] * live + [{"state": "inactive"}]}]
+
     def backwards(self, step, trained, alike=graph.ONE):
         """A `GraphedBackward` for which a last gradient finds no room where there is little."""
 
@@ -60,12 +71,14 @@ class StandIn:
             return result
 
         made = graph.GraphedBackward(in_little_room, trained, alike)
-        self.gradients = made.gradients
+        self.graphs, self.gradients = made, made.gradients
         return made
 
     def captured(self, step, batch, _stream, pool):
         if not self.capture_fits:
             raise torch.OutOfMemoryError("CUDA out of memory")
+        if self.refused and len(batch["x"]) in self.refused:
+            raise RuntimeError("operation not permitted when stream is capturing")
         before, random = [buffer.clone() for buffer in self.gradients.buffers], torch.get_rng_state()
         step(batch)
         for buffer, values in zip(self.gradients.buffers, before, strict=True):

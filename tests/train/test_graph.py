@@ -11,7 +11,7 @@ from torch import nn
 from halfbyte import notices
 from halfbyte.errors import TrainingError
 from halfbyte.hardware import free_cached_memory
-from halfbyte.train import gradients
+from halfbyte.train import gradients, graph
 from halfbyte.train.graph import GraphedBackward, GraphedStep
 
 
@@ -151,7 +151,63 @@ def test_all_shapes_and_eager_steps_share_one_set_of_gradients(monkeypatch, wind
     assert losses == expected[0]
     assert all(map(torch.equal, weights, expected[1]))
     assert set(places[1:]) == {places[-1]}  # over captures, replays and eager steps
-    assert pools(call.graphed).keys() == {8, 4}
+    assert pools(call.graphed).keys() == {8, 4, 6}
+
+
+def test_a_shape_is_captured_as_it_first_comes(monkeypatch):
+    """After the first steps of the run: nothing is launched from Python beside the pool."""
+    stand_in, launched = StandIn().install(monkeypatch), []
+    _, _, graphed = run_backwards(stand_in.backwards, sized(*[8] * 4), 1)
+    monkeypatch.setattr(graphed, "_eager", lambda batch: launched.append(batch))
+    for batch in sized(6, 4, 2, 12, 6):
+        graphed(batch)
+    assert not launched
+    assert pools(graphed).keys() == {12, 6}
+
+
+def test_what_a_capture_leaves_alive_no_other_graph_overwrites(monkeypatch):
+    """All graphs go, and from there on each shape is warmed up before its capture, as what it leaves then is known."""
+    stand_in = StandIn().install(monkeypatch)
+    _, _, graphed = run_backwards(stand_in.backwards, sized(*[8] * 4), 1)
+    assert pools(graphed).keys() == {8}
+    stand_in.left = 1
+    expected = [loss for batch in sized(6, 8, 6, 4) for loss in [graphed.step(batch).item()]]
+    assert [graphed(batch).item() for batch in sized(6, 8, 6, 4)] == expected
+    assert pools(graphed).keys() == {8}  # which was warm, and came again
+    for batch in sized(*[4] * 3):
+        graphed(batch)
+    assert pools(graphed).keys() == {8, 4}
+
+
+def test_a_shape_whose_first_capture_fails_is_warmed_up(monkeypatch):
+    """And said, once it fails again; others have their graphs."""
+    notices.forget()
+    stand_in = StandIn().install(monkeypatch)
+    _, _, graphed = run_backwards(stand_in.backwards, sized(*[8] * 4), 1)
+    stand_in.refused = {4}
+    for batch in sized(*[4] * 3, 6):
+        graphed(batch)
+    assert pools(graphed).keys() == {8, 6}
+    assert "cuda-graph" not in notices.said()
+    for batch in sized(*[4] * 2):
+        graphed(batch)
+    assert "cuda-graph" in notices.said()
+    stand_in.refused = set()
+    for batch in sized(*[4] * 2):
+        graphed(batch)
+    assert pools(graphed).keys() == {8, 6}  # it stays eager
+
+
+def test_of_more_shapes_than_graphs_those_that_come_often_have_them(monkeypatch):
+    monkeypatch.setattr(graph, "GRAPHS", 2)
+    stand_in = StandIn().install(monkeypatch)
+    _, _, graphed = run_backwards(stand_in.backwards, sized(*[8] * 4, 6), 1)
+    for batch in sized(4, 2, 8, *[4] * 2):
+        graphed(batch)
+    assert pools(graphed).keys() == {8, 6}
+    next_one = next(iter(sized(4)))
+    graphed(next_one)
+    assert pools(graphed).keys() == {8, 4}  # 6 was not used for longest
 
 
 def test_the_largest_shape_makes_the_pool(monkeypatch):
@@ -165,13 +221,14 @@ def test_the_largest_shape_makes_the_pool(monkeypatch):
     assert pools(graphed)[8] != first[4]
     for batch in sized(6, 4):
         graphed(batch)
-    assert pools(graphed) == dict.fromkeys((8, 4), pools(graphed)[8])  # captured again, without another warm-up
+    assert pools(graphed) == dict.fromkeys((8, 6, 4), pools(graphed)[8])
 
 
 @pytest.mark.parametrize("window", [1, 4])
 def test_a_step_without_room_beside_the_graphs_runs_again_without_them(monkeypatch, window):
     """Its first try has added all its gradients, in a window that held some, and drawn its random numbers."""
     notices.forget()
+    monkeypatch.setattr(graph, "GRAPHS", 1)  # so that another shape's first steps run beside
     stand_in = StandIn(room=8).install(monkeypatch)
     rows = [8] * 5 + [12] * 5 + [8] * 6
     expected = run_backwards(eager, sized(*rows), window, dropout=0.5)

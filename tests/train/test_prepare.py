@@ -214,7 +214,7 @@ def test_positions_that_a_model_has_not():
     assert refused.value.fix == "set max_length: 64"
     notices.forget()
     check_positions(transformers.LlamaConfig(max_position_embeddings=64), 65)
-    assert "positions" in notices.said()
+    assert "the model was made for 64" in notices.said()["positions of the model"]
 
 
 def test_rows_that_were_left_out_count_for_nothing():

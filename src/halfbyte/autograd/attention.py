@@ -70,8 +70,11 @@ def takes_documents(query: Tensor) -> bool:
 
 
 def takes_branches(query: Tensor) -> bool:
-    """Whether `branching` is for these [N, Hq, D]: its kernels compile for NVIDIA's GPUs from Ampere on. Where AMD's
-    FlashAttention puts queries that are fewer than their keys, nobody has looked."""
+    """Whether `branching` is for these [N, Hq, D]: its kernels compile for NVIDIA's GPUs from Ampere on, and in float32
+    for CPUs. Where AMD's FlashAttention puts queries that are fewer than their keys, nobody has looked."""
+    if query.is_cpu:
+        asked = attention.choices("cpu", query, query, query, (), Scores(1.0))
+        return not on_compiler() and any(obstacle is None for _, obstacle in asked)
     found = capability(query.device)
     return found is not None and found >= AMPERE and torch.version.hip is None and takes_documents(query)
 
@@ -143,18 +146,18 @@ class _Branching(OnceFunction):
 
 class _Scored(OnceFunction):
     @staticmethod
-    def forward(ctx, query, key, value, sinks, documents, scores):
-        out, logsumexp = attention(query, key, value, documents, scores, sinks)
+    def forward(ctx, query, key, value, sinks, documents, scores, prompts):
+        out, logsumexp = attention(query, key, value, documents, scores, sinks, prompts)
         ctx.save_for_backward(query, key, value, out, logsumexp, sinks)
-        ctx.how = documents, scores
+        ctx.how, ctx.prompts = (documents, scores), prompts
         return out
 
     @staticmethod
     def backward(ctx, grad):
         *saved, sinks = ctx.saved_tensors
         asked = sinks if ctx.needs_input_grad[3] else None
-        dq, dk, dv, dsinks = attention_backward(_dense(grad), *saved, *ctx.how, asked)
-        return dq, dk, dv, None if dsinks is None else dsinks.to(sinks.dtype), None, None
+        dq, dk, dv, dsinks = attention_backward(_dense(grad), *saved, *ctx.how, asked, ctx.prompts)
+        return dq, dk, dv, None if dsinks is None else dsinks.to(sinks.dtype), None, None, None
 
 
 class _Whole(OnceFunction):
@@ -201,8 +204,8 @@ def whole(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Ten
 def branching(query: Tensor, key: Tensor, value: Tensor, branches: Branches, scale: float | None) -> Tensor:
     """Causal attention of answers to the prompt that they share and to themselves, of those that `takes_branches`.
 
-    The forward is FlashAttention 2's, whose queries are the last ones of the keys that they are given; the backward is
-    of `ops.attention`, in which every sum has one order.
+    On a GPU the forward is FlashAttention 2's, whose queries are the last ones of the keys that they are given. The
+    rest is of `ops.attention`, in whose backward every sum has one order.
 
     Args:
         query: [N, Hq, D]; key, value: [N, Hk, D].
@@ -212,6 +215,8 @@ def branching(query: Tensor, key: Tensor, value: Tensor, branches: Branches, sca
         [N, Hq, D].
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if query.is_cpu:
+        return _Scored.apply(query, key, value, None, branches.documents, Scores(scale), branches.prompts)
     return _Branching.apply(query, key, value, branches, scale)
 
 
@@ -226,7 +231,7 @@ def scored(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, docu
     Returns:
         [N, Hq, D].
     """
-    return _Scored.apply(query, key, value, sinks, documents, scores)
+    return _Scored.apply(query, key, value, sinks, documents, scores, None)
 
 
 @functools.cache

@@ -31,14 +31,24 @@ from torch import Tensor
 from ..dispatch import on_compiler, to_compute_dtype
 from ..errors import ModelError
 from ..formats import Blockwise4
-from ..ops.experts import LowRank, Routing, StackedWeight, check_index, combine, grouped_outer, grouped_product, route
+from ..ops.experts import (
+    LowRank,
+    Routing,
+    StackedWeight,
+    check_index,
+    combine,
+    grouped_outer,
+    grouped_product,
+    multiplies_codes,
+    route,
+)  # fmt: skip
 from ..ops.experts_unit import Unit, expert_unit, expert_unit_backward_
 from .function import OnceFunction
 from .lora import LoRA, gradient_dtype, is_quantized
 
-# Rows an expert, on average, above which a stack is decoded once for its product, not in each tile. A layer of
-# Qwen3-30B-A3B forward and backward on an H200, decoded first and packed: 2.17 and 2.14 ms at 64, 2.32 and 2.54 at 128,
-# 3.05 and 4.00 at 256, 4.44 and 6.67 at 512.
+# Rows an expert, on average, above which a stack is decoded once for its product, not in each tile, by kernels that do
+# not hide it (`multiplies_codes`). In Triton, a layer of Qwen3-30B-A3B forward and backward on an H200, decoded first
+# and packed: 2.17 and 2.14 ms at 64, 2.32 and 2.54 at 128, 3.05 and 4.00 at 256, 4.44 and 6.67 at 512.
 DECODED_ROWS = 64
 
 Gate = Callable[[Tensor], Tensor]  # [S, ·] → [S, I]: a unit that no formula of ours says, differentiable by torch
@@ -49,7 +59,8 @@ class ExpertWeights:
     """The frozen tensors of a layer's experts, and what they compute between them.
 
     Args:
-        first: [E, N, K], N being 2I for gated units: gate and up; a tensor, quantized or not, or a StackedWeight.
+        first: [E, N, K], N being 2I for gated units: gate and up; a tensor, quantized or not, or a StackedWeight; or
+            what has a `shape` and gives a tensor when its method `arrived` is called, before each product.
         second: [E, H, I], likewise.
         unit: between the two; or a function of c.
         first_bias, second_bias: [E, N] and [E, H], or None.
@@ -99,6 +110,8 @@ def experts(
     applied = tuple(None if lora is None else Applied(lora.scaling, dropout) for lora in (first, second))
     factors = [factor for lora in (first, second) for factor in ((None, None) if lora is None else (lora.a, lora.b))]
     if on_compiler():
+        if hasattr(weights.first, "arrived") or hasattr(weights.second, "arrived"):
+            raise ModelError("experts: torch.compile cannot fetch stacks from the host's memory", "compile nothing")
         from .experts_compiled import compiled
 
         return compiled(x, top_k_weights, top_k_index, weights, applied, factors)
@@ -126,13 +139,17 @@ def _check(x: Tensor, index: Tensor, routed: Tensor, weights: ExpertWeights, lor
             raise ModelError(f"experts: the {name} adapter is {found}", "give A [E, r, K] and B [E, N, r]")
 
 
-def stack_of(weight: Tensor | StackedWeight, dtype: torch.dtype, slots: int) -> StackedWeight:
-    """A frozen stack [E, N, K] as ops take it for so many slots: packed, or its values, where those are faster."""
+def stack_of(weight: Any, dtype: torch.dtype, slots: int) -> StackedWeight:
+    """A frozen stack [E, N, K] of `ExpertWeights` as ops take it for so many slots: packed, or its values, where those
+    are faster."""
+    if hasattr(weight, "arrived"):
+        weight = weight.arrived()
     stack = weight if isinstance(weight, StackedWeight) else _stacked(weight)
     if stack.format is None:
         return StackedWeight.plain(stack.parts["values"].to(dtype))
-    on_cpu = next(iter(stack.parts.values())).is_cpu
-    if slots > DECODED_ROWS * stack.shape[0] or not (on_cpu or isinstance(stack.format, Blockwise4)):
+    part = next(iter(stack.parts.values()))
+    few = slots <= DECODED_ROWS * stack.shape[0] and isinstance(stack.format, Blockwise4)
+    if not (part.is_cpu or few or multiplies_codes(part, stack, slots, dtype)):  # a CPU's caches hold one expert
         return StackedWeight.plain(stack.values(dtype))
     return stack
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import SECTIONS, Parallel, RunConfig, load_config, resolve
 from ..config.methods import DEFAULTS
-from ..config.policy import POLICY, SAMPLING, group_size
+from ..config.policy import DISTILLING, POLICY, SAMPLING, group_size
 from ..config.yaml import dump_value
-from ..errors import ConfigError
+from ..errors import ConfigError, DataError, UsageError
 from ..methods import method_of
 from ..runs.inputs import look_over_inputs
 from .imports import quick_imports
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from ..data.prepare import PreparedData
-    from ..plan.estimate import MemoryPlan
+    from ..plan.memory_plan import MemoryPlan
 
 ROWS_PER_STEP = 8  # rows per optimizer step, whatever the device holds at once
 LENGTHS, CPU_LENGTHS = (4096, 2048, 1024, 512, 256), (1024, 512, 256)
@@ -43,6 +43,10 @@ def starting_config(model: str, dataset: str, method: str = "sft", teacher: str 
     Raises:
         HalfbyteError: there is no such model, dataset or method, or the data cannot be used.
     """
+    if (method in DISTILLING) != (teacher is not None) and method in ("sft", *DEFAULTS):
+        given = method in DISTILLING
+        wrong = f"--method {method} needs --teacher" if given else f"--teacher has no meaning with --method {method}"
+        raise UsageError(wrong, "add --teacher MODEL_OR_ADAPTER" if given else "leave it out, or add --method gkd")
     asked: dict[str, Any] = {"eval_split_size": 0.05} | ({} if method == "sft" else {"method": method})
     asked |= FIRST_KEYS if method in SAMPLING else {}
     asked |= {"reward_funcs": REWARDS} if method in POLICY else {}
@@ -57,8 +61,12 @@ def starting_config(model: str, dataset: str, method: str = "sft", teacher: str 
 
     files = find_model(resolve(base).origin)
     lengths = _lengths(files.config)
-    base = base.model_copy(update={"max_length": lengths[0]})
-    base, data = _prepared(base, load_tokenizer(files.place), files.config)
+    room = {"max_completion_length": min(base.max_completion_length, lengths[0] // 2)} if rows == "prompts" else {}
+    base = base.model_copy(update={"max_length": lengths[0], **room})
+    try:
+        base, data = _prepared(base, load_tokenizer(files.place), files.config)
+    except DataError as error:  # in the words of this command
+        raise DataError(error.message, error.fix.replace("set method: ", "add --method ")) from error
     base, packing = _packed(base, files.config) if rows == "text" else (base, [])
     base, judged = _judged(base, data) if method in POLICY else (base, [])
     base, divided = _divided(base, files.config, data, lengths[-1])

@@ -8,13 +8,15 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import get_args
 
+from ..optim import OPTIMIZERS
 from .methods import COMPARING
 from .policy import SAMPLING
 from .resolve import Parallel
-from .schema import Axis
+from .schema import Axis, RunConfig
 
 AXES: tuple[str, ...] = get_args(Axis)
 WITH_PIPELINE = ("data", "shard")
+WITHOUT = "leave `pipeline` out of `parallel`"
 
 
 def wide(layout: Parallel) -> tuple[str, ...]:
@@ -43,6 +45,31 @@ def of_method(layout: Parallel, method: str) -> tuple[str, str] | None:
         return None
     wrong = f"parallel: {layout} with method: {method}: its losses are of whole rows"
     return wrong, f"divide rows: use parallel: {' or '.join(f'{{{axis}: N}}' for axis in ways)}"
+
+
+def of_keys(layout: Parallel, config: RunConfig) -> tuple[str, str, str] | None:
+    """Why a run with these keys cannot be divided so: the key to change, what is wrong, and the fix."""
+    pipeline, tensor = layout.pipeline > 1, layout.tensor > 1
+    whole = next((axis for axis in ("pipeline", "context", "tensor") if getattr(layout, axis) > 1), "")
+    if config.router_aux_loss_coef and whole:
+        key = "router_aux_loss_coef"
+        wrong = f"{key} with parallel: {whole}: {getattr(layout, whole)}: its sums are over all layers and whole rows"
+        return key, wrong, f"remove {key}, or divide the run by data or shard"
+    if pipeline and not config.use_peft:
+        return "use_peft", "parallel: a pipeline trains adapters, and use_peft is false", WITHOUT
+    if pipeline and config.modules_to_save:
+        key = "modules_to_save"
+        return key, f"{key}: a pipeline trains low-rank adapters alone", f"remove it, or {WITHOUT}"
+    if tensor and config.recipe != "bf16":
+        wrong = (
+            f"parallel: {{tensor: {layout.tensor}}}: recipe {config.recipe} would scale each process's part by itself"
+        )
+        return "recipe", wrong, "set recipe: bf16"
+    if tensor and not OPTIMIZERS[config.optim].elementwise:
+        known = ", ".join(name for name, row in OPTIMIZERS.items() if row.elementwise)
+        wrong = f"parallel: {{tensor: {layout.tensor}}}: optim {config.optim} cannot step slices of a parameter"
+        return "optim", wrong, f"use one of {known}"
+    return None
 
 
 def layouts(processes: int) -> Iterator[Parallel]:

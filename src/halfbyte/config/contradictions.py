@@ -164,7 +164,7 @@ def _in_recipe(config: RunConfig) -> Iterator[Contradiction]:
 
 
 def _in_parallel(config: RunConfig) -> Iterator[Contradiction]:
-    from .combinations import obstacle, of_method  # which know the sections
+    from .combinations import obstacle, of_keys, of_method  # which know the sections
     from .resolve import Parallel
 
     assert config.parallel != "auto"
@@ -174,6 +174,8 @@ def _in_parallel(config: RunConfig) -> Iterator[Contradiction]:
         yield "device", wrong, "remove device, or parallel"
     if impossible := obstacle(layout) or of_method(layout, config.method):
         yield "parallel", *impossible
+    elif clashing := of_keys(layout, config):
+        yield clashing
 
 
 def _in_qat_training(config: RunConfig) -> Iterator[Contradiction]:

@@ -48,6 +48,8 @@ def load_config(
         written = {key: Located(value, "argument") for key, value in overrides.items()}
     else:
         written = _parse_overrides(list(overrides or ()))
+    if path and not (given or written or defaults):
+        raise ConfigError(f"{path} is empty", "write keys into it; `halfbyte init MODEL DATA` prints them")
     config = _validated(RunConfig, (given, written), defaults or {})
     if defaults_of(config.method) and "learning_rate" not in config.model_fields_set:
         trained = "adapters" if config.use_peft else "all weights"
@@ -195,7 +197,8 @@ def _in_words(annotation: Any, metadata: Iterable[Any] = ()) -> Iterator[str]:
     elif origin is Literal:
         yield from map(str, arguments)
     elif origin is list:
-        yield f"a list of {'numbers' if float in arguments else 'text'}"
+        mappings = " and mappings" if any(get_origin(each) is dict for each in get_args(arguments[0])) else ""
+        yield f"a list of {'numbers' if float in arguments else 'text'}{mappings}"
     elif origin is dict:
         yield f"a mapping from {' or '.join(_in_words(arguments[0]))} to {' or '.join(_in_words(arguments[1]))}"
     else:

@@ -40,6 +40,18 @@ class Section(BaseModel):
             raise PydanticCustomError("empty", "must name at least one, not {value}", {"value": repr(value)})
         return value
 
+    @field_validator(
+        *("model_name_or_path", "adapter_path", "teacher_model_name_or_path", "chat_template_path"),
+        *("dataset", "eval_dataset", "attn_implementation"),
+        check_fields=False,
+    )
+    @classmethod
+    def _not_blank(cls, value: Any) -> Any:
+        several = value if isinstance(value, list) else [value]
+        if any(isinstance(each, str) and not each.strip() for each in several):
+            raise PydanticCustomError("empty", "must not be blank, as {value} is", {"value": brief(value)})
+        return value
+
     @field_validator("*", mode="after")
     @classmethod
     def _small_enough(cls, value: Any, info: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +12,7 @@ from pyarrow import ChunkedArray, compute
 
 from ..config import RunConfig
 from ..config.policy import SAMPLING, answers_a_generation, group_size
-from ..memory.batches import Batches, Shape
+from ..memory.batches import GRAPHS, Batches, Shape
 from ..notices import notice
 from .branches import ANSWERS
 from .collate import FINER, WIDTHS, rounds_widths, width_of
@@ -32,11 +33,13 @@ def batches_of(config: RunConfig, data: PreparedData, device: torch.device) -> B
         config = _of_documents(config, data.together, data.shared)
     widths = FINER if config.method in SAMPLING and data.shared else WIDTHS
     found = batches_of_lengths(config, train, held_out, rounded=rounds_widths(device), widths=widths)
+    found = replace(found, many=found.many or data.shared)  # which have bounds of prompts and answers, too
     if config.method not in SAMPLING:
         return found
     return replace(
         found,
         second=found.largest,  # answers have any lengths
+        many=True,
         evaluation=Shape(0, 0),  # which answers, too
         prompts=_longest_prompts(data.train, asked),
         held_out_prompts=() if data.eval is None else _longest_prompts(data.eval, len(data.eval)),
@@ -151,7 +154,17 @@ def batches_of_lengths(
         usual=Shape(usual[0].rows, max(length, 1)),
         second=_second(config, lengths, octave),
         evaluation=_largest(config, np.minimum(held_out, config.max_length), evaluated, octave),
+        many=_shapes(config, lengths, octave) > GRAPHS,
     )
+
+
+def _shapes(config: RunConfig, lengths: np.ndarray, octave: int) -> float:
+    """How many shapes micro-batches can have, all of whose rows are packed or padded; without padding, any number."""
+    different = np.unique(lengths)
+    if config.padding_free:
+        return math.inf if len(different) > 1 else 2
+    last = bool(len(lengths) % min(config.per_device_train_batch_size, len(lengths)))  # of an epoch, of fewer rows
+    return len({_shape(config, np.array([length]), octave).length for length in different}) * (1 + last)
 
 
 def _largest(config: RunConfig, lengths: np.ndarray, rows: int, octave: int) -> Shape:

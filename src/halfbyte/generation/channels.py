@@ -20,15 +20,17 @@ from ..architectures import runs_experts
 from ..autograd.experts import stack_of
 from ..families import Family, family_of
 from ..layers.expert_adapters import by_expert
-from ..layers.experts import names_of, obstacle, weights_of
+from ..layers.experts import HostStack, names_of, obstacle, weights_of
 from ..layers.plain import read_adapters
 from ..models.layer import MLP
 from ..models.routers import Routers
+from ..ops.expert_rows import expert_rows
 from ..ops.experts import LowRank, Routing, StackedWeight, combine, grouped_product, route
 from ..ops.experts_unit import Unit, expert_unit
 from ..ops.glu import glu
 from ..tensor import QuantizedTensor
 from .linears import RANKS, Linears, Unknown
+from .routers import known
 
 Factors = dict[str, tuple[Tensor, Tensor, float]]  # by adapter: A [E, r, K], B [E, N, r], scaling
 
@@ -108,6 +110,8 @@ class _Experts:
         factors = self._read()
         weights = weights_of(self.base)
         for stack in (weights.first, weights.second):
+            if isinstance(stack, HostStack):
+                raise Unknown("its experts wait in the host's memory")
             if not isinstance(stack, QuantizedTensor) and (stack.dtype is not dtype or not stack.is_contiguous()):
                 raise Unknown("its experts' stacks would be copied")
         self.places = _places(weights)
@@ -145,8 +149,12 @@ class _Experts:
 
     def __call__(self, x: Tensor, index: Tensor, routed: Tensor) -> Tensor:
         """As transformers' experts: Σ over a token's experts [T, H] of x [T, K], indices and weights [T, k]."""
-        given, x = x.dtype, x.to(self.dtype)
-        weights, routing = self.weights, route(index, self.weights.first.shape[0])
+        given, x, weights = x.dtype, x.to(self.dtype), self.weights
+        biased = weights.first_bias is not None or weights.second_bias is not None
+        if isinstance(weights.unit, Unit) and not biased and not self.low:
+            stacks = [stack_of(stack, self.dtype, index.numel()) for stack in (weights.first, weights.second)]
+            return expert_rows(x, *stacks, weights.unit, index, routed).to(given)
+        routing = route(index, weights.first.shape[0])
         names = names_of(self.base)
         c = self._product(names[0], weights.first, weights.first_bias, x, routing, True)
         hidden = expert_unit(c, weights.unit) if isinstance(weights.unit, Unit) else weights.unit(c)
@@ -186,7 +194,11 @@ class Mixture:
         self.experts = _Experts(block.experts, adapters, dtype)
         beside = [p for name, p in block.named_parameters() if not name.startswith("experts.")]
         self.mixed = dtype is not torch.float32 and any(p.is_floating_point() and p.dtype is not dtype for p in beside)
-        self.stand_in = _StandIn(block, self.experts, {name: self._rows(each) for name, each in self.shared.items()})
+        inside = {name: self._rows(each) for name, each in self.shared.items()}
+        others = {name: module for name, module in block.named_children() if name not in self.shared}
+        routes = {name: known(module, dtype) for name, module in others.items() if not _foreign_hooks(module)}
+        inside |= {name: route for name, route in routes.items() if route is not None}
+        self.stand_in = _StandIn(block, self.experts, inside)
 
     def _rows(self, channels: Channels) -> Callable[[Tensor], Tensor]:
         """Of x [B·T, K], or as a batch has it."""
@@ -215,7 +227,7 @@ class Mixture:
 
 
 class _StandIn:
-    """A block for its own forward, in evaluation, with other experts, routed and shared."""
+    """A block for its own forward, in evaluation, with other experts, routed and shared, and a router that is known."""
 
     training = False
 

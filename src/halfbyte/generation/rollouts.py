@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, ModelError
+from ..hardware import reservable_bytes
 from ..notices import notice
 from ..ops.paged_attention import PAGE
 from ..tensor import QuantizedTensor
@@ -213,7 +214,7 @@ def _free(device: torch.device) -> int:
     if device.type != "cuda":
         return psutil.virtual_memory().available
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + cached
+    return reservable_bytes(device) + cached
 
 
 def pages_for(rows: Sequence[Row], seats: int) -> int:

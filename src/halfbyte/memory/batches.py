@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 from ..config import RunConfig
 
+GRAPHS = 24  # CUDA graphs that a run keeps, one a shape: each holds its inputs, its results and its kernels' parameters
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -28,6 +30,7 @@ class Batches:
         largest: decides what fits.
         usual: their mean, decides what is fast.
         second: the largest of those of another shape than `largest`.
+        many: whether they may have more shapes than there are graphs.
         evaluation: the largest of an evaluation.
         prompts, held_out_prompts: tokens of the longest prompts that are answered together, in training and in an
             evaluation; none where rows are not prompts.
@@ -39,6 +42,7 @@ class Batches:
     evaluation: Shape = Shape(0, 0)
     prompts: tuple[int, ...] = ()
     held_out_prompts: tuple[int, ...] = ()
+    many: bool = False
 
     @classmethod
     def alike(cls, rows: int, length: int) -> Batches:

@@ -52,6 +52,7 @@ NAME = "halfbyte"
 OWN = "halfbyte_own"  # where a model has scores of its own: what it falls back to is eager, and reads other masks
 DIVIDED = "halfbyte_divided"  # transformers' own in forwards whose rows are cut (`models.slices`), as NAME and OWN
 DIVIDED_OWN = "halfbyte_divided_own"
+WIDEST = 256  # values of a head that FlashAttention takes
 NO_MASK = (1, 1, 0, 0)  # the shape of what stands in place of a mask
 
 
@@ -186,7 +187,7 @@ def bind_attention(backbone: Any) -> str:
     return bind_attention(backbone)
 
 
-def share(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+def share(model: nn.Module, inputs: Mapping[str, Any], kept: branches.Kept | None = None) -> dict[str, Any]:
     """`inputs` of a backbone's forward; where answers share prompts, as its layers take them.
 
     On any device: from the first such batch until `unbind_attention` its attention is `attend`, which leaves others to
@@ -194,6 +195,7 @@ def share(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         model: a Hugging Face causal LM, plain or inside a `peft.PeftModel`, of which `branches.why_apart` says nothing.
+        kept: joins two forwards, of which the second sees what the first has kept.
     """
     if branches.BRANCHES not in inputs:
         return dict(inputs)
@@ -204,7 +206,7 @@ def share(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
         backbone.config._attn_implementation = NAME
     mask = torch.empty(NO_MASK, dtype=torch.bool, device=inputs[branches.BRANCHES].device)
     left = {name: value for name, value in inputs.items() if name not in branches.OWN}
-    return left | {"attention_mask": mask, "sharing": branches.Sharing.of(inputs)}
+    return left | {"attention_mask": mask, "sharing": branches.Sharing.of(inputs, kept)}
 
 
 def register() -> None:
@@ -380,16 +382,39 @@ def attend(
         return _transformers(module, query, key, value, attention_mask, softcap, options)
     rows, _, length, _ = query.shape
     window = sliding_window if sliding_window is not None and sliding_window < length else None
+    if query.shape[-1] > WIDEST:
+        return _wide(query, key, value, scaling, window, cu_seq_lens_q), None
     if s_aux is not None or (softcap is not None and not causal.takes_caps(query.device, query.dtype)):
         scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap)
         return _scored(query, key, value, s_aux, scores, cu_seq_lens_q, max_length_q, document_spans), None
-    plain = window is None and softcap is None
-    whole = plain and cu_seq_lens_q is not None and cu_seq_lens_q.numel() == rows + 1  # as many as rows
+    whole = window is None and softcap is None and cu_seq_lens_q is not None and cu_seq_lens_q.numel() == rows + 1
     if cu_seq_lens_q is None or (whole and _is_planned(length)):
         return causal.whole(query, key, value, scaling).transpose(1, 2), None
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     how = max_length_q or length, scaling, window, softcap, document_spans
     return causal.varying(query, key, value, cu_seq_lens_q, *how).unflatten(0, (rows, length)), None
+
+
+def _wide(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, bounds: Tensor | None
+) -> Tensor:
+    """Attention of heads wider than FlashAttention takes, by torch's memory-efficient kernel; arguments and result as
+    `attend` has them. Of packed rows it reads a mask, one of the batch: Gemma 4 has such heads in every sixth layer."""
+    causal.may_differ(query, "torch's memory-efficient attention")
+    rows, heads, length, _ = query.shape
+    key, value = (repeat_kv(x, heads // x.shape[1]) for x in (key, value))
+    begins = None if bounds is None else _beginnings(bounds, rows, length)
+    if begins is None and window is None:
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+        return out.transpose(1, 2)
+    places = torch.arange(length, device=query.device)
+    seen = places[:, None] >= places
+    if window is not None:
+        seen = seen & (places[:, None] - places < window)
+    if begins is not None:
+        seen = seen & (places >= begins[:, :, None])
+    mask = seen.expand(rows, 1, length, length) if begins is None else seen[:, None]
+    return F.scaled_dot_product_attention(query, key, value, mask, scale=scaling).transpose(1, 2)
 
 
 def _scored(

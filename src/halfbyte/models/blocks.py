@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ from ..autograd.rope import qk_norm_rope, rope
 from ..families import Family
 from ..layers.plain import hooked
 from ..parallel.tensor import Leaving
-from . import layer
+from . import layer, scans
 from .layer import MLP, Attention, Half, TokenMixer, epsilon, mixer
 from .patched import NAME, is_bound
 from .projections import dropout_of, project, read_together
@@ -151,21 +152,28 @@ def _normed(norm: Any, x: Tensor) -> Tensor:
 def attention_forward(
     self: Any,
     hidden_states: Tensor,
-    position_embeddings: tuple[Tensor, Tensor],
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
     attention_mask: Any = None,
     past_key_values: Any = None,
+    shared_kv_states: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Projections with their adapters, RoPE (and the norms of q and k), transformers' attention, output projection."""
     if past_key_values is not None:
-        own = {"position_embeddings": position_embeddings, "past_key_values": past_key_values}
+        own: dict[str, Any] = {"past_key_values": past_key_values}
+        own |= {} if position_embeddings is None else {"position_embeddings": position_embeddings}
+        own |= {"shared_kv_states": shared_kv_states} if _family(self).shares_keys else {}
         return type(self).forward(self, hidden_states, attention_mask=attention_mask, **own, **kwargs)
     view, recipes = Attention.of(self, _family(self)), recipes_of(self)
     outputs = project(hidden_states, *view.inputs, recipe=recipes[0])
-    query, key, value, gate = view.heads_of(outputs, lambda norm, x: norm(x))
-    if view.query_scale is not None:
-        query = view.scaled(query, kwargs["position_ids"])
-    query, key = _rotate(view, query, key, position_embeddings)
+    gate = None
+    if view.family.shares_keys:
+        query, key, value = _shared(self, view, outputs, position_embeddings, shared_kv_states)
+    else:
+        query, key, value, gate = view.heads_of(outputs, lambda norm, x: norm(x))
+        if view.query_scale is not None:
+            query = view.scaled(query, kwargs["position_ids"])
+        query, key = _rotate(view, query, key, position_embeddings)
     own = {"sliding_window": view.window, "softcap": view.softcap, "s_aux": view.sinks}
     kwargs |= {name: value for name, value in own.items() if value is not None}
     eager = sys.modules[type(self).__module__].eager_attention_forward
@@ -175,6 +183,28 @@ def attention_forward(
     out = out.reshape(*hidden_states.shape[:-1], -1)
     out = out if gate is None else out * gate.sigmoid()
     return _dropped(self, project(out, view.output, recipe=recipes[1])[0]), weights
+
+
+def _shared(
+    module: Any, view: Attention, outputs: Sequence[Tensor], angles: Any, states: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v [B, H, T, D] by position, of a layer whose keys and values may be an earlier one's.
+
+    Args:
+        outputs: of q_proj; of k_proj, too, where the keys are its own; of v_proj, where the values are not the keys'.
+        states: type of layer, or its number → k and v of the last layer that has its own, which puts them in.
+    """
+    query, *own = (x.unflatten(-1, (-1, view.head_dim)).transpose(1, 2) for x in outputs)
+    numbered = hasattr(module, "kv_shared_layer_index")  # transformers 5.17 keeps Gemma 3n's by the layer's number
+    if own:
+        value = module.v_norm(own[-1])
+        query, key = _rotate(view, query, own[0], angles)
+    else:
+        query, _ = _rotate(view, query, query[:, :0], angles)
+        key, value = states[module.kv_shared_layer_index if numbered else module.layer_type]
+    if module.store_full_length_kv:
+        states[module.layer_idx if numbered else module.layer_type] = key, value
+    return query, key, value
 
 
 def _dropped(module: Any, x: Tensor) -> Tensor:
@@ -213,6 +243,7 @@ def mixer_forward(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     """transformers' forward of a recurrence, its linears of one input computed together, and its gated norm."""
     if kwargs.get("cache_params") is not None:
         return type(self).forward(self, hidden_states, **kwargs)
+    forward = scans.forward_of(type(self), scans.documents_of(kwargs, *hidden_states.shape[:2]))
     view, recipes = TokenMixer.of(self, _family(self)), recipes_of(self)
     *inputs, output = view.linears
     made: dict[str, Tensor] = {}
@@ -229,7 +260,7 @@ def mixer_forward(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     parts[output] = lambda x: project(x, view.output, recipe=recipes[1])[0]
     if not hooked(view.norm):
         parts[view.norm_name] = gated_norm
-    return type(self).forward(_With(self, parts), hidden_states, **kwargs)
+    return forward(_With(self, parts), hidden_states, **scans.without_bounds(kwargs))
 
 
 def mlp_forward(self: Any, hidden_states: Tensor, output: bool = True) -> Tensor:

@@ -7,6 +7,7 @@ import fnmatch
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..architectures import expert_stacks
@@ -15,10 +16,16 @@ from ..errors import ModelError
 from ..formats import FORMATS, Blockwise4, named
 from ..formats.base import Format
 from ..notices import notice
+from ..reading.model_config import CONFIG
+from ..reading.tensors import read_header, safetensors_files
 from .layer import decoder_layers
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+EXPERTS = re.compile(r"\.(\d+)\.(?:\w+\.)*experts\.")  # in a name: the number of the layer that has them
+FLOATS = ("BF16", "F16", "F32")  # in the header of a file
 
 
 @dataclass(frozen=True)
@@ -99,15 +106,32 @@ def stored_names(entry: Any) -> set[str]:
     return {name for modules in entry.get("formats", {}).values() for name in modules}
 
 
+def _whole_in_files(model_config: Any, stacks: Collection[str]) -> list[str]:
+    """Those of `stacks` that a quantized checkpoint has in 16 or 32 bits, which its config does not say, as of the
+    layers of their numbers; none where its files are not here."""
+    folder = Path(getattr(model_config, "_name_or_path", None) or "")
+    if not stacks or not (folder / CONFIG).is_file():
+        return []
+    whole: dict[str, bool] = {}  # by layer
+    for file in safetensors_files(folder):
+        for name, entry in read_header(file).items():
+            if (layer := EXPERTS.search(name)) and not name.endswith("bias"):
+                sound = entry["dtype"] in FLOATS and name.endswith(("_proj", "weight"))
+                whole[layer[1]] = whole.get(layer[1], True) and sound
+    return [name for name in stacks if (layer := EXPERTS.search(name)) and whole.get(layer[1], False)]
+
+
 def stored_formats(storage: Storage, model_config: Any, model: nn.Module, names: Collection[str]) -> dict[str, Format]:
     """Module name → format, of those `names` that are quantized: as `storage` says, but for those that `model_config`
     says are stored so."""
     entry = getattr(model_config, "quantization_config", None) or {}
     found = next(filter(None, (cls.from_quantization_config(entry) for cls in FORMATS.values())), None)
     if found is not None:
-        formats = dict.fromkeys(names, found)
+        formats, stacks = dict.fromkeys(names, found), [name for name in expert_stacks(model, []) if name in names]
         if isinstance(found, Blockwise4):  # what experts' scales are nested in comes apart (`stored_stacks`)
-            formats |= {name: replace(found, nested=False) for name in expert_stacks(model, []) if name in formats}
+            formats |= {name: replace(found, nested=False) for name in stacks}
+        for name in _whole_in_files(model_config, stacks):
+            del formats[name]
         return formats
     if "formats" not in entry:
         return choose(storage).assign(model, names)

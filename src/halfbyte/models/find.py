@@ -148,7 +148,8 @@ def _check_folder(name_or_path: str) -> None:
     path, fix = Path(name_or_path), "give a folder with a Hugging Face checkpoint"
     kind = look(path, ModelError, fix)
     if kind == "file":
-        raise ModelError(f"{path} is a file, not a model's folder", f"did you mean {path.parent}?")
+        there = (path.parent / "config.json").exists()
+        raise ModelError(f"{path} is a file, not a model's folder", f"did you mean {path.parent}?" if there else fix)
     if kind == "folder":
         if not (path / "config.json").exists():
             raise ModelError(f"{path} has no config.json", fix)

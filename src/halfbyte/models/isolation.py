@@ -7,9 +7,9 @@ change by a bit, or, where sums depend on what else is in a batch (experts, GPUs
 each must have the hidden states that it has alone, up to rounding. That takes five forwards: two as the model trains,
 two as it evaluates, and one of documents alone.
 
-A model that leaks is tried with the bounds that kernels for packed rows read (FlashAttention, flash-linear-attention,
-mamba-ssm, causal-conv1d). If it still leaks, its documents are unpacked (`unpacking`): right for every causal model, at
-the cost of padding of up to a third and a forward for each class of lengths.
+A model that leaks is tried with the bounds that FlashAttention reads, its convolutions and scans as `scans` has them.
+If it still leaks, its documents are unpacked (`unpacking`): right for every causal model, at the cost of padding of up
+to a third and a forward for each class of lengths.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ..config import RunConfig
 from ..errors import ConfigError
 from ..notices import notice
 from ..parallel import ALONE, Mesh
+from . import scans
 from .head import backbone_inputs, reads_hidden_states
 from .layer import causal_lm_of
 from .tiny import tiny_model
@@ -42,7 +43,7 @@ MARGIN = 8.0  # how much more than in separate rows is more than another order o
 BLIND = 0.02  # a change in separate rows of this size, relative to the hidden states, would hide a leak
 WRONG = 0.1  # so far from its hidden states alone no rounding brings a document; masks or positions are others
 WORDS = {
-    "bounds": "its kernels are told where each begins, without CUDA graphs",
+    "bounds": "its layers are told where each begins, without CUDA graphs",
     "unpacked": "they are unpacked into rows in each step, which takes more time, up to a third more tokens, and no "
     "CUDA graphs; packing: false and padding_free: false avoid it",
 }
@@ -139,6 +140,8 @@ def isolate(
     ):
         for module in dict.fromkeys(modules):
             wrap(module, FORWARDS[way])
+        for module in list(scans.layers(model)) if way == "bounds" else ():
+            wrap(module, scans.apart)
         tried[way] = probe()
         if tried[way].isolated:
             return _said(model, Isolation(way, tried, leak))
@@ -190,8 +193,7 @@ def isolate_like(
 
 def release(model: nn.Module) -> None:
     """Undo `isolate`."""
-    causal_lm = causal_lm_of(model)
-    for module in (causal_lm, getattr(causal_lm, "base_model", causal_lm)):
+    for module in model.modules():
         unwrap(module)
 
 

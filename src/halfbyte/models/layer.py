@@ -107,11 +107,14 @@ class Attention(Block):
     @classmethod
     def of(cls, module: Any, family: Family) -> Attention:
         """Read from transformers' module."""
-        names = ("qkv_proj",) if "qkv_proj" in family.fused else ("q_proj", "k_proj", "v_proj")
+        names: tuple[str, ...] = ("qkv_proj",) if "qkv_proj" in family.fused else ("q_proj", "k_proj", "v_proj")
+        if family.shares_keys:
+            names = tuple(name for name in names if getattr(module, name, None) is not None)
         config, window = module.config, _window(module, family)
         rope = getattr(config, "rope_parameters", None) or {}
         has = {
             None: True,
+            "all": False,
             "use_rope": getattr(module, "use_rope", True),
             "layer_rope_theta": (getattr(config, "layer_rope_theta", None) or {module.layer_idx: 1})[module.layer_idx],
             "window": window is not None or getattr(config, "sliding_window", None) is None,
@@ -199,9 +202,10 @@ class Attention(Block):
 def _head_norms(module: Any, family: Family) -> tuple[Any, Any] | None:
     """Of an attention layer, which may have none though its family does."""
     names = ("qk_norm", "qk_norm") if family.qk_norm == "shared" else ("q_norm", "k_norm")
-    return (
-        (getattr(module, names[0]), getattr(module, names[1])) if family.qk_norm and hasattr(module, names[0]) else None
-    )
+    if not family.qk_norm or not hasattr(module, names[0]):
+        return None
+    query = getattr(module, names[0])
+    return query, getattr(module, names[1], query)  # there is none where the keys are another layer's
 
 
 def _window(module: Any, family: Family) -> int | None:
@@ -247,11 +251,13 @@ class MLP(Block):
         named: transformers' name of the activation.
         act: its module.
         gated: which of the two.
+        sparse: all but the gate's largest values are cut off first (Gemma 3n's activation_sparsity_pattern).
     """
 
     named: str
     act: Any
     gated: bool
+    sparse: bool = False
 
     @classmethod
     def of(cls, module: Any, family: Family) -> MLP:
@@ -259,7 +265,8 @@ class MLP(Block):
         names = ("gate_up_proj",) if "gate_up_proj" in family.fused else ("gate_proj", "up_proj")
         linears = {name: getattr(module, name) for name in (*names[not family.gated_mlp :], "down_proj")}
         act = getattr(module, "act_fn", None)
-        return cls(linears, getattr(module.config, family.activation), act, family.gated_mlp)
+        sparse = getattr(module, "activation_sparsity", 0.0) > 0
+        return cls(linears, getattr(module.config, family.activation), act, family.gated_mlp, sparse)
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -280,6 +287,8 @@ class MLP(Block):
     @property
     def obstacle(self) -> str | None:
         """Why no fused function computes this."""
+        if self.sparse:
+            return "most of its gate is cut off"
         return None if self.named in ACTIVATIONS or not self.gated else f"there is no fused {self.named}"
 
 
@@ -335,6 +344,8 @@ def layer_view(layer: nn.Module) -> LayerView | str:
     family, kind = family_of(type(layer)) or (None, "")
     if family is None or kind != "DecoderLayer":
         return f"{type(layer).__name__} is of no family that halfbyte knows"
+    if family.own_layer:
+        return f"{type(layer).__name__} has a forward of its own"
     halves = attention_half(layer, family), mlp_half(layer, family)
     dense = family_of(type(halves[1].inner)) == (family, "MLP")
     mlp = MLP.of(halves[1].inner, family) if dense else None

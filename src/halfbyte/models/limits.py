@@ -30,9 +30,9 @@ def check_token_ids(model: Any, largest: Mapping[str, int | None]) -> None:
             )
 
 
-def check_positions(config: Any, length: int, *, trust_remote_code: bool = False) -> None:
+def check_positions(config: Any, length: int, *, trust_remote_code: bool = False, who: str = "the model") -> None:
     """Whether a model of transformers' `config` computes rows of `length` tokens; longer ones than it was trained with
-    are said. A small model of its kind is asked.
+    are said, with `who` it is. A small model of its kind is asked.
 
     Raises:
         ConfigError: it has no positions for so many.
@@ -40,10 +40,10 @@ def check_positions(config: Any, length: int, *, trust_remote_code: bool = False
     most = getattr(config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(most, int) or length <= most:
         return
-    said = f"max_length: rows have up to {length} tokens, and the model was made for {most}"
+    said = f"max_length: rows have up to {length} tokens, and {who} was made for {most}"
     if _bounded(config, trust_remote_code):
         raise ConfigError(f"{said}: it has no further positions", f"set max_length: {most}")
-    notice("positions", said)
+    notice(f"positions of {who}", said)
 
 
 def _bounded(config: Any, trust_remote_code: bool) -> bool:

@@ -18,6 +18,7 @@ from ..errors import ModelError
 from ..families import Family, family_of
 from ..notices import notice
 from ..ops.fp8_scaling import DelayedScaling
+from . import scans
 from .activations import layer_forward, set_activations
 from .attention import (
     backbone_forward,
@@ -56,6 +57,8 @@ FORWARDS: dict[str, tuple[Callable[..., Any], str]] = {
 VIEWS: dict[str, type[Attention | MLP | TokenMixer]] = {
     "Attention": Attention, "MLP": MLP, "GatedDeltaNet": TokenMixer
 }  # fmt: skip
+EXPERTS = "experts"
+OWN_LAYER = "transformers' forward of its layers runs"
 UNFUSED = {
     "Experts": "their function is no part of the fused layer",
 }
@@ -114,7 +117,7 @@ def patch(
     """
     options = named_recipe(recipe)
     known = list(_known_modules(model))
-    families = [family for _, family, kind in known if kind == "DecoderLayer"]
+    families = [family for _, family, kind in known if kind in BACKBONES]
     if not families:
         reason = f"{type(causal_lm_of(model)).__name__} is of no family that halfbyte knows"
         if options is not None:
@@ -125,12 +128,20 @@ def patch(
         return PatchReport(None, unfused=Counter({(type(causal_lm_of(model)).__name__, reason): 1}))
     report = PatchReport(families[0].name)
     for module, family, kind in known:
-        if kind in FORWARDS:
+        if kind == "RMSNorm" and not hasattr(module, "weight"):
+            continue  # a few heads' or a router's
+        if kind in FORWARDS and not (kind == "DecoderLayer" and family.own_layer):
             _bind(module, family, kind, report)
         elif kind in UNFUSED:
-            report.unfused[kind.lower(), UNFUSED[kind]] += 1
-    if activations is not None:
+            report.unfused[EXPERTS, UNFUSED[kind]] += 1
+    if families[0].own_layer:
+        report.unfused[FORWARDS["DecoderLayer"][1], OWN_LAYER] += 1
+    if families[0].mixer is not None:
+        scans.say_what_is_missing(next(model.parameters()).device)
+    if activations is not None and not families[0].own_layer:
         set_activations(_bound(known, "DecoderLayer"), activations)
+    elif activations is not None:
+        notice("activations", f"layers keep what transformers' gradient checkpointing says: {OWN_LAYER}")
     report.scaling = set_recipe(_bound(known, *VIEWS), options, next(model.parameters()).device)
     for reason in {why for _, why in report.unfused}:
         parts = ", ".join(what for what, why in report.unfused if why == reason)
@@ -209,4 +220,6 @@ def _bind(module: nn.Module, family: Family, kind: str, report: PatchReport) -> 
 def _obstacle(module: Any, family: Family, kind: str) -> str | None:
     if not is_bound(module) and "forward" in module.__dict__:
         return "something else has replaced its forward"
+    if kind == "MLP" and not hasattr(module, "down_proj"):
+        return "its linears have other names"  # GraniteMoeHybrid's shared one
     return VIEWS[kind].of(module, family).obstacle if kind in VIEWS else None

@@ -33,6 +33,7 @@ from .layer import causal_lm_of
 
 KEY = "router_aux_loss_coef"
 REAL = "real_tokens"  # in a batch: which of its tokens are no padding, [B, T]
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # keys of configs
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k")
 
 _watched: WeakKeyDictionary[nn.Module, Routers] = WeakKeyDictionary()
@@ -66,7 +67,8 @@ class Routers:
     def forward(self, batch: Mapping[str, Any]) -> Iterator[None]:
         """Around the forward of a micro-batch, whose padding (`REAL`, else `attention_mask`, [B, T]) does not count."""
         mask = batch.get(REAL, batch.get("attention_mask"))
-        self._mask = mask.flatten() != 0 if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        # as the batch has it: what this forward makes, in a CUDA graph other graphs would overwrite
+        self._mask = mask.flatten() if isinstance(mask, Tensor) and mask.dim() == 2 else None
         self._begin()
         self._counting = True
         try:
@@ -142,7 +144,7 @@ class Routers:
         if self._mask is None:
             return None
         start %= len(self._mask)
-        return self._mask[start : start + rows] if start + rows <= len(self._mask) else None
+        return self._mask[start : start + rows] != 0 if start + rows <= len(self._mask) else None
 
     def saw(self, name: str, index: int, module: nn.Module, arguments: Any, output: Any) -> Any:
         """A router has answered: its logits count, and get their gradient."""
@@ -259,20 +261,14 @@ def unbalanced(causal_lm: Any) -> str | None:
     return None
 
 
-def check_balanced(causal_lm: Any, coefficient: float | None, layout: Any) -> None:
+def check_balanced(causal_lm: Any, coefficient: float | None) -> None:
     """Look whether a run can balance its routers.
 
     Raises:
         ConfigError: it cannot.
     """
-    if not coefficient:
-        return
-    if (why := unbalanced(causal_lm)) is not None:
+    if coefficient and (why := unbalanced(causal_lm)) is not None:
         raise ConfigError(f"{KEY}: {why}", f"remove {KEY}")
-    for axis in ("pipeline", "context", "tensor"):
-        if getattr(layout, axis) > 1:
-            said = f"{KEY} with parallel: {axis}: {getattr(layout, axis)}: its sums are over all layers and whole rows"
-            raise ConfigError(said, f"remove {KEY}, or divide the run by data or shard")
 
 
 def routers_of(model: nn.Module) -> Routers | None:

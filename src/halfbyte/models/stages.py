@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..architectures import beside_text
+from ..config.combinations import WITHOUT
 from ..errors import ModelError
 from ..orders import Seconds
 from ..parallel.schedules import Schedule
@@ -30,7 +31,6 @@ from .tiny import tiny_model
 
 Batch = Mapping[str, Any]
 WITHIN = "base_model.model."  # before the names of modules in a saved adapter
-WITHOUT = "leave `pipeline` out of `parallel`"
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ def unpacked(self: Any, *args: Any, **kwargs: Any) -> Any:
     shape = tuple(positions.shape)
     plain = {key: value for key, value in kwargs.items() if key not in OF_PACKED}
     outputs, places = [], []
-    for index, real in _groups(found["cu_seq_lens_q"].tolist()):
+    for index, real in groups(found["cu_seq_lens_q"].tolist()):
         index, real = index.to(positions.device), real.to(positions.device)
         rows = {key: value.flatten(0, 1)[index] if _of_tokens(value, shape) else value for key, value in plain.items()}
         outputs.append((own(**rows), real))
@@ -102,7 +102,7 @@ def _packed(kwargs: dict[str, Any]) -> Tensor | None:
     return positions.expand(tokens.shape[0], -1)
 
 
-def _groups(bounds: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
+def groups(bounds: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
     """(index int64 [D, L] into the flattened batch, bool [D, L] of the real tokens) of documents of like length."""
     pieces = sorted(((end - begin, begin) for begin, end in itertools.pairwise(bounds)), reverse=True)
     while pieces:

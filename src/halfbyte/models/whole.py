@@ -193,7 +193,9 @@ def check_loaded(info: Mapping[str, Any], name: str, config: Any) -> None:
         CheckpointError: a tensor is missing or misshapen.
     """
     if missing := sorted(info["missing_keys"]):
-        message = f"{name}: {len(missing)} tensors are missing from the checkpoint, first {missing[0]}"
+        message = f"{name}: the checkpoint lacks {missing[0]}" + (
+            f" and {len(missing) - 1} more" if missing[1:] else ""
+        )
         raise CheckpointError(message, f"re-download the checkpoint, or {CONFIG} where it was changed to ask for more")
     if misshapen := sorted(info["mismatched_keys"], key=str):
         key, found, expected = misshapen[0]

@@ -17,10 +17,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..dispatch import op
 from ..errors import ModelError
 from .checks import check_float
 from .cross_entropy import Objective, check_objective, logits_of
-from .losses import chunk_rows, products_in_chunks
+from .losses import chunk_rows, products_in_chunks, room_for_logits
+from .rows import linear_into
 
 BUFFERS = 7  # fp32 numbers for each logit of a chunk, at the highest moment, the teacher's logits included
 
@@ -34,6 +36,7 @@ class Divergences(NamedTuple):
     grad_weight: Tensor | None  # [V, H] of the same
 
 
+@op("triton.divergence")
 def divergence_(
     student: Tensor, teacher: Tensor, objectives: tuple[Objective, Objective], beta: float, need_gradient: bool
 ) -> tuple[Tensor, Tensor]:
@@ -92,24 +95,33 @@ def linear_divergence(
         hidden, weight: [N, H] and [V, H] of the student, of one dtype.
         teacher_hidden, teacher_weight: [N, K] and [V, K], of one dtype.
         objectives, beta: as in `divergence_`.
-        chunk: rows at a time; default: so many that what is made of their logits is as large as the cross-entropy's.
+        chunk: rows at a time; default: where a kernel takes them, as many as of the cross-entropy, twice its logits in
+            all; else so many that what is made of their logits is as large as the cross-entropy's.
 
     Raises:
         ModelError: shapes that do not belong together, or a `beta` outside 0 to 1.
     """
     _check(hidden, weight, teacher_hidden, teacher_weight, objectives, beta)
-    device, wide = hidden.device.type, 4 * BUFFERS + weight.element_size()
-    chunk = chunk or max(64, chunk_rows(len(weight), device, wide) // (BUFFERS if device == "cpu" else 1))
+    chunk = chunk or _chunk_rows(weight)
     found: list[tuple[Tensor, Tensor]] = []
+    buffer = room_for_logits(teacher_hidden, teacher_weight, chunk)
 
     def into_gradient(logits: Tensor, rows: slice) -> None:
-        theirs = teacher_hidden[rows] @ teacher_weight.T
+        theirs = linear_into(buffer[: len(logits)], teacher_hidden[rows], teacher_weight)
         found.append(divergence_(logits, theirs, objectives, beta, grad_hidden or grad_weight))
 
     nothing = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
     grads = products_in_chunks(hidden, weight, nothing, into_gradient, grad_hidden, grad_weight, chunk)
     divergences, entropies = (torch.cat(each) for each in zip(*found, strict=True))
     return Divergences(divergences, entropies, *grads)
+
+
+def _chunk_rows(weight: Tensor) -> int:
+    device = weight.device.type
+    if divergence_.kernels(device):
+        return chunk_rows(len(weight), device, weight.element_size())
+    wide = 4 * BUFFERS + weight.element_size()
+    return max(64, chunk_rows(len(weight), device, wide) // (BUFFERS if device == "cpu" else 1))
 
 
 def _check(

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ..dispatch import op
 from ..errors import ModelError
+from .rows import linear, multiplies_by_onednn
 
 if TYPE_CHECKING:
     from ..formats import Format
@@ -159,13 +160,26 @@ def check_product(
         expected["bias"] = (bias, (experts, width))
     for name, (tensor, shape) in expected.items():
         if tuple(tensor.shape) != shape or tensor.dtype is not x.dtype:
-            raise ModelError(f"experts: {name} is {tensor.dtype} {list(tensor.shape)}, not {x.dtype} {list(shape)}")
+            said = f"experts: {name} is {tensor.dtype} {list(tensor.shape)}, not {x.dtype} {list(shape)}"
+            raise ModelError(said, f"pass {name} in that dtype and shape")
     if routing.offsets.numel() != experts + 1:
-        raise ModelError(f"experts: {routing.offsets.numel() - 1} are routed to, and the stack has {experts}")
+        said = f"experts: {routing.offsets.numel() - 1} are routed to, and the stack has {experts}"
+        raise ModelError(said, "route to the experts of this stack")
     return slots, width
 
 
-@op("triton.grouped", "cuda.grouped4", "native.grouped")
+@op("cuda.grouped_gemm4")
+def multiplies_codes(part: Tensor, stack: StackedWeight, slots: int, dtype: torch.dtype) -> bool:
+    """Whether products of so many rows with a quantized stack's codes are as fast as with its values.
+
+    Args:
+        part: one of the stack's, which says where it is.
+        dtype: of the products.
+    """
+    return False
+
+
+@op("triton.grouped", "cuda.grouped4", "cuda.grouped_gemm4", "native.grouped")
 def grouped_product(
     x: Tensor,
     stack: StackedWeight,
@@ -194,13 +208,18 @@ def grouped_product(
     for expert, rows in routing.groups():
         part = x[rows] if tokens is None else x[tokens[rows]]
         weight = stack.expert(expert, x.dtype)
-        weight = weight if turned else weight.t()
+        weight = weight.t() if turned else weight
         into = out[rows]
-        if low_rank is None:
-            torch.mm(part, weight, out=into)
-        else:
+        by_onednn = multiplies_by_onednn(part, weight)  # which adds nothing up with what is there
+        if by_onednn:
+            into.copy_(linear(part, weight))
+        elif low_rank is None:
+            torch.mm(part, weight.t(), out=into)
+        if low_rank is not None:
             factor = low_rank.factor[expert] if turned else low_rank.factor[expert].t()
-            into.addmm_(low_rank.u[rows], factor, beta=0, alpha=low_rank.scale).addmm_(part, weight)
+            into.addmm_(low_rank.u[rows], factor, beta=int(by_onednn), alpha=low_rank.scale)
+            if not by_onednn:
+                into.addmm_(part, weight.t())
         if bias is not None:
             into += bias[expert]
         if alpha != 1.0:

@@ -206,12 +206,10 @@ def products_in_chunks(
     Args:
         ignored: [N] bool; what such rows of `hidden` hold, NaN even, stays out of dW.
     """
-    vocabulary = len(weight)
     exact = torch.promote_types(hidden.dtype, torch.float32)
     grad_x = torch.empty_like(hidden) if grad_hidden else None
     grad_w = torch.zeros_like(weight, dtype=exact) if grad_weight else None
-    # Rows begin at multiples of 16 logits: what vector loads and matrix products want.
-    buffer = hidden.new_empty(min(chunk, len(hidden)), -(-vocabulary // 16) * 16)[:, :vocabulary]
+    buffer = room_for_logits(hidden, weight, chunk)
     for start in range(0, max(len(hidden), 1), chunk):  # of no rows, one empty chunk
         rows = slice(start, start + chunk)
         x = hidden[rows]
@@ -225,6 +223,13 @@ def products_in_chunks(
             _add_product(grad_w, logits.T, x.masked_fill(ignored[rows].unsqueeze(1), 0.0))
         del logits  # the next may be a tensor beside them
     return grad_x, grad_w.to(weight.dtype) if grad_w is not None else None
+
+
+def room_for_logits(hidden: Tensor, weight: Tensor, chunk: int) -> Tensor:
+    """[chunk or fewer, V], uninitialized: rows begin at multiples of 16 logits, what vector loads and matrix products
+    want."""
+    vocabulary = len(weight)
+    return hidden.new_empty(min(chunk, len(hidden)), -(-vocabulary // 16) * 16)[:, :vocabulary]
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

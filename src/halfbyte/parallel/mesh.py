@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -21,7 +20,7 @@ from ..config import Parallel
 from ..errors import ConfigError
 from .patience import OWN_LIMITS, finish, say_done, wait_until_done
 from .peers import let_go
-from .ranks import check_device, meeting
+from .ranks import MOST, check_device, launched_as, meeting
 
 T = TypeVar("T")
 ONE = Parallel()
@@ -213,13 +212,13 @@ def present_mesh(parallel: Parallel | None = None, kind: str = "cpu") -> Iterato
         kind: of the devices they compute on, "cpu" or "cuda".
 
     Raises:
-        ConfigError: `parallel` is of another number of processes.
+        ConfigError: `parallel` is of another number of processes, or the launcher's environment is not whole.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    size = launched_as("WORLD_SIZE", 1, MOST, 1)
+    local = launched_as("LOCAL_RANK", 0, size - 1, 0)  # which transformers reads, too
     if size == 1:
         yield ALONE.laid_out(parallel or ONE)
         return
-    local = int(os.environ.get("LOCAL_RANK", "0"))
     if kind == "cuda":
         check_device(local)
         torch.cuda.set_device(local)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -21,6 +23,9 @@ import torch.distributed as dist
 
 from .. import errors
 from ..errors import ConfigError, HalfbyteError, TrainingError
+from ..notices import notice
+from ..reading import why
+from ..words import brief
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 OURS = "halfbyte"  # in that file: what torch's own keys have no room for
@@ -32,12 +37,28 @@ FOREIGN = {
     "ACCELERATE_USE_PARALLELISM_CONFIG": "{data: N}, or another axis",
 }
 GONE = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+MOST = 2**20  # processes of a run
+SILENT = 10.0  # seconds of waiting, after which that is said
+NAMED = 30.0  # seconds in which the launcher's host is to have its name
 LATER = 3600  # seconds; torchrun takes the earliest failure for the cause
 
 
 def is_rank() -> bool:
     """Whether a launcher has started this process as one of several, or as the only one that is to be."""
     return "LOCAL_RANK" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1"
+
+
+def launched_as(name: str, least: int, most: int, default: int) -> int:
+    """A whole number that the launcher has put into the environment; `default` where it has not.
+
+    Raises:
+        ConfigError: it is none from `least` to `most`.
+    """
+    given = os.environ.get(name) or str(default)
+    if not (given.isascii() and given.isdigit() and least <= int(given[:9]) <= most):
+        fix = "unset it, or start this with `halfbyte train` or torchrun, which set it (docs/several-gpus.md)"
+        raise ConfigError(f"{name} is {brief(given)} in the environment, not a number from {least} to {most}", fix)
+    return int(given)
 
 
 def is_main_rank() -> bool:
@@ -63,7 +84,12 @@ def meeting(size: int) -> Iterator[None]:
     if missing := [name for name in MEETING if not os.environ.get(name)]:
         fix = "start it with `halfbyte train` or torchrun, which set them (docs/several-gpus.md)"
         raise ConfigError(f"WORLD_SIZE is {size}, and {', '.join(missing)} is not set in the environment", fix)
-    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    launched_as("RANK", 0, size - 1, 0)
+    place = f"{os.environ['MASTER_ADDR']}:{launched_as('MASTER_PORT', 1, 65535, 0)}"
+    _look_up(os.environ["MASTER_ADDR"])
+    waiting = threading.Timer(SILENT, notice, ("meeting", f"waiting at {place} for all {size} processes (WORLD_SIZE)"))
+    waiting.daemon = True
+    waiting.start()
     try:
         yield
     except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
@@ -72,6 +98,27 @@ def meeting(size: int) -> Iterator[None]:
             raise ConfigError(f"{place} is in use by another program", "choose another --master-port") from error
         fix = "look at the other processes, and whether every host can reach that address"
         raise TrainingError(f"the {size} processes of this run did not meet at {place}: {said}", fix) from error
+    finally:
+        waiting.cancel()
+
+
+def _look_up(host: str) -> None:
+    """Wait until the network knows the launcher's host: names of a cluster may come up after the processes.
+
+    Raises:
+        ConfigError: it does not in `NAMED` seconds.
+    """
+    began = time.monotonic()
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() - began >= NAMED:
+                cause = why(error) if isinstance(error, OSError) else str(error)
+                said = f"MASTER_ADDR: no host of the name {brief(host)} is found: {cause}"
+                raise ConfigError(said, "give the address of the first process's host") from error
+        time.sleep(1)
 
 
 def check_device(local: int) -> None:

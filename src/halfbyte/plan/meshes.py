@@ -14,20 +14,19 @@ from typing import Any
 
 import torch
 
-from ..config import Parallel, RunConfig, resolve
-from ..config.combinations import layouts, obstacle, of_method, wide
+from ..config import Parallel, RunConfig
+from ..config.combinations import WITHOUT, layouts, obstacle, of_keys, of_method, wide
 from ..errors import ConfigError, HalfbyteError
 from ..memory.batches import Batches
 from ..models.layer import decoder_layers
 from ..models.products import check_products
 from ..models.slices import obstacle as row_obstacle
 from ..models.slices import unknown_documents
-from ..models.stages import WITHOUT
 from ..notices import silent
-from ..optim import OPTIMIZERS
 from ..terminal import size
 from .cards import H200, Card
-from .estimate import MemoryPlan, estimate
+from .estimate import estimate
+from .memory_plan import MemoryPlan
 from .rank import rank_config
 from .shapes import ModelShapes
 
@@ -46,40 +45,23 @@ def check_layout(layout: Parallel, config: RunConfig, shapes: ModelShapes) -> No
     """
     if wrong := obstacle(layout) or of_method(layout, config.method):
         raise ConfigError(*wrong)
+    if clashing := of_keys(layout, config):
+        raise ConfigError(*clashing[1:])
     if layout.tensor > 1:
-        _check_products(layout.tensor, config, shapes)
+        check_products(shapes.model, layout.tensor)
     if layout.context > 1:
         if wrong := row_obstacle(shapes.causal_lm.config, layout.context, layout.tensor):
             raise ConfigError(*wrong)
         if shapes.packed_way != "positions":
             raise ConfigError(*unknown_documents(layout.context))
-    if layout.pipeline > 1:
-        _check_stages(config, shapes)
-    if layout.shard > 1:
-        decoder_layers(shapes.causal_lm)
-
-
-def _check_products(ways: int, config: RunConfig, shapes: ModelShapes) -> None:
-    check_products(shapes.model, ways)
-    key, recipe = f"parallel: {{tensor: {ways}}}", resolve(config).precision.recipe
-    if recipe != "bf16":
-        raise ConfigError(f"{key}: recipe {recipe} would scale each process's part by itself", "set recipe: bf16")
-    if not OPTIMIZERS[config.optim].elementwise:
-        known = ", ".join(name for name, row in OPTIMIZERS.items() if row.elementwise)
-        raise ConfigError(f"{key}: optim {config.optim} cannot step slices of a parameter", f"use one of {known}")
-
-
-def _check_stages(config: RunConfig, shapes: ModelShapes) -> None:
-    if not config.use_peft:
-        raise ConfigError("parallel: a pipeline trains adapters, and use_peft is false", WITHOUT)
-    if config.modules_to_save:
-        raise ConfigError("modules_to_save: a pipeline trains low-rank adapters alone", f"remove it, or {WITHOUT}")
-    if (config.packing or config.padding_free) and shapes.packed_way != "positions":
+    if layout.pipeline > 1 and (config.packing or config.padding_free) and shapes.packed_way != "positions":
         key = "packing" if config.packing else "padding_free"
         raise ConfigError(
             f"{key}: documents of this model's rows are not kept apart by positions, as stages need",
             f"set {key}: false, or {WITHOUT}",
         )
+    if layout.shard > 1:
+        decoder_layers(shapes.causal_lm)
 
 
 @dataclass(frozen=True)

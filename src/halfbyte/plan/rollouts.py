@@ -26,7 +26,7 @@ from ..terminal import size
 from .beside import Beside
 
 if TYPE_CHECKING:
-    from .estimate import MemoryPlan
+    from .memory_plan import MemoryPlan
     from .shapes import ModelShapes
 
 FILLED = 0.9  # share of what is free that pages may fill
@@ -86,6 +86,8 @@ def _in_turn(plan: MemoryPlan, shapes: ModelShapes, batches: Batches, answered: 
     config = shapes.config
     if config.adapter_path and config.beta and config.method in POLICY:  # the reference's
         plan = replace(plan, adapters=plan.adapters + shapes.trainable().bytes)
+    if config.rollout == "vllm":  # answers take nothing here
+        return plan
     stays = plan.weights + plan.adapters + plan.gradients + plan.optimizer + plan.runtime
     moving = plan.activations + plan.logits
     pool = moving if plan.use_graphs else 0

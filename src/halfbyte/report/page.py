@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..files import write_text
-from ..terminal import as_plan, compared, duration, method, off_by, size, storage
+from ..terminal import as_plan, compared, duration, method, off_by, size, storage, why_above
 from .run import Run, read_run
 from .sections import sections, shown, text
 from .style import CSS
@@ -117,8 +117,11 @@ def headline(run: Run) -> Iterator[tuple[str, str, str]]:
 def _memory_tile(run: Run) -> tuple[str, str, str]:
     """What the run took beside the process that it began in, and how far that is from its plan."""
     measured = (run.memory or {}).get("measured") or {}
-    predicted, added = compared(as_plan(run.memory or {}), measured | {"peak_bytes": run.peak_bytes})
+    plan = as_plan(run.memory or {})
+    predicted, added = compared(plan, measured | {"peak_bytes": run.peak_bytes})
     remarks = [f"{off_by(predicted, added)} the predicted {size(predicted)}"] if predicted else []
+    if why := why_above(predicted, added, plan):
+        remarks.append(why)
     if base := measured.get("base_bytes"):
         remarks.append(f"beside the process's {size(base)}")
     return "Peak memory of the run", size(added), ", ".join(remarks)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from ..config import Origin, RunConfig
 from ..config.methods import SCORES
-from ..errors import ConfigError
-from ..models.find import ModelFiles, find_model, place_of, read_model_config
-from ..models.teachers import adapter_in, origin_of
+from ..errors import ConfigError, of_key
+from ..models.find import ModelFiles, find_model, look_over, place_of, read_model_config
+from ..models.teachers import adapter_in, look_over_origin, origin_of
 from ..reading.tensors import read_adapter_config
 from .specs import MODEL, RewardSpec
 
@@ -38,6 +38,30 @@ class JudgeFiles:
         return str(self.spec.options.get("step_separator", SEPARATOR))
 
 
+def look_over_judges(config: RunConfig, specs: Sequence[RewardSpec]) -> None:
+    """What can be said of the reward models of a run before anything is imported to read them.
+
+    Raises:
+        HalfbyteError: one is not there, or damaged, or an adapter without a head that scores.
+    """
+    for spec in specs:
+        if spec.kind != MODEL:
+            continue
+        path = str(spec.options["path"])
+        with of_key(key_of(path)):
+            adapter = adapter_in(path)
+            if adapter is None:
+                look_over(_whole_origin(config, path))
+                continue
+            _kind_of(adapter)
+            look_over_origin(origin_of(config, path, adapter), adapter)
+
+
+def key_of(path: str) -> str:
+    """What errors about the reward model at `path` begin with."""
+    return f"reward_funcs: model: {path}"
+
+
 def find_judges(config: RunConfig, specs: Sequence[RewardSpec]) -> list[JudgeFiles]:
     """The reward models of a run.
 
@@ -58,29 +82,39 @@ def find_judges(config: RunConfig, specs: Sequence[RewardSpec]) -> list[JudgeFil
 def _found(config: RunConfig, spec: RewardSpec) -> JudgeFiles:
     path = str(spec.options["path"])
     adapter = adapter_in(path)
-    if adapter is None:
-        return _whole(config, spec, path)
+    with of_key(key_of(path)):
+        if adapter is None:
+            return _whole(config, spec, path)
+        kind, origin = _kind_of(adapter), origin_of(config, path, adapter)
+        return JudgeFiles(spec, kind, adapter, None if origin is None else find_model(origin))
+
+
+def _kind_of(adapter: Path) -> str:
+    """Which of `SCORES` the head of an adapter has."""
     kind = read_adapter_config(adapter).get("task_type")
     if kind not in SCORES:
         raise ConfigError(
-            f"reward_funcs: model: {adapter} has no head that scores (its task_type is {kind})",
+            f"{adapter} has no head that scores (its task_type is {kind})",
             "name what method: reward or method: prm has trained",
         )
-    origin = origin_of(config, path, adapter)
-    return JudgeFiles(spec, str(kind), adapter, None if origin is None else find_model(origin))
+    return str(kind)
+
+
+def _whole_origin(config: RunConfig, path: str) -> Origin:
+    return Origin(path, trust_remote_code=config.trust_remote_code)
 
 
 def _whole(config: RunConfig, spec: RewardSpec, path: str) -> JudgeFiles:
-    origin = Origin(path, trust_remote_code=config.trust_remote_code)
+    origin = _whole_origin(config, path)
     place, model_config = place_of(origin), read_model_config(origin)
     classes = getattr(model_config, "architectures", None) or [""]
     kind = next((scores for end, scores in WHOLE.items() if str(classes[0]).endswith(end)), None)
     if kind is None:
         raise ConfigError(
-            f"reward_funcs: model: {path} is a {classes[0] or 'model'}, which scores nothing",
+            f"{path} is a {classes[0] or 'model'}, which scores nothing",
             f"name a model for {' or '.join(WHOLE)}, or what method: reward or method: prm has trained",
         )
     labels, wanted = model_config.num_labels, SCORES[kind][0]
     if labels != wanted:
-        raise ConfigError(f"reward_funcs: model: {path} has {labels} labels", f"name one with {wanted}")
+        raise ConfigError(f"{path} has {labels} labels", f"name one with {wanted}")
     return JudgeFiles(spec, kind, None, ModelFiles(path, place, model_config))

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, of_key
 from ..models.teachers import adapter_in
 from ..reading.files import look, open_bytes
-from ..reading.tensors import ADAPTER
+from ..reading.tensors import ADAPTER, ADAPTER_AGAIN, read_adapter_config, read_header
 from ..words import brief
 from . import sandbox
 from .functions import COLUMN, OPTIONS, has_result, options_of
@@ -53,13 +53,16 @@ def named(function: Callable[..., Any]) -> str:
     return HERE + name
 
 
-def read_specs(entries: Sequence[Any], columns: Sequence[str]) -> list[RewardSpec]:
+def read_specs(entries: Sequence[Any], columns: Sequence[str] | None) -> list[RewardSpec]:
     """The functions that `reward_funcs` names, for prompts with these further columns.
+
+    Args:
+        columns: None while the data are not read: which column is compared with stays open.
 
     Raises:
         ConfigError: an entry is none, a file is not to be trusted, a library or the sandbox is missing.
     """
-    for name in columns:
+    for name in columns or ():
         if name in CALLED_WITH:
             said = (
                 f"reward_funcs: functions are called with {name} of their own, and the prompts have a column {name!r}"
@@ -67,14 +70,15 @@ def read_specs(entries: Sequence[Any], columns: Sequence[str]) -> list[RewardSpe
             raise ConfigError(said, "rename that column of the data")
     specs: list[RewardSpec] = []
     for entry in entries:
-        spec = _read(entry, columns)
+        with of_key("reward_funcs"):
+            spec = _read(entry, columns)
         taken = sum(re.fullmatch(rf"{re.escape(spec.name)}(_\d+)?", other.name) is not None for other in specs)
         name = f"{spec.name}_{taken + 1}" if taken else spec.name
         specs.append(RewardSpec(name, spec.file, spec.sha256, spec.options, spec.function, spec.kind))
     return specs
 
 
-def _read(entry: Any, columns: Sequence[str]) -> RewardSpec:
+def _read(entry: Any, columns: Sequence[str] | None) -> RewardSpec:
     if isinstance(entry, dict):
         if len(entry) != 1:
             raise ConfigError(f"reward_funcs: {brief(entry)} is several in one", "write one function an entry")
@@ -145,18 +149,18 @@ def _in_file(path: Path, function: str, entry: str) -> RewardSpec:
     return RewardSpec(function, path.resolve(), digest, kind=function)
 
 
-def _built_in(name: str, given: Any, columns: Sequence[str]) -> RewardSpec:
+def _built_in(name: str, given: Any, columns: Sequence[str] | None) -> RewardSpec:
     if name not in OPTIONS:
         raise ConfigError(f"reward_funcs: there is no {brief(name)}", _KNOWN)
     options = options_of(name, given)
     label = name
-    if name in COLUMN:
+    if name in COLUMN and columns is not None:
         column = options.get("column") or next((each for each in COLUMN[name] if each in columns), None)
         if column not in columns:
-            wanted = column or " or ".join(COLUMN[name])
+            wanted = repr(column) if column else " or ".join(map(repr, COLUMN[name]))
             there = ", ".join(columns) or "none"
             raise ConfigError(
-                f"reward_funcs: {name} compares with column {wanted!r}, and the prompts' further columns are: {there}",
+                f"reward_funcs: {name} compares with column {wanted}, and the prompts' further columns are: {there}",
                 f"name the column: {{{name}: COLUMN}}",
             )
         options["column"] = column
@@ -188,6 +192,8 @@ def _model(options: Mapping[str, Any]) -> RewardSpec:
     adapter = adapter_in(path)
     if adapter is None:
         return RewardSpec(Path(path).name, options=options, kind=MODEL)
+    read_adapter_config(adapter)
+    read_header(adapter / ADAPTER, ADAPTER_AGAIN)
     with open_bytes(adapter / ADAPTER) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return RewardSpec(Path(path).name, (adapter / ADAPTER).resolve(), digest, options, kind=MODEL)

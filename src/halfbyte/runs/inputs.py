@@ -5,20 +5,20 @@ What may be a hub id is left to those that fetch it. Each check is the one that 
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 from .. import hub
 from ..config import RunConfig, resolve
 from ..data.sources import files_of
-from ..errors import ConfigError, HalfbyteError
+from ..errors import ConfigError, of_key
 from ..models.find import look_over
 from ..models.teachers import look_over_teacher
 from ..reading import look, why
 from ..reading.model_config import CONFIG
 from ..reading.tensors import ADAPTER, ADAPTER_AGAIN, ADAPTER_CONFIG, read_adapter_config, read_header
+from ..rewards import read_specs
+from ..rewards.judges import look_over_judges
 from ..words import brief
 
 WRITTEN = (".html", ".json", ".jsonl", ".md", ".yaml")  # what a run's files end in
@@ -26,22 +26,23 @@ LONGEST_BELOW = "x" * 160  # as long as what a run and its checkpoints put below
 
 
 def look_over_inputs(config: RunConfig) -> None:
-    """Whether the model, the adapter to continue from and the datasets of a run are there.
+    """Whether the model, the adapter to continue from, what rewards and the datasets of a run are there.
 
     Raises:
         HalfbyteError: which is not, and what to do.
     """
     look_over(resolve(config).origin)
     if config.adapter_path:
-        with _named("adapter_path"):
+        with of_key("adapter_path"):
             read_adapter_config(Path(config.adapter_path))
             read_header(Path(config.adapter_path) / ADAPTER, ADAPTER_AGAIN)
     if config.teacher_model_name_or_path is not None:
-        with _named("teacher_model_name_or_path"):
+        with of_key("teacher_model_name_or_path"):
             look_over_teacher(config)
     if config.chat_template_path is not None:
-        with _named("chat_template_path"):
+        with of_key("chat_template_path"):
             _look_over_template(config.chat_template_path)
+    look_over_judges(config, read_specs(config.reward_funcs or [], None))
     look_over_datasets(config.dataset, config.eval_dataset)
 
 
@@ -63,15 +64,6 @@ def _look_over_template(name: str) -> None:
     kind = look(name, ConfigError, fix)
     if kind != "file":
         raise ConfigError(f"{name} is a folder" if kind else f"there is no file {name}", fix)
-
-
-@contextlib.contextmanager
-def _named(key: str) -> Iterator[None]:
-    """What is wrong inside is said of `key`."""
-    try:
-        yield
-    except HalfbyteError as error:
-        raise type(error)(f"{key}: {error.message}", error.fix) from error
 
 
 def look_over_output(output_dir: str) -> None:

@@ -7,9 +7,15 @@ pool: they never run at the same time.
 Processes that compute a forward together do all of this alike (`alike`): what one of them would do by itself, such as
 running a step again, ends the run.
 
-The pool keeps what the largest captured shape needs, and whatever runs beside it (another shape's first steps,
-evaluation) takes its own. So the pool is made by the largest shape: a larger one starts it anew, and those that were
-there are captured again as they come. When memory runs out all graphs go, and training goes on from Python.
+The first steps of a run are launched from Python: kernels are compiled, and buffers made. After that a shape is
+captured as it first comes, and runs as its graph: Python does for a capture what it does for a step, and what a step
+takes is taken in the pool alone. What such a capture leaves alive in the pool, such as a table that somebody keeps for
+this length, other graphs would overwrite; then all go, and from there on each shape's first steps are launched from
+Python.
+
+The pool keeps what the largest captured shape needs, and whatever runs beside it (evaluation) takes its own. So the
+pool is made by the largest shape: a larger one starts it anew, and those that were there are captured again as they
+come. When memory runs out all graphs go, and training goes on from Python.
 """
 
 from __future__ import annotations
@@ -22,15 +28,15 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import TrainingError
-from halfbyte.hardware import capture_stream, free_cached_memory, is_out_of_memory
+from halfbyte.hardware import capture_stream, free_cached_memory, is_out_of_memory, reservable_bytes
+from halfbyte.memory.batches import GRAPHS
 from halfbyte.notices import notice
 
 from ..parallel import ALONE
 from .alike import AGREED, Alike
 from .gradients import Gradients
 
-WARMUP = 3  # steps in which kernels compile, autotune and make their buffers, which a capture does not allow
-GRAPHS = 24  # shapes that get one: each holds its inputs, its results and its kernels' parameters
+WARMUP = 3  # steps in which kernels compile and make their buffers
 FAR = 2**40  # random numbers ahead, where nobody is
 ONE = Alike(ALONE)
 
@@ -45,8 +51,13 @@ class _Captured:
         self.batch = batch
         self.written: set[int] = set()
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=pool, stream=stream):
-            self.result = step(self.batch)
+        with torch.cuda.stream(stream):
+            # relaxed: a kernel that this shape is the first to need may be loaded meanwhile
+            self.graph.capture_begin(pool=pool, capture_error_mode="relaxed")
+            try:
+                self.result = step(self.batch)
+            finally:
+                self.graph.capture_end()
 
     def replay(self, batch: Batch) -> Tensor:
         for key, value in self.batch.items():
@@ -57,10 +68,12 @@ class _Captured:
 
 
 class _Graphs:
-    """Runs `step` on each batch: eagerly for the first `WARMUP` batches of a shape, then as a CUDA graph.
+    """Runs `step` on each batch: eagerly for the first `WARMUP` batches, then as the CUDA graph of its shape.
 
-    Every call trains, the warm-up too. What a capture cannot hold (a wait for the device, a shape that depends on
-    values) is said once, and that shape stays eager, as do shapes beyond the first `GRAPHS`.
+    Every call trains, the warm-up too. A shape whose first capture fails is warmed up alone, and what a capture cannot
+    hold then (a wait for the device, a shape that depends on values) is said once: that shape stays eager. So does a
+    shape beyond `GRAPHS` until it has come as often as a warm-up: then the graph goes that was not used for longest.
+    Processes that compute together warm up every shape.
 
     Args:
         step: batch → a tensor to report, such as the loss. What changes between steps it reads from the device.
@@ -81,21 +94,55 @@ class _Graphs:
         self.stream = capture_stream(torch.cuda.current_device())
         self.pool = torch.cuda.graph_pool_handle()
         self.pool_bytes = self.most_pool_bytes = 0
+        self._calls = 0
         self._seen: dict[Shapes, int] = {}
-        self._captured: dict[Shapes, _Captured | None] = {}
+        self._captured: dict[Shapes, _Captured | None] = {}  # those used last at the end; None: stays eager
+        self._to_warm_up: set[Shapes] = set()
+        self._warm_up_each = not alike.is_alone
         self._largest = 0  # captured
         self._eager_only = False
 
     def __call__(self, batch: Batch) -> Tensor:
         shapes = tuple((key, _shape(value)) for key, value in sorted(batch.items()))
-        if shapes not in self._captured and self._is_due(shapes):
-            self._captured[shapes] = self._capture(batch)
+        self._calls += 1
+        self._seen[shapes] = self._seen.get(shapes, 0) + 1
+        warm = self._seen[shapes] > WARMUP
+        if shapes not in self._captured and self._is_due(shapes, warm):
+            self._take(shapes, batch, warm)
         captured = self._captured.get(shapes)
-        return self._eager(batch) if captured is None else self._replay(captured, batch)
+        if captured is None:
+            return self._eager(batch)
+        self._captured[shapes] = self._captured.pop(shapes)
+        result = self._replay(captured, batch)
+        if not warm and self._live_blocks() > self._graphs:  # whose values the replay has computed
+            self.drop()
+            self._warm_up_each = True
+        return result
 
-    def _is_due(self, shapes: Shapes) -> bool:
-        seen = self._seen[shapes] = self._seen.get(shapes, 0) + 1
-        return seen > WARMUP and len(self._captured) < GRAPHS and not self._eager_only
+    def _is_due(self, shapes: Shapes, warm: bool) -> bool:
+        if self._eager_only or self._calls <= WARMUP:
+            return False
+        return warm or not (self._warm_up_each or shapes in self._to_warm_up or self._graphs >= GRAPHS)
+
+    def _take(self, shapes: Shapes, batch: Batch, warm: bool) -> None:
+        """Capture a shape, which may take another's place."""
+        if self._graphs >= GRAPHS:
+            torch.cuda.synchronize(self.stream.device)  # before a graph goes
+            del self._captured[next(each for each, captured in self._captured.items() if captured is not None)]
+        captured = self._capture(batch, warm)
+        if captured is None and not warm:
+            self._to_warm_up.add(shapes)
+        else:
+            self._captured[shapes] = captured
+
+    @property
+    def _graphs(self) -> int:
+        return sum(captured is not None for captured in self._captured.values())
+
+    def _live_blocks(self) -> int:
+        """How many tensors the pool holds; of each graph, its result."""
+        segments = torch.cuda.memory_snapshot(self.pool, include_traces=False)
+        return sum(block["state"] == "active_allocated" for segment in segments for block in segment["blocks"])
 
     def _eager(self, batch: Batch) -> Tensor:
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -105,7 +152,8 @@ class _Graphs:
         result.record_stream(torch.cuda.current_stream())  # which reads it while the next step is launched
         return result
 
-    def _capture(self, batch: Batch) -> _Captured | None:
+    def _capture(self, batch: Batch, warm: bool) -> _Captured | None:
+        """None where it fails, which is said of a shape that is `warm`."""
         size = max(value.numel() for value in batch.values() if isinstance(value, Tensor))
         size = batch[AGREED].size if AGREED in batch else size
         if size > self._largest:
@@ -113,8 +161,9 @@ class _Graphs:
             if not self.alike.is_alone and self.alike.any_says(not self._has_room()):
                 self.give_up()
                 return None
+        elif reservable_bytes(self.stream.device) < self.pool_bytes:  # than which no smaller shape takes more
+            free_cached_memory(self.stream.device)  # else this capture need not wait for the step before it
         inputs = {key: value.clone() if isinstance(value, Tensor) else value for key, value in batch.items()}
-        free_cached_memory(self.stream.device)  # then what is reserved grows by the pool alone
         before = torch.cuda.memory_reserved(self.stream.device)
         try:
             captured = _Captured(self.step, inputs, self.stream, self.pool)
@@ -131,7 +180,7 @@ class _Graphs:
         _leave_failed_capture(self.stream.device.index, self.pool, FAR if self.holds_graphs else 0)
         if no_memory:
             self.give_up()
-        else:
+        elif warm:
             notice("cuda-graph", f"the training step is launched from Python, not as a CUDA graph: {reason}")
         return None
 
@@ -142,13 +191,11 @@ class _Graphs:
         """Whether the device has as many bytes as any step so far has taken."""
         device = self.stream.device
         taken = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
-        free, total = torch.cuda.mem_get_info(device)
-        allowed = total * torch.cuda.get_per_process_memory_fraction(device) - torch.cuda.memory_reserved(device)
-        return min(free, allowed) >= taken
+        return reservable_bytes(device) >= taken
 
     @property
     def holds_graphs(self) -> bool:
-        return any(captured is not None for captured in self._captured.values())
+        return self._graphs > 0
 
     def drop(self) -> None:
         """Free all graphs and their pool; shapes that come again are captured again."""
@@ -253,8 +300,8 @@ class GraphedBackward(_Graphs):
         torch.cuda.set_rng_state(random, self.stream.device)
         return super()._eager(batch)
 
-    def _capture(self, batch: Batch) -> _Captured | None:
-        captured = super()._capture(batch)
+    def _capture(self, batch: Batch, warm: bool) -> _Captured | None:
+        captured = super()._capture(batch, warm)
         if captured is not None:
             captured.written = self.gradients.written
         self.gradients.written = set()  # nothing was computed

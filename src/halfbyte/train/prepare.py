@@ -39,7 +39,8 @@ from halfbyte.optim import OPTIMIZERS
 from halfbyte.parallel import ALONE, ROWS, Mesh
 from halfbyte.plan.advice import check_fits
 from halfbyte.plan.cards import Card, card_of
-from halfbyte.plan.estimate import MemoryPlan, estimate
+from halfbyte.plan.estimate import estimate
+from halfbyte.plan.memory_plan import MemoryPlan
 from halfbyte.plan.meshes import Device, Meshes, check_layout
 from halfbyte.plan.policy import OFFLOADED
 from halfbyte.plan.shapes import ModelShapes
@@ -55,6 +56,7 @@ from .links import gather_rate, host_rate
 from .look_over import look_over_run
 from .rehearsal import trackers, try_optimizer, try_schedule
 from .rewarding import look_over_rewards
+from .served import look_over_server
 from .teaching import check_teacher
 
 # Micro-batches of a length that repay cuDNN's plan for it. On an H200 one takes 0.15 s, and in a 0.6B model four rows
@@ -160,7 +162,7 @@ def prepare_run(
         check_adapter_files(Path(config.adapter_path))
     shapes = ModelShapes(config, files.config, machine.device)
     check_layout(layout, config, shapes)
-    check_balanced(shapes.causal_lm, config.router_aux_loss_coef, layout)
+    check_balanced(shapes.causal_lm, config.router_aux_loss_coef)
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
     data = _read_data(config, method, shapes, tokenizer, checkpoint, mesh, console)
     config, layout = _laid_out(config, files, machine, data, shapes, mesh, layout, console)
@@ -223,7 +225,8 @@ def _read_data(
     if method.rows == "prompts":
         model_config = shapes.causal_lm.config
         look_over_rewards(config, data, model_config, tokenizer, checkpoint, console)
-        check_teacher(config, model_config, tokenizer, checkpoint, console)
+        look_over_server(config, data, tokenizer, console)
+        check_teacher(config, model_config, tokenizer, checkpoint, console, _longest(data))
     return data
 
 
@@ -308,8 +311,12 @@ def _check_data(config: RunConfig, shapes: ModelShapes, tokenizer: PreTrainedTok
     ends: Any = tokenizer.convert_tokens_to_ids(data.report.get("stop_tokens", []))
     named = {"padding": tokenizer.pad_token_id, "the end of an answer": max(filter(None, ends), default=None)}
     check_token_ids(shapes.causal_lm, {"tokens of the data": max(map(largest_id, splits)), **named})
-    longest = max(longest_row(rows, data.answers) for rows in splits)
-    check_positions(shapes.causal_lm.config, longest, trust_remote_code=config.trust_remote_code)
+    check_positions(shapes.causal_lm.config, _longest(data), trust_remote_code=config.trust_remote_code)
+
+
+def _longest(data: PreparedData) -> int:
+    """Tokens of the longest row."""
+    return max(longest_row(rows, data.answers) for rows in (data.train, data.eval) if rows is not None)
 
 
 def _arguments(config: RunConfig, machine: Machine, data: PreparedData, ways: int) -> TrainingArguments:

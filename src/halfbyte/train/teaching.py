@@ -13,14 +13,15 @@ from halfbyte.config import RunConfig, resolve
 from halfbyte.config.policy import DISTILLING
 from halfbyte.console import Console
 from halfbyte.data.collate import make_collator
-from halfbyte.errors import ModelError
+from halfbyte.errors import ModelError, of_key
 from halfbyte.methods.answers import as_adapter
 from halfbyte.models.distillation import Teacher, taught_by
 from halfbyte.models.find import ModelFiles
 from halfbyte.models.isolation import isolate_run
+from halfbyte.models.limits import check_positions
 from halfbyte.models.load import check_stored, load_model, load_tokenizer
 from halfbyte.models.patch import patch
-from halfbyte.models.teachers import KEY, TeacherFiles, check_vocabulary, find_teacher
+from halfbyte.models.teachers import KEY, TeacherFiles, check_vocabulary, digest_of_model, find_teacher
 
 from ..words import one_line
 from .generations import check_same_files, digest_of
@@ -35,35 +36,47 @@ TEACHER = "teacher"  # PEFT's name of its adapter
 
 
 def check_teacher(
-    config: RunConfig, model_config: Any, tokenizer: PreTrainedTokenizerBase, checkpoint: Path | None, console: Console
+    config: RunConfig,
+    model_config: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    checkpoint: Path | None,
+    console: Console,
+    longest: int,
 ) -> None:
     """Whether the teacher of a run is there, speaks of the same tokens, and is as it was; said.
 
     Args:
         model_config: transformers', of the model that trains.
         checkpoint: that the run goes on from.
+        longest: tokens of the longest row, with its answer.
 
     Raises:
         HalfbyteError: it is not, and why.
     """
     if config.method not in DISTILLING:
         return
-    found = find_teacher(config)
-    if found.adapter is not None:
-        check_adapter_files(found.adapter)
-    if found.files is not None:
-        check_stored(found.files, resolve(config).storage)
-        check_vocabulary(KEY, found.files, model_config, tokenizer.get_vocab(), tokens_of(found.files))
+    with of_key(KEY):
+        found = find_teacher(config)
+        if found.adapter is not None:
+            check_adapter_files(found.adapter)
+        if found.files is not None:
+            check_stored(found.files, resolve(config).storage)
+            who = f"the teacher {found.files.name}"
+            check_positions(found.files.config, longest, trust_remote_code=config.trust_remote_code, who=who)
+            check_vocabulary(KEY, found.files, model_config, tokenizer.get_vocab(), tokens_of(found.files))
     if checkpoint is not None:
         check_same_files(teacher_files(config), checkpoint)
     console.print(one_line(f"teacher: {_said(found)}"), soft_wrap=True)
 
 
 def teacher_files(config: RunConfig) -> dict[str, str]:
-    """SHA-256 of the adapter that teaches a run, by its path."""
-    if config.method not in DISTILLING or (adapter := find_teacher(config).adapter) is None:
+    """SHA-256 of what teaches a run, an adapter and the model that it is on, each by its path or hub id; none of the
+    model that trains."""
+    if config.method not in DISTILLING:
         return {}
-    return digest_of(adapter)
+    found = find_teacher(config)
+    adapter = {} if found.adapter is None else digest_of(found.adapter)
+    return adapter if found.files is None else adapter | digest_of_model(found.files)
 
 
 def _said(found: TeacherFiles) -> str:

@@ -160,6 +160,7 @@ float take_at_epoch(const u64 *from, u32 epoch, u64 both) {
 }
 
 template <typename T, u32 AT> T look(u32 offset) { return *(const T *)(shared + AT + offset); }
+template <u32 AT> uint2 look_at_two(u32 offset) { return look<uint2, AT>(offset); }
 
 float __uint_as_float(u32 bits) { float value; memcpy(&value, &bits, 4); return value; }
 u32 __float_as_uint(float value) { u32 bits; memcpy(&bits, &value, 4); return bits; }

@@ -7,8 +7,10 @@ sums are NaN. */
 
 struct { u32 x; } blockDim;
 
-struct Pending { float (*d)[4]; u32 a[4]; u32 x; bool add; float before[16][4]; };
-std::vector<std::vector<Pending>> pending(2048); /* by thread */
+/* A product that was begun: whose operands these are, and what the sums were before all that is under way. */
+struct Pending { float (*d)[4]; u32 n; const u32 *from; u32 a[4]; u32 x; bool add; u32 group; };
+struct Begun { std::vector<Pending> begun; std::map<float (*)[4], std::vector<float>> sums; u32 committed = 0; };
+std::vector<Begun> pending(2048); /* by thread */
 
 /* A barrier: how many threads end a phase, how many are missing in this one, and whether it is odd. */
 struct Barrier { u32 count : 16, missing : 16, odd; };
@@ -36,37 +38,47 @@ u32 descriptor_of(u32 rows) {
     return rows >> 4;
 }
 void wgmma_fence() { meet(current->number / 128 * 128, 128); }
-void wgmma_commit() {}
+void wgmma_commit() { pending[current->number].committed++; }
 template <u32 N> void wgmma(float (&d)[N][4], const u32 (&a)[4], u32 x, bool add) {
-    Pending later{d, {a[0], a[1], a[2], a[3]}, x, add};
-    memcpy(later.before, d, sizeof d);
+    Begun &own = pending[current->number];
+    auto &sums = own.sums[d];
+    if (sums.empty())
+        sums.assign(&d[0][0], &d[0][0] + 4 * N);
     memset(d, 0xff, sizeof d);
-    pending[current->number].push_back(later);
+    own.begun.push_back({d, N, a, {a[0], a[1], a[2], a[3]}, x, add, own.committed});
 }
 
 /* Fragments as the PTX manual has them for wgmma.m64nNk16, of a warp as for mma.m16n8k16. */
-template <u32 N> void wgmma_wait(float (&d)[N][4]) {
+void wgmma_wait_for(u32 later) {
     u32 group = current->number / 128 * 128, warp = current->number / 32 * 32, lane = current->number % 32;
     meet(group, 128);
-    auto &own = pending[current->number];
-    if (own.empty() || own[0].d != d)
-        fprintf(stderr, "nothing of these sums was begun\n"), abort();
-    float sums[N][4];
-    memcpy(sums, own[0].before, sizeof d);
-    for (size_t o = 0; o < own.size(); o++)
-        for (u32 n = 0; n < N; n++)
+    Begun &own = pending[current->number];
+    size_t done = 0;
+    for (; done < own.begun.size() && own.begun[done].group + later < own.committed; done++) {
+        const Pending &product = own.begun[done];
+        if (memcmp(product.from, product.a, sizeof product.a))
+            fprintf(stderr, "operands have changed too early\n"), abort();
+        auto &sums = own.sums[product.d];
+        for (u32 n = 0; n < product.n; n++)
             for (u32 i = 0; i < 4; i++) {
                 u32 m = 8 * n + lane % 4 * 2 + i % 2;
-                float sum = own[o].add ? sums[n][i] : 0;
+                float sum = product.add ? sums[4 * n + i] : 0;
                 for (u32 k = 0; k < 16; k++) {
-                    u32 left = pending[warp + lane / 4 * 4 + k % 8 / 2][o].a[i / 2 + k / 8 * 2];
-                    u32 at = own[o].x * 16 + m * 128 + k * 2;
+                    u32 left = pending[warp + lane / 4 * 4 + k % 8 / 2].begun[done].a[i / 2 + k / 8 * 2];
+                    u32 at = product.x * 16 + m * 128 + k * 2;
                     at ^= (at >> 7 & 7) << 4;
                     sum += number<BF16>(left >> k % 2 * 16) * number<BF16>(from_shared<u16>(at));
                 }
-                sums[n][i] = sum;
+                sums[4 * n + i] = sum;
             }
-    memcpy(d, sums, sizeof d);
+    }
     meet(group, 128);
-    own.clear();
+    own.begun.erase(own.begun.begin(), own.begun.begin() + done);
+    if (own.begun.empty()) {
+        for (auto &[d, sums] : own.sums)
+            memcpy(d, sums.data(), sums.size() * 4);
+        own.sums.clear();
+    }
 }
+template <u32 M> void wgmma_wait_before(u32 (&)[M][2][4]) { wgmma_wait_for(1); }
+template <u32 N> void wgmma_wait(float (&)[N][4]) { wgmma_wait_for(0); }

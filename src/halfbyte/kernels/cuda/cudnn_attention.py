@@ -74,6 +74,8 @@ def _plan(device: torch.device, dtype: torch.dtype, scale: float, layouts: tuple
         TypeError,
         library.cudnnGraphNotSupportedError,
     ) as error:  # or another version
+        if torch.cuda.is_current_stream_capturing():
+            raise  # of the capture, perhaps: nothing is known of the lengths
         return (str(error).splitlines() or [type(error).__name__])[0]
 
 

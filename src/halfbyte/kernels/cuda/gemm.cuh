@@ -24,9 +24,9 @@ Constants: NT (2, 4, 6 or 8 tiles of 8 rows of x), GROUPS (1, 2 or 4), STAGES, B
 
 #pragma once
 
-#include "wgmma.cuh"
+#include "ring.cuh"
 
-constexpr u32 PRODUCERS = 4, WARPS = 4 * GROUPS, ROWS = 16 * WARPS, THREADS = 32 * WARPS; /* all but the producers */
+constexpr u32 ROWS = 16 * WARPS, THREADS = 32 * WARPS; /* all but the producers */
 constexpr u32 HALF = 1024 * NT; /* bytes of x for half a K tile */
 constexpr u32 PARTIAL = WARPS * NT * 32; /* of four sums */
 /* For so many threads the compiler leaves 96 registers each, or 80, so that a block of add() fits beside; then groups
@@ -48,27 +48,6 @@ struct Quarter { /* a lane's operands of 32 columns and, where they are not scal
 __device__ __forceinline__ u32 first_pair(u32 block, u32 blocks, u32 pairs) { return block * pairs / blocks; }
 /* The block that has a pair. */
 __device__ __forceinline__ u32 block_of(u32 pair, u32 blocks, u32 pairs) { return ((pair + 1) * blocks - 1) / pairs; }
-
-/* A ring's stages, where they begin in shared memory, and barriers, and the stage that is next. */
-struct Ring {
-    u32 begin;
-    u64 *full, *empty; /* [STAGES] */
-    u32 size, at = 0, offset = 0, turn = 0;
-
-    __device__ __forceinline__ Ring(u32 begin, u32 size)
-        : begin(begin), full((u64 *)(shared + begin + STAGES * size)), empty(full + STAGES), size(size) {}
-
-    __device__ __forceinline__ void set_up() {
-        for (u32 i = 0; i < STAGES; i++)
-            mbarrier_init(full + i, 32 * PRODUCERS), mbarrier_init(empty + i, WARPS);
-    }
-    __device__ __forceinline__ u32 stage() { return begin + offset; }
-    __device__ __forceinline__ void next() {
-        at++, offset += size;
-        if (at == STAGES)
-            at = offset = 0, turn ^= 1;
-    }
-};
 
 /* Begin to copy a producer's share of x's columns of a K tile to a stage: rows 2 · producer and + 1 of every 8. Rows
 beyond the batch are the last again; their sums are not read. */

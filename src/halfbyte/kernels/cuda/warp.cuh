@@ -79,6 +79,11 @@ template <typename T, u32 AT> __device__ __forceinline__ T look(u32 offset) {
     asm("ld.shared.u32 %0, [%1 + %2];" : "=r"(bits) : "r"(offset), "n"(ORIGIN + AT));
     return *(T *)&bits;
 }
+template <u32 AT> __device__ __forceinline__ uint2 look_at_two(u32 offset) { /* 8 bytes */
+    uint2 words;
+    asm("ld.shared.v2.u32 {%0, %1}, [%2 + %3];" : "=r"(words.x), "=r"(words.y) : "r"(offset), "n"(ORIGIN + AT));
+    return words;
+}
 #endif
 
 /* What was begun since the last commit() is one group; wait until at most LATER groups are on their way. */

@@ -1,0 +1,138 @@
+"""`cuda/grouped_gemm4.cu`: products of a mixture's experts with many rows, 4-bit weights decoded in registers."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...formats.blockwise4 import Blockwise4
+from ...ops import experts as reference
+from ...ops.codebooks import codebook4
+from ...ops.experts import LowRank, Routing, StackedWeight
+from ..device import HOPPER, NEEDS_HOPPER, device_at, device_of, multiprocessors_of, origin_of
+from ..tiling import ceil_div
+from . import Kernel, cubin, remembered
+from .gemm4 import COPYING, wgmma_capability
+from .gemv4 import BLOCKSIZE
+
+GROUPS = 2
+MOST = 1024  # experts
+FEWEST = 32  # rows an expert, on average: with up to so many, tiles of fewer rows and pieces of K are faster
+UNNESTED = 1024  # scales that a block decodes
+
+
+class Tile(NamedTuple):
+    """Constants of `cuda/grouped_gemm4.cu`: 128 · `mt` channels by 8 · `nt` rows, `stages` of the ring."""
+
+    mt: int
+    nt: int
+    stages: int
+
+
+class _Products(ctypes.Structure):
+    """The struct `Products` of `cuda/grouped_gemm4.cu`."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("packed", "scales", "codebook", "x", "order", "offsets", "bias", "low", "factor", "out")
+        ),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_uint32) for name in ("top_k", "experts", "rows", "columns", "rank")),
+    )
+
+
+def tile_for(slots: int, experts: int) -> Tile:
+    """By rows an expert, on average."""
+    return Tile(2, 16, 6) if slots <= 96 * experts else Tile(1, 32, 4)
+
+
+@remembered
+def _kernel(tile: Tile, device: int, turned: bool, bf16: bool) -> tuple[Kernel, Kernel]:
+    """What multiplies, and what decodes nested scales."""
+    constants = {"MT": tile.mt, "NT": tile.nt, "STAGES": tile.stages, "GROUPS": GROUPS, "TURNED": int(turned)}
+    constants |= {"BF16": int(bf16), "ORIGIN": origin_of(device)}
+    image = cubin("grouped_gemm4", device_at(device).capability, constants, [_Products])
+    return Kernel(image, "grouped_gemm4"), Kernel(image, "unnest", 0)
+
+
+def stack_obstacle(part: Tensor, stack: StackedWeight, slots: int, dtype: torch.dtype) -> str | None:
+    """Why so many rows are not multiplied by this stack here; None: they are."""
+    experts, rows, columns = stack.shape
+    if not isinstance(stack.format, Blockwise4) or stack.format.blocksize != BLOCKSIZE:
+        return "takes 4-bit weights in blocks of 64"
+    if slots <= FEWEST * experts or experts > MOST:
+        return f"takes more than {FEWEST} rows an expert, on average, and up to {MOST} experts"
+    if rows % 64 or columns % 64 or dtype is torch.float32:
+        return "needs N and K in multiples of 64, and 16 bits"
+    if not device_of(part).at_least(HOPPER):
+        return NEEDS_HOPPER
+    return wgmma_capability(part)
+
+
+@reference.multiplies_codes.kernel("cuda", unless=stack_obstacle)
+def multiplies_codes(part: Tensor, stack: StackedWeight, slots: int, dtype: torch.dtype) -> bool:
+    return True
+
+
+def obstacle(
+    x: Tensor, stack: StackedWeight, routing: Routing, gather: bool = False, turned: bool = False,
+    low_rank: LowRank | None = None, bias: Tensor | None = None, alpha: float = 1.0,
+) -> str | None:  # fmt: skip
+    if alpha != 1.0 or (turned and bias is not None):
+        return "has no factor and, turned, no bias"
+    if low_rank is not None and low_rank.u.shape[1] % 4:
+        return "needs the adapter's ranks in multiples of 4"
+    if reason := stack_obstacle(x, stack, routing.order.numel(), x.dtype):
+        return reason
+    given = [x, stack.parts["packed"], *(() if low_rank is None else (low_rank.u, low_rank.factor))]
+    return "needs tensors at multiples of 16 bytes" if any(tensor.data_ptr() % 16 for tensor in given) else None
+
+
+@reference.grouped_product.kernel("cuda", unless=obstacle, rank=-1)
+def grouped_product(
+    x: Tensor,
+    stack: StackedWeight,
+    routing: Routing,
+    gather: bool = False,
+    turned: bool = False,
+    low_rank: LowRank | None = None,
+    bias: Tensor | None = None,
+    alpha: float = 1.0,
+    tile: Tile | None = None,
+) -> Tensor:
+    slots, width = reference.check_product(x, stack, routing, gather, turned, low_rank, bias)
+    x, device, (experts, rows, columns) = x.contiguous(), x.get_device(), stack.shape
+    out = torch.empty(slots, width, dtype=x.dtype, device=x.device)
+    if not out.numel():
+        return out
+    format_: Any = stack.format
+    tile = tile or tile_for(slots, experts)
+    with torch.cuda.device(device):
+        product, unnest = _kernel(tile, device, turned, x.dtype is torch.bfloat16)
+        scales, nested = stack.parts["absmax"], format_.nested_parts(stack.parts)
+        if nested is not None:
+            codes, scales = scales, torch.empty(scales.shape, dtype=torch.float32, device=x.device)
+            pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (codes, *nested, scales)]
+            fours = ceil_div(scales.numel(), 4)
+            unnest(ceil_div(fours * 4, UNNESTED), UNNESTED // 4, [*pointers, ctypes.c_uint32(fours)])
+        u = factor = None
+        if low_rank is not None:
+            u, factor = low_rank.u.contiguous(), low_rank.factor.contiguous()
+        products = _Products(
+            *[
+                None if tensor is None else tensor.data_ptr()
+                for tensor in (
+                    stack.parts["packed"], scales, codebook4(format_.quant_type, x.device), x, routing.order,
+                    routing.offsets, bias, u, factor, out,
+                )
+            ],
+            0.0 if low_rank is None else low_rank.scale, routing.top_k if gather else 0, experts, rows, columns,
+            0 if u is None else u.shape[1],
+        )  # fmt: skip
+        tiles = (slots // (8 * tile.nt) + experts) * ceil_div(width, 64 * tile.mt * GROUPS)
+        product(min(multiprocessors_of(device), tiles), 128 * GROUPS + COPYING, [products])
+    return out

@@ -1,0 +1,240 @@
+"""Convolutions and scans of packed rows: what runs through a row in transformers' own layers starts anew with each
+document.
+
+transformers writes every such layer alike: a forward that calls `causal_conv1d_fn`, then a scan, functions of its file.
+Here that very forward runs with others in their place. They take the documents out of their rows for the convolution
+and the scan alone; the linears around these, attention and MLPs see the packed batch. Where flash-linear-attention is
+installed, on a GPU, the delta rule and the convolution are its kernels, which read where documents begin; elsewhere
+documents of like length become rows of transformers' own function, whatever library that is of.
+
+No layer is listed: what calls one of `STAND_INS` by name is such a layer, and the probe (`isolation`) asks whether that
+was enough. (Mamba-2's fused kernel of mamba-ssm, which has the output's linear inside, is not taken: adapters on that
+linear would be left out.)
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..notices import notice
+from .unpacking import OF_PACKED, groups
+
+Function = Callable[..., Any]
+
+PACKAGE = "flash-linear-attention"
+CACHES = ("cache_params", "past_key_values")
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where the documents of a batch of N tokens are.
+
+    Attributes:
+        bounds: int64 [documents + 1], where each begins in the flattened batch, then N; none is empty.
+        places: the same on the host.
+    """
+
+    bounds: Tensor
+    places: tuple[int, ...]
+
+    @cached_property
+    def groups(self) -> list[tuple[Tensor, Tensor]]:
+        """As `unpacking.groups` gives them."""
+        device = self.bounds.device
+        return [(index.to(device), real.to(device)) for index, real in groups(list(self.places))]
+
+    @cached_property
+    def order(self) -> Tensor:
+        """int64 [N]: where each token stands behind one another in `groups`, padding left out."""
+        return torch.cat([index[real] for index, real in self.groups]).argsort()
+
+    def gapped(self, gap: int) -> Tensor:
+        """int64 [N]: where each token goes if `gap` places are left free before each document."""
+        lengths = self.bounds.diff()
+        before = torch.arange(1, len(lengths) + 1, device=lengths.device) * gap
+        return torch.arange(self.places[-1], device=lengths.device) + before.repeat_interleave(
+            lengths, output_size=self.places[-1]
+        )
+
+
+_latest: tuple[Tensor, Documents] | None = None  # of the batch whose layers run: each of them asks
+
+
+def documents_of(kwargs: Mapping[str, Any], rows: int, length: int) -> Documents | None:
+    """The documents that a layer's keyword arguments tell of; waits for the device once a batch.
+
+    Args:
+        kwargs: with `cu_seq_lens_q`, int [documents + 1], where they are known; documents may be empty.
+        rows, length: of the batch.
+
+    Returns:
+        None where nothing is known, or every row is one document.
+    """
+    global _latest
+    bounds = kwargs.get("cu_seq_lens_q")
+    if bounds is None or bounds.numel() == rows + 1:  # as many as rows
+        return None
+    if _latest is None or _latest[0] is not bounds:
+        places = sorted(set(bounds.tolist()))
+        _latest = bounds, Documents(torch.tensor(places, device=bounds.device), tuple(places))
+    found = _latest[1]
+    return None if len(found.places) == rows + 1 or found.places[-1] != rows * length else found
+
+
+@functools.cache
+def convolution() -> Function | None:
+    """flash-linear-attention's convolution of packed rows; None where it is not installed, or too old."""
+    try:
+        from fla.modules.causal_conv1d import causal_conv1d
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # noqa: F401 (transformers calls it)
+    except Exception:  # without a GPU its import fails in many ways
+        return None
+    return causal_conv1d
+
+
+def _convolve(
+    own: Function, documents: Documents, x: Tensor, weight: Tensor, bias: Tensor | None = None, **kwargs: Any
+) -> Tensor:
+    """A causal convolution of x [B, C, T] with weight [C, K], over each document alone."""
+    rows, channels, length = x.shape
+    flat = x.transpose(1, 2).reshape(1, rows * length, channels)
+    kernel, activation = convolution(), kwargs.get("activation")
+    if kernel is not None and x.is_cuda and activation in (None, "silu", "swish"):
+        out, _ = kernel(flat, weight, bias, activation=activation, cu_seqlens=documents.bounds)
+        return out.view(rows, length, channels).transpose(1, 2)
+    gap = weight.shape[-1] - 1
+    places = documents.gapped(gap)
+    wide = x.new_zeros(places.numel() + gap * (len(documents.places) - 1), channels)
+    wide = wide.index_copy(0, places, flat[0])
+    out = own(wide.T[None], weight, bias, **without_bounds(kwargs))
+    return out[0].T.index_select(0, places).view(rows, length, channels).transpose(1, 2)
+
+
+class _Scan:
+    """A scan, over each document alone: of its arguments, tensors of the batch's tokens are taken apart.
+
+    Args:
+        tokens: the dimension of the tokens, in all that have three dimensions or more; that of rows is 0.
+        bounded: flash-linear-attention's function, which transformers calls where it can, reads `cu_seqlens`.
+    """
+
+    def __init__(self, tokens: int = 1, bounded: bool = False):
+        self.tokens, self.bounded = tokens, bounded
+
+    def __call__(self, own: Function, documents: Documents, *args: Any, **kwargs: Any) -> Any:
+        rows, length = args[0].shape[0], args[0].shape[self.tokens]
+        kwargs = {key: value for key, value in kwargs.items() if key not in ("cu_seqlens", *OF_PACKED)}
+
+        def flat(x: Any) -> Any:
+            """[N, ...] of [B, T, ...]; anything else as it is."""
+            if isinstance(x, Tensor) and x.dim() > 2 and (x.shape[0], x.shape[self.tokens]) == (rows, length):
+                return _Flat(x.transpose(1, self.tokens).flatten(0, 1))
+            return x
+
+        given, named = [flat(x) for x in args], {key: flat(x) for key, x in kwargs.items()}
+
+        def called(cut: Function, **more: Any) -> tuple[Tensor, bool]:
+            parts = [self._cut(x, cut) for x in given]
+            out = own(*parts, **{key: self._cut(x, cut) for key, x in named.items()}, **more)
+            state = isinstance(out, tuple)
+            return (out[0] if state else out).transpose(1, self.tokens), state
+
+        if self.bounded and args[0].is_cuda and convolution() is not None:
+            out, state = called(lambda x: x[None], cu_seqlens=documents.bounds)
+            joined = out[0]
+        else:
+            outputs = []
+            for index, real in documents.groups:
+                out, state = called(lambda x, index=index: x.index_select(0, index.flatten()).unflatten(0, index.shape))
+                outputs.append(out[real])
+            joined = torch.cat(outputs).index_select(0, documents.order)
+        joined = joined.unflatten(0, (rows, length)).transpose(1, self.tokens)
+        return (joined, None) if state else joined
+
+    def _cut(self, x: Any, cut: Function) -> Any:
+        return cut(x.tokens).transpose(1, self.tokens) if isinstance(x, _Flat) else x
+
+
+@dataclass(frozen=True)
+class _Flat:
+    """A tensor [N, ...] of a batch's tokens."""
+
+    tokens: Tensor
+
+
+def _unfused(own: Function, documents: Documents, *args: Any, **kwargs: Any) -> None:
+    """In place of a kernel that has convolution and scan in one: transformers then calls these."""
+
+
+# Name in transformers' files → what is called in its place, with it and the documents before its arguments.
+STAND_INS: dict[str, Function] = {
+    "causal_conv1d_fn": _convolve,
+    "torch_chunk_gated_delta_rule": _Scan(bounded=True),
+    "chunk_kimi_delta_attention": _Scan(bounded=True),
+    "mamba2_chunk_scan": _Scan(),
+    "mamba_selective_scan": _Scan(tokens=-1),
+    "mamba2_split_conv1d_scan_combined": _unfused,
+    "mamba_inner_fn": _unfused,
+}
+
+
+@functools.cache
+def _names(cls: Any) -> tuple[str, ...]:
+    """Those of `STAND_INS` that a class's forward calls; none of a class outside transformers."""
+    if not cls.__module__.startswith("transformers.models."):
+        return ()
+    function = inspect.unwrap(cls.forward)
+    code = getattr(function, "__code__", None)
+    return tuple(name for name in STAND_INS if code is not None and name in code.co_names)
+
+
+def forward_of(cls: Any, documents: Documents | None) -> Function:
+    """The forward of a class, over each document alone."""
+    if documents is None:
+        return cls.forward
+    function: Any = inspect.unwrap(cls.forward)
+    names = function.__globals__
+    own = {name: functools.partial(STAND_INS[name], names[name], documents) for name in _names(cls)}
+    made = FunctionType(function.__code__, names | own, function.__name__, function.__defaults__, function.__closure__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+def without_bounds(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What a layer's forward of transformers gets: told of bounds it refuses them without its libraries."""
+    return {key: value for key, value in kwargs.items() if key not in OF_PACKED}
+
+
+def say_what_is_missing(device: torch.device) -> None:
+    """Once, that the scans of a model could be faster on a GPU."""
+    if device.type == "cuda" and convolution() is None:
+        notice(
+            "scans",
+            f"{PACKAGE} is not installed, or older than 0.6: gated delta nets run in transformers' torch code, several"
+            " times slower; pip install 'halfbyte[scans]'",
+        )
+
+
+def layers(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules of `model` that have such a forward and run it; patched ones keep documents apart already."""
+    for module in model.modules():
+        cls: Any = type(module)
+        if _names(cls) and "forward" not in module.__dict__:
+            yield module
+
+
+def apart(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of such a layer, its documents apart where it is told of them."""
+    hidden = args[0] if args else kwargs["hidden_states"]
+    cached = any(kwargs.get(name) is not None for name in CACHES)
+    documents = None if cached or len(args) > 1 else documents_of(kwargs, *hidden.shape[:2])
+    return forward_of(type(self), documents)(self, *args, **without_bounds(kwargs))

@@ -1,0 +1,59 @@
+"""The experts of a few tokens from 4-bit codes: CUDA's own code, emulated or on a GPU."""
+
+import pytest
+import torch
+from backends import DEVICES, cases, loaded
+
+from halfbyte.formats import from_spec
+from halfbyte.ops.expert_rows import expert_rows as op
+from halfbyte.ops.experts import StackedWeight
+from halfbyte.ops.experts_unit import Unit
+
+pytest.importorskip("triton")
+from halfbyte.kernels.cuda import expert_rows4
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+RUN = """
+extern "C" void run_expert_rows4(u32 blocks, u32 threads, u32 bytes, Table4 *w, const Chosen *chosen) {
+    launch(blocks, threads, bytes, [&] { expert_rows4(*w, *chosen); });
+}
+"""
+# Tokens, experts, k, (K, I, H), groups of both kernels, and weights: units for some warps of a group, for all, and
+# more; tiles for some groups, and more than there are; an expert that two tokens share.
+EMULATED = [
+    (1, 5, 4, (512, 256, 64), ((2, 4), (1, 3)), BF16, BF16, True),
+    (2, 3, 2, (256, 256, 160), ((1, 2), (2, 2)), FP16, FP32, False),
+    (3, 4, 1, (1280, 512, 16), ((2, 2), (1, 4)), BF16, FP32, True),
+]
+ON_GPU = [
+    (tokens, 16, 4, shape, groups, dtype, routed, nested)
+    for tokens in (1, 4)
+    for shape in ((2048, 768, 2048), (512, 256, 1040))
+    for groups in (((2, 8), (1, 12)), ((1, 16), (2, 8)))
+    for dtype, routed, nested in ((BF16, BF16, True), (FP16, FP32, False))
+]
+
+
+@cases(
+    ("tokens", "experts", "top_k", "sizes", "groups", "dtype", "routed", "nested"), emulated=EMULATED, hopper=ON_GPU
+)  # fmt: skip
+def test_experts(monkeypatch, backend, tokens, experts, top_k, sizes, groups, dtype, routed, nested):
+    loaded(expert_rows4, backend, monkeypatch, RUN)
+    torch.manual_seed(tokens)
+    device, (hidden, inner, out) = DEVICES[backend], sizes
+    index = torch.rand(tokens, experts, device=device).topk(top_k).indices
+    format_ = from_spec(f"blockwise4:nf4:64:{'nested' if nested else 'plain'}")
+
+    def stack(*shape):
+        values = torch.randn(experts, *shape, device=device) / shape[1] ** 0.5
+        return StackedWeight(format_.quantize(values), (experts, *shape), format_)
+
+    first, second, unit = stack(2 * inner, hidden), stack(out, inner), Unit("silu")
+    x = torch.randn(tokens, hidden, device=device).to(dtype)
+    weights = torch.rand(tokens, top_k, device=device).to(routed)
+    assert expert_rows4.obstacle(x, first, second, unit, index, weights) is None or backend == "emulated"
+    mine = expert_rows4.expert_rows(x, first, second, unit, index, weights, groups)
+    exact = [StackedWeight.plain(each.values(FP32).double()) for each in (first, second)]
+    truth = op.reference(x.double(), *exact, unit, index, weights.double())
+    assert (mine.double() - truth).norm() <= 1.5 * torch.finfo(dtype).eps * truth.norm()
+    assert (mine.double() - truth).abs().max() <= 4 * torch.finfo(dtype).eps * truth.abs().max()

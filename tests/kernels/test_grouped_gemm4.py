@@ -1,0 +1,76 @@
+"""A mixture's products with many rows from 4-bit codes, either way: CUDA's own code, emulated or on a GPU."""
+
+import pytest
+import torch
+from backends import DEVICES, cases, loaded
+
+from halfbyte.formats import from_spec
+from halfbyte.ops import experts as ops
+from halfbyte.ops.experts import LowRank, StackedWeight
+
+pytest.importorskip("triton")
+from halfbyte.kernels.cuda import grouped_gemm4
+
+BF16, FP16 = torch.bfloat16, torch.float16
+RUN = """
+extern "C" void run_unnest(u32 blocks, u32 threads, u32 bytes, const u8 **absmax, const float **second,
+                           const float **code, const float **offset, float **out, u32 *fours) {
+    launch(blocks, threads, bytes, [&] { unnest(*absmax, *second, *code, *offset, *out, *fours); });
+}
+extern "C" void run_grouped_gemm4(u32 blocks, u32 threads, u32 bytes, const Products *products) {
+    launch(blocks, threads, bytes, [&] { grouped_gemm4(*products); });
+}
+"""
+
+# Tokens, experts, k, (N, K), tile: experts without rows, with one, with a tile and a part of another; channels and sums
+# that end within a tile; more tiles than blocks; fewer stages than K has, and more.
+EMULATED = [
+    (40, 5, 2, (192, 128), (1, 8, 3), False, BF16, True, 8, True),
+    (40, 5, 2, (192, 128), (1, 8, 3), True, BF16, True, 8, True),
+    (70, 2, 1, (64, 320), (2, 8, 2), False, FP16, False, 24, False),
+    (70, 2, 1, (320, 64), (2, 8, 2), True, FP16, False, 24, False),
+    (300, 2, 1, (64, 128), (1, 32, 4), False, BF16, True, 16, True),
+    (150, 2, 1, (128, 192), (1, 16, 4), True, BF16, True, 0, False),
+]
+ON_GPU = [
+    (tokens, 16, 4, shape, tile, turned, dtype, nested, 16, gather)
+    for tokens in (150, 900)
+    for shape in ((960, 2048), (2048, 768))
+    for tile in ((2, 16, 6), (1, 32, 4), (1, 16, 5))
+    for turned in (False, True)
+    for dtype, nested, gather in ((BF16, True, True), (FP16, False, False))
+]
+
+
+@cases(
+    ("tokens", "experts", "top_k", "shape", "tile", "turned", "dtype", "nested", "rank", "gather"),
+    emulated=EMULATED, hopper=ON_GPU,
+)  # fmt: skip
+def test_products(monkeypatch, backend, tokens, experts, top_k, shape, tile, turned, dtype, nested, rank, gather):
+    loaded(grouped_gemm4, backend, monkeypatch, RUN)
+    monkeypatch.setattr(grouped_gemm4, "FEWEST", 1)
+    torch.manual_seed(tokens)
+    device, slots = DEVICES[backend], tokens * top_k
+    weights = torch.rand(tokens, experts, device=device)
+    weights[:, 1] = 0  # this expert has no rows, unless all are taken
+    routing = ops.route.reference(weights.topk(top_k).indices, experts)
+    format_ = from_spec(f"blockwise4:nf4:64:{'nested' if nested else 'plain'}")
+    stack = StackedWeight(format_.quantize(torch.randn(experts, *shape, device=device)), (experts, *shape), format_)
+    depth, width = shape if turned else shape[::-1]
+
+    def random(*size):
+        return torch.randn(*size, device=device).to(dtype)
+
+    x, bias = random(tokens if gather else slots, depth), None if turned else random(experts, width)
+    factor = random(experts, rank, width) if turned else random(experts, width, rank)
+    low = LowRank(random(slots, rank), factor, 0.7) if rank else None
+    assert grouped_gemm4.obstacle(x, stack, routing, gather, turned, low, bias) is None or backend == "emulated"
+    mine = grouped_gemm4.grouped_product(x, stack, routing, gather, turned, low, bias, tile=grouped_gemm4.Tile(*tile))
+    exact = None if low is None else LowRank(low.u.double(), low.factor.double(), 0.7)
+    values = StackedWeight.plain(stack.values(dtype).double())
+    truth = ops.grouped_product.reference(
+        x.double(), values, routing, gather, turned, exact, None if bias is None else bias.double()
+    )
+    # Of the dequantized weights, as they are rounded: what is rounded beside them is the result.
+    assert (mine.double() - truth).norm() <= 0.6 * torch.finfo(dtype).eps * truth.norm()
+    assert ((mine.double() - truth).abs() <= torch.finfo(dtype).eps * (truth.abs() + truth.abs().mean())).all()

@@ -1,0 +1,123 @@
+"""What stands in for transformers' convolutions and scans, alone; in whole models: test_isolation."""
+
+import importlib
+import inspect
+
+import pytest
+import torch
+import transformers
+
+from halfbyte.models import scans
+from halfbyte.models.scans import STAND_INS, Documents, documents_of, forward_of
+
+LENGTHS = [7, 1, 12, 3, 17]  # of two rows of 20
+
+
+def told(lengths=LENGTHS, empty=0):
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    return {"cu_seq_lens_q": torch.cat([ends, ends[-1:].expand(empty)]).to(torch.int32)}
+
+
+def file_of(family):
+    return importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+
+
+def over_documents(own, tensors, tokens):
+    """`own` of the batch's `tensors` [B, T, ...], a document at a time, without any of these helpers."""
+    rows, length = tensors[0].shape[0], tensors[0].shape[tokens]
+    flat = [x.movedim(tokens, 1).reshape(rows * length, *x.movedim(tokens, 1).shape[2:]) for x in tensors]
+    outputs = []
+    for begin, size in zip(torch.tensor([0, *LENGTHS]).cumsum(0).tolist(), LENGTHS, strict=False):
+        out = own(*(x[None, begin : begin + size].movedim(1, tokens) for x in flat))
+        outputs.append((out[0] if isinstance(out, tuple) else out).movedim(tokens, 1)[0])
+    joined = torch.cat(outputs)
+    return joined.view(rows, length, *joined.shape[1:]).movedim(1, tokens)
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_convolution_begins_anew_with_each_document(activation, biased):
+    own = file_of("qwen3_5").causal_conv1d_fn
+    x, weight = torch.randn(2, 6, 20, requires_grad=True), torch.randn(6, 4, requires_grad=True)
+    bias = torch.randn(6, requires_grad=True) if biased else None
+    expected = over_documents(lambda part: own(part, weight, bias, activation=activation), [x], -1)
+    found = STAND_INS["causal_conv1d_fn"](own, documents_of(told(), 2, 20), x, weight, bias, activation=activation)
+    torch.testing.assert_close(found, expected)
+    wanted = [each for each in (x, weight, bias) if each is not None]
+    upstream = torch.randn_like(found)
+    for left, right in zip(*(torch.autograd.grad(out, wanted, upstream) for out in (found, expected)), strict=True):
+        torch.testing.assert_close(left, right)
+
+
+def scan_of(name):
+    """transformers' function as it is called, its tensors of tokens, and their dimension."""
+    torch.manual_seed(0)
+    heads = lambda *sizes: torch.randn(2, 20, *sizes, requires_grad=True)  # noqa: E731
+    if name == "torch_chunk_gated_delta_rule":
+        own = file_of("qwen3_5").torch_chunk_gated_delta_rule
+        tensors = [heads(4, 8), heads(4, 8), heads(4, 6), -heads(4).abs().detach(), heads(4).sigmoid()]
+        names = ("query", "key", "value", "g", "beta")
+        return own, lambda f, *x: f(*x[:3], **dict(zip(names[3:], x[3:], strict=True)),
+                                    use_qk_l2norm_in_kernel=True), tensors, 1  # fmt: skip
+    if name == "mamba2_chunk_scan":
+        own, rates = file_of("bamba").mamba2_chunk_scan, -torch.rand(4)
+        tensors = [heads(4, 6), heads(4), heads(2, 5), heads(2, 5)]
+        return own, lambda f, x, dt, b, c: f(x, dt, rates, b, c, chunk_size=8, D=torch.ones(4),
+                                             dt_softplus=True), tensors, 1  # fmt: skip
+    own, rates = file_of("jamba").mamba_selective_scan, -torch.rand(6, 5)
+    tensors = [torch.randn(2, size, 20, requires_grad=True) for size in (6, 6, 5, 5, 6)]
+    return own, lambda f, x, dt, b, c, z: f(x, dt, rates, b, c, z=z, delta_softplus=True), tensors, -1
+
+
+@pytest.mark.parametrize("name", ["torch_chunk_gated_delta_rule", "mamba2_chunk_scan", "mamba_selective_scan"])
+def test_a_scan_begins_anew_with_each_document(name):
+    own, call, tensors, tokens = scan_of(name)
+    documents = documents_of(told(), 2, 20)
+    expected = over_documents(lambda *parts: call(own, *parts), tensors, tokens)
+    found = call(lambda *args, **kwargs: STAND_INS[name](own, documents, *args, **kwargs), *tensors)
+    found = found[0] if isinstance(found, tuple) else found
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert (found - call(own, *tensors)[0 if name.startswith("torch") else ...]).abs().max() > 0.1  # it would leak
+    wanted, upstream = [x for x in tensors if x.requires_grad], torch.randn_like(found)
+    for left, right in zip(*(torch.autograd.grad(out, wanted, upstream) for out in (found, expected)), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-5)
+
+
+def test_documents_of_a_batch():
+    found = documents_of(told(empty=3), 2, 20)
+    assert found.places == (0, 7, 8, 20, 23, 40)
+    assert documents_of({}, 2, 20) is None
+    assert documents_of(told([20, 20]), 2, 20) is None  # every row is one document
+    assert documents_of(told([20, 20], empty=4), 2, 20) is None
+    assert documents_of(told(), 2, 10) is None  # of rows that are cut: the bounds are those of whole ones
+
+
+def test_layers_of_one_batch_read_the_device_once():
+    kwargs = told()
+    assert documents_of(kwargs, 2, 20) is documents_of(kwargs, 2, 20)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    ["qwen3_5.Qwen3_5GatedDeltaNet", "qwen3_next.Qwen3NextGatedDeltaNet", "kimi_linear.KimiLinearDeltaAttention",
+     "granitemoehybrid.GraniteMoeHybridMambaLayer", "nemotron_h.NemotronHMamba2Mixer", "lfm2.Lfm2ShortConv",
+     "jamba.JambaMambaMixer"],
+)  # fmt: skip
+def test_transformers_calls_these_functions_by_name(layer):
+    """Another name in another version: the probe would find a leak, and every document would be unpacked."""
+    package, name = layer.split(".")
+    cls = getattr(file_of(package), name)
+    called = scans._names(cls)
+    assert "causal_conv1d_fn" in called
+    assert len(called) > 1 or name == "Lfm2ShortConv"
+    made = forward_of(cls, Documents(torch.tensor([0, 3, 9]), (0, 3, 9)))
+    assert list(inspect.signature(made).parameters) == list(inspect.signature(cls.forward).parameters)
+    assert forward_of(cls, None) is cls.forward
+
+
+def test_layers_of_others_are_left_alone():
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                                 num_attention_heads=2)
+    )  # fmt: skip
+    assert list(scans.layers(model)) == []
