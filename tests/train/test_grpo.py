@@ -7,6 +7,7 @@ import pytest
 import torch
 import yaml
 from graph_stand_in import StandIn
+from recorded import lines, records_of
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -55,10 +56,6 @@ def keys(prompts, output, **more):
 
 def run(prompts, output, resume=None, **more):
     return train(load_config(None, keys(prompts, output, **more)), resume=resume)
-
-
-def lines(file):
-    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def test_prompts_without_room_for_an_answer_are_left_out(prompts, tmp_path):
@@ -127,17 +124,6 @@ def test_a_resumed_run_is_the_same_run(prompts, tmp_path, more):
         assert records_of(other) == expected
         mine, theirs = (load_file(folder / "adapter/adapter_model.safetensors") for folder in (other, whole))
         assert all(mine[name].equal(theirs[name]) for name in theirs)
-
-
-TIMES = ("seconds", "time", "memory", "per_second")
-
-
-def records_of(folder):
-    found = {"completions": lines(folder / "completions.jsonl")}
-    for record in lines(folder / "metrics.jsonl"):
-        timeless = {name: value for name, value in record.items() if not any(word in name for word in TIMES)}
-        found.setdefault(record["kind"], []).append(timeless)
-    return found
 
 
 def test_accumulated_equals_the_large_batch(prompts, tmp_path):
