@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from ..data.prepare import PreparedData
-    from ..plan.estimate import MemoryPlan
+    from ..plan.memory_plan import MemoryPlan
 
 ROWS_PER_STEP = 8  # rows per optimizer step, whatever the device holds at once
 LENGTHS, CPU_LENGTHS = (4096, 2048, 1024, 512, 256), (1024, 512, 256)
@@ -61,7 +61,8 @@ def starting_config(model: str, dataset: str, method: str = "sft", teacher: str 
 
     files = find_model(resolve(base).origin)
     lengths = _lengths(files.config)
-    base = base.model_copy(update={"max_length": lengths[0]})
+    room = {"max_completion_length": min(base.max_completion_length, lengths[0] // 2)} if rows == "prompts" else {}
+    base = base.model_copy(update={"max_length": lengths[0], **room})
     try:
         base, data = _prepared(base, load_tokenizer(files.place), files.config)
     except DataError as error:  # in the words of this command

@@ -165,7 +165,8 @@ def in_policy(config: RunConfig) -> Iterator[Contradiction]:
     answers, group = answers_a_generation(config), config.num_generations or 2
     if answers % group:
         wrong = f"num_generations: {group} does not divide the {answers} answers of a generation"
-        fix = "they are per_device_train_batch_size · steps_per_generation (or gradient_accumulation_steps)"
+        answers_are = "per_device_train_batch_size · steps_per_generation (or gradient_accumulation_steps)"
+        fix = f"make {answers_are} a multiple of num_generations"
         yield "num_generations", wrong, fix
     if micro_batches_a_generation(config) % config.gradient_accumulation_steps:
         wrong = f"steps_per_generation: {config.steps_per_generation} micro-batches are no whole number of steps"
