@@ -31,8 +31,8 @@ SOME = {
     "gpt_oss": "positions", "opt": "unpacked", "bloom": "unpacked", "mpt": "unpacked", "bart": "unpacked",
     "mamba2": "unpacked",
     "lfm2": "bounds" if transformers.__version__ >= "5.23" else "unpacked",
-    "granitemoehybrid": "bounds", "qwen3_5_text": "bounds", "jamba": "unpacked",
-    "kimi_linear": "bounds", "zamba": "bounds",
+    "granitemoehybrid": "unpacked", "qwen3_5_text": "bounds", "jamba": "unpacked",
+    "kimi_linear": "bounds", "zamba": "bounds", "bamba": "bounds",
     "xlnet": "refused",
 }  # fmt: skip
 UNTOLD = ("Jamba", "GraniteMoeHybrid")  # hand layers no bounds, and masks no positions
@@ -84,7 +84,7 @@ def test_no_causal_lm_of_transformers_leaks():
 
 
 @pytest.mark.parametrize(
-    "name", ["granitemoehybrid", "lfm2", "qwen3_5_text", "kimi_linear", "zamba", "jamba", "bloom", "mpt"]
+    "name", ["granitemoehybrid", "bamba", "lfm2", "qwen3_5_text", "kimi_linear", "zamba", "jamba", "bloom", "mpt"]
 )
 @pytest.mark.parametrize("one_row", [False, True], ids=["rows", "padding-free"])
 def test_loss_and_gradients_are_the_documents_own(name, one_row):
