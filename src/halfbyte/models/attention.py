@@ -187,7 +187,7 @@ def bind_attention(backbone: Any) -> str:
     return bind_attention(backbone)
 
 
-def share(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+def share(model: nn.Module, inputs: Mapping[str, Any], kept: branches.Kept | None = None) -> dict[str, Any]:
     """`inputs` of a backbone's forward; where answers share prompts, as its layers take them.
 
     On any device: from the first such batch until `unbind_attention` its attention is `attend`, which leaves others to
@@ -195,6 +195,7 @@ def share(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         model: a Hugging Face causal LM, plain or inside a `peft.PeftModel`, of which `branches.why_apart` says nothing.
+        kept: joins two forwards, of which the second sees what the first has kept.
     """
     if branches.BRANCHES not in inputs:
         return dict(inputs)
@@ -205,7 +206,7 @@ def share(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
         backbone.config._attn_implementation = NAME
     mask = torch.empty(NO_MASK, dtype=torch.bool, device=inputs[branches.BRANCHES].device)
     left = {name: value for name, value in inputs.items() if name not in branches.OWN}
-    return left | {"attention_mask": mask, "sharing": branches.Sharing.of(inputs)}
+    return left | {"attention_mask": mask, "sharing": branches.Sharing.of(inputs, kept)}
 
 
 def register() -> None:

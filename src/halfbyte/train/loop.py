@@ -160,7 +160,11 @@ class TrainingLoop:
     def use_generations(self, generations: Generations) -> None:
         """From now on the rows of steps are answers to prompts, sampled as the run goes."""
         self.generations, self.records.beside = generations, generations.taken
-        self.records.told, generations.settle, generations.stepper = generations.saw, self.records.read, self.stepper
+        self.records.told, generations.settle, generations.stepper = (
+            generations.mismatch.saw,
+            self.records.read,
+            self.stepper,
+        )
         self.stops.may_learn_nothing = True
 
     def _settled(self) -> bool:
