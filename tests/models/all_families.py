@@ -137,6 +137,7 @@ of the others may change. What was found is in the run's `checks.json`. Document
   length become rows of transformers' own function, for the convolution and the scan alone
   ([`models/scans.py`](../src/halfbyte/models/scans.py)). FlashAttention, where it was asked for, reads bounds, too. It
   costs CUDA graphs;
+- **masks**: the same, and the model is handed masks made of position ids, which its own forget;
 - **unpacked**: documents are taken out of their rows for the forward of the backbone, those of like length together,
   and put back behind it. No mask grows with the square of the row. It costs time, up to a third more tokens, and CUDA
   graphs;
@@ -149,9 +150,9 @@ A packed document has the logits that it has alone within 1e-4 (ProphetNet apart
 the row it is in, packed or not). "Fused" are those whose layers `halfbyte.patch` knows; the others train through
 transformers' own forwards. Of Gemma 3n and 4, Bamba, Granite 4's hybrids, Jamba and Nemotron-H it knows the parts that
 are plain (norms, attention, gated units): transformers' forward of the layer runs around them, its checkpointing stands
-for levels of recomputation, and generation is transformers'. Mamba layers run transformers' code. gpt_oss and, on GPUs,
-Granite 4's hybrids keep documents apart by attention of ours; with `use_kernels: false` they are unpacked. No GGUF is
-written of a model with a state, or of Gemma 3n and 4. Made by `python tests/models/all_families.py --write`.
+for levels of recomputation, and generation is transformers'. Mamba layers run transformers' code. gpt_oss keeps
+documents apart by attention of ours, on CPUs, too; with `use_kernels: false` by masks. No GGUF is written of a model
+with a state, or of Gemma 3n and 4. Made by `python tests/models/all_families.py --write`.
 
 | model | documents | layers | where they would see each other, or why it does not build |
 |---|---|---|---|
@@ -160,7 +161,9 @@ written of a model with a state, or of Gemma 3n and 4. Made by `python tests/mod
 
 def page(rows: list[Row]) -> str:
     ways = Counter(row.way for row in rows)
-    counts = ", ".join(f"{ways[way]} {way}" for way in ("positions", "bounds", "unpacked", "refused", "does not build"))
+    counts = ", ".join(
+        f"{ways[way]} {way}" for way in ("positions", "bounds", "masks", "unpacked", "refused", "does not build")
+    )
     lines = [f"| {row.name} | {row.way} | {row.fused} | {row.leak.replace('|', ' ')} |" for row in rows]
     return ABOUT.format(version=transformers.__version__, counts=counts) + "\n".join(lines) + "\n"
 

@@ -31,11 +31,11 @@ SOME = {
     "gpt_oss": "positions", "opt": "unpacked", "bloom": "unpacked", "mpt": "unpacked", "bart": "unpacked",
     "mamba2": "unpacked",
     "lfm2": "bounds" if transformers.__version__ >= "5.23" else "unpacked",
-    "granitemoehybrid": "unpacked", "qwen3_5_text": "bounds", "jamba": "unpacked",
+    "granitemoehybrid": "masks", "afmoe": "masks", "qwen3_5_text": "bounds", "jamba": "unpacked",
     "kimi_linear": "bounds", "zamba": "bounds", "bamba": "bounds",
     "xlnet": "refused",
 }  # fmt: skip
-UNTOLD = ("Jamba", "GraniteMoeHybrid")  # hand layers no bounds, and masks no positions
+OTHERWISE = {"Jamba": "unpacked", "GraniteMoeHybrid": "masks"}  # hand layers no bounds, and masks no positions
 LENGTHS = [[13, 1, 9, 7], [6, 17, 5]]
 
 
@@ -84,7 +84,8 @@ def test_no_causal_lm_of_transformers_leaks():
 
 
 @pytest.mark.parametrize(
-    "name", ["granitemoehybrid", "bamba", "lfm2", "qwen3_5_text", "kimi_linear", "zamba", "jamba", "bloom", "mpt"]
+    "name",
+    ["granitemoehybrid", "afmoe", "bamba", "lfm2", "qwen3_5_text", "kimi_linear", "zamba", "jamba", "bloom", "mpt"],
 )
 @pytest.mark.parametrize("one_row", [False, True], ids=["rows", "padding-free"])
 def test_loss_and_gradients_are_the_documents_own(name, one_row):
@@ -143,7 +144,7 @@ def test_packed_documents_are_apart_in_patched_models(family):
     model = tiny(family).eval()
     patch(model)
     found = asked(model, length=64, tokens=range(10, 100))
-    ways = dict.fromkeys((*HYBRIDS, *STATES), "bounds") | dict.fromkeys(UNTOLD, "unpacked")
+    ways = dict.fromkeys((*HYBRIDS, *STATES), "bounds") | OTHERWISE
     assert found.way == ways.get(family, "positions")
     assert found.tried[found.way].isolated
 
