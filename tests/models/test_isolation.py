@@ -262,7 +262,7 @@ def test_on_a_gpu_in_16_bits(name):
     model = all_families.build(name).to("cuda", torch.bfloat16)
     patch(model)
     found = asked(model, PackedCollator(0, fused=True))
-    assert found.way in (("positions",) if SOME[name] == "positions" else ("positions", "bounds", "unpacked"))
+    assert found.way in (("positions",) if SOME[name] == "positions" else ("positions", "bounds", "masks", "unpacked"))
     assert found.tried[found.way].isolated
 
 
@@ -284,5 +284,5 @@ def test_no_causal_lm_leaks_on_a_gpu(part, tmp_path):
     lines = done.stdout.splitlines()
     assert len(lines) == len(all_families.NAMES[part::PARTS])
     assert [line for line in lines if " BUG " in line] == []
-    kept = [line for line in lines if line.split()[1] in ("positions", "bounds", "unpacked")]
+    kept = [line for line in lines if line.split()[1] in ("positions", "bounds", "masks", "unpacked")]
     assert len(kept) > 0.75 * len(lines)  # as on a CPU: one part has four models that are not causal, and are refused
