@@ -28,6 +28,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=32768,
         tie_word_embeddings=True,
     )),
+    "qwen3-30b-a3b": ("Qwen3Moe", dict(
+        hidden_size=2048, intermediate_size=6144, num_hidden_layers=48, num_attention_heads=32,
+        num_key_value_heads=4, head_dim=128, vocab_size=151936, max_position_embeddings=40960,
+        num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0}, tie_word_embeddings=False,
+    )),
     "tiny": ("Llama", dict(
         hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         head_dim=64, vocab_size=1024, max_position_embeddings=8192, tie_word_embeddings=False,
@@ -97,7 +103,7 @@ def run_config(name: str, **keys: Any) -> Any:
     from halfbyte.config import RunConfig
 
     ours = {"r": RANK, "lora_alpha": RANK, "lora_dropout": 0.0, "target_modules": TARGETS, "packing": True}
-    return RunConfig(model_name_or_path=name, dataset="random", **ours, **keys)
+    return RunConfig(model_name_or_path=name, dataset="random", **(ours | keys))
 
 
 def levels(name: str, rows: int, length: int, policy: str, limit_gib: float | None) -> tuple[str, ...]:

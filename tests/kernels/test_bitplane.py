@@ -102,6 +102,29 @@ def test_dequantize(by, backend, spec, dtypes, shapes):
 
 
 @cases(
+    ("spec", "shapes"),
+    cpu=[(spec, SHAPES) for spec in KBIT],
+    gpu=[(spec, (*SHAPES, (1536, 2048))) for spec in KBIT],
+    interpret=[(spec, SHAPES[1:3]) for spec in KBIT],
+)
+def test_matrices_one_above_the_other(by, backend, spec, shapes):
+    """Each with its own factor and codebook, as a stack of experts has them."""
+    format, where = from_spec(spec), by[0]
+    for shape in shapes:
+        each = [format.quantize(weight_of(shape) * (1 + 3 * at)) for at in range(3)]
+        alone = torch.stack([
+            dequantize_bitplane.reference(parts["packed"], *kbit_arguments(format, parts), *shape, torch.float32)
+            for parts in each
+        ])  # fmt: skip
+        own = {name: torch.stack([parts[name] for parts in each]) for name in each[0]}
+        whole = {name: part if name in ("factor", "codebook") else part.view(-1) for name, part in own.items()}
+        given = moved(whole, where.get("device", "cpu"))
+        arguments = given["packed"], *kbit_arguments(format, given), 3 * shape[0], shape[1], torch.float32
+        found = where.get("kernel", dequantize_bitplane)(*arguments)
+        assert torch.equal(found.cpu().view_as(alone), alone), (spec, shape)
+
+
+@cases(
     ("spec", "dtypes", "shapes"),
     cpu=[(spec, DTYPES, LARGER) for spec in KBIT],
     gpu=[(spec, DTYPES, (*LARGER, (1024, 4096), (33, 4097))) for spec in KBIT],

@@ -44,6 +44,19 @@ def test_e2m1(shape, tile):
     same_as_reference(e2m1_kernel, dequantize_e2m1.reference, e2m1_arguments(*shape, tile))
 
 
+@pytest.mark.parametrize("tile", TILES[:2], ids=str)
+@pytest.mark.parametrize("width", [64, 129])
+def test_matrices_one_above_the_other(tile, width):
+    """Each with a factor of its own, as a stack of experts has them."""
+    packed, scales, _, *rest = e2m1_arguments(3 * 32, width, tile)
+    factors = torch.tensor([0.0123, 0.7, 3e-5])
+    found = e2m1_kernel(*moved((packed, scales, factors, *rest)), torch.float32).cpu()
+    alone = zip(packed.chunk(3), scales.chunk(3), factors, strict=True)
+    expected = [dequantize_e2m1.reference(*each, *rest, torch.float32) for each in alone]
+    assert torch.equal(found, torch.cat(expected))
+    assert torch.equal(dequantize_e2m1.reference(packed, scales, factors, *rest, torch.float32), found)
+
+
 @pytest.mark.parametrize("indexed", [False, True], ids=["runs", "indexed"])
 @pytest.mark.parametrize(("awq", "zero_shift"), [(True, 0), (False, 0), (False, 1)], ids=["awq", "gptq_v2", "gptq"])
 @pytest.mark.parametrize(("inputs", "outputs", "groups"), [(8, 8, 1), (72, 40, 3), (128, 136, 4)])

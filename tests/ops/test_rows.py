@@ -19,8 +19,10 @@ needs_onednn = pytest.mark.skipif(
 def by_onednn(monkeypatch):
     """float32 products by oneDNN, whatever processor this is; the weights that it multiplied by."""
     monkeypatch.setattr(rows, "onednn_beats_mkl", lambda: True)
-    asked, own = [], rows._by_onednn
-    monkeypatch.setattr(rows, "_by_onednn", lambda x, weight: own(x, weight) and (asked.append(weight.shape) or True))
+    asked, own = [], rows.multiplies_by_onednn
+    monkeypatch.setattr(
+        rows, "multiplies_by_onednn", lambda x, weight: own(x, weight) and (asked.append(weight.shape) or True)
+    )
     return asked
 
 

@@ -59,7 +59,8 @@ class ExpertWeights:
     """The frozen tensors of a layer's experts, and what they compute between them.
 
     Args:
-        first: [E, N, K], N being 2I for gated units: gate and up; a tensor, quantized or not, or a StackedWeight.
+        first: [E, N, K], N being 2I for gated units: gate and up; a tensor, quantized or not, or a StackedWeight; or
+            what has a `shape` and gives a tensor when its method `arrived` is called, before each product.
         second: [E, H, I], likewise.
         unit: between the two; or a function of c.
         first_bias, second_bias: [E, N] and [E, H], or None.
@@ -109,6 +110,8 @@ def experts(
     applied = tuple(None if lora is None else Applied(lora.scaling, dropout) for lora in (first, second))
     factors = [factor for lora in (first, second) for factor in ((None, None) if lora is None else (lora.a, lora.b))]
     if on_compiler():
+        if hasattr(weights.first, "arrived") or hasattr(weights.second, "arrived"):
+            raise ModelError("experts: torch.compile cannot fetch stacks from the host's memory", "compile nothing")
         from .experts_compiled import compiled
 
         return compiled(x, top_k_weights, top_k_index, weights, applied, factors)
@@ -136,14 +139,17 @@ def _check(x: Tensor, index: Tensor, routed: Tensor, weights: ExpertWeights, lor
             raise ModelError(f"experts: the {name} adapter is {found}", "give A [E, r, K] and B [E, N, r]")
 
 
-def stack_of(weight: Tensor | StackedWeight, dtype: torch.dtype, slots: int) -> StackedWeight:
-    """A frozen stack [E, N, K] as ops take it for so many slots: packed, or its values, where those are faster."""
+def stack_of(weight: Any, dtype: torch.dtype, slots: int) -> StackedWeight:
+    """A frozen stack [E, N, K] of `ExpertWeights` as ops take it for so many slots: packed, or its values, where those
+    are faster."""
+    if hasattr(weight, "arrived"):
+        weight = weight.arrived()
     stack = weight if isinstance(weight, StackedWeight) else _stacked(weight)
     if stack.format is None:
         return StackedWeight.plain(stack.parts["values"].to(dtype))
     part = next(iter(stack.parts.values()))
-    few = slots <= DECODED_ROWS * stack.shape[0] and (part.is_cpu or isinstance(stack.format, Blockwise4))
-    if not (few or multiplies_codes(part, stack, slots, dtype)):
+    few = slots <= DECODED_ROWS * stack.shape[0] and isinstance(stack.format, Blockwise4)
+    if not (part.is_cpu or few or multiplies_codes(part, stack, slots, dtype)):  # a CPU's caches hold one expert
         return StackedWeight.plain(stack.values(dtype))
     return stack
 

@@ -192,6 +192,11 @@ class TrainingSection(Section):
         description="what layers keep for backward, from most to least: keep, recompute, recompute_mlp, checkpoint (or"
         " true), and in host memory offload_kept, offload_attention, offload, tiled; auto: the fastest mix that fits",
     )
+    expert_offload: bool | Literal["auto"] | PositiveInt = Field(
+        "auto",
+        description="decoder layers whose packed experts wait in host memory and come as they are used: true (all),"
+        " false (none) or a number; auto: as few as it takes to fit",
+    )
     memory_limit_gib: Annotated[float, Field(gt=0)] | None = Field(
         None,
         description="plan within this many GiB of the device, and reserve no more; default: what is free (more than"

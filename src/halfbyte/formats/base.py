@@ -108,6 +108,15 @@ class Format(abc.ABC):
         """Whether the parts of matrices with so many rows, one after another, are those of one matrix of all rows."""
         return False
 
+    def dequantize_stack(self, parts: Parts, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor | None:
+        """`dtype` [E, N, K] in one call, of the parts of E matrices with a leading dimension E; None: not in one."""
+        count, rows, columns = shape
+        if not self.whole_rows(rows):
+            return None
+        whole = (count * rows, columns)
+        flat = {name: parts[name].reshape(size) for name, (size, _) in self.part_specs(whole).items()}
+        return self.dequantize(flat, whole, dtype).view(shape)
+
     def above(self, pieces: Sequence[Parts], shape: tuple[int, int]) -> tuple[Format, dict[str, Tensor]]:
         """Matrices of `shape` [N, K], one above the other, as a matrix of a stack: its format, and its parts.
 

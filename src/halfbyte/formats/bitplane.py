@@ -123,6 +123,11 @@ class KBit(Format):
             dtype,
         ).view(shape)
 
+    def dequantize_stack(self, parts: Parts, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
+        own = ("factor", "codebook")  # of each matrix
+        flat = {name: part if name in own else part.reshape(-1) for name, part in parts.items()}
+        return self.dequantize(flat, shape, dtype)
+
     def linear(self, x: Tensor, parts: Parts, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
         if self.codebook == "affine" or shape[1] % BLOCK:
             return super().linear(x, parts, shape, bias)

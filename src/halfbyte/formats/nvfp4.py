@@ -104,6 +104,12 @@ class Nvfp4(Format):
         values = dequantize_e2m1(parts["packed"], parts["scale"], parts["factor"], self.tile, width, dtype)
         return values.view(shape)
 
+    def dequantize_stack(self, parts: Parts, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor | None:
+        if shape[1] % self.tile[0]:  # its last rows have scales of their own
+            return None
+        flat = {name: parts[name].flatten(0, 1) for name in ("packed", "scale")}
+        return self.dequantize(flat | {"factor": parts["factor"]}, shape, dtype)
+
     def dequantize_rows(self, parts: Parts, shape: tuple[int, ...], rows: Tensor, dtype: torch.dtype) -> Tensor:
         packed, scale = parts["packed"][rows], parts["scale"][rows // self.tile[0]]
         return dequantize_e2m1(packed, scale, parts["factor"], (1, BLOCK), shape[1], dtype)

@@ -80,11 +80,9 @@ class Stack(Format):
 
     def dequantize(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         count, rows, columns = shape
-        if self.each.whole_rows(rows):
-            whole = (count * rows, columns)
-            specs = self.each.part_specs(whole).items()
-            flat = {name: parts[name].reshape(size) for name, (size, _) in specs}
-            return self.each.dequantize(flat, whole, dtype).view(shape)
+        whole = self.each.dequantize_stack(parts, (count, rows, columns), dtype)
+        if whole is not None:
+            return whole
         values = torch.empty(shape, dtype=dtype, device=next(iter(parts.values())).device)
         for at in range(shape[0]):
             values[at] = self.each.dequantize({name: part[at] for name, part in parts.items()}, shape[1:], dtype)

@@ -20,7 +20,7 @@ from ..architectures import runs_experts
 from ..autograd.experts import stack_of
 from ..families import Family, family_of
 from ..layers.expert_adapters import by_expert
-from ..layers.experts import names_of, obstacle, weights_of
+from ..layers.experts import HostStack, names_of, obstacle, weights_of
 from ..layers.plain import read_adapters
 from ..models.layer import MLP
 from ..models.routers import Routers
@@ -110,6 +110,8 @@ class _Experts:
         factors = self._read()
         weights = weights_of(self.base)
         for stack in (weights.first, weights.second):
+            if isinstance(stack, HostStack):
+                raise Unknown("its experts wait in the host's memory")
             if not isinstance(stack, QuantizedTensor) and (stack.dtype is not dtype or not stack.is_contiguous()):
                 raise Unknown("its experts' stacks would be copied")
         self.places = _places(weights)

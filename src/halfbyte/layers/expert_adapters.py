@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..architectures import runs_experts
 from ..errors import ModelError
-from .experts import NAME
+from .experts import HELD, NAME
 from .plain import Adapter, read_adapters
 
 
@@ -31,10 +31,15 @@ def expert_wrappers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def run_beside(model: nn.Module) -> None:
-    """Have PEFT's wrappers around experts compute their low-rank products beside the stacks."""
+    """Have PEFT's wrappers around experts compute their low-rank products beside the stacks, and where those are
+    multiplied: PEFT makes factors where a stack is, which may wait in the host's memory."""
     for _, wrapper in expert_wrappers(model):
         wrapper.forward = MethodType(_forward, wrapper)
-        wrapper.get_base_layer().config._experts_implementation = NAME
+        experts = wrapper.get_base_layer()
+        experts.config._experts_implementation = NAME
+        for stack in experts.__dict__.get(HELD, {}).values():
+            wrapper.lora_A.to(stack.window.device)
+            wrapper.lora_B.to(stack.window.device)
 
 
 def drop_inputs(model: nn.Module, probability: float) -> None:

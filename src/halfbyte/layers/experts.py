@@ -8,7 +8,8 @@ whatever the decorator is on runs here, but for what `obstacle` names.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from torch import Tensor
 from transformers.activations import ACT2FN
@@ -23,6 +24,7 @@ from ..ops.glu import Activation
 from .plain import Adapter
 
 NAME = "halfbyte"
+HELD = "held_on_host"  # of a module: name → HostStack, where its stacks wait in the host's memory
 
 _ACTIVATIONS: dict[type, Activation] = {type(ACT2FN[name]): each for name, each in ACTIVATIONS.items()}
 
@@ -37,6 +39,40 @@ GATES: dict[str, Callable[[Any], Unit]] = {
     "OpenAIPrivacyFilterExperts": _clamped(False, "limit", "alpha"),
     "MiniMaxM3VLExperts": _clamped(False, "swiglu_limit", "swiglu_alpha"),
 }
+
+
+class Window(Protocol):
+    """What brings the stacks of a layer to the device: `memory.expert_offload`."""
+
+    device: Any
+
+    def arrive(self, at: int) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class HostStack:
+    """A stack that waits in the host's memory, as `autograd.experts` takes it.
+
+    Attributes:
+        like: the stack, without data.
+        name: of the parameter.
+        at: the layer's number in the window.
+    """
+
+    like: Tensor
+    name: str
+    at: int
+    window: Window
+
+    requires_grad = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.like.shape)
+
+    def arrived(self) -> Any:
+        """The stack on the device, to be read before another layer's is asked for."""
+        return self.window.arrive(self.at)[self.name]
 
 
 def unit_of(module: Any) -> Unit | Gate:
@@ -106,9 +142,10 @@ def names_of(module: Any) -> tuple[str, str]:
 def weights_of(module: Any) -> ExpertWeights:
     """What a module of experts has, where there is no `obstacle`."""
     first, second = names_of(module)
+    held = module.__dict__.get(HELD, {})
     return ExpertWeights(
-        matrices_of(module, first),
-        matrices_of(module, second),
+        held.get(first) or matrices_of(module, first),
+        held.get(second) or matrices_of(module, second),
         unit_of(module),
         bias_of(module, first),
         bias_of(module, second),

@@ -102,7 +102,7 @@ class _Slabs:
         """A slab and `size` bytes in it; `give_back` to the slab once they are read for the last time.
 
         Raises:
-            TrainingError: as `_pin`.
+            TrainingError: as `pin`.
         """
         room = -(-size // ALIGNED) * ALIGNED
         slab = next((slab for slab in self.slabs if slab.has_room(room)), None) or self._another(room)
@@ -114,8 +114,8 @@ class _Slabs:
         if small:
             self.settle()
             self.slabs[:] = [slab for slab in self.slabs if slab not in small]
-            _unregister(small)
-        self.slabs.append(_Slab(_pin(torch.empty(room * max(several, 1), dtype=torch.uint8))))
+            _unregister([slab.memory for slab in small])
+        self.slabs.append(_Slab(pin(torch.empty(room * max(several, 1), dtype=torch.uint8))))
         return self.slabs[-1]
 
 
@@ -135,7 +135,7 @@ class Offload:
         self.device = device
         self.stream = torch.cuda.Stream(device)
         self._host = _Slabs(self.stream.synchronize)
-        weakref.finalize(self, _unpin, self._host.slabs)
+        weakref.finalize(self, _unpin_slabs, self._host.slabs)
         self._leaving: deque[_Offloaded] = deque()  # whose device memory is held while it is copied
         self._waiting: dict[int, weakref.ref[_Offloaded]] = {}  # all that backward has not asked for, oldest first
         self._numbers = itertools.count()
@@ -257,8 +257,8 @@ def _is_copy_of(memory: _Offloaded, flat: Tensor) -> bool:
     )
 
 
-def _pin(buffer: Tensor) -> Tensor:
-    """Let the device read and write it directly.
+def pin(buffer: Tensor) -> Tensor:
+    """Let the device read and write it directly; torch's pinned allocator would round its size to a power of two.
 
     Raises:
         TrainingError: the host has not that much memory, or may not pin it (ulimit -l).
@@ -267,16 +267,21 @@ def _pin(buffer: Tensor) -> Tensor:
     if code:
         raise TrainingError(
             f"{buffer.nbytes / 2**30:.2f} GiB of host memory could not be pinned (CUDA error {code})",
-            "free host memory, or set activation_checkpointing: checkpoint",
+            "free host memory, or set activation_checkpointing: checkpoint and expert_offload: false",
         )
     return buffer
 
 
-def _unpin(slabs: list[_Slab]) -> None:
-    torch.cuda.synchronize()  # copies may be under way
-    _unregister(slabs)
+def unpin(buffers: list[Tensor]) -> None:
+    """The reverse of `pin`, once nothing is copied any more."""
+    torch.cuda.synchronize()
+    _unregister(buffers)
 
 
-def _unregister(slabs: list[_Slab]) -> None:
-    for slab in slabs:
-        torch.cuda.cudart().cudaHostUnregister(slab.memory.data_ptr())
+def _unpin_slabs(slabs: list[_Slab]) -> None:
+    unpin([slab.memory for slab in slabs])
+
+
+def _unregister(buffers: list[Tensor]) -> None:
+    for buffer in buffers:
+        torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,7 @@ def load_model(
     mesh: Mesh = ALONE,
     along: tuple[str, ...] = (),
     elsewhere: Elsewhere | None = None,
+    experts_on_host: Collection[int] = (),
     **keys: Any,
 ) -> Any:
     """A causal language model of transformers, its linear layers (not the head) quantized.
@@ -136,6 +137,7 @@ def load_model(
         device: default: the first accelerator, else the CPU.
         attn_implementation, revision, trust_remote_code: as in transformers.
         mesh, along, elsewhere: processes that call this at once, and what each keeps: see `divided.Share`.
+        experts_on_host: decoder layers whose packed experts are left in the host's memory, see `memory.expert_offload`.
         keys: `load_in_4bit`, `bnb_4bit_quant_type`, `bnb_4bit_blocksize`, `bnb_4bit_use_double_quant`, `quantization`,
             `skip_quant_first_layers`, `skip_quant_last_layers`, `qat_scheme`, as in a run's configuration.
 
@@ -155,7 +157,7 @@ def load_model(
     if attn_implementation is None and getattr(config.get_text_config(), "attn_logit_softcapping", None):
         attn_implementation = "eager"  # Gemma 2: SDPA leaves scores uncapped, silently before transformers 5.23
     share = Share(mesh, along, elsewhere)
-    options = _quantized_by(config, files.name, storage, share.of_memory) | {
+    options = _quantized_by(config, files.name, storage, share.of_memory, experts_on_host) | {
         "revision": files.place.revision,
         "trust_remote_code": files.place.trust_remote_code,
         "attn_implementation": attn_implementation,
@@ -182,16 +184,19 @@ def check_stored(files: ModelFiles, storage: Storage) -> None:
         _quantized_by(copy.deepcopy(files.config), files.name, storage)
 
 
-def _quantized_by(config: Any, name: str, storage: Storage, ways: int = 1) -> dict[str, Any]:
+def _quantized_by(
+    config: Any, name: str, storage: Storage, ways: int = 1, on_host: Collection[int] = ()
+) -> dict[str, Any]:
     """What transformers is to be told so that `HalfbyteQuantizer` loads; a checkpoint that was quantized before says it
     in its own `config`, where it is put."""
     from .quantizer import HalfbyteConfig
 
     stored = getattr(config, "quantization_config", None)
     if stored is not None:
-        config.quantization_config = _prequantized(stored, name, storage) | {"ways": ways}
+        config.quantization_config = _prequantized(stored, name, storage) | {"ways": ways, "on_host": [*on_host]}
         return {}
-    return {"quantization_config": HalfbyteConfig(storage, ways=ways)} if storage.quantized else {}
+    own = HalfbyteConfig(storage, ways=ways, on_host=on_host) if storage.quantized else None
+    return {"quantization_config": own} if own else {}
 
 
 def _from_pretrained(

@@ -57,6 +57,7 @@ FORWARDS: dict[str, tuple[Callable[..., Any], str]] = {
 VIEWS: dict[str, type[Attention | MLP | TokenMixer]] = {
     "Attention": Attention, "MLP": MLP, "GatedDeltaNet": TokenMixer
 }  # fmt: skip
+EXPERTS = "experts"
 OWN_LAYER = "transformers' forward of its layers runs"
 UNFUSED = {
     "Experts": "their function is no part of the fused layer",
@@ -132,7 +133,7 @@ def patch(
         if kind in FORWARDS and not (kind == "DecoderLayer" and family.own_layer):
             _bind(module, family, kind, report)
         elif kind in UNFUSED:
-            report.unfused[kind.lower(), UNFUSED[kind]] += 1
+            report.unfused[EXPERTS, UNFUSED[kind]] += 1
     if families[0].own_layer:
         report.unfused[FORWARDS["DecoderLayer"][1], OWN_LAYER] += 1
     if families[0].mixer is not None:

@@ -36,6 +36,7 @@ from ..layers import QuantizedLinear, QuantizedWeight, hold_table, quantized_par
 from ..notices import notice
 from ..tensor import QuantizedTensor
 from .choice import choose
+from .layer import decoder_layers
 from .stacks import as_in_file, is_stacking, stacked_parameter, stacking, store_stacks
 from .stored_stacks import taking
 
@@ -53,6 +54,7 @@ class HalfbyteConfig(QuantizationConfigMixin):
             stored in 16 bits, and quantized while loading as `storage` says.
         kept: of an unpacked GGUF file, its type → how many linear layers keep it. For people.
         ways: processes that divide the model's memory.
+        on_host: decoder layers whose quantized stacks are left in the host's memory.
         keys: `bnb_4bit_quant_type`, `bnb_4bit_blocksize`, `bnb_4bit_use_double_quant`, `quantization`,
             `skip_quant_first_layers`, `skip_quant_last_layers`, as in a run's configuration.
 
@@ -70,6 +72,7 @@ class HalfbyteConfig(QuantizationConfigMixin):
         others: Mapping[str, int] | None = None,
         kept: Mapping[str, int] | None = None,
         ways: int = 1,
+        on_host: Collection[int] = (),
         quant_method: str = QUANT_METHOD,
         **keys: Any,
     ):
@@ -79,7 +82,7 @@ class HalfbyteConfig(QuantizationConfigMixin):
         stored = {name: named(spec) for spec, names in (formats or {}).items() for name in names}
         self.formats: dict[str, Format] = stored  # module name → format, known once there is a model
         self.others = others or {}
-        self.ways = ways
+        self.ways, self.on_host = ways, frozenset(on_host)
         self.whole = False  # every linear layer that may be quantized is
         self.stacks: frozenset[str] = frozenset()  # those names in `formats` that are parameters: stacked experts
         self.tables: frozenset[str] = frozenset()  # and those that are embeddings
@@ -232,6 +235,7 @@ class HalfbyteQuantizer(HfQuantizer):
         self.stacks: dict[str, Any] = {}  # parameter → its module, of stacked experts that are quantized
         self.transposed: set[str] = set()  # of those, what checkpoints have as [E, K, N]
         self.dtypes: dict[str, torch.dtype] = {}  # of stacks' values
+        self.on_host: tuple[str, ...] = ()  # how the names of stacks begin that are left in the host's memory
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
         """Bytes per weight that transformers reserves before loading; its default would reserve the 16-bit model."""
@@ -263,7 +267,9 @@ class HalfbyteQuantizer(HfQuantizer):
         transformers turns exceptions of a conversion into log lines and one that names no tensor.
         """
         try:
-            result[key] = make()
+            made = make()
+            here = key in self.stacks and key.startswith(self.on_host) and isinstance(made, QuantizedTensor)
+            result[key] = nn.Parameter(made.detach().to("cpu"), requires_grad=False) if here else made
         except HalfbyteError as error:
             self.failure = self.failure or error
 
@@ -291,6 +297,9 @@ class HalfbyteQuantizer(HfQuantizer):
         self.transposed = {name for name, module in stacks.items() if module.is_transposed}
         self.stacks = store_stacks(model, config.formats, config.llm_int8_skip_modules, self.pre_quantized)
         self.dtypes = {name: model.get_parameter(name).dtype for name in self.stacks}
+        if config.on_host:
+            layers, _ = decoder_layers(model)
+            self.on_host = tuple(f"{layers}.{at}." for at in config.on_host)
         self.transposed &= self.stacks.keys()
         beside = tuple(beside_text(model))
         if beside and not any(name.startswith(beside) for name in linears):

@@ -33,6 +33,7 @@ from .layer import causal_lm_of
 
 KEY = "router_aux_loss_coef"
 REAL = "real_tokens"  # in a batch: which of its tokens are no padding, [B, T]
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # keys of configs
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k")
 
 _watched: WeakKeyDictionary[nn.Module, Routers] = WeakKeyDictionary()

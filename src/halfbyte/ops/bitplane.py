@@ -193,6 +193,11 @@ def quantize_bitplane(blocks: Tensor, scales: Tensor, zeros: Tensor | None, fact
     return pack_planes(_nearest(blocks, e4m4_decode(scales) * factor, zeros, codebook), k)
 
 
+def steps_of(scales: Tensor, factor: Tensor) -> Tensor:
+    """fp32 [n]: E4M4 scales [n], each times its matrix's factor: [], or [E] of as many equal runs."""
+    return (e4m4_decode(scales).view(max(factor.numel(), 1), -1) * factor.view(-1, 1)).view(-1)
+
+
 @op("triton.bitplane", "native.bitplane")
 def dequantize_bitplane(
     packed: Tensor,
@@ -208,15 +213,20 @@ def dequantize_bitplane(
 
     Args:
         packed: int32 [rows · ⌈width/32⌉ · k].
-        scales, zeros, factor, codebook: as in `quantize_bitplane`.
+        scales, zeros, factor, codebook: as in `quantize_bitplane`; or a factor [E], and a codebook [E, 2^k] or
+            [2^k], of as many matrices one above the other.
         rows, width: shape of the result.
         dtype: fp32, fp16 or bf16.
 
     Returns:
         `dtype` [rows, width].
     """
-    values = codebook[unpack_planes(packed, codebook.numel().bit_length() - 1)]
+    levels, runs = codebook.shape[-1], max(factor.numel(), 1)
+    codes = unpack_planes(packed, levels.bit_length() - 1).view(runs, -1)
+    if codebook.dim() > 1:
+        codes = codes + levels * torch.arange(runs, dtype=torch.int32, device=codes.device)[:, None]
+    values = codebook.reshape(-1)[codes].view(-1, BLOCK)
     if zeros is not None:
         values -= zeros.unsqueeze(1)
-    values *= (e4m4_decode(scales) * factor).unsqueeze(1)
+    values *= steps_of(scales, factor).unsqueeze(1)
     return values.to(dtype).view(rows, -(-width // BLOCK) * BLOCK)[:, :width].contiguous()

@@ -82,10 +82,14 @@ def encode_e4m3(values: Tensor, *, up: bool = False) -> Tensor:
 
 
 def decode_scales(scales: Tensor, factor: Tensor | None) -> Tensor:
-    """fp32 value of scale bytes: E4M3 times the tensor's fp32 `factor`, or E8M0 where there is none."""
+    """fp32 value of scale bytes: E4M3 times the tensor's fp32 `factor`, or E8M0 where there is none.
+
+    A factor [E] is of as many matrices one above the other, whose scales are as many rows each.
+    """
     if factor is None:
         return scales.view(torch.float8_e8m0fnu).float()
-    return scales.view(torch.float8_e4m3fn).float() * factor
+    decoded = scales.view(torch.float8_e4m3fn).float()
+    return decoded * (factor.repeat_interleave(len(scales) // len(factor))[:, None] if factor.dim() else factor)
 
 
 @op("triton.e2m1")
@@ -102,7 +106,8 @@ def dequantize_e2m1(
     Args:
         packed: uint8 [rows, padded/2]; `padded` is a multiple of the tile's columns.
         scales: uint8 [⌈rows/tile rows⌉, padded/tile columns].
-        factor: fp32 [] for E4M3 scales; None for E8M0.
+        factor: fp32 [] for E4M3 scales, or [E] of as many matrices one above the other, each of whole tiles; None for
+            E8M0.
         tile: rows and columns that share a scale: (1, 16), (16, 16) or (1, 32).
         width: columns of the result, at most `padded`.
 

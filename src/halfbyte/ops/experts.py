@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ..dispatch import op
 from ..errors import ModelError
+from .rows import linear, multiplies_by_onednn
 
 if TYPE_CHECKING:
     from ..formats import Format
@@ -207,13 +208,18 @@ def grouped_product(
     for expert, rows in routing.groups():
         part = x[rows] if tokens is None else x[tokens[rows]]
         weight = stack.expert(expert, x.dtype)
-        weight = weight if turned else weight.t()
+        weight = weight.t() if turned else weight
         into = out[rows]
-        if low_rank is None:
-            torch.mm(part, weight, out=into)
-        else:
+        by_onednn = multiplies_by_onednn(part, weight)  # which adds nothing up with what is there
+        if by_onednn:
+            into.copy_(linear(part, weight))
+        elif low_rank is None:
+            torch.mm(part, weight.t(), out=into)
+        if low_rank is not None:
             factor = low_rank.factor[expert] if turned else low_rank.factor[expert].t()
-            into.addmm_(low_rank.u[rows], factor, beta=0, alpha=low_rank.scale).addmm_(part, weight)
+            into.addmm_(low_rank.u[rows], factor, beta=int(by_onednn), alpha=low_rank.scale)
+            if not by_onednn:
+                into.addmm_(part, weight.t())
         if bias is not None:
             into += bias[expert]
         if alpha != 1.0:

@@ -21,17 +21,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Which library multiplies is decided by W alone, so that a row's sums do not depend on how many rows there are.
     oneDNN has one order of sums for 2 rows and more.
     """
-    if _by_onednn(x, weight):
+    if multiplies_by_onednn(x, weight):
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
 
 
 def linear_into(out: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """The same of x [M, K], in `out` [M, N] or, since oneDNN has no such argument, in a new tensor."""
-    return linear(x, weight) if _by_onednn(x, weight) else torch.mm(x, weight.t(), out=out)
+    return linear(x, weight) if multiplies_by_onednn(x, weight) else torch.mm(x, weight.t(), out=out)
 
 
-def _by_onednn(x: Tensor, weight: Tensor) -> bool:
+def multiplies_by_onednn(x: Tensor, weight: Tensor) -> bool:
+    """Whether `linear` has oneDNN multiply."""
     return x.is_cpu and x.dtype is torch.float32 and weight.numel() >= WORTH and onednn_beats_mkl()
 
 

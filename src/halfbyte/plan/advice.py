@@ -13,11 +13,12 @@ from ..errors import ConfigError
 from ..memory.batches import Batches
 from ..notices import notice
 from ..terminal import MEMORY_PARTS, as_plan, size
-from .estimate import GIB, MemoryPlan, estimate
+from .estimate import estimate
+from .experts import is_mixture
+from .memory_plan import GIB, MemoryPlan
 
 SHORTEST, SMALLEST_RANK, SMALLEST_OF_EXPERTS = 256, 8, 2  # the least that advice goes down to
 EXPERTS = r"experts\.\w+"  # their stacks, in patterns of ranks
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 Keys = dict[str, Any]
 
@@ -95,14 +96,10 @@ def _in_words(keys: Keys) -> str:
     return ", ".join(dump_value(key, value) for key, value in keys.items())
 
 
-def is_mixture(model_config: Any) -> bool:
-    """Whether a transformers config says that layers have several experts."""
-    text = model_config.get_text_config()
-    return any((getattr(text, key, None) or 0) > 1 for key in EXPERT_COUNTS)
-
-
 def _changes(config: RunConfig, rows: int, mixture: bool) -> Iterator[list[Keys]]:
     """What may be changed, each from little to much."""
+    if mixture and config.expert_offload is not True and config.expert_offload != "auto":
+        yield [{"expert_offload": True}]
     if config.activation_checkpointing in (False, "keep"):
         yield [{"activation_checkpointing": True}]
     rows, batch = min(config.per_device_train_batch_size, rows), config.per_device_train_batch_size

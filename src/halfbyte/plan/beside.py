@@ -26,7 +26,7 @@ from ..rewards.judges import JudgeFiles, find_judges
 from ..rewards.specs import MODEL, read_specs
 
 if TYPE_CHECKING:
-    from .estimate import MemoryPlan
+    from .memory_plan import MemoryPlan
     from .shapes import ModelShapes
 
 # Of the model that trains, which say nothing of another's layers.

@@ -8,8 +8,8 @@ shapes (`plan.replay`). A plan is one process's: of several, the one that needs 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -29,6 +29,8 @@ from ..orders import Seconds
 from ..parallel.reduce import BUCKET
 from .beside import beside
 from .cards import H200, Card
+from .experts import RESIDENT, Waiting, with_experts
+from .memory_plan import GIB, MemoryPlan
 from .policy import (
     OFFLOADED,
     REPLAYED,
@@ -45,71 +47,15 @@ from .policy import (
 )
 from .rank import IN_FLIGHT, ONE, Line, Stage, gathered_bytes, in_context, in_slices, line, rank_config
 from .replay import Step
-from .rollouts import RolloutPlan, with_rollouts
+from .rollouts import with_rollouts
 from .seconds import head_seconds, micro_seconds, step_seconds, vocabulary_seconds
 from .shapes import ModelShapes, Trainable
 
-GIB = 2**30
 MARGIN = 0.9  # plan to fill at most this share: allocators fragment, and rows differ
 GROWING_MARGIN = 0.96  # the same where a CUDA allocator's segments grow: at most 1.7% were unused (docs/log.md)
 HOST_MARGIN = 0.9  # the same of the host's memory for offloads
 CAPTURED = {"data", "shard"}  # axes along which what is exchanged within a micro-batch can be part of a CUDA graph
 GRAPH_RUNTIME = 80 * 2**20  # cuBLAS workspaces of the stream of graphs, and gradients that wait to be added up
-
-
-@dataclass(frozen=True)
-class MemoryPlan:
-    """Predicted bytes of one process of a run at the highest moment of a step. `total` is their sum.
-
-    `levels` says what each layer keeps, where the fused forwards run; `activation_checkpointing` whether any keeps less
-    than all; `use_graphs` whether micro-batches run as CUDA graphs; `rough` that activations are only guessed.
-
-    Of several processes the plan is that of the one that needs most. `layout` says how the run is divided among them,
-    `stays` which decoder layers' divided bytes are gathered once and for all, `hosted` of which a process's slice waits
-    in the host's memory, `gathers` how many bytes the gathers of a step come to, and `seconds` what a step takes; None
-    where layers are not of a kind with known rates.
-    """
-
-    weights: int  # frozen, as stored
-    adapters: int  # what is trained
-    gradients: int
-    optimizer: int
-    activations: int
-    logits: int
-    runtime: int
-    activation_checkpointing: bool
-    reason: str
-    device: str
-    capacity_bytes: int
-    levels: tuple[Level, ...] = ()
-    graphs: int = 0  # what runs beside the pool of CUDA graphs, which is as large as activations and logits
-    use_graphs: bool = False
-    rough: bool = False
-    gathered: int = 0  # frozen blocks that are whole: on their way, in use, or for good
-    layout: Parallel = ONE
-    stays: tuple[int, ...] = ()
-    hosted: tuple[int, ...] = ()
-    gathers: int = 0
-    seconds: float | None = None
-    rollouts: int = 0  # answering prompts, beyond what comes and goes in a step
-    answering: RolloutPlan | None = None
-
-    PARTS: ClassVar = (
-        *("weights", "gathered", "adapters", "gradients", "optimizer", "activations", "logits", "graphs"),
-        *("rollouts", "runtime"),
-    )
-
-    @property
-    def total(self) -> int:
-        return sum(getattr(self, part) for part in self.PARTS)
-
-    @property
-    def fits(self) -> bool:
-        return self.total <= self.capacity_bytes
-
-    def predicted(self) -> dict[str, int]:
-        """Part → bytes, and the total: what memory.json holds."""
-        return {part: getattr(self, part) for part in self.PARTS} | {"total": self.total}
 
 
 def estimate(
@@ -159,7 +105,14 @@ def estimate(
     if shapes.packed_way == "unpacked":  # into rows that are padded
         batches = batches.longer(1 / LIKE)
     options: Any = {"config": config, "card": card, "on_host": on_host, "graphs": shapes.packed_way == "positions"}
-    plan = _Planner(shapes, batches, capacity, layout=layout, **options).plan()
+    first = _Planner(shapes, batches, capacity, layout=layout, **options)
+
+    def with_waiting(waiting: Waiting) -> MemoryPlan:
+        planner = _Planner(shapes, batches, capacity, layout=layout, **options, waiting=waiting)
+        return (planner if waiting.layers else first).plan()
+
+    room: dict[str, Any] = {"alone": layout.size == 1, "host": first.host, "budget": first.budget}
+    plan = with_experts(config, shapes.expert_bytes(), target, plan=with_waiting, **room)
     if layout.pipeline > 1 and not plan.activation_checkpointing:  # which changes where the model is cut
         plan = _Planner(shapes, batches, capacity, layout=layout, **options, recomputed=False).plan()
     if not plan.fits and {*wide(layout)} in ({"context"}, {"data", "context"}):
@@ -189,15 +142,16 @@ class _Planner:
         config: the run; default: that of `shapes`.
         layout, card, on_host: as in `estimate`.
         recomputed: whether a pipeline is cut for layers that run again for backward.
+        waiting: experts in the host's memory.
     """
 
     def __init__(
         self, shapes: ModelShapes, batches: Batches, capacity: int, graphs: bool = True, *,
         config: RunConfig | None = None, layout: Parallel = ONE, card: Card = H200, on_host: int = 1,
-        recomputed: bool = True,
+        recomputed: bool = True, waiting: Waiting = RESIDENT,
     ):  # fmt: skip
         self.shapes, self.config, self.batches, self.capacity = shapes, config or shapes.config, batches, capacity
-        self.layout, self.card, self.on_host = layout, card, on_host
+        self.layout, self.card, self.on_host, self.waiting = layout, card, on_host, waiting
         self.trained, self.depth = shapes.trainable(), shapes.text_config.num_hidden_layers
         self.gradients, self.evaluated = shapes.layer_gradients(), shapes.evaluation(batches.evaluation)
         want = self.config.activation_checkpointing
@@ -211,6 +165,7 @@ class _Planner:
         self.slices = slices(layout, row.elementwise and shapes.dtype != torch.float16)
         self.factors = shapes.factors() if self.slices > 1 else (0, 0)
         captures = graphs and {*wide(layout)} <= CAPTURED and not self._at_once  # which are reduced in backward
+        captures = captures and not waiting.layers
         self.may_capture = captures and may_capture(self.config, shapes.device, shapes.dtype)
         self.vocabulary = shapes.text_config.vocab_size
         self.line = self._line(recomputed)
@@ -242,7 +197,7 @@ class _Planner:
             choices.insert(0, Choice(levels, True))
         planned = {choice: self.planned(choice) for choice in choices}
         choice = next((choice for choice, plan in planned.items() if plan.fits), choices[-1])
-        room = self._budget - planned[choice].total
+        room = self.budget - planned[choice].total
         if self._gathered and room >= self._gathered.block:
             return self.planned(replace(choice, stays=min(self.depth, room // self._gathered.block)))
         return planned[choice] if choice.graphs else self.planned(self._hosting(choice))
@@ -261,11 +216,11 @@ class _Planner:
         largest, usual = self.layer(self.batches.largest), self.usual
         choice = choose(
             self.depth,
-            self._budget,
+            self.budget,
             lambda choice: self.planned(choice).total,
             usual=usual,
             largest=largest,
-            host=self._host,
+            host=self.host,
             graphs=self.may_capture,
             gathers=self._gathered,
         )
@@ -278,13 +233,13 @@ class _Planner:
         return replace(plan, reason=reason + self._shortage(plan))
 
     @property
-    def _budget(self) -> int:
+    def budget(self) -> int:
         """Bytes of the device to plan for."""
         grows = segments_grow() and self.shapes.device.type == "cuda"
         return int((GROWING_MARGIN if grows else MARGIN) * self.capacity)
 
     @functools.cached_property
-    def _host(self) -> int:
+    def host(self) -> int:
         """Bytes of the host's memory that this process may fill."""
         return int(HOST_MARGIN * host.available_bytes() / self.on_host)
 
@@ -293,11 +248,11 @@ class _Planner:
         must hold them all while the model is loaded; of what fits, none."""
         plan = self.planned(choice)
         loaded = max(self.frozen.loaded(stage, self.layout) + self._trained(stage).bytes for stage in self.stages)
-        if plan.total <= self._budget or self._gathered is None or loaded > self.capacity:
+        if plan.total <= self.budget or self._gathered is None or loaded > self.capacity:
             return choice
         each = [self.frozen.slice(index, self.layout) for stage in self.stages for index in stage.layers]
         offloaded = sum(map(self.layer(self.batches.largest).on_host, choice.levels)) if self.shapes.fused else 0
-        count = hosted(plan.total - self._budget, each, self._host - offloaded)
+        count = hosted(plan.total - self.budget, each, self.host - offloaded)
         return replace(choice, hosted=min(count, *(stage.depth for stage in self.stages)), graphs=False)
 
     @functools.cached_property
@@ -337,8 +292,8 @@ class _Planner:
         logits = min(self._step(largest, choice).logits, moving) * stage.ends
         runtime = self.shapes.runtime(varied=self.batches.usual != self.batches.largest)
         return MemoryPlan(
-            weights=self._share(stage) - self._hosted(stage, choice.hosted),
-            gathered=gathered_bytes(self._block(stage), stage, choice.stays),
+            weights=self._share(stage) - self._hosted(stage, choice.hosted) - self.waiting.bytes,
+            gathered=gathered_bytes(self._block(stage), stage, choice.stays) + self.waiting.window,
             adapters=self._kept(stage),
             gradients=trained.bytes // self._parts + 2 * self._together * self._at_once,
             optimizer=self.optimizer * trained.bytes // max(self.trained.bytes * self.slices, 1),
@@ -458,6 +413,9 @@ class _Planner:
             levels, graphs = [plan.levels[index] for index in stage.layers], plan.use_graphs
             stays, waiting = (len({*each} & {*stage.layers}) for each in (plan.stays, plan.hosted))
             seconds = micro_seconds(shape, levels, layout, graphs=graphs, gathers=gathers, stays=stays, hosted=waiting)
+            again = sum(map(shape.seconds, levels))
+            passes = stage.depth * shape.forward_seconds, stage.depth * shape.backward_seconds + again
+            seconds += self.waiting.seconds(*passes, self.card.host)
             if stage.ends:
                 head = head_seconds(shape, self.vocabulary) / layout.tensor
                 seconds += head + vocabulary_seconds(shape, layout.shard)

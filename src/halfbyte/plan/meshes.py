@@ -25,7 +25,8 @@ from ..models.slices import unknown_documents
 from ..notices import silent
 from ..terminal import size
 from .cards import H200, Card
-from .estimate import MemoryPlan, estimate
+from .estimate import estimate
+from .memory_plan import MemoryPlan
 from .rank import rank_config
 from .shapes import ModelShapes
 

@@ -20,6 +20,7 @@ from typing import Any
 from ..config import Level
 from ..memory.batches import Shape
 from ..memory.levels import LEVELS, OFFLOADED, TILE_ROWS
+from ..models.routers import EXPERT_COUNTS, TOP_K
 from .cards import H200, Card
 from .replay import LayerBytes
 
@@ -54,7 +55,8 @@ class LayerCost:
     Args:
         tokens: rows · length.
         length: tokens that attend to one another.
-        hidden, inner: widths of the residual stream and of the MLP.
+        hidden, inner: widths of the residual stream and of the MLP; of a mixture, of all experts that a token goes to.
+        stored: width of the MLP's weights; of a mixture, of all experts.
         queries, keys: width of all query heads, and of all key heads.
         replayed: level of `REPLAYED` → its bytes, all of them on the device.
         itemsize: bytes of an activation.
@@ -67,6 +69,7 @@ class LayerCost:
     length: int
     hidden: int
     inner: int
+    stored: int
     queries: int
     keys: int
     replayed: Mapping[str, LayerBytes]
@@ -84,7 +87,8 @@ class LayerCost:
             tokens=rows * length,
             length=length,
             hidden=text_config.hidden_size,
-            inner=text_config.intermediate_size,
+            inner=mlp_width(text_config, chosen=True),
+            stored=mlp_width(text_config, chosen=False),
             queries=heads * width,
             keys=text_config.num_key_value_heads * width,
             **keys,
@@ -124,7 +128,7 @@ class LayerCost:
         if level == "keep":
             return 0.0
         if level in OFFLOADED:
-            weights = self._dequantized(3 * self.hidden * self.inner)
+            weights = self._dequantized(3 * self.hidden * self.stored)
             tiles = 2 * weights * (self.tokens // TILE_ROWS) + 4 * norm if level == "tiled" else 0.0
             return self.seconds(OFFLOADED[level]) + 2 * self._copied(self.on_host(level)) + tiles
         if level == "recompute":
@@ -140,19 +144,24 @@ class LayerCost:
 
     @property
     def forward_seconds(self) -> float:
-        return self._attention_again() + self._mlp_again() + self._product(self.hidden * self.inner)
+        return self._attention_again() + self._mlp_again() + self._mlp(1)
 
     @property
     def backward_seconds(self) -> float:
         """Where all is kept: each product once more for its input, and once for its weights where they are trained."""
         attention = self._scores()
-        products = self._product(self.hidden * (3 * self.inner + 2 * (self.queries + self.keys)))
+        products = self._mlp(3) + self._product(2 * self.hidden * (self.queries + self.keys))
         passes = self._rotated() + self._activated()
         return (1 + self.trains_all) * products + ATTENTION_BACKWARD * attention + 2 * passes
 
-    def _product(self, weights: int) -> float:
+    def _product(self, weights: int, stored: int | None = None) -> float:
+        """With so many weights, of as many that are stored; None: all of them."""
         flops = 2 * self.tokens * weights * LORA / (GEMM_FLOPS[self.recipe] * self.card.compute)
-        return flops + self._dequantized(weights)
+        return flops + self._dequantized(weights if stored is None else stored)
+
+    def _mlp(self, count: int) -> float:
+        """So many of the MLP's three products."""
+        return self._product(count * self.hidden * self.inner, count * self.hidden * self.stored)
 
     def _dequantized(self, weights: int) -> float:
         return weights * self.itemsize / (DEQUANTIZED_BYTES * self.card.memory)
@@ -170,10 +179,20 @@ class LayerCost:
         return self._copied(2 * self.tokens * (self.queries + self.keys) * self.itemsize + 4 * self.stream)
 
     def _mlp_again(self) -> float:
-        return self._product(2 * self.hidden * self.inner) + self._activated()
+        return self._mlp(2) + self._activated()
 
     def _attention_again(self) -> float:
         return self._product(2 * self.hidden * (self.queries + self.keys)) + self._scores() + self._rotated()
+
+
+def mlp_width(text_config: Any, *, chosen: bool) -> int:
+    """Width of a layer's MLP; of a mixture that of all its experts, or of those alone that a token goes to."""
+    experts = next((count for key in EXPERT_COUNTS if (count := getattr(text_config, key, None) or 0) > 1), 1)
+    if experts == 1:
+        return text_config.intermediate_size
+    each = getattr(text_config, "moe_intermediate_size", None) or text_config.intermediate_size
+    top_k = next((getattr(text_config, key) for key in TOP_K if hasattr(text_config, key)), 1)
+    return each * (top_k if chosen else experts) + (getattr(text_config, "shared_expert_intermediate_size", None) or 0)
 
 
 @dataclass(frozen=True)

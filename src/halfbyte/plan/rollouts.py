@@ -26,7 +26,7 @@ from ..terminal import size
 from .beside import Beside
 
 if TYPE_CHECKING:
-    from .estimate import MemoryPlan
+    from .memory_plan import MemoryPlan
     from .shapes import ModelShapes
 
 FILLED = 0.9  # share of what is free that pages may fill

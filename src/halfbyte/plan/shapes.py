@@ -24,7 +24,10 @@ from ..errors import ConfigError, ModelError
 from ..families import of_config
 from ..hardware import compute_dtype, onednn_beats_mkl
 from ..layers import QuantizedLinear, hold_table, quantized_parameter
+from ..layers.expert_adapters import expert_wrappers
+from ..layers.experts import names_of
 from ..memory.batches import Shape
+from ..memory.expert_offload import layers_of_experts
 from ..memory.levels import TILE_ROWS
 from ..models.activations import recompute_as_transformers
 from ..models.attention import Implementation, has_sinks, implementation
@@ -32,7 +35,7 @@ from ..models.choice import stored_formats, stored_names
 from ..models.copies import in_their_place
 from ..models.isolation import isolate_like
 from ..models.layer import causal_lm_of, decoder_layers
-from ..models.patch import PatchReport, patch, patch_attention, unpatch
+from ..models.patch import EXPERTS, PatchReport, patch, patch_attention, unpatch
 from ..models.products import divided_along
 from ..models.stacks import store_stacks
 from ..notices import notice, silent
@@ -171,10 +174,13 @@ class ModelShapes:
             unpatch(self.model)
         return bool(found)
 
-    @property
+    @functools.cached_property
     def fused(self) -> bool:
-        """Whether the whole of each decoder layer is fused, so that each level is open to it."""
-        return bool(self._patched.fused) and not self._patched.unfused
+        """Whether each decoder layer runs our forward, so that each level is open to it. Experts have a function of
+        their own within it; their layers must be alike, since one is replayed for all."""
+        others = {what for what, _ in self._patched.unfused} - {EXPERTS}
+        whole = bool(self._patched.fused) and not others
+        return whole and (not self._patched.unfused or _alike(self.layers.values()))
 
     @functools.cached_property
     def packed_way(self) -> str:
@@ -212,6 +218,14 @@ class ModelShapes:
     @property
     def text_config(self) -> Any:
         return self.causal_lm.config.get_text_config()
+
+    def expert_bytes(self) -> list[int]:
+        """Bytes of the packed stacks of each decoder layer, which may wait in the host's memory."""
+        layers = list(self.layers.values())
+        found = [0] * len(layers)
+        for at, module in layers_of_experts(layers):
+            found[at] += sum(getattr(module, name).nbytes for name in names_of(module))
+        return found
 
     def layer_gradients(self) -> list[int]:
         """Bytes of the gradients of each decoder layer."""
@@ -272,11 +286,18 @@ class ModelShapes:
         """Bytes of the copies in the compute dtype of so many bytes that are trained."""
         return int(trained * self._copies())
 
+    @functools.cache  # noqa: B019 (as long as the plan is made)
     def _copies(self) -> float:
-        """Bytes of a copy in the compute dtype (`models.copies`) for each byte that is trained."""
+        """Bytes of a copy in the compute dtype (`models.copies`) for each byte that is trained in the layers.
+
+        Linears' factors are copied; those of experts are cast where they are used.
+        """
         if not self._patched.fused or self.run.adapter is None or self.run.adapter.adapter_dtype != "float32":
             return 0.0
-        return self.dtype.itemsize / 4 if self.dtype.itemsize < 4 else 0.0
+        holders = [holder for _, wrapper in expert_wrappers(self.model) for holder in (wrapper.lora_A, wrapper.lora_B)]
+        of_experts = sum(factor.nbytes for holder in holders for factor in holder.parameters())
+        copied = 1 - of_experts / max(sum(self.layer_gradients()), 1)
+        return copied * self.dtype.itemsize / 4 if self.dtype.itemsize < 4 else 0.0
 
     def evaluation(self, batch: Shape) -> int:
         """Bytes at the highest moment of a forward without gradients."""

@@ -177,7 +177,12 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none", 
     """
     place, config = look_up(name, overrides, dataset)
     from ..adapters import check_adapter_files, load_adapter
+    from ..hardware import chosen_device, free_bytes
+    from ..memory.expert_offload import offload_experts
+    from ..models.layer import decoder_layers
     from ..models.load import load_model, load_tokenizer, resolve_dtype
+    from ..notices import notice
+    from ..plan.experts import while_answering
     from ..qat.model import quantize_trained, round_merged
 
     template = place.adapter / "chat_template.jinja" if place.adapter else None
@@ -196,13 +201,19 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none", 
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
     scheme = run.storage.qat_scheme
     rounded = scheme and not place.adapter  # what was trained is rounded, not what is left in 16 bits
+    device = chosen_device(config.device)
+    waiting = while_answering(config, files.config, device, free_bytes(device))
     model = load_model(
         files,
         run.storage,
         dtype="float32" if rounded else run.precision.compute,
-        device=config.device,
+        device=device,
         attn_implementation=config.attn_implementation,
+        experts_on_host=waiting,
     )
+    if waiting:
+        notice("experts-wait", f"experts of {len(waiting)} layers wait in the host's memory: the device is small")
+        offload_experts([*decoder_layers(model)[1]], waiting, device)
     if place.adapter:
         model = load_adapter(model, place.adapter, config.model_name_or_path)
     if scheme:

@@ -39,7 +39,8 @@ from halfbyte.optim import OPTIMIZERS
 from halfbyte.parallel import ALONE, ROWS, Mesh
 from halfbyte.plan.advice import check_fits
 from halfbyte.plan.cards import Card, card_of
-from halfbyte.plan.estimate import MemoryPlan, estimate
+from halfbyte.plan.estimate import estimate
+from halfbyte.plan.memory_plan import MemoryPlan
 from halfbyte.plan.meshes import Device, Meshes, check_layout
 from halfbyte.plan.policy import OFFLOADED
 from halfbyte.plan.shapes import ModelShapes

@@ -125,8 +125,8 @@ def _is_ours(file: Path) -> bool:
 
 
 def write_memory(run: OpenRun, measured: dict[str, int], ranks: Sequence[dict[str, int]] = ()) -> None:
-    """memory.json: what was planned (bytes, layers that stay gathered or come from the host, seconds of a step), and
-    what was measured so far (bytes); `ranks`: in each of several processes."""
+    """memory.json: what was planned (bytes, layers that stay gathered, or whose slices or experts the host has,
+    seconds of a step), and what was measured so far (bytes); `ranks`: in each of several processes."""
     plan = run.prepared.plan
     document = {
         "device": str(run.prepared.machine.device),
@@ -138,6 +138,7 @@ def write_memory(run: OpenRun, measured: dict[str, int], ranks: Sequence[dict[st
         "cuda_graphs": plan.use_graphs,
         "stays": list(plan.stays),
         "hosted": list(plan.hosted),
+        "offloaded": list(plan.offloaded),
         "step_seconds": plan.seconds,
         "reason": plan.reason,
     }

@@ -28,12 +28,14 @@ from halfbyte.files import new_directory, write_json
 from halfbyte.generation.stops import stop_tokens
 from halfbyte.hardware import chosen_device, free_cached_memory, is_out_of_memory
 from halfbyte.layers.frozen import multiply_by_onednn
+from halfbyte.memory.expert_offload import offload_experts
 from halfbyte.memory.host import HEAP_WASTE, return_large_blocks
 from halfbyte.memory.limit import FIRST_KERNELS, held_to
 from halfbyte.methods.base import Collate
 from halfbyte.models.activations import recompute_as_transformers
 from halfbyte.models.attention import planned_lengths
 from halfbyte.models.isolation import isolate_run, release
+from halfbyte.models.layer import decoder_layers
 from halfbyte.models.load import load_model
 from halfbyte.models.patch import PatchReport, patch, patch_attention, unpatch
 from halfbyte.models.products import divide_products
@@ -172,9 +174,9 @@ def _settings(run: PreparedRun) -> Iterator[None]:
 
 
 def _most_bytes(run: PreparedRun) -> int | None:
-    """That torch may take of the device. A run whose slices wait on the host fills it, and CUDA does not ask torch to
+    """That torch may take of the device. A run whose weights wait on the host fills it, and CUDA does not ask torch to
     give back what it only caches: the kernels that the first steps load must find room."""
-    if run.plan.hosted:
+    if run.plan.hosted or run.plan.offloaded:
         return run.plan.capacity_bytes - FIRST_KERNELS
     return None if run.config.memory_limit_gib is None else int(run.config.memory_limit_gib * GIB)
 
@@ -310,7 +312,9 @@ def _trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
         products = run.mesh.wide(("tensor",))
         how["along"] = () if slices and products else slices or products  # what is cut twice is loaded whole
         how["elsewhere"] = run.cut.elsewhere if run.cut else None
-    model = load_model(run.files, storage, dtype=run.machine.weights_dtype, **how)
+    model = load_model(run.files, storage, dtype=run.machine.weights_dtype, experts_on_host=run.plan.offloaded, **how)
+    if run.plan.offloaded:
+        offload_experts([*decoder_layers(model)[1]], run.plan.offloaded, device)
     measured["after_load_bytes"] = memory_now(device)
     set_seed(run.config.seed)
     if run.plan.activation_checkpointing and not run.plan.levels:

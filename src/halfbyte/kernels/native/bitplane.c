@@ -59,7 +59,7 @@ INLINE void lookup(float *values, const float *table, const int32_t *codes) {
 #endif
 }
 
-INLINE void dequantize(const uint32_t *packed, int k, const float *codebook, const float *scales, const float *zeros,
+INLINE void dequantize(const uint32_t *packed, int k, const float *codebook, int64_t run, const float *scales, const float *zeros,
                        int64_t group, void *out, int64_t width, int64_t blocks_per_row, int64_t first, int64_t last,
                        int dtype) {
     for (int64_t block = first; block < last; block++) {
@@ -71,7 +71,7 @@ INLINE void dequantize(const uint32_t *packed, int k, const float *codebook, con
             for (int i = 0; i < BLOCK; i++) codes[i] |= (int32_t)((word >> i) & 1) << b;
         }
         if (codebook)
-            lookup(values, codebook, codes);
+            lookup(values, codebook + block / run * BLOCK, codes);
         else
             for (int i = 0; i < BLOCK; i++) values[i] = (float)codes[i];
         for (int i = 0; i < BLOCK; i++) values[i] = (values[i] - zero) * scale;
@@ -81,12 +81,12 @@ INLINE void dequantize(const uint32_t *packed, int k, const float *codebook, con
     }
 }
 
-/* codebook: 32 entries, of which 2^k are used; NULL where codes stand for themselves (hqq). */
-void halfbyte_dequantize_planes(const uint32_t *packed, int k, const float *codebook, const float *scales,
+/* codebook: 32 entries, of which 2^k are used, for each `run` blocks; NULL where codes stand for themselves (hqq). */
+void halfbyte_dequantize_planes(const uint32_t *packed, int k, const float *codebook, int64_t run, const float *scales,
                                 const float *zeros, int64_t group, void *out, int64_t width, int64_t blocks_per_row,
                                 int64_t first, int64_t last, int dtype) {
 #define RUN(bits) \
-    case bits: dequantize(packed, bits, codebook, scales, zeros, group, out, width, blocks_per_row, first, last, dtype); break
+    case bits: dequantize(packed, bits, codebook, run, scales, zeros, group, out, width, blocks_per_row, first, last, dtype); break
     switch (k) { RUN(2); RUN(3); RUN(4); RUN(5); RUN(8); }
 #undef RUN
 }

@@ -7,7 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from ...ops.bitplane import BLOCK, TINY, dequantize_bitplane, e4m4_decode, quantize_bitplane
+from ...ops.bitplane import BLOCK, TINY, dequantize_bitplane, e4m4_decode, quantize_bitplane, steps_of
 from . import library, parallel
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -15,7 +15,17 @@ GRAIN = 1 << 11  # blocks a thread should have at least
 
 _lib = library("bitplane")
 _pointer, _int64, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-_lib.halfbyte_dequantize_planes.argtypes = [_pointer, _int, *[_pointer] * 3, _int64, _pointer, *[_int64] * 4, _int]
+_lib.halfbyte_dequantize_planes.argtypes = [
+    _pointer,
+    _int,
+    _pointer,
+    _int64,
+    *[_pointer] * 2,
+    _int64,
+    _pointer,
+    *[_int64] * 4,
+    _int,
+]
 _lib.halfbyte_quantize_planes.argtypes = [*[_pointer] * 4, _int, _pointer, _int64, _int64, _int]
 _lib.halfbyte_dequantize_planes.restype = _lib.halfbyte_quantize_planes.restype = None
 
@@ -34,19 +44,21 @@ def decode(
 
     Args:
         packed: int32, the planes of `bits`-bit codes in rows of whole groups.
+        codebook: fp32 [2^bits]; or one for each of so many equal runs of rows.
         scales, zeros: fp32 [groups].
     """
     out = torch.empty(rows, width, dtype=dtype)
     blocks = packed.numel() // bits
     if not blocks:
         return out
-    packed, scales, zeros = packed.contiguous(), scales.contiguous(), zeros.contiguous()
+    packed, scales, zeros, run = packed.contiguous(), scales.contiguous(), zeros.contiguous(), blocks
     if codebook is not None:  # the C looks up in a table of fixed size
-        codebook = torch.nn.functional.pad(codebook, (0, BLOCK - codebook.numel())).contiguous()
+        run = blocks // (len(codebook) if codebook.dim() > 1 else 1)
+        codebook = torch.nn.functional.pad(codebook, (0, BLOCK - codebook.shape[-1])).contiguous()
 
     def some(first: int, last: int) -> None:
         _lib.halfbyte_dequantize_planes(
-            packed.data_ptr(), bits, None if codebook is None else codebook.data_ptr(), scales.data_ptr(),
+            packed.data_ptr(), bits, None if codebook is None else codebook.data_ptr(), run, scales.data_ptr(),
             zeros.data_ptr(), blocks // scales.numel(), out.data_ptr(), width, blocks // rows, first, last,
             DTYPES[dtype],
         )  # fmt: skip
@@ -66,8 +78,8 @@ def dequantize(
     width: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    steps = e4m4_decode(scales) * factor
-    k = codebook.numel().bit_length() - 1
+    steps = steps_of(scales, factor)
+    k = codebook.shape[-1].bit_length() - 1
     return decode(packed, k, codebook, steps, _zeros(zeros, steps), rows, width, dtype)
 
 

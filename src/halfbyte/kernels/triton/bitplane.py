@@ -83,19 +83,24 @@ def e4m4(codes):
 
 @triton.jit
 def _dequantize(
-    packed_ptr, scale_ptr, zero_ptr, factor_ptr, codebook_ptr, out_ptr, groups, width,
-    K: tl.constexpr, AFFINE: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr,
+    packed_ptr, scale_ptr, zero_ptr, factor_ptr, codebook_ptr, out_ptr, groups, width, run,
+    K: tl.constexpr, AFFINE: tl.constexpr, PADDED: tl.constexpr, RUNS: tl.constexpr, FITTED: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     mask = group < groups
     block, part = group // 4, (group % 4).to(tl.int32)
     # An unsigned offset in bytes takes one integer instruction a value less to become an address than an index does.
     offset = eight_codes(packed_ptr, block, part, mask, K, 2).to(tl.uint32)
+    if FITTED:  # a codebook for each of several matrices one above the other
+        offset += (tl.where(mask, block // run, 0).to(tl.uint32) << (K + 2))[:, None]
     table = codebook_ptr.to(tl.pointer_type(tl.uint8)) + offset
     values = tl.load(table.to(tl.pointer_type(tl.float32)))
     if AFFINE:
         values -= tl.load(zero_ptr + block, mask=mask, other=0).to(tl.float32)[:, None]
-    scale = e4m4(tl.load(scale_ptr + block, mask=mask, other=0)) * tl.load(factor_ptr)
+    scale = e4m4(tl.load(scale_ptr + block, mask=mask, other=0)) * (
+        tl.load(factor_ptr + tl.where(mask, block // run, 0)) if RUNS else tl.load(factor_ptr)
+    )
     store_eight(out_ptr, values * scale[:, None], group, mask, width, PADDED, 32)
 
 
@@ -116,12 +121,12 @@ def dequantize(
     out = torch.empty(rows, width, dtype=dtype, device=packed.device)
     groups = scales.numel() * (BLOCK // 8)
     if groups:
-        k = codebook.numel().bit_length() - 1
+        k, matrices = codebook.shape[-1].bit_length() - 1, max(factor.numel(), 1)
         _dequantize_launcher(
             ceil_div(groups, GROUPS),
             (packed, scales, scales if zeros is None else zeros, factor, codebook, out),
-            (groups, width),
-            (k, zeros is not None, width % BLOCK != 0, GROUPS),
+            (groups, width, scales.numel() // matrices),
+            (k, zeros is not None, width % BLOCK != 0, matrices > 1, codebook.dim() > 1 and matrices > 1, GROUPS),
             warps=4,
         )
     return out

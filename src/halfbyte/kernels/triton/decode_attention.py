@@ -76,7 +76,7 @@ def store_obstacle(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Te
 
 
 @store_both_.kernel("cuda", "xpu", unless=store_obstacle)
-def store_both_(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+def store(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
     batch, heads, room, size = keys.shape
     strides = *k.stride()[:2], *v.stride()[:2]
     _store_launcher(

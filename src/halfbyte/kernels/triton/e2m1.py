@@ -21,9 +21,9 @@ WORDS = 512  # 4-byte words a program decodes
 
 @triton.jit
 def _dequantize(
-    packed_ptr, scale_ptr, factor_ptr, codebook_ptr, out_ptr, words, width,
+    packed_ptr, scale_ptr, factor_ptr, codebook_ptr, out_ptr, words, width, run,
     ROW_WORDS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_WORDS: tl.constexpr, E8M0: tl.constexpr,
-    PADDED: tl.constexpr, WORDS: tl.constexpr,
+    PADDED: tl.constexpr, RUNS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     word = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
     inside = word < words
@@ -35,7 +35,8 @@ def _dequantize(
         scale = tl.where(byte == 0, 0x00400000, byte << 23).to(tl.float32, bitcast=True)
     else:  # three mantissa bits below the exponent, whose bias is 7 instead of 127; below 8 in steps of 2^-9
         normal = ((byte << 20) + (120 << 23)).to(tl.float32, bitcast=True)
-        scale = tl.where(byte < 8, byte.to(tl.float32) * 0.001953125, normal) * tl.load(factor_ptr)
+        scale = tl.where(byte < 8, byte.to(tl.float32) * 0.001953125, normal)
+        scale *= tl.load(factor_ptr + tl.where(inside, row // run, 0)) if RUNS else tl.load(factor_ptr)
     lane = tl.arange(0, 8)
     nibble = (codes[:, None] >> (lane * 4)[None, :]) & 15
     values = (tl.load(codebook_ptr + nibble) * scale[:, None]).to(out_ptr.dtype.element_ty)
@@ -63,11 +64,12 @@ def dequantize(
     codes = packed.contiguous().view(torch.int32)
     codebook = codebook_e2m1(packed.device)
     if out.numel():
+        matrices = 1 if factor is None else max(factor.numel(), 1)
         _dequantize_launcher(
             ceil_div(codes.numel(), WORDS),
             (codes, scales.contiguous(), codebook if factor is None else factor, codebook, out),
-            (codes.numel(), width),
-            (codes.shape[1], tile[0], tile[1] // 8, factor is None, 8 * codes.shape[1] != width, WORDS),
+            (codes.numel(), width, codes.shape[0] // matrices),
+            (codes.shape[1], tile[0], tile[1] // 8, factor is None, 8 * codes.shape[1] != width, matrices > 1, WORDS),
             warps=4,
         )
     return out

@@ -1,0 +1,135 @@
+"""Which experts of a mixture wait in the host's memory, and what the plan says then."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from halfbyte.config import Parallel, RunConfig
+from halfbyte.errors import ConfigError
+from halfbyte.memory import host
+from halfbyte.memory.expert_offload import WINDOW
+from halfbyte.plan.estimate import MARGIN, estimate
+from halfbyte.plan.experts import ANSWERING, while_answering
+from halfbyte.plan.memory_plan import GIB
+from halfbyte.plan.policy import LayerCost
+from halfbyte.plan.shapes import ModelShapes
+
+LAYERS = 6
+SHAPE = {
+    "hidden_size": 1024, "num_hidden_layers": LAYERS, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "head_dim": 64, "vocab_size": 4096,
+}  # fmt: skip
+EXPERTS = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 512, "intermediate_size": 2048}
+MIXTURE = transformers.Qwen3MoeConfig(**SHAPE, **EXPERTS)
+DENSE = transformers.Qwen3Config(**SHAPE, intermediate_size=2048)
+STACKS = 32 * 3 * 512 * 1024  # weights of a layer's experts
+
+
+@pytest.fixture(autouse=True)
+def a_machine(monkeypatch):
+    monkeypatch.setattr(host, "available_bytes", lambda: 64 * GIB)
+    monkeypatch.setattr("halfbyte.plan.estimate.segments_grow", lambda: False)
+
+
+@pytest.fixture(scope="module")
+def shapes():
+    return ModelShapes(run(), MIXTURE, torch.device("cuda"))
+
+
+def run(**keys):
+    given = {"per_device_train_batch_size": 4, "max_length": 512, "use_kernels": True, "r": 8}
+    return RunConfig(model_name_or_path="m", dataset="d", dtype="bfloat16", **(given | keys))
+
+
+def plan(config=None, gib=80.0, model=MIXTURE, device="cuda", **keys):
+    return estimate(config or run(**keys), model, device=device, capacity_bytes=int(gib * GIB))
+
+
+def test_every_level_is_open_to_a_mixture(shapes):
+    assert shapes.fused
+    found = {level: plan(activation_checkpointing=level) for level in ("keep", "recompute", "checkpoint", "offload")}
+    assert all(set(each.levels) == {level} for level, each in found.items())
+    activations = [each.activations for each in found.values()]
+    assert activations == sorted(activations, reverse=True)
+
+
+def test_a_layers_time_is_that_of_the_experts_chosen():
+    options = {"rows": 4, "length": 512, "replayed": {}}
+    cost = LayerCost.of(MIXTURE, **options)
+    assert (cost.inner, cost.stored) == (4 * 512, 32 * 512)
+    assert LayerCost.of(DENSE, **options).inner == LayerCost.of(DENSE, **options).stored == 2048
+
+
+def test_experts_stay_where_there_is_room():
+    found = plan()
+    assert found.offloaded == ()
+    assert "experts stay on the device" in found.reason
+
+
+def test_as_few_layers_leave_as_it_takes():
+    least, each = plan(activation_checkpointing="offload").total, STACKS * 4.127 / 8
+    for more in range(3):  # a window of two is there in the place of those that leave
+        lacking = (more + 0.5) * each
+        found = plan(activation_checkpointing="offload", gib=(least - lacking) / MARGIN / GIB)
+        assert len(found.offloaded) == WINDOW + more + 1
+        assert found.total <= least - lacking
+        assert f"experts of {len(found.offloaded)} layers wait in the host's memory" in found.reason
+
+
+@pytest.mark.parametrize(("asked", "count"), [(True, LAYERS), (4, 4), (99, LAYERS), (False, 0)])
+def test_what_is_asked_for(asked, count):
+    resident, found = plan(expert_offload=False), plan(expert_offload=asked)
+    assert len(found.offloaded) == count
+    left = (resident.weights - found.weights) / max(count, 1)
+    assert left == pytest.approx(STACKS * (4.127 / 8) if count else 0, rel=1e-3)
+    assert found.gathered == pytest.approx(WINDOW * left)
+    assert not (found.use_graphs and count)
+
+
+def test_without_offload_a_run_that_does_not_fit_says_so():
+    least = plan(activation_checkpointing="tiled").total / GIB
+    assert not plan(activation_checkpointing="tiled", gib=0.8 * least, expert_offload=False).fits
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"device": "cpu"}, "experts on cpu"),
+        ({"model": DENSE}, "no packed experts"),
+        ({"load_in_4bit": False}, "no packed experts"),
+    ],
+)
+def test_what_cannot_be(keys, said):
+    with pytest.raises(ConfigError, match=f"expert_offload: true: .*{said}"):
+        plan(expert_offload=True, **keys)
+    assert plan(**keys).offloaded == ()
+
+
+def test_a_saved_model_that_answers():
+    cuda = torch.device("cuda")
+    assert while_answering(run(), MIXTURE, cuda, 64 * GIB) == ()
+    packed = ModelShapes(run().model_copy(update={"use_peft": False}), MIXTURE, cuda).frozen_bytes()
+    each = STACKS * 4.127 / 8
+    for lacking, count in ((0.5, 3), (1.5, 4), (3.5, 6), (9.0, 6)):
+        free = int((packed - lacking * each) / ANSWERING)
+        assert len(while_answering(run(), MIXTURE, cuda, free)) == count
+    assert while_answering(run(expert_offload=2), MIXTURE, cuda, 64 * GIB) == (2, 5)
+    assert while_answering(run(expert_offload=False), MIXTURE, cuda, 0) == ()
+    assert while_answering(run(expert_offload=True), MIXTURE, torch.device("cpu"), 0) == ()
+    assert while_answering(run(expert_offload=True), DENSE, cuda, 0) == ()
+
+
+def test_several_processes():
+    with pytest.raises(ConfigError, match="expert_offload: 2: several processes"):
+        estimate(run(expert_offload=2), MIXTURE, device="cuda", capacity_bytes=80 * GIB, layout=Parallel(data=2))
+
+
+def test_a_host_too_small_for_them(monkeypatch):
+    each = STACKS * 4.13 / 8
+    monkeypatch.setattr(host, "available_bytes", lambda: int(3.5 * each / 0.9))
+    with pytest.raises(ConfigError, match=r"expert_offload: 5: .* room for") as refused:
+        plan(expert_offload=5)
+    assert "expert_offload: 3" in refused.value.fix
+    assert len(plan(activation_checkpointing="checkpoint", gib=0.1).offloaded) == 3
