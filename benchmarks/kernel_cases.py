@@ -48,6 +48,7 @@ float8, gemv4, gemv8, gemv_planes, glu = map(on_gpu, ("float8", "gemv4", "gemv8"
 hqq, int4, int8, lora_glu, lora_read = map(on_gpu, ("hqq", "int4", "int8", "lora_glu", "lora_read"))
 low_rank, norms, paged_attention, partial_sums = map(on_gpu, ("low_rank", "norms", "paged_attention", "partial_sums"))
 rope, sample, experts, experts_unit = map(on_gpu, ("rope", "sample", "experts", "experts_unit"))
+expert_rows, router = map(on_gpu, ("expert_rows", "router"))
 divergence = on_gpu("divergence")
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -188,6 +189,9 @@ def attend_call(dtype: torch.dtype, size: int, cache: torch.dtype, window: int |
     q, keys = empty(2, 32, 1, size, dtype=dtype), empty(2, 8, 1024, size, dtype=cache)
     first, last = empty(2, dtype=torch.int32), empty(1, dtype=torch.int64)
     decode_attention.decode_attention(q, keys, keys, first, last, 0.1, window, softcap)
+    new = empty(2, 8, 1, size, dtype=dtype)
+    if cache is dtype:
+        decode_attention.store_both_(new, new, keys, keys, last)
 
 
 def attention_cases() -> Iterator[Case]:
@@ -454,7 +458,7 @@ def packed_experts(count: int, rows: int, columns: int) -> StackedWeight:
 def expert_cases() -> Iterator[Case]:
     """Qwen3-30B-A3B's products, from a row an expert to 512."""
     count, top_k, rank, sides = 128, 8, 16, (2048, 1536)
-    for dtype, tokens in apart((FP32, BF16), (8192, 512, 256, 8, 1)):  # each another tile
+    for dtype, tokens in apart((FP32, BF16), (8192, 1024, 512, 256, 8, 1)):  # each another tile
 
         def products(dtype=dtype, tokens=tokens, sides=sides):
             routing = experts.route(empty(tokens, top_k, dtype=torch.int64), count)
@@ -478,6 +482,15 @@ def expert_cases() -> Iterator[Case]:
             experts.combine(empty(slots, sides[0], dtype=dtype), routing, empty(tokens, top_k))
 
         yield Case("experts", products, dtype, dtype is BF16 and tokens == 8192)
+    for dtype in WIDTHS:
+
+        def token(dtype=dtype):
+            x, weight = empty(1, sides[0], dtype=dtype), empty(count, sides[0], dtype=dtype)
+            _, scores, index = router.top_experts(x, weight, top_k, True, dtype)
+            stacks = packed_experts(count, sides[1], sides[0]), packed_experts(count, sides[0], sides[1] // 2)
+            expert_rows.expert_rows(x, *stacks, Unit("silu"), index, scores)
+
+        yield Case("experts of a token", token, dtype)
     for dtype, unit in apart(WIDTHS, (Unit("silu"), Unit("gelu_tanh"), Unit("silu", True, 7.0, 1.702, 1.0))):
 
         def units(dtype=dtype, unit=unit):

@@ -21,7 +21,7 @@ THEIRS = {
     "simpo": cpo.CPOConfig, "orpo": orpo.ORPOConfig,
     "grpo": trl.GRPOConfig, "rloo": trl.RLOOConfig,
 }  # fmt: skip
-NOT_THEIRS = {"reward_funcs", "reward_timeout_s", "rollout_weights", "rollout_memory_gib", "kv_cache"}
+NOT_THEIRS = {"reward_funcs", "reward_timeout_s", "rollout", "rollout_weights", "rollout_memory_gib", "kv_cache"}
 NOT_THEIRS |= {"dynamic_sampling", "importance_sampling_correction", "importance_sampling_mode"}
 NOT_THEIRS |= {"importance_sampling_clip_max", "importance_sampling_clip_min"}  # vllm_... there
 NEEDED = {method: {"reward_funcs": ["exact"], "gradient_accumulation_steps": 8} for method in ("grpo", "rloo")}
@@ -144,6 +144,55 @@ def test_axolotls_section_of_policy_keys():
     said = problem(rl="grpo", gradient_accumulation_steps=8, trl={"use_vllm": True, "reward_funcs": ["exact"]})
     assert "trl: use_vllm has no equivalent" in said
     assert "trl cannot be 3" in problem(rl="grpo", trl=3)
+
+
+ENGINE = {"method": "grpo", "reward_funcs": "exact", "gradient_accumulation_steps": 8}
+SERVER = {"rollout": "vllm", "vllm_server_base_url": "http://here:8000"}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "url", "seconds"),
+    [
+        ({"use_vllm": True, "vllm_mode": "server"}, "http://localhost:8000", 240),
+        ({"vllm_mode": "server", "use_vllm": True, "vllm_server_host": "h", "vllm_server_port": 9}, "http://h:9", 240),
+        (
+            {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "https://x", "vllm_server_timeout": 9},
+            "https://x",
+            9,
+        ),
+        ({"trl": {"use_vllm": True, "vllm_mode": "server", "vllm_server_timeout": 5}}, "http://localhost:8000", 5),
+    ],
+)
+def test_trls_server_is_ours(theirs, url, seconds):
+    config = load_config(None, {**GIVEN, **ENGINE, **theirs})
+    assert (config.rollout, config.vllm_server_base_url, config.vllm_server_timeout) == ("vllm", url, seconds)
+
+
+def test_trls_server_without_its_switch_is_none():
+    config = load_config(None, {**GIVEN, **ENGINE, "use_vllm": False, "vllm_mode": "colocate", "vllm_server_port": 1})
+    assert (config.rollout, config.vllm_server_base_url) == ("halfbyte", None)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"vllm_server_base_url": None}, "rollout: vllm needs vllm_server_base_url"),
+        ({"rollout": "halfbyte"}, "with rollout: halfbyte, which asks no server"),
+        *(({"vllm_server_base_url": url}, "is no address of a server") for url in (
+            "here:8000", "http://", "http://here:99999", "http://here/v1", "http://u:p@here", "ftp://here", "http://h?x",
+        )),
+        ({"kv_cache": "fp8"}, "kv_cache: fp8 with rollout: vllm, which has weights and a cache of its own"),
+        ({"rollout_memory_gib": 2.0}, "rollout_memory_gib: 2.0 with rollout: vllm"),
+        ({"use_peft": False, "load_in_4bit": False}, "use_peft: false with rollout: vllm, which takes adapters only"),
+        ({"use_dora": True}, "use_dora with rollout: vllm, which cannot apply it"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save with rollout: vllm"),
+        ({"temperature": 0.5, "top_k": 3}, "temperature: 0.5 beside top_p, top_k or min_p with rollout: vllm"),
+        ({"method": "gkd", "reward_funcs": None}, "rollout: vllm has no meaning with method: gkd"),
+    ],
+)  # fmt: skip
+def test_what_a_server_cannot_do(more, said):
+    keys = {**ENGINE, **SERVER, **more}
+    assert said in problem(**{key: value for key, value in keys.items() if value is not None})
 
 
 def test_axolotls_fields_of_pairs_are_columns():

@@ -180,7 +180,7 @@ class Family:
         rope_pairs: which values of a head RoPE turns together: i and i + R/2, or neighbours; cos and sin come for the
             first half of them and again for the second, or "repeated" for neighbours, too, or "once".
         unrotated: where it is written which layers have no RoPE: in the module (use_rope), in the config, where their
-            base is 0 (layer_rope_theta), or those have none that have no window ("window").
+            base is 0 (layer_rope_theta), or those have none that have no window ("window"), or "all".
         scaled_queries: q is multiplied by 1 + β·log(1 + ⌊position / context⌋), as Llama 4's are.
         fused: linears that stand for several: qkv_proj, gate_up_proj.
         gated_mlp: the MLP is gated; else its activation, which may have weights, is of one linear.
@@ -196,8 +196,8 @@ class Family:
         images_see_themselves: tokens of one image attend to each other both ways (token_type_ids), not causally.
         shares_keys: an attention layer may take keys and values from an earlier one, or both from one linear; values
             are normalised, each head by a norm without a weight.
-        own_layer: transformers' forward of a layer runs, around parts that are fused: it has more than two halves, and
-            `norms` says nothing of it.
+        own_layer: transformers' forward of a layer runs, around parts that are fused: it has more than two halves, or
+            a state; `norms` and `mixer` say nothing of it.
         gated_attention: what o_proj reads is multiplied by the sigmoid of a gate, which each head of q_proj has behind
             its queries ("q_proj"), or a linear of its own ("gate_proj").
         mixer: of layers without attention.
@@ -218,7 +218,7 @@ class Family:
     qk_norm: Literal["head", "all", "shared"] | None = None
     query_multiplier: str = ""
     rope_pairs: Literal["halves", "neighbours", "repeated", "once"] = "halves"
-    unrotated: Literal["use_rope", "layer_rope_theta", "window"] | None = None
+    unrotated: Literal["use_rope", "layer_rope_theta", "window", "all"] | None = None
     scaled_queries: bool = False
     fused: tuple[str, ...] = ()
     gated_mlp: bool = True
@@ -375,6 +375,12 @@ FAMILIES = [
            mixer=DELTA_NET, experts=Experts()),
     Family("Qwen3Next", "qwen3_next", norm_offset=True, qk_norm="head", gated_attention="q_proj",
            mixer=replace(DELTA_NET, inputs=("in_proj_qkvz", "in_proj_ba")), experts=Experts()),
+    Family("Bamba", "bamba", own_layer=True),
+    Family("GraniteMoeHybrid", "granitemoehybrid", own_layer=True, experts=Experts("num_local_experts"),
+           residual_scale="residual_multiplier", embedding_scale="embedding_multiplier"),
+    Family("Jamba", "jamba", own_layer=True, unrotated="all", experts=Experts()),
+    Family("NemotronH", "nemotron_h", own_layer=True, unrotated="all", gated_mlp=False, activation="mlp_hidden_act",
+           experts=Experts("n_routed_experts")),
 ]  # fmt: skip
 
 

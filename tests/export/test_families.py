@@ -57,6 +57,7 @@ WRONG = {
     "Qwen3Next": {"mixer": families.DELTA_NET},
     "Gemma3n": {"shares_keys": False},
     "Gemma4": {"own_layer": False},
+    "Jamba": {"unrotated": None},
 }
 
 
@@ -79,8 +80,8 @@ def departures(row, model) -> dict[str, object]:
     """What the classes and configs of transformers say of the fields of a row."""
     config, module = model.config.get_text_config(), importlib.import_module(row.module)
     backbone = getattr(model.base_model, "language_model", model.base_model)
-    layer = next(layer for layer in backbone.layers if hasattr(layer, "self_attn"))
-    attention = layer.self_attn
+    parts = [(layer, part) for layer in backbone.layers for part in layer.children()]
+    layer, attention = next((layer, part) for layer, part in parts if type(part).__name__.endswith("Attention"))
     other = next(
         (part for each in backbone.layers for name, part in each.named_children() if name == "linear_attn"), None
     )
@@ -90,12 +91,16 @@ def departures(row, model) -> dict[str, object]:
         "use_rope": "if self.use_rope" in source,
         "layer_rope_theta": hasattr(config, "layer_rope_theta"),
         "window": "if self.sliding_window is" in source,
+        "all": "cos" not in source,
     }
     routed = any(hasattr(part, "experts") for each in backbone.layers for part in each.children())
+    named = {part for name, _ in backbone.named_parameters() for part in name.split(".")}
     linears = {name.rpartition(".")[2] for name, _ in layer.named_modules() if name.endswith("_proj")}
     forward = inspect.getsource(type(layer).forward)
-    names, parallel = (families.Norms(), False) if "per_layer_input" in forward else norms_of(forward)
-    norm = getattr(layer, names.before_attention or names.after_attention)
+    own_layer = "per_layer_input" in forward or any("Mamba" in type(part).__name__ for _, part in parts)
+    own_layer = own_layer or any(type(part).__name__ == "BambaMixer" for _, part in parts)
+    names, parallel = (families.Norms(), False) if own_layer else norms_of(forward)
+    norm = next(part for _, part in parts if type(part).__name__.endswith("Norm"))
     gates = {"q_proj": "self.head_dim * 2" in source, "gate_proj": hasattr(attention, "gate_proj")}
     dropout = {"layer": hasattr(layer, "resid_attn_dropout"), "half": hasattr(attention, "residual_dropout")}
     return {
@@ -105,25 +110,25 @@ def departures(row, model) -> dict[str, object]:
         "norm_offset": bool(normed(norm, 0.0).any()),
         "layer_norm": not normed(norm, 1.0).any(),
         "qk_norm": qk_norm(attention),
-        "rope_pairs": rope_pairs(module, type(backbone.rotary_emb)),
+        "rope_pairs": rope_pairs(module, type(getattr(backbone, "rotary_emb", None))),
         "unrotated": next((where for where, has in unrotated.items() if has), None),
         "scaled_queries": "attn_scale(" in source,
         "fused": tuple(name for name in ("qkv_proj", "gate_up_proj") if name in linears),
-        "gated_mlp": routed or bool(linears & {"gate_proj", "gate_up_proj"}),
+        "gated_mlp": bool(named & {"gate_proj", "gate_up_proj"}),
         "residual_dropout": next((where for where, drops in dropout.items() if drops), None),
         "gated_attention": next((where for where, has in gates.items() if has), None),
         "mixer": mixer_of(row, other),
         "softcap": "softcap=" in source,
         "sinks": hasattr(attention, "sinks"),
-        "rope_by_layer": "sliding_attention" in (config.rope_parameters or {}),
+        "rope_by_layer": "sliding_attention" in (getattr(config, "rope_parameters", None) or {}),
         "window": next((where for where, text in windows.items() if text in source), None),
         "experts": routed,
         "tower": bool(row.gguf.arch) and "vision_config" in CONFIG_MAPPING[row.package].sub_configs,
         "shares_keys": "shared_kv_states" in source,
-        "own_layer": "per_layer_input" in forward,
+        "own_layer": own_layer,
         "classes": all(
             hasattr(module, row.name + kind) or hasattr(module, f"{row.name}Text{kind}")
-            for kind in ("DecoderLayer", "Attention")
+            for kind in (*([] if own_layer else ["DecoderLayer"]), "Attention")
         ),
     } | {field: key if hasattr(config, key) else "" for field, key in SCALES.items()}
 
@@ -172,7 +177,7 @@ def qk_norm(attention) -> str | None:
 def rope_pairs(module, rotary) -> str:
     turned = inspect.getsource(module.rotate_half) if hasattr(module, "rotate_half") else ""
     if "::2" not in turned:
-        return "once" if "emb = freqs\n" in inspect.getsource(rotary) else "halves"
+        return "once" if rotary is not type(None) and "emb = freqs\n" in inspect.getsource(rotary) else "halves"
     return "repeated" if "repeat_interleave" in inspect.getsource(rotary) else "neighbours"
 
 

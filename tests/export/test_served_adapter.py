@@ -10,9 +10,13 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from halfbyte import load_model
+from halfbyte.adapters import load_adapter
 from halfbyte.cli import main
+from halfbyte.config import load_config, resolve
 from halfbyte.errors import CheckpointError, ConfigError
-from halfbyte.export.served_adapter import export_served
+from halfbyte.export.adapter import AdapterLayers
+from halfbyte.export.served_adapter import ServedAdapter, export_served
 
 SIZES = {"vocab_size": 272, "eos_token_id": 257, "bos_token_id": 256}
 
@@ -67,6 +71,30 @@ def test_dense_models_and_shared_experts(tmp_path):
     tensors = load_file(export_served(run_of("DeepseekV3", deep)) / "adapter_model.safetensors")
     assert "base_model.model.model.layers.1.mlp.shared_experts.up_proj.lora_B.weight" in tensors
     assert "base_model.model.model.layers.1.mlp.experts.3.up_proj.lora_B.weight" in tensors
+
+
+@pytest.mark.parametrize("name", ["Qwen3Moe", "dense"])
+def test_an_adapter_that_trains_is_written_as_the_saved_one(name, tmp_path):
+    """On packed weights, with a frozen copy of another adapter beside it."""
+    keys = {"load_in_4bit": True, "rank_pattern": {"q_proj": 2}}
+    if name == "dense":
+        run = save_run(tmp_path / "run", save_base(tmp_path / "base"), **keys)
+    else:
+        mixture(name, **SIZES).save_pretrained(tmp_path / "base")
+        byte_tokenizer().save_pretrained(tmp_path / "base")
+        run = save_run(tmp_path / "run", tmp_path / "base", **keys)
+    model = load_adapter(load_model(str(tmp_path / "base"), device="cpu"), run / "adapter", str(tmp_path / "base"))
+    load_adapter(model, run / "adapter", str(tmp_path / "base"), "reference")
+    origin = resolve(load_config(run / "config.resolved.yaml"))
+    served = ServedAdapter(AdapterLayers(origin, None, torch.device("cpu"), trained=model), origin.origin, "it")
+    theirs = load_file(export_served(run) / "adapter_model.safetensors")
+    ours = served.tensors()
+    assert ours.keys() == theirs.keys()
+    assert all(ours[key].equal(theirs[key]) for key in theirs)
+    with torch.no_grad():
+        model.get_base_model().model.layers[0].self_attn.q_proj.lora_B["default"].weight.add_(1)
+    changed = [key for key, value in served.tensors().items() if not value.equal(ours[key])]
+    assert changed == ["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"]
 
 
 def test_command(tmp_path, capsys):

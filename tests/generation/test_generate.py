@@ -226,6 +226,7 @@ def test_the_lowest_temperatures_take_the_likeliest(temperature):
         ("temperature", -1),
         ("temperature", float("nan")),
         ("temperature", float("inf")),
+        ("temperature", "hot"),
         ("top_p", float("nan")),
         ("top_k", -2),
         ("top_p", 0),

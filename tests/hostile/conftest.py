@@ -95,4 +95,5 @@ def base(stage, environment, tmp_path_factory):
             modules += run("generate", "run", "prompts.jsonl", "--max-new-tokens", "4")
             (root / "modules.json").write_text(json.dumps(list(dict.fromkeys(modules))))
     stage.import_all(json.loads((root / "modules.json").read_text()))
+    stage.warm("hostile_inputs:replay")
     return folder

@@ -30,6 +30,12 @@ ROWS = [
 DATA = "".join(json.dumps(row) + "\n" for row in ROWS)
 
 
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256,
+}  # fmt: skip
+
+
 def make_model(folder: str) -> None:
     """A Llama of 64 by 2 with random weights, a tokenizer of bytes and a chat template."""
     import torch
@@ -45,16 +51,23 @@ def make_model(folder: str) -> None:
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(
-        vocab_size=len(fast),
-        num_hidden_layers=2,
-        max_position_embeddings=256,
-        eos_token_id=fast.eos_token_id,
-        pad_token_id=fast.pad_token_id,
-        **sizes,
-    )
+    config = LlamaConfig(vocab_size=len(fast), eos_token_id=fast.eos_token_id, pad_token_id=fast.pad_token_id, **SIZES)
     LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def replay() -> None:
+    """A step of that model as `check` replays it on shapes: torch keeps which shapes its operators return, and finding
+    that is most of what a plan of so small a model takes."""
+    import torch
+    from transformers import LlamaConfig
+
+    from halfbyte.config import RunConfig
+    from halfbyte.plan.shapes import ModelShapes, Shape
+
+    given = {"model_name_or_path": "model", "dataset": "data.jsonl", "output_dir": "out", "device": "cpu", "r": 2}
+    for dtype in ("bfloat16", "float32"):
+        shapes = ModelShapes(RunConfig(**given, dtype=dtype), LlamaConfig(**SIZES), torch.device("cpu"))
+        shapes.step(Shape(1, 128), ("keep",))
 
 
 def make_common(folder: Path) -> None:

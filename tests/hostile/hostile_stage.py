@@ -84,6 +84,10 @@ class Stage:
     def import_all(self, modules: list[str]) -> None:
         self.ask(modules=modules)
 
+    def warm(self, function: str) -> None:
+        """Call a function (module:function) there: what torch keeps of it, every child finds."""
+        self.ask(warm=function)
+
     def run(self, arguments: list[str], place: Path, scratch: Path, **wishes) -> Ended:
         """One command in `place`.
 
@@ -115,11 +119,16 @@ def _serve(descriptor: int) -> None:
             for finalizer in weakref.finalize._registry:  # torch's operators are not a child's to undo
                 finalizer.atexit = False
             plots._svg = lambda *arguments: "<svg></svg>"  # as in the tests of one process
-            gc.collect()
-            gc.freeze()  # collections in a child need not go through, and so copy, what all share
+            answer = {}
+        elif "warm" in request:
+            module, _, function = request["warm"].partition(":")
+            getattr(importlib.import_module(module), function)()
             answer = {}
         else:
             answer = _command(request)
+        if "arguments" not in request:
+            gc.collect()
+            gc.freeze()  # collections in a child need not go through, and so copy, what all share
         lines.write(json.dumps(answer) + "\n")
         lines.flush()
 

@@ -7,6 +7,7 @@ from rows_data import data
 GRPO = "method=grpo num_generations=2 per_device_train_batch_size=2 max_completion_length=4"
 PROMPTS = data('{"prompt": "a small model"}\n{"prompt": "nine rows"}\n{"prompt": "each of them"}\n')
 RAN = ("out", "out/*")
+SERVED = "reward_funcs=repetition rollout=vllm vllm_server_base_url"
 
 
 def policy(name: str, keys: str, **wishes) -> Case:
@@ -74,7 +75,17 @@ ROWS = [
     ),
     Case("+ dynamic sampling of pairs", both("method=dpo dynamic_sampling=true"), says="dynamic_sampling", fix="grpo"),
     policy("+ an engine of its own", "reward_funcs=repetition use_vllm=true", says="use_vllm", fix="own engine"),
-    policy("+ a server", "reward_funcs=repetition vllm_server_base_url=http://a", says="vllm_server_base_url"),
+    policy("+ a server that nobody asks", "reward_funcs=repetition vllm_server_base_url=http://a", says="rollout"),
+    policy("+ a server that is no address", f"{SERVED}=localhost:8000", says="no address of a server", fix="http://"),
+    policy("+ a server that is away", f"{SERVED}=http://127.0.0.1:9", says="does not answer", fix="--max-lora-rank"),
+    policy(
+        "+ a server without a name",
+        f"{SERVED}=http://no-such-host.invalid:8000",
+        says="does not answer",
+        fix="vllm serve",
+    ),
+    policy("+ a server's cache", f"{SERVED}=http://a kv_cache=fp8", says="kv_cache", fix="remove it"),
+    policy("+ a server, and a full model", f"{SERVED}=http://a use_peft=false load_in_4bit=false", says="use_peft"),
     reward("+ a file without that function", "def g(**_):\n    return []\n", ("r.py", "f")),
     reward("+ a reward without end in size", "def f(completions, **_):\n    return [float('inf')] * 2\n", "inf"),
     reward("+ a reward that is no Python", "def f(:\n", ("r.py", "SyntaxError")),

@@ -5,7 +5,7 @@ import pytest
 import torch
 from parity import DEVICE, INTERPRETED, dtypes, random
 
-from halfbyte.ops.decode_attention import decode_attention
+from halfbyte.ops.decode_attention import decode_attention, store_both_
 
 pytestmark = parity.mark
 pytest.importorskip("triton")
@@ -55,3 +55,21 @@ def test_a_graph_follows_the_last_slot():
     last.add_(7)
     graph.replay()
     assert torch.equal(out, attend(*call))
+
+
+@pytest.mark.parametrize(("batch", "heads", "size"), [(1, 4, 128), (3, 2, 40)])
+def test_keys_and_values_are_stored(batch, heads, size):
+    """In their slot alone, from where projections left them."""
+    from halfbyte.kernels.triton import decode_attention as module
+
+    slot = torch.tensor([5], device=DEVICE)
+    kept = [random(batch, heads, 9, size, dtype=torch.float32) for _ in range(2)]
+    both = random(batch, 1, 2 * heads, size, dtype=torch.float32).transpose(1, 2)
+    k, v = both[:, :heads], both[:, heads:]
+    mine, theirs = ([each.clone() for each in kept] for _ in range(2))
+    assert module.store_obstacle(k, v, *mine, slot) is None
+    module.store_both_(k, v, *mine, slot)
+    store_both_.reference(k, v, *theirs, slot)
+    assert all(map(torch.equal, mine, theirs))
+    assert "dtype" in module.store_obstacle(k.half(), v.half(), *mine, slot)
+    assert "one token's" in module.store_obstacle(k.expand(-1, -1, 2, -1), v, *mine, slot)

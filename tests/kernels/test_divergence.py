@@ -39,7 +39,8 @@ def test_divergence_and_gradient(shape, dtype, objectives, beta):
     truth, kept = exact(student), teacher.clone()
     wanted = reference.divergence_.reference(truth, exact(teacher), objectives, beta, True)
     got = kernels.divergence_(student, teacher, objectives, beta, True)
-    assert (exact(student) - truth).norm() <= (torch.finfo(dtype).eps + 5e-6) * truth.norm()
+    # probabilities err by fp32's roundings, and their differences by as much
+    assert (exact(student) - truth).norm() <= (torch.finfo(dtype).eps + 5e-6) * truth.norm() + 1e-6 * shape[0] ** 0.5
     for mine, true in zip(got, wanted, strict=True):
         torch.testing.assert_close(exact(mine), true, rtol=1e-5, atol=1e-5)
     assert torch.equal(teacher, kept)

@@ -22,10 +22,16 @@ PARITY = sorted(
 
 @pytest.mark.interpret
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is the process of its own")
-def test_in_the_interpreter():
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_in_the_interpreter(every):
+    """All kernels; of each test's cases one of so many, the first among them."""
     options = ["-q", "-p", "no:cacheprovider", "-x", "-m", "interpret"]
     command = [sys.executable, "-m", "pytest", *options, *(str(HERE / name) for name in PARITY)]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "HALFBYTE_INTERPRET_EVERY": str(every),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    }
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

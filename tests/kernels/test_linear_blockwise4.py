@@ -25,8 +25,8 @@ BF16, FP16 = torch.bfloat16, torch.float16
 on_gpu = functools.cache(partial(arguments, device="cuda"))
 RUN = {
     gemv4_row: """
-extern "C" void run(u32 blocks, u32 threads, u32 bytes, Weight *w, const u16 **x, const u16 **bias, u16 **out) {
-    launch(blocks, threads, bytes, [&] { row4(*w, *x, *bias, *out); });
+extern "C" void run(u32 blocks, u32 threads, u32 bytes, const Parts *parts, const u16 **x) {
+    launch(blocks, threads, bytes, [&] { row4(*parts, *x); });
 }
 """,
     gemv4: """
@@ -112,6 +112,32 @@ def test_products(backend, module, blocksize, nested, kind):
             rank = batch % 3 * 8 if module is gemm4 else 0
             for dtype in (BF16, FP16):
                 check(kernel(module), batch, weight, shape[1], dtype, bias=batch % 2 == 0, rank=rank)
+
+
+@cases(
+    ("sizes", "blocks", "batch", "nested"),
+    emulated=[((40, 16, 130), (1, 1, 2), 1, True), ((16, 33), (1, 2, 1), 2, False)],
+    hopper=[((4096, 512, 512), None, 1, True), ((4096, 4096), None, 2, False), ((16, 16, 5000), None, 1, True)],
+)
+def test_several_weights(monkeypatch, backend, sizes, blocks, batch, nested):
+    """Those of one launch are those of one each; on three multiprocessors each has a block."""
+    loaded(gemv4_row, backend, monkeypatch, RUN[gemv4_row])
+    torch.manual_seed(0)
+    x = torch.randn(batch, 512, device=DEVICES[backend]).to(BF16)
+    weights = [(*arguments(rows, 512, "nf4", 64, nested, device=DEVICES[backend]), None) for rows in sizes]
+    assert gemv4_row.several_obstacle(x, weights) is None or backend == "emulated"
+    mine = gemv4_row.several(x, weights, blocks and gemv4_row.Blocks(*blocks))
+    for found, weight in zip(mine, weights, strict=True):
+        assert torch.equal(found, gemv4_row.gemv(x, *weight, blocks=blocks and gemv4_row.Blocks(*blocks)))
+        true = linear_blockwise4.reference(x.float(), *weight)
+        assert (found.float() - true).norm() <= 4e-3 * true.norm()
+
+
+def test_blocks_are_shared_by_tiles():
+    assert gemv4_row.shares([256, 32, 32], 132) == [106, 13, 13]
+    assert gemv4_row.shares([1, 1], 132) == [1, 1]
+    assert gemv4_row.shares([1000, 1, 1], 3) == [1, 1, 1]
+    assert sum(gemv4_row.shares([7, 90, 3], 20)) == 20
 
 
 @cases("blocksize", hopper=[512, 2048, 4096])

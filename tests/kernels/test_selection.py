@@ -46,7 +46,11 @@ HOPPER = {
     "transpose_float8": ["cuda.float8.transpose", "triton.float8.transpose_float8"],
     "lora_glu": ["cuda.lora_glu.forward", *["triton.lora_glu.lora_glu"] * 2],
     "lora_read": ["cuda.lora_read.read", REFERENCE],
-    "grouped_product": ["cuda.grouped4.grouped_product", "triton.grouped.grouped_product"] * 3,
+    # 1 and 32 rows an expert and 512, forward and turned
+    "grouped_product": [
+        *["cuda.grouped4.grouped_product", "triton.grouped.grouped_product"] * 2,
+        *["cuda.grouped_gemm4.grouped_product"] * 2,
+    ],
 }  # fmt: skip
 ADA = {
     "linear_blockwise4": [GEMV, GEMV, GEMV, *[GEMM] * 5, REFERENCE, GEMV, GEMM, GEMV],

@@ -1,5 +1,6 @@
 """KTO beside TRL's trainer in the same process, and z over a whole step."""
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -10,8 +11,11 @@ from trl import KTOTrainer
 from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
 from halfbyte.data.batches import batches_of
-from halfbyte.data.paired import MISMATCHED, as_documents, mismatched
+from halfbyte.data.paired import MISMATCHED, answer_collator, as_documents, mismatched, trained_tokens
 from halfbyte.data.prepare import PreparedData
+from halfbyte.methods.answers import reference_log_probs
+from halfbyte.models import branches
+from halfbyte.train.ahead import Ahead, with_numbers
 
 OWN = ("completion_ids", "completion_mask")
 
@@ -30,10 +34,10 @@ def unpaired(count, seed=0):
 ROWS = unpaired(5)
 
 
-def prepared(rows, asked):
+def prepared(rows, asked, shared=False):
     dataset = Dataset.from_list(rows)
     if asked.looks_ahead:
-        return list(as_documents(mismatched(dataset, 64), [OWN, MISMATCHED], ["label"]))
+        return list(as_documents(mismatched(dataset, 64), [OWN, MISMATCHED], ["label"], shared=shared))
     return list(as_documents(dataset, [OWN], ["label"]))
 
 
@@ -68,12 +72,13 @@ def theirs(policy, rows, **keys):
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
 @pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
+@pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared"])
 @pytest.mark.parametrize("layout", [{}, {"padding_free": True}], ids=["padded", "flat"])
-def test_it_is_trls(family, loss, layout):
+def test_it_is_trls(family, loss, layout, shared):
     policy = model(family, seed=11)  # with which z is above 0
     keys = {"beta": 0.3, "desirable_weight": 1.3, "undesirable_weight": 0.6}
     asked = method(method="kto", loss_type=loss, **keys)
-    found, sums, counts = step(asked, policy, [prepared(ROWS, asked)], **layout)
+    found, sums, counts = step(asked, policy, [prepared(ROWS, asked, shared)], **layout)
     found_gradients = gradients(found, policy)
     expected, logged = theirs(policy, ROWS, loss_type=loss, **keys)
     assert float(found) == pytest.approx(float(expected), rel=1e-5)
@@ -96,6 +101,52 @@ def test_z_is_of_the_whole_step(layout):
         assert float(found) == pytest.approx(float(expected), rel=2e-6)
         assert float(found_sums["kl"]) == pytest.approx(float(sums["kl"]), rel=1e-5)
         assert_same_gradients(gradients(found, policy), gradients(expected, policy), 5e-6)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "computed again"])
+@pytest.mark.parametrize("rounded", [False, True], ids=["exact", "rounded"])
+@pytest.mark.parametrize("layout", [{}, {"padding_free": True}], ids=["padded", "flat"])
+def test_mismatched_answers_behind_the_others(layout, rounded, checkpointing):
+    """Prompts once: the loss and gradients of documents apart, in fewer tokens, from the reference that a batch brings
+    or from its forward; and evaluations, which look ahead."""
+    policy, asked, chosen = model(seed=11), method(method="kto", beta=0.3), config(method="kto", **layout)
+    expected, sums, counts = step(asked, policy, [prepared(ROWS, asked)])
+    wanted = gradients(expected, policy)
+    if checkpointing:
+        policy.get_base_model().gradient_checkpointing_enable({"use_reentrant": False})
+    rows = prepared(ROWS, asked, shared=True)
+    assert asked.tokens(rows) == sum(len(row["prompt_ids"]) + len(row["completion_ids"]) for row in ROWS) + sum(
+        len(row["other_ids"]) for row in mismatched(Dataset.from_list(ROWS), 64)
+    )
+    collate = asked.collator(chosen, tokenizer())
+    if rounded:
+        both = replace(collate.collate, rounded=True, collate=replace(collate.collate.collate, rounded=True))
+        collate = replace(collate, collate=both)
+    batch = collate(rows)
+    assert not asked.needs_ahead([batch])
+    reference = reference_log_probs(policy, answer_collator(chosen, tokenizer())(rows))
+    parts = reference.split([trained_tokens(row) for row in rows])
+    known = collate([row | {"reference": part.tolist()} for row, part in zip(rows, parts, strict=True)])
+    for given in (batch, known):
+        found, found_sums, found_counts = mean_loss(asked, policy, [given])
+        assert found_counts == counts
+        assert float(found) == pytest.approx(float(expected), rel=2e-6)
+        assert float(found_sums["kl"]) == pytest.approx(float(sums["kl"]), rel=1e-5)
+        assert_same_gradients(gradients(found, policy), wanted, 5e-6)
+    ahead = Ahead(asked, policy)
+    with torch.no_grad():
+        evaluated = asked.sums(policy, with_numbers(batch, ahead.of_all([batch])))
+    assert float(evaluated["loss"]) == pytest.approx(float(sums["loss"]), rel=2e-6)
+
+
+def test_without_a_kernel_for_it(monkeypatch):
+    """By torch's attention of padded batches."""
+    monkeypatch.setattr(branches.causal, "takes_branches", lambda query: False)
+    policy, asked = model(seed=11), method(method="kto", beta=0.3)
+    expected, sums, _ = step(asked, policy, [prepared(ROWS, asked)])
+    found, found_sums, _ = step(asked, policy, [prepared(ROWS, asked, shared=True)])
+    assert float(found) == pytest.approx(float(expected), rel=2e-6)
+    assert float(found_sums["kl"]) == pytest.approx(float(sums["kl"]), rel=1e-5)
 
 
 def test_a_blank_micro_batch_counts_for_nothing():

@@ -170,9 +170,10 @@ def test_a_reference_computed_once_is_that_of_answers_apart():
     assert torch.equal(collate(kept)["reference"], reference)
 
 
-def test_single_answers_take_mismatched_ones_apart_and_refer_to_both_at_once():
+def test_single_answers_of_several_micro_batches_take_mismatched_ones_apart_and_refer_to_both_at_once():
+    """In steps of one micro-batch they are laid out behind the others: test_kto."""
     rows = [{**row, "label": number % 2 == 0} for number, row in enumerate(ROWS)]
-    asked = method(method="kto")
+    asked = method(method="kto", gradient_accumulation_steps=2)
     made = {
         shared: list(as_documents(Dataset.from_list(rows), PAIRED, ["label"], shared=shared))
         for shared in (True, False)

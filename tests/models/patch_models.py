@@ -35,6 +35,7 @@ PER_LAYER = {
     "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8,
     "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 101,
 }  # fmt: skip
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
 SCALED_QUERIES = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 4,
     "llama_4_scaling_beta": 0.3,
@@ -106,12 +107,46 @@ FAMILIES = {
     "Qwen3_5Text": HYBRID,
     "Qwen3_5MoeText": HYBRID | MIXTURE | {"num_experts": 4, "shared_expert_intermediate_size": 16},
     "Qwen3Next": HYBRID | MIXTURE | {"num_experts": 4, "shared_expert_intermediate_size": 16},
+    "Bamba": MAMBA | {"attn_layer_indices": [1]},
+    "GraniteMoeHybrid": MAMBA
+    | {
+        "layer_types": ["mamba", "attention"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 24,
+        "residual_multiplier": 0.3,
+        "embedding_multiplier": 5.0,
+        "logits_scaling": 3.0,
+        "attention_multiplier": 0.2,
+    },
+    "Jamba": {
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 0,
+        "num_experts": 4,
+    },
+    "NemotronH": MIXTURE
+    | {
+        "layers_block_type": ["mamba", "attention", "mlp", "moe"],
+        "num_hidden_layers": 4,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 1,
+        "n_routed_experts": 4,
+        "moe_shared_expert_intermediate_size": 16,
+        "n_shared_experts": 1,
+    },
 }
 EXPERTS = (
     "Mixtral", "Qwen3Moe", "Qwen2Moe", "Glm4Moe", "GraniteMoe", "Olmoe", "Phimoe", "Ernie4_5_Moe", "MiniMaxM2",
-    "Qwen3_5MoeText", "Qwen3Next", "GptOss",
+    "Qwen3_5MoeText", "Qwen3Next", "GptOss", "GraniteMoeHybrid", "Jamba", "NemotronH",
 )  # fmt: skip
-OWN_LAYERS = ("Gemma3nText", "Gemma4Text")  # transformers' forward of the layer around fused parts
+STATES = ("Bamba", "GraniteMoeHybrid", "Jamba", "NemotronH")  # Mamba layers between those of attention
+OWN_LAYERS = ("Gemma3nText", "Gemma4Text", *STATES)  # transformers' forward of the layer around fused parts
 HYBRIDS = ("Qwen3_5Text", "Qwen3_5MoeText", "Qwen3Next")  # some layers have no attention
 IMAGE, PIXELS = 100, 16  # the token that stands for a piece of an image, and pixels along a side
 VISION = {"hidden_size": 16, "intermediate_size": 24, "patch_size": 4}

@@ -11,6 +11,7 @@ from patch_models import (
     HYBRIDS,
     MULTIMODAL,
     OWN_LAYERS,
+    STATES,
     TEXT_PARTS,
     assert_same,
     batch,
@@ -59,13 +60,15 @@ def test_loss_and_gradients_equal_the_stock_models(family, packed, checkpointing
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
     report = check_equal(model, batch(packed), 2e-5 if family in OWN_LAYERS else 1e-5)  # of twice as many layers
-    unfused = {"experts"} if family in EXPERTS else {ADDED} if family in OWN_LAYERS else set()
+    unfused = ({"experts"} if family in EXPERTS else set()) | ({ADDED} if family in OWN_LAYERS else set())
+    unfused |= {"gated activation"} if family == "GraniteMoeHybrid" else set()  # whose shared one has other names
     layers = model.config.num_hidden_layers
     assert {what for what, _ in report.unfused} == unfused
     mixers = [type(module).__name__ for module in model.modules()]
     attentions, recurrences = (sum(name.endswith(kind) for name in mixers) for kind in ("Attention", "GatedDeltaNet"))
     assert report.fused["RoPE"] == report.fused["LoRA of o_proj"] == attentions
-    assert report.fused["gated norm"] == report.fused["LoRA of out_proj"] == recurrences == layers - attentions
+    assert report.fused["gated norm"] == report.fused["LoRA of out_proj"] == recurrences
+    assert recurrences == layers - attentions or family in STATES
     mlps = [module for module in model.modules() if type(module).__name__.endswith("MLP")]
     assert report.fused["gated activation"] == sum(
         hasattr(mlp, "gate_proj") or hasattr(mlp, "gate_up_proj") for mlp in mlps

@@ -162,13 +162,16 @@ def test_answers_that_the_data_lacks(taught, tmp_path, rows, why):
         prepare_run(load_config(None, keys(taught, tmp_path / "o", dataset=str(tmp_path / "some.jsonl"), lmbda=0.3)))
 
 
-def test_a_changed_teacher_is_not_resumed_with(taught, tmp_path):
-    shutil.copytree(taught / "adapter", tmp_path / "teacher")
+@pytest.mark.parametrize(("kind", "file"), [("adapter", "adapter_model.safetensors"), ("other", "model.safetensors")])
+def test_a_changed_teacher_is_not_resumed_with(taught, tmp_path, kind, file):
+    shutil.copytree(taught / kind, tmp_path / "teacher")
     more = {"teacher_model_name_or_path": str(tmp_path / "teacher"), "save_steps": 1, "max_steps": 2}
     run(taught, tmp_path / "out", **more)
-    file = tmp_path / "teacher/adapter_model.safetensors"
-    save_file({name: tensor + 1e-3 for name, tensor in load_file(file).items()}, file, PT)
-    with pytest.raises(ConfigError, match=r"adapter_model\.safetensors has changed since"):
+    shutil.copytree(tmp_path / "out", tmp_path / "same")
+    run(taught, tmp_path / "same", resume=str(tmp_path / "same/checkpoint-1"), **more)
+    path = tmp_path / "teacher" / file
+    save_file({name: tensor + 1e-3 for name, tensor in load_file(path).items()}, path, PT)
+    with pytest.raises(ConfigError, match=r"teacher.* has changed since"):
         run(taught, tmp_path / "out", resume=str(tmp_path / "out/checkpoint-1"), **more)
 
 

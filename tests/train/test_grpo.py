@@ -18,6 +18,7 @@ from halfbyte.evaluate import evaluate
 from halfbyte.train import checkpoint as checkpoints
 from halfbyte.train.generations import Generations
 from halfbyte.train.loop import TrainingLoop
+from halfbyte.train.mismatch import Mismatch
 from halfbyte.train.rewarded import passes
 from halfbyte.train.sft import finetune, train
 
@@ -317,19 +318,31 @@ def test_checked_and_not_evaluated_by_a_loss(prompts, tmp_path):
 def test_the_mismatch_is_corrected_for_once_it_is_large(prompts, tmp_path, monkeypatch):
     """auto: the ratios of a step decide of the next generation, and what is on stays on; said once."""
     notices.forget()
-    monkeypatch.setattr("halfbyte.train.generations.OFF", 0.5)
-    own, shares = Generations.saw, iter([0.6, 0.0, 0.0])
+    monkeypatch.setattr("halfbyte.train.mismatch.OFF", 0.5)
+    own, shares = Mismatch.saw, iter([0.6, 0.0, 0.0])
 
     def saw(self, sums, counts):
         own(self, sums, counts)
         self.outside = next(shares)
 
-    monkeypatch.setattr(Generations, "saw", saw)
+    monkeypatch.setattr(Mismatch, "saw", saw)
     bounds = {"importance_sampling_mode": "token_truncate", "importance_sampling_clip_max": 0.5}
     run(prompts, tmp_path / "out", max_steps=3, **bounds)
     weights = [each["sampling/importance_sampling_ratio/mean"] for each in records_of(tmp_path / "out")["train"]]
     assert weights == [1.0, 0.5, 0.5]
     assert "60% of the last step's ratios" in notices.said()["importance-sampling"]
+
+
+def test_an_fp8_cache_weighs_tokens_and_faint_weights_are_said(prompts, tmp_path):
+    """It is off by much in every token, and a whole answer's ratio is their product."""
+    notices.forget()
+    keys_ = {"kv_cache": "fp8", "importance_sampling_correction": True, "max_steps": 1}
+    run(prompts, tmp_path / "fp8", **keys_)
+    (record,) = records_of(tmp_path / "fp8")["train"]
+    assert record["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=0.1)
+    assert "faint-weights" not in notices.said()
+    run(prompts, tmp_path / "mask", **keys_, importance_sampling_mode="sequence_mask", importance_sampling_clip_max=0.8)
+    assert "token_truncate weighs each token" in notices.said()["faint-weights"]
 
 
 def test_groups_without_spread_are_exchanged(prompts, tmp_path):

@@ -173,14 +173,17 @@ def test_a_run_rewarded_by_a_model(judges, tmp_path):
     assert all(mine[name].equal(theirs[name]) for name in theirs)
 
 
-def test_a_changed_reward_model_is_not_resumed_with(judges, tmp_path):
-    shutil.copytree(judges / "answers/adapter", tmp_path / "judge")
+@pytest.mark.parametrize(
+    ("kind", "file"), [("answers/adapter", "adapter_model.safetensors"), ("whole", "model.safetensors")]
+)
+def test_a_changed_reward_model_is_not_resumed_with(judges, tmp_path, kind, file):
+    shutil.copytree(judges / kind, tmp_path / "judge")
     config = load_config(None, keys(judges, tmp_path / "out", [{"model": str(tmp_path / "judge")}], max_steps=2,
                                     save_steps=1))  # fmt: skip
     train(config)
-    file = tmp_path / "judge/adapter_model.safetensors"
-    save_file({name: tensor + 1e-3 for name, tensor in load_file(file).items()}, file, PT)
-    with pytest.raises(ConfigError, match="has changed since"):
+    path = tmp_path / "judge" / file
+    save_file({name: tensor + 1e-3 for name, tensor in load_file(path).items()}, path, PT)
+    with pytest.raises(ConfigError, match=r"judge.* has changed since"):
         train(config, resume=str(tmp_path / "out/checkpoint-1"))
 
 

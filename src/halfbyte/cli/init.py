@@ -61,7 +61,8 @@ def starting_config(model: str, dataset: str, method: str = "sft", teacher: str 
 
     files = find_model(resolve(base).origin)
     lengths = _lengths(files.config)
-    base = base.model_copy(update={"max_length": lengths[0]})
+    room = {"max_completion_length": min(base.max_completion_length, lengths[0] // 2)} if rows == "prompts" else {}
+    base = base.model_copy(update={"max_length": lengths[0], **room})
     try:
         base, data = _prepared(base, load_tokenizer(files.place), files.config)
     except DataError as error:  # in the words of this command

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ def preview_rollouts(config: RunConfig, count: int, answers: int) -> None:
         from ..train.judging import check_judges, judging
         from ..train.metrics import MetricsFile
         from ..train.rewarding import answer_ends, rewards_of
+        from ..train.served import look_over_server
 
     method = method_of(config)
     if not isinstance(method, PolicyOptimization):
@@ -49,6 +51,7 @@ def preview_rollouts(config: RunConfig, count: int, answers: int) -> None:
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
     data = method.ready(config, tokenizer)
     rewards = rewards_of(config, data)
+    look_over_server(config, data, tokenizer, Console(quiet=True))
     try:
         rewards.check()
         check_judges(config, rewards, files.config, tokenizer, Console(quiet=True))
@@ -65,7 +68,7 @@ def preview_rollouts(config: RunConfig, count: int, answers: int) -> None:
         kind = DistilledGenerations if config.method in DISTILLING else Generations
         generations = kind(config, method, model, tokenizer, data.train, rewards, **where)
         shown = list(range(min(count, len(data.train))))
-        with judging(config, rewards, model, tokenizer, device, dtype):
+        with closing(generations), judging(config, rewards, model, tokenizer, device, dtype):
             found = generations.answer(shown, [data.train[at] for at in shown], answers, 0, BEFORE)
         console = Console(soft_wrap=True)
         for line in _lines(found, answers, tokenizer):

@@ -139,14 +139,9 @@ HARMLESS = {
     "unsloth_lora_mlp": _OWN_KERNELS,
 }
 
-_OWN_ENGINE = "remove it; answers are drawn from the weights that train, by halfbyte's own engine"
+OWN_ENGINE = "remove it; answers are drawn by halfbyte's own engine, or by a server: rollout: vllm"
 NOT_BUILT = {
-    "rollout": _OWN_ENGINE,
-    "use_vllm": _OWN_ENGINE,
-    "vllm_mode": _OWN_ENGINE,
-    "vllm_server_base_url": _OWN_ENGINE,
-    "vllm_server_host": _OWN_ENGINE,
-    "use_transformers_continuous_batching": _OWN_ENGINE,
+    "use_transformers_continuous_batching": OWN_ENGINE,
     "use_ray": "remove it, and start the run with `halfbyte train`, or torchrun on each host",
     "sync_ref_model": "remove it; the reference stays what the run began with",
     "dpo_norm_loss": "set loss_type: sigmoid_norm, which takes the mean log-prob of an answer's tokens",

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..words import brief
-from .aliases import DEFAULTS, HARMLESS, NO_EQUIVALENT, NOT_BUILT, RENAMED
+from .aliases import DEFAULTS, HARMLESS, NO_EQUIVALENT, NOT_BUILT, OWN_ENGINE, RENAMED
 from .datasets import axolotl_datasets, axolotl_test_datasets
 from .divided import SEVERAL, WAYS, divided
-from .foreign_methods import CHOOSING, TRL, method_keys, policy_keys
+from .foreign_methods import CHOOSING, TRL, asks_server, method_keys, policy_keys, server_address
 from .methods import DEFAULTS as METHODS
 
 
@@ -339,6 +339,18 @@ def _trl(value: Any, values: Values) -> Outcome:
     return Mapped(keys) if keys else Ignored("")
 
 
+def _use_vllm(value: Any, values: Values) -> Outcome:
+    if not value:
+        return Ignored("")
+    if not asks_server(values):
+        return Refused("use_vllm without vllm_mode: server has no equivalent", OWN_ENGINE)
+    return Mapped({"rollout": "vllm", "vllm_server_base_url": server_address(values)})
+
+
+def _of_server(value: Any, values: Values) -> Outcome:
+    return Ignored("" if values.get("use_vllm") else "it says something beside use_vllm only")
+
+
 def _qlora_bnb(value: Any, values: Values) -> Outcome:
     return Mapped({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}) if value else Ignored("")
 
@@ -385,6 +397,8 @@ CONVERTED: dict[str, Callable[[Any, Values], Outcome]] = {
     "qat": _qat,
     **{key: _method(key) for key in CHOOSING},
     TRL: _trl,
+    "use_vllm": _use_vllm,
+    **dict.fromkeys(("vllm_mode", "vllm_server_host", "vllm_server_port"), _of_server),
     "bnb_config_kwargs": _bnb_config,
     "qlora_fp8": _stored("fp8"),
     "qlora_fp4": _stored("nvfp4"),

@@ -60,9 +60,24 @@ def policy_keys(section: dict[str, Any]) -> tuple[dict[str, Any], str]:
         found["scale_rewards"] = {True: "group", False: "none"}.get(section["scale_rewards"], section["scale_rewards"])
     if "reward_funcs" in given:
         found["reward_funcs"] = [_in_a_file(name) for name in given["reward_funcs"]]
-    engine = [] if given.get("use_vllm") else [key for key in given if key.startswith("vllm_")]
-    others = given.keys() - found.keys() - {*BESIDE, *engine}
+    served = asks_server(given)
+    if served:
+        found |= {"rollout": "vllm", "vllm_server_base_url": server_address(given)}
+        found |= {key: given[key] for key in ("vllm_server_timeout",) if key in given}
+    engine = [key for key in given if key.startswith("vllm_")] if served or not given.get("use_vllm") else []
+    others = given.keys() - found.keys() - {*BESIDE, *engine, *(["use_vllm"] if served else [])}
     return found, min(others, default="")
+
+
+def asks_server(values: dict[str, Any]) -> bool:
+    """Whether TRL would ask a vLLM server; its other mode, and its default, is an engine in its own process."""
+    return bool(values.get("use_vllm")) and values.get("vllm_mode") == "server"
+
+
+def server_address(values: dict[str, Any]) -> str:
+    """Where TRL looks for that server."""
+    host, port = values.get("vllm_server_host") or "localhost", values.get("vllm_server_port") or 8000
+    return values.get("vllm_server_base_url") or f"http://{'localhost' if host == '0.0.0.0' else host}:{port}"
 
 
 def _in_a_file(name: str) -> str:

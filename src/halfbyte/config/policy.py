@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveInt, field_validator
 
@@ -45,6 +46,11 @@ class PolicySection(Section):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = of(
         SAMPLING, None, "draw among tokens at least this times as likely as the likeliest; default: all"
     )
+    rollout: Literal["halfbyte", "vllm"] = of(
+        POLICY, "halfbyte", "who answers: the model that trains, or the vLLM server of vllm_server_base_url"
+    )
+    vllm_server_base_url: str | None = of(POLICY, None, "where that server is, such as http://localhost:8000")
+    vllm_server_timeout: Positive = of(POLICY, 240.0, "seconds that it may take for the answers to a prompt")
     rollout_weights: Literal["auto", "packed", "unpacked"] = of(
         SAMPLING,
         "auto",
@@ -78,7 +84,7 @@ class PolicySection(Section):
         GRPO,
         None,
         "whether those ratios are a token's or an answer's, and are bounded or, outside of the bounds, 0; default:"
-        " sequence_mask, with loss_type vespo token_truncate",
+        " sequence_mask, with loss_type vespo or kv_cache fp8 token_truncate",
     )
     importance_sampling_clip_max: Positive | None = of(GRPO, 3.0, "upper bound of those ratios")
     importance_sampling_clip_min: Positive | None = of(GRPO, None, "lower bound of those ratios; default: none")
@@ -159,7 +165,8 @@ def in_policy(config: RunConfig) -> Iterator[Contradiction]:
     answers, group = answers_a_generation(config), config.num_generations or 2
     if answers % group:
         wrong = f"num_generations: {group} does not divide the {answers} answers of a generation"
-        fix = "they are per_device_train_batch_size · steps_per_generation (or gradient_accumulation_steps)"
+        answers_are = "per_device_train_batch_size · steps_per_generation (or gradient_accumulation_steps)"
+        fix = f"make {answers_are} a multiple of num_generations"
         yield "num_generations", wrong, fix
     if micro_batches_a_generation(config) % config.gradient_accumulation_steps:
         wrong = f"steps_per_generation: {config.steps_per_generation} micro-batches are no whole number of steps"
@@ -171,12 +178,54 @@ def in_policy(config: RunConfig) -> Iterator[Contradiction]:
     if config.delta is not None and config.delta <= 1 + (config.epsilon_high or config.epsilon):
         yield "delta", f"delta: {config.delta:g} is within what is clipped anyway", "give more than 1 + epsilon_high"
     yield from _in_correction(config)
+    yield from _in_server(config)
     if not config.use_peft and config.beta:
         wrong = "beta needs a reference, which is the model without its adapter"
         yield "beta", wrong, "set beta: 0, or train an adapter (use_peft: true)"
     clip = config.reward_clip_range
     if clip is not None and not (len(clip) == 2 and clip[0] < clip[1]):
         yield "reward_clip_range", f"reward_clip_range: {brief(clip)}", "give [least, most]"
+
+
+def _in_server(config: RunConfig) -> Iterator[Contradiction]:
+    """Of rollouts by vLLM."""
+    url = config.vllm_server_base_url
+    if config.rollout != "vllm":
+        if url is not None:
+            wrong = f"vllm_server_base_url: {brief(url)} with rollout: {config.rollout}, which asks no server"
+            yield "vllm_server_base_url", wrong, "set rollout: vllm, or remove it"
+        return
+    if url is None:
+        yield "rollout", "rollout: vllm needs vllm_server_base_url", "say where the server is: http://HOST:PORT"
+    elif not _is_server(url):
+        wrong = f"vllm_server_base_url: {brief(url)} is no address of a server"
+        yield "vllm_server_base_url", wrong, "write http://HOST:PORT, without /v1"
+    own = {"rollout_weights": "auto", "rollout_memory_gib": None, "kv_cache": "auto"}
+    for key, default in own.items():
+        if (value := getattr(config, key)) != default:
+            yield key, f"{key}: {value} with rollout: vllm, which has weights and a cache of its own", "remove it"
+    if not config.use_peft:
+        yield (
+            "use_peft",
+            "use_peft: false with rollout: vllm, which takes adapters only",
+            "set use_peft: true, or rollout: halfbyte",
+        )
+    for key in ("use_dora", "modules_to_save"):
+        if getattr(config, key):
+            yield key, f"{key} with rollout: vllm, which cannot apply it", "remove it, or set rollout: halfbyte"
+    if config.temperature != 1 and (config.top_p < 1 or config.top_k or config.min_p):
+        wrong = f"temperature: {config.temperature:g} beside top_p, top_k or min_p with rollout: vllm"
+        yield "temperature", f"{wrong}, whose log-probabilities are over what those leave", "set temperature: 1"
+
+
+def _is_server(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        whole = parts.port != 0 and not (parts.username or parts.query or parts.fragment)
+    except ValueError:
+        return False
+    named = parts.scheme in ("http", "https") and parts.hostname and not any(each.isspace() for each in url)
+    return bool(named and whole) and not parts.path.rstrip("/").endswith("/v1")
 
 
 def _in_distillation(config: RunConfig) -> Iterator[Contradiction]:

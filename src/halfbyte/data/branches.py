@@ -137,12 +137,40 @@ class BranchCollator:
                 at += tree.tokens
             left = (number + 1) * width - at
             parts += [Part(at, left, at + left)] * bool(left)
+        return self._laid_out(ids, width, parts), places
+
+    def beside(
+        self, answers: Sequence[Sequence[int]], prompts: Sequence[np.ndarray], tokens: int
+    ) -> tuple[Batch, list[np.ndarray]]:
+        """Further answers to the prompts of a batch, in a row of their own, as a forward takes them that sees the keys
+        and values of that batch (`models.branches.Kept`).
+
+        Args:
+            prompts: where the tokens of each one's prompt lie in that batch, one behind the other.
+            tokens: of that batch, in all.
+
+        Returns:
+            As a call gives it, but that branches and key_places are of the batch's tokens with these behind them, and
+            so are the places of documents.
+        """
+        ids = np.concatenate([np.asarray(answer, dtype=np.int64) for answer in answers])
+        width = width_of(len(ids), widths=self.widths) if self.rounded else len(ids)
+        parts, places, at = list[Part](), list[np.ndarray](), tokens
+        for answer, prompt in zip(answers, prompts, strict=True):
+            parts.append(Part(at, len(answer), at + len(answer), int(prompt[0]), len(prompt)))
+            places.append(np.concatenate([prompt, np.arange(at, at + len(answer))]))
+            at += len(answer)
+        left = tokens + width - at
+        parts += [Part(at, left, at + left)] * bool(left)
+        return self._laid_out([ids], width, parts), places
+
+    def _laid_out(self, ids: Sequence[np.ndarray], width: int, parts: list[Part]) -> Batch:
         padded = np.full((len(ids), width), self.pad_token_id)
         for line, tokens in zip(padded, ids, strict=True):
             line[: len(tokens)] = tokens
         batch = {"input_ids": torch.from_numpy(padded), **self._layout(parts)}
         batch["position_ids"] = batch["position_ids"].view(padded.shape)
-        return batch, places
+        return batch
 
     def _layout(self, parts: list[Part]) -> Batch:
         lengths, prompts = (np.array([getattr(part, name) for part in parts]) for name in ("tokens", "prompt"))
@@ -153,7 +181,7 @@ class BranchCollator:
         branches = np.stack([span.repeat(lengths) for span in spans])
         seen = np.arange(keys.sum()) - key_bounds[:-1].repeat(keys)  # its number among what the part sees
         first = np.where(seen < prompts.repeat(keys), openings.repeat(keys), (begins - prompts).repeat(keys))
-        positions = np.arange(lengths.sum()) + (prompts - begins).repeat(lengths)
+        positions = begins[0] + np.arange(lengths.sum()) + (prompts - begins).repeat(lengths)
         longest, longest_keys = int(lengths.max()), int(keys.max())
         key_places = first + seen
         if self.rounded:

@@ -78,7 +78,7 @@ def as_documents(
 
 
 def documents_in(
-    config: RunConfig, data: PreparedData, answers: Sequence[Answer], *, together: bool = True
+    config: RunConfig, data: PreparedData, answers: Sequence[Answer], *, together: bool = True, beside: bool = False
 ) -> PreparedData:
     """Prepared rows with these answers as documents, several rows in one where `config` packs.
 
@@ -87,6 +87,7 @@ def documents_in(
     Args:
         data: its `shared` says whether the answers of a row, where it has several, share their prompt.
         together: the answers of a row go through the model in one forward.
+        beside: those behind the first go through it behind the others.
     """
 
     data = replace(data, shared=data.shared and len(answers) > 1)
@@ -98,7 +99,7 @@ def documents_in(
 
     train, held_out = made(data.train), None if data.eval is None else made(data.eval)
     found = replace(data, train=train, eval=held_out, answers=len(answers), together=len(answers) if together else 1)
-    return _with_savings(found) if data.shared and together else found
+    return _with_savings(found) if data.shared and (together or beside) else found
 
 
 def _with_savings(data: PreparedData) -> PreparedData:
@@ -159,9 +160,21 @@ class AnswerCollator:
 
     def __call__(self, rows: list[Row]) -> Batch:
         split = [document for row in rows for document in documents_of(row)]
-        batch, places = self._laid_out(rows, split)
+        batch, places = self.laid_out(rows, split)
+        return self.described(rows, split, batch, places, batch["input_ids"].numel())
+
+    def described(
+        self, rows: list[Row], split: list[Row], batch: Batch, places: list[np.ndarray], tokens: int
+    ) -> Batch:
+        """`batch` with what the losses need of it.
+
+        Args:
+            split: the documents of `rows`.
+            places: where their tokens lie among the forward's.
+            tokens: of the batch.
+        """
         pairs = len(split) // self.answers
-        batch |= self._trained(split, places, batch["input_ids"].numel())
+        batch |= self._trained(split, places, tokens)
         batch["real"] = _filled([1.0] * pairs, self._pairs(pairs))
         ends = np.asarray([place[-1] for place in places])
         batch["ends"] = _joined([ends], self.answers * len(batch["real"]), 0)
@@ -172,7 +185,7 @@ class AnswerCollator:
             batch[name] = _filled([number for row in rows for number in row[name]], len(batch["real"]))
         return batch
 
-    def _laid_out(self, rows: list[Row], documents: list[Row]) -> tuple[Batch, list[np.ndarray]]:
+    def laid_out(self, rows: list[Row], documents: list[Row]) -> tuple[Batch, list[np.ndarray]]:
         """What the model's forward takes, and where the tokens of each document lie in the flattened batch."""
         if branches.ANSWERS in rows[0]:
             return BranchCollator.like(self.collate, self.answers)(rows)
@@ -212,24 +225,48 @@ def filled_size(trained: int, tokens: int) -> int:
 
 @dataclass(frozen=True)
 class UnpairedCollator:
-    """Batches of rows of an answer and, where there is one, another prompt's answer, whose tensors `AHEAD` precedes."""
+    """Batches of rows of an answer and, where there is one, another prompt's answer, whose tensors `AHEAD` precedes.
+
+    Args:
+        beside: where a row's answers share its prompt, the other answers are laid out behind the batch of the rows' own
+            (`branches.BranchCollator.beside`); else with a prompt each.
+    """
 
     collate: AnswerCollator
+    beside: bool = False
 
     def __call__(self, rows: list[Row]) -> Batch:
-        own, others = zip(*map(_apart, rows), strict=True)
-        batch = self.collate(list(own))
+        beside = self.beside and branches.ANSWERS in rows[0]
+        own, others = (list(each) for each in zip(*(_apart(row, beside) for row in rows), strict=True))
+        if beside:
+            return self._beside(own, others)
+        batch = self.collate(own)
         if all(others):
-            batch |= {f"{AHEAD}{name}": value for name, value in self.collate(list(others)).items()}
+            batch |= {f"{AHEAD}{name}": value for name, value in self.collate(others).items()}
         return batch
 
+    def _beside(self, own: list[Row], others: list[Row]) -> Batch:
+        split = [document for row in own for document in documents_of(row)]
+        batch, places = self.collate.laid_out(own, split)
+        tokens, given = batch["input_ids"].numel(), [branches.trees_of(row)[0].prompt for row in own]
+        prompts = [where[:count] for where, count in zip(places, given, strict=True)]
+        answers = [row["input_ids"][count:] for row, count in zip(others, given, strict=True)]
+        layout = branches.BranchCollator.like(self.collate.collate, 1)
+        behind, their_places = layout.beside(answers, prompts, tokens)
+        batch = self.collate.described(own, split, batch, places, tokens)
+        found = self.collate.described(others, others, behind, their_places, behind["input_ids"].numel())
+        return batch | {f"{AHEAD}{name}": value for name, value in found.items()}
 
-def _apart(row: Row) -> tuple[Row, Row | None]:
-    """The documents of a row as rows, each with what the row says of it."""
+
+def _apart(row: Row, as_trees: bool = False) -> tuple[Row, Row | None]:
+    """The documents of a row as rows, each with what the row says of it; `as_trees`: with the prompt told apart."""
     found, begin = [], 0
+    prompt = branches.trees_of(row)[0].prompt if as_trees else 0
     for document in documents_of(row):
+        tokens = len(document["input_ids"])
         part = {name: value for name, value in row.items() if name != branches.ANSWERS}
-        part |= {**document, "seq_lengths": [len(document["input_ids"])]}
+        part |= {**document, "seq_lengths": [prompt, tokens - prompt] if as_trees else [tokens]}
+        part |= {branches.ANSWERS: [1]} if as_trees else {}
         if "reference" in row:
             end = begin + trained_tokens(part)
             part["reference"], begin = row["reference"][begin:end], end
@@ -238,12 +275,12 @@ def _apart(row: Row) -> tuple[Row, Row | None]:
 
 
 def unpaired_collator(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None, *, beside: bool = False
 ) -> UnpairedCollator:
-    """The collator of rows with a label that `config` asks for."""
+    """The collator of rows with a label that `config` asks for; `beside` as of `UnpairedCollator`."""
     rounded = device is not None and rounds_widths(device)
-    collate = make_collator(config, tokenizer, device)
-    return UnpairedCollator(AnswerCollator(collate, rounded, numbers=("label",), answers=1))
+    collate = AnswerCollator(make_collator(config, tokenizer, device), rounded, numbers=("label",), answers=1)
+    return UnpairedCollator(collate, beside)
 
 
 def answer_collator(

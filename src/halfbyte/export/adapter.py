@@ -41,6 +41,10 @@ UNMERGED = (
 class AdapterLayers:
     """The layers of an adapter, ready to merge weights of the base; none without a folder, for a whole model.
 
+    Args:
+        folder: of a saved adapter.
+        trained: a model with its adapter as it is, in place of a folder; its layers cannot merge here.
+
     Attributes:
         layers: parameter name → the PEFT layer over it.
         whole: parameter name → the trained tensor that replaces it (modules_to_save).
@@ -55,8 +59,8 @@ class AdapterLayers:
         CheckpointError: the adapter is damaged, made for another model, or of a kind that cannot be merged.
     """
 
-    def __init__(self, run: Resolved, folder: Path | None, device: torch.device):
-        self.device, self.whole_model = device, folder is None
+    def __init__(self, run: Resolved, folder: Path | None, device: torch.device, *, trained: PeftModel | None = None):
+        self.device, self.whole_model = device, folder is None and trained is None
         model = meta_model(run.origin)
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
         self.tied: dict[str, str] = dict(model.all_tied_weights_keys)
@@ -66,7 +70,8 @@ class AdapterLayers:
         self._renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
         self._converters = [each for each in transforms if isinstance(each, WeightConverter)]
         self.quantized, self.stacks = _formats(run.origin, run.storage) if run.storage.quantized else ({}, {})
-        root = model if folder is None else _with_adapter(model, folder, device).get_base_model()
+        with_adapter = trained if folder is None else _with_adapter(model, folder, device)
+        root = model if with_adapter is None else with_adapter.get_base_model()
         self.layers: dict[str, BaseTunerLayer] = {}
         self.whole: dict[str, Tensor] = {}
         self.experts: dict[str, Any] = dict(expert_wrappers(root))

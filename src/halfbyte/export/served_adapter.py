@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn import functional
 
-from halfbyte.config import resolve
+from halfbyte.config import Origin, resolve
 from halfbyte.errors import CheckpointError, ConfigError
 from halfbyte.files import new_directory
 from halfbyte.layers.expert_adapters import by_expert
@@ -53,35 +54,59 @@ def export_served(run: Path | str, out: Path | str | None = None, *, trust_remot
     config = saved_config(place, [f"trust_remote_code={trust_remote_code}"])
     origin = resolve(config)
     adapter = AdapterLayers(origin, place.adapter, torch.device("cpu"))
-    if adapter.whole:
-        raise CheckpointError(f"{place.adapter}: servers cannot replace {min(adapter.whole)}", MERGE)
-    found = list(_factors(adapter, BaseCheckpoint(origin.origin), place.adapter))
-    rank = max(a.shape[0] for _, a, _, _ in found)
-    tensors = {}
-    for module, a, b, scaling in found:
-        missing = rank - a.shape[0]
-        name = f"base_model.model.{module}"
-        tensors[f"{name}.lora_A.weight"] = torch.nn.functional.pad(a, (0, 0, 0, missing)).contiguous()
-        tensors[f"{name}.lora_B.weight"] = torch.nn.functional.pad(b * scaling, (0, missing)).contiguous()
-    written = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": origin.origin.name,
-        "inference_mode": True,
-        "r": rank,
-        "lora_alpha": rank,  # a scaling of 1
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "target_modules": sorted({module.rpartition(".")[2] for module, *_ in found}),
-    }
-    with new_directory(path) as aside:
-        save_file(tensors, aside / ADAPTER, metadata={"format": "pt"})
-        (aside / ADAPTER_CONFIG).write_text(json.dumps(written, indent=2) + "\n")
-    return path
+    served = ServedAdapter(adapter, origin.origin, str(place.adapter))
+    return served.write(served.tensors(), path)
+
+
+class ServedAdapter:
+    """An adapter, whose values may change from one call of `tensors` to the next.
+
+    Args:
+        origin: its base.
+        name: what errors call it.
+
+    Raises:
+        CheckpointError: servers cannot apply it.
+    """
+
+    def __init__(self, adapter: AdapterLayers, origin: Origin, name: str):
+        if adapter.whole:
+            raise CheckpointError(f"{name}: servers cannot replace {min(adapter.whole)}", MERGE)
+        self.adapter, self.base, self.origin, self.name = adapter, BaseCheckpoint(origin), origin.name, name
+        self.rank = max(a.shape[0] for _, a, _, _ in _factors(adapter, self.base, name))
+
+    @torch.no_grad()
+    def tensors(self) -> dict[str, Tensor]:
+        """Factors as they are now, fp32 on the CPU: `lora_A` [r, K] and `lora_B` [N, r] of each matrix."""
+        found: dict[str, Tensor] = {}
+        for module, a, b, scaling in _factors(self.adapter, self.base, self.name):
+            missing, prefix = self.rank - a.shape[0], f"base_model.model.{module}"
+            both = {"A": functional.pad(a, (0, 0, 0, missing)), "B": functional.pad(b * scaling, (0, missing))}
+            found |= {f"{prefix}.lora_{side}.weight": each.cpu().contiguous() for side, each in both.items()}
+        return found
+
+    def write(self, tensors: dict[str, Tensor], path: Path) -> Path:
+        """Put `tensors` into the folder `path`, in the place of what is there."""
+        modules = {name.rpartition(".lora_")[0] for name in tensors}
+        written = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": self.origin,
+            "inference_mode": True,
+            "r": self.rank,
+            "lora_alpha": self.rank,  # a scaling of 1
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "target_modules": sorted({module.rpartition(".")[2] for module in modules}),
+        }
+        with new_directory(path) as aside:
+            save_file(tensors, aside / ADAPTER, metadata={"format": "pt"})
+            (aside / ADAPTER_CONFIG).write_text(json.dumps(written, indent=2) + "\n")
+        return path
 
 
 @torch.no_grad()
-def _factors(adapter: AdapterLayers, base: BaseCheckpoint, folder: Path) -> Iterator[Factors]:
+def _factors(adapter: AdapterLayers, base: BaseCheckpoint, folder: str) -> Iterator[Factors]:
     """Of each matrix that the adapter changes, as the checkpoint names it."""
     seen = set()
     for stored in base.weights:
@@ -102,11 +127,11 @@ def _factors(adapter: AdapterLayers, base: BaseCheckpoint, folder: Path) -> Iter
     if left := sorted(adapter.changed - seen):
         raise CheckpointError(
             f"{base.folder} lacks {left[0]}, which {folder} changes",
-            f"correct base_model_name_or_path in {folder / ADAPTER_CONFIG}",
+            f"correct base_model_name_or_path in {folder}/{ADAPTER_CONFIG}",
         )
 
 
-def _plain(layer: Any, module: str, parameter: str, folder: Path) -> Factors:
+def _plain(layer: Any, module: str, parameter: str, folder: str) -> Factors:
     if not layer.lora_A or layer.use_dora.get("default"):
         what = "DoRA" if layer.lora_A else "an adapter of the embedding"
         raise CheckpointError(f"{folder}: {parameter}: servers cannot apply {what}", MERGE)

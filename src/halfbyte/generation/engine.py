@@ -16,7 +16,7 @@ from ..errors import ModelError
 from ..hardware import capture_stream
 from ..models.layer import epsilon
 from ..models.sharding import sharded
-from ..ops.decode_attention import decode_attention, store
+from ..ops.decode_attention import decode_attention, store, store_both_
 from ..ops.decode_layers import Run, Stack, one_launch
 from .decoder import Angles, Decoder, Layer, context_length, prompt_attention
 from .linears import adapter_names
@@ -158,7 +158,7 @@ class StaticEngine(Decoder):
 
         def attend(number: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor, angles: Angles) -> Tensor:
             q, k = self.rotated(layer, q, k, angles)
-            self._store(number, self.slot, k, v)
+            store_both_(k, v, *self.caches[number], self.slot)
             return self._by_part(lambda rows, begin: self._over_cache(number, layer, q, rows, slice(begin, end)))
 
         positions = (self.slot - self.padding).unsqueeze(1)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..formats import Blockwise4
 from ..layers.plain import read_linear
 from ..ops.decode_layers import Projections, Weight4
+from ..ops.gemv4 import linears_blockwise4
 from ..ops.low_rank import add_term, low_rank_rows
 from ..ops.rows import linear_rows
 from ..tensor import QuantizedTensor
@@ -198,6 +199,10 @@ class Linears:
                 y, u = y.split(list(self.up.shape), dim=-1)
                 y = add_term(y, (u if mask is None else u * mask, self.up))
             return [part.unflatten(0, x.shape[:2]) for part in y.split(self.sizes, dim=-1)]
+        weights = [weight for weight in self.weights if weight is not None]
+        if self.a is None and 1 < len(self.weights) == len(weights):
+            outs = linears_blockwise4(rows, [weight.given(rows.dtype) for weight in weights])
+            return [out.unflatten(0, x.shape[:2]) for out in outs]
         if self.a is not None:
             u = low_rank_rows(rows, self.a, mask)
         out = []

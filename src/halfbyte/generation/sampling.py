@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from ..words import brief
 
 LOWEST = 1e-6  # temperature that fp32 divides by; below 1e-38 it is 0
 
@@ -38,6 +39,9 @@ class Sampling:
     min_p: float = 0.0
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_k", "top_p", "min_p"):
+            if not isinstance(value := getattr(self, name), int | float):
+                raise ConfigError(f"{name} is {brief(value)}", "give a number")
         for name, wrong, fix in (
             ("temperature", not 0 <= self.temperature < math.inf, "0 or more"),
             ("top_k", self.top_k < 0, "0 or more"),

@@ -4,6 +4,7 @@ To add one, add a row: `METHODS["mine"] = Mine()`, an instance of a subclass of 
 """
 
 from ..config import RunConfig
+from ..config.section import nearest
 from ..errors import ConfigError
 from .base import Method, Metric, Numbers
 from .gkd import Distillation
@@ -39,8 +40,9 @@ def method_of(config: RunConfig) -> Method:
         ConfigError: there is none of that name.
     """
     if config.method not in METHODS:
-        known = ", ".join(sorted(METHODS))
-        raise ConfigError(f"method: there is no {config.method!r}", f"one of {known}")
+        near = nearest(config.method, METHODS)
+        fix = f"did you mean {near}?" if near else f"one of {', '.join(sorted(METHODS))}"
+        raise ConfigError(f"method: there is no {config.method!r}", fix)
     return METHODS[config.method].of(config)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import ModelError
 from ..models.head import aligned_log_probs_at, hidden_at, log_probs_at
+from ..models.head import log_probs_beside as _log_probs_beside
 from ..models.layer import causal_lm_of
 from .base import Batch
 
@@ -33,6 +34,20 @@ def model_inputs(batch: Batch) -> dict[str, Any]:
 def log_probs(model: nn.Module, batch: Batch) -> Tensor:
     """Log-probabilities fp32 [M] of the trained tokens, differentiable; 0 of what fills up."""
     return log_probs_at(model, model_inputs(batch), batch["at"], batch["wanted"])[0]
+
+
+def log_probs_beside(model: nn.Module, batch: Batch, beside: Batch) -> tuple[Tensor, Tensor]:
+    """The same, and without a gradient those of further answers to its prompts, laid out behind it."""
+    asked, theirs = ((each["at"], each["wanted"]) for each in (batch, beside))
+    return _log_probs_beside(model, model_inputs(batch), asked, model_inputs(beside), theirs)
+
+
+def reference_log_probs_beside(model: nn.Module, batch: Batch, beside: Batch) -> tuple[Tensor, Tensor]:
+    """The same of the reference."""
+    if REFERENCE in batch:
+        return batch[REFERENCE], beside[REFERENCE]
+    with torch.no_grad(), as_reference(model):
+        return log_probs_beside(model, batch, beside)
 
 
 def aligned_log_probs(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:

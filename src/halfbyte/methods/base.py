@@ -168,6 +168,10 @@ class Method(ABC):
         """Sums that the losses of a step need of all its micro-batches, of those that `looks_ahead`; no gradient."""
         return {}
 
+    def needs_ahead(self, taken: Sequence[Batch]) -> bool:
+        """Whether the step of these micro-batches, all that it has, needs it."""
+        return self.looks_ahead
+
     def shared(self, counts: Mapping[str, float], ahead: Mapping[str, Tensor]) -> dict[str, float | Tensor]:
         """Numbers that each micro-batch of a step gets, by their keys in the batch.
 

@@ -41,8 +41,8 @@ def given_answer(config: RunConfig, columns: Mapping[str, Any], number: int) -> 
     if isinstance(found, list) and all(isinstance(turn, Mapping) for turn in found):
         found = "".join(str(turn.get("content") or "") for turn in found)
     if not isinstance(found, str) or not found.strip():
-        said = f"{brief(config.dataset)}, prompt {number + 1}: column {name!r} holds no answer ({brief(found)})"
-        raise DataError(said, fix)
+        said = f"in prompt {number + 1} column {name!r} is {brief(found)}"
+        raise DataError(f"lmbda: {config.lmbda:g} takes answers from the data, and {said}", fix)
     return found
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ..data.prepare import PreparedData
 
 ITEMS, TOKENS, ANSWERS, BATCHES = "loss_items", "trained_tokens", "answers", "micro_batches"
+WEIGHT = "sampling/importance_sampling_ratio/mean"
 APART = 0.1  # how far from 1 a ratio is that is counted as outside
 BONUS, CORRECTS = "bonus_weight", "corrects"
 BESIDE = (
@@ -54,6 +55,8 @@ class PolicyOptimization(Method):
         own = "rloo" if config.method == "rloo" else str(config.loss_type)
         keys = {name: getattr(config, name) for name in names}
         keys["beta"] = 0.0 if own == "rloo" else config.beta  # RLOO's is part of the reward
+        if config.kv_cache == "fp8":  # whole answers' ratios are products of hundreds that are off by 8%
+            keys["importance_sampling_mode"] = config.importance_sampling_mode or "token_truncate"
         self.policy = Policy(loss_type=own, **keys)
         self.config, self.temperature, self.longest = config, config.temperature, config.max_completion_length
         self.numbers = self._numbers()
@@ -76,8 +79,7 @@ class PolicyOptimization(Method):
             Metric("sampling/outside", "ratios outside 0.9 to 1.1", ".2%", TOKENS, brief=False),
         ]
         if self.config.importance_sampling_correction and self.config.method == "grpo":
-            name = "sampling/importance_sampling_ratio/mean"
-            mismatch.append(Metric(name, "weights against the mismatch", ".4f", TOKENS, brief=False))
+            mismatch.append(Metric(WEIGHT, "weights against the mismatch", ".4f", TOKENS, brief=False))
         entropy = Metric("entropy", "entropy", ".3f", TOKENS)
         trained = (Metric("loss", "loss", ".4f", ITEMS), *kl, entropy, *clipped, *mismatch)
         each = self.config.num_generations_eval or self.config.num_generations or 2
@@ -230,7 +232,7 @@ class PolicyOptimization(Method):
         sums = {"loss": loss, "kl": found["kl"], "entropy": entropy.detach().sum()}
         sums |= {"clip_ratio/low_mean": found["low"], "clip_ratio/high_mean": found["high"]}
         sums["clip_ratio/region_mean"] = found["low"] + found["high"]
-        sums["sampling/importance_sampling_ratio/mean"] = found["weights"]
+        sums[WEIGHT] = found["weights"]
         sums |= _mismatch((log_probs if answers.old is None else answers.old).detach() - answers.sampled)
         return {metric.name: sums[metric.name] for metric in self.numbers.trained}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -41,11 +41,15 @@ class KahnemanTverskyOptimization(Method):
     Attributes:
         loss: its name in the table.
         weights: of desirable and of undesirable answers.
+        beside: a step is one micro-batch. So where a row's two answers share its prompt, the policy finds z on the way:
+            the mismatched answers go through it behind the others, whose prompts' keys and values they see, and only
+            then come the losses.
     """
 
     loss: str = "kto"
     beta: float = 0.1
     weights: tuple[float, float] = (1.0, 1.0)
+    beside: bool = False
 
     rows = "unpaired"
     shares = True
@@ -64,7 +68,8 @@ class KahnemanTverskyOptimization(Method):
                 "set padding_free: true, which pads as little",
             )
         weights = config.desirable_weight, config.undesirable_weight
-        return replace(self, loss=str(config.loss_type), beta=config.beta or 0.0, weights=weights)
+        found = replace(self, loss=str(config.loss_type), beta=config.beta or 0.0, weights=weights)
+        return replace(found, beside=found.looks_ahead and config.gradient_accumulation_steps == 1)
 
     def documents(self, config: RunConfig, data: PreparedData) -> PreparedData:
         from ..data.paired import MISMATCHED, documents_in, mismatched
@@ -74,18 +79,21 @@ class KahnemanTverskyOptimization(Method):
             held_out = None if data.eval is None else mismatched(data.eval, config.max_length)
             data = replace(data, train=mismatched(data.train, config.max_length), eval=held_out)
             answers.append(MISMATCHED)
-        return documents_in(config, data, answers, together=False)
+        return documents_in(config, data, answers, together=False, beside=self.beside)
 
     def collator(
         self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
     ) -> Collate:
         from ..data.paired import unpaired_collator
 
-        return unpaired_collator(config, tokenizer, device)
+        return unpaired_collator(config, tokenizer, device, beside=self.beside)
 
     def tokens(self, rows: Rows) -> int:
+        from ..data.branches import ANSWERS
         from ..data.paired import documents_of
 
+        if self.beside and rows and ANSWERS in rows[0]:
+            return super().tokens(rows)
         return sum(len(document["input_ids"]) for row in rows for document in documents_of(row))
 
     def counts(self, batch: Batch) -> dict[str, float]:
@@ -100,11 +108,12 @@ class KahnemanTverskyOptimization(Method):
 
     def ahead(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """The sum of Δ of mismatched prompts and answers, and their number."""
-        from ..data.paired import AHEAD
+        own, others = _apart(batch)
+        ratios = (_ratios_beside(model, own, others)[2] if _is_beside(others) else _ratios(model, others)[0]).detach()
+        return _of_others(ratios, others)
 
-        others = {key.removeprefix(AHEAD): value for key, value in batch.items() if key.startswith(AHEAD)}
-        ratios = (_ratios(model, others)[0] * others["real"]).sum()
-        return {"ratios": ratios, "answers": others["real"].sum()}
+    def needs_ahead(self, taken: Sequence[Batch]) -> bool:
+        return len(taken) > 1 or not _is_beside(_apart(taken[0])[1])
 
     def shared(self, counts: Mapping[str, float], ahead: Mapping[str, Tensor]) -> dict[str, float | Tensor]:
         if not ahead:
@@ -116,11 +125,15 @@ class KahnemanTverskyOptimization(Method):
 
         from .pair_losses import KTO_LOSSES
 
-        batch = {key: value for key, value in batch.items() if not key.startswith("ahead_")}
+        batch, others = _apart(batch)
         z = batch.pop(Z, None)
         real, desirable = batch["real"], batch["label"] > 0
-        z = real.new_zeros(()) if z is None else z
-        ratios, log_probs = _ratios(model, batch)
+        if z is None and _is_beside(others):
+            ratios, log_probs, of_others = _ratios_beside(model, batch, others)
+            z = self.shared({}, _of_others(of_others, others))[Z]
+        else:
+            z = real.new_zeros(()) if z is None else z
+            ratios, log_probs = _ratios(model, batch)
         losses = KTO_LOSSES[self.loss](ratios, desirable, z, self.beta)
         good, bad = self.weights
         sums = {"loss": (losses * real * torch.where(desirable, good, bad)).sum()}
@@ -135,6 +148,38 @@ class KahnemanTverskyOptimization(Method):
         if {"rewards/chosen", "rewards/rejected"} <= means.keys():
             found["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
         return found
+
+
+def _apart(batch: Batch) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a batch says of rows' own answers, and of mismatched ones."""
+    from ..data.paired import AHEAD
+
+    others = {key.removeprefix(AHEAD): value for key, value in batch.items() if key.startswith(AHEAD)}
+    return {key: value for key, value in batch.items() if not key.startswith(AHEAD)}, others
+
+
+def _is_beside(others: Batch) -> bool:
+    """Whether they are laid out behind rows' own answers."""
+    from ..models.branches import BRANCHES
+
+    return BRANCHES in others
+
+
+def _of_others(ratios: Tensor, others: Batch) -> dict[str, Tensor]:
+    return {"ratios": (ratios * others["real"]).sum(), "answers": others["real"].sum()}
+
+
+def _ratios_beside(model: nn.Module, batch: Batch, others: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Δ and ℓ [N] of the answers of a batch, and Δ [N] of those behind it."""
+    from .answers import log_probs_beside, per_answer, reference_log_probs_beside
+
+    answers = len(batch["real"])
+    own, theirs = zip(log_probs_beside(model, batch, others), reference_log_probs_beside(model, batch, others),
+                      strict=True)  # fmt: skip
+    log_probs = per_answer(own[0], batch["answer"], answers)
+    found = (per_answer(each[0] - each[1], part["answer"], answers) for each, part in ((own, batch), (theirs, others)))
+    ratios, of_others = found
+    return ratios, log_probs, of_others
 
 
 def _ratios(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -187,7 +187,7 @@ def bind_attention(backbone: Any) -> str:
     return bind_attention(backbone)
 
 
-def share(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+def share(model: nn.Module, inputs: Mapping[str, Any], kept: branches.Kept | None = None) -> dict[str, Any]:
     """`inputs` of a backbone's forward; where answers share prompts, as its layers take them.
 
     On any device: from the first such batch until `unbind_attention` its attention is `attend`, which leaves others to
@@ -195,6 +195,7 @@ def share(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         model: a Hugging Face causal LM, plain or inside a `peft.PeftModel`, of which `branches.why_apart` says nothing.
+        kept: joins two forwards, of which the second sees what the first has kept.
     """
     if branches.BRANCHES not in inputs:
         return dict(inputs)
@@ -205,7 +206,7 @@ def share(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
         backbone.config._attn_implementation = NAME
     mask = torch.empty(NO_MASK, dtype=torch.bool, device=inputs[branches.BRANCHES].device)
     left = {name: value for name, value in inputs.items() if name not in branches.OWN}
-    return left | {"attention_mask": mask, "sharing": branches.Sharing.of(inputs)}
+    return left | {"attention_mask": mask, "sharing": branches.Sharing.of(inputs, kept)}
 
 
 def register() -> None:
@@ -379,15 +380,14 @@ def attend(
     if attention_mask is None or tuple(attention_mask.shape) != NO_MASK:
         options = kwargs | {"dropout": dropout, "scaling": scaling} | ({} if s_aux is None else {"s_aux": s_aux})
         return _transformers(module, query, key, value, attention_mask, softcap, options)
-    rows, _, length, width = query.shape
+    rows, _, length, _ = query.shape
     window = sliding_window if sliding_window is not None and sliding_window < length else None
-    if width > WIDEST:
+    if query.shape[-1] > WIDEST:
         return _wide(query, key, value, scaling, window, cu_seq_lens_q), None
     if s_aux is not None or (softcap is not None and not causal.takes_caps(query.device, query.dtype)):
         scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap)
         return _scored(query, key, value, s_aux, scores, cu_seq_lens_q, max_length_q, document_spans), None
-    plain = window is None and softcap is None
-    whole = plain and cu_seq_lens_q is not None and cu_seq_lens_q.numel() == rows + 1  # as many as rows
+    whole = window is None and softcap is None and cu_seq_lens_q is not None and cu_seq_lens_q.numel() == rows + 1
     if cu_seq_lens_q is None or (whole and _is_planned(length)):
         return causal.whole(query, key, value, scaling).transpose(1, 2), None
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))

@@ -152,7 +152,7 @@ def _normed(norm: Any, x: Tensor) -> Tensor:
 def attention_forward(
     self: Any,
     hidden_states: Tensor,
-    position_embeddings: tuple[Tensor, Tensor],
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
     attention_mask: Any = None,
     past_key_values: Any = None,
     shared_kv_states: Any = None,
@@ -160,7 +160,8 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Projections with their adapters, RoPE (and the norms of q and k), transformers' attention, output projection."""
     if past_key_values is not None:
-        own = {"position_embeddings": position_embeddings, "past_key_values": past_key_values}
+        own: dict[str, Any] = {"past_key_values": past_key_values}
+        own |= {} if position_embeddings is None else {"position_embeddings": position_embeddings}
         own |= {"shared_kv_states": shared_kv_states} if _family(self).shares_keys else {}
         return type(self).forward(self, hidden_states, attention_mask=attention_mask, **own, **kwargs)
     view, recipes = Attention.of(self, _family(self)), recipes_of(self)

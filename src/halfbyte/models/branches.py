@@ -8,6 +8,7 @@ its prompt.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,6 +38,8 @@ def why_apart(config: RunConfig, model_config: Any) -> str:
     family, window = of_config(text), getattr(text, "sliding_window", None)
     if family is None or not family.patched:
         return f"halfbyte does not know the layers of {text.model_type}"
+    if family.own_layer:
+        return "transformers' forward of the model's layers runs"
     if family.mixer is not None:
         return "some of the model's layers have a state that goes through a row"
     if text is not model_config:
@@ -75,18 +78,41 @@ class Segments(NamedTuple):
     order: Tensor
 
 
+class Kept:
+    """The keys and values of a batch, a layer's behind the other's, which answers of a forward behind it see.
+
+    Attributes:
+        layers: of the first forward, without their gradients; the second takes them out.
+        gives: whether the first forward is over. What is computed again for its backward then changes nothing here.
+    """
+
+    def __init__(self) -> None:
+        self.layers: deque[tuple[Tensor, Tensor]] = deque()
+        self.gives = False
+
+    def beside(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values [N, H, D]: in the second forward behind those of the first."""
+        if not self.gives:
+            self.layers.append((key.detach(), value.detach()))
+        elif self.layers:
+            keys, values = self.layers.popleft()
+            return torch.cat([keys, key]), torch.cat([values, value])
+        return key, value
+
+
 @dataclass(frozen=True)
 class Sharing:
-    """How the N tokens of a batch share prompts."""
+    """How the N tokens of a batch share prompts; `kept`: with a batch behind it, or before it."""
 
     branches: Branches
+    kept: Kept | None = None
 
     @classmethod
-    def of(cls, batch: Mapping[str, Any]) -> Sharing:
+    def of(cls, batch: Mapping[str, Any], kept: Kept | None = None) -> Sharing:
         """Of a batch's tensors, see `data.branches`."""
         begins, lasts, openings, closings = batch[BRANCHES].unbind()
         places = (batch[name] for name in (KEY_PLACES, *BOUNDS, *LONGEST))
-        return cls(Branches((begins, lasts), (openings, closings), *places))
+        return cls(Branches((begins, lasts), (openings, closings), *places), kept)
 
     @cached_property
     def segments(self) -> Segments:
@@ -97,16 +123,19 @@ class Sharing:
         lasts = documents[1][firsts].tolist()
         openings, closings = (each[firsts].tolist() for each in prompts)
         answers = [(*part, *prompt) for part, *prompt in zip(parts, openings, closings, strict=True) if prompt[1]]
+        before = int(documents[0][0])  # tokens of a batch before this
         # what no answer follows fills up
-        roots = [part for part, last, ends in zip(parts, lasts, closings, strict=True) if not ends and last > part[1]]
-        return _segments(roots, answers, len(documents[0]), bounds.device)
+        roots = [part for part, last, ends in zip(parts, lasts, closings, strict=True)
+                 if not ends and last > before + part[1]]  # fmt: skip
+        return _segments(roots, answers, len(documents[0]), before, bounds.device)
 
 
 def _segments(
-    roots: list[tuple[int, int]], answers: list[tuple[int, ...]], tokens: int, device: torch.device
+    roots: list[tuple[int, int]], answers: list[tuple[int, ...]], tokens: int, before: int, device: torch.device
 ) -> Segments:
-    """Of prompts (begin, end) and answers (begin, end, and the prompt's)."""
-    longest = max((end - begin for begin, end in roots), default=0)
+    """Of prompts (begin, end) and answers (begin, end, and the prompt's), whose keys lie behind `before` others."""
+    longest = max((closing - opening for *_, opening, closing in answers), default=0)
+    longest = max([longest, *(end - begin for begin, end in roots)])
     most = max((end - begin for begin, end, *_ in answers), default=0)
     prompts, own = (
         torch.zeros(len(roots), longest, dtype=torch.int64),
@@ -119,7 +148,8 @@ def _segments(
         prompts[row, : end - begin] = torch.arange(begin, end)
         order[begin:end] = row * longest + torch.arange(end - begin)
     for row, (begin, end, opening, closing) in enumerate(answers):
-        own[row, : end - begin] = keys[row, longest : longest + end - begin] = torch.arange(begin, end)
+        own[row, : end - begin] = torch.arange(begin, end)
+        keys[row, longest : longest + end - begin] = before + own[row, : end - begin]
         keys[row, longest - (closing - opening) : longest] = torch.arange(opening, closing)
         lacking[row] = longest - (closing - opening)
         order[begin:end] = prompts.numel() + row * most + torch.arange(end - begin)
@@ -132,6 +162,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, sharing: Sharing, scale: f
     """Causal attention of a batch [B, H, T, D], N = B·T: [B, T, H, D]."""
     rows, _, length, _ = query.shape
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    if sharing.kept is not None:
+        key, value = sharing.kept.beside(key, value)
     if causal.takes_branches(query):
         out = causal.branching(query, key, value, sharing.branches, scale)
     else:
@@ -140,7 +172,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, sharing: Sharing, scale: f
 
 
 def padded(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None) -> Tensor:
-    """The same of flat [N, H, D], as torch's attention of two padded batches."""
+    """The same of flat [N, H, D], as torch's attention of two padded batches; keys may be of more tokens before."""
 
     def attended(queries: Tensor, keys: Tensor, seen: Tensor | None) -> Tensor:
         q, k, v = (
@@ -151,6 +183,8 @@ def padded(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale:
         out = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, scale=scale, enable_gqa=grouped)
         return out.transpose(1, 2).flatten(0, 1)
 
-    prompts = attended(segments.prompts, segments.prompts, None)
     answers = attended(segments.answers, segments.keys, segments.seen)
+    if not len(segments.prompts):
+        return answers.index_select(0, segments.order)
+    prompts = attended(segments.prompts, segments.prompts, None)
     return torch.cat([prompts, answers]).index_select(0, segments.order)

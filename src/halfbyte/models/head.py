@@ -25,6 +25,7 @@ from ..notices import notice
 from ..ops import IGNORE_INDEX
 from ..parallel import Mesh
 from .attention import share
+from .branches import Kept
 from .layer import causal_lm_of
 from .vocabulary import Vocabulary
 
@@ -211,8 +212,49 @@ def log_probs_at(
     Raises:
         ModelError: entropies are asked of a head divided among processes.
     """
-    entropy = entropy or entropy_grad
-    hidden, head = rows_at(model, inputs, at)
+    rows, head = rows_at(model, inputs, at)
+    return _log_probs(model, rows, head, wanted, temperature, entropy or entropy_grad, entropy_grad)
+
+
+def log_probs_beside(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    asked: tuple[Tensor, Tensor],
+    beside: Mapping[str, Any],
+    asked_beside: tuple[Tensor, Tensor],
+) -> tuple[Tensor, Tensor]:
+    """As `log_probs_at`, and of further answers to the prompts of `inputs`, without a gradient: these go through the
+    model in a forward behind the first, which sees the keys and values that the first has made of the prompts.
+
+    Args:
+        asked: `at` and `wanted`, of `inputs`.
+        beside: the further answers, as `data.branches.BranchCollator.beside` lays them out.
+        asked_beside: the same of them; positions are of the tokens of `inputs` with these behind them.
+
+    Returns:
+        log-probabilities fp32 [N] and [M].
+    """
+    kept = Kept()
+    found, head = _outputs(model, inputs, kept)
+    kept.gives = True
+    with torch.no_grad():
+        behind, _ = _outputs(model, beside, kept)
+        rows = _taken(torch.cat([x.detach().flatten(0, -2) for x in (found, behind)]), asked_beside[0])
+        others, _ = _log_probs(model, rows, head, asked_beside[1])
+    own, _ = _log_probs(model, _taken(found, asked[0]), head, asked[1])
+    return own, others
+
+
+def _log_probs(
+    model: nn.Module,
+    hidden: Tensor,
+    head: Head | None,
+    wanted: Tensor,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    entropy_grad: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Of what `rows_at` gives."""
     if head is None:
         logits = hidden.float() / temperature
         log_probs = -F.cross_entropy(logits, wanted, reduction="none", ignore_index=IGNORE_INDEX)
@@ -262,13 +304,19 @@ def hidden_at(model: nn.Module, inputs: Mapping[str, Any], at: Tensor) -> Tensor
 
 def rows_at(model: nn.Module, inputs: Mapping[str, Any], at: Tensor) -> tuple[Tensor, Head | None]:
     """Hidden states [N, H] at these positions and the head that turns them into logits; or logits [N, V] and None."""
+    found, head = _outputs(model, inputs)
+    return _taken(found, at), head
+
+
+def _outputs(model: nn.Module, inputs: Mapping[str, Any], kept: Kept | None = None) -> tuple[Tensor, Head | None]:
+    """The same of all positions [B, T]; `kept` as of `share`."""
     causal_lm = causal_lm_of(model)
     inputs = backbone_inputs(model, inputs)
-    head, inputs = _head_of(model, inputs), share(model, inputs)
+    head, inputs = _head_of(model, inputs), share(model, inputs, kept)
     if isinstance(head, str):
         notice("full_logits", f"log-probabilities are computed from full logits, which takes more memory: {head}")
-        return _taken(model(**inputs, use_cache=False).logits, at), None
-    return _taken(causal_lm.base_model(**inputs, use_cache=False).last_hidden_state, at), head
+        return model(**inputs, use_cache=False).logits, None
+    return causal_lm.base_model(**inputs, use_cache=False).last_hidden_state, head
 
 
 def _taken(x: Tensor, at: Tensor) -> Tensor:

@@ -114,6 +114,7 @@ class Attention(Block):
         rope = getattr(config, "rope_parameters", None) or {}
         has = {
             None: True,
+            "all": False,
             "use_rope": getattr(module, "use_rope", True),
             "layer_rope_theta": (getattr(config, "layer_rope_theta", None) or {module.layer_idx: 1})[module.layer_idx],
             "window": window is not None or getattr(config, "sliding_window", None) is None,
@@ -344,7 +345,7 @@ def layer_view(layer: nn.Module) -> LayerView | str:
     if family is None or kind != "DecoderLayer":
         return f"{type(layer).__name__} is of no family that halfbyte knows"
     if family.own_layer:
-        return f"{type(layer).__name__} has more than two halves"
+        return f"{type(layer).__name__} has a forward of its own"
     halves = attention_half(layer, family), mlp_half(layer, family)
     dense = family_of(type(halves[1].inner)) == (family, "MLP")
     mlp = MLP.of(halves[1].inner, family) if dense else None

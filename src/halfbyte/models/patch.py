@@ -58,7 +58,7 @@ VIEWS: dict[str, type[Attention | MLP | TokenMixer]] = {
     "Attention": Attention, "MLP": MLP, "GatedDeltaNet": TokenMixer
 }  # fmt: skip
 EXPERTS = "experts"
-OWN_LAYER = "its layers have more than two halves"
+OWN_LAYER = "transformers' forward of its layers runs"
 UNFUSED = {
     "Experts": "their function is no part of the fused layer",
 }
@@ -117,7 +117,7 @@ def patch(
     """
     options = named_recipe(recipe)
     known = list(_known_modules(model))
-    families = [family for _, family, kind in known if kind == "DecoderLayer"]
+    families = [family for _, family, kind in known if kind in BACKBONES]
     if not families:
         reason = f"{type(causal_lm_of(model)).__name__} is of no family that halfbyte knows"
         if options is not None:
@@ -130,10 +130,12 @@ def patch(
     for module, family, kind in known:
         if kind == "RMSNorm" and not hasattr(module, "weight"):
             continue  # a few heads' or a router's
-        if kind in FORWARDS:
+        if kind in FORWARDS and not (kind == "DecoderLayer" and family.own_layer):
             _bind(module, family, kind, report)
         elif kind in UNFUSED:
             report.unfused[EXPERTS, UNFUSED[kind]] += 1
+    if families[0].own_layer:
+        report.unfused[FORWARDS["DecoderLayer"][1], OWN_LAYER] += 1
     if families[0].mixer is not None:
         scans.say_what_is_missing(next(model.parameters()).device)
     if activations is not None and not families[0].own_layer:
@@ -218,6 +220,6 @@ def _bind(module: nn.Module, family: Family, kind: str, report: PatchReport) -> 
 def _obstacle(module: Any, family: Family, kind: str) -> str | None:
     if not is_bound(module) and "forward" in module.__dict__:
         return "something else has replaced its forward"
-    if kind == "DecoderLayer" and family.own_layer:
-        return OWN_LAYER
+    if kind == "MLP" and not hasattr(module, "down_proj"):
+        return "its linears have other names"  # GraniteMoeHybrid's shared one
     return VIEWS[kind].of(module, family).obstacle if kind in VIEWS else None

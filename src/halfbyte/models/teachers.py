@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..config import Origin, RunConfig, resolve
 from ..config.methods import SCORES
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, of_key
 from ..reading.files import same_place
-from ..reading.tensors import ADAPTER, ADAPTER_AGAIN, ADAPTER_CONFIG, read_adapter_config, read_header
+from ..reading.tensors import (
+    ADAPTER,
+    ADAPTER_AGAIN,
+    ADAPTER_CONFIG,
+    checkpoint_digest,
+    read_adapter_config,
+    read_header,
+)
 from .find import ModelFiles, find_model, look_over
 
 KEY = "teacher_model_name_or_path"
@@ -48,8 +56,18 @@ def look_over_teacher(config: RunConfig) -> None:
             raise ConfigError(
                 f"{adapter} is a reward model's: it scores texts, and writes none", "name one that answers"
             )
-    if (origin := _origin(config, adapter)) is not None:
-        look_over(origin)
+    look_over_origin(_origin(config, adapter), adapter)
+
+
+def look_over_origin(origin: Origin | None, adapter: Path | None) -> None:
+    """What can be said of the model that `origin_of` found, before anything is imported to read it.
+
+    Raises:
+        HalfbyteError: it is not there, or damaged; with the file that names it, where an adapter does.
+    """
+    if origin is not None:
+        with of_key(f"{adapter / ADAPTER_CONFIG}: base_model_name_or_path") if adapter else nullcontext():
+            look_over(origin)
 
 
 def find_teacher(config: RunConfig) -> TeacherFiles:
@@ -66,6 +84,19 @@ def find_teacher(config: RunConfig) -> TeacherFiles:
             "name a better model, or an adapter",
         )
     return TeacherFiles(adapter, None if origin is None else find_model(origin))
+
+
+def digest_of_model(files: ModelFiles) -> dict[str, str]:
+    """By a model's path or hub id, what its weights are known again by (`reading.tensors.checkpoint_digest`).
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    from .stored import folder_of
+
+    path = Path(files.name)
+    name = str(path.resolve()) if path.exists() else files.name
+    return {name: checkpoint_digest(path if path.is_file() else folder_of(files.place))}
 
 
 def check_vocabulary(

@@ -84,23 +84,27 @@ def spans(bounds: Tensor, tokens: int) -> Spans:
     return bounds[index - 1], bounds[index]
 
 
-def seen(documents: Spans, window: int | None = None, prompts: Spans | None = None) -> Tensor:
-    """Bool [N, N]: whether the token of a row sees that of a column.
+def seen(
+    documents: Spans, window: int | None = None, prompts: Spans | None = None, tokens: int | None = None
+) -> Tensor:
+    """Bool [M, N]: whether the token of a row sees that of a column; the rows are the last M of N tokens.
 
     Args:
-        documents: where each token's document begins; the other half is not read.
+        documents: where each row's document begins; the other half is not read.
         window: tokens of its document that a token sees, itself among them; None: all.
-        prompts: where the prompt that each token sees before its document begins and ends; None: there is none.
+        prompts: where the prompt that each row sees before its document begins and ends; None: there is none.
+        tokens: N; None: M.
     """
     first = documents[0]
-    rows = torch.arange(len(first), device=first.device)
+    columns = torch.arange(len(first) if tokens is None else tokens, device=first.device)
+    rows = columns[len(columns) - len(first) :]
     if window is not None:
         first = torch.maximum(first, rows - window + 1)
-    found = (rows[None, :] <= rows[:, None]) & (rows[None, :] >= first[:, None])
+    found = (columns <= rows[:, None]) & (columns >= first[:, None])
     if prompts is None:
         return found
     begins, ends = prompts
-    return found | ((rows[None, :] >= begins[:, None]) & (rows[None, :] < ends[:, None]))
+    return found | ((columns >= begins[:, None]) & (columns < ends[:, None]))
 
 
 def _scored(products: Tensor, scores: Scores) -> tuple[Tensor, Tensor | float]:
@@ -124,19 +128,20 @@ def attention(
     """Attention in which a token sees itself, those before it in its document, and its prompt.
 
     Args:
-        query: [N, Hq, D]; key, value: [N, Hk, D], Hk dividing Hq, of one dtype, the last dimension contiguous.
+        query: [M, Hq, D], of the last M of N tokens; key, value: [N, Hk, D], Hk dividing Hq, of one dtype, the last
+            dimension contiguous.
         sinks: [Hq], of any float dtype: a score of each head that every token gives beside its keys'; None: there are
             none.
-        documents, scores, prompts: as of `attention_backward`.
+        documents, scores, prompts: as of `attention_backward`, of those M tokens.
 
     Returns:
-        [N, Hq, D] of query's dtype, contiguous, and fp32 [Hq, N], the logarithm of each softmax's sum; computed in
+        [M, Hq, D] of query's dtype, contiguous, and fp32 [Hq, M], the logarithm of each softmax's sum; computed in
         fp32.
     """
     group = query.shape[1] // key.shape[1]
     q, k, v = (x.transpose(0, 1).float() for x in (query, key, value))
     k, v = (x.repeat_interleave(group, 0) for x in (k, v))
-    found = _scored(q @ k.mT, scores)[0].masked_fill(~seen(documents, scores.window, prompts), -torch.inf)
+    found = _scored(q @ k.mT, scores)[0].masked_fill(~seen(documents, scores.window, prompts, len(key)), -torch.inf)
     total = found.logsumexp(-1)
     if sinks is not None:
         total = torch.logaddexp(total, sinks.float()[:, None])

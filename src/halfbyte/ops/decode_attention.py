@@ -21,6 +21,13 @@ def store(cache: Tensor, slots: Tensor, new: Tensor) -> None:
 
 
 @op("triton.decode_attention")
+def store_both_(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    """`store` of a token's keys and values [B, H, 1, D], one slot, in their caches."""
+    store(keys, slots, k)
+    store(values, slots, v)
+
+
+@op("triton.decode_attention")
 def decode_attention(
     q: Tensor,
     keys: Tensor,

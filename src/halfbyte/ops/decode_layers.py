@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ..dispatch import op
@@ -21,7 +22,7 @@ from .rope import norm_rotate, rotate
 
 @dataclass(frozen=True)
 class Weight4:
-    """A 4-bit linear: `linear_blockwise4`'s arguments after x."""
+    """A 4-bit linear."""
 
     packed: Tensor
     absmax: Tensor
@@ -31,10 +32,13 @@ class Weight4:
     rows: int
     bias: Tensor | None
 
+    def given(self, dtype: torch.dtype) -> tuple:
+        """`linear_blockwise4`'s arguments after x of `dtype`."""
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return self.packed, self.absmax, self.nested, self.blocksize, self.quant_type, self.rows, bias
+
     def __call__(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        weight = self.packed, self.absmax, self.nested, self.blocksize, self.quant_type, self.rows
-        return linear_blockwise4(x, *weight, bias)
+        return linear_blockwise4(x, *self.given(x.dtype))
 
 
 @dataclass(frozen=True)

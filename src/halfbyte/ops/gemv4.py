@@ -6,6 +6,8 @@ so the kernels decode W in registers and never write it: K·N/2 bytes of codes a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from ..dispatch import op
@@ -42,6 +44,12 @@ def linear_blockwise4(
         [M, N] in x's dtype.
     """
     return add_term(linear_rows(x, dequantized(x, packed, absmax, nested, blocksize, quant_type, rows), bias), term)
+
+
+@op("cuda.gemv4_row")
+def linears_blockwise4(x: Tensor, weights: Sequence[tuple]) -> list[Tensor]:
+    """`linear_blockwise4` of the same rows with several weights, each its arguments after x but for the term."""
+    return [linear_blockwise4(x, *weight) for weight in weights]
 
 
 def dequantized(

@@ -53,15 +53,15 @@ def stand_in(model: nn.Module, found: Implementation) -> None:
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
     for module in model.modules():
-        if hasattr(module, "config") and hasattr(module.config, "_attn_implementation"):
-            module.config._attn_implementation = NAME
-    model.config.get_text_config()._halfbyte_planned = found  # type: ignore[operator, union-attr]
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "_attn_implementation"):
+            config._attn_implementation, config._halfbyte_planned = NAME, found
 
 
 def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: query [B, H, T, D] → [B, T, H, D]."""
+    """transformers' attention interface: query [B, H, T, D], value [B, Hk, T, Dv] → [B, T, H, Dv]."""
     extra = AttentionBytes.of(module.config._halfbyte_planned, query, key, kwargs.get("softcap") is not None)
     return _Attention.apply(query, key, value, extra).transpose(1, 2), None
 
@@ -69,8 +69,8 @@ def attend(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, extra):
-        rows, heads, length, width = query.shape
-        out = query.new_empty(rows, length, heads, width).transpose(1, 2)
+        rows, heads, length, _ = query.shape
+        out = query.new_empty(rows, length, heads, value.shape[-1]).transpose(1, 2)
         sums = query.new_empty(rows, heads, length, dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, sums, _bytes(extra.kept, query))
         ctx.scratch, ctx.sums = extra.scratch, extra.sums
@@ -79,12 +79,12 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        query, key, value, _, sums, _ = ctx.saved_tensors
+        query, key, value, out, sums, _ = ctx.saved_tensors
         scratch = [torch.empty_like(sums), _bytes(ctx.scratch, query)]  # δ, or dout · out of each head
         if ctx.sums:
             scratch.append(torch.empty_like(query, dtype=torch.float32))
         if ctx.sums and key.shape[1] < query.shape[1]:
-            scratch += [torch.empty_like(query), torch.empty_like(query)]
+            scratch += [torch.empty_like(query), torch.empty_like(out)]
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
 
 

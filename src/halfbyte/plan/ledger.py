@@ -47,6 +47,8 @@ class Ledger(TorchDispatchMode):
             self._known.update(part.untyped_storage() for part in parts.values())
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # more than half of all calls, by torch's own C++
         run = _grouped_product if func is torch.ops.aten._grouped_mm.default else func
         result = run(*args, **(kwargs or {}))
         if not self._hidden:

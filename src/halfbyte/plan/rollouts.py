@@ -86,6 +86,8 @@ def _in_turn(plan: MemoryPlan, shapes: ModelShapes, batches: Batches, answered: 
     config = shapes.config
     if config.adapter_path and config.beta and config.method in POLICY:  # the reference's
         plan = replace(plan, adapters=plan.adapters + shapes.trainable().bytes)
+    if config.rollout == "vllm":  # answers take nothing here
+        return plan
     stays = plan.weights + plan.adapters + plan.gradients + plan.optimizer + plan.runtime
     moving = plan.activations + plan.logits
     pool = moving if plan.use_graphs else 0

@@ -191,7 +191,7 @@ class ModelShapes:
             ConfigError: nothing keeps them apart.
         """
         family = of_config(self.text_config)
-        known = family is not None and family.mixer is None
+        known = family is not None and family.mixer is None and not family.own_layer
         known = known and (self.config.use_kernels or not has_sinks(self.text_config))  # whose masks get no positions
         if not (self.config.packing or self.config.padding_free) or known:
             return "positions"
@@ -266,10 +266,15 @@ class ModelShapes:
 
     @functools.cached_property
     def _attention(self) -> Implementation | None:
-        """What computes attention; None where it is the model's own."""
-        if not self._patched.fused and not self._attends:
-            return None
+        """What computes attention; None where it is the model's own and a replay's own allocates as much: eager, and on
+        CPUs, where SDPA builds scores for what GPUs have kernels for, such as values narrower than keys."""
         packed = self.config.packing or self.config.padding_free
+        if not self._patched.fused and not self._attends:
+            if self.device.type == "cpu" or self.text_config._attn_implementation != "sdpa":
+                return None
+            window = getattr(self.text_config, "sliding_window", None) is not None
+            masked = window or (packed and self.packed_way == "positions")
+            return Implementation("transformers' sdpa", scores=False, mask=masked)
         return implementation(self.text_config, self.device, self.dtype, packed=packed)
 
     def factors(self) -> tuple[int, int]:

@@ -5,6 +5,7 @@ What is said of a file before its tensors are read needs the standard library al
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import pickle
@@ -17,7 +18,7 @@ from ..hardware import is_out_of_memory
 from .boundary import answered
 from .files import MEBIBYTE, look, open_bytes
 from .json import parse_json, read_json
-from .model_config import check_model_config
+from .model_config import CONFIG, check_model_config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,6 +29,7 @@ ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # 
 ADAPTER_PICKLED = "adapter_model.bin"
 LARGEST_HEAD = 32 * MEBIBYTE  # of JSON that lists tensors: 250,000 of them
 MOST_RANKS = 65_536
+SAMPLE = 4096  # bytes of a tensor that a checkpoint is known again by
 AGAIN = "re-download this file"
 ADAPTER_AGAIN = "copy the adapter there again"
 BITS = {
@@ -67,6 +69,46 @@ def safetensors_files(folder: Path) -> list[Path]:
 def pickled_files(folder: Path) -> list[Path]:
     """The same of what torch.save wrote (pytorch_model.bin), which transformers takes where there are no others."""
     return _files(folder, PICKLED, PICKLED_INDEX)
+
+
+def checkpoint_digest(place: Path) -> str:
+    """SHA-256 by which a local checkpoint is known again, without reading all of it: of its config, its index, the
+    sizes of its weight files, their heads, and the first `SAMPLE` bytes of every tensor (of other files, of every MiB).
+
+    Training changes what is read of any tensor; a few numbers changed elsewhere by hand do not show.
+
+    Args:
+        place: a folder, or a GGUF file.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    digest = hashlib.sha256()
+    if place.is_file():
+        _read_samples(place, digest)
+        return digest.hexdigest()
+    for name in (CONFIG, INDEX, PICKLED_INDEX):
+        if look(place / name, CheckpointError, AGAIN) == "file":
+            with open_bytes(place / name, CheckpointError, AGAIN) as stream:
+                digest.update(stream.read(LARGEST_HEAD))
+    for file in safetensors_files(place) or pickled_files(place):
+        _read_samples(file, digest)
+    return digest.hexdigest()
+
+
+def _read_samples(file: Path, digest: Any) -> None:
+    with open_bytes(file, CheckpointError, AGAIN) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        digest.update(f"{file.name} {size}".encode())
+        places = list(range(0, size, MEBIBYTE))
+        if file.suffix == ".safetensors":
+            tensors = read_header(file)
+            head = 8 + int.from_bytes(stream.read(8), "little")
+            digest.update(stream.read(head - 8))
+            places = sorted(head + entry["data_offsets"][0] for entry in tensors.values())
+        for place in places:
+            stream.seek(place)
+            digest.update(stream.read(SAMPLE))
 
 
 def _files(folder: Path, single: str, index: str) -> list[Path]:

@@ -10,7 +10,7 @@ from ..config import Origin, RunConfig
 from ..config.methods import SCORES
 from ..errors import ConfigError, of_key
 from ..models.find import ModelFiles, find_model, look_over, place_of, read_model_config
-from ..models.teachers import adapter_in, origin_of
+from ..models.teachers import adapter_in, look_over_origin, origin_of
 from ..reading.tensors import read_adapter_config
 from .specs import MODEL, RewardSpec
 
@@ -54,8 +54,7 @@ def look_over_judges(config: RunConfig, specs: Sequence[RewardSpec]) -> None:
                 look_over(_whole_origin(config, path))
                 continue
             _kind_of(adapter)
-            if (origin := origin_of(config, path, adapter)) is not None:
-                look_over(origin)
+            look_over_origin(origin_of(config, path, adapter), adapter)
 
 
 def key_of(path: str) -> str:

@@ -26,7 +26,8 @@ class Ahead:
 
     def shared(self, taken: list[dict[str, Any]], counts: Mapping[str, float]) -> list[dict[str, Any]]:
         """The micro-batches of a step with its numbers, 0-d on their device, and without what only `ahead` reads."""
-        numbers = self.method.shared(counts, self._ahead(taken) if self.method.looks_ahead else {})
+        looks = self.method.looks_ahead and (self.mesh.size > 1 or self.method.needs_ahead(taken))
+        numbers = self.method.shared(counts, self._ahead(taken) if looks else {})
         return [with_numbers(batch, numbers) for batch in taken]
 
     def of_all(self, batches: Iterable[Batch]) -> dict[str, float | Tensor]:

@@ -45,6 +45,7 @@ FREE_KEYS = frozenset(
         *("logging_steps", "eval_steps", "per_device_eval_batch_size", "report_to"),
         *("sample_prompts", "sample_max_new_tokens", "activation_checkpointing", "memory_limit_gib"),
         *("device", "dataset_num_proc", "trust_remote_code", "reward_timeout_s", "num_generations_eval"),
+        *("vllm_server_base_url", "vllm_server_timeout"),
         # how a step's rows are divided: see `same_steps`
         *("parallel", "gradient_accumulation_steps", "max_restarts", "pipeline_schedule"),
     ]

@@ -25,10 +25,9 @@ from halfbyte.config.policy import answers_a_generation, group_size, micro_batch
 from halfbyte.data.branches import GIVEN
 from halfbyte.errors import CheckpointError, ConfigError
 from halfbyte.files import write_json
-from halfbyte.generation import Completion, Rollouts, Sampling
+from halfbyte.generation import Completion, Sampling
 from halfbyte.methods.answers import as_reference
 from halfbyte.methods.grpo import BONUS, CORRECTS, PolicyOptimization
-from halfbyte.notices import notice
 from halfbyte.ops import IGNORE_INDEX
 from halfbyte.plan.rollouts import RolloutPlan
 from halfbyte.rewards import Rewards
@@ -37,8 +36,10 @@ from ..reading import read_json
 from ..reading.tensors import ADAPTER
 from .answered import Answered, Monotony
 from .metrics import MetricsFile
+from .mismatch import Mismatch
 from .rewarded import means_of, numbers_of, passes
 from .rows import Counting, on_device
+from .served import ServedRollouts, engine_of
 from .stepper import Stepper, beside_graphs
 
 if TYPE_CHECKING:
@@ -50,8 +51,8 @@ if TYPE_CHECKING:
 STATE = "generation.json"  # in a checkpoint
 COMPLETIONS = "completions.jsonl"
 ROUNDS = 10  # of sampling for groups with spread, at most (DAPO's own code has as many)
-OFF = 0.1  # share of ratios outside 0.9 to 1.1 above which the mismatch is corrected for
 KEPT, MOST = 64, 64 * 2**20  # answers of a generation that are written there, and bytes of it, as far as possible
+COMPARED = 512  # tokens by which a server's weights are compared with those that train
 EVALUATION = 2**30  # the number of the generation whose draws evaluations have
 AGAIN = "resume from an earlier checkpoint, or start a new run in another output_dir"
 
@@ -116,10 +117,7 @@ class Generations:
         self.rows, self.rewards, self.device, self.computing = rows, rewards, device, computing
         self.stops, self.file, self.shared = stops, file, shared
         self.plan, self.files = plan, rewards.files | dict(files or {})
-        how: dict[str, Any] = {"weights": config.rollout_weights, "kv_cache": config.kv_cache}
-        if plan is not None:
-            how |= {"weights": plan.weights, "memory_gib": plan.pages / 2**30}
-        self.engine = Rollouts(model, rows=answers_a_generation(config), **how)
+        self.engine = engine_of(config, model, answers_a_generation(config), plan)
         self.group = group_size(config)
         self.size = config.per_device_train_batch_size
         self.batches = micro_batches_a_generation(config)
@@ -127,10 +125,11 @@ class Generations:
         self._since: list[dict[str, float]] = []  # numbers of the generations since the last record
         self._last: dict[str, float] = {}
         self._monotony = Monotony()
-        self.outside = 0.0  # share of ratios in the last step, see `methods.grpo`
         self.settle: Callable[[], None] = lambda: None  # has the numbers of the last step read
         self.stepper = Stepper(lambda batch: {})  # whose graphs may hold memory
-        self._corrects = config.importance_sampling_correction is True
+        server = self.engine if isinstance(self.engine, ServedRollouts) else None
+        self.mismatch = Mismatch(config, method, server)
+        self._compared_engines = server is None
 
     # --- rows for the loop -------------------------------------------------------------------------------------------
 
@@ -160,7 +159,8 @@ class Generations:
     def _generation(self, number: int, chosen: list[int], collate: Counting, callbacks: Callbacks) -> Generation:
         """The generation of a number: the present one, or a new one."""
         if self._current is None or self._current.number != number:
-            self._look_at_mismatch()
+            self.settle()
+            self.mismatch.look()
             answered = self._sampled(chosen, number, _progress(callbacks))
             self._monotony.look_at(answered)
             began = time.perf_counter()
@@ -177,18 +177,6 @@ class Generations:
         drawn = torch.Generator().manual_seed(self.config.seed + number)
         groups = torch.randperm(len(rows) // self.group, generator=drawn).tolist()
         return [rows[group * self.group + at] for group in groups for at in range(self.group)]
-
-    def saw(self, sums: Mapping[str, float], counts: Mapping[str, float]) -> None:
-        """A step's numbers have been read."""
-        self.outside = sums.get("sampling/outside", 0.0) / max(counts["trained_tokens"], 1)
-
-    def _look_at_mismatch(self) -> None:
-        """Whether the next generation is corrected for it; once it is, all later ones are."""
-        self.settle()
-        if self.config.importance_sampling_correction == "auto" and not self._corrects and self.outside > OFF:
-            self._corrects = True
-            said = f"{self.outside:.0%} of the last step's ratios of training to rollout are outside of 0.9 to 1.1"
-            notice("importance-sampling", f"{said}: from here on the loss is weighed (importance_sampling_correction)")
 
     def _sampled(self, chosen: list[int], number: int, progress: Mapping[str, Any]) -> Answered:
         """Answers to the prompts of these indices.
@@ -254,8 +242,11 @@ class Generations:
         sampling = Sampling(
             config.temperature, config.top_k, config.top_p, seed=config.seed + (number << 32), min_p=config.min_p or 0.0
         )
-        completions = self._drawn([row["prompt_ids"] for row in prompts], each, indices, sampling)
+        given = [row["prompt_ids"] for row in prompts]
+        completions = self._drawn(given, each, indices, sampling)
         seconds = time.perf_counter() - began
+        if not self._compared_engines:
+            self._compare_engines([ids for ids in given for _ in range(each)], completions)
         texts = [str(self.tokenizer.decode(each.ids, skip_special_tokens=True)) for each in completions]
         return completions, texts, seconds
 
@@ -276,6 +267,20 @@ class Generations:
         with beside_graphs(self.stepper, self.device):
             return self.stepper.with_room(draw)
 
+    def _compare_engines(self, prompts: list[list[int]], completions: list[Completion]) -> None:
+        """Whether a server that answers for the first time has the weights of this model, by a few of its answers."""
+        assert isinstance(self.engine, ServedRollouts)
+        collate = Counting(self.method, self.method.collator(self.config, self.tokenizer, self.device))
+        blank = {"advantage": 0.0, "items": 0.0, CORRECTS: False}
+        rows: list[Row] = []
+        for ids, answer in zip(prompts, completions, strict=True):
+            if sum(len(row["sampled"]) for row in rows) < COMPARED:
+                rows.append(as_row(ids, answer.ids) | blank | {"sampled": answer.log_probs.tolist()})
+        with beside_graphs(self.stepper, self.device):
+            self.stepper.with_room(partial(self._score, rows, "here", collate))
+        there, here = (torch.tensor([x for row in rows for x in row[name]]) for name in ("sampled", "here"))
+        self._compared_engines = self.engine.check_same_model(there, here)
+
     @property
     def weights(self) -> list[float]:
         """Of the reward functions."""
@@ -290,7 +295,7 @@ class Generations:
             row = as_row(given, completion.ids, trained)
             row |= {"sampled": completion.log_probs.tolist() if trained else []}
             row |= {GIVEN: len(given)} if self.shared else {}
-            rows.append(row | {"advantage": 0.0, "items": 0.0, CORRECTS: self._corrects})
+            rows.append(row | {"advantage": 0.0, "items": 0.0, CORRECTS: self.mismatch.corrects})
         with beside_graphs(self.stepper, self.device):
             divergence = self.stepper.with_room(partial(self._add_log_probs, rows, collate))
         advantages = self.method.advantages(answered.rewards, divergence)
@@ -376,7 +381,8 @@ class Generations:
             "last": self._last,
             "files": self.files,
         }
-        state |= {"answered": answered, "outside": self.outside, "corrects": self._corrects}
+        state |= {"answered": answered, "outside": self.mismatch.outside}
+        state["corrects"] = self.mismatch.corrects
         state["monotony"] = self._monotony.seen
         write_json(folder / STATE, state)
 
@@ -389,7 +395,8 @@ class Generations:
         state = read_generation(checkpoint)
         self._current = None if state["current"] is None else Generation(**state["current"])
         self._since, self._last = state["since"], state["last"]
-        self.outside, self._corrects = state.get("outside", 0.0), state.get("corrects", self._corrects)
+        self.mismatch.outside = state.get("outside", 0.0)
+        self.mismatch.corrects = state.get("corrects", self.mismatch.corrects)
         self._monotony.seen = {name: (value, times) for name, (value, times) in state.get("monotony", {}).items()}
 
     # --- evaluation --------------------------------------------------------------------------------------------------
@@ -406,6 +413,8 @@ class Generations:
         """End the processes of reward functions, and give pages back."""
         self.rewards.close()
         self.engine.free()
+        if isinstance(self.engine, ServedRollouts):
+            self.engine.close()
 
 
 def read_generation(checkpoint: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from halfbyte.errors import ModelError, of_key
 from halfbyte.methods.answers import as_adapter, score
 from halfbyte.models.load import check_stored, load_model
 from halfbyte.models.quiet import quiet
-from halfbyte.models.teachers import check_vocabulary
+from halfbyte.models.teachers import check_vocabulary, digest_of_model
 from halfbyte.reading.boundary import answered
 from halfbyte.rewards.judges import JudgeFiles, find_judges, key_of
 from halfbyte.rewards.score import Judge, Rewards
@@ -58,6 +58,13 @@ def check_judges(
         where = "it shares the model's weights" if found.files is None else f"on {found.files.name}"
         what = "scores answers" if found.scores == "SEQ_CLS" else "scores steps, whose product counts"
         console.print(one_line(f"{name} {what}; {where}"), soft_wrap=True)
+
+
+def judge_files(config: RunConfig, rewards: Rewards) -> dict[str, str]:
+    """SHA-256 of the reward models of a run that have weights of their own, by their paths or hub ids; their adapters
+    are among the files of `rewards`."""
+    found = [each.files for each in find_judges(config, rewards.specs) if each.files is not None]
+    return {name: digest for files in found for name, digest in digest_of_model(files).items()}
 
 
 @contextlib.contextmanager

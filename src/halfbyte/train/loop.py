@@ -153,14 +153,14 @@ class TrainingLoop:
         """From now on run micro-batches through the stages that `model` was cut into."""
         names = [metric.name for metric in self.method.numbers.trained]
         around = partial(compute, self.model, self.compute_dtype)
-        how = pipeline, stages, self.scaler
-        self.stepper = PipelinedStepper(self._sums, names, self.method.blank, around, *how)
+        self.stepper = PipelinedStepper(self._sums, names, self.method.blank, around, pipeline, stages, self.scaler)
         self.gathered = Gathered(self.mesh, stages)
 
     def use_generations(self, generations: Generations) -> None:
         """From now on the rows of steps are answers to prompts, sampled as the run goes."""
         self.generations, self.records.beside = generations, generations.taken
-        self.records.told, generations.settle, generations.stepper = generations.saw, self.records.read, self.stepper
+        self.records.told = generations.mismatch.saw
+        generations.settle, generations.stepper = self.records.read, self.stepper
         self.stops.may_learn_nothing = True
 
     def _settled(self) -> bool:

@@ -56,6 +56,7 @@ from .links import gather_rate, host_rate
 from .look_over import look_over_run
 from .rehearsal import trackers, try_optimizer, try_schedule
 from .rewarding import look_over_rewards
+from .served import look_over_server
 from .teaching import check_teacher
 
 # Micro-batches of a length that repay cuDNN's plan for it. On an H200 one takes 0.15 s, and in a 0.6B model four rows
@@ -224,6 +225,7 @@ def _read_data(
     if method.rows == "prompts":
         model_config = shapes.causal_lm.config
         look_over_rewards(config, data, model_config, tokenizer, checkpoint, console)
+        look_over_server(config, data, tokenizer, console)
         check_teacher(config, model_config, tokenizer, checkpoint, console, _longest(data))
     return data
 

@@ -23,7 +23,7 @@ from ..words import one_line
 from .checkpoint import step_of
 from .distilled import DistilledGenerations
 from .generations import COMPLETIONS, Generations, check_same_files, digest_of
-from .judging import check_judges, judging
+from .judging import check_judges, judge_files, judging
 from .metrics import MetricsFile
 from .teaching import teacher_files, teaching
 
@@ -72,7 +72,7 @@ def look_over_rewards(
         if rows is not None:
             check_columns(rewards.specs, rows)
     if checkpoint is not None:
-        check_same_files(rewards.files | reference_files(config), checkpoint)
+        check_same_files(rewards.files | reference_files(config) | judge_files(config, rewards), checkpoint)
     try:
         rewards.check()
     finally:
@@ -138,7 +138,7 @@ def answering(job: OpenRun, loop: TrainingLoop) -> Iterator[None]:
         file=file,
         shared=run.data.shared,
         plan=run.plan.answering,
-        files=reference_files(run.config) | teacher_files(run.config),
+        files=reference_files(run.config) | teacher_files(run.config) | judge_files(run.config, rewards),
     )
     loop.use_generations(generations)
     try:

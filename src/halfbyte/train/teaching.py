@@ -21,7 +21,7 @@ from halfbyte.models.isolation import isolate_run
 from halfbyte.models.limits import check_positions
 from halfbyte.models.load import check_stored, load_model, load_tokenizer
 from halfbyte.models.patch import patch
-from halfbyte.models.teachers import KEY, TeacherFiles, check_vocabulary, find_teacher
+from halfbyte.models.teachers import KEY, TeacherFiles, check_vocabulary, digest_of_model, find_teacher
 
 from ..words import one_line
 from .generations import check_same_files, digest_of
@@ -70,10 +70,13 @@ def check_teacher(
 
 
 def teacher_files(config: RunConfig) -> dict[str, str]:
-    """SHA-256 of the adapter that teaches a run, by its path."""
-    if config.method not in DISTILLING or (adapter := find_teacher(config).adapter) is None:
+    """SHA-256 of what teaches a run, an adapter and the model that it is on, each by its path or hub id; none of the
+    model that trains."""
+    if config.method not in DISTILLING:
         return {}
-    return digest_of(adapter)
+    found = find_teacher(config)
+    adapter = {} if found.adapter is None else digest_of(found.adapter)
+    return adapter if found.files is None else adapter | digest_of_model(found.files)
 
 
 def _said(found: TeacherFiles) -> str:

@@ -28,6 +28,9 @@ class _Table(ctypes.Structure):
     _fields_ = Weight._fields_[:-1]
 
 
+_FIELDS = [field[0] for field in _Table._fields_]
+
+
 class _Chosen(ctypes.Structure):
     """The struct `Chosen` of `cuda/expert_rows4.cu`."""
 
@@ -71,11 +74,11 @@ def expert_rows(
     with torch.cuda.device(device):
         for down, stack in enumerate((first, second)):
             format_: Any = stack.format
-            (_, rows, _), nested = stack.shape, format_.nested_parts(stack.parts)
+            rows, nested = stack.shape[1], format_.nested_parts(stack.parts)
             shape = (tokens, rows) if down else (tokens * top_k, rows // 2)
             out = torch.empty(shape, dtype=x.dtype, device=x.device)
             whole = weight_of(given, stack.parts["packed"], stack.parts["absmax"], nested, format_.quant_type, rows)
-            table = _Table(*[getattr(whole, name) for name, _ in _Table._fields_])
+            table = _Table(*[getattr(whole, name) for name in _FIELDS])
             pointers = [tensor.data_ptr() for tensor in (given, index, routed, out)]
             chosen = _Chosen(*pointers, tokens, top_k, int(routed.dtype is torch.float32))
             kernel = _kernel(down, groups[down], device, x.dtype is torch.bfloat16, nested is not None)

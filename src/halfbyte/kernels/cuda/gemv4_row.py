@@ -1,20 +1,39 @@
-"""`cuda/row4.cu`: GEMV of one or two rows with a 4-bit weight, on tensor cores."""
+"""`cuda/row4.cu`: GEMV of one or two rows with a 4-bit weight, or with several at once, on tensor cores."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...ops.gemv4 import add_term, linear_blockwise4
+from ...ops.gemv4 import add_term, linear_blockwise4, linears_blockwise4
 from ..device import device_at, multiprocessors_of, origin_of
 from ..tiling import ceil_div, power_of_2
 from . import Image, Kernel, cubin, remembered
 from .gemv4 import Nested, Term, Weight, mma_obstacle, weight_of
 
 BATCH, ROWS = 2, 16  # rows of x at most; rows of W in a tile, of which W must have one
+PARTS = 3  # weights of a launch at most
+
+
+class _Part(ctypes.Structure):
+    """The struct `Part` of `cuda/row4.cu`."""
+
+    _fields_ = (
+        ("w", Weight),
+        *((name, ctypes.c_void_p) for name in ("bias", "out")),
+        *((name, ctypes.c_uint32) for name in ("begin", "blocks")),
+    )
+
+
+class _Parts(ctypes.Structure):
+    """The struct `Parts` of `cuda/row4.cu`."""
+
+    _fields_ = (("parts", _Part * PARTS),)
 
 
 class Blocks(NamedTuple):
@@ -35,7 +54,7 @@ def image(blocks: Blocks, device: int, batch: int, bf16: bool, nested: bool, blo
     """`row4.cu`, compiled."""
     constants = dict(zip(("RT", "WR", "WK"), blocks, strict=True)) | {"BATCH": batch, "BF16": int(bf16)}
     constants |= {"NESTED": int(nested), "SHIFT": (blocksize // 32).bit_length() - 1, "ORIGIN": origin_of(device)}
-    return cubin("row4", device_at(device).capability, constants, [Weight])
+    return cubin("row4", device_at(device).capability, constants, [_Parts])
 
 
 @remembered
@@ -58,13 +77,46 @@ def gemv(
     x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, blocksize: int, quant_type: str, rows: int,
     bias: Tensor | None, term: Term = None, blocks: Blocks | None = None,
 ) -> Tensor:  # fmt: skip
-    x, device, batch = x.contiguous(), x.get_device(), x.shape[0]
-    blocks = blocks or blocks_for(rows, multiprocessors_of(device))
-    weight = weight_of(x, packed, absmax, nested, quant_type, rows)
-    out = torch.empty(batch, rows, dtype=x.dtype, device=x.device)
-    pointers = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in (x, bias, out)]
+    out = _products(x.contiguous(), [(packed, absmax, nested, blocksize, quant_type, rows, bias)], blocks)
+    return add_term(out[0], term)
+
+
+def several_obstacle(x: Tensor, weights: Sequence[tuple]) -> str | None:
+    alike = {(nested is None, blocksize) for _, _, nested, blocksize, *_ in weights}
+    if not 1 < len(weights) <= PARTS or len(alike) > 1:
+        return f"takes 2 to {PARTS} weights with one kind of scales"
+    return next((reason for weight in weights if (reason := obstacle(x, *weight))), None)
+
+
+@linears_blockwise4.kernel("cuda", unless=several_obstacle)
+def several(x: Tensor, weights: Sequence[tuple], blocks: Blocks | None = None) -> list[Tensor]:
+    return _products(x.contiguous(), weights, blocks)
+
+
+def shares(tiles: Sequence[int], blocks: int) -> list[int]:
+    """How many of at most so many blocks each weight has, by its tiles, at least one."""
+    blocks = min(blocks, sum(tiles))
+    first = [max(1, each * blocks // sum(tiles)) for each in tiles]
+    first[tiles.index(max(tiles))] += blocks - sum(first)
+    return first
+
+
+def _products(x: Tensor, weights: Sequence[tuple], blocks: Blocks | None) -> list[Tensor]:
+    device, batch, bf16 = x.get_device(), x.shape[0], x.dtype is torch.bfloat16
+    all_rows = [weight[5] for weight in weights]
+    blocks = blocks or blocks_for(sum(all_rows), multiprocessors_of(device))
+    _, _, nested, blocksize, *_ = weights[0]
+    outs = [torch.empty(batch, rows, dtype=x.dtype, device=x.device) for rows in all_rows]
+    counts = shares([ceil_div(rows, ROWS) for rows in all_rows], multiprocessors_of(device))
+    parts = _Parts()
+    for at in range(PARTS):
+        parts.parts[at].begin = sum(counts)
+    begins = [end - count for end, count in zip(accumulate(counts), counts, strict=True)]
+    for at, (weight, begin, count) in enumerate(zip(weights, begins, counts, strict=True)):
+        packed, absmax, of_scales, _, quant_type, rows, bias = weight
+        own = weight_of(x, packed, absmax, of_scales, quant_type, rows)
+        parts.parts[at] = _Part(own, None if bias is None else bias.data_ptr(), outs[at].data_ptr(), begin, count)
     with torch.cuda.device(device):
-        kernel = _kernel(blocks, device, batch, x.dtype is torch.bfloat16, nested is not None, blocksize)
-        grid = min(ceil_div(rows, ROWS), multiprocessors_of(device))
-        kernel(grid, 32 * blocks.wr * blocks.wk, [weight, *pointers])
-    return add_term(out, term)
+        kernel = _kernel(blocks, device, batch, bf16, nested is not None, blocksize)
+        kernel(sum(counts), 32 * blocks.wr * blocks.wk, [parts, ctypes.c_void_p(x.data_ptr())])
+    return outs

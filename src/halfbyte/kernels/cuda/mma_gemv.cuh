@@ -85,12 +85,13 @@ __device__ __forceinline__ void finish(
     }
 }
 
-/* The kernel. */
-template <typename W> __device__ __forceinline__ void mma_gemv(W w, const u16 *x, const u16 *bias, u16 *out) {
+/* The kernel, as the block of this number of so many. */
+template <typename W>
+__device__ __forceinline__ void mma_gemv(W w, const u16 *x, const u16 *bias, u16 *out, u32 block, u32 blocks) {
     constexpr u32 TOGETHER = W::TOGETHER, STAGE = RT * W::TILE;
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / WK, first = warp % WK;
-    u32 tiles = (w.rows + ROWS - 1) / ROWS, units = w.columns / (256 * TOGETHER), apart = gridDim.x;
-    u32 first_tile = group * RT * apart + blockIdx.x, stride = apart * WR * RT;
+    u32 tiles = (w.rows + ROWS - 1) / ROWS, units = w.columns / (256 * TOGETHER), apart = blocks;
+    u32 first_tile = group * RT * apart + block, stride = apart * WR * RT;
     u8 *ring = shared + W::TABLE + warp * OF_WARP<W>, *aside = ring + 2 * STAGE;
     float *sums = (float *)(shared + SUMS<W>) + group * 2 * WK * OF_TILES;
 

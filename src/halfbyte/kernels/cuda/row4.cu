@@ -1,4 +1,4 @@
-/* Products of one or two rows with NF4 and FP4 weights, see mma_gemv.cuh and table4.cuh.
+/* Products of one or two rows with up to three NF4 and FP4 weights at a time, see mma_gemv.cuh and table4.cuh.
 
 A lane's two K slices of 32 weights are one block of 64, and their sums are added before they are scaled. Smaller
 blocks are one slice, larger ones several lanes'.
@@ -165,9 +165,21 @@ struct Weight : Table4 {
     };
 };
 
-LAYOUT(SHARED<Weight>, 0, sizeof(Weight));
+/* Weights of one x, and which blocks have each: where they begin, and how many they are. */
+struct Part {
+    Weight w;
+    const u16 *bias;
+    u16 *out;
+    u32 begin, blocks;
+};
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-row4(Weight w, const u16 *x, const u16 *bias, u16 *out) {
-    mma_gemv(w, x, bias, out);
+struct Parts {
+    Part parts[3]; /* those that are not there begin beyond all blocks */
+};
+
+LAYOUT(SHARED<Weight>, 0, sizeof(Parts));
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) row4(const Parts all, const u16 *x) {
+    const Part &part = all.parts[(blockIdx.x >= all.parts[1].begin) + (blockIdx.x >= all.parts[2].begin)];
+    mma_gemv(part.w, x, part.bias, part.out, blockIdx.x - part.begin, part.blocks);
 }

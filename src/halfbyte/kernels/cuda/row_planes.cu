@@ -203,5 +203,5 @@ LAYOUT(SHARED<Weight>, 0, sizeof(Planes));
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 row_planes(Planes w, const u16 *x, const u16 *bias, u16 *out, const float *factor) {
-    mma_gemv(Weight{w, factor, 0}, x, bias, out);
+    mma_gemv(Weight{w, factor, 0}, x, bias, out, blockIdx.x, gridDim.x);
 }

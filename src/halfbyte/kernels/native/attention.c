@@ -19,8 +19,8 @@ typedef struct {
     rows_in q, k, v, o, dout;
     float *out, *logsumexp, *dq, *dk, *dv; /* [N, Hq, D], [Hq, N]; [N, Hq, D], [N, Hk, D] twice */
     const float *sums;                     /* logsumexp of the forward */
-    const int32_t *begins, *lasts, *openings, *closings; /* of tokens; the last two may be NULL: no prompts */
-    int64_t tokens, heads, kv_heads, size;
+    const int32_t *begins, *lasts, *openings, *closings; /* of queries; the last two may be NULL: no prompts */
+    int64_t tokens, skipped, heads, kv_heads, size;      /* skipped: tokens before the first that is a query */
     float scale;
     int32_t threads;
     /* set here */
@@ -99,9 +99,9 @@ static void turn(const rows_in *from, int64_t head, int64_t first, int64_t count
 typedef struct { int64_t begin, end, opening, closing; } document;
 
 static document document_at(const attention *p, int64_t begin, int64_t most) {
-    int64_t end = begin + 1;
-    while (end < most && p->begins[end] == p->begins[begin]) end++;
-    return (document){begin, end, p->openings ? p->openings[begin] : 0, p->openings ? p->closings[begin] : 0};
+    int64_t end = begin + 1, query = begin - p->skipped;
+    while (end < most && p->begins[end - p->skipped] == p->begins[query]) end++;
+    return (document){begin, end, p->openings ? p->openings[query] : 0, p->openings ? p->closings[query] : 0};
 }
 
 /* scores = q·k of a block of `rows` queries with `count` keys; on the diagonal, in strips, those that are looked at. */
@@ -143,7 +143,7 @@ static void soften(const attention *p, block *w, int64_t i, int64_t limit) { /* 
 static void attend(const attention *p, block *w, const float *keys, int64_t apart, int64_t tree, document of, int64_t head,
                    int64_t first) {
     int64_t rows = least(BLOCK, of.end - first), size = p->size, key_head = head / (p->heads / p->kv_heads);
-    turn(&p->q, head, first, rows, size, w->q, BLOCK);
+    turn(&p->q, head, first - p->skipped, rows, size, w->q, BLOCK);
     memset(w->acc, 0, (size_t)(rows * size) * sizeof(float));
     for (int64_t i = 0; i < rows; i++) w->top[i] = -INFINITY, w->all[i] = 0;
     for (int own = 0; own < 2; own++) {
@@ -160,9 +160,10 @@ static void attend(const attention *p, block *w, const float *keys, int64_t apar
         }
     }
     for (int64_t i = 0; i < rows; i++) {
-        float *out = p->out + ((first + i) * p->heads + head) * size;
+        int64_t query = first - p->skipped + i;
+        float *out = p->out + (query * p->heads + head) * size;
         for (int64_t d = 0; d < size; d += 16) store(out + d, load(w->acc + i * size + d) / w->all[i]);
-        p->logsumexp[head * p->tokens + first + i] = w->top[i] + logf(w->all[i]);
+        p->logsumexp[head * (p->tokens - p->skipped) + query] = w->top[i] + logf(w->all[i]);
     }
 }
 
@@ -176,7 +177,7 @@ static void forward(const void *job, int64_t first, int64_t last) {
         block *w = malloc(sizeof(block));
         if (keys && w) {
             turn(&p->k, head, tree, end - tree, p->size, keys, apart);
-            for (int64_t at = tree; at < end;) {
+            for (int64_t at = tree + p->skipped; at < end;) {
                 document of = document_at(p, at, end);
                 for (int64_t h = head * group; h < (head + 1) * group; h++)
                     for (int64_t q = of.begin; q < of.end; q += BLOCK) attend(p, w, keys, apart, tree, of, h, q);
@@ -266,12 +267,12 @@ static void backward(const void *job, int64_t first, int64_t last) {
     }
 }
 
-/* 0, or 1: there is no memory. */
+/* 0, or 1: there is no memory. Prompts of queries that come later may lie anywhere: then all is one tree. */
 static int each_tree(attention *p, stage run) {
     int64_t *trees = malloc((size_t)(p->tokens + 1) * sizeof(int64_t)), many = 0;
     atomic_int failed = trees == NULL;
     if (trees) {
-        for (int64_t at = 0; at < p->tokens; at = p->lasts[at]) trees[many++] = at;
+        for (int64_t at = 0; at < p->tokens; at = p->skipped ? p->tokens : p->lasts[at]) trees[many++] = at;
         trees[many] = p->tokens;
         p->trees = trees, p->many = many, p->failed = &failed;
         spread(run, p, many * p->kv_heads, 1, p->threads);

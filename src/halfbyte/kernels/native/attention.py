@@ -35,7 +35,7 @@ class _Attention(ctypes.Structure):
         *[(name, _Rows) for name in ("q", "k", "v", "o", "dout")],
         *[(name, _pointer) for name in ("out", "logsumexp", "dq", "dk", "dv", "sums")],
         *[(name, _pointer) for name in ("begins", "lasts", "openings", "closings")],
-        *[(name, _int64) for name in ("tokens", "heads", "kv_heads", "size")],
+        *[(name, _int64) for name in ("tokens", "skipped", "heads", "kv_heads", "size")],
         ("scale", ctypes.c_float),
         ("threads", ctypes.c_int32),
         *[(name, _pointer) for name in ("trees", "many", "failed")],  # set there; `many` is as wide
@@ -71,8 +71,11 @@ def _run(
     """One of the library's functions, on rows and pointers in `fields`."""
     places = [each.int().contiguous() for each in (*documents, *(prompts or ()))]
     named = zip(("begins", "lasts", "openings", "closings"), map(Tensor.data_ptr, places), strict=False)
-    sizes = {"tokens": query.shape[0], "heads": query.shape[1], "kv_heads": key.shape[1], "size": query.shape[2]}
-    call = _Attention(**fields, **dict(named), **sizes, scale=scale, threads=torch.get_num_threads())
+    tokens, skipped = key.shape[0], key.shape[0] - query.shape[0]
+    sizes = {"heads": query.shape[1], "kv_heads": key.shape[1], "size": query.shape[2]}
+    call = _Attention(
+        **fields, **dict(named), **sizes, tokens=tokens, skipped=skipped, scale=scale, threads=torch.get_num_threads()
+    )
     if function(ctypes.byref(call)):
         raise MemoryError("there is no memory for a block of attention")
 

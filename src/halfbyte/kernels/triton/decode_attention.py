@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...ops.decode_attention import decode_attention
+from ...ops.decode_attention import decode_attention, store_both_
 from ..device import device_of
 from ..tiling import power_of_2
 from .cached_attention import attend_tile, readable, slots_of
@@ -45,7 +45,43 @@ def _attend(
     tl.store(out_ptr + at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-_launcher = Launcher(_attend)
+@triton.jit
+def _store_both(
+    k_ptr, v_ptr, keys_ptr, values_ptr, slot_ptr, heads, slots, size, k_batch, k_head, v_batch, v_head,
+    SIZE: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, SIZE)
+    k = tl.load(k_ptr + program // heads * k_batch + program % heads * k_head + d, mask=d < size, other=0.0)
+    v = tl.load(v_ptr + program // heads * v_batch + program % heads * v_head + d, mask=d < size, other=0.0)
+    at = (program * slots + tl.load(slot_ptr)) * size + d
+    tl.store(keys_ptr + at, k.to(keys_ptr.dtype.element_ty), mask=d < size)
+    tl.store(values_ptr + at, v.to(values_ptr.dtype.element_ty), mask=d < size)
+
+
+_launcher, _store_launcher = Launcher(_attend), Launcher(_store_both)
+
+
+def store_obstacle(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> str | None:
+    """Why this step's keys and values are not stored here."""
+    if (
+        k.shape[2] != 1
+        or k.stride(3) != 1
+        or v.stride(3) != 1
+        or not keys.is_contiguous()
+        or not values.is_contiguous()
+    ):
+        return "stores one token's, in whole caches"
+    return None if k.dtype is v.dtype is keys.dtype is values.dtype else "needs caches in the dtype of keys and values"
+
+
+@store_both_.kernel("cuda", "xpu", unless=store_obstacle)
+def store(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    batch, heads, room, size = keys.shape
+    strides = *k.stride()[:2], *v.stride()[:2]
+    _store_launcher(
+        batch * heads, (k, v, keys, values, slots), (heads, room, size, *strides), (max(power_of_2(size), 16),), warps=1
+    )
 
 
 @decode_attention.kernel("cuda", "xpu")

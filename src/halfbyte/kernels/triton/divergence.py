@@ -1,8 +1,10 @@
 """Triton: the generalised Jensen-Shannon divergence by one program a row of both heads' logits.
 
 Three reads: maxima and sums of both rows; the divergence; the gradient, which needs it. As in `cross_entropy`, whose
-parts these are, rows are read in eights, sums are kept a lane, and logits are in units of log 2. With n logits in 16
-bits that is at most 14n bytes; at 8,192 × 128,256 that would be 3.5 ms of an H200, beside 30 of the heads' products.
+parts these are, rows are read in eights, sums are kept a lane, and logits are in units of log 2. On an H200 512 rows of
+151,936 in bf16 take 449 µs, and 264 at β = 1, where two reads and a write of as many bytes take 113: exponentials bound
+it. 8,192 positions with both heads (2,048 and 4,096 wide) take 37.5 ms, their three products 26.1 (torch's operations
+in place of this kernel: 115).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from ..tiling import power_of_2
 from .cross_entropy import LN_2, _columns, _factors, _finite, _inside, _logits, _row_of, _spacing, _store
 from .launch import Launcher
 
-BLOCK = 8192  # logits of each model that a program takes at a time
+BLOCK = 4096  # logits of each model that a program takes at a time
 VALUES_PER_THREAD = 8
 LANE = tl.constexpr(8)
 

@@ -1,0 +1,242 @@
+"""Rollouts by a vLLM server: the adapter that trains answers, runs resume exactly, and what is wrong is named."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from fake_vllm import FakeVllm, served
+from safetensors.torch import load_file, save_file
+
+from halfbyte import notices
+from halfbyte.cli import main
+from halfbyte.config import load_config
+from halfbyte.errors import ConfigError, TrainingError
+from halfbyte.train.prepare import prepare_run
+from halfbyte.train.sft import train
+
+PT = {"format": "pt"}
+TIMES = ("seconds", "time", "memory", "per_second")
+
+
+@pytest.fixture(scope="module")
+def model(place, tmp_path_factory):
+    """A model that is not sure of nothing, so that it can be moved, and prompts beside it."""
+    folder = tmp_path_factory.mktemp("served") / "sharp"
+    shutil.copytree(place / "model", folder)
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"lm_head.weight": weights["lm_head.weight"] * 15}, folder / "model.safetensors", PT)
+    rows = [{"prompt": json.loads(line)["prompt"]} for line in (place / "data.jsonl").read_text().splitlines()]
+    (folder.parent / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder.parent / "mine.py").write_text(
+        "def letters(completions, **_):\n"
+        "    return [sum(c.isascii() and c.isalpha() for c in text) / max(len(text), 1) for text in completions]\n"
+    )
+    return folder
+
+
+def keys(model, output, url, **more):
+    found = {"model_name_or_path": str(model), "dataset": str(model.parent / "prompts.jsonl"), "r": 4}
+    found |= {"output_dir": str(output), "device": "cpu", "dtype": "float32", "load_in_4bit": False}
+    found |= {"method": "grpo", "reward_funcs": [f"{model.parent / 'mine.py'}:letters"], "num_generations": 4}
+    found |= {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "max_completion_length": 8}
+    found |= {"learning_rate": 2e-2, "warmup_steps": 0, "sample_prompts": 0, "max_length": 64, "max_steps": 3}
+    return found | {"lr_scheduler_type": "constant", "rollout": "vllm", "vllm_server_base_url": url} | more
+
+
+def run(model, output, url, resume=None, **more):
+    return train(load_config(None, keys(model, output, url, **more)), resume=resume)
+
+
+def records(folder, kind="train"):
+    if not (folder / "metrics.jsonl").exists():
+        return []
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    timeless = [{k: v for k, v in line.items() if not any(word in k for word in TIMES)} for line in lines]
+    return [line for line in timeless if line["kind"] == kind]
+
+
+def answers(folder):
+    return [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
+
+
+def test_the_adapter_that_trains_answers(model, tmp_path):
+    """In every generation, although the server caches prefixes by the adapter's name; rewards rise by it."""
+    fake = FakeVllm(model)
+    with served(fake) as url:
+        run(model, tmp_path / "out", url, max_steps=6, eval_split_size=4, eval_steps=4)
+    found = records(tmp_path / "out")
+    assert max(each["sampling/sampling_logp_difference/max"] for each in found) < 1e-4
+    assert all(each["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=1e-3) for each in found)
+    rewards = [each["reward"] for each in found]
+    assert sum(rewards[-2:]) > 1.5 * sum(rewards[:2])
+    drawn = [body for body in fake.asked if body["model"] != fake.name]
+    groups = {(body["seed"], tuple(body["prompt"])) for body in drawn}
+    assert len({seed for seed, _ in groups}) == len(groups) == 6 * 4 + 4  # evaluations draw alike
+    assert not any(body.get("load_inplace") for body in fake.loads)
+    assert not fake.adapters
+    assert not list((tmp_path / "out").glob("*halfbyte-*"))
+    assert json.loads((tmp_path / "out/memory.json").read_text()).get("rollouts") is None
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"steps_per_generation": 4, "num_iterations": 2, "temperature": 0.7},
+        pytest.param({}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_resumed_run_is_the_same_run(model, tmp_path, more):
+    """Within a generation its rows are those of the checkpoint; a later one is drawn with the same seeds."""
+    options = {"max_steps": 4, "save_steps": 1, "save_total_limit": 10} | more
+    with served(FakeVllm(model, processed=True)) as url:
+        run(model, tmp_path / "whole", url, **options)
+    for step in (1,):
+        other = tmp_path / f"from-{step}"
+        shutil.copytree(tmp_path / "whole", other)
+        with served(FakeVllm(model, processed=True)) as url:
+            run(model, other, url, resume=str(other / f"checkpoint-{step}"), **options)
+        assert records(other) == records(tmp_path / "whole")
+        assert answers(other) == answers(tmp_path / "whole")
+        mine, theirs = (load_file(each / "adapter/adapter_model.safetensors") for each in (other, tmp_path / "whole"))
+        assert all(mine[name].equal(theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize(
+    ("faults", "said", "fix"),
+    [
+        ("not vllm", "is no vLLM: /v1/models answers 404 Not Found", "vllm serve"),
+        ("no ids", "answers without token ids", "0.10.2"),
+        ("cuts prompts", "has read", "vllm serve"),
+        ("other vocabulary", "has another vocabulary: it reads the first prompt as", "serve"),
+    ],
+)
+def test_looked_over_before_a_run(model, tmp_path, faults, said, fix):
+    with served(FakeVllm(model, faults=[faults])) as url, pytest.raises(ConfigError) as stop:
+        prepare_run(load_config(None, keys(model, tmp_path / "out", url)))
+    assert said in stop.value.message
+    assert fix in stop.value.fix
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_the_server_was_started_with(model, tmp_path, monkeypatch):
+    fake = FakeVllm(model)
+    fake.longest, fake.keys = 20, {"secret"}
+
+    def refused(**more):
+        with served(fake) as url, pytest.raises(ConfigError) as stop:
+            prepare_run(load_config(None, keys(model, tmp_path / "out", url, **more)))
+        return str(stop.value)
+
+    assert "VLLM_API_KEY" in refused()
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    assert "takes 20 tokens of a prompt with its answer" in (said := refused())
+    assert "--max-model-len" in said
+    assert "secret" not in said
+    fake.longest = 2048
+    assert "at temperature 1, and this run draws at 0.7" in refused(temperature=0.7)
+    fake.processed = True
+    assert "over what top_p, top_k and min_p leave" in refused(top_k=5)
+    with served(fake) as url:
+        prepare_run(load_config(None, keys(model, tmp_path / "out", url, temperature=0.7)))
+    gone = f"{url} does not answer: Connection refused"
+    with pytest.raises(ConfigError) as stop:
+        prepare_run(load_config(None, keys(model, tmp_path / "out", url)))
+    assert gone in stop.value.message
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve" in stop.value.fix
+    assert "--max-lora-rank 8" in stop.value.fix
+
+
+@pytest.mark.parametrize(
+    ("faults", "more", "said", "fix"),
+    [
+        ("no updating", {}, "it takes no adapters while it runs", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
+        ("another disk", {}, "No adapter found", "a disk that both see"),
+        ("", {"r": 32}, "LoRA rank 32 is greater than max_lora_rank 16", "--max-lora-rank 32"),
+        ("more tokens", {"temperature": 1.0}, "it answers with token 1000000, and the vocabulary here has", "serve"),
+        ("nan", {}, "gives no log-probability for each token", "0.10.2"),
+        ("slow", {"vllm_server_timeout": 0.2}, "takes longer than 0.2 s", "vllm_server_timeout"),
+    ],
+)
+def test_an_adapter_that_does_not_come_to_answer(model, tmp_path, faults, more, said, fix):
+    fake = FakeVllm(model)
+    with served(fake) as url:
+        config = load_config(None, keys(model, tmp_path / "out", url, **more))
+        prepare = fake.complete
+
+        def later(body):  # what is asked before the run goes well
+            fake.faults = {faults} if body["model"] != fake.name else set()
+            return prepare(body)
+
+        fake.complete, own = later, fake.unload
+        fake.unload = lambda body: (fake.faults.add(faults), own(body))[1]
+        with pytest.raises(TrainingError) as stop:
+            train(config)
+    assert said in stop.value.message
+    assert fix in stop.value.fix
+    assert not records(tmp_path / "out")
+
+
+def test_tried_before_a_run(model, tmp_path, capsys):
+    config = tmp_path / "run.yaml"
+    with served(fake := FakeVllm(model)) as url:
+        config.write_text(yaml.safe_dump(keys(model, tmp_path / "out", url)))
+        with pytest.raises(SystemExit) as stop:
+            main(["preview", str(config), "--rollouts", "2"])
+    assert not stop.value.code
+    assert "letters: mean" in capsys.readouterr().out
+    assert fake.loads
+    assert not fake.adapters
+    assert not Path(fake.loads[0]["lora_path"]).exists()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("key", ["a\nb", "ä"])
+def test_a_key_that_is_none_is_not_shown(model, tmp_path, monkeypatch, key):
+    monkeypatch.setenv("VLLM_API_KEY", key)
+    with pytest.raises(ConfigError, match="VLLM_API_KEY has characters"):
+        prepare_run(load_config(None, keys(model, tmp_path / "out", "http://127.0.0.1:9")))
+
+
+def test_a_server_of_other_weights_is_refused_with_both_numbers(model, tmp_path, caplog):
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    weights = load_file(other / "model.safetensors")
+    save_file(weights | {"lm_head.weight": weights["lm_head.weight"].flip(0)}, other / "model.safetensors", PT)
+    notices.forget()
+    with (
+        served(FakeVllm(other)) as url,
+        pytest.raises(TrainingError, match=r"of -\d+\.\d+ there and of -\d+\.\d+ here"),
+    ):
+        run(model, tmp_path / "out", url)
+    assert f"serves {other}, and this run trains {model}" in caplog.text
+    assert not records(tmp_path / "out")
+
+
+def test_a_server_that_keeps_a_former_adapter(model, tmp_path):
+    """It says that it has loaded the next one; the mismatch of the step says otherwise."""
+    with served(FakeVllm(model, faults=["deaf"])) as url, pytest.raises(TrainingError, match="has other weights"):
+        run(model, tmp_path / "out", url, max_steps=8, learning_rate=0.1)
+    assert 1 <= len(records(tmp_path / "out")) < 8
+
+
+def test_an_adapter_that_would_not_go_is_replaced_in_place(model, tmp_path):
+    fake = FakeVllm(model, faults=["keeps adapters"])
+    with served(fake) as url:
+        run(model, tmp_path / "out", url, max_steps=2)
+    assert any(body.get("load_inplace") for body in fake.loads)
+    assert max(each["sampling/sampling_logp_difference/max"] for each in records(tmp_path / "out")) < 1e-4
+
+
+def test_a_server_that_goes_away_ends_the_run_which_resumes(model, tmp_path):
+    out, options = tmp_path / "out", {"max_steps": 2, "save_steps": 1}
+    fake = FakeVllm(model)
+    complete, fake.complete = fake.complete, lambda body: complete(body) if len(fake.asked) < 9 else (503, "")
+    with served(fake) as url, pytest.raises(TrainingError, match="does not answer prompts"):
+        run(model, out, url, **options)
+    assert len(records(out)) == 1
+    with served(FakeVllm(model)) as url:
+        run(model, out, url, resume=True, **options)
+        run(model, tmp_path / "whole", url, **options)
+    assert answers(out) == answers(tmp_path / "whole")
