@@ -1,5 +1,6 @@
 """The rollouts' phase of a plan, against what an engine takes; and what is chosen for want of memory."""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from halfbyte.generation import Rollouts, Sampling
 from halfbyte.layers import Linear4bit
 from halfbyte.memory.batches import Batches, Shape
 from halfbyte.plan.estimate import GIB, estimate
+from halfbyte.plan.shapes import ModelShapes
 
 LLAMA_8B = transformers.LlamaConfig(
     hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
@@ -26,11 +28,17 @@ def config_of(**keys):
     return RunConfig(**given | {"max_completion_length": 256, "max_length": 384} | keys)
 
 
+@functools.cache
+def shapes_8b(**keys):
+    return ModelShapes(config_of(**keys), LLAMA_8B, torch.device("cuda"))
+
+
 def plan_8b(capacity, prompts=(128,) * 32, **keys):
     batches = Batches(Shape(16, 384), Shape(16, 384), prompts=prompts)
     answered = keys.pop("answered", None)
     how = {"device": "cuda", "batches": batches, "capacity_bytes": int(capacity * GIB), "answered": answered}
-    return estimate(config_of(**keys), LLAMA_8B, **how)
+    shapes = shapes_8b(**keys)
+    return estimate(config_of(**keys), LLAMA_8B, shapes=shapes, **how)
 
 
 def test_what_an_engine_of_this_shape_takes():
