@@ -95,6 +95,8 @@ def test_documents_of_a_batch():
 def test_layers_of_one_batch_read_the_device_once():
     kwargs = told()
     assert documents_of(kwargs, 2, 20) is documents_of(kwargs, 2, 20)
+    kwargs["cu_seq_lens_q"].copy_(told([3, 17, 1, 2, 17])["cu_seq_lens_q"])  # a graph's inputs are written in place
+    assert documents_of(kwargs, 2, 20).places == (0, 3, 20, 21, 23, 40)
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ class Documents:
         )
 
 
-_latest: tuple[Tensor, Documents] | None = None  # of the batch whose layers run: each of them asks
+_latest: tuple[Tensor, int, Documents] | None = None  # of the batch whose layers run: each of them asks
 
 
 def documents_of(kwargs: Mapping[str, Any], rows: int, length: int) -> Documents | None:
@@ -83,10 +83,11 @@ def documents_of(kwargs: Mapping[str, Any], rows: int, length: int) -> Documents
     bounds = kwargs.get("cu_seq_lens_q")
     if bounds is None or bounds.numel() == rows + 1:  # as many as rows
         return None
-    if _latest is None or _latest[0] is not bounds:
+    version = 0 if bounds.is_inference() else bounds._version  # a graph's inputs are written in place
+    if _latest is None or _latest[0] is not bounds or _latest[1] != version:
         places = sorted(set(bounds.tolist()))
-        _latest = bounds, Documents(torch.tensor(places, device=bounds.device), tuple(places))
-    found = _latest[1]
+        _latest = bounds, version, Documents(torch.tensor(places, device=bounds.device), tuple(places))
+    found = _latest[2]
     return None if len(found.places) == rows + 1 or found.places[-1] != rows * length else found
 
 
