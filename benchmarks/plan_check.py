@@ -47,6 +47,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=2, num_experts=128,
         num_experts_per_tok=8, num_attention_heads=32, num_key_value_heads=4, head_dim=128, vocab_size=151936,
     )),
+    "qwen-30b-deep": ("Qwen3Moe", dict(
+        hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=6, num_experts=128,
+        num_experts_per_tok=8, num_attention_heads=32, num_key_value_heads=4, head_dim=128, vocab_size=151936,
+    )),
     "gpt-oss": ("GptOss", dict(num_hidden_layers=2, num_local_experts=32)),
     "olmoe": ("Olmoe", dict(
         hidden_size=2048, intermediate_size=1024, num_hidden_layers=3, num_attention_heads=16, num_key_value_heads=16,
@@ -115,6 +119,11 @@ MIXTURES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     "OLMoE, experts in 16 bits": ("olmoe", 2, 2048, {"quantization": {"*.experts.*": "16bit", "*": "nf4"}}),
     "GLM-4.5-Air, in graphs": ("glm-air", 1, 2048, {}),
     "DeepSeek-V3, dropout": ("deepseek-lite", 2, 2048, {"lora_dropout": 0.05}),
+    "Qwen3-30B, experts in host memory": ("qwen-30b-deep", 4, 2048, {"expert_offload": True}),
+    "Qwen3-30B, all that can in host memory": (
+        "qwen-30b-deep", 8, 2048,
+        {"expert_offload": True, "activation_checkpointing": "offload", "optim": "adamw_8bit"},
+    ),
     "Granite-MoE, kbit4, within 6 GiB": (
         "granite-moe", 8, 4096, {"activation_checkpointing": "auto", "memory_limit_gib": 6, "quantization": "kbit4"}
     ),
@@ -167,6 +176,7 @@ def train(model: Any, plan: Any, config: Any, batch: dict[str, Tensor], dtype: t
     from halfbyte.models.head import causal_lm_loss
     from halfbyte.models.patch import patch
     from halfbyte.models.recipes import configured_recipe
+    from halfbyte.optim import OPTIMIZERS
     from halfbyte.train.graph import GraphedBackward
 
     def backward(batch: Any) -> Tensor:
@@ -181,10 +191,13 @@ def train(model: Any, plan: Any, config: Any, batch: dict[str, Tensor], dtype: t
     with no_input_casts(model, dtype):
         scaling = patch(model, plan.levels or None, configured_recipe(resolve(config).precision)).scaling
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
+        optimizer = OPTIMIZERS[config.optim].make(model, config)
         graphs = GraphedBackward(backward, trained) if graphed else None
         for step in range(GRAPHED_STEPS if graphed else STEPS):
-            (graphs if graphs and step else backward)(batch)  # the first makes the optimizer's state
+            if graphs:
+                graphs(batch, ready=step > 0)  # after the first the optimizer's state is there
+            else:
+                backward(batch)
             optimizer.step()
             optimizer.zero_grad()
             if scaling is not None:
@@ -200,6 +213,8 @@ def measured(name: str, device: torch.device) -> dict[str, Any]:
 
     from halfbyte.config import RunConfig
     from halfbyte.memory.batches import Batches
+    from halfbyte.memory.expert_offload import offload_experts
+    from halfbyte.models.layer import decoder_layers
     from halfbyte.plan import estimate as planning
     from halfbyte.plan.shapes import ModelShapes
 
@@ -224,6 +239,8 @@ def measured(name: str, device: torch.device) -> dict[str, Any]:
     before = torch.cuda.memory_allocated() if on_gpu else 0
     shapes = ModelShapes(config, model_config, device)
     model = materialized(shapes.model, device)
+    if plan.offloaded:
+        offload_experts([*decoder_layers(model)[1]], plan.offloaded, device)
     loaded = (torch.cuda.memory_allocated() - before) / GIB if on_gpu else 0.0
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()

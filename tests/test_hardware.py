@@ -64,6 +64,7 @@ def test_the_dtype_is_that_of_the_device_that_is_asked_for(monkeypatch):
     )
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)  # torch asks some of this of numbers alone
     monkeypatch.setattr(torch.cuda, "get_device_name", str)
     found = [compute_dtype(torch.device("cuda", index)) for index in (0, 1)]
     assert [each.dtype for each in found] == [torch.float16, torch.bfloat16]
@@ -114,7 +115,8 @@ def test_what_the_user_set_stays():
 def test_free_memory_of_a_process_with_a_limit_is_what_the_limit_leaves(monkeypatch, free, share, expected):
     """As `memory_limit_gib` sets it: what engines and graphs then take as free is not the whole device's."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 100))
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: share)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", {0: share}.__getitem__)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 30)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)  # torch asks some of this of numbers alone
     assert free_bytes(torch.device("cuda")) == expected

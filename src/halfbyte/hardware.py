@@ -183,8 +183,9 @@ def reservable_bytes(device: torch.device) -> int:
     """Of a CUDA device that torch's allocator may still take: what is free there, and left of this process's share."""
     import torch
 
-    free, total = torch.cuda.mem_get_info(device)
-    allowed = int(total * torch.cuda.get_per_process_memory_fraction(device)) - torch.cuda.memory_reserved(device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    free, total = torch.cuda.mem_get_info(index)
+    allowed = int(total * torch.cuda.get_per_process_memory_fraction(index)) - torch.cuda.memory_reserved(index)
     return min(free, allowed)
 
 

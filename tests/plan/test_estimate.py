@@ -22,6 +22,7 @@ from halfbyte.formats import Blockwise4
 from halfbyte.layers import Linear4bit
 from halfbyte.memory import host
 from halfbyte.memory.batches import Batches, Shape
+from halfbyte.ops.experts import multiplies_codes
 from halfbyte.optim import OPTIMIZERS
 from halfbyte.plan import shapes
 from halfbyte.plan.estimate import GIB, estimate
@@ -299,6 +300,23 @@ def test_values_narrower_than_keys_take_no_scores_on_a_gpu():
     ]
     assert scores[1] < 2.1 * scores[0]
     assert scores[2] > scores[1] + 4 * 2048**2 * 2
+
+
+def test_experts_are_decoded_where_the_device_does_not_multiply_codes(monkeypatch):
+    """A device that is here is asked; of one that is not, it is taken that it has no kernels for that."""
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=515, hidden_size=256, intermediate_size=256, moe_intermediate_size=256, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, num_experts=8, num_experts_per_tok=2,
+    )  # fmt: skip
+
+    def activations(device):
+        keys = {"max_length": 1024, "per_device_train_batch_size": 1, "dtype": "bfloat16"}
+        return estimate(run_config(**keys), config, device=device, capacity_bytes=GIB).activations
+
+    decoded = activations("cuda")
+    monkeypatch.setattr(multiplies_codes, "reference", lambda *_: True)
+    packed = activations("cuda")
+    assert decoded - packed > 0.5 * 8 * 512 * 256 * 2  # of its largest stack
 
 
 def test_unknown_target_module():

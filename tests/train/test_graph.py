@@ -165,6 +165,16 @@ def test_a_shape_is_captured_as_it_first_comes(monkeypatch):
     assert pools(graphed).keys() == {12, 6}
 
 
+def test_what_may_not_be_captured_yet_warms_up(monkeypatch):
+    stand_in = StandIn().install(monkeypatch)
+    graphed = stand_in.backwards(lambda batch: batch["x"].sum(), [nn.Parameter(torch.ones(1))])
+    for batch in sized(*[8] * 5):
+        graphed(batch, ready=False)
+    assert not graphed.holds_graphs
+    graphed(next(iter(sized(8))))
+    assert graphed.holds_graphs
+
+
 def test_what_a_capture_leaves_alive_no_other_graph_overwrites(monkeypatch):
     """All graphs go, and from there on each shape is warmed up before its capture, as what it leaves then is known."""
     stand_in = StandIn().install(monkeypatch)
@@ -397,9 +407,10 @@ def test_memory_that_another_stream_still_reads_is_not_given_back(frees):
 
 
 @pytest.mark.gpu
-def test_a_larger_shape_without_room_on_a_gpu():
-    """The process may take what it has and little more: the graphs make room."""
+def test_a_larger_shape_without_room_on_a_gpu(monkeypatch):
+    """The process may take what it has and little more: the graphs make room for a step beside them."""
     notices.forget()
+    monkeypatch.setattr(graph, "GRAPHS", 1)
     backward, trained = wide_backward()
     graphed = GraphedBackward(backward, trained)
     for batch in wide([8192] * 6):

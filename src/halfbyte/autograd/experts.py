@@ -149,7 +149,7 @@ def stack_of(weight: Any, dtype: torch.dtype, slots: int) -> StackedWeight:
         return StackedWeight.plain(stack.parts["values"].to(dtype))
     part = next(iter(stack.parts.values()))
     few = slots <= DECODED_ROWS * stack.shape[0] and isinstance(stack.format, Blockwise4)
-    if not (part.is_cpu or few or multiplies_codes(part, stack, slots, dtype)):  # a CPU's caches hold one expert
+    if not (few or multiplies_codes(part, stack, slots, dtype)):
         return StackedWeight.plain(stack.values(dtype))
     return stack
 

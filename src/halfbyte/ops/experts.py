@@ -168,7 +168,7 @@ def check_product(
     return slots, width
 
 
-@op("cuda.grouped_gemm4")
+@op("cuda.grouped_gemm4", "native.grouped")
 def multiplies_codes(part: Tensor, stack: StackedWeight, slots: int, dtype: torch.dtype) -> bool:
     """Whether products of so many rows with a quantized stack's codes are as fast as with its values.
 
@@ -176,7 +176,7 @@ def multiplies_codes(part: Tensor, stack: StackedWeight, slots: int, dtype: torc
         part: one of the stack's, which says where it is.
         dtype: of the products.
     """
-    return False
+    return part.is_cpu  # whose caches hold one expert
 
 
 @op("triton.grouped", "cuda.grouped4", "cuda.grouped_gemm4", "native.grouped")

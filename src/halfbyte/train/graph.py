@@ -84,8 +84,8 @@ class _Graphs:
         pool_bytes: of device memory that the graphs hold, for results and all in between.
         most_pool_bytes: that they ever held.
 
-    Call with a batch of tensors on the device and plain numbers; a number is part of the shape. Returns the step's
-    result, a tensor of its own.
+    Call with a batch of tensors on the device and plain numbers (a number is part of the shape), and with whether it
+    may be captured. Returns the step's result, a tensor of its own.
     """
 
     def __init__(self, step: Callable[[Batch], Tensor], discard: Callable[[], Any], alike: Alike = ONE):
@@ -102,12 +102,12 @@ class _Graphs:
         self._largest = 0  # captured
         self._eager_only = False
 
-    def __call__(self, batch: Batch) -> Tensor:
+    def __call__(self, batch: Batch, ready: bool = True) -> Tensor:
         shapes = tuple((key, _shape(value)) for key, value in sorted(batch.items()))
         self._calls += 1
         self._seen[shapes] = self._seen.get(shapes, 0) + 1
         warm = self._seen[shapes] > WARMUP
-        if shapes not in self._captured and self._is_due(shapes, warm):
+        if ready and shapes not in self._captured and self._is_due(shapes, warm):
             self._take(shapes, batch, warm)
         captured = self._captured.get(shapes)
         if captured is None:
@@ -281,9 +281,9 @@ class GraphedBackward(_Graphs):
 
         super().__init__(collected, self.gradients.forget, alike)
 
-    def __call__(self, batch: Batch) -> Tensor:
+    def __call__(self, batch: Batch, ready: bool = True) -> Tensor:
         self.gradients.begin()
-        result = super().__call__(batch)
+        result = super().__call__(batch, ready)
         self.gradients.hand_over()
         return result
 

@@ -76,7 +76,7 @@ class GraphedStepper(Stepper):
 
     Args:
         parameters: those that get gradients.
-        ready: whether the next step may be captured.
+        ready: whether the next micro-batch may be captured, or replayed.
         alike: the processes that compute together with this one.
     """
 
@@ -95,7 +95,7 @@ class GraphedStepper(Stepper):
         return self.alike.agree(batches)
 
     def micro_batch(self, batch: Batch) -> Tensor:
-        return self.graphs(batch) if self.ready() else self.backward(batch)
+        return self.graphs(batch, self.ready())  # on the stream of captures: another would cache as much again
 
     @property
     def holds_graphs(self) -> bool:  # type: ignore[override]
