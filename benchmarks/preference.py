@@ -64,7 +64,8 @@ def configured(given: Settings, work: Path) -> Any:
         "model_name_or_path": given.model, "dataset": given.data, "method": given.method, "max_length": given.length,
         "device": "cpu", "dtype": "float32", "load_in_4bit": False, "per_device_train_batch_size": given.rows,
         "max_steps": given.steps, "activation_checkpointing": False, "r": 16, "lora_alpha": 16,
-        "target_modules": TARGETS, "padding_free": True, "learning_rate": 5e-5, "warmup_steps": 0, "eval_split_size": given.held_out,
+        "target_modules": TARGETS, "padding_free": True, "learning_rate": 5e-5, "warmup_steps": 0,
+        "eval_split_size": given.held_out,
         "output_dir": str(work / "ours"), "sample_prompts": 0, "logging_steps": 1,
         "eval_steps": given.steps, "save_steps": given.steps,
     })  # fmt: skip
