@@ -123,7 +123,7 @@ def _convolve(
     rows, channels, length = x.shape
     flat = x.transpose(1, 2).reshape(1, rows * length, channels)
     kernel, activation = convolution(), kwargs.get("activation")
-    if kernel is not None and x.is_cuda and activation in (None, "silu", "swish"):
+    if kernel is not None and not refuses_backward() and x.is_cuda and activation in (None, "silu", "swish"):
         out, _ = kernel(flat, weight, bias, activation=activation, cu_seqlens=documents.bounds)
         return out.view(rows, length, channels).transpose(1, 2)
     gap = weight.shape[-1] - 1
