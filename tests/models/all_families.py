@@ -135,8 +135,9 @@ of the others may change. What was found is in the run's `checks.json`. Document
 - **bounds**: the model's layers are told where documents begin. Convolutions and scans begin anew with each: on a GPU
   by flash-linear-attention's kernels where they are installed (`pip install 'halfbyte[scans]'`), else documents of like
   length become rows of transformers' own function, for the convolution and the scan alone
-  ([`models/scans.py`](../src/halfbyte/models/scans.py)). FlashAttention, where it was asked for, reads bounds, too. It
-  costs CUDA graphs;
+  ([`models/scans.py`](../src/halfbyte/models/scans.py)). On Hopper flash-linear-attention trains with Triton 3.7.1 or
+  tilelang, and is left alone without either. FlashAttention, where it was asked for, reads bounds, too. It costs CUDA
+  graphs;
 - **masks**: the same, and the model is handed masks made of position ids, which its own forget;
 - **unpacked**: documents are taken out of their rows for the forward of the backbone, those of like length together,
   and put back behind it. No mask grows with the square of the row. It costs time, up to a third more tokens, and CUDA
