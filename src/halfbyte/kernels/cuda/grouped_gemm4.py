@@ -10,9 +10,10 @@ Measured on an H200 at Qwen3-30B-A3B's shape, 128 experts, NF4, in µs, nested s
     256       440   692     260   337     451   607           231   341
     512       716   1,225   413   588     727   1,070         368   584
 
-Decoding the stacks first takes 254 and 130 more. What bounds it from 256 rows on are copies of x, 3.8 TB/s from the
-second-level cache by cp.async, which leaves nothing to decoding: without it 808 at 512 rows, copies alone 710. Tiles of
-128 channels by 256 rows take as long (1,249), four groups of 64 rows longer.
+Decoding the stacks first takes 254 and 130 more. With parts of the kernel left out, gate and up at 512 rows take 1,188
+whole, 808 without decoding, 710 without products: copies of x by cp.async (3.8 TB/s from the second-level cache) seem
+to bound it from 256 rows on, with decoding's use of shared memory beside them. Tiles of 128 channels by 256 rows take
+as long (1,249), four groups of 64 rows longer.
 """
 
 from __future__ import annotations
