@@ -5,7 +5,10 @@ BIN := $(VENV)/bin
 
 # torch is named with its version so that pip settles on it first; left to the dependencies, pip may look at newer builds
 # and fetch gigabytes of CUDA libraries for them.
-INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt torch==2.13.0
+INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt torch==2.13.0
+
+# pip would compile file after file, the packages' own tests among them. What is left out is compiled when imported.
+COMPILE = $(BIN)/python -m compileall -qq -j 2 -x /tests/ $(VENV)/lib || true
 
 .PHONY: demo test tests test-all test-cpus lint gpu-test clean
 
@@ -49,8 +52,10 @@ $(BIN)/python:
 
 $(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) -e .
+	$(COMPILE)
 	touch $@
 
 $(VENV)/installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) -e '.[test,dev]'
+	$(COMPILE)
 	touch $(VENV)/installed $@

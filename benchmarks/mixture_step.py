@@ -203,8 +203,8 @@ def _host_ms(step: Any) -> float:
     return 1e3 * taken
 
 
-def run(name: str, cases: Iterator[str], least: dict[str, Any] | None, profile: bool) -> dict[str, Any]:
-    """Each case, said as it ends; one that fails does not keep the others from running."""
+def run(name: str, cases: Iterator[str], least: dict[str, Any] | None, profile: bool, file: str | None) -> None:
+    """Each case, said and written as it ends; one that fails does not keep the others from running."""
     began = time.perf_counter()
     model, results = build(name, "cuda"), {}
     held = sum(parameter.nbytes for parameter in model.parameters()) / GIB
@@ -231,7 +231,7 @@ def run(name: str, cases: Iterator[str], least: dict[str, Any] | None, profile: 
         host = f"{found['host_ms']:.1f} ms of host" if "host_ms" in found else ""
         rest = f"losses {losses[0]:.3f} → {losses[-1]:.3f} {host}; {time.perf_counter() - began:.0f} s so far"
         print(f"  {at:10} {speed}, {peak}, first {found['first_step_seconds']:.1f} s, {rest}", flush=True)
-    return results
+        write_result(file, {"model": name, "floor": least, "cases": results})
 
 
 def main() -> None:
@@ -247,8 +247,7 @@ def main() -> None:
         print(f"floor {least['ms']:.1f} ms: {least['parts']}", flush=True)
     gc.collect()
     torch.cuda.empty_cache()
-    results = run(given.model, iter(given.cases.split(",")), least, given.profile)
-    write_result(given.json, {"model": given.model, "floor": least, "cases": results})
+    run(given.model, iter(given.cases.split(",")), least, given.profile, given.json)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,11 @@
 
 Both train LoRA r=16 on the seven linears in float32, from the rows that halfbyte prepares, and hold some out. Compared
 are the losses of the steps, pairs a second without the first steps, and tokens. TRL runs with its defaults but for
-those of the optimizer and for checkpointing, which neither does here. Each trains in a process of its own; halfbyte's
-reference, which TRL computes in each step, is counted among its seconds. Then plain transformers and PEFT load both
-adapters and judge the held-out rows: accuracies (of pairs with a margin above 0; of labelled answers whose reward has
-the label's sign) are one code's, and what halfbyte's own evaluation said has to be what its files give there.
+those of the optimizer and for checkpointing, which neither does here; halfbyte with `padding_free`, which TRL has for
+none of these. Each trains in a process of its own; halfbyte's reference, which TRL computes in each step, is counted
+among its seconds. Then plain transformers and PEFT load both adapters and judge the held-out rows: accuracies (of pairs
+with a margin above 0; of labelled answers whose reward has the label's sign) are one code's, and what halfbyte's own
+evaluation said has to be what its files give there.
 
 The result is written after each part.
 """
@@ -63,7 +64,8 @@ def configured(given: Settings, work: Path) -> Any:
         "model_name_or_path": given.model, "dataset": given.data, "method": given.method, "max_length": given.length,
         "device": "cpu", "dtype": "float32", "load_in_4bit": False, "per_device_train_batch_size": given.rows,
         "max_steps": given.steps, "activation_checkpointing": False, "r": 16, "lora_alpha": 16,
-        "target_modules": TARGETS, "learning_rate": 5e-5, "warmup_steps": 0, "eval_split_size": given.held_out,
+        "target_modules": TARGETS, "padding_free": True, "learning_rate": 5e-5, "warmup_steps": 0,
+        "eval_split_size": given.held_out,
         "output_dir": str(work / "ours"), "sample_prompts": 0, "logging_steps": 1,
         "eval_steps": given.steps, "save_steps": given.steps,
     })  # fmt: skip

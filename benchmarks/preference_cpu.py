@@ -1,7 +1,7 @@
 """CPU seconds of one step of preference training beside TRL's, in turn in one process: for a machine with other work.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.preference_cpu --data dpo_en_demo.json --model FOLDER [--method dpo|kto]
-                                                          [--tokens 700] [--repeats 3] [--json FILE]
+    OMP_NUM_THREADS=1 python -m benchmarks.preference_cpu --data dpo_en_demo.json --model FOLDER
+        [--method dpo|kto|reward] [--tokens 700] [--repeats 3] [--json FILE]
 
 Two rows of about so many tokens, LoRA r=16 on the seven linears in float32, no checkpointing, the reference computed in
 the step on both sides. `benchmarks.preference` compares whole runs, by the clock.
@@ -35,7 +35,7 @@ def ours(config: Any, tokenizer: Any, wanted: int) -> tuple[Callable[[], None], 
 
     method, run = method_of(config), resolve(config)
     base = load_model(config.model_name_or_path, run.storage, dtype=torch.float32, device="cpu")
-    model = add_adapter(base, run.adapter)
+    model = add_adapter(base, run.adapter, scores=method.scores)
     multiply_by_onednn(model)
     rows = method.ready(config, tokenizer, base.config).train
     order = sorted(range(len(rows)), key=lambda index: abs(len(rows[index]["input_ids"]) - wanted))
@@ -57,8 +57,11 @@ def peer(given: Settings, config: Any, tokenizer: Any, taken: list[int], work: P
     """TRL's loss and backward of the same rows."""
     import trl
 
-    kinds = {"dpo": (trl.DPOTrainer, trl.DPOConfig), "kto": (trl.KTOTrainer, trl.KTOConfig)}
-    trainer_type, config_type = kinds[given.method]
+    trainer_type, config_type = {
+        "dpo": (trl.DPOTrainer, trl.DPOConfig),
+        "kto": (trl.KTOTrainer, trl.KTOConfig),
+        "reward": (trl.RewardTrainer, trl.RewardConfig),
+    }[given.method]
 
     class Prepared(trainer_type):  # type: ignore[misc, valid-type]
         def _prepare_dataset(self, dataset, *args, **kwargs):
@@ -86,7 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", required=True)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--method", choices=["dpo", "kto"], default="dpo")
+    parser.add_argument("--method", choices=["dpo", "kto", "reward"], default="dpo")
     parser.add_argument("--tokens", type=int, default=700)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--work", type=Path, default=Path("/tmp/preference-cpu"))

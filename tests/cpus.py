@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-DEFAULT = ["-m", "pytest", "-n", "2", "-m", "not slow", "-q"]
+DEFAULT = ["-m", "pytest", "-n", "2", "--dist", "loadfile", "-m", "not slow and not gpu", "-q"]
 
 
 @dataclass(frozen=True)

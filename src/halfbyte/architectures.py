@@ -172,7 +172,10 @@ def runs_experts(module: Any) -> bool:
 
 
 def stays_whole(model: Any, stacked: Any = ()) -> int:
-    """Weights of the language model's parameters of three dimensions that are none of `stacked`, by their names."""
+    """Weights of the language model's parameters of three dimensions that are none of `stacked`, by their names;
+    convolutions' are no experts."""
     beside = tuple(beside_text(model))
-    text = ((name, parameter) for name, parameter in model.named_parameters() if not name.startswith(beside))
-    return sum(parameter.numel() for name, parameter in text if parameter.dim() > 2 and name not in stacked)
+    text = ((name, part) for name, part in model.named_modules() if not name.startswith(beside))
+    holders = ((name, part) for name, part in text if not type(part).__name__.startswith("Conv"))
+    own = ((f"{name}.{leaf}", each) for name, part in holders for leaf, each in part.named_parameters(recurse=False))
+    return sum(parameter.numel() for name, parameter in own if parameter.dim() > 2 and name not in stacked)

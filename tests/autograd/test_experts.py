@@ -147,6 +147,8 @@ def test_what_does_not_fit_is_named():
         experts(x, index[:2], routed, held)
     with pytest.raises(ModelError, match=r"the first adapter is A \[3, 24, 3\]"):
         experts(x, index, routed, held, LoRA(a1.mT, b1, 1.0))
+    with pytest.raises(ModelError, match=r"first adapter A is on meta, B on cpu"):
+        experts(x, index, routed, held, LoRA(a1.to("meta"), b1, 1.0))
     trained = ExpertWeights(weights["first"], weights["second"].requires_grad_(), SILU)
     with pytest.raises(ModelError, match="second requires a gradient"):
         experts(x, index, routed, trained)

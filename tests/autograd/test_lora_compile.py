@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from peft_modules import MLP, QKV, assert_steps_close, model, seeds_for, step
-from torch._dynamo.backends.common import aot_autograd
+from saved_shapes import Saved
 
 from halfbyte.formats import Blockwise4
 from halfbyte.tensor import QuantizedTensor
@@ -16,27 +15,6 @@ CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 @pytest.fixture(autouse=True)
 def _fresh_compiler():
     torch._dynamo.reset()
-
-
-class Saved:
-    """A compiler backend that keeps the shapes of what the forward graph hands to the backward."""
-
-    def __init__(self):
-        self.shapes, self.graphs = [], 0
-        self.backend = aot_autograd(
-            fw_compiler=self._forward,
-            bw_compiler=lambda graph, inputs: make_boxed_func(graph.forward),
-            partition_fn=min_cut_rematerialization_partition,
-        )
-
-    def _forward(self, graph, inputs):
-        self.graphs += 1
-        placeholders = {node for node in graph.graph.nodes if node.op == "placeholder"}
-        for node in graph.graph.output_node().args[0]:
-            value = getattr(node, "meta", {}).get("val")
-            if node not in placeholders and isinstance(value, torch.Tensor):
-                self.shapes.append(tuple(value.shape))
-        return make_boxed_func(graph.forward)
 
 
 def quantized(**keys):

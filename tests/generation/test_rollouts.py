@@ -271,6 +271,7 @@ def test_without_a_seed_torch_gives_one():
         ({}, {"keys": [1]}, "keys are 1 for 2 prompts"),
         ({}, {"adapter": "missing"}, "no adapter 'missing'"),
         ({}, {"prompts": [[1], []]}, "prompt 1 has no tokens"),
+        ({}, {"prompts": [[1], [2, 10**6]]}, "prompt 1 has token 1000000, outside the model's vocabulary"),
     ],
 )
 def test_bad_requests(make, keys, message):

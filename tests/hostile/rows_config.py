@@ -41,7 +41,7 @@ ROWS = [
     Case("11 a bomb in a known key", both(), says="values", files={"run.yaml": f"{BOMB}{RUN}target_modules: *x7\n"}),
     Case("+ a file of one list", both(), says="run.yaml", files={"run.yaml": "- a\n- b\n"}),
     Case("+ an empty file", both(), says="run.yaml is empty", fix="halfbyte init", files={"run.yaml": ""}),
-    Case("+ a model without a name", both("model_name_or_path=' '"), says="model_name_or_path must not be blank"),
+    Case("+ a model without a name", both("'model_name_or_path=\" \"'"), says="model_name_or_path must not be blank"),
     Case("+ the same key twice", both(), says="seed", files={"run.yaml": RUN + "seed: 1\nseed: 2\n"}),
     Case("+ a folder for a file", ("check model", "train model"), says="model", code=(1, 2)),
     Case("+ a pipe for a file", both(), says="run.yaml", files={"run.yaml": fifo}),

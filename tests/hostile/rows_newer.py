@@ -159,8 +159,6 @@ OTHERS = [
     Case("+ init for rewards and few positions", "init model data.jsonl --method grpo", code=0, seconds=4,
          says="max_completion_length: 128", files=data('{"prompt": "a small model"}\n' * 40)),
     Case("+ a method in capitals", f"{CHECK} method=DPO", says="method", fix="did you mean dpo"),
-    Case("+ init for pairs by another method", "init model data.jsonl", says="data.jsonl", fix="add --method dpo",
-         files=PAIRS),
     *(Case(f"+ a launcher's {name} of {value}", CHECK, says=(name, repr(value)), environment={**LAUNCHED, name: value})
       for name, value in (("RANK", "2"), ("WORLD_SIZE", "two"), ("LOCAL_RANK", "-1"), ("MASTER_PORT", "70000"))),
     Case("+ init for programs", "init model data.jsonl", code=(0, 1),
@@ -174,6 +172,6 @@ OTHERS = [
 
 SHOWN = ("reward model teaches", "nobody to learn from", "judge that imitates", "an expert fewer",
          "experts trained whole", "of a dense model", "more than all answers", "whose adapter is text",
-         "launcher's RANK", "in stages", "pairs by another method")  # fmt: skip
+         "launcher's RANK", "in stages")  # fmt: skip
 EVERY = [*DISTILLED, *JUDGED, *ROUTED, *OTHERS]
 ROWS = [case if any(words in case.name for words in SHOWN) else replace(case, slow=True) for case in EVERY]

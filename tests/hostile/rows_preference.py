@@ -147,13 +147,15 @@ ROWS = [
     Case("+ margins of another method", both("method=dpo simpo_gamma=1"), says="simpo_gamma", fix="method: simpo"),
     Case("+ PPO of Axolotl", both("rl=ppo"), says="rl: 'ppo'", fix="dpo"),
     Case("+ a loss of LLaMA-Factory's that is gone", both("stage=dpo pref_loss=kto_pair"), says="kto_pair"),
-    Case("+ init with examples", "init model data.jsonl --method dpo", says="examples to imitate", fix="method: sft"),
+    Case(
+        "+ init with examples", "init model data.jsonl --method dpo", says="examples to imitate", fix="add --method sft"
+    ),
     Case("+ init with a method that nobody knows", "init model data.jsonl --method dop", says="dop", fix="dpo"),
     Case(
         "+ init without a method on pairs",
         "init model data.jsonl",
         says="preference pairs",
-        fix="method: dpo",
+        fix="add --method dpo",
         files=lines(pair()),
     ),
     Case("+ preview of no pairs", "preview run.yaml method=dpo", says="examples to imitate", files=data(PAIR)),
@@ -257,7 +259,7 @@ ROWS = [
         "+ init without a method on steps",
         "init model data.jsonl",
         says="steps with labels",
-        fix="method: prm",
+        fix="add --method prm",
         files=lines(stepwise()),
     ),
     Case("+ a separator of pairs", dpo("'step_separator=x'"), says="step_separator", fix="method: prm"),

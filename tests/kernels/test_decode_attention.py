@@ -68,7 +68,7 @@ def test_keys_and_values_are_stored(batch, heads, size):
     k, v = both[:, :heads], both[:, heads:]
     mine, theirs = ([each.clone() for each in kept] for _ in range(2))
     assert module.store_obstacle(k, v, *mine, slot) is None
-    module.store_both_(k, v, *mine, slot)
+    module.store(k, v, *mine, slot)
     store_both_.reference(k, v, *theirs, slot)
     assert all(map(torch.equal, mine, theirs))
     assert "dtype" in module.store_obstacle(k.half(), v.half(), *mine, slot)

@@ -21,15 +21,15 @@ extern "C" void run_expert_rows4(u32 blocks, u32 threads, u32 bytes, Table4 *w, 
 # Tokens, experts, k, (K, I, H), groups of both kernels, and weights: units for some warps of a group, for all, and
 # more; tiles for some groups, and more than there are; an expert that two tokens share.
 EMULATED = [
-    (1, 5, 4, (512, 256, 64), ((2, 4), (1, 3)), BF16, BF16, True),
-    (2, 3, 2, (256, 256, 160), ((1, 2), (2, 2)), FP16, FP32, False),
-    (3, 4, 1, (1280, 512, 16), ((2, 2), (1, 4)), BF16, FP32, True),
+    (1, 5, 4, (512, 256, 64), ((2, 4, 3), (1, 3, 2)), BF16, BF16, True),
+    (2, 3, 2, (256, 256, 160), ((1, 2, 2), (2, 2, 1)), FP16, FP32, False),
+    (3, 4, 1, (1280, 512, 16), ((2, 2, 1), (1, 4, 4)), BF16, FP32, True),
 ]
 ON_GPU = [
     (tokens, 16, 4, shape, groups, dtype, routed, nested)
     for tokens in (1, 4)
     for shape in ((2048, 768, 2048), (512, 256, 1040))
-    for groups in (((2, 8), (1, 12)), ((1, 16), (2, 8)))
+    for groups in (((2, 8, 3), (1, 12, 2)), ((1, 16, 2), (2, 8, 2)))
     for dtype, routed, nested in ((BF16, BF16, True), (FP16, FP32, False))
 ]
 
@@ -53,7 +53,7 @@ def test_experts(monkeypatch, backend, tokens, experts, top_k, sizes, groups, dt
     weights = torch.rand(tokens, top_k, device=device).to(routed)
     assert expert_rows4.obstacle(x, first, second, unit, index, weights) is None or backend == "emulated"
     mine = expert_rows4.expert_rows(x, first, second, unit, index, weights, groups)
-    exact = [StackedWeight.plain(each.values(FP32).double()) for each in (first, second)]
-    truth = op.reference(x.double(), *exact, unit, index, weights.double())
+    exact = [StackedWeight.plain(each.values(FP32).double().cpu()) for each in (first, second)]
+    truth = op.reference(x.double().cpu(), *exact, unit, index.cpu(), weights.double().cpu()).to(device)
     assert (mine.double() - truth).norm() <= 1.5 * torch.finfo(dtype).eps * truth.norm()
     assert (mine.double() - truth).abs().max() <= 4 * torch.finfo(dtype).eps * truth.abs().max()

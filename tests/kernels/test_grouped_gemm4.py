@@ -4,12 +4,14 @@ import pytest
 import torch
 from backends import DEVICES, cases, loaded
 
+from benchmarks.kernel_cases import packed_experts
 from halfbyte.formats import from_spec
 from halfbyte.ops import experts as ops
 from halfbyte.ops.experts import LowRank, StackedWeight
 
 pytest.importorskip("triton")
 from halfbyte.kernels.cuda import grouped_gemm4
+from halfbyte.kernels.device import KNOWN, assumed
 
 BF16, FP16 = torch.bfloat16, torch.float16
 RUN = """
@@ -25,18 +27,18 @@ extern "C" void run_grouped_gemm4(u32 blocks, u32 threads, u32 bytes, const Prod
 # Tokens, experts, k, (N, K), tile: experts without rows, with one, with a tile and a part of another; channels and sums
 # that end within a tile; more tiles than blocks; fewer stages than K has, and more.
 EMULATED = [
-    (40, 5, 2, (192, 128), (1, 8, 3), False, BF16, True, 8, True),
-    (40, 5, 2, (192, 128), (1, 8, 3), True, BF16, True, 8, True),
-    (70, 2, 1, (64, 320), (2, 8, 2), False, FP16, False, 24, False),
-    (70, 2, 1, (320, 64), (2, 8, 2), True, FP16, False, 24, False),
-    (300, 2, 1, (64, 128), (1, 32, 4), False, BF16, True, 16, True),
-    (150, 2, 1, (128, 192), (1, 16, 4), True, BF16, True, 0, False),
+    (40, 5, 2, (192, 128), (1, 8, 4, 3), False, BF16, True, 8, True),
+    (40, 5, 2, (192, 128), (1, 8, 4, 3), True, BF16, True, 8, True),
+    (70, 2, 1, (64, 320), (2, 8, 2, 2), False, FP16, False, 24, False),
+    (70, 2, 1, (320, 64), (2, 8, 2, 2), True, FP16, False, 24, False),
+    (300, 2, 1, (64, 128), (1, 16, 4, 4), False, BF16, True, 16, True),
+    (150, 2, 1, (128, 192), (1, 16, 4, 4), True, BF16, True, 0, False),
 ]
 ON_GPU = [
     (tokens, 16, 4, shape, tile, turned, dtype, nested, 16, gather)
     for tokens in (150, 900)
     for shape in ((960, 2048), (2048, 768))
-    for tile in ((2, 16, 6), (1, 32, 4), (1, 16, 5))
+    for tile in ((2, 16, 2, 6), (1, 16, 4, 6))
     for turned in (False, True)
     for dtype, nested, gather in ((BF16, True, True), (FP16, False, False))
 ]
@@ -49,6 +51,7 @@ ON_GPU = [
 def test_products(monkeypatch, backend, tokens, experts, top_k, shape, tile, turned, dtype, nested, rank, gather):
     loaded(grouped_gemm4, backend, monkeypatch, RUN)
     monkeypatch.setattr(grouped_gemm4, "FEWEST", 1)
+    monkeypatch.setattr(grouped_gemm4, "FEWEST_TURNED", 1)
     torch.manual_seed(tokens)
     device, slots = DEVICES[backend], tokens * top_k
     weights = torch.rand(tokens, experts, device=device)
@@ -74,3 +77,19 @@ def test_products(monkeypatch, backend, tokens, experts, top_k, shape, tile, tur
     # Of the dequantized weights, as they are rounded: what is rounded beside them is the result.
     assert (mine.double() - truth).norm() <= 0.6 * torch.finfo(dtype).eps * truth.norm()
     assert ((mine.double() - truth).abs() <= torch.finfo(dtype).eps * (truth.abs() + truth.abs().mean())).all()
+
+
+def test_what_is_multiplied_as_codes():
+    """By the average of rows, the stack's shape and the device."""
+    with assumed(KNOWN["h100"]):
+        stack = packed_experts(16, 128, 192)
+        part = stack.parts["packed"]
+
+        def codes(stack, slots, dtype=BF16):
+            return ops.multiplies_codes.on("cuda")(part, stack, slots, dtype)
+
+        assert [codes(stack, 16 * rows) for rows in (64, 65, 320, 321)] == [False, True, True, False]
+        assert not codes(stack, 16 * 100, torch.float32)
+        assert not codes(packed_experts(16, 96, 192), 16 * 100)
+    with assumed(KNOWN["a100"]):
+        assert not codes(stack, 16 * 100)

@@ -109,7 +109,8 @@ def test_z_is_of_the_whole_step(layout):
 def test_mismatched_answers_behind_the_others(layout, rounded, checkpointing):
     """Prompts once: the loss and gradients of documents apart, in fewer tokens, from the reference that a batch brings
     or from its forward; and evaluations, which look ahead."""
-    policy, asked, chosen = model(seed=11), method(method="kto", beta=0.3), config(method="kto", **layout)
+    policy, chosen = model(seed=11), config(method="kto", **layout)
+    asked = method(method="kto", beta=0.3, device="cpu")
     expected, sums, counts = step(asked, policy, [prepared(ROWS, asked)])
     wanted = gradients(expected, policy)
     if checkpointing:
@@ -142,11 +143,20 @@ def test_mismatched_answers_behind_the_others(layout, rounded, checkpointing):
 def test_without_a_kernel_for_it(monkeypatch):
     """By torch's attention of padded batches."""
     monkeypatch.setattr(branches.causal, "takes_branches", lambda query: False)
-    policy, asked = model(seed=11), method(method="kto", beta=0.3)
+    policy, asked = model(seed=11), method(method="kto", beta=0.3, device="cpu")
     expected, sums, _ = step(asked, policy, [prepared(ROWS, asked)])
     found, found_sums, _ = step(asked, policy, [prepared(ROWS, asked, shared=True)])
     assert float(found) == pytest.approx(float(expected), rel=2e-6)
     assert float(found_sums["kl"]) == pytest.approx(float(sums["kl"]), rel=1e-5)
+
+
+def test_mismatched_answers_go_apart_on_gpus_and_in_several_micro_batches():
+    rows = prepared(ROWS, method(method="kto"), shared=True)
+    for keys in ({"device": "cuda"}, {"device": "cpu", "gradient_accumulation_steps": 2}):
+        asked = method(method="kto", **keys)
+        batch = asked.collator(config(method="kto"), tokenizer())(rows)
+        assert asked.needs_ahead([batch])
+        assert asked.tokens(rows) > method(method="kto", device="cpu").tokens(rows)
 
 
 def test_a_blank_micro_batch_counts_for_nothing():

@@ -40,6 +40,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 96},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 16},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "reformer": {
@@ -131,8 +132,13 @@ the model, so every such run and every evaluation begins with a probe of the loa
 of the others may change. What was found is in the run's `checks.json`. Documents are kept apart in one of these ways:
 
 - **positions**: transformers does it, by position ids that restart with each document;
-- **bounds**: the model's kernels are told where documents begin (FlashAttention, flash-linear-attention, mamba-ssm and
-  causal-conv1d, where they are installed: none is on the machine that made this table);
+- **bounds**: the model's layers are told where documents begin. Convolutions and scans begin anew with each: on a GPU
+  by flash-linear-attention's kernels where they are installed (`pip install 'halfbyte[scans]'`), else documents of like
+  length become rows of transformers' own function, for the convolution and the scan alone
+  ([`models/scans.py`](../src/halfbyte/models/scans.py)). On Hopper flash-linear-attention trains with Triton 3.7.1 or
+  tilelang, and is left alone without either. FlashAttention, where it was asked for, reads bounds, too. It costs CUDA
+  graphs;
+- **masks**: the same, and the model is handed masks made of position ids, which its own forget;
 - **unpacked**: documents are taken out of their rows for the forward of the backbone, those of like length together,
   and put back behind it. No mask grows with the square of the row. It costs time, up to a third more tokens, and CUDA
   graphs;
@@ -142,10 +148,12 @@ of the others may change. What was found is in the run's `checks.json`. Document
 Below are all causal language models of transformers {version} in their default layout, shrunk to a few small layers,
 on a CPU: {counts}.
 A packed document has the logits that it has alone within 1e-4 (ProphetNet apart, whose logits depend on the length of
-the row it is in, packed or not). With transformers 5.17.0, which has 178: 100 positions, 63 unpacked, 9 refused, 6 does
-not build. "Fused" are those whose layers `halfbyte.patch` knows; the others train
-through transformers' own forwards. gpt_oss keeps documents apart by attention of ours, on CPUs, too; with
-`use_kernels: false` they are unpacked. Made by `python tests/models/all_families.py --write`.
+the row it is in, packed or not). "Fused" are those whose layers `halfbyte.patch` knows; the others train through
+transformers' own forwards. Of Gemma 3n and 4, Bamba, Granite 4's hybrids, Jamba and Nemotron-H it knows the parts that
+are plain (norms, attention, gated units): transformers' forward of the layer runs around them, its checkpointing stands
+for levels of recomputation, and generation is transformers'. Mamba layers run transformers' code. gpt_oss keeps
+documents apart by attention of ours, on CPUs, too; with `use_kernels: false` by masks. No GGUF is written of a model
+with a state, or of Gemma 3n and 4. Made by `python tests/models/all_families.py --write`.
 
 | model | documents | layers | where they would see each other, or why it does not build |
 |---|---|---|---|
@@ -154,7 +162,9 @@ through transformers' own forwards. gpt_oss keeps documents apart by attention o
 
 def page(rows: list[Row]) -> str:
     ways = Counter(row.way for row in rows)
-    counts = ", ".join(f"{ways[way]} {way}" for way in ("positions", "bounds", "unpacked", "refused", "does not build"))
+    counts = ", ".join(
+        f"{ways[way]} {way}" for way in ("positions", "bounds", "masks", "unpacked", "refused", "does not build")
+    )
     lines = [f"| {row.name} | {row.way} | {row.fused} | {row.leak.replace('|', ' ')} |" for row in rows]
     return ABOUT.format(version=transformers.__version__, counts=counts) + "\n".join(lines) + "\n"
 

@@ -436,3 +436,29 @@ def test_on_the_gpu_loss_and_gradients_equal_the_stock_models(family, packed):
         assert error <= 1.25 * theirs + 0.02, name
     implementation = model.config._attn_implementation
     assert implementation == "eager" or transformers.AttentionInterface()[implementation] is not None
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("packed", [False, True])
+def test_heads_wider_than_flash_attentions(device, window, packed):
+    """Gemma 4's global ones, with fewer heads of keys; gradients, too."""
+    torch.manual_seed(0)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    heads = [torch.randn(2, count, 24, 512, device=device, dtype=dtype, requires_grad=True) for count in (4, 2, 2)]
+    ends = [0, 5, 24, 31, 48] if packed else [0, 24, 48]
+    bounds = torch.tensor(ends, dtype=torch.int32, device=device)
+    mask = torch.empty(attention.NO_MASK, dtype=torch.bool, device=device)
+    options = {"scaling": 0.04, "sliding_window": window, "cu_seq_lens_q": bounds, "max_length_q": 24}
+    found, _ = attention.attend(torch.nn.Module(), *heads, mask, **options)
+    wide = [x.detach().float().cpu().requires_grad_() for x in heads]
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in wide)
+    places = bounds.cpu(), bounds.cpu(), int(bounds.diff().max()), int(bounds.diff().max())
+    sides = (-1 if window is None else window - 1, 0)
+    expected = loop_over_documents(q, k, v, *places, window_size=sides, scale=0.04, enable_gqa=True).view(2, 24, 4, 512)
+    tolerance = 1e-5 if device == "cpu" else 0.02
+    assert (found.float().cpu() - expected).norm() < tolerance * expected.norm()
+    upstream = torch.randn_like(expected)
+    gradients = torch.autograd.grad(found, heads, upstream.to(device, dtype))
+    for left, right in zip(gradients, torch.autograd.grad(expected, wide, upstream), strict=True):
+        assert (left.float().cpu() - right).norm() < tolerance * right.norm()

@@ -2,39 +2,14 @@
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from patch_models import FAMILIES, HYBRIDS, MULTIMODAL, assert_same, batch, loss_and_gradients, quantize, tiny
+from saved_shapes import Saved
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
 
 import halfbyte
 from halfbyte.layers import Linear4bit
 
 LENGTHS = (18, 13, 21, 16)
-
-
-class Saved:
-    """A compiler backend that counts its graphs and keeps the shapes of what their forward hands to their backward.
-
-    A size that varies is None there.
-    """
-
-    def __init__(self):
-        self.shapes, self.graphs = [], 0
-        self.backend = aot_autograd(
-            fw_compiler=self._forward,
-            bw_compiler=lambda graph, inputs: make_boxed_func(graph.forward),
-            partition_fn=min_cut_rematerialization_partition,
-        )
-
-    def _forward(self, graph, inputs):
-        self.graphs += 1
-        placeholders = {node for node in graph.graph.nodes if node.op == "placeholder"}
-        for node in graph.graph.output_node().args[0]:
-            value = getattr(node, "meta", {}).get("val")
-            if node not in placeholders and isinstance(value, torch.Tensor):
-                self.shapes.append(tuple(size if isinstance(size, int) else None for size in value.shape))
-        return make_boxed_func(graph.forward)
 
 
 def step(compiled: nn.Module, model: nn.Module, inputs: dict) -> tuple[float, dict[str, torch.Tensor]]:

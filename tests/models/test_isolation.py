@@ -31,11 +31,11 @@ SOME = {
     "gpt_oss": "positions", "opt": "unpacked", "bloom": "unpacked", "mpt": "unpacked", "bart": "unpacked",
     "mamba2": "unpacked",
     "lfm2": "bounds" if transformers.__version__ >= "5.23" else "unpacked",
-    "granitemoehybrid": "bounds", "qwen3_5_text": "bounds", "jamba": "unpacked",
-    "kimi_linear": "bounds", "zamba": "bounds",
+    "granitemoehybrid": "masks", "afmoe": "masks", "qwen3_5_text": "bounds", "jamba": "unpacked",
+    "kimi_linear": "bounds", "zamba": "bounds", "bamba": "bounds",
     "xlnet": "refused",
 }  # fmt: skip
-UNTOLD = ("Jamba", "GraniteMoeHybrid")  # hand layers no bounds, and masks no positions
+OTHERWISE = {"Jamba": "unpacked", "GraniteMoeHybrid": "masks"}  # hand layers no bounds, and masks no positions
 LENGTHS = [[13, 1, 9, 7], [6, 17, 5]]
 
 
@@ -84,7 +84,8 @@ def test_no_causal_lm_of_transformers_leaks():
 
 
 @pytest.mark.parametrize(
-    "name", ["granitemoehybrid", "lfm2", "qwen3_5_text", "kimi_linear", "zamba", "jamba", "bloom", "mpt"]
+    "name",
+    ["granitemoehybrid", "afmoe", "bamba", "lfm2", "qwen3_5_text", "kimi_linear", "zamba", "jamba", "bloom", "mpt"],
 )
 @pytest.mark.parametrize("one_row", [False, True], ids=["rows", "padding-free"])
 def test_loss_and_gradients_are_the_documents_own(name, one_row):
@@ -143,7 +144,7 @@ def test_packed_documents_are_apart_in_patched_models(family):
     model = tiny(family).eval()
     patch(model)
     found = asked(model, length=64, tokens=range(10, 100))
-    ways = dict.fromkeys((*HYBRIDS, *STATES), "bounds") | dict.fromkeys(UNTOLD, "unpacked")
+    ways = dict.fromkeys((*HYBRIDS, *STATES), "bounds") | OTHERWISE
     assert found.way == ways.get(family, "positions")
     assert found.tried[found.way].isolated
 
@@ -261,7 +262,7 @@ def test_on_a_gpu_in_16_bits(name):
     model = all_families.build(name).to("cuda", torch.bfloat16)
     patch(model)
     found = asked(model, PackedCollator(0, fused=True))
-    assert found.way in (("positions",) if SOME[name] == "positions" else ("positions", "bounds", "unpacked"))
+    assert found.way in (("positions",) if SOME[name] == "positions" else ("positions", "bounds", "masks", "unpacked"))
     assert found.tried[found.way].isolated
 
 
@@ -283,5 +284,5 @@ def test_no_causal_lm_leaks_on_a_gpu(part, tmp_path):
     lines = done.stdout.splitlines()
     assert len(lines) == len(all_families.NAMES[part::PARTS])
     assert [line for line in lines if " BUG " in line] == []
-    kept = [line for line in lines if line.split()[1] in ("positions", "bounds", "unpacked")]
+    kept = [line for line in lines if line.split()[1] in ("positions", "bounds", "masks", "unpacked")]
     assert len(kept) > 0.75 * len(lines)  # as on a CPU: one part has four models that are not causal, and are refused

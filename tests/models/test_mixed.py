@@ -12,6 +12,7 @@ from expert_models import TOKENS, mixture
 from typer.testing import CliRunner
 
 from halfbyte import notices
+from halfbyte.architectures import stays_whole
 from halfbyte.cli.app import app
 from halfbyte.config import load_config
 from halfbyte.errors import ModelError
@@ -195,6 +196,7 @@ def test_convolutions_are_no_experts():
     """Their weights have three dimensions, too."""
     model = transformers.MambaForCausalLM(transformers.MambaConfig(vocab_size=128, hidden_size=64, num_hidden_layers=1))
     assert measurable_stacks(model) == {}
+    assert stays_whole(model) == 0
     assert "backbone.layers.0.mixer.in_proj" in measure(model.eval(), EXPERTS, [BATCH])
 
 
@@ -268,7 +270,7 @@ def stories(shared):
     return model, options, held_back, unseen_loss
 
 
-@pytest.mark.parametrize("bits", [3.6, 4.4, 4.8, 5.42])
+@pytest.mark.parametrize("bits", [3.6, *(pytest.param(bits, marks=pytest.mark.slow) for bits in (4.4, 4.8)), 5.42])
 def test_never_worse_than_a_format_alone_that_was_among_the_choices(stories, bits):
     model, options, held_back, unseen_loss = stories
     found, losses = best(model, SMALL, options, bits, held_back)

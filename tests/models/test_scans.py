@@ -1,5 +1,6 @@
 """What stands in for transformers' convolutions and scans, alone; in whole models: test_isolation."""
 
+import functools
 import importlib
 import inspect
 
@@ -95,6 +96,8 @@ def test_documents_of_a_batch():
 def test_layers_of_one_batch_read_the_device_once():
     kwargs = told()
     assert documents_of(kwargs, 2, 20) is documents_of(kwargs, 2, 20)
+    kwargs["cu_seq_lens_q"].copy_(told([3, 17, 1, 2, 17])["cu_seq_lens_q"])  # a graph's inputs are written in place
+    assert documents_of(kwargs, 2, 20).places == (0, 3, 20, 21, 23, 40)
 
 
 @pytest.mark.parametrize(
@@ -121,3 +124,24 @@ def test_layers_of_others_are_left_alone():
                                  num_attention_heads=2)
     )  # fmt: skip
     assert list(scans.layers(model)) == []
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_kernel_without_backward_is_replaced_by_torchs_code(monkeypatch, packed):
+    """flash-linear-attention 0.6 on Hopper with Triton 3.6, which transformers calls all the same."""
+    module = file_of("qwen3_5")
+    layer = module.Qwen3_5GatedDeltaNet(transformers.Qwen3_5TextConfig(hidden_size=32, linear_num_key_heads=2,
+                                                                       linear_num_value_heads=4), 0)  # fmt: skip
+    documents = documents_of(told(), 2, 20) if packed else None
+    x = torch.randn(2, 20, 32)
+    expected = forward_of(type(layer), documents)(layer, x)
+
+    @functools.wraps(inspect.unwrap(module.torch_chunk_gated_delta_rule))
+    def refusing(*args, **kwargs):
+        raise RuntimeError("see #640")
+
+    monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", refusing)
+    with pytest.raises(RuntimeError, match="640"):
+        forward_of(type(layer), documents)(layer, x)
+    monkeypatch.setattr(scans, "refuses_backward", lambda: True)
+    assert torch.equal(forward_of(type(layer), documents)(layer, x), expected)

@@ -1,5 +1,8 @@
 """The rollouts' phase of a plan, against what an engine takes; and what is chosen for want of memory."""
 
+import functools
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers
@@ -11,6 +14,7 @@ from halfbyte.generation import Rollouts, Sampling
 from halfbyte.layers import Linear4bit
 from halfbyte.memory.batches import Batches, Shape
 from halfbyte.plan.estimate import GIB, estimate
+from halfbyte.plan.shapes import ModelShapes
 
 LLAMA_8B = transformers.LlamaConfig(
     hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
@@ -24,11 +28,17 @@ def config_of(**keys):
     return RunConfig(**given | {"max_completion_length": 256, "max_length": 384} | keys)
 
 
+@functools.cache
+def shapes_8b(**keys):
+    return ModelShapes(config_of(**keys), LLAMA_8B, torch.device("cuda"))
+
+
 def plan_8b(capacity, prompts=(128,) * 32, **keys):
     batches = Batches(Shape(16, 384), Shape(16, 384), prompts=prompts)
     answered = keys.pop("answered", None)
     how = {"device": "cuda", "batches": batches, "capacity_bytes": int(capacity * GIB), "answered": answered}
-    return estimate(config_of(**keys), LLAMA_8B, **how)
+    shapes = shapes_8b(**keys)
+    return estimate(config_of(**keys), LLAMA_8B, shapes=shapes, **how)
 
 
 def test_what_an_engine_of_this_shape_takes():
@@ -79,14 +89,38 @@ def test_the_8b_within_40_gib():
 def test_graphs_stay_where_rollouts_lack_nothing_beside_them():
     roomy, tight = plan_8b(130), plan_8b(40)
     assert roomy.use_graphs
-    assert roomy.answering == tight.answering
+    assert replace(roomy.answering, stays=False) == tight.answering
     stays = roomy.weights + roomy.adapters + roomy.gradients + roomy.optimizer + roomy.runtime
     pool = roomy.activations + roomy.logits
-    assert roomy.total == stays + pool + max(roomy.answering.total, roomy.graphs)
+    beside = stays + pool + roomy.graphs + roomy.answering.total
+    assert roomy.answering.stays == (beside <= 0.9 * 130 * GIB)
+    assert roomy.total == (beside if roomy.answering.stays else stays + pool + max(roomy.answering.total, roomy.graphs))
     least = stays + pool + roomy.answering.total
     assert plan_8b(1.2 * least / GIB, activation_checkpointing=False).use_graphs
     assert not plan_8b(1.05 * least / GIB, activation_checkpointing=False).use_graphs  # no tenth to spare
     assert not plan_8b(130, use_kernels=False).use_graphs
+
+
+def test_a_rollouts_memory_stays_where_steps_have_room_beside_it():
+    """With the graphs of its steps; a run without graphs gives it back, and so does one that would be full: where
+    micro-batches have many shapes, some are launched beside the pool, in turn with rollouts or beside them."""
+
+    def plan(capacity, **more):
+        shapes = {"second": Shape(16, 300), "many": True, "prompts": (128,) * 32}
+        batches = Batches(Shape(16, 384), Shape(16, 384), **shapes)
+        how = {"device": "cuda", "batches": batches, "capacity_bytes": int(capacity)}
+        return estimate(config_of(activation_checkpointing=False, **more), LLAMA_8B, **how)
+
+    most = plan(1000 * GIB)
+    assert most.answering.stays
+    assert most.rollouts == most.answering.total
+    assert most.graphs > GIB
+    assert plan(1.001 * most.total / 0.9).answering.stays
+    full = plan(0.999 * most.total / 0.9)
+    assert full.use_graphs
+    assert not full.answering.stays
+    assert full.total == most.total - min(full.graphs, full.answering.total)
+    assert not plan(1000 * GIB, use_kernels=False).answering.stays
 
 
 def test_what_is_chosen_for_want_of_memory():
@@ -109,5 +143,5 @@ def test_what_is_chosen_for_want_of_memory():
 def test_a_resumed_run_samples_as_it_did():
     """Though there is more memory, or less, now: other products would round otherwise."""
     began = plan_8b(22).answering
-    assert plan_8b(80, answered=(began.weights, began.pages)).answering == began
+    assert replace(plan_8b(80, answered=(began.weights, began.pages)).answering, stays=False) == began
     assert not plan_8b(22, answered=("unpacked", 9 * GIB)).fits

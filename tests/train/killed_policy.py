@@ -21,6 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from recorded import lines, timeless
+
 from halfbyte.config import load_config
 from halfbyte.generation.paged import PagedDecoder
 from halfbyte.rewards.process import RewardProcess
@@ -39,7 +41,6 @@ MOMENTS: dict[str, list[tuple[Any, str]]] = {
     "save": [(loops, name) for name in ("save_weights", "save_optimizer", "save_random", "write_manifest")]
     + [(checkpoints, "keep_newest")],
 }
-TIMES = ("seconds", "time", "memory", "per_second")
 
 
 def watch(seen: Callable[[str], None]) -> None:
@@ -67,10 +68,9 @@ def in_a_fork(work: Callable[[], None]) -> int:
 
 def contents(output: Path) -> dict[str, Any]:
     """What two runs must have alike."""
-    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    timeless = [{k: v for k, v in record.items() if not any(word in k for word in TIMES)} for record in records]
+    records = timeless(lines(output / "metrics.jsonl"))
     adapter = hashlib.sha256((output / "adapter/adapter_model.safetensors").read_bytes()).hexdigest()
-    return {"records": timeless, "completions": (output / "completions.jsonl").read_text(), "adapter": adapter}
+    return {"records": records, "completions": (output / "completions.jsonl").read_text(), "adapter": adapter}
 
 
 def main() -> None:

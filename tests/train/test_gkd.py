@@ -7,6 +7,7 @@ import pytest
 import torch
 import yaml
 from peft import PeftModel
+from recorded import records_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from trl.experimental.gkd import GKDTrainer
@@ -20,7 +21,6 @@ from halfbyte.train.prepare import prepare_run
 from halfbyte.train.sft import train
 
 PT = {"format": "pt"}
-TIMES = ("seconds", "time", "memory", "per_second")
 
 
 @pytest.fixture(scope="module")
@@ -53,18 +53,6 @@ def keys(taught, output, **more):
     if more.get("method") != "sft":
         found |= {"method": "gkd", "max_completion_length": 8, "teacher_model_name_or_path": str(taught / "other")}
     return found | {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2} | more
-
-
-def lines(file):
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-def records_of(folder):
-    found = {"completions": lines(folder / "completions.jsonl")}
-    for record in lines(folder / "metrics.jsonl"):
-        timeless = {name: value for name, value in record.items() if not any(word in name for word in TIMES)}
-        found.setdefault(record["kind"], []).append(timeless)
-    return found
 
 
 def divergence(folder, teacher, rows, beta):

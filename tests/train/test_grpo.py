@@ -2,11 +2,13 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 import yaml
 from graph_stand_in import StandIn
+from recorded import lines, records_of
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -55,10 +57,6 @@ def keys(prompts, output, **more):
 
 def run(prompts, output, resume=None, **more):
     return train(load_config(None, keys(prompts, output, **more)), resume=resume)
-
-
-def lines(file):
-    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def test_prompts_without_room_for_an_answer_are_left_out(prompts, tmp_path):
@@ -129,17 +127,6 @@ def test_a_resumed_run_is_the_same_run(prompts, tmp_path, more):
         assert all(mine[name].equal(theirs[name]) for name in theirs)
 
 
-TIMES = ("seconds", "time", "memory", "per_second")
-
-
-def records_of(folder):
-    found = {"completions": lines(folder / "completions.jsonl")}
-    for record in lines(folder / "metrics.jsonl"):
-        timeless = {name: value for name, value in record.items() if not any(word in name for word in TIMES)}
-        found.setdefault(record["kind"], []).append(timeless)
-    return found
-
-
 def test_accumulated_equals_the_large_batch(prompts, tmp_path):
     """Micro-batches of uneven lengths, in steps of two, against steps of one large one."""
     for loss_type in ("dapo", "grpo", "bnpo"):
@@ -207,6 +194,34 @@ def test_rollouts_beside_graphs(prompts, tmp_path, monkeypatch):
     eager, graphed = (lines(tmp_path / name / "metrics.jsonl") for name in ("eager", "graphed"))
     for name in ("loss", "reward", "entropy", "trained_tokens", "completions/mean_length"):
         assert [record[name] for record in eager] == pytest.approx([record[name] for record in graphed], rel=1e-6), name
+
+
+def test_a_rollouts_memory_that_stays_changes_nothing(prompts, tmp_path, monkeypatch):
+    """One engine for the whole run, with the adapter of each generation; one that fails gives its memory back."""
+    from halfbyte.generation import Rollouts
+
+    run(prompts, tmp_path / "fresh", max_steps=4)
+    begin, free, generate, freed, asked = TrainingLoop.use_generations, Rollouts.free, Rollouts.generate, [], []
+
+    def staying(loop, generations):
+        generations.plan = replace(generations.plan, stays=True)
+        begin(loop, generations)
+
+    monkeypatch.setattr(TrainingLoop, "use_generations", staying)
+    monkeypatch.setattr(Rollouts, "free", lambda self: (freed.append(len(asked)), free(self)))
+    monkeypatch.setattr(Rollouts, "generate", lambda self, *a, **k: (asked.append(self), generate(self, *a, **k))[1])
+    run(prompts, tmp_path / "kept", max_steps=4)
+    assert freed == [4]  # at the end
+    assert records_of(tmp_path / "kept") == records_of(tmp_path / "fresh")
+
+    def fails(self, *_, **__):
+        raise TrainingError("no")
+
+    monkeypatch.setattr(Rollouts, "generate", fails)
+    freed.clear()
+    with pytest.raises(TrainingError):
+        run(prompts, tmp_path / "failed", max_steps=4)
+    assert len(freed) == 2
 
 
 def test_a_function_given_in_python(prompts, tmp_path):

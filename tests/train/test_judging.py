@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from peft import PeftModel
+from recorded import records_of
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -26,7 +27,6 @@ from halfbyte.train.prepare import prepare_run
 from halfbyte.train.sft import train
 
 PT = {"format": "pt"}
-TIMES = ("seconds", "time", "memory", "per_second")
 
 
 @pytest.fixture(scope="module")
@@ -137,18 +137,6 @@ def test_steps_are_scored_at_their_ends(judges):
                 product *= float(theirs(torch.tensor([ids])).logits[0, -1].softmax(-1)[1])
         assert own == pytest.approx(product, abs=1e-5)
     assert found[2] is None
-
-
-def lines(file):
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-def records_of(folder):
-    found = {"completions": lines(folder / "completions.jsonl")}
-    for record in lines(folder / "metrics.jsonl"):
-        timeless = {name: value for name, value in record.items() if not any(word in name for word in TIMES)}
-        found.setdefault(record["kind"], []).append(timeless)
-    return found
 
 
 def test_a_run_rewarded_by_a_model(judges, tmp_path):

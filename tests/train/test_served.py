@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from fake_vllm import FakeVllm, served
+from recorded import lines, timeless
 from safetensors.torch import load_file, save_file
 
 from halfbyte import notices
@@ -17,7 +18,6 @@ from halfbyte.train.prepare import prepare_run
 from halfbyte.train.sft import train
 
 PT = {"format": "pt"}
-TIMES = ("seconds", "time", "memory", "per_second")
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +52,11 @@ def run(model, output, url, resume=None, **more):
 def records(folder, kind="train"):
     if not (folder / "metrics.jsonl").exists():
         return []
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    timeless = [{k: v for k, v in line.items() if not any(word in k for word in TIMES)} for line in lines]
-    return [line for line in timeless if line["kind"] == kind]
+    return [record for record in timeless(lines(folder / "metrics.jsonl")) if record["kind"] == kind]
 
 
 def answers(folder):
-    return [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
+    return lines(folder / "completions.jsonl")
 
 
 def test_the_adapter_that_trains_answers(model, tmp_path):

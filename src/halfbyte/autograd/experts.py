@@ -133,6 +133,9 @@ def _check(x: Tensor, index: Tensor, routed: Tensor, weights: ExpertWeights, lor
     for name, (weight, lora) in pairs.items():
         if lora is None:
             continue
+        if {lora.a.device, lora.b.device} != {x.device}:  # kernels would read where nothing is
+            found = f"A is on {lora.a.device}, B on {lora.b.device}, and x on {x.device}"
+            raise ModelError(f"experts: of the {name} adapter {found}", "move the adapter to the device of x")
         (count, rows, columns), rank = weight.shape, lora.a.shape[1]
         if tuple(lora.a.shape) != (count, rank, columns) or tuple(lora.b.shape) != (count, rows, rank):
             found = f"A {list(lora.a.shape)}, B {list(lora.b.shape)}, and the stack is {list(weight.shape)}"

@@ -43,15 +43,7 @@ def starting_config(model: str, dataset: str, method: str = "sft", teacher: str 
     Raises:
         HalfbyteError: there is no such model, dataset or method, or the data cannot be used.
     """
-    if (method in DISTILLING) != (teacher is not None) and method in ("sft", *DEFAULTS):
-        given = method in DISTILLING
-        wrong = f"--method {method} needs --teacher" if given else f"--teacher has no meaning with --method {method}"
-        raise UsageError(wrong, "add --teacher MODEL_OR_ADAPTER" if given else "leave it out, or add --method gkd")
-    asked: dict[str, Any] = {"eval_split_size": 0.05} | ({} if method == "sft" else {"method": method})
-    asked |= FIRST_KEYS if method in SAMPLING else {}
-    asked |= {"reward_funcs": REWARDS} if method in POLICY else {}
-    asked |= {} if teacher is None else {"teacher_model_name_or_path": teacher}
-    base = load_config(None, {"model_name_or_path": model, "dataset": dataset, **asked})
+    base = load_config(None, {"model_name_or_path": model, "dataset": dataset, **_of_method(method, teacher)})
     rows = method_of(base).rows
     look_over_inputs(base)
     with quick_imports():
@@ -63,10 +55,7 @@ def starting_config(model: str, dataset: str, method: str = "sft", teacher: str 
     lengths = _lengths(files.config)
     room = {"max_completion_length": min(base.max_completion_length, lengths[0] // 2)} if rows == "prompts" else {}
     base = base.model_copy(update={"max_length": lengths[0], **room})
-    try:
-        base, data = _prepared(base, load_tokenizer(files.place), files.config)
-    except DataError as error:  # in the words of this command
-        raise DataError(error.message, error.fix.replace("set method: ", "add --method ")) from error
+    base, data = _prepared(base, load_tokenizer(files.place), files.config)
     base, packing = _packed(base, files.config) if rows == "text" else (base, [])
     base, judged = _judged(base, data) if method in POLICY else (base, [])
     base, divided = _divided(base, files.config, data, lengths[-1])
@@ -93,6 +82,22 @@ def starting_config(model: str, dataset: str, method: str = "sft", teacher: str 
             f"{dump_value(key, getattr(config, key)):<38} # {section.model_fields[key].description}" for key in shown
         ]
     return "\n".join(lines) + "\n"
+
+
+def _of_method(method: str, teacher: str | None) -> dict[str, Any]:
+    """The keys to begin with.
+
+    Raises:
+        UsageError: the method has a teacher and none is given, or the other way round.
+    """
+    if (method in DISTILLING) != (teacher is not None) and method in ("sft", *DEFAULTS):
+        missing = teacher is None
+        wrong = f"--method {method} needs --teacher" if missing else f"--teacher has no meaning with --method {method}"
+        raise UsageError(wrong, "add --teacher MODEL_OR_ADAPTER" if missing else "leave it out, or add --method gkd")
+    asked: dict[str, Any] = {"eval_split_size": 0.05} | ({} if method == "sft" else {"method": method})
+    asked |= FIRST_KEYS if method in SAMPLING else {}
+    asked |= {"reward_funcs": REWARDS} if method in POLICY else {}
+    return asked | ({} if teacher is None else {"teacher_model_name_or_path": teacher})
 
 
 def _whole_groups(config: RunConfig, size: int) -> int:
@@ -173,12 +178,19 @@ def _devices() -> list[torch.device]:
 def _prepared(
     base: RunConfig, tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
 ) -> tuple[RunConfig, PreparedData]:
-    """The data, of which a part is held out where there is more than a document."""
+    """The data, of which a part is held out where there is more than a document.
+
+    Raises:
+        DataError: it cannot be used; with a fix in the words of this command.
+    """
     try:
-        return base, method_of(base).ready(base, tokenizer, model_config)
-    except ConfigError:
-        base = base.model_copy(update={"eval_split_size": 0.0})
-        return base, method_of(base).ready(base, tokenizer, model_config)
+        try:
+            return base, method_of(base).ready(base, tokenizer, model_config)
+        except ConfigError:
+            base = base.model_copy(update={"eval_split_size": 0.0})
+            return base, method_of(base).ready(base, tokenizer, model_config)
+    except DataError as error:
+        raise DataError(error.message, error.fix.replace("set method: ", "add --method ")) from error
 
 
 def _lengths(model_config: PretrainedConfig) -> list[int]:

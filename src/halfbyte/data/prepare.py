@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,13 +112,7 @@ def prepare(config: RunConfig, tokenizer: PreTrainedTokenizerBase, columns: Sequ
     """
     template = template_of(config, tokenizer)
     encoder = Encoder(tokenizer, template, max_length=config.max_length, overlong=config.overlong)
-    training, evaluated = _read(config, config.dataset, template, columns), None
-    sources = training.sources
-    if config.eval_dataset is not None:
-        evaluated = _read(config, config.eval_dataset, template, columns)
-        sources = sources + evaluated.sources
-    elif config.eval_split_size:
-        training, evaluated = split_off(training, config.eval_split_size, config.seed)
+    training, evaluated, sources = read_parts(config, lambda names: _read(config, names, template, columns))
     train = _finish(training, encoder, config, "training")
     evaluation = _finish(evaluated, encoder, config, "evaluation") if evaluated else None
     report = {
@@ -220,7 +214,24 @@ def mask_of(format: str, everything: bool, template: ChatTemplate | None) -> str
     return f"assistant turns, by {template.mask}"
 
 
-def split_off(found: Documents, size: float, seed: int) -> tuple[Documents, Documents]:
+def read_parts(
+    config: RunConfig, read: Callable[[str | list[str]], Documents]
+) -> tuple[Documents, Documents | None, list[dict[str, Any]]]:
+    """What a run trains on, what it is evaluated on if anything, and the sources of both.
+
+    Raises:
+        ConfigError: eval_split_size leaves nothing to train on.
+    """
+    training = read(config.dataset)
+    if config.eval_dataset is not None:
+        evaluated = read(config.eval_dataset)
+        return training, evaluated, training.sources + evaluated.sources
+    if config.eval_split_size:
+        return *_split_off(training, config.eval_split_size, config.seed), training.sources
+    return training, None, training.sources
+
+
+def _split_off(found: Documents, size: float, seed: int) -> tuple[Documents, Documents]:
     """Hold out a share (below 1) or a count of documents: the same ones for the same data and seed."""
     total = len(found.texts)
     count = int(size) if size >= 1 else max(1, round(size * total))

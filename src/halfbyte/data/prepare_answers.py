@@ -30,7 +30,7 @@ from .prepare import (
     for_template,
     kept_rows,
     mask_of,
-    split_off,
+    read_parts,
     template_of,
 )
 from .report import answers_report, endings, held_out, samples
@@ -85,13 +85,7 @@ def prepare_answers(config: RunConfig, tokenizer: PreTrainedTokenizerBase, kind:
         room=config.max_completion_length,
         separator=config.step_separator,
     )
-    training, evaluated = _read(config, config.dataset, template, kind), None
-    sources = training.sources
-    if config.eval_dataset is not None:
-        evaluated = _read(config, config.eval_dataset, template, kind)
-        sources = sources + evaluated.sources
-    elif config.eval_split_size:
-        training, evaluated = split_off(training, config.eval_split_size, config.seed)
+    training, evaluated, sources = read_parts(config, lambda names: _read(config, names, template, kind))
     train, said = _finish(training, encoder, config, "training")
     held, also_said = _finish(evaluated, encoder, config, "evaluation") if evaluated else (None, None)
     texts = _as_texts(train, kind)

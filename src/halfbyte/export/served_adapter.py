@@ -72,18 +72,43 @@ class ServedAdapter:
     def __init__(self, adapter: AdapterLayers, origin: Origin, name: str):
         if adapter.whole:
             raise CheckpointError(f"{name}: servers cannot replace {min(adapter.whole)}", MERGE)
-        self.adapter, self.base, self.origin, self.name = adapter, BaseCheckpoint(origin), origin.name, name
-        self.rank = max(a.shape[0] for _, a, _, _ in _factors(adapter, self.base, name))
+        self.adapter, self.origin, self.name = adapter, origin.name, name
+        base = BaseCheckpoint(origin)
+        self._places = [(stored.name, *adapter.parameter_of(stored.name)) for stored in base.weights]
+        known = {name for _, name, whole, piece in self._places if whole or (piece and name in adapter.experts)}
+        if left := sorted(adapter.changed - known):
+            raise CheckpointError(
+                f"{base.folder} lacks {left[0]}, which {name} changes",
+                f"correct base_model_name_or_path in {name}/{ADAPTER_CONFIG}",
+            )
+        self.rank = max(a.shape[0] for _, a, _, _ in self._factors())
 
     @torch.no_grad()
     def tensors(self) -> dict[str, Tensor]:
         """Factors as they are now, fp32 on the CPU: `lora_A` [r, K] and `lora_B` [N, r] of each matrix."""
         found: dict[str, Tensor] = {}
-        for module, a, b, scaling in _factors(self.adapter, self.base, self.name):
+        for module, a, b, scaling in self._factors():
             missing, prefix = self.rank - a.shape[0], f"base_model.model.{module}"
             both = {"A": functional.pad(a, (0, 0, 0, missing)), "B": functional.pad(b * scaling, (0, missing))}
             found |= {f"{prefix}.lora_{side}.weight": each.cpu().contiguous() for side, each in both.items()}
         return found
+
+    @torch.no_grad()
+    def _factors(self) -> Iterator[Factors]:
+        """Of each matrix that the adapter changes, as the checkpoint names it."""
+        layers, experts = self.adapter.layers, self.adapter.experts
+        for stored, parameter, is_whole, piece in self._places:
+            module, layer = stored.removesuffix(".weight"), layers.get(parameter)
+            if wrapper := experts.get(parameter):
+                if piece is None:
+                    said = f"servers have no names for the experts of {parameter}, whose checkpoint stacks them"
+                    raise CheckpointError(f"{self.name}: {said}", MERGE)
+                factors = wrapper.lora_A["default"].weight, wrapper.lora_B["default"].weight
+                a, b = by_expert(*factors, wrapper.num_experts)
+                rows = piece.rows(b.shape[1])
+                yield module, a[piece.expert].float(), b[piece.expert, rows].float(), wrapper.scaling["default"]
+            elif layer is not None and is_whole:
+                yield _plain(layer, module, parameter, self.name)
 
     def write(self, tensors: dict[str, Tensor], path: Path) -> Path:
         """Put `tensors` into the folder `path`, in the place of what is there."""
@@ -103,32 +128,6 @@ class ServedAdapter:
             save_file(tensors, aside / ADAPTER, metadata={"format": "pt"})
             (aside / ADAPTER_CONFIG).write_text(json.dumps(written, indent=2) + "\n")
         return path
-
-
-@torch.no_grad()
-def _factors(adapter: AdapterLayers, base: BaseCheckpoint, folder: str) -> Iterator[Factors]:
-    """Of each matrix that the adapter changes, as the checkpoint names it."""
-    seen = set()
-    for stored in base.weights:
-        parameter, is_whole, piece = adapter.parameter_of(stored.name)
-        module, layer = stored.name.removesuffix(".weight"), adapter.layers.get(parameter)
-        if wrapper := adapter.experts.get(parameter):
-            if piece is None:
-                said = f"{folder}: servers have no names for the experts of {parameter}, whose checkpoint stacks them"
-                raise CheckpointError(said, MERGE)
-            a, b = by_expert(wrapper.lora_A["default"].weight, wrapper.lora_B["default"].weight, wrapper.num_experts)
-            rows = piece.rows(b.shape[1])
-            yield module, a[piece.expert].float(), b[piece.expert, rows].float(), wrapper.scaling["default"]
-        elif layer is not None and is_whole:
-            yield _plain(layer, module, parameter, folder)
-        else:
-            continue
-        seen.add(parameter)
-    if left := sorted(adapter.changed - seen):
-        raise CheckpointError(
-            f"{base.folder} lacks {left[0]}, which {folder} changes",
-            f"correct base_model_name_or_path in {folder}/{ADAPTER_CONFIG}",
-        )
 
 
 def _plain(layer: Any, module: str, parameter: str, folder: str) -> Factors:

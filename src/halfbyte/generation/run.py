@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -146,10 +147,11 @@ def new_tokens(model: Any, prompts: Sequence[Sequence[int]], asked: Lengths, mos
     """The most tokens that each prompt gets: `asked`, or else up to `most`, as far as the model has positions.
 
     Raises:
-        ModelError: a prompt is empty, or too long.
+        ModelError: a prompt is empty, too long, or has tokens that the model does not know.
         ConfigError: fewer than one token is asked for.
     """
     limit = context_length(model)
+    vocabulary = getattr(model.config.get_text_config(), "vocab_size", sys.maxsize)
     if asked is None:
         lengths = [most if limit is None else min(most, max(1, limit - len(ids))) for ids in prompts]
     else:
@@ -159,6 +161,12 @@ def new_tokens(model: Any, prompts: Sequence[Sequence[int]], asked: Lengths, mos
     for row, (ids, length) in enumerate(zip(prompts, lengths, strict=True)):
         if len(ids) == 0:
             raise ModelError(f"prompt {row} has no tokens", "give at least one, e.g. the BOS token")
+        if not (min(ids) >= 0 and max(ids) < vocabulary):
+            wrong = min(ids) if min(ids) < 0 else max(ids)
+            raise ModelError(
+                f"prompt {row} has token {wrong}, outside the model's vocabulary of {vocabulary}",
+                "tokenize it with the model's own tokenizer",
+            )
         if limit is not None and len(ids) + length > limit:
             raise too_long(len(ids), asked if asked is None else length, limit)
     return lengths

@@ -41,15 +41,15 @@ class KahnemanTverskyOptimization(Method):
     Attributes:
         loss: its name in the table.
         weights: of desirable and of undesirable answers.
-        beside: a step is one micro-batch. So where a row's two answers share its prompt, the policy finds z on the way:
-            the mismatched answers go through it behind the others, whose prompts' keys and values they see, and only
-            then come the losses.
+        whole: a step is one micro-batch.
+        device: that a run asks for, see `config`.
     """
 
     loss: str = "kto"
     beta: float = 0.1
     weights: tuple[float, float] = (1.0, 1.0)
-    beside: bool = False
+    whole: bool = False
+    device: str | None = None
 
     rows = "unpaired"
     shares = True
@@ -60,6 +60,15 @@ class KahnemanTverskyOptimization(Method):
     def looks_ahead(self) -> bool:  # type: ignore[override]
         return self.loss == "kto"
 
+    @property
+    def beside(self) -> bool:
+        """Whether, where a row's two answers share its prompt, the policy finds z on the way: the mismatched answers go
+        through it behind the others, whose prompts' keys and values they see, and only then come the losses. On GPUs,
+        where it would make more shapes of CUDA graphs, nobody has measured it."""
+        from ..hardware import best_device
+
+        return self.looks_ahead and self.whole and (self.device or best_device().type) == "cpu"
+
     def of(self, config: RunConfig) -> Self:
         check_reference(config)
         if config.packing:
@@ -69,7 +78,7 @@ class KahnemanTverskyOptimization(Method):
             )
         weights = config.desirable_weight, config.undesirable_weight
         found = replace(self, loss=str(config.loss_type), beta=config.beta or 0.0, weights=weights)
-        return replace(found, beside=found.looks_ahead and config.gradient_accumulation_steps == 1)
+        return replace(found, whole=config.gradient_accumulation_steps == 1, device=config.device)
 
     def documents(self, config: RunConfig, data: PreparedData) -> PreparedData:
         from ..data.paired import MISMATCHED, documents_in, mismatched

@@ -1,9 +1,9 @@
 """Attention of answers that share a prompt, and in which models prompts are shared.
 
 A batch of `data.branches` has the prompt once before its answers. Its layers get `Sharing` as a keyword argument
-(`attention.share`); so transformers' own forwards do it, too, on any device. In 16 bits on a GPU attention is
-`autograd.attention.branching`, else two calls of torch's: of all prompts, and of all answers, each beside the keys of
-its prompt.
+(`attention.share`); so transformers' own forwards do it, too, on any device. In 16 bits on a GPU, and in float32 on a
+CPU, attention is `autograd.attention.branching`, else two calls of torch's: of all prompts, and of all answers, each
+beside the keys of its prompt.
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@ each must have the hidden states that it has alone, up to rounding. That takes f
 two as it evaluates, and one of documents alone.
 
 A model that leaks is tried with the bounds that FlashAttention reads, its convolutions and scans as `scans` has them.
-If it still leaks, its documents are unpacked (`unpacking`): right for every causal model, at the cost of padding of up
-to a third and a forward for each class of lengths.
+Then with masks made of positions, where it takes masks and makes its own without. If it still leaks, its documents are
+unpacked (`unpacking`): right for every causal model, at the cost of padding of up to a third and a forward for each
+class of lengths.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from . import scans
 from .head import backbone_inputs, reads_hidden_states
 from .layer import causal_lm_of
 from .tiny import tiny_model
-from .unpacking import unpacked, unwrap, with_bounds, wrap
+from .unpacking import unpacked, unwrap, with_bounds, with_masks, wrap
 
 Collate = Callable[[list[dict[str, Any]]], Mapping[str, Any]]
 
@@ -44,10 +45,11 @@ BLIND = 0.02  # a change in separate rows of this size, relative to the hidden s
 WRONG = 0.1  # so far from its hidden states alone no rounding brings a document; masks or positions are others
 WORDS = {
     "bounds": "its layers are told where each begins, without CUDA graphs",
+    "masks": "its masks are made of their positions, without CUDA graphs",
     "unpacked": "they are unpacked into rows in each step, which takes more time, up to a third more tokens, and no "
     "CUDA graphs; packing: false and padding_free: false avoid it",
 }
-FORWARDS = {"bounds": with_bounds, "unpacked": unpacked}
+FORWARDS = {"bounds": with_bounds, "masks": with_masks, "unpacked": unpacked}
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Isolation:
     """How the documents of a packed row are kept apart.
 
     Attributes:
-        way: "positions": as the batch is; "bounds" and "unpacked": by the forwards of `unpacking`.
+        way: "positions": as the batch is; "bounds", "masks" and "unpacked": by the forwards of `unpacking`.
         tried: way → what the probe found, up to the one that is taken.
         leak: the first module that lets documents see each other in a batch as it is; None where there is none.
     """
@@ -135,12 +137,13 @@ def isolate(
     for way, modules in (
         ("positions", []),
         ("bounds", [backbone]),
+        ("masks", [backbone]),
         ("unpacked", [backbone]),
         ("unpacked", [backbone, causal_lm]),  # that hands its backbone no positions, or uses a part of it
     ):
         for module in dict.fromkeys(modules):
             wrap(module, FORWARDS[way])
-        for module in list(scans.layers(model)) if way == "bounds" else ():
+        for module in list(scans.layers(model)) if way in ("bounds", "masks") else ():
             wrap(module, scans.apart)
         tried[way] = probe()
         if tried[way].isolated:

@@ -149,20 +149,16 @@ def load_model(
     from ..qat.model import fake_quantize_linears, qat_format
 
     storage = storage_of(storage, **keys)
-    files = name_or_path
-    if isinstance(files, str):
-        files = find_model(Origin(files, revision, trust_remote_code, storage.keep))
+    asked = Origin(str(name_or_path), revision, trust_remote_code, storage.keep)
+    files = find_model(asked) if isinstance(name_or_path, str) else name_or_path
     target, config = chosen_device(device), copy.deepcopy(files.config)
     check_attention(config, attn_implementation, target)
     if attn_implementation is None and getattr(config.get_text_config(), "attn_logit_softcapping", None):
         attn_implementation = "eager"  # Gemma 2: SDPA leaves scores uncapped, silently before transformers 5.23
     share = Share(mesh, along, elsewhere)
-    options = _quantized_by(config, files.name, storage, share.of_memory, experts_on_host) | {
-        "revision": files.place.revision,
-        "trust_remote_code": files.place.trust_remote_code,
-        "attn_implementation": attn_implementation,
-        "dtype": resolve_dtype(dtype, target),
-    }
+    options = _quantized_by(config, files.name, storage, share.of_memory, experts_on_host)
+    options |= {"revision": files.place.revision, "trust_remote_code": files.place.trust_remote_code}
+    options |= {"attn_implementation": attn_implementation, "dtype": resolve_dtype(dtype, target)}
     load = functools.partial(_from_pretrained, files.place.name, config=config, bars=mesh.is_main, **options)
     model = load(device=target) if mesh.size == 1 else load_together(files.place, config, share, target, load)
     for name in beside_text(model):

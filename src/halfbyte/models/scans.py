@@ -5,7 +5,8 @@ transformers writes every such layer alike: a forward that calls `causal_conv1d_
 Here that very forward runs with others in their place. They take the documents out of their rows for the convolution
 and the scan alone; the linears around these, attention and MLPs see the packed batch. Where flash-linear-attention is
 installed, on a GPU, the delta rule and the convolution are its kernels, which read where documents begin; elsewhere
-documents of like length become rows of transformers' own function, whatever library that is of.
+documents of like length become rows of transformers' own function, whatever library that is of. Where that kernel has
+no backward (`refuses_backward`), it is transformers' torch code, of whole rows, too.
 
 No layer is listed: what calls one of `STAND_INS` by name is such a layer, and the probe (`isolation`) asks whether that
 was enough. (Mamba-2's fused kernel of mamba-ssm, which has the output's linear inside, is not taken: adapters on that
@@ -15,6 +16,7 @@ linear would be left out.)
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -66,7 +68,7 @@ class Documents:
         )
 
 
-_latest: tuple[Tensor, Documents] | None = None  # of the batch whose layers run: each of them asks
+_latest: tuple[Tensor, int, Documents] | None = None  # of the batch whose layers run: each of them asks
 
 
 def documents_of(kwargs: Mapping[str, Any], rows: int, length: int) -> Documents | None:
@@ -83,10 +85,11 @@ def documents_of(kwargs: Mapping[str, Any], rows: int, length: int) -> Documents
     bounds = kwargs.get("cu_seq_lens_q")
     if bounds is None or bounds.numel() == rows + 1:  # as many as rows
         return None
-    if _latest is None or _latest[0] is not bounds:
+    version = 0 if bounds.is_inference() else bounds._version  # a graph's inputs are written in place
+    if _latest is None or _latest[0] is not bounds or _latest[1] != version:
         places = sorted(set(bounds.tolist()))
-        _latest = bounds, Documents(torch.tensor(places, device=bounds.device), tuple(places))
-    found = _latest[1]
+        _latest = bounds, version, Documents(torch.tensor(places, device=bounds.device), tuple(places))
+    found = _latest[2]
     return None if len(found.places) == rows + 1 or found.places[-1] != rows * length else found
 
 
@@ -101,6 +104,18 @@ def convolution() -> Function | None:
     return causal_conv1d
 
 
+@functools.cache
+def refuses_backward() -> bool:
+    """Whether flash-linear-attention raises in the backward of its gated delta rule: on Hopper with Triton 3.4 to
+    3.7.0, whose code would be wrong (its issue 640), unless tilelang is there. Seen with 0.6.0 and Triton 3.6."""
+    try:
+        from fla.utils import IS_NVIDIA_HOPPER, TRITON_ABOVE_3_4_0, TRITON_ABOVE_3_7_1  # what it asks itself
+    except Exception:
+        return False
+    wrong = IS_NVIDIA_HOPPER and TRITON_ABOVE_3_4_0 and not TRITON_ABOVE_3_7_1
+    return wrong and importlib.util.find_spec("tilelang") is None
+
+
 def _convolve(
     own: Function, documents: Documents, x: Tensor, weight: Tensor, bias: Tensor | None = None, **kwargs: Any
 ) -> Tensor:
@@ -108,7 +123,7 @@ def _convolve(
     rows, channels, length = x.shape
     flat = x.transpose(1, 2).reshape(1, rows * length, channels)
     kernel, activation = convolution(), kwargs.get("activation")
-    if kernel is not None and x.is_cuda and activation in (None, "silu", "swish"):
+    if kernel is not None and not refuses_backward() and x.is_cuda and activation in (None, "silu", "swish"):
         out, _ = kernel(flat, weight, bias, activation=activation, cu_seqlens=documents.bounds)
         return out.view(rows, length, channels).transpose(1, 2)
     gap = weight.shape[-1] - 1
@@ -125,10 +140,15 @@ class _Scan:
     Args:
         tokens: the dimension of the tokens, in all that have three dimensions or more; that of rows is 0.
         bounded: flash-linear-attention's function, which transformers calls where it can, reads `cu_seqlens`.
+        refusable: `refuses_backward` is about it; transformers' torch code then stands in for it.
     """
 
-    def __init__(self, tokens: int = 1, bounded: bool = False):
-        self.tokens, self.bounded = tokens, bounded
+    def __init__(self, tokens: int = 1, bounded: bool = False, refusable: bool = False):
+        self.tokens, self.bounded, self.refusable = tokens, bounded, refusable
+
+    def without_kernel(self, own: Function) -> Function:
+        """`own`, or what it calls where its library is not installed."""
+        return inspect.unwrap(own) if self.refusable and refuses_backward() else own
 
     def __call__(self, own: Function, documents: Documents, *args: Any, **kwargs: Any) -> Any:
         rows, length = args[0].shape[0], args[0].shape[self.tokens]
@@ -144,11 +164,12 @@ class _Scan:
 
         def called(cut: Function, **more: Any) -> tuple[Tensor, bool]:
             parts = [self._cut(x, cut) for x in given]
-            out = own(*parts, **{key: self._cut(x, cut) for key, x in named.items()}, **more)
+            out = self.without_kernel(own)(*parts, **{key: self._cut(x, cut) for key, x in named.items()}, **more)
             state = isinstance(out, tuple)
             return (out[0] if state else out).transpose(1, self.tokens), state
 
-        if self.bounded and args[0].is_cuda and convolution() is not None:
+        refused = self.refusable and refuses_backward()
+        if self.bounded and args[0].is_cuda and convolution() is not None and not refused:
             out, state = called(lambda x: x[None], cu_seqlens=documents.bounds)
             joined = out[0]
         else:
@@ -175,10 +196,11 @@ def _unfused(own: Function, documents: Documents, *args: Any, **kwargs: Any) -> 
     """In place of a kernel that has convolution and scan in one: transformers then calls these."""
 
 
+GATED = "torch_chunk_gated_delta_rule"
 # Name in transformers' files → what is called in its place, with it and the documents before its arguments.
 STAND_INS: dict[str, Function] = {
     "causal_conv1d_fn": _convolve,
-    "torch_chunk_gated_delta_rule": _Scan(bounded=True),
+    GATED: _Scan(bounded=True, refusable=True),
     "chunk_kimi_delta_attention": _Scan(bounded=True),
     "mamba2_chunk_scan": _Scan(),
     "mamba_selective_scan": _Scan(tokens=-1),
@@ -198,12 +220,16 @@ def _names(cls: Any) -> tuple[str, ...]:
 
 
 def forward_of(cls: Any, documents: Documents | None) -> Function:
-    """The forward of a class, over each document alone."""
-    if documents is None:
+    """The forward of a class, over each document alone; None: over whole rows."""
+    refused = GATED in _names(cls) and refuses_backward()
+    if documents is None and not refused:
         return cls.forward
     function: Any = inspect.unwrap(cls.forward)
     names = function.__globals__
-    own = {name: functools.partial(STAND_INS[name], names[name], documents) for name in _names(cls)}
+    if documents is None:
+        own = {GATED: inspect.unwrap(names[GATED])}
+    else:
+        own = {name: functools.partial(STAND_INS[name], names[name], documents) for name in _names(cls)}
     made = FunctionType(function.__code__, names | own, function.__name__, function.__defaults__, function.__closure__)
     made.__kwdefaults__ = function.__kwdefaults__
     return made
@@ -216,12 +242,12 @@ def without_bounds(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 def say_what_is_missing(device: torch.device) -> None:
     """Once, that the scans of a model could be faster on a GPU."""
-    if device.type == "cuda" and convolution() is None:
-        notice(
-            "scans",
-            f"{PACKAGE} is not installed, or older than 0.6: gated delta nets run in transformers' torch code, several"
-            " times slower; pip install 'halfbyte[scans]'",
-        )
+    if device.type != "cuda" or (convolution() is not None and not refuses_backward()):
+        return
+    why = f"{PACKAGE} is not installed, or older than 0.6", "pip install 'halfbyte[scans]'"
+    if convolution() is not None:
+        why = f"{PACKAGE} has no backward on Hopper with this Triton", "install tilelang, or Triton 3.7.1"
+    notice("scans", f"{why[0]}: gated delta nets run in transformers' torch code, several times slower; {why[1]}")
 
 
 def layers(model: nn.Module) -> Iterator[nn.Module]:

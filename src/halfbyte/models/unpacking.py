@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from ..errors import ModelError
 from .attention import documents
@@ -25,6 +26,15 @@ LIKE = 0.75  # documents of at least this share of the longest's length are rows
 OF_PACKED = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 Forward = Callable[..., Any]
+
+# A kind of layer in transformers' configs → what makes its mask; those with a state read one over padding alone.
+MASKS: dict[str, Forward | None] = {
+    "full_attention": create_causal_mask,
+    "sliding_attention": create_sliding_window_causal_mask,
+    "linear_attention": None,
+    "mamba": None,
+    "conv": None,
+}
 
 
 def wrap(module: nn.Module, forward: Forward) -> None:
@@ -55,6 +65,27 @@ def with_bounds(self: Any, *args: Any, **kwargs: Any) -> Any:
         return own(**kwargs)
     begins = F.pad(positions.diff(dim=-1) != 1, (1, 0))
     return own(**kwargs | found, seq_idx=begins.cumsum(-1).to(torch.int32))
+
+
+def with_masks(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`with_bounds`, of a backbone that takes a mask for each kind of layer: made of positions here, which it forgets.
+
+    Raises:
+        ValueError: its layers are of other kinds.
+    """
+    own, kwargs = own_forward(self, args, kwargs)
+    positions = _packed(kwargs)
+    if positions is None or (found := documents(positions)) is None:
+        return own(**kwargs)
+    kinds = set(getattr(self.config, "layer_types", None) or ())
+    if not kinds or kinds - MASKS.keys():
+        raise ValueError(f"no masks are known for layers of {', '.join(sorted(kinds)) or 'no kind'}")
+    weight = self.get_input_embeddings().weight
+    like = torch.empty(*positions.shape, 1, dtype=weight.dtype, device=weight.device)  # whose shape is looked at
+    given = {"config": self.config, "inputs_embeds": like, "attention_mask": None, "past_key_values": None}
+    makers = {kind: MASKS[kind] for kind in kinds}
+    masks = {kind: make and make(**given, position_ids=positions) for kind, make in makers.items()}
+    return own(**kwargs | found | {"attention_mask": masks})
 
 
 def unpacked(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -168,7 +168,7 @@ def check_product(
     return slots, width
 
 
-@op("cuda.grouped_gemm4")
+@op("cuda.grouped_gemm4", "native.grouped")
 def multiplies_codes(part: Tensor, stack: StackedWeight, slots: int, dtype: torch.dtype) -> bool:
     """Whether products of so many rows with a quantized stack's codes are as fast as with its values.
 

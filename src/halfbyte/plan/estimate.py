@@ -105,14 +105,7 @@ def estimate(
     if shapes.packed_way == "unpacked":  # into rows that are padded
         batches = batches.longer(1 / LIKE)
     options: Any = {"config": config, "card": card, "on_host": on_host, "graphs": shapes.packed_way == "positions"}
-    first = _Planner(shapes, batches, capacity, layout=layout, **options)
-
-    def with_waiting(waiting: Waiting) -> MemoryPlan:
-        planner = _Planner(shapes, batches, capacity, layout=layout, **options, waiting=waiting)
-        return (planner if waiting.layers else first).plan()
-
-    room: dict[str, Any] = {"alone": layout.size == 1, "host": first.host, "budget": first.budget}
-    plan = with_experts(config, shapes.expert_bytes(), target, plan=with_waiting, **room)
+    plan = _with_experts(shapes, batches, capacity, layout, options)
     if layout.pipeline > 1 and not plan.activation_checkpointing:  # which changes where the model is cut
         plan = _Planner(shapes, batches, capacity, layout=layout, **options, recomputed=False).plan()
     if not plan.fits and {*wide(layout)} in ({"context"}, {"data", "context"}):
@@ -122,6 +115,20 @@ def estimate(
     eager = functools.partial(_Planner, shapes, batches, capacity, layout=layout, **options | {"graphs": False})
     rolled = config.method in SAMPLING
     return with_rollouts(plan, lambda: eager().plan(), shapes, batches, answered, others) if rolled else plan
+
+
+def _with_experts(
+    shapes: ModelShapes, batches: Batches, capacity: int, layout: Parallel, options: dict[str, Any]
+) -> MemoryPlan:
+    """The plan with a mixture's experts where `expert_offload` has them; `options`: of a `_Planner`."""
+    first = _Planner(shapes, batches, capacity, layout=layout, **options)
+
+    def plan(waiting: Waiting) -> MemoryPlan:
+        planner = _Planner(shapes, batches, capacity, layout=layout, **options, waiting=waiting)
+        return (planner if waiting.layers else first).plan()
+
+    room: dict[str, Any] = {"alone": layout.size == 1, "host": first.host, "budget": first.budget}
+    return with_experts(options["config"], shapes.expert_bytes(), shapes.device, plan=plan, **room)
 
 
 def may_capture(config: RunConfig, device: torch.device, dtype: torch.dtype) -> bool:

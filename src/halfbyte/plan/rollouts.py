@@ -2,9 +2,9 @@
 
 Nothing of a rollout is left when a step begins (on a GPU and on a CPU its pages and decoded weights go), and nothing of
 a step when a rollout does. So the peak of a run is the higher of both phases. Only CUDA graphs keep what a step takes,
-so a run has them where rollouts lack nothing beside. Pages and the way of the products are
-chosen here, once, to fit beside what stays: they decide how numbers are rounded, so a resumed run takes those that it
-began with.
+so a run has them where rollouts lack nothing beside; and where a step has room beside all that a rollout takes as well,
+that stays, too, with the graphs of its own steps. Pages and the way of the products are chosen here, once, to fit
+beside what stays: they decide how numbers are rounded, so a resumed run takes those that it began with.
 """
 
 from __future__ import annotations
@@ -41,12 +41,14 @@ class RolloutPlan:
         decoded: of weights that are decoded, all (unpacked) or one at a time, and of the adapter beside them.
         pages: of keys and values.
         moving: of a step's, or of the prompts', activations and logits.
+        stays: whether all of that stays while the model trains.
     """
 
     weights: str
     decoded: int
     pages: int
     moving: int
+    stays: bool = False
 
     @property
     def total(self) -> int:
@@ -77,7 +79,8 @@ def with_rollouts(
         return found
     without = others.with_plan(replace(eager(), rough=plan.rough), shapes, batches)
     without = _in_turn(without, shapes, batches, answered)
-    roomy = found.answering == without.answering and found.total <= FILLED * found.capacity_bytes
+    alike = found.answering and replace(found.answering, stays=False)
+    roomy = alike == without.answering and found.total <= FILLED * found.capacity_bytes
     return found if roomy else without
 
 
@@ -93,6 +96,8 @@ def _in_turn(plan: MemoryPlan, shapes: ModelShapes, batches: Batches, answered: 
     pool = moving if plan.use_graphs else 0
     answering = _Answering(shapes, config, batches).plan(plan.capacity_bytes - stays - pool, answered)
     beyond = max(answering.total - (plan.graphs if plan.use_graphs else moving), 0)
+    if plan.use_graphs and plan.total + answering.total <= FILLED * plan.capacity_bytes:
+        beyond, answering = answering.total, replace(answering, stays=True)
     return replace(plan, rollouts=beyond, answering=answering)
 
 

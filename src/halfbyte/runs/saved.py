@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import RunConfig, load_config, resolve
+from ..config import RunConfig, Storage, load_config, resolve
 from ..config.methods import SCORES
 from ..errors import CheckpointError
 from ..files import clear_leftovers
-from ..models.find import find_model, look_over, trusted_only
+from ..models.find import ModelFiles, find_model, look_over, trusted_only
 from ..reading import read_text
 from ..reading.boundary import answered
 from ..reading.model_config import CONFIG, read_config
@@ -177,12 +177,7 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none", 
     """
     place, config = look_up(name, overrides, dataset)
     from ..adapters import check_adapter_files, load_adapter
-    from ..hardware import chosen_device, free_bytes
-    from ..memory.expert_offload import offload_experts
-    from ..models.layer import decoder_layers
-    from ..models.load import load_model, load_tokenizer, resolve_dtype
-    from ..notices import notice
-    from ..plan.experts import while_answering
+    from ..models.load import load_tokenizer, resolve_dtype
     from ..qat.model import quantize_trained, round_merged
 
     template = place.adapter / "chat_template.jinja" if place.adapter else None
@@ -201,19 +196,7 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none", 
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
     scheme = run.storage.qat_scheme
     rounded = scheme and not place.adapter  # what was trained is rounded, not what is left in 16 bits
-    device = chosen_device(config.device)
-    waiting = while_answering(config, files.config, device, free_bytes(device))
-    model = load_model(
-        files,
-        run.storage,
-        dtype="float32" if rounded else run.precision.compute,
-        device=device,
-        attn_implementation=config.attn_implementation,
-        experts_on_host=waiting,
-    )
-    if waiting:
-        notice("experts-wait", f"experts of {len(waiting)} layers wait in the host's memory: the device is small")
-        offload_experts([*decoder_layers(model)[1]], waiting, device)
+    model = _load_base(files, config, run.storage, "float32" if rounded else run.precision.compute)
     if place.adapter:
         model = load_adapter(model, place.adapter, config.model_name_or_path)
     if scheme:
@@ -222,6 +205,25 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none", 
         if rounded:
             model.to(resolve_dtype(run.precision.compute, next(model.parameters()).device))
     return Saved(model.eval(), tokenizer, config, place)
+
+
+def _load_base(files: ModelFiles, config: RunConfig, storage: Storage, dtype: str) -> Any:
+    """The model without adapters, on its device but for experts that do not fit there."""
+    from ..hardware import chosen_device, free_bytes
+    from ..memory.expert_offload import offload_experts
+    from ..models.layer import decoder_layers
+    from ..models.load import load_model
+    from ..notices import notice
+    from ..plan.experts import while_answering
+
+    device, attention = chosen_device(config.device), config.attn_implementation
+    waiting = while_answering(config, files.config, device, free_bytes(device))
+    how: dict[str, Any] = {"attn_implementation": attention, "experts_on_host": waiting}
+    model = load_model(files, storage, dtype=dtype, device=device, **how)
+    if waiting:
+        notice("experts-wait", f"experts of {len(waiting)} layers wait in the host's memory: the device is small")
+        offload_experts([*decoder_layers(model)[1]], waiting, device)
+    return model
 
 
 def trained_tokenizer(folder: Path | None, config: RunConfig) -> Any:

@@ -252,8 +252,9 @@ class Generations:
 
     def _drawn(self, prompts: list[list[int]], each: int, keys: list[int], sampling: Sampling) -> list[Completion]:
         def draw() -> list[Completion]:
+            stays = False
             try:
-                return self.engine.generate(
+                found = self.engine.generate(
                     prompts,
                     each,
                     max_new_tokens=self.config.max_completion_length,
@@ -261,8 +262,11 @@ class Generations:
                     stops=self.stops,
                     keys=keys,
                 )
+                stays = self.plan is not None and self.plan.stays
+                return found
             finally:
-                self.engine.free()  # a step needs the memory, and so does another try
+                if not stays:  # a step needs the memory, and so does another try
+                    self.engine.free()
 
         with beside_graphs(self.stepper, self.device):
             return self.stepper.with_room(draw)

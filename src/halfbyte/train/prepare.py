@@ -387,7 +387,8 @@ def _planned(
     print_memory(console, plan)
     if plan.answering is not None:
         step = size(plan.activations + plan.logits)
-        console.print(one_line(f"rollouts {plan.answering}, in turn with a step's {step}"), soft_wrap=True)
+        how = "beside" if plan.answering.stays else "in turn with"
+        console.print(one_line(f"rollouts {plan.answering}, {how} a step's {step}"), soft_wrap=True)
     check_fits(plan, config, files.config, rows=len(data.train), batches=batches)
     needed = plan.adapters + plan.optimizer
     check_space(config.output_path / "checkpoint", needed, "free some space, or choose another output_dir")

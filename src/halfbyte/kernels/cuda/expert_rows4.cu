@@ -8,7 +8,7 @@ else of each of a token's experts one after the other, whose sums are weighted a
 a tile of rows and its warps take units in turn, each one ahead. Codes come straight to registers, since nobody shares
 them: a lane's are two slices, one block. The first kernel's sums are rounded as gate and up are where they are stored.
 
-Constants: DOWN, WR, WK, NESTED, BF16 (else fp16), ORIGIN. */
+Constants: DOWN, WR, WK, AHEAD, NESTED, BF16 (else fp16), ORIGIN. */
 
 #include "warp.cuh"
 
@@ -30,9 +30,10 @@ struct Chosen {
 
 /* A lane's part of a unit: rows g and g + 8 of the tile, slices 2t and 2t + 1; of x, slice g if it is one of these. */
 struct Unit {
-    uint4 codes[2][2], x[4];
+    uint4 codes[2][2];
     u32 absmax[2];
     float second[2], weight;
+    const u16 *x;
 
     __device__ __forceinline__ void load(const Table4 &w, const Chosen &chosen, u32 tile, u32 unit, u32 lane) {
         u32 g = lane / 4, t = lane % 4, k_tiles = w.columns / 256, k_tile = unit % k_tiles, tiles = w.rows / 16;
@@ -50,17 +51,18 @@ struct Unit {
             else
                 second[high] = ((const float *)w.absmax)[block];
         }
-        const u16 *from = chosen.x + (u64)(DOWN ? slot : slot / chosen.top_k) * w.columns + k_tile * 256 + g * 32;
-        bool own = lane / 8 == t;
-#pragma unroll
-        for (u32 i = 0; i < 4; i++)
-            x[i] = own ? from_global(from + 8 * i) : make_uint4(0, 0, 0, 0);
+        x = chosen.x + (u64)(DOWN ? slot : slot / chosen.top_k) * w.columns + k_tile * 256 + g * 32;
         weight = DOWN ? chosen.weight(slot) : 1.0f;
     }
 
     /* Add its products to the sums of rows g and g + 8. */
-    __device__ __forceinline__ void add_to(float (&total)[2], float shift, u32 lane4) const {
-        const u32 *word[2] = {(const u32 *)codes[0], (const u32 *)codes[1]}, *right = (const u32 *)x;
+    __device__ __forceinline__ void add_to(float (&total)[2], float shift, u32 lane) const {
+        uint4 slice[4];
+        u32 lane4 = lane * 4;
+#pragma unroll
+        for (u32 i = 0; i < 4; i++)
+            slice[i] = lane / 8 == lane % 4 ? from_global(x + 8 * i) : make_uint4(0, 0, 0, 0);
+        const u32 *word[2] = {(const u32 *)codes[0], (const u32 *)codes[1]}, *right = (const u32 *)slice;
         float sum[2][4] = {};
 #pragma unroll
         for (u32 j = 0; j < 8; j++) /* four columns of each slice */
@@ -95,17 +97,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_rows4(Table4 w, 
     griddepcontrol_wait();
     float shift = NESTED ? *w.offset : 0.0f, *sums = (float *)(shared + SUMS) + group * WK * 16;
     u32 tile = group * gridDim.x + blockIdx.x, turn = 0;
-    Unit now, next;
-    if (tile < tiles && own < units)
-        now.load(w, chosen, tile, own, lane);
+    Unit units_ahead[AHEAD];
+    u32 next_tile = tile, next = own;
+    auto fetch = [&](Unit &unit) { /* the one that comes next after those under way, if there is one */
+        if (next_tile >= tiles || own >= units)
+            return;
+        unit.load(w, chosen, next_tile, next, lane);
+        next += WK;
+        if (next >= units)
+            next = own, next_tile += stride;
+    };
+#pragma unroll
+    for (u32 i = 0; i < AHEAD; i++)
+        fetch(units_ahead[i]);
     for (; tile < tiles; tile += stride, turn ^= WR * WK * 16) {
         float total[2] = {};
         for (u32 unit = own; unit < units; unit += WK) {
-            bool last = unit + WK >= units;
-            if (!last || tile + stride < tiles)
-                next.load(w, chosen, last ? tile + stride : tile, last ? own : unit + WK, lane);
-            now.add_to(total, shift, lane * 4);
-            now = next;
+            units_ahead[0].add_to(total, shift, lane);
+#pragma unroll
+            for (u32 i = 0; i + 1 < AHEAD; i++)
+                units_ahead[i] = units_ahead[i + 1];
+            fetch(units_ahead[AHEAD - 1]);
         }
 #pragma unroll
         for (u32 high = 0; high < 2; high++) {

@@ -10,16 +10,16 @@ A warp's channels are neighbours: 2·MT of them are a lane's, of which a byte of
 both values of each byte in fp32. These are multiplied by their scales and rounded as dequantizing rounds them: products
 are those of the dequantized weights.
 
-Blocks take tiles in turn. Products are of as many PARTs of the rows as there are: more kinds of them with MT = 2 would
-leave the compiler too few registers for products under way.
+Blocks take tiles in turn. Products are of as many of a tile's PARTS as there are rows for: of more kinds of products,
+where registers are scarce, the compiler would not leave any under way.
 
-Constants: MT (1 or 2), NT (8, 16 or 32), GROUPS (2), STAGES, TURNED, BF16 (else fp16), ORIGIN. */
+Constants: MT (1 or 2), NT (8 or 16), GROUPS (2), PARTS (2 or 4), STAGES, TURNED, BF16 (else fp16), ORIGIN. */
 
 #include "ring.cuh"
 
 constexpr u32 THREADS = 32 * WARPS, ALL = THREADS + 32 * PRODUCERS;
 constexpr u32 TILE = 64 * MT * GROUPS, SLAB = 16 * MT, OWN = 2 * MT; /* channels of a block, a warp, a lane */
-constexpr u32 ROWS = 8 * NT, PART = MT == 1 ? 2 * NT : 4 * NT; /* of x; of these, as many as are needed */
+constexpr u32 ROWS = 8 * NT, PART = ROWS / PARTS; /* of x; of these, as many as are needed */
 constexpr u32 TABLE = 65536, X = 128 * ROWS, CODES = 32 * TILE; /* bytes; the latter of a stage */
 constexpr u32 STAGE = (X + CODES + 4 * TILE + 1023) / 1024 * 1024;
 constexpr u32 BEGINS = TABLE + STAGES * (STAGE + 16), MOST = 1024; /* experts */
@@ -91,9 +91,12 @@ __device__ __forceinline__ void lay_out(const Products &p) {
     }
 }
 
+constexpr u32 COPIERS = 32 * PRODUCERS, LINES = COPIERS / 8; /* threads, and rows of x that they copy at a time */
+constexpr u32 OF_X = ROWS / LINES, OF_CODES = 2 * TILE / COPIERS, OF_SCALES = TILE / COPIERS;
+
 /* What one thread of the producers copies of each stage, of a tile. */
 struct Source {
-    const u8 *codes[2 * TILE / 128], *scales[TILE / 128], *x;
+    const u8 *codes[OF_CODES], *scales[OF_SCALES], *x;
     u32 lines;               /* rows of x */
     u32 to;                  /* in a row of x of a stage */
     u32 thread;
@@ -103,24 +106,24 @@ struct Source {
         to = row * 128 + ((thread ^ row) % 8) * 16;
     }
 
-    /* Those of every 16 that this thread and its neighbours copy. */
+    /* Those of every LINES that this thread and its neighbours copy. */
     __device__ __forceinline__ u32 *rows() const { return (u32 *)(shared + SOURCES) + thread / 8; }
 
     __device__ __forceinline__ void find(const Products &p, const Place &place) {
         u64 matrix = (u64)place.expert * p.rows;
         __syncwarp();
         x = (const u8 *)p.x + thread % 8 * 16;
-        lines = place.parts() * (PART / 16);
+        lines = (place.parts() * PART + LINES - 1) / LINES;
 #pragma unroll
-        for (u32 i = 0; i < NT / 2; i++) {
-            u32 row = place.first + min(i * 16 + thread / 8, place.count - 1);
+        for (u32 i = 0; i < OF_X; i++) {
+            u32 row = place.first + min(i * LINES + thread / 8, place.count - 1);
             if (i % 8 == thread % 8)
-                rows()[i * 16] = p.top_k ? p.order[row] / p.top_k : row;
+                rows()[i * LINES] = p.top_k ? p.order[row] / p.top_k : row;
         }
         __syncwarp();
 #pragma unroll
-        for (u32 i = 0; i < 2 * TILE / 128; i++) {
-            u32 item = i * 128 + thread;
+        for (u32 i = 0; i < OF_CODES; i++) {
+            u32 item = i * COPIERS + thread;
             if (TURNED) {
                 u32 byte = min(place.channel / 2 + item % PIECES * 16, p.columns / 2 - 16);
                 codes[i] = p.packed + (matrix + item / PIECES) * (p.columns / 2) + byte;
@@ -129,8 +132,8 @@ struct Source {
                            item % 2 * 16;
         }
 #pragma unroll
-        for (u32 i = 0; i < TILE / 128; i++) {
-            u32 item = i * 128 + thread;
+        for (u32 i = 0; i < OF_SCALES; i++) {
+            u32 item = i * COPIERS + thread;
             if (TURNED) {
                 u32 block = min(place.channel / 64 + item % (TILE / 64), p.columns / 64 - 1);
                 scales[i] = (const u8 *)(p.scales + (matrix + item / (TILE / 64)) * (p.columns / 64) + block);
@@ -143,19 +146,19 @@ struct Source {
     __device__ __forceinline__ void fetch(u32 stage, const Products &p) {
         u32 wide = 2 * p.depth();
 #pragma unroll
-        for (u32 i = 0; i < NT / 2; i++)
+        for (u32 i = 0; i < OF_X; i++)
             if (i < lines)
-                copy_to<16>(stage + to + i * 2048, x + (u64)rows()[i * 16] * wide);
+                copy_to<16>(stage + to + i * (LINES * 128), x + (u64)rows()[i * LINES] * wide);
         x += 128;
 #pragma unroll
-        for (u32 i = 0; i < 2 * TILE / 128; i++) {
-            u32 item = i * 128 + thread, row = item / PIECES, piece = (item ^ row / 2) % PIECES;
+        for (u32 i = 0; i < OF_CODES; i++) {
+            u32 item = i * COPIERS + thread, row = item / PIECES, piece = (item ^ row / 2) % PIECES;
             copy_to<16>(stage + X + (TURNED ? row * (TILE / 2) + piece * 16 : item * 16), codes[i]);
             codes[i] += TURNED ? (u64)32 * p.columns : 32;
         }
 #pragma unroll
-        for (u32 i = 0; i < TILE / 128; i++) {
-            u32 item = i * 128 + thread, at = TURNED ? item % (TILE / 64) * 64 + item / (TILE / 64) : item;
+        for (u32 i = 0; i < OF_SCALES; i++) {
+            u32 item = i * COPIERS + thread, at = TURNED ? item % (TILE / 64) * 64 + item / (TILE / 64) : item;
             copy_to<4>(stage + X + CODES + at * 4, scales[i]);
             scales[i] += TURNED ? (u64)4 * p.columns : 4;
         }
@@ -381,12 +384,12 @@ struct Consumer {
             Place place = tiles.find(tile);
             bool more = tile + gridDim.x < count;
             u32 rows = place.parts() * PART;
-            if (MT == 1 && rows == 2 * NT)
-                multiply<MT == 1 ? NT / 4 : NT>(place, more);
+            if (PARTS == 4 && rows == 2 * NT)
+                multiply<PARTS == 4 ? NT / 4 : NT>(place, more);
             else if (rows == 4 * NT)
                 multiply<NT / 2>(place, more);
-            else if (MT == 1 && rows == 6 * NT)
-                multiply<MT == 1 ? NT / 4 * 3 : NT>(place, more);
+            else if (PARTS == 4 && rows == 6 * NT)
+                multiply<PARTS == 4 ? NT / 4 * 3 : NT>(place, more);
             else
                 multiply<NT>(place, more);
         }
@@ -407,7 +410,7 @@ extern "C" __global__ void __launch_bounds__(ALL, 1) grouped_gemm4(const Product
     griddepcontrol_wait();
     lay_out(p);
     if (warp >= WARPS) {
-        setmaxnreg_dec<48>();
+        setmaxnreg_dec<56>();
         produce(p, ring, threadIdx.x - THREADS);
     } else {
         setmaxnreg_inc<224>();

@@ -66,11 +66,6 @@ template <u32 M> __device__ __forceinline__ void wgmma_wait_before(u32 (&a)[M][2
 #define TO_31 TO_23 ", %24, %25, %26, %27, %28, %29, %30, %31"
 #define TO_47 TO_31 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define TO_63 TO_47 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define TO_95 TO_63 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" TO_95_REST
-#define TO_95_REST ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define TO_127 TO_95 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109" TO_127_REST
-#define TO_127_REST                                                                                                    \
-    ", %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define SUMS(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
 #define TWO(n) SUMS(n), SUMS(n + 1)
 #define EIGHT(n) TWO(n), TWO(n + 2), TWO(n + 4), TWO(n + 6)
@@ -98,10 +93,6 @@ template <u32 N> __device__ __forceinline__ void wgmma(float (&d)[N][4], const u
         WGMMA("96", TO_47, "%48, %49, %50, %51", "%52", "%53", EIGHT(0), TWO(8), TWO(10));
     else if constexpr (N == 16)
         WGMMA("128", TO_63, "%64, %65, %66, %67", "%68", "%69", EIGHT(0), EIGHT(8));
-    else if constexpr (N == 24)
-        WGMMA("192", TO_95, "%96, %97, %98, %99", "%100", "%101", EIGHT(0), EIGHT(8), EIGHT(16));
-    else if constexpr (N == 32)
-        WGMMA("256", TO_127, "%128, %129, %130, %131", "%132", "%133", EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24));
     else
         static_assert(N == 2, "there is no product of so many tiles");
 }

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...ops.experts import LowRank, Routing, StackedWeight, check_product, grouped_product
+from ...ops.experts import LowRank, Routing, StackedWeight, check_product, grouped_product, multiplies_codes
 
 ROWS = 4  # an expert on average; beyond, decoding it costs less
 
@@ -20,6 +20,13 @@ def obstacle(
         return "multiplies by Wᵀ of packed weights alone"
     few = routing.order.numel() <= ROWS * stack.shape[0]
     return None if few else f"takes up to {ROWS} rows an expert, on average"
+
+
+@multiplies_codes.kernel("cpu")
+def one_at_a_time(part: Tensor, stack: StackedWeight, slots: int, dtype: torch.dtype) -> bool:
+    """Always: caches hold an expert's values from decoding to product, and not a stack's. Eight experts of 6 MB take
+    2.4 ms to decode, one after the other, and 23 together."""
+    return True
 
 
 @grouped_product.kernel("cpu", unless=obstacle)
