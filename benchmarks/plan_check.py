@@ -162,10 +162,13 @@ def materialized(model: nn.Module, device: torch.device) -> Any:
 
 def batch_of(rows: int, length: int, vocabulary: int, packed: bool, device: torch.device) -> dict[str, Tensor]:
     """Random tokens, all trained; packed rows hold several documents."""
+    from halfbyte.models.attention import documents
+
     tokens = torch.randint(3, vocabulary, (rows, length), device=device)
     batch = {"input_ids": tokens, "labels": tokens.clone()}
     if packed:
         batch["position_ids"] = (torch.arange(length, device=device) % DOCUMENT).expand(rows, -1).contiguous()
+        batch |= documents(batch["position_ids"]) or {}  # as the collator gives them: a graph cannot look for them
     return batch
 
 

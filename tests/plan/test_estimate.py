@@ -319,6 +319,22 @@ def test_experts_are_decoded_where_the_device_does_not_multiply_codes(monkeypatc
     assert decoded - packed > 0.5 * 8 * 512 * 256 * 2  # of its largest stack
 
 
+@pytest.mark.parametrize("hopper", [False, True])
+def test_the_repeatable_backward_of_rows_writes_scores(monkeypatch, hopper):
+    """Rows of 2,048 tokens of 32 heads take cuDNN's, where there is a Hopper: 16 bits a score, half a GiB at a time."""
+    monkeypatch.setattr("halfbyte.autograd.attention.is_hopper", lambda _: hopper)
+    monkeypatch.setattr("halfbyte.autograd.attention.cudnn", object)
+    monkeypatch.setattr("halfbyte.autograd.attention._has_triton", lambda: True)
+    config = transformers.LlamaConfig(
+        vocab_size=515, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=32,
+        num_key_value_heads=4, head_dim=64, max_position_embeddings=4096,
+    )  # fmt: skip
+    keys = {"max_length": 2048, "per_device_train_batch_size": 4, "dtype": "bfloat16"}
+    found = estimate(run_config(**keys), config, device="cuda", capacity_bytes=8 * GIB)
+    assert (found.activations > GIB // 2) == hopper
+    assert found.activations < GIB
+
+
 def test_unknown_target_module():
     with pytest.raises(ModelError, match="target_modules"):
         estimate(run_config(target_modules=["nope"]), tiny_config("Llama"), capacity_bytes=GIB)

@@ -67,6 +67,7 @@ class Implementation:
         tiles: bytes of the scores that it builds at a time, of a few queries (`autograd.tiled_attention`); 0: it is not
             that.
         own: whether its backward is ours, whose sums are its results.
+        repeatable: whether whole rows may take cuDNN's repeatable backward (`autograd.attention.takes_rows`).
         obstacle: why it is not halfbyte's; "" where it is.
     """
 
@@ -76,6 +77,7 @@ class Implementation:
     obstacle: str = ""
     tiles: int = 0
     own: bool = False
+    repeatable: bool = False
 
 
 def implementation(
@@ -100,7 +102,7 @@ def implementation(
             return Implementation("tiles of queries", False, False, tiles=tile_bytes(device))
         if packed or window or is_capped(config):
             return Implementation("FlashAttention 3" if causal.flash3() else "variable lengths", False, False)
-        return Implementation("cuDNN", False, False)
+        return Implementation("cuDNN", False, False, repeatable=causal.is_hopper(device))
     obstacle = obstacle or "rows are padded"
     masked = packed or padded or window or eager
     expands = not _unbound(config, device)  # `attend` gives the efficient kernel keys and values for every head

@@ -21,6 +21,7 @@ from torch import Tensor
 from ..dispatch import op
 from ..notices import notice
 
+SCRATCH = 1 << 29  # bytes of ds at a time; without its repeatable option cuDNN takes 2**28 for 4×2048 of 32 heads
 Spans = tuple[Tensor, Tensor]  # int32 [N] each: where the document of a token begins, and where it ends
 
 
@@ -198,6 +199,23 @@ def sinks_gradient(sinks: Tensor, logsumexp: Tensor, delta: Tensor) -> Tensor:
         delta: fp32 [Hq, N], Σ dout·out over a head.
     """
     return -((sinks.float()[:, None] - logsumexp).exp() * delta).sum(1)
+
+
+def parts_of_rows(query: Tensor, key: Tensor, most: int = SCRATCH) -> tuple[int, int] | None:
+    """Rows, and heads of keys, whose ds cuDNN's repeatable backward writes at a time, T × T of 16 bits a head, into
+    `most` bytes; None where one head's does not fit.
+
+    Args:
+        query: [B, Hq, T, D]; key: [B, Hk, T, D].
+    """
+    rows, heads, length, _ = query.shape
+    keys = key.shape[1]
+    fitting = most // (2 * (heads // keys) * length * length)
+    return (_divisor(rows, fitting // keys), _divisor(keys, fitting)) if fitting else None
+
+
+def _divisor(number: int, most: int) -> int:
+    return next(size for size in range(min(number, max(1, most)), 0, -1) if number % size == 0)
 
 
 @op("cuda.cudnn_attention")

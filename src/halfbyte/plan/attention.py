@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from ..autograd.attention import takes_rows
 from ..autograd.tiled_attention import TENSORS
 from ..models.attention import Implementation
+from ..ops.attention import parts_of_rows
 
 NAME = "halfbyte_planned"
 
@@ -25,11 +27,13 @@ class AttentionBytes:
     Args:
         kept: for backward.
         scratch: at the highest moment of its forward, and of its backward.
+        back: the same of its backward alone.
         sums: whether backward adds up dq in fp32, and dk and dv for each query head.
     """
 
     kept: int = 0
     scratch: int = 0
+    back: int = 0
     sums: bool = True
 
     @classmethod
@@ -39,6 +43,9 @@ class AttentionBytes:
         square, size = rows * length * length, query.element_size()
         if found.own:
             return cls(sums=False)
+        if found.repeatable and takes_rows(query):
+            at_once, keys = parts_of_rows(query, key) or (0, 0)
+            return cls(back=2 * at_once * keys * (heads // key.shape[1]) * length**2, sums=False)
         if found.tiles:
             return cls(scratch=TENSORS * found.tiles)
         if found.scores:  # tanh, where scores are capped; the softmax in fp32, and again where query's dtype is another
@@ -73,7 +80,7 @@ class _Attention(torch.autograd.Function):
         out = query.new_empty(rows, length, heads, value.shape[-1]).transpose(1, 2)
         sums = query.new_empty(rows, heads, length, dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, sums, _bytes(extra.kept, query))
-        ctx.scratch, ctx.sums = extra.scratch, extra.sums
+        ctx.scratch, ctx.sums = max(extra.scratch, extra.back), extra.sums
         _bytes(extra.scratch, query)
         return out
 

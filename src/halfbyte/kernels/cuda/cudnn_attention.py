@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from ...dispatch import Unavailable
-from ...ops.attention import cudnn, rows_backward
+from ...ops.attention import SCRATCH, cudnn, parts_of_rows, rows_backward
 from ..device import device_of
 
-SCRATCH = 1 << 29  # bytes of ds at a time; without this option cuDNN takes 2**28 for 4×2048 of 32 heads
 HOPPER, WIDEST = 9, 128  # compute capability; width of a head
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
@@ -79,16 +78,8 @@ def _plan(device: torch.device, dtype: torch.dtype, scale: float, layouts: tuple
         return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _divisor(number: int, most: int) -> int:
-    return next(size for size in range(min(number, max(1, most)), 0, -1) if number % size == 0)
-
-
 def _parts(query: Tensor, key: Tensor) -> tuple[int, int] | None:
-    """Rows, and heads of keys, that go through at a time, whose ds fits `SCRATCH`; None where one head's does not."""
-    rows, heads, length, _ = query.shape
-    keys = key.shape[1]
-    fitting = SCRATCH // (2 * (heads // keys) * length * length)
-    return (_divisor(rows, fitting // keys), _divisor(keys, fitting)) if fitting else None
+    return parts_of_rows(query, key, SCRATCH)
 
 
 def obstacle(dout: Tensor, query: Tensor, key: Tensor, *_: Any) -> str | None:
