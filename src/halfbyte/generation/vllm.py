@@ -31,6 +31,7 @@ import torch
 
 from ..errors import ConfigError
 from ..reading import why
+from ..reading.json import parse_json
 from ..words import brief
 from .rollouts import Completion
 from .sampling import Sampling
@@ -250,8 +251,8 @@ class VllmServer:
         if len(raw) > MOST:
             raise self._wrong(f"answers with over {MOST:,} bytes", self.start)
         try:
-            return status, json.loads(raw)
-        except (ValueError, RecursionError):
+            return status, parse_json(raw, self.url)
+        except ConfigError:
             return status, raw.decode(errors="replace")
 
     def _wrong(self, what: str, fix: str) -> ConfigError:
