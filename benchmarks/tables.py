@@ -22,8 +22,8 @@ NAMES = {"Qwen2_5_VL": "Qwen2.5-VL (text part)", "Qwen2Moe": "Qwen2-MoE", "Qwen3
          "Cohere2": "Command R7B and A",
          "Ernie4_5": "ERNIE 4.5", "Glm": "GLM-4 (9B)", "Glm4": "GLM-4-0414", "Glm4Moe": "GLM-4.5 to 4.7",
          "GraniteMoe": "Granite-MoE", "Olmoe": "OLMoE", "Phimoe": "Phi-3.5-MoE", "Gemma3n": "Gemma 3n",
-         "Gemma4": "Gemma 4", "GraniteMoeHybrid": "Granite 4 (hybrid)", "NemotronH": "Nemotron-H", "Ernie4_5_Moe": "ERNIE-4.5-MoE",
-         "MiniMaxM2": "MiniMax-M2", "Qwen3_5": "Qwen3.5", "Qwen3_5Moe": "Qwen3.5-MoE",
+         "Gemma4": "Gemma 4", "GraniteMoeHybrid": "Granite 4 (hybrid)", "NemotronH": "Nemotron-H",
+         "Ernie4_5_Moe": "ERNIE-4.5-MoE", "MiniMaxM2": "MiniMax-M2", "Qwen3_5": "Qwen3.5", "Qwen3_5Moe": "Qwen3.5-MoE",
          "Qwen3Next": "Qwen3-Next", "GptOss": "gpt-oss",
          "MuseGlimmerText": "Muse Glimmer (text part)"}  # fmt: skip
 WAYS = ("fused training", "static decoding", "to GGUF", "from GGUF", "images to mmproj")
