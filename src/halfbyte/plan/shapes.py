@@ -177,10 +177,9 @@ class ModelShapes:
     @functools.cached_property
     def fused(self) -> bool:
         """Whether each decoder layer runs our forward, so that each level is open to it. Experts have a function of
-        their own within it; their layers must be alike, since one is replayed for all."""
+        their own within it. Layers must be alike, since one is replayed for all."""
         others = {what for what, _ in self._patched.unfused} - {EXPERTS}
-        whole = bool(self._patched.fused) and not others
-        return whole and (not self._patched.unfused or _alike(self.layers.values()))
+        return bool(self._patched.fused) and not others and _alike(self.layers.values())
 
     @functools.cached_property
     def packed_way(self) -> str:
@@ -270,7 +269,9 @@ class ModelShapes:
         CPUs, where SDPA builds scores for what GPUs have kernels for, such as values narrower than keys."""
         packed = self.config.packing or self.config.padding_free
         if not self._patched.fused and not self._attends:
-            if self.device.type == "cpu" or self.text_config._attn_implementation != "sdpa":
+            # Some layers call SDPA by themselves, whatever is registered.
+            calls_it = not getattr(self.causal_lm, "_supports_attention_backend", False)
+            if self.device.type == "cpu" or calls_it or self.text_config._attn_implementation != "sdpa":
                 return None
             window = getattr(self.text_config, "sliding_window", None) is not None
             masked = window or (packed and self.packed_way == "positions")
