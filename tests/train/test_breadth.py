@@ -54,6 +54,10 @@ LINEAR = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
+PER_LAYER = HEAD | {
+    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 64,
+    "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCABULARY,
+}  # fmt: skip
 DENSE = {row.model_type for row in families.FAMILIES if row.patched and not row.experts and not row.tower}
 DENSE |= {"gemma3_text"}
 DENSE &= MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()  # a model without images alone
@@ -64,6 +68,11 @@ FAMILIES = {
     "qwen3": HEAD,
     "gemma": HEAD,
     "gemma2": HEAD | {"sliding_window": 64, "query_pre_attn_scalar": 16},
+    "gemma3n_text": PER_LAYER
+    | {"activation_sparsity_pattern": [0.0] * 4, "laurel_rank": 8, "intermediate_size": [128] * 4},
+    "gemma4_text": PER_LAYER | {"global_head_dim": 32, "use_double_wide_mlp": True},
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+    | {"attn_layer_indices": [1]},
     "gemma3_text": HEAD | {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]},
     "phi3": {"partial_rotary_factor": 0.5, "resid_pdrop": 0.0},
     "mixtral": HEAD | EXPERTS,

@@ -140,7 +140,7 @@ def test_some_answers_are_the_data_s(taught, tmp_path):
         ([{"prompt": "what is 1?", "n": 1}] * 8, r"no completions beside its prompts \(columns n\)"),
         (
             [{"prompt": "what is 1?", "completion": " 1"}] * 7 + [{"prompt": "a?", "completion": " "}],
-            "prompt 8: column",
+            "lmbda: .* in prompt 8 column",
         ),
     ],
 )

@@ -11,9 +11,15 @@ GIB = 2**30
 
 
 @pytest.mark.parametrize(
-    ("limit", "hosted", "most"), [(None, (), None), (6.5, (), int(6.5 * GIB)), (None, (3,), 20 * GIB - FIRST_KERNELS)]
+    ("limit", "hosted", "offloaded", "most"),
+    [
+        (None, (), (), None),
+        (6.5, (), (), int(6.5 * GIB)),
+        (None, (3,), (), 20 * GIB - FIRST_KERNELS),
+        (None, (), (0, 1), 20 * GIB - FIRST_KERNELS),
+    ],
 )
-def test_a_device_that_is_filled_keeps_room_for_kernels(limit, hosted, most):
-    plan = SimpleNamespace(hosted=hosted, capacity_bytes=20 * GIB)
+def test_a_device_that_is_filled_keeps_room_for_kernels(limit, hosted, offloaded, most):
+    plan = SimpleNamespace(hosted=hosted, offloaded=offloaded, capacity_bytes=20 * GIB)
     run = SimpleNamespace(plan=plan, config=SimpleNamespace(memory_limit_gib=limit))
     assert sft._most_bytes(run) == most

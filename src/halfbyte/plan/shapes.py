@@ -179,7 +179,17 @@ class ModelShapes:
         """Whether each decoder layer runs our forward, so that each level is open to it. Experts have a function of
         their own within it. Layers must be alike, since one is replayed for all."""
         others = {what for what, _ in self._patched.unfused} - {EXPERTS}
-        return bool(self._patched.fused) and not others and _alike(self.layers.values())
+        return bool(self._patched.fused) and not others and self._one_for_all
+
+    @functools.cached_property
+    def _one_for_all(self) -> bool:
+        """Whether one layer stands for all."""
+        return not self._per_layer and _alike(self.layers.values())
+
+    @property
+    def _per_layer(self) -> bool:
+        """Whether embeddings have a part for each layer, so that a model of fewer layers is none."""
+        return bool(getattr(self.text_config, "hidden_size_per_layer_input", None))
 
     @functools.cached_property
     def packed_way(self) -> str:
@@ -247,7 +257,7 @@ class ModelShapes:
 
     def _step(self, batch: Shape, levels: tuple[str, ...]) -> Step:
         depth = len(self.layers)
-        if depth < 2 or not _alike(self.layers.values()):
+        if depth < 2 or not self._one_for_all:
             return self._replay(batch, levels * depth)
         if len(levels) < depth:
             steps = [self._replay(batch, (levels[0], *levels))]  # the first differs where embeddings are frozen
@@ -305,7 +315,8 @@ class ModelShapes:
         if not batch.tokens:
             return 0
         try:
-            return self._replay(batch, ("keep",)[: len(self.layers)], training=False).head
+            levels = ("keep",) * (len(self.layers) if self._per_layer else min(len(self.layers), 1))
+            return self._replay(batch, levels, training=False).head
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException):
             return self._rough(True, batch.tokens).before
 
