@@ -31,7 +31,9 @@ WHOLE = ("tests/hostile/", "tests/parallel/")
 LONG = (
     "tests/kernels/test_interpreted.py",
     "tests/train/test_grpo.py",
+    "tests/train/test_served.py",
     "tests/train/test_preference.py",
+    "tests/train/test_gkd.py",
     "tests/plan/test_estimate.py",
     "tests/plan/test_rank.py",
     "tests/kernels/test_linear_planes.py",

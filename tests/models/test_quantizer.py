@@ -119,6 +119,7 @@ print("GROWTH", peak - before, "HELD", anonymous() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_host_memory_while_loading(tiny_checkpoint, tmp_path):
     """Peak growth stays below two shards and the quantized model, for 8 shards of about 20 MB."""

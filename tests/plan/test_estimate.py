@@ -285,6 +285,25 @@ def test_unpacked_documents_take_more_tokens_and_no_graphs(monkeypatch, way, lon
     assert found.activations == pytest.approx(expected.activations + masks, rel=0.05)
 
 
+def test_layers_that_no_stand_in_fits_are_planned_as_they_are():
+    """Falcon's call SDPA themselves; Gemma 3n's embeddings have a part for each layer."""
+    falcon = transformers.FalconConfig(
+        vocab_size=515, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, alibi=False
+    )
+    gemma = transformers.Gemma3nTextConfig(
+        **{**SHAPE, "num_hidden_layers": 4}, layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2, hidden_size_per_layer_input=16, vocab_size_per_layer_input=SHAPE["vocab_size"],
+        laurel_rank=8, activation_sparsity_pattern=[0.0] * 4,
+    )  # fmt: skip
+    for model_config in (falcon, gemma):
+        config = run_config(load_in_4bit=False, per_device_train_batch_size=1)
+        shorter, longer = (
+            estimate(config.model_copy(update={"max_length": length}), model_config, device="cuda", capacity_bytes=GIB)
+            for length in (128, 256)
+        )
+        assert longer.activations > 1.8 * shorter.activations
+
+
 def test_values_narrower_than_keys_take_no_scores_on_a_gpu():
     """SDPA has kernels for them there; on a CPU, where the plan is made, it builds all scores."""
     config = transformers.DeepseekV3Config(

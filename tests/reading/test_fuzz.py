@@ -12,7 +12,7 @@ KINDS = {
     "yaml": (fuzz.read_yaml, fuzz.yaml_text, 300),
     "jsonl": (fuzz.read_jsonl, fuzz.jsonl_text, 300),
     "import": (fuzz.read_import, fuzz.import_text, 300),
-    "template": (fuzz.read_template, fuzz.template_text, 60),
+    "template": (fuzz.read_template, fuzz.template_text, 20),
 }
 
 

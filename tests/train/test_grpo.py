@@ -104,7 +104,7 @@ WAYS = {
 }
 
 
-SLOW = ("truncated", "entropy", "corrected")
+SLOW = ("rloo", "truncated", "entropy", "corrected")
 
 
 @pytest.mark.parametrize(

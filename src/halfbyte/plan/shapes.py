@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -279,8 +280,8 @@ class ModelShapes:
         CPUs, where SDPA builds scores for what GPUs have kernels for, such as values narrower than keys."""
         packed = self.config.packing or self.config.padding_free
         if not self._patched.fused and not self._attends:
-            # Some layers call SDPA by themselves, whatever is registered.
-            calls_it = not getattr(self.causal_lm, "_supports_attention_backend", False)
+            # Layers of files without transformers' table of functions, such as Falcon's, call SDPA themselves.
+            calls_it = not hasattr(sys.modules[type(self.causal_lm).__module__], "ALL_ATTENTION_FUNCTIONS")
             if self.device.type == "cpu" or calls_it or self.text_config._attn_implementation != "sdpa":
                 return None
             window = getattr(self.text_config, "sliding_window", None) is not None
