@@ -79,8 +79,11 @@ def test_loss_and_gradients_equal_the_stock_models(family, packed, checkpointing
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_on_a_gpu_in_32_and_16_bits(family, packed):
-    """fp32 equals the stock model there, and 16 bits are as near to it as their rounding."""
-    torch.manual_seed(0)
+    """fp32 equals the stock model there, and 16 bits are as near to it as their rounding.
+
+    The gradient of Apertus' unit jumps at 0: with seed 0 one value is so near that rounding decides on which side.
+    """
+    torch.manual_seed(2 if family == "Apertus" else 0)
     shape = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96}
     shape |= {"mamba_n_heads": 8} if "mamba_n_heads" in FAMILIES[family] else {}  # of 16, twice the hidden size
     model = tiny(family, shape=shape).cuda()
