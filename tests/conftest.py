@@ -39,7 +39,6 @@ LONG = (
     "tests/kernels/test_linear_planes.py",
     "tests/export/test_merge_targets.py",
     "tests/cli/test_cli_check.py",
-    "tests/train/test_grpo_killed.py",
     "tests/models/test_mixed.py",
     "tests/data/test_data_answers.py",
     "tests/generation/test_rollouts.py",

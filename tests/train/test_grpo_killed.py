@@ -20,9 +20,9 @@ KEYS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("moments", "steps"),
-    [pytest.param([5, 9], 4, id="2"), pytest.param(list(range(100, 120)), 6, id="20", marks=pytest.mark.slow)],
+    ("moments", "steps"), [pytest.param([5, 9], 4, id="2"), pytest.param(list(range(100, 120)), 6, id="20")]
 )
 def test_killed_at_random_moments(place, tmp_path, moments, steps):
     rows = [json.loads(line) for line in (place / "data.jsonl").read_text().splitlines()]
