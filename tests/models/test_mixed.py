@@ -270,7 +270,7 @@ def stories(shared):
     return model, options, held_back, unseen_loss
 
 
-@pytest.mark.parametrize("bits", [3.6, *(pytest.param(bits, marks=pytest.mark.slow) for bits in (4.4, 4.8)), 5.42])
+@pytest.mark.parametrize("bits", [3.6, *(pytest.param(bits, marks=pytest.mark.slow) for bits in (4.4, 4.8, 5.42))])
 def test_never_worse_than_a_format_alone_that_was_among_the_choices(stories, bits):
     model, options, held_back, unseen_loss = stories
     found, losses = best(model, SMALL, options, bits, held_back)

@@ -165,7 +165,9 @@ def test_what_is_wrong_with_an_expert_is_named(saved, tmp_path):
         load(damaged(folder, tmp_path, lambda entries: entries.update({name: entries[name][:31].clone()})))
 
 
-@pytest.mark.parametrize("slices", [False, True], ids=["copies", "slices"])
+@pytest.mark.parametrize(
+    "slices", [pytest.param(False, id="copies", marks=pytest.mark.slow), pytest.param(True, id="slices")]
+)
 def test_real_weights_upcycled_compute_what_the_dense_model_does(slices, shared, tmp_path):
     """Eight copies of each MLP, two weights that sum to one; or eight slices of it, all chosen."""
     dense = load_model(str(shared / "models/llama-40m"), load_in_4bit=False, dtype="float32", device="cpu")

@@ -118,6 +118,7 @@ def reduces_at_once(mesh, at_once):
     trained.AT_ONCE = 0 if at_once else 2**29
 
 
+@pytest.mark.slow
 def test_factors_are_whole_in_16_bits_only(place, two, tmp_path):
     """What one process casts its factors to is all that is whole; what is saved has all digits, and goes on exactly."""
     keys = {"dtype": "bfloat16", "save_steps": 2, "lora_dropout": 0.0}

@@ -227,7 +227,9 @@ def test_steps_are_graphs_where_rows_are_dealt(shapes_8b, axis, captured):
         assert plan.graphs >= 2 * 3.60e9 / 32
 
 
-@pytest.mark.parametrize("axis", ["data", "shard", "tensor", "pipeline", "context"])
+@pytest.mark.parametrize(
+    "axis", ["data", "shard", pytest.param("tensor", marks=pytest.mark.slow), "pipeline", "context"]
+)
 def test_more_processes_never_plan_more_for_one(shapes_8b, axis):
     """One GPU's graphs apart, which only data has."""
     keys = {"activation_checkpointing": "checkpoint", "gradient_accumulation_steps": 8}
@@ -302,6 +304,7 @@ def test_auto_takes_data_where_it_fits(shapes_8b):
     assert "fits each GPU" in reason
 
 
+@pytest.mark.slow
 def test_auto_divides_what_does_not_fit(shapes_70b):
     """Short rows on slow links wait for gathers, so layers are divided; on NVLink long ones hide them."""
     keys = {"gradient_accumulation_steps": 8, "length": 512}

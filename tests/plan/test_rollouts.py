@@ -123,6 +123,7 @@ def test_a_rollouts_memory_stays_where_steps_have_room_beside_it():
     assert not plan(1000 * GIB, use_kernels=False).answering.stays
 
 
+@pytest.mark.slow
 def test_what_is_chosen_for_want_of_memory():
     roomy, tight = plan_8b(40), plan_8b(22)
     assert tight.answering.weights == "packed"
