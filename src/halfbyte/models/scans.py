@@ -94,14 +94,21 @@ def documents_of(kwargs: Mapping[str, Any], rows: int, length: int) -> Documents
 
 
 @functools.cache
-def convolution() -> Function | None:
-    """flash-linear-attention's convolution of packed rows; None where it is not installed, or too old."""
+def _imported() -> tuple[Function | None, str]:
+    """flash-linear-attention's convolution of packed rows; or None, and why."""
     try:
         from fla.modules.causal_conv1d import causal_conv1d
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # noqa: F401 (transformers calls it)
-    except Exception:  # without a GPU its import fails in many ways
-        return None
-    return causal_conv1d
+    except ModuleNotFoundError:
+        return None, "is not installed, or older than 0.6"
+    except Exception as error:  # without a GPU its import fails in many ways
+        return None, f"cannot be imported ({type(error).__name__}: {error})"
+    return causal_conv1d, ""
+
+
+def convolution() -> Function | None:
+    """flash-linear-attention's convolution of packed rows; None where it cannot be imported."""
+    return _imported()[0]
 
 
 @functools.cache
@@ -244,7 +251,7 @@ def say_what_is_missing(device: torch.device) -> None:
     """Once, that the scans of a model could be faster on a GPU."""
     if device.type != "cuda" or (convolution() is not None and not refuses_backward()):
         return
-    why = f"{PACKAGE} is not installed, or older than 0.6", "pip install 'halfbyte[scans]'"
+    why = f"{PACKAGE} {_imported()[1]}", "pip install 'halfbyte[scans]'"
     if convolution() is not None:
         why = f"{PACKAGE} has no backward on Hopper with this Triton", "install tilelang, or Triton 3.7.1"
     notice("scans", f"{why[0]}: gated delta nets run in transformers' torch code, several times slower; {why[1]}")
