@@ -81,6 +81,31 @@ def test_after_a_failed_capture_random_numbers_and_memory_are_as_before():
     assert torch.cuda.memory_allocated() <= before + seen.untyped_storage().nbytes() + 512
 
 
+@pytest.mark.gpu
+def test_a_capture_does_not_touch_the_random_numbers_of_a_graph_that_still_runs():
+    square = torch.randn(4096, 4096, device="cuda") / 64
+
+    def step(batch):
+        ones = batch["x"]
+        for _ in range(30):  # so long that the host is ahead by far
+            ones = ones @ square
+        return torch.nn.functional.dropout(torch.ones_like(ones), 0.5)
+
+    def results(wait):
+        torch.cuda.manual_seed(3)
+        graphed, found = GraphedBackward(step, []), []
+        for rows in [2048] * 6 + [1024, 2048, 512, 1024]:  # the seventh is captured while the sixth runs
+            found.append(graphed({"x": torch.randn(rows, 4096, device="cuda")}))
+            if wait:
+                torch.cuda.synchronize()
+        assert graphed.holds_graphs
+        graphed.close()
+        return found
+
+    for i, (found, expected) in enumerate(zip(results(False), results(True), strict=True)):
+        assert torch.equal(found, expected), i
+
+
 def run_backwards(wrap, given, window, device="cpu", dropout=0.0):
     """Train on `given` with windows of several backwards: (losses, weights, what `wrap` made)."""
     torch.manual_seed(0)

@@ -51,6 +51,9 @@ class _Captured:
         self.batch = batch
         self.written: set[int] = set()
         self.graph = torch.cuda.CUDAGraph()
+        # A capture begins by writing, on its stream, where all graphs read their random numbers: not while one runs.
+        launched = torch.cuda.current_stream(stream.device)
+        stream.wait_stream(launched)
         with torch.cuda.stream(stream):
             # relaxed: a kernel that this shape is the first to need may be loaded meanwhile
             self.graph.capture_begin(pool=pool, capture_error_mode="relaxed")
@@ -58,6 +61,7 @@ class _Captured:
                 self.result = step(self.batch)
             finally:
                 self.graph.capture_end()
+        launched.wait_stream(stream)
 
     def replay(self, batch: Batch) -> Tensor:
         for key, value in self.batch.items():
