@@ -3,11 +3,18 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-# torch is named with its version so that pip settles on it first; left to the dependencies, pip may look at newer builds
-# and fetch gigabytes of CUDA libraries for them.
-INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt torch==2.13.0
+# torch is named with its version so that the installer settles on it first; left to the dependencies, it may look at
+# newer builds and fetch gigabytes of CUDA libraries for them. uv takes a tenth of pip's time, and does not read where
+# pip is told to look for wheels; where there is no uv, pip does it all.
+PIP = $(BIN)/python -m pip --disable-pip-version-check
+WHEELS = $${PIP_FIND_LINKS-$$($(PIP) config get global.find-links 2>/dev/null)}
+DEV = .[test,dev]
+PACKAGES = -c constraints.txt torch==2.13.0 -e
+UV = UV_FIND_LINKS="$(WHEELS)" $(BIN)/uv pip install --quiet --python $(BIN)/python
+install = $(PIP) install --quiet -c constraints.txt uv && $(UV) $(PACKAGES) $(1) || $(PIP) install --no-compile $(PACKAGES) $(1)
 
-# pip would compile file after file, the packages' own tests among them. What is left out is compiled when imported.
+# pip would compile file after file, the packages' own tests among them, uv nothing. What is left out is compiled when
+# imported.
 COMPILE = $(BIN)/python -m compileall -qq -j 2 -x /tests/ $(VENV)/lib || true
 
 .PHONY: demo test tests test-all test-cpus lint gpu-test clean
@@ -51,11 +58,11 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/python
-	$(INSTALL) -e .
+	$(call install,.)
 	$(COMPILE)
 	touch $@
 
 $(VENV)/installed-dev: pyproject.toml constraints.txt | $(BIN)/python
-	$(INSTALL) -e '.[test,dev]'
+	$(call install,'$(DEV)')
 	$(COMPILE)
 	touch $(VENV)/installed $@
