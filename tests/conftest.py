@@ -195,6 +195,19 @@ def _allocator():
         os.environ.pop("PYTORCH_ALLOC_CONF", None)
 
 
+REPLAYING = ("tests/plan/", "tests/models/", "tests/memory/", "tests/kernels/")  # and what a replay itself does
+
+
+@pytest.fixture(autouse=True)
+def _plans(request, monkeypatch):
+    """A tiny run takes half of its time for its plan, which is that of the run before."""
+    if request.node.nodeid.startswith(REPLAYING):
+        return
+    import replays
+
+    replays.install(monkeypatch)
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     import torch
