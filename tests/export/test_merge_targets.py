@@ -22,6 +22,7 @@ from halfbyte.tensor import QuantizedTensor
 
 LAYER = "model.layers.1.mlp.down_proj"
 OURS = ["nf4", "kbit3", "int8", "fp8", "hqq4", "mxfp4", "nvfp4-46"]
+SLOW = [pytest.param(target, marks=pytest.mark.slow) for target in OURS[2:]]  # loaded as the first two are
 KINDS = {
     "rslora and patterns": {"use_rslora": True, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"o_proj": 3.0}},
     "dora": {"use_dora": True},
@@ -51,7 +52,7 @@ def spec(target):
     return FOREIGN.get(target, target)
 
 
-@pytest.mark.parametrize("target", [*FOREIGN, *OURS])
+@pytest.mark.parametrize("target", [*FOREIGN, *OURS[:2], *SLOW])
 def test_the_tool_reads_the_merged_weights_quantized_once(tmp_path, base, run, target):
     report = merge(run, tmp_path / "merged", base="original", quantize=target)
     assert (report.quantize, report.target) == (target, "original")
@@ -134,7 +135,10 @@ def test_a_server_may_fuse_what_shares_a_factor(tmp_path, base, run):
 # --- verification ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("target", [*FOREIGN, "16bit", "nf4", "kbit2", "hqq3", "fp8-tensor", "nvfp4"])
+DAMAGED = [pytest.param(target, marks=pytest.mark.slow) for target in ("kbit2", "hqq3", "fp8-tensor", "nvfp4")]
+
+
+@pytest.mark.parametrize("target", [*FOREIGN, "16bit", "nf4", *DAMAGED])
 def test_one_damaged_tensor_is_caught_in_every_target(tmp_path, run, monkeypatch, target):
     honest = Verifier.verify
 

@@ -54,7 +54,12 @@ def test_two_ranks_are_one_process(place, two, tmp_path, monkeypatch, name):
         assert {key for key in mine if "rewards/" in key} == {key for key in theirs if "rewards/" in key}
 
 
-@pytest.mark.parametrize("name", SHARDED)
+# In `make test` the two whose losses take the most between processes.
+TWICE = ("dpo of each step, weighed", "kto")
+EACH = [pytest.param(name, marks=[] if name in TWICE else pytest.mark.slow) for name in SHARDED]
+
+
+@pytest.mark.parametrize("name", EACH)
 def test_two_ranks_with_slices_of_the_model_are_one_process(place, two, tmp_path, monkeypatch, name):
     """Of its layers, and of head and embedding by vocabulary, through which the log-probabilities' gradients go."""
     monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "cache"))
