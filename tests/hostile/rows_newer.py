@@ -170,8 +170,24 @@ OTHERS = [
     Case("+ pairs packed and free", f"{CHECK} method=dpo packing=true padding_free=true", code=(0, 1), files=PAIRS),
 ]  # fmt: skip
 
+TABLE = {"prompts.csv": "prompt\nhello\n", "prompts.json": '[{"prompt": "hello"}]\n'}
+MISREAD = [
+    Case("+ a percentage as a share of steps", f"{CHECK} warmup_ratio=10", says="no share", fix="below 1"),
+    *(Case(f"+ prompts in a {name}", f"generate run {name}", says=(name, "not read as prompts"), fix="one prompt a line",
+           given=("run",), files=TABLE) for name in TABLE),
+    Case("+ held-out data that is trained on", f"{CHECK} eval_dataset=data.jsonl", code=0, says="ready"),
+    Case("+ files by a pattern", f"{CHECK} dataset=*.jsonl", says="no such file: *.jsonl", fix="name the folder"),
+    Case("+ data at an address", f"{CHECK} dataset=https://example.com/x.jsonl", says="addresses", fix="download it"),
+    Case("+ a checkpoint behind --resume", "train run.yaml --resume stopped/checkpoint-4", code=2, says="checkpoint-4",
+         fix="resume_from_checkpoint=stopped/checkpoint-4"),
+    Case("+ an adapter file without a byte", "merge run x", says="adapter_model.safetensors is empty", fix="copy",
+         given=("run",), files={"run/adapter/adapter_model.safetensors": b""}),
+    Case("+ stacks of a dense model", f"{CHECK} target_parameters=[experts.up_proj]", says="no stack",
+         fix="leave it out"),
+]  # fmt: skip
+
 SHOWN = ("reward model teaches", "nobody to learn from", "judge that imitates", "an expert fewer",
          "experts trained whole", "of a dense model", "more than all answers", "whose adapter is text",
-         "launcher's RANK", "in stages")  # fmt: skip
-EVERY = [*DISTILLED, *JUDGED, *ROUTED, *OTHERS]
+         "launcher's RANK", "in stages", "percentage", "in a prompts.csv", "behind --resume")  # fmt: skip
+EVERY = [*DISTILLED, *JUDGED, *ROUTED, *OTHERS, *MISREAD]
 ROWS = [case if any(words in case.name for words in SHOWN) else replace(case, slow=True) for case in EVERY]

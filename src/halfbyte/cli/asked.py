@@ -16,6 +16,7 @@ from ..errors import UsageError
 if TYPE_CHECKING:
     from ..config import RunConfig
 
+_CHECKPOINT = re.compile(r"checkpoint-\d+")  # `--resume` takes the newest, and no path
 _OVERRIDE = re.compile(r"[A-Za-z][\w-]*=")
 _YAML, _DATA = (".yaml", ".yml"), (".csv", ".json", ".jsonl", ".ndjson", ".parquet", ".tsv", ".txt")
 
@@ -37,7 +38,8 @@ def read_run(command: str, words: Iterable[str], options: Collection[str] = ()) 
     if len(names) == 1 and not _is_model(names[0]):
         return load_config(names[0], overrides), Path(names[0])
     if len(names) > 1 and Path(names[0]).suffix.lower() in _YAML:
-        fix = "write KEY=VALUE" if "=" in names[1] else f"write dataset={names[1]}"
+        key = "resume_from_checkpoint" if _CHECKPOINT.fullmatch(Path(names[1]).name) else "dataset"
+        fix = "write KEY=VALUE" if "=" in names[1] else f"write {key}={names[1]}"
         raise UsageError(f"{names[1]} is no KEY=VALUE, and {names[0]} names its own data", fix)
     if len(names) > 2:
         raise UsageError(f"{names[2]} is one name too many", f"write halfbyte {command} MODEL DATA [KEY=VALUE]...")

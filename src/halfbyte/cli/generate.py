@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ..chat import Conversation
 
 FIX = 'write one prompt a line, in a .jsonl as {"prompt": "..."}'
+TABLES = (".csv", ".tsv", ".parquet", ".json")  # whose lines are no prompts
 
 
 def answer_file(
@@ -83,6 +84,8 @@ def _check_room(talk: Conversation, file: Path, numbers: Sequence[int], lengths:
 
 def read_prompts(file: Path) -> list[tuple[int, str]]:
     """The prompts of a text file or a .jsonl, each with its line's number."""
+    if file.suffix.lower() in TABLES:
+        raise DataError(f"{file}: {file.suffix} is not read as prompts", FIX)
     lines = read_text(file, DataError, FIX).split("\n")
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:

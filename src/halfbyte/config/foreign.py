@@ -269,6 +269,10 @@ def _offloading(value: Any, values: Values) -> Outcome:
 def _warmup_ratio(value: Any, values: Values) -> Outcome:
     if values.get("warmup_steps"):
         return Ignored("warmup_steps is given too and counts")
+    if isinstance(value, int | float) and not 0 <= value < 1:  # which warmup_steps would take for a count
+        return Refused(
+            f"warmup_ratio: {brief(value)} is no share of the steps", "give one below 1, or set warmup_steps"
+        )
     return Mapped({"warmup_steps": float(value)})
 
 

@@ -211,6 +211,8 @@ def parse_scalar(text: str, where: str, is_text: bool = False) -> Any:
     Raises:
         ConfigError: not valid YAML.
     """
+    if text.startswith("*"):  # a pattern; no anchor can stand beside one value
+        return text
     with _loading(text, where, is_file=False) as loader:
         node = loader.get_single_node()
         return None if node is None else _construct(loader, node, is_text)

@@ -225,6 +225,8 @@ def read_parts(
     training = read(config.dataset)
     if config.eval_dataset is not None:
         evaluated = read(config.eval_dataset)
+        if evaluated.sources == training.sources:
+            notice("same-data", "eval_dataset is the dataset that is trained on: its loss says nothing of other rows")
         return training, evaluated, training.sources + evaluated.sources
     if config.eval_split_size:
         return *_split_off(training, config.eval_split_size, config.seed), training.sources

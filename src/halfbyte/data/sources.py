@@ -86,7 +86,10 @@ def files_of(name: str) -> list[Path] | None:
             return [path]
     if not is_local(name):
         return None
-    raise DataError(f"no such file: {name}{_closest(path)}", "check the path")
+    if "://" in name:
+        raise DataError(f"{name}: data is not read from addresses", "download it, and name the file")
+    fix = "name the folder, or a list of files" if "*" in name else "check the path"
+    raise DataError(f"no such file: {name}{_closest(path)}", fix)
 
 
 def _closest(path: Path) -> str:

@@ -44,9 +44,10 @@ def adapted_experts(model: nn.Module, adapter: Adapter) -> set[str]:
     targets = parameter_targets(model, adapter)
     for target in targets:
         if not any(named_by(stack, target) for stack in stacks):
-            known = ", ".join(expert_targets(model)) or "none that halfbyte runs"
+            known = ", ".join(expert_targets(model))
             raise ModelError(
-                f"target_parameters: no stack of experts is named {target!r}", f"this model's stacks: {known}"
+                f"target_parameters: no stack of experts is named {target!r}",
+                f"this model's stacks: {known}" if known else "leave it out: halfbyte knows no stack of this model",
             )
     if targets and adapter.use_dora:
         raise ModelError("target_parameters: PEFT has no DoRA of parameters", "set use_dora: false")
