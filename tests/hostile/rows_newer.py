@@ -173,7 +173,7 @@ OTHERS = [
 TABLE = {"prompts.csv": "prompt\nhello\n", "prompts.json": '[{"prompt": "hello"}]\n'}
 MISREAD = [
     Case("+ a percentage as a share of steps", f"{CHECK} warmup_ratio=10", says="no share", fix="below 1"),
-    *(Case(f"+ prompts in a {name}", f"generate run {name}", says=(name, "not read as prompts"), fix="one prompt a line",
+    *(Case(f"+ prompts in a {name}", f"generate run {name}", says=(name, "not read as prompts"), fix="one prompt",
            given=("run",), files=TABLE) for name in TABLE),
     Case("+ held-out data that is trained on", f"{CHECK} eval_dataset=data.jsonl", code=0, says="ready"),
     Case("+ files by a pattern", f"{CHECK} dataset=*.jsonl", says="no such file: *.jsonl", fix="name the folder"),
