@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from halfbyte.autograd.attention import DIFFERS
 from halfbyte.config import RunConfig, load_config
@@ -48,7 +55,7 @@ def test_verdict():
     assert verdict(config(), CPU, None)["equal"]
     assert verdict(config(), CUDA, FUSED) == {"equal": True, "why": "every sum of this run has one order"}
     assert "own forwards" in verdict(config(), CUDA, None)["why"]
-    with_experts = PatchReport("qwen3", FUSED.fused, Counter({("experts", "no fused function"): 2}))
+    with_experts = PatchReport("qwen3", FUSED.fused, Counter({("experts", "own function"): 2}))
     assert not verdict(config(), CUDA, with_experts)["equal"]
     notice(DIFFERS, "two runs may differ: cuDNN")
     assert verdict(config(), CUDA, FUSED)["why"].startswith("two runs may differ: cuDNN; deterministic: true")
@@ -153,7 +160,19 @@ def place(tmp_path_factory):
     drawn = random.Random(1)
     rows = [" ".join(drawn.choices(WORDS, k=drawn.randint(8, 300))) for _ in range(400)]
     (folder / "data.jsonl").write_text("\n".join(json.dumps({"text": row}) for row in rows) + "\n")
+    mixture(folder)
     return folder
+
+
+def mixture(place):
+    """The same place with a model of experts."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "vocab_size": 256}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    config = Qwen3MoeConfig(**sizes, **experts, **heads, max_position_embeddings=1024, pad_token_id=1)
+    shutil.copytree(place / "model", place / "mixture")
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(place / "mixture")
 
 
 def keys_of(place, output, **keys):
@@ -165,7 +184,7 @@ def keys_of(place, output, **keys):
         "learning_rate": 1e-3,
     }
     paths = {
-        "model_name_or_path": str(place / "model"),
+        "model_name_or_path": str(place / keys.pop("model", "model")),
         "dataset": str(place / "data.jsonl"),
         "output_dir": str(output),
     }
@@ -197,7 +216,11 @@ def results(output):
 
 
 STEPS, SAVED = 24, 6  # of a run; between its checkpoints
-ALWAYS = {"packed": {"packing": True}, "packed, dropout": {"packing": True, "lora_dropout": 0.05}}
+ALWAYS = {
+    "packed": {"packing": True},
+    "packed, dropout": {"packing": True, "lora_dropout": 0.05},
+    "mixture": {"packing": True, "lora_dropout": 0.05, "model": "mixture"},
+}
 WHEN_ASKED = {
     "unpacked": {"lora_dropout": 0.05},
     "recomputed": {"packing": True, "lora_dropout": 0.05, "activation_checkpointing": "checkpoint"},

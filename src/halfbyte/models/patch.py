@@ -14,8 +14,10 @@ from typing import Any
 
 from torch import nn
 
+from ..architectures import runs_experts
 from ..errors import ModelError
 from ..families import Family, family_of
+from ..layers.experts import NAME as OURS
 from ..notices import notice
 from ..ops.fp8_scaling import DelayedScaling
 from . import scans
@@ -59,9 +61,7 @@ VIEWS: dict[str, type[Attention | MLP | TokenMixer]] = {
 }  # fmt: skip
 EXPERTS = "experts"
 OWN_LAYER = "transformers' forward of its layers runs"
-UNFUSED = {
-    "Experts": "their function is no part of the fused layer",
-}
+OWN_EXPERTS = "transformers' own function runs them"
 
 
 @dataclass
@@ -132,8 +132,8 @@ def patch(
             continue  # a few heads' or a router's
         if kind in FORWARDS and not (kind == "DecoderLayer" and family.own_layer):
             _bind(module, family, kind, report)
-        elif kind in UNFUSED:
-            report.unfused[EXPERTS, UNFUSED[kind]] += 1
+        elif kind == "Experts" and not _runs_ours(module):
+            report.unfused[EXPERTS, OWN_EXPERTS] += 1
     if families[0].own_layer:
         report.unfused[FORWARDS["DecoderLayer"][1], OWN_LAYER] += 1
     if families[0].mixer is not None:
@@ -215,6 +215,12 @@ def _bind(module: nn.Module, family: Family, kind: str, report: PatchReport) -> 
             report.unfused[role, read] += 1
         elif read.lora is not None:
             report.fused[f"LoRA of {role}"] += 1
+
+
+def _runs_ours(experts: Any) -> bool:
+    """Whether a layer's experts are computed by `layers.experts`."""
+    chosen = getattr(getattr(experts, "config", None), "_experts_implementation", None)
+    return runs_experts(experts) and chosen == OURS
 
 
 def _obstacle(module: Any, family: Family, kind: str) -> str | None:

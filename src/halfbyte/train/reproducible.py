@@ -65,5 +65,6 @@ def verdict(config: RunConfig, device: torch.device, report: PatchReport | None)
     if report is None or not report.fused:
         return {"equal": False, "why": "transformers' own forwards ran; deterministic: true repeats them"}
     if any(what == "experts" for what, _ in report.unfused):
-        return {"equal": False, "why": "experts' results are added in any order; deterministic: true repeats them"}
+        why = "transformers' function adds experts' results in any order"
+        return {"equal": False, "why": f"{why}; deterministic: true repeats them"}
     return {"equal": True, "why": "every sum of this run has one order"}
