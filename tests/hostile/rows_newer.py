@@ -177,6 +177,8 @@ MISREAD = [
            given=("run",), files=TABLE) for name in TABLE),
     Case("+ held-out data that is trained on", f"{CHECK} eval_dataset=data.jsonl", code=0, says="ready"),
     Case("+ files by a pattern", f"{CHECK} dataset=*.jsonl", says="no such file: *.jsonl", fix="name the folder"),
+    Case("+ a colon without a space", [*CHECK.split(), "parallel={tensor:3}"], says="space is missing",
+         fix="write {tensor: 3}"),
     Case("+ data at an address", f"{CHECK} dataset=https://example.com/x.jsonl", says="addresses", fix="download it"),
     Case("+ a checkpoint behind --resume", "train run.yaml --resume stopped/checkpoint-4", code=2, says="checkpoint-4",
          fix="resume_from_checkpoint=stopped/checkpoint-4"),
@@ -188,6 +190,7 @@ MISREAD = [
 
 SHOWN = ("reward model teaches", "nobody to learn from", "judge that imitates", "an expert fewer",
          "experts trained whole", "of a dense model", "more than all answers", "whose adapter is text",
-         "launcher's RANK", "in stages", "percentage", "in a prompts.csv", "behind --resume")  # fmt: skip
+         "launcher's RANK", "in stages", "percentage", "in a prompts.csv", "behind --resume",
+         "colon without")  # fmt: skip
 EVERY = [*DISTILLED, *JUDGED, *ROUTED, *OTHERS, *MISREAD]
 ROWS = [case if any(words in case.name for words in SHOWN) else replace(case, slow=True) for case in EVERY]

@@ -78,6 +78,11 @@ class _Loader(yaml.SafeLoader):
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
+        for key, value in node.value if node.flow_style else ():
+            if isinstance(key, yaml.ScalarNode) and ":" in key.value and not key.style and _is_nothing(value):
+                name, _, given = key.value.partition(":")
+                said = f"a space is missing behind the colon of {brief(key.value)}"
+                raise _Refused(said, key.start_mark, f"write {{{cut(name, 80)}: {cut(given, 80)}}}")
         first: dict[tuple[str, str], yaml.Node] = {}
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"):
             if first.setdefault((key.tag, key.value), key) is not key:
@@ -95,6 +100,11 @@ class _Loader(yaml.SafeLoader):
             kind = node.tag.removeprefix(_TAG)
             said = f"{brief(node.value)} is not {_KINDS.get(kind, kind)}"
             raise _Refused(said, node.start_mark, "give such a value, or put it in quotes") from error
+
+
+def _is_nothing(node: yaml.Node) -> bool:
+    """Whether no value was written."""
+    return isinstance(node, yaml.ScalarNode) and not node.value and not node.style
 
 
 class _Dumper(yaml.SafeDumper):
