@@ -14,7 +14,9 @@ from halfbyte import notices
 from halfbyte.cli import main
 from halfbyte.config import load_config
 from halfbyte.errors import ConfigError, TrainingError
+from halfbyte.files import Aside
 from halfbyte.train.prepare import prepare_run
+from halfbyte.train.served import ServedRollouts
 from halfbyte.train.sft import train
 
 PT = {"format": "pt"}
@@ -76,6 +78,12 @@ def test_the_adapter_that_trains_answers(model, tmp_path):
     assert not fake.adapters
     assert not list((tmp_path / "out").glob("*halfbyte-*"))
     assert json.loads((tmp_path / "out/memory.json").read_text()).get("rollouts") is None
+
+
+def test_what_a_killed_run_leaves_for_the_server_goes_with_the_next(model, tmp_path):
+    (tmp_path / "out").mkdir()
+    rollouts = ServedRollouts(load_config(None, keys(model, tmp_path / "out", "http://localhost:1")), None)
+    assert Aside.of(rollouts.folder).target == tmp_path / "out" / rollouts.name  # what `clear_leftovers` looks for
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from halfbyte.data.prepare import PreparedData
 from halfbyte.errors import ConfigError, TrainingError
 from halfbyte.export.adapter import AdapterLayers
 from halfbyte.export.served_adapter import ServedAdapter
-from halfbyte.files import remove
+from halfbyte.files import aside_of, remove
 from halfbyte.generation import Completion, Rollouts, Sampling
 from halfbyte.generation.vllm import KEY, VllmServer
 from halfbyte.notices import notice
@@ -104,7 +104,7 @@ class ServedRollouts:
         self.config, self.model = config, model
         place = config.output_path if config.output_path.is_dir() else Path(tempfile.gettempdir())
         self.name = f"halfbyte-{hashlib.sha256(str(config.output_path.resolve()).encode()).hexdigest()[:8]}"
-        self.folder = place.resolve() / self.name
+        self.folder = aside_of(place.resolve() / self.name)  # the run that follows a killed one removes it
         self._adapter: ServedAdapter | None = None
         self._loaded = b""  # digest of what the server has
 
