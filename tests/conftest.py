@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import gc
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -83,9 +84,17 @@ def pytest_configure(config):
         config.pluginmanager.register(Log(Path(folder)))
 
 
-def pytest_collection_finish():
+_imported = 0
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
     """What was imported stays: collections, in the code under test too, need not go through it each time."""
-    gc.freeze()
+    global _imported
+    if len(sys.modules) > _imported + 20:  # tests import, too: the first run of a process half of transformers
+        gc.collect()
+        gc.freeze()
+        _imported = len(sys.modules)
 
 
 class Log:

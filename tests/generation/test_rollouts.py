@@ -83,7 +83,7 @@ def test_log_probs_are_the_models_own(family, temperature):
         torch.testing.assert_close(each.log_probs.double(), truth, rtol=0, atol=2e-5)
 
 
-@pytest.fixture(params=[1, 2])
+@pytest.fixture
 def bound(request):
     """How far log-probabilities may be apart: with several threads MKL splits sums by the number of rows."""
     before = torch.get_num_threads()
@@ -92,7 +92,11 @@ def bound(request):
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+SLOW = pytest.mark.slow  # each family with the other number of threads
+EACH = [(1, "Llama"), (2, "Gemma2"), pytest.param(2, "Llama", marks=SLOW), pytest.param(1, "Gemma2", marks=SLOW)]
+
+
+@pytest.mark.parametrize(("bound", "family"), EACH, indirect=["bound"])
 def test_a_completion_is_the_same_alone_in_a_batch_and_beside_others(family, bound):
     """To the bit, on one thread of a CPU."""
     model, prompts = model_of(family), prompts_of(70, 3, 130, 64, 1, 20, 33, 90)

@@ -94,6 +94,7 @@ def _rank(rank, size, kind, port, pipe, path):
     from halfbyte.parallel import present_mesh
 
     torch.set_num_threads(1)
+    _cheapen()
     modules = {}
     with present_mesh(kind=kind) as mesh:
         while (task := pipe.recv()) is not None:
@@ -107,6 +108,16 @@ def _rank(rank, size, kind, port, pipe, path):
                 answer = False, traceback.format_exc()
             pipe.send(answer)
         os._exit(0)  # threads of torch's meshes may outlive the interpreter, which then aborts
+
+
+def _cheapen():
+    """What tests of one process leave out or do once (tests/conftest.py): drawing, waiting for the disk, plans."""
+    import replays
+
+    from halfbyte.plan import shapes
+    from halfbyte.report import plots
+
+    plots._svg, os.fsync, shapes.replay = lambda *arguments: "<svg></svg>", lambda descriptor: None, replays.once
 
 
 def _module(file):
