@@ -25,7 +25,8 @@ from .reading import why
 
 
 def cache_folder() -> Path:
-    """Where built kernels, unpacked models and the demo's base are kept: $HALFBYTE_CACHE, else the user's cache folder.
+    """Where built kernels, compiled Python, unpacked models and the demo's base are kept: $HALFBYTE_CACHE, else the
+    user's cache folder.
 
     Raises:
         ConfigError: there is neither. What is loaded from a folder for everybody's temporary files could be anybody's.

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from ..processes import end_with_launcher, was_launched
 from ..streams import settle_streams
 from .app import app
+from .bytecode import keep_bytecode
 
 __all__ = ["app", "main"]
 
@@ -20,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: without the program's name; default: those of this process.
     """
     end_with_launcher()
+    keep_bytecode()
     given = list(sys.argv[1:] if arguments is None else arguments)
     rest = [argument for argument in given if argument != "--debug"]
     settle_streams(everything=len(rest) < len(given))
