@@ -27,7 +27,16 @@ from torch import Tensor, nn
 import halfbyte
 from benchmarks.common import graph_us, write_result
 from benchmarks.step import SETS, attention_ms, gemm_ms
-from benchmarks.step_model import empty_model, fill, model_config, random_batch, random_weight, run_config, timed
+from benchmarks.step_model import (
+    MODELS,
+    empty_model,
+    fill,
+    model_config,
+    random_batch,
+    random_weight,
+    run_config,
+    timed,
+)
 from halfbyte.adapters import add_adapter, compute, no_input_casts
 from halfbyte.architectures import expert_stacks
 from halfbyte.formats import named
@@ -42,6 +51,7 @@ from halfbyte.tensor import QuantizedTensor
 from halfbyte.train.graph import GraphedStep
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+KERNELS, NAME = 48, 150  # of a profile: lines, and characters of a kernel's name
 EIGHT_BIT = "adamw_bnb_8bit" if importlib.util.find_spec("bitsandbytes") else "adamw_torch_fused"
 
 
@@ -185,12 +195,15 @@ def measured(model: Any, name: str, case: Case, plan: MemoryPlan, profile: bool 
 
 
 def _print_kernels(step: Any) -> None:
+    """Milliseconds, calls and name of the kernels of a step, the longest first."""
     step()  # compiles
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         step()
         torch.cuda.synchronize()
-    table = profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=24, max_name_column_width=72)
-    print(table, flush=True)
+    kernels = sorted(profiler.key_averages(), key=lambda each: -each.self_device_time_total)
+    print(f"{sum(each.self_device_time_total for each in kernels) / 1e3:8.2f} ms of kernels")
+    for each in kernels[:KERNELS]:
+        print(f"{each.self_device_time_total / 1e3:8.2f} {each.count:5} {each.key[:NAME]}", flush=True)
 
 
 def _host_ms(step: Any) -> float:
@@ -240,8 +253,11 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--floor", action="store_true", help="time its parts first")
     parser.add_argument("--profile", action="store_true", help="print the first case's longest kernels")
+    parser.add_argument("--layers", type=int, help="of the model; fewer than it has, for a profile")
     parser.add_argument("--json")
     given = parser.parse_args()
+    if given.layers:
+        MODELS[given.model][1]["num_hidden_layers"] = given.layers
     least = floor(given.model, 4, 2048) if given.floor else None
     if least:
         print(f"floor {least['ms']:.1f} ms: {least['parts']}", flush=True)
