@@ -182,7 +182,7 @@ MISREAD = [
     Case("+ data at an address", f"{CHECK} dataset=https://example.com/x.jsonl", says="addresses", fix="download it"),
     Case("+ a checkpoint behind --resume", "train run.yaml --resume stopped/checkpoint-4", code=2, says="checkpoint-4",
          fix="resume_from_checkpoint=stopped/checkpoint-4"),
-    Case("+ an adapter file without a byte", "merge run x", says="adapter_model.safetensors is empty", fix="copy",
+    Case("+ an adapter file without a byte", "merge run x", says="truncated: it is empty", fix="copy",
          given=("run",), files={"run/adapter/adapter_model.safetensors": b""}),
     Case("+ stacks of a dense model", f"{CHECK} target_parameters=[experts.up_proj]", says="no stack",
          fix="leave it out"),

@@ -200,7 +200,7 @@ def read_header(file: Path, fix: str = AGAIN) -> dict[str, dict[str, Any]]:
         size = os.fstat(stream.fileno()).st_size
         length = int.from_bytes(stream.read(8), "little")
         if not size:
-            raise CheckpointError(f"{file} is empty", fix)
+            raise CheckpointError(f"{file} is truncated: it is empty", fix)
         if size < 8 or length > size - 8:
             raise CheckpointError(f"{file} is truncated: its header needs {length} bytes, the file has {size}", fix)
         if length > LARGEST_HEAD:
