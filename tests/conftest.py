@@ -208,13 +208,16 @@ REPLAYING = ("tests/plan/", "tests/models/", "tests/memory/", "tests/kernels/") 
 
 
 @pytest.fixture(autouse=True)
-def _plans(request, monkeypatch):
+def _plans(request):
     """A tiny run takes half of its time for its plan, which is that of the run before."""
     if request.node.nodeid.startswith(REPLAYING):
+        yield
         return
     import replays
 
-    replays.install(monkeypatch)
+    with pytest.MonkeyPatch.context() as patch:  # a test's own, made so early, would be undone after other fixtures
+        replays.install(patch)
+        yield
 
 
 @pytest.fixture(autouse=True)
