@@ -74,6 +74,9 @@ def test_eval_dataset(config, make_tokenizer, write):
     data = prepare(config(paths[0], eval_dataset=paths[1], eval_split_size=0.5), make_tokenizer("marked"))
     assert (len(data.train), len(data.eval)) == (3, 2)
     assert [source["path"] for source in data.report["sources"]] == list(paths)
+    assert "same-data" not in said()
+    prepare(config(paths[0], eval_dataset=paths[0]), make_tokenizer("marked"))
+    assert "is trained on" in said()["same-data"]
 
 
 @pytest.mark.parametrize("processes", [None, 2])
