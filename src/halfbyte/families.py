@@ -98,6 +98,8 @@ class Gguf:
         original_context: the config holds the context before its scaling (`original_max_position_embeddings`).
         grouped: there may be fewer heads of keys than of queries.
         unrotated_every: layers without RoPE: every n-th (`no_rope_layers`); 0: the config says nothing of them.
+        attention_every: layers with attention: every n-th, the others have a Gated DeltaNet; 0: all.
+        sections: of RoPE, how many pairs turn with time, height and width, where the config leaves it to the module.
     """
 
     arch: str = ""
@@ -115,6 +117,8 @@ class Gguf:
     original_context: bool = False
     grouped: bool = True
     unrotated_every: int = 0
+    attention_every: int = 0
+    sections: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -297,6 +301,10 @@ TOWERS = {
     ),
 }  # fmt: skip
 
+DELTA_NET_KEYS = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads", "ssm.time_step_rank": "linear_num_value_heads",
+}  # fmt: skip
 DELTA_NET = Mixer("GatedDeltaNet", "linear_attn", ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), "out_proj",
                   "norm")  # fmt: skip
 # A GGUF file is read as the first row of its architecture, of those with experts where it has them.
@@ -370,7 +378,8 @@ FAMILIES = [
     Family("GptOss", "gpt_oss", window="module", sinks=True, rope_pairs="once",
            experts=Experts("num_local_experts", mixture="GptOssMLP")),
     Family("Qwen3_5", "qwen3_5", "qwen3_5_text", norm_offset=True, qk_norm="head", gated_attention="q_proj",
-           mixer=DELTA_NET),
+           mixer=DELTA_NET, gguf=Gguf("qwen35", keys=DELTA_NET_KEYS, partial_rope=True, attention_every=4,
+                                      sections=(11, 11, 10))),
     Family("Qwen3_5Moe", "qwen3_5_moe", "qwen3_5_moe_text", norm_offset=True, qk_norm="head", gated_attention="q_proj",
            mixer=DELTA_NET, experts=Experts()),
     Family("Qwen3Next", "qwen3_next", norm_offset=True, qk_norm="head", gated_attention="q_proj",
