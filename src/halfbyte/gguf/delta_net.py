@@ -1,7 +1,7 @@
-"""Gated DeltaNet as llama.cpp's graph has it (src/models/qwen35.cpp there): values and order of heads, both ways.
+"""Gated DeltaNet as llama.cpp's graphs have it (src/models/qwen35.cpp there): values and order of heads, both ways.
 
-Several value heads share a key head. Transformers lets them follow one another; the graph repeats all key heads as a
-whole, so the file has the first value head of every key head, then the second of every one, and so on.
+Several value heads share a key head. Transformers lets them follow one another; a graph that repeats all key heads as a
+whole wants the file to have the first value head of every key head, then the second of every one, and so on.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+
+from ..families import Gguf
 
 PER_HEAD = ("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt")  # a row, or a value, for each value head
 BEHIND_KEYS = ("attn_qkv", "ssm_conv1d")  # rows of queries and keys come before those of values
@@ -23,21 +25,24 @@ class DeltaNet:
     Args:
         keys, values: how many heads of each.
         key_size, value_size: of a head.
+        tiled: the graph repeats all key heads as a whole; else each by itself, as transformers does.
     """
 
     keys: int
     values: int
     key_size: int
     value_size: int
+    tiled: bool
 
     @classmethod
-    def of(cls, config: Any) -> DeltaNet:
+    def of(cls, config: Any, graph: Gguf) -> DeltaNet:
         """From a (text) config of transformers."""
         return cls(
             config.linear_num_key_heads,
             config.linear_num_value_heads,
             config.linear_key_head_dim,
             config.linear_value_head_dim,
+            graph.tiled_heads,
         )
 
     def in_file(self, part: str, value: Tensor) -> Tensor:
@@ -56,7 +61,7 @@ class DeltaNet:
 
     def moves(self, part: str) -> bool:
         """Whether the file has a tensor's rows or columns in another order."""
-        return self.keys < self.values and part in (*PER_HEAD, *BEHIND_KEYS, "attn_gate", "ssm_out")
+        return self.tiled and self.keys < self.values and part in (*PER_HEAD, *BEHIND_KEYS, "attn_gate", "ssm_out")
 
     def _moved(self, part: str, value: Tensor, groups: int) -> Tensor:
         """Value heads, `groups` times several, to several times `groups`."""

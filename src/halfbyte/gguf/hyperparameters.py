@@ -55,7 +55,7 @@ def add_hyperparameters(writer: GGUFWriter, config: Any, family: Family) -> None
     """Everything llama.cpp needs to build the graph, from a (text) config of transformers."""
     arch, size = family.gguf.arch, head_dim(config)
     writer.add_vocab_size(config.vocab_size)
-    for key, name in KEYS.items():
+    for key, name in _keys(family).items():
         _add(writer, f"{arch}.{key}", getattr(config, name))
     writer.add_key_length(size)
     writer.add_value_length(size)
@@ -80,7 +80,13 @@ def _add(writer: GGUFWriter, key: str, value: Any) -> None:
 def written_keys(config: Any, family: Family) -> dict[str, object]:
     """Keys of a language model's file to look at again."""
     arch = family.gguf.arch
-    return {"general.architecture": arch} | {f"{arch}.{key}": getattr(config, name) for key, name in KEYS.items()}
+    return {"general.architecture": arch} | {
+        f"{arch}.{key}": getattr(config, name) for key, name in _keys(family).items()
+    }
+
+
+def _keys(family: Family) -> dict[str, str]:
+    return {key: name for key, name in KEYS.items() if key not in family.gguf.without}
 
 
 def read_config(file: GgufFile) -> Any:
@@ -94,7 +100,7 @@ def read_config(file: GgufFile) -> Any:
 
     family = _family_in(file)
     for key in ("attention.head_count_kv", "attention.head_count", "feed_forward_length"):
-        if isinstance(file.of_arch(key), list):
+        if key not in family.gguf.without and isinstance(file.of_arch(key), list):
             raise ModelError(f"{file.path}: {file.arch}.{key} differs between layers", ORIGINAL)
     prefix = f"{file.arch}."
     read = OTHERS_READ.union(KEYS, *(each.gguf.keys for each in FAMILIES))
@@ -106,7 +112,8 @@ def read_config(file: GgufFile) -> Any:
     heads, hidden = file.of_arch("attention.head_count"), file.of_arch("embedding_length")
     size = file.of_arch("attention.key_length", hidden // heads)
     keys: dict[str, Any] = {
-        name: file.of_arch(key, heads if key == "attention.head_count_kv" else None) for key, name in KEYS.items()
+        name: file.of_arch(key, heads if key == "attention.head_count_kv" else None)
+        for key, name in _keys(family).items()
     }
     keys |= {
         "vocab_size": file.shape("token_embd.weight")[0],

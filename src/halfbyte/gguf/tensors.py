@@ -37,7 +37,7 @@ NEXT_TOKEN = re.compile(r"(^|\.)mtp\.")  # layers that guess further tokens, whi
 DERIVED = ("rotary_emb.inv_freq", "masked_bias")  # buffers in old checkpoints
 OPTIONAL = {
     MODEL_TENSOR.OUTPUT, MODEL_TENSOR.ROPE_FREQS, MODEL_TENSOR.ROPE_FACTORS_LONG, MODEL_TENSOR.ROPE_FACTORS_SHORT,
-    MODEL_TENSOR.ATTN_ROT_EMBD,
+    MODEL_TENSOR.ATTN_ROT_EMBD, MODEL_TENSOR.FFN_GATE_UP_EXP,
 }  # fmt: skip
 # What a graph has either of: linears by themselves, or those that stand for several.
 APART = {
@@ -52,7 +52,8 @@ ATTENTION = {
 }  # fmt: skip
 MIXER = {
     MODEL_TENSOR.ATTN_QKV, MODEL_TENSOR.ATTN_GATE, MODEL_TENSOR.SSM_A, MODEL_TENSOR.SSM_CONV1D, MODEL_TENSOR.SSM_DT,
-    MODEL_TENSOR.SSM_NORM, MODEL_TENSOR.SSM_BETA, MODEL_TENSOR.SSM_ALPHA, MODEL_TENSOR.SSM_OUT,
+    MODEL_TENSOR.SSM_NORM, MODEL_TENSOR.SSM_BETA, MODEL_TENSOR.SSM_ALPHA, MODEL_TENSOR.SSM_OUT, MODEL_TENSOR.SSM_IN,
+    MODEL_TENSOR.SSM_BETA_ALPHA,
 }  # fmt: skip
 SUFFIXES = {MODEL_TENSOR.SSM_A: "", MODEL_TENSOR.SSM_DT: ".bias"}  # of others: .weight
 DENSE = {MODEL_TENSOR.FFN_GATE, MODEL_TENSOR.FFN_UP, MODEL_TENSOR.FFN_DOWN}
@@ -76,7 +77,7 @@ class Layout:
         self.config, self.family = config, family
         self.graph = next(graph for graph, name in MODEL_ARCH_NAMES.items() if name == family.gguf.arch)
         self._names = get_tensor_name_map(self.graph, config.num_hidden_layers)
-        self.delta_net = DeltaNet.of(config) if family.gguf.attention_every else None
+        self.delta_net = DeltaNet.of(config, family.gguf) if family.gguf.attention_every else None
 
     def name(self, key: str) -> str:
         """The name in the file of a checkpoint's tensor, an expert's apart.
@@ -270,6 +271,8 @@ def _check_complete(planned: Mapping[str, Planned], layout: Layout) -> None:
     needed = tensors - OPTIONAL - NEXT_TOKENS - (DENSE if experts else SPARSE)
     needed -= set().union(*(APART[name] for name in family.fused))
     needed -= set() if "qkv_proj" in family.fused or layout.delta_net else {MODEL_TENSOR.ATTN_QKV}
+    if family.mixer and "in_proj_qkvz" in family.mixer.inputs:
+        needed -= {MODEL_TENSOR.ATTN_QKV, MODEL_TENSOR.ATTN_GATE}  # the graph takes them as one linear
     needed -= set() if family.gated_mlp else APART["gate_up_proj"]
     for tensor in sorted(needed, key=lambda tensor: TENSOR_NAMES[tensor]):
         template = TENSOR_NAMES[tensor]
