@@ -98,6 +98,11 @@ class Gguf:
         original_context: the config holds the context before its scaling (`original_max_position_embeddings`).
         grouped: there may be fewer heads of keys than of queries.
         unrotated_every: layers without RoPE: every n-th (`no_rope_layers`); 0: the config says nothing of them.
+        attention_every: layers with attention: every n-th, the others have a Gated DeltaNet; 0: all.
+        tiled_heads: key heads of a Gated DeltaNet are repeated as a whole, where transformers repeats each by itself:
+            value heads are reordered.
+        without: keys of all files that this family's config lacks.
+        sections: of RoPE, how many pairs turn with time, height and width, where the config leaves it to the module.
     """
 
     arch: str = ""
@@ -115,6 +120,10 @@ class Gguf:
     original_context: bool = False
     grouped: bool = True
     unrotated_every: int = 0
+    attention_every: int = 0
+    tiled_heads: bool = False
+    without: tuple[str, ...] = ()
+    sections: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -253,6 +262,7 @@ MOE = {
     "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }  # fmt: skip
+SHARED_MOE = {**MOE, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
 SCALES = {
     "attention.scale": "attention_multiplier", "residual_scale": "residual_multiplier",
     "embedding_scale": "embedding_multiplier", "logit_scale": "logits_scaling",
@@ -297,6 +307,10 @@ TOWERS = {
     ),
 }  # fmt: skip
 
+DELTA_NET_KEYS = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads", "ssm.time_step_rank": "linear_num_value_heads",
+}  # fmt: skip
 DELTA_NET = Mixer("GatedDeltaNet", "linear_attn", ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), "out_proj",
                   "norm")  # fmt: skip
 # A GGUF file is read as the first row of its architecture, of those with experts where it has them.
@@ -314,7 +328,7 @@ FAMILIES = [
     Family("Qwen3", "qwen3", window="module", qk_norm="head", gguf=Gguf("qwen3")),
     Family("Qwen2Moe", "qwen2_moe", window="module", experts=Experts(), gguf=Gguf(
         "qwen2moe", bias=True, fixed={"norm_topk_prob": False, **EVERY_LAYER},
-        keys={**MOE, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"})),
+        keys=SHARED_MOE)),
     Family("Qwen3Moe", "qwen3_moe", window="module", qk_norm="head", experts=Experts(),
            gguf=Gguf("qwen3moe", keys=MOE, fixed={"norm_topk_prob": True, **EVERY_LAYER})),
     Family("Gemma", "gemma", norm_offset=True, gguf=Gguf("gemma", activations=GELU)),
@@ -370,11 +384,16 @@ FAMILIES = [
     Family("GptOss", "gpt_oss", window="module", sinks=True, rope_pairs="once",
            experts=Experts("num_local_experts", mixture="GptOssMLP")),
     Family("Qwen3_5", "qwen3_5", "qwen3_5_text", norm_offset=True, qk_norm="head", gated_attention="q_proj",
-           mixer=DELTA_NET),
+           mixer=DELTA_NET, gguf=Gguf("qwen35", keys=DELTA_NET_KEYS, partial_rope=True, attention_every=4,
+                                      tiled_heads=True, sections=(11, 11, 10))),
     Family("Qwen3_5Moe", "qwen3_5_moe", "qwen3_5_moe_text", norm_offset=True, qk_norm="head", gated_attention="q_proj",
-           mixer=DELTA_NET, experts=Experts()),
+           mixer=DELTA_NET, experts=Experts(), gguf=Gguf(
+               "qwen35moe", partial_rope=True, attention_every=4, tiled_heads=True, sections=(11, 11, 10),
+               without=("feed_forward_length",), keys=DELTA_NET_KEYS | SHARED_MOE)),
     Family("Qwen3Next", "qwen3_next", norm_offset=True, qk_norm="head", gated_attention="q_proj",
-           mixer=replace(DELTA_NET, inputs=("in_proj_qkvz", "in_proj_ba")), experts=Experts()),
+           mixer=replace(DELTA_NET, inputs=("in_proj_qkvz", "in_proj_ba")), experts=Experts(), gguf=Gguf(
+               "qwen3next", partial_rope=True, attention_every=4, keys=DELTA_NET_KEYS | SHARED_MOE,
+               fixed={"norm_topk_prob": True, **EVERY_LAYER})),
     Family("Bamba", "bamba", own_layer=True),
     Family("GraniteMoeHybrid", "granitemoehybrid", own_layer=True, experts=Experts("num_local_experts"),
            residual_scale="residual_multiplier", embedding_scale="embedding_multiplier"),

@@ -21,6 +21,13 @@ LONG = THETA | {
     "long_factor": [2.0] * 8,
 }
 WINDOW = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 16}
+# Gated DeltaNets with two value heads a key head, then attention: a quarter of a head is turned.
+HYBRID = {
+    "num_hidden_layers": 8, "head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "rope_parameters": THETA | {"partial_rotary_factor": 0.25, "rope_type": "default", "mrope_section": [3, 3, 2],
+                        "mrope_interleaved": True},
+}  # fmt: skip
 
 # name → transformers' class, keys of its config beyond SIZES
 MODELS = {
@@ -55,6 +62,12 @@ MODELS = {
     "glm4": ("Glm4", {"head_dim": 16, "attention_bias": True,
                       "rope_parameters": THETA | {"partial_rotary_factor": 0.5, "rope_type": "default"}}),
     "arcee": ("Arcee", {"head_dim": 16}),
+    "qwen3_5": ("Qwen3_5Text", HYBRID),
+    "qwen3_5_moe": ("Qwen3_5MoeText", HYBRID | EXPERTS | {"shared_expert_intermediate_size": 80}),
+    "qwen3_next": ("Qwen3Next", HYBRID | EXPERTS | {
+        "shared_expert_intermediate_size": 80, "norm_topk_prob": True,
+        "rope_parameters": THETA | {"partial_rotary_factor": 0.25, "rope_type": "default"}}),
+    "qwen3_5, a value head a key head": ("Qwen3_5Text", HYBRID | {"linear_num_value_heads": 2}),
     "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4}),
 }  # fmt: skip
 

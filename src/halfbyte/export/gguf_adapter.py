@@ -84,7 +84,7 @@ def _tensors(config: RunConfig, folder: Path) -> tuple[float, dict[str, torch.Te
             raise CheckpointError(f"{folder}: {parameter}: --lora cannot apply {what}", "export the merged model")
         name = layout.name(parameter)
         a, b = layer.lora_A["default"].weight.float(), layer.lora_B["default"].weight.float()
-        found[f"{name}.lora_a"] = a
+        found[f"{name}.lora_a"] = layout.columns_in_file(name, a)
         scaled = b * (layer.scaling["default"] * a.shape[0] / alpha)
-        found[f"{name}.lora_b"] = layout.in_file(name, scaled)
+        found[f"{name}.lora_b"] = layout.rows_in_file(name, scaled)
     return alpha, found

@@ -74,7 +74,7 @@ def watch(model: nn.Module, batches: Iterable[Mapping[str, Any]], names: Set[str
         if isinstance(module, nn.Linear) and not plain.endswith("lm_head"):
             name = layout.name(f"{plain}.weight")
             if name in names:
-                handles.append(module.register_forward_pre_hook(partial(_linear, seen, name)))
+                handles.append(module.register_forward_pre_hook(partial(_linear, seen, name, layout)))
         elif runs_experts(module) and STACKED_EXPERTS.fullmatch(f"{plain}.gate_up_proj"):
             hook = partial(_experts, seen, layer_of(f"{plain}."))
             handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
@@ -87,9 +87,9 @@ def watch(model: nn.Module, batches: Iterable[Mapping[str, Any]], names: Set[str
     return seen
 
 
-def _linear(seen: dict[str, Seen], name: str, module: nn.Linear, args: tuple[Tensor]) -> None:
+def _linear(seen: dict[str, Seen], name: str, layout: Layout, module: nn.Linear, args: tuple[Tensor]) -> None:
     """Hook of a linear layer."""
-    x = args[0].reshape(-1, module.in_features)
+    x = layout.columns_in_file(name, args[0].reshape(-1, module.in_features))
     _entry(seen, name, 1, x).add(0, x)
 
 

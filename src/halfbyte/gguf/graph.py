@@ -32,6 +32,9 @@ def taken_for_granted(family: Family, layers: int, hidden: int, heads: int, head
     if graph.window_every:
         kinds = ("sliding" if (layer + 1) % graph.window_every else "full" for layer in range(layers))
         found["layer_types"] = [f"{kind}_attention" for kind in kinds]
+    if graph.attention_every:
+        kinds = ("linear" if (layer + 1) % graph.attention_every else "full" for layer in range(layers))
+        found["layer_types"] = [f"{kind}_attention" for kind in kinds]
     if not graph.grouped:
         found["num_key_value_heads"] = heads
     if graph.unrotated_every:
@@ -57,6 +60,8 @@ def checked_family(config: Any) -> Family:
         value = getattr(config, key)
         if (value or None) != (wanted or None):
             raise _unlike(key, value, family)
+    if family.gguf.attention_every and config.linear_value_head_dim != config.linear_key_head_dim:
+        raise _unlike("linear_value_head_dim", config.linear_value_head_dim, family)  # keys and values have one size
     windowed = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
     if windowed and not family.gguf.window_every:
         notice(

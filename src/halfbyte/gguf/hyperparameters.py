@@ -33,6 +33,8 @@ KEYS = {
 }
 EPSILON, LAYER_NORM_EPSILON = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 WINDOW = "attention.sliding_window"  # 0 where a model has none
+SECTIONS = "rope.dimension_sections"  # four: pairs that turn with time, height, width, and one more
+INNER, ATTENTION_EVERY = "ssm.inner_size", "full_attention_interval"  # of hybrids
 FACTOR, ORIGINAL_CONTEXT = "rope.scaling.factor", "rope.scaling.original_context_length"
 # RoPE's scaling, which the file and the config call the same → the file's keys → the config's.
 SCALINGS = {
@@ -43,6 +45,7 @@ OTHERS_READ = {
     "vocab_size", "attention.key_length", "attention.value_length", EPSILON, LAYER_NORM_EPSILON,
     "rope.dimension_count", "rope.freq_base",
     "rope.freq_base_swa", "rope.scaling.type", FACTOR, ORIGINAL_CONTEXT, "rope.scaling.attn_factor",
+    SECTIONS, INNER, ATTENTION_EVERY,
 }  # fmt: skip
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # made from the config
 ORIGINAL = "use the original checkpoint"
@@ -52,7 +55,7 @@ def add_hyperparameters(writer: GGUFWriter, config: Any, family: Family) -> None
     """Everything llama.cpp needs to build the graph, from a (text) config of transformers."""
     arch, size = family.gguf.arch, head_dim(config)
     writer.add_vocab_size(config.vocab_size)
-    for key, name in KEYS.items():
+    for key, name in _keys(family).items():
         _add(writer, f"{arch}.{key}", getattr(config, name))
     writer.add_key_length(size)
     writer.add_value_length(size)
@@ -60,7 +63,10 @@ def add_hyperparameters(writer: GGUFWriter, config: Any, family: Family) -> None
         writer.add_layer_norm_eps(config.layer_norm_eps)
     else:
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    _add_rope(writer, config)
+    _add_rope(writer, config, family)
+    if every := family.gguf.attention_every:
+        writer.add_full_attention_interval(every)
+        writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
     for key, name in family.gguf.keys.items():
         value = getattr(config, name)
         if value or key == WINDOW:
@@ -74,7 +80,13 @@ def _add(writer: GGUFWriter, key: str, value: Any) -> None:
 def written_keys(config: Any, family: Family) -> dict[str, object]:
     """Keys of a language model's file to look at again."""
     arch = family.gguf.arch
-    return {"general.architecture": arch} | {f"{arch}.{key}": getattr(config, name) for key, name in KEYS.items()}
+    return {"general.architecture": arch} | {
+        f"{arch}.{key}": getattr(config, name) for key, name in _keys(family).items()
+    }
+
+
+def _keys(family: Family) -> dict[str, str]:
+    return {key: name for key, name in KEYS.items() if key not in family.gguf.without}
 
 
 def read_config(file: GgufFile) -> Any:
@@ -88,7 +100,7 @@ def read_config(file: GgufFile) -> Any:
 
     family = _family_in(file)
     for key in ("attention.head_count_kv", "attention.head_count", "feed_forward_length"):
-        if isinstance(file.of_arch(key), list):
+        if key not in family.gguf.without and isinstance(file.of_arch(key), list):
             raise ModelError(f"{file.path}: {file.arch}.{key} differs between layers", ORIGINAL)
     prefix = f"{file.arch}."
     read = OTHERS_READ.union(KEYS, *(each.gguf.keys for each in FAMILIES))
@@ -100,7 +112,8 @@ def read_config(file: GgufFile) -> Any:
     heads, hidden = file.of_arch("attention.head_count"), file.of_arch("embedding_length")
     size = file.of_arch("attention.key_length", hidden // heads)
     keys: dict[str, Any] = {
-        name: file.of_arch(key, heads if key == "attention.head_count_kv" else None) for key, name in KEYS.items()
+        name: file.of_arch(key, heads if key == "attention.head_count_kv" else None)
+        for key, name in _keys(family).items()
     }
     keys |= {
         "vocab_size": file.shape("token_embd.weight")[0],
@@ -145,9 +158,22 @@ def _of_family(file: GgufFile, family: Family) -> dict[str, Any]:
         found[name] = file.of_arch(key, 0 if key in graph.optional else None) or None
     for name, linear in graph.bias_keys.items():
         found[name] = f"blk.0.{linear}.bias" in file.tensors
+    if graph.attention_every:
+        found |= _of_mixers(file, graph.attention_every)
     if graph.original_context:
         found["original_max_position_embeddings"] = file.of_arch(ORIGINAL_CONTEXT, file.of_arch("context_length"))
     return found
+
+
+def _of_mixers(file: GgufFile, every: int) -> dict[str, int]:
+    if (stored := file.of_arch(ATTENTION_EVERY, every)) != every:
+        wrong = f"{file.path}: attention in every {stored}th layer ({file.arch}.{ATTENTION_EVERY}) is not imported"
+        raise ModelError(wrong, ORIGINAL)
+    size, keys, values = (file.of_arch(f"ssm.{key}") for key in ("state_size", "group_count", "time_step_rank"))
+    if file.of_arch(INNER) != size * values or values % max(keys, 1):
+        wrong = f"{file.path}: {file.arch}.{INNER} is {file.of_arch(INNER)}, and there are {keys} heads of keys and"
+        raise CheckpointError(f"{wrong} {values} of {size} values", DAMAGED)
+    return {"linear_value_head_dim": size}
 
 
 # --- RoPE -------------------------------------------------------------------------------------------------------------
@@ -159,13 +185,17 @@ def _rope(config: Any) -> dict[str, Any]:
     return dict(parameters.get("full_attention", parameters))
 
 
-def _add_rope(writer: GGUFWriter, config: Any) -> None:
+def _add_rope(writer: GGUFWriter, config: Any, family: Family) -> None:
     rope = _rope(config)
-    writer.add_rope_dimension_count(int(head_dim(config) * rope.get("partial_rotary_factor", 1.0)))
+    turned = int(head_dim(config) * rope.get("partial_rotary_factor", 1.0))
+    writer.add_rope_dimension_count(turned)
     writer.add_rope_freq_base(rope["rope_theta"])
     if local := config.rope_parameters.get("sliding_attention"):
         writer.add_rope_freq_base_swa(local["rope_theta"])
-    if sections := rope.get("mrope_section"):  # pairs that turn with time, height and width
+    if sections := rope.get("mrope_section") or family.gguf.sections:
+        if 2 * sum(sections) != turned:  # the graph would turn the pairs behind them by position 0
+            wrong = f"config.json: rope_parameters: mrope_section {list(sections)} is not of the {turned // 2} pairs"
+            raise ModelError(f"{wrong} that RoPE turns", "correct it: the model's own config has one that is")
         writer.add_rope_dimension_sections([*sections, 0])
     kind = rope.get("rope_type", "default")
     if kind in SCALINGS:
@@ -256,6 +286,8 @@ def _read_rope(file: GgufFile, family: Family, size: int) -> dict[str, Any]:
     turned = file.of_arch("rope.dimension_count", size)
     if family.gguf.partial_rope:
         parameters["partial_rotary_factor"] = turned / size
+        if family.gguf.sections:
+            parameters |= {"mrope_section": file.of_arch(SECTIONS)[:3], "mrope_interleaved": True}
     elif turned != size:
         raise ModelError(
             f"{file.path}: RoPE turns {turned} of {size} dimensions, which transformers' {file.arch} does not do",

@@ -22,7 +22,8 @@ POSITIVE = (
     "block_count", "context_length", "embedding_length", "feed_forward_length", "head_count", "head_count_kv",
     "key_length", "value_length", "dimension_count",
 )  # fmt: skip
-BY_LAYER = ("feed_forward_length", "head_count", "head_count_kv")  # may be lists: a value for each layer
+# May be lists: a value for each layer, or for each axis.
+LISTS = ("feed_forward_length", "head_count", "head_count_kv", "dimension_sections")
 
 Check = Callable[[Any], bool]
 
@@ -108,7 +109,7 @@ def check_hyperparameter(path: Path, key: str, value: Any) -> None:
         sound, kind = (lambda value: _integer(value) and value > 0), "a whole number above 0"
     else:
         sound, kind = _integer, "a whole number"
-    if not all(map(sound, value if isinstance(value, list) and last in BY_LAYER else [value])):
+    if not all(map(sound, value if isinstance(value, list) and last in LISTS else [value])):
         raise _wrong(path, key, kind, value)
 
 

@@ -22,6 +22,7 @@ from ..formats import Format
 from ..formats.base import entry_name
 from ..reading.gguf import DAMAGED
 from ..tensor import QuantizedTensor
+from .delta_net import DECAY, DeltaNet
 from .file import GgufFile
 from .graph import experts_of
 from .hyperparameters import ROPE_TENSORS, rope_tensors
@@ -31,10 +32,12 @@ EXPERT = re.compile(r"(.*\.)experts\.(\d+)\.(\w+)\.weight")
 STACKED_EXPERTS = re.compile(r"(.*\.)experts\.(gate_up_proj|down_proj)")
 BESIDE_TEXT = re.compile(r"(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|audio_tower)\.")
 KINDS = (".weight", ".bias")
+WHOLE = ("ffn_gate_inp", "ffn_gate_inp_shexp", "ssm_conv1d")  # matrices that are not quantized
+NEXT_TOKEN = re.compile(r"(^|\.)mtp\.")  # layers that guess further tokens, which transformers leaves out
 DERIVED = ("rotary_emb.inv_freq", "masked_bias")  # buffers in old checkpoints
 OPTIONAL = {
     MODEL_TENSOR.OUTPUT, MODEL_TENSOR.ROPE_FREQS, MODEL_TENSOR.ROPE_FACTORS_LONG, MODEL_TENSOR.ROPE_FACTORS_SHORT,
-    MODEL_TENSOR.ATTN_ROT_EMBD,
+    MODEL_TENSOR.ATTN_ROT_EMBD, MODEL_TENSOR.FFN_GATE_UP_EXP,
 }  # fmt: skip
 # What a graph has either of: linears by themselves, or those that stand for several.
 APART = {
@@ -42,6 +45,17 @@ APART = {
     "gate_up_proj": {MODEL_TENSOR.FFN_GATE},
 }
 NEXT_TOKENS = {tensor for tensor in MODEL_TENSOR if tensor.name.startswith("NEXTN_")}  # no transformers model has them
+# What only layers with attention have, and what only those with a Gated DeltaNet.
+ATTENTION = {
+    MODEL_TENSOR.ATTN_Q, MODEL_TENSOR.ATTN_Q_NORM, MODEL_TENSOR.ATTN_K, MODEL_TENSOR.ATTN_K_NORM, MODEL_TENSOR.ATTN_V,
+    MODEL_TENSOR.ATTN_OUT,
+}  # fmt: skip
+MIXER = {
+    MODEL_TENSOR.ATTN_QKV, MODEL_TENSOR.ATTN_GATE, MODEL_TENSOR.SSM_A, MODEL_TENSOR.SSM_CONV1D, MODEL_TENSOR.SSM_DT,
+    MODEL_TENSOR.SSM_NORM, MODEL_TENSOR.SSM_BETA, MODEL_TENSOR.SSM_ALPHA, MODEL_TENSOR.SSM_OUT, MODEL_TENSOR.SSM_IN,
+    MODEL_TENSOR.SSM_BETA_ALPHA,
+}  # fmt: skip
+SUFFIXES = {MODEL_TENSOR.SSM_A: "", MODEL_TENSOR.SSM_DT: ".bias"}  # of others: .weight
 DENSE = {MODEL_TENSOR.FFN_GATE, MODEL_TENSOR.FFN_UP, MODEL_TENSOR.FFN_DOWN}
 SPARSE = {
     MODEL_TENSOR.FFN_GATE_INP, MODEL_TENSOR.FFN_GATE_EXP, MODEL_TENSOR.FFN_UP_EXP, MODEL_TENSOR.FFN_DOWN_EXP,
@@ -63,6 +77,7 @@ class Layout:
         self.config, self.family = config, family
         self.graph = next(graph for graph, name in MODEL_ARCH_NAMES.items() if name == family.gguf.arch)
         self._names = get_tensor_name_map(self.graph, config.num_hidden_layers)
+        self.delta_net = DeltaNet.of(config, family.gguf) if family.gguf.attention_every else None
 
     def name(self, key: str) -> str:
         """The name in the file of a checkpoint's tensor, an expert's apart.
@@ -71,17 +86,18 @@ class Layout:
             ModelError: there is none.
         """
         plain = key.replace("language_model.model.", "model.").replace("model.language_model.", "model.")
-        name = self._names.get_name(plain.removeprefix("language_model."), try_suffixes=KINDS)
+        plain = plain.removeprefix("language_model.").replace(".dt_bias", ".dt_proj.bias")
+        name = self._names.get_name(plain, try_suffixes=KINDS)
         arch, fix = self.family.gguf.arch, "use this model with transformers"
         if name is None:
             raise ModelError(f"{key} has no place in llama.cpp's {arch} architecture", fix)
-        if name.endswith(".bias") and not self.family.gguf.bias:
+        if name.endswith(".bias") and not self.family.gguf.bias and not name.endswith("ssm_dt.bias"):
             raise ModelError(f"{key}: llama.cpp's {arch} architecture has no biases", fix)
         return name
 
     def holds_sum(self, name: str) -> bool:
         """Whether the file holds 1 + weight: of norms that multiply by that."""
-        return self.family.norm_offset and name.endswith("norm.weight")
+        return self.family.norm_offset and name.endswith("norm.weight") and not name.endswith("ssm_norm.weight")
 
     def heads(self, name: str) -> int:
         """How many heads a tensor's rows are of, where the file has them in another order; else 0."""
@@ -93,12 +109,43 @@ class Layout:
         """A checkpoint's values as the graph wants them."""
         if heads := self.heads(name):
             return interleaved(value, heads)
+        if self.delta_net:
+            value = self.delta_net.in_file(part_of(name), value)
         return value.float() + 1 if self.holds_sum(name) else value
+
+    def in_model(self, name: str, value: Tensor) -> Tensor:
+        """Undoes `in_file`."""
+        if heads := self.heads(name):
+            return halved(value, heads)
+        if self.delta_net:
+            value = self.delta_net.in_model(part_of(name), value)
+        return value - 1 if self.holds_sum(name) else value
+
+    def computed(self, name: str) -> bool:
+        """Whether `in_file` computes with a tensor's values, in fp32, and does not only move them."""
+        return self.holds_sum(name) or part_of(name) == DECAY
+
+    def columns_in_file(self, name: str, x: Tensor) -> Tensor:
+        """What meets a matrix, [..., its columns], in the order that its columns have in the file."""
+        return self.in_file(name, x) if self.has_columns_moved(name) else x
+
+    def rows_in_file(self, name: str, y: Tensor) -> Tensor:
+        """What has a matrix's rows, [rows, ...], in the order that they have in the file."""
+        return y if self.has_columns_moved(name) else self.in_file(name, y)
+
+    def has_columns_moved(self, name: str) -> bool:
+        """Whether the file has a tensor's columns in another order, so that quantized blocks are no longer whole."""
+        return bool(self.delta_net and part_of(name) == "ssm_out" and self.delta_net.moves("ssm_out"))
 
 
 def layer_of(key: str) -> int:
     """The number of the decoder layer that a tensor of the checkpoint is in."""
     return int(re.findall(r"\.layers\.(\d+)\.", key)[0])
+
+
+def part_of(name: str) -> str:
+    """What a tensor of the file is in its layer: "blk.3.ssm_out.weight" → "ssm_out"."""
+    return name.split(".")[2] if name.startswith("blk.") else name
 
 
 def experts_name(layer: int | str, part: str) -> str:
@@ -112,7 +159,9 @@ def parts_of(experts: Experts) -> dict[str, str]:
 
 
 def shape_in_file(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a tensor there: a gate of one row is a vector."""
+    """The shape of a tensor there: a gate of one row is a vector, a convolution of each channel a matrix."""
+    if part_of(name) == "ssm_conv1d":
+        return shape[0], shape[-1]
     return shape[-1:] if name.endswith("ffn_gate_inp_shexp.weight") else shape
 
 
@@ -149,8 +198,8 @@ class Planned:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is quantized: everything but norms, biases, frequencies and routers."""
-        return len(self.shape) > 1 and "ffn_gate_inp" not in self.name and self.name.endswith(".weight")
+        """Whether it is quantized: everything but norms, biases, frequencies, routers and convolutions."""
+        return len(self.shape) > 1 and part_of(self.name) not in WHOLE and self.name.endswith(".weight")
 
     def pieces(self) -> Iterator[Tensor]:
         for part in self.parts:
@@ -171,7 +220,7 @@ def plan(weights: Mapping[str, Weight], config: Any, family: Family) -> list[Pla
     layout = Layout(config, family)
     planned = {name: Planned(name, tuple(made.shape), [made.clone]) for name, made in rope_tensors(config).items()}
     for key, weight in weights.items():
-        if BESIDE_TEXT.search(key) or key.endswith(DERIVED):
+        if BESIDE_TEXT.search(key) or NEXT_TOKEN.search(key) or key.endswith(DERIVED):
             continue
         if key.endswith("lm_head.weight") and config.tie_word_embeddings:
             continue  # llama.cpp takes the embedding
@@ -221,12 +270,16 @@ def _check_complete(planned: Mapping[str, Planned], layout: Layout) -> None:
     experts = experts_of(config, family)
     needed = tensors - OPTIONAL - NEXT_TOKENS - (DENSE if experts else SPARSE)
     needed -= set().union(*(APART[name] for name in family.fused))
-    needed -= set() if "qkv_proj" in family.fused else {MODEL_TENSOR.ATTN_QKV}
+    needed -= set() if "qkv_proj" in family.fused or layout.delta_net else {MODEL_TENSOR.ATTN_QKV}
+    if family.mixer and "in_proj_qkvz" in family.mixer.inputs:
+        needed -= {MODEL_TENSOR.ATTN_QKV, MODEL_TENSOR.ATTN_GATE}  # the graph takes them as one linear
     needed -= set() if family.gated_mlp else APART["gate_up_proj"]
     for tensor in sorted(needed, key=lambda tensor: TENSOR_NAMES[tensor]):
         template = TENSOR_NAMES[tensor]
         for layer in range(config.num_hidden_layers if "{bid}" in template else 1):
-            name = template.format(bid=layer) + ".weight"
+            if layout.delta_net and tensor in (MIXER if config.layer_types[layer] == "full_attention" else ATTENTION):
+                continue
+            name = template.format(bid=layer) + SUFFIXES.get(tensor, ".weight")
             if name not in planned:
                 raise CheckpointError(
                     f"the checkpoint lacks the tensor that becomes {name} in the file", "re-download the checkpoint"
@@ -336,16 +389,18 @@ class _Reader:
         """A linear layer's entry, in the file's own type if that is kept."""
         file = self.file
         type_ = file.tensors[source].tensor_type
-        format_ = kept_format(type_, entry.shape) if keep else None
+        moved = self.layout.has_columns_moved(source)
+        format_ = kept_format(type_, entry.shape) if keep and not moved else None
+        if format_ is None and moved:
+            return replace(entry, type=f"{type_.name} with columns in another order")
         if format_ is None:
             rows = f" of {entry.shape[0]} rows" if keep and type_ in KEPT else ""  # it is they that do not fit
             return replace(entry, type=type_.name + rows)
-        heads = self.layout.heads(source)
 
         def read() -> QuantizedTensor:
             blocks = file.blocks(source)
             try:
-                parts = kept_parts(type_, halved(blocks, heads) if heads else blocks)
+                parts = kept_parts(type_, self.layout.in_model(source, blocks))
             except CheckpointError as error:
                 raise CheckpointError(f"{file.path}: {source} ({type_.name}): {error.message}", DAMAGED) from error
             return QuantizedTensor(format_, parts, entry.shape, self.layout.config.dtype)
@@ -360,10 +415,8 @@ class _Reader:
     def _restored(self, source: str) -> Tensor:
         """A tensor's values as transformers wants them."""
         dtype = self.layout.config.dtype
-        if self.layout.holds_sum(source):
-            return (self.file.values(source, torch.float32) - 1).to(dtype)
-        value, heads = self.file.values(source, dtype), self.layout.heads(source)
-        return halved(value, heads) if heads else value
+        value = self.file.values(source, torch.float32 if self.layout.computed(source) else dtype)
+        return self.layout.in_model(source, value).to(dtype)
 
 
 def _in_block(key: str, experts: Experts) -> str:

@@ -17,7 +17,7 @@ from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGUFType, GGUFWriter, TensorNameM
 from torch import Tensor
 
 from ..errors import CheckpointError, ModelError
-from ..families import Tower, tower_of, towers
+from ..families import Tower, of_config, tower_of, towers
 from ..notices import notice
 from ..reading import look, read_json
 from .tensors import BESIDE_TEXT, KINDS, Planned, Weight
@@ -55,7 +55,8 @@ class Vision:
 
 
 def vision_of(config: Any, folder: Path, names: list[str]) -> Vision | None:
-    """The vision part of the model in `folder`; None if it has none.
+    """The vision part of the model in `folder`; None if it has none, or, said by a notice, where the language model is
+    also a model of its own and the table does not know what stands before it.
 
     Args:
         config: of the whole model, of transformers.
@@ -69,6 +70,14 @@ def vision_of(config: Any, folder: Path, names: list[str]) -> Vision | None:
     if not beside:
         return None
     tower = tower_of(config)
+    text = of_config(config.get_text_config())
+    if tower is None and text and text.package == config.model_type and text.gguf.text_alone:
+        notice(
+            f"gguf-{config.model_type}",
+            f"the file has the language model alone: GGUF export does not know the vision part of {config.model_type}"
+            f" models ({min(beside)} and {len(beside) - 1} more tensors)",
+        )
+        return None
     if tower is None:
         known = ", ".join(towers())
         raise ModelError(

@@ -1,0 +1,54 @@
+"""The logits that llama.cpp computes from our files, by the one in cyllama's wheel: nothing is compiled for it."""
+
+import numpy as np
+import pytest
+import torch
+from gguf_models import MODELS, save_model
+
+from halfbyte.export.gguf_model import export_gguf
+from halfbyte.gguf.delta_net import DeltaNet
+
+pytestmark = pytest.mark.llamacpp
+llama_cpp = pytest.importorskip("cyllama.llama.llama_cpp")
+IDS, CONTEXT = list(range(40, 80)), 256
+
+
+class Model(llama_cpp.LlamaModel):
+    """cyllama 0.2.18's get_logits_ith asks a model for what only its vocabulary has."""
+
+    @property
+    def n_vocab(self):
+        return self.get_vocab().n_vocab
+
+
+def logits(path):
+    llama_cpp.llama_backend_init()
+    model, keys = Model(str(path), llama_cpp.LlamaModelParams(), verbose=False), llama_cpp.LlamaContextParams()
+    keys.n_ctx = keys.n_batch = keys.n_ubatch = CONTEXT
+    keys.n_threads = keys.n_threads_batch = 1
+    keys.type_k = keys.type_v = 0  # the cache in fp32
+    context = llama_cpp.LlamaContext(model, keys, verbose=False)
+    batch = llama_cpp.LlamaBatch(n_tokens=CONTEXT, embd=0, n_seq_max=1)
+    batch.set_batch(IDS, 0, True)
+    context.decode(batch)
+    return torch.tensor(np.array([context.get_logits_ith(index) for index in range(len(IDS))]))
+
+
+def error(folder, name):
+    """The largest difference from transformers' logits, over the largest of these."""
+    model = save_model(folder / "model", name)
+    export_gguf(folder / "model", "f32", folder / "m.gguf", device="cpu")
+    with torch.no_grad():
+        expected = model(torch.tensor([IDS])).logits[0]
+    return float((logits(folder / "m.gguf")[:, : expected.shape[1]] - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers(tmp_path, name):
+    assert error(tmp_path, name) < 5e-3
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_value_heads_in_transformers_order_are_far_off(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(DeltaNet, "moves", lambda self, part: False)
+    assert error(tmp_path, name) > 0.1

@@ -1,0 +1,176 @@
+"""Gated DeltaNets in GGUF: order of heads, adapters, importances, kept layers, and what is refused."""
+
+import json
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf_models import MODELS, byte_tokenizer, save_model
+from merge_runs import save_run
+from safetensors.torch import load_file, save_file
+from tokenizers import Regex, pre_tokenizers
+from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+from halfbyte.errors import CheckpointError, ModelError
+from halfbyte.export.gguf_adapter import export_adapter
+from halfbyte.export.gguf_model import export_gguf
+from halfbyte.export.importance import watch
+from halfbyte.gguf import vision
+from halfbyte.gguf.delta_net import DeltaNet
+from halfbyte.gguf.graph import checked_family
+from halfbyte.gguf.tensors import Layout
+from halfbyte.gguf.tokenizer import PATTERNS
+from halfbyte.gguf.unpack import import_gguf
+from halfbyte.layers import QuantizedLinear
+from halfbyte.models.load import load_model
+
+HEADS = DeltaNet(keys=2, values=6, key_size=1, value_size=1, tiled=True)
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "cache"))
+
+
+def read(path):
+    return {tensor.name: torch.from_numpy(np.array(tensor.data)) for tensor in gguf.GGUFReader(path).tensors}
+
+
+def test_value_heads_take_turns_between_key_heads():
+    """Three value heads of each of two key heads: 0 to 2 and 3 to 5; queries and keys stay where they are."""
+    heads = torch.arange(6.0)
+    assert HEADS.in_file("ssm_dt", heads).tolist() == [0, 3, 1, 4, 2, 5]
+    assert HEADS.in_file("attn_qkv", torch.arange(-4.0, 6.0)[:, None])[:, 0].tolist() == [
+        *range(-4, 0),
+        0,
+        3,
+        1,
+        4,
+        2,
+        5,
+    ]
+    assert HEADS.in_file("ssm_out", heads[None]).tolist() == [[0, 3, 1, 4, 2, 5]]
+    assert torch.equal(HEADS.in_file("ssm_norm", heads), heads)
+    assert torch.equal(HEADS.in_file("ssm_a", heads), -torch.tensor([0.0, 3, 1, 4, 2, 5]).exp())
+    for part in ("ssm_dt", "ssm_out", "attn_gate", "ssm_a"):
+        value = torch.randn(6, 6) if part in ("ssm_out", "attn_gate") else torch.randn(6)
+        torch.testing.assert_close(HEADS.in_model(part, HEADS.in_file(part, value)), value)
+
+
+def test_an_adapter_of_a_mixer_is_the_update_in_the_files_order(tmp_path):
+    model = save_model(tmp_path / "m", "qwen3_5")
+    layout = Layout(model.config, checked_family(model.config))
+    targets = ["in_proj_qkv", "in_proj_a", "out_proj"]
+    run = save_run(tmp_path / "run", tmp_path / "m", tokenizer=tmp_path / "m", target_modules=targets)
+    found = read(export_adapter(run, "f32"))
+    stored = load_file(run / "adapter/adapter_model.safetensors")
+    for module, part in zip(targets, ("attn_qkv", "ssm_alpha", "ssm_out"), strict=True):
+        name, key = f"blk.1.{part}.weight", f"base_model.model.model.layers.1.linear_attn.{module}.lora_"
+        a, b = (stored[f"{key}{each}.weight"] for each in "AB")
+        mine = found[f"{name}.lora_b"] @ found[f"{name}.lora_a"]
+        assert float((b @ a).norm()) > 0
+        torch.testing.assert_close(mine, layout.in_file(name, b @ a))
+        assert not torch.allclose(mine, b @ a)
+
+
+def test_importances_of_an_output_are_in_the_files_order(tmp_path):
+    model = save_model(tmp_path / "m", "qwen3_5")
+    layout, met = Layout(model.config, checked_family(model.config)), []
+    output = model.model.layers[0].linear_attn.out_proj
+    output.register_forward_pre_hook(lambda module, args: met.append(args[0].reshape(-1, module.in_features)))
+    seen = watch(model, [{"input_ids": torch.arange(40, 60)[None]}], {"blk.0.ssm_out.weight"}, layout)
+    expected = layout.in_file("blk.0.ssm_out.weight", met[0].square().sum(0)[None])
+    torch.testing.assert_close(seen["blk.0.ssm_out.weight"].squares, expected)
+
+
+def test_kept_layers_of_mixers_have_the_files_values(tmp_path):
+    """Rows move with their scales; the output, whose columns moved, is decoded, and counted as that."""
+    save_model(tmp_path / "m", "qwen3_5")
+    export_gguf(tmp_path / "m", "q8_0", tmp_path / "m.gguf", device="cpu")
+    kept = import_gguf(tmp_path / "m.gguf", tmp_path / "kept", keep=True)
+    plain = import_gguf(tmp_path / "m.gguf", tmp_path / "plain")
+    options = {"dtype": "bfloat16", "device": "cpu"}
+    one = load_model(str(kept), **options)
+    two = load_model(str(plain), load_in_4bit=False, **options).state_dict()
+    mixers = [(name, each) for name, each in one.named_modules() if isinstance(each, QuantizedLinear)]
+    mixers = [(name, each) for name, each in mixers if "linear_attn" in name and not name.endswith("out_proj")]
+    assert len(mixers) == 6 * 4
+    assert all(torch.equal(each.weight.dequantize(), two[f"{name}.weight"]) for name, each in mixers)
+    others = json.loads((kept / "config.json").read_text())["quantization_config"]["others"]
+    assert others == {"Q8_0 with columns in another order": 6}
+
+
+def edited(folder, **keys):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | keys))
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"linear_value_head_dim": 32}, "linear_value_head_dim: 32"),
+        ({"layer_types": ["linear_attention", "full_attention"] * 4}, "layer_types"),
+        ({"rope_parameters": MODELS["qwen3_5"][1]["rope_parameters"] | {"mrope_section": [11, 11, 10]}}, "8 pairs"),
+    ],
+)
+def test_what_the_graph_has_not_is_refused_by_its_key(tmp_path, keys, said):
+    save_model(tmp_path / "m", "qwen3_5")
+    edited(tmp_path / "m", **keys)
+    with pytest.raises(ModelError, match=said):
+        export_gguf(tmp_path / "m", "f32", tmp_path / "m.gguf", device="cpu")
+    assert not (tmp_path / "m.gguf").exists()
+
+
+@pytest.mark.parametrize("lacks", ["A_log", "dt_bias", "conv1d.weight"])
+def test_a_mixers_missing_tensor_is_named(tmp_path, lacks):
+    save_model(tmp_path / "m", "qwen3_5")
+    file = tmp_path / "m/model.safetensors"
+    kept = {key: value for key, value in load_file(file).items() if not key.endswith(f"0.linear_attn.{lacks}")}
+    save_file(kept, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"linear_attn|blk\.0\.ssm_(a|dt\.bias|conv1d\.weight)"):
+        export_gguf(tmp_path / "m", "f32", tmp_path / "m.gguf", device="cpu")
+
+
+def test_another_interval_in_a_file_is_refused(tmp_path):
+    save_model(tmp_path / "m", "qwen3_5")
+    export_gguf(tmp_path / "m", "f32", tmp_path / "m.gguf", device="cpu")
+    field = gguf.GGUFReader(tmp_path / "m.gguf", "r+").get_field("qwen35.full_attention_interval")
+    field.parts[field.data[0]][0] = 2
+    with pytest.raises(ModelError, match="full_attention_interval"):
+        import_gguf(tmp_path / "m.gguf", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+def test_layers_that_guess_tokens_and_the_vision_part_stay_out(tmp_path, monkeypatch):
+    """The whole model's file is that of its language model; what it lacks of the vision part is said."""
+    said = {}
+    monkeypatch.setattr(vision, "notice", said.__setitem__)
+    text = save_model(tmp_path / "text", "qwen3_5")
+    export_gguf(tmp_path / "text", "f32", tmp_path / "text.gguf", device="cpu")
+    tower = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 64}
+    config = Qwen3_5Config(text_config=text.config.to_dict(), vision_config=tower | {"num_position_embeddings": 16})
+    whole = Qwen3_5ForConditionalGeneration(config)
+    whole.model.language_model.load_state_dict(text.model.state_dict())
+    whole.lm_head.load_state_dict(text.lm_head.state_dict())
+    whole.save_pretrained(tmp_path / "whole")
+    byte_tokenizer().save_pretrained(tmp_path / "whole")
+    file = tmp_path / "whole/model.safetensors"
+    save_file(load_file(file) | {"mtp.fc.weight": torch.ones(64, 128)}, file, metadata={"format": "pt"})
+    export_gguf(tmp_path / "whole", "f32", tmp_path / "whole.gguf", device="cpu")
+    assert "language model alone" in said["gguf-qwen3_5"]
+    alone, found = read(tmp_path / "text.gguf"), read(tmp_path / "whole.gguf")
+    assert found.keys() == alone.keys()
+    assert all(torch.equal(value, alone[name]) for name, value in found.items())
+
+
+def split(pattern, text):
+    return [piece for piece, _ in pre_tokenizers.Split(Regex(pattern), "isolated").pre_tokenize_str(text)]
+
+
+def test_qwen_3_5s_splits_have_llamacpps_name():
+    """Marks belong to words there, which tells it from Qwen 2's."""
+    patterns = {name: pattern for pattern, name in PATTERNS.items()}
+    text = "cafe\u0301s 12"
+    assert split(patterns["qwen35"], text) == ["cafe\u0301s", " ", "1", "2"]
+    assert split(patterns["qwen2"], text) != split(patterns["qwen35"], text)
