@@ -153,7 +153,7 @@ transformers' own forwards. Of Gemma 3n and 4, Bamba, Granite 4's hybrids, Jamba
 are plain (norms, attention, gated units): transformers' forward of the layer runs around them, its checkpointing stands
 for levels of recomputation, and generation is transformers'. Mamba layers run transformers' code. gpt_oss keeps
 documents apart by attention of ours, on CPUs, too; with `use_kernels: false` by masks. No GGUF is written of a model
-with a state, or of Gemma 3n and 4. Made by `python tests/models/all_families.py --write`.
+with Mamba's state, or of Gemma 3n and 4. Made by `python tests/models/all_families.py --write`.
 
 | model | documents | layers | where they would see each other, or why it does not build |
 |---|---|---|---|
