@@ -1,5 +1,6 @@
 """The logits that llama.cpp computes from our files, by the one in cyllama's wheel: nothing is compiled for it."""
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -7,6 +8,7 @@ from gguf_models import MODELS, save_model
 
 from halfbyte.export.gguf_model import export_gguf
 from halfbyte.gguf.delta_net import DeltaNet
+from halfbyte.gguf.mixes import MIXES
 
 pytestmark = pytest.mark.llamacpp
 llama_cpp = pytest.importorskip("cyllama.llama.llama_cpp")
@@ -52,3 +54,22 @@ def test_logits_are_those_of_transformers(tmp_path, name):
 def test_value_heads_in_transformers_order_are_far_off(tmp_path, monkeypatch, name):
     monkeypatch.setattr(DeltaNet, "moves", lambda self, part: False)
     assert error(tmp_path, name) > 0.1
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5", "qwen3_5_moe", "qwen3_next"])
+@pytest.mark.parametrize("mix", ["q3_k_m", "q4_k_s", "q4_k_m"])
+def test_every_tensor_of_a_hybrid_gets_the_type_llamacpp_gives_it(tmp_path, mix, name):
+    """Values of attention are counted by themselves: a hybrid has few."""
+    sizes = {"num_hidden_layers": 16, "hidden_size": 256, "moe_intermediate_size": 256}
+    save_model(tmp_path / "m", name, **sizes | {"intermediate_size": 256, "shared_expert_intermediate_size": 256})
+    export_gguf(tmp_path / "m", "f32", tmp_path / "f32.gguf", device="cpu")
+    export_gguf(tmp_path / "m", mix, tmp_path / "ours.gguf", device="cpu")
+    keys = llama_cpp.LlamaModelQuantizeParams()
+    keys.ftype, keys.nthread = int(MIXES[mix][1]), 1
+    llama_cpp.llama_backend_init()
+    llama_cpp.model_quantize(str(tmp_path / "f32.gguf"), str(tmp_path / "theirs.gguf"), keys)
+    ours, theirs = (
+        {tensor.name: tensor.tensor_type for tensor in gguf.GGUFReader(tmp_path / f"{who}.gguf").tensors}
+        for who in ("ours", "theirs")
+    )
+    assert ours == theirs

@@ -71,15 +71,19 @@ def choose(
         important: there are importances.
     """
     names = {each.name for each in planned}
-    rules = _Rules(mix, layers, heads_per_kv, experts, important, "output.weight" in names)
+    valued = {int(found[1]) for name in names if (found := re.match(r"blk\.(\d+)\.attn_(v|qkv)\.weight", name))}
+    rules = _Rules(mix, layers, sorted(valued), heads_per_kv, experts, important, "output.weight" in names)
     return {each.name: rules.type_of(each) for each in planned}
 
 
 class _Rules:
     """The rules for one model and one mix."""
 
-    def __init__(self, mix: str, layers: int, heads_per_kv: int, experts: int, important: bool, headed: bool):
+    def __init__(
+        self, mix: str, layers: int, valued: list[int], heads_per_kv: int, experts: int, important: bool, headed: bool
+    ):
         self.mix, self.layers, self.shared, self.experts = mix, layers, heads_per_kv, experts
+        self.valued = valued  # layers with a projection of values: not all of a hybrid's
         self.important, self.headed = important, headed
         self.base = MIXES[mix][0]
 
@@ -103,26 +107,27 @@ class _Rules:
             return self.base
         layer, kind = int(found[1]), found[2].removesuffix("_exps").removesuffix("_shexp")
         if kind in ("attn_v", "attn_qkv"):  # a fused projection gets what its values need
-            return self._value(layer)
+            return self._value(self.valued.index(layer))
         if kind == "attn_k" and self.experts == 8:
             return Type.Q8_0
         if kind == "attn_output":
             return self._attention_output()
         return self._down(layer) if kind == "ffn_down" else self.base
 
-    def _more_bits(self, layer: int) -> bool:
-        eighth = self.layers // 8
-        return layer < eighth or layer >= 7 * self.layers // 8 or (layer - eighth) % 3 == 2
+    def _more_bits(self, index: int, count: int) -> bool:
+        eighth = count // 8
+        return index < eighth or index >= 7 * count // 8 or (index - eighth) % 3 == 2
 
-    def _value(self, layer: int) -> Type:
+    def _value(self, index: int) -> Type:
+        """Of the projection of values number `index`."""
         chosen = self.base
         if self.mix == "q2_k":
             chosen = Type.Q4_K if self.shared >= 4 else Type.Q3_K
         elif self.mix == "q3_k_m":
-            chosen = Type.Q5_K if layer < 2 else Type.Q4_K
-        elif self.mix == "q3_k_l" or (self.mix == "q4_k_s" and layer < 4):
+            chosen = Type.Q5_K if index < 2 else Type.Q4_K
+        elif self.mix == "q3_k_l" or (self.mix == "q4_k_s" and index < 4):
             chosen = Type.Q5_K
-        elif self.mix in ("q4_k_m", "q5_k_m") and self._more_bits(layer):
+        elif self.mix in ("q4_k_m", "q5_k_m") and self._more_bits(index, len(self.valued)):
             chosen = Type.Q6_K
         if self.layers == LAYERS_OF_70B and self.shared == 8 and chosen in (Type.Q3_K, Type.Q4_K):
             chosen = Type.Q5_K  # shared by eight heads, it is small
@@ -141,7 +146,7 @@ class _Rules:
             return Type.Q5_K if layer < self.layers // 16 else Type.Q4_K
         if self.mix == "q3_k_l" or (self.mix == "q4_k_s" and first_eighth):
             return Type.Q5_K
-        if self.mix in ("q4_k_m", "q5_k_m") and self._more_bits(layer):
+        if self.mix in ("q4_k_m", "q5_k_m") and self._more_bits(layer, self.layers):
             return Type.Q6_K
         if self.mix in ("q4_0", "q5_0") and self.important and first_eighth:
             return Type.Q4_1 if self.mix == "q4_0" else Type.Q5_1
