@@ -18,6 +18,7 @@ pytestmark = pytest.mark.gpu
 GIB, MIB = 2**30, 2**20
 STEPS, SETTLED, ABOVE_PLAN = 200, 50, 1.07
 GROWTH = {"allocated": 1.02, "reserved": 1.02, "pinned": 1.0, "process": 1.05}  # graphs of rare lengths are the host's
+SLACK = {"reserved": 20 * MIB}  # a page of torch's expandable segments: what other tests hold decides who fits where
 LONGEST = 2048
 SIZES = {
     "hidden_size": 1024,
@@ -134,4 +135,4 @@ def test_memory_of_many_lengths(place, tmp_path, monkeypatch, name):
     if name == "padding_free":  # the largest sum of lengths, which makes the pool, may come at any step
         del growth["reserved"]
     for key, (early, late) in growth.items():
-        assert late <= GROWTH[key] * early + 8 * MIB, (key, said)
+        assert late <= GROWTH[key] * early + SLACK.get(key, 8 * MIB), (key, said)

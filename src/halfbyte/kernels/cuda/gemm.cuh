@@ -6,9 +6,9 @@ after tile, are dealt out to the blocks evenly, in one piece each. A block puts 
 it meets at place block + tile of `partials`, and the second kernel, add(), adds up a tile's in the blocks' order.
 
 A group of four warps has 64 rows of W as wgmma's left operand, in registers: 16 rows a warp, laid out as for
-mma.m16n8k16. While a group's products of 32 columns run, it makes the operands of the next 32: with 64, registers
-would be spilled or too few left to PRODUCERS more warps. These copy K tiles of W and x to a ring of STAGES stages,
-so that groups wait for copies alone, not for each other.
+mma.m16n8k16. While a group's products of so many columns run, it makes the operands of the next: of 64 columns with
+few rows of x, else of 32, for registers would be spilled or too few left to PRODUCERS more warps. These copy K tiles
+of W and x to a ring of STAGES stages, so that groups wait for copies alone, not for each other.
 
 With g = lane / 4 and t = lane % 4, a lane has pairs of neighbouring columns of rows g and g + 8 of W: what of 128
 columns is in whose operands is the format's. x's pairs take the places that these have in K as they are copied, 4
@@ -32,7 +32,8 @@ constexpr u32 PARTIAL = WARPS * NT * 32; /* of four sums */
 /* For so many threads the compiler leaves 96 registers each, or 80, so that a block of add() fits beside; then groups
 take some of the producers'. */
 constexpr u32 BOUND = NT < 6 ? 768 : 640;
-constexpr u32 TOGETHER = 4; /* partials that are on their way at once */
+constexpr u32 QUARTERS = NT < 6 ? 2 : 1; /* of a K tile, whose products run at once */
+constexpr u32 TOGETHER = 8; /* partials that are on their way at once: most tiles have 8, or 16 */
 constexpr int EARLY = 2; /* stages whose weights are copied before x may be */
 
 /* Bytes of a stage and of a block, for a format W; a stage has two barriers. */
@@ -108,54 +109,64 @@ template <typename W>
 __device__ __forceinline__ void consume(const W &w, Ring ring, float4 *partials, u32 now, u32 end, u32 warp, u32 lane) {
     u32 k_tiles = w.columns / 128, k_tile = now % k_tiles;
     u32 described = descriptor_of(address(shared) + ring.begin);
-    Quarter first, second;
+    Quarter first[QUARTERS], second[QUARTERS];
     typename W::Kept kept;
     const typename W::Lane own(warp, lane);
     float sum[NT][4] = {};
+    auto make = [&](Quarter (&to)[QUARTERS], u32 quarter) {
+#pragma unroll
+        for (u32 q = 0; q < QUARTERS; q++)
+            w.make(to[q], kept, ring.stage() + 2 * HALF, k_tile, quarter + q, own);
+    };
     mbarrier_wait(ring.full, 0);
-    w.make(first, kept, ring.stage() + 2 * HALF, k_tile, 0, own);
+    make(first, 0);
     for (; now < end; now++) {
         float d[NT][4];
-        u32 stage = ring.stage() + 2 * HALF;
-        auto begin = [&](Quarter &quarter, u32 number) {
-            u32 rows = described + (ring.offset + number / 2 * HALF) / 16 + number % 2 * 4;
+        auto begin = [&](Quarter (&operands)[QUARTERS], u32 quarter) {
             wgmma_fence();
 #pragma unroll
-            for (int k = 0; k < 2; k++)
-                if constexpr (W::SCALED)
-                    wgmma(sum, quarter.a[k], rows + 2 * k, true);
-                else
-                    wgmma(d, quarter.a[k], rows + 2 * k, number % 2 || k);
+            for (u32 q = quarter; q < quarter + QUARTERS; q++) {
+                u32 rows = described + (ring.offset + q / 2 * HALF) / 16 + q % 2 * 4;
+#pragma unroll
+                for (u32 k = 0; k < 2; k++)
+                    if constexpr (W::SCALED)
+                        wgmma(sum, operands[q - quarter].a[k], rows + 2 * k, true);
+                    else
+                        wgmma(d, operands[q - quarter].a[k], rows + 2 * k, q % 2 || k);
+            }
             wgmma_commit();
         };
-        auto complete = [&](Quarter &quarter, u32 number) {
+        auto complete = [&](Quarter (&operands)[QUARTERS], u32 quarter) {
             if constexpr (W::SCALED)
                 wgmma_wait(sum);
             else {
                 wgmma_wait(d);
-                if (number % 2) /* the half is complete */
+                if ((quarter + QUARTERS) % 2 == 0) /* the half is complete */
 #pragma unroll
                     for (int i = 0; i < 4 * NT; i++)
-                        sum[i / 4][i % 4] += quarter.scale[i / 2 % 2] * d[i / 4][i % 4];
+                        sum[i / 4][i % 4] += operands[QUARTERS - 1].scale[i / 2 % 2] * d[i / 4][i % 4];
             }
         };
-        begin(first, 0);
-        w.make(second, kept, stage, k_tile, 1, own);
-        complete(first, 0);
-        begin(second, 1);
-        w.make(first, kept, stage, k_tile, 2, own);
-        complete(second, 1);
-        begin(first, 2);
-        w.make(second, kept, stage, k_tile, 3, own);
-        complete(first, 2);
-        begin(second, 3);
+#pragma unroll
+        for (u32 quarter = 0; quarter + 2 * QUARTERS < 4; quarter += 2 * QUARTERS) {
+            begin(first, quarter);
+            make(second, quarter + QUARTERS);
+            complete(first, quarter);
+            begin(second, quarter + QUARTERS);
+            make(first, quarter + 2 * QUARTERS);
+            complete(second, quarter + QUARTERS);
+        }
+        begin(first, 4 - 2 * QUARTERS);
+        make(second, 4 - QUARTERS);
+        complete(first, 4 - 2 * QUARTERS);
+        begin(second, 4 - QUARTERS);
         u64 *empty = ring.empty + ring.at;
         ring.next();
         k_tile = k_tile + 1 == k_tiles ? 0 : k_tile + 1;
         if (now + 1 < end)
             mbarrier_wait(ring.full + ring.at, ring.turn);
-        w.make(first, kept, ring.stage() + 2 * HALF, k_tile, 0, own); /* past the end it is of what was there before */
-        complete(second, 3);
+        make(first, 0); /* past the end it is of what was there before */
+        complete(second, 4 - QUARTERS);
         __syncwarp();
         if (lane == 0)
             mbarrier_arrive(empty);
