@@ -22,8 +22,8 @@ COMPILE = $(BIN)/python -m compileall -qq -j 2 -x /tests/ $(VENV)/lib || true
 demo: $(VENV)/installed
 	$(BIN)/halfbyte demo
 
-# Style and types are checked beside the tests, whose summary ends the output. What takes over 20 seconds a test is left
-# to test-all.
+# Style and types are checked beside the tests, whose summary ends the output. What takes long, and some of the cases of
+# tests with many, is left to test-all (tests/left_to_test_all.txt).
 test: $(VENV)/installed-dev
 	$(MAKE) --no-print-directory -j2 lint tests
 

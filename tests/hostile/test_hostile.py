@@ -16,8 +16,9 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and read
 HERE = Path(__file__).parent
 SUBJECTS = sorted(path.stem for path in HERE.glob("rows_*.py"))
 
-# Subjects of many cases off the list: `make test` runs one of so many, by its name, and `make test-all` all.
+# Of cases off the list `make test` runs one of so many, by its name, and `make test-all` all.
 SAMPLED = {"odd": 3, "preference": 3}
+OTHERS = 2
 
 
 def parameters() -> list:
@@ -34,7 +35,8 @@ def parameters() -> list:
                 again = at and (
                     case.name.startswith("+") or first == "check" or at != 1 + crc32(case.name.encode()) % others
                 )
-                left = crc32(case.name.encode()) % SAMPLED.get(subject.removeprefix("rows_"), 1)
+                share = SAMPLED.get(subject.removeprefix("rows_"), OTHERS if case.name.startswith("+") else 1)
+                left = crc32(case.name.encode()) % share
                 marks = [pytest.mark.slow] if case.slow or again or left else []
                 made.append(pytest.param(case, command, id=name, marks=marks))
     return made
