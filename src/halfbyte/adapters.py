@@ -231,10 +231,8 @@ def _adapted(model: nn.Module, targets: str | list[str]) -> set[str]:
     if isinstance(targets, list):
         _check_names("target_modules", targets, names, suggest=linears)
         found = {name for name in names if any(named_by(name, each) for each in targets)}
-    else:
-        found = _matching("target_modules", targets, names)
-        if not found:
-            raise ModelError(*_unknown("target_modules", targets, linears))
+    elif not (found := _matching("target_modules", targets, names)):
+        raise ModelError(*_unknown("target_modules", targets, linears))
     for name in sorted(found):
         module = model.get_submodule(name)
         if not is_linear(module):
@@ -284,12 +282,14 @@ def _matching(key: str, pattern: str, names: Iterable[str], whole: str = "") -> 
 
 def _unknown(key: str, wanted: str, names: Collection[str]) -> tuple[str, str]:
     """Message and fix for a name that matches no module: the closest ones first, then what there is."""
+    said, parts = f"{key}: no module of this model matches {wanted!r}", re.split(r"[\s,]+", wanted.strip())
+    if wanted == ALL_LINEAR and key == "target_modules":
+        return said, f"write {key}: {ALL_LINEAR}, which stands alone, or name modules without it"
+    if key == "target_modules" and len(parts) > 1 and all(any(named_by(n, part) for n in names) for part in parts):
+        return said, f"write several as a list: {key}: [{', '.join(parts)}]"
     leaves = sorted({name.rpartition(".")[2] for name in names if not name.rpartition(".")[2].isdigit()})
     close = difflib.get_close_matches(wanted.rpartition(".")[2], leaves, n=3, cutoff=0.5)
-    return (
-        f"{key}: no module of this model matches {wanted!r}",
-        f"did you mean {', '.join(close)}?" if close else f"the model has: {', '.join(leaves[:MOST_NAMED])}",
-    )
+    return said, f"did you mean {', '.join(close)}?" if close else f"the model has: {', '.join(leaves[:MOST_NAMED])}"
 
 
 # --- saved weights ---------------------------------------------------------------------------------------------------

@@ -36,6 +36,12 @@ def is_local(name: str) -> bool:
     return close is not None and close.is_dir()
 
 
+def id_in(address: str) -> str:
+    """The id of the model or dataset whose page on the hub that is; empty where it is no such address."""
+    found = re.match(r"https?://(?:huggingface\.co|hf\.co)/(?:datasets/)?([\w.-]+/[\w.-]+)(?:/tree/main)?/?$", address)
+    return found[1] if found else ""
+
+
 def nearest(path: Path, alike: float = 0.5) -> Path | None:
     """What is there and has nearly the name of `path`, or of the first of its parents that is not there."""
     folder, wanted = path.parent, path.name

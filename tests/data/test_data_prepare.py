@@ -10,6 +10,7 @@ from halfbyte.data.encode import IGNORE_INDEX
 from halfbyte.data.prepare import prepare
 from halfbyte.data.report import token_strings
 from halfbyte.errors import ConfigError, DataError
+from halfbyte.methods import method_of
 from halfbyte.notices import said
 
 PAIRS = [{"prompt": f"question {i}", "completion": f"answer {i} " + "x" * (7 * i % 40)} for i in range(30)]
@@ -67,6 +68,30 @@ def test_the_split_depends_on_seed_alone(config, make_tokenizer, write):
     assert rows_of(one.eval) != rows_of(other.eval)
     everything = sorted(map(json.dumps, rows_of(one.train) + rows_of(one.eval)))
     assert everything == sorted(map(json.dumps, rows_of(prepare(config(path), tokenizer).train)))
+
+
+STEPS = {"prompt": "1 + 1", "completions": ["It is", "3."], "labels": [True, False]}
+
+
+@pytest.mark.parametrize(
+    ("row", "keys"),
+    [
+        (PAIRS[1], {"packing": True}),
+        ({"prompt": "one", "chosen": " two", "rejected": " three"}, {"method": "dpo", "packing": True}),
+        ({"prompt": "one", "completion": " two", "label": True}, {"method": "kto"}),
+        (STEPS, {"method": "prm"}),
+    ],
+)
+def test_no_rows_are_pickled_for_a_hash(config, make_tokenizer, write, monkeypatch, row, keys):
+    """Where libraries lie in a folder of one's own, dill takes them for the user's, and fails to pickle them."""
+
+    def fail(dataset):
+        raise AssertionError("hashed")
+
+    monkeypatch.setattr("datasets.arrow_dataset.generate_fingerprint", fail)
+    rows = [row, row | {"label": False}] if "label" in row else [row, row]
+    asked = config(write(rows), eval_split_size=1, **keys) if "label" not in row else config(write(rows), **keys)
+    assert len(method_of(asked).ready(asked, make_tokenizer("plain")).train)
 
 
 def test_eval_dataset(config, make_tokenizer, write):

@@ -59,34 +59,58 @@ class Ended:
 
 
 class Stage:
-    """The client: one process of this file, as long as the object is open."""
+    """The client: one process of this file, as long as the object is open; where it dies, another one."""
 
     def __init__(self, environment: dict[str, str]):
+        self._environment, self._made_ready = environment, []
+        self._start()
+
+    def _start(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], env=environment
+                [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], env=self._environment
             )
         self._lines = ours.makefile("rw", encoding="ascii")
         ours.close()
 
     def close(self) -> None:
-        self._lines.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._lines.close()
         self._process.wait(30)
 
     def ask(self, **request) -> dict:
-        self._lines.write(json.dumps(request) + "\n")
-        self._lines.flush()
-        answer = self._lines.readline()
-        assert answer, "the stage's process has ended"
+        """What the process answers.
+
+        Raises:
+            AssertionError: it died of this; the next request finds one that is as this one was.
+        """
+        try:
+            self._lines.write(json.dumps(request) + "\n")
+            self._lines.flush()
+            answer = self._lines.readline()
+        except OSError:
+            answer = ""
+        if not answer:
+            self.close()
+            code = self._process.returncode
+            self._start()
+            for each in self._made_ready:
+                self.ask(**each)
+            what = " ".join(request.get("arguments", request))
+            raise AssertionError(f"the stage's process ended (exit code {code}) in: {what}")
         return json.loads(answer)
 
     def import_all(self, modules: list[str]) -> None:
-        self.ask(modules=modules)
+        self._make_ready(modules=modules)
 
     def warm(self, function: str) -> None:
         """Call a function (module:function) there: what torch keeps of it, every child finds."""
-        self.ask(warm=function)
+        self._make_ready(warm=function)
+
+    def _make_ready(self, **request) -> None:
+        self.ask(**request)
+        self._made_ready.append(request)
 
     def run(self, arguments: list[str], place: Path, scratch: Path, **wishes) -> Ended:
         """One command in `place`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shlex
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,7 +40,12 @@ def read_run(command: str, words: Iterable[str], options: Collection[str] = ()) 
         return load_config(names[0], overrides), Path(names[0])
     if len(names) > 1 and Path(names[0]).suffix.lower() in _YAML:
         key = "resume_from_checkpoint" if _CHECKPOINT.fullmatch(Path(names[1]).name) else "dataset"
-        fix = "write KEY=VALUE" if "=" in names[1] else f"write {key}={names[1]}"
+        fix = f"write {key}={names[1]}"
+        if len(names) > 2 and names[1].isidentifier():
+            fix = f"write {names[1]}={names[2]}"
+        elif "=" in names[1]:
+            name, _, value = names[1].partition("=")
+            fix = f"write {shlex.quote(f'{name.strip()}={value.strip()}')}"
         raise UsageError(f"{names[1]} is no KEY=VALUE, and {names[0]} names its own data", fix)
     if len(names) > 2:
         raise UsageError(f"{names[2]} is one name too many", f"write halfbyte {command} MODEL DATA [KEY=VALUE]...")
@@ -47,6 +53,9 @@ def read_run(command: str, words: Iterable[str], options: Collection[str] = ()) 
     given = dict(zip(("model_name_or_path", "dataset"), names, strict=False))
     if twice := sorted(given.keys() & keys):
         raise UsageError(f"{twice[0]} is given twice: {given[twice[0]]} is it already", "name it once")
+    if len(names) == 1 and (own := Path(names[0]) / "run.yaml").is_file():
+        more = " --resume" if command == "train" else ""
+        raise UsageError(f"{names[0]} is a run's folder, and no file of keys", f"write halfbyte {command} {own}{more}")
     as_model = f"{names[0]} is no file of keys, and a model needs DATA" if names else ""
     for key, word in (("model_name_or_path", "model"), ("dataset", "data")):
         if key not in given and not any(word in each for each in keys):  # other tools say so, too: base_model, datasets

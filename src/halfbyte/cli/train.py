@@ -32,6 +32,11 @@ def train_run(config: RunConfig, file: Path, resume: bool, arguments: Sequence[s
         from ..parallel.launch import launch, layout_wanted
 
     if (layout := layout_wanted(config)).size > 1:
+        if config.report_to:  # said before any process starts
+            with quick_imports():
+                from ..train.rehearsal import trackers
+
+            trackers(config.report_to)
         command = [*_python(), "-m", "halfbyte", *(arguments or sys.argv[1:])]
 
         def program(now: Parallel) -> list[str]:

@@ -16,6 +16,7 @@ from .schema import Axis, RunConfig
 
 AXES: tuple[str, ...] = get_args(Axis)
 WITH_PIPELINE = ("data", "shard")
+DIVIDE_ROWS = "use parallel: {data: N} or {shard: N}"
 WITHOUT = "leave `pipeline` out of `parallel`"
 
 
@@ -70,6 +71,20 @@ def of_keys(layout: Parallel, config: RunConfig) -> tuple[str, str, str] | None:
         wrong = f"parallel: {{tensor: {layout.tensor}}}: optim {config.optim} cannot step slices of a parameter"
         return "optim", wrong, f"use one of {known}"
     return None
+
+
+def undivided_sizes(ways: int, heads: int, key_heads: int, channels: int) -> str:
+    """Why `tensor` cannot divide layers of these sizes so many ways; empty where it can.
+
+    Args:
+        key_heads: how many of the attention's heads are of keys.
+        channels: of the MLP.
+    """
+    if heads % ways or key_heads % ways:
+        return f"{heads} heads, {key_heads} of them of keys, are not divided {ways} ways"
+    if channels % ways:
+        return f"{channels} channels of the MLP are not divided {ways} ways"
+    return ""
 
 
 def layouts(processes: int) -> Iterator[Parallel]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -268,6 +269,12 @@ SECTIONS = (
 )  # fmt: skip
 
 
+PATHS = (  # keys that hold one, or several
+    "model_name_or_path", "teacher_model_name_or_path", "adapter_path", "dataset", "eval_dataset",
+    "chat_template_path", "output_dir", "resume_from_checkpoint",
+)  # fmt: skip
+
+
 class RunConfig(
     ModelSection,
     QuantizationSection,
@@ -285,6 +292,14 @@ class RunConfig(
     @property
     def output_path(self) -> Path:
         return Path(self.output_dir)
+
+    @field_validator(*PATHS)
+    @classmethod
+    def _at_home(cls, value: Any) -> Any:
+        """`~` is the user's folder, as where a shell reads the path."""
+        if isinstance(value, list):
+            return [os.path.expanduser(each) for each in value]
+        return os.path.expanduser(value) if isinstance(value, str) else value
 
     @field_validator("report_to", mode="before")
     @classmethod

@@ -26,6 +26,7 @@ from .branches import BranchCollator
 from .collate import Batch, PackedCollator, PaddedCollator, make_collator, rounds_widths
 from .pack import pack
 from .prepare import PreparedData
+from .tables import Table, new_name
 
 PAIR = 2  # answers of a row: chosen and rejected, or for KTO the answer and another prompt's
 PAIRS = 16  # pairs of a packed batch on a GPU are filled up to multiples of this
@@ -74,7 +75,7 @@ def as_documents(
         return made | {name: [float(row[name])] for name in numbers}
 
     made = [documents(row) for row in rows]
-    return Dataset.from_dict({name: [row[name] for row in made] for name in features}, features=Features(features))
+    return Table.from_dict({name: [row[name] for row in made] for name in features}, features=Features(features))
 
 
 def documents_in(
@@ -122,7 +123,7 @@ def mismatched(rows: Dataset, most: int) -> Dataset:
     room = [max(most - len(prompt), 1) for prompt in rows["prompt_ids"][:]]
     for name, values in zip(MISMATCHED, (ids, masks), strict=True):
         moved = [each[:limit] for each, limit in zip([values[-1], *values[:-1]], room, strict=True)]
-        rows = rows.add_column(name, moved)
+        rows = rows.add_column(name, moved, new_fingerprint=new_name())
     return rows
 
 
@@ -134,7 +135,7 @@ def packed(rows: Dataset, most: int) -> Dataset:
         name: [[item for index in indices for item in values[index]] for indices in together]
         for name, values in columns.items()
     }
-    return Dataset.from_dict(joined, features=rows.features)
+    return Table.from_dict(joined, features=rows.features)
 
 
 @dataclass(frozen=True)

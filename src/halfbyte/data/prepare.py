@@ -26,6 +26,7 @@ from .formats import Document, documents, number_in, recognise
 from .pack import pack
 from .report import endings, held_out, ragged, samples, split_report
 from .sources import read_sources
+from .tables import Table
 
 ROWS_PER_PROCESS = 5_000  # with fewer, a process costs more to start than it saves
 ROWS_WITH_PROGRESS = 2_000
@@ -296,7 +297,7 @@ def encode(found: Documents, encoder: Encoder, config: RunConfig, features: Mapp
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     processes = min(config.dataset_num_proc or max(1, rows // ROWS_PER_PROCESS), cores)
     with _progress(rows >= ROWS_WITH_PROGRESS):
-        return Dataset.from_dict({"document": found.texts, "where": found.places}).map(
+        return Table.from_dict({"document": found.texts, "where": found.places}).map(
             encoder,
             batched=True,
             batch_size=256,
@@ -336,4 +337,4 @@ def _pack(kept: Dataset, max_length: int, columns: Sequence[str]) -> Dataset:
     for name in columns:
         numbers, _ = ragged(kept, name)  # one of each document
         made[name] = [numbers[row] for row in rows]
-    return Dataset.from_dict(made, features=Features(features))
+    return Table.from_dict(made, features=Features(features))

@@ -35,6 +35,7 @@ from .prepare import (
 )
 from .report import answers_report, endings, held_out, samples
 from .sources import read_sources
+from .tables import Table
 
 MOST_SHOWN = 1_000  # rows that samples, and what `merge` compares losses on, are of
 MASK = datasets.List(Value("int8"))
@@ -250,7 +251,7 @@ def _as_texts(rows: Dataset, kind: Kind) -> Dataset:
         labels.append(
             [*given, *(token if trained else IGNORE_INDEX for token, trained in zip(answer, mask, strict=True))]
         )
-    return Dataset.from_dict({"input_ids": ids, "labels": labels}, features=Features({"input_ids": IDS, "labels": IDS}))
+    return Table.from_dict({"input_ids": ids, "labels": labels}, features=Features({"input_ids": IDS, "labels": IDS}))
 
 
 def _stops(encoder: AnswerEncoder) -> dict[str, Any]:

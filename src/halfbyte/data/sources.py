@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..errors import DataError
-from ..hub import is_local, nearest
+from ..hub import id_in, is_local, nearest
 from ..notices import notice
-from ..reading import look, open_text, parse_json, why
+from ..reading import look, open_bytes, open_text, parse_json, why
 from ..words import brief
 
 Row = dict[str, Any]
@@ -87,7 +87,9 @@ def files_of(name: str) -> list[Path] | None:
     if not is_local(name):
         return None
     if "://" in name:
-        raise DataError(f"{name}: data is not read from addresses", "download it, and name the file")
+        there = id_in(name)
+        fix = f"write {there}" if there else "download it, and name the file"
+        raise DataError(f"{name}: data is not read from addresses", fix)
     fix = "name the folder, or a list of files" if "*" in name else "check the path"
     raise DataError(f"no such file: {name}{_closest(path)}", fix)
 
@@ -187,6 +189,7 @@ def _read_csv(path: Path) -> Source:
             delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
             reader = csv.DictReader(_lines(file, path), delimiter=delimiter, strict=True)
             names = reader.fieldnames or []
+            _check_delimiter(names, delimiter, f"{path}:1")
             _check_columns(names, f"{path}:1")
             start = reader.line_num + 1
             for row in reader:
@@ -203,6 +206,16 @@ def _read_csv(path: Path) -> Source:
     return Source(str(path), "csv", rows, lines)
 
 
+def _check_delimiter(names: Sequence[str], delimiter: str, where: str) -> None:
+    """Whether a header is one name because its fields are divided by something else."""
+    others = {";": "semicolons", "\t": "tabs", "|": "bars", ",": "commas"}
+    found = next((each for each in others if each != delimiter and len(names) == 1 and each in names[0]), None)
+    if found is not None:
+        said = f"{where}: the header is {brief(names[0])}: its fields are divided by {others[found]}"
+        fix = {"\t": "name it .tsv", ",": "name it .csv"}.get(found, f"divide them by {others[delimiter]}")
+        raise DataError(said, fix)
+
+
 def _check_columns(names: Sequence[str], where: str) -> None:
     twice = [name for number, name in enumerate(names) if name in names[:number]]
     if twice:
@@ -212,7 +225,8 @@ def _check_columns(names: Sequence[str], where: str) -> None:
 def _read_parquet(path: Path) -> Source:
     from pyarrow import parquet
 
-    look(path, DataError)
+    with open_bytes(path, DataError):
+        pass  # what is wrong with the file itself is said of it
     try:
         with parquet.ParquetFile(path) as file:
             _check_columns(file.schema_arrow.names, str(path))

@@ -14,6 +14,7 @@ from ..ops import IGNORE_INDEX
 from .collate import Batch, PackedCollator, PaddedCollator, make_collator, rounds_widths
 from .paired import IDS, NUMBERS, packed
 from .prepare import PreparedData
+from .tables import Table
 
 STEPS = 64  # labelled positions of a batch on a GPU are filled up to multiples of this
 
@@ -46,7 +47,7 @@ def _documents(rows: Dataset) -> Dataset:
             }
         )
     features = Features({"input_ids": IDS, "labels": IDS, "seq_lengths": IDS, "right": NUMBERS})
-    return Dataset.from_dict({name: [row[name] for row in made] for name in features}, features=features)
+    return Table.from_dict({name: [row[name] for row in made] for name in features}, features=features)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from halfbyte.errors import CheckpointError, ConfigError, TrainingError
 from halfbyte.files import check_space, new_directory, write_json
 from halfbyte.hardware import chosen_device
 from halfbyte.notices import notice
-from halfbyte.runs.saved import find_trained, saved_config, trained_tokenizer
+from halfbyte.runs.saved import find_trained, look_up, trained_tokenizer
 
 from ..models.stored import BaseCheckpoint
 from .adapter import AdapterLayers
@@ -250,8 +250,8 @@ def _check_out(out: Path, source: Path, base: str, overwrite: bool) -> None:
 
 
 def _prepare(source: Path, out: Path, base: str, quantize: Quantize, verify: bool, trust_remote_code: bool) -> _Job:
-    place = find_trained(source)
-    config = saved_config(place, [f"trust_remote_code={trust_remote_code}"])
+    find_trained(source)
+    place, config = look_up(str(source), [f"trust_remote_code={trust_remote_code}"])
     run = resolve(config)
     scheme = run.storage.qat_scheme
     quantize = quantize or scheme

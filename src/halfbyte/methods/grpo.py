@@ -6,7 +6,6 @@ What is sampled is the loop's business (`train.generations`); here is what a row
 
 from __future__ import annotations
 
-import uuid
 from typing import TYPE_CHECKING, Any
 
 from ..config.policy import answers_a_generation, micro_batches_a_generation
@@ -258,6 +257,7 @@ def _with_room(rows: Dataset, config: RunConfig, answers: int) -> Dataset:
     it."""
     from ..data.branches import ANSWERS
     from ..data.prepare_answers import as_read
+    from ..data.tables import new_name
 
     rows = rows.with_format(None)  # or a column that is added to part of a table would have all stored as they are read
     new, prompts = answers * config.max_completion_length, rows["prompt_ids"]
@@ -267,6 +267,6 @@ def _with_room(rows: Dataset, config: RunConfig, answers: int) -> Dataset:
     if answers > 1:
         lengths = [[len(prompt), *[config.max_completion_length] * answers] for prompt in prompts]
         columns |= {"seq_lengths": lengths, ANSWERS: [[answers]] * len(rows)}
-    for name, values in columns.items():  # without a name for the result all values would be hashed, by pickling them
-        rows = rows.add_column(name, values, new_fingerprint=uuid.uuid4().hex)
+    for name, values in columns.items():
+        rows = rows.add_column(name, values, new_fingerprint=new_name())
     return rows.with_transform(as_read)

@@ -56,10 +56,15 @@ def look_over(origin: Origin) -> None:
     """What can be said of a model before anything is imported to read it.
 
     Raises:
-        ModelError: there is no such folder or file, or no config in it; or the hub cannot be asked for it.
+        ModelError: there is no such folder or file, or no config in it; or the hub cannot be asked for it; or it is an
+            address.
         CheckpointError: a file is missing or damaged.
         ConfigError: there is nothing to keep.
     """
+    if "://" in origin.name:
+        there = hub.id_in(origin.name)
+        fix = f"write {there}" if there else "download it, and name its folder or file"
+        raise ModelError(f"{origin.name}: models are not read from addresses", fix)
     if gguf_file(origin.name, origin.keep) is None:
         _check_folder(origin.name)
         if not Path(origin.name).is_dir():

@@ -20,7 +20,7 @@ from ..gguf.cache import in_words
 from ..hardware import chosen_device, compute_dtype
 from ..notices import notice
 from ..parallel import ALONE, Mesh
-from ..reading import read_text
+from ..reading import open_bytes, read_text
 from ..reading.boundary import answered
 from ..reading.tensors import safetensors_files
 from .divided import Elsewhere, Share, load_together
@@ -306,6 +306,9 @@ def load_tokenizer(
     there = Path(name, "tokenizer.json").is_file()
     fix = "correct or re-download the tokenizer's files" if there else "put tokenizer.json beside the weights"
     files = " (tokenizer.json, tokenizer_config.json)" if there else ""
+    if there:
+        with open_bytes(Path(name, "tokenizer.json"), ModelError, fix):
+            pass  # what is wrong with the file itself is said of it
     with trusted_only(name), answered(f"cannot load the tokenizer of {name!r}{files}", fix, ModelError):
         tokenizer = AutoTokenizer.from_pretrained(
             name, revision=place.revision, trust_remote_code=place.trust_remote_code

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from ..config.combinations import DIVIDE_ROWS, undivided_sizes
 from ..errors import ModelError
 from ..layers.plain import read_linear
 from ..notices import notice
@@ -15,8 +16,6 @@ from ..parallel.tensor import AXIS, cut, cut_columns, cut_rows, sum_around
 from ..tensor import QuantizedTensor
 from .head import divide_vocabulary, undivided
 from .layer import Block, LayerView, decoder_layers, layer_view
-
-FIX = "use parallel: {data: N} or {shard: N}"
 
 
 def divide_products(model: nn.Module, mesh: Mesh) -> None:
@@ -54,7 +53,7 @@ def check_products(model: nn.Module, ways: int) -> None:
     """
     obstacle = _odd_layer(model, ways) or _odd_adapter(model)
     if obstacle:
-        raise ModelError(f"parallel: {{tensor: {ways}}}: {obstacle}", FIX)
+        raise ModelError(f"parallel: {{tensor: {ways}}}: {obstacle}", DIVIDE_ROWS)
     for view in _views(model):
         for _, block in _blocks(view):
             for name, linear in block.linears.items():
@@ -88,10 +87,8 @@ def _odd_layer(model: nn.Module, ways: int) -> str | None:
             return f"nothing divides the {type(view.attention_half.inner).__name__} of {name}"
         attention, size = view.attention, view.attention.head_dim
         heads, key_heads = (_rows(linear) // size for linear in attention.inputs[:2])
-        if heads % ways or key_heads % ways:
-            return f"{heads} heads, {key_heads} of them of keys, are not divided {ways} ways"
-        if (channels := _rows(view.mlp.inputs[0])) % ways:
-            return f"{channels} channels of the MLP are not divided {ways} ways"
+        if wrong := undivided_sizes(ways, heads, key_heads, _rows(view.mlp.inputs[0])):
+            return wrong
         if attention.dropout:
             return "each process would drop other scores (attention_dropout)"
         if getattr(view.attention_half.inner, "residual_dropout", 0):

@@ -83,7 +83,8 @@ def meeting(size: int) -> Iterator[None]:
             raise ConfigError(f"{name} is set: accelerate is to divide the run, which `parallel` does here", fix)
     if missing := [name for name in MEETING if not os.environ.get(name)]:
         fix = "start it with `halfbyte train` or torchrun, which set them (docs/several-gpus.md)"
-        raise ConfigError(f"WORLD_SIZE is {size}, and {', '.join(missing)} is not set in the environment", fix)
+        are = "are" if len(missing) > 1 else "is"
+        raise ConfigError(f"WORLD_SIZE is {size}, and {', '.join(missing)} {are} not set in the environment", fix)
     launched_as("RANK", 0, size - 1, 0)
     place = f"{os.environ['MASTER_ADDR']}:{launched_as('MASTER_PORT', 1, 65535, 0)}"
     _look_up(os.environ["MASTER_ADDR"])

@@ -52,6 +52,7 @@ _KINDS = {
     stat.S_IFCHR: ("it is a device, not a file", "name a file"),
     stat.S_IFBLK: ("it is a device, not a file", "name a file"),
 }
+_POINTER, _LARGEST_POINTER = b"version https://git-lfs.github.com/spec/", 1024
 _BOMS = {b"\xff\xfe\0\0": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 
 
@@ -132,10 +133,20 @@ def _open(
     if stands == "folder":
         raise error(f"cannot read {path}: {_WORDS[errno.EISDIR]}", _FIXES[errno.EISDIR])
     try:
+        if _is_pointer(path):
+            raise error(f"{path} is a pointer of Git LFS, and not the file", "fetch it: `git lfs pull` in its folder")
         with open(path, mode, encoding=None if "b" in mode else "utf-8-sig", newline=newline) as file:
             yield file
     except OSError as problem:
         raise error(f"cannot read {path}: {why(problem)}", _FIXES.get(problem.errno or 0, fix)) from problem
+
+
+def _is_pointer(path: Path | str) -> bool:
+    """Whether Git has left its note of a large file there, as where it was cloned without LFS."""
+    if os.stat(path).st_size > _LARGEST_POINTER:
+        return False
+    with open(path, "rb") as file:
+        return file.read(len(_POINTER)) == _POINTER
 
 
 def _undecodable(path: Path, error: type[HalfbyteError]) -> HalfbyteError:

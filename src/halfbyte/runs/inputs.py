@@ -6,23 +6,46 @@ What may be a hub id is left to those that fetch it. Each check is the one that 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
+from typing import Any
 
 from .. import hub
 from ..config import RunConfig, resolve
+from ..config.combinations import DIVIDE_ROWS, undivided_sizes
+from ..config.schema import PATHS
 from ..data.sources import files_of
 from ..errors import ConfigError, of_key
 from ..models.find import look_over
 from ..models.teachers import look_over_teacher
 from ..reading import look, why
-from ..reading.model_config import CONFIG
+from ..reading.model_config import CONFIG, read_config
 from ..reading.tensors import ADAPTER, ADAPTER_AGAIN, ADAPTER_CONFIG, read_adapter_config, read_header
 from ..rewards import read_specs
 from ..rewards.judges import look_over_judges
 from ..words import brief
 
 WRITTEN = (".html", ".json", ".jsonl", ".md", ".yaml")  # what a run's files end in
+VARIABLE = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))")
 LONGEST_BELOW = "x" * 160  # as long as what a run and its checkpoints put below output_dir
+
+
+def look_over_spelling(config: RunConfig) -> None:
+    """Whether the paths of a run are written out: no shell has been at them.
+
+    Raises:
+        ConfigError: one names a variable of the environment.
+    """
+    for key in PATHS:
+        value = getattr(config, key)
+        for path in value if isinstance(value, list) else [value]:
+            if not isinstance(path, str) or not (found := VARIABLE.search(path)) or os.path.lexists(path):
+                continue
+            name = found[1] or found[2]
+            known = os.environ.get(name)
+            fix = f"write {VARIABLE.sub(known, path, count=1)}" if known else "write the path itself"
+            unset = "" if known else ", and is not set"
+            raise ConfigError(f"{key}: {path}: {name} is not filled in, as a shell would{unset}", fix)
 
 
 def look_over_inputs(config: RunConfig) -> None:
@@ -44,6 +67,24 @@ def look_over_inputs(config: RunConfig) -> None:
             _look_over_template(config.chat_template_path)
     look_over_judges(config, read_specs(config.reward_funcs or [], None))
     look_over_datasets(config.dataset, config.eval_dataset)
+
+
+def look_over_division(config: RunConfig) -> None:
+    """Whether heads and channels of a model in a folder can be divided as `parallel` says, before processes start.
+
+    Raises:
+        CheckpointError: its config.json cannot be read.
+        ConfigError: they cannot be.
+    """
+    layout, folder = resolve(config).parallel, Path(resolve(config).origin.name)
+    if layout is None or layout.tensor == 1 or not folder.is_dir():
+        return
+    found = read_config(folder)
+    sizes: dict[str, Any] = found.get("text_config") or found
+    heads, channels = sizes.get("num_attention_heads", 0), sizes.get("intermediate_size", 0)
+    key_heads = sizes.get("num_key_value_heads") or heads
+    if wrong := undivided_sizes(layout.tensor, heads, key_heads, channels):
+        raise ConfigError(f"parallel: {{tensor: {layout.tensor}}}: {wrong}", DIVIDE_ROWS)
 
 
 def look_over_datasets(*names: str | list[str] | None) -> None:

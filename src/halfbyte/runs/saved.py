@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import RunConfig, Storage, load_config, resolve
 from ..config.methods import SCORES
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ModelError
 from ..files import clear_leftovers
 from ..models.find import ModelFiles, find_model, look_over, trusted_only
 from ..reading import read_text
 from ..reading.boundary import answered
 from ..reading.model_config import CONFIG, read_config
-from ..reading.tensors import read_adapter_config
+from ..reading.tensors import ADAPTER_CONFIG, read_adapter_config
 
 if TYPE_CHECKING:
     import torch
@@ -111,8 +112,23 @@ def look_up(name: str, overrides: Iterable[str] = (), dataset: str = "none") -> 
     """
     place = find(name)
     config = saved_config(place, overrides, dataset)
-    look_over(resolve(config).origin)
+    with _base_named(place):
+        look_over(resolve(config).origin)
     return place, config
+
+
+@contextlib.contextmanager
+def _base_named(place: Place) -> Iterator[None]:
+    """Around looking for a base: where there is none, that is said of the file which names it."""
+    try:
+        yield
+    except ModelError as error:
+        if place.adapter is None:
+            raise
+        file = place.resolved or place.adapter / ADAPTER_CONFIG
+        key = "model_name_or_path" if place.resolved else "base_model_name_or_path"
+        said = f"the base that {file} names: {error.message}"
+        raise ModelError(said, f"put it back, or correct {key} there") from error
 
 
 def _base_of(adapter: Path) -> str:

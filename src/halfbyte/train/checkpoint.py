@@ -23,6 +23,7 @@ from halfbyte.reading.boundary import answered
 from halfbyte.reading.tensors import ADAPTER, read_header, read_tensors, safetensors_files
 
 from ..runs.manifest import FORMAT, damage_by_manifest, read_manifest
+from ..runs.saved import RESOLVED
 from .metrics import MetricsFile, Window
 
 if TYPE_CHECKING:
@@ -253,6 +254,11 @@ def starting_point(config: RunConfig, resume: str | bool | None, *, contents: bo
     output = config.output_path
     if not resume:
         if held := results_in(output):
+            if held == ["model"] and not (output / RESOLVED).exists():  # a base, most likely
+                raise ConfigError(
+                    f"output_dir: {output} holds {held[0]}/, where a run writes what it has trained",
+                    "name a folder for the run alone",
+                )
             raise ConfigError(
                 f"output_dir: {output} already holds a run ({', '.join(held)})",
                 "continue it with --resume, or choose another output_dir",

@@ -10,7 +10,7 @@ from halfbyte.errors import CheckpointError
 from halfbyte.methods import METHODS, Method, method_of
 
 from ..reading.tensors import read_adapter_config
-from ..runs.inputs import look_over_inputs, look_over_output
+from ..runs.inputs import look_over_division, look_over_inputs, look_over_output, look_over_spelling
 from ..runs.lock import check_free
 from .checkpoint import starting_point
 
@@ -25,10 +25,12 @@ def look_over_run(config: RunConfig, resume: str | bool | None = None) -> None:
         HalfbyteError: what is wrong, and what to do.
     """
     method = method_of(config)
+    look_over_spelling(config)
     look_over_output(config.output_dir)
     check_free(config.output_path)
     starting_point(config, config.resume_from_checkpoint if resume is None else resume, contents=False)
     look_over_inputs(config)
+    look_over_division(config)
     if config.adapter_path:
         _look_over_kind(config, method)
 

@@ -22,6 +22,7 @@ from halfbyte import __version__
 from halfbyte.adapters import compute
 from halfbyte.console import Console
 from halfbyte.data.paired import answer_collator, trained_tokens
+from halfbyte.data.tables import new_name
 from halfbyte.errors import CheckpointError, ConfigError, TrainingError
 from halfbyte.files import cache_folder, new_file
 from halfbyte.methods.answers import REFERENCE, as_reference, log_probs
@@ -74,7 +75,9 @@ def _forwards(run: PreparedRun, loop: TrainingLoop) -> Iterator[None]:
 def _with_reference(rows: Any, values: torch.Tensor) -> Dataset:
     """`rows` with a column of their trained tokens' log-probabilities."""
     parts = values.split([trained_tokens(row) for row in rows])
-    return rows.add_column(REFERENCE, [part.numpy() for part in parts], feature=List(Value("float32")))
+    return rows.add_column(
+        REFERENCE, [part.numpy() for part in parts], new_fingerprint=new_name(), feature=List(Value("float32"))
+    )
 
 
 # --- computing -------------------------------------------------------------------------------------------------------

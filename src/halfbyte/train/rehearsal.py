@@ -13,6 +13,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 
 from halfbyte.config import RunConfig
 from halfbyte.errors import ConfigError
+from halfbyte.notices import notice
 from halfbyte.optim import OPTIMIZERS
 
 WIDTH = 64  # of the one layer that is trained: bitsandbytes keeps states of fewer than 4,096 numbers in 32 bits
@@ -76,7 +77,12 @@ def try_schedule(config: RunConfig, args: TrainingArguments, optimizer: Any, ste
         schedule = get_scheduler(config.lr_scheduler_type, optimizer, warmup, steps)
         for step in (0, 1, warmup, steps):
             schedule.lr_lambdas[0](step)
+        highest = max(map(schedule.lr_lambdas[0], range(steps))) if steps <= warmup else 1.0
     except (ValueError, ArithmeticError) as error:
         message = f"lr_scheduler_type: {config.lr_scheduler_type} of {steps} steps, {warmup} of them warmup"
         fix = "set lr_scheduler_type: cosine, or change learning_rate, max_steps or warmup_steps"
         raise ConfigError(f"{message}: {first_line(error)}", fix) from error
+    if highest < 1.0:
+        most = f"at most {highest * config.learning_rate:.1e} of {config.learning_rate:.1e}"
+        said = f"learning_rate is never reached: {warmup} steps of warmup (warmup_steps) in {steps}"
+        notice("warmup", f"{said}, {most}" if highest else f"{said}: nothing is learned")

@@ -1,0 +1,76 @@
+"""Two lists that nobody had tried, written from the README and docs/ alone, as a user's; see docs/log.md for how many
+fell short. Here are those that did, and what was known before."""
+
+from pathlib import Path
+
+from hostile import Case, gone
+from rows_config import both
+from rows_data import data
+
+HUB = "https://huggingface.co"
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'4d' * 32}\nsize 132\n"
+EVERY_USE = ("generate run prompts.jsonl", "chat run", "serve run --port 0", "eval run data.jsonl", "merge run",
+             "export run --gguf f16")  # fmt: skip
+
+
+def lost_config(path: Path) -> None:
+    """A run's adapter as it was copied from there alone."""
+    (path / "adapter").rename(path.parent / "alone")
+
+
+KEYS = [
+    Case("+ modules with spaces between", ["check", "run.yaml", "target_modules=q_proj v_proj"],
+         says="target_modules", fix="target_modules: [q_proj, v_proj]"),
+    Case("+ modules with commas between", both("target_modules=q_proj,v_proj"), says="target_modules",
+         fix="target_modules: [q_proj, v_proj]"),
+    Case("+ all-linear among others", both("'target_modules=[all-linear, lm_head]'"), says="all-linear",
+         fix="stands alone"),
+    Case("+ a variable that no shell filled in", both("'output_dir=$HOME/out'"), says=("output_dir", "HOME"),
+         fix="/out"),
+    Case("+ a variable in braces that is not set", both("'dataset=${NOWHERE}/data.jsonl'"),
+         says=("dataset", "NOWHERE"), fix="the path itself"),
+    Case("+ a folder below ~", "check run.yaml output_dir=~/out", code=0, says="out", never=("output    ~",)),
+    Case("+ a model below ~ that is not there", both("model_name_or_path=~/nothing"), says="nothing", never=("~",)),
+    Case("+ a model's page", both(f"model_name_or_path={HUB}/Qwen/Qwen3-8B"), says="address", fix="Qwen/Qwen3-8B"),
+    Case("+ a GGUF file's address", both(f"model_name_or_path={HUB}/a/b/resolve/main/q.gguf"), says="address",
+         fix="download"),
+    Case("+ a dataset's page", both(f"dataset={HUB}/datasets/tatsu-lab/alpaca"), says="address",
+         fix="tatsu-lab/alpaca"),
+    Case("+ a warmup longer than the run", "check run.yaml warmup_steps=1000", code=0,
+         says=("warmup_steps", "never reached", "1000", "2.0e-07 of 2.0e-04")),
+    Case("+ a run that is warmup alone", "check run.yaml max_steps=-1 num_train_epochs=0.0001", code=0,
+         says=("warmup_steps", "nothing is learned")),
+    Case("+ key and value apart", "train run.yaml r 8", code=2, says="r is no KEY=VALUE", fix="write r=8"),
+    Case("+ blanks around the sign", ["check", "run.yaml", "r = 8"], code=2, fix="write r=8"),
+    Case("+ a run in place of its file", "train run", code=2, says="run's folder", fix="run/run.yaml --resume",
+         given=("run",)),
+    Case("+ a folder that holds no run", both("output_dir=."), says=("output_dir", "model/"), fix="for the run alone",
+         never=("already holds a run",)),
+    Case("+ heads cut in three, before processes start", both("'parallel={tensor: 3}'"), says=("tensor: 3", "4 heads")),
+    Case("+ a tracker of several processes", "train run.yaml 'parallel={data: 2}' report_to=nonsense",
+         says="report_to: nonsense", never=("process 1",)),
+    Case("+ half an environment of torchrun", "train run.yaml", says="RANK, MASTER_ADDR, MASTER_PORT are not set",
+         environment={"WORLD_SIZE": "2"}),
+]  # fmt: skip
+
+FILES = [
+    Case("+ semicolons between fields", "check run.yaml dataset=d.csv", says=("d.csv:1", "semicolons"), fix="commas",
+         files={"d.csv": "prompt;completion\na;b\nc;d\n"}),
+    Case("+ commas in a .tsv", "check run.yaml dataset=d.tsv", says=("d.tsv:1", "commas"), fix=".csv",
+         files={"d.tsv": "prompt,completion\na,b\nc,d\n"}),
+    Case("+ weights that Git has not fetched", ("check run.yaml", "merge run"), says="model.safetensors is a pointer",
+         fix="git lfs pull", files={"model/model.safetensors": POINTER}, given=("run",)),
+    Case("+ a tokenizer that Git has not fetched", ("check run.yaml", "export model --gguf f16"),
+         says="tokenizer.json is a pointer", fix="git lfs pull", files={"model/tokenizer.json": POINTER}),
+    Case("+ data that Git has not fetched", "check run.yaml", says="data.jsonl is a pointer", fix="git lfs pull",
+         files=data(POINTER)),
+    Case("+ a Parquet file that Git has not fetched", "check run.yaml dataset=d.parquet", says="d.parquet is a pointer",
+         fix="git lfs pull", files={"d.parquet": POINTER}),
+    Case("+ a run whose base is gone", EVERY_USE, says=("run/config.resolved.yaml", "model"), fix="model_name_or_path",
+         given=("run",), files={"model": gone}),
+    Case("+ an adapter alone whose base is gone", ("generate alone prompts.jsonl", "merge alone"),
+         says="alone/adapter_config.json", fix="base_model_name_or_path", given=("run",),
+         files={"run": lost_config, "model": gone}),
+]  # fmt: skip
+
+ROWS = [*KEYS, *FILES]
