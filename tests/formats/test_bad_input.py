@@ -15,7 +15,13 @@ from halfbyte.models.load import load_model
 from halfbyte.tensor import QuantizedTensor
 
 NAME = "model.layers.1.mlp.up_proj.weight"
-IMPORTED = {"gptq", "gptq_v2", "awq"}  # read from checkpoints, not quantized to
+IMPORTED = {
+    "gptq",
+    "gptq_v2",
+    "awq",
+    "pack_quantized",
+    "pack_quantized_zeros",
+}  # read from checkpoints, not quantized to
 SIGNED = {"zeros", "codebook", "nested_code", "nested_offset"}  # parts that may be negative
 # Bytes that stand for NaN. Every byte of an E4M4 scale and of a nested scale is a number.
 BYTES_OF_NAN = {"nvfp4": ("scale", (0x7F, 0xFF)), "mxfp4": ("scale", (0xFF,)), "fp8": ("codes", (0x7F, 0xFF))}
@@ -97,12 +103,13 @@ def test_shapes_and_scales_of_imported_formats(name):
         cls().part_specs((12, 20))
     with pytest.raises(ModelError, match=f"{name} weights are read from checkpoints"):
         cls().quantize(torch.ones(16, 128))
-    specs = cls().part_specs((16, 128))
-    state = {f"../{part}": torch.zeros(size, dtype=dtype) for part, (size, dtype) in specs.items()}
-    cls.from_state(state, "layer.weight")
+    specs, shape = cls().part_specs((16, 128)), (16, 128)
+    parts = {part: torch.zeros(size, dtype=dtype) for part, (size, dtype) in specs.items()}
+    state, scales = cls().to_state(parts, shape, torch.float16), cls.entries["scales"]
+    assert cls.from_state(state, "layer.weight")[2] == shape
     for bad in (float("nan"), float("inf")):
-        with pytest.raises(CheckpointError, match=r"layer\.scales has .*NaN or Inf"):
-            cls.from_state(state | {"../scales": torch.full((1, 16), bad).half()}, "layer.weight")
+        with pytest.raises(CheckpointError, match=rf"layer\.{scales.removeprefix('../')} has .*NaN or Inf"):
+            cls.from_state(state | {scales: torch.full_like(state[scales], bad)}, "layer.weight")
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from halfbyte.errors import CheckpointError, ModelError
-from halfbyte.formats import Awq, Gptq, GptqV2, Mxfp4, Nvfp4, from_spec
+from halfbyte.formats import Awq, Gptq, GptqV2, Mxfp4, Nvfp4, PackQuantized, PackQuantizedZeros, from_spec
 from halfbyte.layers import QuantizedLinear, quantized_parameter
 from halfbyte.notices import forget, said
 from halfbyte.tensor import QuantizedTensor
@@ -34,6 +34,16 @@ def awq():
     return gptq(indexed=False) | {"../qweight": words(K, N // 8)}
 
 
+def packed(zeros=False, indexed=False):
+    state = {
+        "../weight_packed": words(N, K // 8),
+        "../weight_scale": (torch.rand(N, GROUPS) * 0.02).bfloat16(),
+        "../weight_shape": torch.tensor([N, K]),
+    }
+    state |= {"../weight_zero_point": words(N // 8, GROUPS)} if zeros else {}
+    return state | ({"../weight_g_idx": gptq()["../g_idx"]} if indexed else {})
+
+
 def modelopt():
     scale = torch.randint(0, 127, (N, K // 16), dtype=torch.uint8)
     return {
@@ -57,8 +67,11 @@ def gpt_oss(experts=3):
     }
 
 
-CHECKPOINTS = [(Gptq, gptq), (GptqV2, gptq), (Gptq, lambda: gptq(False)), (Awq, awq), (Nvfp4, modelopt), (Mxfp4, mxfp4)]
-IDS = ["gptq", "gptq_v2", "gptq-runs", "awq", "modelopt", "mxfp4"]
+CHECKPOINTS = [
+    (Gptq, gptq), (GptqV2, gptq), (Gptq, lambda: gptq(False)), (Awq, awq), (Nvfp4, modelopt), (Mxfp4, mxfp4),
+    (PackQuantized, packed), (PackQuantizedZeros, lambda: packed(True, True)),
+]  # fmt: skip
+IDS = ["gptq", "gptq_v2", "gptq-runs", "awq", "modelopt", "mxfp4", "pack-quantized", "pack-quantized-zeros"]
 checkpoints = pytest.mark.parametrize(("cls", "make"), CHECKPOINTS, ids=IDS)
 
 
@@ -87,6 +100,23 @@ def test_gptq_values(cls, plus, indexed):
     tensor = loaded(cls, state)
     assert tensor.dtype == torch.float16
     assert np.array_equal(tensor.dequantize().numpy(), expected)
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("indexed", [False, True])
+def test_pack_quantized_values(zeros, indexed):
+    state = packed(zeros, indexed)
+    codes, scales = state["../weight_packed"], state["../weight_scale"]
+    expected = torch.empty(N, K, dtype=torch.bfloat16)
+    for n in range(N):
+        for k in range(K):
+            group = int(state["../weight_g_idx"][k]) if indexed else k // (K // GROUPS)
+            zero = nibble(state["../weight_zero_point"][n // 8, group], n % 8) - 8 if zeros else 0
+            expected[n, k] = scales[n, group] * (nibble(codes[n, k // 8], k % 8) - 8 - zero)
+    tensor = loaded(PackQuantizedZeros if zeros else PackQuantized, state)
+    assert tensor.dtype == torch.bfloat16
+    assert torch.equal(tensor.dequantize(), expected)
+    assert from_spec(tensor.format.spec) == tensor.format
 
 
 def test_awq_values():
@@ -184,7 +214,7 @@ def test_a_state_dict_loads_and_trains(cls, make):
 def damages(cls, make):
     """(what, entry, damaged value or None for missing)."""
     for key, value in make().items():
-        if key not in ("../g_idx",):
+        if key not in ("../g_idx", "../weight_g_idx"):
             yield "missing", key, None
         # A GPTQ file without g_idx says nowhere how many inputs it has: there the model's shape finds a short qweight.
         if value.dim() and (key != "../qweight" or cls is Awq or "../g_idx" in make()):
@@ -227,6 +257,17 @@ def poisoned(state, key, value):
         (Awq, lambda: poisoned(awq(), "../scales", float("inf")), r"layer\.scales has 1 scales"),
         (Gptq, lambda: poisoned(gptq(), "../g_idx", GROUPS), r"layer\.g_idx has groups"),
         (Gptq, lambda: poisoned(gptq(), "../g_idx", -1), r"layer\.g_idx has groups"),
+        (
+            PackQuantized,
+            lambda: poisoned(packed(), "../weight_scale", float("nan")),
+            r"layer\.weight_scale has 1 scales",
+        ),
+        (PackQuantized, lambda: poisoned(packed(), "../weight_shape", N - 1), r"layer\.weight_shape is \[23, 64\]"),
+        (
+            PackQuantized,
+            lambda: poisoned(packed(indexed=True), "../weight_g_idx", GROUPS),
+            r"layer\.weight_g_idx has groups",
+        ),
     ],
 )
 def test_corrupted_scales_are_named(cls, state, label):
@@ -251,12 +292,20 @@ def test_an_unused_activation_scale_is_said():
 
 
 def test_int4_is_not_quantized_to():
-    for cls in (Gptq, GptqV2, Awq):
+    for cls in (Gptq, GptqV2, Awq, PackQuantized):
         with pytest.raises(ModelError, match=f"{cls.name} weights are read from checkpoints"):
             QuantizedTensor.quantize(torch.randn(8, 8), cls())
 
 
+def compressed(form="pack-quantized", **scheme):
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None} | scheme
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
+
+
 CONFIGS = [
+    (compressed(), PackQuantized),
+    (compressed(weights={"num_bits": 4, "symmetric": False}), PackQuantizedZeros),
     ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, Gptq),
     ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq"}, Gptq),
     ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"}, GptqV2),
@@ -271,7 +320,8 @@ CONFIGS = [
 
 @pytest.mark.parametrize(("entry", "cls"), CONFIGS)
 def test_quantization_config_is_recognised(entry, cls):
-    found = [one for one in (Gptq, GptqV2, Awq, Nvfp4, Mxfp4) if one.from_quantization_config(entry) is not None]
+    every = (Gptq, GptqV2, Awq, Nvfp4, Mxfp4, PackQuantized, PackQuantizedZeros)
+    found = [one for one in every if one.from_quantization_config(entry) is not None]
     assert found == ([cls] if cls else [])
 
 
@@ -282,6 +332,14 @@ def test_quantization_config_is_recognised(entry, cls):
         (Gptq, {"quant_method": "gptq", "checkpoint_format": "marlin"}, "'marlin'"),
         (Awq, {"quant_method": "awq", "version": "gemv"}, "'gemv'"),
         (Awq, {"quant_method": "awq", "bits": 3}, "3-bit"),
+        (PackQuantized, compressed("float-quantized"), "format 'float-quantized'"),
+        (PackQuantized, compressed(weights={"num_bits": 8, "type": "int"}), "weights.num_bits 8"),
+        (PackQuantized, compressed(weights={"num_bits": 4, "type": "float"}), "weights.type 'float'"),
+        (PackQuantized, compressed(weights={"num_bits": 4, "strategy": "tensor"}), "weights.strategy 'tensor'"),
+        (PackQuantized, compressed(input_activations={"num_bits": 8}), "input_activations"),
+        (PackQuantized, compressed(targets=["re:.*mlp.*"]), "targets"),
+        (PackQuantized, compressed() | {"config_groups": {}}, "0 config_groups"),
+        (PackQuantized, compressed() | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
     ],
 )
 def test_other_layouts_are_refused_by_name(cls, entry, said):

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from halfbyte.errors import CheckpointError
-from halfbyte.formats import Awq, Gptq, GptqV2, Mxfp4, Nvfp4
+from halfbyte.formats import Awq, Gptq, GptqV2, Mxfp4, Nvfp4, PackQuantized
 from halfbyte.formats.base import entry_name
 from halfbyte.models.load import load_model
 from halfbyte.tensor import QuantizedTensor
@@ -24,6 +24,15 @@ def int4(cls, outputs, inputs):
     return state if cls is Awq else state | {"../g_idx": (torch.randperm(inputs) // 32).int()}
 
 
+def packed(cls, outputs, inputs):
+    word = {"low": -(2**31), "high": 2**31 - 1, "dtype": torch.int32}
+    return {
+        "../weight_packed": torch.randint(size=(outputs, inputs // 8), **word),
+        "../weight_scale": (torch.rand(outputs, inputs // 32) * 0.01).bfloat16(),
+        "../weight_shape": torch.tensor([outputs, inputs]),
+    }
+
+
 def fp4(cls, outputs, inputs):
     format_ = cls(tiles=False) if cls is Nvfp4 else cls()
     weight = torch.randn(outputs, inputs) * 0.05
@@ -36,7 +45,14 @@ CONFIGS = {
     Awq: {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"},
     Nvfp4: {"quant_method": "modelopt", "quant_algo": "NVFP4"},
     Mxfp4: {"quant_method": "mxfp4"},
+    PackQuantized: {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 32}}},
+    },
 }
+MAKERS = {Gptq: int4, GptqV2: int4, Awq: int4, Nvfp4: fp4, Mxfp4: fp4, PackQuantized: packed}
 
 
 def converted(source, target, cls):
@@ -48,7 +64,7 @@ def converted(source, target, cls):
     tensors = {name: value for path in source.glob("*.safetensors") for name, value in load_file(path).items()}
     states = {}
     for name in [name for name in tensors if name.endswith("proj.weight")]:
-        states[name] = (int4 if cls in (Gptq, GptqV2, Awq) else fp4)(cls, *tensors.pop(name).shape)
+        states[name] = MAKERS[cls](cls, *tensors.pop(name).shape)
         tensors |= {entry_name(name, suffix): value for suffix, value in states[name].items()}
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((target / "config.json").read_text()) | {"quantization_config": CONFIGS[cls]}

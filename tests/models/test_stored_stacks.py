@@ -89,7 +89,58 @@ def awq(name, weight):
     return {f"{module}{key}": value for key, value in entries.items()}, values.T.contiguous()
 
 
+PACKED = {  # as llm-compressor writes it; Kimi K2 is so, in groups of 32
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head", "re:.*mlp\\.gate$"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32},
+            "input_activations": None,
+            "output_activations": None,
+        }
+    },
+}
+
+
+def scheme(**weights):
+    (group,) = PACKED["config_groups"].values()
+    return PACKED | {"config_groups": {"group_0": group | {"weights": group["weights"] | weights}}}
+
+
+def pack_quantized(entry):
+    """By compressed-tensors itself."""
+    (group,) = entry["config_groups"].values()
+
+    def stored(name, weight):
+        from compressed_tensors.compressors import PackedQuantizationCompressor as Compressor
+        from compressed_tensors.quantization import QuantizationScheme
+        from compressed_tensors.quantization.utils import calculate_qparams
+
+        how = QuantizationScheme.model_validate(group)
+        outputs, inputs = weight.shape
+        size = how.weights.group_size or inputs
+        runs = weight.view(outputs, -1, size)
+        scale, zero = calculate_qparams(runs.amin(2), runs.amax(2), how.weights)
+        state = {"weight": weight, "weight_scale": scale.to(torch.bfloat16)}
+        state |= {} if how.weights.symmetric else {"weight_zero_point": zero.to(torch.int8)}
+        packed = Compressor.compress(state, how)
+        module = name.removesuffix("weight")
+        values = Compressor.decompress({k: v.float() if "scale" in k else v for k, v in packed.items()}, how)
+        return {f"{module}{key}": value for key, value in packed.items()}, values["weight"].contiguous()
+
+    return stored
+
+
+SCHEMES = {
+    "pack-quantized": PACKED,
+    "pack-quantized, zeros": scheme(symmetric=False, group_size=64),
+    "pack-quantized, channels": scheme(strategy="channel", group_size=None),
+}
 KINDS = {
+    **{kind: (entry, pack_quantized(entry)) for kind, entry in SCHEMES.items()},
     "bitsandbytes": (BNB | {"bnb_4bit_use_double_quant": True}, bitsandbytes(True)),
     "bitsandbytes, plain scales": (BNB, bitsandbytes(False)),
     "fp8": (FP8 | {"modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]}, fp8),
@@ -156,7 +207,7 @@ def test_experts_keep_their_values(kind, tmp_path):
     assert torch.equal(logits(again), logits(model))
 
 
-@pytest.mark.parametrize("kind", ["bitsandbytes", "fp8", "awq"])
+@pytest.mark.parametrize("kind", ["bitsandbytes", "fp8", "awq", "pack-quantized"])
 def test_they_train(kind, tmp_path):
     entry, stored = KINDS[kind]
     twin = checkpoint(tmp_path, entry, stored)
@@ -212,7 +263,10 @@ def test_a_damaged_expert_is_named(tmp_path):
             load(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["bitsandbytes", "fp8", "bitsandbytes, experts whole", "one layer's experts whole"])
+KINDS_PLANNED = ["bitsandbytes", "fp8", "pack-quantized", "bitsandbytes, experts whole", "one layer's experts whole"]
+
+
+@pytest.mark.parametrize("kind", KINDS_PLANNED)
 def test_their_bytes_are_planned(kind, tmp_path):
     entry, stored = KINDS["bitsandbytes" if "whole" in kind else kind]
     whole = {"bitsandbytes, experts whole": ".experts.", "one layer's experts whole": "layers.1.mlp.experts."}.get(kind)
@@ -226,7 +280,7 @@ def test_their_bytes_are_planned(kind, tmp_path):
     assert shapes.frozen_bytes() == held
 
 
-@pytest.mark.parametrize("kind", ["bitsandbytes", "fp8"])
+@pytest.mark.parametrize("kind", ["bitsandbytes", "fp8", "pack-quantized"])
 def test_they_are_merged_onto(kind, tmp_path):
     """The 16-bit model that comes of it is plain PEFT's on the values that the checkpoint holds."""
     twin = checkpoint(tmp_path / "base", *KINDS[kind], **BYTES)

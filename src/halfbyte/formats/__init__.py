@@ -10,7 +10,7 @@ from .bitplane import KBit
 from .blockwise4 import Blockwise4
 from .float8 import Float8
 from .hqq import HQQ
-from .int4 import Awq, Gptq, GptqV2
+from .int4 import Awq, Gptq, GptqV2, PackQuantized, PackQuantizedZeros
 from .int8 import Int8
 from .mxfp4 import Mxfp4
 from .nvfp4 import Nvfp4
@@ -29,6 +29,8 @@ __all__ = [
     "KBit",
     "Mxfp4",
     "Nvfp4",
+    "PackQuantized",
+    "PackQuantizedZeros",
     "Stack",
     "from_spec",
     "named",

@@ -1,4 +1,5 @@
-"""GPTQ and AWQ checkpoints with 4-bit weights: read as they are, trained on, and written back with the same bytes.
+"""GPTQ, AWQ and compressed-tensors checkpoints with 4-bit weights: read as they are, trained on, and written back with
+the same bytes.
 
 Entries beside the parameter `weight`, which has K inputs and N outputs in G groups (values: `halfbyte.ops.int4`):
 
@@ -7,7 +8,14 @@ Entries beside the parameter `weight`, which has K inputs and N outputs in G gro
     scales   fp16 or bf16 [G, N]
     g_idx    int32 [K], the group of each input: GPTQ only, any order where it was quantized with `desc_act`
 
-GPTQ's first format stores zeros minus one; `checkpoint_format: gptq_v2` stores them as they are.
+GPTQ's first format stores zeros minus one; `checkpoint_format: gptq_v2` stores them as they are. compressed-tensors'
+"pack-quantized" is that, turned:
+
+    weight_packed      int32 [N, K/8], codes plus 8
+    weight_zero_point  int32 [N/8, G], zeros plus 8; none where all zeros are 0
+    weight_scale       bf16 or fp16 [N, G]
+    weight_shape       int64 [2]: N, K
+    weight_g_idx       int32 [K], as g_idx
 """
 
 from __future__ import annotations
@@ -26,7 +34,13 @@ from ..ops.int4 import PACK, dequantize_int4
 from .base import FLOATS, Format, Parts, PartSpecs, check_parts, cut, entry_name, register_format, split_parts
 
 ENTRIES = {"qweight": "../qweight", "qzeros": "../qzeros", "scales": "../scales", "g_idx": "../g_idx"}
+PACKED = {
+    "qweight": "../weight_packed", "qzeros": "../weight_zero_point", "scales": "../weight_scale",
+    "g_idx": "../weight_g_idx", "shape": "../weight_shape",
+}  # fmt: skip
+EIGHTS = -0x77777778  # 0x88888888: eight zeros of 8, the code of 0
 DAMAGED = "re-download the checkpoint"
+OTHERWISE = "use one of int4 weights alone (W4A16, pack-quantized), or the 16-bit model"
 
 
 @dataclass(frozen=True)
@@ -46,6 +60,7 @@ class Int4(Format):
     names: ClassVar[dict[str, str]] = {}
     awq: ClassVar[bool] = False
     zero_shift: ClassVar[int] = 0
+    entries: ClassVar[dict[str, str]] = ENTRIES  # part → suffix
 
     @property
     def spec(self) -> str:
@@ -122,51 +137,63 @@ class Int4(Format):
         return replace(self, group_size=size), split_parts(n, cuts, {})
 
     def to_state(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
-        return {ENTRIES[part]: value for part, value in parts.items()}
+        return {self.entries[part]: value for part, value in parts.items()}
 
     @classmethod
     def from_state(cls, state: Parts, name: str) -> tuple[Format, dict[str, Tensor], tuple[int, ...], torch.dtype]:
-        parts = {part: state[key] for part, key in ENTRIES.items() if key in state}
+        labels = {part: entry_name(name, key) for part, key in cls.entries.items()}
+        found = {part: state[key] for part, key in cls.entries.items() if key in state}
         for part in ("qweight", "scales"):
-            label = entry_name(name, ENTRIES[part])
-            if part not in parts:
-                raise CheckpointError(f"{label} is missing from the checkpoint", DAMAGED)
-            if parts[part].dim() != 2 or not parts[part].numel():
-                raise CheckpointError(f"{label} is {tuple(parts[part].shape)}, expected a matrix", DAMAGED)
-        scales, rows = parts["scales"], parts["qweight"].shape[0]
-        if scales.dtype not in FLOATS:
-            raise CheckpointError(f"{entry_name(name, ENTRIES['scales'])} is {scales.dtype}, not a float", DAMAGED)
-        groups, outputs = scales.shape
-        inputs = rows if cls.awq else rows * PACK
+            if part not in found:
+                raise CheckpointError(f"{labels[part]} is missing from the checkpoint", DAMAGED)
+            if found[part].dim() != 2 or not found[part].numel():
+                raise CheckpointError(f"{labels[part]} is {tuple(found[part].shape)}, expected a matrix", DAMAGED)
+        dtype = found["scales"].dtype
+        if dtype not in FLOATS:
+            raise CheckpointError(f"{labels['scales']} is {dtype}, not a float", DAMAGED)
+        (outputs, inputs), groups = cls._sizes(found, labels)
         if inputs % groups:
-            label = entry_name(name, ENTRIES["scales"])
-            raise CheckpointError(f"{label} has {groups} groups, which do not divide {inputs} inputs", DAMAGED)
-        format_ = cls(inputs // groups, str(scales.dtype).removeprefix("torch."), "g_idx" in parts)
+            said = f"{labels['scales']} has {groups} groups, which do not divide {inputs} inputs"
+            raise CheckpointError(said, DAMAGED)
+        format_ = cls(inputs // groups, str(dtype).removeprefix("torch."), "g_idx" in found)
         try:
-            specs = format_.part_specs((outputs, inputs))
+            specs = format_._stored_specs((outputs, inputs))
         except ModelError as error:
             raise CheckpointError(f"{name}: {error.message}", DAMAGED) from error
-        check_parts(parts, specs, ENTRIES, name)
-        _check_values(parts, groups, name)
-        return format_, parts, (outputs, inputs), scales.dtype
+        check_parts(found, specs, cls.entries, name)
+        parts = format_._taken(found)
+        _check_values(parts, groups, labels)
+        return format_, parts, (outputs, inputs), dtype
+
+    @classmethod
+    def _sizes(cls, found: Parts, labels: Mapping[str, str]) -> tuple[tuple[int, int], int]:
+        """Shape of the weight, and groups of its inputs, of a checkpoint's entries by part."""
+        (groups, outputs), rows = found["scales"].shape, found["qweight"].shape[0]
+        return (outputs, rows if cls.awq else rows * PACK), groups
+
+    def _stored_specs(self, shape: tuple[int, ...]) -> PartSpecs:
+        """`part_specs` of a checkpoint's entries."""
+        return self.part_specs(shape)
+
+    def _taken(self, found: Parts) -> dict[str, Tensor]:
+        """Parts, of a checkpoint's entries by part."""
+        return dict(found)
 
     @classmethod
     @functools.cache
     def state_suffixes(cls) -> frozenset[str]:
-        return frozenset(ENTRIES.values())
+        return frozenset(cls.entries.values())
 
 
-def _check_values(parts: Parts, groups: int, name: str) -> None:
+def _check_values(parts: Parts, groups: int, labels: Mapping[str, str]) -> None:
     if parts["scales"].is_meta:
         return
     wrong = int((~torch.isfinite(parts["scales"])).sum())
     if wrong:
-        raise CheckpointError(f"{entry_name(name, ENTRIES['scales'])} has {wrong} scales that are NaN or Inf", DAMAGED)
+        raise CheckpointError(f"{labels['scales']} has {wrong} scales that are NaN or Inf", DAMAGED)
     index = parts.get("g_idx")
     if index is not None and not 0 <= int(index.min()) <= int(index.max()) < groups:
-        message = (
-            f"{entry_name(name, ENTRIES['g_idx'])} has groups {int(index.min())} to {int(index.max())} of {groups}"
-        )
+        message = f"{labels['g_idx']} has groups {int(index.min())} to {int(index.max())} of {groups}"
         raise CheckpointError(message, DAMAGED)
 
 
@@ -178,6 +205,10 @@ def _check_config(entry: Mapping[str, Any], key: str, known: str, default: str) 
     found = str(entry.get(key) or default).lower()
     if found != known:
         raise CheckpointError(f"this {method} checkpoint has {key} {found!r}", f"use one with {key} {known!r}")
+
+
+def _turned(parts: Parts) -> dict[str, Tensor]:
+    return {part: value.t().contiguous() if value.dim() == 2 else value for part, value in parts.items()}
 
 
 @register_format
@@ -225,3 +256,81 @@ class Awq(Int4):
             return None
         _check_config(entry, "version", "gemm", "gemm")
         return cls()
+
+
+@register_format
+@dataclass(frozen=True)
+class PackQuantized(Int4):
+    """compressed-tensors' "pack-quantized" int4 with zeros of 0, which are not stored, as llm-compressor writes it and
+    Kimi K2's experts are. In memory it has the parts of `GptqV2`, which it equals value for value."""
+
+    name: ClassVar[str] = "pack_quantized"
+    entries: ClassVar[dict[str, str]] = {part: key for part, key in PACKED.items() if part != "qzeros"}
+    symmetric: ClassVar[bool] = True
+
+    scale_dtype: str = "bfloat16"
+
+    def to_state(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
+        stored = _turned({part: value for part, value in parts.items() if part in self.entries})
+        return super().to_state(stored | {"shape": torch.tensor(shape)}, shape, dtype)
+
+    @classmethod
+    def _sizes(cls, found: Parts, labels: Mapping[str, str]) -> tuple[tuple[int, int], int]:
+        outputs, inputs = len(found["qweight"]), found["qweight"].shape[1] * PACK
+        if (said := found.get("shape")) is None:
+            raise CheckpointError(f"{labels['shape']} is missing from the checkpoint", DAMAGED)
+        if said.numel() != 2 or not (said.is_meta or said.tolist() == [outputs, inputs]):
+            values = "" if said.is_meta else f"{said.tolist()}, "
+            raise CheckpointError(
+                f"{labels['shape']} is {values}not the shape ({outputs}, {inputs}) of what {labels['qweight']} holds",
+                "use a checkpoint whose weights have sides in multiples of 8",
+            )
+        return (outputs, inputs), found["scales"].shape[1]
+
+    def _stored_specs(self, shape: tuple[int, ...]) -> PartSpecs:
+        specs = self.part_specs(shape).items()
+        return {part: (size[::-1], dtype) for part, (size, dtype) in specs if part in self.entries}
+
+    def _taken(self, found: Parts) -> dict[str, Tensor]:
+        parts = _turned({part: value for part, value in found.items() if part != "shape"})
+        groups, outputs = parts["scales"].shape
+        zeros = {} if "qzeros" in parts else {"qzeros": parts["qweight"].new_full((groups, outputs // PACK), EIGHTS)}
+        return {part: value for part in ENTRIES if (value := (parts | zeros).get(part)) is not None}
+
+    @classmethod
+    def from_quantization_config(cls, entry: Mapping[str, Any]) -> Format | None:
+        if entry.get("quant_method") != "compressed-tensors":
+            return None
+        groups = entry.get("config_groups") or {}
+        schemes = groups.values() if isinstance(groups, Mapping) else ()
+        if len(schemes) != 1:
+            raise CheckpointError(f"this compressed-tensors checkpoint has {len(schemes)} config_groups", OTHERWISE)
+        (scheme,) = schemes
+        weights, form = scheme.get("weights") or {}, scheme.get("format") or entry.get("format")
+        if bool(weights.get("symmetric", True)) != cls.symmetric:
+            return None
+        sparse = (entry.get("sparsity_config") or {}).get("format") or "dense"
+        read: dict[str, tuple[Any, list[Any]]] = {
+            "format": (form, ["pack-quantized"]),
+            "weights.num_bits": (weights.get("num_bits"), [4]),
+            "weights.type": (weights.get("type", "int"), ["int"]),
+            "weights.strategy": (weights.get("strategy") or "group", ["group", "channel"]),
+            "input_activations": (scheme.get("input_activations"), [None]),
+            "targets": (scheme.get("targets", ["Linear"]), [["Linear"]]),
+            "sparsity_config.format": (sparse, ["dense"]),
+        }
+        for key, (found, known) in read.items():
+            if found not in known:
+                raise CheckpointError(f"this compressed-tensors checkpoint has {key} {found!r}", OTHERWISE)
+        size = weights.get("group_size")
+        return cls(size if isinstance(size, int) and size > 0 else 128)
+
+
+@register_format
+@dataclass(frozen=True)
+class PackQuantizedZeros(PackQuantized):
+    """The same with zeros of its own for each group."""
+
+    name: ClassVar[str] = "pack_quantized_zeros"
+    entries: ClassVar[dict[str, str]] = PACKED
+    symmetric: ClassVar[bool] = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+SKIPPED = ("llm_int8_skip_modules", "modules_to_not_convert")  # what a quantized checkpoint says it leaves whole
 EXPERTS = re.compile(r"\.(\d+)\.(?:\w+\.)*experts\.")  # in a name: the number of the layer that has them
 FLOATS = ("BF16", "F16", "F32")  # in the header of a file
 
@@ -104,6 +105,13 @@ def choose(storage: Storage) -> Choice:
 def stored_names(entry: Any) -> set[str]:
     """Modules that a checkpoint's `quantization_config` names as quantized, which ours alone does."""
     return {name for modules in entry.get("formats", {}).values() for name in modules}
+
+
+def left_whole(entry: Mapping[str, Any]) -> list[str] | None:
+    """What a checkpoint's `quantization_config` says is not quantized, as `quantizable` takes it: patterns of names."""
+    if entry.get("quant_method") == "compressed-tensors":
+        return [each[3:] if each.startswith("re:") else f"{re.escape(each)}$" for each in entry.get("ignore") or []]
+    return next(filter(None, map(entry.get, SKIPPED)), None)
 
 
 def _whole_in_files(model_config: Any, stacks: Collection[str]) -> list[str]:

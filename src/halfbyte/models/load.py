@@ -23,6 +23,7 @@ from ..parallel import ALONE, Mesh
 from ..reading import open_bytes, read_text
 from ..reading.boundary import answered
 from ..reading.tensors import safetensors_files
+from .choice import left_whole
 from .divided import Elsewhere, Share, load_together
 from .find import ModelFiles, find_model, place_of, trusted_only
 from .quiet import no_loading_bars, quiet
@@ -277,7 +278,7 @@ def _prequantized(stored: Any, name: str, storage: Storage) -> dict[str, Any]:
             "use the 16-bit model, or a bitsandbytes one",
         )
     notice("prequantized", f"{name} is already quantized ({format_.spec}); its bytes are kept")
-    skip = entry.get("llm_int8_skip_modules") or entry.get("modules_to_not_convert")
+    skip = left_whole(entry)
     as_stored = Storage((("*", format_.spec),))
     return {"quant_method": "halfbyte", "storage": as_stored, "llm_int8_skip_modules": skip}
 

@@ -32,7 +32,7 @@ from ..memory.expert_offload import layers_of_experts
 from ..memory.levels import TILE_ROWS
 from ..models.activations import recompute_as_transformers
 from ..models.attention import Implementation, has_sinks, implementation
-from ..models.choice import stored_formats, stored_names
+from ..models.choice import left_whole, stored_formats, stored_names
 from ..models.copies import in_their_place
 from ..models.isolation import isolate_like
 from ..models.layer import causal_lm_of, decoder_layers
@@ -45,7 +45,6 @@ from ..tensor import QuantizedTensor
 from .rank import Frozen
 from .replay import Step, Where, replay
 
-SKIPPED = ("llm_int8_skip_modules", "modules_to_not_convert")  # what a quantized checkpoint says it leaves whole
 CUDA_RUNTIME = 96 * 2**20  # cuBLAS workspaces of the forward and the backward thread, inside torch's allocator
 CPU_RUNTIME = 64 * 2**20  # thread pools and packed operands of oneDNN and MKL, malloc's slack
 CPU_PRIMITIVES = (
@@ -115,7 +114,7 @@ class ModelShapes:
             model.get_submodule(name).requires_grad_(False)
         if storage.quantized:
             stored: Any = getattr(model_config, "quantization_config", None) or {}
-            skip = next(filter(None, map(stored.get, SKIPPED)), None)
+            skip = left_whole(stored)
             linears = quantizable(model, skip)
             tables = per_layer_tables(model, skip, stored_names(stored) if stored else None)
             names = [*linears, *expert_stacks(model, skip), *tables]

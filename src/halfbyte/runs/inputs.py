@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 from .. import hub
 from ..config import RunConfig, resolve
@@ -80,9 +79,14 @@ def look_over_division(config: RunConfig) -> None:
     if layout is None or layout.tensor == 1 or not folder.is_dir():
         return
     found = read_config(folder)
-    sizes: dict[str, Any] = found.get("text_config") or found
-    heads, channels = sizes.get("num_attention_heads", 0), sizes.get("intermediate_size", 0)
-    key_heads = sizes.get("num_key_value_heads") or heads
+    text = found.get("text_config")
+    sizes = text if isinstance(text, dict) else found
+    heads, key_heads, channels = (
+        sizes.get(name) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    )
+    heads = heads if isinstance(heads, int) else 0  # what is not one number is looked at layer by layer, loaded
+    key_heads = key_heads if isinstance(key_heads, int) else heads
+    channels = channels if isinstance(channels, int) else 0
     if wrong := undivided_sizes(layout.tensor, heads, key_heads, channels):
         raise ConfigError(f"parallel: {{tensor: {layout.tensor}}}: {wrong}", DIVIDE_ROWS)
 
