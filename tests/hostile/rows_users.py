@@ -1,9 +1,11 @@
 """Two lists that nobody had tried, written from the README and docs/ alone, as a user's; see docs/log.md for how many
 fell short. Here are those that did, and what was known before."""
 
+import shutil
 from pathlib import Path
 
-from hostile import Case, gone
+from hostile import Case, Link, gone
+from hostile_inputs import DATA, RUN
 from rows_config import both
 from rows_data import data
 
@@ -73,4 +75,33 @@ FILES = [
          files={"run": lost_config, "model": gone}),
 ]  # fmt: skip
 
-ROWS = [*KEYS, *FILES]
+HUB_FOLDER = "models--a--b"
+
+
+def snapshot_of(path: Path) -> None:
+    """The hub's cache as it keeps a model."""
+    shutil.copytree(path.parents[2] / "model", path)
+
+
+SECOND = [
+    Case("+ more rows a step than there are", "check run.yaml gradient_accumulation_steps=1000000", code=0,
+         says=("gradient_accumulation_steps", "1,000,000", "17", "takes them all")),
+    Case("+ a name whose letters are composed otherwise", ["check", "run.yaml", "dataset=caf\u00e9.jsonl"],
+         says="looks alike", fix="rename", files={"cafe\u0301.jsonl": DATA}),
+    Case("+ a blank that does not break", both(), says=("run.yaml:6", "U+00A0"), fix="plain blanks",
+         files={"run.yaml": RUN.replace("r: 2", "r:\u00a02")}),
+    Case("+ an indent of another blank", both(), says=("run.yaml:10", "U+3000"), fix="plain blanks",
+         files={"run.yaml": RUN + "target_modules:\n\u3000- q_proj\n"}),
+    Case("+ the hub's folder of a model", both(f"model_name_or_path={HUB_FOLDER}"), says="no config.json",
+         fix=f"{HUB_FOLDER}/snapshots/0123", files={f"{HUB_FOLDER}/snapshots/0123": snapshot_of}),
+    Case("+ a run of a newer version", ("generate run prompts.jsonl", "merge run", "export run --gguf f16"),
+         says=("run/config.resolved.yaml:", "key_of_tomorrow"), fix="the halfbyte that wrote it", given=("run",),
+         files={"run/config.resolved.yaml": lambda path: path.write_text(path.read_text() + "key_of_tomorrow: 3\n")}),
+    Case("+ a run into its data's folder", both("dataset=d output_dir=d/out"), says=("output_dir: d/out", "folder d"),
+         fix="outside", files={"d/a.jsonl": DATA}),
+    Case("+ a run into a data folder by another name", "check run.yaml dataset=d output_dir=e/out", says="output_dir",
+         fix="outside", files={"d/a.jsonl": DATA, "e": Link("d")}),
+    Case("+ prompts from a dash", "generate run -", says="standard input", fix="to a file", given=("run",)),
+]  # fmt: skip
+
+ROWS = [*KEYS, *FILES, *SECOND]

@@ -44,8 +44,8 @@ def read_run(command: str, words: Iterable[str], options: Collection[str] = ()) 
         if len(names) > 2 and names[1].isidentifier():
             fix = f"write {names[1]}={names[2]}"
         elif "=" in names[1]:
-            name, _, value = names[1].partition("=")
-            fix = f"write {shlex.quote(f'{name.strip()}={value.strip()}')}"
+            name, value = (word.strip() for word in names[1].split("=", 1))
+            fix = f"write {shlex.quote(f'{name}={value}')}" if name else "write KEY=VALUE"
         raise UsageError(f"{names[1]} is no KEY=VALUE, and {names[0]} names its own data", fix)
     if len(names) > 2:
         raise UsageError(f"{names[2]} is one name too many", f"write halfbyte {command} MODEL DATA [KEY=VALUE]...")

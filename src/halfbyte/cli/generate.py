@@ -86,6 +86,8 @@ def read_prompts(file: Path) -> list[tuple[int, str]]:
     """The prompts of a text file or a .jsonl, each with its line's number."""
     if file.suffix.lower() in TABLES:
         raise DataError(f"{file}: {file.suffix} is not read as prompts", FIX)
+    if str(file) == "-":
+        raise DataError("prompts are not read from the standard input", "write them to a file, and name it")
     lines = read_text(file, DataError, FIX).split("\n")
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:

@@ -11,6 +11,7 @@ import csv
 import os
 import re
 import sys
+import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from ..words import brief
 Row = dict[str, Any]
 
 END_OF_TEXT = "<|endoftext|>"
+ALIKE = " (there is one that looks alike, whose letters are composed otherwise)"
 MOST_FILES = 10_000  # in a folder of data; one with more, such as `/`, was not meant
 LONG, SHOWN_AFTER = 2**26, 1.0  # bytes; reading as many shows how far it is, after so many seconds
 
@@ -91,12 +93,16 @@ def files_of(name: str) -> list[Path] | None:
         fix = f"write {there}" if there else "download it, and name the file"
         raise DataError(f"{name}: data is not read from addresses", fix)
     fix = "name the folder, or a list of files" if "*" in name else "check the path"
-    raise DataError(f"no such file: {name}{_closest(path)}", fix)
+    if (closest := _closest(path)) == ALIKE:
+        fix = "rename that one, or name the folder it is in"
+    raise DataError(f"no such file: {name}{closest}", fix)
 
 
 def _closest(path: Path) -> str:
     """The existing neighbour whose name is nearest to `path`'s, as the tail of a message."""
     near = nearest(path)
+    if near and unicodedata.normalize("NFC", str(near)) == unicodedata.normalize("NFC", str(path)):
+        return ALIKE
     return f" (the closest existing one is {near})" if near else ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -156,8 +157,9 @@ def _check_folder(name_or_path: str) -> None:
         there = (path.parent / "config.json").exists()
         raise ModelError(f"{path} is a file, not a model's folder", f"did you mean {path.parent}?" if there else fix)
     if kind == "folder":
-        if not (path / "config.json").exists():
-            raise ModelError(f"{path} has no config.json", fix)
+        if not (path / CONFIG).exists():
+            inside = sorted([*path.glob(f"*/{CONFIG}"), *path.glob(f"snapshots/*/{CONFIG}")], key=os.path.getmtime)
+            raise ModelError(f"{path} has no {CONFIG}", f"did you mean {inside[-1].parent}?" if inside else fix)
     elif hub.is_local(name_or_path):
         near = hub.nearest(path)
         raise ModelError(f"there is no folder {path}", f"did you mean {near}?" if near else fix)

@@ -66,6 +66,16 @@ def look_over_inputs(config: RunConfig) -> None:
             _look_over_template(config.chat_template_path)
     look_over_judges(config, read_specs(config.reward_funcs or [], None))
     look_over_datasets(config.dataset, config.eval_dataset)
+    _look_over_apart(config)
+
+
+def _look_over_apart(config: RunConfig) -> None:
+    """Whether what the run writes lies outside of folders that are read as data."""
+    for given in (config.dataset, config.eval_dataset):
+        for name in [given] if isinstance(given, str) else given or []:
+            if os.path.isdir(name) and config.output_path.resolve().is_relative_to(Path(name).resolve()):
+                said = f"output_dir: {config.output_dir} lies in the dataset's folder {name}, whose files are all read"
+                raise ConfigError(said, "name a folder outside of it")
 
 
 def look_over_division(config: RunConfig) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import RunConfig, Storage, load_config, resolve
 from ..config.methods import SCORES
-from ..errors import CheckpointError, ModelError
+from ..errors import CheckpointError, ConfigError, ModelError
 from ..files import clear_leftovers
 from ..models.find import ModelFiles, find_model, look_over, trusted_only
 from ..reading import read_text
@@ -152,10 +152,23 @@ def saved_config(place: Place, overrides: Iterable[str] = (), dataset: str = "no
     defaults = {"model_name_or_path": place.base, "dataset": dataset, "load_in_4bit": quantized}
     if place.resolved:
         _check_whole(place.resolved)
-    config = load_config(place.resolved, overrides, defaults)
+    with _known_keys(place):
+        config = load_config(place.resolved, overrides, defaults)
     if place.base and not place.adapter:
         config.model_name_or_path = place.base
     return config
+
+
+@contextlib.contextmanager
+def _known_keys(place: Place) -> Iterator[None]:
+    """Around reading a run's configuration: a key of another version is no misspelling."""
+    try:
+        yield
+    except ConfigError as error:
+        if place.resolved is None or not re.match(rf"{re.escape(str(place.resolved))}:\d+: unknown key", error.message):
+            raise
+        fix = "use the halfbyte that wrote it (environment.json says which), or take that line out"
+        raise ConfigError(error.message, fix) from error
 
 
 def _check_whole(resolved: Path) -> None:

@@ -321,6 +321,10 @@ def _longest(data: PreparedData) -> int:
 
 def _arguments(config: RunConfig, machine: Machine, data: PreparedData, ways: int) -> TrainingArguments:
     rows, evaluate = len(data.train), data.eval is not None
+    asked = config.per_device_train_batch_size * config.gradient_accumulation_steps * ways
+    if asked > rows and config.method not in SAMPLING:
+        keys = "per_device_train_batch_size and gradient_accumulation_steps"
+        notice("step-rows", f"{keys} ask for {asked:,} rows a step, and there are {rows:,}: a step takes them all")
     return training_arguments(config, machine.device, machine.compute_dtype, rows=rows, evaluate=evaluate, ways=ways)
 
 
