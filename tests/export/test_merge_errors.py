@@ -92,7 +92,8 @@ def test_adapters_that_cannot_be_merged_are_named(tmp_path, run, keys, words):
 
 
 def test_a_missing_base_says_where_it_was_looked_for(tmp_path, run):
-    fails(on_base(run, tmp_path / "moved"), tmp_path / "out" / "merged", ModelError, r"config\.resolved\.yaml names: there is no .*moved")
+    said = r"config\.resolved\.yaml names: there is no .*moved"
+    fails(on_base(run, tmp_path / "moved"), tmp_path / "out" / "merged", ModelError, said)
 
 
 def test_a_base_that_lost_a_tensor(tmp_path, run, base):

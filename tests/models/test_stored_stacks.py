@@ -115,6 +115,7 @@ def pack_quantized(entry):
     (group,) = entry["config_groups"].values()
 
     def stored(name, weight):
+        pytest.importorskip("compressed_tensors")
         from compressed_tensors.compressors import PackedQuantizationCompressor as Compressor
         from compressed_tensors.quantization import QuantizationScheme
         from compressed_tensors.quantization.utils import calculate_qparams
