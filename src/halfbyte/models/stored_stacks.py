@@ -1,8 +1,8 @@
 """Stacks of checkpoints that were quantized before: each expert's codes are taken as they are, one expert at a time.
 
 Such a checkpoint has an expert's matrices apart, each with scales of its own: bitsandbytes' 4-bit ones, DeepSeek's FP8
-tiles, GPTQ, AWQ, compressed-tensors' INT4. A stack has their codes and values. Only bitsandbytes' nested scales come apart, exactly: they are
-nested in blocks that two matrices cannot share, so a weight has 4.5 bits where it had 4.13.
+tiles, GPTQ, AWQ, compressed-tensors' INT4. A stack has their codes and values. Only bitsandbytes' nested scales come
+apart, exactly: they are nested in blocks that two matrices cannot share, so a weight has 4.5 bits where it had 4.13.
 """
 
 from __future__ import annotations
