@@ -29,7 +29,7 @@ from peft.helpers import disable_input_dtype_casting
 from safetensors.torch import save_file
 from torch import nn
 
-from .architectures import ALL_LINEAR, all_linear, is_linear
+from .architectures import ALL_LINEAR, all_linear, is_linear, is_router
 from .config import Adapter, RunConfig, resolve
 from .config.methods import SCORES
 from .errors import CheckpointError, ConfigError, ModelError
@@ -41,6 +41,7 @@ from .layers.expert_targets import (
     named_by,
     parameter_targets,
     say_how_many,
+    train_whole,
 )
 from .notices import notice
 from .qat.model import round_merged
@@ -235,6 +236,8 @@ def _adapted(model: nn.Module, targets: str | list[str]) -> set[str]:
         raise ModelError(*_unknown("target_modules", targets, linears))
     for name in sorted(found):
         module = model.get_submodule(name)
+        if is_router(module):
+            raise ModelError(f"target_modules: {name} is a router, which gets no adapter", train_whole(name))
         if not is_linear(module):
             raise ModelError(
                 f"target_modules: {name} is a {type(module).__name__}, which gives no x·Wᵀ to add LoRA to",

@@ -59,6 +59,14 @@ def all_linear(model: Any) -> list[str]:
     return sorted(linears if ambiguous else leaves)
 
 
+def is_router(module: Any) -> bool:
+    """Whether a module chooses experts by a matrix of its own: a router that is no linear layer."""
+    from torch import nn
+
+    weight = getattr(module, "_parameters", {}).get("weight")
+    return "Router" in type(module).__name__ and not isinstance(module, nn.Linear) and getattr(weight, "ndim", 0) == 2
+
+
 def is_linear(module: Any) -> bool:
     """Whether a linear, of a class of its own too, gives x·Wᵀ for rows x: routers may choose, others work by groups."""
     import torch

@@ -11,13 +11,19 @@ from peft import PeftModel
 from peft.utils import transformers_weight_conversion as conversion
 from torch import nn
 
-from ..architectures import ALL_LINEAR, expert_stacks, expert_targets
+from ..architectures import ALL_LINEAR, expert_stacks, expert_targets, is_router
 from ..config import Adapter
 from ..errors import ModelError
 from ..notices import notice
 from .expert_adapters import expert_wrappers
 
 WEIGHT = ".weight"
+
+
+def train_whole(router: str) -> str:
+    """What to do instead of an adapter on a router: it has fewer weights than an expert's adapter."""
+    leaf = router.rpartition(".")[2]
+    return f"leave it out, or train it whole with modules_to_save: [{leaf}]"
 
 
 def named_by(module: str, target: str) -> bool:
@@ -44,6 +50,9 @@ def adapted_experts(model: nn.Module, adapter: Adapter) -> set[str]:
     targets = parameter_targets(model, adapter)
     for target in targets:
         if not any(named_by(stack, target) for stack in stacks):
+            owner = target.removesuffix(WEIGHT)
+            if any(named_by(name, owner) and is_router(module) for name, module in model.named_modules()):
+                raise ModelError(f"target_parameters: {target} is a router, which gets no adapter", train_whole(owner))
             known = ", ".join(expert_targets(model))
             raise ModelError(
                 f"target_parameters: no stack of experts is named {target!r}",
