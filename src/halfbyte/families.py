@@ -50,6 +50,7 @@ class Experts:
         block: what checkpoints call the mixture.
         gate, up, down: what they call the linears of an expert.
         mixture: the mixture's class, where its name is an MLP's.
+        interleaved: rows of gate and up take turns, matrices lie [K, N] in 16-bit checkpoints, and there are biases.
     """
 
     count: str = "num_experts"
@@ -58,6 +59,7 @@ class Experts:
     up: str = "up_proj"
     down: str = "down_proj"
     mixture: str = ""
+    interleaved: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Gguf:
         text_alone: transformers has a causal LM of the text part alone, which a file can be read as.
         permute: RoPE turns neighbouring pairs, where transformers turns halves: rows of q and k are reordered.
         bias: linears may have biases.
-        bias_keys: the config's key that says so → the linear of a layer which shows it.
+        bias_keys: the config's key that says so → the linear of a layer which shows it; and of other keys the tensor.
         activations: of the MLP, in transformers' names.
         window_every: layers with a sliding window: all but every n-th, so none with 1; 0: the graph has no window.
         wide_layers: with this many layers attention is scaled by hidden size over heads, with others by the head's size
@@ -103,6 +105,9 @@ class Gguf:
             value heads are reordered.
         without: keys of all files that this family's config lacks.
         sections: of RoPE, how many pairs turn with time, height and width, where the config leaves it to the module.
+        constants: the file's keys that have one value in the family.
+        yarn: parameters of that scaling which a file does not say.
+        dense_first: the config's key for how many layers have an MLP before those with experts.
     """
 
     arch: str = ""
@@ -124,6 +129,9 @@ class Gguf:
     tiled_heads: bool = False
     without: tuple[str, ...] = ()
     sections: tuple[int, ...] = ()
+    constants: Mapping[str, int] = field(default_factory=dict)
+    yarn: Mapping[str, object] = field(default_factory=dict)
+    dense_first: str = ""
 
 
 @dataclass(frozen=True)
@@ -372,7 +380,14 @@ FAMILIES = [
     Family("MuseGlimmerText", "muse_glimmer", "muse_glimmer_text", norms=SANDWICH, norm_offset=True, window="module",
            qk_norm="shared", query_multiplier="qk_scale_factor", unrotated="layer_rope_theta",
            gated_attention="gate_proj", activation="hidden_activation", gguf=Gguf(text_alone=False)),
-    Family("Glm4Moe", "glm4_moe", qk_norm="head", experts=Experts("n_routed_experts")),
+    Family("Glm4Moe", "glm4_moe", qk_norm="head", experts=Experts("n_routed_experts"), gguf=Gguf(
+        "glm4moe", bias=True, bias_keys={"attention_bias": "attn_q", "use_qk_norm": "attn_q_norm.weight"},
+        partial_rope=True, dense_first="first_k_dense_replace",
+        fixed={"norm_topk_prob": True, "n_group": 1, "topk_group": 1},
+        constants={"expert_gating_func": 2, "expert_weights_norm": True}, keys={
+            "expert_count": "n_routed_experts", "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size", "expert_shared_count": "n_shared_experts",
+            "expert_weights_scale": "routed_scaling_factor", "leading_dense_block_count": "first_k_dense_replace"})),
     Family("GraniteMoe", "granitemoe", residual_scale="residual_multiplier", embedding_scale="embedding_multiplier",
            experts=Experts("num_local_experts", "block_sparse_moe")),
     Family("Olmoe", "olmoe", qk_norm="all", window="config", experts=Experts(), gguf=Gguf(
@@ -382,7 +397,10 @@ FAMILIES = [
     Family("Ernie4_5_Moe", "ernie4_5_moe", rope_pairs="neighbours", experts=Experts("moe_num_experts")),
     Family("MiniMaxM2", "minimax_m2", qk_norm="all", experts=Experts("num_local_experts")),
     Family("GptOss", "gpt_oss", window="module", sinks=True, rope_pairs="once",
-           experts=Experts("num_local_experts", mixture="GptOssMLP")),
+           experts=Experts("num_local_experts", mixture="GptOssMLP", interleaved=True),
+           gguf=Gguf("gpt-oss", bias=True, window_every=2, yarn={"truncate": False}, keys=WINDOW | {
+               "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
+               "expert_feed_forward_length": "intermediate_size"})),
     Family("Qwen3_5", "qwen3_5", "qwen3_5_text", norm_offset=True, qk_norm="head", gated_attention="q_proj",
            mixer=DELTA_NET, gguf=Gguf("qwen35", keys=DELTA_NET_KEYS, partial_rope=True, attention_every=4,
                                       tiled_heads=True, sections=(11, 11, 10))),

@@ -68,6 +68,13 @@ MODELS = {
         "shared_expert_intermediate_size": 80, "norm_topk_prob": True,
         "rope_parameters": THETA | {"partial_rotary_factor": 0.25, "rope_type": "default"}}),
     "qwen3_5, a value head a key head": ("Qwen3_5Text", HYBRID | {"linear_num_value_heads": 2}),
+    "glm4_moe": ("Glm4Moe", {
+        "num_hidden_layers": 3, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+        "head_dim": 16, "first_k_dense_replace": 1, "n_shared_experts": 1, "routed_scaling_factor": 1.7, "n_group": 1,
+        "topk_group": 1, "use_qk_norm": True, "attention_bias": True,
+        "rope_parameters": THETA | {"partial_rotary_factor": 0.5, "rope_type": "default"}}),
+    "gpt_oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 16,
+                           "rope_parameters": THETA | {"rope_type": "default"}}),
     "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4}),
 }  # fmt: skip
 
@@ -89,6 +96,9 @@ def save_model(folder, name, **keys):
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for parameter in model.parameters():  # norms start at one and biases at zero: make them matter
         parameter.data += 0.03 * torch.randn_like(parameter)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):  # which decides who is chosen, and not how much it counts
+            buffer += 0.3 * torch.randn_like(buffer)
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return model

@@ -67,12 +67,18 @@ def open_source(run_or_model: str, device: str | None = None, trust_remote_code:
     base = BaseCheckpoint(run.origin)
     name = run.origin.name.rstrip("/").split("/")[-1]
     target = chosen_device(device or config.device)
-    weights, merged = {each.name: Weight(each.shape, partial(base.read, each)) for each in base.weights}, ""
+    turned = bool(family.experts and family.experts.interleaved)  # but for codes, which lie [N, K]
+    weights, merged = (
+        {each.name: Weight(each.shape, partial(base.read, each), turned and not each.parts) for each in base.weights},
+        "",
+    )
     if place.adapter:
         both = MergedWeights(run, base, AdapterLayers(run, place.adapter, target))
         goal: Target = "dequantized" if run.storage.quantized or base.quantized else "original"
         outputs = [output for shard in both.shards.values() for output in shard]
-        weights = {each.entry.name: Weight(each.entry.shape, partial(both.tensor, each, goal)) for each in outputs}
+        weights = {
+            each.entry.name: Weight(each.entry.shape, partial(both.tensor, each, goal), turned) for each in outputs
+        }
         model_config.tie_word_embeddings = model_config.tie_word_embeddings and not both.untied
         merged, name = goal, Path(run_or_model).resolve().name
     end_ids, vision = _end_ids(base.folder), vision_of(whole, base.folder, list(weights))

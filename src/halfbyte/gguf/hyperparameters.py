@@ -71,10 +71,15 @@ def add_hyperparameters(writer: GGUFWriter, config: Any, family: Family) -> None
         value = getattr(config, name)
         if value or key == WINDOW:
             _add(writer, f"{arch}.{key}", value or 0)
+    for key, value in family.gguf.constants.items():
+        _add(writer, f"{arch}.{key}", value)
 
 
 def _add(writer: GGUFWriter, key: str, value: Any) -> None:
-    (writer.add_float32 if key.endswith(FP32) else writer.add_uint32)(key, value)
+    kind = (
+        writer.add_bool if isinstance(value, bool) else writer.add_float32 if key.endswith(FP32) else writer.add_uint32
+    )
+    kind(key, value)
 
 
 def written_keys(config: Any, family: Family) -> dict[str, object]:
@@ -103,7 +108,7 @@ def read_config(file: GgufFile) -> Any:
         if key not in family.gguf.without and isinstance(file.of_arch(key), list):
             raise ModelError(f"{file.path}: {file.arch}.{key} differs between layers", ORIGINAL)
     prefix = f"{file.arch}."
-    read = OTHERS_READ.union(KEYS, *(each.gguf.keys for each in FAMILIES))
+    read = OTHERS_READ.union(KEYS, family.gguf.constants, *(each.gguf.keys for each in FAMILIES))
     others = sorted(key for key in file.keys if key.startswith(prefix) and key.removeprefix(prefix) not in read)
     if others:
         notice(f"gguf-keys-{file.path}", f"{file.path}: keys that the model's config does not take over: {others}")
@@ -156,8 +161,8 @@ def _of_family(file: GgufFile, family: Family) -> dict[str, Any]:
     graph, found = family.gguf, {}
     for key, name in graph.keys.items():
         found[name] = file.of_arch(key, 0 if key in graph.optional else None) or None
-    for name, linear in graph.bias_keys.items():
-        found[name] = f"blk.0.{linear}.bias" in file.tensors
+    for name, tensor in graph.bias_keys.items():
+        found[name] = f"blk.0.{tensor if '.' in tensor else f'{tensor}.bias'}" in file.tensors
     if graph.attention_every:
         found |= _of_mixers(file, graph.attention_every)
     if graph.original_context:
@@ -202,6 +207,9 @@ def _add_rope(writer: GGUFWriter, config: Any, family: Family) -> None:
         if kind == "yarn" and (rope.get("attention_factor") or rope.get("mscale")):
             wrong = "config.json: rope_parameters: yarn with an attention factor of its own is not exported"
             raise ModelError(wrong, "convert it with llama.cpp, where that knows the model")
+        if kind == "yarn" and rope.get("truncate") is False:
+            said = "llama.cpp rounds the bounds of yarn's ramp, as this model does not (truncate: false)"
+            notice("gguf-yarn", f"{said}: the pairs at its ends turn a little otherwise, as in every file of it")
         writer.add_rope_scaling_type(RopeScalingType(kind))
         for key, name in SCALINGS[kind].items():
             _add(writer, f"{writer.arch}.{key}", rope[name])
@@ -283,6 +291,7 @@ def llama3_parameters(factors: np.ndarray, theta: float) -> dict[str, Any]:
 
 def _read_rope(file: GgufFile, family: Family, size: int) -> dict[str, Any]:
     parameters = {"rope_type": "default", "rope_theta": file.of_arch("rope.freq_base", 10000.0)} | _scaling(file)
+    parameters |= family.gguf.yarn if parameters["rope_type"] == "yarn" else {}
     turned = file.of_arch("rope.dimension_count", size)
     if family.gguf.partial_rope:
         parameters["partial_rotary_factor"] = turned / size

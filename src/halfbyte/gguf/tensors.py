@@ -6,7 +6,7 @@ The gguf library knows the names of most tensors; experts, and models with a vis
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from .hyperparameters import ROPE_TENSORS, rope_tensors
 from .to_formats import KEPT, kept_format, kept_parts
 
 EXPERT = re.compile(r"(.*\.)experts\.(\d+)\.(\w+)\.weight")
-STACKED_EXPERTS = re.compile(r"(.*\.)experts\.(gate_up_proj|down_proj)")
+STACKED_EXPERTS = re.compile(r"(.*\.)experts\.(gate_up_proj|down_proj)(_bias)?")
 BESIDE_TEXT = re.compile(r"(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|audio_tower)\.")
 KINDS = (".weight", ".bias")
 WHOLE = ("ffn_gate_inp", "ffn_gate_inp_shexp", "ssm_conv1d")  # matrices that are not quantized
@@ -55,14 +55,34 @@ MIXER = {
     MODEL_TENSOR.SSM_NORM, MODEL_TENSOR.SSM_BETA, MODEL_TENSOR.SSM_ALPHA, MODEL_TENSOR.SSM_OUT, MODEL_TENSOR.SSM_IN,
     MODEL_TENSOR.SSM_BETA_ALPHA,
 }  # fmt: skip
-SUFFIXES = {MODEL_TENSOR.SSM_A: "", MODEL_TENSOR.SSM_DT: ".bias"}  # of others: .weight
+SUFFIXES = {
+    MODEL_TENSOR.SSM_A: "",
+    MODEL_TENSOR.SSM_DT: ".bias",
+    MODEL_TENSOR.FFN_EXP_PROBS_B: ".bias",
+}  # of others: .weight
 DENSE = {MODEL_TENSOR.FFN_GATE, MODEL_TENSOR.FFN_UP, MODEL_TENSOR.FFN_DOWN}
 SPARSE = {
     MODEL_TENSOR.FFN_GATE_INP, MODEL_TENSOR.FFN_GATE_EXP, MODEL_TENSOR.FFN_UP_EXP, MODEL_TENSOR.FFN_DOWN_EXP,
 }  # fmt: skip
+SHARED = {
+    MODEL_TENSOR.FFN_GATE_SHEXP, MODEL_TENSOR.FFN_UP_SHEXP, MODEL_TENSOR.FFN_DOWN_SHEXP, MODEL_TENSOR.FFN_EXP_PROBS_B,
+}  # fmt: skip
 
 
 # --- names and orders of rows -----------------------------------------------------------------------------------------
+
+
+class Stacks:
+    """The experts of a layer are read once, not once for each of them: what was read last stays."""
+
+    def __init__(self) -> None:
+        self._held: tuple[Weight, Tensor] | None = None
+
+    def read(self, weight: Weight) -> Tensor:
+        if self._held is None or self._held[0] is not weight:
+            self._held = None
+            self._held = weight, weight.read()
+        return self._held[1]
 
 
 class Layout:
@@ -78,6 +98,7 @@ class Layout:
         self.graph = next(graph for graph, name in MODEL_ARCH_NAMES.items() if name == family.gguf.arch)
         self._names = get_tensor_name_map(self.graph, config.num_hidden_layers)
         self.delta_net = DeltaNet.of(config, family.gguf) if family.gguf.attention_every else None
+        self.stacks = Stacks()
 
     def name(self, key: str) -> str:
         """The name in the file of a checkpoint's tensor, an expert's apart.
@@ -87,6 +108,9 @@ class Layout:
         """
         plain = key.replace("language_model.model.", "model.").replace("model.language_model.", "model.")
         plain = plain.removeprefix("language_model.").replace(".dt_bias", ".dt_proj.bias")
+        plain = re.sub(r"\.sinks$", ".sinks.weight", plain).replace(
+            ".e_score_correction_bias", ".e_score_correction.bias"
+        )
         name = self._names.get_name(plain, try_suffixes=KINDS)
         arch, fix = self.family.gguf.arch, "use this model with transformers"
         if name is None:
@@ -181,10 +205,15 @@ def halved(rows: Tensor, heads: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor of the model: its shape, and a function that reads it, on any device."""
+    """A tensor of the model: its shape, and a function that reads it, on any device.
+
+    Args:
+        turned: of stacked experts, they lie [K, N].
+    """
 
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
+    turned: bool = False
 
 
 @dataclass
@@ -243,32 +272,51 @@ def _placed(key: str, weight: Weight, layout: Layout) -> Iterator[Placed]:
     if (match := EXPERT.fullmatch(key)) and match[3] in parts:
         yield experts_name(layer_of(key), parts[match[3]]), weight.shape, weight.read
     elif parts and (match := STACKED_EXPERTS.fullmatch(key)):
-        yield from _stacked_experts(layer_of(key), match[2], weight)
+        yield from _stacked_experts(layer_of(key), match[2], bool(match[3]), weight, layout)
     else:
         name = layout.name(key)
         shape = shape_in_file(name, weight.shape)
         yield name, shape, lambda: layout.in_file(name, weight.read()).view(shape)
 
 
-def _stacked_experts(layer: int, kind: str, weight: Weight) -> Iterator[Placed]:
-    """Experts that the checkpoint has stacked: [experts, rows, columns], gate above up."""
-    experts, rows, columns = weight.shape
+def _stacked_experts(layer: int, kind: str, bias: bool, weight: Weight, layout: Layout) -> Iterator[Placed]:
+    """Experts that the checkpoint has stacked: [experts, rows, columns], gate above up; or their biases."""
+    assert layout.family.experts
     parts = ("down",) if kind == "down_proj" else ("gate", "up")
-    rows //= len(parts)
     for index, part in enumerate(parts):
-        own = slice(index * rows, (index + 1) * rows)
-        for expert in range(experts):
-            yield experts_name(layer, part), (rows, columns), partial(_expert, weight, expert, own)
+        name, size = experts_name(layer, part), len(parts)
+        if bias:
+            count, rows = weight.shape
+            own = _rows_of(index, size, rows, layout.family.experts)
+            yield name.replace(".weight", ".bias"), (count, rows // size), partial(_biases, weight, own)
+            continue
+        count, *sides = weight.shape
+        rows, columns = reversed(sides) if weight.turned else sides
+        own = _rows_of(index, size, rows, layout.family.experts)
+        for expert in range(count):
+            yield name, (rows // size, columns), partial(_expert, weight, layout.stacks, expert, own)
 
 
-def _expert(weight: Weight, expert: int, rows: slice) -> Tensor:
-    return weight.read()[expert, rows]
+def _rows_of(index: int, parts: int, rows: int, experts: Experts) -> slice:
+    """Which rows of a stacked matrix are of one of its parts."""
+    each = rows // parts
+    return slice(index, None, parts) if experts.interleaved else slice(index * each, (index + 1) * each)
+
+
+def _biases(weight: Weight, rows: slice) -> Tensor:
+    return weight.read()[:, rows]
+
+
+def _expert(weight: Weight, stacks: Stacks, expert: int, rows: slice) -> Tensor:
+    matrix = stacks.read(weight)[expert]
+    return (matrix.mT if weight.turned else matrix)[rows].contiguous()
 
 
 def _check_complete(planned: Mapping[str, Planned], layout: Layout) -> None:
     config, family, tensors = layout.config, layout.family, set(MODEL_TENSORS[layout.graph])
     experts = experts_of(config, family)
-    needed = tensors - OPTIONAL - NEXT_TOKENS - (DENSE if experts else SPARSE)
+    needed = tensors - OPTIONAL - NEXT_TOKENS - (set() if family.gguf.dense_first else DENSE if experts else SPARSE)
+    needed -= set() if getattr(config, "use_qk_norm", True) else {MODEL_TENSOR.ATTN_Q_NORM, MODEL_TENSOR.ATTN_K_NORM}
     needed -= set().union(*(APART[name] for name in family.fused))
     needed -= set() if "qkv_proj" in family.fused or layout.delta_net else {MODEL_TENSOR.ATTN_QKV}
     if family.mixer and "in_proj_qkvz" in family.mixer.inputs:
@@ -278,6 +326,9 @@ def _check_complete(planned: Mapping[str, Planned], layout: Layout) -> None:
         template = TENSOR_NAMES[tensor]
         for layer in range(config.num_hidden_layers if "{bid}" in template else 1):
             if layout.delta_net and tensor in (MIXER if config.layer_types[layer] == "full_attention" else ATTENTION):
+                continue
+            dense = family.gguf.dense_first and layer < getattr(config, family.gguf.dense_first)
+            if family.gguf.dense_first and tensor in (SPARSE | SHARED if dense else DENSE):
                 continue
             name = template.format(bid=layer) + SUFFIXES.get(tensor, ".weight")
             if name not in planned:
@@ -348,9 +399,9 @@ def entries(file: GgufFile, config: Any, keep: bool = False) -> list[Entry]:
     for key, value in model.state_dict().items():
         if key == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        for source, entry in reader.placed(key, tuple(value.shape)):
-            used.add(source)
-            found.append(reader.linear(source, entry, keep) if key in linears else entry)
+        for sources, entry in reader.placed(key, tuple(value.shape)):
+            used.update(sources)
+            found.append(reader.linear(sources[0], entry, keep) if key in linears else entry)
     extra = sorted(file.tensors.keys() - used)
     if extra:
         raise ModelError(
@@ -366,10 +417,13 @@ class _Reader:
     file: GgufFile
     layout: Layout
 
-    def placed(self, key: str, shape: tuple[int, ...]) -> Iterator[tuple[str, Entry]]:
-        """What a parameter of the model becomes: (the file's tensor, entry of the checkpoint)."""
+    def placed(self, key: str, shape: tuple[int, ...]) -> Iterator[tuple[Sequence[str], Entry]]:
+        """What a parameter of the model becomes: (the file's tensors, entry of the checkpoint)."""
         experts, dtype = self.layout.family.experts, self.layout.config.dtype
         if experts and (match := STACKED_EXPERTS.fullmatch(key)):
+            if experts.interleaved:
+                yield self._interleaved(key, match[2], shape)
+                return
             count, rows, columns = shape
             named = {part: name for name, part in parts_of(experts).items()}
             parts = ("down",) if match[2] == "down_proj" else ("gate", "up")
@@ -378,12 +432,28 @@ class _Reader:
                 self._check(source, (count, *own))
                 for index in range(count):
                     name = f"{_in_block(match[1], experts)}experts.{index}.{named[part]}.weight"
-                    yield source, Entry(name, own, partial(self.file.values, source, dtype, index))
+                    yield [source], Entry(name, own, partial(self.file.values, source, dtype, index))
             return
         source = self.layout.name(key)
         self._check(source, shape_in_file(source, shape))
         name = _in_block(key, experts) if experts and ".mlp.gate." in key else key
-        yield source, Entry(name, shape, lambda: self._restored(source).view(shape))
+        yield [source], Entry(name, shape, lambda: self._restored(source).view(shape))
+
+    def _interleaved(self, key: str, kind: str, shape: tuple[int, ...]) -> tuple[Sequence[str], Entry]:
+        """A stack whose gate and up are apart in the file, or its biases: [E, K, N] and [E, N]."""
+        parts = ("down",) if kind == "down_proj" else ("gate", "up")
+        bias = key.endswith("_bias")
+        sources = [experts_name(layer_of(key), part) for part in parts]
+        sources = [name.replace(".weight", ".bias") for name in sources] if bias else sources
+        count, *columns, rows = shape
+        for source in sources:
+            self._check(source, (count, rows // len(parts), *columns))
+
+        def read() -> Tensor:
+            whole = torch.stack([self.file.values(source, self.layout.config.dtype) for source in sources], 2)
+            return whole.flatten(1, 2).mT if columns else whole.flatten(1, 2)
+
+        return sources, Entry(key, shape, read)
 
     def linear(self, source: str, entry: Entry, keep: bool) -> Entry:
         """A linear layer's entry, in the file's own type if that is kept."""
