@@ -239,10 +239,8 @@ def _adapted(model: nn.Module, targets: str | list[str]) -> set[str]:
         if is_router(module):
             raise ModelError(f"target_modules: {name} is a router, which gets no adapter", train_whole(name))
         if not is_linear(module):
-            raise ModelError(
-                f"target_modules: {name} is a {type(module).__name__}, which gives no x·Wᵀ to add LoRA to",
-                "leave it out, or use all-linear",
-            )
+            said = f"target_modules: {name} is a {type(module).__name__}, which gives no x·Wᵀ to add LoRA to"
+            raise ModelError(said, "leave it out, or use all-linear")
     return found
 
 

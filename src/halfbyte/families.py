@@ -395,7 +395,11 @@ FAMILIES = [
         fixed={"norm_topk_prob": False, "clip_qkv": None})),
     Family("Phimoe", "phimoe", layer_norm=True, experts=Experts("num_local_experts")),
     Family("Ernie4_5_Moe", "ernie4_5_moe", rope_pairs="neighbours", experts=Experts("moe_num_experts")),
-    Family("MiniMaxM2", "minimax_m2", qk_norm="all", experts=Experts("num_local_experts")),
+    Family("MiniMaxM2", "minimax_m2", qk_norm="all",
+           experts=Experts("num_local_experts", "block_sparse_moe", gate="w1", up="w3", down="w2"), gguf=Gguf(
+               "minimax-m2", partial_rope=True, constants={"expert_gating_func": 2}, keys={
+                   "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
+                   "expert_feed_forward_length": "intermediate_size"})),
     Family("GptOss", "gpt_oss", window="module", sinks=True, rope_pairs="once",
            experts=Experts("num_local_experts", mixture="GptOssMLP", interleaved=True),
            gguf=Gguf("gpt-oss", bias=True, window_every=2, yarn={"truncate": False}, keys=WINDOW | {

@@ -73,6 +73,9 @@ MODELS = {
         "head_dim": 16, "first_k_dense_replace": 1, "n_shared_experts": 1, "routed_scaling_factor": 1.7, "n_group": 1,
         "topk_group": 1, "use_qk_norm": True, "attention_bias": True,
         "rope_parameters": THETA | {"partial_rotary_factor": 0.5, "rope_type": "default"}}),
+    "minimax_m2": ("MiniMaxM2", {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16,
+        "rope_parameters": THETA | {"partial_rotary_factor": 0.5, "rope_type": "default"}}),
     "gpt_oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 16,
                            "rope_parameters": THETA | {"rope_type": "default"}}),
     "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4}),

@@ -74,7 +74,7 @@ def test_each_expert_has_its_own(tmp_path, name):
     torch.testing.assert_close(seen["blk.1.ffn_down_exps.weight"].squares[3], expected)
 
 
-@pytest.mark.parametrize("name", ["llama", "phi3", "gemma2", "qwen2_moe"])
+@pytest.mark.parametrize("name", ["llama", "phi3", "gemma2", "qwen2_moe", "gpt_oss", "glm4_moe"])
 def test_every_quantized_matrix_but_the_embedding_has_importances(tmp_path, text, name):
     save_model(tmp_path / "m", name)
     report = export_gguf(tmp_path / "m", "q4_0", tmp_path / "m.gguf", importances=text, device="cpu")

@@ -102,11 +102,13 @@ def _experts(
     adapter = (kwargs.get("adapters") or {}).get("gate_up_proj")
     for expert in chosen.unique().tolist():
         own = x[(chosen == expert).any(-1)]
-        first = functional.linear(own, module.gate_up_proj[expert])
+        weight = module.gate_up_proj[expert]
+        first = own @ weight if module.is_transposed else functional.linear(own, weight)
+        if module.has_bias:
+            first = first + module.gate_up_proj_bias[expert]
         if adapter is not None:
             first = first + adapter.scaling * (own.to(adapter.a.dtype) @ adapter.a[expert].mT @ adapter.b[expert].mT)
-        gate, up = first.chunk(2, -1)
-        for part, inputs in (("gate", own), ("up", own), ("down", module.act_fn(gate) * up)):
+        for part, inputs in (("gate", own), ("up", own), ("down", module._apply_gate(first))):
             name = experts_name(layer, part)
             _entry(seen, name, len(module.gate_up_proj), inputs).add(expert, inputs)
 

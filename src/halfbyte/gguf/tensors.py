@@ -35,6 +35,7 @@ KINDS = (".weight", ".bias")
 WHOLE = ("ffn_gate_inp", "ffn_gate_inp_shexp", "ssm_conv1d")  # matrices that are not quantized
 NEXT_TOKEN = re.compile(r"(^|\.)mtp\.")  # layers that guess further tokens, which transformers leaves out
 DERIVED = ("rotary_emb.inv_freq", "masked_bias")  # buffers in old checkpoints
+NO_BIAS = ("ssm_dt.bias", "exp_probs_b.bias")  # of no linear, though they are called so
 OPTIONAL = {
     MODEL_TENSOR.OUTPUT, MODEL_TENSOR.ROPE_FREQS, MODEL_TENSOR.ROPE_FACTORS_LONG, MODEL_TENSOR.ROPE_FACTORS_SHORT,
     MODEL_TENSOR.ATTN_ROT_EMBD, MODEL_TENSOR.FFN_GATE_UP_EXP,
@@ -115,7 +116,7 @@ class Layout:
         arch, fix = self.family.gguf.arch, "use this model with transformers"
         if name is None:
             raise ModelError(f"{key} has no place in llama.cpp's {arch} architecture", fix)
-        if name.endswith(".bias") and not self.family.gguf.bias and not name.endswith("ssm_dt.bias"):
+        if name.endswith(".bias") and not self.family.gguf.bias and not name.endswith(NO_BIAS):
             raise ModelError(f"{key}: llama.cpp's {arch} architecture has no biases", fix)
         return name
 
@@ -186,7 +187,7 @@ def shape_in_file(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of a tensor there: a gate of one row is a vector, a convolution of each channel a matrix."""
     if part_of(name) == "ssm_conv1d":
         return shape[0], shape[-1]
-    return shape[-1:] if name.endswith("ffn_gate_inp_shexp.weight") else shape
+    return shape[-1:] if name.endswith(("ffn_gate_inp_shexp.weight", "exp_probs_b.bias")) else shape
 
 
 def interleaved(rows: Tensor, heads: int) -> Tensor:
