@@ -64,9 +64,10 @@ def named(name: str) -> Format:
         try:
             return from_spec(name)
         except (ModelError, ValueError, KeyError, TypeError, IndexError) as error:
-            reason = error.message if isinstance(error, ModelError) else str(error)
+            reason = error.message if isinstance(error, ModelError) else "its options are not like that"
             examples = FORMATS[name.partition(":")[0]].examples()
-            fix = f"write it like {examples[0].spec}" if examples else "it is only read from checkpoints; use another"
+            fix = f"write it like {examples[0].spec}" if examples else f"use one of {', '.join(sorted(known))}"
+            reason = reason if examples else "it is only read from checkpoints"
             raise ModelError(f"no format is spelled {name!r}: {reason}", fix) from error
     near = difflib.get_close_matches(name, known, 3, 0.4)
     hint = f"did you mean {' or '.join(near)}? " if near else ""

@@ -17,7 +17,7 @@ from ..gguf.cache import checkpoint_folder, gguf_file
 from ..reading import look
 from ..reading.boundary import answered
 from ..reading.model_config import CONFIG
-from ..reading.tensors import check_checkpoint
+from ..reading.tensors import ADAPTER_CONFIG, check_checkpoint
 from .quiet import quiet
 
 
@@ -158,6 +158,11 @@ def _check_folder(name_or_path: str) -> None:
         raise ModelError(f"{path} is a file, not a model's folder", f"did you mean {path.parent}?" if there else fix)
     if kind == "folder":
         if not (path / CONFIG).exists():
+            if adapter := next((at for at in (path, path / "adapter") if (at / ADAPTER_CONFIG).exists()), None):
+                how = (
+                    f"name the model it was trained on, and adapter_path={adapter} to go on from it; or merge it first"
+                )
+                raise ModelError(f"{path} holds an adapter, and no whole model", how)
             inside = sorted([*path.glob(f"*/{CONFIG}"), *path.glob(f"snapshots/*/{CONFIG}")], key=os.path.getmtime)
             raise ModelError(f"{path} has no {CONFIG}", f"did you mean {inside[-1].parent}?" if inside else fix)
     elif hub.is_local(name_or_path):
