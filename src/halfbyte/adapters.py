@@ -291,7 +291,8 @@ def _unknown(key: str, wanted: str, names: Collection[str]) -> tuple[str, str]:
     if key == "target_modules" and len(parts) > 1 and all(any(named_by(n, part) for n in names) for part in parts):
         return said, f"write several as a list: {key}: [{', '.join(parts)}]"
     leaves = sorted({name.rpartition(".")[2] for name in names if not name.rpartition(".")[2].isdigit()})
-    close = difflib.get_close_matches(wanted.rpartition(".")[2], leaves, n=3, cutoff=0.5)
+    known = [*leaves, ALL_LINEAR] if key == "target_modules" else leaves
+    close = difflib.get_close_matches(wanted.rpartition(".")[2], known, n=3, cutoff=0.5)
     return said, f"did you mean {', '.join(close)}?" if close else f"the model has: {', '.join(leaves[:MOST_NAMED])}"
 
 

@@ -1,10 +1,10 @@
-"""Three lists that nobody had tried, written from the README and docs/ alone, as a user's; see docs/log.md for how many
+"""Four lists that nobody had tried, written from the README and docs/ alone, as a user's; see docs/log.md for how many
 fell short. Here are those that did, and what was known before."""
 
 import shutil
 from pathlib import Path
 
-from hostile import Case, Link, gone
+from hostile import Case, Link, edited, gone
 from hostile_inputs import DATA, RUN
 from rows_config import both
 from rows_data import data
@@ -123,4 +123,18 @@ THIRD = [
          given=("run",)),
 ]  # fmt: skip
 
-ROWS = [*KEYS, *FILES, *SECOND, *THIRD]
+FOURTH = [
+    Case("+ all_linear", both("target_modules=all_linear"), says="all_linear", fix="did you mean all-linear"),
+    Case("+ two files in one text", ["check", "run.yaml", "dataset=data.jsonl, more.jsonl"],
+         says="data.jsonl, more.jsonl", fix="[data.jsonl, more.jsonl]"),
+    Case("+ a type of GGUF to train on", both("quantization=Q4_K_M"), says="Q4_K_M", fix="--gguf q4_k_m"),
+    Case("+ two formats in one text", ["check", "run.yaml", "quantization=nf4, kbit5"], says="quantization",
+         fix="a mapping"),
+    Case("+ a split of a file", "check run.yaml dataset_split=train[:10%]", code=0,
+         says=("dataset_split: train[:10%]", "all rows are read")),
+    Case("+ a model newer than transformers", ("check run.yaml", "train run.yaml", "generate model prompts.jsonl"),
+         says=("model/config.json", "knows no model_type", "llama9"), fix="update transformers",
+         files={"model/config.json": edited(model_type="llama9")}),
+]  # fmt: skip
+
+ROWS = [*KEYS, *FILES, *SECOND, *THIRD, *FOURTH]

@@ -34,7 +34,6 @@ from halfbyte.models.stacks import fitting
 from halfbyte.ops.float8 import TILE
 from halfbyte.qat.model import qat_format
 
-from ..gguf.mixes import MIXES
 from ..models.stored import NAMES
 from ..models.whole import meta_model
 from .shards import Entry
@@ -125,8 +124,6 @@ def packing(quantize: Quantize, origin: Origin, *, experts: bool = True) -> Pack
         formats = ours.assign(model, [*linears, *stacks])
     except ModelError as error:
         fix = f"{error.fix}; for other tools: {', '.join(FOREIGN)}"
-        if isinstance(quantize, str) and quantize.lower() in MIXES:
-            fix = f"`halfbyte export RUN --gguf {quantize.lower()}` writes that"
         raise ConfigError(error.message.replace("quantization:", "quantize:"), fix) from error
     if not formats:
         raise ConfigError(f"quantize: {type(model).__name__} has no linear layer to store in it", "merge in 16 bits")

@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+import re
 from collections.abc import Iterable
 
 from ..errors import ModelError
@@ -39,6 +40,9 @@ __all__ = [
 ]
 
 
+_OF_GGUF = re.compile(r"q\d_(\d|k|k_[sml])", re.IGNORECASE)  # types that llama.cpp's files have
+
+
 @functools.cache
 def from_spec(spec: str) -> Format:
     """The format whose `spec` is this string, e.g. "blockwise4:nf4:64:nested"."""
@@ -71,6 +75,10 @@ def named(name: str) -> Format:
             raise ModelError(f"no format is spelled {name!r}: {reason}", fix) from error
     near = difflib.get_close_matches(name, known, 3, 0.4)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
+    if _OF_GGUF.fullmatch(name):
+        hint = f"`halfbyte export RUN --gguf {name.lower()}` writes that type of GGUF files; "
+    elif "," in name:
+        hint = "write one, or a mapping from layers' names to them, {'*.down_proj': kbit5, '*': nf4}; "
     raise ModelError(f"there is no format {name!r}", f"{hint}formats: {', '.join(sorted(known))}")
 
 
