@@ -15,11 +15,9 @@ Sources: LoRA (Hu et al. 2021, §4.1), rsLoRA (Kalajdzievski 2023), DoRA (Liu et
 from __future__ import annotations
 
 import contextlib
-import difflib
 import itertools
-import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -43,17 +41,16 @@ from .layers.expert_targets import (
     say_how_many,
     train_whole,
 )
+from .layers.module_names import check_names, matching, unknown
 from .notices import notice
 from .qat.model import round_merged
 from .reading.boundary import answered
-from .reading.bounded import Bounded, Failure
 from .reading.files import same_place
 from .reading.tensors import ADAPTER, ADAPTER_AGAIN, ADAPTER_CONFIG, read_adapter_config, read_header, read_tensors
 from .words import brief
 
 COMMON_RANK = 1024
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # that adapters are saved in
-MOST_NAMED = 40  # modules in an error: a model has a dozen or two kinds
 ANOTHER_MODEL = "the adapter was made for another model: name its own base"
 
 
@@ -138,7 +135,7 @@ def _lora_config(model: nn.Module, adapter: Adapter) -> LoraConfig:
     linears = _adapted(model, adapter.target_modules)
     adapted = linears | experts
     names = {name for name, _ in model.named_modules() if name} | experts
-    _check_names("modules_to_save", adapter.modules_to_save or (), names)
+    check_names("modules_to_save", adapter.modules_to_save or (), names)
     _check_whole_modules(model, adapter.modules_to_save or ())
     for wanted, stack in itertools.product(adapter.modules_to_save or (), sorted(experts)):
         if named_by(stack.rpartition(".")[0], wanted):
@@ -146,9 +143,9 @@ def _lora_config(model: nn.Module, adapter: Adapter) -> LoraConfig:
             raise ModelError(wrong, "leave it out, or set target_parameters: []")
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(adapter, key):
-            found = _matching(key, pattern, names, rf"(.*\.)?({pattern})")
+            found = matching(key, pattern, names, rf"(.*\.)?({pattern})")
             if not found:
-                raise ModelError(*_unknown(key, pattern, adapted))
+                raise ModelError(*unknown(key, pattern, adapted))
             if not found & adapted:
                 raise ModelError(
                     f"{key}: what matches {pattern!r} gets no adapter ({brief(min(found))})",
@@ -230,10 +227,10 @@ def _adapted(model: nn.Module, targets: str | list[str]) -> set[str]:
         listed = all_linear(model)
         return {name for name in names if any(named_by(name, each) for each in listed)}
     if isinstance(targets, list):
-        _check_names("target_modules", targets, names, suggest=linears)
+        check_names("target_modules", targets, names, suggest=linears)
         found = {name for name in names if any(named_by(name, each) for each in targets)}
-    elif not (found := _matching("target_modules", targets, names)):
-        raise ModelError(*_unknown("target_modules", targets, linears))
+    elif not (found := matching("target_modules", targets, names)):
+        raise ModelError(*unknown("target_modules", targets, linears))
     for name in sorted(found):
         module = model.get_submodule(name)
         if is_router(module):
@@ -242,12 +239,6 @@ def _adapted(model: nn.Module, targets: str | list[str]) -> set[str]:
             said = f"target_modules: {name} is a {type(module).__name__}, which gives no x·Wᵀ to add LoRA to"
             raise ModelError(said, "leave it out, or use all-linear")
     return found
-
-
-def _check_names(key: str, wanted: Iterable[str], names: Collection[str], suggest: Collection[str] = ()) -> None:
-    for name in wanted:
-        if not any(named_by(known, name) for known in names):
-            raise ModelError(*_unknown(key, name, suggest or names))
 
 
 def _check_whole_modules(model: nn.Module, wanted: Collection[str]) -> None:
@@ -260,37 +251,6 @@ def _check_whole_modules(model: nn.Module, wanted: Collection[str]) -> None:
                         f"modules_to_save: {name}.{part} is stored quantized and cannot be trained whole",
                         "name it in target_modules instead, or set load_in_4bit: false",
                     )
-
-
-def _matching(key: str, pattern: str, names: Iterable[str], whole: str = "") -> set[str]:
-    """The names that a regular expression matches, or what PEFT makes `whole` of it.
-
-    Some take for ever, and PEFT would try them, too: so they are tried in a process that can be ended.
-    """
-    fix = "correct it, or name modules as in a list"
-    try:
-        re.compile(pattern)
-        compiled = re.compile(whole or pattern)
-    except re.error as error:
-        raise ConfigError(f"{key}: {pattern!r} is not a regular expression ({error})", fix) from error
-    matched: Bounded[list[str], set[str]] = Bounded(lambda given: {name for name in given if compiled.fullmatch(name)})
-    [found] = matched([list(names)])
-    if isinstance(found, Failure):
-        raise ConfigError(f"{key}: to match {brief(pattern)} against the names of modules, {found.said}", fix)
-    assert isinstance(found, set)
-    return found
-
-
-def _unknown(key: str, wanted: str, names: Collection[str]) -> tuple[str, str]:
-    """Message and fix for a name that matches no module: the closest ones first, then what there is."""
-    said, parts = f"{key}: no module of this model matches {wanted!r}", re.split(r"[\s,]+", wanted.strip())
-    if wanted == ALL_LINEAR and key == "target_modules":
-        return said, f"write {key}: {ALL_LINEAR}, which stands alone, or name modules without it"
-    if key == "target_modules" and len(parts) > 1 and all(any(named_by(n, part) for n in names) for part in parts):
-        return said, f"write several as a list: {key}: [{', '.join(parts)}]"
-    leaves = sorted({name.rpartition(".")[2] for name in names if not name.rpartition(".")[2].isdigit()})
-    close = difflib.get_close_matches(wanted.rpartition(".")[2], leaves, n=3, cutoff=0.5)
-    return said, f"did you mean {', '.join(close)}?" if close else f"the model has: {', '.join(leaves[:MOST_NAMED])}"
 
 
 # --- saved weights ---------------------------------------------------------------------------------------------------

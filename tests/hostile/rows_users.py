@@ -1,10 +1,10 @@
-"""Two lists that nobody had tried, written from the README and docs/ alone, as a user's; see docs/log.md for how many
+"""Four lists that nobody had tried, written from the README and docs/ alone, as a user's; see docs/log.md for how many
 fell short. Here are those that did, and what was known before."""
 
 import shutil
 from pathlib import Path
 
-from hostile import Case, Link, gone
+from hostile import Case, Link, edited, gone
 from hostile_inputs import DATA, RUN
 from rows_config import both
 from rows_data import data
@@ -104,4 +104,37 @@ SECOND = [
     Case("+ prompts from a dash", "generate run -", says="standard input", fix="to a file", given=("run",)),
 ]  # fmt: skip
 
-ROWS = [*KEYS, *FILES, *SECOND]
+THIRD = [
+    Case("+ a type of GGUF to merge into", "merge run m --quantize Q4_K_M", says="Q4_K_M",
+         fix="export RUN --gguf q4_k_m", given=("run",)),
+    Case("+ a format that is only read", "merge run m --quantize gptq", says="only read from checkpoints", fix="nf4",
+         never=("unpack",), given=("run",)),
+    Case("+ a format without its options", both("quantization=blockwise4"), says="blockwise4", fix="write it like",
+         never=("unpack",)),
+    Case("+ an adapter by its file", both("adapter_path=run/adapter/adapter_model.safetensors"), says="is a file",
+         fix="run/adapter", given=("run",)),
+    Case("+ an adapter for a model", both("model_name_or_path=run/adapter"), says="holds an adapter",
+         fix="adapter_path=run/adapter", given=("run",)),
+    Case("+ a run for a model", both("model_name_or_path=run"), says="holds an adapter", fix="adapter_path=run/adapter",
+         given=("run",)),
+    Case("+ a number in quotes of another tool", "import-config a.yml", code=0, says="sequence_len: '4096'",
+         never=(" fix: ",), files={"a.yml": "base_model: m\nadapter: lora\nsequence_len: '4096'\n"}),
+    Case("+ two adapters of one name", "serve run --adapter poet=run --adapter poet=run", code=2, says="poet",
+         given=("run",)),
+]  # fmt: skip
+
+FOURTH = [
+    Case("+ all_linear", both("target_modules=all_linear"), says="all_linear", fix="did you mean all-linear"),
+    Case("+ two files in one text", ["check", "run.yaml", "dataset=data.jsonl, more.jsonl"],
+         says="data.jsonl, more.jsonl", fix="[data.jsonl, more.jsonl]"),
+    Case("+ a type of GGUF to train on", both("quantization=Q4_K_M"), says="Q4_K_M", fix="--gguf q4_k_m"),
+    Case("+ two formats in one text", ["check", "run.yaml", "quantization=nf4, kbit5"], says="quantization",
+         fix="a mapping"),
+    Case("+ a split of a file", "check run.yaml dataset_split=train[:10%]", code=0,
+         says=("dataset_split: train[:10%]", "all rows are read")),
+    Case("+ a model newer than transformers", ("check run.yaml", "train run.yaml", "generate model prompts.jsonl"),
+         says=("model/config.json", "knows no model_type", "llama9"), fix="update transformers",
+         files={"model/config.json": edited(model_type="llama9")}),
+]  # fmt: skip
+
+ROWS = [*KEYS, *FILES, *SECOND, *THIRD, *FOURTH]

@@ -13,6 +13,7 @@ import torch
 from tiny_runs import losses, make_loop, rows, run_config
 
 from halfbyte import files, notices
+from halfbyte.config import RunConfig
 from halfbyte.errors import CheckpointError, ConfigError, TrainingError
 from halfbyte.train import checkpoint as checkpoints
 from halfbyte.train.metrics import MetricsFile
@@ -262,3 +263,13 @@ def test_metrics_that_no_run_wrote_are_named(tmp_path, content, said):
         metrics.records()
     assert "metrics.jsonl" in refused.value.message
     assert refused.value.fix == "remove it, or choose another output_dir"
+
+
+def test_paths_of_earlier_runs_are_those_of_the_same_home(monkeypatch, tmp_path):
+    """They were kept as they were written; now `~` is filled in."""
+    given = {"model_name_or_path": "m", "dataset": ["~/one.jsonl", "two.jsonl"]}
+    state = {"config": RunConfig(**given).model_dump(mode="json") | given}
+    monkeypatch.setattr("halfbyte.train.checkpoint.read_state", lambda checkpoint: state)
+    checkpoints.check_same_run(RunConfig(**given), tmp_path)
+    with pytest.raises(ConfigError, match="dataset: "):
+        checkpoints.check_same_run(RunConfig(**given | {"dataset": "~/one.jsonl"}), tmp_path)

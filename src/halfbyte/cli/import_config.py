@@ -144,7 +144,8 @@ def _drop_invalid(imported: Imported, values: dict[str, Any]) -> None:
             given = {key: Located(value, "") for key, value in imported.keys.items()}
             detail = error.errors()[0]
             key = key_of(detail)
-            why = " ".join(str(explain(detail, given)).split())
+            wrong = explain(detail, given)
+            why = " ".join("; ".join(filter(None, (wrong.message, wrong.fix))).split())
             if key not in imported.keys:  # what the file leaves out contradicts what it gives
                 imported.undecided[key] = RunConfig.model_fields[key].default, why
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,9 +32,10 @@ def serve_model(
     Raises:
         ConfigError: starlette or uvicorn is missing, or an adapter is not name=path.
     """
-    folders = dict(map(_named, adapters))
-    if len(folders) < len(adapters):
-        raise UsageError("--adapter: a name is given twice", "choose another name")
+    named = [*map(_named, adapters)]
+    folders = dict(named)
+    if twice := next((name for name, count in Counter(name for name, _ in named).items() if count > 1), None):
+        raise UsageError(f"--adapter: the name {twice} is given twice", "choose another name")
     try:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401

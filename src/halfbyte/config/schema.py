@@ -275,6 +275,13 @@ PATHS = (  # keys that hold one, or several
 )  # fmt: skip
 
 
+def at_home(paths: Any) -> Any:
+    """The value of a key of `PATHS`, in which `~` is the user's folder, as where a shell reads it."""
+    if isinstance(paths, list):
+        return [os.path.expanduser(each) for each in paths]
+    return os.path.expanduser(paths) if isinstance(paths, str) else paths
+
+
 class RunConfig(
     ModelSection,
     QuantizationSection,
@@ -296,10 +303,7 @@ class RunConfig(
     @field_validator(*PATHS)
     @classmethod
     def _at_home(cls, value: Any) -> Any:
-        """`~` is the user's folder, as where a shell reads the path."""
-        if isinstance(value, list):
-            return [os.path.expanduser(each) for each in value]
-        return os.path.expanduser(value) if isinstance(value, str) else value
+        return at_home(value)
 
     @field_validator("report_to", mode="before")
     @classmethod

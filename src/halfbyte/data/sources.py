@@ -69,6 +69,8 @@ def read_sources(names: str | Sequence[str], split: str = "train") -> list[Sourc
 
 def _read(name: str, split: str) -> list[Source]:
     files = files_of(name)
+    if files is not None and split != "train":
+        notice("dataset_split", f"dataset_split: {split} is of datasets on the hub; of {name} all rows are read")
     return [_read_hub(name, split)] if files is None else [READERS[file.suffix.lower()](file) for file in files]
 
 
@@ -93,6 +95,9 @@ def files_of(name: str) -> list[Path] | None:
         fix = f"write {there}" if there else "download it, and name the file"
         raise DataError(f"{name}: data is not read from addresses", fix)
     fix = "name the folder, or a list of files" if "*" in name else "check the path"
+    parts = [part.strip() for part in name.split(",")]
+    if len(parts) > 1 and os.path.exists(os.path.expanduser(parts[0])):
+        fix = f"write several as a list: [{', '.join(parts)}]"
     if (closest := _closest(path)) == ALIKE:
         fix = "rename that one, or name the folder it is in"
     raise DataError(f"no such file: {name}{closest}", fix)

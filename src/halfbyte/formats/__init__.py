@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+import re
 from collections.abc import Iterable
 
 from ..errors import ModelError
@@ -39,6 +40,9 @@ __all__ = [
 ]
 
 
+_OF_GGUF = re.compile(r"q\d_(\d|k|k_[sml])", re.IGNORECASE)  # types that llama.cpp's files have
+
+
 @functools.cache
 def from_spec(spec: str) -> Format:
     """The format whose `spec` is this string, e.g. "blockwise4:nf4:64:nested"."""
@@ -64,12 +68,17 @@ def named(name: str) -> Format:
         try:
             return from_spec(name)
         except (ModelError, ValueError, KeyError, TypeError, IndexError) as error:
-            reason = error.message if isinstance(error, ModelError) else str(error)
+            reason = error.message if isinstance(error, ModelError) else "its options are not like that"
             examples = FORMATS[name.partition(":")[0]].examples()
-            fix = f"write it like {examples[0].spec}" if examples else "it is only read from checkpoints; use another"
+            fix = f"write it like {examples[0].spec}" if examples else f"use one of {', '.join(sorted(known))}"
+            reason = reason if examples else "it is only read from checkpoints"
             raise ModelError(f"no format is spelled {name!r}: {reason}", fix) from error
     near = difflib.get_close_matches(name, known, 3, 0.4)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
+    if _OF_GGUF.fullmatch(name):
+        hint = f"`halfbyte export RUN --gguf {name.lower()}` writes that type of GGUF files; "
+    elif "," in name:
+        hint = "write one, or a mapping from layers' names to them, {'*.down_proj': kbit5, '*': nf4}; "
     raise ModelError(f"there is no format {name!r}", f"{hint}formats: {', '.join(sorted(known))}")
 
 

@@ -16,8 +16,9 @@ from ..families import FAMILIES
 from ..gguf.cache import checkpoint_folder, gguf_file
 from ..reading import look
 from ..reading.boundary import answered
-from ..reading.model_config import CONFIG
-from ..reading.tensors import check_checkpoint
+from ..reading.model_config import CONFIG, read_config
+from ..reading.tensors import ADAPTER_CONFIG, check_checkpoint
+from ..words import brief
 from .quiet import quiet
 
 
@@ -96,10 +97,25 @@ def read_model_config(model: str | Origin) -> Any:
     place = place_of(model)
     name = place.name
     local = Path(name).is_dir()
+    if local:
+        _check_known(Path(name))
     said = f"cannot read {Path(name) / CONFIG}" if local else f"cannot read the model config of {name!r}"
     fix = "correct it, or re-download it" if local else "give a folder with config.json, or a hub id you can reach"
     with trusted_only(name), answered(said, fix, CheckpointError if local else ModelError), quiet():
         return AutoConfig.from_pretrained(name, revision=place.revision, trust_remote_code=place.trust_remote_code)
+
+
+def _check_known(folder: Path) -> None:
+    """Whether transformers has the model of a config, where that brings no code of its own."""
+    from transformers import CONFIG_MAPPING, __version__
+
+    found = read_config(folder)
+    kind = found.get("model_type")
+    if kind is not None and kind not in CONFIG_MAPPING and "auto_map" not in found:
+        raise ModelError(
+            f"{folder / CONFIG}: transformers {__version__} knows no model_type {brief(kind)}",
+            "correct it, or update transformers where the model is newer",
+        )
 
 
 @contextlib.contextmanager
@@ -158,6 +174,11 @@ def _check_folder(name_or_path: str) -> None:
         raise ModelError(f"{path} is a file, not a model's folder", f"did you mean {path.parent}?" if there else fix)
     if kind == "folder":
         if not (path / CONFIG).exists():
+            if adapter := next((at for at in (path, path / "adapter") if (at / ADAPTER_CONFIG).exists()), None):
+                how = (
+                    f"name the model it was trained on, and adapter_path={adapter} to go on from it; or merge it first"
+                )
+                raise ModelError(f"{path} holds an adapter, and no whole model", how)
             inside = sorted([*path.glob(f"*/{CONFIG}"), *path.glob(f"snapshots/*/{CONFIG}")], key=os.path.getmtime)
             raise ModelError(f"{path} has no {CONFIG}", f"did you mean {inside[-1].parent}?" if inside else fix)
     elif hub.is_local(name_or_path):

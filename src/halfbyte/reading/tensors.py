@@ -143,6 +143,8 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
         CheckpointError: there is none, or it cannot be read.
     """
     path = folder / ADAPTER_CONFIG
+    if folder.is_file():
+        raise CheckpointError(f"{folder} is a file, not an adapter's folder", f"name {folder.parent}")
     if not look(path, CheckpointError, ADAPTER_AGAIN):
         of_run = folder / "adapter"  # who names a run means the adapter that it left
         fix = f"name {of_run}" if (of_run / ADAPTER_CONFIG).exists() else "name a folder that PEFT saved"

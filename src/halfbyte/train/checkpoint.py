@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfbyte.config import RunConfig
+from halfbyte.config.schema import PATHS, at_home
 from halfbyte.errors import CheckpointError, ConfigError
 from halfbyte.files import clear_leftovers, remove, write_json
 from halfbyte.notices import notice
@@ -327,6 +328,7 @@ def check_same_run(config: RunConfig, checkpoint: Path) -> None:
     """
     known = {key: field.default for key, field in RunConfig.model_fields.items()}  # of keys that came later
     before, now = known | read_state(checkpoint)["config"], config.model_dump(mode="json")
+    before |= {key: at_home(before[key]) for key in PATHS}  # which were once kept as they were written
     differing = [
         f"{key}: {before[key]!r} then, {now[key]!r} now"
         for key in now
