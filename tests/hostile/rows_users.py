@@ -1,4 +1,4 @@
-"""Four lists that nobody had tried, written from the README and docs/ alone, as a user's; see docs/log.md for how many
+"""Five lists that nobody had tried, written from the README and docs/ alone, as a user's; see docs/log.md for how many
 fell short. Here are those that did, and what was known before."""
 
 import shutil
@@ -92,6 +92,8 @@ SECOND = [
          files={"run.yaml": RUN.replace("r: 2", "r:\u00a02")}),
     Case("+ an indent of another blank", both(), says=("run.yaml:10", "U+3000"), fix="plain blanks",
          files={"run.yaml": RUN + "target_modules:\n\u3000- q_proj\n"}),
+    Case("+ an indent by a tab", both(), says=("run.yaml:10", "U+0009"), fix="plain blanks",
+         files={"run.yaml": RUN + "target_modules:\n\t- q_proj\n"}),
     Case("+ the hub's folder of a model", both(f"model_name_or_path={HUB_FOLDER}"), says="no config.json",
          fix=f"{HUB_FOLDER}/snapshots/0123", files={f"{HUB_FOLDER}/snapshots/0123": snapshot_of}),
     Case("+ a run of a newer version", ("generate run prompts.jsonl", "merge run", "export run --gguf f16"),

@@ -25,7 +25,7 @@ from ..words import brief, cut, visible
 LARGEST = 2**21  # bytes; a pattern for each of 40,000 modules
 DEEPEST = 50
 MOST_VALUES = 200_000  # counting what an alias stands for at each of its places
-_SPACE = re.compile(r"(?:^|[:-])[ \t]*([^\S \t\n\r])", re.MULTILINE)  # where YAML wants a plain one
+_SPACE = re.compile(r"(?:^|[:-])[ \t]*[^\S \t\n\r]|^ *\t", re.MULTILINE)  # where YAML wants plain blanks
 _WRITE_ONE = "`halfbyte init MODEL DATA > run.yaml` writes one"
 _FLATTEN = "write a flat list of keys; none of them holds that much"
 _QUOTE = "mend it; text with any of : # , [ ] { } & * ! | > % @ ` in it goes in quotes"
@@ -183,8 +183,8 @@ def _loading(text: str, where: str, is_file: bool = True) -> Iterator[_Loader]:
         if isinstance(error, _Refused):
             raise ConfigError(f"{place}: {error.problem}", error.fix) from None
         odd = _SPACE.search(text) if is_file and mark else None
-        if odd and mark and (line := text.count("\n", 0, odd.start(1))) <= mark.line:
-            said = f"a blank of another kind (U+{ord(odd[1]):04X}) stands there"
+        if odd and mark and (line := text.count("\n", 0, odd.end())) <= mark.line:
+            said = f"not valid YAML: a blank of another kind (U+{ord(odd[0][-1]):04X}) stands there"
             raise ConfigError(f"{where}:{line + 1}: {said}", "write plain blanks") from None
         said = error.problem or error.context or "it cannot be read"
         if error.context and said.startswith("but "):
