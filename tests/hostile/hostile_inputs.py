@@ -34,6 +34,7 @@ SIZES = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 256,
 }  # fmt: skip
+VOCABULARY, LONGEST = 259, 41  # tokens: of the tokenizer, and of the longest row
 
 
 def make_model(folder: str) -> None:
@@ -56,8 +57,8 @@ def make_model(folder: str) -> None:
 
 
 def replay() -> None:
-    """A step of that model as `check` replays it on shapes: torch keeps which shapes its operators return, and finding
-    that is most of what a plan of so small a model takes."""
+    """A step of that model and data as `check` replays it on shapes: torch keeps which shapes its operators return, and
+    finding that is most of what a plan of so small a model takes. Other shapes than a case's would spare it nothing."""
     import torch
     from transformers import LlamaConfig
 
@@ -65,9 +66,10 @@ def replay() -> None:
     from halfbyte.plan.shapes import ModelShapes, Shape
 
     given = {"model_name_or_path": "model", "dataset": "data.jsonl", "output_dir": "out", "device": "cpu", "r": 2}
-    for dtype in ("bfloat16", "float32"):
-        shapes = ModelShapes(RunConfig(**given, dtype=dtype), LlamaConfig(**SIZES), torch.device("cpu"))
-        shapes.step(Shape(1, 128), ("keep",))
+    for dropout in (0.0, 0.1):
+        config = LlamaConfig(vocab_size=VOCABULARY, **SIZES)
+        shapes = ModelShapes(RunConfig(**given, lora_dropout=dropout), config, torch.device("cpu"))
+        shapes.step(Shape(1, LONGEST), ("keep",))
 
 
 def make_common(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Texts that nobody wrote are taken or refused, quickly: a few hundred of each kind, 10,000 where time counts less."""
+"""Texts that nobody wrote are taken or refused, quickly: 150 of a kind, 10,000 where time counts less."""
 
 import resource
 
@@ -9,9 +9,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 KINDS = {
-    "yaml": (fuzz.read_yaml, fuzz.yaml_text, 300),
-    "jsonl": (fuzz.read_jsonl, fuzz.jsonl_text, 300),
-    "import": (fuzz.read_import, fuzz.import_text, 300),
+    "yaml": (fuzz.read_yaml, fuzz.yaml_text, 150),
+    "jsonl": (fuzz.read_jsonl, fuzz.jsonl_text, 150),
+    "import": (fuzz.read_import, fuzz.import_text, 150),
     "template": (fuzz.read_template, fuzz.template_text, 20),
 }
 
