@@ -31,17 +31,17 @@ from .architectures import ALL_LINEAR, all_linear, is_linear, is_router
 from .config import Adapter, RunConfig, resolve
 from .config.methods import SCORES
 from .errors import CheckpointError, ConfigError, ModelError
-from .layers.expert_adapters import drop_inputs, expert_wrappers, run_beside
+from .layers.expert_adapters import drop_inputs, parameter_wrappers, run_beside
 from .layers.expert_targets import (
     adapted_experts,
+    adapted_routers,
     by_modules,
     name_past_experts,
-    named_by,
     parameter_targets,
     say_how_many,
-    train_whole,
 )
-from .layers.module_names import check_names, matching, unknown
+from .layers.module_names import check_names, matching, named_by, unknown
+from .layers.router_adapters import name_routers
 from .notices import notice
 from .qat.model import round_merged
 from .reading.boundary import answered
@@ -86,7 +86,7 @@ def add_adapter(model: nn.Module, config: RunConfig | Adapter, *, scores: str | 
                 if scores:
                     add_score_head(model, scores)
                     lora.task_type = scores
-                with by_modules(lora):
+                with by_modules(lora, model):
                     peft_model = get_peft_model(model, lora, autocast_adapter_dtype=False)
         except ValueError as error:  # PEFT's own checks, e.g. a module type that LoRA does not support
             raise ModelError(f"target_modules: {error}", "name linear layers, or use all-linear") from error
@@ -94,7 +94,7 @@ def add_adapter(model: nn.Module, config: RunConfig | Adapter, *, scores: str | 
     peft_model.peft_config["default"].base_model_name_or_path = adapter.origin.name
     round_merged(peft_model)
     run_beside(peft_model)
-    if adapter.lora_dropout and any(expert_wrappers(peft_model)):
+    if adapter.lora_dropout and any(parameter_wrappers(peft_model)):
         drop_inputs(peft_model, adapter.lora_dropout)
     dtype = getattr(torch, adapter.adapter_dtype)
     for parameter in peft_model.parameters():
@@ -133,14 +133,17 @@ def quiet_peft() -> Iterator[None]:
 def _lora_config(model: nn.Module, adapter: Adapter) -> LoraConfig:
     experts = adapted_experts(model, adapter)
     linears = _adapted(model, adapter.target_modules)
-    adapted = linears | experts
-    names = {name for name, _ in model.named_modules() if name} | experts
+    routers = adapted_routers(model, adapter, linears)
+    of_routers = {name.removesuffix(".weight") for name in routers}
+    adapted = linears | of_routers | experts | routers
+    linears -= of_routers
+    names = {name for name, _ in model.named_modules() if name} | experts | routers
     check_names("modules_to_save", adapter.modules_to_save or (), names)
     _check_whole_modules(model, adapter.modules_to_save or ())
-    for wanted, stack in itertools.product(adapter.modules_to_save or (), sorted(experts)):
-        if named_by(stack.rpartition(".")[0], wanted):
-            wrong = f"modules_to_save: {brief(wanted)} would train {stack} whole, which gets an adapter"
-            raise ModelError(wrong, "leave it out, or set target_parameters: []")
+    for wanted, held in itertools.product(adapter.modules_to_save or (), sorted(experts | routers)):
+        if named_by(held.rpartition(".")[0], wanted):
+            wrong = f"modules_to_save: {brief(wanted)} would train {held} whole, which gets an adapter"
+            raise ModelError(wrong, f"leave it out, or {held} out of what gets adapters (target_parameters: [])")
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(adapter, key):
             found = matching(key, pattern, names, rf"(.*\.)?({pattern})")
@@ -156,7 +159,7 @@ def _lora_config(model: nn.Module, adapter: Adapter) -> LoraConfig:
         revision=adapter.origin.revision,
         r=adapter.r,
         lora_alpha=_plain(adapter.lora_alpha),
-        lora_dropout=0.0 if experts else adapter.lora_dropout,  # `drop_inputs`
+        lora_dropout=0.0 if experts | routers else adapter.lora_dropout,  # `drop_inputs`
         use_rslora=adapter.use_rslora,
         use_dora=adapter.use_dora,
         target_modules=all_linear(model) if adapter.target_modules == ALL_LINEAR else adapter.target_modules,
@@ -166,6 +169,7 @@ def _lora_config(model: nn.Module, adapter: Adapter) -> LoraConfig:
         alpha_pattern={name: _plain(alpha) for name, alpha in adapter.alpha_pattern.items()},
         init_lora_weights=adapter.init_lora_weights,
     )
+    name_routers(lora, model, linears, routers)
     name_past_experts(lora, model, linears)
     return lora
 
@@ -233,9 +237,7 @@ def _adapted(model: nn.Module, targets: str | list[str]) -> set[str]:
         raise ModelError(*unknown("target_modules", targets, linears))
     for name in sorted(found):
         module = model.get_submodule(name)
-        if is_router(module):
-            raise ModelError(f"target_modules: {name} is a router, which gets no adapter", train_whole(name))
-        if not is_linear(module):
+        if not is_linear(module) and not is_router(module):
             said = f"target_modules: {name} is a {type(module).__name__}, which gives no x·Wᵀ to add LoRA to"
             raise ModelError(said, "leave it out, or use all-linear")
     return found

@@ -164,8 +164,12 @@ def test_experts_no_token_chose_get_zero(tmp_path):
 @pytest.mark.parametrize(
     ("name", "keys", "said"),
     [
-        ("Qwen3Moe", {"target_parameters": ["experts.gate_proj"]}, "no stack of experts is named 'experts.gate_proj'"),
-        ("Qwen3Moe", {"target_parameters": ["input_layernorm.weight"]}, "no stack of experts is named"),
+        (
+            "Qwen3Moe",
+            {"target_parameters": ["experts.gate_proj"]},
+            "experts or router is named 'experts.gate_proj'",
+        ),
+        ("Qwen3Moe", {"target_parameters": ["input_layernorm.weight"]}, "no stack of experts or router is named"),
         ("Qwen3Moe", {"target_parameters": ["gate_up_proj"], "use_dora": True}, "PEFT has no DoRA of parameters"),
         ("Qwen3Moe", {"rank_pattern": {"experts.up_proj": 2}}, "rank_pattern"),
     ],

@@ -7,7 +7,7 @@ from expert_models import MIXTURES, TOKENS, mixture
 from halfbyte.adapters import add_adapter, no_input_casts
 from halfbyte.config import Parallel, RunConfig, load_config
 from halfbyte.config.combinations import of_keys
-from halfbyte.errors import ConfigError, ModelError
+from halfbyte.errors import ConfigError
 from halfbyte.methods import method_of
 from halfbyte.models.activations import recompute_as_transformers
 from halfbyte.models.patch import patch, unpatch
@@ -148,9 +148,3 @@ def test_balanced_routers_of_cut_rows_are_refused():
     with pytest.raises(ConfigError, match="with parallel: pipeline: 2"):
         load_config(None, {**keys, "parallel": {"pipeline": 2}})
     assert of_keys(Parallel(shard=2), load_config(None, keys)) is None
-
-
-@pytest.mark.parametrize("keys", [{"target_modules": ["q_proj", "gate"]}, {"target_parameters": ["mlp.gate.weight"]}])
-def test_a_router_gets_no_adapter_and_what_to_do_is_said(keys):
-    with pytest.raises(ModelError, match=r"gate(\.weight)? is a router.*\n  fix: .*modules_to_save: \[gate\]"):
-        add_adapter(mixture("Qwen3Moe"), RunConfig(**KEYS, **keys))

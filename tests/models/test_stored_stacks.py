@@ -320,3 +320,15 @@ def test_gpt_oss_is_trained_and_merged_on_its_own_codes(tmp_path):
     values = dict(theirs.merge_and_unload().named_parameters())
     for key, mine in merged.named_parameters():
         torch.testing.assert_close(mine, values[key], rtol=2**-8, atol=1e-6, msg=lambda said, key=key: f"{key}: {said}")
+
+
+@pytest.mark.parametrize(("kind", "entry"), [("gptq", "g_idx"), ("gptq", "qweight"), ("awq", "scales")])
+def test_an_expert_without_an_entry_of_the_others_is_named(kind, entry, tmp_path):
+    """By its number, where a format can do without the entry, too."""
+    checkpoint(tmp_path, *KINDS[kind])
+    entries = load_file(tmp_path / "model.safetensors")
+    key = f"model.layers.1.mlp.experts.2.up_proj.{entry}"
+    entries.pop(key)
+    save_file(entries, tmp_path / "model.safetensors", metadata=PT)
+    with pytest.raises(CheckpointError, match=rf"lacks {key}|{key} is missing"):
+        load(tmp_path)

@@ -81,6 +81,22 @@ def test_resumed_is_as_if_never_stopped(trained, tmp_path):
     assert all(one[name].equal(other[name]) for name in one)
 
 
+@pytest.mark.slow
+def test_low_rank_routers(trained, tmp_path):
+    """Beside packed experts, checkpointed, with dropout, balanced: planned, saved, reloaded by PEFT to equal logits."""
+    named = "target_parameters=[experts.gate_up_proj, experts.down_proj, mlp.gate.weight]"
+    more = ["modules_to_save=null", named, "max_steps=2", "lora_dropout=0.1", "activation_checkpointing=true"]
+    assert ran("train", trained / "run.yaml", *more, f"output_dir={tmp_path / 'out'}") == 0
+    reload = json.loads((tmp_path / "out/checks.json").read_text())["adapter_reload"]
+    assert reload["equal"]
+    assert reload["experts_changed"] == reload["experts"] == 16
+    tensors = load_file(tmp_path / "out/adapter/adapter_model.safetensors")
+    assert sum(".mlp.gate.lora_" in name and bool(tensor.any()) for name, tensor in tensors.items()) == 4
+    assert ran("merge", tmp_path / "out", tmp_path / "merged") == 0
+    report = json.loads((tmp_path / "out/merge.json").read_text())
+    assert report["targets"]["dequantized"]["explained_by_rounding"]
+
+
 def test_merged_and_asked(trained, tmp_path, capsys):
     assert ran("merge", trained / "out", tmp_path / "merged") == 0
     report = json.loads((trained / "out/merge.json").read_text())

@@ -129,7 +129,9 @@ class AdapterSection(Section):
         "all-linear", description="all-linear, a list of module names, or one regular expression"
     )
     target_parameters: list[str] | None = Field(
-        None, description="stacked experts to adapt, by name; default: all where target_modules is all-linear; []: none"
+        None,
+        description="stacked experts and routers to adapt, by name; default: all experts where target_modules is"
+        " all-linear, and no routers; []: none",
     )
     modules_to_save: list[str] | None = Field(None, description="modules trained whole and saved with the adapter")
     use_rslora: bool = Field(False, description="scale by lora_alpha/sqrt(r)")

@@ -25,6 +25,8 @@ from halfbyte.config.methods import SCORES
 from halfbyte.errors import CheckpointError
 from halfbyte.formats import Format
 from halfbyte.layers.expert_adapters import expert_wrappers
+from halfbyte.layers.plain import read_adapters
+from halfbyte.layers.router_adapters import folded, router_wrappers
 from halfbyte.models.quantizer import HalfbyteConfig, HalfbyteQuantizer
 from halfbyte.models.stacks import only_stacks
 from halfbyte.models.whole import meta_model
@@ -47,6 +49,7 @@ class AdapterLayers:
 
     Attributes:
         layers: parameter name → the PEFT layer over it.
+        routers: the same of PEFT's wrappers around routers.
         whole: parameter name → the trained tensor that replaces it (modules_to_save).
         quantized: parameter name → the format that `load_model` stores it in.
         stacks: the same of stacked experts, and `experts` → PEFT's wrapper around one.
@@ -75,11 +78,12 @@ class AdapterLayers:
         self.layers: dict[str, BaseTunerLayer] = {}
         self.whole: dict[str, Tensor] = {}
         self.experts: dict[str, Any] = dict(expert_wrappers(root))
+        self.routers: dict[str, Any] = dict(router_wrappers(root))
         for name, module in root.named_modules():
             if isinstance(module, ParamWrapper):
                 adapted = f"{name.replace('.base_layer', '')}.{module.parameter_name}"
-                if adapted not in self.experts:
-                    said = f"{folder}: the adapter changes {adapted}, which is no stack of experts"
+                if adapted not in self.experts.keys() | self.routers.keys():
+                    said = f"{folder}: the adapter changes {adapted}, which is no stack of experts and no router"
                     raise CheckpointError(said, "merge it with PEFT (merge_and_unload)")
             elif isinstance(module, BaseTunerLayer):
                 self.layers[f"{name}.weight"] = module
@@ -90,7 +94,7 @@ class AdapterLayers:
     @property
     def changed(self) -> set[str]:
         """Names of the parameters that the adapter changes."""
-        return self.layers.keys() | self.whole.keys() | self.experts.keys()
+        return self.layers.keys() | self.whole.keys() | self.experts.keys() | self.routers.keys()
 
     def parameter_of(self, key: str) -> tuple[str, bool, Piece | None]:
         """The model's parameter that a checkpoint tensor becomes, as transformers' loader names it; whether the tensor
@@ -116,6 +120,9 @@ class AdapterLayers:
             return self.whole[name]
         if name in self.experts:
             return add_delta(self.experts[name], weight, piece)
+        if name in self.routers:
+            active: Any = read_adapters(self.routers[name])
+            return folded(weight, active)
         layer: Any = self.layers[name]
         linear = layer.get_base_layer()
         without, linear.weight = linear.weight, nn.Parameter(weight, requires_grad=False)

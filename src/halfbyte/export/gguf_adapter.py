@@ -73,8 +73,8 @@ def _tensors(config: RunConfig, folder: Path) -> tuple[float, dict[str, torch.Te
     adapter = AdapterLayers(run, folder, torch.device("cpu"))
     if adapter.whole:
         raise CheckpointError(f"{folder}: --lora cannot replace {min(adapter.whole)}", "export the merged model")
-    if adapter.experts:
-        said = f"{folder}: --lora has no place for the adapter of {min(adapter.experts)}"
+    if beyond := adapter.experts.keys() | adapter.routers.keys():
+        said = f"{folder}: --lora has no place for the adapter of {min(beyond)}"
         raise CheckpointError(said, "export the merged model")
     alpha, found = float(config.lora_alpha), {}
     layer: Any

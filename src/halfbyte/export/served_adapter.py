@@ -72,6 +72,8 @@ class ServedAdapter:
     def __init__(self, adapter: AdapterLayers, origin: Origin, name: str):
         if adapter.whole:
             raise CheckpointError(f"{name}: servers cannot replace {min(adapter.whole)}", MERGE)
+        if adapter.routers:
+            raise CheckpointError(f"{name}: servers have no adapters of routers ({min(adapter.routers)})", MERGE)
         self.adapter, self.origin, self.name = adapter, origin.name, name
         base = BaseCheckpoint(origin)
         self._places = [(stored.name, *adapter.parameter_of(stored.name)) for stored in base.weights]

@@ -21,6 +21,7 @@ from ..architectures import runs_experts
 from ..errors import ModelError
 from .experts import HELD, NAME
 from .plain import Adapter, read_adapters
+from .router_adapters import fold_routers, router_wrappers
 
 
 def expert_wrappers(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -30,9 +31,15 @@ def expert_wrappers(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield f"{name.replace('.base_layer', '')}.{module.parameter_name}", module
 
 
+def parameter_wrappers(model: nn.Module) -> Iterator[Any]:
+    """PEFT's wrappers of parameters: of experts and routers."""
+    yield from (module for module in model.modules() if isinstance(module, ParamWrapper))
+
+
 def run_beside(model: nn.Module) -> None:
     """Have PEFT's wrappers around experts compute their low-rank products beside the stacks, and where those are
-    multiplied: PEFT makes factors where a stack is, which may wait in the host's memory."""
+    multiplied: PEFT makes factors where a stack is, which may wait in the host's memory. Those around routers fold."""
+    fold_routers(model)
     for _, wrapper in expert_wrappers(model):
         wrapper.forward = MethodType(_forward, wrapper)
         experts = wrapper.get_base_layer()
@@ -43,9 +50,11 @@ def run_beside(model: nn.Module) -> None:
 
 
 def drop_inputs(model: nn.Module, probability: float) -> None:
-    """Dropout on the inputs of all LoRA of `model`, where PEFT, whose forward has no input of an expert, refuses it."""
+    """Dropout on the inputs of all LoRA of `model` but routers', where PEFT, whose forward has no input of an expert,
+    refuses it."""
+    folding = {module for _, module in router_wrappers(model)}
     for module in model.modules():
-        if isinstance(module, LoraLayer):
+        if isinstance(module, LoraLayer) and module not in folding:
             module.lora_dropout.update({name: nn.Dropout(probability) for name in module.lora_A})
 
 

@@ -11,24 +11,13 @@ from peft import PeftModel
 from peft.utils import transformers_weight_conversion as conversion
 from torch import nn
 
-from ..architectures import ALL_LINEAR, expert_stacks, expert_targets, is_router
+from ..architectures import ALL_LINEAR, expert_stacks, expert_targets
 from ..config import Adapter
 from ..errors import ModelError
 from ..notices import notice
 from .expert_adapters import expert_wrappers
-
-WEIGHT = ".weight"
-
-
-def train_whole(router: str) -> str:
-    """What to do instead of an adapter on a router: it has fewer weights than an expert's adapter."""
-    leaf = router.rpartition(".")[2]
-    return f"leave it out, or train it whole with modules_to_save: [{leaf}]"
-
-
-def named_by(module: str, target: str) -> bool:
-    """PEFT's rule: the whole name, or its end after a dot."""
-    return module == target or module.endswith(f".{target}")
+from .module_names import named_by
+from .router_adapters import WEIGHT, router_weights, router_wrappers
 
 
 def parameter_targets(model: nn.Module, adapter: Adapter) -> list[str]:
@@ -48,19 +37,38 @@ def adapted_experts(model: nn.Module, adapter: Adapter) -> set[str]:
         return set()
     stacks = expert_stacks(model, [])
     targets = parameter_targets(model, adapter)
+    routers = router_weights(model)
     for target in targets:
-        if not any(named_by(stack, target) for stack in stacks):
-            owner = target.removesuffix(WEIGHT)
-            if any(named_by(name, owner) and is_router(module) for name, module in model.named_modules()):
-                raise ModelError(f"target_parameters: {target} is a router, which gets no adapter", train_whole(owner))
+        if not any(named_by(name, target) for name in (*stacks, *routers)):
             known = ", ".join(expert_targets(model))
             raise ModelError(
-                f"target_parameters: no stack of experts is named {target!r}",
+                f"target_parameters: no stack of experts or router is named {target!r}",
                 f"this model's stacks: {known}" if known else "leave it out: halfbyte knows no stack of this model",
             )
     if targets and adapter.use_dora:
         raise ModelError("target_parameters: PEFT has no DoRA of parameters", "set use_dora: false")
     return {stack for stack in stacks if any(named_by(stack, target) for target in targets)}
+
+
+def adapted_routers(model: nn.Module, adapter: Adapter, named: set[str]) -> set[str]:
+    """Names of the matrices of routers that get adapters: those that targets name.
+
+    Args:
+        named: the modules that `target_modules` names.
+
+    Raises:
+        ModelError: DoRA is asked for, too.
+    """
+    targets = adapter.target_parameters or ()
+    found = {
+        name
+        for name in router_weights(model)
+        if name.removesuffix(WEIGHT) in named or any(named_by(name, target) for target in targets)
+    }
+    if found and adapter.use_dora:
+        said = f"{min(found)} is of a router, whose adapter is one of a parameter: PEFT has no DoRA of these"
+        raise ModelError(f"use_dora: {said}", "leave the router out of the targets, or set use_dora: false")
+    return found
 
 
 def name_past_experts(lora: Any, model: nn.Module, linears: set[str]) -> None:
@@ -93,7 +101,7 @@ def _convert(lora: Any, model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def by_modules(lora: Any, model: Any = None) -> Iterator[None]:
+def by_modules(lora: Any, model: Any) -> Iterator[None]:
     """Inside, PEFT makes adapters of linears where `lora` names their weights (`name_past_experts`), not wrappers of
     parameters, whose forward adds a dense B·A to the weight.
 
@@ -102,7 +110,8 @@ def by_modules(lora: Any, model: Any = None) -> Iterator[None]:
     Args:
         model: which may have adapters already, whose configs PEFT compares with this one.
     """
-    configs = [each for each in (lora, *getattr(model, "peft_config", {}).values()) if _weights(each)]
+    routers = router_weights(model)
+    configs = [each for each in (lora, *getattr(model, "peft_config", {}).values()) if _weights(each, routers)]
     if not configs:
         yield
         return
@@ -111,7 +120,7 @@ def by_modules(lora: Any, model: Any = None) -> Iterator[None]:
         [(c.target_modules, c.target_parameters) for c in configs],
     )
     for config in configs:
-        weights = _weights(config)
+        weights = _weights(config, routers)
         config.target_modules = {*(config.target_modules or ()), *(name.removesuffix(WEIGHT) for name in weights)}
         config.target_parameters = sorted({*config.target_parameters} - weights) or None
     conversion.convert_peft_config_for_transformers = lambda *_, **__: None
@@ -123,13 +132,20 @@ def by_modules(lora: Any, model: Any = None) -> Iterator[None]:
             config.target_modules, config.target_parameters = modules, parameters
 
 
-def _weights(lora: Any) -> set[str]:
-    """What a config names by the parameter `weight`: of linears."""
-    return {name for name in getattr(lora, "target_parameters", None) or () if name.endswith(WEIGHT)}
+def _weights(lora: Any, routers: set[str]) -> set[str]:
+    """What a config names by the parameter `weight`: of linears, not of routers."""
+    named = {name for name in getattr(lora, "target_parameters", None) or () if name.endswith(WEIGHT)}
+    return {name for name in named if not any(named_by(router, name) for router in routers)}
 
 
 def say_how_many(model: PeftModel) -> None:
-    """Experts have many times the adapters that attention has, which decides what a run takes."""
+    """Experts have many times the adapters that attention has, which decides what a run takes; routers have few, which
+    decide where tokens go."""
+    routers = [module for _, module in router_wrappers(model)]
+    if routers:
+        weights = sum(p.numel() for each in routers for part in (each.lora_A, each.lora_B) for p in part.parameters())
+        said = f"trained: {weights / 1e6:.3g}M weights on {len(routers)} routers, which targets name"
+        notice("routers-adapted", f"{said} (without dropout: PEFT's adapter of a parameter has none)")
     on_experts = sum(p.numel() for _, each in expert_wrappers(model) for p in each.lora_A.parameters())
     on_experts += sum(p.numel() for _, each in expert_wrappers(model) for p in each.lora_B.parameters())
     if on_experts:

@@ -10,9 +10,13 @@ from ..architectures import ALL_LINEAR
 from ..errors import ConfigError, ModelError
 from ..reading.bounded import Bounded, Failure
 from ..words import brief
-from .expert_targets import named_by
 
 MOST_NAMED = 40  # modules in an error: a model has a dozen or two kinds
+
+
+def named_by(module: str, target: str) -> bool:
+    """PEFT's rule: the whole name, or its end after a dot."""
+    return module == target or module.endswith(f".{target}")
 
 
 def check_names(key: str, wanted: Iterable[str], names: Collection[str], suggest: Collection[str] = ()) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -154,9 +154,27 @@ def _weights(place: Origin, folder: Path) -> dict[str, Tensor]:
         if not base.quantized and each.name.endswith(".weight") and each.dtype not in DTYPES:
             said = f"{folder}: {each.name} is stored as {each.dtype}, and {CONFIG} has no quantization_config"
             raise CheckpointError(said, "re-download config.json")
+    if base.quantized:
+        _check_entries((name for header in base.headers.values() for name in header), folder)
     return {
         each.name: torch.empty(each.shape, dtype=TYPES.get(each.dtype, torch.uint8), device="meta") for each in weights
     }
+
+
+def _check_entries(names: Iterable[str], folder: Path) -> None:
+    """Whether each of a layer's experts has the entries that others have, of which a format may have some or not."""
+    holders: dict[tuple[str, str], dict[str, set[int]]] = {}  # layer and matrix → entry → experts
+    for name in names:
+        if found := EXPERT.fullmatch(name):
+            matrix = found[3].split(".")[1]
+            holders.setdefault((found[1], matrix), {}).setdefault(found[3], set()).add(int(found[2]))
+    for (before, _), entries in holders.items():
+        experts = set().union(*entries.values())
+        for after, own in entries.items():
+            if missing := experts - own:
+                raise CheckpointError(
+                    f"{folder} lacks {before}{min(missing)}{after}, which other experts have", ANOTHER
+                )
 
 
 def _check_experts(weights: Mapping[str, Tensor], folder: Path, config: Any) -> None:

@@ -147,8 +147,9 @@ def adapter_reload(model: PeftModel, folder: Path, ids: torch.Tensor, dtype: tor
     if whole:
         lora = saved_adapter_config(folder)
         lora.inference_mode = True
-        with quiet_peft(), by_modules(lora):
-            model = PeftModel.from_pretrained(model.unload(), str(folder), config=lora)
+        base: Any = model.unload()
+        with quiet_peft(), by_modules(lora, base):
+            model = PeftModel.from_pretrained(base, str(folder), config=lora)
         round_merged(model)
         run_beside(model)
     else:
