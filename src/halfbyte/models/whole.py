@@ -188,6 +188,7 @@ def _check_experts(weights: Mapping[str, Tensor], folder: Path, config: Any) -> 
     for (before, _), experts in groups.items():
         counts[before] = max(counts.get(before, 0), max(experts) + 1)
     key, most = next(((key, most) for key in EXPERTS if type(most := getattr(config, key, None)) is int), ("", 0))
+    most += getattr(config, "zero_expert_num", None) or 0  # LongCat's, which pass their input on, have places, too
     if key and counts and max(counts.values()) > most:
         said = f"{folder / CONFIG}: {key} is {most}, and the checkpoint holds {max(counts.values())} experts a layer"
         raise CheckpointError(said, ANOTHER)
