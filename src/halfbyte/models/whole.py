@@ -180,6 +180,8 @@ def _check_entries(names: Iterable[str], folder: Path) -> None:
 def _check_experts(weights: Mapping[str, Tensor], folder: Path, config: Any) -> None:
     """Whether each of a layer's experts is there, in the shape of the others, and has a place: transformers, which
     stacks them, would not say which it is, and leaves out those that the config does not count."""
+    if getattr(config, "zero_expert_num", None):  # LongCat's pass their input on, and transformers stores some of them
+        return
     groups: dict[tuple[str, str], dict[int, Tensor]] = {}
     for name, weight in weights.items():
         if found := EXPERT.fullmatch(name):
@@ -188,7 +190,6 @@ def _check_experts(weights: Mapping[str, Tensor], folder: Path, config: Any) -> 
     for (before, _), experts in groups.items():
         counts[before] = max(counts.get(before, 0), max(experts) + 1)
     key, most = next(((key, most) for key in EXPERTS if type(most := getattr(config, key, None)) is int), ("", 0))
-    most += getattr(config, "zero_expert_num", None) or 0  # LongCat's, which pass their input on, have places, too
     if key and counts and max(counts.values()) > most:
         said = f"{folder / CONFIG}: {key} is {most}, and the checkpoint holds {max(counts.values())} experts a layer"
         raise CheckpointError(said, ANOTHER)
