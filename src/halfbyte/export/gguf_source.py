@@ -68,9 +68,9 @@ def open_source(run_or_model: str, device: str | None = None, trust_remote_code:
     name = run.origin.name.rstrip("/").split("/")[-1]
     target = chosen_device(device or config.device)
     turned = bool(family.experts and family.experts.interleaved)  # but for codes, which lie [N, K]
-    weights, merged = (
-        {each.name: Weight(each.shape, partial(base.read, each), turned and not each.parts) for each in base.weights},
+    merged, weights = (
         "",
+        {each.name: Weight(each.shape, partial(base.read, each), turned and not each.parts) for each in base.weights},
     )
     if place.adapter:
         both = MergedWeights(run, base, AdapterLayers(run, place.adapter, target))

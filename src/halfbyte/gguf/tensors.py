@@ -56,11 +56,9 @@ MIXER = {
     MODEL_TENSOR.SSM_NORM, MODEL_TENSOR.SSM_BETA, MODEL_TENSOR.SSM_ALPHA, MODEL_TENSOR.SSM_OUT, MODEL_TENSOR.SSM_IN,
     MODEL_TENSOR.SSM_BETA_ALPHA,
 }  # fmt: skip
-SUFFIXES = {
-    MODEL_TENSOR.SSM_A: "",
-    MODEL_TENSOR.SSM_DT: ".bias",
-    MODEL_TENSOR.FFN_EXP_PROBS_B: ".bias",
-}  # of others: .weight
+SUFFIXES = {  # of others: .weight
+    MODEL_TENSOR.SSM_A: "", MODEL_TENSOR.SSM_DT: ".bias", MODEL_TENSOR.FFN_EXP_PROBS_B: ".bias",
+}  # fmt: skip
 DENSE = {MODEL_TENSOR.FFN_GATE, MODEL_TENSOR.FFN_UP, MODEL_TENSOR.FFN_DOWN}
 SPARSE = {
     MODEL_TENSOR.FFN_GATE_INP, MODEL_TENSOR.FFN_GATE_EXP, MODEL_TENSOR.FFN_UP_EXP, MODEL_TENSOR.FFN_DOWN_EXP,
@@ -109,9 +107,8 @@ class Layout:
         """
         plain = key.replace("language_model.model.", "model.").replace("model.language_model.", "model.")
         plain = plain.removeprefix("language_model.").replace(".dt_bias", ".dt_proj.bias")
-        plain = re.sub(r"\.sinks$", ".sinks.weight", plain).replace(
-            ".e_score_correction_bias", ".e_score_correction.bias"
-        )
+        plain = plain.replace(".e_score_correction_bias", ".e_score_correction.bias")
+        plain = re.sub(r"\.sinks$", ".sinks.weight", plain)
         name = self._names.get_name(plain, try_suffixes=KINDS)
         arch, fix = self.family.gguf.arch, "use this model with transformers"
         if name is None:
