@@ -48,7 +48,7 @@ float8, gemv4, gemv8, gemv_planes, glu = map(on_gpu, ("float8", "gemv4", "gemv8"
 hqq, int4, int8, lora_glu, lora_read = map(on_gpu, ("hqq", "int4", "int8", "lora_glu", "lora_read"))
 low_rank, norms, paged_attention, partial_sums = map(on_gpu, ("low_rank", "norms", "paged_attention", "partial_sums"))
 rope, sample, experts, experts_unit = map(on_gpu, ("rope", "sample", "experts", "experts_unit"))
-expert_rows, router = map(on_gpu, ("expert_rows", "router"))
+expert_rows, router, delta_net = map(on_gpu, ("expert_rows", "router", "delta_net"))
 divergence = on_gpu("divergence")
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -185,10 +185,16 @@ def lora_cases() -> Iterator[Case]:
             )  # fmt: skip
 
 
+def sinks_of(dtype: torch.dtype, window: int | None) -> Tensor | None:
+    """Of 32 heads, beside a window, which those with sinks have."""
+    return empty(32, dtype=dtype) if window else None
+
+
 def attend_call(dtype: torch.dtype, size: int, cache: torch.dtype, window: int | None, softcap: float | None) -> None:
     q, keys = empty(2, 32, 1, size, dtype=dtype), empty(2, 8, 1024, size, dtype=cache)
     first, last = empty(2, dtype=torch.int32), empty(1, dtype=torch.int64)
-    decode_attention.decode_attention(q, keys, keys, first, last, 0.1, window, softcap)
+    for sinks in dict.fromkeys((None, sinks_of(dtype, window))):
+        decode_attention.decode_attention(q, keys, keys, first, last, 0.1, window, softcap, sinks)
     new = empty(2, 8, 1, size, dtype=dtype)
     if cache is dtype:
         decode_attention.store_both_(new, new, keys, keys, last)
@@ -206,6 +212,19 @@ def attention_cases() -> Iterator[Case]:
             )  # fmt: skip
 
 
+def recurrent_cases() -> Iterator[Case]:
+    """Qwen3.5's and Qwen3-Next's heads."""
+    for dtype in DTYPES:
+
+        def step(dtype: torch.dtype = dtype) -> None:
+            seats, channels = empty(2, dtype=torch.int64), 2 * 16 * 128 + 32 * 128
+            x, a = empty(2, channels, dtype=dtype), empty(2, 32, dtype=dtype)
+            delta_net.conv_step_(x, empty(channels, 4, dtype=dtype), None, empty(4, channels, 3, dtype=dtype), seats)
+            delta_net.delta_step_(x, a, a, empty(32), empty(32), empty(4, 32, 128, 128), seats, 16)
+
+        yield Case("a step of a gated delta net", step, dtype, dtype is BF16)
+
+
 def rollout_cases() -> Iterator[Case]:
     """Two rows split their pages over programs, many do not, which takes no more of anything."""
 
@@ -214,8 +233,9 @@ def rollout_cases() -> Iterator[Case]:
             q, keys = empty(rows, 32, size, dtype=dtype), empty(1024, 8, 64, size, dtype=cache)
             tables, lengths = empty(rows, 32, dtype=torch.int32), empty(rows, dtype=torch.int32)
             bundles = empty(rows // 2, 3, dtype=torch.int32)
-            for shared in (None, Shared(bundles, lengths)):
-                paged_attention.paged_attention(q, keys, keys, tables, lengths, 0.1, window, softcap, shared)
+            of_heads = dict.fromkeys((None, sinks_of(dtype, window)))
+            for shared, sinks in itertools.product((None, Shared(bundles, lengths)), of_heads):
+                paged_attention.paged_attention(q, keys, keys, tables, lengths, 0.1, window, softcap, shared, sinks)
 
     for dtype, size, eight in itertools.product(DTYPES, HEADS, (False, True)):
         for window, softcap in ((None, None), (512, None), (None, 30.0)):
@@ -503,7 +523,7 @@ def expert_cases() -> Iterator[Case]:
 
 MAKERS = (
     lora_cases, product_cases, format_cases, attention_cases, loss_cases, rope_cases, norm_cases, decoder_cases,
-    glu_cases, training_attention_cases, rollout_cases, expert_cases,
+    glu_cases, training_attention_cases, recurrent_cases, rollout_cases, expert_cases,
 )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfbyte.generation.batch import FEWEST, bundles_of
-from halfbyte.generation.schedule import PAGE, Group, Pages, Row, Schedule, pages_of
+from halfbyte.generation.schedule import BESIDE, PAGE, Group, Pages, Row, Schedule, pages_of
 from halfbyte.ops.paged_attention import BUNDLE
 
 LONGEST, MOST = 3 * PAGE, 2 * PAGE
@@ -20,6 +20,7 @@ class Cache:
     def __init__(self, schedule, pages, late):
         self.schedule, self.pages, self.late = schedule, pages, late
         self.slots = {}
+        self.states = {}  # by seat: what was read there, which is all that a state is made of
         self.unread = []
         self.sent_back = 0
         self.read = Counter()
@@ -34,10 +35,13 @@ class Cache:
             self.joined.append((empty, len(found.starts)))
             for document in found.documents:
                 self.read[tuple(document.tokens)] += 1
+                self.states[document.seat] = list(document.tokens)
                 for at, token in enumerate(document.tokens):
                     self.slots[document.pages[at // PAGE], at % PAGE] = token
             for source, target in found.copies:
                 self.slots |= {(target, at): self.slots.get((source, at)) for at in range(PAGE)}
+            for source, target in found.states:
+                self.states[target] = list(self.states[source])
             for row, document in found.starts:
                 assert row.length == len(document.tokens)
                 last[row] = self.token(row, row.length)
@@ -54,6 +58,7 @@ class Cache:
                 at = row.length - 1
                 assert at // PAGE < len(row.pages)
                 self.slots[row.pages[at // PAGE], at % PAGE] = last[row]
+                self.states[row.seat].append(last[row])
                 last[row] = self.token(row, row.length)
             stepped = [(row, last[row]) for row in rows]
             self.settle(ends, 0 if not self.late else len(self.unread))
@@ -81,9 +86,14 @@ class Cache:
         readers.update(page for document in kept.values() for page in document.pages)
         assert 0 not in readers
         assert len(readers) + self.pages.free == self.pages.count - 1
+        seats = [row.seat for row in schedule.seated] + [document.seat for document in kept.values()]
+        assert len(set(seats)) == len(seats) <= schedule.seats + BESIDE - 1
+        assert all(0 < seat < schedule.seats + BESIDE for seat in seats)
         for row in schedule.seated:
             assert row.length <= len(row.pages) * PAGE
             known = [*row.group.prompt, *row.ids][: row.length]
+            assert self.states[row.seat][: len(known)] == known
+            assert len(self.states[row.seat]) == row.length
             for at, token in enumerate(known):
                 assert self.slots[row.pages[at // PAGE], at % PAGE] == token
             for page in row.pages[len(row.group.prompt) // PAGE :]:

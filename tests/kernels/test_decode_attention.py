@@ -25,9 +25,11 @@ def tensors(dtype, heads=(4, 2), size=24, slots=192, rows=2):
 
 
 @dtypes
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (40, None), (None, 5.0)])
-def test_the_reference(dtype, window, softcap):
-    arguments = (*tensors(dtype), 0.2, window, softcap)
+@pytest.mark.parametrize(
+    ("window", "softcap", "sinks"), [(None, None, False), (40, None, False), (None, 5.0, False), (40, None, True)]
+)
+def test_the_reference(dtype, window, softcap, sinks):
+    arguments = (*tensors(dtype), 0.2, window, softcap, random(4, dtype=dtype) if sinks else None)
     expected = decode_attention.reference(*(x.float() if torch.is_tensor(x) and x.is_floating_point() else x
                                             for x in arguments))  # fmt: skip
     found = attend(*arguments)

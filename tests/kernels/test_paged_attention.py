@@ -20,6 +20,18 @@ def test_the_specification_is_attention_over_the_rows_tokens(window, softcap):
         torch.testing.assert_close(found[row], alone[0, :, 0])
 
 
+def test_a_sink_is_one_more_score():
+    """Of a key with this very score, and a value of zeros, in the row's first place."""
+    q, keys, values, tables, lengths = exact(case(torch.float32, (2, 2), 8, [40]))
+    sinks = torch.tensor([0.3, -1.0], dtype=torch.float64)
+    found = paged_attention.reference(q, keys, values, tables, lengths, 1.0, None, None, None, sinks)
+    page = keys[tables[0, 0]], values[tables[0, 0]]
+    for head, sink in enumerate(sinks):
+        scores = torch.cat([sink[None], page[0][head, :40] @ q[0, head]]).softmax(-1)
+        torch.testing.assert_close(found[0, head], scores[1:] @ page[1][head, :40])
+
+
+@pytest.mark.parametrize("sinks", [False, True])
 @VARIANTS
 @pytest.mark.parametrize(
     ("dtype", "heads", "size"),
@@ -31,12 +43,12 @@ def test_the_specification_is_attention_over_the_rows_tokens(window, softcap):
         (torch.bfloat16, (8, 2), 128),
     ],
 )
-def test_c(dtype, heads, size, window, softcap):
+def test_c(dtype, heads, size, window, softcap, sinks):
     try:
         from halfbyte.kernels.native.paged_attention import attend
     except Unavailable as reason:
         pytest.skip(str(reason))
-    arguments = (*case(dtype, heads, size), 0.3, window, softcap)
+    arguments = (*case(dtype, heads, size), 0.3, window, softcap, None, torch.randn(heads[0]) if sinks else None)
     found, truth = attend(*arguments), paged_attention.reference(*exact(arguments))
     assert (found.shape, found.dtype) == (truth.shape, dtype)
     assert (found.double() - truth).norm() <= 4 * torch.finfo(dtype).eps * truth.norm()

@@ -44,13 +44,14 @@ def close(found, truth, dtype):
 
 
 @dtypes
+@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize(("heads", "size", "splits", "window", "softcap"), CALLS)
-def test_attention_is_the_references(dtype, heads, size, splits, window, softcap):
+def test_attention_is_the_references(dtype, heads, size, splits, window, softcap, sinks):
     """The fewest splits leave programs with much to do, the most some without a page."""
-    on_cpu = case(dtype, heads, size, FEW)
-    arguments = (*(each.to(DEVICE) for each in on_cpu), 0.3, window, softcap)
-    found = attend(arguments, splits).cpu()
-    close(found, paged_attention.reference(*exact(on_cpu), 0.3, window, softcap), dtype)
+    on_cpu, sinks = case(dtype, heads, size, FEW), torch.randn(heads[0]).to(dtype) if sinks else None
+    options, on_device = (0.3, window, softcap, None), [each.to(DEVICE) for each in on_cpu]
+    found = attend((*on_device, *options, None if sinks is None else sinks.to(DEVICE)), splits)
+    close(found.cpu(), paged_attention.reference(*exact(on_cpu), *options, sinks), dtype)
 
 
 @dtypes
@@ -59,7 +60,8 @@ def test_pages_that_rows_share_are_read_for_all_of_them(dtype, heads, size, part
     """That their first row's table is read, and no other, shows where it is another's."""
     bundles = [(common, rows[:2]) for common, rows in BUNDLES] if INTERPRETED else BUNDLES
     *on_cpu, shared = shared_case(dtype, heads, size, bundles)
-    truth = paged_attention.reference(*exact(on_cpu), 0.3, window, softcap)
+    sinks = torch.randn(heads[0]).to(dtype) if window else None
+    truth = paged_attention.reference(*exact(on_cpu), 0.3, window, softcap, None, sinks)
     other = on_cpu[3].clone()
     for begin, count, pages in shared.bundles.tolist():
         if dtype is not torch.float32 and 16 * heads[0] // heads[1] <= 128:  # else each row reads its own
@@ -68,7 +70,8 @@ def test_pages_that_rows_share_are_read_for_all_of_them(dtype, heads, size, part
     shared = type(shared)(*(each.to(DEVICE) for each in shared))
     wide = torch.randn(len(other), heads[0] + 3, size).to(dtype).to(DEVICE)  # q as a part of a projection's result
     wide[:, : heads[0]] = on_device[0]
-    arguments = (wide[:, : heads[0]], *on_device[1:], 0.3, window, softcap, shared)
+    sinks = None if sinks is None else sinks.to(DEVICE)
+    arguments = (wide[:, : heads[0]], *on_device[1:], 0.3, window, softcap, shared, sinks)
     close(attend(arguments, parts).cpu(), truth, dtype)
     close(attend(arguments).cpu(), truth, dtype)
 

@@ -68,10 +68,26 @@ def test_what_an_engine_of_this_shape_takes():
     assert decoder.unpacked == (plan.weights == "unpacked") is True
     assert plan.pages == sum(cache.nbytes for pair in decoder.caches for cache in pair)
     linears = [
-        each for layer in decoder.layers for each in (layer.qkv, layer.out, layer.mixer.gate_up, layer.mixer.down)
+        each for layer in decoder.layers for each in (layer.inputs, layer.out, layer.mixer.gate_up, layer.mixer.down)
     ]
     weights = [each.stacked.weight.nbytes for each in linears]
     assert sum(weights) <= plan.decoded == pytest.approx(sum(weights), rel=0.25)  # this one has no adapter
+
+
+def test_states_beside_pages():
+    """Of a hybrid, byte for byte of its engine's tensors; a CPU's batch is never filled up."""
+    from patch_models import tiny
+
+    model, new = tiny("Qwen3_5Text", adapter=False, shape={"linear_key_head_dim": 32}).eval(), 30
+    keys = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "num_generations": 4}
+    config = config_of(**keys, dtype="float32", max_completion_length=new, max_length=120, r=4)
+    prompts = [90, 40, 33, 20]
+    batches = Batches(Shape(8, 120), Shape(8, 120), prompts=tuple(prompts))
+    plan = estimate(config, model.config, device="cpu", batches=batches, capacity_bytes=GIB).answering
+    engine = Rollouts(model, rows=16, weights=plan.weights, memory_gib=plan.pages / GIB)
+    ids = [torch.randint(3, 101, (length,)).tolist() for length in prompts]
+    engine.generate(ids, 4, max_new_tokens=new, sampling=Sampling(1.0, seed=1), stops=[])
+    assert plan.pages == sum(cache.nbytes for pair in engine._decoder.caches for cache in pair)
 
 
 def test_the_8b_within_40_gib():

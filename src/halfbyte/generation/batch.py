@@ -19,7 +19,7 @@ from .schedule import Row
 GRAPHS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)  # rows of a captured step; others are filled up
 # Columns of the book. As `bundles_of` gives them: a row's pages that its bundle has, and from BEGIN, one bundle to a
 # line, a bundle's three numbers; last a row's table.
-LENGTH, LIVE, PROMPT, GENERATION, SOURCE, COMMON, BEGIN = range(7)
+LENGTH, LIVE, PROMPT, GENERATION, SEAT, SOURCE, COMMON, BEGIN = range(8)
 TABLE = BEGIN + 3
 FEWEST = 4  # rows of a bundle: a launch has programs for as many bundles as there may be, and with fewer gains less
 # Reads of pages that bundles save a layer, from which on there are any: each takes an H200 some 65 ns where a token has
@@ -98,7 +98,7 @@ class Batch:
         book = np.zeros((size, self.book.shape[1]), dtype=np.int32)
         for line, row in zip(book, rows, strict=False):
             key = np.int64(row.group.key).astype(np.int32)
-            line[:COMMON] = row.length - 1, 1, key, row.generation, before[row]
+            line[:COMMON] = row.length - 1, 1, key, row.generation, row.seat, before[row]
             line[TABLE : TABLE + len(row.pages)] = row.pages
         bundles, book[:, COMMON] = bundles_of(book[:, TABLE:])
         book[: len(bundles), BEGIN:TABLE] = bundles
@@ -114,7 +114,8 @@ class Batch:
         tokens, book = self.tokens[:size], self.book[:size]
         bundles, common = book[: size // FEWEST, BEGIN:TABLE], book[:, COMMON]
         shared = Shared(bundles.contiguous(), common.contiguous()) if self.shares else None
-        logits = self.decoder.step(tokens, book[:, LENGTH], book[:, TABLE:][:, :columns], shared)
+        tables, seats = book[:, TABLE:][:, :columns], book[:, SEAT].long()
+        logits = self.decoder.step(tokens, book[:, LENGTH], tables, shared, seats)
         book[:, LENGTH] += book[:, LIVE]
         places = torch.stack([book[:, PROMPT], book[:, GENERATION], book[:, LENGTH]], dim=1)
         drawn, log_probs = draw(logits.contiguous(), places.long(), self.seed, sampling)

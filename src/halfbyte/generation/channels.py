@@ -52,6 +52,13 @@ class Channels:
         return self.down(self.mlp.act_on(self.gate_up(x), glu))[0]
 
 
+class _Single(Linears):
+    """One linear."""
+
+    def __call__(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().__call__(x)[0]
+
+
 class _Low:
     """The low-rank terms of all adapters on a stack, one behind the other.
 
@@ -189,7 +196,11 @@ class Mixture:
         self.block, self.dtype = block, dtype
         shared = {name: module for name, module in block.named_children() if family_of(type(module)) == (family, "MLP")}
         views = {name: view for name, module in shared.items() if not (view := MLP.of(module, family)).obstacle}
-        self.shared = {name: Channels(view, adapters, dtype, unpacked) for name, view in views.items()}
+        given = adapters, dtype, unpacked
+        self.shared: dict[str, Channels | _Single] = {name: Channels(view, *given) for name, view in views.items()}
+        for name, module in block.named_children():  # a gate of the shared expert, say
+            if isinstance(module, BaseTunerLayer) and isinstance(module.get_base_layer(), nn.Linear):
+                self.shared[name] = _Single([block.get_submodule(name)], *given)
         self._check()
         self.experts = _Experts(block.experts, adapters, dtype)
         beside = [p for name, p in block.named_parameters() if not name.startswith("experts.")]
@@ -200,9 +211,9 @@ class Mixture:
         inside |= {name: route for name, route in routes.items() if route is not None}
         self.stand_in = _StandIn(block, self.experts, inside)
 
-    def _rows(self, channels: Channels) -> Callable[[Tensor], Tensor]:
+    def _rows(self, channels: Channels | _Single) -> Callable[[Tensor], Tensor]:
         """Of x [B·T, K], or as a batch has it."""
-        return lambda x: channels(x.view(-1, self.experts.tokens, x.shape[-1])).view_as(x)
+        return lambda x: channels(x.view(-1, self.experts.tokens, x.shape[-1])).view(*x.shape[:-1], -1)
 
     def _check(self) -> None:
         block = self.block

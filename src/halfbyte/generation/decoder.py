@@ -5,6 +5,7 @@ Where keys and values are kept is the caller's: `engine.StaticEngine` has a stat
 
 from __future__ import annotations
 
+from abc import ABC
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,17 +14,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..adapters import compute_dtype_of
+from ..autograd.attention import scored, takes_scores
 from ..families import SILU, scale_of
 from ..layers.plain import hooked, watched
 from ..models.head import configured_head
-from ..models.layer import Half, LayerView, epsilon, layer_view
+from ..models.layer import Attention, Block, Half, LayerView, TokenMixer, epsilon, layer_view
 from ..models.patched import is_bound
 from ..models.sharding import sharded
+from ..ops.attention import Scores, Spans
+from ..ops.decode_attention import softmax
 from ..ops.decode_layers import DecoderLayer
 from ..ops.norms import rms_norm
 from ..ops.rope import qk_norm_rope, rope_
 from ..parallel.tensor import is_divided
 from .channels import Channels, Mixture
+from .delta_net import DeltaNet, is_delta_net
 from .linears import Linears, Unknown, adapter_names
 
 
@@ -33,41 +38,75 @@ def context_length(model: Any) -> int | None:
     return positions if positions is not None and positions > 0 else None
 
 
-class Layer:
-    """A decoder layer as generation runs it: its linears and numbers read once.
+Given = tuple[Sequence[str | None], torch.dtype, bool]  # adapters, dtype and unpacked of `Linears`
 
-    Args:
-        unpacked: see `Linears`.
+
+class Layer(ABC):
+    """A decoder layer as generation runs it: its linears and numbers read once.
 
     Raises:
         Unknown: no forward of ours computes it.
     """
 
-    def __init__(self, view: LayerView, adapters: Sequence[str | None], dtype: torch.dtype, unpacked: bool):
-        if view.attention is None or view.family.gated_attention:
-            raise Unknown(f"{type(view.attention_half.inner).__name__} has a forward of its own")
-        if obstacle := view.attention.obstacle or (None if view.mlp is None else view.mlp.obstacle):
+    inputs: Linears | DeltaNet  # of what mixes tokens
+
+    def __init__(self, view: LayerView, mixer: Block, given: Given):
+        if obstacle := None if view.mlp is None else view.mlp.obstacle:
             raise Unknown(obstacle)
-        self.family, self.attention = view.family, view.attention
-        self.halves = view.attention_half, view.mlp_half
-        self.qkv = Linears(self.attention.inputs, adapters, dtype, unpacked)
-        self.out = Linears([self.attention.output], adapters, dtype, unpacked)
+        self.family, self.halves = view.family, (view.attention_half, view.mlp_half)
+        self.out = Linears([mixer.output], *given)
         self.mixer: Channels | Mixture
         if view.mlp is None:
-            self.mixer = Mixture(self.halves[1].inner, view.family, adapters, dtype, unpacked)
+            self.mixer = Mixture(self.halves[1].inner, view.family, *given)
         else:
-            self.mixer = Channels(view.mlp, adapters, dtype, unpacked)
+            self.mixer = Channels(view.mlp, *given)
 
     def renew(self) -> bool:
         """As `Linears.renew`."""
-        return self.qkv.renew() and self.out.renew() and self.mixer.renew()
+        return self.inputs.renew() and self.out.renew() and self.mixer.renew()
+
+
+class Recurring(Layer):
+    """One with a Gated DeltaNet."""
+
+    def __init__(self, view: LayerView, given: Given):
+        module = view.attention_half.inner
+        if not is_delta_net(module):
+            raise Unknown(f"{type(module).__name__} has a forward of its own")
+        mixer = TokenMixer.of(module, view.family)
+        super().__init__(view, mixer, given)
+        self.inputs: DeltaNet = DeltaNet(mixer, module, *given)
+
+
+class Attending(Layer):
+    """One with attention."""
+
+    def __init__(self, view: LayerView, attention: Attention, given: Given):
+        if attention.obstacle:
+            raise Unknown(attention.obstacle)
+        super().__init__(view, attention, given)
+        self.attention = attention
+        self.inputs: Linears = Linears(attention.inputs, *given)
+
+    @property
+    def sinks(self) -> Tensor | None:
+        return None if self.attention.sinks is None else self.attention.sinks.detach()
+
+    @property
+    def scored(self) -> bool:
+        """Whether scores are capped, or have sinks: plain functions for attention are not for these."""
+        return self.attention.softcap is not None or self.attention.sinks is not None
+
+    @property
+    def scores(self) -> Scores:
+        return Scores(self.attention.scaling, self.attention.window, self.attention.softcap)
 
     def queries_keys_values(
         self, x: Tensor, positions: Tensor, normed: Callable[[Any, Tensor], Tensor]
-    ) -> list[Tensor]:
-        """[B, H, T, D] each of x [B, T, K]; `normed` computes a norm."""
-        query, key, value, _ = self.attention.heads_of(self.qkv(x), normed)
-        return [self.attention.scaled(query, positions), key, value]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """[B, H, T, D] each of x [B, T, K], and a gate [B, T, Hq·D] or None; `normed` computes a norm."""
+        query, key, value, gate = self.attention.heads_of(self.inputs(x), normed)
+        return self.attention.scaled(query, positions), key, value, gate
 
     @property
     def plain_rope(self) -> bool:
@@ -81,13 +120,14 @@ class Layer:
         attention, family = self.attention, self.family
         more = any(half.norm is None or half.leave is not None or half.scale != 1 for half in self.halves)
         more = more or attention.softcap is not None or attention.query_scale is not None or family.qk_norm == "all"
+        more = more or attention.sinks is not None or family.gated_attention is not None
         other = family.norm_offset or family.layer_norm or family.parallel or family.rope_pairs != "halves"
         if more or other or not attention.rotates or family.fused or not isinstance(self.mixer, Channels):
             return None
         mixer = self.mixer
         if not mixer.mlp.gated or mixer.mlp.named not in SILU:
             return None
-        qkv, out, gate_up, down = (each.projections() for each in (self.qkv, self.out, mixer.gate_up, mixer.down))
+        qkv, out, gate_up, down = (each.projections() for each in (self.inputs, self.out, mixer.gate_up, mixer.down))
         if qkv is None or out is None or gate_up is None or down is None:
             return None
         norms: Any = [half.norm for half in self.halves]
@@ -97,7 +137,8 @@ class Layer:
 
 
 Angles = tuple[Tensor, Tensor]  # cos and sin [B, T, R]
-Attend = Callable[[int, Layer, Tensor, Tensor, Tensor, Angles], Tensor]
+Attend = Callable[[int, Attending, Tensor, Tensor, Tensor, Angles], Tensor]
+Recur = Callable[[int, Recurring, Tensor], Tensor]
 
 
 class Decoder:
@@ -121,8 +162,9 @@ class Decoder:
         self.dtype, self.device = compute_dtype_of(model), next(model.parameters()).device
         self.head = Linears([causal.get_output_embeddings()], adapters, self.dtype, unpacked)
         self.to_logits = configured_head(backbone.config)
-        self.layers = [Layer(view, adapters, self.dtype, unpacked) for view in views]
-        ropes = {layer.attention.rope for layer in self.layers}
+        self.layers = [_layer(view, (adapters, self.dtype, unpacked)) for view in views]
+        self.attending = [layer for layer in self.layers if isinstance(layer, Attending)]
+        ropes = {layer.attention.rope for layer in self.attending}
         self.ropes = {rope: self._rope(backbone.rotary_emb, rope, positions) for rope in ropes}
 
     @torch.inference_mode()
@@ -149,21 +191,27 @@ class Decoder:
         """[B, V] of hidden states [B, 1, D]."""
         return self.to_logits(self.head(hidden)[0][:, 0])
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, recur: Recur) -> Tensor:
         """Hidden states [B, T, D] of tokens and their positions [B, T].
 
         Args:
             attend: turns a layer's q and k, keeps its new keys and values, and attends: its number, itself, q
                 [B, Hq, T, D] and k, v [B, Hk, T, D], cos and sin → [B, Hq, T, D].
+            recur: what stands in its place in layers with a state: the number, the layer, x → what `out` reads.
         """
         ropes = {kind: (cos[positions], sin[positions]) for kind, (cos, sin) in self.ropes.items()}
         branch, residual = self.embedded(tokens), None
         for number, layer in enumerate(self.layers):
             first, second = layer.halves
             x, stream = self.normed(first.norm, branch, residual)
-            q, k, v = layer.queries_keys_values(x, positions, lambda norm, each: self.normed(norm, each)[0])
-            out = attend(number, layer, q, k, v, ropes[layer.attention.rope])
-            branch = self._leave(first, layer.out(out.transpose(1, 2).flatten(2))[0])
+            if isinstance(layer, Attending):
+                q, k, v, gate = layer.queries_keys_values(x, positions, lambda norm, y: self.normed(norm, y)[0])
+                out = attend(number, layer, q, k, v, ropes[layer.attention.rope]).transpose(1, 2).flatten(2)
+                out = out if gate is None else out * gate.sigmoid()
+            else:
+                assert isinstance(layer, Recurring)
+                out = recur(number, layer, x)
+            branch = self._leave(first, layer.out(out)[0])
             if self.family.parallel:
                 branch, residual = branch + self._leave(second, layer.mixer(x)), stream
                 continue
@@ -184,7 +232,7 @@ class Decoder:
         x = x if half.leave is None else self.normed(half.leave, x)[0]
         return x if half.scale == 1 else x * half.scale
 
-    def rotated(self, layer: Layer, q: Tensor, k: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
+    def rotated(self, layer: Attending, q: Tensor, k: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
         """q and k, normed where the layer does that; may be those given, written over."""
         norms, attention = layer.attention.head_norms, layer.attention
         if layer.plain_rope:
@@ -202,14 +250,30 @@ class Decoder:
         return q, k
 
 
-def prompt_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
+def _layer(view: LayerView, given: Given) -> Layer:
+    return Recurring(view, given) if view.attention is None else Attending(view, view.attention, given)
+
+
+def scored_attention(layer: Attending, q: Tensor, k: Tensor, v: Tensor, documents: Spans) -> Tensor | None:
+    """[B, Hq, T, D] within documents of the B·T tokens, of a layer with capped scores or sinks, without building all
+    scores; None where no kernel does."""
+    if not layer.scored or not takes_scores(q.device, q.dtype, q.shape[-1]):
+        return None
+    query, key, value = (each.transpose(1, 2).flatten(0, 1).contiguous() for each in (q, k, v))
+    out = scored(query, key, value, layer.sinks, documents, layer.scores)
+    return out.unflatten(0, (len(q), -1)).transpose(1, 2)
+
+
+def prompt_attention(layer: Attending, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """[B, Hq, T, D] of a whole prompt."""
-    group = q.shape[1] // k.shape[1]
+    group, (scale, _, softcap) = q.shape[1] // k.shape[1], layer.scores
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    if softcap is None:
+    if not layer.scored:
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
-    scores = softcap * torch.tanh((q @ k.transpose(2, 3)).float() * scale / softcap)
-    return scores.masked_fill_(~mask, -torch.inf).softmax(-1).to(q.dtype) @ v
+    scores = (q @ k.transpose(2, 3)).float() * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    return softmax(scores.masked_fill_(~mask, -torch.inf), layer.sinks).to(q.dtype) @ v
 
 
 def _views(causal: Any) -> list[LayerView]:
@@ -232,8 +296,6 @@ def _views(causal: Any) -> list[LayerView]:
     for rope in (ropes, *(value for value in ropes.values() if isinstance(value, dict))):
         if rope.get("rope_type") in ("dynamic", "longrope"):
             raise Unknown(f"its RoPE ({rope['rope_type']}) changes with the length")
-    if any(view.family.sinks for view in views):
-        raise Unknown("its heads have sinks")
     if any(is_divided(view.attention_half.inner) for view in views):
         raise Unknown("its products are divided over processes")
     around = causal.lm_head, backbone.embed_tokens, backbone.norm

@@ -16,9 +16,11 @@ from ..errors import ModelError
 from ..hardware import capture_stream
 from ..models.layer import epsilon
 from ..models.sharding import sharded
+from ..ops.attention import Spans
 from ..ops.decode_attention import decode_attention, store, store_both_
 from ..ops.decode_layers import Run, Stack, one_launch
-from .decoder import Angles, Decoder, Layer, context_length, prompt_attention
+from .decoder import Angles, Attending, Decoder, Layer, Recurring, context_length, prompt_attention, scored_attention
+from .delta_net import Rows
 from .linears import adapter_names
 
 FP8 = torch.float8_e4m3fn
@@ -67,6 +69,7 @@ class StaticEngine(Decoder):
         super().__init__(model, adapters, slots)
         batch = len(adapters)
         self.caches = [self._cache(layer, batch, slots, cache_dtype or self.dtype) for layer in self.layers]
+        self.seats = torch.arange(batch, device=self.device)
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=self.device)
         self.slot = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.padding = torch.zeros(batch, dtype=torch.int32, device=self.device)
@@ -75,8 +78,11 @@ class StaticEngine(Decoder):
         self.graph: torch.cuda.CUDAGraph | None = None
         self.one_launch = self._one_launch(batch)
 
-    def _cache(self, layer: Layer, batch: int, slots: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, Hk, S, D]."""
+    def _cache(self, layer: Layer, batch: int, slots: int, dtype: torch.dtype) -> Any:
+        """Keys and values [B, Hk, S, D]; or `States`."""
+        if isinstance(layer, Recurring):
+            return layer.inputs.states(batch, self.device)
+        assert isinstance(layer, Attending)
         shape = batch, layer.attention.key_heads, slots, layer.attention.head_dim
         keys, values = (torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(2))
         return keys, values
@@ -91,15 +97,15 @@ class StaticEngine(Decoder):
 
     def _one_launch(self, batch: int) -> Run | None:
         """A token's way through all layers as one kernel, where there is one and all layers are of Llama's kind."""
-        pairs = zip(self.layers, self.caches, strict=True)
+        pairs = list(zip(self.attending, self.caches, strict=False))
         layers = [found for layer, cache in pairs if (found := layer.one_launch(*cache)) is not None]
         if len(layers) < len(self.layers):
             return None
         epsilons = {epsilon(half.norm) for layer in self.layers for half in layer.halves}
-        epsilons |= {epsilon(norm) for layer in self.layers for norm in layer.attention.norms or ()}
+        epsilons |= {epsilon(norm) for layer in self.attending for norm in layer.attention.norms or ()}
         if len(epsilons) > 1 or len(self.ropes) > 1:
             return None
-        first = self.layers[0]
+        first = self.attending[0]
         shared = epsilons.pop(), first.attention.scaling, *self.ropes[first.attention.rope], self.padding, self.slot
         hidden = torch.empty(batch, self.embed.weight.shape[1], dtype=self.dtype, device=self.device)
         return one_launch(hidden, Stack(layers, first.attention.heads, *shared))
@@ -116,19 +122,27 @@ class StaticEngine(Decoder):
         self.slot.fill_(length - 1)
         positions = (slots - padding.unsqueeze(1)).clamp_(min=0)
         masks: dict[int | None, Tensor] = {}
-        for window in {layer.attention.window for layer in self.layers}:
+        for window in {layer.attention.window for layer in self.attending}:
             seen = (slots <= slots.unsqueeze(1)) & (slots >= padding.view(-1, 1, 1))
             if window is not None:
                 seen &= slots > slots.unsqueeze(1) - window
             masks[window] = (seen | (slots == slots.unsqueeze(1))).unsqueeze(1)  # padding sees itself: no NaN
 
-        def attend(number: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor, angles: Angles) -> Tensor:
+        documents = self._spans(slots)
+
+        def attend(number: int, layer: Attending, q: Tensor, k: Tensor, v: Tensor, angles: Angles) -> Tensor:
             q, k = self.rotated(layer, q, k, angles)
             self._store(number, slots, k, v)
+            scored = scored_attention(layer, q, k, v, documents)
+            if scored is not None:
+                return scored
             mask = masks[layer.attention.window]
             return self._by_part(lambda rows, begin: _over_prompt(layer, q, k, v, mask, rows, begin))
 
-        hidden = self.forward(tokens, positions, attend)
+        own = [] if len(self.attending) == len(self.layers) else self._rows(length)
+        hidden = self.forward(
+            tokens, positions, attend, lambda number, layer, x: layer.inputs.prompts(x, own, self.caches[number])
+        )
         if watch is not None:
             at_once = max(1, WATCHED // (len(tokens) * self.embed.weight.shape[0]))
             for begin in range(beside, length, at_once):
@@ -156,13 +170,29 @@ class StaticEngine(Decoder):
             return self.logits(self.normed(self.norm, hidden)[0])
         end = prompt_slots(int(self.slot) + 1, self.device) if self.device.type == "cpu" else None
 
-        def attend(number: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor, angles: Angles) -> Tensor:
+        def attend(number: int, layer: Attending, q: Tensor, k: Tensor, v: Tensor, angles: Angles) -> Tensor:
             q, k = self.rotated(layer, q, k, angles)
             store_both_(k, v, *self.caches[number], self.slot)
             return self._by_part(lambda rows, begin: self._over_cache(number, layer, q, rows, slice(begin, end)))
 
         positions = (self.slot - self.padding).unsqueeze(1)
-        return self.logits(self.forward(self.tokens.unsqueeze(1), positions, attend))
+        return self.logits(self.forward(self.tokens.unsqueeze(1), positions, attend, self._recur))
+
+    def _recur(self, number: int, layer: Recurring, x: Tensor) -> Tensor:
+        return layer.inputs.step(x, self.caches[number], self.seats)
+
+    def _spans(self, slots: Tensor) -> Spans:
+        """Prompts, and the padding before each, as documents."""
+        padding, begin = self.padding.unsqueeze(1), self.seats.unsqueeze(1) * len(slots)
+        within = slots >= padding
+        begins, ends = padding.where(within, 0) + begin, begin + torch.where(within, len(slots), padding)
+        return begins.flatten().int(), ends.flatten().int()
+
+    def _rows(self, length: int) -> list[Rows]:
+        """The rows of a prompt of so many slots without the padding before them."""
+        slots = torch.arange(length, device=self.device) + self.padding.unsqueeze(1)
+        index = slots.clamp(max=length - 1) + self.seats.unsqueeze(1) * length
+        return [Rows.of(index, slots < length, self.seats)]
 
     def _store(self, number: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         for cache, new in zip(self.caches[number], (k, v), strict=True):
@@ -172,21 +202,20 @@ class StaticEngine(Decoder):
         outs = [attend(rows, begin) for rows, begin in self.parts]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-    def _over_cache(self, number: int, layer: Layer, q: Tensor, rows: slice, own: slice) -> Tensor:
+    def _over_cache(self, number: int, layer: Attending, q: Tensor, rows: slice, own: slice) -> Tensor:
         """Some rows of one token, over their own slots of the cache."""
         first, last = self.padding[rows], self.slot
         if own.start:
             first, last = first - own.start, last - own.start
-        scaling, window, softcap = layer.attention.scaling, layer.attention.window, layer.attention.softcap
         keys, values = (each[rows, :, own] for each in self.caches[number])
-        return decode_attention(q[rows], keys, values, first, last, scaling, window, softcap)
+        return decode_attention(q[rows], keys, values, first, last, *layer.scores, layer.sinks)
 
 
-def _over_prompt(layer: Layer, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rows: slice, begin: int) -> Tensor:
+def _over_prompt(layer: Attending, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rows: slice, begin: int) -> Tensor:
     """Some rows of a prompt, without the padding before their own slots."""
     own = slice(begin, None)
     q, k, v, mask = q[rows, :, own], k[rows, :, own], v[rows, :, own], mask[rows, :, own, own]
-    out = prompt_attention(q, k, v, mask, layer.attention.scaling, layer.attention.softcap)
+    out = prompt_attention(layer, q, k, v, mask)
     return F.pad(out, (0, 0, begin, 0)) if begin else out
 
 

@@ -11,15 +11,18 @@ from torch import Tensor
 
 from ..autograd.attention import varying
 from ..models.head import Head
+from ..models.unpacking import groups
+from ..ops.attention import spans
 from ..ops.paged_attention import PAGE, Shared, paged_attention, rope_store_paged_, store_paged
-from .decoder import Angles, Decoder, Layer, prompt_attention
+from .decoder import Angles, Attending, Decoder, Recurring, prompt_attention, scored_attention
+from .delta_net import Rows, state_bytes
 
 LEAST_ROWS = (
     4  # of a product on a CPU: below, MKL sums in another order, and a row's numbers would depend on the others
 )
 
 
-def page_bytes(layers: Sequence[Layer], dtype: torch.dtype) -> int:
+def page_bytes(layers: Sequence[Attending], dtype: torch.dtype) -> int:
     """Bytes of a page in all layers."""
     return sum(2 * PAGE * each.attention.key_heads * each.attention.head_dim * dtype.itemsize for each in layers)
 
@@ -34,7 +37,7 @@ class PagedDecoder(Decoder):
     """As `Decoder`; every row has the same adapter.
 
     Attributes:
-        caches: keys and values [P, Hk, PAGE, D] of each layer; None until `make_pages`.
+        caches: keys and values [P, Hk, PAGE, D] of each layer, or its `States`; none until `make_pages`.
     """
 
     def __init__(
@@ -42,30 +45,37 @@ class PagedDecoder(Decoder):
     ):
         super().__init__(model, [adapter], positions, unpacked)
         self.positions, self.unpacked, self.cache_dtype = positions, unpacked, cache_dtype or self.dtype
-        self.caches: list[tuple[Tensor, Tensor]] = []
+        self.caches: list[Any] = []
+        self.pages = self.seats = 0  # that there is memory for now, those included that are nobody's
+        self.recurring = [layer for layer in self.layers if isinstance(layer, Recurring)]
 
     @property
     def page_bytes(self) -> int:
-        return page_bytes(self.layers, self.cache_dtype)
+        return page_bytes(self.attending, self.cache_dtype)
 
     @property
-    def pages(self) -> int:
-        """Pages that there is memory for now, page 0 included."""
-        return len(self.caches[0][0]) if self.caches else 0
+    def state_bytes(self) -> int:
+        """Bytes of a seat in all layers; 0: no layer has a state."""
+        return sum(state_bytes(layer.inputs.module, self.dtype) for layer in self.recurring)
 
-    def make_pages(self, count: int) -> None:
-        self.caches = []  # their memory is free for the new ones
+    def make_pages(self, count: int, seats: int) -> None:
+        """Seats are of rows at once; see `schedule.Schedule`."""
+        self.caches, self.pages, self.seats = [], count, seats  # their memory is free for the new ones
         for layer in self.layers:
+            if isinstance(layer, Recurring):
+                self.caches.append(layer.inputs.states(seats, self.device))
+                continue
+            assert isinstance(layer, Attending)
             shape = count, layer.attention.key_heads, PAGE, layer.attention.head_dim
             keys, values = (torch.zeros(shape, dtype=self.cache_dtype, device=self.device) for _ in range(2))
             self.caches.append((keys, values))
 
-    def prefill(self, documents: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tensor:
-        """Logits [documents, V] behind the last token of each document (tokens, pages)."""
-        lengths = [len(tokens) for tokens, _ in documents]
-        flat = [token for tokens, _ in documents for token in tokens]
+    def prefill(self, documents: Sequence[tuple[Sequence[int], Sequence[int], int]]) -> Tensor:
+        """Logits [documents, V] behind the last token of each document (tokens, pages, seat)."""
+        lengths = [len(tokens) for tokens, _, _ in documents]
+        flat = [token for tokens, _, _ in documents for token in tokens]
         positions = [at for length in lengths for at in range(length)]
-        pages = [page for (tokens, own) in documents for at in range(len(tokens)) for page in (own[at // PAGE],)]
+        pages = [page for (tokens, own, _) in documents for at in range(len(tokens)) for page in (own[at // PAGE],)]
         if self.device.type == "cpu" and len(flat) < LEAST_ROWS:
             beside = LEAST_ROWS - len(flat)
             lengths, flat, pages = [*lengths, beside], flat + [0] * beside, pages + [0] * beside
@@ -74,16 +84,38 @@ class PagedDecoder(Decoder):
         slots, bounds = places % PAGE, [0, *accumulate(lengths)]
         on_device = to_device(bounds, self.device)
 
-        def attend(number: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor, angles: Angles) -> Tensor:
-            q, k = self._kept(number, layer, q, k, v, angles, pages_of_tokens, slots)
-            return _over_documents(layer, q, k, v, bounds, on_device.int())
+        ends, rows = on_device.int(), self._rows(bounds, [seat for _, _, seat in documents]) if self.recurring else []
 
-        hidden = self.forward(tokens.unsqueeze(0), places.unsqueeze(0), attend)[0]
+        def attend(number: int, layer: Attending, q: Tensor, k: Tensor, v: Tensor, angles: Angles) -> Tensor:
+            q, k = self._kept(number, layer, q, k, v, angles, pages_of_tokens, slots)
+            return _over_documents(layer, q, k, v, bounds, ends)
+
+        def recur(number: int, layer: Recurring, x: Tensor) -> Tensor:
+            return layer.inputs.prompts(x, rows, self.caches[number])
+
+        hidden = self.forward(tokens.unsqueeze(0), places.unsqueeze(0), attend, recur)[0]
         last = hidden[on_device[1 : len(documents) + 1] - 1]
         return self.logits(self._enough(last).unsqueeze(1))[: len(documents)]
 
+    def _rows(self, bounds: Sequence[int], seats: Sequence[int]) -> list[Rows]:
+        """Documents of like length together; those beyond the seats have none."""
+        seat_of = dict(zip(bounds, seats, strict=False))
+        found = []
+        for index, real in groups(list(bounds)):
+            own = to_device([seat_of.get(begin, 0) for begin in index[:, 0].tolist()], self.device)
+            found.append(Rows.of(index.to(self.device), real.to(self.device), own))
+        return found
+
     def _kept(
-        self, number: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor, angles: Angles, pages: Tensor, slots: Tensor
+        self,
+        number: int,
+        layer: Attending,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        angles: Angles,
+        pages: Tensor,
+        slots: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """q and k as `rotated` gives them; k and v go into the cache."""
         if layer.plain_rope:
@@ -104,12 +136,22 @@ class PagedDecoder(Decoder):
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Of each pair (from, to), the first page's tokens into the second."""
+        self._copy(Attending, pairs)
+
+    def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Of each pair (from, to), the state of the first seat to the second."""
+        self._copy(Recurring, pairs)
+
+    def _copy(self, kind: type, pairs: Sequence[tuple[int, int]]) -> None:
         source, target = to_device(pairs, self.device).unbind(1)
-        for cache in (each for pair in self.caches for each in pair):
+        own = [pair for layer, pair in zip(self.layers, self.caches, strict=True) if isinstance(layer, kind)]
+        for cache in (each for pair in own for each in pair):
             as_bytes = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
             as_bytes[target] = as_bytes[source]
 
-    def step(self, tokens: Tensor, lengths: Tensor, tables: Tensor, shared: Shared | None = None) -> Tensor:
+    def step(
+        self, tokens: Tensor, lengths: Tensor, tables: Tensor, shared: Shared | None = None, seats: Any = None
+    ) -> Tensor:
         """Logits [R, V] behind one more token of each row.
 
         Args:
@@ -117,23 +159,30 @@ class PagedDecoder(Decoder):
             lengths: int32 [R]: tokens of each row before it.
             tables: int32 [R, M]: pages of each row.
             shared: those that rows have in common, where they shall be read once for all of these.
+            seats: int64 [R], of each row; not read where no layer has a state.
         """
         places = lengths.long()
         pages = tables.gather(1, (places // PAGE).unsqueeze(1)).squeeze(1).long()
         slots, seen = places % PAGE, lengths + 1
 
-        def attend(number: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor, angles: Angles) -> Tensor:
+        def attend(number: int, layer: Attending, q: Tensor, k: Tensor, v: Tensor, angles: Angles) -> Tensor:
             q, _ = self._kept(number, layer, q, k, v, angles, pages, slots)
-            options = layer.attention.scaling, layer.attention.window, layer.attention.softcap
-            return paged_attention(q[:, :, 0], *self.caches[number], tables, seen, *options, shared).unsqueeze(2)
+            over = *self.caches[number], tables, seen, *layer.scores, shared, layer.sinks
+            return paged_attention(q[:, :, 0], *over).unsqueeze(2)
 
-        return self.logits(self.forward(tokens.unsqueeze(1), places.unsqueeze(1), attend))
+        def recur(number: int, layer: Recurring, x: Tensor) -> Tensor:
+            return layer.inputs.step(x, self.caches[number], seats)
+
+        return self.logits(self.forward(tokens.unsqueeze(1), places.unsqueeze(1), attend, recur))
 
 
-def _over_documents(layer: Layer, q: Tensor, k: Tensor, v: Tensor, bounds: list[int], on_device: Tensor) -> Tensor:
+def _over_documents(layer: Attending, q: Tensor, k: Tensor, v: Tensor, bounds: list[int], on_device: Tensor) -> Tensor:
     """Causal attention [1, Hq, N, D] within documents; q [1, Hq, N, D], k and v [1, Hk, N, D]."""
     view = layer.attention
-    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and view.softcap is None:
+    found = scored_attention(layer, q, k, v, spans(on_device, q.shape[2])) if layer.scored else None
+    if found is not None:
+        return found
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and not layer.scored:
         longest = max(end - begin for begin, end in pairwise(bounds))
         query, key, value = (each[0].transpose(0, 1).contiguous() for each in (q, k, v))
         out = varying(query, key, value, on_device, longest, view.scaling, view.window)
@@ -145,5 +194,5 @@ def _over_documents(layer: Layer, q: Tensor, k: Tensor, v: Tensor, bounds: list[
         if view.window is not None:
             seen &= at > at.unsqueeze(1) - view.window
         own_q, own_k, own_v = (each[:, :, begin:end] for each in (q, k, v))
-        outs.append(prompt_attention(own_q, own_k, own_v, seen, view.scaling, view.softcap))
+        outs.append(prompt_attention(layer, own_q, own_k, own_v, seen))
     return torch.cat(outs, dim=2)

@@ -27,7 +27,7 @@ from .linears import Unknown
 from .paged import PagedDecoder
 from .run import ACTIVE, Lengths, chosen_adapters, new_tokens
 from .sampling import Sampling
-from .schedule import Group, Pages, Row, Schedule, pages_of
+from .schedule import BESIDE, Group, Pages, Row, Schedule, pages_of
 from .stops import eos_tokens
 
 WEIGHTS = "auto", "packed", "unpacked"
@@ -151,7 +151,7 @@ class Rollouts:
             finally:
                 self.model.train(training)
         else:
-            run.over_pages(decoder, batch, self.rows)
+            run.over_pages(decoder, batch)
         return [Completion(row.ids, torch.tensor(row.log_probs), row.ended) for row in rows]
 
     @torch.inference_mode()
@@ -173,27 +173,39 @@ class Rollouts:
             positions = -(-(longest + 1) // ROUND) * ROUND
             decoder = PagedDecoder(self.model, adapter, positions, CACHES[self.kv_cache], unpacked)
         self._decoder, self._adapter = decoder, adapter
-        wanted, least = pages_for(rows, self.rows) + 1, pages_of(longest) + 1
-        if decoder.pages < wanted:
-            most = max(self._memory(decoder) // decoder.page_bytes, decoder.pages)
+        memory = self._memory(decoder)
+        seats = self._seats(decoder, rows, memory)
+        wanted, least = pages_for(rows, seats - BESIDE) + 1, pages_of(longest) + 1
+        if decoder.pages < wanted or decoder.seats < seats:
+            most = max((memory - seats * decoder.state_bytes) // decoder.page_bytes, decoder.pages)
             if most < least:
                 need, there = (f"{count * decoder.page_bytes / 2**30:.2f} GiB" for count in (least, most))
                 raise ModelError(
                     f"a row of {longest} tokens needs {need} of key-value cache, and there are {there}",
                     "raise memory_gib, lower max_new_tokens, or use kv_cache: fp8",
                 )
-            if min(wanted, most) > decoder.pages:
+            if min(wanted, most) > decoder.pages or decoder.seats < seats:
                 self._batch = None  # its graphs hold addresses
-                decoder.make_pages(min(wanted, most))
+                decoder.make_pages(min(wanted, most), seats)
         if self._batch is None or self._batch.book.shape[1] < pages_of(longest + 1):
-            self._batch = Batch(decoder, self.rows, pages_of(decoder.positions))
+            self._batch = Batch(decoder, decoder.seats - BESIDE, pages_of(decoder.positions))
         return decoder, self._batch
 
+    def _seats(self, decoder: PagedDecoder, rows: Sequence[Row], memory: int) -> int:
+        """For as many rows as may run at once; where their states and pages do not fit, as many as take half of it."""
+        if not decoder.state_bytes:
+            return self.rows + BESIDE
+        wanted = min(self.rows, len(rows))
+        pages = (pages_for(rows, wanted) + 1) * decoder.page_bytes
+        if pages + (wanted + BESIDE) * decoder.state_bytes > memory:
+            wanted = max(1, min(wanted, memory // 2 // decoder.state_bytes - BESIDE))
+        return max(wanted + BESIDE, decoder.seats)
+
     def _memory(self, decoder: PagedDecoder) -> int:
-        """Bytes that pages may take."""
+        """Bytes that pages and states may take."""
         if self.memory_gib is not None:
             return int(self.memory_gib * 2**30)
-        own = decoder.pages * decoder.page_bytes
+        own = decoder.pages * decoder.page_bytes + decoder.seats * decoder.state_bytes
         return own + int(_free(decoder.device) * (0.8 if decoder.device.type == "cuda" else 0.5))
 
     def _unpacks(self, rows: int) -> bool:
@@ -236,19 +248,21 @@ class _Run:
         self.all_rows, self.sampling, self.stops, self.seed = rows, sampling, stops, seed
 
     @torch.inference_mode()
-    def over_pages(self, decoder: PagedDecoder, batch: Batch, seats: int) -> None:
-        schedule = Schedule(self.all_rows, Pages(decoder.pages), seats)
+    def over_pages(self, decoder: PagedDecoder, batch: Batch) -> None:
+        schedule = Schedule(self.all_rows, Pages(decoder.pages), decoder.seats - BESIDE)
         readback, budget = Readback(decoder.device), READ.get(decoder.device.type, READ["cpu"])
         batch.seed.fill_(self.seed)
         use = partial(self._use, schedule.add)
         while schedule.waiting or schedule.seated:
             found = schedule.admit(budget)
             if found.documents:
-                logits = decoder.prefill([(each.tokens, each.pages) for each in found.documents])
+                logits = decoder.prefill([(each.tokens, each.pages, each.seat) for each in found.documents])
                 for document, own in zip(found.documents, logits, strict=True):
                     document.logits = own
             if found.copies:
                 decoder.copy_pages(found.copies)
+            if found.states and decoder.recurring:
+                decoder.copy_states(found.states)
             if found.starts:
                 begun = [row for row, _ in found.starts]
                 behind = torch.stack([own for _, document in found.starts if (own := document.logits) is not None])

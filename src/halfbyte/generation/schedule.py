@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..ops.paged_attention import PAGE
 
+BESIDE = 2  # seats that are no row's: seat 0 is nobody's, as page 0, and one is for a prompt that is kept
 JOINED = 16  # of so many seats one may stay empty until others are, since reading a prompt takes a forward of its own
 
 
@@ -66,11 +67,13 @@ class Document:
     """Tokens to read at once: a prompt for all rows that begin with it, or all tokens of a row that had to wait.
 
     Attributes:
+        seat: where the state behind it is kept, of models that have one.
         logits: [V] behind the last token, once it is read.
     """
 
     tokens: Sequence[int]
     pages: list[int]
+    seat: int
     logits: Tensor | None = None
 
 
@@ -100,6 +103,7 @@ class Row:
         ids, log_probs: of the tokens that the host has read.
         ended: whether the last of them is a stop token.
         pages: of its tokens, those that it shares first.
+        seat: where its state is kept; 0: it has none.
         length: tokens in them.
         drawn: tokens drawn, those included that the host has not read yet.
     """
@@ -111,6 +115,7 @@ class Row:
     log_probs: list[float] = field(default_factory=list)
     ended: bool = False
     pages: list[int] = field(default_factory=list)
+    seat: int = 0
     length: int = 0
     drawn: int = 0
 
@@ -138,11 +143,13 @@ class Admission:
         documents: to read, in this order.
         starts: rows, and the document that each goes on from.
         copies: (from, to): the last page of a prompt, part full, for a row that will fill it up.
+        states: (from, to): seats, of a prompt and of a row that goes on from its state.
     """
 
     documents: list[Document]
     starts: list[tuple[Row, Document]]
     copies: list[tuple[int, int]]
+    states: list[tuple[int, int]]
 
 
 class Schedule:
@@ -151,11 +158,12 @@ class Schedule:
     Args:
         rows: in the order in which they begin; rows of a group one after another.
         pages: enough for any one of the rows by itself.
-        seats: rows that may run at once.
+        seats: rows that may run at once; see `BESIDE`.
     """
 
     def __init__(self, rows: Sequence[Row], pages: Pages, seats: int):
         self.waiting, self.pages, self.seats = deque(rows), pages, seats
+        self._empty = list(range(seats + BESIDE - 1, 0, -1))
         self.seated: list[Row] = []  # oldest first
 
     def admit(self, budget: int) -> Admission:
@@ -163,7 +171,7 @@ class Schedule:
 
         While others run, rows wait until several can join: see `JOINED`.
         """
-        found, empty = Admission([], [], []), self.seats - len(self.seated)
+        found, empty = Admission([], [], [], []), self.seats - len(self.seated)
         if self.seated and empty < min(len(self.waiting), self.seats // JOINED):
             return found
         while self.waiting and len(self.seated) < self.seats:
@@ -174,7 +182,7 @@ class Schedule:
                 read = sum(len(each.tokens) for each in found.documents)
                 if (found.documents and read + len(tokens) > budget) or not self._room(pages_of(len(tokens))):
                     break
-                document = Document(tokens, self.pages.take(pages_of(len(tokens))))
+                document = Document(tokens, self.pages.take(pages_of(len(tokens))), self._empty.pop())
                 found.documents.append(document)
                 if not row.ids:
                     row.group.document = document
@@ -197,7 +205,9 @@ class Schedule:
         self.waiting.popleft()
         group, shared = row.group, document is row.group.document
         group.waiting -= not row.ids
-        if shared and group.waiting and (self.pages.free or not len(document.tokens) % PAGE):
+        if shared and group.waiting and self._empty and (self.pages.free or not len(document.tokens) % PAGE):
+            row.seat = self._empty.pop()
+            found.states.append((document.seat, row.seat))
             full = len(document.tokens) // PAGE
             self.pages.share(document.pages[:full])
             row.pages = document.pages[:full]
@@ -205,7 +215,7 @@ class Schedule:
                 row.pages += self.pages.take(1)
                 found.copies.append((document.pages[full], row.pages[full]))
         else:  # nobody else needs the pages, or there is none for a copy: it gets them all
-            row.pages = document.pages
+            row.pages, row.seat = document.pages, document.seat
             if shared:
                 group.document = None
         row.length, row.drawn = len(document.tokens), len(row.ids) + 1
@@ -240,14 +250,20 @@ class Schedule:
         if group is None or group.document is None:
             return False
         self.pages.release(group.document.pages)
+        self._empty.append(group.document.seat)
         group.document = None
         return True
 
     def _send_back(self, row: Row) -> None:
+        self._leave(row)
+        row.length, row.drawn = 0, len(row.ids)
+        self.waiting.appendleft(row)
+
+    def _leave(self, row: Row) -> None:
         self.seated.remove(row)
         self.pages.release(row.pages)
-        row.pages, row.length, row.drawn = [], 0, len(row.ids)
-        self.waiting.appendleft(row)
+        self._empty.append(row.seat)
+        row.pages, row.seat = [], 0
 
     def advance(self) -> list[Row]:
         """The rows of the next step; each has one token more in its pages from now on, and one more drawn."""
@@ -261,6 +277,4 @@ class Schedule:
         """A token that the host has read; a row that is finished by it leaves."""
         row.add(token, log_prob, stops)
         if row.finished:
-            self.seated.remove(row)
-            self.pages.release(row.pages)
-            row.pages = []
+            self._leave(row)

@@ -27,6 +27,14 @@ def store_both_(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tenso
     store(values, slots, v)
 
 
+def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Over the last dimension of scores [..., H, T, S]; with sinks [H], beside one more score of each head."""
+    if sinks is None:
+        return scores.softmax(-1)
+    beside = sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, beside], -1).softmax(-1)[..., :-1]
+
+
 @op("triton.decode_attention")
 def decode_attention(
     q: Tensor,
@@ -37,6 +45,7 @@ def decode_attention(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(cap(scale · q·Kᵀ))·V over the slots in use.
 
@@ -48,6 +57,7 @@ def decode_attention(
         scale: of the scores.
         window: slots that a token sees, its own among them; None for all.
         softcap: scores s become softcap · tanh(s / softcap); None leaves them.
+        sinks: [Hq] float: a score of each head beside those of its keys, whose value is 0; None: there is none.
 
     Returns:
         [B, Hq, 1, D] in q's dtype.
@@ -61,5 +71,6 @@ def decode_attention(
     scores = (grouped @ keys.to(q.dtype).transpose(2, 3)).float() * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    weights = scores.masked_fill_(~seen.view(batch, 1, 1, -1), -torch.inf).softmax(-1)
+    scores = scores.masked_fill_(~seen.view(batch, 1, 1, -1), -torch.inf)
+    weights = softmax(scores.view(batch, heads, 1, -1), sinks).view_as(scores)
     return (weights.to(q.dtype) @ values.to(q.dtype)).view(batch, heads, 1, size)

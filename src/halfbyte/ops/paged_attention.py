@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch import op
+from .decode_attention import softmax
 from .rope import rope_
 
 PAGE = 64  # tokens of a page
@@ -82,6 +83,7 @@ def paged_attention(
     window: int | None,
     softcap: float | None,
     shared: Shared | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(cap(scale · q·Kᵀ))·V over a row's tokens.
 
@@ -94,6 +96,7 @@ def paged_attention(
         window: tokens that a token sees, its own among them; None for all.
         softcap: scores s become softcap · tanh(s / softcap); None leaves them.
         shared: pages that rows have in common; None: each row reads its own.
+        sinks: as in `decode_attention`.
 
     Returns:
         [R, Hq, D] in q's dtype.
@@ -111,6 +114,7 @@ def paged_attention(
     scores = (grouped @ keys.transpose(2, 3)).float() * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    weights = scores.masked_fill_(~seen.view(rows, 1, 1, -1), -torch.inf).softmax(-1)
+    scores = scores.masked_fill_(~seen.view(rows, 1, 1, -1), -torch.inf)
+    weights = softmax(scores.view(rows, heads, 1, -1), sinks).view_as(scores)
     values = values.masked_fill(~seen.view(rows, 1, -1, 1), 0)  # what nobody wrote may be NaN
     return (weights.to(q.dtype) @ values).view(rows, heads, size)

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 from ..config import RunConfig
 from ..config.policy import POLICY, answers_a_generation, group_size
 from ..errors import ConfigError
+from ..generation.delta_net import is_delta_net, state_bytes
 from ..generation.engine_cache import CACHES
 from ..generation.rollouts import CODES_ROWS, READ, pages_for
-from ..generation.schedule import Group, Row, pages_of
+from ..generation.schedule import BESIDE, Group, Row, pages_of
 from ..layers import QuantizedLinear
 from ..memory.batches import Batches
 from ..ops.paged_attention import PAGE
@@ -39,7 +40,7 @@ class RolloutPlan:
     Attributes:
         weights: how products read quantized weights, as `generation.Rollouts` takes it.
         decoded: of weights that are decoded, all (unpacked) or one at a time, and of the adapter beside them.
-        pages: of keys and values.
+        pages: of keys and values, and of layers' states.
         moving: of a step's, or of the prompts', activations and logits.
         stays: whether all of that stays while the model trains.
     """
@@ -157,15 +158,18 @@ class _Answering:
         return "unpacked" if self.sizes and many and fits else "packed"
 
     def _pages(self) -> tuple[int, int]:
-        """Bytes of pages with which no row has to wait, and with which one row runs."""
+        """Bytes of pages, and of states, with which no row has to wait, and with which one row runs."""
         config, dtype = self.text, CACHES[self.config.kv_cache]
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         itemsize = self.itemsize if dtype is None else dtype.itemsize
-        page = 2 * PAGE * heads * width * config.num_hidden_layers * itemsize
+        nets = [module for module in self.shapes.causal_lm.modules() if is_delta_net(module)]
+        seat = sum(state_bytes(module, self.shapes.dtype) for module in nets)
+        page = 2 * PAGE * heads * width * (config.num_hidden_layers - len(nets)) * itemsize
         longest = max(len(row.group.prompt) + row.most for rows in self.generations for row in rows)
         wanted = max(pages_for(rows, self.seats) for rows in self.generations) + 1
-        return wanted * page, (pages_of(longest) + 1) * page
+        seats = min(self.seats, max(map(len, self.generations)))
+        return wanted * page + (seats + BESIDE) * seat, (pages_of(longest) + 1) * page + (1 + BESIDE) * seat
 
     def _decoded(self, weights: str) -> int:
         """Of the adapter, factors beside each linear, and once more in place of those that share an input."""

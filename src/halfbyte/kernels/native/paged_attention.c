@@ -13,6 +13,7 @@ typedef struct {
     float *out;
     const void *keys, *values; /* [pages, kv_heads, PAGE, size], fp32 or bf16 */
     const int32_t *tables, *lengths; /* [rows, stride], [rows] */
+    const float *sinks; /* [heads]; NULL: none */
     int64_t stride, rows, heads, kv_heads, size, window; /* window 0: all */
     float scale, softcap;                                /* softcap 0: none */
     int32_t bf16, threads;
@@ -47,7 +48,8 @@ INLINE void mix(const float *weights, const void *values, float *acc, int64_t si
 INLINE void attend(const paged *p, int64_t row, int64_t head, const int bf16) {
     int64_t size = p->size, key_head = head / (p->heads / p->kv_heads), end = p->lengths[row];
     int64_t first = p->window && end > p->window ? end - p->window : 0;
-    float q[MOST_SIZE], acc[MOST_SIZE] = {0}, weights[PAGE], top = -INFINITY, all = 0;
+    float q[MOST_SIZE], acc[MOST_SIZE] = {0}, weights[PAGE];
+    float top = p->sinks ? p->sinks[head] : -INFINITY, all = p->sinks ? 1 : 0;
     memcpy(q, p->q + (row * p->heads + head) * size, (size_t)size * sizeof(float));
     if (bf16) part(q, size, 0);
     for (int64_t start = first / PAGE * PAGE; start < end; start += PAGE) {

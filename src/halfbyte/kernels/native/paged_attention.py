@@ -20,7 +20,7 @@ class _Paged(ctypes.Structure):
     """`paged` of native/paged_attention.c."""
 
     _fields_ = (
-        *[(name, _pointer) for name in ("q", "out", "keys", "values", "tables", "lengths")],
+        *[(name, _pointer) for name in ("q", "out", "keys", "values", "tables", "lengths", "sinks")],
         *[(name, _int64) for name in ("stride", "rows", "heads", "kv_heads", "size", "window")],
         *[(name, ctypes.c_float) for name in ("scale", "softcap")],
         *[(name, ctypes.c_int32) for name in ("bf16", "threads")],
@@ -49,10 +49,12 @@ def attend(
     window: int | None,
     softcap: float | None,
     shared: Shared | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     exact, tables, lengths = q.float().contiguous(), tables.contiguous(), lengths.contiguous()
-    out = torch.empty_like(exact)
+    out, sinks = torch.empty_like(exact), None if sinks is None else sinks.float().contiguous()
     pointers = [each.data_ptr() for each in (exact, out, keys, values, tables, lengths)]
+    pointers.append(0 if sinks is None else sinks.data_ptr())
     sizes = tables.shape[1], *q.shape[:2], keys.shape[1], q.shape[2], window or 0
     half = keys.dtype is torch.bfloat16
     call = _Paged(*pointers, *sizes, scale, softcap or 0.0, half, torch.get_num_threads())

@@ -36,6 +36,19 @@ def rescaled(top, higher):
 
 
 @triton.jit
+def begun(sinks, inside, here, ROWS: tl.constexpr, SINKS: tl.constexpr):
+    """Maximum and sum of weights before any key: the sinks' own, of pointers [ROWS], for the one program that counts
+    them (`here`)."""
+    top = tl.full((ROWS,), -float("inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    if SINKS:
+        counts = inside & here
+        top = tl.load(sinks, mask=counts, other=-float("inf")).to(tl.float32)
+        total = tl.where(counts, 1.0, 0.0)
+    return top, total
+
+
+@triton.jit
 def attend_tile(top, total, acc, q, keys, values, mask, seen, scale, softcap, SOFTCAP: tl.constexpr):
     """The softmax of queries [ROWS, SIZE] with one tile more: (maximum, sum of weights, weighted values).
 

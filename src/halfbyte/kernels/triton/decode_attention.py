@@ -12,15 +12,15 @@ from torch import Tensor
 from ...ops.decode_attention import decode_attention, store_both_
 from ..device import device_of
 from ..tiling import power_of_2
-from .cached_attention import attend_tile, readable, slots_of
+from .cached_attention import attend_tile, begun, readable, slots_of
 from .launch import Launcher
 
 
 @triton.jit
 def _attend(
-    q_ptr, keys_ptr, values_ptr, first_ptr, last_ptr, out_ptr, slots, size, scale, softcap,
+    q_ptr, keys_ptr, values_ptr, first_ptr, last_ptr, sinks_ptr, out_ptr, slots, size, scale, softcap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, SLOTS: tl.constexpr,
-    STAGES: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    STAGES: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     g, d, s = tl.arange(0, ROWS), tl.arange(0, SIZE), tl.arange(0, SLOTS)
@@ -31,8 +31,7 @@ def _attend(
     first = tl.load(first_ptr + program // HEADS)
     if WINDOW > 0:
         first = tl.maximum(first, last + 1 - WINDOW)
-    top = tl.full((ROWS,), -float("inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
+    top, total = begun(sinks_ptr + program % HEADS * GROUP + g, g < GROUP, True, ROWS, SINKS)
     acc = tl.zeros((ROWS, SIZE), tl.float32)
     for start in tl.range(first // SLOTS * SLOTS, last + 1, SLOTS, num_stages=STAGES):
         slot = start + s
@@ -94,6 +93,7 @@ def attend(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     batch, heads, _, size = q.shape
     keys, values = readable(keys, values)
@@ -102,10 +102,10 @@ def attend(
     out = torch.empty_like(q)
     _launcher(
         batch * keys.shape[1],
-        (q, keys, values, first, last, out),
+        (q, keys, values, first, last, last if sinks is None else sinks, out),
         (keys.shape[2], size, scale, softcap or 1.0),
         (keys.shape[1], group, max(power_of_2(group), 16), padded, *slots_of(device_of(q), padded, q.element_size()),
-         window or 0, softcap is not None),
+         window or 0, softcap is not None, sinks is not None),
         warps=4,
     )  # fmt: skip
     return out

@@ -19,7 +19,7 @@ from ...ops.float8 import FP8_MAX
 from ...ops.paged_attention import BUNDLE, PAGE, Shared, paged_attention, store_paged
 from ..device import Device, device_of
 from ..tiling import power_of_2
-from .cached_attention import attend_tile, conversion_obstacle, readable, rescaled, slots_of
+from .cached_attention import attend_tile, begun, conversion_obstacle, readable, rescaled, slots_of
 from .float8 import to_float8
 from .launch import Launcher
 
@@ -33,11 +33,11 @@ MOST_PARTS = 8  # of a bundle's pages, each of which a row's programs add up
 
 @triton.jit
 def _attend(
-    q_ptr, keys_ptr, values_ptr, tables_ptr, lengths_ptr, out_ptr, top_ptr, total_ptr,
+    q_ptr, keys_ptr, values_ptr, tables_ptr, lengths_ptr, sinks_ptr, out_ptr, top_ptr, total_ptr,
     common_ptr, begun_ptr, begun_top_ptr, begun_total_ptr, q_stride, stride, size, scale, softcap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr,
     SLOTS: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """PARTS: that `_share` has made of each row's first pages, of which common_ptr has the number; 0: none."""
     program = tl.program_id(0).to(tl.int64)
@@ -51,21 +51,20 @@ def _attend(
     first = 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0)
-    top = tl.full((ROWS,), -float("inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
+    top, total = begun(sinks_ptr + head * GROUP + g, g < GROUP, split == 0, ROWS, SINKS)
     acc = tl.zeros((ROWS, SIZE), tl.float32)
     if PARTS > 0:
         common = tl.load(common_ptr + row)
         first = tl.maximum(first, common * PAGE)
-        begun = (g < GROUP) & (common > 0) & (split == 0)
+        read = (g < GROUP) & (common > 0) & (split == 0)
         for p in tl.static_range(PARTS):
             part = (pair * GROUP + g) * PARTS + p
-            its = tl.load(begun_top_ptr + part, mask=begun, other=-float("inf"))
-            sums = tl.load(begun_ptr + part[:, None] * size + d[None, :], mask=begun[:, None] & inside, other=0.0)
+            its = tl.load(begun_top_ptr + part, mask=read, other=-float("inf"))
+            sums = tl.load(begun_ptr + part[:, None] * size + d[None, :], mask=read[:, None] & inside, other=0.0)
             higher = tl.maximum(top, its)
             fade, new = rescaled(top, higher), rescaled(its, higher)
             acc = acc * fade[:, None] + sums * new[:, None]
-            total = total * fade + tl.load(begun_total_ptr + part, mask=begun, other=0.0) * new
+            total = total * fade + tl.load(begun_total_ptr + part, mask=read, other=0.0) * new
             top = higher
     tiles_from, tiles_to = first // SLOTS, tl.cdiv(length, SLOTS)
     each = tl.cdiv(tiles_to - tiles_from, SPLITS)
@@ -199,6 +198,7 @@ def attend(
     window: int | None,
     softcap: float | None,
     shared: Shared | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     rows, heads, size = q.shape
     keys, values = readable(keys, values)
@@ -207,7 +207,7 @@ def attend(
     q = q if q.stride()[1:] == (size, 1) else q.contiguous()
     numbers = q.stride(0), tables.stride(0), size, scale, softcap or 1.0
     options = window or 0, softcap is not None
-    parts, begun = 0, (lengths, q, lengths, lengths)  # not read where nothing is shared
+    parts, before = 0, (lengths, q, lengths, lengths)  # not read where nothing is shared
     if shared is not None and _takes_bundles(q, group):
         parts = min(splits_of(device, rows // USUAL * key_heads, tables.shape[1], 1), MOST_PARTS)
         sums = _partial(rows * heads, parts, q)
@@ -219,16 +219,16 @@ def attend(
             (key_heads, group, tile, padded, PAGE, *slots_of(device, padded, q.element_size(), tile), parts, *options),
             warps=4 if tile <= 64 else 8,
         )
-        begun = shared.pages, *sums
+        before = shared.pages, *sums
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     splits = splits_of(device, rows * key_heads, tables.shape[1])
     split = _partial(rows * heads, splits, q) if splits > 1 else (out, lengths, lengths)
     _attender(
         rows * key_heads * splits,
-        (q, keys, values, tables, lengths, *split, *begun),
+        (q, keys, values, tables, lengths, lengths if sinks is None else sinks, *split, *before),
         numbers,
         (key_heads, group, max(power_of_2(group), 16), padded, PAGE, *slots_of(device, padded, q.element_size()),
-         splits, parts, *options),
+         splits, parts, *options, sinks is not None),
         warps=4,
     )  # fmt: skip
     if splits > 1:
