@@ -99,11 +99,11 @@ CASES = {  # those whose experts leave the device come last: they do not come ba
 }
 
 
-def build(name: str, device: str) -> Any:
-    """The model without adapters, on the device."""
+def build(name: str, device: str, storage: str = "nf4") -> Any:
+    """The model without adapters, on the device; `storage` as in `step_model.build`, of its experts."""
     torch.manual_seed(0)
     model: Any = empty_model(name)
-    format_ = named("nf4")
+    format_ = named(storage)
     stacks = store_stacks(model, dict.fromkeys(expert_stacks(model), format_))
     made: dict[str, QuantizedTensor] = {}
     for at, (path, module) in enumerate(stacks.items()):
@@ -114,7 +114,7 @@ def build(name: str, device: str) -> Any:
             made[leaf] = QuantizedTensor.join(experts, format_, tuple(shape))
         rolled = made[leaf].map(lambda part, at=at: part.roll(at * len(part) // 8, 0) if part.dim() else part.clone())
         setattr(module, leaf, nn.Parameter(rolled, requires_grad=False))
-    fill(model, device, lambda linear: QuantizedLinear.from_linear(linear, format_))
+    fill(model, device, lambda linear: QuantizedLinear.from_linear(linear, named("nf4")))
     return model.train()
 
 

@@ -34,6 +34,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
         rope_parameters={"rope_type": "default", "rope_theta": 1000000.0}, tie_word_embeddings=False,
     )),
+    "qwen3.5-9b": ("Qwen3_5Text", dict(
+        hidden_size=4096, intermediate_size=12288, num_hidden_layers=32, num_attention_heads=16,
+        num_key_value_heads=4, head_dim=256, vocab_size=248320, max_position_embeddings=262144,
+        linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128,
+        linear_conv_kernel_dim=4, tie_word_embeddings=False,
+    )),
+    "gpt-oss-20b": ("GptOss", dict(
+        hidden_size=2880, intermediate_size=2880, num_hidden_layers=24, num_attention_heads=64,
+        num_key_value_heads=8, head_dim=64, vocab_size=201088, sliding_window=128, num_local_experts=32,
+        num_experts_per_tok=4, max_position_embeddings=131072, tie_word_embeddings=False,
+    )),
     "tiny": ("Llama", dict(
         hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         head_dim=64, vocab_size=1024, max_position_embeddings=8192, tie_word_embeddings=False,
@@ -69,7 +80,7 @@ def fill(model: Any, device: str, quantize: Any, elsewhere: Callable[[str], bool
     `elsewhere`, by its name, stays empty."""
     for prefix, module in list(model.named_modules()):
         for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and name in TARGETS and not elsewhere(f"{prefix}.{name}"):
+            if type(child) is nn.Linear and name != "lm_head" and not elsewhere(f"{prefix}.{name}"):
                 child.weight = nn.Parameter(random_weight(child.weight.shape, device), requires_grad=False)
                 setattr(module, name, quantize(child))
                 del child.weight  # the list of modules still holds the layer
