@@ -92,7 +92,7 @@ def test_grouped_product_of_plain_values(tokens, experts, top_k, dtype, turned, 
     compare(x, stack, routing, gather, turned, None, None)
 
 
-SPECS = ["blockwise4:nf4:64:nested", "blockwise4:fp4:32:plain", "hqq:4:64"]
+SPECS = ["blockwise4:nf4:64:nested", "blockwise4:fp4:32:plain", "hqq:4:64", "stack:mxfp4"]
 
 
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), ROUTES[:2] + ROUTES[5:])

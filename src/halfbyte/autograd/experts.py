@@ -31,6 +31,7 @@ from torch import Tensor
 from ..dispatch import on_compiler, to_compute_dtype
 from ..errors import ModelError
 from ..formats import Blockwise4
+from ..formats.stack import is_mxfp4
 from ..ops.experts import (
     LowRank,
     Routing,
@@ -151,8 +152,9 @@ def stack_of(weight: Any, dtype: torch.dtype, slots: int) -> StackedWeight:
     if stack.format is None:
         return StackedWeight.plain(stack.parts["values"].to(dtype))
     part = next(iter(stack.parts.values()))
-    few = slots <= DECODED_ROWS * stack.shape[0] and isinstance(stack.format, Blockwise4)
-    if not (few or multiplies_codes(part, stack, slots, dtype)):
+    in_products = isinstance(stack.format, Blockwise4) or is_mxfp4(stack.format)
+    few = slots <= DECODED_ROWS * stack.shape[0]
+    if not ((few and in_products) or multiplies_codes(part, stack, slots, dtype)):
         return StackedWeight.plain(stack.values(dtype))
     return stack
 

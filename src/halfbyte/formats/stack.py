@@ -19,8 +19,14 @@ from torch import Tensor
 from ..errors import ModelError
 from .base import FORMATS, Format, Parts, PartSpecs, register_format
 from .int4 import ENTRIES
+from .mxfp4 import Mxfp4
 
 META = "quant_state.halfbyte__stack"
+
+
+def is_mxfp4(format_: Format | None) -> bool:
+    """Whether it is that of stacks in MXFP4, as gpt-oss has them."""
+    return isinstance(format_, Stack) and isinstance(format_.each, Mxfp4)
 
 
 @register_format

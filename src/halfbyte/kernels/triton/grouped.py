@@ -37,9 +37,12 @@ from torch import Tensor
 
 from ...dispatch import Unavailable
 from ...formats.blockwise4 import Blockwise4
+from ...formats.mxfp4 import BLOCK
+from ...formats.stack import is_mxfp4
 from ...ops import experts as reference
 from ...ops.blockwise4 import NESTED_BLOCK
 from ...ops.codebooks import codebook4
+from ...ops.e2m1 import codebook_e2m1
 from ...ops.experts import LowRank, Routing, StackedWeight
 from ..device import device_of
 from ..tiling import ceil_div, power_of_2
@@ -87,10 +90,11 @@ PLAIN: dict[int, tuple[tuple[int, Tile], ...]] = {
 def _tile(
     weight, lanes, expert, row, rows, start, columns, like_ptr, R: tl.constexpr, C: tl.constexpr,
     PER_BLOCK: tl.constexpr, NESTED: tl.constexpr, NESTED_BLOCK: tl.constexpr, SHUFFLE: tl.constexpr,
+    E8M0: tl.constexpr,
 ):  # fmt: skip
     """[R, C] of an expert's matrix, columns from `start`; rows beyond the end repeat the last one.
 
-    Without PER_BLOCK, words of a scale, values are plain; else a word of codes has eight.
+    Without PER_BLOCK, words of a scale, values are plain; else a word of codes has eight. E8M0: it is MXFP4.
     """
     w_ptr, absmax_ptr, second_ptr, code_ptr, shift_ptr, codebook_ptr = weight
     row = tl.minimum(row, rows - 1)
@@ -108,6 +112,10 @@ def _tile(
             absmax_ptr, second_ptr, code_ptr, shift_ptr, flat, 2147483647, start // 8, words,
             R, C // 8, PER_BLOCK, NESTED, NESTED_BLOCK,
         )  # fmt: skip
+        if E8M0:  # a byte is the exponent field; 0 is 2^-127, half of the smallest normal. Low nibbles are first.
+            byte = scale.to(tl.int32)
+            scale = tl.where(byte == 0, 0x00400000, byte << 23).to(tl.float32, bitcast=True)
+            codes = ((codes >> 4) & 0x0F0F0F0F) | ((codes & 0x0F0F0F0F) << 4)
         v = _decode(codes, lanes, codebook_ptr, SHUFFLE)
         even = tl.join(tl.join(v[0] * scale, v[4] * scale), tl.join(v[2] * scale, v[6] * scale))
         odd = tl.join(tl.join(v[1] * scale, v[5] * scale), tl.join(v[3] * scale, v[7] * scale))
@@ -172,9 +180,9 @@ def _grouped(
     factor_ptr, bias_ptr, out_ptr,
     rows, columns, experts, scale, alpha,
     TOP_K: tl.constexpr, TURNED: tl.constexpr, PER_BLOCK: tl.constexpr, NESTED: tl.constexpr,
-    NESTED_BLOCK: tl.constexpr, SHUFFLE: tl.constexpr, RANK: tl.constexpr, PADDED: tl.constexpr, BIAS: tl.constexpr,
-    EVEN: tl.constexpr, LEFT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
-    STAGES: tl.constexpr,
+    NESTED_BLOCK: tl.constexpr, E8M0: tl.constexpr, SHUFFLE: tl.constexpr, RANK: tl.constexpr, PADDED: tl.constexpr,
+    BIAS: tl.constexpr, EVEN: tl.constexpr, LEFT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    STEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     if TURNED:
         width, depth = columns, rows
@@ -206,12 +214,12 @@ def _grouped(
             if TURNED:
                 w = _tile(
                     weight, lanes, expert, d, rows, block * COLUMNS, columns, x_ptr,
-                    STEP, COLUMNS, PER_BLOCK, NESTED, NESTED_BLOCK, SHUFFLE,
+                    STEP, COLUMNS, PER_BLOCK, NESTED, NESTED_BLOCK, SHUFFLE, E8M0,
                 )  # fmt: skip
             else:
                 w = _tile(
                     weight, lanes, expert, o, rows, step * STEP, columns, x_ptr,
-                    COLUMNS, STEP, PER_BLOCK, NESTED, NESTED_BLOCK, SHUFFLE,
+                    COLUMNS, STEP, PER_BLOCK, NESTED, NESTED_BLOCK, SHUFFLE, E8M0,
                 )  # fmt: skip
             acc = _dot(x, w, acc, not TURNED, LEFT)
         _finish(acc, bias_ptr, out_ptr, expert, row, row < end, o, width, alpha, BIAS, LEFT)
@@ -249,10 +257,10 @@ def tile_of(x: Tensor, packed: bool, routing: Routing, width: int, turned: bool)
 
 
 def packed_obstacle(stack: StackedWeight) -> str | None:
-    """Why a stack is multiplied by its values instead."""
+    """Why a stack's products are of its values, decoded before."""
     format_, (_, _, columns) = stack.format, stack.shape
-    if not isinstance(format_, Blockwise4) or format_.blocksize > STEP:
-        return "is decoded in 4-bit blocks of up to 64"
+    if not is_mxfp4(stack.format) and not (isinstance(format_, Blockwise4) and format_.blocksize <= STEP):
+        return "takes NF4 and FP4 in blocks of up to 64, and MXFP4"
     if columns % STEP or stack.parts["packed"].numel() >= 2**33:
         return "needs whole blocks in a row, and less than 2^33 bytes"
     return None
@@ -268,9 +276,14 @@ def obstacle(
     return None
 
 
-def _weight(stack: StackedWeight, dtype: torch.dtype, nested: bool) -> tuple[tuple[Tensor, ...], tuple[int, bool, int]]:
+def _weight(
+    stack: StackedWeight, dtype: torch.dtype, nested: bool
+) -> tuple[tuple[Tensor, ...], tuple[int, bool, int, bool]]:
     """Pointers, and constants of how they are read; unless `nested`, scales are decoded first."""
     format_, parts = stack.format, stack.parts
+    if is_mxfp4(stack.format) and packed_obstacle(stack) is None:
+        packed, scales = parts["packed"].contiguous().view(-1).view(torch.int32), parts["scale"].contiguous()
+        return (packed, *(scales,) * 4, codebook_e2m1(packed.device)), (BLOCK // 8, False, NESTED_BLOCK, True)
     if isinstance(format_, Blockwise4) and packed_obstacle(stack) is None:
         scales = parts["absmax"]
         found = format_.nested_parts(parts)
@@ -287,9 +300,10 @@ def _weight(stack: StackedWeight, dtype: torch.dtype, nested: bool) -> tuple[tup
             format_.blocksize // 8,
             found is not None,
             NESTED_BLOCK,
+            False,
         )
     values = stack.values(dtype).contiguous()
-    return (values,) * 6, (0, False, NESTED_BLOCK)
+    return (values,) * 6, (0, False, NESTED_BLOCK, False)
 
 
 @reference.grouped_product.kernel("cuda", "xpu", unless=obstacle, rank=1)
