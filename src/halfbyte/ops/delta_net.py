@@ -1,14 +1,6 @@
-"""A Gated DeltaNet's recurrence over prompts and over one token more of each row: the specification.
+"""A Gated DeltaNet's recurrence over prompts, by `delta_rule`, and over one token more of each row: the specification.
 
-    S ← e^g·S,  then  S ← S + k ⊗ β·(v − Sᵀk),  out = Sᵀq / √Dk
-
-(Yang et al. 2025, arXiv:2412.06464, equation 10), of each value head, with q and k of length one; key heads serve
-several value heads each. Before it a causal convolution over the last K inputs of each channel of q, k and v, and SiLU.
-
-A prompt is taken in chunks of tokens (section 3.3 there). Within a chunk that begins with S, with G the sums of g:
-
-    u_i + β_i·Σ_{j<i} e^(G_i − G_j)·(k_i·k_j)·u_j = β_i·(v_i − e^(G_i)·Sᵀk_i),  out_i = e^(G_i)·Sᵀq_i
-        + Σ_{j≤i} e^(G_i − G_j)·(q_i·k_j)·u_j,  S ← e^G·S + Σ_j e^(G − G_j)·k_j ⊗ u_j
+Before it is a causal convolution over the last K inputs of each channel of q, k and v, and SiLU.
 """
 
 from __future__ import annotations
@@ -18,9 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..dispatch import op
-
-CHUNK = 64  # tokens
-EPSILON = 1e-6  # beside the squares that q and k are divided by the root of
+from .delta_rule import Rows, delta_rule, unit
 
 
 def gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -29,16 +19,12 @@ def gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor,
     return -a_log.to(exact).exp() * F.softplus(a.to(exact) + dt_bias.to(exact)), b.to(exact).sigmoid()
 
 
-def heads_of(mixed: Tensor, key_heads: int, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k [..., Hv, Dk], of length one, and v [..., Hv, Dv], in fp32 (fp64), of mixed [..., C], beside states
-    [S, Hv, Dk, Dv]; q is divided by √Dk."""
+def parts_of(mixed: Tensor, key_heads: int, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k [..., Hk, Dk], and v [..., Hv, Dv], of mixed [..., C], beside states [S, Hv, Dk, Dv]."""
     _, heads, key_size, value_size = states.shape
-    sizes = [key_heads * key_size, key_heads * key_size, heads * value_size]
-    query, key, value = mixed.to(torch.promote_types(mixed.dtype, torch.float32)).split(sizes, dim=-1)
+    query, key, value = mixed.split([key_heads * key_size, key_heads * key_size, heads * value_size], dim=-1)
     query, key = (x.unflatten(-1, (key_heads, key_size)) for x in (query, key))
-    query, key = (x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + EPSILON) for x in (query, key))
-    query, key = (x.repeat_interleave(heads // key_heads, -2) for x in (query, key))
-    return query * key_size**-0.5, key, value.unflatten(-1, (heads, value_size))
+    return query, key, value.unflatten(-1, (heads, value_size))
 
 
 @op("triton.delta_net")
@@ -85,7 +71,10 @@ def delta_step_(
     Returns:
         [R, Hv, Dv] in mixed's dtype.
     """
-    (query, key, value), (decay, beta) = heads_of(mixed, key_heads, states), gates(a, b, a_log, dt_bias)
+    exact, group = torch.promote_types(mixed.dtype, torch.float32), states.shape[1] // key_heads
+    query, key, value = parts_of(mixed.to(exact), key_heads, states)
+    query, key = (unit(x)[0].repeat_interleave(group, -2) for x in (query, key))
+    query, (decay, beta) = query * states.shape[2] ** -0.5, gates(a, b, a_log, dt_bias)
     state = states[seats] * decay.exp()[..., None, None]
     change = (value - torch.einsum("rhkv,rhk->rhv", state, key)) * beta.unsqueeze(-1)
     state = state + key.unsqueeze(-1) * change.unsqueeze(-2)
@@ -115,30 +104,5 @@ def delta_rows(
     Returns:
         [D, L, Hv, Dv] in mixed's dtype, and the states behind each row [D, Hv, Dk, Dv] in fp32 (fp64).
     """
-    rows, length, _ = mixed.shape
-    short = -length % CHUNK
-    real = F.pad(real, (0, short)).unsqueeze(-1)
-    decay, beta = (F.pad(each, (0, 0, 0, short)).where(real, 0) for each in (decay, beta))
-    heads = heads_of(F.pad(mixed, (0, 0, 0, short)), key_heads, states)
-
-    def chunks(x: Tensor) -> Tensor:
-        """[D, Hv, chunks, CHUNK, ...] of [D, L, Hv, ...]."""
-        return x.unflatten(1, (-1, CHUNK)).movedim(3, 1)
-
-    query, key, value = map(chunks, heads)
-    sums, beta = chunks(decay).cumsum(-1), chunks(beta).unsqueeze(-1)
-    lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=mixed.device).tril()
-    fade = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).masked_fill_(~lower, -torch.inf).exp_()
-    mixing = (beta * (key @ key.mT) * fade).tril_(-1)  # the diagonal, 1, is not read
-    wanted = torch.cat([beta * value, beta * sums.exp().unsqueeze(-1) * key], -1)
-    wanted = torch.linalg.solve_triangular(mixing, wanted, upper=False, unitriangular=True)
-    own, of_state = wanted.split([value.shape[-1], key.shape[-1]], -1)
-    seen, last = (query @ key.mT) * fade, sums[..., -1:]
-    query, key = query * sums.exp().unsqueeze(-1), key * (last - sums).exp().unsqueeze(-1)
-    state, outs = value.new_zeros(rows, *states.shape[1:]), []
-    for at in range(query.shape[2]):
-        change = own[:, :, at] - of_state[:, :, at] @ state
-        outs.append(query[:, :, at] @ state + seen[:, :, at] @ change)
-        state = state * last[:, :, at].exp().unsqueeze(-1) + key[:, :, at].mT @ change
-    out = torch.stack(outs, 2).movedim(1, 3).flatten(1, 2)[:, :length]
-    return out.to(mixed.dtype), state
+    decay, beta = (each.where(real.unsqueeze(-1), 0) for each in (decay, beta))
+    return delta_rule(Rows(*parts_of(mixed, key_heads, states), decay, beta))

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...ops.delta_net import EPSILON, conv_step_, delta_step_
+from ...ops.delta_net import conv_step_, delta_step_
+from ...ops.delta_rule import EPSILON
 from ..tiling import power_of_2
 from .launch import Launcher
 
