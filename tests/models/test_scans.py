@@ -115,7 +115,7 @@ def test_transformers_calls_these_functions_by_name(layer):
     assert len(called) > 1 or name == "Lfm2ShortConv"
     made = forward_of(cls, Documents(torch.tensor([0, 3, 9]), (0, 3, 9)))
     assert list(inspect.signature(made).parameters) == list(inspect.signature(cls.forward).parameters)
-    assert forward_of(cls, None) is cls.forward
+    assert (forward_of(cls, None) is cls.forward) == (scans.GATED not in called)
 
 
 def test_layers_of_others_are_left_alone():
@@ -127,21 +127,39 @@ def test_layers_of_others_are_left_alone():
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_kernel_without_backward_is_replaced_by_torchs_code(monkeypatch, packed):
-    """flash-linear-attention 0.6 on Hopper with Triton 3.6, which transformers calls all the same."""
+def test_the_delta_rule_is_ours_where_no_kernel_computes_it(monkeypatch, packed):
+    """As on CPUs, and with flash-linear-attention 0.6 on Hopper with Triton 3.6, whose backward refuses to run."""
     module = file_of("qwen3_5")
     layer = module.Qwen3_5GatedDeltaNet(transformers.Qwen3_5TextConfig(hidden_size=32, linear_num_key_heads=2,
                                                                        linear_num_value_heads=4), 0)  # fmt: skip
     documents = documents_of(told(), 2, 20) if packed else None
     x = torch.randn(2, 20, 32)
-    expected = forward_of(type(layer), documents)(layer, x)
+    transformers_own = module.torch_chunk_gated_delta_rule
+    with monkeypatch.context() as patch:
+        patch.setattr(scans, "_gated", lambda own, *given, **keys: inspect.unwrap(own)(*given, **keys))
+        expected = forward_of(type(layer), documents)(layer, x)
 
-    @functools.wraps(inspect.unwrap(module.torch_chunk_gated_delta_rule))
+    @functools.wraps(inspect.unwrap(transformers_own))
     def refusing(*args, **kwargs):
         raise RuntimeError("see #640")
 
     monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", refusing)
+    found = forward_of(type(layer), documents)(layer, x)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    monkeypatch.setattr(scans, "_runs_kernel", lambda x: True)
     with pytest.raises(RuntimeError, match="640"):
         forward_of(type(layer), documents)(layer, x)
-    monkeypatch.setattr(scans, "refuses_backward", lambda: True)
-    assert torch.equal(forward_of(type(layer), documents)(layer, x), expected)
+
+
+def test_a_rule_with_states_is_transformers_own():
+    """Those of a cache come in and go out."""
+    own = file_of("qwen3_5").torch_chunk_gated_delta_rule
+    query, key, value = torch.randn(2, 9, 2, 8), torch.randn(2, 9, 2, 8), torch.randn(2, 9, 4, 8)
+    rest = {"g": -torch.rand(2, 9, 4), "beta": torch.rand(2, 9, 4), "use_qk_l2norm_in_kernel": True}
+    _, state = scans._gated(own, query, key, value, **rest, output_final_state=True)
+    assert state.shape == (2, 4, 8, 8)
+    twice = {name: each.repeat(1, 2, 1) if torch.is_tensor(each) else each for name, each in rest.items()}
+    whole, none = scans._gated(own, *(each.repeat(1, 2, 1, 1) for each in (query, key, value)), **twice)
+    assert none is None
+    behind, _ = scans._gated(own, query, key, value, **rest, initial_state=state)
+    torch.testing.assert_close(whole[:, 9:], behind, rtol=1e-4, atol=1e-5)

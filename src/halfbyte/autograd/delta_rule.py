@@ -2,22 +2,56 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
+import torch
 from torch import Tensor
 
 from ..ops import delta_rule as ops
 from ..ops.delta_rule import Rows
 from .function import OnceFunction
 
+# Tokens times value heads that are computed at once: each takes up to 18 KB for a while, with heads of 128.
+AT_ONCE = 1 << 17
+
 
 class _DeltaRule(OnceFunction):
     @staticmethod
     def forward(ctx, *rows):
         ctx.save_for_backward(*rows)
-        return ops.delta_rule(Rows(*rows))[0]
+        with _products_in_tf32(rows[2]):
+            outs = [ops.delta_rule(part)[0] for part in _parts(Rows(*rows))]
+        return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 
     @staticmethod
     def backward(ctx, grad):
-        return tuple(ops.delta_rule_backward(grad, Rows(*ctx.saved_tensors)))
+        parts = _parts(Rows(*ctx.saved_tensors))
+        grads = grad.split([part.value.shape[2] for part in parts], 2)
+        with _products_in_tf32(grad):
+            found = [ops.delta_rule_backward(each, part) for each, part in zip(grads, parts, strict=True)]
+        return tuple(each[0] if len(each) == 1 else torch.cat(each, 2) for each in zip(*found, strict=True))
+
+
+def _parts(rows: Rows) -> list[Rows]:
+    """Some heads each, so that they take no more than they may at once."""
+    count, heads = rows.value.shape[:2].numel() * rows.value.shape[2], rows.key.shape[2]
+    parts = min(-(-count // AT_ONCE), heads)
+    return [Rows(*part) for part in zip(*(x.tensor_split(parts, 2) for x in rows), strict=True)]
+
+
+@contextlib.contextmanager
+def _products_in_tf32(like: Tensor) -> Iterator[None]:
+    """Of fp32, on a GPU, where results are rounded to 16 bits: products of theirs would be rounded more coarsely."""
+    options = torch.backends.cuda.matmul
+    if not like.is_cuda or like.element_size() > 2 or options.allow_tf32:
+        yield
+        return
+    options.allow_tf32 = True
+    try:
+        yield
+    finally:
+        options.allow_tf32 = False
 
 
 def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:

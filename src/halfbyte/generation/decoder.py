@@ -179,7 +179,7 @@ class Decoder:
     def _rope(self, rotary: Any, kind: str | None, positions: int) -> tuple[Tensor, Tensor]:
         """cos and sin [S, R] of every position."""
         places = torch.arange(positions, device=self.device).unsqueeze(0)
-        if "mrope_section" in (getattr(rotary.config, "rope_parameters", None) or {}):
+        if hasattr(rotary, "mrope_section"):
             places = places.expand(3, -1, -1)  # time, height and width, which are the same in text
         x = torch.empty(0, dtype=self.dtype, device=self.device)
         cos, sin = rotary(x, places) if kind is None else rotary(x, places, kind)

@@ -5,8 +5,8 @@ transformers writes every such layer alike: a forward that calls `causal_conv1d_
 Here that very forward runs with others in their place. They take the documents out of their rows for the convolution
 and the scan alone; the linears around these, attention and MLPs see the packed batch. Where flash-linear-attention is
 installed, on a GPU, the delta rule and the convolution are its kernels, which read where documents begin; elsewhere
-documents of like length become rows of transformers' own function, whatever library that is of. Where that kernel has
-no backward (`refuses_backward`), it is transformers' torch code, of whole rows, too.
+documents of like length become rows of transformers' own function, whatever library that is of. The delta rule is then
+`autograd.delta_rule`, of whole rows, too, and where that kernel has no backward (`refuses_backward`).
 
 No layer is listed: what calls one of `STAND_INS` by name is such a layer, and the probe (`isolation`) asks whether that
 was enough. (Mamba-2's fused kernel of mamba-ssm, which has the output's linear inside, is not taken: adapters on that
@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..autograd.delta_rule import delta_rule
+from ..dispatch import on_compiler
 from ..notices import notice
 from .unpacking import OF_PACKED, groups
 
@@ -123,6 +125,21 @@ def refuses_backward() -> bool:
     return wrong and importlib.util.find_spec("tilelang") is None
 
 
+def _runs_kernel(x: Tensor) -> bool:
+    """Whether x goes to flash-linear-attention's gated delta rule."""
+    return x.is_cuda and convolution() is not None and not refuses_backward()
+
+
+def _gated(own: Function, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Any:
+    """transformers' gated delta rule of rows, by ours where they begin here and no kernel of the library is for it."""
+    if _runs_kernel(query):
+        return own(query, key, value, **kwargs)
+    stateless = kwargs.get("initial_state") is None and not kwargs.get("output_final_state")
+    if not stateless or not kwargs.get("use_qk_l2norm_in_kernel") or on_compiler():
+        return inspect.unwrap(own)(query, key, value, **kwargs)
+    return delta_rule(query, key, value, kwargs["g"], kwargs["beta"]), None
+
+
 def _convolve(
     own: Function, documents: Documents, x: Tensor, weight: Tensor, bias: Tensor | None = None, **kwargs: Any
 ) -> Tensor:
@@ -130,7 +147,7 @@ def _convolve(
     rows, channels, length = x.shape
     flat = x.transpose(1, 2).reshape(1, rows * length, channels)
     kernel, activation = convolution(), kwargs.get("activation")
-    if kernel is not None and not refuses_backward() and x.is_cuda and activation in (None, "silu", "swish"):
+    if kernel is not None and _runs_kernel(x) and activation in (None, "silu", "swish"):
         out, _ = kernel(flat, weight, bias, activation=activation, cu_seqlens=documents.bounds)
         return out.view(rows, length, channels).transpose(1, 2)
     gap = weight.shape[-1] - 1
@@ -147,15 +164,11 @@ class _Scan:
     Args:
         tokens: the dimension of the tokens, in all that have three dimensions or more; that of rows is 0.
         bounded: flash-linear-attention's function, which transformers calls where it can, reads `cu_seqlens`.
-        refusable: `refuses_backward` is about it; transformers' torch code then stands in for it.
+        gated: it is the gated delta rule, which `_gated` computes.
     """
 
-    def __init__(self, tokens: int = 1, bounded: bool = False, refusable: bool = False):
-        self.tokens, self.bounded, self.refusable = tokens, bounded, refusable
-
-    def without_kernel(self, own: Function) -> Function:
-        """`own`, or what it calls where its library is not installed."""
-        return inspect.unwrap(own) if self.refusable and refuses_backward() else own
+    def __init__(self, tokens: int = 1, bounded: bool = False, gated: bool = False):
+        self.tokens, self.bounded, self.gated = tokens, bounded, gated
 
     def __call__(self, own: Function, documents: Documents, *args: Any, **kwargs: Any) -> Any:
         rows, length = args[0].shape[0], args[0].shape[self.tokens]
@@ -169,14 +182,16 @@ class _Scan:
 
         given, named = [flat(x) for x in args], {key: flat(x) for key, x in kwargs.items()}
 
+        function: Function = functools.partial(_gated, own) if self.gated else own
+
         def called(cut: Function, **more: Any) -> tuple[Tensor, bool]:
             parts = [self._cut(x, cut) for x in given]
-            out = self.without_kernel(own)(*parts, **{key: self._cut(x, cut) for key, x in named.items()}, **more)
+            out = function(*parts, **{key: self._cut(x, cut) for key, x in named.items()}, **more)
             state = isinstance(out, tuple)
             return (out[0] if state else out).transpose(1, self.tokens), state
 
-        refused = self.refusable and refuses_backward()
-        if self.bounded and args[0].is_cuda and convolution() is not None and not refused:
+        has_kernel = _runs_kernel(args[0]) if self.gated else args[0].is_cuda and convolution() is not None
+        if self.bounded and has_kernel:
             out, state = called(lambda x: x[None], cu_seqlens=documents.bounds)
             joined = out[0]
         else:
@@ -207,7 +222,7 @@ GATED = "torch_chunk_gated_delta_rule"
 # Name in transformers' files → what is called in its place, with it and the documents before its arguments.
 STAND_INS: dict[str, Function] = {
     "causal_conv1d_fn": _convolve,
-    GATED: _Scan(bounded=True, refusable=True),
+    GATED: _Scan(bounded=True, gated=True),
     "chunk_kimi_delta_attention": _Scan(bounded=True),
     "mamba2_chunk_scan": _Scan(),
     "mamba_selective_scan": _Scan(tokens=-1),
@@ -228,13 +243,12 @@ def _names(cls: Any) -> tuple[str, ...]:
 
 def forward_of(cls: Any, documents: Documents | None) -> Function:
     """The forward of a class, over each document alone; None: over whole rows."""
-    refused = GATED in _names(cls) and refuses_backward()
-    if documents is None and not refused:
+    if documents is None and GATED not in _names(cls):
         return cls.forward
     function: Any = inspect.unwrap(cls.forward)
     names = function.__globals__
     if documents is None:
-        own = {GATED: inspect.unwrap(names[GATED])}
+        own = {GATED: functools.partial(_gated, names[GATED])}
     else:
         own = {name: functools.partial(STAND_INS[name], names[name], documents) for name in _names(cls)}
     made = FunctionType(function.__code__, names | own, function.__name__, function.__defaults__, function.__closure__)
@@ -254,7 +268,7 @@ def say_what_is_missing(device: torch.device) -> None:
     why = f"{PACKAGE} {_imported()[1]}", "pip install 'halfbyte[scans]'"
     if convolution() is not None:
         why = f"{PACKAGE} has no backward on Hopper with this Triton", "install tilelang, or Triton 3.7.1"
-    notice("scans", f"{why[0]}: gated delta nets run in transformers' torch code, several times slower; {why[1]}")
+    notice("scans", f"{why[0]}: gated delta nets run as products of torch's, more slowly; {why[1]}")
 
 
 def layers(model: nn.Module) -> Iterator[nn.Module]:

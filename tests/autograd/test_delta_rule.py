@@ -1,0 +1,99 @@
+"""The gated delta rule in chunks: values and gradients beside the equation, token by token; what it saves."""
+
+import pytest
+import torch
+
+from halfbyte.autograd import delta_rule as autograd
+from halfbyte.autograd.delta_rule import delta_rule
+from halfbyte.ops.delta_rule import CHUNK, inverse
+
+
+def rows(length, key_heads=2, heads=4, key_size=8, value_size=12, dtype=torch.float64):
+    """q, k, v, g and β of two rows."""
+    torch.manual_seed(length)
+    tensors = [
+        torch.randn(2, length, key_heads, key_size, dtype=dtype),
+        torch.randn(2, length, key_heads, key_size, dtype=dtype),
+        torch.randn(2, length, heads, value_size, dtype=dtype), -torch.rand(2, length, heads, dtype=dtype),
+        torch.rand(2, length, heads, dtype=dtype),
+    ]  # fmt: skip
+    return [x.requires_grad_() for x in tensors]
+
+
+def naive(query, key, value, decay, beta):
+    """The equation."""
+    group = value.shape[2] // key.shape[2]
+    query, key = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (query, key))
+    query, key = (x.repeat_interleave(group, 2) for x in (query * query.shape[-1] ** -0.5, key))
+    state, outs = value.new_zeros(len(value), value.shape[2], key.shape[-1], value.shape[-1]), []
+    for t in range(value.shape[1]):
+        state = state * decay[:, t].exp()[..., None, None]
+        change = beta[:, t].unsqueeze(-1) * (value[:, t] - torch.einsum("dhkv,dhk->dhv", state, key[:, t]))
+        state = state + key[:, t].unsqueeze(-1) * change.unsqueeze(-2)
+        outs.append(torch.einsum("dhkv,dhk->dhv", state, query[:, t]))
+    return torch.stack(outs, 1)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 8, 12), (1, 3, 5, 4)])
+@pytest.mark.parametrize("length", [1, 63, 64, 130])
+def test_values_and_gradients(length, shape):
+    given = rows(length, *shape)
+    out, truth = delta_rule(*given), naive(*given)
+    torch.testing.assert_close(out, truth, rtol=1e-10, atol=1e-12)
+    upstream = torch.randn_like(truth)
+    gradients = zip(torch.autograd.grad(out, given, upstream), torch.autograd.grad(truth, given, upstream), strict=True)
+    for mine, expected in gradients:
+        torch.testing.assert_close(mine, expected, rtol=1e-8, atol=1e-10)
+
+
+def test_some_heads_at_a_time_give_the_same(monkeypatch):
+    """Key heads go with the value heads that they serve."""
+    given = rows(70, key_heads=3, heads=6)
+    whole = delta_rule(*given)
+    upstream = torch.randn_like(whole)
+    expected = torch.autograd.grad(whole, given, upstream)
+    monkeypatch.setattr(autograd, "AT_ONCE", 2 * 70 * 2)
+    parts = delta_rule(*given)
+    torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
+    for mine, other in zip(torch.autograd.grad(parts, given, upstream), expected, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
+
+
+def test_its_inputs_are_all_that_it_keeps():
+    given = rows(40)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.data_ptr()) or x, lambda x: x):
+        delta_rule(*given).sum().backward()
+    assert kept == [x.data_ptr() for x in given]
+
+
+def test_16_bits_are_rounded_once():
+    """Inside it is fp32: the result is no further from fp64 than the rounding of values and of what comes out."""
+    given = [x.detach().bfloat16() if x.dim() == 4 else x.detach().float() for x in rows(100)]
+    out, truth = delta_rule(*given), naive(*(x.double() for x in given))
+    assert out.dtype is torch.bfloat16
+    assert (out.double() - truth).abs().max() <= 2**-8 * truth.abs().max()
+
+
+def test_keys_that_are_alike():
+    """The hardest inverse: all of A is one. As a sum of powers of 64 rows it would lose all digits in fp32."""
+    lower = torch.ones(2, CHUNK, CHUNK).tril(-1)
+    truth = torch.linalg.inv(lower.double() + torch.eye(CHUNK, dtype=torch.float64))
+    torch.testing.assert_close(inverse(lower).double(), truth, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    """Products in TF32 for 16 bits, and only there."""
+    given = [x.detach().bfloat16().cuda() if x.dim() == 4 else x.detach().float().cuda() for x in rows(200)]
+    given = [x.requires_grad_() for x in given]
+    before = torch.backends.cuda.matmul.allow_tf32
+    out = delta_rule(*given)
+    upstream = torch.randn_like(out)
+    found = torch.autograd.grad(out, given, upstream)
+    assert torch.backends.cuda.matmul.allow_tf32 == before
+    exact = [x.detach().double().cpu().requires_grad_() for x in given]
+    truth = naive(*exact)
+    expected = torch.autograd.grad(truth, exact, upstream.double().cpu())
+    for mine, other in zip((out, *found), (truth, *expected), strict=True):
+        assert (mine.double().cpu() - other).norm() <= 0.01 * other.norm()
