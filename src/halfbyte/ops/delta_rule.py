@@ -10,7 +10,8 @@ G the running sums of g (section 3.3 there):
     S ← e^(G_C)·S + Σ_j e^(G_C − G_j)·k_j ⊗ Δ_j
 
 T = (I + A)⁻¹ is made for all chunks at once, and what does not wait for S with it: U = T·β·V and W = T·β·e^G·K, so that
-Δ = U − W·S. Only S goes from chunk to chunk. Arithmetic is fp32 (fp64 for fp64 input).
+Δ = U − W·S, and with K' = e^(G_C − G)·K a chunk is one product, S ← M·S + K'ᵀ·U of M = e^(G_C)·I − K'ᵀ·W. Going back it
+is Mᵀ. Arithmetic is fp32 (fp64 for fp64 input).
 
 Backward makes all of this again: q, k, v, g and β are what a layer keeps.
 """
@@ -135,62 +136,71 @@ def _chunks(rows: Rows) -> _Chunks:
     return _Chunks(query, key, value, beta, grown, left, fade, mixing, inverted, seen, own, of_state)
 
 
-def _states(chunks: _Chunks) -> tuple[list[Tensor], Tensor]:
-    """What each chunk begins with [D, Hv, Dk, Dv], and the last state; rows begin with zeros."""
-    key = chunks.key * chunks.left
-    state, states = torch.zeros_like(key[:, :, 0].mT @ chunks.own[:, :, 0]), []
-    for at in range(key.shape[2]):
-        states.append(state)
-        change = chunks.own[:, :, at] - chunks.of_state[:, :, at] @ state
-        state = chunks.whole[:, :, at] * state + key[:, :, at].mT @ change
-    return states, state
+def _transitions(chunks: _Chunks, left_key: Tensor) -> Tensor:
+    """M [D, Hv, n, Dk, Dk]."""
+    matrices = (left_key.mT @ chunks.of_state).neg_()
+    matrices.diagonal(dim1=-2, dim2=-1).add_(chunks.whole[..., 0])
+    return matrices
+
+
+def _states(chunks: _Chunks, left_key: Tensor, matrices: Tensor) -> Tensor:
+    """What each chunk begins with, and behind the last one [D, Hv, n + 1, Dk, Dv]; rows begin with zeros."""
+    states = F.pad(left_key.mT @ chunks.own, (0, 0, 0, 0, 1, 0))
+    flat, matrices = states.flatten(0, 1), matrices.flatten(0, 1)
+    for at in range(matrices.shape[1]):
+        flat[:, at + 1].baddbmm_(matrices[:, at], flat[:, at])
+    return states
+
+
+def _back(given: Tensor, matrices: Tensor) -> Tensor:
+    """Gradients of the states behind chunks; `given` [D, Hv, n, Dk, Dv] is what a chunk adds to that of its own."""
+    behind = F.pad(given[:, :, 1:], (0, 0, 0, 0, 0, 1))
+    flat, matrices = behind.flatten(0, 1), matrices.flatten(0, 1)
+    for at in reversed(range(1, matrices.shape[1])):
+        flat[:, at - 1].baddbmm_(matrices[:, at].mT, flat[:, at])
+    return behind
 
 
 def delta_rule(rows: Rows) -> tuple[Tensor, Tensor]:
     """out [D, L, Hv, Dv] in the value's dtype, and the states behind the rows [D, Hv, Dk, Dv] in fp32 (fp64)."""
     chunks = _chunks(rows)
-    states, last = _states(chunks)
-    state = torch.stack(states, 2)
+    left_key = chunks.key * chunks.left
+    states = _states(chunks, left_key, _transitions(chunks, left_key))
+    state = states[:, :, :-1]
     out = (chunks.query * chunks.grown) @ state + chunks.seen @ (chunks.own - chunks.of_state @ state)
-    return _by_token(out, rows.value.shape[1]).to(rows.value.dtype), last
+    return _by_token(out, rows.value.shape[1]).to(rows.value.dtype), states[:, :, -1]
 
 
 def delta_rule_backward(grad: Tensor, rows: Rows) -> Rows:
     """Gradients of `delta_rule`'s out, of which `grad` is given [D, L, Hv, Dv], each in its own dtype."""
     chunks, length = _chunks(rows), rows.value.shape[1]
-    states, _ = _states(chunks)
-    state = torch.stack(states, 2)
+    left_key, grown_query = chunks.key * chunks.left, chunks.query * chunks.grown
+    matrices = _transitions(chunks, left_key)
+    state = _states(chunks, left_key, matrices)[:, :, :-1]
     grad = _by_chunk(grad.to(state.dtype), chunks.value.shape[2] * CHUNK)
-    grown_query, left_key = chunks.query * chunks.grown, chunks.key * chunks.left
-    change = chunks.own - chunks.of_state @ state
-    # From the last chunk to the first: behind a chunk, the gradient of the state that it leaves.
-    given = grown_query.mT @ grad
-    direct, behind = chunks.seen.mT @ grad, []
-    after = torch.zeros_like(states[0])
-    for at in reversed(range(len(states))):
-        behind.append(after)
-        changes = direct[:, :, at] + left_key[:, :, at] @ after
-        after = chunks.whole[:, :, at] * after + given[:, :, at] - chunks.of_state[:, :, at].mT @ changes
-    after = torch.stack(behind[::-1], 2)
-    d_change = direct + left_key @ after
-    # All else, of all chunks at once.
-    d_seen = (grad @ change.mT) * chunks.fade
-    d_grown_query, d_left_key = grad @ state.mT, change @ after.mT
-    d_value, d_of_key = chunks.inverse.mT @ d_change, chunks.inverse.mT @ -(d_change @ state.mT)
-    d_mixing = -(d_value @ chunks.own.mT + d_of_key @ chunks.of_state.mT).tril_(-1)
+    change, direct = chunks.own - chunks.of_state @ state, chunks.seen.mT @ grad
+    after = _back(grown_query.mT @ grad - chunks.of_state.mT @ direct, matrices)
+    del matrices
+    d_change = direct.add_(left_key @ after)
+    d_value, d_of_key = chunks.inverse.mT @ d_change, chunks.inverse.mT @ (d_change @ state.mT).neg_()
+    d_grown_query, d_left_key, of_seen = grad @ state.mT, change @ after.mT, grad @ change.mT
+    of_whole = (chunks.whole * after * state).sum((-1, -2))
+    del state, after, change, d_change, grad
+    d_mixing = (d_value @ chunks.own.mT + d_of_key @ chunks.of_state.mT).neg_().tril_(-1)
+    faded = d_mixing * chunks.mixing + of_seen * chunks.seen
     d_beta = (d_value * chunks.value).sum(-1) + (d_of_key * chunks.grown * chunks.key).sum(-1)
-    d_beta += (d_mixing * (chunks.key @ chunks.key.mT) * chunks.fade).sum(-1)
-    faded = d_mixing * chunks.mixing + (grad @ change.mT) * chunks.seen
-    d_products = d_mixing * chunks.beta * chunks.fade
-    of_key = chunks.beta * chunks.grown * d_of_key
+    d_mixing *= chunks.fade
+    d_beta += (d_mixing * (chunks.key @ chunks.key.mT)).sum(-1)
+    d_products, d_seen = d_mixing * chunks.beta, of_seen * chunks.fade
+    of_key = d_of_key * (chunks.beta * chunks.grown)
     d_query = d_seen @ chunks.key + chunks.grown * d_grown_query
     d_key = of_key + (d_products + d_products.mT) @ chunks.key + d_seen.mT @ chunks.query + chunks.left * d_left_key
     kept = (d_left_key * left_key).sum(-1)
     d_sums = faded.sum(-1) - faded.sum(-2) - kept
     d_sums += (of_key * chunks.key).sum(-1) + (d_grown_query * grown_query).sum(-1)
-    d_sums[..., -1] += kept.sum(-1) + (chunks.whole * after * state).sum((-1, -2))
+    d_sums[..., -1] += kept.sum(-1) + of_whole
     d_decay = d_sums.flip(-1).cumsum(-1).flip(-1)
-    d_query = d_query * chunks.query.shape[-1] ** -0.5
+    d_query *= chunks.query.shape[-1] ** -0.5
     return Rows(
         _of_heads(d_query, rows.query), _of_heads(d_key, rows.key),
         _by_token(d_value * chunks.beta, length).to(rows.value.dtype),
