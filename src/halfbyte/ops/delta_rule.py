@@ -46,14 +46,17 @@ class Rows(NamedTuple):
 
 
 class _Chunks(NamedTuple):
-    """[D, Hv, n, C, ·] of all chunks; S below is what a chunk begins with.
+    """Of all n chunks; [n, D, H, g, C, ·] with H key heads, each of which serves g value heads, where nothing is said.
 
     Attributes:
-        query, key: of length one, q over √Dk; value.
-        beta: [D, Hv, n, C, 1].
-        grown, left: e^G and e^(G_C − G) likewise; fade: e^(G_i − G_j) [.., C, C], 0 above the diagonal.
+        query, key: of length one, q over √Dk, [n, D, H, 1, C, Dk].
+        value: [.., Dv].
+        beta, grown, left: β, e^G and e^(G_C − G) [.., 1].
+        fade: e^(G_i − G_j) [.., C, C], 0 above the diagonal.
+        alike: k_i·k_j [n, D, H, 1, C, C].
         mixing, inverse, seen: A, T and P [.., C, C].
         own, of_state: U and W.
+        left_key: e^(G_C − G)·K.
     """
 
     query: Tensor
@@ -63,15 +66,17 @@ class _Chunks(NamedTuple):
     grown: Tensor
     left: Tensor
     fade: Tensor
+    alike: Tensor
     mixing: Tensor
     inverse: Tensor
     seen: Tensor
     own: Tensor
     of_state: Tensor
+    left_key: Tensor
 
     @property
     def whole(self) -> Tensor:
-        """e^(G_C) [D, Hv, n, 1, 1]."""
+        """e^(G_C) [n, D, H, g, 1, 1]."""
         return self.grown[..., -1:, :]
 
 
@@ -107,110 +112,126 @@ def inverse(lower: Tensor) -> Tensor:
     return found.squeeze(-3)
 
 
-def _by_chunk(x: Tensor, length: int) -> Tensor:
-    """[D, H, n, C, ...] of [D, L, H, ...], filled up with zeros."""
-    x = F.pad(x, (*(0, 0) * (x.dim() - 2), 0, length - x.shape[1]))
-    return x.unflatten(1, (-1, CHUNK)).movedim(3, 1)
+def _by_chunk(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+    """[n, D, H, g, C, ·] of [D, L, H·g, ·], filled up with zeros."""
+    short = -x.shape[1] % CHUNK
+    x = F.pad(x, (0, 0, 0, 0, 0, short)) if short else x
+    view = x.unflatten(1, (-1, CHUNK)).unflatten(3, (heads, -1)).permute(1, 0, 3, 4, 2, 5)
+    return torch.empty(view.shape, dtype=dtype, device=x.device).copy_(view)
 
 
-def _by_token(x: Tensor, length: int) -> Tensor:
-    """[D, L, H, ...] of [D, H, n, C, ...]."""
-    return x.movedim(1, 3).flatten(1, 2)[:, :length]
+def _by_token(x: Tensor, like: Tensor) -> Tensor:
+    """[D, L, H·g, ·] of [n, D, H, g, C, ·], in the shape and dtype of `like`."""
+    view = x.permute(1, 0, 4, 2, 3, 5)
+    out = torch.empty(view.shape, dtype=like.dtype, device=x.device).copy_(view)
+    return out.flatten(3, 4).flatten(1, 2)[:, : like.shape[1]].view(like.shape)
+
+
+def _product(a: Tensor, b: Tensor, plus: Tensor | None = None, sign: int = 1) -> Tensor:
+    """plus ± a·b of matrices [.., ·, ·]; `plus`, where it is given, becomes that."""
+    if plus is None:
+        return a @ b if sign > 0 else (a @ b).neg_()
+    plus.view(-1, *plus.shape[-2:]).baddbmm_(a.flatten(0, -3), b.flatten(0, -3), alpha=sign)
+    return plus
 
 
 def _chunks(rows: Rows) -> _Chunks:
-    exact = torch.promote_types(rows.value.dtype, torch.float32)
-    group = rows.value.shape[2] // rows.key.shape[2]
-    length = -(-rows.value.shape[1] // CHUNK) * CHUNK
-    query, key = (_by_chunk(unit(x.to(exact))[0], length).repeat_interleave(group, 1) for x in (rows.query, rows.key))
-    query = query * query.shape[-1] ** -0.5
-    value, beta = (_by_chunk(x.to(exact), length) for x in (rows.value, rows.beta.unsqueeze(-1)))
-    sums = _by_chunk(rows.decay.to(exact), length).cumsum(-1)
+    exact, heads = torch.promote_types(rows.value.dtype, torch.float32), rows.key.shape[2]
+    query, key, value = (_by_chunk(x, heads, exact) for x in rows[:3])
+    query, key = unit(query)[0].mul_(query.shape[-1] ** -0.5), unit(key)[0]
+    decay, beta = (_by_chunk(x.unsqueeze(-1), heads, exact) for x in rows[3:])
+    sums = decay.squeeze(-1).cumsum(-1)
     above = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=value.device).triu(1)
     fade = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).masked_fill_(above, -torch.inf).exp_()
     grown, left = sums.exp().unsqueeze(-1), (sums[..., -1:] - sums).exp().unsqueeze(-1)
-    mixing = (beta * (key @ key.mT) * fade).tril_(-1)
+    alike = key @ key.mT
+    mixing = (fade * alike).mul_(beta).tril_(-1)
     inverted = inverse(mixing)
-    own, of_state = inverted @ (beta * value), inverted @ (beta * grown * key)
-    seen = (query @ key.mT) * fade
-    return _Chunks(query, key, value, beta, grown, left, fade, mixing, inverted, seen, own, of_state)
+    own = (inverted * beta.mT) @ value
+    of_state = ((inverted * (beta * grown).mT).flatten(3, 4) @ key.squeeze(3)).unflatten(3, beta.shape[3:5])
+    seen, left_key = fade * (query @ key.mT), key * left
+    return _Chunks(query, key, value, beta, grown, left, fade, alike, mixing, inverted, seen, own, of_state, left_key)
 
 
-def _transitions(chunks: _Chunks, left_key: Tensor) -> Tensor:
-    """M [D, Hv, n, Dk, Dk]."""
-    matrices = (left_key.mT @ chunks.of_state).neg_()
+def _transitions(chunks: _Chunks) -> Tensor:
+    """M [.., Dk, Dk]."""
+    matrices = _product(chunks.left_key.mT, chunks.of_state, sign=-1)
     matrices.diagonal(dim1=-2, dim2=-1).add_(chunks.whole[..., 0])
     return matrices
 
 
-def _states(chunks: _Chunks, left_key: Tensor, matrices: Tensor) -> Tensor:
-    """What each chunk begins with, and behind the last one [D, Hv, n + 1, Dk, Dv]; rows begin with zeros."""
-    states = F.pad(left_key.mT @ chunks.own, (0, 0, 0, 0, 1, 0))
-    flat, matrices = states.flatten(0, 1), matrices.flatten(0, 1)
-    for at in range(matrices.shape[1]):
-        flat[:, at + 1].baddbmm_(matrices[:, at], flat[:, at])
+def _states(chunks: _Chunks, matrices: Tensor) -> Tensor:
+    """What each chunk begins with, and behind the last one [n + 1, D, H, g, Dk, Dv]; rows begin with zeros."""
+    states = chunks.own.new_empty(len(matrices) + 1, *matrices.shape[1:-1], chunks.own.shape[-1])
+    states[0] = 0
+    torch.matmul(chunks.left_key.mT, chunks.own, out=states[1:])
+    for at, matrix in enumerate(matrices):
+        _product(matrix, states[at], states[at + 1])
     return states
 
 
 def _back(given: Tensor, matrices: Tensor) -> Tensor:
-    """Gradients of the states behind chunks; `given` [D, Hv, n, Dk, Dv] is what a chunk adds to that of its own."""
-    behind = F.pad(given[:, :, 1:], (0, 0, 0, 0, 0, 1))
-    flat, matrices = behind.flatten(0, 1), matrices.flatten(0, 1)
-    for at in reversed(range(1, matrices.shape[1])):
-        flat[:, at - 1].baddbmm_(matrices[:, at].mT, flat[:, at])
+    """Gradients of the states behind chunks; `given` [.., Dk, Dv] is what a chunk adds to that of its own."""
+    behind = torch.cat([given[1:], torch.zeros_like(given[:1])])
+    for at in reversed(range(1, len(matrices))):
+        _product(matrices[at].mT, behind[at], behind[at - 1])
     return behind
 
 
 def delta_rule(rows: Rows) -> tuple[Tensor, Tensor]:
     """out [D, L, Hv, Dv] in the value's dtype, and the states behind the rows [D, Hv, Dk, Dv] in fp32 (fp64)."""
     chunks = _chunks(rows)
-    left_key = chunks.key * chunks.left
-    states = _states(chunks, left_key, _transitions(chunks, left_key))
-    state = states[:, :, :-1]
-    out = (chunks.query * chunks.grown) @ state + chunks.seen @ (chunks.own - chunks.of_state @ state)
-    return _by_token(out, rows.value.shape[1]).to(rows.value.dtype), states[:, :, -1]
+    states = _states(chunks, _transitions(chunks))
+    state = states[:-1]
+    change = _product(chunks.of_state, state, chunks.own, -1)
+    out = _product(chunks.query * chunks.grown, state, chunks.seen @ change)
+    return _by_token(out, rows.value), states[-1].flatten(1, 2)
 
 
 def delta_rule_backward(grad: Tensor, rows: Rows) -> Rows:
     """Gradients of `delta_rule`'s out, of which `grad` is given [D, L, Hv, Dv], each in its own dtype."""
-    chunks, length = _chunks(rows), rows.value.shape[1]
-    left_key, grown_query = chunks.key * chunks.left, chunks.query * chunks.grown
-    matrices = _transitions(chunks, left_key)
-    state = _states(chunks, left_key, matrices)[:, :, :-1]
-    grad = _by_chunk(grad.to(state.dtype), chunks.value.shape[2] * CHUNK)
-    change, direct = chunks.own - chunks.of_state @ state, chunks.seen.mT @ grad
-    after = _back(grown_query.mT @ grad - chunks.of_state.mT @ direct, matrices)
+    chunks = _chunks(rows)
+    matrices, grown_query = _transitions(chunks), chunks.query * chunks.grown
+    state = _states(chunks, matrices)[:-1]
+    grad = _by_chunk(grad, rows.key.shape[2], state.dtype)
+    change, direct = _product(chunks.of_state, state, chunks.own.clone(), -1), chunks.seen.mT @ grad
+    after = _back(_product(chunks.of_state.mT, direct, grown_query.mT @ grad, -1), matrices)
     del matrices
-    d_change = direct.add_(left_key @ after)
-    d_value, d_of_key = chunks.inverse.mT @ d_change, chunks.inverse.mT @ (d_change @ state.mT).neg_()
+    d_change = _product(chunks.left_key, after, direct)
+    d_value, d_of_key = chunks.inverse.mT @ d_change, chunks.inverse.mT @ _product(d_change, state.mT, sign=-1)
     d_grown_query, d_left_key, of_seen = grad @ state.mT, change @ after.mT, grad @ change.mT
-    of_whole = (chunks.whole * after * state).sum((-1, -2))
-    del state, after, change, d_change, grad
-    d_mixing = (d_value @ chunks.own.mT + d_of_key @ chunks.of_state.mT).neg_().tril_(-1)
-    faded = d_mixing * chunks.mixing + of_seen * chunks.seen
-    d_beta = (d_value * chunks.value).sum(-1) + (d_of_key * chunks.grown * chunks.key).sum(-1)
+    of_whole = (chunks.whole * after).mul_(state).sum((-1, -2))
+    del state, after, change, d_change, direct, grad
+    d_mixing = _product(d_value, chunks.own.mT, _product(d_of_key, chunks.of_state.mT, sign=-1), -1).tril_(-1)
+    faded = (d_mixing * chunks.mixing).addcmul_(of_seen, chunks.seen)
+    d_seen = of_seen.mul_(chunks.fade).sum(3, keepdim=True)
     d_mixing *= chunks.fade
-    d_beta += (d_mixing * (chunks.key @ chunks.key.mT)).sum(-1)
-    d_products, d_seen = d_mixing * chunks.beta, of_seen * chunks.fade
-    of_key = d_of_key * (chunks.beta * chunks.grown)
-    d_query = d_seen @ chunks.key + chunks.grown * d_grown_query
-    d_key = of_key + (d_products + d_products.mT) @ chunks.key + d_seen.mT @ chunks.query + chunks.left * d_left_key
-    kept = (d_left_key * left_key).sum(-1)
+    d_beta = (d_mixing * chunks.alike).sum(-1) + (d_value * chunks.value).sum(-1)
+    d_products = d_mixing.mul_(chunks.beta).sum(3, keepdim=True)
+    d_of_key *= chunks.grown
+    d_beta += (d_of_key * chunks.key).sum(-1)
+    d_of_key *= chunks.beta
+    kept = (d_left_key * chunks.left_key).sum(-1)
     d_sums = faded.sum(-1) - faded.sum(-2) - kept
-    d_sums += (of_key * chunks.key).sum(-1) + (d_grown_query * grown_query).sum(-1)
+    d_sums += (d_of_key * chunks.key).sum(-1) + (d_grown_query * grown_query).sum(-1)
     d_sums[..., -1] += kept.sum(-1) + of_whole
-    d_decay = d_sums.flip(-1).cumsum(-1).flip(-1)
+    d_query = d_seen @ chunks.key + (chunks.grown * d_grown_query).sum(3, keepdim=True)
+    d_key = (d_products + d_products.mT) @ chunks.key + d_seen.mT @ chunks.query
+    d_key += d_of_key.addcmul_(chunks.left, d_left_key).sum(3, keepdim=True)
     d_query *= chunks.query.shape[-1] ** -0.5
+    by_head = (d_sums.flip(-1).cumsum(-1).flip(-1), d_beta)
+    d_decay, d_beta = (
+        _by_token(each.unsqueeze(-1), like.unsqueeze(-1)).squeeze(-1)
+        for each, like in zip(by_head, rows[3:], strict=True)
+    )
+    d_value *= chunks.beta
     return Rows(
-        _of_heads(d_query, rows.query), _of_heads(d_key, rows.key),
-        _by_token(d_value * chunks.beta, length).to(rows.value.dtype),
-        _by_token(d_decay, length).to(rows.decay.dtype), _by_token(d_beta, length).to(rows.beta.dtype),
-    )  # fmt: skip
+        _of_unit(d_query, rows.query), _of_unit(d_key, rows.key), _by_token(d_value, rows.value), d_decay, d_beta
+    )
 
 
-def _of_heads(grad: Tensor, x: Tensor) -> Tensor:
-    """The gradient of q or k [D, L, Hk, Dk] from that of what is of length one, by value head and chunk."""
-    heads = x.shape[2]
-    grad = _by_token(grad.unflatten(1, (heads, -1)).sum(2), x.shape[1])
-    y, rstd = unit(x.to(grad.dtype))
-    return (rstd * (grad - y * (grad * y).sum(-1, keepdim=True))).to(x.dtype)
+def _of_unit(grad: Tensor, x: Tensor) -> Tensor:
+    """The gradient of q or k [D, L, Hk, Dk] from that of what is of length one, by chunk."""
+    exact = _by_chunk(x, x.shape[2], grad.dtype)
+    y, rstd = unit(exact)
+    return _by_token((grad - y * (grad * y).sum(-1, keepdim=True)).mul_(rstd), x)
