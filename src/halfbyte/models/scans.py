@@ -3,10 +3,10 @@ document.
 
 transformers writes every such layer alike: a forward that calls `causal_conv1d_fn`, then a scan, functions of its file.
 Here that very forward runs with others in their place. They take the documents out of their rows for the convolution
-and the scan alone; the linears around these, attention and MLPs see the packed batch. Where flash-linear-attention is
-installed, on a GPU, the delta rule and the convolution are its kernels, which read where documents begin; elsewhere
-documents of like length become rows of transformers' own function, whatever library that is of. The delta rule is then
-`autograd.delta_rule`, of whole rows, too, and where that kernel has no backward (`refuses_backward`).
+and the scan alone; the linears around these, attention and MLPs see the packed batch. Convolutions on GPUs are
+`autograd.causal_conv`. The delta rule is flash-linear-attention's kernel, which reads where documents begin, where that
+is installed and has a backward (`refuses_backward`), and `autograd.delta_rule` elsewhere. Both are so of whole rows,
+too. For all other functions documents of like length become rows of transformers' own, whatever library that is of.
 
 No layer is listed: what calls one of `STAND_INS` by name is such a layer, and the probe (`isolation`) asks whether that
 was enough. (Mamba-2's fused kernel of mamba-ssm, which has the output's linear inside, is not taken: adapters on that
@@ -27,15 +27,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..autograd.causal_conv import causal_conv
 from ..autograd.delta_rule import delta_rule
 from ..dispatch import on_compiler
 from ..notices import notice
+from ..ops.attention import spans
 from .unpacking import OF_PACKED, groups
 
 Function = Callable[..., Any]
 
 PACKAGE = "flash-linear-attention"
 CACHES = ("cache_params", "past_key_values")
+ON_GPUS = ("cuda", "xpu", "meta")  # a plan counts what a GPU keeps
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,11 @@ class Documents:
 
     bounds: Tensor
     places: tuple[int, ...]
+
+    @cached_property
+    def begins(self) -> Tensor:
+        """int32 [N]: where the document of each token begins."""
+        return spans(self.bounds.int(), self.places[-1])[0]
 
     @cached_property
     def groups(self) -> list[tuple[Tensor, Tensor]]:
@@ -96,21 +104,15 @@ def documents_of(kwargs: Mapping[str, Any], rows: int, length: int) -> Documents
 
 
 @functools.cache
-def _imported() -> tuple[Function | None, str]:
-    """flash-linear-attention's convolution of packed rows; or None, and why."""
+def missing() -> str | None:
+    """Why flash-linear-attention's kernels cannot be called; None: they can."""
     try:
-        from fla.modules.causal_conv1d import causal_conv1d
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # noqa: F401 (transformers calls it)
     except ModuleNotFoundError:
-        return None, "is not installed, or older than 0.6"
+        return "is not installed, or older than 0.6"
     except Exception as error:  # without a GPU its import fails in many ways
-        return None, f"cannot be imported ({type(error).__name__}: {error})"
-    return causal_conv1d, ""
-
-
-def convolution() -> Function | None:
-    """flash-linear-attention's convolution of packed rows; None where it cannot be imported."""
-    return _imported()[0]
+        return f"cannot be imported ({type(error).__name__}: {error})"
+    return None
 
 
 @functools.cache
@@ -127,7 +129,7 @@ def refuses_backward() -> bool:
 
 def _runs_kernel(x: Tensor) -> bool:
     """Whether x goes to flash-linear-attention's gated delta rule."""
-    return x.is_cuda and convolution() is not None and not refuses_backward()
+    return x.is_cuda and missing() is None and not refuses_backward()
 
 
 def _gated(own: Function, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Any:
@@ -141,21 +143,34 @@ def _gated(own: Function, query: Tensor, key: Tensor, value: Tensor, **kwargs: A
 
 
 def _convolve(
-    own: Function, documents: Documents, x: Tensor, weight: Tensor, bias: Tensor | None = None, **kwargs: Any
+    own: Function, documents: Documents | None, x: Tensor, weight: Tensor, bias: Tensor | None = None, **kwargs: Any
 ) -> Tensor:
-    """A causal convolution of x [B, C, T] with weight [C, K], over each document alone."""
+    """A causal convolution of x [B, C, T] with weight [C, K], over each document alone; None: over whole rows."""
     rows, channels, length = x.shape
-    flat = x.transpose(1, 2).reshape(1, rows * length, channels)
-    kernel, activation = convolution(), kwargs.get("activation")
-    if kernel is not None and _runs_kernel(x) and activation in (None, "silu", "swish"):
-        out, _ = kernel(flat, weight, bias, activation=activation, cu_seqlens=documents.bounds)
-        return out.view(rows, length, channels).transpose(1, 2)
-    gap = weight.shape[-1] - 1
+    activation = kwargs.get("activation")
+    trained = weight.requires_grad or (bias is not None and bias.requires_grad)
+    if x.device.type in ON_GPUS and activation in (None, "silu", "swish") and not trained and not on_compiler():
+        begins = _row_begins(rows, length, x.device) if documents is None else documents.begins
+        flat = x.transpose(1, 2).reshape(rows * length, channels)
+        return causal_conv(flat, weight, bias, begins, activation is not None).view(rows, length, channels).mT
+    if documents is None:
+        return own(x, weight, bias, **kwargs)
+    flat, gap = x.transpose(1, 2).reshape(rows * length, channels), weight.shape[-1] - 1
     places = documents.gapped(gap)
     wide = x.new_zeros(places.numel() + gap * (len(documents.places) - 1), channels)
-    wide = wide.index_copy(0, places, flat[0])
+    wide = wide.index_copy(0, places, flat)
     out = own(wide.T[None], weight, bias, **without_bounds(kwargs))
     return out[0].T.index_select(0, places).view(rows, length, channels).transpose(1, 2)
+
+
+def _whole_rows(own: Function, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return _convolve(own, None, x, *args, **kwargs)
+
+
+def _row_begins(rows: int, length: int, device: torch.device) -> Tensor:
+    """int32 [B·T]: where the row of each token begins."""
+    begins = torch.arange(rows, dtype=torch.int32, device=device) * length
+    return begins.repeat_interleave(length, output_size=rows * length)
 
 
 class _Scan:
@@ -190,7 +205,7 @@ class _Scan:
             state = isinstance(out, tuple)
             return (out[0] if state else out).transpose(1, self.tokens), state
 
-        has_kernel = _runs_kernel(args[0]) if self.gated else args[0].is_cuda and convolution() is not None
+        has_kernel = _runs_kernel(args[0]) if self.gated else args[0].is_cuda and missing() is None
         if self.bounded and has_kernel:
             out, state = called(lambda x: x[None], cu_seqlens=documents.bounds)
             joined = out[0]
@@ -218,10 +233,10 @@ def _unfused(own: Function, documents: Documents, *args: Any, **kwargs: Any) -> 
     """In place of a kernel that has convolution and scan in one: transformers then calls these."""
 
 
-GATED = "torch_chunk_gated_delta_rule"
+CONVOLUTION, GATED = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
 # Name in transformers' files → what is called in its place, with it and the documents before its arguments.
 STAND_INS: dict[str, Function] = {
-    "causal_conv1d_fn": _convolve,
+    CONVOLUTION: _convolve,
     GATED: _Scan(bounded=True, gated=True),
     "chunk_kimi_delta_attention": _Scan(bounded=True),
     "mamba2_chunk_scan": _Scan(),
@@ -243,12 +258,13 @@ def _names(cls: Any) -> tuple[str, ...]:
 
 def forward_of(cls: Any, documents: Documents | None) -> Function:
     """The forward of a class, over each document alone; None: over whole rows."""
-    if documents is None and GATED not in _names(cls):
+    whole: dict[str, Function] = {CONVOLUTION: _whole_rows, GATED: _gated}  # what is ours of whole rows, too
+    if documents is None and not whole.keys() & set(_names(cls)):
         return cls.forward
     function: Any = inspect.unwrap(cls.forward)
     names = function.__globals__
     if documents is None:
-        own = {GATED: functools.partial(_gated, names[GATED])}
+        own = {name: functools.partial(whole[name], names[name]) for name in _names(cls) if name in whole}
     else:
         own = {name: functools.partial(STAND_INS[name], names[name], documents) for name in _names(cls)}
     made = FunctionType(function.__code__, names | own, function.__name__, function.__defaults__, function.__closure__)
@@ -263,10 +279,10 @@ def without_bounds(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 def say_what_is_missing(device: torch.device) -> None:
     """Once, that the scans of a model could be faster on a GPU."""
-    if device.type != "cuda" or (convolution() is not None and not refuses_backward()):
+    if device.type != "cuda" or (missing() is None and not refuses_backward()):
         return
-    why = f"{PACKAGE} {_imported()[1]}", "pip install 'halfbyte[scans]'"
-    if convolution() is not None:
+    why = f"{PACKAGE} {missing()}", "pip install 'halfbyte[scans]'"
+    if missing() is None:
         why = f"{PACKAGE} has no backward on Hopper with this Triton", "install tilelang, or Triton 3.7.1"
     notice("scans", f"{why[0]}: gated delta nets run as products of torch's, more slowly; {why[1]}")
 

@@ -1,0 +1,58 @@
+"""A causal convolution of each channel over the last K tokens of its document, and SiLU: the specification.
+
+    z_t = Σ_s w_(K−1−s)·x_(t−s) + b over the s < K that t's document has,    y = z, or z·σ(z)
+
+Tokens lie one behind the other, whatever rows they are of. Arithmetic is fp32 (fp64 for fp64 input), rounded once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..dispatch import op
+
+
+def _sums(x: Tensor, weight: Tensor, bias: Tensor | None, begins: Tensor) -> Tensor:
+    """z [N, C] in fp32 (fp64)."""
+    exact = torch.promote_types(x.dtype, torch.float32)
+    x, weight, size = x.to(exact), weight.to(exact), weight.shape[1]
+    total = x * weight[:, -1]
+    for back in range(1, min(size, len(x))):
+        total[back:] += (x[:-back] * weight[:, size - 1 - back]) * _inside(begins, back)
+    return total if bias is None else total + bias.to(exact)
+
+
+def _inside(begins: Tensor, back: int) -> Tensor:
+    """bool [N − back, 1]: whether the token so far back of a token is of its document."""
+    return (torch.arange(len(begins) - back, device=begins.device) >= begins[back:]).unsqueeze(1)
+
+
+@op("triton.causal_conv")
+def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, begins: Tensor, silu: bool) -> Tensor:
+    """y [N, C] in x's dtype.
+
+    Args:
+        x: [N, C]; fp32, fp16 or bf16.
+        weight: [C, K], any float dtype; bias: [C].
+        begins: int32 [N]: where the document of each token begins.
+        silu: whether y is z·σ(z).
+    """
+    total = _sums(x, weight, bias, begins)
+    return (torch.nn.functional.silu(total) if silu else total).to(x.dtype)
+
+
+@op("triton.causal_conv")
+def causal_conv_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, begins: Tensor, silu: bool
+) -> Tensor:
+    """The gradient of x [N, C] in its dtype; grad [N, C] of y, the rest as it was."""
+    total = _sums(x, weight, bias, begins)
+    grad, weight, size = grad.to(total.dtype), weight.to(total.dtype), weight.shape[1]
+    if silu:
+        gate = total.sigmoid()
+        grad = grad * gate * (1 + total * (1 - gate))
+    out = grad * weight[:, -1]
+    for back in range(1, min(size, len(x))):
+        out[:-back] += (grad[back:] * weight[:, size - 1 - back]) * _inside(begins, back)
+    return out.to(x.dtype)
