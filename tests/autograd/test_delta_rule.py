@@ -1,5 +1,7 @@
 """The gated delta rule in chunks: values and gradients beside the equation, token by token; what it saves."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -65,6 +67,36 @@ def test_its_inputs_are_all_that_it_keeps():
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.data_ptr()) or x, lambda x: x):
         delta_rule(*given).sum().backward()
     assert kept == [x.data_ptr() for x in given]
+
+
+BOUNDS = [0, 1, 64, 65, 70, 71, 128, 200, 210]
+
+
+def test_documents_inside_rows():
+    """Each as it is alone, gradients too; nothing of another reaches it by a bit."""
+    given = rows(BOUNDS[-1])
+    first = torch.zeros(2, BOUNDS[-1], dtype=torch.bool)
+    first[0, BOUNDS[:-1]] = True
+    first[1, [0, 100]] = True
+    out = delta_rule(*given, first)
+    upstream = torch.randn_like(out)
+    found = torch.autograd.grad(out, given, upstream)
+    for row, bounds in enumerate((BOUNDS, [0, 100, BOUNDS[-1]])):
+        for begin, end in itertools.pairwise(bounds):
+            own = [x.detach()[row : row + 1, begin:end].clone().requires_grad_() for x in given]
+            alone = delta_rule(*own)
+            torch.testing.assert_close(out[row : row + 1, begin:end], alone, rtol=1e-10, atol=1e-12)
+            gradients = torch.autograd.grad(alone, own, upstream[row : row + 1, begin:end])
+            for mine, expected in zip(found, gradients, strict=True):
+                torch.testing.assert_close(mine[row : row + 1, begin:end], expected, rtol=1e-8, atol=1e-10)
+    changed = [x.detach().clone() for x in given]
+    for x in changed[:3]:
+        x[0, 65:70] += 3
+    again = delta_rule(*changed, first)
+    same = torch.ones(BOUNDS[-1], dtype=torch.bool)
+    same[65:70] = False
+    assert torch.equal(again[0, same], out[0, same])
+    assert torch.equal(again[1], out[1])
 
 
 def test_16_bits_are_rounded_once():

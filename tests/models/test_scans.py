@@ -3,12 +3,17 @@
 import functools
 import importlib
 import inspect
+import itertools
 
 import pytest
 import torch
 import transformers
+from patch_models import tiny
 
+from halfbyte.data.collate import PackedCollator
 from halfbyte.models import scans
+from halfbyte.models.head import causal_lm_loss
+from halfbyte.models.patch import patch
 from halfbyte.models.scans import STAND_INS, Documents, documents_of, forward_of
 
 LENGTHS = [7, 1, 12, 3, 17]  # of two rows of 20
@@ -86,7 +91,7 @@ def test_a_scan_begins_anew_with_each_document(name):
 
 def test_documents_of_a_batch():
     found = documents_of(told(empty=3), 2, 20)
-    assert found.places == (0, 7, 8, 20, 23, 40)
+    assert found.places.all == (0, 7, 8, 20, 23, 40)
     assert documents_of({}, 2, 20) is None
     assert documents_of(told([20, 20]), 2, 20) is None  # every row is one document
     assert documents_of(told([20, 20], empty=4), 2, 20) is None
@@ -95,9 +100,9 @@ def test_documents_of_a_batch():
 
 def test_layers_of_one_batch_read_the_device_once():
     kwargs = told()
-    assert documents_of(kwargs, 2, 20) is documents_of(kwargs, 2, 20)
+    assert documents_of(kwargs, 2, 20).places is documents_of(kwargs, 2, 20).places
     kwargs["cu_seq_lens_q"].copy_(told([3, 17, 1, 2, 17])["cu_seq_lens_q"])  # a graph's inputs are written in place
-    assert documents_of(kwargs, 2, 20).places == (0, 3, 20, 21, 23, 40)
+    assert documents_of(kwargs, 2, 20).places.all == (0, 3, 20, 21, 23, 40)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +118,7 @@ def test_transformers_calls_these_functions_by_name(layer):
     called = scans._names(cls)
     assert "causal_conv1d_fn" in called
     assert len(called) > 1 or name == "Lfm2ShortConv"
-    made = forward_of(cls, Documents(torch.tensor([0, 3, 9]), (0, 3, 9)))
+    made = forward_of(cls, Documents(torch.tensor([0, 3, 9]), 9))
     assert list(inspect.signature(made).parameters) == list(inspect.signature(cls.forward).parameters)
     assert forward_of(cls, None).__code__ is made.__code__
 
@@ -163,3 +168,56 @@ def test_a_rule_with_states_is_transformers_own():
     assert none is None
     behind, _ = scans._gated(own, query, key, value, **rest, initial_state=state)
     torch.testing.assert_close(whole[:, 9:], behind, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["Qwen3_5Text", "Qwen3Next"])
+def test_packed_rows_in_a_graph(name):
+    """Forward and backward of documents in other places than those that were captured: losses and gradients of each
+    document alone."""
+    model = tiny(name).to("cuda", torch.bfloat16)  # in float32 transformers makes a mask, and waits
+    patch(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    collate, tokens = PackedCollator(0, fused=True), torch.randint(1, 101, (2, 160)).tolist()
+
+    def batch(*lengths):
+        rows = [
+            {"input_ids": row, "labels": row, "seq_lengths": list(each)}
+            for row, each in zip(tokens, lengths, strict=True)
+        ]
+        return {key: x.cuda() if torch.is_tensor(x) else x for key, x in collate(rows).items()}
+
+    def step(given):
+        loss, _ = causal_lm_loss(model, given)
+        for parameter in trained:
+            parameter.grad = None
+        loss.backward()
+        return loss
+
+    first, second = batch((70, 90), (1, 29, 130)), batch((150, 10), (33, 64, 63))
+    inputs = {key: x.clone() if torch.is_tensor(x) else x for key, x in first.items()}
+    for _ in range(2):
+        step(inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step(inputs)
+    held = [parameter.grad for parameter in trained]
+    for given in (second, first):
+        for key, x in given.items():
+            if torch.is_tensor(x):
+                inputs[key].copy_(x)
+        graph.replay()
+        found = float(loss), [each.clone() for each in held]
+        alone, gradients = 0.0, [torch.zeros_like(each) for each in held]
+        bounds = given["cu_seq_lens_q"].unique().tolist()
+        for begin, end in itertools.pairwise(bounds):
+            if end - begin < 2:
+                continue
+            ids = given["input_ids"].flatten()[begin:end][None]
+            labels = ids.clone()
+            labels[0, 0] = -100
+            alone += float(step({"input_ids": ids, "labels": labels}))
+            gradients = [sum_ + parameter.grad for sum_, parameter in zip(gradients, trained, strict=True)]
+        assert found[0] == pytest.approx(alone, rel=1e-2)
+        for mine, expected in zip(found[1], gradients, strict=True):
+            assert (mine - expected).norm() <= 0.05 * expected.norm() + 1e-3

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from halfbyte.ops.delta_net import conv_rows, conv_step_, delta_rows, delta_step_, gates
+from halfbyte.ops.causal_conv import causal_conv
+from halfbyte.ops.delta_net import conv_step_, delta_rows, delta_step_, gates
 
 # Key heads, value heads, Dk, Dv.
 SHAPES = pytest.mark.parametrize("shape", [(2, 4, 8, 8), (1, 3, 24, 40)])
@@ -79,7 +80,8 @@ def test_the_step_is_the_recurrence(shape):
 def test_the_convolution_of_rows_and_of_steps(bias):
     torch.manual_seed(2)
     x, weight, added = torch.randn(2, 9, 6), torch.randn(6, 4), torch.randn(6) if bias else None
-    whole, states = conv_rows(x, weight, added), torch.zeros(3, 6, 3)
+    begins = torch.tensor([0, 9], dtype=torch.int32).repeat_interleave(9)
+    whole, states = causal_conv(x.flatten(0, 1), weight, added, begins, True).view_as(x), torch.zeros(3, 6, 3)
     for t in range(9):
         y = conv_step_.reference(x[:, t], weight, added, states, torch.tensor([2, 0]))
         torch.testing.assert_close(y, whole[:, t], rtol=1e-5, atol=1e-6)

@@ -30,14 +30,17 @@ class _DeltaRule(OnceFunction):
         grads = grad.split([part.value.shape[2] for part in parts], 2)
         with _products_in_tf32(grad):
             found = [ops.delta_rule_backward(each, part) for each, part in zip(grads, parts, strict=True)]
-        return tuple(each[0] if len(each) == 1 else torch.cat(each, 2) for each in zip(*found, strict=True))
+        of_five = zip(*(each[:5] for each in found), strict=True)
+        return *(each[0] if len(each) == 1 else torch.cat(each, 2) for each in of_five), None
 
 
 def _parts(rows: Rows) -> list[Rows]:
     """Some heads each, so that they take no more than they may at once."""
     count, heads = rows.value.shape[:2].numel() * rows.value.shape[2], rows.key.shape[2]
     parts = min(-(-count // AT_ONCE), heads)
-    return [Rows(*part) for part in zip(*(x.tensor_split(parts, 2) for x in rows), strict=True)]
+    tensors = rows.query, rows.key, rows.value, rows.decay, rows.beta
+    split = zip(*(x.tensor_split(parts, 2) for x in tensors), strict=True)
+    return [Rows(*part)._replace(first=rows.first) for part in split]
 
 
 @contextlib.contextmanager
@@ -54,6 +57,8 @@ def _products_in_tf32(like: Tensor) -> Iterator[None]:
         options.allow_tf32 = False
 
 
-def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+def delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, first: Tensor | None = None
+) -> Tensor:
     """out [D, L, Hv, Dv] in the value's dtype of what `ops.delta_rule.Rows` has; each row begins without a state."""
-    return _DeltaRule.apply(query, key, value, decay, beta)
+    return _DeltaRule.apply(query, key, value, decay, beta, first)

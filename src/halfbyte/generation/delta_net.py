@@ -12,7 +12,8 @@ from ..families import family_of
 from ..layers.plain import hooked, watched
 from ..models.layer import TokenMixer, epsilon
 from ..models.patched import is_bound
-from ..ops.delta_net import conv_rows, conv_step_, delta_rows, delta_step_, gates
+from ..ops.causal_conv import causal_conv
+from ..ops.delta_net import conv_step_, delta_rows, delta_step_, gates
 from ..ops.glu import glu
 from ..ops.norms import rms_norm
 from .linears import Linears, Unknown
@@ -125,7 +126,9 @@ class DeltaNet:
             last = real.sum(-1, keepdim=True) - before + torch.arange(before, device=x.device)  # below 0: before all
             inputs = its.gather(1, last.clamp(min=0).unsqueeze(-1).expand(-1, -1, its.shape[-1]))
             states.conv[seats] = inputs.where((last >= 0).unsqueeze(-1), 0).mT
-            scan = conv_rows(its, *self._conv), decay[padded], beta[padded], real, states.recurrent
+            begins = torch.arange(len(its), dtype=torch.int32, device=x.device).repeat_interleave(its.shape[1])
+            y = causal_conv(its.flatten(0, 1), *self._conv, begins * its.shape[1], True).view_as(its)
+            scan = y, decay[padded], beta[padded], real, states.recurrent
             y, states.recurrent[seats] = delta_rows(*scan, self.module.num_k_heads)
             out[tokens] = y.flatten(0, 1)[places]
         return self._normed(out, gate).unflatten(0, x.shape[:2])

@@ -31,7 +31,7 @@ from ..autograd.causal_conv import causal_conv
 from ..autograd.delta_rule import delta_rule
 from ..dispatch import on_compiler
 from ..notices import notice
-from ..ops.attention import spans
+from ..ops.attention import Spans, spans
 from .unpacking import OF_PACKED, groups
 
 Function = Callable[..., Any]
@@ -42,27 +42,25 @@ ON_GPUS = ("cuda", "xpu", "meta")  # a plan counts what a GPU keeps
 
 
 @dataclass(frozen=True)
-class Documents:
-    """Where the documents of a batch of N tokens are.
+class Places:
+    """Where documents are, as the host knows it.
 
     Attributes:
-        bounds: int64 [documents + 1], where each begins in the flattened batch, then N; none is empty.
-        places: the same on the host.
+        all: where each that has tokens begins in the flattened batch, then its tokens N.
     """
 
-    bounds: Tensor
-    places: tuple[int, ...]
+    all: tuple[int, ...]
+    device: torch.device
 
     @cached_property
-    def begins(self) -> Tensor:
-        """int32 [N]: where the document of each token begins."""
-        return spans(self.bounds.int(), self.places[-1])[0]
+    def bounds(self) -> Tensor:
+        """int64 [documents + 1]: the same on the device."""
+        return torch.tensor(self.all, device=self.device)
 
     @cached_property
     def groups(self) -> list[tuple[Tensor, Tensor]]:
         """As `unpacking.groups` gives them."""
-        device = self.bounds.device
-        return [(index.to(device), real.to(device)) for index, real in groups(list(self.places))]
+        return [(index.to(self.device), real.to(self.device)) for index, real in groups(list(self.all))]
 
     @cached_property
     def order(self) -> Tensor:
@@ -72,35 +70,63 @@ class Documents:
     def gapped(self, gap: int) -> Tensor:
         """int64 [N]: where each token goes if `gap` places are left free before each document."""
         lengths = self.bounds.diff()
-        before = torch.arange(1, len(lengths) + 1, device=lengths.device) * gap
-        return torch.arange(self.places[-1], device=lengths.device) + before.repeat_interleave(
-            lengths, output_size=self.places[-1]
+        before = torch.arange(1, len(lengths) + 1, device=self.device) * gap
+        return torch.arange(self.all[-1], device=self.device) + before.repeat_interleave(
+            lengths, output_size=self.all[-1]
         )
 
 
-_latest: tuple[Tensor, int, Documents] | None = None  # of the batch whose layers run: each of them asks
+@dataclass(frozen=True)
+class Documents:
+    """What a layer is told of the documents of its batch of N tokens.
+
+    Attributes:
+        told: int [documents + 1], where each begins in the flattened batch, then N; documents may be empty.
+        tokens: N.
+        spans: of `ops.attention.spans`; None: worked out where they are needed.
+    """
+
+    told: Tensor
+    tokens: int
+    spans: Spans | None = None
+
+    @property
+    def begins(self) -> Tensor:
+        """int32 [N]: where the document of each token begins. Waits for nothing on the device."""
+        return (self.spans or spans(self.told.int(), self.tokens))[0]
+
+    @property
+    def places(self) -> Places:
+        """Waits for the device, once a batch."""
+        global _latest
+        version = 0 if self.told.is_inference() else self.told._version  # a graph's inputs are written in place
+        if _latest is None or _latest[0] is not self.told or _latest[1] != version:
+            found = tuple(sorted(set(self.told.tolist())))
+            _latest = self.told, version, Places(found, self.told.device)
+        return _latest[2]
+
+
+_latest: tuple[Tensor, int, Places] | None = None  # of the batch whose layers run: each of them asks
 
 
 def documents_of(kwargs: Mapping[str, Any], rows: int, length: int) -> Documents | None:
-    """The documents that a layer's keyword arguments tell of; waits for the device once a batch.
+    """The documents that a layer's keyword arguments tell of.
 
     Args:
         kwargs: with `cu_seq_lens_q`, int [documents + 1], where they are known; documents may be empty.
         rows, length: of the batch.
 
     Returns:
-        None where nothing is known, or every row is one document.
+        None where nothing is known, or as many are told of as there are rows; on a CPU also where that is so without
+        the empty ones, and where they are not of this batch.
     """
-    global _latest
-    bounds = kwargs.get("cu_seq_lens_q")
-    if bounds is None or bounds.numel() == rows + 1:  # as many as rows
+    told = kwargs.get("cu_seq_lens_q")
+    if told is None or told.numel() == rows + 1:  # as many as rows
         return None
-    version = 0 if bounds.is_inference() else bounds._version  # a graph's inputs are written in place
-    if _latest is None or _latest[0] is not bounds or _latest[1] != version:
-        places = sorted(set(bounds.tolist()))
-        _latest = bounds, version, Documents(torch.tensor(places, device=bounds.device), tuple(places))
-    found = _latest[2]
-    return None if len(found.places) == rows + 1 or found.places[-1] != rows * length else found
+    found = Documents(told, rows * length, kwargs.get("document_spans"))
+    if told.is_cpu and (len(found.places.all) == rows + 1 or found.places.all[-1] != rows * length):
+        return None
+    return found
 
 
 @functools.cache
@@ -127,19 +153,33 @@ def refuses_backward() -> bool:
     return wrong and importlib.util.find_spec("tilelang") is None
 
 
+def waits_for_nothing() -> bool:
+    """Whether packed rows of a gated delta net, on a GPU, are computed without asking the device for anything."""
+    return missing() is not None or refuses_backward()
+
+
 def _runs_kernel(x: Tensor) -> bool:
     """Whether x goes to flash-linear-attention's gated delta rule."""
-    return x.is_cuda and missing() is None and not refuses_backward()
+    return x.is_cuda and not waits_for_nothing()
 
 
-def _gated(own: Function, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Any:
+def _gated(own: Function, query: Tensor, *args: Any, **kwargs: Any) -> Any:
     """transformers' gated delta rule of rows, by ours where they begin here and no kernel of the library is for it."""
     if _runs_kernel(query):
-        return own(query, key, value, **kwargs)
+        return own(query, *args, **kwargs)
+    return (_delta_rule if _is_ours(kwargs) else inspect.unwrap(own))(query, *args, **kwargs)
+
+
+def _is_ours(kwargs: Mapping[str, Any]) -> bool:
+    """Whether `autograd.delta_rule` computes what a call of transformers' function asks for."""
     stateless = kwargs.get("initial_state") is None and not kwargs.get("output_final_state")
-    if not stateless or not kwargs.get("use_qk_l2norm_in_kernel") or on_compiler():
-        return inspect.unwrap(own)(query, key, value, **kwargs)
-    return delta_rule(query, key, value, kwargs["g"], kwargs["beta"]), None
+    return stateless and bool(kwargs.get("use_qk_l2norm_in_kernel")) and not on_compiler()
+
+
+def _delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, first: Tensor | None = None, **_: Any
+) -> tuple[Tensor, None]:
+    return delta_rule(query, key, value, g, beta, first), None
 
 
 def _convolve(
@@ -156,8 +196,8 @@ def _convolve(
     if documents is None:
         return own(x, weight, bias, **kwargs)
     flat, gap = x.transpose(1, 2).reshape(rows * length, channels), weight.shape[-1] - 1
-    places = documents.gapped(gap)
-    wide = x.new_zeros(places.numel() + gap * (len(documents.places) - 1), channels)
+    places = documents.places.gapped(gap)
+    wide = x.new_zeros(places.numel() + gap * (len(documents.places.all) - 1), channels)
     wide = wide.index_copy(0, places, flat)
     out = own(wide.T[None], weight, bias, **without_bounds(kwargs))
     return out[0].T.index_select(0, places).view(rows, length, channels).transpose(1, 2)
@@ -205,16 +245,19 @@ class _Scan:
             state = isinstance(out, tuple)
             return (out[0] if state else out).transpose(1, self.tokens), state
 
-        has_kernel = _runs_kernel(args[0]) if self.gated else args[0].is_cuda and missing() is None
-        if self.bounded and has_kernel:
-            out, state = called(lambda x: x[None], cu_seqlens=documents.bounds)
+        kernel = _runs_kernel(args[0]) if self.gated else args[0].is_cuda and missing() is None
+        if self.gated and not kernel and _is_ours(kwargs):
+            tokens = torch.arange(rows * length, device=args[0].device)
+            return _delta_rule(*args, **kwargs, first=(documents.begins == tokens).view(rows, length))
+        if self.bounded and kernel:
+            out, state = called(lambda x: x[None], cu_seqlens=documents.places.bounds)
             joined = out[0]
         else:
             outputs = []
-            for index, real in documents.groups:
+            for index, real in documents.places.groups:
                 out, state = called(lambda x, index=index: x.index_select(0, index.flatten()).unflatten(0, index.shape))
                 outputs.append(out[real])
-            joined = torch.cat(outputs).index_select(0, documents.order)
+            joined = torch.cat(outputs).index_select(0, documents.places.order)
         joined = joined.unflatten(0, (rows, length)).transpose(1, self.tokens)
         return (joined, None) if state else joined
 

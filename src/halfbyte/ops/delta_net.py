@@ -82,14 +82,6 @@ def delta_step_(
     return torch.einsum("rhkv,rhk->rhv", state, query).to(mixed.dtype)
 
 
-def conv_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """silu(conv(x)) of rows x [D, L, C] that begin here; arguments as in `conv_step_`."""
-    size = weight.shape[-1]
-    weight, bias = weight.to(x.dtype).unsqueeze(1), None if bias is None else bias.to(x.dtype)
-    padded = F.pad(x.transpose(1, 2), (size - 1, 0))
-    return F.silu(F.conv1d(padded, weight, bias, groups=x.shape[-1])).transpose(1, 2)
-
-
 def delta_rows(
     mixed: Tensor, decay: Tensor, beta: Tensor, real: Tensor, states: Tensor, key_heads: int
 ) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,8 @@ T = (I + A)⁻¹ is made for all chunks at once, and what does not wait for S wi
 Δ = U − W·S, and with K' = e^(G_C − G)·K a chunk is one product, S ← M·S + K'ᵀ·U of M = e^(G_C)·I − K'ᵀ·W. Going back it
 is Mᵀ. Arithmetic is fp32 (fp64 for fp64 input).
 
+Where a document begins inside a row S is 0: there G starts anew, and whatever would reach over the place is an exact 0.
+
 Backward makes all of this again: q, k, v, g and β are what a layer keeps.
 """
 
@@ -36,6 +38,7 @@ class Rows(NamedTuple):
         query, key: [D, L, Hk, Dk], of any length; q is divided by √Dk.
         value: [D, L, Hv, Dv].
         decay, beta: g ≤ 0 and β, [D, L, Hv]; both 0 for a token that is not there.
+        first: bool [D, L], of tokens that a document begins with; None: each row is one.
     """
 
     query: Tensor
@@ -43,6 +46,7 @@ class Rows(NamedTuple):
     value: Tensor
     decay: Tensor
     beta: Tensor
+    first: Tensor | None = None
 
 
 class _Chunks(NamedTuple):
@@ -57,6 +61,7 @@ class _Chunks(NamedTuple):
         mixing, inverse, seen: A, T and P [.., C, C].
         own, of_state: U and W.
         left_key: e^(G_C − G)·K.
+        places: of documents, see `_Places`; None: rows are documents.
     """
 
     query: Tensor
@@ -73,6 +78,7 @@ class _Chunks(NamedTuple):
     own: Tensor
     of_state: Tensor
     left_key: Tensor
+    places: _Places | None
 
     @property
     def whole(self) -> Tensor:
@@ -135,22 +141,67 @@ def _product(a: Tensor, b: Tensor, plus: Tensor | None = None, sign: int = 1) ->
     return plus
 
 
+class _Places(NamedTuple):
+    """Where documents are in chunks; [n, D, C] but for `apart`.
+
+    Attributes:
+        number: of a token's document among those of its chunk, 0 for the one that was there before.
+        begin: where it begins in the chunk; behind: where the next one does, C if none does.
+        apart: bool [n, D, C, C]: two tokens are not of one document.
+    """
+
+    number: Tensor
+    begin: Tensor
+    behind: Tensor
+    apart: Tensor
+
+    @classmethod
+    def of(cls, first: Tensor) -> _Places:
+        first = F.pad(first, (0, -first.shape[1] % CHUNK)).unflatten(1, (-1, CHUNK)).transpose(0, 1)
+        number, at = first.cumsum(-1), torch.arange(CHUNK, device=first.device)
+        begin = at.where(first, 0).cummax(-1).values
+        later = F.pad(at.where(first, CHUNK), (0, 1), value=CHUNK)[..., 1:]
+        behind = later.flip(-1).cummin(-1).values.flip(-1)
+        return cls(number, begin, behind, number.unsqueeze(-1) != number.unsqueeze(-2))
+
+    def sums(self, decay: Tensor) -> Tensor:
+        """G of each token's document alone, [n, D, H, g, C]."""
+        sums = decay.cumsum(-1)
+        return sums - (sums - decay).gather(-1, _wide(self.begin).expand_as(decay)) * _wide(self.number > 0)
+
+    def sums_back(self, grad: Tensor) -> Tensor:
+        """The gradient of g from that of `sums`."""
+        sums = F.pad(grad.flip(-1).cumsum(-1).flip(-1), (0, 1))
+        return sums[..., :-1] - sums.gather(-1, _wide(self.behind).expand_as(grad))
+
+
+def _wide(x: Tensor) -> Tensor:
+    """x [n, D, ...] beside what has heads, too: [n, D, H, g, ...]."""
+    return x.unflatten(1, (-1, 1, 1))
+
+
 def _chunks(rows: Rows) -> _Chunks:
     exact, heads = torch.promote_types(rows.value.dtype, torch.float32), rows.key.shape[2]
-    query, key, value = (_by_chunk(x, heads, exact) for x in rows[:3])
+    query, key, value = (_by_chunk(x, heads, exact) for x in (rows.query, rows.key, rows.value))
     query, key = unit(query)[0].mul_(query.shape[-1] ** -0.5), unit(key)[0]
-    decay, beta = (_by_chunk(x.unsqueeze(-1), heads, exact) for x in rows[3:])
-    sums = decay.squeeze(-1).cumsum(-1)
+    decay, beta = (_by_chunk(x.unsqueeze(-1), heads, exact) for x in (rows.decay, rows.beta))
+    places = None if rows.first is None else _Places.of(rows.first)
+    sums = decay.squeeze(-1).cumsum(-1) if places is None else places.sums(decay.squeeze(-1))
     above = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=value.device).triu(1)
-    fade = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).masked_fill_(above, -torch.inf).exp_()
+    unseen = above if places is None else _wide(above | places.apart)
+    fade = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).masked_fill_(unseen, -torch.inf).exp_()
     grown, left = sums.exp().unsqueeze(-1), (sums[..., -1:] - sums).exp().unsqueeze(-1)
+    if places is not None:
+        grown = grown.masked_fill_(_wide(places.number > 0).unsqueeze(-1), 0)
+        left = left.masked_fill_(_wide(places.apart[..., -1]).unsqueeze(-1), 0)
     alike = key @ key.mT
     mixing = (fade * alike).mul_(beta).tril_(-1)
     inverted = inverse(mixing)
     own = (inverted * beta.mT) @ value
     of_state = ((inverted * (beta * grown).mT).flatten(3, 4) @ key.squeeze(3)).unflatten(3, beta.shape[3:5])
     seen, left_key = fade * (query @ key.mT), key * left
-    return _Chunks(query, key, value, beta, grown, left, fade, alike, mixing, inverted, seen, own, of_state, left_key)
+    within = query, key, value, beta, grown, left, fade, alike, mixing, inverted, seen
+    return _Chunks(*within, own, of_state, left_key, places)
 
 
 def _transitions(chunks: _Chunks) -> Tensor:
@@ -219,11 +270,9 @@ def delta_rule_backward(grad: Tensor, rows: Rows) -> Rows:
     d_key = (d_products + d_products.mT) @ chunks.key + d_seen.mT @ chunks.query
     d_key += d_of_key.addcmul_(chunks.left, d_left_key).sum(3, keepdim=True)
     d_query *= chunks.query.shape[-1] ** -0.5
-    by_head = (d_sums.flip(-1).cumsum(-1).flip(-1), d_beta)
-    d_decay, d_beta = (
-        _by_token(each.unsqueeze(-1), like.unsqueeze(-1)).squeeze(-1)
-        for each, like in zip(by_head, rows[3:], strict=True)
-    )
+    d_decay = d_sums.flip(-1).cumsum(-1).flip(-1) if chunks.places is None else chunks.places.sums_back(d_sums)
+    d_decay = _by_token(d_decay.unsqueeze(-1), rows.decay.unsqueeze(-1)).squeeze(-1)
+    d_beta = _by_token(d_beta.unsqueeze(-1), rows.beta.unsqueeze(-1)).squeeze(-1)
     d_value *= chunks.beta
     return Rows(
         _of_unit(d_query, rows.query), _of_unit(d_key, rows.key), _by_token(d_value, rows.value), d_decay, d_beta

@@ -104,7 +104,7 @@ def estimate(
     batches = (batches or Batches.of_full_rows(config)).longer(1 / layout.context)
     if shapes.packed_way == "unpacked":  # into rows that are padded
         batches = batches.longer(1 / LIKE)
-    options: Any = {"config": config, "card": card, "on_host": on_host, "graphs": shapes.packed_way == "positions"}
+    options: Any = {"config": config, "card": card, "on_host": on_host, "graphs": shapes.packed_in_graphs}
     plan = _with_experts(shapes, batches, capacity, layout, options)
     if layout.pipeline > 1 and not plan.activation_checkpointing:  # which changes where the model is cut
         plan = _Planner(shapes, batches, capacity, layout=layout, **options, recomputed=False).plan()

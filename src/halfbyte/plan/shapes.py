@@ -30,6 +30,7 @@ from ..layers.experts import names_of
 from ..memory.batches import Shape
 from ..memory.expert_offload import layers_of_experts
 from ..memory.levels import TILE_ROWS
+from ..models import scans
 from ..models.activations import recompute_as_transformers
 from ..models.attention import Implementation, has_sinks, implementation
 from ..models.choice import left_whole, stored_formats, stored_names
@@ -212,6 +213,15 @@ class ModelShapes:
             raise
         except Exception:  # whatever the model's own code says to sizes that were not made for it; the run asks again
             return "positions"
+
+    @functools.cached_property
+    def packed_in_graphs(self) -> bool:
+        """Whether keeping packed documents apart waits for nothing on the device."""
+        family = of_config(self.text_config)
+        fused = self.config.use_kernels and self.device.type != "cpu"
+        if family is not None and family.mixer is not None and fused and self.packed_way == "bounds":
+            return scans.waits_for_nothing()  # a GPU's layers are told, where this model's were on a CPU
+        return self.packed_way == "positions"
 
     # --- what comes and goes -----------------------------------------------------------------------------------------
 
