@@ -18,7 +18,7 @@ from torch import Tensor
 from halfbyte import ops
 from halfbyte.autograd.attention import AMPERE, HOPPER, WIDEST
 from halfbyte.dispatch import Op
-from halfbyte.formats import Blockwise4
+from halfbyte.formats import Blockwise4, Format, from_spec
 from halfbyte.kernels.device import device_of
 from halfbyte.kernels.selection import empty, slot, weight4
 from halfbyte.ops.attention import Scores
@@ -48,7 +48,7 @@ float8, gemv4, gemv8, gemv_planes, glu = map(on_gpu, ("float8", "gemv4", "gemv8"
 hqq, int4, int8, lora_glu, lora_read = map(on_gpu, ("hqq", "int4", "int8", "lora_glu", "lora_read"))
 low_rank, norms, paged_attention, partial_sums = map(on_gpu, ("low_rank", "norms", "paged_attention", "partial_sums"))
 rope, sample, experts, experts_unit = map(on_gpu, ("rope", "sample", "experts", "experts_unit"))
-expert_rows, router, delta_net = map(on_gpu, ("expert_rows", "router", "delta_net"))
+expert_rows, router, delta_net, causal_conv = map(on_gpu, ("expert_rows", "router", "delta_net", "causal_conv"))
 divergence = on_gpu("divergence")
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -223,6 +223,15 @@ def recurrent_cases() -> Iterator[Case]:
             delta_net.delta_step_(x, a, a, empty(32), empty(32), empty(4, 32, 128, 128), seats, 16)
 
         yield Case("a step of a gated delta net", step, dtype, dtype is BF16)
+    for dtype, silu in itertools.product(WIDTHS, (False, True)):
+
+        def convolution(dtype: torch.dtype = dtype, silu: bool = silu) -> None:
+            x, begins = empty(ROWS, 8192, dtype=dtype), empty(ROWS, dtype=torch.int32)
+            given = x, empty(8192, 4, dtype=dtype), None, begins, silu
+            causal_conv.causal_conv(*given)
+            causal_conv.causal_conv_backward(x, *given)
+
+        yield Case("a convolution over documents", convolution, dtype, dtype is BF16 and silu)
 
 
 def rollout_cases() -> Iterator[Case]:
@@ -468,8 +477,9 @@ def product_cases() -> Iterator[Case]:
             yield Case(f"adapters' gradients, rank {rank}", read, dtype)
 
 
-def packed_experts(count: int, rows: int, columns: int) -> StackedWeight:
-    format_ = Blockwise4("nf4", 64, True)
+def packed_experts(count: int, rows: int, columns: int, format_: Format | None = None) -> StackedWeight:
+    """In NF4 where no format is given."""
+    format_ = format_ or Blockwise4("nf4", 64, True)
     specs = format_.part_specs((count, rows, columns))
     parts = {name: empty(*size, dtype=dtype) for name, (size, dtype) in specs.items()}
     return StackedWeight(parts, (count, rows, columns), format_)
@@ -484,7 +494,11 @@ def expert_cases() -> Iterator[Case]:
             routing = experts.route(empty(tokens, top_k, dtype=torch.int64), count)
             slots, stacks = (
                 tokens * top_k,
-                [packed_experts(count, *sides), StackedWeight.plain(empty(count, *sides, dtype=dtype))],
+                [
+                    packed_experts(count, *sides),
+                    packed_experts(count, *sides, from_spec("stack:mxfp4")),
+                    StackedWeight.plain(empty(count, *sides, dtype=dtype)),
+                ],
             )
             for stack, turned in itertools.product(stacks, (False, True)):
                 depth, width = sides if turned else sides[::-1]

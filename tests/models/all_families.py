@@ -132,12 +132,13 @@ the model, so every such run and every evaluation begins with a probe of the loa
 of the others may change. What was found is in the run's `checks.json`. Documents are kept apart in one of these ways:
 
 - **positions**: transformers does it, by position ids that restart with each document;
-- **bounds**: the model's layers are told where documents begin. Convolutions and scans begin anew with each: on a GPU
-  by flash-linear-attention's kernels where they are installed (`pip install 'halfbyte[scans]'`), else documents of like
-  length become rows of transformers' own function, for the convolution and the scan alone
-  ([`models/scans.py`](../src/halfbyte/models/scans.py)). On Hopper flash-linear-attention trains with Triton 3.7.1 or
-  tilelang, and is left alone without either. FlashAttention, where it was asked for, reads bounds, too. It costs CUDA
-  graphs;
+- **bounds**: the model's layers are told where documents begin. Convolutions and scans begin anew with each
+  ([`models/scans.py`](../src/halfbyte/models/scans.py)). Convolutions on a GPU are a kernel of ours. The gated delta
+  rule is flash-linear-attention's kernel where that is installed (`pip install 'halfbyte[scans]'`) and can train, which
+  on Hopper takes Triton 3.7.1 or tilelang; else it is products of torch's, in which the state begins anew inside the
+  row. For other scans documents of like length become rows of transformers' own function. FlashAttention, where it was
+  asked for, reads bounds, too. It costs CUDA graphs, but not with Qwen3.5 and Qwen3-Next on a GPU without
+  flash-linear-attention, which wait for nothing there;
 - **masks**: the same, and the model is handed masks made of position ids, which its own forget;
 - **unpacked**: documents are taken out of their rows for the forward of the backbone, those of like length together,
   and put back behind it. No mask grows with the square of the row. It costs time, up to a third more tokens, and CUDA
