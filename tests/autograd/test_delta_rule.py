@@ -107,6 +107,18 @@ def test_16_bits_are_rounded_once():
     assert (out.double() - truth).abs().max() <= 2**-8 * truth.abs().max()
 
 
+def test_autocast_changes_nothing():
+    """Which would round products of fp32 to 16 bits, and join them with others."""
+    given = [x.detach().bfloat16() if x.dim() == 4 else x.detach().float() for x in rows(100)]
+    given = [x.requires_grad_() for x in given]
+    expected = delta_rule(*given)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = delta_rule(*given)
+        found.float().sum().backward()
+    assert torch.equal(found, expected)
+    assert all(torch.isfinite(x.grad).all() for x in given)
+
+
 def test_keys_that_are_alike():
     """The hardest inverse: all of A is one. As a sum of powers of 64 rows it would lose all digits in fp32."""
     lower = torch.ones(2, CHUNK, CHUNK).tril(-1)

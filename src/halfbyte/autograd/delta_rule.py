@@ -20,7 +20,7 @@ class _DeltaRule(OnceFunction):
     @staticmethod
     def forward(ctx, *rows):
         ctx.save_for_backward(*rows)
-        with _products_in_tf32(rows[2]):
+        with _own_products(rows[2]):
             outs = [ops.delta_rule(part)[0] for part in _parts(Rows(*rows))]
         return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 
@@ -28,7 +28,7 @@ class _DeltaRule(OnceFunction):
     def backward(ctx, grad):
         parts = _parts(Rows(*ctx.saved_tensors))
         grads = grad.split([part.value.shape[2] for part in parts], 2)
-        with _products_in_tf32(grad):
+        with _own_products(grad):
             found = [ops.delta_rule_backward(each, part) for each, part in zip(grads, parts, strict=True)]
         of_five = zip(*(each[:5] for each in found), strict=True)
         return *(each[0] if len(each) == 1 else torch.cat(each, 2) for each in of_five), None
@@ -44,17 +44,16 @@ def _parts(rows: Rows) -> list[Rows]:
 
 
 @contextlib.contextmanager
-def _products_in_tf32(like: Tensor) -> Iterator[None]:
-    """Of fp32, on a GPU, where results are rounded to 16 bits: products of theirs would be rounded more coarsely."""
+def _own_products(like: Tensor) -> Iterator[None]:
+    """Products of fp32 whatever autocast says; on a GPU in TF32 where results are rounded to 16 bits, more coarsely."""
     options = torch.backends.cuda.matmul
-    if not like.is_cuda or like.element_size() > 2 or options.allow_tf32:
-        yield
-        return
-    options.allow_tf32 = True
-    try:
-        yield
-    finally:
-        options.allow_tf32 = False
+    before = options.allow_tf32
+    with torch.autocast(like.device.type, enabled=False):
+        try:
+            options.allow_tf32 = before or (like.is_cuda and like.element_size() == 2)
+            yield
+        finally:
+            options.allow_tf32 = before
 
 
 def delta_rule(
