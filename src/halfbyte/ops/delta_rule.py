@@ -61,7 +61,8 @@ class _Chunks(NamedTuple):
         mixing, inverse, seen: A, T and P [.., C, C].
         own, of_state: U and W.
         left_key: e^(G_C − G)·K.
-        places: of documents, see `_Places`; None: rows are documents.
+        unseen: bool, of [.., C, C]: what a token does not see.
+        places: of documents; None: rows are documents.
     """
 
     query: Tensor
@@ -78,6 +79,7 @@ class _Chunks(NamedTuple):
     own: Tensor
     of_state: Tensor
     left_key: Tensor
+    unseen: Tensor
     places: _Places | None
 
     @property
@@ -142,37 +144,31 @@ def _product(a: Tensor, b: Tensor, plus: Tensor | None = None, sign: int = 1) ->
 
 
 class _Places(NamedTuple):
-    """Where documents are in chunks; [n, D, C] but for `apart`.
+    """Where documents are in chunks.
 
     Attributes:
-        number: of a token's document among those of its chunk, 0 for the one that was there before.
-        begin: where it begins in the chunk; behind: where the next one does, C if none does.
+        begun: bool [n, D, C]: a token's document began in its chunk.
         apart: bool [n, D, C, C]: two tokens are not of one document.
     """
 
-    number: Tensor
-    begin: Tensor
-    behind: Tensor
+    begun: Tensor
     apart: Tensor
 
     @classmethod
     def of(cls, first: Tensor) -> _Places:
         first = F.pad(first, (0, -first.shape[1] % CHUNK)).unflatten(1, (-1, CHUNK)).transpose(0, 1)
-        number, at = first.cumsum(-1), torch.arange(CHUNK, device=first.device)
-        begin = at.where(first, 0).cummax(-1).values
-        later = F.pad(at.where(first, CHUNK), (0, 1), value=CHUNK)[..., 1:]
-        behind = later.flip(-1).cummin(-1).values.flip(-1)
-        return cls(number, begin, behind, number.unsqueeze(-1) != number.unsqueeze(-2))
+        number = first.cumsum(-1)
+        return cls(number > 0, number.unsqueeze(-1) != number.unsqueeze(-2))
 
-    def sums(self, decay: Tensor) -> Tensor:
-        """G of each token's document alone, [n, D, H, g, C]."""
-        sums = decay.cumsum(-1)
-        return sums - (sums - decay).gather(-1, _wide(self.begin).expand_as(decay)) * _wide(self.number > 0)
 
-    def sums_back(self, grad: Tensor) -> Tensor:
-        """The gradient of g from that of `sums`."""
-        sums = F.pad(grad.flip(-1).cumsum(-1).flip(-1), (0, 1))
-        return sums[..., :-1] - sums.gather(-1, _wide(self.behind).expand_as(grad))
+def _sums(x: Tensor, unseen: Tensor, dim: int, places: _Places | None) -> Tensor:
+    """Of x [.., 1, C] over what each token sees (dim −1), or of x [.., C, 1] over what sees it (dim −2): [.., C].
+
+    Beside other documents exact zeros are added, not sums taken off that those are part of: bits would follow these.
+    """
+    if places is not None:
+        return x.expand(*x.shape[:-2], CHUNK, CHUNK).masked_fill(unseen, 0).sum(dim)
+    return x.squeeze(-2).cumsum(-1) if dim == -1 else x.squeeze(-1).flip(-1).cumsum(-1).flip(-1)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -186,13 +182,13 @@ def _chunks(rows: Rows) -> _Chunks:
     query, key = unit(query)[0].mul_(query.shape[-1] ** -0.5), unit(key)[0]
     decay, beta = (_by_chunk(x.unsqueeze(-1), heads, exact) for x in (rows.decay, rows.beta))
     places = None if rows.first is None else _Places.of(rows.first)
-    sums = decay.squeeze(-1).cumsum(-1) if places is None else places.sums(decay.squeeze(-1))
-    above = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=value.device).triu(1)
-    unseen = above if places is None else _wide(above | places.apart)
+    unseen = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=value.device).triu(1)
+    unseen = unseen if places is None else _wide(unseen | places.apart)
+    sums = _sums(decay.mT, unseen, -1, places)
     fade = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).masked_fill_(unseen, -torch.inf).exp_()
     grown, left = sums.exp().unsqueeze(-1), (sums[..., -1:] - sums).exp().unsqueeze(-1)
     if places is not None:
-        grown = grown.masked_fill_(_wide(places.number > 0).unsqueeze(-1), 0)
+        grown = grown.masked_fill_(_wide(places.begun).unsqueeze(-1), 0)
         left = left.masked_fill_(_wide(places.apart[..., -1]).unsqueeze(-1), 0)
     alike = key @ key.mT
     mixing = (fade * alike).mul_(beta).tril_(-1)
@@ -201,7 +197,7 @@ def _chunks(rows: Rows) -> _Chunks:
     of_state = ((inverted * (beta * grown).mT).flatten(3, 4) @ key.squeeze(3)).unflatten(3, beta.shape[3:5])
     seen, left_key = fade * (query @ key.mT), key * left
     within = query, key, value, beta, grown, left, fade, alike, mixing, inverted, seen
-    return _Chunks(*within, own, of_state, left_key, places)
+    return _Chunks(*within, own, of_state, left_key, unseen, places)
 
 
 def _transitions(chunks: _Chunks) -> Tensor:
@@ -270,7 +266,7 @@ def delta_rule_backward(grad: Tensor, rows: Rows) -> Rows:
     d_key = (d_products + d_products.mT) @ chunks.key + d_seen.mT @ chunks.query
     d_key += d_of_key.addcmul_(chunks.left, d_left_key).sum(3, keepdim=True)
     d_query *= chunks.query.shape[-1] ** -0.5
-    d_decay = d_sums.flip(-1).cumsum(-1).flip(-1) if chunks.places is None else chunks.places.sums_back(d_sums)
+    d_decay = _sums(d_sums.unsqueeze(-1), chunks.unseen, -2, chunks.places)
     d_decay = _by_token(d_decay.unsqueeze(-1), rows.decay.unsqueeze(-1)).squeeze(-1)
     d_beta = _by_token(d_beta.unsqueeze(-1), rows.beta.unsqueeze(-1)).squeeze(-1)
     d_value *= chunks.beta
