@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from halfbyte.autograd import delta_rule as autograd
 from halfbyte.autograd.delta_rule import delta_rule
+from halfbyte.ops import delta_rule as ops
 from halfbyte.ops.delta_rule import CHUNK, inverse
 
 
@@ -54,7 +54,7 @@ def test_some_heads_at_a_time_give_the_same(monkeypatch):
     whole = delta_rule(*given)
     upstream = torch.randn_like(whole)
     expected = torch.autograd.grad(whole, given, upstream)
-    monkeypatch.setattr(autograd, "AT_ONCE", 2 * 70 * 2)
+    monkeypatch.setattr(ops, "AT_ONCE", 2 * 70 * 2)
     parts = delta_rule(*given)
     torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
     for mine, other in zip(torch.autograd.grad(parts, given, upstream), expected, strict=True):

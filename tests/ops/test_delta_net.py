@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from halfbyte.ops import delta_rule
 from halfbyte.ops.causal_conv import causal_conv
 from halfbyte.ops.delta_net import conv_step_, delta_rows, delta_step_, gates
 
@@ -44,13 +45,14 @@ def naive(mixed, a, b, a_log, dt_bias, states, key_heads):
 
 @SHAPES
 @pytest.mark.parametrize("lengths", [[1, 5], [64, 63, 65], [130]])
-def test_chunks_are_the_recurrence(shape, lengths):
+def test_chunks_are_the_recurrence(shape, lengths, monkeypatch):
     """What fills rows up counts for nothing, NaN or not. A row is the same alone."""
     torch.manual_seed(len(lengths))
     key_heads, heads, key_size, value_size = shape
     rows, length = len(lengths), max(lengths)
     mixed, a, b, a_log, dt_bias = inputs(shape, rows, length)
     states = torch.zeros(rows, heads, key_size, value_size)
+    monkeypatch.setattr(delta_rule, "AT_ONCE", 2 * rows * length)  # a part of the heads at a time
     real = torch.arange(length) < torch.tensor(lengths).unsqueeze(1)
     decay, beta = gates(a, b, a_log, dt_bias)
     out, behind = delta_rows(mixed, decay.where(real[..., None], torch.nan), beta, real, states, key_heads)

@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from halfbyte.formats import Blockwise4
 from halfbyte.generation import Rollouts, Sampling
 from halfbyte.layers import Linear4bit
 from halfbyte.memory.batches import Batches, Shape
+from halfbyte.ops.delta_rule import AT_ONCE
 from halfbyte.plan.estimate import GIB, estimate
+from halfbyte.plan.rollouts import _of_rule
 from halfbyte.plan.shapes import ModelShapes
 
 LLAMA_8B = transformers.LlamaConfig(
@@ -88,6 +91,14 @@ def test_states_beside_pages():
     ids = [torch.randint(3, 101, (length,)).tolist() for length in prompts]
     engine.generate(ids, 4, max_new_tokens=new, sampling=Sampling(1.0, seed=1), stops=[])
     assert plan.pages == sum(cache.nbytes for pair in engine._decoder.caches for cache in pair)
+
+
+def test_a_rule_takes_no_more_for_longer_prompts():
+    """Some heads at a time: what a token takes with heads of 128 is as `AT_ONCE` says, and no more of many."""
+    net = SimpleNamespace(num_k_heads=16, num_v_heads=32, head_k_dim=128, head_v_dim=128)
+    few, many = (_of_rule(net, tokens, torch.bfloat16) for tokens in (4096, 16384))
+    assert 4e3 * AT_ONCE <= few <= 18e3 * AT_ONCE
+    assert many <= 1.1 * few
 
 
 def test_the_8b_within_40_gib():

@@ -9,11 +9,8 @@ import torch
 from torch import Tensor
 
 from ..ops import delta_rule as ops
-from ..ops.delta_rule import Rows
+from ..ops.delta_rule import Rows, parts_of
 from .function import OnceFunction
-
-# Tokens times value heads that are computed at once: each takes up to 18 KB for a while, with heads of 128.
-AT_ONCE = 1 << 17
 
 
 class _DeltaRule(OnceFunction):
@@ -21,26 +18,17 @@ class _DeltaRule(OnceFunction):
     def forward(ctx, *rows):
         ctx.save_for_backward(*rows)
         with _own_products(rows[2]):
-            outs = [ops.delta_rule(part)[0] for part in _parts(Rows(*rows))]
+            outs = [ops.delta_rule(part)[0] for part in parts_of(Rows(*rows))]
         return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 
     @staticmethod
     def backward(ctx, grad):
-        parts = _parts(Rows(*ctx.saved_tensors))
+        parts = parts_of(Rows(*ctx.saved_tensors))
         grads = grad.split([part.value.shape[2] for part in parts], 2)
         with _own_products(grad):
             found = [ops.delta_rule_backward(each, part) for each, part in zip(grads, parts, strict=True)]
         of_five = zip(*(each[:5] for each in found), strict=True)
         return *(each[0] if len(each) == 1 else torch.cat(each, 2) for each in of_five), None
-
-
-def _parts(rows: Rows) -> list[Rows]:
-    """Some heads each, so that they take no more than they may at once."""
-    count, heads = rows.value.shape[:2].numel() * rows.value.shape[2], rows.key.shape[2]
-    parts = min(-(-count // AT_ONCE), heads)
-    tensors = rows.query, rows.key, rows.value, rows.decay, rows.beta
-    split = zip(*(x.tensor_split(parts, 2) for x in tensors), strict=True)
-    return [Rows(*part)._replace(first=rows.first) for part in split]
 
 
 @contextlib.contextmanager

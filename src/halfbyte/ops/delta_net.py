@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..dispatch import op
-from .delta_rule import Rows, delta_rule, unit
+from .delta_rule import Rows, delta_rule, parts_of, unit
 
 
 def gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -19,7 +19,7 @@ def gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor,
     return -a_log.to(exact).exp() * F.softplus(a.to(exact) + dt_bias.to(exact)), b.to(exact).sigmoid()
 
 
-def parts_of(mixed: Tensor, key_heads: int, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def heads_of(mixed: Tensor, key_heads: int, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q and k [..., Hk, Dk], and v [..., Hv, Dv], of mixed [..., C], beside states [S, Hv, Dk, Dv]."""
     _, heads, key_size, value_size = states.shape
     query, key, value = mixed.split([key_heads * key_size, key_heads * key_size, heads * value_size], dim=-1)
@@ -72,7 +72,7 @@ def delta_step_(
         [R, Hv, Dv] in mixed's dtype.
     """
     exact, group = torch.promote_types(mixed.dtype, torch.float32), states.shape[1] // key_heads
-    query, key, value = parts_of(mixed.to(exact), key_heads, states)
+    query, key, value = heads_of(mixed.to(exact), key_heads, states)
     query, key = (unit(x)[0].repeat_interleave(group, -2) for x in (query, key))
     query, (decay, beta) = query * states.shape[2] ** -0.5, gates(a, b, a_log, dt_bias)
     state = states[seats] * decay.exp()[..., None, None]
@@ -97,4 +97,6 @@ def delta_rows(
         [D, L, Hv, Dv] in mixed's dtype, and the states behind each row [D, Hv, Dk, Dv] in fp32 (fp64).
     """
     decay, beta = (each.where(real.unsqueeze(-1), 0) for each in (decay, beta))
-    return delta_rule(Rows(*parts_of(mixed, key_heads, states), decay, beta))
+    rows = Rows(*heads_of(mixed, key_heads, states), decay, beta)
+    outs, behind = zip(*map(delta_rule, parts_of(rows)), strict=True)
+    return torch.cat(outs, 2), torch.cat(behind, 1)

@@ -28,6 +28,8 @@ from torch import Tensor
 
 CHUNK = 64  # tokens
 LEAST = 8  # rows of the blocks that are inverted as sums of powers, which cost no more than one digit there
+# Tokens times value heads that are computed at once: each takes up to 18 KB for a while, with heads of 128.
+AT_ONCE = 1 << 17
 EPSILON = 1e-6  # beside the squares that q and k are divided by the root of
 
 
@@ -47,6 +49,15 @@ class Rows(NamedTuple):
     decay: Tensor
     beta: Tensor
     first: Tensor | None = None
+
+
+def parts_of(rows: Rows) -> list[Rows]:
+    """Some heads each, so that they take no more than they may at once."""
+    count, heads = rows.value.shape[:3].numel(), rows.key.shape[2]
+    parts = min(-(-count // AT_ONCE), heads)
+    tensors = rows.query, rows.key, rows.value, rows.decay, rows.beta
+    split = zip(*(x.tensor_split(parts, 2) for x in tensors), strict=True)
+    return [Rows(*part)._replace(first=rows.first) for part in split]
 
 
 class _Chunks(NamedTuple):

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from ..config import RunConfig
 from ..config.policy import POLICY, answers_a_generation, group_size
@@ -22,9 +24,11 @@ from ..generation.rollouts import CODES_ROWS, READ, pages_for
 from ..generation.schedule import BESIDE, Group, Row, pages_of
 from ..layers import QuantizedLinear
 from ..memory.batches import Batches
+from ..ops.delta_rule import Rows, delta_rule, parts_of
 from ..ops.paged_attention import PAGE
 from ..terminal import size
 from .beside import Beside
+from .ledger import Ledger
 
 if TYPE_CHECKING:
     from .memory_plan import MemoryPlan
@@ -119,6 +123,7 @@ class _Answering:
             self.generations.append(self._rows(batches.held_out_prompts, evaluated))
         quantized = [module for module in shapes.causal_lm.modules() if isinstance(module, QuantizedLinear)]
         self.sizes = [module.in_features * module.out_features for module in quantized]
+        self.nets: list[Any] = [module for module in shapes.causal_lm.modules() if is_delta_net(module)]
 
     def _rows(self, lengths: tuple[int, ...], each: int) -> list[Row]:
         groups = [Group(at, range(length), each) for at, length in enumerate(lengths)]
@@ -163,9 +168,8 @@ class _Answering:
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         itemsize = self.itemsize if dtype is None else dtype.itemsize
-        nets = [module for module in self.shapes.causal_lm.modules() if is_delta_net(module)]
-        seat = sum(state_bytes(module, self.shapes.dtype) for module in nets)
-        page = 2 * PAGE * heads * width * (config.num_hidden_layers - len(nets)) * itemsize
+        seat = sum(state_bytes(net, self.shapes.dtype) for net in self.nets)
+        page = 2 * PAGE * heads * width * (config.num_hidden_layers - len(self.nets)) * itemsize
         longest = max(len(row.group.prompt) + row.most for rows in self.generations for row in rows)
         wanted = max(pages_for(rows, self.seats) for rows in self.generations) + 1
         seats = min(self.seats, max(map(len, self.generations)))
@@ -186,7 +190,21 @@ class _Answering:
         read = max(min(budget, sum(prompts)), max(prompts))
         inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
         activations = read * (6 * config.hidden_size + 3 * inner) * self.itemsize
+        activations += max((_of_rule(net, read, self.shapes.dtype) for net in self.nets[:1]), default=0)
         documents = min(len(prompts), max(1, budget // max(min(prompts), 1)))
         wide = 4 if self.itemsize == 4 else 4 + self.itemsize  # logits as the product gives them, and in fp32
         logits = (documents + self.seats) * vocabulary * 4
         return max(activations + documents * vocabulary * wide, logits, self.seats * vocabulary * wide)
+
+
+def _of_rule(net: Any, tokens: int, dtype: torch.dtype) -> int:
+    """Bytes at the highest moment while a gated delta net's rule reads so many tokens, beyond what it reads."""
+    key = torch.empty(1, tokens, net.num_k_heads, net.head_k_dim, dtype=dtype, device="meta")
+    value = torch.empty(1, tokens, net.num_v_heads, net.head_v_dim, dtype=dtype, device="meta")
+    gates = torch.empty(value.shape[:3], device="meta")
+    ledger = Ledger()
+    ledger.ignore(iter((key, value, gates)))
+    with ledger:
+        for part in parts_of(Rows(key, key, value, gates, gates)):
+            delta_rule(part)
+    return ledger.peak
