@@ -1,6 +1,7 @@
 """Programs that want out, or want more than they may have: each is contained within its time, and nothing is left."""
 
 import os
+import struct
 import subprocess
 import sys
 import time
@@ -177,3 +178,128 @@ def test_the_parent_s_death_is_the_sandbox_s():
     process.kill()
     process.wait()
     assert psutil.wait_procs(inside, timeout=5)[1] == []
+
+
+# The rest: memory that no process need have resident, and ways to a machine's kernel.
+
+CALL = """
+import ctypes, errno, os
+libc = ctypes.CDLL(None, use_errno=True)
+def call(number, *arguments):
+    return libc.syscall(number, *map(ctypes.c_ulong, arguments)), ctypes.get_errno()
+"""
+
+
+def machines_calls():
+    return sandbox.jail.REFUSED_CALLS[os.uname().machine] | sandbox.jail.REFUSED_EVERYWHERE
+
+
+def test_memory_files_are_refused():
+    program = """
+import os
+kept = []
+for n in range(55):
+    kept.append(os.memfd_create("x"))
+    os.write(kept[-1], bytes(16 << 20))
+print("held", len(kept))
+"""
+    outcome = contained(program, Limits(seconds=5))
+    assert b"held" not in outcome.output
+    assert outcome.code != 0
+
+
+def test_system_v_shared_memory_is_refused():
+    program = f"""{CALL}
+for n in range(8):
+    print(call({machines_calls()["shmget"]}, 0, 128 << 20, 0o1600))
+"""
+    outcome = contained(program, Limits(seconds=5))
+    assert outcome.output.split(b"\n")[:8] == [b"(-1, 1)"] * 8
+
+
+def test_anonymous_shared_memory_cannot_be_left_behind():
+    """Pages of a shared mapping stay when a process drops them from its resident set (madvise MADV_DONTNEED)."""
+    program = """
+import mmap
+kept = []
+for n in range(3):
+    shared = mmap.mmap(-1, 128 << 20)
+    shared[:] = bytes(128 << 20)
+    shared.madvise(mmap.MADV_DONTNEED)
+    kept.append(shared)
+print("held", len(kept))
+"""
+    outcome = contained(program, Limits(seconds=5))
+    assert b"held" not in outcome.output
+    assert contained("open('/dev/zero')").code != 0
+
+
+def test_a_shared_mapping_of_a_file_and_private_memory_remain():
+    program = """
+import mmap
+with open("/tmp/x", "w+b") as file:
+    file.truncate(4096)
+    mapped = mmap.mmap(file.fileno(), 4096)
+    mapped[:2] = b"ok"
+private = mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+private[:2] = b"ok"
+import threading, subprocess, sys
+thread = threading.Thread(target=print, args=("thread",))
+thread.start(); thread.join()
+print(open("/tmp/x", "rb").read(2), private[:2], subprocess.run([sys.executable, "-c", "print(1)"]).returncode)
+"""
+    outcome = contained(program, Limits(seconds=10))
+    assert sorted(outcome.output.split()) == [b"0", b"1", b"b'ok'", b"b'ok'", b"thread"]
+
+
+@pytest.mark.parametrize("flag", ["0x10000000", "0x00020000", "0x40000000", "0x10020000"])
+def test_namespaces_are_refused(flag):
+    calls, clone = machines_calls(), sandbox.jail.MACHINES[os.uname().machine][1]
+    program = f"{CALL}\nprint(call({calls['unshare']}, {flag}), call({clone}, {flag} | 17, 0, 0, 0, 0))"
+    assert contained(program).output.strip() == b"(-1, 1) (-1, 1)"
+
+
+def test_every_refused_call_is_refused():
+    numbers = sorted({*machines_calls().values()} - {machines_calls()["reboot"]})
+    program = f"{CALL}\nfor number in {numbers}:\n    print(call(number, 0, 0, 0, 0, 0) == (-1, 1))"
+    assert contained(program, Limits(seconds=5)).output.split() == [b"True"] * len(numbers)
+
+
+def test_clone3_is_said_to_be_missing():
+    assert contained(f"{CALL}\nprint(call(435, 0, 0))").output.strip() == b"(-1, 38)"
+
+
+@pytest.mark.parametrize("machine", sorted(sandbox.jail.MACHINES))
+def test_filter_names_each_call_once(machine):
+    program = sandbox.jail.filter_of(machine)
+    compared = [value for code, _, _, value in struct.iter_unpack("HBBI", program) if code == sandbox.jail.EQUAL]
+    for number in (sandbox.jail.REFUSED_CALLS[machine] | sandbox.jail.REFUSED_EVERYWHERE).values():
+        assert compared.count(number) == 1
+
+
+def test_no_filter_for_a_machine_whose_calls_are_unknown():
+    with pytest.raises(OSError):
+        sandbox.jail.filter_of("pdp11")
+
+
+def test_a_control_group_bounds_memory_where_it_can_be_had(tmp_path):
+    own = tmp_path / "own"
+    own.mkdir()
+    (tmp_path / "cgroup.subtree_control").write_text("cpu memory pids\n")
+    with sandbox.control_group(LIMITS, own) as group:
+        assert group is not None
+        assert group.parent == tmp_path
+        assert int((group / "memory.max").read_text()) == LIMITS.memory + LIMITS.temporary_bytes
+        assert int((group / "pids.max").read_text()) >= LIMITS.processes
+        for file in group.iterdir():  # a real one is removed with its files
+            file.unlink()
+    assert not group.exists()
+
+
+def test_without_the_right_to_a_control_group_there_is_none(tmp_path):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "cgroup.subtree_control").write_text("cpu\n")
+    with sandbox.control_group(LIMITS, tmp_path / "own") as group:
+        assert group is None
+    with sandbox.control_group(LIMITS, tmp_path / "nowhere" / "own") as group:
+        assert group is None

@@ -3,14 +3,21 @@
 Run as a script of its own by `sandbox`, with nothing but the standard library: its source goes to a fresh interpreter.
 It needs no rights. In namespaces of their own (user, mount, process, network, IPC, host name, cgroup) it builds a root
 of a few read-only folders and a small /tmp in memory, leaves everything else behind, and starts the program without
-capabilities, under limits. It stays the first process there: when it ends, or is killed, the kernel kills whatever is
-left, daemons too.
+capabilities, under limits and a seccomp filter. It stays the first process there: when it ends, or is killed, the
+kernel kills whatever is left, daemons too.
+
+The filter refuses system calls that hold memory outside of any process' resident set (memfd_create, System V and
+anonymous shared memory, message queues, vmsplice, io_uring), that make namespaces or mounts, and that reach other
+processes or the kernel (ptrace, bpf, perf, keyrings, modules). What remains is bounded: private memory by the resident
+set of all processes, files by the size of /tmp.
 """
 
 import ctypes
+import errno
 import json
 import os
 import resource
+import struct
 import sys
 
 # linux/sched.h, linux/mount.h, linux/prctl.h
@@ -22,9 +29,46 @@ DETACH, DEATH_SIGNAL, DUMPABLE, NO_NEW_PRIVILEGES, KILL = 2, 1, 4, 38, 9
 NOBODY = 65534
 REFUSED = 125  # the exit code where no sandbox can be built
 ROOT = "/tmp"  # where the new root is built: every machine has it, and it is empty for whoever is inside
-DEVICES = ("null", "zero", "urandom")
+DEVICES = ("null", "urandom")  # not /dev/zero: mapped shared, it is memory that no process need have resident
 PROGRAM = "/tmp/program.py"
 LIMITS = ("seconds", "memory", "processes", "file_bytes", "files")
+
+# System calls that are refused, by machine: asm/unistd_64.h, asm-generic/unistd.h. From 424 on all machines agree.
+REFUSED_CALLS = {
+    "x86_64": {
+        "memfd_create": 319, "shmget": 29, "shmat": 30, "semget": 64, "msgget": 68, "mq_open": 240, "vmsplice": 278,
+        "unshare": 272, "setns": 308, "mount": 165, "umount2": 166, "pivot_root": 155, "chroot": 161,
+        "add_key": 248, "request_key": 249, "keyctl": 250, "bpf": 321, "perf_event_open": 298, "userfaultfd": 323,
+        "ptrace": 101, "process_vm_readv": 310, "process_vm_writev": 311, "kexec_load": 246, "kexec_file_load": 320,
+        "init_module": 175, "finit_module": 313, "delete_module": 176, "swapon": 167, "swapoff": 168, "acct": 163,
+        "reboot": 169, "quotactl": 179, "name_to_handle_at": 303, "open_by_handle_at": 304, "fanotify_init": 300,
+        "personality": 135, "syslog": 103, "iopl": 172, "ioperm": 173, "migrate_pages": 256, "move_pages": 279,
+    },
+    "aarch64": {
+        "memfd_create": 279, "shmget": 194, "shmat": 196, "semget": 190, "msgget": 186, "mq_open": 180, "vmsplice": 75,
+        "unshare": 97, "setns": 268, "mount": 40, "umount2": 39, "pivot_root": 41, "chroot": 51,
+        "add_key": 217, "request_key": 218, "keyctl": 219, "bpf": 280, "perf_event_open": 241, "userfaultfd": 282,
+        "ptrace": 117, "process_vm_readv": 270, "process_vm_writev": 271, "kexec_load": 104, "kexec_file_load": 294,
+        "init_module": 105, "finit_module": 273, "delete_module": 106, "swapon": 224, "swapoff": 225, "acct": 89,
+        "reboot": 142, "quotactl": 60, "name_to_handle_at": 264, "open_by_handle_at": 265, "fanotify_init": 262,
+        "personality": 92, "syslog": 116, "migrate_pages": 238, "move_pages": 239,
+    },
+}  # fmt: skip
+REFUSED_EVERYWHERE = {
+    "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "open_tree": 428, "move_mount": 429,
+    "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433, "pidfd_getfd": 438, "mount_setattr": 442,
+    "quotactl_fd": 443, "memfd_secret": 447, "open_tree_attr": 467,
+}  # fmt: skip
+# The number in linux/audit.h, and those of clone and mmap, whose arguments decide.
+MACHINES = {"x86_64": (0xC000003E, 56, 9), "aarch64": (0xC00000B7, 220, 222)}
+CLONE3 = 435
+NEW_ANY = 0x7E020080  # CLONE_NEW* of clone's flags
+SHARED_ANONYMOUS = 0x01 | 0x20  # MAP_SHARED (or MAP_SHARED_VALIDATE) and MAP_ANONYMOUS
+# linux/bpf_common.h, linux/seccomp.h
+LOAD, AND, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
+KILL_PROCESS, ERRNO, ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
+SET_SECCOMP, SECCOMP_FILTER = 22, 2
+NUMBER, ARCHITECTURE, FIRST_ARGUMENT, FOURTH_ARGUMENT = 0, 4, 16, 40  # offsets in seccomp_data, the low halves
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -107,6 +151,56 @@ def limit(limits):
         resource.setrlimit(kind, (most, most))
 
 
+def filter_of(machine):
+    """Return the seccomp filter for a machine as a classic BPF program, 8 bytes an instruction.
+
+    Raises OSError where the machine's system calls are not known here.
+    """
+    if machine not in MACHINES:
+        raise OSError(errno.ENOSYS, f"no system-call filter is known for {machine}")
+    architecture, clone, mmap = MACHINES[machine]
+    steps = []
+
+    def add(code, value, then=0, otherwise=0):
+        steps.append(struct.pack("HBBI", code, then, otherwise, value))
+
+    def refuse(number=errno.EPERM):
+        add(RETURN, ERRNO | number)
+
+    add(LOAD, ARCHITECTURE)
+    add(EQUAL, architecture, then=1)
+    add(RETURN, KILL_PROCESS)
+    add(LOAD, NUMBER)
+    if machine == "x86_64":  # the x32 calls have numbers of their own
+        add(AT_LEAST, 0x40000000, otherwise=1)
+        refuse()
+    for number in sorted({*REFUSED_CALLS[machine].values(), *REFUSED_EVERYWHERE.values()}):
+        add(EQUAL, number, otherwise=1)
+        refuse()
+    add(EQUAL, CLONE3, otherwise=1)
+    refuse(errno.ENOSYS)  # its flags are in memory, which a filter cannot read; the C library goes on to clone
+    add(EQUAL, clone, otherwise=4)
+    add(LOAD, FIRST_ARGUMENT)
+    add(ANY_BIT, NEW_ANY, otherwise=1)
+    refuse()
+    add(RETURN, ALLOW)
+    add(EQUAL, mmap, otherwise=4)
+    add(LOAD, FOURTH_ARGUMENT)
+    add(AND, SHARED_ANONYMOUS)
+    add(EQUAL, SHARED_ANONYMOUS, otherwise=1)
+    refuse()
+    add(RETURN, ALLOW)
+    return b"".join(steps)
+
+
+def filter_calls():
+    """Put this process, and all that it starts, under the filter; needs PR_SET_NO_NEW_PRIVS."""
+    program = filter_of(os.uname().machine)
+    steps = ctypes.create_string_buffer(program, len(program))
+    pointer = struct.pack("HP", len(program) // 8, ctypes.addressof(steps))  # struct sock_fprog
+    call("prctl", SET_SECCOMP, SECCOMP_FILTER, ctypes.create_string_buffer(pointer, len(pointer)), 0, 0)
+
+
 def begin(command, limits):
     """Become the program, as nobody: the capabilities that a process has in its own namespaces end with the call."""
     os.setsid()
@@ -117,6 +211,7 @@ def begin(command, limits):
     limit(limits)
     call("prctl", NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     os.chdir("/tmp")
+    filter_calls()
     os.execve(command[0], [*command, PROGRAM], {})
 
 
@@ -133,6 +228,8 @@ def first(asked):
     if child == 0:
         try:
             begin(asked["command"], asked["limits"])
+        except OSError as error:
+            print(f"sandbox: {error}", file=sys.stderr)
         finally:
             os._exit(126)
     while True:
@@ -166,6 +263,8 @@ def main():
     call("prctl", DEATH_SIGNAL, KILL, 0, 0, 0)
     with open(int(sys.argv[1]), encoding="utf-8") as file:
         asked = json.load(file)
+    if asked["group"]:
+        write(asked["group"] + "/cgroup.procs", "0")
     left, leaving = os.pipe()
     entered, entering = os.pipe()
     child = os.fork()

@@ -1,7 +1,8 @@
 """Running a program that nobody has read: without network, files or time to spare, and killed at the end.
 
 `jail` says what keeps it in. From outside come the bounds that a process cannot be trusted to keep: wall-clock time,
-the memory of all its processes together, and the length of what it prints.
+the memory of all its processes together, and the length of what it prints. Where this user may make a control group
+(cgroup v2), the kernel bounds memory and processes too, between two looks.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ import selectors
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import ConfigError
@@ -34,7 +38,7 @@ class Limits:
 
     Attributes:
         seconds: of wall-clock time, and of CPU time for each process.
-        memory: bytes, of each process's addresses and of what all have resident.
+        memory: bytes, of each process' addresses and of what all have resident or swapped out together.
         processes: at once.
         file_bytes: of one file; /tmp holds `temporary_bytes`, in memory.
         files: open at once, in each process.
@@ -83,6 +87,8 @@ def obstacle() -> str | None:
     """Why this machine has no sandbox; None where it has one: it is tried."""
     if sys.platform != "linux":
         return f"{sys.platform} has none"
+    if (machine := os.uname().machine) not in jail.MACHINES:
+        return f"none is written for {machine} processors"
     try:
         outcome = _run("print(6 * 7)", b"", Limits(seconds=10))
     except OSError as error:
@@ -92,7 +98,48 @@ def obstacle() -> str | None:
     return None if outcome.output == b"42\n" else f"it does not run a program: it ends with {outcome.code}"
 
 
-def _asked(program: str, limits: Limits) -> int:
+@contextlib.contextmanager
+def control_group(limits: Limits, own: Path | None = None) -> Iterator[Path | None]:
+    """Make a cgroup v2 beside this process' own that bounds memory and processes; None where that is not permitted.
+
+    Args:
+        limits: its bounds; /tmp counts as memory there.
+        own: this process' group; default: as /proc/self/cgroup names it.
+    """
+    made = None
+    try:
+        parent = (own or _own_group()).parent
+        if {"memory", "pids"} <= set((parent / "cgroup.subtree_control").read_text().split()):
+            made = Path(tempfile.mkdtemp(prefix="halfbyte-", dir=parent))
+            (made / "memory.max").write_text(str(limits.memory + limits.temporary_bytes))
+            (made / "memory.swap.max").write_text("0")
+            (made / "pids.max").write_text(str(limits.processes + 4))  # and those of `jail`
+    except OSError:  # as a rule a user may not; the other bounds hold all the same
+        _remove(made)
+        made = None
+    try:
+        yield made
+    finally:
+        _remove(made)
+
+
+def _own_group() -> Path:
+    """Return the folder of this process' cgroup v2; it does not exist where the machine has none."""
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    named = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    return Path("/sys/fs/cgroup") / named
+
+
+def _remove(group: Path | None) -> None:
+    """Remove a control group whose processes have been killed; the kernel may take a moment to see that it is empty."""
+    for _ in range(20 if group else 0):
+        with contextlib.suppress(OSError):
+            group.rmdir()  # type: ignore[union-attr]
+            return
+        time.sleep(LOOK / 10)
+
+
+def _asked(program: str, limits: Limits, group: Path | None) -> int:
     """What `jail` is to do, as a file in memory."""
     python = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
     folders = [folder for folder in FOLDERS if os.path.isdir(folder)]
@@ -104,6 +151,7 @@ def _asked(program: str, limits: Limits) -> int:
         "folders": folders,
         "command": [python, "-I", "-S"],
         "limits": bounds,
+        "group": group and str(group),
         "temporary_bytes": limits.temporary_bytes,
     }
     descriptor = os.memfd_create("asked", 0)
@@ -113,7 +161,12 @@ def _asked(program: str, limits: Limits) -> int:
 
 
 def _run(program: str, given: bytes, limits: Limits) -> Outcome:
-    asked = _asked(program, limits)
+    with control_group(limits) as group:
+        return _run_in(group, program, given, limits)
+
+
+def _run_in(group: Path | None, program: str, given: bytes, limits: Limits) -> Outcome:
+    asked = _asked(program, limits, group)
     python = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
     try:
         process = subprocess.Popen(
@@ -191,18 +244,21 @@ def _rest(process: subprocess.Popen[bytes], limits: Limits) -> bytes:
 
 
 def _resident(pid: int) -> int:
-    """Bytes that a process and those under it have resident."""
+    """Return the bytes that a process and those under it have resident or swapped out."""
     import psutil
 
-    total = 0
     try:
         first = psutil.Process(pid)
         processes = [first, *first.children(recursive=True)]
     except psutil.NoSuchProcess:
         return 0
-    for process in processes:
-        try:
-            total += process.memory_info().rss
-        except psutil.NoSuchProcess:
-            continue
-    return total
+    return sum(_held(process.pid) for process in processes)
+
+
+def _held(pid: int) -> int:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:  # it has ended
+        return 0
+    lines = (line.split() for line in status.splitlines() if line.startswith(("VmRSS:", "VmSwap:")))
+    return sum(int(kibibytes) * 1024 for _, kibibytes, _ in lines)
