@@ -1,6 +1,7 @@
 """`import halfbyte` and `halfbyte --help` are quick and touch neither torch nor transformers."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -28,6 +29,17 @@ def test_importing_halfbyte_is_quick_and_light():
     measured = run("import halfbyte")
     assert measured["heavy"] == []
     assert measured["seconds"] < 1.5
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
+)
+def test_threads_do_not_spin_long_at_barriers_unless_the_user_says_so(given, spins):
+    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    environment = {name: value for name, value in os.environ.items() if name not in names} | given
+    program = "import os, halfbyte; print(os.environ.get('GOMP_SPINCOUNT'))"
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1] == str(spins)
 
 
 def test_reading_a_config_needs_no_torch():

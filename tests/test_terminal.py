@@ -203,6 +203,17 @@ def test_live_metrics_print_plain_lines_at_a_sensible_rate():
     assert "loss 1.5000 (from 3.0000 at step 0)" in lines[-1]
 
 
+@pytest.mark.parametrize(("before", "now"), [(1.0, 6.0), (6.0, 1.0)])
+def test_remaining_time_follows_the_recent_pace(before, now):
+    console = plain(200)
+    with LiveMetrics(console, 1000, METHODS["sft"].numbers, every_seconds=0.0) as live:
+        for step in range(10, 500, 10):
+            live.update(train_record(step, time=1000.0 + step) | {"step_seconds": before})
+        for step in range(500, 530, 10):
+            live.update(train_record(step, time=1000.0 + step) | {"step_seconds": now})
+    assert f"ETA {duration(480 * now)}" in shown(console).splitlines()[-1]
+
+
 def test_live_metrics_redraw_on_a_terminal():
     console = Console(file=io.StringIO(), width=120, force_terminal=True)
     with LiveMetrics(console, 3, METHODS["sft"].numbers) as live:

@@ -39,6 +39,7 @@ class Part(NamedTuple):
     letter: str
 
 
+RECENT_SECONDS = 30.0  # of training, by which the remaining time is estimated
 HEAP = 1.15  # how far a CPU's process outgrows its plan without a reason
 # The parts of a memory plan in the order they come to life: the process, what loading adds, what training adds.
 MEMORY_PARTS = {
@@ -381,7 +382,8 @@ class LiveMetrics:
     ):
         self.console, self.total_steps, self.method_numbers = console, total_steps, numbers
         self.capacity_bytes, self.every_seconds = capacity_bytes, every_seconds
-        self._seconds: deque[float] = deque(maxlen=20)
+        self._paces: deque[tuple[float, float]] = deque(maxlen=20)  # seconds of a step, and of all in a record
+        self._last_step = 0
         self._first_evaluation: Mapping[str, Any] | None = None
         self._printed_at = -math.inf
         self._live = (
@@ -405,7 +407,9 @@ class LiveMetrics:
             self.console.print(evaluation_line(record, self.method_numbers, self._first_evaluation))
             self._first_evaluation = self._first_evaluation or record
         elif record["kind"] == "train":
-            self._seconds.append(record["step_seconds"])
+            steps = max(1, record["step"] - self._last_step) if self._last_step else 1
+            self._paces.append((record["step_seconds"], steps * record["step_seconds"]))
+            self._last_step = record["step"]
             if self._live:
                 self._live.update(self._display(record), refresh=True)
             else:
@@ -443,8 +447,19 @@ class LiveMetrics:
         return " · ".join(numbers)
 
     def _eta(self, record: Mapping[str, Any]) -> str:
-        """Time left at the median pace of the last steps; evaluations and saves come on top."""
-        return duration((self.total_steps - record["step"]) * statistics.median(self._seconds))
+        """Return the time left at the recent pace; evaluations and saves come on top.
+
+        The pace is the median over the last 30 seconds of steps, at least 3 records: a first step that compiles
+        does not count as the pace. A machine that becomes busy, or free again, shows in it within that time.
+        """
+        recent: list[float] = []
+        covered = 0.0
+        for step_seconds, seconds in reversed(self._paces):
+            if len(recent) >= 3 and covered >= RECENT_SECONDS:
+                break
+            recent.append(step_seconds)
+            covered += seconds
+        return duration((self.total_steps - record["step"]) * statistics.median(recent))
 
 
 def evaluation_line(record: Mapping[str, Any], numbers: Numbers, first: Mapping[str, Any] | None = None) -> Text:

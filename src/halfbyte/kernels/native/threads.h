@@ -5,6 +5,7 @@
 #define HALFBYTE_THREADS
 
 #include <pthread.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
 
@@ -108,7 +109,10 @@ static void spread(stage run, const void *job, int64_t all, int64_t step, int th
         pthread_mutex_unlock(&lock);
     }
     while (take()) {}
-    while (atomic_load(&finished) < many) pause_briefly();
+    for (int idle = 0; atomic_load(&finished) < many;) {
+        if (++idle < SPINS) pause_briefly();
+        else sched_yield(); /* another program may have the core of a worker that has begun a piece */
+    }
     atomic_flag_clear(&taken);
 }
 
