@@ -21,11 +21,11 @@ from .chat import common_prefix
 from .formats import (
     Document,
     Message,
+    asked_with,
     conversation,
     described,
     message_of,
     number_in,
-    system_of,
     text_in,
     turns_in,
 )
@@ -69,13 +69,13 @@ def rows_in(source: Source, layout: RowLayout, *, templated: bool) -> Iterator[t
 
 
 def _prompt_row(row: Row, columns: Columns, where: str) -> dict[str, Any]:
-    own = {columns[part] for part in ("prompt", "messages", "instruction", "input") if part in columns}
+    parts = ("prompt", "messages", "instruction", *(["input"] if "instruction" in columns else []))
+    own = {columns[part] for part in parts if part in columns}
     document = _asking(row, columns, where)
-    part = next((part for part in ("prompt", "messages") if part in columns), "")
-    asked = row[columns[part]] if part else document["prompt"]
+    turns = columns.get("prompt", columns.get("messages", ""))
     return {
         "prompt": document,
-        "asked": asked,
+        "asked": document["prompt"] if "prompt" in document else row[turns],
         "columns": {name: value for name, value in row.items() if name not in own},
     }
 
@@ -84,7 +84,7 @@ def _asking(row: Row, columns: Columns, where: str) -> Document:
     """The document of a prompt without an answer."""
     prompt = _prompt(row, columns, where)
     if isinstance(prompt, str):
-        return {"prompt": prompt, "completion": "", **system_of(row, columns, where)}
+        return {"completion": "", **asked_with(prompt, row, columns, where)}
     _check_prompt(prompt or [], where)
     return conversation(list(prompt or []), row, columns, where)
 
@@ -114,9 +114,7 @@ def _listed(row: Row, column: str, where: str) -> list[Any]:
 def _prompt(row: Row, columns: Columns, where: str) -> Side | None:
     """The prompt of a row; None where it is part of the answers."""
     if "instruction" in columns:
-        text = text_in(row, columns["instruction"], where)
-        more = columns.get("input", "")
-        return f"{text}\n\n{text_in(row, more, where)}" if row.get(more) else text
+        return text_in(row, columns["instruction"], where)
     if "prompt" in columns:
         return _side(row, columns["prompt"], where)
     return turns_in(row, columns["messages"], where) if "messages" in columns else None
@@ -153,7 +151,8 @@ def _conversations(
     if prompt is None or (isinstance(prompt, str) and begins):  # whole conversations, with or without their question
         prompt, sides = _shared(sides, names, where)
     elif isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
+        asked = asked_with(prompt, row, columns, where)
+        prompt = [*asked.get("history", []), {"role": "user", "content": asked["prompt"]}]
     else:
         sides = [side[len(prompt) :] if side[: len(prompt)] == prompt else side for side in sides]
     _check_prompt(prompt, where)
@@ -199,8 +198,8 @@ def _texts(
     if all(text.lstrip().startswith("Human:") and "\n\nAssistant:" in text for text in whole):
         return _dialogues([text.lstrip() for text in whole], row, columns, where, templated)
     if prompt is not None:
-        system = system_of(row, columns, where)
-        return [{"prompt": prompt, "completion": answer, **system} for answer in answers]
+        asked = asked_with(prompt, row, columns, where)
+        return [{**asked, "completion": answer} for answer in answers]
     cut = _cut(whole)
     if not cut:
         raise DataError(

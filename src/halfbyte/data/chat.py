@@ -38,12 +38,13 @@ class Turn:
     """What the assistant wrote in one turn, as character positions in the rendered text.
 
     `start:end` is the answer; `end:limit` is what the template puts after every answer, where an end-of-turn token may
-    stand.
+    stand. `trained` is false where the row says that the turn is context alone.
     """
 
     start: int
     end: int
     limit: int
+    trained: bool = True
 
 
 class ChatTemplate:
@@ -193,14 +194,16 @@ class ChatTemplate:
             raise
         except Exception as error:  # a template is a program, and may raise anything
             raise DataError(f"the chat template refuses the conversation: {error}", CHANGE) from error
-        given, said = document.get("given", 0), sum(message["role"] == "assistant" for message in messages)
-        if given and len(spans) != said:
+        given, untrained = document.get("given", 0), document.get("untrained", ())
+        said = sum(message["role"] == "assistant" for message in messages)
+        if (given or untrained) and len(spans) != said:
             raise DataError(
                 f"the chat template marks {len(spans)} parts of {said} assistant turns, so it cannot be told which of"
-                " them are the completion's",
+                " them are trained",
                 "mark each assistant turn once with {% generation %} ... {% endgeneration %}",
             )
-        return text, _with_limits(text, spans)[given:]
+        turns = _with_limits(text, spans)
+        return text, [replace(turn, trained=i not in untrained) for i, turn in enumerate(turns)][given:]
 
     def _marked(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, list[Turn]]:
         restart_clock(_more(messages))

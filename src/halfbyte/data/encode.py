@@ -31,11 +31,13 @@ INSTRUCTION = "### Instruction:\n{prompt}\n\n### Response:\n"
 
 @dataclass(frozen=True)
 class _Text:
-    """A rendered document: its text, what to train (None: everything), and whether BOS and EOS are yet to be added."""
+    """A rendered document: its text, what to train (None: everything), whether BOS and EOS are yet to be added, and the
+    turns that its row says not to train."""
 
     text: str
     turns: list[Turn] | None
     bare: bool
+    untrained: Sequence[Turn] = ()
 
 
 class Encoder:
@@ -106,9 +108,9 @@ class Encoder:
             return _Text(text, None if begin is None else [Turn(begin, len(text), len(text))], bare=True)
         if rendered is not None:
             text, turns = rendered
-            return _Text(text, None if everything else turns, bare=False)
-        system = f"{document['system']}\n\n" if "system" in document else ""
-        prompt = system + INSTRUCTION.format(prompt=document["prompt"])
+            untrained = [turn for turn in turns if not turn.trained]
+            return _Text(text, None if everything else turns, bare=False, untrained=untrained)
+        prompt = instruction_of(document)
         text = prompt + document["completion"]
         return _Text(text, None if everything else [Turn(len(prompt), len(text), len(text))], bare=True)
 
@@ -180,23 +182,37 @@ class Encoder:
     def _mask(self, text: _Text, ids: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, list[int]]:
         """Which tokens are trained (bool), and the index of the last one of each turn."""
         starts, stops = offsets[::2], offsets[1::2]
-        marker = self.is_marker[ids]
         if text.turns is None:
             visible = next((i for i in reversed(range(len(ids))) if text.text[starts[i] : stops[i]].strip()), None)
-            return np.ones(len(ids), dtype=bool), [] if visible is None else [visible]
+            trained = ~self._untrained(text, ids, offsets)
+            return trained, [] if visible is None or not trained[visible] else [visible]
         trained, ends = np.zeros(len(ids), dtype=bool), []
         for turn in text.turns:
-            answer = self._from(turn.start, ids, offsets) & (starts < turn.end)
-            closing = [
-                i
-                for i in np.flatnonzero(marker & (starts >= turn.end) & (starts < turn.limit))
-                if starts[i] + len(text.text[starts[i] : stops[i]].strip()) <= turn.limit
-            ]
-            if closing:
-                answer[np.searchsorted(starts, turn.end) : closing[-1] + 1] = True
-            trained |= answer
-            ends += np.flatnonzero(answer)[-1:].tolist()
+            if turn.trained:
+                answer = self._tokens_of(turn, text.text, ids, offsets)
+                trained |= answer
+                ends += np.flatnonzero(answer)[-1:].tolist()
         return trained, ends
+
+    def _untrained(self, text: _Text, ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+        """Which tokens (bool) are of turns that the row says not to train."""
+        found = np.zeros(len(ids), dtype=bool)
+        for turn in text.untrained:
+            found |= self._tokens_of(turn, text.text, ids, offsets)
+        return found
+
+    def _tokens_of(self, turn: Turn, text: str, ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+        """Which tokens (bool) are a turn's answer and what ends it."""
+        starts, stops = offsets[::2], offsets[1::2]
+        answer = self._from(turn.start, ids, offsets) & (starts < turn.end)
+        closing = [
+            i
+            for i in np.flatnonzero(self.is_marker[ids] & (starts >= turn.end) & (starts < turn.limit))
+            if starts[i] + len(text[starts[i] : stops[i]].strip()) <= turn.limit
+        ]
+        if closing:
+            answer[np.searchsorted(starts, turn.end) : closing[-1] + 1] = True
+        return answer
 
     def _from(self, character: int, ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
         """Which tokens (bool) hold anything of a text from `character` on."""
@@ -211,6 +227,16 @@ class Encoder:
         ids = np.concatenate([np.array(prefix, dtype=np.int64), ids, np.array(suffix, dtype=np.int64)])
         trained = np.concatenate([np.zeros(len(prefix), dtype=bool), trained, np.ones(len(suffix), dtype=bool)])
         return ids, trained, len(prefix)
+
+
+def instruction_of(document: Document) -> str:
+    """The text of a document with a prompt up to its answer, where there is no chat template."""
+    system = f"{document['system']}\n\n" if "system" in document else ""
+    turns = [turn["content"] for turn in document.get("history", ())]
+    earlier = "".join(
+        f"{INSTRUCTION.format(prompt=asked)}{answer}\n\n" for asked, answer in zip(turns[::2], turns[1::2], strict=True)
+    )
+    return system + earlier + INSTRUCTION.format(prompt=document["prompt"])
 
 
 def check_rendered(rendered: Sequence[Any], places: Sequence[str]) -> None:
@@ -240,7 +266,8 @@ def _answers(document: Document) -> list[dict[str, Any]]:
             }
         ]
     said = [message for message in document["messages"] if message["role"] == "assistant"]
-    return said[document.get("given", 0) :]
+    given, untrained = document.get("given", 0), document.get("untrained", ())
+    return [message for number, message in enumerate(said) if number >= given and number not in untrained]
 
 
 def _says(message: dict[str, Any]) -> bool:

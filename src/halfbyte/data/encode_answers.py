@@ -15,7 +15,7 @@ import numpy as np
 
 from ..errors import DataError
 from ..words import brief
-from .encode import CUT_AWAY, INSTRUCTION, TOO_LONG, UNTRAINED, Encoder, check_rendered, says_anything
+from .encode import CUT_AWAY, TOO_LONG, UNTRAINED, Encoder, check_rendered, instruction_of, says_anything
 from .formats import Document
 from .preference import Kind
 
@@ -113,10 +113,12 @@ class AnswerEncoder(Encoder):
         if text.turns:
             answer = np.flatnonzero(self._from(text.turns[0].start, ids, offsets))
             begin = int(answer[0]) if len(answer) else begin
+        untrained = self._untrained(text, ids, offsets)
         ids, trained, ends, added = self._whole(text, ids, offsets)
         begin += added
         if self.everything:
             trained[begin:] = True
+            trained[added : added + len(untrained)] &= ~untrained
         return _Whole(ids, trained, list(zip(ends, self._end_tokens(ids, ends), strict=True)), begin, beyond)
 
     def _row(self, answers: list[_Whole]) -> dict[str, Any]:
@@ -218,7 +220,7 @@ class AnswerEncoder(Encoder):
             texts = self.template.prompts_of(documents)
             check_rendered(texts, places)
         else:
-            texts = [_instruction(document) for document in documents]
+            texts = [instruction_of(document) for document in documents]
         encoded = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         prefix = self.prefix if self.template is None else []
         return [ids if ids[:1] == prefix[:1] else [*prefix, *ids] for ids in encoded]
@@ -228,9 +230,3 @@ def _prompt_of(document: Document) -> Document:
     """A conversation up to its answer."""
     said = [index for index, message in enumerate(document["messages"]) if message["role"] == "assistant"]
     return {**document, "messages": document["messages"][: said[document.get("given", 0)]]}
-
-
-def _instruction(document: Document) -> str:
-    """A prompt where there is no chat template."""
-    system = f"{document['system']}\n\n" if "system" in document else ""
-    return system + INSTRUCTION.format(prompt=document["prompt"])

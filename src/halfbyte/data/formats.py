@@ -3,8 +3,10 @@
 A document is one of three things, whatever the file called its columns:
 
 - `{"messages": [...], "tools": [...]}`: a conversation in the form chat templates take (roles system, user,
-  assistant, tool; an assistant may carry `tool_calls`); with `"given": n` its first n assistant turns are a prompt's;
-- `{"prompt": ..., "completion": ..., "system": ...}`: one question and its answer;
+  assistant, tool; an assistant may carry `tool_calls`); with `"given": n` its first n assistant turns are a prompt's,
+  with `"untrained": [i, ...]` those numbers of its assistant turns, from 0, are shown alone;
+- `{"prompt": ..., "completion": ..., "system": ..., "history": [...]}`: one question and its answer; the turns of the
+  history come before it, and are not trained;
 - `{"text": ...}`: plain text.
 
 Sources: ShareGPT's from/value turns and function_call/observation as LLaMA-Factory writes them; Alpaca's
@@ -24,6 +26,7 @@ from ..errors import DataError
 from ..notices import notice
 from ..reading import parse_json
 from ..words import brief
+from .context import every_column, shown_beside
 from .sources import Row, Source
 
 Document = dict[str, Any]
@@ -54,8 +57,15 @@ PAIRS = [
 ]
 CHAT_COLUMNS = ("messages", "conversations", "conversation")
 # What `column_mapping` may name, and the message keys that chat templates read.
-PARTS = ("messages", "prompt", "completion", "instruction", "input", "output", "text", "system", "tools")
+PARTS = (
+    *("messages", "prompt", "completion", "instruction", "input", "output", "text"),
+    *("system", "tools", "context", "history"),
+)
 WRITE_CALL = 'write a call as {"function": {"name": "f", "arguments": {"x": 1}}}'
+# Keys of a turn that say whether it is trained: of Axolotl (train, training), ms-swift (loss), verl (loss_mask), OpenAI
+# (weight); and what a message has where one of them says that it is not, until it is part of a document.
+MARKS = ("train", "training", "loss", "loss_mask", "weight", "loss_weight")
+UNTRAINED = "untrained"
 MESSAGE_KEYS = ("tool_calls", "name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 
 
@@ -129,7 +139,9 @@ def recognise(
             f"{said} {'no known format' if format == 'auto' else f'not dataset_format {format}'}; {_nearest(present)}",
             "map them, e.g. column_mapping: {prompt: your_column, completion: your_other_column}",
         )
-    optional = {part: mapped.get(part, part) for part in ("system", "tools") if mapped.get(part, part) in present}
+    every = every_column(source)
+    optional = {part: mapped.get(part, part) for part in ("system", "tools") if mapped.get(part, part) in every}
+    optional |= shown_beside(source, layout.columns, mapped)
     return Layout(layout.format, {**layout.columns, **optional}, source.note or layout.why)
 
 
@@ -263,7 +275,7 @@ def _pair(row: Row, columns: Mapping[str, str], where: str) -> Document:
     if any(isinstance(row.get(name), list) for name in names):
         return _pair_of_turns(row, columns, where)
     document = {part: text_in(row, columns[part], where) for part in ("prompt", "completion")}
-    return {**document, **system_of(row, columns, where)}
+    return {**document, **asked_with(document["prompt"], row, columns, where)}
 
 
 def _pair_of_turns(row: Row, columns: Mapping[str, str], where: str) -> Document:
@@ -284,12 +296,35 @@ def _pair_of_turns(row: Row, columns: Mapping[str, str], where: str) -> Document
 
 
 def _alpaca(row: Row, columns: Mapping[str, str], where: str) -> Document:
-    prompt = text_in(row, columns["instruction"], where)
-    # The input is optional: absent, null or empty in rows whose instruction says everything.
-    if row.get(columns.get("input", ""), None):
-        prompt += "\n\n" + text_in(row, columns["input"], where)
-    completion = text_in(row, columns["output"], where)
-    return {"prompt": prompt, "completion": completion, **system_of(row, columns, where)}
+    prompt, completion = (text_in(row, columns[part], where) for part in ("instruction", "output"))
+    return {"completion": completion, **asked_with(prompt, row, columns, where)}
+
+
+def asked_with(prompt: str, row: Row, columns: Mapping[str, str], where: str) -> Document:
+    """`prompt` with all that is shown together with it: a document's prompt, system and history."""
+    # A context or an input may be absent, null or empty in rows whose prompt says everything.
+    if row.get(columns.get("context", "")):
+        prompt = f"{text_in(row, columns['context'], where)}\n\n{prompt}"
+    if row.get(columns.get("input", "")):
+        prompt = f"{prompt}\n\n{text_in(row, columns['input'], where)}"
+    return {"prompt": prompt, **system_of(row, columns, where), **_history_of(row, columns, where)}
+
+
+def _history_of(row: Row, columns: Mapping[str, str], where: str) -> dict[str, list[Message]]:
+    """Earlier turns from LLaMA-Factory's history: a list of prompt and answer."""
+    column = columns.get("history", "")
+    pairs = row.get(column)
+    if isinstance(pairs, str) and pairs.strip():
+        pairs = parse_json(pairs, f"{where}, column {column}", DataError, "write it as a list")
+    turns: list[Message] = []
+    for number, pair in enumerate(pairs if isinstance(pairs, list) else [pairs] if pairs else [], 1):
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            wrong = f"{where}: entry {number} of column {column!r} is {described(pair)}, not a prompt and its answer"
+            raise DataError(wrong, 'write the earlier turns as [["prompt", "answer"], ...]')
+        turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    if turns:
+        notice("history", "earlier turns of the column history are shown, and not trained")
+    return {"history": turns} if turns else {}
 
 
 def system_of(row: Row, columns: Mapping[str, str], where: str) -> dict[str, str]:
@@ -314,7 +349,10 @@ def conversation(messages: list[Message], row: Row, columns: Mapping[str, str], 
     system = system_of(row, columns, where)
     if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system["system"]})
-    document: Document = {"messages": messages}
+    said = [message for message in messages if message["role"] == "assistant"]
+    document: Document = {"messages": [{k: v for k, v in each.items() if k != UNTRAINED} for each in messages]}
+    if untrained := [number for number, message in enumerate(said) if UNTRAINED in message]:
+        document["untrained"] = untrained
     if tools := tools_in(row.get(columns.get("tools", "")), where):
         document["tools"] = tools
     return document
@@ -338,9 +376,22 @@ def message_of(turn: Any, where: str) -> Message:
     elif name == "function_call" and (calls := _parsed_calls(content)):
         # The text is kept for templates that know nothing of tool calls; see chat.ChatTemplate.adapt.
         message |= {"tool_calls": calls, "content": "", "call_text": content}
-    if "loss_weight" in turn or "weight" in turn:
-        notice("loss-weight", "weights of single turns are ignored: every assistant turn is trained")
-    return message
+    return message if _is_trained(turn, message["role"], where) else {**message, UNTRAINED: True}
+
+
+def _is_trained(turn: Mapping[str, Any], role: str, where: str) -> bool:
+    """Whether no mark of a turn says that it is not to be trained."""
+    marks = {key: turn[key] for key in MARKS if turn.get(key) is not None}
+    for key, value in marks.items():
+        if not isinstance(value, bool | int | float):
+            wrong = f"{where}: {key} is {described(value)}, which does not say whether the turn is trained"
+            raise DataError(wrong, "write true or false, or 1 or 0")
+        if value not in (0, 1):
+            said = f"{where}: {key} {value:g}: halfbyte trains a turn fully or not at all, so this one fully"
+            notice("loss-weight", f"{said}, and others alike; write 0 or 1")
+    if role != "assistant" and any(marks.values()):
+        notice("trained-roles", f"{where}: {', '.join(marks)} of role {role}: only turns of the assistant are trained")
+    return all(marks.values())
 
 
 def _content(content: Any, where: str, *, optional: bool) -> str:

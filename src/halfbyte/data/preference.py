@@ -20,14 +20,24 @@ from typing import Literal
 
 from ..errors import DataError
 from ..notices import notice
-from .formats import CHAT_COLUMNS, METHODS_FOR, PAIR_COLUMNS, PAIRS, STEP_COLUMNS, WORDS, check_mapping, columns_of
+from .context import every_column, shown_beside
+from .formats import (
+    CHAT_COLUMNS,
+    METHODS_FOR,
+    PAIR_COLUMNS,
+    PAIRS,
+    STEP_COLUMNS,
+    WORDS,
+    check_mapping,
+    columns_of,
+)
 from .sources import Source
 
 Kind = Literal["pairs", "unpaired", "prompts", "stepwise"]
 # What `column_mapping` may name.
 PARTS = (
     *("prompt", "completion", "chosen", "rejected", "label", "margin"),
-    *("completions", "labels", "messages", "instruction", "input", "output", "system", "tools"),
+    *("completions", "labels", "messages", "instruction", "input", "output", "system", "tools", "context", "history"),
 )
 CHOSEN, REJECTED = zip(*PAIR_COLUMNS, strict=True)
 LABELS = ("label", "kto_tag")
@@ -76,7 +86,9 @@ def recognise_rows(source: Source, kind: Kind, mapping: Mapping[str, str] | None
     parts = _parts(columns, "pairs" if kind == "unpaired" and found == "pairs" else kind)
     if parts is None or (kind == "prompts" and found in ("pairs", "stepwise")):
         raise _misfit(source, kind, found)
-    parts |= {part: columns[part] for part in ("system", "tools") if part in columns}
+    every = {column: column for column in every_column(source)} | mapped
+    parts |= {part: every[part] for part in ("system", "tools") if part in every}
+    parts |= shown_beside(source, parts, mapped)
     for part in ("prompt", "completion", "label"):
         if parts.get(part, part) != part and part not in mapped:
             notice(f"columns:{source.path}:{part}", f"{source.path}: {parts[part]} is read as the {part}")

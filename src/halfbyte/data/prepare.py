@@ -21,8 +21,10 @@ from ..config import RunConfig
 from ..errors import ConfigError, DataError
 from ..notices import notice
 from .chat import ChatTemplate
+from .csv_values import with_values
 from .encode import CUT_AWAY, INSTRUCTION, TOO_LONG, UNTRAINED, Encoder
 from .formats import Document, documents, number_in, recognise
+from .leftovers import leftovers, say_leftovers
 from .pack import pack
 from .report import endings, held_out, ragged, samples, split_report
 from .sources import read_sources
@@ -79,6 +81,11 @@ class Documents:
     sources: list[dict[str, Any]] = field(default_factory=list)
     masks: dict[str, None] = field(default_factory=dict)
     columns: Sequence[str] = ()
+
+    @property
+    def left_out(self) -> Counter[str]:
+        """Rows with a value in each column or key that is neither trained nor shown (`leftovers`)."""
+        return sum((Counter(source.get("left_out", {})) for source in self.sources), Counter())
 
     def select(self, indices: np.ndarray) -> Documents:
         texts, places = [self.texts[i] for i in indices], [self.places[i] for i in indices]
@@ -157,6 +164,7 @@ def _read(
             mapping=config.column_mapping,
             text_field=config.dataset_text_field,
         )
+        source = with_values(source, layout.columns, columns)
         pairs = layout.format in ("prompt-completion", "alpaca")
         everything = not (config.completion_only_loss if pairs else config.assistant_only_loss)
         for (where, document), row in zip(documents(source, layout), source.rows, strict=True):
@@ -169,8 +177,10 @@ def _read(
             found.texts.append(text)
             found.places.append(where)
         found.masks[mask_of(layout.format, everything, template)] = None
+        left_out = leftovers(source, layout.columns, columns)
         summary = {"path": source.path, "format": layout.format, "why": layout.why, "rows": len(source.rows)}
-        found.sources.append(summary)
+        found.sources.append(summary | ({"left_out": dict(left_out)} if left_out else {}))
+    say_leftovers(names, found.left_out)
     return found
 
 
@@ -180,9 +190,9 @@ def for_template(document: Document, template: ChatTemplate | None, where: str) 
         if template is None:
             notice("no-template", f"no chat template: rows are written as {INSTRUCTION!r} and the completion")
             return document
-        system = [{"role": "system", "content": document["system"]}] if "system" in document else []
-        user = {"role": "user", "content": document["prompt"]}
-        document = {"messages": [*system, user, {"role": "assistant", "content": document["completion"]}]}
+        earlier, answer = asked_turns(document), {"role": "assistant", "content": document["completion"]}
+        given = len(document.get("history", ())) // 2
+        document = {"messages": [*earlier, answer]} | ({"given": given} if given else {})
     if "messages" not in document:
         return document
     if template is None:
@@ -191,6 +201,12 @@ def for_template(document: Document, template: ChatTemplate | None, where: str) 
             "give one with chat_template_path, or use the tokenizer of the instruction-tuned model",
         )
     return template.adapt(document)
+
+
+def asked_turns(document: Document) -> list[dict[str, Any]]:
+    """The turns of a document with a prompt, up to its answer."""
+    system = [{"role": "system", "content": document["system"]}] if "system" in document else []
+    return [*system, *document.get("history", ()), {"role": "user", "content": document["prompt"]}]
 
 
 def check_unicode(text: str, where: str) -> None:

@@ -15,9 +15,11 @@ from ..notices import notice
 from ..ops import IGNORE_INDEX
 from .answers import rows_in
 from .chat import ChatTemplate
+from .csv_values import with_values
 from .encode import Encoder
 from .encode_answers import ALIKE, NAMES, NO_PROMPT, NO_ROOM, AnswerEncoder
 from .formats import Document
+from .leftovers import leftovers, say_leftovers
 from .preference import Kind, recognise_rows
 from .prepare import (
     ENCODED,
@@ -25,6 +27,7 @@ from .prepare import (
     REMEDY,
     Documents,
     PreparedData,
+    asked_turns,
     check_unicode,
     encode,
     for_template,
@@ -130,17 +133,22 @@ def _read(config: RunConfig, names: str | list[str], template: ChatTemplate | No
     found, margins = Documents(), {}
     for source in read_sources(names, config.dataset_split):
         layout = recognise_rows(source, kind, config.column_mapping)
-        before = len(found.texts)
+        source, before = with_values(source, layout.columns), len(found.texts)
         for where, row in rows_in(source, layout, templated=template is not None):
             found.texts.append(_text(_for_template(row, template, where), where))
             found.places.append(where)
         found.masks[_mask_said(config, template, kind)] = None
         rows = len(found.texts) - before
-        found.sources.append({"path": source.path, "format": kind, "why": layout.why, "rows": rows})
+        # Reward functions get the further columns of prompts; of margins only a reward model learns.
+        read = {part: name for part, name in layout.columns.items() if part != "margin" or config.method == "reward"}
+        left_out = leftovers(source, read, None if kind == "prompts" and config.reward_funcs else ())
+        summary = {"path": source.path, "format": kind, "why": layout.why, "rows": rows}
+        found.sources.append(summary | ({"left_out": dict(left_out)} if left_out else {}))
         margins[source.path] = "margin" in layout.columns
     if len(set(margins.values())) > 1:
         having, lacking = (next(path for path, has in margins.items() if has is wanted) for wanted in (True, False))
         raise DataError(f"{lacking} has no column margin, and {having} has one", "give it in both, or in neither")
+    say_leftovers(names, found.left_out)
     found.columns = ["margin"] if True in margins.values() else []
     return found
 
@@ -161,8 +169,7 @@ def _for_template(row: dict[str, Any], template: ChatTemplate | None, where: str
         return {**row, "prompt": for_template(prompt, None, where)}
     messages = prompt.get("messages")
     if messages is None:
-        system = [{"role": "system", "content": prompt["system"]}] if "system" in prompt else []
-        messages = [*system, {"role": "user", "content": prompt["prompt"]}]
+        messages = asked_turns(prompt)
     messages, tools = template.understood(messages, prompt.get("tools"))
     return {**row, "prompt": {"messages": messages, "tools": tools}}
 

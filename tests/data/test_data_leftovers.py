@@ -1,0 +1,197 @@
+"""Every column and key of a row is trained, shown as context, or named once with its count of rows."""
+
+import json
+
+import pytest
+
+from halfbyte.data.prepare import prepare
+from halfbyte.data.prepare_answers import prepare_answers
+from halfbyte.errors import DataError
+from halfbyte.notices import said
+
+TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+
+
+@pytest.fixture
+def prepared(config, write, make_tokenizer):
+    """Prepare rows: the report, and the ids of the first row as text with what of it is trained."""
+
+    def _prepared(rows, *, kind=None, template="plain", **keys):
+        tokenizer, asked = make_tokenizer(template), config(write(rows), **keys)
+        data = prepare_answers(asked, tokenizer, kind) if kind else prepare(asked, tokenizer)
+        sample = data.report["samples"][0]
+        pairs = zip(sample["tokens"], sample["trained"], strict=True)
+        return data.report, "".join(sample["tokens"]), "".join(token for token, trained in pairs if trained)
+
+    return _prepared
+
+
+def left_out(report):
+    return report["sources"][0].get("left_out", {})
+
+
+@pytest.mark.parametrize(
+    ("row", "asked", "named"),
+    [
+        ({"instruction": "i", "context": "c", "response": "r", "category": "x"}, "i\n\nc", {"category": 1}),
+        ({"id": 0, "title": "t", "context": "c", "question": "q", "answer": "r"}, "c\n\nq", {"id": 1, "title": 1}),
+        ({"instruction": "i", "query": "c", "output": "r"}, "i\n\nc", {}),
+        ({"instruction": "i", "input": "c", "output": "r", "query": "x"}, "i\n\nc", {"query": 1}),
+        ({"instruction": "i", "input": "c", "response": "r"}, "i\n\nc", {}),
+        ({"question": "q", "input": "c", "answer": "r"}, "q\n\nc", {}),
+        ({"context": "c", "input": "q", "output": "r"}, "c\n\nq", {}),
+        ({"instruction": "i", "context": {"title": ["t"]}, "response": "r"}, "i", {"context": 1}),
+        ({"instruction": "i", "context": "", "response": "r"}, "i", {}),
+        ({"prompt": "p", "completion": "r", "context": "c", "source": None}, "p", {"context": 1}),
+    ],
+)
+def test_contexts_are_shown_and_the_rest_is_named(prepared, row, asked, named):
+    report, text, trained = prepared([row])
+    assert text == f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\nr<|im_end|>\n"
+    assert trained == "r<|im_end|>"
+    assert left_out(report) == named
+
+
+def test_a_mapped_context_is_shown(prepared):
+    row = {"q": "q", "passage": "c", "a": "r"}
+    report, text, _ = prepared([row], column_mapping={"prompt": "q", "completion": "a", "context": "passage"})
+    assert "user\nc\n\nq<|im_end|>" in text
+    assert left_out(report) == {}
+
+
+def test_a_context_of_late_rows_is_shown(prepared):
+    rows = [{"question": "q", "answer": "r"}] * 150 + [{"question": "q", "answer": "r", "context": "c"}]
+    report, _, _ = prepared(rows)
+    assert left_out(report) == {}
+    assert report["train"]["tokens"] == 150 * len_of("q", "r") + len_of("c\n\nq", "r")
+
+
+def len_of(asked, answer):
+    return len("user\n") + len(asked) + len("\nassistant\n") + len(answer) + len("\n") + 4
+
+
+@pytest.mark.parametrize("names", [("instruction", "output"), ("prompt", "response"), ("question", "answer")])
+def test_history_is_shown_as_earlier_turns(prepared, names):
+    row = {names[0]: "q", names[1]: "r", "history": [["q1", "r1"], ["q2", "r2"]], "system": "s"}
+    _, text, trained = prepared([row])
+    turns = [("system", "s"), ("user", "q1"), ("assistant", "r1"), ("user", "q2"), ("assistant", "r2"),
+             ("user", "q"), ("assistant", "r")]  # fmt: skip
+    assert text == "".join(f"<|im_start|>{role}\n{said}<|im_end|>\n" for role, said in turns)
+    assert trained == "r<|im_end|>"
+
+
+def test_history_without_a_template_stands_before_the_question(prepared):
+    _, text, trained = prepared([{"instruction": "q", "output": "r", "history": [["q1", "r1"]]}], template=None)
+    first = "### Instruction:\nq1\n\n### Response:\nr1\n\n"
+    assert text == f"{first}### Instruction:\nq\n\n### Response:\nr<|im_end|>"
+    assert trained == "r<|im_end|>"
+
+
+def test_history_of_pairs_labels_and_prompts_is_shown(prepared):
+    asked = {"instruction": "q", "input": "c", "history": [["q1", "r1"]]}
+    pairs = [{**asked, "chosen": "good", "rejected": "bad"}]
+    shown = "user\nq1<|im_end|>\n<|im_start|>assistant\nr1<|im_end|>\n<|im_start|>user\nq\n\nc<|im_end|>"
+    assert shown in prepared(pairs, kind="pairs", method="dpo")[1]
+    labels = [{**asked, "output": "good", "kto_tag": True}, {**asked, "output": "bad", "kto_tag": False}]
+    assert shown in prepared(labels, kind="unpaired", method="kto")[1]
+    grpo = {"method": "grpo", "reward_funcs": ["exact"], "per_device_train_batch_size": 8}
+    assert shown in prepared([asked], kind="prompts", **grpo)[1]
+
+
+@pytest.mark.parametrize("history", [[["q1"]], [["q1", None]], [["q1", "r1"], "r2"]])
+def test_a_malformed_history_is_named(prepared, history):
+    with pytest.raises(DataError, match=r"data\.jsonl:1.*'history'"):
+        prepared([{"instruction": "q", "output": "r", "history": history}])
+
+
+def test_a_column_called_history_that_is_a_text_is_named(prepared):
+    assert left_out(prepared([{"question": "q", "answer": "r", "history": "of Rome"}])[0]) == {"history": 1}
+
+
+def test_leftover_columns_of_every_layout_are_named_once_with_their_rows(prepared):
+    for rows, keys in (
+        ([{"messages": TURNS, "id": i, "tag": "" if i else "x"} for i in range(3)], {}),
+        ([{"text": "t", "id": i, "tag": None if i else "x"} for i in range(3)], {}),
+        ([{"prompt": "p", "chosen": f"a{i}", "rejected": "b", "id": i, "tag": [] if i else "x"} for i in range(3)],
+         {"kind": "pairs", "method": "dpo"}),
+        ([{"prompt": "p", "completion": f"{i}", "label": i < 1, "id": i, "tag": {} if i else "x"} for i in range(3)],
+         {"kind": "unpaired", "method": "kto"}),
+        ([{"prompt": "p", "completions": [f"{i}"], "labels": [i < 1], "id": i, **({} if i else {"tag": 0})}
+          for i in range(3)], {"kind": "stepwise", "method": "prm"}),
+    ):  # fmt: skip
+        report, _, _ = prepared(rows, **keys)
+        assert left_out(report) == {"id": 3, "tag": 1}
+        assert sum(key.startswith("left-out:") for key in said()) == 1
+
+
+def test_a_margin_is_named_where_no_reward_model_learns_it(prepared):
+    rows = [{"prompt": "p", "chosen": "a", "rejected": "b", "margin": 0.5}]
+    assert left_out(prepared(rows, kind="pairs", method="dpo")[0]) == {"margin": 1}
+    assert left_out(prepared(rows, kind="pairs", method="reward")[0]) == {}
+
+
+def test_reward_functions_get_further_columns_so_these_are_not_named(prepared):
+    rows = [{"question": "q", "context": "c", "answer": "4", "level": 3}]
+    keys = {"method": "grpo", "reward_funcs": ["exact"], "per_device_train_batch_size": 8}
+    report, text, _ = prepared(rows, kind="prompts", **keys)
+    assert left_out(report) == {}
+    assert "user\nc\n\nq<|im_end|>" in text
+    assert left_out(prepared(rows, kind="prompts", method="gkd", teacher_model_name_or_path="t")[0]) == {
+        "answer": 1, "level": 1,
+    }  # fmt: skip
+
+
+def test_keys_of_turns_and_calls_are_named(prepared):
+    call = {"id": "1", "index": 0, "type": "function", "function": {"name": "f", "arguments": {}, "strict": True}}
+    turns = [
+        {"role": "user", "content": "hi", "time": 5, "name": None},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "x", "tool_call_id": "1"},
+        {"role": "assistant", "content": "hello", "time": 6},
+    ]
+    assert left_out(prepared([{"messages": turns}, {"messages": TURNS}])[0]) == {
+        "messages[].time": 1,
+        "messages[].tool_calls[].index": 1,
+        "messages[].tool_calls[].function.strict": 1,
+    }
+
+
+def test_texts_that_turns_take_the_place_of_are_named(prepared):
+    system = [{"role": "system", "content": "s"}, *TURNS]
+    rows = [{"messages": system, "system": "other"}, {"messages": system, "system": "s"}]
+    assert left_out(prepared(rows)[0]) == {"system": 1}
+    pair = {"chosen": TURNS, "rejected": [TURNS[0], {"role": "assistant", "content": "no"}]}
+    report = prepared([{**pair, "prompt": "hi"}, {**pair, "prompt": "bye"}], kind="pairs", method="dpo")[0]
+    assert left_out(report) == {"prompt": 1}
+
+
+@pytest.mark.parametrize(("good", "bad"), [("True", "False"), ("true", "false"), ("1", "0"), (" TRUE", "0.0")])
+def test_labels_of_a_csv_are_parsed(config, write, make_tokenizer, good, bad):
+    path = write(f"prompt,completion,label\np,a,{good}\np,b,{bad}\n", "d.csv")
+    data = prepare_answers(config(path, method="kto"), make_tokenizer("plain"), "unpaired")
+    assert list(data.train["label"]) == [True, False]
+
+
+def test_a_label_of_a_csv_that_is_none_is_named(config, write, make_tokenizer):
+    path = write("prompt,completion,kto_tag\np,a,True\np,b,maybe\n", "d.csv")
+    with pytest.raises(DataError, match=r"d\.csv:3: column 'kto_tag'.*maybe"):
+        prepare_answers(config(path, method="kto"), make_tokenizer("plain"), "unpaired")
+
+
+def test_a_jsonl_label_in_quotes_is_refused(config, write, make_tokenizer):
+    path = write([{"prompt": "p", "completion": "a", "label": "True"}])
+    with pytest.raises(DataError, match=r"data\.jsonl:1: column 'label'"):
+        prepare_answers(config(path, method="kto"), make_tokenizer("plain"), "unpaired")
+
+
+def test_margins_steps_and_turns_of_a_csv_are_parsed(config, write, make_tokenizer):
+    tokenizer = make_tokenizer("plain")
+    path = write("prompt,chosen,rejected,margin\np,a,b,0.5\np,a,c,2\n", "d.csv")
+    assert list(prepare_answers(config(path, method="reward"), tokenizer, "pairs").train["margin"]) == [0.5, 2.0]
+    path = write('prompt,completions,labels\np,"[""a"", ""b""]","[True, 0]"\n'.replace("True", "true"), "d.csv")
+    assert list(prepare_answers(config(path, method="prm"), tokenizer, "stepwise").train["right"]) == [[True, False]]
+    turns = json.dumps(TURNS).replace('"', '""')
+    assert prepare(config(write(f'messages\n"{turns}"\n', "d.csv")), tokenizer).report["train"]["documents"] == 1
+    path = write('prompt,completions,labels\np,"[""a""]",[True]\n', "d.csv")
+    with pytest.raises(DataError, match=r"d\.csv:2, column 'labels'"):
+        prepare_answers(config(path, method="prm"), tokenizer, "stepwise")
