@@ -62,10 +62,13 @@ def evaluate(name: str, dataset: str, overrides: Iterable[str] = ()) -> Evaluati
     look_over_datasets(dataset)
     saved = load_saved(name, overrides, dataset, scores=True)
     from .data.collate import make_collator
+    from .data.sources import split_to_evaluate
     from .models.isolation import isolate_run
     from .models.layer import causal_lm_of
 
-    config = saved.config.model_copy(update={"dataset": dataset, "eval_dataset": None, "eval_split_size": 0.0})
+    split = split_to_evaluate(dataset, saved.config.dataset_split)
+    asked = {"dataset": dataset, "dataset_split": split, "eval_dataset": None, "eval_split_size": 0.0}
+    config = saved.config.model_copy(update=asked)
     method = method_of(config)
     if method.rows == "prompts":
         raise ConfigError(

@@ -20,6 +20,22 @@ def test_think_equals_trl():
     assert functions.think(completions=ANSWERS) == think_format_reward(turns)
 
 
+@pytest.mark.parametrize("opening", ["<think>", "<think>\n", "<think>\n\n "])
+def test_think_goes_on_from_what_the_prompt_opened(opening):
+    prompt = f"<|im_start|>user\nwrite <think> first<|im_end|>\n<|im_start|>assistant\n{opening}"
+    answers = ["so\n</think>\n\n4", "</think>4", "so", "<think>so</think>4", "so</think>4<think>"]
+    turns = [[{"role": "assistant", "content": text}] for text in answers]
+    for completions in (answers, turns):
+        assert functions.think(completions, prompts=[prompt] * 5) == [1.0, 1.0, 0.0, 0.0, 0.0]
+
+
+def test_think_takes_a_thought_that_the_prompt_closed_for_no_opening():
+    asked = "user\nwrite <think>\nassistant\n"
+    prompts = [f"{asked}<think>\n\n</think>\n\n", asked, [{"role": "user", "content": "<think>"}]]
+    assert functions.think(["a</think>b"] * 3, prompts=prompts) == [0.0] * 3
+    assert functions.think(["<think>a</think>b"] * 3, prompts=prompts) == [1.0] * 3
+
+
 @pytest.mark.parametrize("cache", [0, 20, 60])
 def test_soft_overlong_equals_trl(cache):
     assert functions.soft_overlong(60, cache, IDS) == pytest.approx(get_soft_overlong_punishment(60, cache)(IDS))

@@ -85,6 +85,14 @@ def test_sync_and_async(file, rewards_of):
     assert list(rewards.files) == [str(file)]
 
 
+def test_the_format_is_judged_on_what_the_model_read_and_other_functions_on_the_datas_prompts(file, rewards_of):
+    rewards = rewards_of({"format": "think"}, f"{file}:correct")
+    texts, read = ["a</think>b"] * 2, ["assistant\n<think>\n", "assistant\n"]
+    scored = rewards.score(["p", "q<think>"], texts, [[1], [1]], {"answer": texts}, {"global_step": 1}, (), read)
+    assert next(iter(scored.rewards.values())) == [1.0, 0.0]
+    assert scored.extra == {"seen": [f"p{texts[0]}", f"q<think>{texts[1]}"]}
+
+
 def test_functions_given_in_python(rewards_of):
     def short_answers(completions, **columns):
         return [-len(text) for text in completions]

@@ -95,6 +95,30 @@ def test_rewards_rise(prompts, tmp_path):
     assert report.count("letters ") >= 12
 
 
+OPENING = (
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: <think>\n' }}{% endif %}"
+)
+
+
+def test_a_thought_that_the_chat_template_opens_is_judged_with_the_answer(prompts, tmp_path, monkeypatch):
+    """trl#6966: an answer to a prompt that ends with <think> has no opening tag of its own."""
+    (tmp_path / "opening.jinja").write_text(OPENING)
+    rows = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in lines(prompts / "prompts.jsonl")]
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    drawn = Generations.draw
+
+    def draw(self, *args):
+        completions, texts, seconds = drawn(self, *args)
+        return completions, ["so</think>4" if at % 2 else "so" for at in range(len(texts))], seconds
+
+    monkeypatch.setattr(Generations, "draw", draw)
+    more = {"chat_template_path": str(tmp_path / "opening.jinja"), "reward_funcs": [{"format": "think"}]}
+    run(prompts, tmp_path / "out", dataset=str(tmp_path / "talks.jsonl"), max_steps=1, max_length=128, **more)
+    rewards = [next(iter(each["rewards"].values())) for each in lines(tmp_path / "out/completions.jsonl")]
+    assert rewards == [0.0, 1.0] * (len(rewards) // 2)
+
+
 WAYS = {
     "grpo": {"steps_per_generation": 4, "num_iterations": 2, "beta": 0.05},
     "rloo": {"method": "rloo", "num_generations": 2, "beta": 0.1, "steps_per_generation": 4},

@@ -147,7 +147,7 @@ class DataSection(Section):
     """The data"""
 
     dataset: str | list[str] = Field(description="file (jsonl, json, csv, parquet, txt), folder or hub id, or several")
-    dataset_split: str = Field("train", description="split of a hub dataset")
+    dataset_split: str = Field("train", description="split of a hub dataset, or of a folder with files of several")
     eval_dataset: str | list[str] | None = Field(None, description="held-out data; else eval_split_size is split off")
     eval_split_size: Annotated[float, Field(ge=0)] = Field(
         0.0, description="rows held out for evaluation: a share below 1, or a count"

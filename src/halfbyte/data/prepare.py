@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ def prepare(config: RunConfig, tokenizer: PreTrainedTokenizerBase, columns: Sequ
     """
     template = template_of(config, tokenizer)
     encoder = Encoder(tokenizer, template, max_length=config.max_length, overlong=config.overlong)
-    training, evaluated, sources = read_parts(config, lambda names: _read(config, names, template, columns))
+    training, evaluated, sources = read_parts(config, partial(_read, config, template, columns))
     train = _finish(training, encoder, config, "training")
     evaluation = _finish(evaluated, encoder, config, "evaluation") if evaluated else None
     report = {
@@ -154,10 +155,14 @@ def template_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ChatTe
 
 
 def _read(
-    config: RunConfig, names: str | list[str], template: ChatTemplate | None, columns: Sequence[str]
+    config: RunConfig,
+    template: ChatTemplate | None,
+    columns: Sequence[str],
+    names: str | list[str],
+    evaluating: bool,
 ) -> Documents:
     found = Documents(columns=columns)
-    for source in read_sources(names, config.dataset_split):
+    for source in read_sources(names, config.dataset_split, evaluating=evaluating):
         layout = recognise(
             source,
             format=config.dataset_format,
@@ -232,16 +237,19 @@ def mask_of(format: str, everything: bool, template: ChatTemplate | None) -> str
 
 
 def read_parts(
-    config: RunConfig, read: Callable[[str | list[str]], Documents]
+    config: RunConfig, read: Callable[[str | list[str], bool], Documents]
 ) -> tuple[Documents, Documents | None, list[dict[str, Any]]]:
     """What a run trains on, what it is evaluated on if anything, and the sources of both.
+
+    Args:
+        read: takes the names of datasets, and whether the run is evaluated on them.
 
     Raises:
         ConfigError: eval_split_size leaves nothing to train on.
     """
-    training = read(config.dataset)
+    training = read(config.dataset, False)
     if config.eval_dataset is not None:
-        evaluated = read(config.eval_dataset)
+        evaluated = read(config.eval_dataset, True)
         if evaluated.sources == training.sources:
             notice("same-data", "eval_dataset is the dataset that is trained on: its loss says nothing of other rows")
         return training, evaluated, training.sources + evaluated.sources

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import datasets
@@ -89,7 +90,7 @@ def prepare_answers(config: RunConfig, tokenizer: PreTrainedTokenizerBase, kind:
         room=config.max_completion_length,
         separator=config.step_separator,
     )
-    training, evaluated, sources = read_parts(config, lambda names: _read(config, names, template, kind))
+    training, evaluated, sources = read_parts(config, partial(_read, config, template, kind))
     train, said = _finish(training, encoder, config, "training")
     held, also_said = _finish(evaluated, encoder, config, "evaluation") if evaluated else (None, None)
     texts = _as_texts(train, kind)
@@ -129,9 +130,11 @@ def _features(kind: Kind, columns: Any) -> dict[str, Any]:
     return {**ids, **masks, **further, **beside}
 
 
-def _read(config: RunConfig, names: str | list[str], template: ChatTemplate | None, kind: Kind) -> Documents:
+def _read(
+    config: RunConfig, template: ChatTemplate | None, kind: Kind, names: str | list[str], evaluating: bool
+) -> Documents:
     found, margins = Documents(), {}
-    for source in read_sources(names, config.dataset_split):
+    for source in read_sources(names, config.dataset_split, evaluating=evaluating):
         layout = recognise_rows(source, kind, config.column_mapping)
         source, before = with_values(source, layout.columns), len(found.texts)
         for where, row in rows_in(source, layout, templated=template is not None):

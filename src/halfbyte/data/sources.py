@@ -22,6 +22,7 @@ from ..hub import id_in, is_local, nearest
 from ..notices import notice
 from ..reading import look, open_bytes, open_text, parse_json, why
 from ..words import brief
+from .splits import TRAIN, evaluation_split, files_of_split
 
 Row = dict[str, Any]
 
@@ -54,24 +55,39 @@ class Source:
         return f"{self.path}:{self.lines[index]}" if self.lines else f"{self.path}, row {index + 1}"
 
 
-def read_sources(names: str | Sequence[str], split: str = "train") -> list[Source]:
+def read_sources(names: str | Sequence[str], split: str = TRAIN, *, evaluating: bool = False) -> list[Source]:
     """Read one or several datasets, each a file, a folder of files, or (when nothing local matches) a hub id.
+
+    Args:
+        split: of a hub dataset, or of a folder whose files are named for splits.
+        evaluating: prefer a folder's validation or test files to those of its training split.
 
     Raises:
         DataError: a file is missing, malformed or of an unknown kind, or no rows are left at all.
     """
     names = [names] if isinstance(names, str) else list(names)
-    sources = [source for name in names for source in _read(name, split)]
+    sources = [source for name in names for source in _read(name, split, evaluating)]
     if not any(source.rows for source in sources):
         raise DataError(f"the dataset is empty: {', '.join(names)} holds no rows", "put at least one row into it")
     return [source for source in sources if source.rows]
 
 
-def _read(name: str, split: str) -> list[Source]:
+def _read(name: str, split: str, evaluating: bool) -> list[Source]:
     files = files_of(name)
-    if files is not None and split != "train":
-        notice("dataset_split", f"dataset_split: {split} is of datasets on the hub; of {name} all rows are read")
-    return [_read_hub(name, split)] if files is None else [READERS[file.suffix.lower()](file) for file in files]
+    if files is None:
+        return [_read_hub(name, split)]
+    folder = Path(os.path.expanduser(name))
+    if folder.is_dir():
+        files = files_of_split(files, folder, split_to_evaluate(name, split) if evaluating else split)
+    elif split != TRAIN:
+        notice("dataset_split", f"dataset_split: {split} is of datasets and folders; of {name} all rows are read")
+    return [READERS[file.suffix.lower()](file) for file in files]
+
+
+def split_to_evaluate(name: str, split: str) -> str:
+    """The split of a dataset to evaluate on: of a folder its validation or test files, unless `split` asks for more."""
+    files, folder = files_of(name), Path(os.path.expanduser(name))
+    return evaluation_split(files, folder, split) if files and folder.is_dir() else split
 
 
 def files_of(name: str) -> list[Path] | None:

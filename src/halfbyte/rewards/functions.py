@@ -23,6 +23,7 @@ Function = Callable[..., Any]
 FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 GSM8K = re.compile(r"####\s*(.+)")
 NUMBER = re.compile(r"[-+]?\$?[\d,]*\.?\d+%?")
+OPENED = re.compile(r"<think>\s*\Z")
 THINK = re.compile(r"^<think>(?!.*<think>)(.*?)</think>.*$", re.DOTALL | re.MULTILINE)
 
 
@@ -37,9 +38,22 @@ def matches(pattern: str, completions: Sequence[Completion], **_: Any) -> Reward
     return [float(found.search(text_of(each).strip()) is not None) for each in completions]
 
 
-def think(completions: Sequence[Completion], **_: Any) -> Rewards:
-    """1 for an answer that begins with one <think> … </think>."""
-    return [float(THINK.match(text_of(each)) is not None) for each in completions]
+def think(completions: Sequence[Completion], prompts: Sequence[Any] = (), **_: Any) -> Rewards:
+    """1 for an answer that begins with one <think> … </think>.
+
+    Args:
+        prompts: as texts that the model reads: where one ends with <think>, as chat templates open a thought, the
+            answer goes on from there. TRL 1.16 gives 0 to every such answer (trl#6966).
+    """
+    opened = [_opened(prompt) for prompt in prompts] or [""] * len(completions)
+    whole = (start + text_of(each) for start, each in zip(opened, completions, strict=True))
+    return [float(THINK.match(text) is not None) for text in whole]
+
+
+def _opened(prompt: Any) -> str:
+    """The <think> that a prompt ends with, if it does."""
+    found = OPENED.search(prompt) if isinstance(prompt, str) else None
+    return found[0] if found else ""
 
 
 def exact(column: str, completions: Sequence[Completion], **columns: Any) -> Rewards:

@@ -56,6 +56,7 @@ class Rewards:
             for spec in specs
             if spec.function is None and spec.kind != MODEL
         }
+        self._on_texts = {spec.name for spec in specs if spec.kind == "format" and spec.file is None}
         self.judges: dict[str, Judge] = {}
         self._failures = {spec.name: deque[int]([], BATCHES) for spec in specs}
 
@@ -92,11 +93,13 @@ class Rewards:
         columns: Mapping[str, Sequence[Any]],
         state: Mapping[str, Any],
         prompt_ids: Sequence[Sequence[int]] = (),
+        prompt_texts: Sequence[str] = (),
     ) -> Scored:
         """Rewards of N completions, each with its prompt, its token ids and what the further columns say.
 
         Args:
             prompt_ids: of each, for models.
+            prompt_texts: what the model read of each, for what looks at how an answer was opened; default: `prompts`.
 
         Raises:
             TrainingError: a function gave something else than rewards, or has failed for too many completions.
@@ -106,7 +109,8 @@ class Rewards:
         sent: dict[str, str] = {}
         for name, process in self._processes.items():
             try:
-                process.ask({"arguments": given, "trainer_state": state})
+                read = {"prompts": list(prompt_texts)} if prompt_texts and name in self._on_texts else {}
+                process.ask({"arguments": given | read, "trainer_state": state})
             except Failed as error:
                 sent[name] = str(error)
         end = time.monotonic() + self.timeout

@@ -227,8 +227,11 @@ class Generations:
         turns = [_as_turns(row["prompt"], text) for row, text in zip(asked, texts, strict=True)]
         ids = [list(completion.ids) for completion in completions]
         prompt_ids = [row["prompt_ids"] for row in asked]
+        read = [text for row in prompts for text in [str(self.tokenizer.decode(row["prompt_ids"]))] * each]
         with beside_graphs(self.stepper, self.device):  # models may judge
-            scored = self.rewards.score([row["prompt"] for row in asked], turns, ids, columns, progress, prompt_ids)
+            scored = self.rewards.score(
+                [row["prompt"] for row in asked], turns, ids, columns, progress, prompt_ids, read
+            )
         numbers = numbers_of(completions, scored, self.weights, each)
         numbers |= {"rollout_seconds": drawn, "reward_seconds": time.perf_counter() - began}
         return Answered(asked, completions, texts, scored, numbers)
