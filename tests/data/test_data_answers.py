@@ -288,6 +288,28 @@ def test_steps_are_cut_with_their_labels(config, write, make_tokenizer):
     assert dropping.report["train"]["dropped"] == {"longer than max_length": 1}
 
 
+@pytest.mark.parametrize(
+    ("method", "kind", "short", "long"),
+    [
+        ("reward", "pairs", {**PAIR}, {**PAIR, "chosen": [{"role": "assistant", "content": "x" * 90}]}),
+        ("reward", "pairs", {**PAIR}, {**PAIR, "rejected": [{"role": "assistant", "content": "x" * 90}]}),
+        ("prm", "stepwise", {**STEPS}, {**STEPS, "completions": ["1", "x" * 90]}),
+    ],
+)
+def test_a_cut_answer_trains_no_reward_model(config, write, make_tokenizer, method, kind, short, long):
+    """As in TRL's RewardTrainer: a score is of a whole answer."""
+    tokenizer = make_tokenizer("plain")
+    data = prepare_answers(config(write([short, long]), method=method, max_length=80), tokenizer, kind)
+    assert data.report["train"]["dropped"] == {"with an answer cut at max_length": 1}
+    assert (data.report["train"]["rows"], data.report["train"]["truncated"]) == (1, 0)
+    assert any(key.startswith("dropped:training rows") for key in notices.said())
+    with pytest.raises(DataError, match="max_length"):
+        prepare_answers(config(write([long]), method=method, max_length=80), tokenizer, kind)
+    if kind == "pairs":
+        other = prepare_answers(config(write([short, long]), method="dpo", max_length=80), tokenizer, kind)
+        assert (other.report["train"]["rows"], other.report["train"]["truncated"]) == (2, 1)
+
+
 def test_a_pair_stays_where_both_keep_trained_tokens(config, write, make_tokenizer):
     tokenizer, long = make_tokenizer("plain"), {"role": "assistant", "content": "x" * 50}
     rows = [

@@ -1,5 +1,6 @@
 """KTO beside TRL's trainer in the same process, and z over a whole step."""
 
+import json
 from dataclasses import replace
 from itertools import combinations
 
@@ -8,11 +9,14 @@ import torch
 from datasets import Dataset
 from pair_models import assert_same_gradients, config, gradients, mean_loss, method, model, pairs, tokenizer
 from trl import KTOTrainer
+from trl.data_utils import unpair_preference_dataset
 from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
+from halfbyte import notices
 from halfbyte.data.batches import batches_of
 from halfbyte.data.paired import MISMATCHED, answer_collator, as_documents, mismatched, trained_tokens
 from halfbyte.data.prepare import PreparedData
+from halfbyte.data.prepare_answers import prepare_answers
 from halfbyte.methods.answers import reference_log_probs
 from halfbyte.models import branches
 from halfbyte.train.ahead import Ahead, with_numbers
@@ -174,6 +178,49 @@ def test_prompts_get_the_answer_of_the_row_before():
         expected = ROWS[n - 1]["completion_ids"][: max(12 - len(row["prompt_ids"]), 1)]
         assert row["other_ids"] == expected
         assert row["other_mask"] == [1] * len(expected)
+
+
+def answered(*prompts):
+    """Rows with these prompts, each with an answer of its own."""
+    return [
+        {"prompt_ids": [prompt, 50], "completion_ids": [60 + n], "completion_mask": [1], "label": True}
+        for n, prompt in enumerate(prompts)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "others"),
+    [
+        ([3, 4, 5], [2, 0, 1]),
+        ([3, 3, 4, 4, 5, 5], [4, 5, 0, 1, 2, 3]),
+        ([3, 3, 3, 4, 5, 5], [4, 5, 4, 0, 3, 3]),
+        ([3, 4, 4, 3], [1, 0, 0, 1]),
+        ([3, 3], [1, 0]),
+    ],
+)
+def test_mismatched_answers_are_to_another_prompt(prompts, others):
+    notices.forget()
+    rows = answered(*prompts)
+    found = mismatched(Dataset.from_list(rows), 64)
+    assert found["other_ids"][:] == [rows[at]["completion_ids"] for at in others]
+    assert ("one-prompt" in notices.said()) == (len(set(prompts)) == 1)
+
+
+def test_mismatched_answers_of_pairs_are_trls(tmp_path):
+    """Taken apart by TRL all chosen answers come first, so that the row before is of another prompt."""
+    numbers = "34567"  # 0 and 2 are special tokens
+    rows = [{"prompt": f"1{n}", "chosen": f" 5{n}", "rejected": f" 6{n}"} for n in numbers]
+    apart = unpair_preference_dataset(Dataset.from_list(rows)).to_list()
+    theirs = {(row["prompt"], apart[at - 1]["completion"].strip()) for at, row in enumerate(apart)}
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = prepare_answers(config(method="kto", dataset=str(tmp_path / "pairs.jsonl")), tokenizer(), "unpaired")
+
+    def number(ids):
+        return next(str(each) for each in ids if each >= 10)
+
+    ours = {(number(row["prompt_ids"]), number(row["other_ids"])) for row in mismatched(data.train, 64)}
+    assert ours == theirs
+    assert len(ours) == 10
 
 
 def test_planned_batches_are_those_of_a_step():

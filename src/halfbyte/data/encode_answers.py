@@ -21,6 +21,7 @@ from .preference import Kind
 
 ALIKE = "with two answers that are the same"
 NO_PROMPT = "without a token that is the prompt's alone"
+CUT = "with an answer cut at max_length"
 NO_ROOM = "with a prompt that leaves no room for an answer"
 NAMES: dict[Kind, tuple[str, ...]] = {
     "pairs": ("chosen", "rejected"),
@@ -51,6 +52,8 @@ class AnswerEncoder(Encoder):
         everything: whether all tokens of an answer are trained, turns of others in it, too.
         room: tokens that a prompt without answers has to leave for one.
         separator: behind each step.
+        uncut: whether rows with an answer that would be cut are dropped: a reward model learns the score of an answer's
+            end, and half an answer has another one.
     """
 
     def __init__(
@@ -60,10 +63,11 @@ class AnswerEncoder(Encoder):
         everything: bool = False,
         room: int = 1,
         separator: str = "\n",
+        uncut: bool = False,
         **options: Any,
     ):
         super().__init__(*args, **options)
-        self.kind, self.everything, self.room, self.separator = kind, everything, room, separator
+        self.kind, self.everything, self.room, self.separator, self.uncut = kind, everything, room, separator, uncut
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         """`document` and `where` to prompt_ids; of each answer (see `NAMES`) `_ids` and `_mask`; and the row's own
@@ -144,8 +148,8 @@ class AnswerEncoder(Encoder):
             return UNTRAINED
         if not len(row["prompt_ids"]):
             return NO_PROMPT
-        if row["length"] > self.max_length and self.overlong == "drop":
-            return TOO_LONG
+        if too_long := self._why_too_long(row["length"]):
+            return too_long
         if not all(row[f"{name}_mask"].any() for name in names):
             return CUT_AWAY
         alike = len(names) > 1 and np.array_equal(*(row[f"{name}_ids"] for name in names))
@@ -210,9 +214,13 @@ class AnswerEncoder(Encoder):
     def _why_no_steps(self, prompt: list[int], mask: list[int], length: int) -> str:
         if not prompt:
             return NO_PROMPT
-        if length > self.max_length and self.overlong == "drop":
-            return TOO_LONG
-        return "" if any(mask) else CUT_AWAY
+        return self._why_too_long(length) or ("" if any(mask) else CUT_AWAY)
+
+    def _why_too_long(self, length: int) -> str:
+        """Why a row with an answer is dropped for its length; empty: it is not."""
+        if length <= self.max_length:
+            return ""
+        return TOO_LONG if self.overlong == "drop" else CUT if self.uncut else ""
 
     def _asked(self, documents: list[Document], places: list[str]) -> list[list[int]]:
         """The ids of prompts as for generation."""

@@ -19,6 +19,7 @@ from datasets import Dataset, Features, Value
 from transformers import PreTrainedTokenizerBase
 
 from ..config import RunConfig
+from ..notices import notice
 from ..ops import IGNORE_INDEX
 from . import branches
 from .batches import document_lengths, row_lengths
@@ -118,13 +119,39 @@ def _with_savings(data: PreparedData) -> PreparedData:
 
 
 def mismatched(rows: Dataset, most: int) -> Dataset:
-    """`rows` with `MISMATCHED`: each prompt's answer from the row before, cut where both have over `most` tokens."""
-    ids, masks = rows["completion_ids"][:], rows["completion_mask"][:]
-    room = [max(most - len(prompt), 1) for prompt in rows["prompt_ids"][:]]
+    """`rows` with `MISMATCHED`: an answer to the prompt before each, cut where both have over `most` tokens.
+
+    Adjacent rows of one prompt take the answers to the prompt before them in turn. For pairs that are taken apart these
+    are the prompts and answers that meet in TRL, where all chosen answers come before all rejected ones.
+    """
+    ids, masks, prompts = rows["completion_ids"][:], rows["completion_mask"][:], rows["prompt_ids"][:]
+    sources = _of_other_prompts(prompts)
+    room = [max(most - len(prompt), 1) for prompt in prompts]
     for name, values in zip(MISMATCHED, (ids, masks), strict=True):
-        moved = [each[:limit] for each, limit in zip([values[-1], *values[:-1]], room, strict=True)]
+        moved = [values[source][:limit] for source, limit in zip(sources, room, strict=True)]
         rows = rows.add_column(name, moved, new_fingerprint=new_name())
     return rows
+
+
+def _of_other_prompts(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """For each row the index of an earlier one (the first rows: of the last ones) with another prompt."""
+    begins = [at for at, prompt in enumerate(prompts) if at == 0 or not _same_prompt(prompt, prompts[at - 1])]
+    runs = [range(begin, end) for begin, end in zip(begins, [*begins[1:], len(prompts)], strict=True)]
+    found = []
+    for number, run in enumerate(runs):
+        earlier = (runs[number - back] for back in range(1, len(runs)))
+        other = next((each for each in earlier if not _same_prompt(prompts[each[0]], prompts[run[0]])), None)
+        if other is None:
+            notice("one-prompt", "all answers are to one prompt, so z is taken over these, not over mismatched ones")
+            return [(at - 1) % len(prompts) for at in range(len(prompts))]
+        found += [other[place % len(other)] for place in range(len(run))]
+    return found
+
+
+def _same_prompt(ids: Sequence[int], others: Sequence[int]) -> bool:
+    """Whether two rows have one prompt; its last token may be the answer's in one of them, where both merge."""
+    shared = min(len(ids), len(others))
+    return abs(len(ids) - len(others)) <= 1 and list(ids[:shared]) == list(others[:shared])
 
 
 def packed(rows: Dataset, most: int) -> Dataset:

@@ -18,7 +18,7 @@ from .answers import rows_in
 from .chat import ChatTemplate
 from .csv_values import with_values
 from .encode import Encoder
-from .encode_answers import ALIKE, NAMES, NO_PROMPT, NO_ROOM, AnswerEncoder
+from .encode_answers import ALIKE, CUT, NAMES, NO_PROMPT, NO_ROOM, AnswerEncoder
 from .formats import Document
 from .leftovers import leftovers, say_leftovers
 from .preference import Kind, recognise_rows
@@ -43,6 +43,7 @@ from .tables import Table
 
 MOST_SHOWN = 1_000  # rows that samples, and what `merge` compares losses on, are of
 MASK = datasets.List(Value("int8"))
+SCORED = ("reward", "prm")  # methods that learn the score of a whole answer
 ANSWERED = ("pairs", "unpaired")  # whose trained tokens are an answer's
 NO_END: dict[str, Any] = {"eos_trained": None, "stop_tokens": []}  # none is learned
 FIXES = {  # where all labels are alike
@@ -53,6 +54,7 @@ REMEDIES = {
     **REMEDY,
     ALIKE: "give another answer as the rejected one: equal ones say nothing (check column_mapping)",
     NO_PROMPT: "give a prompt that ends with white space or a turn, or in a column of its own",
+    CUT: "raise max_length: a reward model scores whole answers",
     NO_ROOM: "raise max_length, or lower max_completion_length",
 }
 
@@ -70,7 +72,8 @@ def prepare_answers(config: RunConfig, tokenizer: PreTrainedTokenizerBase, kind:
 
     A prompt with an answer is the ids that supervised fine-tuning makes of that conversation, and the trained tokens
     are those it would train; with `assistant_only_loss: false` all of an answer is. What is longer than `max_length` is
-    cut at its end, or dropped (`overlong`); a row stays where all its answers keep trained tokens.
+    cut at its end, or dropped (`overlong`; always where a reward model is trained, which scores whole answers); a row
+    stays where all its answers keep trained tokens.
 
     Args:
         config, tokenizer: as of `prepare`.
@@ -89,6 +92,7 @@ def prepare_answers(config: RunConfig, tokenizer: PreTrainedTokenizerBase, kind:
         everything=not config.assistant_only_loss,
         room=config.max_completion_length,
         separator=config.step_separator,
+        uncut=config.method in SCORED,
     )
     training, evaluated, sources = read_parts(config, partial(_read, config, template, kind))
     train, said = _finish(training, encoder, config, "training")

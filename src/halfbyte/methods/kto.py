@@ -35,8 +35,8 @@ Z = "z"  # in a micro-batch: the mean log-ratio of mismatched prompts and answer
 class KahnemanTverskyOptimization(Method):
     """KTO, and APO of single answers: arXiv:2402.01306 (7, 8), arXiv:2408.06266.
 
-    z is taken over all rows of a step, before any of its losses: each prompt with the answer of the row before it in
-    the data. (TRL takes it over a micro-batch.)
+    z is taken over all rows of a step, before any of its losses: each prompt with an answer to the prompt before it in
+    the data. (TRL takes it over a micro-batch, with the answer of the row before, which may be to the same prompt.)
 
     Attributes:
         loss: its name in the table.
