@@ -9,9 +9,8 @@ from collections.abc import Generator, Iterator, Sequence
 from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any, Literal
 
-from .errors import CheckpointError, DataError, HalfbyteError, ModelError
+from .errors import DataError, HalfbyteError, ModelError
 from .notices import notice
-from .reading import look, read_json
 from .signals import Stopped
 from .words import visible
 
@@ -30,16 +29,15 @@ class Conversation:
     """The turns so far, and how the model is asked for the next one."""
 
     def __init__(self, saved: Saved, sampling: Sampling, max_new_tokens: int | None = None):
-        from .generation.stops import stop_tokens, turn_end
+        from .generation.stops import stop_tokens
+        from .runs.ends import learned_ends
 
         self.saved, self.sampling, self.max_new_tokens = saved, sampling, max_new_tokens
         self.messages: list[Message] = []
         report = _data_report(saved.place)
         self.style = _style(saved.tokenizer, report)
-        ends = report.get("stop_tokens", [])
-        if not ends and self.style == "template":
-            ends = turn_end(saved.tokenizer)
-        self.stops = stop_tokens(saved.tokenizer, saved.model, ends)
+        learned = learned_ends(report, saved.tokenizer)
+        self.stops = sorted({*stop_tokens(saved.tokenizer, saved.model, ()), *learned})
         if self.style != "template":
             notice("chat", f"no chat template in use: each line is {STYLES[self.style]}, without memory of the last")
 
@@ -100,14 +98,9 @@ def _style(tokenizer: PreTrainedTokenizerBase, report: dict[str, Any]) -> Style:
 
 def _data_report(place: Place) -> dict[str, Any]:
     """What the run says about its rows; nothing for a model that no run of ours left."""
-    path, fix = place.resolved.parent / "data_report.json" if place.resolved else None, "take it away, or repair it"
-    if path is None or look(path, CheckpointError) != "file":
-        return {}
-    report = read_json(path, CheckpointError, fix)
-    sources = report.get("sources", []) if isinstance(report, dict) else None
-    if not isinstance(sources, list) or not all(isinstance(each, dict) and "format" in each for each in sources):
-        raise CheckpointError(f"{path}: not a run's report about its data", fix)
-    return report
+    from .runs.ends import data_report
+
+    return data_report(place.run_dir)
 
 
 def chat(

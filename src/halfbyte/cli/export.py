@@ -33,7 +33,7 @@ def export_for_servers(
         from ..export.served_adapter import export_served
 
     path = export_served(source, out, trust_remote_code=trust_remote_code)
-    command = f"vllm serve BASE --enable-lora --lora-modules NAME={path}"
+    command = f"vllm serve BASE --enable-lora --lora-modules NAME={path} --generation-config {path}"
     Console(soft_wrap=True).print(one_line(f"adapter in {path}: {command}"))
 
 

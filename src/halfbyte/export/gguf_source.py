@@ -16,7 +16,7 @@ from halfbyte.gguf.tensors import Weight
 from halfbyte.gguf.vision import Vision, vision_of
 from halfbyte.hardware import chosen_device
 from halfbyte.models.find import read_model_config
-from halfbyte.reading.model_config import read_generation_config
+from halfbyte.runs.ends import all_ends, data_report, declared_ends, known_ends
 from halfbyte.runs.saved import find, saved_config, trained_tokenizer
 
 from ..models.stored import BaseCheckpoint
@@ -34,7 +34,7 @@ class Source:
         config: (text) config of transformers, as the weights are.
         family: its row.
         tokenizer: the one trained with.
-        end_ids: tokens that end an answer.
+        end_ids: tokens that end an answer, those that were trained first.
         device: where to compute.
         merged: onto which base the adapter was merged; empty without one.
         vision: what the model has beside its language model.
@@ -81,8 +81,9 @@ def open_source(run_or_model: str, device: str | None = None, trust_remote_code:
         }
         model_config.tie_word_embeddings = model_config.tie_word_embeddings and not both.untied
         merged, name = goal, Path(run_or_model).resolve().name
-    end_ids, vision = _end_ids(base.folder), vision_of(whole, base.folder, list(weights))
-    tokenizer = trained_tokenizer(place.adapter, config)
+    tokenizer, vision = trained_tokenizer(place.adapter, config), vision_of(whole, base.folder, list(weights))
+    learned = known_ends(data_report(place.run_dir), tokenizer)
+    end_ids = all_ends(learned, declared_ends(base.folder), [tokenizer.eos_token_id])
     return Source(
         name, weights, model_config, family, tokenizer, end_ids, target, merged, vision, run.origin.trust_remote_code
     )
@@ -94,8 +95,3 @@ def text_config(origin: Origin) -> Any:
     text = whole.get_text_config()
     text.tie_word_embeddings = whole.tie_word_embeddings
     return text
-
-
-def _end_ids(folder: Path) -> list[int]:
-    stored = read_generation_config(folder).get("eos_token_id")
-    return stored if isinstance(stored, list) else [] if stored is None else [stored]

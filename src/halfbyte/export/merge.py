@@ -31,6 +31,8 @@ from halfbyte.errors import CheckpointError, ConfigError, TrainingError
 from halfbyte.files import check_space, new_directory, write_json
 from halfbyte.hardware import chosen_device
 from halfbyte.notices import notice
+from halfbyte.reading.model_config import GENERATION, read_generation_config
+from halfbyte.runs.ends import data_report, generation_keys
 from halfbyte.runs.saved import find_trained, look_up, trained_tokenizer
 
 from ..models.stored import BaseCheckpoint
@@ -273,7 +275,7 @@ def _prepare(source: Path, out: Path, base: str, quantize: Quantize, verify: boo
         check_loader(stored.loader)
     weights = MergedWeights(run, checkpoint, AdapterLayers(run, place.adapter, device), stored)
     check_space(out, weights.nbytes, "free some space, or name a folder on another disk")
-    run_dir = place.resolved.parent if place.resolved else None
+    run_dir = place.run_dir
     return _Job(config, run, place.adapter, run_dir, out, device, weights, targets, preferred, reason)
 
 
@@ -381,7 +383,10 @@ def _write_side_files(job: _Job, aside: Path) -> None:
         for file in folder.glob(pattern):
             shutil.copyfile(file, aside / file.name)
     write_json(aside / "config.json", job.weights.config())
-    trained_tokenizer(job.adapter_dir or folder, job.config).save_pretrained(aside)
+    tokenizer = trained_tokenizer(job.adapter_dir or folder, job.config)
+    tokenizer.save_pretrained(aside)
+    if (keys := generation_keys(folder, tokenizer, data_report(job.run_dir))) != read_generation_config(folder):
+        write_json(aside / GENERATION, keys)
 
 
 @contextmanager

@@ -22,8 +22,10 @@ from halfbyte.errors import CheckpointError, ConfigError
 from halfbyte.files import new_directory
 from halfbyte.layers.expert_adapters import by_expert
 from halfbyte.models.stored import BaseCheckpoint
+from halfbyte.reading.model_config import GENERATION
 from halfbyte.reading.tensors import ADAPTER, ADAPTER_CONFIG
-from halfbyte.runs.saved import find, saved_config
+from halfbyte.runs.ends import data_report, generation_keys
+from halfbyte.runs.saved import find, saved_config, trained_tokenizer
 
 from .adapter import AdapterLayers
 
@@ -35,6 +37,9 @@ Factors = tuple[str, Tensor, Tensor, float]  # module of the checkpoint, A [r, K
 
 def export_served(run: Path | str, out: Path | str | None = None, *, trust_remote_code: bool = False) -> Path:
     """Write the adapter of `run` as a folder that vLLM and SGLang load: adapter_config.json and its tensors.
+
+    Servers stop an answer where the base's generation_config.json says, so one with all ends of answers is put there
+    too, for `vllm serve --generation-config`.
 
     Args:
         run: a run's output_dir or an adapter that PEFT saved.
@@ -55,7 +60,9 @@ def export_served(run: Path | str, out: Path | str | None = None, *, trust_remot
     origin = resolve(config)
     adapter = AdapterLayers(origin, place.adapter, torch.device("cpu"))
     served = ServedAdapter(adapter, origin.origin, str(place.adapter))
-    return served.write(served.tensors(), path)
+    tokenizer, report = trained_tokenizer(place.adapter, config), data_report(place.run_dir)
+    keys = generation_keys(served.base, tokenizer, report)
+    return served.write(served.tensors(), path, keys)
 
 
 class ServedAdapter:
@@ -76,6 +83,7 @@ class ServedAdapter:
             raise CheckpointError(f"{name}: servers have no adapters of routers ({min(adapter.routers)})", MERGE)
         self.adapter, self.origin, self.name = adapter, origin.name, name
         base = BaseCheckpoint(origin)
+        self.base = base.folder
         self._places = [(stored.name, *adapter.parameter_of(stored.name)) for stored in base.weights]
         known = {name for _, name, whole, piece in self._places if whole or (piece and name in adapter.experts)}
         if left := sorted(adapter.changed - known):
@@ -112,8 +120,12 @@ class ServedAdapter:
             elif layer is not None and is_whole:
                 yield _plain(layer, module, parameter, self.name)
 
-    def write(self, tensors: dict[str, Tensor], path: Path) -> Path:
-        """Put `tensors` into the folder `path`, in the place of what is there."""
+    def write(self, tensors: dict[str, Tensor], path: Path, generation: dict[str, Any] | None = None) -> Path:
+        """Put `tensors` into the folder `path`, in the place of what is there.
+
+        Args:
+            generation: the contents of generation_config.json; None: the folder has none.
+        """
         modules = {name.rpartition(".lora_")[0] for name in tensors}
         written = {
             "peft_type": "LORA",
@@ -129,6 +141,8 @@ class ServedAdapter:
         with new_directory(path) as aside:
             save_file(tensors, aside / ADAPTER, metadata={"format": "pt"})
             (aside / ADAPTER_CONFIG).write_text(json.dumps(written, indent=2) + "\n")
+            if generation is not None:
+                (aside / GENERATION).write_text(json.dumps(generation, indent=2) + "\n")
         return path
 
 

@@ -16,7 +16,7 @@ from ..reading.gguf import DAMAGED
 LARGEST = 2**31 - 1
 TOKENIZER = "tokenizer.ggml."
 PER_TOKEN = ("scores", "token_type")
-SPECIAL = ("bos", "eos", "eot", "unknown", "padding")
+SPECIAL = ("bos", "eos", "eot", "eom", "unknown", "padding")
 FP32 = ("scale", "softcapping", "factor")  # how an architecture's keys end whose values are fp32
 POSITIVE = (
     "block_count", "context_length", "embedding_length", "feed_forward_length", "head_count", "head_count_kv",

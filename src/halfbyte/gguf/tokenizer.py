@@ -50,7 +50,7 @@ def add_tokenizer(writer: GGUFWriter, tokenizer: Any, vocab_size: int, end_ids: 
     Args:
         tokenizer: a fast tokenizer of transformers.
         vocab_size: rows of the embedding; ids beyond the tokenizer's are filled with unused tokens.
-        end_ids: tokens that end an answer (generation_config.json's eos_token_id).
+        end_ids: tokens that end an answer, the most important first.
 
     Raises:
         ModelError: a tokenizer of another kind, or one with more tokens than the embedding has rows.
@@ -169,8 +169,11 @@ def _add_special(writer: GGUFWriter, tokenizer: Any, end_ids: list[int]) -> None
         if index is not None:
             getattr(writer, f"add_{name}_token_id")(index)
     others = [index for index in end_ids if index != tokenizer.eos_token_id]
-    if others:
-        writer.add_eot_token_id(others[0])
+    for add, index in zip((writer.add_eot_token_id, writer.add_eom_token_id), others, strict=False):
+        add(index)
+    if beyond := tokenizer.convert_ids_to_tokens(others[2:]):
+        said = f"a GGUF file names three tokens that end an answer, and not {', '.join(beyond)}"
+        notice("gguf-ends", f"{said}: give llama.cpp these as --reverse-prompt")
     plain, full = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
     writer.add_add_bos_token(tokenizer.bos_token_id is not None and full[0] == tokenizer.bos_token_id != plain[0])
     writer.add_add_eos_token(len(full) > len(plain) and full[-1] == tokenizer.eos_token_id)

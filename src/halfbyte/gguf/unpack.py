@@ -69,7 +69,7 @@ def import_gguf(path: Path | str, folder: Path | str, *, keep: bool = False) -> 
         architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         config.architectures = [architecture.__name__]
         config.save_pretrained(aside)
-        ends = {file.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")} - {None}
+        ends = {file.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")} - {None}
         write_json(aside / "generation_config.json", {"eos_token_id": sorted(ends)})
         _write_shards(aside, found, config.dtype)
     return folder

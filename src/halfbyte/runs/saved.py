@@ -42,6 +42,11 @@ class Place:
     adapter: Path | None
     resolved: Path | None
 
+    @property
+    def run_dir(self) -> Path | None:
+        """The run's folder, or None for a model that no run of ours left."""
+        return self.resolved.parent if self.resolved else None
+
 
 @dataclass
 class Saved:
@@ -233,7 +238,18 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none", 
         quantize_trained(model)
         if rounded:
             model.to(resolve_dtype(run.precision.compute, next(model.parameters()).device))
+    if not scores:
+        _stop_at_all_ends(model, tokenizer, place)
     return Saved(model.eval(), tokenizer, config, place)
+
+
+def _stop_at_all_ends(model: Any, tokenizer: PreTrainedTokenizerBase, place: Place) -> None:
+    """Let a model's generation config name all tokens that end an answer, for whatever generates with it."""
+    from ..generation.stops import eos_tokens
+    from .ends import all_ends, data_report, known_ends
+
+    learned = known_ends(data_report(place.run_dir), tokenizer)
+    model.generation_config.eos_token_id = all_ends(sorted(eos_tokens(model)), [tokenizer.eos_token_id], learned)
 
 
 def _load_base(files: ModelFiles, config: RunConfig, storage: Storage, dtype: str) -> Any:

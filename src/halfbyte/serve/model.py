@@ -20,7 +20,8 @@ from ..generation.sampling import Penalties
 from ..generation.text import Piece, Scored, continue_texts
 from ..notices import notice
 from ..reading import look, read_text
-from ..runs.saved import Saved, find_adapter, load_saved
+from ..runs.ends import data_report, known_ends
+from ..runs.saved import Saved, find, find_adapter, load_saved
 from ..words import brief
 from .requests import ChatRequest, CompletionRequest, Message, Request, RequestError
 
@@ -120,6 +121,7 @@ class Served:
     def __init__(self, saved: Saved, names: Mapping[str, str | None], limits: Limits = Limits()):
         self.saved, self.names, self.limits = saved, dict(names), limits
         self.talk = Conversation(saved, Sampling())
+        self.ends: dict[str, list[int]] = {}  # by adapter, beside those of the model that was loaded
         self.template = ChatTemplate(saved.tokenizer) if self.talk.style == "template" else None
         model: Any = saved.model
         self.context: int | None = context_length(model)
@@ -184,7 +186,7 @@ class Served:
             work.prompts,
             max_new_tokens=max_new_tokens,
             sampling=work.sampling,
-            ends=self.talk.stops,
+            ends=sorted({*self.talk.stops, *self.ends.get(work.adapter or "", ())}),
             stops=work.stops,
             adapter=work.adapter,
             likeliest=0 if ranked and work.likeliest is None else work.likeliest,
@@ -289,6 +291,7 @@ def load(name: str, adapters: Mapping[str, str], limits: Limits = Limits(), trus
         UsageError: a name used twice.
     """
     found = {key: _adapter(path) for key, path in adapters.items()}
+    ends: dict[str, list[int]] = {}
     saved = load_saved(name, [f"trust_remote_code={trust_remote_code}"])
     names: dict[str, str | None] = {_name(name): "default" if saved.place.adapter else None}
     if saved.place.adapter:
@@ -298,8 +301,11 @@ def load(name: str, adapters: Mapping[str, str], limits: Limits = Limits(), trus
             raise UsageError(f"--adapter {key}: the model has this name already", "choose another name")
         names[key] = f"adapter_{len(names)}"
         _attach(saved, folder, names[key])
+        ends[str(names[key])] = known_ends(data_report(find(adapters[key]).run_dir), saved.tokenizer)
     saved.model.eval()
-    return Served(saved, names, limits)
+    served = Served(saved, names, limits)
+    served.ends |= ends
+    return served
 
 
 def _name(place: str) -> str:

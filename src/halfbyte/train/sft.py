@@ -51,10 +51,12 @@ from halfbyte.parallel.launch import say_idle
 from halfbyte.parallel.tensor import whole_inside
 from halfbyte.plan.advice import advise_out_of_memory
 from halfbyte.plan.estimate import GIB
+from halfbyte.reading.model_config import GENERATION
 from halfbyte.rewards import named
 from halfbyte.terminal import LiveMetrics, print_memory, said_of_experts
 from halfbyte.words import one_line
 
+from ..runs.ends import generation_keys
 from ..runs.lock import run_lock
 from . import checks, samples, staged
 from .agreement import check_agreement, check_shared
@@ -398,6 +400,8 @@ def _save(job: OpenRun, loop: TrainingLoop, ids: torch.Tensor) -> dict[str, Any]
             with new_directory(folder) as aside:
                 save_weights(model, aside, weights)
                 run.tokenizer.save_pretrained(aside)
+                if not run.config.use_peft:
+                    write_json(aside / GENERATION, generation_keys(aside, run.tokenizer, run.data.report))
     run.mesh.wait()
     if loop.gathered:
         return {"adapter_file": staged.adapter_file(loop.gathered.stages, folder)}
