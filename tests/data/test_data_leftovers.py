@@ -141,6 +141,36 @@ def test_reward_functions_get_further_columns_so_these_are_not_named(prepared):
     }  # fmt: skip
 
 
+TOOL = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
+
+
+@pytest.mark.parametrize("template", ["plain", None])
+def test_tools_beside_texts_are_shown(prepared, template):
+    rows = [{"prompt": "q", "completion": "r", "system": "s", "tools": json.dumps([TOOL])}]
+    report, text, trained = prepared(rows, template=template)
+    assert left_out(report) == {}
+    assert json.dumps(TOOL) in text
+    assert text.index("s") < text.index(json.dumps(TOOL)) < text.index("q")
+    assert trained == "r<|im_end|>"
+    pairs = [{"prompt": "q", "chosen": "r", "rejected": "x", "tools": [TOOL]}]
+    assert json.dumps(TOOL) in prepared(pairs, kind="pairs", method="dpo", template=template)[1]
+
+
+def test_what_only_is_called_tools_is_named(prepared):
+    assert left_out(prepared([{"question": "q", "answer": "r", "tools": ["hammer"]}])[0]) == {"tools": 1}
+
+
+def test_systems_that_texts_do_not_show_are_named(prepared):
+    assert left_out(prepared([{"text": "t", "system": "s", "tools": [TOOL]}])[0]) == {"system": 1, "tools": 1}
+    pairs = [{"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c", "system": "s"}]
+    report, text, _ = prepared(pairs, kind="pairs", method="dpo", template=None)
+    assert "s" not in text.replace("Assistant", "")
+    assert left_out(report) == {"system": 1}
+    report, text, _ = prepared(pairs, kind="pairs", method="dpo")
+    assert "system\ns<|im_end|>" in text
+    assert left_out(report) == {}
+
+
 def test_keys_of_turns_and_calls_are_named(prepared):
     call = {"id": "1", "index": 0, "type": "function", "function": {"name": "f", "arguments": {}, "strict": True}}
     turns = [
@@ -163,6 +193,10 @@ def test_texts_that_turns_take_the_place_of_are_named(prepared):
     pair = {"chosen": TURNS, "rejected": [TURNS[0], {"role": "assistant", "content": "no"}]}
     report = prepared([{**pair, "prompt": "hi"}, {**pair, "prompt": "bye"}], kind="pairs", method="dpo")[0]
     assert left_out(report) == {"prompt": 1}
+    report = prepared([{**pair, "question": "hi", "context": "c"}], kind="pairs", method="dpo")[0]
+    assert left_out(report) == {"context": 1}
+    rows = [{"question": "q", "answer": "r"}, {"question": TURNS[:1], "answer": TURNS[1:]}]
+    assert left_out(prepared([{**row, "context": "c"} for row in rows])[0]) == {"context": 1}
 
 
 @pytest.mark.parametrize(("good", "bad"), [("True", "False"), ("true", "false"), ("1", "0"), (" TRUE", "0.0")])

@@ -46,6 +46,7 @@ def read(name, *args, **keys):
         (["train/a.jsonl", "train/b.csv"], ["test/a.jsonl"]),
         (["squad-train-v2.json"], ["squad-dev-v2.json"]),
         (["my_train.jsonl"], ["my_TEST.jsonl"]),
+        (["traindata.jsonl", "trainset2.jsonl"], ["testset.jsonl", "devset.jsonl"]),
         (["en/train.jsonl", "fr/train.jsonl"], ["en/test.jsonl", "fr/val.jsonl"]),
         (["test/train.jsonl"], ["test/test.jsonl"]),
         (["train_gen.jsonl", "train_sft.jsonl"], ["test_sft.jsonl"]),

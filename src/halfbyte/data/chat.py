@@ -151,7 +151,7 @@ class ChatTemplate:
                 message["role"] = "user"
                 notice("tool-results", "the chat template knows no role tool: tool results are given as user turns")
         if tools and messages and not self.shows_tools:
-            _prepend_system(messages, _tool_text(tools))
+            _prepend_system(messages, tool_text(tools))
             notice("tools", "the chat template ignores tools: their descriptions go into the system message")
             tools = None
         if messages and messages[0]["role"] == "system" and not self.shows_system:
@@ -322,7 +322,7 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _tool_text(tools: list[dict[str, Any]]) -> str:
+def tool_text(tools: list[dict[str, Any]]) -> str:
     """The tools as plain text, one JSON object a line."""
     lines = "\n".join(_json(tool.get("function", tool)) for tool in tools)
     return f"You can call these functions by answering with their name and arguments as JSON:\n{lines}"

@@ -22,6 +22,22 @@ def every_column(source: Source) -> list[str]:
     return list(dict.fromkeys(column for row in source.rows for column in row))
 
 
+def instructing(source: Source, columns: Mapping[str, str], mapped: Mapping[str, str]) -> dict[str, str]:
+    """Find the columns of a system text and of tools: part to column.
+
+    Beside a prompt that is a text, tools count where they look like tools, unless `mapped` names them.
+
+    Args:
+        columns: part to column, as recognised so far.
+    """
+    every = every_column(source)
+    found = {part: mapped.get(part, part) for part in ("system", "tools") if mapped.get(part, part) in every}
+    asking = columns.get("prompt", columns.get("instruction"))
+    if asking is not None and isinstance(_first_value(source, asking), str) and "tools" not in mapped:
+        found = {part: name for part, name in found.items() if part != "tools" or _is_tools(_first_value(source, name))}
+    return found
+
+
 def shown_beside(source: Source, columns: Mapping[str, str], mapped: Mapping[str, str]) -> dict[str, str]:
     """Find the columns that are shown together with a prompt: part (context, input, history) to column.
 
@@ -56,6 +72,13 @@ def _first_value(source: Source, column: str) -> Any:
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
+
+
+def _is_tools(value: Any) -> bool:
+    """Whether a value looks like a list of tools, or like its JSON."""
+    if isinstance(value, str):
+        return value.lstrip().startswith("[")
+    return isinstance(value, list) and isinstance(value[0], dict)
 
 
 def _is_history(value: Any) -> bool:

@@ -5,8 +5,8 @@ A document is one of three things, whatever the file called its columns:
 - `{"messages": [...], "tools": [...]}`: a conversation in the form chat templates take (roles system, user,
   assistant, tool; an assistant may carry `tool_calls`); with `"given": n` its first n assistant turns are a prompt's,
   with `"untrained": [i, ...]` those numbers of its assistant turns, from 0, are shown alone;
-- `{"prompt": ..., "completion": ..., "system": ..., "history": [...]}`: one question and its answer; the turns of the
-  history come before it, and are not trained;
+- `{"prompt": ..., "completion": ..., "system": ..., "history": [...], "tools": [...]}`: a question and its answer; the
+  turns of the history come before it, and are not trained;
 - `{"text": ...}`: plain text.
 
 Sources: ShareGPT's from/value turns and function_call/observation as LLaMA-Factory writes them; Alpaca's
@@ -26,7 +26,7 @@ from ..errors import DataError
 from ..notices import notice
 from ..reading import parse_json
 from ..words import brief
-from .context import every_column, shown_beside
+from .context import instructing, shown_beside
 from .sources import Row, Source
 
 Document = dict[str, Any]
@@ -139,8 +139,7 @@ def recognise(
             f"{said} {'no known format' if format == 'auto' else f'not dataset_format {format}'}; {_nearest(present)}",
             "map them, e.g. column_mapping: {prompt: your_column, completion: your_other_column}",
         )
-    every = every_column(source)
-    optional = {part: mapped.get(part, part) for part in ("system", "tools") if mapped.get(part, part) in every}
+    optional = {} if layout.format == "text" else instructing(source, layout.columns, mapped)
     optional |= shown_beside(source, layout.columns, mapped)
     return Layout(layout.format, {**layout.columns, **optional}, source.note or layout.why)
 
@@ -301,13 +300,15 @@ def _alpaca(row: Row, columns: Mapping[str, str], where: str) -> Document:
 
 
 def asked_with(prompt: str, row: Row, columns: Mapping[str, str], where: str) -> Document:
-    """`prompt` with all that is shown together with it: a document's prompt, system and history."""
+    """`prompt` with all that is shown together with it: a document's prompt, system, history and tools."""
     # A context or an input may be absent, null or empty in rows whose prompt says everything.
     if row.get(columns.get("context", "")):
         prompt = f"{text_in(row, columns['context'], where)}\n\n{prompt}"
     if row.get(columns.get("input", "")):
         prompt = f"{prompt}\n\n{text_in(row, columns['input'], where)}"
-    return {"prompt": prompt, **system_of(row, columns, where), **_history_of(row, columns, where)}
+    tools = tools_in(row.get(columns.get("tools", "")), where)
+    further = {"tools": tools} if tools else {}
+    return {"prompt": prompt, **system_of(row, columns, where), **_history_of(row, columns, where), **further}
 
 
 def _history_of(row: Row, columns: Mapping[str, str], where: str) -> dict[str, list[Message]]:

@@ -8,10 +8,11 @@ from typing import Any
 
 from ..notices import notice
 from ..words import brief
-from .formats import MARKS, MESSAGE_KEYS
+from .formats import MARKS, MESSAGE_KEYS, ROLES
 from .sources import Row, Source
 
 SPOKEN = ("messages", "prompt", "completion", "chosen", "rejected")  # parts that may hold turns
+BESIDE = ("context", "input", "history")  # parts that are shown with a prompt that is a text
 CALL_KEYS, FUNCTION_KEYS = {"id", "type", "function", "name", "arguments"}, {"name", "arguments"}
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 MOST_NAMED = 20
@@ -59,18 +60,24 @@ def _function(call: Any) -> Any:
 
 
 def _shadowed(row: Row, columns: Mapping[str, str]) -> set[str]:
-    """Columns that a row's turns take the place of: a system text beside another one, and a prompt beside whole
-    conversations about something else."""
+    """Columns that a row's turns take the place of: a system text by another one, and by whole conversations a prompt
+    that is not in them and what would stand with it."""
     turns = [turn for part in SPOKEN if part in columns for turn in _turns(row, columns[part])]
     said = {text.strip() for turn in turns if isinstance(text := turn.get("content", turn.get("value")), str)}
     found = set()
     system, prompt = columns.get("system", ""), columns.get("prompt", "")
-    if any(turn.get("role", turn.get("from")) == "system" for turn in turns[:1]) and row.get(system):
+    if any(_role(turn) == "system" for turn in turns[:1]) and row.get(system):
         found |= {system} if str(row[system]).strip() not in said else set()
-    if "chosen" in columns and turns and isinstance(row.get(prompt), str):
-        whole = turns[0].get("role", turns[0].get("from")) not in ("assistant", "gpt")
-        found |= {prompt} if whole and row[prompt].strip() not in said else set()
+    beside = {columns[part] for part in BESIDE if row.get(columns.get(part, ""))}
+    if isinstance(row.get(prompt), list):
+        found |= beside
+    elif isinstance(row.get(prompt), str) and any(_role(turn) != "assistant" for turn in turns[:1]):
+        found |= beside | ({prompt} if row[prompt].strip() not in said else set())
     return found
+
+
+def _role(turn: Mapping[str, Any]) -> str | None:
+    return ROLES.get(str(turn.get("role", turn.get("from"))))
 
 
 def say_leftovers(names: str | Sequence[str], found: Mapping[str, int]) -> None:

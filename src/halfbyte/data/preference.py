@@ -20,7 +20,7 @@ from typing import Literal
 
 from ..errors import DataError
 from ..notices import notice
-from .context import every_column, shown_beside
+from .context import instructing, shown_beside
 from .formats import (
     CHAT_COLUMNS,
     METHODS_FOR,
@@ -86,8 +86,7 @@ def recognise_rows(source: Source, kind: Kind, mapping: Mapping[str, str] | None
     parts = _parts(columns, "pairs" if kind == "unpaired" and found == "pairs" else kind)
     if parts is None or (kind == "prompts" and found in ("pairs", "stepwise")):
         raise _misfit(source, kind, found)
-    every = {column: column for column in every_column(source)} | mapped
-    parts |= {part: every[part] for part in ("system", "tools") if part in every}
+    parts |= instructing(source, parts, mapped)
     parts |= shown_beside(source, parts, mapped)
     for part in ("prompt", "completion", "label"):
         if parts.get(part, part) != part and part not in mapped:

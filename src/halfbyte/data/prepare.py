@@ -197,7 +197,8 @@ def for_template(document: Document, template: ChatTemplate | None, where: str) 
             return document
         earlier, answer = asked_turns(document), {"role": "assistant", "content": document["completion"]}
         given = len(document.get("history", ())) // 2
-        document = {"messages": [*earlier, answer]} | ({"given": given} if given else {})
+        tools = {"tools": document["tools"]} if "tools" in document else {}
+        document = {"messages": [*earlier, answer]} | ({"given": given} if given else {}) | tools
     if "messages" not in document:
         return document
     if template is None:

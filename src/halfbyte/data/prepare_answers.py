@@ -141,13 +141,18 @@ def _read(
     for source in read_sources(names, config.dataset_split, evaluating=evaluating):
         layout = recognise_rows(source, kind, config.column_mapping)
         source, before = with_values(source, layout.columns), len(found.texts)
+        written = True
         for where, row in rows_in(source, layout, templated=template is not None):
+            written = written and any("text" in document for document in row.get("answers", ()))
             found.texts.append(_text(_for_template(row, template, where), where))
             found.places.append(where)
         found.masks[_mask_said(config, template, kind)] = None
         rows = len(found.texts) - before
-        # Reward functions get the further columns of prompts; of margins only a reward model learns.
-        read = {part: name for part, name in layout.columns.items() if part != "margin" or config.method == "reward"}
+        # Reward functions get the further columns of prompts; of margins only a reward model learns. Texts that hold
+        # their own prompt show nothing else.
+        unread = [] if config.method == "reward" else ["margin"]
+        unread += ["system", "tools"] if written else []
+        read = {part: name for part, name in layout.columns.items() if part not in unread}
         left_out = leftovers(source, read, None if kind == "prompts" and config.reward_funcs else ())
         summary = {"path": source.path, "format": kind, "why": layout.why, "rows": rows}
         found.sources.append(summary | ({"left_out": dict(left_out)} if left_out else {}))

@@ -20,6 +20,7 @@ KINDS = {
     "test": ("test", "testing"),
 }
 SHARD = re.compile(r"-\d+-of-\d+$")
+WHOLE = re.compile(r"(?<=.)(set|data|split)$")  # of trainset, testdata
 MOST_NAMED = 10
 
 
@@ -78,7 +79,7 @@ def _split_of(file: Path, folder: Path) -> str:
 
 def _kind(name: str) -> str:
     """The key of KINDS that a name speaks of; empty for none or several."""
-    words = re.split(r"[^a-z]+", name.lower())
+    words = [WHOLE.sub("", word) for word in re.split(r"[^a-z]+", name.lower())]
     found = [kind for kind, those in KINDS.items() if any(word in those for word in words)]
     return found[0] if len(found) == 1 else ""
 
