@@ -11,6 +11,8 @@ from transformers import GenerationConfig
 
 from halfbyte import chat, notices
 from halfbyte.cli.export import export_for_servers
+from halfbyte.config import load_config
+from halfbyte.export.gguf_adapter import export_adapter
 from halfbyte.export.gguf_model import export_gguf
 from halfbyte.export.merge import merge
 from halfbyte.export.served_adapter import export_served
@@ -20,6 +22,7 @@ from halfbyte.runs.saved import load_saved
 from halfbyte.serve import model
 from halfbyte.serve.model import load
 from halfbyte.serve.requests import CompletionRequest
+from halfbyte.train.sft import train
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|im_end|>' }}{% endfor %}"
@@ -146,12 +149,32 @@ def test_a_merged_model_is_exported_as_its_run(made, tmp_path):
         assert field(paths[0], name) == field(paths[1], name)
 
 
+def test_a_fully_fine_tuned_model_declares_what_was_trained(made, tmp_path):
+    base, _, ids = made
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "d.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    keys = {"model_name_or_path": str(base), "dataset": str(tmp_path / "d.jsonl"), "output_dir": str(tmp_path / "out")}
+    keys |= {"use_peft": False, "load_in_4bit": False, "device": "cpu", "max_steps": 1, "sample_prompts": 0}
+    train(load_config(None, keys))
+    assert ends_of(tmp_path / "out/model") == [ids["</s>"], ids["<|eom|>"], ids["<|im_end|>"]]
+
+
 def test_an_adapter_for_servers_brings_a_generation_config(made, tmp_path, capsys):
     _, run, ids = made
     assert ends_of(export_served(run, tmp_path / "out")) == [ids["</s>"], ids["<|eom|>"], ids["<|im_end|>"]]
     assert GenerationConfig.from_pretrained(tmp_path / "out").max_new_tokens == 17
     export_for_servers(str(run), "vllm", tmp_path / "again", [], False)
     assert f"--generation-config {tmp_path / 'again'}" in capsys.readouterr().out
+
+
+def test_an_adapter_for_llamacpp_names_the_ends_that_its_base_lacks(made, copied, tmp_path):
+    notices.forget()
+    export_adapter(made[1], "f32", tmp_path / "adapter.gguf")
+    assert "<|im_end|>" in notices.said()["adapter-ends"]
+    notices.forget()
+    learn(copied[1], "</s>", "<|eom|>")
+    export_adapter(copied[1], "f32", tmp_path / "other.gguf")
+    assert "adapter-ends" not in notices.said()
 
 
 def test_loaded_models_and_conversations_stop_at_all_ends(made):

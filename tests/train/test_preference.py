@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, GenerationConfig
 from typer.testing import CliRunner
 
 from halfbyte.cli import app
@@ -186,11 +185,6 @@ def test_full_fine_tuning_has_its_first_weights_as_reference(data, tmp_path):
     run(data, tmp_path / "out", use_peft=False, learning_rate=1e-3, num_train_epochs=2)
     assert losses(tmp_path / "out")[0] == pytest.approx(0.6931, abs=1e-4)
     assert losses(tmp_path / "out")[-1] < 0.6
-    report = json.loads((tmp_path / "out/data_report.json").read_text())
-    declared = GenerationConfig.from_pretrained(tmp_path / "out/model").eos_token_id
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out/model")
-    learned = set(tokenizer.convert_tokens_to_ids(report["stop_tokens"]))
-    assert learned | {tokenizer.eos_token_id} <= set(declared if isinstance(declared, list) else [declared])
     with pytest.raises(ConfigError, match="use_peft: false"):
         run(data, tmp_path / "other", use_peft=False, precompute_ref_log_probs=False)
 

@@ -18,8 +18,11 @@ from halfbyte.files import new_file
 from halfbyte.gguf.graph import checked_family
 from halfbyte.gguf.tensors import Layout
 from halfbyte.gguf.types import FLOATS, Type, quantize
-from halfbyte.runs.saved import find, saved_config
+from halfbyte.notices import notice
+from halfbyte.runs.ends import data_report, declared_ends, known_ends
+from halfbyte.runs.saved import Place, find, saved_config, trained_tokenizer
 
+from ..models.stored import BaseCheckpoint
 from .adapter import AdapterLayers
 from .gguf_model import output_path
 from .gguf_source import text_config
@@ -61,7 +64,19 @@ def export_adapter(
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
+    _say_ends(config, place)
     return path
+
+
+def _say_ends(config: RunConfig, place: Place) -> None:
+    """Name the tokens that answers were trained to end with and the base does not declare: its file decides here."""
+    tokenizer, base = trained_tokenizer(place.adapter, config), BaseCheckpoint(resolve(config).origin).folder
+    known = {tokenizer.eos_token_id, *declared_ends(base)}
+    missing = [index for index in known_ends(data_report(place.run_dir), tokenizer) if index not in known]
+    if missing:
+        names = " ".join(f"--reverse-prompt '{name}'" for name in tokenizer.convert_ids_to_tokens(missing))
+        said = "llama.cpp stops where the base's file says, and this adapter's answers end elsewhere"
+        notice("adapter-ends", f"{said}: give it {names}")
 
 
 @torch.no_grad()
