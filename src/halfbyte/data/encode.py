@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import DataError, HalfbyteError, ModelError
 from ..ops import IGNORE_INDEX
-from .chat import ChatTemplate, Turn, tool_text
+from .chat import ChatTemplate, Turn
 from .formats import Document
 
 TOO_LONG = "longer than max_length"
@@ -231,13 +231,12 @@ class Encoder:
 
 def instruction_of(document: Document) -> str:
     """The text of a document with a prompt up to its answer, where there is no chat template."""
-    before = [document["system"]] if "system" in document else []
-    before += [tool_text(document["tools"])] if "tools" in document else []
+    system = f"{document['system']}\n\n" if "system" in document else ""
     turns = [turn["content"] for turn in document.get("history", ())]
     earlier = "".join(
         f"{INSTRUCTION.format(prompt=asked)}{answer}\n\n" for asked, answer in zip(turns[::2], turns[1::2], strict=True)
     )
-    return "".join(f"{text}\n\n" for text in before) + earlier + INSTRUCTION.format(prompt=document["prompt"])
+    return system + earlier + INSTRUCTION.format(prompt=document["prompt"])
 
 
 def check_rendered(rendered: Sequence[Any], places: Sequence[str]) -> None:

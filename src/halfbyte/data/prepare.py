@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from ..config import RunConfig
 from ..errors import ConfigError, DataError
 from ..notices import notice
-from .chat import ChatTemplate
+from .chat import ChatTemplate, tool_text
 from .csv_values import with_values
 from .encode import CUT_AWAY, INSTRUCTION, TOO_LONG, UNTRAINED, Encoder
 from .formats import Document, documents, number_in, recognise
@@ -194,7 +194,9 @@ def for_template(document: Document, template: ChatTemplate | None, where: str) 
     if "prompt" in document:
         if template is None:
             notice("no-template", f"no chat template: rows are written as {INSTRUCTION!r} and the completion")
-            return document
+            before = [document["system"]] if "system" in document else []
+            before += [tool_text(document["tools"])] if "tools" in document else []
+            return document | ({"system": "\n\n".join(before)} if before else {})
         earlier, answer = asked_turns(document), {"role": "assistant", "content": document["completion"]}
         given = len(document.get("history", ())) // 2
         tools = {"tools": document["tools"]} if "tools" in document else {}
