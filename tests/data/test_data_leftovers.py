@@ -186,6 +186,12 @@ def test_keys_of_turns_and_calls_are_named(prepared):
     }
 
 
+def test_keys_of_a_turn_that_stands_alone_are_named(prepared):
+    answers = {"chosen": TURNS[1], "rejected": {"role": "assistant", "content": "no", "score": 0.1}}
+    report, _, _ = prepared([{"conversations": TURNS[:1], **answers}], kind="pairs", method="dpo")
+    assert left_out(report) == {"rejected[].score": 1}
+
+
 def test_texts_that_turns_take_the_place_of_are_named(prepared):
     system = [{"role": "system", "content": "s"}, *TURNS]
     rows = [{"messages": system, "system": "other"}, {"messages": system, "system": "s"}]

@@ -41,7 +41,8 @@ def leftovers(source: Source, columns: Mapping[str, str], further: Collection[st
 
 def _turns(row: Row, column: str) -> list[dict[str, Any]]:
     value = row.get(column)
-    return [turn for turn in value if isinstance(turn, dict)] if isinstance(value, list) else []
+    several = value if isinstance(value, list) else [value]  # LLaMA-Factory has one turn alone
+    return [turn for turn in several if isinstance(turn, dict)]
 
 
 def _unread_keys(turn: Mapping[str, Any]) -> Iterator[str]:
