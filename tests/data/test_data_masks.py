@@ -192,8 +192,8 @@ def test_a_role_header_right_behind_an_answer_is_not_trained(make_tokenizer):
         "{%- for m in messages %}{{- '<|im_start|>' + m['role'] + '\\n' + m['content'] }}{%- endfor %}"
     )
     row = encode(tokenizer, {"messages": chat("a", "b", "c", "d")})
-    assert runs(tokenizer, row) == ["b", "d"]
-    assert row["ends"] == [-1, -1]
+    assert runs(tokenizer, row) == ["b", "d<|im_end|>"]  # EOS is appended where the template writes no end
+    assert row["ends"] == [-1, tokenizer.eos_token_id]
 
 
 GEMMA = (
@@ -355,5 +355,5 @@ def test_marked_templates_leave_out_the_prompts_answers(real_tokenizer):
     tokenizer.chat_template = tokenizer.chat_template.replace(
         "{{ m['content'] }}<|im_end|>{% endg", "{{ m['content'] }}{% endgeneration %}{% generation %}<|im_end|>{% endg"
     )
-    with pytest.raises(DataError, match="marks 6 parts of 3 assistant turns"):
-        encode(tokenizer, document)
+    assert runs(tokenizer, encode(tokenizer, document)) == ["See you<|im_end|>", "Soon<|im_end|>"]
+    assert len(encode(tokenizer, document)["ends"]) == 2

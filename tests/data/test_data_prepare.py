@@ -211,11 +211,20 @@ def test_loss_on_everything_when_asked(config, make_tokenizer, write):
         assert data.report["mask"] == "every token"
 
 
-def test_eos_that_is_not_trained_is_said(config, make_tokenizer, write):
-    template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
-    data = prepare(config(write(PAIRS)), make_tokenizer(template))
-    assert (data.report["eos_trained"], data.report["stop_tokens"]) == (False, [])
-    assert said()["eos-trained"].startswith("30 of 30 trained turns end without EOS")
+ENDLESS = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+
+
+def test_eos_is_appended_where_the_template_writes_no_end(config, make_tokenizer, write):
+    data = prepare(config(write(PAIRS)), make_tokenizer(ENDLESS))
+    assert (data.report["eos_trained"], data.report["stop_tokens"]) == (True, ["<|im_end|>"])
+    assert "eos-trained" not in said()
+
+
+def test_an_earlier_turn_without_an_end_is_said(config, make_tokenizer, write):
+    turns = [{"role": role, "content": "a"} for role in ("user", "assistant") * 2]
+    data = prepare(config(write([{"messages": turns}])), make_tokenizer(ENDLESS))
+    assert not data.report["eos_trained"]
+    assert "eos-trained" in said()
 
 
 def test_an_end_of_turn_that_is_not_eos_is_said(config, real_tokenizer, write):

@@ -1,10 +1,8 @@
 """Chat templates: what a template understands, and which characters of a rendered conversation the assistant wrote.
 
-Nothing here searches for role markers. Where a template has `{% generation %}` marks, they say what the assistant
-wrote. Elsewhere it is found by difference: the conversation is rendered again with one assistant turn replaced by a
-character that occurs nowhere else; what differs is that turn, as the template wrote it. This holds for templates that
-rewrite earlier turns (Qwen3 drops their thinking), append a token at the very end (Phi-3) or refuse partial
-conversations.
+Where a template has `{% generation %}` marks, they say what the assistant wrote. Elsewhere it is found by difference
+(`turns`), which holds for templates that rewrite earlier turns (Qwen3 drops their thinking), append a token at the very
+end (Phi-3), refuse partial conversations, or write the results of calls inside the model's turn (Gemma 4).
 """
 
 from __future__ import annotations
@@ -13,8 +11,9 @@ import json
 import re
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -22,10 +21,13 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from ..errors import DataError, HalfbyteError
 from ..notices import notice
 from ..reading.bounded import Bounded, Failure, restart_clock
+from ..reading.model_config import declared_ends
 from .formats import Document, Message
+from .turns import Turn, Turns, common_prefix, not_shown, with_ends
 
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PROBE = "halfbyte_probe"
+CALL_ID = "abcdefghi"  # nine letters or digits, as Mistral's templates want it
 ANOTHER = "give another one with chat_template_path"
 CHANGE = "change the row, or give another template with chat_template_path"
 LONGEST = 2**20  # characters that a template may add to a conversation; beside 16 for each of its own
@@ -33,18 +35,29 @@ MASK_BY_MARKS = "the {% generation %} marks of the chat template"
 MASK_BY_DIFFERENCE = "difference of two renderings, one with the assistant turn replaced"
 
 
-@dataclass(frozen=True)
-class Turn:
-    """What the assistant wrote in one turn, as character positions in the rendered text.
+class Known(NamedTuple):
+    """What a template was found to understand, by rendering small conversations.
 
-    `start:end` is the answer; `end:limit` is what the template puts after every answer, where an end-of-turn token may
-    stand. `trained` is false where the row says that the turn is context alone.
+    Attributes:
+        tools, tool_calls, tool_results, system: whether it shows them.
+        prompts: whether it writes a generation prompt when asked.
+        parts: whether it takes the content of messages as a list of parts.
+        alternating: whether it refuses two user turns in a row.
+        closing: what it writes behind the last answer, without white space.
+        ending: the special token that ends an answer, by earlier turns where the last has none; empty: there is none.
+        opening: the first special token of a generation prompt; empty: it has none.
     """
 
-    start: int
-    end: int
-    limit: int
-    trained: bool = True
+    tools: bool
+    tool_calls: bool
+    tool_results: bool
+    system: bool
+    prompts: bool
+    parts: bool
+    alternating: bool
+    closing: str
+    ending: str
+    opening: str
 
 
 class ChatTemplate:
@@ -59,51 +72,85 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.tokenizer = tokenizer
-        self.marked = bool(MARKS.search(tokenizer.get_chat_template()))
+        self.ends = declared_end_tokens(tokenizer)
+        special = {*map(str, tokenizer.added_tokens_decoder.values()), *self.ends}
+        self.marks = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
+        self._known: dict[bool, Known] = {}
+        self.parts = False
         self._bounded = Bounded(self._answer)
         [found] = self._bounded([None])
         if isinstance(found, Failure):
             raise DataError(f"the chat template fails on a plain conversation: {found.said}", ANOTHER)
         if isinstance(found, HalfbyteError):
             raise found
-        self._knows(found)
+        self._know(found)
 
     def _answer(self, document: Document | None) -> Any:
         """What the child process computes: the turns of a conversation, or the text of one that is open; at first, what
         the template understands."""
         if document is not None and document.get("open"):
+            self._choose(document.get("tools"))
             return self.render(document["messages"], document.get("tools"), add_generation_prompt=True)
         if document is not None:
             return self.assistant_turns(document)
-        found = self._probe()
-        self._knows(found)
+        named = isinstance(self.tokenizer.chat_template, dict)  # which is written depends on whether there are tools
+        found = {with_tools: self._probe(with_tools) for with_tools in ((False, True) if named else (False,))}
+        self._know(found)
         return found
 
-    def _knows(self, found: tuple[bool, ...]) -> None:
-        self.shows_tools, self.shows_tool_calls, self.shows_tool_results, self.shows_system, self.prompts = found
+    def _know(self, found: dict[bool, Known]) -> None:
+        self._known = found
+        self._choose(None)
 
-    def _probe(self) -> tuple[bool, ...]:
+    def _choose(self, tools: list[Any] | None) -> None:
+        """Take what is known of the template that writes conversations with these tools."""
+        known = self._known.get(bool(tools)) or self._known[False]
+        self.shows_tools, self.shows_tool_calls, self.shows_tool_results, self.shows_system = known[:4]
+        self.prompts, self.parts, self.alternating, self.closing, self.ending, self.opening = known[4:]
+        self.marked = bool(MARKS.search(self.tokenizer.get_chat_template(tools=tools)))
+
+    def _probe(self, with_tools: bool) -> Known:
         user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-        self.render([user, answer])
-        probe_tool = {"type": "function", "function": {"name": PROBE, "description": "", "parameters": {}}}
+        tool = {"type": "function", "function": {"name": "t", "description": "", "parameters": {}}}
+        probe_tool = {**tool, "function": {**tool["function"], "name": PROBE}}
+        given = [tool] if with_tools else None
+        self.parts = False
+        self.render([user, answer], given)
+        self.parts = takes_parts(self.tokenizer, given)
         call = {"role": "assistant", "content": "", "tool_calls": [_call(PROBE)]}
-        result = {"role": "tool", "content": PROBE, "name": "f"}
+        result = {"role": "tool", "content": PROBE, "name": "f", "tool_call_id": CALL_ID}
         tools = self._shows([user, answer], [probe_tool])
-        tool_calls = self._shows([user, call, {**result, "content": "c"}, answer])
-        tool_results = self._shows(
-            [user, {**call, "tool_calls": [_call("f")]} if tool_calls else answer, result, answer]
+        tool_calls = self._shows([user, call, {**result, "content": "c"}, answer], given)
+        calling = {**call, "tool_calls": [_call("f")]} if tool_calls else answer
+        tool_results = self._shows([user, calling, result, answer], given)
+        system = self._shows([{"role": "system", "content": PROBE}, user, answer], given)
+        prompt, bare = self.attempt([user], given, add_generation_prompt=True), self.attempt([user], given)
+        prompts = prompt is not None and prompt != bare
+        alternating = self.attempt([user, user, answer], given) is None
+        added = prompt[common_prefix(prompt, bare or "") :] if prompt is not None and prompts else ""
+        opening = found[0] if bare is not None and (found := self.marks.search(added)) else ""
+        closing, ending = self._closing(given)
+        return Known(
+            tools, tool_calls, tool_results, system, prompts, self.parts, alternating, closing, ending, opening
         )
-        system = self._shows([{"role": "system", "content": PROBE}, user, answer])
-        prompt, bare = self._try([user], add_generation_prompt=True), self._try([user])
-        return tools, tool_calls, tool_results, system, prompt is not None and prompt != bare
+
+    def _closing(self, given: list[Any] | None) -> tuple[str, str]:
+        """What the template writes behind the last answer, and the special token that ends answers."""
+        asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}]
+        last = (self.attempt(asked, given) or "").rpartition(PROBE)[2].strip()
+        follow = [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
+        texts = (last, (self.attempt([*asked, *follow], given) or "").rpartition(PROBE)[2].lstrip())
+        firsts = [found[0] for text in texts if (found := self.marks.match(text))]
+        ending = next((mark for mark in firsts if mark in self.ends), firsts[0] if self.marks.match(last) else "")
+        return last, ending
 
     def _shows(self, messages: list[Message], tools: list[Any] | None = None) -> bool:
-        return PROBE in (self._try(messages, tools) or "")
+        return PROBE in (self.attempt(messages, tools) or "")
 
-    def _try(
+    def attempt(
         self, messages: list[Message], tools: list[Any] | None = None, *, add_generation_prompt: bool = False
     ) -> str | None:
-        """Render, or None where the template refuses: what a probe asks, or a conversation without an answer."""
+        """Render, or None where the template refuses: what a probe asks, or a part of a conversation."""
         try:
             return self.render(messages, tools, add_generation_prompt=add_generation_prompt)
         except Exception:  # a template is a program, and may raise anything
@@ -122,7 +169,10 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
     ) -> str:
         """The conversation as one string. Not bounded: called by what is."""
-        return _render(self.tokenizer, messages, tools, add_generation_prompt)
+        return _render(self.tokenizer, self._as_taken(messages), tools, add_generation_prompt)
+
+    def _as_taken(self, messages: Sequence[Message]) -> list[Message]:
+        return in_parts(messages) if self.parts else list(messages)
 
     def adapt(self, document: Document) -> Document:
         """Put what the template would ignore or refuse into a form it shows, and say so.
@@ -140,7 +190,9 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: list[Any] | None = None
     ) -> tuple[list[Message], list[Any] | None]:
         """The same conversation and tools in a form that the template shows; says what it changes."""
+        self._choose(tools)
         messages = [dict(message) for message in messages]
+        results = [message["role"] == "tool" for message in messages]
         for message in messages:
             call_text = message.pop("call_text", None)
             if "tool_calls" in message and not self.shows_tool_calls:
@@ -150,6 +202,8 @@ class ChatTemplate:
             if message["role"] == "tool" and not self.shows_tool_results:
                 message["role"] = "user"
                 notice("tool-results", "the chat template knows no role tool: tool results are given as user turns")
+        if self.alternating and not self.shows_tool_results:
+            messages = _joined(messages, results)
         if tools and messages and not self.shows_tools:
             _prepend_system(messages, tool_text(tools))
             notice("tools", "the chat template ignores tools: their descriptions go into the system message")
@@ -175,11 +229,12 @@ class ChatTemplate:
             for found in self._bounded(conversations)
         ]
 
-    def assistant_turns(self, document: Document) -> tuple[str, list[Turn]]:
+    def assistant_turns(self, document: Document) -> tuple[str, list[Turn], list[str]]:
         """Render an adapted conversation and find what the assistant wrote, but for the turns that are given.
 
         Returns:
-            The text and its assistant turns in order; none where no assistant speaks.
+            The text, its assistant turns in order (none where no assistant speaks), and the names of what the
+            messages say that the text does not hold.
 
         Raises:
             DataError: the template refuses the conversation, does not show an assistant turn, or marks other parts than
@@ -187,7 +242,8 @@ class ChatTemplate:
         """
         messages, tools = document["messages"], document.get("tools")
         if not messages:
-            return "", []
+            return "", [], []
+        self._choose(tools)
         try:
             text, spans = self._marked(messages, tools) if self.marked else self._differing(messages, tools)
         except (HalfbyteError, MemoryError):
@@ -200,10 +256,11 @@ class ChatTemplate:
             raise DataError(
                 f"the chat template marks {len(spans)} parts of {said} assistant turns, so it cannot be told which of"
                 " them are trained",
-                "mark each assistant turn once with {% generation %} ... {% endgeneration %}",
+                "mark each assistant turn with {% generation %} ... {% endgeneration %}",
             )
-        turns = _with_limits(text, spans)
-        return text, [replace(turn, trained=i not in untrained) for i, turn in enumerate(turns)][given:]
+        turns = with_ends(self, text, spans)
+        turns = [replace(turn, trained=i not in untrained) for i, turn in enumerate(turns)][given:]
+        return text, turns, not_shown(messages, text)
 
     def _marked(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, list[Turn]]:
         restart_clock(_more(messages))
@@ -211,7 +268,7 @@ class ChatTemplate:
         # needed to look behind a block for the end-of-turn token.
         render: Any = render_jinja_template  # annotated to return one string, but gives texts and blocks
         rendered, blocks = render(
-            conversations=[messages],
+            conversations=[self._as_taken(messages)],
             tools=tools,
             chat_template=self.tokenizer.get_chat_template(tools=tools),
             return_assistant_tokens_mask=True,
@@ -222,36 +279,42 @@ class ChatTemplate:
                 "the chat template has {% generation %} marks, but none around this conversation's assistant turns",
                 "mark every assistant turn in the template, or remove the marks",
             )
-        return rendered[0], [Turn(start, end, end) for start, end in blocks[0]]
+        return rendered[0], Turns(self, messages, tools, rendered[0]).grouped(blocks[0])
 
     def _differing(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, list[Turn]]:
         text = self.render(messages, tools)
-        stranger = next(char for char in map(chr, range(0xE000, 0xF900)) if char not in text)
-        turns = []
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            replaced = {"role": "assistant", "content": stranger}
-            changed = self.render([*messages[:index], replaced, *messages[index + 1 :]], tools)
-            if stranger not in changed:
-                raise DataError(
-                    f"the chat template does not show assistant turn {index + 1}, so it cannot be told what to train",
-                    "mark the assistant's text with {% generation %} ... {% endgeneration %} in a chat_template_path",
-                )
-            start = common_prefix(text, changed)
-            end = len(text) - common_prefix(text[start:][::-1], changed[start:][::-1])
-            turns.append(Turn(self._after_prompt(text, start, messages[:index], tools), end, end))
-        return text, turns
+        return text, Turns(self, messages, tools, text).found()
 
-    def _after_prompt(self, text: str, start: int, before: list[Message], tools: list[Any] | None) -> int:
-        """Where a model would begin to write: right behind the generation prompt.
 
-        That is before `start` when the template itself writes the beginning of an answer (Qwen3's empty thoughts).
-        """
-        if not before or not self.prompts:
-            return start
-        prompt = self._try(before, tools, add_generation_prompt=True)
-        return start if prompt is None or len(prompt) > start or not text.startswith(prompt) else len(prompt)
+def declared_end_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """The tokens that a tokenizer, and the generation_config.json beside its files, say an answer ends with."""
+    folder = Path(tokenizer.name_or_path or "")
+    stored = declared_ends(folder) if tokenizer.name_or_path and folder.is_dir() else []
+    names = tokenizer.convert_ids_to_tokens([each for each in stored if each < len(tokenizer)])
+    return tuple(dict.fromkeys(str(name) for name in (tokenizer.eos_token, *names) if name))
+
+
+def takes_parts(tokenizer: Any, tools: list[Any] | None = None) -> bool:
+    """Whether a chat template shows the content of a message as a list of parts, and as a text does not (LLaVA's)."""
+    messages = [{"role": "user", "content": PROBE}, {"role": "assistant", "content": PROBE}]
+    for parts in (False, True):
+        try:
+            text = _render(tokenizer, in_parts(messages) if parts else messages, tools, False)
+        except Exception:  # a template is a program, and may raise anything
+            continue
+        if PROBE in text:
+            return parts
+    return False
+
+
+def in_parts(messages: Sequence[Message]) -> list[Message]:
+    """Messages whose texts are lists of one part."""
+    return [
+        {**message, "content": [{"type": "text", "text": content}]}
+        if isinstance(content := message.get("content"), str)
+        else dict(message)
+        for message in messages
+    ]
 
 
 _renderers: weakref.WeakKeyDictionary[Any, tuple[Any, Bounded[Any, str]]] = weakref.WeakKeyDictionary()
@@ -276,7 +339,7 @@ def prompt_text(
     template, renderer = _renderers.get(tokenizer, (None, None))
     if renderer is None or template != tokenizer.chat_template:
         held = weakref.ref(tokenizer)  # so that the entry does not keep its own key
-        renderer = Bounded(lambda item: _render(held(), *item))
+        renderer = Bounded(lambda item: _prompt(held(), *item))
         _renderers[tokenizer] = tokenizer.chat_template, renderer
     [found] = renderer([(list(messages), None, add_generation_prompt, continue_final_message)])
     if isinstance(found, Failure):
@@ -284,6 +347,10 @@ def prompt_text(
     if isinstance(found, HalfbyteError):
         raise found
     return found
+
+
+def _prompt(tokenizer: Any, messages: list[Message], *options: Any) -> str:
+    return _render(tokenizer, in_parts(messages) if takes_parts(tokenizer) else messages, *options)
 
 
 def _render(
@@ -315,7 +382,7 @@ def _more(messages: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _call(name: str) -> dict[str, Any]:
-    return {"type": "function", "id": "abcdefghi", "function": {"name": name, "arguments": {}}}
+    return {"type": "function", "id": CALL_ID, "function": {"name": name, "arguments": {}}}
 
 
 def _json(value: Any) -> str:
@@ -342,25 +409,15 @@ def _system_into_user(messages: list[Message]) -> list[Message]:
     return [{**rest[0], "content": f"{system['content']}\n\n{rest[0]['content']}"}, *rest[1:]]
 
 
-def common_prefix(a: str, b: str) -> int:
-    """The number of characters `a` and `b` start with in common."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
+def _joined(messages: list[Message], results: Sequence[bool]) -> list[Message]:
+    """Messages in which results of calls, which are user turns here, are one turn with the user turns around them."""
+    joined: list[Message] = []
+    before = False  # whether the last message holds a result
+    for message, result in zip(messages, results, strict=True):
+        if joined and message["role"] == joined[-1]["role"] == "user" and (result or before):
+            joined[-1]["content"] += f"\n\n{message['content']}"
         else:
-            high = middle - 1
-    return low
-
-
-def _with_limits(text: str, turns: list[Turn]) -> list[Turn]:
-    """Extend each turn's limit over what follows it the way the end of the text follows the last turn."""
-    if not turns:
-        return []
-    closing = text[turns[-1].end :]
-    nexts = [turn.start for turn in turns[1:]] + [len(text)]
-    return [
-        replace(turn, limit=turn.end + common_prefix(text[turn.end : following], closing))
-        for turn, following in zip(turns, nexts, strict=True)
-    ]
+            joined.append(message)
+            before = False
+        before |= result
+    return joined

@@ -18,8 +18,9 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import DataError, HalfbyteError, ModelError
 from ..ops import IGNORE_INDEX
-from .chat import ChatTemplate, Turn
+from .chat import ChatTemplate
 from .formats import Document
+from .turns import Turn
 
 TOO_LONG = "longer than max_length"
 CUT_AWAY = "no trained tokens left after truncation"
@@ -31,13 +32,14 @@ INSTRUCTION = "### Instruction:\n{prompt}\n\n### Response:\n"
 
 @dataclass(frozen=True)
 class _Text:
-    """A rendered document: its text, what to train (None: everything), whether BOS and EOS are yet to be added, and the
-    turns that its row says not to train."""
+    """A rendered document: its text, what to train (None: everything), whether BOS and EOS are yet to be added, the
+    turns that its row says not to train, and the names of what its messages say that the text does not hold."""
 
     text: str
     turns: list[Turn] | None
     bare: bool
     untrained: Sequence[Turn] = ()
+    not_shown: Sequence[str] = ()
 
 
 class Encoder:
@@ -78,17 +80,20 @@ class Encoder:
         self.prefix = _written_before(tokenizer)
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        """`document` and `where` to input_ids, labels, length (before cutting), dropped (reason or ""), ends and empty.
+        """`document` and `where` to input_ids, labels, length (before cutting), dropped (reason or ""), ends, empty and
+        not_shown.
 
         A document's `numbers` become columns of lists of one.
 
         `ends` holds, for each trained turn that was not cut, the id of the token that ends it, -1 when none does.
         `empty` is whether no answer says anything: all that is trained is where to stop.
+        `not_shown` names what messages say that the chat template does not write.
         """
         documents = [json.loads(document) for document in batch["document"]]
         texts = self._texts(documents, batch["where"])
         rows = [self._label(text, *found) for text, found in zip(texts, self._tokenize(texts), strict=True)]
-        for row, document in zip(rows, documents, strict=True):
+        for row, document, text in zip(rows, documents, texts, strict=True):
+            row["not_shown"] = text.not_shown
             row |= {name: [number] for name, number in document.get("numbers", {}).items()}
             row["empty"] = not document.get("train_all") and not says_anything(document)
         return {key: [row[key] for row in rows] for key in rows[0]}
@@ -107,9 +112,9 @@ class Encoder:
             text, begin = document["text"], document.get("answer_from")
             return _Text(text, None if begin is None else [Turn(begin, len(text), len(text))], bare=True)
         if rendered is not None:
-            text, turns = rendered
+            text, turns, lost = rendered
             untrained = [turn for turn in turns if not turn.trained]
-            return _Text(text, None if everything else turns, bare=False, untrained=untrained)
+            return _Text(text, None if everything else turns, False, untrained, lost)
         prompt = instruction_of(document)
         text = prompt + document["completion"]
         return _Text(text, None if everything else [Turn(len(prompt), len(text), len(text))], bare=True)
@@ -169,11 +174,22 @@ class Encoder:
         and how many were added in front."""
         trained, ends = self._mask(text, ids, offsets)
         added = 0
+        if not text.bare and (end := self._missing_end(text, ids, ends)) is not None:
+            ids, trained = np.append(ids[: ends[-1] + 1], end), np.append(trained[: ends[-1] + 1], True)
+            ends = [*ends[:-1], len(ids) - 1]
         if text.bare and len(ids):
             ids, trained, added = self._closed(ids, trained)
             ends = [len(ids) - 1]
         trained[:1] = False
         return ids, trained, ends, added
+
+    def _missing_end(self, text: _Text, ids: np.ndarray, ends: list[int]) -> int | None:
+        """Return the token that ends the last answer, where the template writes nothing behind it; None where it does."""
+        last = text.turns[-1] if text.turns else None
+        if last is None or not last.trained or not ends or text.text[last.limit :].strip() or self.is_marker[ids[ends[-1]]]:
+            return None
+        ending = self.template.ending if self.template else ""
+        return int(self.tokenizer.convert_tokens_to_ids(ending) if ending else self.tokenizer.eos_token_id)
 
     def _end_tokens(self, ids: np.ndarray, ends: list[int]) -> list[int]:
         """The ids that end trained turns, -1 for a piece of text."""
@@ -191,7 +207,8 @@ class Encoder:
             if turn.trained:
                 answer = self._tokens_of(turn, text.text, ids, offsets)
                 trained |= answer
-                ends += np.flatnonzero(answer)[-1:].tolist()
+                said = [i for i in np.flatnonzero(answer)[::-1][:8] if text.text[starts[i] : stops[i]].strip()]
+                ends += said[:1] or np.flatnonzero(answer)[-1:].tolist()
         return trained, ends
 
     def _untrained(self, text: _Text, ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
@@ -204,7 +221,9 @@ class Encoder:
     def _tokens_of(self, turn: Turn, text: str, ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
         """Which tokens (bool) are a turn's answer and what ends it."""
         starts, stops = offsets[::2], offsets[1::2]
-        answer = self._from(turn.start, ids, offsets) & (starts < turn.end)
+        answer = np.zeros(len(ids), dtype=bool)
+        for start, end in turn.parts or ((turn.start, turn.end),):
+            answer |= self._from(start, ids, offsets) & (starts < end)
         closing = [
             i
             for i in np.flatnonzero(self.is_marker[ids] & (starts >= turn.end) & (starts < turn.limit))

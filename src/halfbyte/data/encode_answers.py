@@ -97,7 +97,10 @@ class AnswerEncoder(Encoder):
             own = slice(index * each, (index + 1) * each)
             empty = not all(map(says_anything, documents[own]))
             further = {key: value for key, value in row.items() if key in ("margin", "label")}
-            found.append({**self._row(wholes[own]), **further, "empty": empty, "otherwise": otherwise[index]})
+            lost = sorted({name for text in texts[own] for name in text.not_shown})
+            found.append(
+                {**self._row(wholes[own]), **further, "empty": empty, "otherwise": otherwise[index], "not_shown": lost}
+            )
         return found
 
     def _otherwise(self, documents: list[Document], texts: list[str]) -> list[bool]:
@@ -169,6 +172,7 @@ class AnswerEncoder(Encoder):
                     "ends": [],
                     "empty": False,
                     "otherwise": False,
+                    "not_shown": [],
                 }
             )
         return found
@@ -207,6 +211,7 @@ class AnswerEncoder(Encoder):
                     "ends": [],
                     "empty": False,
                     "otherwise": False,
+                    "not_shown": [],
                 }
             )
         return found

@@ -42,6 +42,7 @@ ENCODED = Features(
         "dropped": Value("string"),
         "ends": IDS,
         "empty": Value("bool"),
+        "not_shown": datasets.List(Value("string")),
     }
 )
 REMEDY = {
@@ -281,6 +282,7 @@ def _finish(found: Documents, encoder: Encoder, config: RunConfig, name: str) ->
     if truncated:
         words = f"cut to max_length {config.max_length}: the longest has {max(kept['length']):,} tokens"
         notice(f"truncated:{name}", f"{truncated} of {total} {name} documents {words}")
+    not_shown = not_shown_of(kept, f"{name} documents")
     empty = sum(kept["empty"])
     if empty == len(kept) and name == "training":
         raise DataError(
@@ -292,7 +294,8 @@ def _finish(found: Documents, encoder: Encoder, config: RunConfig, name: str) ->
     columns = ["input_ids", "labels", *found.columns]
     rows = _pack(kept, config.max_length, found.columns) if config.packing else kept.select_columns(columns)
     capacity = config.max_length if config.packing else None
-    return _Split(kept, rows, split_report(encoded, kept, rows, truncated, empty, capacity))
+    report = split_report(encoded, kept, rows, truncated, empty, capacity)
+    return _Split(kept, rows, {**report, "not_shown": not_shown})
 
 
 def kept_rows(encoded: Dataset, name: str, max_length: int, remedies: Mapping[str, str]) -> Dataset:
@@ -316,6 +319,23 @@ def kept_rows(encoded: Dataset, name: str, max_length: int, remedies: Mapping[st
     for reason, count in dropped.items():
         notice(f"dropped:{name}:{reason}", f"{count} of {len(encoded)} {name} dropped: {reason}")
     return encoded.select(np.flatnonzero(reasons == ""))
+
+
+def not_shown_of(kept: Dataset, name: str) -> dict[str, int]:
+    """Count the rows with each part that the chat template does not write, and name them in one notice.
+
+    Args:
+        name: of the rows, as in "training rows".
+    """
+    found = Counter(each for names in kept["not_shown"] for each in set(names))
+    if found:
+        counts = ", ".join(f"{part} ({count:,} of {len(kept):,})" for part, count in found.most_common())
+        notice(
+            f"not-shown:{name}",
+            f"{name}: the chat template does not show {counts}, so it is left out; a chat_template_path that writes it"
+            " would train it",
+        )
+    return dict(found)
 
 
 def encode(found: Documents, encoder: Encoder, config: RunConfig, features: Mapping[str, Any]) -> Dataset:

@@ -33,6 +33,7 @@ from .prepare import (
     encode,
     for_template,
     kept_rows,
+    not_shown_of,
     mask_of,
     read_parts,
     template_of,
@@ -122,7 +123,8 @@ def _rows(kept: Dataset, kind: Kind) -> Dataset:
 
 def _features(kind: Kind, columns: Any) -> dict[str, Any]:
     """The columns of encoded rows, of which `columns` says whether there is a margin."""
-    beside = {**{name: ENCODED[name] for name in ("length", "dropped", "ends", "empty")}, "otherwise": Value("bool")}
+    beside = {name: ENCODED[name] for name in ("length", "dropped", "ends", "empty", "not_shown")}
+    beside["otherwise"] = Value("bool")
     ids = {f"{name}_ids": IDS for name in ("prompt", *NAMES[kind])}
     masks = {f"{name}_mask": MASK for name in NAMES[kind]}
     further: dict[str, Any] = {
@@ -216,6 +218,7 @@ def _finish(found: Documents, encoder: AnswerEncoder, config: RunConfig, name: s
     if contradicting:
         notice(f"contradicting:{name}", f"{contradicting} {name} rows say the opposite of another one")
     report = answers_report(encoded, kept, NAMES[kind], truncated)
+    report["not_shown"] = not_shown_of(kept, f"{name} rows")
     return kept, {**report, "contradicting": contradicting, "prompts_otherwise_alone": otherwise}
 
 
@@ -282,15 +285,12 @@ def _stops(encoder: AnswerEncoder) -> dict[str, Any]:
     tokenizer = encoder.tokenizer
     if encoder.template is None:
         return {"eos_trained": True, "stop_tokens": [tokenizer.eos_token]}
-    said = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-    plain = Encoder(tokenizer, encoder.template, max_length=2**20)
-    ends = plain({"document": [json.dumps(said)], "where": [""]})["ends"][0]
-    if not ends or ends[-1] < 0:
+    if not encoder.template.ending:
         raise DataError(
             "the chat template writes no special token behind an answer, so a model's answers would never end",
             "give a template with an end-of-turn token with chat_template_path",
         )
-    return {"eos_trained": True, "stop_tokens": [str(tokenizer.convert_ids_to_tokens(ends[-1]))]}
+    return {"eos_trained": True, "stop_tokens": [encoder.template.ending]}
 
 
 def as_read(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:

@@ -59,6 +59,15 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def declared_ends(folder: Path) -> list[int]:
+    """The tokens that a model's generation_config.json says an answer ends with, or else its config.json."""
+    stored = read_generation_config(folder).get("eos_token_id")
+    if stored is None and look(folder / CONFIG, CheckpointError):
+        config = read_config(folder)
+        stored = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
+    return stored if isinstance(stored, list) else [] if stored is None else [stored]
+
+
 def check_model_config(folder: Path) -> None:
     """Look over both files of a local model.
 

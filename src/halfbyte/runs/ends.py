@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import CheckpointError, DataError
 from ..notices import notice
 from ..reading import look, read_json
-from ..reading.model_config import CONFIG, ENDS, read_config, read_generation_config
+from ..reading.model_config import CONFIG, ENDS, declared_ends, read_config, read_generation_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,15 +58,6 @@ def known_ends(report: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) ->
     except DataError as error:
         notice("template-ends", f"which token ends an answer is not known from the chat template: {error.message}")
         return []
-
-
-def declared_ends(folder: Path) -> list[int]:
-    """The tokens that a model's generation_config.json says an answer ends with, or else its config.json."""
-    stored = read_generation_config(folder).get("eos_token_id")
-    if stored is None and look(folder / CONFIG, CheckpointError):
-        config = read_config(folder)
-        stored = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
-    return stored if isinstance(stored, list) else [] if stored is None else [stored]
 
 
 def all_ends(*ends: Iterable[int | None]) -> list[int]:
