@@ -111,15 +111,13 @@ class ChatTemplate:
 
     def _probe(self, with_tools: bool) -> Known:
         user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-        tool = {"type": "function", "function": {"name": "t", "description": "", "parameters": {}}}
-        probe_tool = {**tool, "function": {**tool["function"], "name": PROBE}}
-        given = [tool] if with_tools else None
+        given = [_tool("t")] if with_tools else None
         self.parts = False
         self.render([user, answer], given)
         self.parts = takes_parts(self.tokenizer, given)
         call = {"role": "assistant", "content": "", "tool_calls": [_call(PROBE)]}
         result = {"role": "tool", "content": PROBE, "name": "f", "tool_call_id": CALL_ID}
-        tools = self._shows([user, answer], [probe_tool])
+        tools = self._shows([user, answer], [_tool(PROBE)])
         tool_calls = self._shows([user, call, {**result, "content": "c"}, answer], given)
         calling = {**call, "tool_calls": [_call("f")]} if tool_calls else answer
         tool_results = self._shows([user, calling, result, answer], given)
@@ -183,8 +181,9 @@ class ChatTemplate:
         messages = document["messages"]
         roles = [message["role"] for message in messages]
         messages = messages[: len(roles) - roles[::-1].index("assistant")] if "assistant" in roles else []
+        behind = {"behind": len(roles) - len(messages)} if messages and len(roles) > len(messages) else {}
         messages, tools = self.understood(messages, document.get("tools"))
-        return {**document, "messages": messages, "tools": tools}
+        return {**document, "messages": messages, "tools": tools, **behind}
 
     def understood(
         self, messages: Sequence[Message], tools: list[Any] | None = None
@@ -260,7 +259,7 @@ class ChatTemplate:
             )
         turns = with_ends(self, text, spans)
         turns = [replace(turn, trained=i not in untrained) for i, turn in enumerate(turns)][given:]
-        return text, turns, not_shown(messages, text)
+        return text, turns, not_shown(messages, text) + ["turns behind the last answer"] * bool(document.get("behind"))
 
     def _marked(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, list[Turn]]:
         restart_clock(_more(messages))
@@ -379,6 +378,10 @@ def _more(messages: Sequence[Mapping[str, Any]]) -> float:
     """Seconds that rendering so much may take beyond what every rendering may."""
     characters = sum(len(content) for message in messages if isinstance(content := message.get("content"), str))
     return len(messages) / 1_000 + characters / 200_000
+
+
+def _tool(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "description": "", "parameters": {}}}
 
 
 def _call(name: str) -> dict[str, Any]:

@@ -77,6 +77,10 @@ class Encoder:
         largest = max(tokenizer.get_vocab().values())  # ids may have gaps: there can be fewer than this
         self.is_marker = np.zeros(largest + 1, dtype=bool)  # by token id: control tokens, not pieces of text
         self.is_marker[[*tokenizer.added_tokens_decoder, tokenizer.eos_token_id]] = True
+        # Marks such as </tool_call> are added tokens, too; what ends an answer is a special one.
+        special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self.is_end = np.zeros(largest + 1, dtype=bool)
+        self.is_end[[*special, tokenizer.eos_token_id]] = True
         self.prefix = _written_before(tokenizer)
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
@@ -186,14 +190,14 @@ class Encoder:
     def _missing_end(self, text: _Text, ids: np.ndarray, ends: list[int]) -> int | None:
         """Return the token that ends the last answer, where the template writes nothing behind it; None where it does."""
         last = text.turns[-1] if text.turns else None
-        if last is None or not last.trained or not ends or text.text[last.limit :].strip() or self.is_marker[ids[ends[-1]]]:
+        if last is None or not last.trained or not ends or text.text[last.limit :].strip() or self.is_end[ids[ends[-1]]]:
             return None
         ending = self.template.ending if self.template else ""
         return int(self.tokenizer.convert_tokens_to_ids(ending) if ending else self.tokenizer.eos_token_id)
 
     def _end_tokens(self, ids: np.ndarray, ends: list[int]) -> list[int]:
         """The ids that end trained turns, -1 for a piece of text."""
-        return [int(ids[end]) if self.is_marker[ids[end]] else -1 for end in ends]
+        return [int(ids[end]) if self.is_end[ids[end]] else -1 for end in ends]
 
     def _mask(self, text: _Text, ids: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, list[int]]:
         """Which tokens are trained (bool), and the index of the last one of each turn."""
@@ -202,7 +206,7 @@ class Encoder:
             visible = next((i for i in reversed(range(len(ids))) if text.text[starts[i] : stops[i]].strip()), None)
             trained = ~self._untrained(text, ids, offsets)
             return trained, [] if visible is None or not trained[visible] else [visible]
-        trained, ends = np.zeros(len(ids), dtype=bool), []
+        trained, ends = np.zeros(len(ids), dtype=bool), list[int]()
         for turn in text.turns:
             if turn.trained:
                 answer = self._tokens_of(turn, text.text, ids, offsets)

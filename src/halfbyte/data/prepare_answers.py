@@ -17,7 +17,6 @@ from ..ops import IGNORE_INDEX
 from .answers import rows_in
 from .chat import ChatTemplate
 from .csv_values import with_values
-from .encode import Encoder
 from .encode_answers import ALIKE, CUT, NAMES, NO_PROMPT, NO_ROOM, AnswerEncoder
 from .formats import Document
 from .leftovers import leftovers, say_leftovers
@@ -33,8 +32,8 @@ from .prepare import (
     encode,
     for_template,
     kept_rows,
-    not_shown_of,
     mask_of,
+    not_shown_of,
     read_parts,
     template_of,
 )

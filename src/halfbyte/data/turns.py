@@ -1,7 +1,7 @@
 """Which characters of a rendered conversation the assistant wrote, where its answers end, and what is not shown.
 
-Nothing here searches for role markers. Each assistant turn is replaced by one of the same shape: the same calls, ids and
-keys, with one text or the arguments of one call at a time exchanged for a character that occurs nowhere else. What
+Nothing here searches for role markers. Each assistant turn is replaced by one of the same shape: the same calls, ids
+and keys, with one text or the arguments of one call at a time exchanged for a character that occurs nowhere else. What
 changes is the turn's own. Where it begins is where the generation prompt ends; where a call ends is where the
 conversation up to it, rendered alone, stops agreeing with the whole. So results that a template writes inside the
 model's turn stay out of it. Where both ways contradict each other the row is refused, with both renderings.
@@ -57,7 +57,8 @@ class Turns:
 
     def __init__(self, template: ChatTemplate, messages: list[Message], tools: list[Any] | None, text: str):
         self.template, self.messages, self.tools, self.text = template, messages, tools, text
-        self.stranger = next(char for char in map(chr, range(0xE000, 0xF900)) if char not in text)
+        strangers = (char for char in map(chr, range(0xE000, 0xF900)) if char not in text)
+        self.stranger, self.other = next(strangers), next(strangers)
         self._results: list[tuple[int, int]] | None = None
 
     def found(self) -> list[Turn]:
@@ -69,9 +70,9 @@ class Turns:
         indices = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
         turns = [self._turn(index) for index in indices]
         for index, turn in zip(indices, turns, strict=True):
-            for start, end in self.results:
-                if turn.start < end and start < turn.end:
-                    self._contradiction(index, turn)
+            for start, end in turn.parts or ((turn.start, turn.end),):
+                if any(begin < end and start < stop for begin, stop in self.results):
+                    self._contradiction(index, start)
         return turns
 
     def grouped(self, blocks: Sequence[tuple[int, int]]) -> list[Turn]:
@@ -83,7 +84,8 @@ class Turns:
         indices = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
         if len(blocks) == len(indices):
             return [Turn(start, end, end) for start, end in blocks]
-        starts = [self._begin(index, self._region(index)[0]) for index in indices]
+        regions = [self._regions(index) for index in indices]
+        starts = [self._begin(index, *_hull(found)) for index, found in zip(indices, regions, strict=True)]
         owned: list[list[tuple[int, int]]] = [[] for _ in indices]
         for start, end in blocks:
             owner = max((place for place, begin in enumerate(starts) if begin < end), default=0)
@@ -104,31 +106,46 @@ class Turns:
         return self._results
 
     def _turn(self, index: int) -> Turn:
-        start, end = self._region(index)
-        if self.messages[index].get("tool_calls"):
-            end = self._end_of_calls(index, start, end)
-        return Turn(self._begin(index, start), end, end)
+        regions = self._regions(index)
+        start, end = _hull(regions)
+        if not self.messages[index].get("tool_calls"):
+            return Turn(self._begin(index, start, end), end, end)
+        first, later = self._around_results(regions)
+        calls = self._end_of_calls(index, *_hull(first))
+        start = self._begin(index, start, calls)
+        if not later:
+            return Turn(start, calls, calls)
+        return Turn(start, end, end, parts=((start, calls), _hull(later)))
 
-    def _region(self, index: int) -> tuple[int, int]:
-        """Return where the text changes when any part of an assistant's turn does.
+    def _around_results(self, regions: dict[str, tuple[int, int]]) -> tuple[Any, Any]:
+        """Divide a turn's regions into those before the first result of its calls, and texts that are behind it."""
+        start, end = _hull(regions.values())
+        cut = min((begin for begin, _ in self.results if start < begin < end), default=end)
+        later = [place for name, place in regions.items() if place[0] >= cut and not name.startswith("tool_calls")]
+        return [place for place in regions.values() if place not in later] or later, later
+
+    def _regions(self, index: int) -> dict[str, tuple[int, int]]:
+        """Return where the text changes when each part of an assistant's turn does, by the part's name.
 
         Raises:
             DataError: it never does.
         """
-        places = [self._change(index, changed) for _, changed in exchanged(self.messages[index], self.stranger)]
-        shown = [place for place in places if place is not None] or [self._plain(index)]
-        if shown[0] is None:
+        changed = {name: self._change(index, other) for name, other in exchanged(self.messages[index], self.stranger)}
+        shown = {name: place for name, place in changed.items() if place is not None}
+        if shown:
+            return shown
+        if (plain := self._plain(index)) is None:
             raise DataError(
                 f"the chat template does not show assistant turn {index + 1}, so it cannot be told what to train",
                 MARK_TURNS,
             )
-        return min(start for start, _ in shown), max(end for _, end in shown)
+        return {"content": plain}
 
-    def _plain(self, index: int) -> tuple[int, int]:
+    def _plain(self, index: int) -> tuple[int, int] | None:
         """Where the text changes when a turn becomes a plain text; raises what the template raises."""
         message = {"role": "assistant", "content": self.stranger}
         changed = self.template.render([*self.messages[:index], message, *self.messages[index + 1 :]], self.tools)
-        return self._difference(changed)  # type: ignore[return-value]
+        return self._difference(changed)
 
     def _change(self, index: int, message: Message) -> tuple[int, int] | None:
         changed = self.template.attempt([*self.messages[:index], message, *self.messages[index + 1 :]], self.tools)
@@ -141,23 +158,38 @@ class Turns:
         start = common_prefix(self.text, changed)
         return start, len(self.text) - common_prefix(self.text[start:][::-1], changed[start:][::-1])
 
-    def _begin(self, index: int, start: int) -> int:
+    def _begin(self, index: int, start: int, end: int) -> int:
         """Return where a model would begin to write: right behind the generation prompt.
 
         That is before `start` when the template itself writes the beginning of an answer (Qwen3's empty thoughts), or
-        the marks of a call.
+        the marks of a call, and behind it when the prompt opens the thought that the row holds.
         """
         before = self.messages[:index]
         if before and self.template.prompts:
             prompt = self.template.attempt(before, self.tools, add_generation_prompt=True)
-            if prompt is not None and len(prompt) <= start and self.text.startswith(prompt):
+            if prompt is not None and len(prompt) <= end and self.text.startswith(prompt):
                 return len(prompt)
         message = self.messages[index]
-        if not (message.get("tool_calls") or any(message.get(key) for key in THOUGHTS)):
+        if message.get("tool_calls") or any(message.get(key) for key in THOUGHTS):
+            start = self._behind_header(index, start)
+        return next((found.start() for found in self._marks_around(start)), start)
+
+    def _behind_header(self, index: int, start: int) -> int:
+        """Return where a turn begins whose first marks the template writes: behind the header of a plain turn.
+
+        The header is what stands between the message before and a plain text in the turn's place.
+        """
+        before, plain = self.messages[max(0, index - 1) : index], {"role": "assistant", "content": self.stranger}
+        if not before or not isinstance(before[0].get("content"), str):
             return start
-        plain = self._change(index, {"role": "assistant", "content": self.stranger})
-        floor = max((end for _, end in self.results if end <= start), default=0)
-        return start if plain is None else max(floor, min(start, plain[0]))
+        floor = self._change(index - 1, {**before[0], "content": self.stranger})
+        earlier = [*self.messages[: index - 1], {**before[0], "content": self.other}, plain]
+        for after in (self.messages[index + 1 :], []):
+            changed = self.template.attempt([*earlier, *after], self.tools) or ""
+            header = changed.partition(self.other)[2].partition(self.stranger)
+            if floor and header[1] and self.text.startswith(header[0], floor[1]) and floor[1] + len(header[0]) <= start:
+                return floor[1] + len(header[0])
+        return start
 
     def _end_of_calls(self, index: int, start: int, end: int) -> int:
         """Return where the calls of a turn end, with what the template writes behind the last argument."""
@@ -166,7 +198,7 @@ class Turns:
             plain = self._change(index, {"role": "assistant", "content": self.stranger})
             border = end if plain is None else max(end, plain[1])
             if any(begin < border and start < stop for begin, stop in self.results):
-                self._contradiction(index, Turn(start, border, border))
+                self._contradiction(index, start)
         tail = self.text[end:border]
         for mark in (*self.template.ends, self.template.closing):
             if mark and mark in tail:
@@ -181,27 +213,38 @@ class Turns:
         rest = self.messages[index + 1 :]
         while rest and rest[0]["role"] == "tool":
             rest = rest[1:]
-        for after in ([], rest) if rest else ([],):
-            alone = self.template.attempt([*self.messages[: index + 1], *after], self.tools)
-            border = 0 if alone is None else common_prefix(self.text, alone)
-            if alone is not None and border >= end:
-                return self._before_a_mark(border) if border < len(alone) and border < len(self.text) else border
-        return None
+        alone = [self.template.attempt([*self.messages[: index + 1], *after], self.tools) for after in ([], rest)]
+        shared = {text: common_prefix(self.text, text) for text in alone if text is not None}
+        if not shared or max(shared.values()) < end:
+            return None
+        longest = max(shared, key=shared.__getitem__)
+        border = shared[longest]
+        return border if border in (len(longest), len(self.text)) else self._before_a_mark(border)
 
     def _before_a_mark(self, border: int) -> int:
         """Move a border out of the mark whose beginning both renderings happen to share."""
-        for found in self.template.marks.finditer(self.text, max(0, border - 200), border + 200):
-            if found.start() < border < found.end():
-                return found.start()
-        return len(self.text[:border].rstrip(OPENERS))
+        inside = next((found.start() for found in self._marks_around(border)), None)
+        return len(self.text[:border].rstrip(OPENERS)) if inside is None else inside
 
-    def _contradiction(self, index: int, turn: Turn) -> None:
+    def _marks_around(self, place: int) -> Iterator[re.Match[str]]:
+        """Yield the special token that a position is inside of."""
+        for found in self.template.marks.finditer(self.text, max(0, place - 200), place + 200):
+            if found.start() < place < found.end():
+                yield found
+
+    def _contradiction(self, index: int, start: int) -> None:
         alone = self.template.attempt(self.messages[: index + 1], self.tools)
         raise DataError(
             f"it cannot be told where assistant turn {index + 1} ends and the results of its calls begin: all together"
-            f" are written as {brief(self.text[turn.start :])}, the turn alone as {brief((alone or 'refused')[-300:])}",
+            f" are written as {brief(self.text[start:])}, the turn alone as {brief((alone or 'refused')[-300:])}",
             MARK_TURNS,
         )
+
+
+def _hull(regions: Any) -> tuple[int, int]:
+    """Return the first position of some regions and the last."""
+    places = list(regions.values() if isinstance(regions, dict) else regions)
+    return min(start for start, _ in places), max(end for _, end in places)
 
 
 def exchanged(message: Message, stranger: str) -> Iterator[tuple[str, Message]]:
@@ -215,6 +258,7 @@ def exchanged(message: Message, stranger: str) -> Iterator[tuple[str, Message]]:
     for place, call in enumerate(calls):
         function = call["function"]
         arguments = function.get("arguments")
+        other: dict[str, Any]
         if isinstance(arguments, dict) and arguments:
             other = {"arguments": dict.fromkeys(arguments, stranger)}
         elif isinstance(arguments, str) and arguments:
