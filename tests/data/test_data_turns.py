@@ -85,7 +85,8 @@ KINDS = {
     + "{{ c.function.arguments | tojson }}</call>{% set ns.n = ns.n + 1 %}{% endfor %}<|im_end|>\n{% endfor %}"
     + PROMPT,
     "results need a call": EACH
-    + "{% if m.role == 'tool' and not (messages[loop.index0 - 1].tool_calls or messages[loop.index0 - 1].role == 'tool') %}"
+    + "{% set before = messages[loop.index0 - 1] %}"
+    + "{% if m.role == 'tool' and not (before.tool_calls or before.role == 'tool') %}"
     + "{{ raise_exception('a result needs a call') }}{% endif %}"
     + f"{HEAD}{{{{ m.content }}}}{CALLS}<|im_end|>\n{{% endfor %}}{PROMPT}",
     "an open prompt behind the end": f"{EACH}{HEAD}{{{{ m.content }}}}{CALLS}<|im_end|>{{% endfor %}}"
@@ -115,13 +116,14 @@ KINDS = {
     + f"{HEAD}{{{{ m.content }}}}<|im_end|>\n{{% endfor %}}{PROMPT}",
     "the first call alone": EACH
     + HEAD
-    + "{{ m.content }}{% if m.tool_calls %}{% set f = m.tool_calls[0].function %}<call>{{ f.name }}({{ f.arguments.x }})</call>"
-    + "{% endif %}<|im_end|>\n"
+    + "{{ m.content }}{% if m.tool_calls %}{% set f = m.tool_calls[0].function %}"
+    + "<call>{{ f.name }}({{ f.arguments.x }})</call>{% endif %}<|im_end|>\n"
     + "{% endfor %}"
     + PROMPT,
     "no text beside a call": EACH
     + HEAD
-    + f"{{% if m.tool_calls %}}{CALLS}{{% else %}}{{{{ m.content }}}}{{% endif %}}<|im_end|>\n{{% endfor %}}{PROMPT}",
+    + f"{{% if m.tool_calls %}}{CALLS}{{% else %}}{{{{ m.content }}}}{{% endif %}}<|im_end|>\n{{% endfor %}}"
+    + PROMPT,
 }
 MARKS = ["<call>", "</call>", "<result>", "</result>", "<|thinks|>", "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>"]
 
@@ -199,7 +201,8 @@ def test_an_open_prompt_is_not_what_ends_an_answer(make_tokenizer):
 def test_an_end_that_stands_between_turns_alone_is_appended(make_tokenizer):
     spans, whole, _ = encoded(with_template(make_tokenizer, KINDS["no end at the end"]), TALKS["plain"])
     assert spans == ["SAID1<|im_end|>", "SAID2<|im_end|>"]
-    assert whole == "<|user|>USER1<|im_end|><|assistant|>SAID1<|im_end|><|user|>USER2<|im_end|><|assistant|>SAID2<|im_end|>"
+    first, second = (f"<|user|>USER{n}<|im_end|><|assistant|>SAID{n}<|im_end|>" for n in (1, 2))
+    assert whole == first + second
 
 
 def test_two_marked_parts_are_one_turn(make_tokenizer):
@@ -208,7 +211,8 @@ def test_two_marked_parts_are_one_turn(make_tokenizer):
 
 
 def test_a_prompt_that_opens_the_thought_is_not_trained(make_tokenizer):
-    template = KINDS["chatml"].removesuffix(PROMPT) + "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    opened = PROMPT.replace("assistant\n", "assistant\n<think>\n")
+    template = KINDS["chatml"].removesuffix(PROMPT) + opened
     spans, _, _ = encoded(with_template(make_tokenizer, template), TALKS["thoughts"])
     assert spans == ["THOUGHT1\n</think>\n\nSAID1<|im_end|>"]
 

@@ -188,9 +188,11 @@ class Encoder:
         return ids, trained, ends, added
 
     def _missing_end(self, text: _Text, ids: np.ndarray, ends: list[int]) -> int | None:
-        """Return the token that ends the last answer, where the template writes nothing behind it; None where it does."""
+        """Return the token that ends the last answer where the template writes nothing behind it, else None."""
         last = text.turns[-1] if text.turns else None
-        if last is None or not last.trained or not ends or text.text[last.limit :].strip() or self.is_end[ids[ends[-1]]]:
+        if last is None or not last.trained or not ends:
+            return None
+        if text.text[last.limit :].strip() or self.is_end[ids[ends[-1]]]:
             return None
         ending = self.template.ending if self.template else ""
         return int(self.tokenizer.convert_tokens_to_ids(ending) if ending else self.tokenizer.eos_token_id)

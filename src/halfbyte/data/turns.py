@@ -299,7 +299,7 @@ def _run(template: ChatTemplate, text: str, end: int) -> tuple[int, int | None]:
 
 
 def not_shown(messages: Sequence[Message], text: str) -> list[str]:
-    """Return the names of the texts of messages that a rendered conversation does not hold, such as `assistant content`.
+    """Return the names of what messages say that a rendered conversation does not hold, such as `assistant content`.
 
     White space and the escapes of JSON do not count. A text that is shown but for its thoughts is named for these.
     """
