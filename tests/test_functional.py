@@ -21,6 +21,7 @@ def test_round_trip(shape, nested, kind):
     assert (values.shape, values.dtype) == (A.shape, A.dtype)
     assert (values.float() - A.float()).abs().max() <= 0.18 * A.float().abs().max()
     assert torch.equal(dequantize_4bit(packed, state, dtype=torch.float32).bfloat16(), values)
+    assert torch.equal(dequantize_4bit(packed, state, dtype=torch.float64).bfloat16(), values)
 
 
 def test_defaults_are_those_of_bitsandbytes():

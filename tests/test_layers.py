@@ -128,3 +128,18 @@ def test_from_linear_shares_the_bias():
     layer = Linear4bit.from_linear(source, Blockwise4())
     assert layer.bias is source.bias
     assert not layer.training
+
+
+def test_a_layer_in_float64_computes_saves_and_loads():
+    layer, other = LinearNF4(70, 33).double(), LinearNF4(70, 33).double()
+    x = torch.randn(3, 70, dtype=torch.float64, requires_grad=True)
+    expected = nn.functional.linear(x, layer.weight.dequantize(torch.float32).double(), layer.bias)
+    torch.testing.assert_close(layer(x), expected, rtol=1e-12, atol=1e-12)
+    assert torch.autograd.gradcheck(layer, (x,))
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other.weight, layer.weight)
+    other.load_state_dict({"weight": torch.zeros(33, 70, dtype=torch.float64), "bias": layer.bias})
+    assert other.weight.dtype == torch.float64
+    assert not other.weight.dequantize().any()
+    table = Embedding4bit(51, 64).double()
+    assert torch.equal(table(torch.tensor([3])), table.weight.dequantize(torch.float64)[3:4])

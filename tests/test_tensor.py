@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from halfbyte.errors import ModelError
@@ -105,14 +106,49 @@ def test_module_moves():
     assert module.to("meta")[0].weight.parts["packed"].is_meta
 
 
-def test_requires_grad_false_everywhere():
+def test_a_weight_cannot_require_a_gradient():
+    """A flag that trains nothing would be taken for training."""
     module = Linear4bit(70, 33)
-    module.requires_grad_(True)
+    with pytest.raises(ModelError, match="frozen"):
+        module.requires_grad_(True)
+    with pytest.raises(ModelError, match="frozen"):
+        module.weight.requires_grad_()
+    with pytest.raises(ModelError, match="frozen"):
+        module.weight.requires_grad = True
+    with pytest.raises(ModelError, match="frozen"):
+        nn.Parameter(module.weight.data)
+    assert not module.weight.requires_grad
+
+
+def test_gradients_of_what_is_not_quantized():
+    module = Linear4bit(70, 33).requires_grad_(False)
+    module.weight.requires_grad = False
+    module.bias.requires_grad = True
     x = torch.randn(2, 70, requires_grad=True)
     module(x).sum().backward()
     assert module.weight.grad is None
     assert x.grad is not None
     assert module.bias.grad is not None
+
+
+def test_a_merge_that_assigns_the_sum_keeps_the_adapter():
+    """PEFT merges DoRA by `weight.data = sum`, and whatever has `safe_merge`: rounded to 4 bits, not lost."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Linear4bit(64, 32, bias=False))
+    base = model[0].weight.dequantize()
+    adapted = get_peft_model(model, LoraConfig(target_modules=["0"], use_dora=True, init_lora_weights=False))
+    x = torch.randn(5, 64)
+    trained = adapted(x)
+    merged = adapted.merge_and_unload()
+    assert isinstance(merged[0].weight, QuantizedTensor)
+    error = (merged(x) - trained).norm()
+    assert error < 0.2 * (trained - x @ base.t()).norm()
+
+
+def test_a_merge_in_place_is_refused():
+    adapted = get_peft_model(nn.Sequential(Linear4bit(64, 32)), LoraConfig(target_modules=["0"]))
+    with pytest.raises(ModelError, match="halfbyte merge"):
+        adapted.merge_and_unload()
 
 
 def test_double_backward_of_the_input():

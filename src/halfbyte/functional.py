@@ -101,6 +101,4 @@ def dequantize_4bit(packed: Tensor, quant_state: QuantState, *, dtype: torch.dty
             f"{packed.numel()} packed bytes do not hold a tensor of shape {tuple(quant_state.shape)}",
             "pass the state that quantize_4bit returned with these bytes",
         )
-    return quant_state.format.dequantize(
-        quant_state._parts(packed), tuple(quant_state.shape), dtype or quant_state.dtype
-    )
+    return quant_state.format.values(quant_state._parts(packed), tuple(quant_state.shape), dtype or quant_state.dtype)

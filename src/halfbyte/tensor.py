@@ -1,9 +1,13 @@
 """QuantizedTensor: a tensor of ordinary shape and dtype whose storage is the parts of a format.
 
 It and its slices are the only tensor subclasses of the package. A frozen `nn.Linear` (and PEFT's LoRA around it) works
-on it unchanged: `F.linear` and `F.embedding` run on the parts, everything structural (detach, clone, device moves,
-sharding) maps over the parts, and any other operation is refused, since a silent dequantize would cost the memory that
-quantizing saved.
+on it unchanged. Operations on a quantized weight follow four rules:
+
+- `F.linear` and `F.embedding` run on the parts; detach, clone, device moves and sharding map over the parts.
+- An operation that returns new tensors (norms, comparisons, products) reads a dequantized copy. The first one logs a
+  notice, unless a known method needs it: the copy costs the memory that quantizing saved.
+- `copy_` and `weight.data = values` quantize. Every other write raises a ModelError, as does `requires_grad_(True)`.
+- A view (transpose, slice, reshape) raises a ModelError: a write to a view of a dequantized copy would be lost.
 """
 
 from __future__ import annotations
@@ -16,10 +20,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from .autograd.linear import quantized_linear
+from .autograd.linear import decode, quantized_linear
 from .errors import ModelError
 from .formats import Format, from_spec
+from .formats.base import DECODED
+from .notices import notice
 
 aten = torch.ops.aten
 ALIGNMENT = 16  # bytes; every part starts at a multiple of it in a shard's buffer
@@ -51,12 +58,13 @@ class QuantizedTensor(Tensor):
 
     @classmethod
     def quantize(cls, weight: Tensor, format: Format) -> QuantizedTensor:
-        """Quantize `weight` (any shape; fp32, fp16, bf16) on its device; on "meta", only the parts' shapes."""
+        """Quantize `weight` (any shape; a float dtype) on its device; on "meta", only the parts' shapes."""
         if weight.is_meta:
             specs = format.part_specs(tuple(weight.shape))
             parts = {name: torch.empty(size, dtype=dtype, device="meta") for name, (size, dtype) in specs.items()}
             return cls(format, parts, tuple(weight.shape), weight.dtype)
-        return cls(format, format.quantize(weight.detach()), tuple(weight.shape), weight.dtype)
+        values = weight.detach().float() if weight.dtype is torch.float64 else weight.detach()
+        return cls(format, format.quantize(values), tuple(weight.shape), weight.dtype)
 
     @classmethod
     def join(cls, weights: Iterable[Tensor], format: Format, shape: tuple[int, ...]) -> QuantizedTensor:
@@ -92,8 +100,12 @@ class QuantizedTensor(Tensor):
         return any(part.untyped_storage().nbytes() == 0 < part.numel() for part in self.parts.values())
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values, in `dtype` or the tensor's own, rounded once from fp32."""
-        return self.format.dequantize(self.parts, tuple(self.shape), dtype or self.dtype)
+        """Values in `dtype` (default: the tensor's own), rounded once from fp32.
+
+        Raises:
+            ModelError: `dtype` is not a float dtype of 16, 32 or 64 bits.
+        """
+        return decode(self.format, self.parts, tuple(self.shape), dtype or self.dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         shape = tuple(self.shape)
@@ -113,19 +125,29 @@ class QuantizedTensor(Tensor):
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if function is F.linear:
+        if function is F.linear and _is_weight(*args, **kwargs):
             return quantized_linear(*args, **kwargs)
         if function is F.embedding:
             return _embedding(*args, **kwargs)
+        handler = _FUNCTIONS.get(function)
+        if handler is not None:
+            return handler(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args, kwargs=None):  # type: ignore[override]
+        kwargs = kwargs or {}
         handler = _HANDLERS.get(function)
-        if handler is None:
-            raise _undefined(f"{function}", args)
-        return handler(function, *args, **(kwargs or {}))
+        if handler is not None:
+            return handler(function, *args, **kwargs)
+        if function.namespace != "aten":
+            raise ModelError(f"{function} is not defined on a quantized weight", "pass weight.dequantize() to it")
+        if function._can_decompose():  # inference mode does not take `to`, `reshape` and others apart before this
+            return function.decompose(*args, **kwargs)
+        _check_reads_only(function, args, kwargs)
+        notice("quantized-read", f"{function} reads a quantized weight: each such operation dequantizes it")
+        return _read(function, *args, **kwargs)
 
     def map(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> QuantizedTensor:
         """The same values with `function` applied to every stored part."""
@@ -287,9 +309,36 @@ def part_offsets(format: Format, shape: tuple[int, ...]) -> tuple[dict[str, int]
     return offsets, end
 
 
-def _undefined(operation: str, args: Any) -> ModelError:
-    said = f"{operation} is not defined on a quantized weight ({args[0]!r})" if args else operation
-    return ModelError(said, "call .dequantize() first if the memory for the full-precision weight is there")
+def _check_reads_only(function: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Raise a ModelError if `function` writes to a quantized argument or returns a view of one.
+
+    Backward may take views: it transposes what autograd saved of a product, and only reads.
+    """
+    in_backward = torch._C._current_graph_task_id() != -1
+    for at, argument in enumerate(function._schema.arguments):
+        if argument.alias_info is None:
+            continue
+        value = args[at] if at < len(args) else kwargs.get(argument.name)
+        for each in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(each, QuantizedTensor) and argument.alias_info.is_write:
+                raise _unwritable(function, each)
+            if isinstance(each, QuantizedTensor) and not in_backward:
+                raise _unviewable(function, each)
+
+
+def _unwritable(function: Any, weight: QuantizedTensor) -> ModelError:
+    fix = "quantize new values by weight.copy_(values) or weight.data = values; merge adapters by `halfbyte merge`"
+    return ModelError(f"{function} cannot change a quantized weight in place ({weight!r})", fix)
+
+
+def _unviewable(function: Any, weight: QuantizedTensor) -> ModelError:
+    fix = "take them of weight.dequantize(), if the memory for the full-precision copy is there"
+    return ModelError(f"{function}: a quantized weight has no views, but for a stack's matrices ({weight!r})", fix)
+
+
+def _is_weight(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    """Return whether `F.linear` of these arguments has a quantized weight, and no other quantized argument."""
+    return isinstance(weight, QuantizedTensor) and not any(isinstance(each, QuantizedTensor) for each in (input, bias))
 
 
 def _embedding(
@@ -304,12 +353,15 @@ def _embedding(
     """Rows of a frozen quantized table; only the rows asked for are dequantized."""
     if max_norm is not None:
         raise ModelError("max_norm renormalizes the table in place; a quantized one cannot be", "leave max_norm unset")
-    rows = weight.format.dequantize_rows(weight.parts, tuple(weight.shape), index.reshape(-1), weight.dtype)
-    return rows.view(*index.shape, weight.shape[1])
+    decoded = torch.float32 if weight.dtype is torch.float64 else weight.dtype
+    rows = weight.format.dequantize_rows(weight.parts, tuple(weight.shape), index.reshape(-1), decoded)
+    return rows.to(weight.dtype).view(*index.shape, weight.shape[1])
 
 
 def _to_copy(function, tensor: QuantizedTensor, *, dtype=None, device=None, non_blocking=False, **kwargs):
     """`.to(...)`: a dtype changes what the values are dequantized to, a device moves the parts."""
+    if dtype is not None and dtype not in DECODED:
+        raise ModelError(f"a quantized weight has no values in {dtype} ({tensor!r})", "convert weight.dequantize()")
     return tensor.map(lambda part: part.to(device=device, non_blocking=non_blocking, copy=True), dtype)
 
 
@@ -326,7 +378,9 @@ def _new_shard(function, tensor: QuantizedTensor, size, **kwargs) -> QuantizedSh
     return QuantizedShard(raw, tensor.format.spec, tuple(tensor.shape), size[0], tensor.dtype)
 
 
-def _copy(function, target: QuantizedTensor, source: Tensor, non_blocking: bool = False) -> QuantizedTensor:
+def _copy(function, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    if not isinstance(target, QuantizedTensor):
+        return target.copy_(source.dequantize(), non_blocking)
     if not isinstance(source, QuantizedTensor):
         source = QuantizedTensor.quantize(source.to(target.device, target.dtype), target.format)
     for part, new in zip(target.parts.values(), source.parts.values(), strict=True):
@@ -334,37 +388,25 @@ def _copy(function, target: QuantizedTensor, source: Tensor, non_blocking: bool 
     return target
 
 
-def _add(function, *args: Any, **kwargs: Any) -> Tensor:
-    """A full-precision sum. DoRA adds the low-rank product to the weight to take the norms of its rows; PEFT alone,
-    where nobody has its wrappers run beside stacks, adds it to a stack in each forward."""
-    return function(*(arg.dequantize() if isinstance(arg, QuantizedTensor) else arg for arg in args), **kwargs)
+def _read(function, *args: Any, **kwargs: Any) -> Any:
+    """Run `function` on dequantized copies."""
+    args, kwargs = tree_map_only(QuantizedTensor, QuantizedTensor.dequantize, (args, kwargs))
+    return function(*args, **kwargs)
 
 
-_HANDLERS: dict[Any, Callable[..., Any]] = {
-    aten.detach.default: lambda function, tensor: tensor.map(function),
-    aten.alias.default: lambda function, tensor: tensor.map(function),
-    aten.clone.default: lambda function, tensor, **kwargs: tensor.map(torch.clone),
-    aten.as_strided.default: lambda function, tensor, *args, **kwargs: tensor.map(aten.alias.default),
-    aten.view.default: lambda function, tensor, size: _same_shape_view(tensor, size),
-    aten._to_copy.default: _to_copy,
-    aten._pin_memory.default: lambda function, tensor, *args: tensor.map(lambda part: part.pin_memory()),
-    aten.empty_like.default: lambda function, tensor, *, dtype=None, device=None, **kwargs: tensor.map(
-        lambda part: torch.empty_like(part, device=device), dtype
-    ),
-    aten.copy_.default: _copy,
-    aten.add.Tensor: _add,
-    aten.baddbmm.default: _add,
-    aten.addmm.default: _add,
-    aten.split.Tensor: _split,
-    aten.select.int: lambda function, tensor, dim, index: _expert(tensor, dim, index),
-    aten.new_zeros.default: _new_shard,
-}
+def _equal(function, one: Tensor, other: Tensor) -> bool:
+    """`torch.equal`: equal parts of one format are equal values; others are compared dequantized."""
+    if isinstance(one, QuantizedTensor) and isinstance(other, QuantizedTensor):
+        alike = (one.format, one.shape, one.dtype) == (other.format, other.shape, other.dtype)
+        if alike and all(torch.equal(part, other.parts[name]) for name, part in one.parts.items()):
+            return True
+    return _read(function, one, other)
 
 
-def _expert(tensor: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
+def _expert(function, tensor: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
     """`stack[e]`: one matrix of a stack [E, N, K], on the stack's own bytes."""
     if tensor.dim() != 3 or dim != 0:
-        raise _undefined(f"{aten.select.int}, but for a matrix of a stack,", (tensor, dim, index))
+        raise _unviewable(function, tensor)
     index = index + len(tensor) if index < 0 else index
     if not 0 <= index < len(tensor):
         raise IndexError(f"expert {index} of a stack of {len(tensor)}")
@@ -372,7 +414,83 @@ def _expert(tensor: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
     return QuantizedTensor(format_, parts, tuple(tensor.shape[1:]), tensor.dtype)
 
 
-def _same_shape_view(tensor: QuantizedTensor, size: list[int]) -> QuantizedTensor:
+def _same_shape_view(function, tensor: QuantizedTensor, size: list[int]) -> QuantizedTensor:
     if tuple(size) != tuple(tensor.shape):
-        raise ModelError(f"a quantized weight of shape {tuple(tensor.shape)} cannot be viewed as {tuple(size)}")
+        raise _unviewable(function, tensor)
     return tensor.map(aten.alias.default)
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    aten.detach.default: lambda function, tensor: tensor.map(function),
+    aten.alias.default: lambda function, tensor: tensor.map(function),
+    aten.clone.default: lambda function, tensor, **kwargs: tensor.map(torch.clone),
+    aten.as_strided.default: lambda function, tensor, *args, **kwargs: tensor.map(aten.alias.default),
+    aten.view.default: _same_shape_view,
+    aten._to_copy.default: _to_copy,
+    aten._pin_memory.default: lambda function, tensor, *args: tensor.map(lambda part: part.pin_memory()),
+    aten.empty_like.default: lambda function, tensor, *, dtype=None, device=None, **kwargs: tensor.map(
+        lambda part: torch.empty_like(part, device=device), dtype
+    ),
+    aten.copy_.default: _copy,
+    # Without a notice: DoRA adds the low-rank product to the weight for the norms of its rows; PEFT alone, where
+    # halfbyte's own wrappers are not used, adds it to a stack in each forward.
+    aten.add.Tensor: _read,
+    aten.baddbmm.default: _read,
+    aten.addmm.default: _read,
+    aten.equal.default: _equal,
+    aten.is_pinned.default: lambda function, tensor, *args: all(part.is_pinned() for part in tensor.parts.values()),
+    aten.split.Tensor: _split,
+    aten.select.int: _expert,
+    aten.new_zeros.default: _new_shard,
+}
+
+
+def _detach(tensor: QuantizedTensor) -> Tensor:
+    """`detach`, which torch cannot run on a wrapper subclass in inference mode."""
+    if torch.is_inference_mode_enabled():
+        return tensor.map(Tensor.detach)
+    with torch._C.DisableTorchFunctionSubclass():
+        return Tensor.detach(tensor)
+
+
+def _requires_grad(tensor: QuantizedTensor, requires_grad: bool = True) -> QuantizedTensor:
+    """`requires_grad_` and the assignment `requires_grad = …`: only False is possible."""
+    if requires_grad:
+        raise ModelError(
+            f"a quantized weight is frozen and gets no gradient ({tensor!r})",
+            "train an adapter on its layer, or the layer with nn.Parameter(weight.dequantize()) in its place",
+        )
+    with torch._C.DisableTorchFunctionSubclass():
+        return Tensor.requires_grad_(tensor, False)
+
+
+def _set_data(tensor: QuantizedTensor, values: Tensor) -> None:
+    """`tensor.data = values`: refer to the parts of quantized values, or to those that plain values quantize to.
+
+    As with a plain tensor, earlier parts are not overwritten, and dtype and device become those of the values.
+    """
+    if not isinstance(values, QuantizedTensor):
+        if values.shape != tensor.shape:
+            found = tuple(values.shape)
+            raise ModelError(f"values of shape {found} are assigned to {tensor!r}", "assign values of its shape")
+        notice(
+            "quantized-data",
+            f"values assigned to a quantized weight are rounded to {tensor.format.spec}; `halfbyte merge` merges an "
+            "adapter without rounding",
+        )
+        values = QuantizedTensor.quantize(values, tensor.format)
+    with torch._C.DisableTorchFunctionSubclass():
+        Tensor.data.__set__(tensor, values)  # shape, dtype and device; parts are attributes, which it does not set
+    for name in tensor._names:
+        delattr(tensor, name)
+    tensor.__init__(values.format, values.parts, tuple(values.shape), values.dtype)  # type: ignore[misc]
+
+
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    Tensor.detach: _detach,
+    torch.detach: _detach,
+    Tensor.requires_grad_: _requires_grad,
+    Tensor.requires_grad.__set__: _requires_grad,  # type: ignore[attr-defined]
+    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    Tensor.data_ptr: lambda tensor: next(iter(tensor.parts.values())).data_ptr(),  # that of the codes
+}

@@ -63,6 +63,15 @@ def test_linear_against_autograd_of_the_composition(format, adapted):
         torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("shape", [(COLUMNS,), (5, COLUMNS), (2, 5, COLUMNS)], ids=str)
+def test_the_output_can_be_changed_in_place(shape):
+    result = fake_quantized_linear(torch.randn(shape), weight_of(), torch.zeros(ROWS), named("nf4"))
+    expected = result.detach() + 1
+    result += 1
+    assert torch.equal(result, expected)
+    result.sum().backward()
+
+
 def test_only_what_is_trained_gets_a_gradient_and_nothing_of_the_weight_is_saved():
     weight, lora, x = weight_of().detach(), lora_of(), torch.randn(5, COLUMNS)
     saved = []

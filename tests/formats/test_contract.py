@@ -19,6 +19,7 @@ from golden import GOLDEN, describe
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from halfbyte import notices
 from halfbyte.errors import CheckpointError, ModelError
 from halfbyte.formats import from_spec
 from halfbyte.formats.base import entry_name
@@ -302,20 +303,75 @@ def test_to_cuda_and_back(format):
 @pytest.mark.parametrize(
     "operation",
     [
-        lambda t: t * 2,
-        lambda t: t @ t.dequantize().t(),
         lambda t: t.t() @ t.dequantize(),
+        lambda t: t.T,
         lambda t: t[0],
+        lambda t: t[:2],
+        lambda t: t.__setitem__(0, 1.0),
         lambda t: t.mul_(2),
-        lambda t: t.sum(),
+        lambda t: t.zero_(),
+        lambda t: t.data.add_(1),
+        lambda t: torch.add(t, 1, out=t),
         lambda t: t.view(-1),
-        lambda t: torch.cat([t, t]),
-        lambda t: torch.stack([t.dequantize(), t]),
+        lambda t: t.to(torch.int8),
     ],
 )
-def test_other_operations_are_refused(any_format, operation):
+def test_views_and_other_writes_are_refused(any_format, operation):
+    """A write to a view of a dequantized copy would be lost."""
+    tensor = quantized(any_format)
+    before = copy.deepcopy(tensor)
     with pytest.raises(ModelError, match="quantized weight"):
-        operation(quantized(any_format))
+        operation(tensor)
+    same(tensor, before)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda t: t * 2,
+        lambda t: t @ torch.ones(129, 3),
+        lambda t: F.linear(t, torch.ones(3, 129)),
+        lambda t: t.sum(),
+        lambda t: t.abs().max(),
+        lambda t: t.norm(dim=1),
+        lambda t: torch.isnan(t).any(),
+        lambda t: torch.cat([t, t]),
+        lambda t: torch.stack([t * 1, t]),
+        lambda t: torch.zeros(65, 129).copy_(t),
+        lambda t: torch.ones(65, 129).add_(t),
+    ],
+)
+def test_reading_gives_what_the_dequantized_tensor_gives(any_format, operation):
+    tensor = quantized(any_format)
+    found = operation(tensor)
+    assert type(found) is torch.Tensor
+    assert torch.equal(found, operation(tensor.dequantize()))
+    assert "quantized-read" in notices.said() or found.shape == (65, 129)
+
+
+def test_gradients_through_a_product_that_reads(any_format):
+    """Backward transposes what autograd saved of the product."""
+    tensor, x = quantized(any_format), torch.randn(129, 3, requires_grad=True)
+    (tensor @ x).pow(2).sum().backward()
+    other = x.detach().clone().requires_grad_()
+    (tensor.dequantize() @ other).pow(2).sum().backward()
+    assert torch.equal(x.grad, other.grad)
+
+
+def test_comparisons(any_format):
+    one, other = quantized(any_format), quantized(any_format, seed=1)
+    assert torch.equal(one, one.clone())
+    assert torch.equal(one, one.dequantize())
+    assert not torch.equal(one, other)
+    assert not torch.equal(one, quantized(any_format, (65, 128)))
+    assert torch.allclose(one, one.clone())
+    assert not torch.allclose(one, other)
+
+
+def test_equal_parts_are_compared_without_values(any_format, monkeypatch):
+    one, other = quantized(any_format), quantized(any_format)
+    monkeypatch.setattr(QuantizedTensor, "dequantize", lambda *args: pytest.fail("dequantized"))
+    assert torch.equal(one, other)
 
 
 def test_a_sum_is_full_precision(any_format):
@@ -332,6 +388,95 @@ def test_copy_in_place(any_format):
     weight = weight_of((65, 129), seed=3)
     target.copy_(weight)
     same(target, QuantizedTensor.quantize(weight, any_format))
+
+
+def test_assigned_data_is_quantized(any_format):
+    """As `copy_` does it, in memory of its own: what `data` was before keeps its values."""
+    parameter = nn.Parameter(quantized(any_format, seed=1), requires_grad=False)
+    before, values = parameter.data, weight_of((65, 129), seed=3)
+    parameter.data = values
+    same(parameter, QuantizedTensor.quantize(values, any_format))
+    assert isinstance(parameter, nn.Parameter)
+    same(before, quantized(any_format, seed=1))
+    parameter.data = parameter.data + torch.ones(65, 129)
+    expected = QuantizedTensor.quantize(values, any_format).dequantize() + 1
+    same(parameter, QuantizedTensor.quantize(expected, any_format))
+    parameter.data = before
+    same(parameter, quantized(any_format, seed=1))
+    assert parameter.data_ptr() == before.data_ptr() != 0
+    with pytest.raises(ModelError, match=r"\(65, 128\)"):
+        parameter.data = torch.zeros(65, 128)
+
+
+def test_assigned_data_brings_its_dtype_and_format(any_format):
+    tensor = quantized(any_format)
+    tensor.data = weight_of((65, 129), torch.bfloat16)
+    assert (tensor.dtype, tensor.dequantize().dtype) == (torch.bfloat16, torch.bfloat16)
+    other = quantized(from_spec("blockwise4:fp4:32:plain"))
+    tensor.data = other
+    same(tensor, other)
+
+
+@pytest.mark.gpu
+def test_assigned_data_moves_to_another_device(any_format):
+    tensor, values = quantized(any_format), weight_of((65, 129), seed=3)
+    tensor.data = values.to("cuda")
+    assert tensor.device.type == "cuda" == tensor.dequantize().device.type
+    same(tensor.cpu(), QuantizedTensor.quantize(values, any_format))
+
+
+def test_float64(format):
+    """fp64 values are the fp32 ones; what is computed with them is not rounded to fp32."""
+    tensor, layer = quantized(format), linear(format)
+    exact = tensor.dequantize(torch.float32).double()
+    assert torch.equal(tensor.dequantize(torch.float64), exact)
+    assert torch.equal(tensor.double().dequantize(), exact)
+    for shape in ((70,), (2, 3, 70), (40, 70)):
+        x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        twin = plain(layer, torch.float32).double()
+        expected = F.linear(x, twin.weight, twin.bias)
+        torch.testing.assert_close(layer(x), expected, rtol=1e-12, atol=1e-12)
+        with torch.no_grad():
+            torch.testing.assert_close(layer(x), expected.detach(), rtol=1e-12, atol=1e-12)
+    with pytest.raises(ModelError, match=r"torch\.int32"):
+        tensor.dequantize(torch.int32)
+
+
+def test_inference_mode_handles_moves_and_copies(any_format):
+    expected, layer = quantized(any_format, (33, 70)), linear(any_format)
+    with torch.inference_mode():
+        same(layer.weight.detach(), expected)
+        same(torch.detach(layer.weight).clone(), expected)
+        same(layer.to("cpu").weight, expected)
+        same(layer.cpu().weight.reshape(33, 70), expected)
+        for key, value in linear(any_format).state_dict().items():
+            assert torch.equal(layer.state_dict()[key], value), key
+        same(layer.half().weight, expected.half())
+        same(layer.bfloat16().weight, expected.bfloat16())
+        same(layer.to(torch.float32).weight, expected)
+        x = torch.randn(2, 70)
+        found = layer(x)
+    assert torch.equal(found, layer(x.clone()))
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+def test_outputs_can_be_changed_in_place(format, bias):
+    """By a trained addend, as PEFT's adapters do; whatever the shape and whether the input has a gradient."""
+    layers = [linear(format, bias=bias), linear(format, 512, 512, bias=bias)]  # the larger one by oneDNN on some CPUs
+    shapes, dtypes = [(), (3,), (2, 5), (0,), (1, 1, 1)], [*DTYPES, torch.float64]
+    for layer, shape, dtype, needs in itertools.product(layers, shapes, dtypes, [True, False]):
+        x = torch.randn(*shape, layer.in_features, dtype=dtype, requires_grad=needs)
+        addend = torch.ones(layer.out_features, dtype=dtype, requires_grad=True)
+        y = layer(x)
+        expected = y.detach() + 1
+        y += addend
+        assert torch.equal(y, expected), (shape, dtype, needs)
+        y.sum().backward()
+        assert addend.grad[0] == expected.numel() / layer.out_features
+        with torch.no_grad():
+            z = layer(x)
+        z += addend
+        assert z.requires_grad
 
 
 def test_quantized_parameter_keeps_a_quantized_weight(any_format):

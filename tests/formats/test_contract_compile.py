@@ -141,6 +141,42 @@ def test_other_batch_sizes(any_format):
         assert_equal(step(compiled, x), step(model, x))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_without_a_gradient_the_format_multiplies(any_format, dtype, monkeypatch):
+    """Few rows go to the format's own kernel, as in eager mode, and have eager's bits."""
+    layer, calls, cls = linear(any_format, SIZE, SIZE, dtype=dtype), [], type(any_format)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager_decomp_partition")
+    multiply = cls.linear
+    monkeypatch.setattr(cls, "linear", lambda self, x, *args: calls.append(len(x)) or multiply(self, x, *args))
+    with torch.no_grad():
+        for rows in (1, 2, 3, 40):
+            x = torch.randn(rows, SIZE, dtype=dtype)
+            calls.clear()
+            found = compiled(x)
+            assert calls == [rows]
+            assert torch.equal(found, layer(x))
+
+
+def test_outputs_can_be_changed_in_place_when_compiled(any_format):
+    layer, x = linear(any_format, SIZE, SIZE), torch.randn(2, 5, SIZE, requires_grad=True)
+    y = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
+    expected = y.detach() + 1
+    y += torch.ones(SIZE, requires_grad=True)
+    assert torch.equal(y, expected)
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+
+
+def test_reading_is_compiled(any_format):
+    """DoRA's norms, of the weight and a trained term."""
+    layer, term = linear(any_format, SIZE, SIZE), torch.randn(SIZE, SIZE, requires_grad=True)
+
+    def norms(term):
+        return (layer.weight + term).norm(dim=1) + layer.weight.dequantize().abs().amax(1)
+
+    assert_equal([torch.compile(norms, fullgraph=True, backend="aot_eager")(term)], [norms(term)])
+
+
 @pytest.mark.slow
 def test_inductor(format):
     model, x = Block(format), torch.randn(5, SIZE)

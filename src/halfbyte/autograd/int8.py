@@ -14,6 +14,7 @@ from torch import Tensor
 from ..dispatch import on_compiler, to_compute_dtype
 from ..notices import notice
 from ..ops import int8 as ops
+from ..ops.rows import unviewed
 from . import linear as _linear  # noqa: F401  defines quantized_linear_dx, the backward of both
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def int8_linear(input: Tensor, weight: QuantizedTensor, bias: Tensor | None = No
     return _Int8Linear.apply(input, weight, bias, threshold)
 
 
-def _forward(input: Tensor, codes: Tensor, absmax: Tensor, bias: Tensor | None, threshold: float) -> Tensor:
+def _product(input: Tensor, codes: Tensor, absmax: Tensor, bias: Tensor | None, threshold: float) -> Tensor:
     rows = codes.shape[0]
     if not input.numel():
         return F.linear(input, ops.dequantize_rows_int8(codes, absmax, input.dtype), bias)
@@ -53,6 +54,10 @@ def _forward(input: Tensor, codes: Tensor, absmax: Tensor, bias: Tensor | None, 
         return F.linear(input, ops.dequantize_rows_int8(codes, absmax, input.dtype), bias)
     x = input.reshape(-1, input.shape[-1])
     return ops.int8_linear(x, codes, absmax, bias, threshold).view(*input.shape[:-1], rows)
+
+
+def _forward(input: Tensor, codes: Tensor, absmax: Tensor, bias: Tensor | None, threshold: float) -> Tensor:
+    return unviewed(_product(input, codes, absmax, bias, threshold), (*input.shape[:-1], codes.shape[0]))
 
 
 class _Int8Linear(torch.autograd.Function):

@@ -9,14 +9,16 @@ the forward's with the backward's and keeps the full-precision weight alive in b
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..dispatch import on_compiler, to_compute_dtype
-from ..formats import from_spec
-from ..ops.rows import linear
+from ..formats import Format, from_spec
+from ..formats.base import FLOATS
+from ..ops.rows import linear, unviewed
 
 if TYPE_CHECKING:
     from ..tensor import QuantizedTensor
@@ -36,15 +38,28 @@ def quantized_linear(input: Tensor, weight: QuantizedTensor, bias: Tensor | None
     input = to_compute_dtype(input)
     if bias is not None and bias.dtype != input.dtype:
         bias = bias.to(input.dtype)
+    parts, shape = weight.parts, tuple(weight.shape)
+    wants_gradient = torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad))
     if on_compiler():
-        return torch.ops.halfbyte.quantized_linear(
-            input, list(weight.parts.values()), bias, weight.format.spec, list(weight.shape)
-        )
-    if torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad)):
+        ops = torch.ops.halfbyte
+        op = ops.quantized_linear if wants_gradient else ops.quantized_product
+        return op(input, list(parts.values()), bias, weight.format.spec, list(shape))
+    if wants_gradient:
         return _QuantizedLinear.apply(input, weight, bias)
-    rows, columns = weight.shape
-    product = weight.format.linear(input.reshape(-1, columns), weight.parts, (rows, columns), bias)
-    return product.view(*input.shape[:-1], rows)
+    return _product(input, weight.format, parts, shape, bias)
+
+
+def _product(
+    input: Tensor, format_: Format, parts: Mapping[str, Tensor], shape: tuple[int, ...], bias: Tensor | None
+) -> Tensor:
+    """[..., N] without a gradient, as the format multiplies."""
+    rows, columns = shape
+    x = input.reshape(-1, columns)
+    if input.dtype in FLOATS:
+        product = format_.linear(x, parts, (rows, columns), bias)
+    else:
+        product = linear(x, format_.values(parts, shape, input.dtype), bias)
+    return unviewed(product, (*input.shape[:-1], rows))
 
 
 def frozen_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -63,11 +78,15 @@ def frozen_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
     return linear(input, weight, bias)
 
 
+def _no_view(product: Tensor) -> Tensor:
+    return unviewed(product, product.shape)
+
+
 class _FrozenLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, input, weight, bias):
         ctx.weight = weight  # as below
-        return linear(input, weight, bias)
+        return _no_view(linear(input, weight, bias))
 
     @staticmethod
     def backward(ctx, grad):
@@ -80,7 +99,7 @@ class _QuantizedLinear(torch.autograd.Function):
         # An attribute, not save_for_backward: W is a frozen parameter that outlives the graph, and hooks that
         # offload saved activations must not carry it along.
         ctx.weight = weight
-        return linear(input, weight.dequantize(input.dtype), bias)
+        return _no_view(linear(input, weight.dequantize(input.dtype), bias))
 
     @staticmethod
     def backward(ctx, grad):
@@ -94,17 +113,34 @@ class _QuantizedLinear(torch.autograd.Function):
 
 _library = torch.library.Library("halfbyte", "FRAGMENT")
 _library.define("quantized_linear(Tensor input, Tensor[] parts, Tensor? bias, str spec, SymInt[] shape) -> Tensor")
+_library.define("quantized_product(Tensor input, Tensor[] parts, Tensor? bias, str spec, SymInt[] shape) -> Tensor")
 _library.define("quantized_linear_dx(Tensor grad, Tensor[] parts, str spec, SymInt[] shape) -> Tensor")
+_library.define("dequantize(Tensor[] parts, str spec, SymInt[] shape, ScalarType dtype) -> Tensor")
+
+
+def decode(format_: Format, parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """`format_.values`, which a compiled graph holds as one opaque op."""
+    if on_compiler():
+        return torch.ops.halfbyte.dequantize(list(parts.values()), format_.spec, list(shape), dtype)
+    return format_.values(parts, shape, dtype)
+
+
+def _named(parts: list[Tensor], spec: str, shape: list[int]) -> tuple[Format, dict[str, Tensor]]:
+    format_ = from_spec(spec)
+    return format_, dict(zip(format_.part_specs(tuple(shape)), parts, strict=True))
 
 
 def _dequantize(parts: list[Tensor], spec: str, shape: list[int], dtype: torch.dtype) -> Tensor:
-    format_ = from_spec(spec)
-    names = format_.part_specs(tuple(shape))
-    return format_.dequantize(dict(zip(names, parts, strict=True)), tuple(shape), dtype)
+    format_, named = _named(parts, spec, shape)
+    return format_.values(named, tuple(shape), dtype)
 
 
 def _forward(input, parts, bias, spec, shape):
     return linear(input, _dequantize(parts, spec, shape, input.dtype), bias)
+
+
+def _forward_without_gradient(input, parts, bias, spec, shape):
+    return _product(input, *_named(parts, spec, shape), tuple(shape), bias)
 
 
 def _backward_input(grad, parts, spec, shape):
@@ -112,9 +148,12 @@ def _backward_input(grad, parts, spec, shape):
 
 
 _library.impl("quantized_linear", _forward, "CompositeExplicitAutograd")
+_library.impl("quantized_product", _forward_without_gradient, "CompositeExplicitAutograd")
 _library.impl("quantized_linear_dx", _backward_input, "CompositeExplicitAutograd")
+_library.impl("dequantize", _dequantize, "CompositeExplicitAutograd")
 
 
+@torch.library.register_fake("halfbyte::quantized_product", lib=_library)
 @torch.library.register_fake("halfbyte::quantized_linear", lib=_library)
 def _(input, parts, bias, spec, shape):
     return input.new_empty((*input.shape[:-1], shape[0]))
@@ -123,6 +162,11 @@ def _(input, parts, bias, spec, shape):
 @torch.library.register_fake("halfbyte::quantized_linear_dx", lib=_library)
 def _(grad, parts, spec, shape):
     return grad.new_empty((*grad.shape[:-1], shape[1]))
+
+
+@torch.library.register_fake("halfbyte::dequantize", lib=_library)
+def _(parts, spec, shape, dtype):
+    return parts[0].new_empty(shape, dtype=dtype)
 
 
 def _setup_context(ctx, inputs, output):

@@ -24,6 +24,7 @@ Parts = Mapping[str, Tensor]
 PartSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+DECODED = (*FLOATS, torch.float64)  # dtypes of dequantized values
 SIDES = ("rows", "columns")
 QUANT_METHOD = "halfbyte"  # what config.json calls a checkpoint whose layers name their formats
 
@@ -69,6 +70,20 @@ class Format(abc.ABC):
     @abc.abstractmethod
     def dequantize(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Values of `shape` in `dtype`, rounded once from fp32."""
+
+    def values(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """`dequantize` in any dtype of `DECODED`; float64 holds the fp32 values.
+
+        Raises:
+            ModelError: another dtype.
+        """
+        if dtype is torch.float64:
+            return self.dequantize(parts, shape, torch.float32).double()
+        if dtype not in FLOATS:
+            raise ModelError(
+                f"a weight in {self.spec} is not dequantized to {dtype}", "use float32, float16, bfloat16 or float64"
+            )
+        return self.dequantize(parts, shape, dtype)
 
     def linear(self, x: Tensor, parts: Parts, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
         """[M, N] = x·Wᵀ + b for x [M, K], no gradient. Formats override it where few rows need no dequantized copy."""
@@ -215,7 +230,7 @@ class Format(abc.ABC):
                 raise ValueError(f"{head!r} is not {cls.name!r}")
             format_ = cls.parse(options)
             shape, dtype = tuple(int(size) for size in meta["shape"]), getattr(torch, meta["dtype"])
-            if min(shape, default=0) < 0 or dtype not in FLOATS:
+            if min(shape, default=0) < 0 or dtype not in DECODED:
                 raise ValueError(f"a {dtype} weight of shape {shape}")
             specs = format_.part_specs(shape)
         except (KeyError, ModelError, AttributeError, TypeError, ValueError) as error:

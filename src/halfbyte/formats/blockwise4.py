@@ -33,7 +33,7 @@ from ..ops.blockwise4 import (
 from ..ops.codebooks import codebook4, dynamic_map
 from ..ops.gemv4 import linear_blockwise4
 from .base import (
-    FLOATS,
+    DECODED,
     Format,
     Parts,
     PartSpecs,
@@ -282,7 +282,7 @@ class Blockwise4(Format):
     def _check_parts(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> None:
         if min(shape, default=0) < 0:
             raise CheckpointError(f"{name}: its quant_state says shape {shape}", "re-download the checkpoint")
-        if dtype not in FLOATS:
+        if dtype not in DECODED:
             raise CheckpointError(f"{name}: dtype {dtype} is not a 16- or 32-bit float", "re-quantize the model")
         suffixes = {part: key for key, part in PART_OF_KEY.items()}
         check_parts(parts, self.part_specs(shape), suffixes, name)

@@ -3,6 +3,8 @@ the rows beside it are."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,6 +26,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if multiplies_by_onednn(x, weight):
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
+
+
+def unviewed(product: Tensor, shape: Sequence[int]) -> Tensor:
+    """`product` in this shape as a tensor that autograd takes for no view; nothing is copied.
+
+    What a custom Function returns can be changed in place only if it is no view.
+    """
+    shape = torch.Size(shape)
+    return torch.ops.aten._unsafe_view(product, shape) if product.shape != shape or product._is_view() else product
 
 
 def linear_into(out: Tensor, x: Tensor, weight: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from ..autograd.lora import LoRA
 from ..dispatch import to_compute_dtype
 from ..formats import Format
+from ..ops.rows import unviewed
 
 
 def fake_quantize(weight: Tensor, format: Format) -> Tensor:
@@ -96,7 +97,8 @@ class _FakeQuantizedLinear(torch.autograd.Function):
         ctx.lora = None if a is None else LoRA(a, b, scaling)
         if any(ctx.needs_input_grad[index] for index in (1, 4, 5)):
             ctx.save_for_backward(input)
-        return F.linear(input, _rounded(ctx, input.dtype), bias)
+        product = F.linear(input, _rounded(ctx, input.dtype), bias)
+        return unviewed(product, product.shape)
 
     @staticmethod
     @once_differentiable
