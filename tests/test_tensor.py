@@ -120,6 +120,20 @@ def test_a_weight_cannot_require_a_gradient():
     assert not module.weight.requires_grad
 
 
+def test_memory_is_that_of_the_parts():
+    """There is none for the values, so nothing may be told an address of them."""
+    one, other = tensor_of((8, 64)), tensor_of((8, 64))
+    assert one.data_ptr() == one.detach().data_ptr() == one.packed.data_ptr()
+    assert one.data_ptr() != other.data_ptr()
+    with pytest.raises(ModelError, match="quantized weight"):
+        torch.utils.dlpack.from_dlpack(one)
+    expected = one.dequantize()
+    assert one.share_memory_() is one
+    assert all(part.is_shared() for part in one.parts.values())
+    assert torch.equal(one.dequantize(), expected)
+    assert not one.is_pinned()
+
+
 def test_gradients_of_what_is_not_quantized():
     module = Linear4bit(70, 33).requires_grad_(False)
     module.weight.requires_grad = False

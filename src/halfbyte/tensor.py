@@ -314,7 +314,6 @@ def _check_reads_only(function: Any, args: Any, kwargs: dict[str, Any]) -> None:
 
     Backward may take views: it transposes what autograd saved of a product, and only reads.
     """
-    in_backward = torch._C._current_graph_task_id() != -1
     for at, argument in enumerate(function._schema.arguments):
         if argument.alias_info is None:
             continue
@@ -322,7 +321,7 @@ def _check_reads_only(function: Any, args: Any, kwargs: dict[str, Any]) -> None:
         for each in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(each, QuantizedTensor) and argument.alias_info.is_write:
                 raise _unwritable(function, each)
-            if isinstance(each, QuantizedTensor) and not in_backward:
+            if isinstance(each, QuantizedTensor) and torch._C._current_graph_task_id() == -1:
                 raise _unviewable(function, each)
 
 
@@ -342,14 +341,9 @@ def _is_weight(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> boo
 
 
 def _embedding(
-    index: Tensor,
-    weight: QuantizedTensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Tensor:
+    index: Tensor, weight: QuantizedTensor, padding_idx: int | None = None, max_norm: float | None = None,
+    norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
+) -> Tensor:  # fmt: skip
     """Rows of a frozen quantized table; only the rows asked for are dequantized."""
     if max_norm is not None:
         raise ModelError("max_norm renormalizes the table in place; a quantized one cannot be", "leave max_norm unset")
@@ -453,7 +447,11 @@ def _detach(tensor: QuantizedTensor) -> Tensor:
         return Tensor.detach(tensor)
 
 
-def _requires_grad(tensor: QuantizedTensor, requires_grad: bool = True) -> QuantizedTensor:
+def _export(tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> None:
+    raise _unviewable("__dlpack__", tensor)  # torch would export address 0
+
+
+def _requires_grad(tensor: QuantizedTensor, requires_grad: bool = True) -> Tensor:
     """`requires_grad_` and the assignment `requires_grad = …`: only False is possible."""
     if requires_grad:
         raise ModelError(
@@ -471,8 +469,7 @@ def _set_data(tensor: QuantizedTensor, values: Tensor) -> None:
     """
     if not isinstance(values, QuantizedTensor):
         if values.shape != tensor.shape:
-            found = tuple(values.shape)
-            raise ModelError(f"values of shape {found} are assigned to {tensor!r}", "assign values of its shape")
+            raise ModelError(f"values {tuple(values.shape)} do not fit {tensor!r}", "assign values of its shape")
         notice(
             "quantized-data",
             f"values assigned to a quantized weight are rounded to {tensor.format.spec}; `halfbyte merge` merges an "
@@ -480,7 +477,8 @@ def _set_data(tensor: QuantizedTensor, values: Tensor) -> None:
         )
         values = QuantizedTensor.quantize(values, tensor.format)
     with torch._C.DisableTorchFunctionSubclass():
-        Tensor.data.__set__(tensor, values)  # shape, dtype and device; parts are attributes, which it does not set
+        # Sets shape, dtype and device; parts are attributes, which it leaves.
+        Tensor.data.__set__(tensor, values)  # type: ignore[attr-defined]
     for name in tensor._names:
         delattr(tensor, name)
     tensor.__init__(values.format, values.parts, tuple(values.shape), values.dtype)  # type: ignore[misc]
@@ -492,5 +490,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     Tensor.requires_grad_: _requires_grad,
     Tensor.requires_grad.__set__: _requires_grad,  # type: ignore[attr-defined]
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    Tensor.__dlpack__: _export,
+    Tensor.share_memory_: lambda tensor: [part.share_memory_() for part in tensor.parts.values()] and tensor,
     Tensor.data_ptr: lambda tensor: next(iter(tensor.parts.values())).data_ptr(),  # that of the codes
 }
