@@ -182,3 +182,15 @@ def test_another_format_is_refused():
     layer.load_state_dict(QuantizedLinear(256, 48, format=Blockwise4()).state_dict())
     with pytest.raises(ModelError, match="blockwise4"):
         layer(inputs(3))
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("batch", [(), (3,), (2, 5), (0,)], ids=str)
+def test_outputs_can_be_changed_in_place(batch, training):
+    layer, x = layer_of().train(training), torch.randn(*batch, 256, requires_grad=True)
+    y = layer(x)
+    expected = y.detach() + 1
+    y += torch.ones(48, requires_grad=True)
+    assert torch.equal(y, expected)
+    y.sum().backward()
+    assert x.grad.shape == x.shape

@@ -337,7 +337,8 @@ def _unviewable(function: Any, weight: QuantizedTensor) -> ModelError:
 
 def _is_weight(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     """Return whether `F.linear` of these arguments has a quantized weight, and no other quantized argument."""
-    return isinstance(weight, QuantizedTensor) and not any(isinstance(each, QuantizedTensor) for each in (input, bias))
+    others = isinstance(input, QuantizedTensor) or isinstance(bias, QuantizedTensor)
+    return isinstance(weight, QuantizedTensor) and not others
 
 
 def _embedding(

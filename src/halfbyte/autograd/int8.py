@@ -57,7 +57,7 @@ def _product(input: Tensor, codes: Tensor, absmax: Tensor, bias: Tensor | None, 
 
 
 def _forward(input: Tensor, codes: Tensor, absmax: Tensor, bias: Tensor | None, threshold: float) -> Tensor:
-    return unviewed(_product(input, codes, absmax, bias, threshold), (*input.shape[:-1], codes.shape[0]))
+    return unviewed(_product(input, codes, absmax, bias, threshold))
 
 
 class _Int8Linear(torch.autograd.Function):

@@ -38,15 +38,14 @@ def quantized_linear(input: Tensor, weight: QuantizedTensor, bias: Tensor | None
     input = to_compute_dtype(input)
     if bias is not None and bias.dtype != input.dtype:
         bias = bias.to(input.dtype)
-    parts, shape = weight.parts, tuple(weight.shape)
     wants_gradient = torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad))
     if on_compiler():
         ops = torch.ops.halfbyte
         op = ops.quantized_linear if wants_gradient else ops.quantized_product
-        return op(input, list(parts.values()), bias, weight.format.spec, list(shape))
+        return op(input, list(weight.parts.values()), bias, weight.format.spec, list(weight.shape))
     if wants_gradient:
         return _QuantizedLinear.apply(input, weight, bias)
-    return _product(input, weight.format, parts, shape, bias)
+    return _product(input, weight.format, weight.parts, tuple(weight.shape), bias)
 
 
 def _product(
@@ -59,7 +58,7 @@ def _product(
         product = format_.linear(x, parts, (rows, columns), bias)
     else:
         product = linear(x, format_.values(parts, shape, input.dtype), bias)
-    return unviewed(product, (*input.shape[:-1], rows))
+    return unviewed(product.view(*input.shape[:-1], rows))
 
 
 def frozen_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -78,15 +77,11 @@ def frozen_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
     return linear(input, weight, bias)
 
 
-def _no_view(product: Tensor) -> Tensor:
-    return unviewed(product, product.shape)
-
-
 class _FrozenLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, input, weight, bias):
         ctx.weight = weight  # as below
-        return _no_view(linear(input, weight, bias))
+        return unviewed(linear(input, weight, bias))
 
     @staticmethod
     def backward(ctx, grad):
@@ -99,7 +94,7 @@ class _QuantizedLinear(torch.autograd.Function):
         # An attribute, not save_for_backward: W is a frozen parameter that outlives the graph, and hooks that
         # offload saved activations must not carry it along.
         ctx.weight = weight
-        return _no_view(linear(input, weight.dequantize(input.dtype), bias))
+        return unviewed(linear(input, weight.dequantize(input.dtype), bias))
 
     @staticmethod
     def backward(ctx, grad):

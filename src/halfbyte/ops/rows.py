@@ -3,8 +3,6 @@ the rows beside it are."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,13 +26,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def unviewed(product: Tensor, shape: Sequence[int]) -> Tensor:
-    """`product` in this shape as a tensor that autograd takes for no view; nothing is copied.
+def unviewed(product: Tensor) -> Tensor:
+    """`product` as a tensor that autograd takes for no view, on the same memory.
 
     What a custom Function returns can be changed in place only if it is no view.
     """
-    shape = torch.Size(shape)
-    return torch.ops.aten._unsafe_view(product, shape) if product.shape != shape or product._is_view() else product
+    return torch.unsafe_chunk(product, 1)[0] if product._is_view() else product
 
 
 def linear_into(out: Tensor, x: Tensor, weight: Tensor) -> Tensor:

@@ -97,8 +97,7 @@ class _FakeQuantizedLinear(torch.autograd.Function):
         ctx.lora = None if a is None else LoRA(a, b, scaling)
         if any(ctx.needs_input_grad[index] for index in (1, 4, 5)):
             ctx.save_for_backward(input)
-        product = F.linear(input, _rounded(ctx, input.dtype), bias)
-        return unviewed(product, product.shape)
+        return unviewed(F.linear(input, _rounded(ctx, input.dtype), bias))
 
     @staticmethod
     @once_differentiable
