@@ -125,7 +125,8 @@ KINDS = {
     + f"{{% if m.tool_calls %}}{CALLS}{{% else %}}{{{{ m.content }}}}{{% endif %}}<|im_end|>\n{{% endfor %}}"
     + PROMPT,
 }
-MARKS = ["<call>", "</call>", "<result>", "</result>", "<|thinks|>", "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>"]
+ROLES = ["user", "assistant", "system", "tool", "thinks"]
+MARKS = ["<call>", "</call>", "<result>", "</result>", *(f"<|{role}|>" for role in ROLES)]
 
 
 def with_template(make_tokenizer, template):
