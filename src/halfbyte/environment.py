@@ -40,11 +40,13 @@ INSTRUCTION_SETS = {
 }
 
 
-def environment(device: str | None = None) -> dict[str, Any]:
+def environment(device: str | None = None, computed: torch.dtype | None = None, key: str = "auto") -> dict[str, Any]:
     """Describe this machine as a JSON-serialisable dict.
 
     Args:
         device: the device a run is configured for; default: the first accelerator, else the CPU.
+        computed: the dtype that a run computes in; default: what the device is fast in.
+        key: the run's `dtype`, which has chosen it unless it is "auto".
 
     Keys: halfbyte {version, commit}, python, platform, cpu {model, cores, threads, memory_bytes, instruction_sets},
     gpus [{name, memory_bytes, capability, driver}], versions {package: version, and cuda, rocm}, device,
@@ -70,7 +72,8 @@ def environment(device: str | None = None) -> dict[str, Any]:
     report["versions"] |= {"cuda": torch.version.cuda, "rocm": torch.version.hip}
     report["gpus"] = _gpus()
     report["device"] = str(chosen)
-    report["compute_dtype"] = {"dtype": str(choice.dtype).removeprefix("torch."), "reason": choice.reason}
+    reason = choice.reason if key == "auto" else f"dtype: {key}"
+    report["compute_dtype"] = {"dtype": str(computed or choice.dtype).removeprefix("torch."), "reason": reason}
     report["kernels"] = _kernels(chosen)
     return report
 

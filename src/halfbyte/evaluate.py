@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +113,7 @@ def measure(
     import torch
 
     from .adapters import compute, no_input_casts
+    from .models.routers import watched
     from .train.ahead import Ahead, with_numbers
 
     device, metrics = next(model.parameters()).device, method.numbers.trained
@@ -123,14 +125,18 @@ def measure(
             batch = collate([rows[index] for index in range(first, min(first + size, len(rows)))])
             yield {key: value.to(device) if hasattr(value, "to") else value for key, value in batch.items()}
 
-    with torch.no_grad(), no_input_casts(model):
+    balanced = bool(getattr(method, "balance", 0.0))
+    with torch.no_grad(), no_input_casts(model), watched(model, balanced=balanced) as routers:
+        sums_of: Callable[[Any], Any] = partial(method.sums, model)
+        if balanced and routers is not None:
+            sums_of = routers.counting(sums_of)
         shared = Ahead(method, model).of_all(batches())
         for batch in batches():
             counted = method.counts(batch)
             counts = {name: count + counted[name] for name, count in counts.items()}
             batch = with_numbers(batch, shared)
             with compute(model):
-                for name, value in method.sums(model, batch).items():
+                for name, value in sums_of(batch).items():
                     sums[name] += float(value)
     if not counts[metrics[0].over]:
         raise DataError("no token of this data is trained on, so there is no loss", "see `halfbyte preview`")

@@ -27,6 +27,7 @@ OWN = {
     "gguf/tokenizer.py": "what the tokenizers library says of its own object",
     "processes.py": "the kernel's files",
     "rewards/jail.py": "what the run has asked of it",
+    "rewards/sandbox.py": "the kernel's files",
     "rewards/process.py": "what a process of this run answers",
     "rewards/worker.py": "what the run asks",
     "serve/stored.py": "answers that it stored as JSON",

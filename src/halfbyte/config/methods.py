@@ -102,6 +102,12 @@ class PreferenceSection(Section):
     )
     use_weighting: bool = of(("dpo",), False, "weigh pairs by how likely the policy is to write them (WPO)")
     discopop_tau: Annotated[float, Field(gt=0)] = of(("dpo",), 0.05, "temperature of discopop")
+    disable_dropout: bool = of(
+        (*COMPARING, "grpo", "rloo", "gkd"),
+        True,
+        "turn the base model's dropout off, which a comparison with a reference or with sampled answers cannot have;"
+        " lora_dropout stays",
+    )
     precompute_ref_log_probs: Literal["auto"] | bool = of(
         WITH_REFERENCE,
         "auto",

@@ -64,8 +64,42 @@ def reference_log_probs(model: nn.Module, batch: Batch) -> Tensor:
 
 
 @contextlib.contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Around forwards that the policy is compared with: no dropout and no embedding noise, whatever its mode is."""
+    training = [module.__dict__ for module in model.modules() if module.training]
+    for own in training:
+        own["training"] = False
+    try:
+        yield
+    finally:
+        for own in training:
+            own["training"] = True
+
+
+def turn_dropout_off(model: nn.Module) -> None:
+    """Set every probability of dropout in a model to 0, in modules and in the attributes that functional dropout reads.
+
+    Methods that compare the model with its reference, or with the model that sampled, would compare noise
+    (`disable_dropout` in TRL). Called before an adapter is added, whose `lora_dropout` stays.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+                vars(module)[name] = 0.0
+
+
+@contextlib.contextmanager
+def without_adapter(model: PeftModel) -> Iterator[None]:
+    """Around forwards of the model as it is without its adapter, in eval mode."""
+    with model.disable_adapter(), in_eval_mode(model):
+        yield
+
+
+@contextlib.contextmanager
 def as_reference(model: nn.Module) -> Iterator[None]:
-    """Around forwards of the reference: the adapter of that name if the model has one, else no adapter.
+    """Around forwards of the reference, in eval mode: with the adapter of that name if there is one, else without.
 
     Raises:
         ModelError: `model` has no adapter to take off.
@@ -75,17 +109,18 @@ def as_reference(model: nn.Module) -> Iterator[None]:
             "the reference is the model without its adapter, and this model has none",
             "name a run or an adapter; the evaluations of a run that trains all weights are in its metrics.jsonl",
         )
-    with as_adapter(model, REFERENCE) if REFERENCE in model.peft_config else model.disable_adapter():
+    with as_adapter(model, REFERENCE) if REFERENCE in model.peft_config else without_adapter(model):
         yield
 
 
 @contextlib.contextmanager
 def as_adapter(model: PeftModel, name: str) -> Iterator[None]:
-    """Around forwards with another of the model's adapters than the one that trains."""
+    """Around forwards with another of the model's adapters than the one that trains, in eval mode."""
     own = model.active_adapter
     model.set_adapter(name)
     try:
-        yield
+        with in_eval_mode(model):
+            yield
     finally:
         model.set_adapter(own)
 

@@ -370,15 +370,27 @@ def same_steps(config: RunConfig, checkpoint: Path, ways: int) -> RunConfig:
     return config.model_copy(update={key: step // ways})
 
 
-def check_same_data(data: dict[str, int], checkpoint: Path) -> None:
-    """The prepared data must have the checkpoint's size; else its order, and so the run, would be another.
+def check_same_data(data: dict[str, Any], checkpoint: Path) -> None:
+    """The prepared data, and the adapter that the run began with, must be those of the checkpoint's run.
 
     Args:
-        data: rows, tokens and trained tokens.
+        data: rows, tokens and trained tokens, and the digests of all columns and of the adapter.
+
+    Raises:
+        ConfigError: they are others; names the key.
     """
     before = read_state(checkpoint)["data"]
-    if before != data:
+    if missing := data.keys() - before.keys():
+        notice("no-digest", f"{checkpoint} keeps no {', '.join(sorted(missing))}, so a change of these is not noticed")
+    if before.get("adapter_path", data.get("adapter_path")) != data.get("adapter_path"):
         raise ConfigError(
-            f"dataset: it has changed since {checkpoint} was made ({before} then, {data} now)",
+            f"adapter_path: the adapter has changed since {checkpoint} was made, which it continues from and may be"
+            " compared with",
+            "restore it, or start a new run in another output_dir",
+        )
+    if any(before[name] != data[name] for name in before.keys() & data.keys()):
+        then, now = ({name: known[name] for name in data if name in known} for known in (before, data))
+        raise ConfigError(
+            f"dataset: it has changed since {checkpoint} was made ({then} then, {now} now)",
             "restore the data, or start a new run in another output_dir",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from halfbyte.adapters import check_adapter_files, compute, load_adapter
 from halfbyte.config import RunConfig, resolve
 from halfbyte.config.methods import SCORES
 from halfbyte.console import Console
+from halfbyte.data.chat import ChatTemplate
+from halfbyte.data.encode import Encoder
 from halfbyte.errors import ModelError, of_key
 from halfbyte.methods.answers import as_adapter, score
 from halfbyte.models.load import check_stored, load_model
@@ -89,7 +92,7 @@ def judging(
         for number, found in enumerate(find_judges(config, rewards.specs)):
             asked = stack.enter_context(_asked(config, found, model, device, dtype, f"reward-{number}"))
             size = config.per_device_eval_batch_size or config.per_device_train_batch_size
-            scores = Scores(*asked, size, device)
+            scores = Scores(*asked, size, device, *behind_answers(tokenizer))
             judge: Judge = scores.of_answers
             if found.scores == "TOKEN_CLS":
                 judge = partial(scores.of_steps, tokenizer, found.separator)
@@ -169,6 +172,20 @@ def _whole(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return head(hidden.flatten(0, 1)[batch["ends"]]).float()
 
 
+def behind_answers(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, tuple[int, ...]]:
+    """Return the token that ends an answer by the chat template, and the tokens that the template writes behind it."""
+    if not tokenizer.chat_template:
+        return tokenizer.eos_token_id, ()
+    asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    plain = Encoder(tokenizer, ChatTemplate(tokenizer), max_length=2**20)
+    row = plain({"document": [json.dumps({"messages": asked})], "where": [""]})
+    ids, ends = [int(token) for token in row["input_ids"][0]], row["ends"][0]
+    if not ends or ends[-1] < 0:
+        return None, ()
+    last = len(ids) - 1 - ids[::-1].index(ends[-1])
+    return int(ends[-1]), tuple(ids[last + 1 :])
+
+
 @dataclass(frozen=True)
 class Scores:
     """Asks a reward model about texts.
@@ -177,16 +194,27 @@ class Scores:
         scorer: a batch with `ends` → fp32 [N, labels].
         around: its forwards.
         size: texts at once.
+        end: the token that ends an answer by the chat template.
+        behind: what the template writes behind it, which `method: reward` trained the score at the end of.
     """
 
     scorer: Scorer
     around: Around
     size: int
     device: torch.device
+    end: int | None = None
+    behind: tuple[int, ...] = ()
 
     def of_answers(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> list[float | None]:
-        """The score of each prompt with its answer: at its last token, as `method: reward` learns it."""
-        texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+        """Return the score of each prompt with its answer, at the token that `method: reward` learns it at.
+
+        That is the last token of the whole conversation: behind an answer that has ended stands what the chat template
+        writes there, such as the line break behind ChatML's <|im_end|>. An answer that was cut is scored at its end.
+        """
+        texts = [
+            [*prompt, *answer, *(self.behind if answer and answer[-1] == self.end else ())]
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
         return [float(found[0, 0]) for found in self._scored(texts, [[len(text) - 1] for text in texts])]
 
     def of_steps(

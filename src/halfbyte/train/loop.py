@@ -309,10 +309,10 @@ class TrainingLoop:
         self.callbacks("on_step_begin")
         number, counts = self.state.global_step + 1, counts_of(taken)
         counts = self.mesh.sum(counts)
-        self.stops.check_count(number, counts[self.loss_count], len(taken) * self.ways)
+        divisor = self.stops.check_count(number, counts[self.loss_count], len(taken) * self.ways)
         if not self.model.training:  # after an evaluation; it walks all modules
             self.model.train()
-        count = torch.full((), counts[self.loss_count], device=self.device)  # a launch; a copy could wait
+        count = torch.full((), divisor, device=self.device)  # a launch; a copy could wait
         taken = self.ahead.shared(taken, counts)
         before = random_states() if len(taken) > 1 else None
         with self.records.shares.of(number):

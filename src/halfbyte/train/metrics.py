@@ -64,8 +64,13 @@ class Window:
         return replace(self, sums=mesh.sum(self.sums, SLICES), counts=mesh.sum(self.counts))
 
     def means(self, metrics: Sequence[Metric]) -> dict[str, float]:
-        """Each metric's sum over its count; none of those without a count."""
-        return {m.name: self.sums[m.name] / self.counts[m.over] for m in metrics if self.counts[m.over]}
+        """Return each metric's sum over its count, and of those without a count the first alone, the loss: a step in
+        which no answer ended has the loss 0."""
+        return {
+            m.name: self.sums[m.name] / (self.counts[m.over] or 1)
+            for m in metrics
+            if self.counts[m.over] or m is metrics[0]
+        }
 
     def totals(self) -> dict[str, float]:
         """Counts of the window, and means per step and second."""

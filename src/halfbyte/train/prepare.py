@@ -20,6 +20,7 @@ from halfbyte.config.policy import SAMPLING
 from halfbyte.console import Console
 from halfbyte.data.batches import batches_of, largest_id, longest_row, width_shares
 from halfbyte.data.prepare import PreparedData
+from halfbyte.data.tables import digest_of_rows
 from halfbyte.environment import environment
 from halfbyte.errors import CheckpointError, DataError
 from halfbyte.files import check_space
@@ -51,7 +52,7 @@ from halfbyte.words import one_line
 from . import checkpoint as checkpoints
 from . import samples
 from .arguments import check_dtype, total_steps, training_arguments
-from .generations import answered_with
+from .generations import answered_with, digest_of
 from .links import gather_rate, host_rate
 from .look_over import look_over_run
 from .rehearsal import trackers, try_optimizer, try_schedule
@@ -107,9 +108,9 @@ class PreparedRun:
     cut: Cut | None = None
 
     @property
-    def size(self) -> dict[str, int]:
-        """Rows, tokens and trained tokens of the training set."""
-        return size_of(self.data)
+    def size(self) -> dict[str, Any]:
+        """What `described` says of the training set."""
+        return described(self.config, self.data)
 
     @property
     def computes_reference_once(self) -> bool:
@@ -218,10 +219,11 @@ def _read_data(
     data = mesh.first(lambda: method.ready(config, tokenizer, shapes.causal_lm.config))
     print_data(console, data.report)
     _check_data(config, shapes, tokenizer, data)
-    if not mesh.equal(size_of(data)):
+    now = described(config, data)
+    if not mesh.equal(now):
         raise DataError("the processes of this run read different data", "give each the same files")
     if checkpoint is not None:
-        checkpoints.check_same_data(size_of(data), checkpoint)
+        checkpoints.check_same_data(now, checkpoint)
     if method.rows == "prompts":
         model_config = shapes.causal_lm.config
         look_over_rewards(config, data, model_config, tokenizer, checkpoint, console)
@@ -263,9 +265,16 @@ def _cut(config: RunConfig, layout: Parallel, shapes: ModelShapes, plan: MemoryP
     return cut
 
 
-def size_of(data: PreparedData) -> dict[str, int]:
-    """Rows, tokens and trained tokens of a training set."""
-    return {name: data.report["train"][name] for name in ("rows", "tokens", "trained_tokens")}
+def described(config: RunConfig, data: PreparedData) -> dict[str, Any]:
+    """Return what decides the steps of a run beside its configuration, for its checkpoints.
+
+    Returns:
+        Rows, tokens and trained tokens of the training set, the SHA-256 of all its prepared columns (those that reward
+        functions get, too), and that of the adapter which the run continues from.
+    """
+    size = {name: data.report["train"][name] for name in ("rows", "tokens", "trained_tokens")}
+    adapter = "".join(digest_of(Path(config.adapter_path)).values()) if config.adapter_path else None
+    return {**size, "digest": digest_of_rows(data.train), "adapter_path": adapter}
 
 
 def lengths_worth_plans(run: PreparedRun) -> frozenset[int] | None:
@@ -292,7 +301,8 @@ def _machine(config: RunConfig, sections: Resolved, method: Method, mesh: Mesh) 
         resolve_dtype(name, device) for name in (sections.precision.compute, sections.precision.weights)
     )
     check_dtype(config, device, compute)
-    facts = {**environment(str(device)), "numbers": method.numbers.document(), "started": time.time()}
+    described = environment(str(device), compute, sections.precision.compute)
+    facts = {**described, "numbers": method.numbers.document(), "started": time.time()}
     return Machine(device, compute, weights, facts)
 
 

@@ -103,7 +103,7 @@ class Records:
         metrics = self.numbers.trained
         if step is not None:
             sums = dict(zip((metric.name for metric in metrics), self.check(step), strict=True))
-            self.mean_losses += sums[metrics[0].name] / step.counts[metrics[0].over]
+            self.mean_losses += sums[metrics[0].name] / (step.counts[metrics[0].over] or 1)
             self.told(sums, step.counts)
             self.window.add(sums, step.counts, step.end.seconds_since(self._since))
             self._since = step.end

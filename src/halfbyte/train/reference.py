@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ from halfbyte.errors import CheckpointError, ConfigError, TrainingError
 from halfbyte.files import cache_folder, new_file
 from halfbyte.methods.answers import REFERENCE, as_reference, log_probs
 from halfbyte.methods.preference import with_all_it_has
+from halfbyte.models.layer import causal_lm_of
 from halfbyte.notices import notice
 from halfbyte.parallel import ROWS
 
@@ -37,8 +39,9 @@ from .prepare import PreparedRun
 
 ROUNDING = {torch.float32: 1e-4}  # of a token's log-probability, relative to their mean size; else:
 ROUNDING_16 = 1 / 64
-CHECKED = 8  # rows that policy and reference are compared on
+CHECKED = 4  # of the first rows, and of the longest, that policy and reference are compared on
 SPLITS = ("train", "eval")
+NAMES = ("_name_or_path", "name_or_path", "transformers_version", "quantization_config", "architectures")
 
 
 def use_reference(run: PreparedRun, loop: TrainingLoop, console: Console) -> dict[str, Any]:
@@ -114,21 +117,30 @@ def _log_probs(loop: TrainingLoop, batch: dict[str, Any], dtype: torch.dtype) ->
 
 @torch.no_grad()
 def _compared(run: PreparedRun, loop: TrainingLoop) -> dict[str, Any]:
-    """How far policy and reference are apart on the first rows.
+    """How far policy and reference are apart on the first rows and the longest, which windows and scales of long
+    contexts change.
 
     Raises:
         TrainingError: by more than rounding.
     """
-    rows = [loop.rows[index] for index in range(min(len(loop.rows), CHECKED))]
-    batch = answer_collator(run.config, run.tokenizer, loop.device, answers=run.data.answers)(rows)
+    lengths = [len(row["input_ids"]) for row in loop.rows]
+    longest = sorted(range(len(lengths)), key=lambda index: -lengths[index])[:CHECKED]
+    chosen = list(dict.fromkeys([*range(min(len(lengths), CHECKED)), *longest]))
+    collate = answer_collator(run.config, run.tokenizer, loop.device, answers=run.data.answers)
+    together = run.config.per_device_eval_batch_size or run.config.per_device_train_batch_size
     dtype = run.machine.compute_dtype
     loop.model.eval()
-    policy = _log_probs(loop, batch, dtype)
-    if REFERENCE in batch:
-        reference = batch[REFERENCE][: len(policy)]
-    else:
-        with _forwards(run, loop):
-            reference = _log_probs(loop, batch, dtype)
+    found = []
+    for first in range(0, len(chosen), together):
+        batch = collate([loop.rows[index] for index in chosen[first : first + together]])
+        policies = _log_probs(loop, batch, dtype)
+        if REFERENCE in batch:
+            references = batch[REFERENCE][: len(policies)]
+        else:
+            with _forwards(run, loop):
+                references = _log_probs(loop, batch, dtype)
+        found.append((policies, references.cpu()))
+    policy, reference = (torch.cat(parts) for parts in zip(*found, strict=True))
     apart, size = (policy - reference).abs(), float(reference.abs().mean())
     if not float(apart.mean()) <= ROUNDING.get(dtype, ROUNDING_16) * max(size, 1e-3):  # also where either is NaN
         raise TrainingError(
@@ -182,6 +194,7 @@ def _file(run: PreparedRun, loop: TrainingLoop, splits: dict[str, Any]) -> Path 
         *(config.use_kernels, config.attn_implementation, config.padding_free, config.qat_scheme, size),
     )
     digest = hashlib.sha256(repr(arithmetic).encode())
+    digest.update(_described(loop.model).encode())
     for rows in splits.values():
         table = rows.with_format("arrow")[:]
         for column in ("input_ids", "labels", "seq_lengths"):
@@ -194,6 +207,13 @@ def _file(run: PreparedRun, loop: TrainingLoop, splits: dict[str, Any]) -> Path 
             for part in _parts(tensor.detach()):
                 digest.update(part.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return folder / f"{digest.hexdigest()[:32]}.safetensors"
+
+
+def _described(model: torch.nn.Module) -> str:
+    """Return what a model computes beside its weights: its class and its configuration, without names of places."""
+    plain = causal_lm_of(model)
+    keys = {key: value for key, value in plain.config.to_dict().items() if key not in NAMES}
+    return f"{type(plain).__name__} {json.dumps(keys, sort_keys=True, default=str)}"
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -31,6 +31,7 @@ from halfbyte.layers.frozen import multiply_by_onednn
 from halfbyte.memory.expert_offload import offload_experts
 from halfbyte.memory.host import HEAP_WASTE, return_large_blocks
 from halfbyte.memory.limit import FIRST_KERNELS, held_to
+from halfbyte.methods.answers import turn_dropout_off
 from halfbyte.methods.base import Collate
 from halfbyte.models.activations import recompute_as_transformers
 from halfbyte.models.attention import planned_lengths
@@ -319,6 +320,8 @@ def _trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
         offload_experts([*decoder_layers(model)[1]], run.plan.offloaded, device)
     measured["after_load_bytes"] = memory_now(device)
     set_seed(run.config.seed)
+    if run.config.method != "sft" and run.config.disable_dropout:
+        turn_dropout_off(model)
     if run.plan.activation_checkpointing and not run.plan.levels:
         recompute_as_transformers(model)
     if adapter:

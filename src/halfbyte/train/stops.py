@@ -12,6 +12,7 @@ from pathlib import Path
 
 from halfbyte.config import RunConfig
 from halfbyte.errors import TrainingError
+from halfbyte.notices import notice
 
 from . import checkpoint as checkpoints
 
@@ -41,13 +42,18 @@ class Stops:
         self.may_learn_nothing = False  # in the first step: its answers may all be as good
         self._skipped = 0  # steps in a row, by float16's scaler
 
-    def check_count(self, step: int, count: float, micro_batches: int) -> None:
-        """A step must have something to learn."""
+    def check_count(self, step: int, count: float, micro_batches: int) -> float:
+        """Return what a step's loss is divided by. A step must have something to learn, unless its answers are sampled:
+        where none of them ended in time (`mask_truncated_completions`), it is a step with the loss 0, as in TRL."""
+        if not count and self.may_learn_nothing:
+            notice("nothing-ended", f"step {step}: no answer ended within max_completion_length, so it teaches nothing")
+            return 1.0
         if not count:
             raise TrainingError(
                 f"step {step} has no {self.what} in its {micro_batches} micro-batches",
                 "look at the masks with `halfbyte preview`; rows cut by max_length may have lost their answers",
             )
+        return count
 
     def check_held_out(self, step: int, loss_sum: float, count: float) -> None:
         """So must the held-out rows, and their loss must be a number."""

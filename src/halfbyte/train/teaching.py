@@ -14,7 +14,7 @@ from halfbyte.config.policy import DISTILLING
 from halfbyte.console import Console
 from halfbyte.data.collate import make_collator
 from halfbyte.errors import ModelError, of_key
-from halfbyte.methods.answers import as_adapter
+from halfbyte.methods.answers import as_adapter, without_adapter
 from halfbyte.models.distillation import Teacher, taught_by
 from halfbyte.models.find import ModelFiles
 from halfbyte.models.isolation import isolate_run
@@ -118,7 +118,7 @@ def teaching(run: PreparedRun, loop: TrainingLoop) -> Iterator[None]:
 def _on_own_weights(config: RunConfig, model: Any, found: TeacherFiles) -> Iterator[Teacher]:
     """The model that trains with the teacher's adapter instead of its own, or with none."""
     if found.adapter is None:
-        yield Teacher(model, model.disable_adapter)
+        yield Teacher(model, partial(without_adapter, model))
         return
     load_adapter(model, found.adapter, config.model_name_or_path, TEACHER)
     try:
