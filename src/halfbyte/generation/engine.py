@@ -14,7 +14,8 @@ from torch import Tensor
 from ..adapters import compute, no_input_casts
 from ..errors import ModelError
 from ..hardware import capture_stream
-from ..models.layer import epsilon
+from ..models.keywords import cache_name
+from ..models.layer import causal_lm_of, epsilon
 from ..models.sharding import sharded
 from ..ops.attention import Spans
 from ..ops.decode_attention import decode_attention, store, store_both_
@@ -236,6 +237,7 @@ class StockEngine:
                 "generate for each adapter in a call of its own",
             )
         self.model, self.adapter, self.sharded = model, adapters[0], sharded(model)
+        self.cache_name = cache_name(causal_lm_of(model))
         self.cache: Any = None
         self.tokens = self.mask = torch.empty(0)
 
@@ -251,14 +253,15 @@ class StockEngine:
 
     @torch.no_grad()  # in inference mode, torch hands quantized weights calls that it takes apart elsewhere (DoRA's)
     def _forward(self, tokens: Tensor, watch: WatchPrompt | None = None) -> Tensor:
-        model, keys = self.model, {"attention_mask": self.mask, "past_key_values": self.cache, "use_cache": True}
+        model, name = self.model, self.cache_name
+        keys = {"attention_mask": self.mask, name: self.cache, "use_cache": True}
         last = (context_length(model) or self.mask.shape[1]) - 1  # rows that have ended may run beyond it
         positions = (self.mask.cumsum(-1) - 1).clamp_(0, last)[:, -tokens.shape[1] :]
         with self._adapter(), no_input_casts(model), compute(model):
             result = model(input_ids=tokens, position_ids=positions, logits_to_keep=int(watch is None), **keys)
         if watch is not None:
             watch(0, result.logits)
-        self.cache = getattr(result, "past_key_values", None)
+        self.cache = getattr(result, name, None)
         logits = result.logits[:, -1].float()
         return logits if self.sharded is None else self.sharded.agreed(logits.contiguous())
 

@@ -25,6 +25,7 @@ from ..notices import notice
 from ..parallel.tensor import stream_in_slices
 from .blocks import attention_half, mixer_of, mlp_half, runs_parallel
 from .copies import run_again
+from .keywords import cache_of
 from .patched import record
 
 # transformers 5.17 checkpoints a layer in __call__, 5.23 around the class's forward, which a bound one replaces.
@@ -86,7 +87,7 @@ def set_activations(layers: Sequence[Any], levels: str | Sequence[str]) -> None:
 
 def layer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     """A decoder layer, as its level says."""
-    if args or kwargs.get("past_key_values") is not None:
+    if args or cache_of(kwargs):
         return type(self).forward(self, hidden_states, *args, **kwargs)
     activations = record(self).activations
     if activations is not None and self.training and not on_compiler():  # a compiler decides what it keeps

@@ -45,6 +45,7 @@ from ..ops.attention import Scores, Spans, spans
 from ..parallel import Context
 from . import branches
 from .copies import fresh_copies
+from .keywords import cache_of, check_known
 from .layer import causal_lm_of
 from .patched import patched, record
 
@@ -245,7 +246,7 @@ def multimodal_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _with_metadata(model: Any, backbone: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     own = functools.partial(type(model).forward, model)
-    if args or kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+    if args or cache_of(kwargs) or kwargs.get("use_cache"):
         return own(*args, **kwargs)
     if model.training:
         kwargs["use_cache"] = False  # unless asked for: a cache in training is only dead weight
@@ -382,6 +383,7 @@ def attend(
     if attention_mask is None or tuple(attention_mask.shape) != NO_MASK:
         options = kwargs | {"dropout": dropout, "scaling": scaling} | ({} if s_aux is None else {"s_aux": s_aux})
         return _transformers(module, query, key, value, attention_mask, softcap, options)
+    check_known(module, kwargs)
     rows, _, length, _ = query.shape
     window = sliding_window if sliding_window is not None and sliding_window < length else None
     if query.shape[-1] > WIDEST:

@@ -27,12 +27,17 @@ from ..families import Family
 from ..layers.plain import hooked
 from ..parallel.tensor import Leaving
 from . import layer, scans
+from .keywords import CACHES, cache_of, check_known
 from .layer import MLP, Attention, Half, TokenMixer, epsilon, mixer
 from .patched import NAME, is_bound
 from .projections import dropout_of, project, read_together
 from .recipes import recipes_of
 
-OF_ATTENTION = ("position_embeddings", "position_ids", "past_key_values")  # arguments that no other mixer takes
+# Arguments that `attend`, or transformers' attention, reads.
+ATTEND = frozenset({
+    "sliding_window", "softcap", "s_aux", "cu_seq_lens_q", "max_length_q", "document_spans", "context", "sharing",
+})  # fmt: skip
+OF_ATTENTION = ("position_embeddings", "position_ids", *CACHES)  # arguments that no other mixer takes
 
 
 def _family(module: Any) -> Family:
@@ -154,16 +159,15 @@ def attention_forward(
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     attention_mask: Any = None,
-    past_key_values: Any = None,
     shared_kv_states: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Projections with their adapters, RoPE (and the norms of q and k), transformers' attention, output projection."""
-    if past_key_values is not None:
-        own: dict[str, Any] = {"past_key_values": past_key_values}
-        own |= {} if position_embeddings is None else {"position_embeddings": position_embeddings}
+    if cache_of(kwargs):
+        own: dict[str, Any] = {} if position_embeddings is None else {"position_embeddings": position_embeddings}
         own |= {"shared_kv_states": shared_kv_states} if _family(self).shares_keys else {}
         return type(self).forward(self, hidden_states, attention_mask=attention_mask, **own, **kwargs)
+    check_known(self, kwargs, ATTEND)
     view, recipes = Attention.of(self, _family(self)), recipes_of(self)
     outputs = project(hidden_states, *view.inputs, recipe=recipes[0])
     gate = None
@@ -241,7 +245,7 @@ class _With:
 
 def mixer_forward(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     """transformers' forward of a recurrence, its linears of one input computed together, and its gated norm."""
-    if kwargs.get("cache_params") is not None:
+    if cache_of(kwargs):
         return type(self).forward(self, hidden_states, **kwargs)
     forward = scans.forward_of(type(self), scans.documents_of(kwargs, *hidden_states.shape[:2]))
     view, recipes = TokenMixer.of(self, _family(self)), recipes_of(self)

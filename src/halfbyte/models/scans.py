@@ -32,12 +32,12 @@ from ..autograd.delta_rule import delta_rule
 from ..dispatch import on_compiler
 from ..notices import notice
 from ..ops.attention import Spans, spans
+from .keywords import cache_of
 from .unpacking import OF_PACKED, groups
 
 Function = Callable[..., Any]
 
 PACKAGE = "flash-linear-attention"
-CACHES = ("cache_params", "past_key_values")
 ON_GPUS = ("cuda", "xpu", "meta")  # a plan counts what a GPU keeps
 
 
@@ -341,6 +341,5 @@ def layers(model: nn.Module) -> Iterator[nn.Module]:
 def apart(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of such a layer, its documents apart where it is told of them."""
     hidden = args[0] if args else kwargs["hidden_states"]
-    cached = any(kwargs.get(name) is not None for name in CACHES)
-    documents = None if cached or len(args) > 1 else documents_of(kwargs, *hidden.shape[:2])
+    documents = None if cache_of(kwargs) or len(args) > 1 else documents_of(kwargs, *hidden.shape[:2])
     return forward_of(type(self), documents)(self, *args, **without_bounds(kwargs))

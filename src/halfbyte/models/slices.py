@@ -148,10 +148,10 @@ def _masks(backbone: Any, rows: int, length: int, device: torch.device, whole: M
 
     dtype = backbone.get_input_embeddings().weight.dtype
     masks = create_masks_for_generate(
-        config=backbone.config,
-        inputs_embeds=torch.empty(rows, length, 0, dtype=dtype, device=device),  # read for its shape and dtype
-        attention_mask=whole["attention_mask"],
-        past_key_values=None,
+        backbone.config,
+        torch.empty(rows, length, 0, dtype=dtype, device=device),  # the embeddings, read for their shape and dtype
+        whole["attention_mask"],
+        None,  # no cache, whose name differs between versions of transformers
         position_ids=whole["position_ids"],
     )
     # models with layers of one type may know no others, and all take one mask for all layers

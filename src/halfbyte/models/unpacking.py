@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from ..errors import ModelError
+from .keywords import cache_of
 from .attention import documents
 
 OWN = "_halfbyte_own_forward"  # the attribute of a module that is wrapped: its own forward
@@ -82,9 +83,10 @@ def with_masks(self: Any, *args: Any, **kwargs: Any) -> Any:
         raise ValueError(f"no masks are known for layers of {', '.join(sorted(kinds)) or 'no kind'}")
     weight = self.get_input_embeddings().weight
     like = torch.empty(*positions.shape, 1, dtype=weight.dtype, device=weight.device)  # whose shape is looked at
-    given = {"config": self.config, "inputs_embeds": like, "attention_mask": None, "past_key_values": None}
+    # the cache stands before the positions, under a name that differs between versions of transformers
+    given = (self.config, like, None, None)
     makers = {kind: MASKS[kind] for kind in kinds}
-    masks = {kind: make and make(**given, position_ids=positions) for kind, make in makers.items()}
+    masks = {kind: make and make(*given, position_ids=positions) for kind, make in makers.items()}
     return own(**kwargs | found | {"attention_mask": masks})
 
 
@@ -125,7 +127,7 @@ def _packed(kwargs: dict[str, Any]) -> Tensor | None:
     positions = kwargs.get("position_ids")
     if positions is None or kwargs.get("attention_mask") is not None:
         return None
-    if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+    if cache_of(kwargs) or kwargs.get("use_cache"):
         return None
     tokens = kwargs.get("input_ids")
     tokens = kwargs["inputs_embeds"] if tokens is None else tokens
