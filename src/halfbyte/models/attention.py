@@ -358,8 +358,7 @@ def attend(
     """transformers' attention interface.
 
     Args:
-        query: [B, Hq, T, D].
-        key, value: [B, Hk, T, D], Hk dividing Hq.
+        query: [B, Hq, T, D]; key, value: [B, Hk, T, D], Hk dividing Hq.
         attention_mask: of shape `NO_MASK`, or one that transformers made; of whole rows, as all that follows.
         sliding_window: tokens that a token sees, with itself; softcap: scores become softcap · tanh(score / softcap).
         cu_seq_lens_q, max_length_q: as `documents` gives them; document_spans: `ops.attention.spans` of them.

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from ..errors import ModelError
-from .keywords import cache_of
 from .attention import documents
+from .keywords import cache_of
 
 OWN = "_halfbyte_own_forward"  # the attribute of a module that is wrapped: its own forward
 LIKE = 0.75  # documents of at least this share of the longest's length are rows of one forward
