@@ -113,7 +113,7 @@ def one(mesh: Mesh, whole: Whole, schedule: Schedule, ahead: int, batches: list[
     model, device = whole.model, batches[0]["input_ids"].device
     seconds, head = layer_seconds(model, recomputed=True)
     parts = cut_layers(schedule, seconds, head)
-    of_stages = [stage_seconds(part, seconds, head) for part in parts]
+    of_stages = stage_seconds(parts, seconds, head)
     width = whole.causal_lm.config.hidden_size
     line = Pipeline(mesh, schedule, of_stages, width=width, dtype=torch.bfloat16, device=device, ahead=ahead)
     take_head(model, Head())
@@ -214,7 +214,7 @@ def seventy(mesh: Mesh, results: Results) -> None:
     torch.cuda.empty_cache()
     patch(model, level)
     results.add("seventy", phase="built", layers=[len(part) for part in parts], gib=mesh.gather(filled.phases()))
-    of_stages = [stage_seconds(part, seconds, head) for part in parts]
+    of_stages = stage_seconds(parts, seconds, head)
     how: dict[str, Any] = {"width": 8192, "dtype": torch.bfloat16, "device": device, "ahead": len(parts[0])}
     spare = max(plan.capacity_bytes - plan.total, 0)
     line, around = (

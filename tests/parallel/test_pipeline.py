@@ -39,12 +39,13 @@ SHAPE = {
     "head_dim": 16,
     "pad_token_id": 0,
 }
+HEAVY = 16_384  # tokens: head and loss take longer than all layers, and have the last stage alone
 WIDTHS = (12, 7, 9, 12, 5, 12, 8, 3)
 
 
 def model_of(family="Llama", layers=8, **keys) -> nn.Module:
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SHAPE, num_hidden_layers=layers, **keys)
+    config = getattr(transformers, f"{family}Config")(**SHAPE | {"num_hidden_layers": layers} | keys)
     model = transformers.AutoModelForCausalLM.from_config(config)
     model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]))
     for name, parameter in model.named_parameters():
@@ -98,12 +99,13 @@ def whole(family, keys, layers, window, activations):
 
 def in_stages(mesh, name, chunks, family, keys, layers, window, activations, ahead):
     model = model_of(family, layers, **keys)
-    head = check_stages(model)
     schedule = Schedule(name, mesh.ways("pipeline"), chunks)
     seconds, end = layer_seconds(model, recomputed=activations is not None)
     parts = cut_layers(schedule, seconds, end)
+    assert bool(parts[-1]) == (keys.get("vocab_size") != HEAVY)
+    head = check_stages(model, head_alone=not parts[-1])
     how = {"width": SHAPE["hidden_size"], "dtype": torch.float32, "device": torch.device("cpu"), "ahead": ahead}
-    pipeline = Pipeline(mesh, schedule, [stage_seconds(part, seconds, end) for part in parts], **how)
+    pipeline = Pipeline(mesh, schedule, stage_seconds(parts, seconds, end), **how)
     take_head(model, head)
     stages = Stages(model, parts, pipeline.own)
     if activations is not None:
@@ -166,6 +168,15 @@ def test_recomputing_ahead_of_the_gradient(two, level, ahead):
 )
 def test_families(two, family, keys, patched):
     check(two, "zb-v", 2, family=family, keys=keys, layers=4, activations="checkpoint" if patched else None, ahead=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "patched"),
+    [("interleaved", "Llama", False), ("zb-1p", "Llama", True), ("zb-v", "Gemma2", False), ("zb-v", "Qwen3", True)],
+)
+def test_a_last_stage_that_is_the_head_alone(two, name, family, patched):
+    keys = {"vocab_size": HEAVY}
+    check(two, name, 2, family=family, keys=keys, layers=4, activations="checkpoint" if patched else None, ahead=1)
 
 
 @pytest.fixture(scope="module")

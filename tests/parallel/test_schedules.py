@@ -158,8 +158,29 @@ def test_layers_are_cut_by_seconds():
         parts = cut_layers(schedule, layers, HEAD)
         assert [index for part in parts for index in part] == list(range(32))
         assert len(parts) == schedule.stages
-        busy = [sum(stage_seconds(parts[s], layers, HEAD).total for s in schedule.stages_of(r)) for r in range(4)]
+        seconds = stage_seconds(parts, layers, HEAD)
+        busy = [sum(seconds[s].total for s in schedule.stages_of(r)) for r in range(4)]
         assert max(busy) <= (32 * LAYER.total + HEAD.total) / 4 + LAYER.total
+
+
+def test_cuts_of_random_shapes():
+    """Every layer is in one stage, and the head in the last one alone; where that has no layer, the head is heavy."""
+    random, alone = Random(0), 0
+    for _ in range(150):
+        (name, chunks), ranks = random.choice(KINDS), random.choice((2, 3, 4))
+        layers = [Seconds(random.uniform(0.5, 2), 2) for _ in range(ranks * chunks + random.randrange(8))]
+        head = Seconds(random.choice((0, 1, 8, 30)), 0)
+        parts = cut_layers(Schedule(name, ranks, chunks), layers, head)
+        assert [index for part in parts for index in part] == list(range(len(layers)))
+        assert all(parts[:-1])
+        seconds = stage_seconds(parts, layers, head)
+        for part, stage in zip(parts[:-1], seconds, strict=False):
+            assert stage.total == pytest.approx(sum(layers[index].total for index in part))
+        assert sum(stage.total for stage in seconds) == pytest.approx(sum(each.total for each in layers) + head.total)
+        if not parts[-1]:
+            assert seconds[-1] == head
+            alone += 1
+    assert alone > 10
 
 
 def test_auto_takes_what_ends_first():

@@ -51,18 +51,16 @@ def chosen(
             schedule.orders(batches)  # says what no schedule takes
         if schedule.takes(batches):
             cut = cut_layers(schedule, layers, head)
-            stages = [stage_seconds(part, layers, head) for part in cut]
+            stages = stage_seconds(cut, layers, head)
             timed.append((simulate(schedule.orders(batches), stages, ahead=True).seconds, schedule, cut))
     _, schedule, cut = min(timed, key=lambda each: each[0])
     return schedule, cut
 
 
-def stage_seconds(part: range, layers: Sequence[Seconds], head: Seconds) -> Seconds:
-    """Of the stage that has the layers `part`, with the head if those are the last."""
-    total = Seconds(0.0, 0.0)
-    for index in part:
-        total += layers[index]
-    return total + head if part.stop == len(layers) else total
+def stage_seconds(parts: Sequence[range], layers: Sequence[Seconds], head: Seconds) -> list[Seconds]:
+    """Seconds of every stage: its layers', and in the last stage the head's, which may be all that it has."""
+    found = [sum((layers[index] for index in part), Seconds(0.0, 0.0)) for part in parts]
+    return [*found[:-1], found[-1] + head]
 
 
 def cut_layers(schedule: Schedule, layers: Sequence[Seconds], head: Seconds) -> list[range]:

@@ -90,10 +90,10 @@ def cut_model(
         ConfigError: it has fewer layers, or the schedule does not take so many micro-batches.
         ModelError: see `check_stages`.
     """
-    found = check_stages(model, trust_remote_code)
     layers, head = layer_seconds(model, recomputed)
     schedule, parts = chosen(name, ranks, layers, head, batches)
-    return Cut(schedule, tuple(parts), tuple(stage_seconds(part, layers, head) for part in parts), found)
+    found = check_stages(model, trust_remote_code, head_alone=not parts[-1])
+    return Cut(schedule, tuple(parts), tuple(stage_seconds(parts, layers, head)), found)
 
 
 class Elsewhere(nn.Module):
@@ -128,6 +128,21 @@ class Door(Elsewhere):
             return self.hidden
         self.hidden = hidden_states
         return hidden_states.detach()  # what comes after is not looked at
+
+
+class Exit(Elsewhere):
+    """The model's last decoder layer in a stage whose next one has the head alone: there is no layer behind it whose
+    place a `Door` could take, so this one computes the layer and keeps what leaves."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__(layer, kept=True)
+        self.hidden: Tensor | None = None
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        assert self.layer is not None
+        hidden: Tensor = self.layer(hidden_states, *args, **kwargs)
+        self.hidden = hidden
+        return hidden.detach()  # what comes after is not looked at
 
 
 class NoEmbedding(nn.Module):
@@ -188,13 +203,18 @@ class Stages:
         """The model's layers as one stage sees them."""
         part, seen = self.parts[stage], []
         for index, layer in enumerate(layers):
+            leaves = stage < self.last and index == self._exit(part)
             if index in part:
-                seen.append(self.all[index])
-            elif index == part.start - 1 or (index == part.stop and stage < self.last):
+                seen.append(Exit(self.all[index]) if leaves else self.all[index])
+            elif leaves or index == part.start - 1:
                 seen.append(Door(layer, index in here, enters=index < part.start))
             else:
                 seen.append(Elsewhere(layer, index in here))
         return nn.ModuleList(seen)
+
+    def _exit(self, part: range) -> int:
+        """Where hidden states leave a stage that has the layers `part`: behind them, or in the model's last one."""
+        return min(part.stop, len(self.all) - 1)
 
     def _put(self, layers: nn.ModuleList, embedding: nn.Module) -> None:
         setattr(self.holder, self.name, layers)
@@ -230,7 +250,7 @@ class Stages:
             for door in doors:
                 door.hidden = x
         if stage < self.last:
-            doors.append(layers[part.stop])
+            doors.append(layers[self._exit(part)])
         self._put(layers, embedding)
         try:
             yield lambda: doors[-1].hidden
@@ -285,8 +305,8 @@ def check_trained(model: nn.Module, cut: Cut) -> None:
                          f"leave it out of modules_to_save, or {WITHOUT}")  # fmt: skip
     for rank in range(cut.schedule.ranks):
         if all(map(cut.elsewhere(model, rank), trained)):
-            layers = ", ".join(f"{part.start} to {part.stop - 1}" for part in map(cut.parts.__getitem__,
-                               cut.schedule.stages_of(rank)))  # fmt: skip
+            own = [cut.parts[stage] for stage in cut.schedule.stages_of(rank)]
+            layers = ", ".join(f"{part.start} to {part.stop - 1}" for part in own if part)
             raise ModelError(f"parallel: the process with layers {layers} has nothing to train",
                              f"let target_modules name linears of every layer, or {WITHOUT}")  # fmt: skip
 
@@ -309,8 +329,11 @@ def layer_seconds(model: nn.Module, recomputed: bool) -> tuple[list[Seconds], Se
 
 
 @torch.no_grad()
-def check_stages(model: nn.Module, trust_remote_code: bool = False) -> Head | str:
-    """Try on a tiny model of the same architecture whether two stages compute what it does.
+def check_stages(model: nn.Module, trust_remote_code: bool = False, head_alone: bool = False) -> Head | str:
+    """Try on a tiny model of the same architecture whether stages compute what it does.
+
+    Args:
+        head_alone: whether the last stage has no layer.
 
     Returns:
         Its head, as `models.head.found_head` has it.
@@ -329,13 +352,15 @@ def check_stages(model: nn.Module, trust_remote_code: bool = False) -> Head | st
         expected, _ = causal_lm_loss(tiny, batch)
         head = found_head(tiny, {"input_ids": ids})
         depth = len(decoder_layers(tiny)[1])
-        stages = Stages(tiny, [range(depth // 2), range(depth // 2, depth)], [0, 1])
-        hidden = stages.forward(0, batch, None)
-        with stages.alone(1, hidden):
+        parts = [range(depth // 2), range(depth // 2, depth), *([range(depth, depth)] if head_alone else [])]
+        stages, hidden = Stages(tiny, parts, range(len(parts))), None
+        for stage in range(len(parts) - 1):
+            hidden = stages.forward(stage, batch, hidden)
+        with stages.alone(len(parts) - 1, hidden):
             found, _ = causal_lm_loss(tiny, batch)
     except Exception as error:  # of the model's own code, which a part may be too little for
         raise ModelError(f"parallel: {name} cannot be cut into stages: {error}", WITHOUT) from error
     if not torch.allclose(found, expected, rtol=1e-5):
-        raise ModelError(f"parallel: two stages of a tiny {name} have the loss {found:.6g}, the whole {expected:.6g}",
-                         WITHOUT)  # fmt: skip
+        raise ModelError(f"parallel: {len(parts)} stages of a tiny {name} have the loss {found:.6g},"
+                         f" the whole {expected:.6g}", WITHOUT)  # fmt: skip
     return head

@@ -83,7 +83,7 @@ def line(cut: Cut | None, layers: Sequence[Seconds], head: Seconds, window: int,
     if cut is None:
         return Line((Stage(tuple(range(len(layers)))),))
     schedule = cut.schedule
-    seconds = [stage_seconds(part, layers, head) for part in cut.parts]
+    seconds = stage_seconds(cut.parts, layers, head)
     simulated = simulate(schedule.orders(window), seconds, ahead=ahead)
     stages = []
     for process in range(schedule.ranks):
