@@ -145,12 +145,29 @@ def onednn_beats_mkl() -> bool:
     )
 
 
-@functools.cache
+_capture_streams: dict[int, torch.cuda.Stream] = {}
+
+
 def capture_stream(device: int) -> torch.cuda.Stream:
     """The stream of all captures of CUDA graphs on a GPU: cuBLAS keeps 64 MiB for each stream it has met."""
     import torch
 
-    return torch.cuda.Stream(device)
+    if device not in _capture_streams:
+        _capture_streams[device] = torch.cuda.Stream(device)
+    return _capture_streams[device]
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured: on this thread's stream, or by any thread on a `capture_stream`."""
+    import torch
+
+    if torch.cuda.is_current_stream_capturing():
+        return True
+    for stream in _capture_streams.values():
+        with torch.cuda.stream(stream):
+            if torch.cuda.is_current_stream_capturing():
+                return True
+    return False
 
 
 def free_cached_memory(device: torch.device) -> None:

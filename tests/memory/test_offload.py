@@ -15,6 +15,7 @@ from halfbyte.errors import TrainingError
 from halfbyte.memory import offload
 from halfbyte.memory.levels import OFFLOADED
 from halfbyte.memory.offload import Offload
+from halfbyte.memory.pinned import AfterCapture, HostMemory
 
 
 class StandIn:
@@ -45,12 +46,14 @@ class StandIn:
             "current_stream": self.stream_of,
             "stream": lambda _: contextlib.nullcontext(),
             "is_current_stream_capturing": lambda: self.capturing,
-            "cudart": lambda: runtime,
             "synchronize": lambda: None,
         }
         for name, value in replaced.items():
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(offload, "SMALLEST", 1024)
+        after = AfterCapture(lambda: self.capturing)
+        monkeypatch.setattr(offload, "AFTER_CAPTURE", after)
+        monkeypatch.setattr(offload, "HOST", HostMemory(lambda: runtime, lambda: None, after))
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ..architectures import runs_experts
 from ..layers.experts import HELD, HostStack, names_of
 from ..tensor import QuantizedTensor
-from .offload import pin, unpin
+from .pinned import HOST, whole_pages
 
 WINDOW = 2  # layers on the device: the one that computes, and the one that comes
 ALIGNED = 128  # bytes; where a stack begins
@@ -89,9 +89,9 @@ class ExpertWindow:
         self._step = 1
         if self.stream is not None:
             pinned: list[Tensor] = []
-            weakref.finalize(self, unpin, pinned)
+            weakref.finalize(self, HOST.unpin, pinned)
             for each in layers:
-                pinned.append(pin(each.host))
+                pinned.append(HOST.pin(each.host))
 
     @property
     def nbytes(self) -> int:
@@ -192,7 +192,7 @@ def _pack(module: Any) -> _Layer:
         stacks[name] = stack.map(lambda part: part.to("meta")), end
         raws.append(raw)
         end += -(-raw.numel() // ALIGNED) * ALIGNED
-    layer = _Layer(torch.empty(end, dtype=torch.uint8), stacks)
+    layer = _Layer(whole_pages(end), stacks)
     for (_, begin), raw in zip(stacks.values(), raws, strict=True):
         layer.host[begin : begin + raw.numel()] = raw.cpu()
     for name, stack in layer.of(layer.host).items():

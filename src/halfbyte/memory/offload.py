@@ -19,12 +19,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import TrainingError
+from .pinned import AFTER_CAPTURE, HOST, whole_pages
 
 SMALLEST = 2**20  # bytes; smaller tensors stay on the device
 ALIGNED = 512  # bytes; where copies on the host begin
@@ -102,7 +103,7 @@ class _Slabs:
         """A slab and `size` bytes in it; `give_back` to the slab once they are read for the last time.
 
         Raises:
-            TrainingError: as `pin`.
+            TrainingError: as `HostMemory.pin`.
         """
         room = -(-size // ALIGNED) * ALIGNED
         slab = next((slab for slab in self.slabs if slab.has_room(room)), None) or self._another(room)
@@ -112,10 +113,9 @@ class _Slabs:
         several = min(max(4 * room, self.nbytes), LARGEST_SLAB) // room
         small = [slab for slab in self.slabs if not slab.alive]  # `room` is more than all of it
         if small:
-            self.settle()
             self.slabs[:] = [slab for slab in self.slabs if slab not in small]
-            _unregister([slab.memory for slab in small])
-        self.slabs.append(_Slab(pin(torch.empty(room * max(several, 1), dtype=torch.uint8))))
+            HOST.unpin([slab.memory for slab in small], self.settle)
+        self.slabs.append(_Slab(HOST.pin(whole_pages(room * max(several, 1)))))
         return self.slabs[-1]
 
 
@@ -236,8 +236,17 @@ def _forget(waiting: dict[int, Any], number: int, slab: _Slab, last: _Copy) -> N
     waiting.pop(number, None)
     slab.give_back()
     if last.device is not None:
-        last.compute.wait_event(last.copied)
-        last.device = None
+        AFTER_CAPTURE.do(partial(_return, last))
+
+
+def _return(last: _Copy) -> None:
+    """Free a copy's device memory, in the order of the stream that made it, once the copy is done."""
+    last.compute.wait_event(last.copied)
+    last.device = None
+
+
+def _unpin_slabs(slabs: list[_Slab]) -> None:
+    HOST.unpin([slab.memory for slab in slabs])
 
 
 def _flat(tensor: Tensor) -> Tensor | None:
@@ -255,33 +264,3 @@ def _is_copy_of(memory: _Offloaded, flat: Tensor) -> bool:
         and (there.data_ptr(), there.numel(), there.dtype) == (flat.data_ptr(), flat.numel(), flat.dtype)
         and memory.version == flat._version
     )
-
-
-def pin(buffer: Tensor) -> Tensor:
-    """Let the device read and write it directly; torch's pinned allocator would round its size to a power of two.
-
-    Raises:
-        TrainingError: the host has not that much memory, or may not pin it (ulimit -l).
-    """
-    code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
-    if code:
-        raise TrainingError(
-            f"{buffer.nbytes / 2**30:.2f} GiB of host memory could not be pinned (CUDA error {code})",
-            "free host memory, or set activation_checkpointing: checkpoint and expert_offload: false",
-        )
-    return buffer
-
-
-def unpin(buffers: list[Tensor]) -> None:
-    """The reverse of `pin`, once nothing is copied any more."""
-    torch.cuda.synchronize()
-    _unregister(buffers)
-
-
-def _unpin_slabs(slabs: list[_Slab]) -> None:
-    unpin([slab.memory for slab in slabs])
-
-
-def _unregister(buffers: list[Tensor]) -> None:
-    for buffer in buffers:
-        torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())

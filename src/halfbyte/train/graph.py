@@ -30,6 +30,7 @@ from torch import Tensor
 from halfbyte.errors import TrainingError
 from halfbyte.hardware import capture_stream, free_cached_memory, is_out_of_memory, reservable_bytes
 from halfbyte.memory.batches import GRAPHS
+from halfbyte.memory.pinned import AFTER_CAPTURE
 from halfbyte.notices import notice
 
 from ..parallel import ALONE
@@ -62,6 +63,7 @@ class _Captured:
             finally:
                 self.graph.capture_end()
         launched.wait_stream(stream)
+        AFTER_CAPTURE.settle()  # what garbage collection let go of meanwhile
 
     def replay(self, batch: Batch) -> Tensor:
         for key, value in self.batch.items():
