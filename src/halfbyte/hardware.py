@@ -161,6 +161,8 @@ def is_capturing() -> bool:
     """Whether a CUDA graph is being captured: on this thread's stream, or by any thread on a `capture_stream`."""
     import torch
 
+    if not torch.cuda.is_initialized():
+        return False
     if torch.cuda.is_current_stream_capturing():
         return True
     for stream in _capture_streams.values():
