@@ -31,6 +31,7 @@ ORDER = [
         "environment",
         "architectures",
         "families",
+        "layer_sizes",
         "reading",
         "words",
         "orders",

@@ -10,12 +10,13 @@ from typing import Any
 
 from ..errors import ModelError
 from ..families import FAMILIES, Family, of_config
+from ..layer_sizes import widest
 from ..notices import notice
 
 
 def head_dim(config: Any) -> int:
     """Size of an attention head."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    return widest(config).head_dim
 
 
 def experts_of(config: Any, family: Family) -> int:

@@ -40,6 +40,7 @@ from ..autograd import attention as causal
 from ..autograd.tiled_attention import tile_bytes, tiled_attention
 from ..dispatch import autocast_dtype, on_compiler
 from ..families import of_config
+from ..layer_sizes import widest
 from ..notices import notice
 from ..ops.attention import Scores, Spans, spans
 from ..parallel import Context
@@ -98,7 +99,7 @@ def implementation(
     obstacle = _unbound(config, device) or _unmasked(config, device, dtype)
     if not obstacle and not padded:
         if has_sinks(config) or (is_capped(config) and not causal.takes_caps(device, dtype)):
-            if causal.takes_scores(device, dtype, _head_dim(config)):
+            if causal.takes_scores(device, dtype, widest(config).head_dim):
                 return Implementation("halfbyte's kernel", False, False, own=True)
             return Implementation("tiles of queries", False, False, tiles=tile_bytes(device))
         if packed or window or is_capped(config):
@@ -107,7 +108,8 @@ def implementation(
     obstacle = obstacle or "rows are padded"
     masked = packed or padded or window or eager
     expands = not _unbound(config, device)  # `attend` gives the efficient kernel keys and values for every head
-    grouped = getattr(config, "num_key_value_heads", None) not in (None, getattr(config, "num_attention_heads", None))
+    sizes = widest(config)
+    grouped = sizes.key_heads != sizes.heads
     math = chosen == "sdpa" and not masked and grouped and not expands and not _flash_takes(device, dtype)
     return Implementation(f"transformers' {chosen}", eager or math, masked, obstacle)
 
@@ -131,10 +133,6 @@ def has_sinks(config: Any) -> bool:
 def has_own_scores(config: Any) -> bool:
     """Whether a model computes what SDPA cannot, and is loaded with transformers' eager attention for it."""
     return is_capped(config) or has_sinks(config)
-
-
-def _head_dim(config: Any) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def _flash_takes(device: torch.device, dtype: torch.dtype) -> bool:

@@ -18,6 +18,7 @@ from ..formats import FORMATS
 from ..formats.base import FLOATS
 from ..gguf.cache import in_words
 from ..hardware import chosen_device, compute_dtype
+from ..layer_sizes import layer_sizes, widest
 from ..notices import notice
 from ..parallel import ALONE, Mesh
 from ..reading import open_bytes, read_text
@@ -72,7 +73,7 @@ def check_attention(config: Any, name: str | None, device: torch.device, *, trai
     except (ImportError, ValueError) as error:  # transformers says which package is missing, or which names it knows
         raise ConfigError(f"attn_implementation: {name}: {str(error).splitlines()[0]}", fix) from error
     if name == FLEX and trains:
-        size = _head_size(config)
+        size = min(each.head_dim for each in layer_sizes(config.get_text_config()))
         if device.type == "cpu":
             raise ConfigError(f"attn_implementation: {name} computes no gradients on a CPU", fix)
         if size < FLEX_HEAD:
@@ -86,21 +87,16 @@ def check_attention(config: Any, name: str | None, device: torch.device, *, trai
             raise ConfigError(f"attn_implementation: {name} does not train this model on {device}: {said}", fix)
 
 
-def _head_size(config: Any) -> int:
-    text = config.get_text_config()
-    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-
-
 def _step_with(config: Any, attention: str, device: torch.device) -> Exception | None:
     """What a small model of `config`, with heads of its size, raises in a forward and backward with that attention."""
     try:
         small = tiny_config(config)
         small.__dict__.pop("quantization_config", None)
-        text = small.get_text_config()
-        if getattr(text, "head_dim", None):
-            text.head_dim = _head_size(config)
+        text, size = small.get_text_config(), widest(config.get_text_config()).head_dim
+        if vars(text).get("head_dim"):
+            text.head_dim = size
         else:
-            text.hidden_size = _head_size(config) * text.num_attention_heads
+            text.hidden_size = size * text.num_attention_heads
         dtype = compute_dtype(device).dtype
         model = auto_class(small).from_config(small, attn_implementation=attention, dtype=dtype).to(device).train()
         tokens = torch.arange(10, 20, device=device)[None]

@@ -18,6 +18,7 @@ from itertools import combinations
 from typing import Any
 
 from ..config import Level
+from ..layer_sizes import widest
 from ..memory.batches import Shape
 from ..memory.levels import LEVELS, OFFLOADED, TILE_ROWS
 from ..models.routers import EXPERT_COUNTS, TOP_K
@@ -81,16 +82,15 @@ class LayerCost:
     @classmethod
     def of(cls, text_config: Any, *, rows: int, length: int, **keys: Any) -> LayerCost:
         """From a transformers config of a text model; `keys`: the other fields."""
-        heads = text_config.num_attention_heads
-        width = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
+        sizes = widest(text_config)
         return cls(
             tokens=rows * length,
             length=length,
             hidden=text_config.hidden_size,
             inner=mlp_width(text_config, chosen=True),
             stored=mlp_width(text_config, chosen=False),
-            queries=heads * width,
-            keys=text_config.num_key_value_heads * width,
+            queries=sizes.heads * sizes.head_dim,
+            keys=sizes.key_heads * sizes.head_dim,
             **keys,
         )
 
@@ -189,8 +189,8 @@ def mlp_width(text_config: Any, *, chosen: bool) -> int:
     """Width of a layer's MLP; of a mixture that of all its experts, or of those alone that a token goes to."""
     experts = next((count for key in EXPERT_COUNTS if (count := getattr(text_config, key, None) or 0) > 1), 1)
     if experts == 1:
-        return text_config.intermediate_size
-    each = getattr(text_config, "moe_intermediate_size", None) or text_config.intermediate_size
+        return widest(text_config).inner
+    each = getattr(text_config, "moe_intermediate_size", None) or widest(text_config).inner
     top_k = next((getattr(text_config, key) for key in TOP_K if hasattr(text_config, key)), 1)
     return each * (top_k if chosen else experts) + (getattr(text_config, "shared_expert_intermediate_size", None) or 0)
 

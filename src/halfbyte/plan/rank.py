@@ -25,6 +25,7 @@ from typing import Any
 from torch import nn
 
 from ..config import Parallel
+from ..layer_sizes import widest
 from ..models.cuts import stage_seconds
 from ..models.layer import causal_lm_of
 from ..models.stages import Cut
@@ -210,11 +211,14 @@ def rank_config(model_config: Any, layout: Parallel) -> Any:
         return model_config
     changed = copy.deepcopy(model_config)
     text = changed.get_text_config()
-    heads = text.num_attention_heads
-    text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    text.num_attention_heads = heads // ways
-    text.num_key_value_heads = max(1, (getattr(text, "num_key_value_heads", None) or heads) // ways)
+    sizes = widest(text)
+    if not vars(text).get("head_dim"):
+        text.head_dim = sizes.head_dim
+    text.num_attention_heads = sizes.heads // ways
+    text.num_key_value_heads = max(1, sizes.key_heads // ways)
     for name in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
-        if isinstance(getattr(text, name, None), int):
-            setattr(text, name, getattr(text, name) // ways)
+        if isinstance(size := getattr(text, name, None), int):
+            setattr(text, name, size // ways)
+        elif isinstance(size, list):
+            setattr(text, name, [each // ways for each in size])
     return changed

@@ -22,6 +22,7 @@ from ..generation.delta_net import is_delta_net, state_bytes
 from ..generation.engine_cache import CACHES
 from ..generation.rollouts import CODES_ROWS, READ, pages_for
 from ..generation.schedule import BESIDE, Group, Row, pages_of
+from ..layer_sizes import layer_sizes, widest
 from ..layers import QuantizedLinear
 from ..memory.batches import Batches
 from ..ops.delta_rule import Rows, delta_rule, parts_of
@@ -165,11 +166,11 @@ class _Answering:
     def _pages(self) -> tuple[int, int]:
         """Bytes of pages, and of states, with which no row has to wait, and with which one row runs."""
         config, dtype = self.text, CACHES[self.config.kv_cache]
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        widths = [each.key_heads * each.head_dim for each in layer_sizes(config)]
         itemsize = self.itemsize if dtype is None else dtype.itemsize
         seat = sum(state_bytes(net, self.shapes.dtype) for net in self.nets)
-        page = 2 * PAGE * heads * width * (config.num_hidden_layers - len(self.nets)) * itemsize
+        attending = len(widths) - len(self.nets)  # delta nets keep no keys
+        page = 2 * PAGE * itemsize * sum(widths) * attending // len(widths)
         longest = max(len(row.group.prompt) + row.most for rows in self.generations for row in rows)
         wanted = max(pages_for(rows, self.seats) for rows in self.generations) + 1
         seats = min(self.seats, max(map(len, self.generations)))
@@ -188,7 +189,7 @@ class _Answering:
         budget = READ.get(self.device.type, READ["cpu"])
         prompts = [len(row.group.prompt) for row in self.generations[0] if not row.generation]
         read = max(min(budget, sum(prompts)), max(prompts))
-        inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+        inner = widest(config).inner or 4 * config.hidden_size
         activations = read * (6 * config.hidden_size + 3 * inner) * self.itemsize
         activations += max((_of_rule(net, read, self.shapes.dtype) for net in self.nets[:1]), default=0)
         documents = min(len(prompts), max(1, budget // max(min(prompts), 1)))

@@ -1,0 +1,68 @@
+"""Sizes of decoder layers, of configs that give each layer its own, and whole runs that plan with them."""
+
+from types import SimpleNamespace
+
+import pytest
+import transformers
+
+from benchmarks.tiny_cases import FAMILIES, METHODS, SIZES, Case, Place
+from halfbyte.config import Parallel, load_config
+from halfbyte.layer_sizes import LayerSizes, layer_sizes, widest
+from halfbyte.plan.policy import LayerCost
+from halfbyte.plan.rank import rank_config
+from halfbyte.train.sft import train
+
+PLAIN = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+
+
+def config(family, **keys):
+    return getattr(transformers, f"{family}Config")(**SIZES | FAMILIES[family] | keys)
+
+
+def test_every_layer_has_its_sizes():
+    narrow, wide = LayerSizes(4, 2, 16, 128), LayerSizes(4, 2, 32, 128)
+    assert layer_sizes(config("Gemma4Text")) == [narrow, wide, narrow, wide]
+    assert widest(config("Gemma4Text")) == wide
+    own = config("Gemma3nText", intermediate_size=[128, 64, 256, 32])
+    assert [each.inner for each in layer_sizes(own)] == [128, 64, 256, 32]
+    assert widest(own) == LayerSizes(4, 2, 16, 256)
+    assert layer_sizes(config("Llama")) == [narrow, narrow]
+
+
+def test_key_heads_of_a_layer():
+    own = config("Gemma4Text", attention_k_eq_v=True, num_global_key_value_heads=1)
+    assert [each.key_heads for each in layer_sizes(own)] == [2, 1, 2, 1]
+    assert widest(own).key_heads == 2
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, LayerSizes(4, 4, 16, 0)),
+        ({"head_dim": None, "num_key_value_heads": 2}, LayerSizes(4, 2, 16, 0)),
+        ({"num_attention_heads": None, "intermediate_size": 8}, LayerSizes(0, 0, 0, 8)),  # no attention
+    ],
+)
+def test_what_a_config_does_not_name(keys, expected):
+    assert widest(SimpleNamespace(**PLAIN | keys)) == expected
+
+
+@pytest.mark.parametrize("family", ["Gemma3nText", "Gemma4Text"])
+def test_costs_and_shares_of_layers_that_differ(family):
+    text = config(family)
+    cost = LayerCost.of(text, rows=1, length=8, replayed={})
+    width = 32 if family == "Gemma4Text" else 16
+    assert (cost.inner, cost.queries, cost.keys) == (128, 4 * width, 2 * width)
+    share = widest(rank_config(text, Parallel(tensor=2)))
+    assert (share.heads, share.key_heads, share.head_dim, share.inner) == (2, 1, width, 64)
+
+
+@pytest.mark.parametrize("method", ["grpo", "rloo", "gkd"])
+@pytest.mark.parametrize("family", ["Gemma3nText", "Gemma4Text"])
+def test_runs_that_sample(tmp_path, family, method):
+    assert method in METHODS
+    place = Place(tmp_path)
+    place.write_rows()
+    keys = place.keys(Case("", family, {"method": method}), tmp_path / "run")
+    train(load_config(None, keys))
+    assert (tmp_path / "run/adapter/adapter_model.safetensors").is_file()
