@@ -156,6 +156,23 @@ def test_an_adapter_is_taken_off(base_folder, adapters, client):
         assert error_of(other.delete("/v1/models/poet"), 404)["code"] == "model_not_found"
 
 
+@pytest.mark.parametrize("keys", [{}, {"stream": True}, {"max_tokens": 0}])
+def test_an_adapter_is_taken_off_while_a_request_for_it_waits(base_folder, adapters, monkeypatch, keys):
+    served = load(str(base_folder), {name: str(path) for name, path in adapters.items()})
+    prepare = served.prepare
+
+    def prepared(request):
+        work = prepare(request)
+        served.take_off("poet")
+        return work
+
+    monkeypatch.setattr(served, "prepare", prepared)
+    with client_of(served) as other:
+        assert error_of(other.post(TEXT, json=ONCE | {"model": "poet"} | keys), 404)["code"] == "model_not_found"
+        monkeypatch.undo()
+        assert other.post(TEXT, json=ONCE | {"model": "clerk"}).status_code == 200
+
+
 def test_draws_count_what_they_drew():
     draw = Draws(Sampling(), Penalties(frequency=10.0), torch.device("cpu"))
     logits = torch.tensor([[3.0, 2.0, 1.0], [0.0, 5.0, 0.0]])

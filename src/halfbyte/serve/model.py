@@ -133,8 +133,9 @@ class Served:
         Raises:
             RequestError: an unknown model, a prompt that cannot be read, or more than the limits or the context allow.
         """
-        if request.model not in self.names:
-            message = f"no model {brief(request.model)} here; there is {', '.join(self.names)}"
+        names = dict(self.names)  # from which another thread may take one meanwhile
+        if request.model not in names:
+            message = f"no model {brief(request.model)} here; there is {', '.join(names)}"
             raise RequestError(404, message, "model", "model_not_found")
         echo: dict[str, Any] = {}
         if isinstance(request, ChatRequest):
@@ -159,7 +160,7 @@ class Served:
             Sampling(request.temperature, top_p=max(request.top_p, LEAST_TOP_P), seed=request.seed),
             Penalties(request.frequency_penalty, request.presence_penalty, request.logit_bias),
             request.stop,
-            self.names[request.model],
+            names[request.model],
             request.likeliest,
             request.n,
             several,
@@ -167,7 +168,14 @@ class Served:
         )
 
     def answer(self, work: Work) -> Iterator[Piece]:
-        """Pieces of the answers, as tokens come."""
+        """Pieces of the answers, as tokens come.
+
+        Raises:
+            RequestError: the adapter was taken off while the request waited for its turn.
+        """
+        if work.adapter not in (None, *self.names.values()):
+            message = "the model of this request was unloaded while it waited for its turn"
+            raise RequestError(404, message, "model", "model_not_found")
         for row, text in enumerate(work.echoed or ()):
             yield Piece(row, text, None, tokens=0)
         if any(work.max_new_tokens):
