@@ -3,6 +3,7 @@
 import json
 import shutil
 import struct
+from pathlib import Path
 
 import gguf
 import pytest
@@ -14,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from halfbyte.errors import CheckpointError, ConfigError, ModelError, TrainingError
 from halfbyte.export.gguf_model import export_gguf
 from halfbyte.export.merge import merge
-from halfbyte.gguf import unpack
+from halfbyte.gguf import cache, unpack
+from halfbyte.gguf.cache import checkpoint_folder
 from halfbyte.gguf.file import GgufFile
 from halfbyte.gguf.hyperparameters import llama3_parameters, rope_tensors
 from halfbyte.gguf.mixes import MIXES
@@ -206,6 +208,14 @@ def test_a_file_is_unpacked_once_and_again_when_it_changes(tmp_path, llama, monk
     path.write_bytes((tmp_path / "other.gguf").read_bytes())
     load_tokenizer(str(path))
     assert len(list((tmp_path / "cache/gguf").iterdir())) == 2
+
+
+def test_a_file_is_unpacked_again_by_another_version(tmp_path, llama, monkeypatch):
+    found = [checkpoint_folder(str(llama[1]))]
+    monkeypatch.setattr(cache, "VERSION", cache.VERSION + 1)
+    found += [checkpoint_folder(str(llama[1])) for _ in range(2)]
+    assert found[0] != found[1] == found[2]
+    assert all((Path(folder) / "config.json").is_file() for folder in found)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

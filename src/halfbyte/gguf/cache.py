@@ -13,6 +13,7 @@ from ..errors import ConfigError, ModelError
 from ..files import cache_folder
 
 SUFFIX = ".gguf"
+VERSION = 1  # of what `unpack.import_gguf` writes: raise it with every change of it, so that files are unpacked again
 
 
 def checkpoint_folder(name_or_path: str, keep: bool = False) -> str:
@@ -20,7 +21,8 @@ def checkpoint_folder(name_or_path: str, keep: bool = False) -> str:
 
     With `keep` that is another folder, whose linear layers are stored as in the file.
 
-    The folder is in the cache, under a name that depends on the file's place, size and time of change.
+    The folder is in the cache, under a name that depends on the file's place, size and time of change, and on
+    `VERSION`.
 
     Raises:
         ConfigError: the gguf library is missing, there is nothing to keep, or there is no cache.
@@ -30,7 +32,7 @@ def checkpoint_folder(name_or_path: str, keep: bool = False) -> str:
     if path is None:
         return name_or_path
     facts = path.stat()
-    key = hashlib.sha256(f"{path.resolve()} {facts.st_size} {facts.st_mtime_ns}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(f"{VERSION} {path.resolve()} {facts.st_size} {facts.st_mtime_ns}".encode()).hexdigest()[:16]
     folder = cache_folder() / "gguf" / f"{path.stem}-{key}{'-keep' if keep else ''}"
     if not folder.is_dir():
         try:
