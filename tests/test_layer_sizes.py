@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 import transformers
 
-from benchmarks.tiny_cases import FAMILIES, METHODS, SIZES, Case, Place
+from benchmarks.tiny_cases import FAMILIES, METHODS, SIZES, Case, Place, write_model
 from halfbyte.config import Parallel, load_config
+from halfbyte.errors import ModelError
 from halfbyte.layer_sizes import LayerSizes, layer_sizes, widest
 from halfbyte.plan.policy import LayerCost
 from halfbyte.plan.rank import rank_config
@@ -55,6 +56,16 @@ def test_costs_and_shares_of_layers_that_differ(family):
     assert (cost.inner, cost.queries, cost.keys) == (128, 4 * width, 2 * width)
     share = widest(rank_config(text, Parallel(tensor=2)))
     assert (share.heads, share.key_heads, share.head_dim, share.inner) == (2, 1, width, 64)
+
+
+def test_sizes_that_contradict_each_other(tmp_path):
+    """Helium's heads of 128 by default, four of which are wider than its output projection of 64."""
+    place = Place(tmp_path)
+    place.write_rows()
+    write_model(tmp_path / "Helium-0", "Helium", head_dim=128)
+    with pytest.raises(ModelError):
+        train(load_config(None, place.keys(Case("", "Helium"), tmp_path / "run")))
+    assert not (tmp_path / "run/adapter").exists()
 
 
 @pytest.mark.parametrize("method", ["grpo", "rloo", "gkd"])

@@ -21,7 +21,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
 
 from ..adapters import compute, no_input_casts
 from ..formats import Format
@@ -102,6 +107,27 @@ class Where:
     dtype: torch.dtype
     attention: Implementation | None = None
     patched: bool = False
+
+
+# Of models whose shapes depend on values, which a replay has none of.
+NO_SHAPES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
+
+
+def own_error(model: Any) -> RuntimeError | None:
+    """The error of a model's own forward on its own weights' shapes; None where it runs, or depends on values.
+
+    Args:
+        model: causal LM of transformers as it was built, on the meta device; it is used up.
+    """
+    with silent(), warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        _give_shapes_a_device(model)
+        try:
+            model(input_ids=torch.zeros(1, 8, dtype=torch.int64), use_cache=False)
+        except NO_SHAPES:
+            return None
+        except RuntimeError as error:
+            return error
+    return None
 
 
 def replay(

@@ -11,11 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-)
 
 from ..adapters import add_adapter
 from ..architectures import auto_class, beside_text, expert_stacks, per_layer_tables, quantizable
@@ -44,7 +39,7 @@ from ..notices import notice, silent
 from ..qat.model import fake_quantize_linears, qat_format
 from ..tensor import QuantizedTensor
 from .rank import Frozen
-from .replay import Step, Where, replay
+from .replay import NO_SHAPES, Step, Where, own_error, replay
 
 CUDA_RUNTIME = 96 * 2**20  # cuBLAS workspaces of the forward and the backward thread, inside torch's allocator
 CPU_RUNTIME = 64 * 2**20  # thread pools and packed operands of oneDNN and MKL, malloc's slack
@@ -253,17 +248,29 @@ class ModelShapes:
     @functools.cache  # noqa: B019 (as long as the plan is made)
     def step(self, batch: Shape, levels: tuple[str, ...]) -> Step:
         """What a step of one micro-batch allocates, with one layer of each level where they are alike, else with all
-        layers at one level. Models that are not `fused` know `keep`, and any other is transformers' checkpointing."""
+        layers at one level. Models that are not `fused` know `keep`, and any other is transformers' checkpointing.
+
+        Raises:
+            ModelError: the sizes in config.json contradict each other, so that transformers' own forward fails.
+        """
         try:
             if batch.tokens <= LONG or not self._linear:
                 return self._step(batch, levels)
             half, whole = (self._step(Shape(1, tokens), levels) for tokens in (LONG // 2, LONG))
             return half.line(whole, 2 * batch.tokens / LONG - 1)
-        except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException) as error:
+        except NO_SHAPES as error:
             notice(
                 "rough_memory", f"activation memory is a rough guess: this model cannot be replayed on shapes ({error})"
             )
             return self._rough(levels[-1] != "keep", batch.tokens)
+        except RuntimeError as error:
+            own = own_error(self._build(copy.deepcopy(self.causal_lm.config)))
+            if own is None:
+                raise
+            raise ModelError(
+                f"transformers' {type(self.causal_lm).__name__} cannot compute a forward with this config.json: {own}",
+                "correct the sizes in config.json, such as head_dim, hidden_size and num_attention_heads",
+            ) from error
 
     def _step(self, batch: Shape, levels: tuple[str, ...]) -> Step:
         depth = len(self.layers)
@@ -327,7 +334,7 @@ class ModelShapes:
         try:
             levels = ("keep",) * (len(self.layers) if self._per_layer else min(len(self.layers), 1))
             return self._replay(batch, levels, training=False).head
-        except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException):
+        except NO_SHAPES:
             return self._rough(True, batch.tokens).before
 
     def _replay(self, batch: Shape, levels: tuple[str, ...], training: bool = True) -> Step:
