@@ -98,7 +98,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "nf4-32": {"bnb_4bit_blocksize": 32},
     "fp4": {"bnb_4bit_quant_type": "fp4"},
     "mixed": {"quantization": {"*.mlp.*": "hqq3", "*": "nf4"}},
-    "first and last in 16 bits": {"skip_quant_first_layers": 1, "skip_quant_last_layers": 1},
+    "first in 16 bits": {"skip_quant_first_layers": 1},
 } | {
     name: {"quantization": name}
     for name in (
