@@ -19,7 +19,7 @@ def test_each_case_has_its_result(tmp_path):
     place = Place(tmp_path)
     place.write_rows()
     wanted = [Case("good"), Case("refused", keys={"method": "gkd", "packing": True}), Case("bad", "Nonesuch")]
-    found = {result["case"]: result for result in map(json.loads, map(json.dumps, run_all(wanted, place, 1, 60)))}
+    found = {result["case"]: result for result in map(json.loads, map(json.dumps, run_all(wanted, place, 1, 600)))}
     assert {name: result["outcome"] for name, result in found.items()} == {
         "good": "ok", "refused": "refused", "bad": "failed",
     }  # fmt: skip
