@@ -1,4 +1,4 @@
-"""The versions of the libraries that halfbyte builds on most: within what pyproject.toml supports, each change looked at.
+"""The versions of the libraries that halfbyte builds on most are those whose changes were looked at.
 
 A newer minor version than the newest one listed here fails, and names what to look at before it is listed.
 """
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LOOKED_AT = {
     "torch": ("2.15", "tensor subclasses (tensor.py), CUDA graphs (train/graph.py), Inductor's wrappers (kernels/)"),
     "transformers": ("5.24", "names of caches and keywords (models/keywords.py), masks, Trainer's order, HfQuantizer"),
-    "peft": ("0.21", "adapter_config.json, names of tensors, LoRA's layers and variants (adapters.py, layers/plain.py)"),
+    "peft": ("0.21", "adapter_config.json, names of tensors, LoRA's variants (adapters.py, layers/plain.py)"),
     "trl": ("1.16", "configurations and defaults (docs/preference.md), losses that tests compare with"),
 }
 
@@ -43,7 +43,7 @@ def test_bounds_and_constraints_agree_with_what_was_looked_at():
     pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", constraints, re.MULTILINE))
     for package in ("torch", "transformers"):
         newest = ".".join(map(str, minor(LOOKED_AT[package][0])))
-        above = f"{minor(newest)[0]}.{minor(newest)[1] + 1}"
+        major, last = minor(newest)
         assert bounds[package].contains(f"{newest}.9")
         assert not bounds[package].contains(f"{major}.{last + 1}.0")
     for package in LOOKED_AT:
