@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.helpers import disable_input_dtype_casting
+from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
 from safetensors.torch import save_file
 from torch import nn
 
@@ -51,6 +52,11 @@ from .words import brief
 
 COMMON_RANK = 1024
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # that adapters are saved in
+# Keys that a saved adapter has decided. The first are named whenever they differ, the others where they are given.
+ALWAYS_SAID = ("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora")
+DECIDED = (*ALWAYS_SAID, "target_modules", "target_parameters", "modules_to_save", "rank_pattern", "alpha_pattern")
+KEEPS_BASE = (True, False, "gaussian", "orthogonal", "eva")  # initialisations that leave the base weights alone
+GROWN_BASE = "resize the base with transformers (resize_token_embeddings), save it, and name that folder as its base"
 ANOTHER_MODEL = "the adapter was made for another model: name its own base"
 
 
@@ -97,9 +103,10 @@ def add_adapter(model: nn.Module, config: RunConfig | Adapter, *, scores: str | 
     if adapter.lora_dropout and any(parameter_wrappers(peft_model)):
         drop_inputs(peft_model, adapter.lora_dropout)
     dtype = getattr(torch, adapter.adapter_dtype)
-    for parameter in peft_model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.to(dtype)
+    for name, parameter in peft_model.named_parameters():
+        if parameter.requires_grad:  # what is trained whole has no fewer bits than the model computes in
+            whole = ".modules_to_save." in name and dtype.itemsize < parameter.dtype.itemsize
+            parameter.data = parameter.data.to(parameter.dtype if whole else dtype)
     say_how_many(peft_model)
     return peft_model
 
@@ -204,11 +211,19 @@ def reads_base(adapter: Adapter) -> bool:
     return bool(adapter.use_dora or adapter.modules_to_save)
 
 
+def _listed(value: Any) -> Any:
+    """Return names in one order, and none of them as None."""
+    return (sorted(value) if isinstance(value, set | list | tuple) else value) or None
+
+
 def _say_what_differs(lora: PeftConfig, adapter: Adapter) -> None:
+    fields = type(adapter).model_fields
+    given = {key for key in DECIDED if getattr(adapter, key) != fields[key].get_default(call_default_factory=True)}
     differing = [
-        f"{key} {getattr(lora, key)} (not {getattr(adapter, key)})"
-        for key in ("r", "lora_alpha", "use_rslora", "use_dora")
-        if getattr(lora, key, None) != getattr(adapter, key)
+        f"{key} {brief(_listed(getattr(lora, key, None)))} (not {brief(_listed(getattr(adapter, key)))})"
+        for key in DECIDED
+        if _listed(getattr(lora, key, None)) != _listed(getattr(adapter, key))
+        and (key in ALWAYS_SAID or key in given)
     ]
     if differing:
         said = f"continuing from {adapter.adapter_path}, the saved adapter decides: {', '.join(differing)}"
@@ -280,6 +295,8 @@ def load_adapter(
     trained_on = lora.base_model_name_or_path
     if trained_on and not same_place(str(trained_on), base):
         notice(f"adapter_base {folder}", f"the adapter in {folder} was trained on {trained_on}, and is now on {base}")
+    if not trainable:
+        grow_vocabulary(model, folder)
     lora.inference_mode = not trainable
     peft_model = place_adapter(model, lora, folder, name, autocast=not trainable)
     for parameter in peft_model.parameters() if trainable else ():  # before it is read: made in the base's dtype
@@ -344,26 +361,85 @@ def load_adapter_weights(
             infinite.
     """
     path = folder / ADAPTER
-    own = dict(model.named_parameters())  # a state dict would hold the base's parts, which have values
+    own = dict(model.named_parameters(remove_duplicate=False))  # a state dict would hold the base's parts, with values
     expected = get_peft_model_state_dict(model, own, adapter_name=name, save_embedding_layers=False)
     with torch.device("cpu"):
         tensors = _read_tensors(path)
     if skip is not None:
         tensors = {key: tensor for key, tensor in tensors.items() if not skip(key)}
-    for key, tensor in expected.items():
-        if key not in tensors:
-            raise CheckpointError(f"{path} lacks the tensor {key}", ANOTHER_MODEL)
-        if tensors[key].shape != tensor.shape:
-            raise CheckpointError(
-                f"{path}: {key} has shape {tuple(tensors[key].shape)}, this model needs {tuple(tensor.shape)}",
-                ANOTHER_MODEL,
-            )
     if tensors.keys() - expected.keys():
         _drop_embeddings_of_base(model, name, tensors, expected.keys())
-    if unexpected := sorted(tensors.keys() - expected.keys()):
+    held = tensors if tensors.keys() == expected.keys() else _converted(model, name, tensors, path)
+    for key, tensor in expected.items():
+        if key not in held:
+            raise CheckpointError(f"{path} lacks the tensor {key}", ANOTHER_MODEL)
+        if held[key].shape != tensor.shape:
+            more = held[key].shape[:1] > tensor.shape[:1] and held[key].shape[1:] == tensor.shape[1:]
+            vocabulary = more and "lora_" not in key and tensor.shape[0] == _vocabulary(model)
+            added = f"the adapter adds {held[key].shape[0] - tensor.shape[0]} tokens: {GROWN_BASE}"
+            raise CheckpointError(
+                f"{path}: {key} has shape {tuple(held[key].shape)}, this model needs {tuple(tensor.shape)}",
+                added if vocabulary else ANOTHER_MODEL,
+            )
+    if unexpected := sorted(held.keys() - expected.keys()):
         raise CheckpointError(f"{path} holds {unexpected[0]}, which this model has no place for", ANOTHER_MODEL)
     if not all(tensor.is_meta for tensor in expected.values()):
         set_peft_model_state_dict(model, tensors, name)
+
+
+def _vocabulary(model: Any) -> int:
+    """Return the rows of a model's input embedding."""
+    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    return int(base.get_input_embeddings().weight.shape[0])
+
+
+def grow_vocabulary(model: Any, folder: Path) -> None:
+    """Give a base model as many rows of embeddings as an adapter was saved with, whose tokenizer has further tokens.
+
+    The new rows are those of the adapter once it is loaded: PEFT saves embeddings whole where they have grown.
+    """
+    rows = _vocabulary(model)
+    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    own = base.get_input_embeddings()
+    names = [name.rpartition(".")[2] for name, module in base.named_modules() if module is own]
+    saved = (
+        entry["shape"][0]
+        for key, entry in read_header(folder / ADAPTER, ADAPTER_AGAIN).items()
+        if any(key.endswith(f".{name}.weight") for name in names)
+    )
+    if (wanted := max(saved, default=0)) > rows:
+        base.resize_token_embeddings(wanted, mean_resizing=False)
+        said = f"the adapter in {folder} adds {wanted - rows} tokens: the embeddings of its base grow"
+        notice(f"grown {folder}", said)
+
+
+def _converted(model: PeftModel, name: str, tensors: dict[str, torch.Tensor], path: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file under the names of this version of transformers, as PEFT loads them.
+
+    Older versions had other module names, and experts' factors stood under each expert's own name.
+    """
+    with answered(f"{path}: its tensors cannot be given this model's names", ANOTHER_MODEL):
+        return convert_peft_adapter_state_dict_for_transformers(model, model.peft_config[name], dict(tensors), name)
+
+
+def check_base_kept(folder: Path, *, quantized: bool) -> None:
+    """Look whether an adapter fits a base whose weights are quantized.
+
+    Args:
+        folder: of the saved adapter.
+        quantized: whether the base's weights are stored in fewer than 16 bits.
+
+    Raises:
+        CheckpointError: the adapter's initialisation changed the base's weights, which are then not those quantized.
+    """
+    initialised = read_adapter_config(folder).get("init_lora_weights", True)
+    if quantized and initialised not in KEEPS_BASE:
+        raise CheckpointError(
+            f"{folder / ADAPTER_CONFIG}: init_lora_weights {initialised!r} changed the base weights while it trained,"
+            " and quantized ones are not those",
+            "set load_in_4bit: false, or convert the adapter to a plain one with PEFT"
+            " (path_initial_model_for_weight_conversion)",
+        )
 
 
 def check_adapter_files(folder: Path) -> None:
@@ -389,7 +465,15 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _drop_embeddings_of_base(model: PeftModel, name: str, tensors: dict[str, torch.Tensor], own: Set[str]) -> None:
-    """PEFT saves the base's embedding and head beside an adapter of them: drop those that `model` has itself."""
+    """Drop what PEFT saves of embeddings and heads beside an adapter of them, and does not load.
+
+    That are the base's own, which `model` has, and, where the vocabulary has grown, the parts of the wrapper around a
+    module that is saved whole, beside the module itself.
+    """
+    for key in sorted(tensors.keys() - own):
+        whole = key.replace(".modules_to_save.", ".").replace(".original_module.", ".")
+        if whole != key and whole in own:
+            del tensors[key]
     bases = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=True)
     for key in (tensors.keys() & bases.keys()) - own:
         base = bases[key]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from halfbyte.adapters import load_adapter_weights, place_adapter, saved_adapter_config
+from halfbyte.adapters import KEEPS_BASE, load_adapter_weights, place_adapter, saved_adapter_config
 from halfbyte.architectures import expert_stacks
 from halfbyte.config import Origin, Resolved, Storage
 from halfbyte.config.methods import SCORES
@@ -33,7 +33,6 @@ from halfbyte.models.whole import meta_model
 
 from .experts import Piece, add_delta
 
-KEEPS_BASE = (True, False, "gaussian", "orthogonal", "eva")  # initialisations that leave the base weights alone
 UNMERGED = (
     "trainable_token_indices", "layer_replication", "alora_invocation_tokens", "arrow_config",
     "lora_bias",

@@ -35,6 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from halfbyte.models.layer import decoder_layers
 from halfbyte.tensor import QuantizedTensor
 
 from .kept import Kept
@@ -206,14 +207,20 @@ def token_losses(model: nn.Module, documents: Iterable[Document]) -> Tensor:
 
 @contextlib.contextmanager
 def in_float32(model: nn.Module, rounding: Rounding = NONE, seed: int = 0) -> Iterator[None]:
-    """Within it, `model` computes in fp32; each module's weights are widened only while it runs."""
+    """Within it, `model` computes in fp32; each module's weights are widened only while it runs.
+
+    Layers of hybrids read the weights of modules that they do not call (a convolution's, the dtype of a norm's), so all
+    weights of such a layer are widened while it runs.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     stored: dict[nn.Module, list[tuple[nn.Parameter, Tensor]]] = {}
     packed: dict[tuple[nn.Module, str], Any] = {}
 
     def widen(module: nn.Module, _inputs: Any) -> None:
-        stored[module] = [(parameter, parameter.data) for parameter in _own(module)]
+        inside = module.modules() if module in layers else [module]
+        inside = [] if module in in_layers else inside
+        stored[module] = [(parameter, parameter.data) for each in inside for parameter in _own(each)]
         for parameter, data in stored[module]:
             name = names.get(id(parameter), "")
             values = data.to(rounding.cast.get(name, data.dtype)).float()
@@ -233,10 +240,15 @@ def in_float32(model: nn.Module, rounding: Rounding = NONE, seed: int = 0) -> It
             parameter.data = data
 
     hooks = []
+    hybrid = any(isinstance(module, nn.Conv1d) for module in model.modules())
+    layers = set(decoder_layers(model)[1]) if hybrid else set()
+    in_layers = {each for layer in layers for each in layer.modules()} - layers
     for module in model.modules():
         if isinstance(module, StoredLinear):
             module.generator = generator if f"{module.name}.weight" in rounding.noise_on else None
-        elif any(True for _ in _own(module)) or _stacks(module):
+        elif module in layers or any(True for _ in _own(module)) or _stacks(module):
+            if module in in_layers and not _stacks(module):
+                continue
             hooks.append(module.register_forward_pre_hook(widen))
             hooks.append(module.register_forward_hook(restore, always_call=True))
     try:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from peft import PeftModel
 from torch import Tensor, nn
 
@@ -142,5 +143,6 @@ def score(model: nn.Module, batch: Batch, at: str = "ends") -> Tensor:
     [N, labels of the head], differentiable."""
     hidden = hidden_at(model, model_inputs(batch), batch[at])
     head = causal_lm_of(model).score
-    with torch.autocast(hidden.device.type, enabled=False):
-        return head(hidden.float())
+    with torch.autocast(hidden.device.type, enabled=False):  # the head may be in 16 bits, as adapters are
+        bias = None if head.bias is None else head.bias.float()
+        return F.linear(hidden.float(), head.weight.float(), bias)

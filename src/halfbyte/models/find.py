@@ -102,7 +102,10 @@ def read_model_config(model: str | Origin) -> Any:
     said = f"cannot read {Path(name) / CONFIG}" if local else f"cannot read the model config of {name!r}"
     fix = "correct it, or re-download it" if local else "give a folder with config.json, or a hub id you can reach"
     with trusted_only(name), answered(said, fix, CheckpointError if local else ModelError), quiet():
-        return AutoConfig.from_pretrained(name, revision=place.revision, trust_remote_code=place.trust_remote_code)
+        config = AutoConfig.from_pretrained(name, revision=place.revision, trust_remote_code=place.trust_remote_code)
+    if getattr(config, "quantization_config", {}) is None:  # "quantization_config": null, as merging tools leave it
+        del config.quantization_config
+    return config
 
 
 def _check_known(folder: Path) -> None:

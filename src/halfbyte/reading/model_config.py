@@ -39,6 +39,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     config = _object(folder / CONFIG)
     _check(folder / CONFIG, config)
+    if config.get("quantization_config", {}) is None:  # as merging tools leave it; transformers loads it
+        del config["quantization_config"]
     return config
 
 

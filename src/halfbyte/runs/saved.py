@@ -210,7 +210,7 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none", 
         CheckpointError, ConfigError, ModelError: nothing loadable there, or it brings code that is not trusted.
     """
     place, config = look_up(name, overrides, dataset)
-    from ..adapters import check_adapter_files, load_adapter
+    from ..adapters import check_adapter_files, check_base_kept, load_adapter
     from ..models.load import load_tokenizer, resolve_dtype
     from ..qat.model import quantize_trained, round_merged
 
@@ -226,13 +226,18 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none", 
             )
         check_adapter_files(place.adapter)
     run = resolve(config)
+    if place.adapter:
+        check_base_kept(place.adapter, quantized=run.storage.quantized)
     files = find_model(run.origin)
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
     scheme = run.storage.qat_scheme
     rounded = scheme and not place.adapter  # what was trained is rounded, not what is left in 16 bits
     model = _load_base(files, config, run.storage, "float32" if rounded else run.precision.compute)
     if place.adapter:
+        rows = model.get_input_embeddings().weight.shape[0]
         model = load_adapter(model, place.adapter, config.model_name_or_path)
+        if model.get_input_embeddings().weight.shape[0] > rows:  # the tokens that the adapter adds
+            tokenizer = trained_tokenizer(place.adapter, config)
     if scheme:
         round_merged(model)
         quantize_trained(model)

@@ -144,12 +144,18 @@ def adapter_reload(model: PeftModel, folder: Path, ids: torch.Tensor, dtype: tor
     """
     trained, whole = logits(model, ids, dtype), sharded(model) is None and are_whole(model.parameters())
     changed = changed_experts(model) if whole else None
+    # DoRA's reloaded weights round otherwise, and where rounding sends a token to another expert its logits are others.
+    scattered = bool(expert_stacks(model, [])) or bool(saved_adapter_config(folder).use_dora)
     if whole:
         lora = saved_adapter_config(folder)
         lora.inference_mode = True
+        dtypes = {name: parameter.dtype for name, parameter in model.named_parameters() if parameter.requires_grad}
         base: Any = model.unload()
         with quiet_peft(), by_modules(lora, base):
             model = PeftModel.from_pretrained(base, str(folder), config=lora)
+        for name, parameter in model.named_parameters():  # PEFT makes adapters float32, which bf16 ones are not
+            if name in dtypes:
+                parameter.data = parameter.data.to(dtypes[name])
         round_merged(model)
         run_beside(model)
     else:
@@ -162,8 +168,7 @@ def adapter_reload(model: PeftModel, folder: Path, ids: torch.Tensor, dtype: tor
     apart, largest = (again - trained).abs().amax(-1), float(trained.abs().max())
     result = {"largest_difference": float(apart.max()), "largest_logit": largest}
     result |= {"median_difference": float(apart.median()), "equal": bool(torch.equal(again, trained))}
-    # DoRA's reloaded weights round otherwise, and where rounding sends a token to another expert its logits are others.
-    difference = result["median_difference" if expert_stacks(model, []) else "largest_difference"]
+    difference = result["median_difference" if scattered else "largest_difference"]
     again_changed = changed_experts(model) if whole else None
     if again_changed is not None:
         result |= {"experts_changed": again_changed[0], "experts": again_changed[1]}

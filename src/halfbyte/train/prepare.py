@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
-from halfbyte.adapters import check_adapter_files
+from halfbyte.adapters import check_adapter_files, check_base_kept
 from halfbyte.config import Parallel, Resolved, RunConfig, resolve
 from halfbyte.config.policy import SAMPLING
 from halfbyte.console import Console
@@ -161,6 +161,7 @@ def prepare_run(
     check_attention(files.config, config.attn_implementation, machine.device, trains=True)
     if config.adapter_path:
         check_adapter_files(Path(config.adapter_path))
+        check_base_kept(Path(config.adapter_path), quantized=sections.storage.quantized)
     shapes = ModelShapes(config, files.config, machine.device)
     check_layout(layout, config, shapes)
     check_balanced(shapes.causal_lm, config.router_aux_loss_coef)
