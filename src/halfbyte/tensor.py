@@ -44,6 +44,7 @@ class QuantizedTensor(Tensor):
     """
 
     format: Format
+    name = ""  # of the parameter in its model; a loader sets it, and errors say it
 
     @staticmethod
     def __new__(cls, format: Format, parts: dict[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype):
@@ -152,7 +153,10 @@ class QuantizedTensor(Tensor):
     def map(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> QuantizedTensor:
         """The same values with `function` applied to every stored part."""
         parts = {name: function(part) for name, part in self.parts.items()}
-        return QuantizedTensor(self.format, parts, tuple(self.shape), dtype or self.dtype)
+        mapped = QuantizedTensor(self.format, parts, tuple(self.shape), dtype or self.dtype)
+        if self.name:
+            mapped.name = self.name
+        return mapped
 
     def split_for(self, dim: int, n: int) -> list[QuantizedTensor]:
         """`n` equal tensors along `dim`, bit for bit, each in memory of its own; see `Format.split`."""
@@ -455,10 +459,15 @@ def _export(tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> None:
 def _requires_grad(tensor: QuantizedTensor, requires_grad: bool = True) -> Tensor:
     """`requires_grad_` and the assignment `requires_grad = …`: only False is possible."""
     if requires_grad:
-        raise ModelError(
-            f"a quantized weight is frozen and gets no gradient ({tensor!r})",
-            "train an adapter on its layer, or the layer with nn.Parameter(weight.dequantize()) in its place",
-        )
+        fix = "train an adapter on its layer, or the layer with nn.Parameter(weight.dequantize()) in its place"
+        layer = tensor.name.removesuffix(".weight")
+        if layer:
+            leaf = layer.rpartition(".")[2]
+            fix = (
+                f"train an adapter on it (target_modules, not modules_to_save), or load the model with {leaf} left in "
+                "16 bits: llm_int8_skip_modules, or quantization: {'*." + leaf + "': bf16, '*': nf4}"
+            )
+        raise ModelError(f"{layer or 'a quantized weight'} is quantized and gets no gradient ({tensor!r})", fix)
     with torch._C.DisableTorchFunctionSubclass():
         return Tensor.requires_grad_(tensor, False)
 
@@ -466,8 +475,12 @@ def _requires_grad(tensor: QuantizedTensor, requires_grad: bool = True) -> Tenso
 def _set_data(tensor: QuantizedTensor, values: Tensor) -> None:
     """`tensor.data = values`: refer to the parts of quantized values, or to those that plain values quantize to.
 
-    As with a plain tensor, earlier parts are not overwritten, and dtype and device become those of the values.
+    As with a plain tensor, earlier parts are not overwritten, and dtype and device become those of the values. The
+    dtype stays where values are quantized in the same format: PEFT's `prepare_model_for_kbit_training` assigns
+    `param.data.to(torch.float32)` to every 16-bit parameter, which would only change what the weight is saved as.
     """
+    if isinstance(values, QuantizedTensor) and (values.format, values.shape) == (tensor.format, tensor.shape):
+        values = values.map(lambda part: part, tensor.dtype)
     if not isinstance(values, QuantizedTensor):
         if values.shape != tensor.shape:
             raise ModelError(f"values {tuple(values.shape)} do not fit {tensor!r}", "assign values of its shape")

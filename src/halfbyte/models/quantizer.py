@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -30,13 +31,14 @@ from ..architectures import (
 )
 from ..config import Storage, storage_of
 from ..errors import CheckpointError, HalfbyteError, ModelError
-from ..formats import Blockwise4, Format, named, recognize
+from ..formats import FORMATS, Blockwise4, Format, named, recognize
 from ..formats.base import FLOATS, QUANT_METHOD, entry_name
 from ..layers import QuantizedLinear, QuantizedWeight, hold_table, quantized_parameter
 from ..notices import notice
 from ..tensor import QuantizedTensor
-from .choice import choose
+from .choice import choose, left_whole
 from .layer import decoder_layers
+from .quantized_model import dequantize, mark_quantized
 from .stacks import as_in_file, is_stacking, stacked_parameter, stacking, store_stacks
 from .stored_stacks import taking
 
@@ -65,7 +67,7 @@ class HalfbyteConfig(QuantizationConfigMixin):
 
     def __init__(
         self,
-        storage: Storage | None = None,
+        storage: Storage | Mapping[str, Any] | None = None,
         *,
         llm_int8_skip_modules: list[str] | None = None,
         formats: Mapping[str, list[str]] | None = None,
@@ -78,11 +80,15 @@ class HalfbyteConfig(QuantizationConfigMixin):
     ):
         self.quant_method = QUANT_METHOD
         self.llm_int8_skip_modules = llm_int8_skip_modules
-        self.choice = choose(storage_of(storage, **keys))
+        self.storage = storage_of(_as_storage(storage), **keys)
+        self.choice = choose(self.storage)
         stored = {name: named(spec) for spec, names in (formats or {}).items() for name in names}
         self.formats: dict[str, Format] = stored  # module name → format, known once there is a model
         self.others = others or {}
         self.ways, self.on_host = ways, frozenset(on_host)
+        self.kept = kept or {}
+        self.dtype = "bfloat16"  # of the model; a saved config.json has plain bitsandbytes compute in it
+        self.assigned = False  # to the layers of a model
         self.whole = False  # every linear layer that may be quantized is
         self.stacks: frozenset[str] = frozenset()  # those names in `formats` that are parameters: stacked experts
         self.tables: frozenset[str] = frozenset()  # and those that are embeddings
@@ -98,11 +104,11 @@ class HalfbyteConfig(QuantizationConfigMixin):
             )
         elif self.others:
             self.formats = self.choice.assign(model, names) | self.formats
-        self.whole = len(self.formats) == len(names)
+        self.whole, self.assigned = len(self.formats) == len(names), True
         return self.formats
 
     def to_dict(self) -> dict[str, Any]:
-        """What a saved config.json says. NF4 or FP4 in every layer is named bitsandbytes, whose checkpoint layout it
+        """What a saved config.json says; before a model was loaded, all settings. NF4 or FP4 in every layer is named bitsandbytes, whose checkpoint layout it
         is, so that the saved model loads in either tool; `load_model` recognises it. transformers reads neither stacks
         nor embeddings of bitsandbytes' from a checkpoint, so that a model with them is named ours."""
         of_layers = set(self.formats.values())
@@ -116,18 +122,45 @@ class HalfbyteConfig(QuantizationConfigMixin):
                 "bnb_4bit_quant_type": format_.quant_type,
                 "bnb_4bit_use_double_quant": format_.nested,
                 "bnb_4bit_quant_storage": "uint8",
-                "bnb_4bit_compute_dtype": "bfloat16",
+                "bnb_4bit_compute_dtype": self.dtype,
                 "llm_int8_skip_modules": self.llm_int8_skip_modules,
             }
         names = {
             spec: [name for name, other in self.formats.items() if other.spec == spec]
             for spec in dict.fromkeys(each.spec for each in self.formats.values())
         }
-        return {
+        entry = {
             "quant_method": QUANT_METHOD,
             "llm_int8_skip_modules": self.llm_int8_skip_modules,
             "formats": names,
         }
+        if self.assigned:
+            return entry
+        return entry | {
+            "storage": asdict(self.storage) | {"formats": [list(each) for each in self.storage.formats]},
+            "others": dict(self.others),
+            "kept": dict(self.kept),
+            "ways": self.ways,
+            "on_host": sorted(self.on_host),
+        }
+
+    @classmethod
+    def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """The config that `to_dict` describes, before a model was loaded and after."""
+        found = next(filter(None, (each.from_quantization_config(config_dict) for each in FORMATS.values())), None)
+        if config_dict.get("quant_method") != QUANT_METHOD and found is not None:
+            config_dict = {
+                "storage": Storage((("*", found.spec),)),
+                "llm_int8_skip_modules": left_whole(config_dict),
+            }
+        return super().from_dict(dict(config_dict), return_unused_kwargs, **kwargs)
+
+
+def _as_storage(storage: Storage | Mapping[str, Any] | None) -> Storage | None:
+    """Read a storage as `to_dict` writes it: pairs in a list, since JSON files sort the keys of mappings."""
+    if not isinstance(storage, Mapping):
+        return storage
+    return Storage(**{**storage, "formats": tuple((pattern, spec) for pattern, spec in storage["formats"])})
 
 
 class _Quantize(ConversionOps):
@@ -326,6 +359,8 @@ class HalfbyteQuantizer(HfQuantizer):
         for module in filter(runs_experts, model.modules()) if self.stacks else ():
             module.requires_grad_(False)  # biases, and experts left in 16 bits, too: ours makes no gradients of them
         self.quantization_config.stacks = frozenset(self.stacks)
+        self.quantization_config.dtype = str(model.dtype).removeprefix("torch.")
+        mark_quantized(model, self.quantization_config.formats.values())
         if stacked := stays_whole(model, self.stacks):
             notice("stacked-experts", f"{stacked / 1e6:.0f}M weights in stacked expert parameters stay in 16 bits")
         return model
@@ -361,6 +396,14 @@ class HalfbyteQuantizer(HfQuantizer):
         elif self.stacks:
             weight_conversions = [stacking(each, self) for each in weight_conversions]
         return weight_conversions + self.get_weight_conversions()
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[None, dict[str, Any]]:
+        """Note the dtype that a model is saved in, which `.bfloat16()` may have changed."""
+        self.quantization_config.dtype = str(model.dtype).removeprefix("torch.")
+        return None, {}
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        return dequantize(model, dtype or model.dtype, self.stacks)
 
     def is_serializable(self, **kwargs: Any) -> bool:
         return True

@@ -1,0 +1,150 @@
+"""What transformers, PEFT and TRL ask a quantized model: its config, flags, size, casts, and plain layers again."""
+
+import copy
+import json
+import pickle
+
+import peft
+import pytest
+import torch
+import transformers
+
+from halfbyte.errors import HalfbyteError, ModelError
+from halfbyte.layers import QuantizedLinear
+from halfbyte.models.load import load_model
+from halfbyte.models.quantizer import HalfbyteConfig
+from halfbyte.tensor import QuantizedTensor
+
+TOKENS = torch.tensor([[5, 9, 3, 77, 21, 4, 4, 60]])
+SETTINGS = [
+    {},
+    {"bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": False, "skip_quant_first_layers": 2},
+    {"quantization": {"*.down_proj": "kbit5", "*": "nf4"}},
+    {"quantization": "int8", "skip_quant_last_layers": 1},
+    {"llm_int8_skip_modules": ["lm_head"], "bnb_4bit_blocksize": 256, "ways": 2, "on_host": [1]},
+]
+
+
+def from_pretrained(folder, config=None, auto=transformers.AutoModelForCausalLM, dtype=torch.float32, **keys):
+    config = HalfbyteConfig() if config is None else config
+    return auto.from_pretrained(folder, quantization_config=config, dtype=dtype, **keys)
+
+
+def plain(folder, **keys):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **keys)
+
+
+@torch.no_grad()
+def logits(model):
+    return model.eval()(TOKENS).logits
+
+
+@pytest.mark.parametrize("keys", SETTINGS, ids=str)
+def test_config_keeps_its_settings_before_loading(keys, tmp_path):
+    config = HalfbyteConfig(**keys)
+    config.to_json_file(tmp_path / "c.json")  # sorts keys
+    again = HalfbyteConfig.from_dict(json.loads((tmp_path / "c.json").read_text()))
+    assert (again.storage, again.ways, again.on_host) == (config.storage, config.ways, config.on_host)
+    assert again.llm_int8_skip_modules == config.llm_int8_skip_modules
+    assert again.to_dict() == config.to_dict() == config.to_diff_dict()
+
+
+def test_configs_differ_in_words():
+    assert len({repr(HalfbyteConfig(**keys)) for keys in SETTINGS}) == len(SETTINGS)
+
+
+def test_config_as_a_dict_quantizes_the_same(tiny_checkpoint):
+    config = HalfbyteConfig(bnb_4bit_quant_type="fp4", bnb_4bit_use_double_quant=False, skip_quant_first_layers=1)
+    model = from_pretrained(tiny_checkpoint(), config.to_dict())
+    assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear
+    assert model.model.layers[1].mlp.up_proj.weight.format.spec == "blockwise4:fp4:64:plain"
+
+
+def test_config_of_a_loaded_model_round_trips(tiny_checkpoint):
+    for config in (HalfbyteConfig(), HalfbyteConfig(quantization="int8")):
+        loaded = from_pretrained(tiny_checkpoint(), config).config.quantization_config
+        again = HalfbyteConfig.from_dict(json.loads(json.dumps(loaded.to_dict())))
+        assert set(loaded.formats.values()) == (set(again.formats.values()) or {pair[1] for pair in again.choice.patterns})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_plain_transformers_computes_in_the_dtype_of_the_saved_model(dtype, tiny_checkpoint, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    folder = tiny_checkpoint(hidden_size=64, intermediate_size=128)  # bitsandbytes' CPU kernel takes no others
+    model = from_pretrained(folder, dtype=dtype)
+    model.save_pretrained(tmp_path)
+    entry = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert entry["bnb_4bit_compute_dtype"] == str(dtype).removeprefix("torch.")
+    if dtype is torch.float32:
+        torch.testing.assert_close(logits(plain(tmp_path)), logits(model), rtol=0, atol=1e-5)
+
+
+def test_flags_and_size(tiny_checkpoint):
+    model = from_pretrained(tiny_checkpoint(), dtype=torch.float16)
+    assert (model.is_loaded_in_4bit, model.is_loaded_in_8bit) == (True, False)
+    whole = plain(tiny_checkpoint(), dtype=torch.float16)
+    tensors = [*model.parameters(), *model.buffers()]
+    stored = sum(sum(p.nbytes for p in t.parts.values()) if isinstance(t, QuantizedTensor) else t.nbytes for t in tensors)
+    assert model.get_memory_footprint() == stored < 0.75 * whole.get_memory_footprint()
+    assert model.num_parameters() == whole.num_parameters()
+    assert model.num_parameters(exclude_embeddings=True) == whole.num_parameters(exclude_embeddings=True)
+    eight = from_pretrained(tiny_checkpoint(), HalfbyteConfig(quantization="int8"))
+    assert (eight.is_loaded_in_4bit, eight.is_loaded_in_8bit) == (False, True)
+    assert load_model(str(tiny_checkpoint()), dtype="float32", device="cpu").is_loaded_in_4bit
+
+
+def test_model_is_still_of_its_class(tiny_checkpoint):
+    model = from_pretrained(tiny_checkpoint())
+    assert isinstance(model, transformers.LlamaForCausalLM) and type(model).__name__ == "LlamaForCausalLM"
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(logits(again), logits(model))
+        assert again.is_loaded_in_4bit and again.get_memory_footprint() == model.get_memory_footprint()
+
+
+def test_only_whole_casts_are_refused(tiny_checkpoint):
+    model = from_pretrained(tiny_checkpoint())
+    for cast in (lambda: model.to(torch.float16), lambda: model.to(dtype=torch.float16), model.half, model.float):
+        with pytest.raises(ValueError):  # as transformers raises of bitsandbytes' models
+            cast()
+    assert model.to("cpu") is model and {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "kbit5", "int8"])
+def test_dequantized_model_is_a_plain_one(quantization, tiny_checkpoint, tmp_path):
+    model = from_pretrained(tiny_checkpoint(), HalfbyteConfig(quantization=quantization))
+    before = logits(model)
+    plain_model = model.dequantize()
+    assert type(plain_model) is transformers.LlamaForCausalLM and not hasattr(plain_model, "is_loaded_in_4bit")
+    assert type(plain_model.model.layers[0].self_attn.q_proj) is torch.nn.Linear
+    torch.testing.assert_close(logits(plain_model), before, rtol=0, atol=1e-5)
+    plain_model.save_pretrained(tmp_path)
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    assert torch.equal(logits(plain(tmp_path, dtype=torch.float32)), logits(plain_model))
+    assert plain_model.half().dtype is torch.float16
+
+
+def test_dequantize_takes_a_dtype(tiny_checkpoint):
+    model = from_pretrained(tiny_checkpoint()).dequantize(dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_prepared_for_kbit_training(tiny_checkpoint):
+    """Checkpointing is on, inputs get gradients, and 16-bit weights are saved with the dtype they were loaded in."""
+    model = from_pretrained(tiny_checkpoint(), dtype=torch.bfloat16)
+    prepared = peft.prepare_model_for_kbit_training(model)
+    assert prepared.is_gradient_checkpointing
+    assert prepared.get_input_embeddings()(TOKENS).requires_grad
+    weights = [m.weight for m in model.modules() if isinstance(m, QuantizedLinear)]
+    assert {w.dtype for w in weights} == {torch.bfloat16}
+    assert model.model.norm.weight.dtype is torch.float32
+    adapted = peft.get_peft_model(prepared, peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=4)).train()
+    adapted(TOKENS, labels=TOKENS).loss.backward()
+    assert all(p.grad is not None for p in adapted.parameters() if p.requires_grad)
+
+
+def test_modules_to_save_of_a_quantized_layer_is_refused_by_name(tiny_checkpoint):
+    model = from_pretrained(tiny_checkpoint())
+    with pytest.raises(ModelError, match=r"model\.layers\.0\.self_attn\.v_proj"):
+        peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["v_proj"]))
+    with pytest.raises(HalfbyteError, match=r"model\.layers\.0\.self_attn\.q_proj"):
+        from_pretrained(tiny_checkpoint()).requires_grad_(True)
