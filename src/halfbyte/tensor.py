@@ -154,8 +154,7 @@ class QuantizedTensor(Tensor):
         """The same values with `function` applied to every stored part."""
         parts = {name: function(part) for name, part in self.parts.items()}
         mapped = QuantizedTensor(self.format, parts, tuple(self.shape), dtype or self.dtype)
-        if self.name:
-            mapped.name = self.name
+        mapped.name = self.name
         return mapped
 
     def split_for(self, dim: int, n: int) -> list[QuantizedTensor]:
@@ -459,15 +458,11 @@ def _export(tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> None:
 def _requires_grad(tensor: QuantizedTensor, requires_grad: bool = True) -> Tensor:
     """`requires_grad_` and the assignment `requires_grad = …`: only False is possible."""
     if requires_grad:
-        fix = "train an adapter on its layer, or the layer with nn.Parameter(weight.dequantize()) in its place"
-        layer = tensor.name.removesuffix(".weight")
-        if layer:
-            leaf = layer.rpartition(".")[2]
-            fix = (
-                f"train an adapter on it (target_modules, not modules_to_save), or load the model with {leaf} left in "
-                "16 bits: llm_int8_skip_modules, or quantization: {'*." + leaf + "': bf16, '*': nf4}"
-            )
-        raise ModelError(f"{layer or 'a quantized weight'} is quantized and gets no gradient ({tensor!r})", fix)
+        raise ModelError(
+            f"{tensor.name or 'a quantized weight'} is frozen and gets no gradient ({tensor!r})",
+            "train an adapter on its layer (target_modules, not modules_to_save), or leave the layer in 16 bits "
+            "(llm_int8_skip_modules), or put nn.Parameter(weight.dequantize()) in its place",
+        )
     with torch._C.DisableTorchFunctionSubclass():
         return Tensor.requires_grad_(tensor, False)
 
@@ -475,9 +470,8 @@ def _requires_grad(tensor: QuantizedTensor, requires_grad: bool = True) -> Tenso
 def _set_data(tensor: QuantizedTensor, values: Tensor) -> None:
     """`tensor.data = values`: refer to the parts of quantized values, or to those that plain values quantize to.
 
-    As with a plain tensor, earlier parts are not overwritten, and dtype and device become those of the values. The
-    dtype stays where values are quantized in the same format: PEFT's `prepare_model_for_kbit_training` assigns
-    `param.data.to(torch.float32)` to every 16-bit parameter, which would only change what the weight is saved as.
+    As with a plain tensor, earlier parts are not overwritten, and dtype and device become those of the values. A cast
+    (`weight.data = weight.data.to(dtype)`, as PEFT does to all parameters for k-bit training) changes no dtype.
     """
     if isinstance(values, QuantizedTensor) and (values.format, values.shape) == (tensor.format, tensor.shape):
         values = values.map(lambda part: part, tensor.dtype)

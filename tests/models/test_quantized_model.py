@@ -64,7 +64,8 @@ def test_config_of_a_loaded_model_round_trips(tiny_checkpoint):
     for config in (HalfbyteConfig(), HalfbyteConfig(quantization="int8")):
         loaded = from_pretrained(tiny_checkpoint(), config).config.quantization_config
         again = HalfbyteConfig.from_dict(json.loads(json.dumps(loaded.to_dict())))
-        assert set(loaded.formats.values()) == (set(again.formats.values()) or {pair[1] for pair in again.choice.patterns})
+        found = set(again.formats.values()) or {format_ for _, format_ in again.choice.patterns}
+        assert set(loaded.formats.values()) == found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -76,15 +77,19 @@ def test_plain_transformers_computes_in_the_dtype_of_the_saved_model(dtype, tiny
     entry = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert entry["bnb_4bit_compute_dtype"] == str(dtype).removeprefix("torch.")
     if dtype is torch.float32:
-        torch.testing.assert_close(logits(plain(tmp_path)), logits(model), rtol=0, atol=1e-5)
+        keys = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
+        theirs = transformers.BitsAndBytesConfig(load_in_4bit=True, **keys)
+        assert torch.equal(logits(plain(tmp_path)), logits(plain(folder, quantization_config=theirs, dtype=dtype)))
 
 
 def test_flags_and_size(tiny_checkpoint):
     model = from_pretrained(tiny_checkpoint(), dtype=torch.float16)
     assert (model.is_loaded_in_4bit, model.is_loaded_in_8bit) == (True, False)
     whole = plain(tiny_checkpoint(), dtype=torch.float16)
-    tensors = [*model.parameters(), *model.buffers()]
-    stored = sum(sum(p.nbytes for p in t.parts.values()) if isinstance(t, QuantizedTensor) else t.nbytes for t in tensors)
+    stored = 0
+    for tensor in [*model.parameters(), *model.buffers()]:
+        parts = tensor.parts.values() if isinstance(tensor, QuantizedTensor) else [tensor]
+        stored += sum(part.numel() * part.element_size() for part in parts)
     assert model.get_memory_footprint() == stored < 0.75 * whole.get_memory_footprint()
     assert model.num_parameters() == whole.num_parameters()
     assert model.num_parameters(exclude_embeddings=True) == whole.num_parameters(exclude_embeddings=True)
@@ -95,10 +100,12 @@ def test_flags_and_size(tiny_checkpoint):
 
 def test_model_is_still_of_its_class(tiny_checkpoint):
     model = from_pretrained(tiny_checkpoint())
-    assert isinstance(model, transformers.LlamaForCausalLM) and type(model).__name__ == "LlamaForCausalLM"
+    assert isinstance(model, transformers.LlamaForCausalLM)
+    assert type(model).__name__ == "LlamaForCausalLM"
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(logits(again), logits(model))
-        assert again.is_loaded_in_4bit and again.get_memory_footprint() == model.get_memory_footprint()
+        assert again.is_loaded_in_4bit
+        assert again.get_memory_footprint() == model.get_memory_footprint()
 
 
 def test_only_whole_casts_are_refused(tiny_checkpoint):
@@ -106,7 +113,8 @@ def test_only_whole_casts_are_refused(tiny_checkpoint):
     for cast in (lambda: model.to(torch.float16), lambda: model.to(dtype=torch.float16), model.half, model.float):
         with pytest.raises(ValueError):  # as transformers raises of bitsandbytes' models
             cast()
-    assert model.to("cpu") is model and {p.dtype for p in model.parameters()} == {torch.float32}
+    assert model.to("cpu") is model
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize("quantization", ["nf4", "kbit5", "int8"])
@@ -114,7 +122,8 @@ def test_dequantized_model_is_a_plain_one(quantization, tiny_checkpoint, tmp_pat
     model = from_pretrained(tiny_checkpoint(), HalfbyteConfig(quantization=quantization))
     before = logits(model)
     plain_model = model.dequantize()
-    assert type(plain_model) is transformers.LlamaForCausalLM and not hasattr(plain_model, "is_loaded_in_4bit")
+    assert type(plain_model) is transformers.LlamaForCausalLM
+    assert not hasattr(plain_model, "is_loaded_in_4bit")
     assert type(plain_model.model.layers[0].self_attn.q_proj) is torch.nn.Linear
     torch.testing.assert_close(logits(plain_model), before, rtol=0, atol=1e-5)
     plain_model.save_pretrained(tmp_path)
@@ -148,3 +157,63 @@ def test_modules_to_save_of_a_quantized_layer_is_refused_by_name(tiny_checkpoint
         peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["v_proj"]))
     with pytest.raises(HalfbyteError, match=r"model\.layers\.0\.self_attn\.q_proj"):
         from_pretrained(tiny_checkpoint()).requires_grad_(True)
+
+
+def test_new_head_stays_whole_and_base_is_quantized(tiny_checkpoint, tmp_path):
+    model = from_pretrained(tiny_checkpoint(), auto=transformers.AutoModelForTokenClassification, num_labels=3)
+    assert type(model.score) is torch.nn.Linear
+    assert model.score.weight.requires_grad
+    assert isinstance(model.model.layers[0].mlp.up_proj, QuantizedLinear)
+    model(TOKENS, labels=torch.zeros_like(TOKENS)).loss.backward()
+    assert model.score.weight.grad.norm() > 0
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path, quantization_config=HalfbyteConfig())
+    assert torch.equal(again.score.weight, model.score.weight)
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_question_answering_takes_names_of_a_causal_model(tiny_checkpoint):
+    """transformers names the model below this head otherwise; without a mapping all its weights would be random."""
+    auto = transformers.AutoModelForQuestionAnswering
+    with pytest.raises(HalfbyteError, match="key_mapping"):
+        from_pretrained(tiny_checkpoint(), auto=auto)
+    model = from_pretrained(tiny_checkpoint(), auto=auto, key_mapping={"^model": "transformer"})
+    causal = from_pretrained(tiny_checkpoint())
+    name = "layers.1.mlp.down_proj.weight"
+    assert torch.equal(model.transformer.get_parameter(name), causal.model.get_parameter(name))
+    assert type(model.qa_outputs) is torch.nn.Linear
+
+
+THEIRS = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+    "int8": {"load_in_8bit": True},
+}
+
+
+@pytest.mark.parametrize("kind", THEIRS)
+def test_folder_of_bitsandbytes_loads_into_quantized_linears(kind, tiny_checkpoint, tmp_path):
+    """The stored bytes stay, whatever formats the config asks for, and whatever the head."""
+    pytest.importorskip("bitsandbytes")
+    config = transformers.BitsAndBytesConfig(**THEIRS[kind])
+    plain(tiny_checkpoint(), quantization_config=config, dtype=torch.float32).save_pretrained(tmp_path)
+    model = from_pretrained(tmp_path, HalfbyteConfig(bnb_4bit_blocksize=256))
+    weight = model.model.layers[1].mlp.down_proj.weight
+    expected = load_model(str(tmp_path), dtype="float32", device="cpu").model.layers[1].mlp.down_proj.weight
+    assert weight.format == expected.format
+    assert torch.equal(weight, expected)
+    assert (model.is_loaded_in_4bit, model.is_loaded_in_8bit) == (kind != "int8", kind == "int8")
+    autos = transformers.AutoModel, transformers.AutoModelForSequenceClassification
+    for auto in autos:
+        made = from_pretrained(tmp_path, auto=auto)
+        base = made.model if hasattr(made, "score") else made
+        assert torch.equal(base.layers[1].mlp.down_proj.weight, expected)
+    own = plain(tmp_path, dtype=torch.float32)  # without our config it stays bitsandbytes'
+    assert type(own.model.layers[1].mlp.down_proj).__module__.startswith("bitsandbytes")
+
+
+def test_modules_on_the_disk_are_refused(tiny_checkpoint, tmp_path):
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "cpu"}
+    places |= {"lm_head": "cpu", "model.rotary_emb": "cpu"}
+    with pytest.raises(ModelError, match=r"model\.layers\.1"):
+        from_pretrained(tiny_checkpoint(), device_map=places, offload_folder=tmp_path)

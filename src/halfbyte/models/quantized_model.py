@@ -84,6 +84,25 @@ def mark_quantized(model: PreTrainedModel, formats: Collection[Format]) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, QuantizedTensor):
             parameter.name = name
+    _number_devices(model)
+
+
+def _number_devices(model: Any) -> None:
+    """Give accelerators in the model's device map their index: accelerate refuses to train a 4-bit model on "cuda:0"
+    that was placed on "cuda"."""
+    for key, place in getattr(model, "hf_device_map", {}).items():
+        if isinstance(place, (str, torch.device)) and place != "disk" and torch.device(place).index is None:
+            held = next(model.get_submodule(key).parameters(), None)
+            if held is not None and held.device.index is not None:
+                model.hf_device_map[key] = held.device
+
+
+def as_linear(module: QuantizedLinear, weight: nn.Parameter) -> nn.Linear:
+    """Return a plain layer with this weight and the bias of `module`."""
+    with torch.device("meta"):
+        plain = nn.Linear(module.in_features, module.out_features, bias=False)
+    plain.weight, plain.bias = weight, module.bias
+    return plain.train(module.training)
 
 
 def dequantize(model: Any, dtype: torch.dtype, stacks: Collection[str] = ()) -> Any:
@@ -105,10 +124,8 @@ def dequantize(model: Any, dtype: torch.dtype, stacks: Collection[str] = ()) -> 
             module.weight = weight
             module.__class__ = next(cls for cls in type(module).__mro__ if not issubclass(cls, QuantizedWeight))  # type: ignore[assignment]
             continue
-        with torch.device("meta"):
-            plain = nn.Linear(module.in_features, module.out_features, bias=False)
-        plain.weight, plain.bias = weight, module.bias
-        model.set_submodule(name, plain.train(module.training))
+        plain = as_linear(module, weight)
+        model.set_submodule(name, plain)
         if hasattr(module, "_hf_hook"):
             from accelerate.hooks import add_hook_to_module, remove_hook_from_module
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightTransform
-from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers import AutoHfQuantizer, HfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -38,7 +38,7 @@ from ..notices import notice
 from ..tensor import QuantizedTensor
 from .choice import choose, left_whole
 from .layer import decoder_layers
-from .quantized_model import dequantize, mark_quantized
+from .quantized_model import as_linear, dequantize, mark_quantized
 from .stacks import as_in_file, is_stacking, stacked_parameter, stacking, store_stacks
 from .stored_stacks import taking
 
@@ -108,9 +108,12 @@ class HalfbyteConfig(QuantizationConfigMixin):
         return self.formats
 
     def to_dict(self) -> dict[str, Any]:
-        """What a saved config.json says; before a model was loaded, all settings. NF4 or FP4 in every layer is named bitsandbytes, whose checkpoint layout it
-        is, so that the saved model loads in either tool; `load_model` recognises it. transformers reads neither stacks
-        nor embeddings of bitsandbytes' from a checkpoint, so that a model with them is named ours."""
+        """What a saved config.json says; before a model was loaded, all settings.
+
+        NF4 or FP4 in every layer is named bitsandbytes, whose checkpoint layout it is, so that the saved model loads in
+        either tool; `load_model` recognises it. transformers reads neither stacks nor embeddings of bitsandbytes' from
+        a checkpoint, so that a model with them is named ours.
+        """
         of_layers = set(self.formats.values())
         format_ = next(iter(of_layers), None)
         beyond = self.stacks or self.tables
@@ -161,6 +164,36 @@ def _as_storage(storage: Storage | Mapping[str, Any] | None) -> Storage | None:
     if not isinstance(storage, Mapping):
         return storage
     return Storage(**{**storage, "formats": tuple((pattern, spec) for pattern, spec in storage["formats"])})
+
+
+_merge_configs = AutoHfQuantizer.merge_quantization_configs
+
+
+def _merge_with_ours(stored: Any, given: QuantizationConfigMixin | None) -> QuantizationConfigMixin:
+    """Load a quantized checkpoint into our modules when the caller passes a `HalfbyteConfig`.
+
+    transformers refuses a config of another class than the checkpoint's, and asks no quantizer. Every other pair of
+    configs goes to its own function.
+    """
+    if not isinstance(given, HalfbyteConfig):
+        return _merge_configs(stored, given)
+    entry = stored if isinstance(stored, dict) else stored.to_dict()
+    if entry.get("quant_method") != QUANT_METHOD and not any(
+        each.from_quantization_config(entry) for each in FORMATS.values()
+    ):
+        raise ModelError(
+            f"the checkpoint is stored as {entry.get('quant_method')}, which halfbyte does not load yet",
+            "use the 16-bit model, or a bitsandbytes one",
+        )
+    config = HalfbyteConfig.from_dict(entry)
+    config.ways, config.on_host = given.ways, given.on_host
+    formats = list(config.formats.values()) or [format_ for _, format_ in config.choice.patterns if format_]
+    specs = ", ".join(dict.fromkeys(each.spec for each in formats))
+    notice("prequantized", f"the checkpoint is already quantized ({specs}); its bytes are kept")
+    return config
+
+
+AutoHfQuantizer.merge_quantization_configs = staticmethod(_merge_with_ours)  # type: ignore[method-assign]
 
 
 class _Quantize(ConversionOps):
@@ -343,9 +376,7 @@ class HalfbyteQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self.failure is not None:
             raise self.failure
-        for name, module in model.named_modules():
-            if isinstance(module, QuantizedWeight) and not isinstance(module.weight, QuantizedTensor):
-                raise CheckpointError(f"{name}.weight is missing from the checkpoint", "re-download the checkpoint")
+        self._keep_new_heads(model)
         # Saving reverses the conversions of loading; our state dicts are in the checkpoint's layout already.
         model._weight_conversions = [each for each in model._weight_conversions if not _is_ours(each)]
         for name in list(self.stacks):
@@ -364,6 +395,44 @@ class HalfbyteQuantizer(HfQuantizer):
         if stacked := stays_whole(model, self.stacks):
             notice("stacked-experts", f"{stacked / 1e6:.0f}M weights in stacked expert parameters stay in 16 bits")
         return model
+
+    def _keep_new_heads(self, model: Any) -> None:
+        """Leave a head that the checkpoint does not have in 16 bits, as transformers initialized it; it is trained.
+
+        Raises:
+            CheckpointError: a weight of the model below the head is missing.
+        """
+        config, base = self.quantization_config, f"{model.base_model_prefix}."
+        for name, module in list(model.named_modules()):
+            if not isinstance(module, QuantizedWeight) or isinstance(module.weight, QuantizedTensor):
+                continue
+            if model.base_model is model or name.startswith(base) or module.weight.is_meta:
+                fix = "re-download the checkpoint"
+                if model.base_model_prefix not in ("", "model"):
+                    other = f"key_mapping={{'^model': '{model.base_model_prefix}'}}"
+                    fix += f"; if its names begin with model., pass {other} to from_pretrained"
+                raise CheckpointError(f"{name}.weight is missing from the checkpoint", fix)
+            if config.llm_int8_skip_modules is None:  # so that whoever loads the saved model skips the head, too
+                config.llm_int8_skip_modules = kept_whole(model)
+            config.llm_int8_skip_modules = [*config.llm_int8_skip_modules, name]
+            del config.formats[name]
+            model.set_submodule(name, as_linear(module, module.weight))
+            model.get_submodule(name).requires_grad_(True)
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Refuse modules on the disk, before anything is read.
+
+        Raises:
+            ModelError: the device map puts some there.
+        """
+        places = device_map if isinstance(device_map, Mapping) else {}
+        on_disk = [name for name, place in places.items() if place == "disk"]
+        if on_disk:
+            more = f" and {len(on_disk) - 1} more" if len(on_disk) > 1 else ""
+            raise ModelError(
+                f"device_map puts {on_disk[0] or 'the model'}{more} on the disk, where quantized weights cannot stay",
+                "put them on a GPU or the CPU, raise max_memory, or store the model in fewer bits",
+            )
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         module, name = get_module_from_name(model, param_name)
