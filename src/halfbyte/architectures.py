@@ -125,6 +125,16 @@ def quantizable(model: Any, skip_modules: list[str] | None = None) -> dict[str, 
     }
 
 
+def conv1d_layers(model: Any, skip_modules: list[str] | None = None) -> dict[str, Any]:
+    """Name → module of GPT-2's `Conv1D` layers, which are linear layers with a weight [in, out], but `skip_modules`."""
+    from transformers.pytorch_utils import Conv1D
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    skip = kept_whole(model, skip_modules)
+    found = {name: module for name, module in model.named_modules() if type(module) is Conv1D}
+    return {name: module for name, module in found.items() if should_convert_module(name, skip)}
+
+
 def per_layer_tables(model: Any, skip_modules: list[str] | None = None, stored: Any = None) -> dict[str, Any]:
     """Name → module of the embeddings that give every layer a vector of its own for each token (Gemma 3n and 4), which
     may be quantized: all but `skip_modules`.

@@ -1,7 +1,11 @@
 """Runs and models of halfbyte in EleutherAI's lm-evaluation-harness, as its model "halfbyte".
 
-import halfbyte.lm_eval, lm_eval
-lm_eval.simple_evaluate("halfbyte", model_args={"pretrained": "out"}, tasks=["hellaswag"])
+    python -m halfbyte.lm_eval run --model halfbyte --model_args pretrained=out --tasks hellaswag
+
+is the command `lm_eval` with this model: the harness (0.4.13) finds no models of other packages. In Python:
+
+    import halfbyte.lm_eval, lm_eval
+    lm_eval.simple_evaluate("halfbyte", model_args={"pretrained": "out"}, tasks=["hellaswag"])
 """
 
 from __future__ import annotations
@@ -230,3 +234,9 @@ def _number(kind: Callable[[Any], Number], name: str, value: Any) -> Number:
         return kind(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"{name} is {brief(value)}", "give a number") from error
+
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()

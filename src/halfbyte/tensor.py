@@ -54,8 +54,7 @@ class QuantizedTensor(Tensor):
     def __init__(self, format: Format, parts: dict[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype):
         self.format = format
         self._names = tuple(parts)
-        for name, part in parts.items():
-            setattr(self, name, part)
+        vars(self).update(parts)
 
     @classmethod
     def quantize(cls, weight: Tensor, format: Format) -> QuantizedTensor:
@@ -419,8 +418,7 @@ def _same_shape_view(function, tensor: QuantizedTensor, size: list[int]) -> Quan
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
-    aten.detach.default: lambda function, tensor: tensor.map(function),
-    aten.alias.default: lambda function, tensor: tensor.map(function),
+    **dict.fromkeys((aten.detach.default, aten.alias.default), lambda function, tensor: tensor.map(function)),
     aten.clone.default: lambda function, tensor, **kwargs: tensor.map(torch.clone),
     aten.as_strided.default: lambda function, tensor, *args, **kwargs: tensor.map(aten.alias.default),
     aten.view.default: _same_shape_view,
@@ -458,11 +456,8 @@ def _export(tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> None:
 def _requires_grad(tensor: QuantizedTensor, requires_grad: bool = True) -> Tensor:
     """`requires_grad_` and the assignment `requires_grad = …`: only False is possible."""
     if requires_grad:
-        raise ModelError(
-            f"{tensor.name or 'a quantized weight'} is frozen and gets no gradient ({tensor!r})",
-            "train an adapter on its layer (target_modules, not modules_to_save), or leave the layer in 16 bits "
-            "(llm_int8_skip_modules), or put nn.Parameter(weight.dequantize()) in its place",
-        )
+        fix = "train an adapter on it (target_modules), or leave it in 16 bits (llm_int8_skip_modules)"
+        raise ModelError(f"{tensor.name or 'a quantized weight'} is frozen and gets no gradient ({tensor!r})", fix)
     with torch._C.DisableTorchFunctionSubclass():
         return Tensor.requires_grad_(tensor, False)
 
@@ -470,8 +465,8 @@ def _requires_grad(tensor: QuantizedTensor, requires_grad: bool = True) -> Tenso
 def _set_data(tensor: QuantizedTensor, values: Tensor) -> None:
     """`tensor.data = values`: refer to the parts of quantized values, or to those that plain values quantize to.
 
-    As with a plain tensor, earlier parts are not overwritten, and dtype and device become those of the values. A cast
-    (`weight.data = weight.data.to(dtype)`, as PEFT does to all parameters for k-bit training) changes no dtype.
+    As with a plain tensor, earlier parts are not overwritten, and the device becomes that of the values. So does the
+    dtype, but of values in the same format: PEFT assigns `weight.data.to(torch.float32)`, which stays 16-bit.
     """
     if isinstance(values, QuantizedTensor) and (values.format, values.shape) == (tensor.format, tensor.shape):
         values = values.map(lambda part: part, tensor.dtype)

@@ -217,3 +217,65 @@ def test_modules_on_the_disk_are_refused(tiny_checkpoint, tmp_path):
     places |= {"lm_head": "cpu", "model.rotary_emb": "cpu"}
     with pytest.raises(ModelError, match=r"model\.layers\.1"):
         from_pretrained(tiny_checkpoint(), device_map=places, offload_folder=tmp_path)
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory):
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=128, n_positions=32, n_embd=64, n_layer=2, n_head=4)
+    folder = tmp_path_factory.mktemp("gpt2")
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def test_conv1d_is_quantized_transposed(gpt2, tmp_path):
+    """As bitsandbytes stores it: the same bytes, loaded by either tool, and a Conv1D again when dequantized."""
+    model = from_pretrained(gpt2)
+    layer = model.transformer.h[1].mlp.c_fc
+    assert isinstance(layer, QuantizedLinear)
+    expected = QuantizedTensor.quantize(plain(gpt2).transformer.h[1].mlp.c_fc.weight.t(), layer.weight.format)
+    assert torch.equal(layer.weight.detach(), expected)
+    model.save_pretrained(tmp_path / "four")
+    again = from_pretrained(tmp_path / "four")
+    assert torch.equal(logits(again), logits(model))
+    found = logits(model.dequantize())
+    model.save_pretrained(tmp_path / "whole")
+    assert type(model.transformer.h[1].mlp.c_fc).__name__ == "Conv1D"
+    torch.testing.assert_close(logits(again), found, rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits(plain(tmp_path / "whole", dtype=torch.float32)), found, rtol=0, atol=1e-5)
+
+
+def test_conv1d_saved_by_one_tool_loads_in_the_other(gpt2, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    keys = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.float32}
+    theirs = plain(gpt2, quantization_config=transformers.BitsAndBytesConfig(load_in_4bit=True, **keys))
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = from_pretrained(gpt2)
+    ours.save_pretrained(tmp_path / "ours")
+    assert torch.equal(logits(plain(tmp_path / "ours", dtype=torch.float32)), logits(theirs))
+    assert torch.equal(logits(from_pretrained(tmp_path / "theirs")), logits(ours))
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+def test_lora_trains_on_conv1d(gpt2):
+    """Steps equal those on the dequantized Conv1D."""
+    losses = []
+    for dequantized in (False, True):
+        model = from_pretrained(gpt2)
+        model = model.dequantize() if dequantized else model
+        torch.manual_seed(1)
+        config = peft.LoraConfig(target_modules=["c_attn", "c_proj"], r=4, fan_in_fan_out=True, lora_dropout=0.0)
+        adapted = peft.get_peft_model(model.eval(), config)
+        optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)
+        for _ in range(3):
+            loss = adapted(TOKENS, labels=TOKENS).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+
+
+def test_load_model_does_not_take_conv1d(gpt2):
+    with pytest.raises(ModelError, match="Conv1D"):
+        load_model(str(gpt2), dtype="float32", device="cpu")

@@ -158,11 +158,20 @@ def load_model(
     options |= {"attn_implementation": attn_implementation, "dtype": resolve_dtype(dtype, target)}
     load = functools.partial(_from_pretrained, files.place.name, config=config, bars=mesh.is_main, **options)
     model = load(device=target) if mesh.size == 1 else load_together(files.place, config, share, target, load)
+    _check_no_conv1d(model, files.name)
     for name in beside_text(model):
         model.get_submodule(name).requires_grad_(False)
     if storage.qat_scheme is not None:
         fake_quantize_linears(model, qat_format(storage.qat_scheme))
     return model.eval()
+
+
+def _check_no_conv1d(model: Any, name: str) -> None:
+    if getattr(getattr(model, "hf_quantizer", None), "conv1d", None):
+        raise ModelError(
+            f"{name} has Conv1D layers, which runs of halfbyte neither train nor merge",
+            "load it by transformers: from_pretrained(name, quantization_config=HalfbyteConfig())",
+        )
 
 
 def check_stored(files: ModelFiles, storage: Storage) -> None:

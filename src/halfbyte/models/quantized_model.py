@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from ..errors import ModelError
 from ..formats import Format
@@ -97,6 +98,23 @@ def _number_devices(model: Any) -> None:
                 model.hf_device_map[key] = held.device
 
 
+def unfilled_conv1d(layer: Conv1D) -> QuantizedLinear:
+    """Return a linear layer for a `Conv1D`, whose weight [in, out] is transposed once, while it is loaded."""
+    inputs, outputs = layer.weight.shape
+    with torch.device(layer.weight.device):
+        linear = nn.Linear(inputs, outputs, bias=False, dtype=layer.weight.dtype)
+    linear.bias = layer.bias
+    return QuantizedLinear.unfilled(linear.train(layer.training))
+
+
+def as_conv1d(module: QuantizedLinear, weight: Tensor) -> Conv1D:
+    """Return a `Conv1D` with the transpose of this weight and the bias of `module`."""
+    with torch.device("meta"):
+        layer = Conv1D(module.out_features, module.in_features)
+    layer.weight, layer.bias = nn.Parameter(weight.t().contiguous(), requires_grad=False), module.bias
+    return layer.train(module.training)
+
+
 def as_linear(module: QuantizedLinear, weight: nn.Parameter) -> nn.Linear:
     """Return a plain layer with this weight and the bias of `module`."""
     with torch.device("meta"):
@@ -105,8 +123,12 @@ def as_linear(module: QuantizedLinear, weight: nn.Parameter) -> nn.Linear:
     return plain.train(module.training)
 
 
-def dequantize(model: Any, dtype: torch.dtype, stacks: Collection[str] = ()) -> Any:
+def dequantize(model: Any, dtype: torch.dtype, stacks: Collection[str], conv1d: Collection[str]) -> Any:
     """Replace quantized layers by plain ones that hold their values, rounded once to `dtype`.
+
+    Args:
+        stacks: names of quantized stacks of experts.
+        conv1d: names of the layers that were a `Conv1D`, which they become again.
 
     Raises:
         ModelError: the model has quantized stacks of experts, whose layout depends on the checkpoint.
@@ -124,7 +146,7 @@ def dequantize(model: Any, dtype: torch.dtype, stacks: Collection[str] = ()) -> 
             module.weight = weight
             module.__class__ = next(cls for cls in type(module).__mro__ if not issubclass(cls, QuantizedWeight))  # type: ignore[assignment]
             continue
-        plain = as_linear(module, weight)
+        plain = as_conv1d(module, weight.detach()) if name in conv1d else as_linear(module, weight)
         model.set_submodule(name, plain)
         if hasattr(module, "_hf_hook"):
             from accelerate.hooks import add_hook_to_module, remove_hook_from_module

@@ -22,6 +22,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..architectures import (
     beside_text,
+    conv1d_layers,
     expert_stacks,
     kept_whole,
     per_layer_tables,
@@ -38,7 +39,7 @@ from ..notices import notice
 from ..tensor import QuantizedTensor
 from .choice import choose, left_whole
 from .layer import decoder_layers
-from .quantized_model import as_linear, dequantize, mark_quantized
+from .quantized_model import as_linear, dequantize, mark_quantized, unfilled_conv1d
 from .stacks import as_in_file, is_stacking, stacked_parameter, stacking, store_stacks
 from .stored_stacks import taking
 
@@ -259,6 +260,8 @@ class _Deserialize(ConversionOps):
 def _quantized(hf_quantizer: HalfbyteQuantizer, name: str, weight: Tensor, model: nn.Module) -> nn.Parameter:
     if name in hf_quantizer.transposed and not isinstance(weight, QuantizedTensor):
         weight = weight.transpose(1, 2)
+    if name.removesuffix(".weight") in hf_quantizer.conv1d:
+        weight = weight.t()
     _check_shape(model, weight, name)
     if isinstance(weight, QuantizedTensor):  # expert by expert
         return nn.Parameter(weight, requires_grad=False)
@@ -300,6 +303,7 @@ class HalfbyteQuantizer(HfQuantizer):
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.stacks: dict[str, Any] = {}  # parameter → its module, of stacked experts that are quantized
         self.transposed: set[str] = set()  # of those, what checkpoints have as [E, K, N]
+        self.conv1d: frozenset[str] = frozenset()  # layers that are a `Conv1D` in transformers, of weights [in, out]
         self.dtypes: dict[str, torch.dtype] = {}  # of stacks' values
         self.on_host: tuple[str, ...] = ()  # how the names of stacks begin that are left in the host's memory
 
@@ -348,13 +352,18 @@ class HalfbyteQuantizer(HfQuantizer):
         config = self.quantization_config
         if config.llm_int8_skip_modules is None and beside_text(model):  # written down, so that others skip them too
             config.llm_int8_skip_modules = kept_whole(model, beside=not self.pre_quantized)
-        linears, stacks = (each(model, config.llm_int8_skip_modules) for each in (quantizable, expert_stacks))
-        if not linears and not stacks:
+        kinds = quantizable, conv1d_layers, expert_stacks
+        linears, conv1d, stacks = (each(model, config.llm_int8_skip_modules) for each in kinds)
+        if not linears and not conv1d and not stacks:
             raise ModelError(
-                f"{type(model).__name__} has no nn.Linear layers to quantize", "load it with load_in_4bit: false"
+                f"{type(model).__name__} has no nn.Linear or Conv1D layers to quantize",
+                "load it with load_in_4bit: false",
             )
         tables = per_layer_tables(model, config.llm_int8_skip_modules, config.formats if self.pre_quantized else None)
-        stored = config.assign(model, [*linears, *stacks, *tables]).keys()
+        stored = config.assign(model, [*linears, *conv1d, *stacks, *tables]).keys()
+        self.conv1d = frozenset(stored & conv1d.keys())
+        for name in self.conv1d:
+            model.set_submodule(name, unfilled_conv1d(conv1d[name]))
         for name in stored & linears.keys():
             model.set_submodule(name, QuantizedLinear.unfilled(linears[name]))
         for name in stored & tables.keys():
@@ -471,8 +480,9 @@ class HalfbyteQuantizer(HfQuantizer):
         self.quantization_config.dtype = str(model.dtype).removeprefix("torch.")
         return None, {}
 
-    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
-        return dequantize(model, dtype or model.dtype, self.stacks)
+    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a name, once the model was saved
+        return dequantize(model, dtype or model.dtype, self.stacks, self.conv1d)
 
     def is_serializable(self, **kwargs: Any) -> bool:
         return True
