@@ -68,8 +68,7 @@ def _class_of(cls: type) -> type:
 
 
 def _empty(cls: type) -> Any:
-    made = _class_of(cls)
-    return made.__new__(made)
+    return object.__new__(_class_of(cls))
 
 
 def mark_quantized(model: PreTrainedModel, formats: Collection[Format]) -> None:

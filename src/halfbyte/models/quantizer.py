@@ -194,7 +194,7 @@ def _merge_with_ours(stored: Any, given: QuantizationConfigMixin | None) -> Quan
     return config
 
 
-AutoHfQuantizer.merge_quantization_configs = staticmethod(_merge_with_ours)  # type: ignore[method-assign]
+AutoHfQuantizer.merge_quantization_configs = staticmethod(_merge_with_ours)
 
 
 class _Quantize(ConversionOps):
@@ -415,7 +415,8 @@ class HalfbyteQuantizer(HfQuantizer):
         for name, module in list(model.named_modules()):
             if not isinstance(module, QuantizedWeight) or isinstance(module.weight, QuantizedTensor):
                 continue
-            if model.base_model is model or name.startswith(base) or module.weight.is_meta:
+            is_base = model.base_model is model or name.startswith(base)
+            if is_base or not isinstance(module, QuantizedLinear) or module.weight.is_meta:
                 fix = "re-download the checkpoint"
                 if model.base_model_prefix not in ("", "model"):
                     other = f"key_mapping={{'^model': '{model.base_model_prefix}'}}"
