@@ -27,6 +27,7 @@ from .generation.decoder import context_length
 from .generation.stops import stop_tokens, turn_end
 from .generation.text import continue_texts
 from .models.head import token_log_probs
+from .notices import notice
 from .ops import IGNORE_INDEX
 from .runs.saved import load_saved
 from .words import brief
@@ -38,6 +39,7 @@ try:
 except ImportError as missing:
     raise ConfigError(f"lm-evaluation-harness cannot be imported: {missing}", "pip install lm_eval") from missing
 
+COMMANDS_DEVICE = "cuda:0"  # what the command passes where none is named
 DEFAULT_CONTEXT = 2048  # where the model's config names none
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the harness takes all of them
 DEFAULT_LENGTH = 256
@@ -54,7 +56,7 @@ class HalfbyteLM(TemplateLM):
         pretrained: a run's output_dir, an adapter, or a model.
         batch_size: texts in a forward; a number.
         max_length: tokens of context and continuation; default: the model's positions.
-        device: as in a run's configuration.
+        device: as in a run's configuration; "cuda:0", the command's default, where there is none: as if left out.
         max_batch_size: the harness passes it for automatic batch sizes, which this class does not have.
         overrides: keys of the run's configuration, e.g. load_in_4bit=True.
 
@@ -75,7 +77,9 @@ class HalfbyteLM(TemplateLM):
         if max_batch_size is not None or not str(batch_size).isdigit() or int(batch_size) < 1:
             asked = batch_size if max_batch_size is None else f"{batch_size} up to {max_batch_size}"
             raise ConfigError(f"batch_size is {asked}", "use a number")
-        if device is not None:
+        if device == COMMANDS_DEVICE and not torch.cuda.is_available():
+            notice("lm-eval-device", f"there is no {device}, lm_eval's default: halfbyte chooses the device")
+        elif device is not None:
             overrides["device"] = device
         self.saved = load_saved(pretrained, [f"{key}={json.dumps(value)}" for key, value in overrides.items()])
         self.tokenizer: Any = self.saved.tokenizer

@@ -274,8 +274,3 @@ def test_lora_trains_on_conv1d(gpt2):
             optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)
-
-
-def test_load_model_does_not_take_conv1d(gpt2):
-    with pytest.raises(ModelError, match="Conv1D"):
-        load_model(str(gpt2), dtype="float32", device="cpu")
