@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+from types import SimpleNamespace
 
 import peft
 import pytest
@@ -12,6 +13,7 @@ import transformers
 from halfbyte.errors import HalfbyteError, ModelError
 from halfbyte.layers import QuantizedLinear
 from halfbyte.models.load import load_model
+from halfbyte.models.quantized_model import _number_devices
 from halfbyte.models.quantizer import HalfbyteConfig
 from halfbyte.tensor import QuantizedTensor
 
@@ -274,3 +276,12 @@ def test_lora_trains_on_conv1d(gpt2):
             optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+
+
+def test_devices_of_the_map_have_an_index():
+    """accelerate refuses to train a 4-bit model on cuda:0 whose map says cuda."""
+    held = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=torch.device("cuda", 1))]))
+    places = {"a": "cuda", "b": torch.device("cuda"), "c": 0, "d": "cuda:0"}
+    model = SimpleNamespace(hf_device_map=places, get_submodule=lambda name: held)
+    _number_devices(model)
+    assert places == {"a": torch.device("cuda", 1), "b": torch.device("cuda", 1), "c": 0, "d": "cuda:0"}
