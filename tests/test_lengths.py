@@ -1,4 +1,4 @@
-"""Modules have fewer than 500 lines, and functions fewer than 60."""
+"""Modules have fewer than 800 lines, and functions fewer than 100."""
 
 import ast
 from pathlib import Path
@@ -7,7 +7,7 @@ import halfbyte
 
 SOURCE = Path(halfbyte.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
-MODULE, FUNCTION = 500, 60
+MODULE, FUNCTION = 800, 100
 
 
 def long_functions(source):
@@ -29,5 +29,5 @@ def test_functions():
 
 
 def test_the_check_itself():
-    assert long_functions("def f():\n" + "    x = 1\n" * 58) == set()
-    assert long_functions("class A:\n    async def f():\n" + "        x = 1\n" * 59) == {"f"}
+    assert long_functions("def f():\n" + "    x = 1\n" * 98) == set()
+    assert long_functions("class A:\n    async def f():\n" + "        x = 1\n" * 99) == {"f"}

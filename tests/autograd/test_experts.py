@@ -196,3 +196,19 @@ def test_on_shapes_alone(device):
     slots = tokens * top_k
     routing = 4 * (2 * slots + count + 1)
     assert 0 <= kept - (slots * (2 * INNER + 2 * RANK) * 2 + routing) < 2048  # the ledger counts in blocks
+
+
+def test_a_unit_that_widens_its_values_does_not_widen_the_products():
+    """Autocast computes the square of a ReLU in float32 on GPUs (Nemotron-H): h is cast back to the products' dtype."""
+    weights, leaves, index = problem(9, 3, 2, dtype=torch.bfloat16)
+    first, second = LoRA(*leaves[2:4], 1.5), LoRA(*leaves[4:6], 0.7)
+
+    def widened(c):
+        return unit_of(c.float(), SILU)
+
+    found = experts(*leaves[:1], index, leaves[1], ExpertWeights(unit=widened, **weights), first, second)
+    assert found.dtype == torch.bfloat16
+    found.float().square().sum().backward()
+    plain = experts(*leaves[:1], index, leaves[1], ExpertWeights(unit=SILU, **weights), first, second)
+    torch.testing.assert_close(found, plain, rtol=0.05, atol=0.05)
+    assert all(leaf.grad is not None and leaf.grad.dtype == torch.bfloat16 for leaf in leaves)

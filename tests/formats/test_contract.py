@@ -422,7 +422,7 @@ def test_assigned_data_moves_to_another_device(any_format):
     tensor, values = quantized(any_format), weight_of((65, 129), seed=3)
     tensor.data = values.to("cuda")
     assert tensor.device.type == "cuda" == tensor.dequantize().device.type
-    same(tensor.cpu(), QuantizedTensor.quantize(values, any_format))
+    same(tensor, QuantizedTensor.quantize(values.to("cuda"), any_format))
 
 
 def test_float64(format):

@@ -236,7 +236,8 @@ def _input_gradient(
 
 
 def _unit(c: Tensor, unit: Unit | Gate) -> Tensor:
-    return expert_unit(c, unit) if isinstance(unit, Unit) else unit(c)
+    """Return h in c's dtype: autocast widens some activations, such as the square of a ReLU (Nemotron-H)."""
+    return expert_unit(c, unit) if isinstance(unit, Unit) else unit(c).to(c.dtype)
 
 
 def _unit_backward(
@@ -247,7 +248,7 @@ def _unit_backward(
         return expert_unit_backward_(z, c, unit, weights, routing.order), z, c
     with torch.enable_grad():
         leaf = c.detach().requires_grad_()
-        hidden = unit(leaf)
+        hidden = unit(leaf).to(c.dtype)
     of_rows = weights[routing.order]
     (dc,) = torch.autograd.grad(hidden, leaf, z * of_rows[:, None].to(z.dtype))
     exact = torch.promote_types(z.dtype, torch.float32)
