@@ -14,6 +14,7 @@ from halfbyte.formats import Blockwise4
 from halfbyte.models.load import load_model
 from halfbyte.notices import silent
 from halfbyte.reading.boundary import answered
+from halfbyte.reading.model_config import read_config
 from halfbyte.tensor import QuantizedTensor
 
 from .packing import Packing
@@ -41,6 +42,9 @@ def reload(folder: Path, packing: Packing, dtype: str, device: torch.device, tru
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "device_map": {"": device}}
     if packing.loader == "fp8":  # the values, not the products of a GPU's FP8 units
         options["quantization_config"] = FineGrainedFP8Config(dequantize=True)
+    said = read_config(folder)
+    if (said.get("text_config") or said).get("attn_logit_softcapping"):
+        options["attn_implementation"] = "eager"  # SDPA leaves scores uncapped, silently before transformers 5.23
     with answered("the merged model does not load", REPORT):
         loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True, **options)
     model, info = loaded
