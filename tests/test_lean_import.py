@@ -32,7 +32,7 @@ def test_importing_halfbyte_is_quick_and_light():
 
 
 @pytest.mark.parametrize(
-    ("given", "spins"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
+    ("given", "spins"), [({}, "3000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
 )
 def test_threads_do_not_spin_long_at_barriers_unless_the_user_says_so(given, spins):
     names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")

@@ -9,12 +9,12 @@ from typing import Any
 
 from . import moved
 
-# OpenMP's threads spin at every barrier until the last of them arrives: where another program has a core, 60 steps of a
-# small model took 8.2 to 11.9 s instead of 2.1 (2 cores). With 1,000 turns, what libgomp itself takes where threads
-# outnumber cores, they take 4.7 s, and 2.2 on a quiet machine; with no spinning at all 3.6 and 3.4. libgomp reads
-# this when torch is imported, so it holds where halfbyte is imported first, as by the command line.
+# OpenMP's threads spin at every barrier until the last of them arrives. Where another program has one of two cores, 60
+# steps of the demo's model took 21.2 s instead of 3.1. With 3,000 turns they take 5.9 s, and 3.4 on a quiet machine (AMD
+# EPYC, November 2026). libgomp reads this when torch is imported, so it holds where halfbyte is imported first, as by
+# the command line.
 if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 __version__ = "0.1.0"
 
