@@ -10,9 +10,9 @@ from typing import Any
 from . import moved
 
 # OpenMP's threads spin at every barrier until the last of them arrives. Where another program has one of two cores, 60
-# steps of the demo's model took 21.2 s instead of 3.1. With 3,000 turns they take 5.9 s, and 3.4 on a quiet machine (AMD
-# EPYC, November 2026). libgomp reads this when torch is imported, so it holds where halfbyte is imported first, as by
-# the command line.
+# steps of the demo's model took 21.2 s instead of 3.1. With 3,000 turns they take 5.9 s, and 3.4 on a quiet machine
+# (AMD EPYC, November 2026). libgomp reads this when torch is imported, so it holds where halfbyte is imported first, as
+# by the command line.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
