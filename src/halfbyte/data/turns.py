@@ -13,18 +13,41 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ..errors import DataError
 from ..words import brief
 from .formats import Message
 
-if TYPE_CHECKING:
-    from .chat import ChatTemplate
-
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 MARK_TURNS = "mark the assistant's text with {% generation %} ... {% endgeneration %} in a chat_template_path"
 OPENERS = "<[|"  # characters that begin the mark of another part
+
+
+class Template(Protocol):
+    """What is asked of a chat template here.
+
+    Attributes:
+        prompts: whether it writes a generation prompt when asked.
+        ends: tokens that are declared to end an answer.
+        closing: what it writes behind the last answer, without white space.
+        opening: the first special token of a generation prompt; empty: it has none.
+        marks: matches a special token.
+    """
+
+    prompts: bool
+    ends: tuple[str, ...]
+    closing: str
+    opening: str
+    marks: re.Pattern[str]
+
+    def render(self, messages: Sequence[Message], tools: list[Any] | None = None) -> str:
+        """Return the conversation as text; raises what the template raises."""
+
+    def attempt(
+        self, messages: list[Message], tools: list[Any] | None = None, *, add_generation_prompt: bool = False
+    ) -> str | None:
+        """Return the conversation as text, or None where the template refuses it."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +78,7 @@ class Turns:
         text: the conversation rendered.
     """
 
-    def __init__(self, template: ChatTemplate, messages: list[Message], tools: list[Any] | None, text: str):
+    def __init__(self, template: Template, messages: list[Message], tools: list[Any] | None, text: str):
         self.template, self.messages, self.tools, self.text = template, messages, tools, text
         strangers = (char for char in map(chr, range(0xE000, 0xF900)) if char not in text)
         self.stranger, self.other = next(strangers), next(strangers)
@@ -269,7 +292,7 @@ def exchanged(message: Message, stranger: str) -> Iterator[tuple[str, Message]]:
         yield f"tool_calls[{place}]", {**message, "tool_calls": [*calls[:place], changed, *calls[place + 1 :]]}
 
 
-def with_ends(template: ChatTemplate, text: str, turns: Sequence[Turn]) -> list[Turn]:
+def with_ends(template: Template, text: str, turns: Sequence[Turn]) -> list[Turn]:
     """Extend each turn's limit over the special tokens that end it.
 
     Behind an answer that is the run of special tokens and white space up to the last declared end. Without a declared
@@ -286,7 +309,7 @@ def with_ends(template: ChatTemplate, text: str, turns: Sequence[Turn]) -> list[
     return found
 
 
-def _run(template: ChatTemplate, text: str, end: int) -> tuple[int, int | None]:
+def _run(template: Template, text: str, end: int) -> tuple[int, int | None]:
     """Return how far special tokens and white space go behind an answer, and the end of the last declared end there."""
     place, declared = end, None
     while found := template.marks.match(text, len(text) - len(text[place:].lstrip())):
