@@ -7,12 +7,9 @@ import os
 from importlib import import_module
 from typing import Any
 
-from . import moved
-
-# OpenMP's threads spin at every barrier until the last of them arrives. Where another program has one of two cores, 60
-# steps of the demo's model took 21.2 s instead of 3.1. With 3,000 turns they take 5.9 s, and 3.4 on a quiet machine
-# (AMD EPYC, November 2026). libgomp reads this when torch is imported, so it holds where halfbyte is imported first, as
-# by the command line.
+# OpenMP threads spin at each barrier until the last one arrives. When another program occupies one of two cores, 60
+# steps of the demo take 21.2 s instead of 3.1 s. A limit of 3,000 spins makes that 5.9 s, and 3.4 s on an idle machine
+# (AMD EPYC, November 2026). libgomp reads the variable when torch is imported, so halfbyte must be imported first.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
@@ -43,8 +40,6 @@ _PUBLIC = {
 
 __all__ = [*_PUBLIC, "__version__"]
 
-
-moved.install()
 
 
 def __getattr__(name: str) -> Any:
