@@ -49,7 +49,7 @@ def copy_bandwidth() -> float:
 
 def provenance() -> dict[str, Any]:
     """Commit, device and versions of a result."""
-    from halfbyte.environment import environment
+    from halfbyte.utils.environment import environment
 
     facts = environment()
     device = facts["gpus"][0]["name"] if facts["gpus"] else facts["cpu"]["model"]
@@ -58,7 +58,7 @@ def provenance() -> dict[str, Any]:
 
 def cpu_name() -> str:
     """The CPU's model: what a result of a CPU names as its device, whether or not there is a GPU beside it."""
-    from halfbyte.environment import environment
+    from halfbyte.utils.environment import environment
 
     return str(environment()["cpu"]["model"])
 

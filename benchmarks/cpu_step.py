@@ -111,7 +111,7 @@ def stock(model: str, data: Path, given: Settings, work: Path) -> Rates:
 def ours(model: str, data: Path, given: Settings, work: Path) -> Rates:
     """Of `halfbyte train`."""
     from halfbyte.config import load_config
-    from halfbyte.train.sft import train
+    from halfbyte.train.run import train
 
     config = load_config(None, {
         "model_name_or_path": model, "dataset": str(data), "max_length": given.length, "packing": given.packed,
@@ -217,7 +217,7 @@ def main() -> None:
 def dtype_of_this_cpu() -> str:
     import torch
 
-    from halfbyte.hardware import compute_dtype
+    from halfbyte.utils.hardware import compute_dtype
 
     return str(compute_dtype(torch.device("cpu")).dtype).removeprefix("torch.")
 

@@ -24,7 +24,7 @@ NEW, WARM, STOCK_NEW = 128, 16, 40
 def adapted(name: str) -> Any:
     from benchmarks.mixture_step import build
     from benchmarks.step_model import run_config
-    from halfbyte.adapters import add_adapter
+    from halfbyte.modeling.adapters import add_adapter
 
     model = build(name, "cuda", EXPERTS.get(name, "nf4"))
     return add_adapter(model, run_config(name, target_modules="all-linear", target_parameters=[])).eval()

@@ -21,7 +21,7 @@ from benchmarks.common import write_result
 from benchmarks.step import Training
 from benchmarks.step_model import timed
 from halfbyte.data.collate import PackedCollator
-from halfbyte.models import scans
+from halfbyte.modeling import recurrent
 from halfbyte.train.graph import GraphedStep
 
 DOCUMENTS = (700, 5, 843)  # tokens; the last one has the rest of its row
@@ -30,13 +30,13 @@ DOCUMENTS = (700, 5, 843)  # tokens; the last one has the rest of its row
 @contextmanager
 def transformers_own() -> Iterator[None]:
     """Within, whole rows run transformers' convolution and delta rule."""
-    ours = scans._gated, scans._whole_rows
-    scans._gated = lambda own, *given, **keys: inspect.unwrap(own)(*given, **keys)
-    scans._whole_rows = lambda own, *given, **keys: own(*given, **keys)
+    ours = recurrent._gated, recurrent._whole_rows
+    recurrent._gated = lambda own, *given, **keys: inspect.unwrap(own)(*given, **keys)
+    recurrent._whole_rows = lambda own, *given, **keys: own(*given, **keys)
     try:
         yield
     finally:
-        scans._gated, scans._whole_rows = ours
+        recurrent._gated, recurrent._whole_rows = ours
 
 
 def packed(batch: dict[str, torch.Tensor]) -> dict[str, Any]:

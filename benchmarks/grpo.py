@@ -49,7 +49,7 @@ def cpu_seconds(of: type, *names: str) -> Iterator[list[float]]:
 
 def ours(model: str, data: str, steps: int, dtype: str) -> dict[str, Any]:
     from halfbyte.train.loop import TrainingLoop
-    from halfbyte.train.sft import finetune
+    from halfbyte.train.run import finetune
 
     with tempfile.TemporaryDirectory() as folder, cpu_seconds(TrainingLoop, "_take", "_step") as used:
         began = time.perf_counter()

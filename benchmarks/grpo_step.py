@@ -72,14 +72,14 @@ def planned(config: Any, device: torch.device, data: Any) -> Any:
 
 def looped(given: argparse.Namespace, folder: str) -> tuple[Any, Any, Any]:
     """The loop, its generations, and the plan."""
-    from halfbyte.adapters import compute
     from halfbyte.data.prepare import PreparedData
     from halfbyte.methods import method_of
-    from halfbyte.models.patch import patch
-    from halfbyte.rewards import Rewards, read_specs
-    from halfbyte.rewards.specs import named
-    from halfbyte.train.arguments import training_arguments
-    from halfbyte.train.generations import Generations
+    from halfbyte.modeling.adapters import compute
+    from halfbyte.modeling.patch import patch
+    from halfbyte.rl.rewards import Rewards, read_specs
+    from halfbyte.rl.rewards.specs import named
+    from halfbyte.rl.rollouts import Generations
+    from halfbyte.train.callback_arguments import training_arguments
     from halfbyte.train.loop import TrainingLoop
     from halfbyte.train.metrics import MetricsFile
 
@@ -169,7 +169,7 @@ def measured(given: argparse.Namespace, folder: str) -> dict[str, Any]:
 
 def profiled(loop: Any, generations: Any) -> None:
     """Where one micro-batch's time goes on the device, and how much of it the device waits."""
-    from halfbyte.train.rows import on_device
+    from halfbyte.train.sampler import on_device
 
     batch = on_device(loop.collate(generations._current.rows[: generations.size]), loop.device)
     batch.pop("counts")

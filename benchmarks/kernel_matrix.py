@@ -33,7 +33,6 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from halfbyte import files
 from halfbyte.dispatch import Unavailable
 from halfbyte.kernels import cuda
 from halfbyte.kernels import triton as triton_folder
@@ -41,6 +40,7 @@ from halfbyte.kernels.cuda import nvrtc
 from halfbyte.kernels.device import KNOWN, Device, assumed
 from halfbyte.kernels.triton import lora_glu
 from halfbyte.kernels.triton.launch import Launcher
+from halfbyte.utils import files
 
 from .kernel_cases import BF16, FP32, MAKERS, Case, attend_call, empty
 

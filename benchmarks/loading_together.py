@@ -33,7 +33,7 @@ from halfbyte.config import Parallel
 from halfbyte.formats import named
 from halfbyte.formats.base import entry_name
 from halfbyte.parallel import ALONE, Mesh, present_mesh
-from halfbyte.parallel.placement import Placement
+from halfbyte.parallel.shard.placement import Placement
 from halfbyte.tensor import QuantizedShard, QuantizedTensor
 
 GIB = 2**30
@@ -144,7 +144,7 @@ def measured(load: Callable[[], Any]) -> tuple[dict[str, float], Any]:
 
 
 def load(folder: Path, mesh: Mesh, along: tuple[str, ...] = ()) -> Any:
-    from halfbyte.models.load import load_model
+    from halfbyte.loading.load import load_model
 
     return load_model(
         str(folder), dtype="bfloat16", device=f"cuda:{torch.cuda.current_device()}", mesh=mesh, along=along

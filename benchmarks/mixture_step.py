@@ -37,13 +37,13 @@ from benchmarks.step_model import (
     run_config,
     timed,
 )
-from halfbyte.adapters import add_adapter, compute, no_input_casts
-from halfbyte.architectures import expert_stacks
 from halfbyte.formats import named
 from halfbyte.layers import QuantizedLinear
+from halfbyte.loading.expert_stacks import store_stacks
 from halfbyte.memory.expert_offload import offload_experts
-from halfbyte.models.head import causal_lm_loss
-from halfbyte.models.stacks import store_stacks
+from halfbyte.modeling.adapters import add_adapter, compute, no_input_casts
+from halfbyte.modeling.architectures import expert_stacks
+from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.optim import OPTIMIZERS
 from halfbyte.plan.estimate import estimate
 from halfbyte.plan.memory_plan import GIB, MemoryPlan

@@ -21,7 +21,7 @@ import torch
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from halfbyte.adapters import load_adapter
+from halfbyte.modeling.adapters import load_adapter
 from halfbyte.serve.app import Endpoints, application
 from halfbyte.serve.model import Served, load
 from halfbyte.serve.requests import ChatRequest

@@ -32,23 +32,23 @@ from torch import Tensor
 from benchmarks.several_gpus import Results
 from benchmarks.sharded import SMALL, Filled, planned
 from benchmarks.step_model import build, empty_model, fill, random_batch, run_config, timed
-from halfbyte.adapters import add_adapter
 from halfbyte.config import Parallel
 from halfbyte.formats import named
 from halfbyte.layers import QuantizedLinear
 from halfbyte.methods import METHODS
-from halfbyte.models.copies import clear_copies
-from halfbyte.models.cuts import cut_layers, stage_seconds
-from halfbyte.models.head import Head, take_head
-from halfbyte.models.layer import causal_lm_of, decoder_layers
-from halfbyte.models.patch import patch
-from halfbyte.models.stages import Stages, elsewhere, layer_seconds
+from halfbyte.modeling.adapters import add_adapter
+from halfbyte.modeling.cast_cache import clear_copies
+from halfbyte.modeling.head import Head, take_head
+from halfbyte.modeling.layer import causal_lm_of, decoder_layers
+from halfbyte.modeling.patch import patch
 from halfbyte.optim import trained_parameters
-from halfbyte.orders import Seconds, simulate
 from halfbyte.parallel import Mesh, clip_gradients, present_mesh, sum_gradients
-from halfbyte.parallel.pipeline import Pipeline
-from halfbyte.parallel.schedules import Schedule
-from halfbyte.train.pipelined import PipelinedStepper
+from halfbyte.parallel.pipeline.model import Stages, elsewhere, layer_seconds
+from halfbyte.parallel.pipeline.partition import cut_layers, stage_seconds
+from halfbyte.parallel.pipeline.runtime import Pipeline
+from halfbyte.parallel.pipeline.schedules import Schedule
+from halfbyte.parallel.pipeline.simulation import Seconds, simulate
+from halfbyte.parallel.pipeline.stepper import PipelinedStepper
 from halfbyte.train.stepper import Stepper
 
 MODEL, SFT = "llama-3.1-8b", METHODS["sft"]
@@ -118,7 +118,7 @@ def one(mesh: Mesh, whole: Whole, schedule: Schedule, ahead: int, batches: list[
     line = Pipeline(mesh, schedule, of_stages, width=width, dtype=torch.bfloat16, device=device, ahead=ahead)
     take_head(model, Head())
     stages = Stages(model, parts, line.own)
-    around = partial(torch.autocast, device.type, torch.bfloat16)  # as `adapters.compute`
+    around = partial(torch.autocast, device.type, torch.bfloat16)  # as `modeling.adapters.compute`
 
     def sums(batch: Any) -> dict[str, Tensor]:
         with around():

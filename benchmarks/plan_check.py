@@ -162,7 +162,7 @@ def materialized(model: nn.Module, device: torch.device) -> Any:
 
 def batch_of(rows: int, length: int, vocabulary: int, packed: bool, device: torch.device) -> dict[str, Tensor]:
     """Random tokens, all trained; packed rows hold several documents."""
-    from halfbyte.models.attention import documents
+    from halfbyte.modeling.attention import documents
 
     tokens = torch.randint(3, vocabulary, (rows, length), device=device)
     batch = {"input_ids": tokens, "labels": tokens.clone()}
@@ -174,11 +174,11 @@ def batch_of(rows: int, length: int, vocabulary: int, packed: bool, device: torc
 
 def train(model: Any, plan: Any, config: Any, batch: dict[str, Tensor], dtype: torch.dtype, graphed: bool) -> None:
     """A few steps as a run makes them."""
-    from halfbyte.adapters import compute, no_input_casts
     from halfbyte.config import resolve
-    from halfbyte.models.head import causal_lm_loss
-    from halfbyte.models.patch import patch
-    from halfbyte.models.recipes import configured_recipe
+    from halfbyte.modeling.adapters import compute, no_input_casts
+    from halfbyte.modeling.head import causal_lm_loss
+    from halfbyte.modeling.patch import patch
+    from halfbyte.modeling.recipes import configured_recipe
     from halfbyte.optim import OPTIMIZERS
     from halfbyte.train.graph import GraphedBackward
 
@@ -217,7 +217,7 @@ def measured(name: str, device: torch.device) -> dict[str, Any]:
     from halfbyte.config import RunConfig
     from halfbyte.memory.batches import Batches
     from halfbyte.memory.expert_offload import offload_experts
-    from halfbyte.models.layer import decoder_layers
+    from halfbyte.modeling.layer import decoder_layers
     from halfbyte.plan import estimate as planning
     from halfbyte.plan.shapes import ModelShapes
 

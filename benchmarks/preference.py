@@ -72,7 +72,7 @@ def configured(given: Settings, work: Path) -> Any:
 
 
 def ours(given: Settings, work: Path) -> dict[str, Any]:
-    from halfbyte.train.sft import train
+    from halfbyte.train.run import train
 
     config = configured(given, work)
     shutil.rmtree(config.output_path, ignore_errors=True)  # of a run before
@@ -95,7 +95,7 @@ def peer(given: Settings, work: Path) -> dict[str, Any]:
     """TRL, from the rows and the adapter that halfbyte begins with."""
     import trl
 
-    from halfbyte.models.load import load_tokenizer
+    from halfbyte.loading.load import load_tokenizer
 
     config, tokenizer = configured(given, work), load_tokenizer(given.model)
     rows, _ = _rows(given, config, tokenizer)
@@ -169,7 +169,7 @@ def _adapted(given: Settings, config: Any) -> Any:
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, set_seed
 
-    from halfbyte.adapters import add_adapter
+    from halfbyte.modeling.adapters import add_adapter
 
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32)
     set_seed(config.seed)
@@ -190,7 +190,7 @@ def _adapted(given: Settings, config: Any) -> Any:
 
 def judge(given: Settings, work: Path) -> dict[str, Any]:
     """What plain transformers and PEFT make of the held-out rows with each of the two adapters."""
-    from halfbyte.models.load import load_tokenizer
+    from halfbyte.loading.load import load_tokenizer
 
     config = configured(given, work)
     _, held_out = _rows(given, config, load_tokenizer(given.model))

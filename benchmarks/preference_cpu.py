@@ -26,12 +26,12 @@ NEAREST = (0, 5)  # of the rows by how far they are from the tokens asked for, w
 
 def ours(config: Any, tokenizer: Any, wanted: int) -> tuple[Callable[[], None], list[int], int]:
     """A step, the rows that it takes, and their tokens."""
-    from halfbyte.adapters import add_adapter, compute, no_input_casts
     from halfbyte.config import resolve
     from halfbyte.layers.frozen import multiply_by_onednn
+    from halfbyte.loading.load import load_model
     from halfbyte.methods import method_of
-    from halfbyte.models.load import load_model
-    from halfbyte.train.ahead import Ahead
+    from halfbyte.modeling.adapters import add_adapter, compute, no_input_casts
+    from halfbyte.train.look_ahead import Ahead
 
     method, run = method_of(config), resolve(config)
     base = load_model(config.model_name_or_path, run.storage, dtype=torch.float32, device="cpu")
@@ -84,7 +84,7 @@ def peer(given: Settings, config: Any, tokenizer: Any, taken: list[int], work: P
 
 
 def main() -> None:
-    from halfbyte.models.load import load_tokenizer
+    from halfbyte.loading.load import load_tokenizer
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", required=True)

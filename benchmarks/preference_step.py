@@ -65,8 +65,8 @@ def checked(name: str) -> None:
         SystemExit: they differ.
     """
     import halfbyte
-    from halfbyte.adapters import compute
     from halfbyte.methods.answers import log_probs
+    from halfbyte.modeling.adapters import compute
 
     model = build(name, "cuda")
     with torch.no_grad():
@@ -104,7 +104,7 @@ def _check_graphs(name: str, model: Any, batch: dict[str, Any]) -> None:
 
 def steps_of(model: Any, asked: Any, batch: Any, graphed: bool, plain: Any, with_graphs: Any) -> list[Tensor]:
     """The sums of the last of six micro-batches, and its gradients; the sixth is a graph's third replay."""
-    from halfbyte.adapters import compute
+    from halfbyte.modeling.adapters import compute
 
     def sums(given: Any) -> dict[str, Tensor]:
         with compute(model, torch.bfloat16):
@@ -129,9 +129,9 @@ def steps_of(model: Any, asked: Any, batch: Any, graphed: bool, plain: Any, with
 def steps_for(given: argparse.Namespace) -> dict[str, tuple[Callable[[], Tensor], int]]:
     """What is timed of a new model, by name, each with its tokens."""
     import halfbyte
-    from halfbyte.adapters import compute
     from halfbyte.methods.answers import as_reference, log_probs
-    from halfbyte.models.head import causal_lm_loss
+    from halfbyte.modeling.adapters import compute
+    from halfbyte.modeling.head import causal_lm_loss
 
     length = given.prompt + given.answer
     rows, model = 2 * given.pairs, build(given.model, "cuda")

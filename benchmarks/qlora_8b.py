@@ -100,7 +100,7 @@ def train_peer(config_file: Path, out: Path, upcast: bool) -> None:
     from halfbyte.config import load_config
     from halfbyte.data.collate import make_collator
     from halfbyte.data.prepare import prepare
-    from halfbyte.models.load import load_tokenizer
+    from halfbyte.loading.load import load_tokenizer
 
     config = load_config(config_file)
     tokenizer = load_tokenizer(config.model_name_or_path)
@@ -144,8 +144,8 @@ def save_order(config_file: Path) -> None:
     """The rows of each batch in training order: the run's own batches, over row numbers instead of rows."""
     from halfbyte.config import load_config
     from halfbyte.data.prepare import prepare
-    from halfbyte.models.load import load_tokenizer
-    from halfbyte.train.rows import batches
+    from halfbyte.loading.load import load_tokenizer
+    from halfbyte.train.sampler import batches
 
     config = load_config(config_file)
     rows = len(prepare(config, load_tokenizer(config.model_name_or_path)).train)

@@ -31,13 +31,13 @@ from torch import Tensor, nn
 
 from benchmarks.common import provenance, write_result
 from halfbyte import load_model, load_tokenizer
-from halfbyte.adapters import add_adapter
 from halfbyte.config import RunConfig
 from halfbyte.formats import named, names
 from halfbyte.layers import QuantizedLinear
 from halfbyte.layers.int8 import Linear8bitLt
-from halfbyte.models.head import IGNORE_INDEX, causal_lm_loss
-from halfbyte.models.quantizer import quantizable
+from halfbyte.loading.quantizer import quantizable
+from halfbyte.modeling.adapters import add_adapter
+from halfbyte.modeling.head import IGNORE_INDEX, causal_lm_loss
 
 WHOLE = "as it is"
 # Beside the names of the registry: unnested scales, as in bitsandbytes' default, and k-bit's other codebooks.

@@ -21,7 +21,7 @@ def run(given: argparse.Namespace, recipe: str) -> dict[str, Any]:
     """Train once; losses of all steps, final and held-out loss."""
     from halfbyte.config import RunConfig
     from halfbyte.train.metrics import MetricsFile
-    from halfbyte.train.sft import train
+    from halfbyte.train.run import train
 
     with tempfile.TemporaryDirectory() as folder:
         config = RunConfig(

@@ -140,9 +140,9 @@ def cpu(folder: str) -> dict[str, Any]:
 
     from benchmarks.common import cpu_name
     from halfbyte import load_model
-    from halfbyte.adapters import add_adapter
     from halfbyte.config import RunConfig
     from halfbyte.generation import Rollouts, Sampling
+    from halfbyte.modeling.adapters import add_adapter
 
     model = add_adapter(
         load_model(folder, device="cpu"), RunConfig(model_name_or_path=folder, dataset="x", r=16)

@@ -34,8 +34,8 @@ from torch import Tensor
 from benchmarks.common import event_us, provenance
 from benchmarks.step_model import MODELS, build, random_batch, timed
 from halfbyte.config import Parallel
-from halfbyte.models.slices import slice_of
 from halfbyte.parallel import ALONE, Context, Mesh, clip_gradients, present_mesh, sum_gradients
+from halfbyte.parallel.context.model import slice_of
 from halfbyte.train.stepper import GraphedStepper, Stepper
 
 MIB = 2**20
@@ -107,7 +107,7 @@ class Training:
 
     def __init__(self, mesh: Mesh, name: str, rows: int, length: int, graphs: bool):
         import halfbyte
-        from halfbyte.models.head import causal_lm_loss
+        from halfbyte.modeling.head import causal_lm_loss
 
         self.mesh, self.model = mesh, build(name, "cuda")
         halfbyte.patch(self.model)
@@ -210,7 +210,7 @@ def long_row(name: str, packed: bool) -> dict[str, Any]:
 def context(mesh: Mesh, results: Results) -> None:
     """One row on one GPU while the others wait, then cut among all: T₁ ÷ n·T; the first step's loss and gradients."""
     import halfbyte
-    from halfbyte.models.slices import divided
+    from halfbyte.parallel.context.model import divided
 
     name, mesh = "llama-3.1-8b, 8 layers", mesh.laid_out(Parallel(context=mesh.size))
     training = Training(mesh, name, 1, LONG, False)
@@ -271,7 +271,7 @@ def _exchanges(mesh: Mesh, results: Results) -> None:
 def tensor(mesh: Mesh, results: Results) -> None:
     """A step of the 8B on one GPU while the others wait, then on all: T₁ ÷ T; the first step's loss and gradients."""
     import halfbyte
-    from halfbyte.models.products import divide_products
+    from halfbyte.parallel.tensor.model import divide_products
 
     name, rows, length = "llama-3.1-8b", 4, 2048
     found: dict[str, Any] = {}

@@ -34,14 +34,14 @@ from benchmarks.common import event_us
 from benchmarks.several_gpus import Results, Training, used_bytes
 from benchmarks.step_model import empty_model, fill, random_batch, run_config, timed
 from halfbyte.config import Parallel
-from halfbyte.hardware import fixed_segments, free_cached_memory
 from halfbyte.memory.limit import FIRST_KERNELS, held_to
-from halfbyte.memory.trained import trained_units
-from halfbyte.models.copies import in_their_place
-from halfbyte.models.sharding import shard_model, sharded, trains_alike
+from halfbyte.modeling.cast_cache import in_their_place
 from halfbyte.parallel import ALONE, Mesh, present_mesh
-from halfbyte.train.links import gather_rate
+from halfbyte.parallel.launch.bandwidth import gather_rate
+from halfbyte.parallel.shard.model import shard_model, sharded, trains_alike
+from halfbyte.parallel.shard.trained import trained_units
 from halfbyte.train.stepper import GraphedStepper
+from halfbyte.utils.hardware import fixed_segments, free_cached_memory
 
 GIB = 2**30
 SMALL = 24.0  # GiB of a card
@@ -54,7 +54,7 @@ step_model.MODELS["llama-3.1-70b"] = ("Llama", SEVENTY)
 
 
 class Sharded(Training):
-    """A model whose blocks stay whole as `stays` says (parallel.shard), and the loop's own step on one batch."""
+    """A model whose blocks stay whole as `stays` says (parallel.shard.weights), and the loop's own step on one batch."""
 
     def __init__(
         self, mesh: Mesh, name: str, rows: int, length: int, graphs: bool, stays: Sequence[Any], on_host: bool = False
@@ -346,10 +346,10 @@ def busiest(training: Training) -> dict[str, Any]:
 
 def build_sliced(name: str, mesh: Mesh, storage: str = "nf4", device: str = "cuda") -> Any:
     """What `step_model.build` makes, in pieces as loading makes them."""
-    from halfbyte.adapters import add_adapter
     from halfbyte.formats import named
     from halfbyte.layers import QuantizedLinear
-    from halfbyte.parallel.placement import Placement
+    from halfbyte.modeling.adapters import add_adapter
+    from halfbyte.parallel.shard.placement import Placement
     from halfbyte.tensor import QuantizedTensor
 
     torch.manual_seed(0)
@@ -415,7 +415,7 @@ def planned(mesh: Mesh, name: str, level: str, batches: int = 1) -> Any:
 class Seventy(Sharded):
     def __init__(self, mesh: Mesh, level: str, on_host: Collection[int] = (), say: Callable[[str], Any] = id):
         import halfbyte
-        from halfbyte.models.head import causal_lm_loss
+        from halfbyte.modeling.head import causal_lm_loss
         from halfbyte.train.stepper import Stepper
 
         name = "llama-3.1-70b"

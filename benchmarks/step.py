@@ -117,7 +117,7 @@ class Training:
         storage: str = "nf4",
     ):
         import halfbyte
-        from halfbyte.models.head import causal_lm_loss
+        from halfbyte.modeling.head import causal_lm_loss
 
         self.loss = causal_lm_loss
         self.model = build(name, device, storage)

@@ -3,7 +3,7 @@
 A table lies between a mark and `<!-- end -->`. The marks:
 
     <!-- quality: FILE all -->   what formats cost, from a result in benchmarks/results; `short` has the rows of SHORT
-    <!-- families -->            what works with which model family, from `halfbyte.families`
+    <!-- families -->            what works with which model family, from `halfbyte.modeling.families`
     <!-- cards -->               which model fits which card, from cards.json (`python -m benchmarks.cards`)
 """
 
@@ -67,7 +67,7 @@ def _cell(value: float | None, form: str) -> str:
 
 def family_table() -> str:
     """Markdown: a row for families with the same, a column each of WAYS."""
-    from halfbyte.families import FAMILIES
+    from halfbyte.modeling.families import FAMILIES
 
     alike: dict[tuple[str, ...], list[str]] = {}
     for row in FAMILIES:

@@ -4,7 +4,7 @@
     python -m benchmarks.tiny_matrix --out part.jsonl --only "Gemma3n|Gemma4" --shard 1/2
 
 Each case is a line as it ends: {"case", "outcome": ok | refused | failed, "error", "message", "at", "seconds"}. An
-error of `halfbyte.errors` is a refusal. Worker processes run one case after the other; one that takes longer than
+error of `halfbyte.utils.errors` is a refusal. Worker processes run one case after the other; one that takes longer than
 `--timeout` seconds, or dies, is a failure of its case, and another process takes its place.
 """
 
@@ -34,10 +34,10 @@ Result = dict[str, Any]
 
 def run_case(case: Case, place: Place) -> Result:
     """Train one case in this process; never raises for an error of the run."""
-    from halfbyte import notices
     from halfbyte.config import load_config
-    from halfbyte.errors import HalfbyteError
-    from halfbyte.train.sft import train
+    from halfbyte.train.run import train
+    from halfbyte.utils import notices
+    from halfbyte.utils.errors import HalfbyteError
 
     notices.forget()
     output, began = Path(tempfile.mkdtemp(dir=place.folder)), time.perf_counter()

@@ -211,7 +211,7 @@ def shared() -> Path:
 
 @pytest.fixture(autouse=True)
 def _allocator():
-    """Commands that a test runs in its own process set up torch's allocator there (`hardware.let_segments_grow`), and
+    """Commands that a test runs in its own process set up torch's allocator there (`utils.hardware.let_segments_grow`), and
     plans of later tests would count on it."""
     before = os.environ.get("PYTORCH_ALLOC_CONF")
     yield
@@ -259,11 +259,11 @@ def in_float32():
     """
     import torch
 
-    from halfbyte.hardware import ComputeDtype
+    from halfbyte.utils.hardware import ComputeDtype
 
     with pytest.MonkeyPatch.context() as patch:
         chosen = ComputeDtype(torch.float32, "as the test asks")
-        patch.setattr("halfbyte.models.load.compute_dtype", lambda device: chosen)
+        patch.setattr("halfbyte.loading.load.compute_dtype", lambda device: chosen)
         yield
 
 

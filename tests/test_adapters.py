@@ -8,9 +8,16 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from halfbyte.adapters import add_adapter, compute, load_adapter_weights, no_input_casts, reads_base, save_adapter
 from halfbyte.config import RunConfig, resolve
-from halfbyte.errors import CheckpointError, ConfigError, ModelError
+from halfbyte.modeling.adapters import (
+    add_adapter,
+    compute,
+    load_adapter_weights,
+    no_input_casts,
+    reads_base,
+    save_adapter,
+)
+from halfbyte.utils.errors import CheckpointError, ConfigError, ModelError
 
 LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 

@@ -8,7 +8,6 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfbyte import notices
 from halfbyte.config import (
     SCHEDULES,
     RunConfig,
@@ -18,9 +17,10 @@ from halfbyte.config import (
 )
 from halfbyte.config import aliases as config_aliases
 from halfbyte.config import foreign as config_foreign
-from halfbyte.errors import ConfigError
 from halfbyte.optim import OPTIMIZERS
-from halfbyte.train.rehearsal import try_optimizer
+from halfbyte.train.dry_run import try_optimizer
+from halfbyte.utils import notices
+from halfbyte.utils.errors import ConfigError
 
 NEEDED = {"model_name_or_path": "some/model", "dataset": "data.jsonl"}
 
@@ -215,7 +215,7 @@ class TestRefusing:
 
     def test_an_optimizer_whose_package_is_missing(self, monkeypatch):
         """The file means the same on every machine; what prepares a run looks (65)."""
-        monkeypatch.setattr("halfbyte.train.rehearsal.find_spec", lambda name: None)
+        monkeypatch.setattr("halfbyte.train.dry_run.find_spec", lambda name: None)
         config = load_config(None, with_needed("optim=paged_adamw_8bit"))
         with pytest.raises(ConfigError, match="needs the package bitsandbytes"):
             try_optimizer(config, torch.device("cpu"))

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from halfbyte import notices
 from halfbyte.config import RunConfig, dump_config, load_config
 from halfbyte.config.methods import COMPARING, DEFAULTS, LOSS_TYPES, RATE, methods_of
 from halfbyte.data.formats import METHODS_FOR
-from halfbyte.errors import ConfigError
 from halfbyte.methods import METHODS
+from halfbyte.utils import notices
+from halfbyte.utils.errors import ConfigError
 
 trl = pytest.importorskip("trl")
 cpo, orpo = (pytest.importorskip(f"trl.experimental.{name}") for name in ("cpo", "orpo"))

@@ -5,7 +5,7 @@ import pytest
 from halfbyte.config import RunConfig, load_config, resolve
 from halfbyte.config.contradictions import RECIPE_OPTIONS as OPTIONS
 from halfbyte.config.schema import RecipeSection
-from halfbyte.errors import ConfigError
+from halfbyte.utils.errors import ConfigError
 
 OTHER = {"margin": 2, "amax_history_len": 16, "amax_compute_algo": "most_recent", "reduce_amax": False}
 OTHER |= {key: True for key in OPTIONS["nvfp4"] if key != "four_over_six_metric"} | {"four_over_six_metric": "L1"}
@@ -17,7 +17,7 @@ def precision(**keys):
 
 @pytest.mark.parametrize(("recipe", "key"), [(recipe, key) for recipe, keys in OPTIONS.items() for key in keys])
 def test_each_option_reaches_its_recipe_and_no_other(recipe, key):
-    from halfbyte.models.recipes import configured_recipe
+    from halfbyte.modeling.recipes import configured_recipe
 
     keys = {key: OTHER[key]} | ({"enable_four_over_six": True} if key == "four_over_six_metric" else {})
     assert getattr(configured_recipe(precision(recipe=recipe, **keys)), key) == OTHER[key]
@@ -31,7 +31,7 @@ def test_each_option_reaches_its_recipe_and_no_other(recipe, key):
 
 
 def test_the_seed_of_a_run_draws_the_transform_of_nvfp4():
-    from halfbyte.models.recipes import configured_recipe
+    from halfbyte.modeling.recipes import configured_recipe
 
     assert configured_recipe(precision(recipe="nvfp4", seed=7)).seed == 7
     assert configured_recipe(precision()) is None

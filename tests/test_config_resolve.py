@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 import halfbyte
-from halfbyte import notices
 from halfbyte.config import SIXTEEN, Origin, Parallel, Precision, RunConfig, Storage, load_config, resolve, storage_of
 from halfbyte.config.combinations import of_keys
 from halfbyte.config.schema import AdapterSection, QuantizationSection
-from halfbyte.errors import ConfigError
+from halfbyte.utils import notices
+from halfbyte.utils.errors import ConfigError
 
 NF4 = "blockwise4:nf4:64:nested"
 IN_16_BITS = {"load_in_4bit": False}

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from rich.table import Table
 from rich.text import Text
 
-from halfbyte.console import Console, coloured
-from halfbyte.streams import ENCODING_ERRORS
-from halfbyte.words import one_line, visible
+from halfbyte.utils.console import Console, coloured
+from halfbyte.utils.streams import ENCODING_ERRORS
+from halfbyte.utils.text import one_line, visible
 
 
 def printed(*things, encoding="utf-8", **how) -> str:
@@ -75,7 +75,7 @@ def test_where_there_are_colours(terminal, colours, monkeypatch):
 
 OTHERS = """
 import logging, os, sys, warnings
-from halfbyte.streams import settle_streams
+from halfbyte.utils.streams import settle_streams
 settle_streams(everything=bool(int(sys.argv[1])))
 logging.getLogger("bitsandbytes").warning("theirs")
 logging.getLogger("halfbyte.x").warning("ours \\x1b[31m")

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import halfbyte
-from halfbyte import environment as module
-from halfbyte.environment import environment
-from halfbyte.errors import ConfigError
-from halfbyte.hardware import best_device, chosen_device, compute_dtype
+from halfbyte.utils import environment as module
+from halfbyte.utils.environment import environment
+from halfbyte.utils.errors import ConfigError
+from halfbyte.utils.hardware import best_device, chosen_device, compute_dtype
 
 
 def test_report_is_json_and_tells_this_machine():
@@ -97,7 +97,7 @@ def test_instruction_sets_are_read_from_cpuinfo(monkeypatch):
 
 
 def test_importing_touches_neither_torch_nor_transformers():
-    code = "import sys, halfbyte.environment, halfbyte.terminal, halfbyte.report; print([m for m in sys.modules])"
+    code = "import sys, halfbyte.utils.environment, halfbyte.utils.terminal, halfbyte.report; print([m for m in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "'halfbyte.report.plots'" in loaded
     for heavy in ("'torch'", "'transformers'", "'matplotlib'"):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from halfbyte.errors import CheckpointError, ModelError
 from halfbyte.functional import QuantState, dequantize_4bit, quantize_4bit
+from halfbyte.utils.errors import CheckpointError, ModelError
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from halfbyte.hardware import (
+from halfbyte.utils.hardware import (
     GROWING,
     bound_cpu_primitives,
     compute_dtype,
@@ -76,7 +76,7 @@ def test_the_dtype_is_that_of_the_device_that_is_asked_for(monkeypatch):
 LENGTHS = """
 import psutil, torch
 import torch.nn.functional as F
-from halfbyte.hardware import bound_cpu_primitives
+from halfbyte.utils.hardware import bound_cpu_primitives
 
 torch.set_num_threads(1)
 bound_cpu_primitives()

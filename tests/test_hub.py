@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from halfbyte import hub
-from halfbyte.errors import ModelError
+from halfbyte.utils import hub
+from halfbyte.utils.errors import ModelError
 
 
 @pytest.fixture

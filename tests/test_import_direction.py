@@ -168,7 +168,7 @@ def test_no_two_modules_import_each_other():
         ("tensor.py", "from .layers import Linear4bit", ["tensor.py:1: tensor imports layers"]),
         ("ops/x.py", "def f():\n    from ..train import sft", ["ops/x.py:2: ops imports train"]),
         ("ops/x.py", "from .. import train", ["ops/x.py:1: ops imports train"]),
-        ("errors.py", "import halfbyte.models.load", ["errors.py:1: errors imports models"]),
+        ("utils/errors.py", "import halfbyte.loading.load", ["utils/errors.py:1: errors imports models"]),
         ("kernels/x.py", "from ..layers import Linear4bit", ["kernels/x.py:1: kernels imports layers"]),
         ("ops/x.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..train import sft", []),
         ("train/x.py", "from ..ops import x\nfrom .. import __version__", []),

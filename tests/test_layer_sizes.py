@@ -7,11 +7,11 @@ import transformers
 
 from benchmarks.tiny_cases import FAMILIES, METHODS, SIZES, Case, Place, write_model
 from halfbyte.config import Parallel, load_config
-from halfbyte.errors import ModelError
-from halfbyte.layer_sizes import LayerSizes, layer_sizes, widest
+from halfbyte.modeling.layer_sizes import LayerSizes, layer_sizes, widest
 from halfbyte.plan.policy import LayerCost
 from halfbyte.plan.rank import rank_config
-from halfbyte.train.sft import train
+from halfbyte.train.run import train
+from halfbyte.utils.errors import ModelError
 
 PLAIN = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
 

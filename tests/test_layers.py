@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from halfbyte.errors import CheckpointError, ModelError
 from halfbyte.formats import Blockwise4
 from halfbyte.layers import Embedding4bit, Linear4bit, LinearFP4, LinearNF4
 from halfbyte.tensor import QuantizedTensor
+from halfbyte.utils.errors import CheckpointError, ModelError
 
 
 @pytest.mark.parametrize(("cls", "kind"), [(Linear4bit, "nf4"), (LinearNF4, "nf4"), (LinearFP4, "fp4")])

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from halfbyte import notices
 from halfbyte.autograd.int8 import int8_linear
-from halfbyte.errors import CheckpointError, ModelError
 from halfbyte.formats import Blockwise4, Int8
 from halfbyte.layers import QuantizedLinear
 from halfbyte.layers.int8 import Linear8bitLt
 from halfbyte.ops import int8 as ops
+from halfbyte.utils import notices
+from halfbyte.utils.errors import CheckpointError, ModelError
 
 
 def layer_of(rows=48, columns=256, dtype=torch.float32, threshold=6.0):

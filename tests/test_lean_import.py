@@ -46,7 +46,7 @@ def test_reading_a_config_needs_no_torch():
     assert run("import halfbyte; halfbyte.RunConfig(model_name_or_path='m', dataset='d')")["heavy"] == []
 
 
-@pytest.mark.parametrize("module", ["halfbyte.cli", "halfbyte.demo", "halfbyte.errors", "halfbyte.files"])
+@pytest.mark.parametrize("module", ["halfbyte.cli", "halfbyte.demo", "halfbyte.utils.errors", "halfbyte.utils.files"])
 def test_the_command_line_and_its_leaves_are_light(module):
     assert run(f"import {module}")["heavy"] == []
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from serve_tiny import CONTEXT, byte_tokenizer, random_adapter, random_model
 
-from halfbyte.errors import ConfigError, ModelError
+from halfbyte.utils.errors import ConfigError, ModelError
 
 
 @pytest.fixture(scope="module")

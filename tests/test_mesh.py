@@ -8,8 +8,8 @@ import torch
 
 import halfbyte
 from halfbyte.config import Parallel
-from halfbyte.errors import ConfigError
 from halfbyte.parallel import ALONE, present_mesh
+from halfbyte.utils.errors import ConfigError
 
 PACKAGE = Path(halfbyte.__file__).parent
 ASKS = re.compile(r"WORLD_SIZE|LOCAL_RANK|[\"']RANK[\"']|get_rank|get_world_size|process_index|num_processes")

@@ -12,12 +12,12 @@ from transformers import Trainer, TrainingArguments
 from typer.testing import CliRunner
 from whole_runs import VOCABULARY, write_model, write_rows
 
-from halfbyte.adapters import add_adapter
 from halfbyte.cli.app import app
 from halfbyte.config import dump_config, load_config
-from halfbyte.errors import ConfigError
+from halfbyte.modeling.adapters import add_adapter
 from halfbyte.optim import OPTIMIZERS, Optimizer, parameter_groups, trained_parameters
-from halfbyte.train.sft import finetune
+from halfbyte.train.run import finetune
+from halfbyte.utils.errors import ConfigError
 
 SETTINGS = {"learning_rate": 3e-3, "weight_decay": 0.1, "adam_beta1": 0.8, "adam_beta2": 0.99}
 

@@ -6,7 +6,7 @@ from patch_models import loop_over_documents
 
 from benchmarks import packed, step
 from halfbyte.autograd import attention as causal
-from halfbyte.models import attention
+from halfbyte.modeling import attention
 
 LENGTHS = [40, 300, 300]
 

@@ -5,10 +5,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from halfbyte.errors import ModelError
 from halfbyte.formats import Blockwise4
 from halfbyte.layers import Linear4bit
 from halfbyte.tensor import BlockShard, QuantizedShard, QuantizedTensor, part_offsets
+from halfbyte.utils.errors import ModelError
 
 NESTED = Blockwise4("nf4", 64, True)
 SHAPES = [(1, 1), (7, 33), (64, 64), (3, 50, 31), (4, 128, 64)]

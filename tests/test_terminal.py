@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from halfbyte import terminal
 from halfbyte.config import RunConfig
 from halfbyte.methods import METHODS
 from halfbyte.plan.advice import advise_out_of_memory
-from halfbyte.terminal import LiveMetrics, bar_widths, duration, size
+from halfbyte.utils import terminal
+from halfbyte.utils.terminal import LiveMetrics, bar_widths, duration, size
 
 GIB = 2**30
 PLAN = {

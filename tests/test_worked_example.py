@@ -8,8 +8,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from halfbyte.generation import generate
-from halfbyte.models import head
-from halfbyte.notices import forget, said
+from halfbyte.modeling import head
+from halfbyte.utils.notices import forget, said
 
 TEXT = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
 EXAMPLE = re.search(r"\*A worked example.*?```python\n(.*?)```", TEXT, re.DOTALL).group(1)

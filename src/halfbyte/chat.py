@@ -9,10 +9,10 @@ from collections.abc import Generator, Iterator, Sequence
 from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any, Literal
 
-from .errors import DataError, HalfbyteError, ModelError
-from .notices import notice
-from .signals import Stopped
-from .words import visible
+from .utils.errors import DataError, HalfbyteError, ModelError
+from .utils.notices import notice
+from .utils.signals import Stopped
+from .utils.text import visible
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch._guards import TracingContext
 from torch.torch_version import TorchVersion
 
-from .notices import notice
+from .utils.notices import notice
 
 
 class Unavailable(ImportError):

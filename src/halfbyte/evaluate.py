@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import ConfigError, DataError, ModelError
 from .methods import METHODS, method_of
+from .utils.errors import ConfigError, DataError, ModelError
 
 if TYPE_CHECKING:
     import torch
@@ -64,8 +64,8 @@ def evaluate(name: str, dataset: str, overrides: Iterable[str] = ()) -> Evaluati
     saved = load_saved(name, overrides, dataset, scores=True)
     from .data.collate import make_collator
     from .data.sources import split_to_evaluate
-    from .models.isolation import isolate_run
-    from .models.layer import causal_lm_of
+    from .modeling.layer import causal_lm_of
+    from .modeling.packing import isolate_run
 
     split = split_to_evaluate(dataset, saved.config.dataset_split)
     asked = {"dataset": dataset, "dataset_split": split, "eval_dataset": None, "eval_split_size": 0.0}
@@ -90,8 +90,8 @@ def _add_reference(model: torch.nn.Module, config: RunConfig) -> None:
     Raises:
         ModelError: the run began with a model that is not there.
     """
-    from .adapters import load_adapter
     from .methods.answers import REFERENCE
+    from .modeling.adapters import load_adapter
 
     if config.adapter_path:
         load_adapter(model, Path(config.adapter_path), config.model_name_or_path, REFERENCE)
@@ -112,9 +112,9 @@ def measure(
     """
     import torch
 
-    from .adapters import compute, no_input_casts
-    from .models.routers import watched
-    from .train.ahead import Ahead, with_numbers
+    from .modeling.adapters import compute, no_input_casts
+    from .modeling.routers import watched
+    from .train.look_ahead import Ahead, with_numbers
 
     device, metrics = next(model.parameters()).device, method.numbers.trained
     sums = dict.fromkeys((metric.name for metric in metrics), 0.0)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import ModelError
 from .formats import Blockwise4
 from .ops.codebooks import codebook4
+from .utils.errors import ModelError
 
 
 @dataclass

@@ -19,18 +19,18 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from .adapters import compute, no_input_casts
 from .data.chat import prompt_text
-from .errors import ConfigError, ModelError
 from .generation import Sampling
 from .generation.decoder import context_length
 from .generation.stops import stop_tokens, turn_end
 from .generation.text import continue_texts
-from .models.head import token_log_probs
-from .notices import notice
+from .modeling.adapters import compute, no_input_casts
+from .modeling.head import token_log_probs
 from .ops import IGNORE_INDEX
 from .runs.saved import load_saved
-from .words import brief
+from .utils.errors import ConfigError, ModelError
+from .utils.notices import notice
+from .utils.text import brief
 
 try:
     from lm_eval.api.model import TemplateLM

@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from .autograd.linear import decode, quantized_linear
-from .errors import ModelError
 from .formats import Format, from_spec
 from .formats.base import DECODED
-from .notices import notice
+from .utils.errors import ModelError
+from .utils.notices import notice
 
 aten = torch.ops.aten
 ALIGNMENT = 16  # bytes; every part starts at a multiple of it in a shard's buffer
@@ -253,7 +253,7 @@ class BlockShard(Tensor):
     """One rank's slice of the frozen bytes of a block, which FSDP2 takes for one parameter of [rows, 1].
 
     FSDP2 would copy the bytes twice, into what it gathers and out of it. So it gathers a token, which has its streams
-    wait for each other; `parallel.shard` has the bytes come straight to where they are read, at the same time.
+    wait for each other; `parallel.shard.weights` has the bytes come straight to where they are read, at the same time.
 
     Args:
         raw: uint8 [length], as long in every rank; on the device of `whole`, or on the host.

@@ -7,8 +7,8 @@ from trl.experimental.gkd import GKDTrainer
 from trl.trainer.distillation_trainer import _chunked_divergence_loss
 
 from halfbyte.autograd.divergence import linear_generalized_jsd
-from halfbyte.errors import ModelError
 from halfbyte.ops import divergence
+from halfbyte.utils.errors import ModelError
 
 ROWS, VOCABULARY, WIDTH, WIDER = 37, 83, 12, 20
 BETAS = (0.0, 0.1, 0.5, 0.9, 1.0)

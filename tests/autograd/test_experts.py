@@ -7,11 +7,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from halfbyte.autograd.experts import ExpertWeights, experts
 from halfbyte.autograd.lora import LoRA
-from halfbyte.errors import ModelError
 from halfbyte.formats import from_spec
 from halfbyte.ops.experts_unit import Unit
 from halfbyte.plan.ledger import Ledger, kernels
 from halfbyte.tensor import QuantizedTensor
+from halfbyte.utils.errors import ModelError
 
 SILU, CLAMPED = Unit("silu"), Unit("silu", interleaved=True, limit=0.7, alpha=1.702, offset=1.0)
 K, INNER, HIDDEN, RANK = 24, 10, 18, 3

@@ -5,15 +5,15 @@ import torch
 from expert_models import TOKENS, mixture
 from test_lora_compile import CLOSE, Saved
 
-from halfbyte.adapters import add_adapter
 from halfbyte.autograd.experts import ExpertWeights, experts
 from halfbyte.autograd.lora import LoRA
 from halfbyte.config import RunConfig
-from halfbyte.errors import ModelError
 from halfbyte.formats import from_spec
-from halfbyte.models.load import load_model
+from halfbyte.loading.load import load_model
+from halfbyte.modeling.adapters import add_adapter
 from halfbyte.ops.experts_unit import Unit
 from halfbyte.tensor import QuantizedTensor
+from halfbyte.utils.errors import ModelError
 
 E, K, RANK, T, TOP = 4, 64, 4, 9, 2
 

@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 
 from halfbyte.autograd.lora import LoRA
-from halfbyte.errors import ModelError
 from halfbyte.formats import named
 from halfbyte.qat.fake_quantize import fake_quantize, fake_quantized_linear, merged_weight, round_trip
 from halfbyte.tensor import QuantizedTensor
+from halfbyte.utils.errors import ModelError
 
 SCHEMES = ["nf4", "int4", "int8", "fp8", "nvfp4", "kbit2"]
 ROWS, COLUMNS, RANK = 37, 83, 3

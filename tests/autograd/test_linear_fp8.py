@@ -5,16 +5,16 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from halfbyte import notices
 from halfbyte.autograd import linear_fp8
 from halfbyte.autograd.linear_fp8 import Fp8Products, weight_codes
 from halfbyte.autograd.lora import LoRA, lora_linear, lora_qkv
-from halfbyte.errors import ModelError
 from halfbyte.formats import from_spec
 from halfbyte.ops.float8 import E4M3, E5M2, FP8_MAX
 from halfbyte.ops.fp8_product import fp8_product
 from halfbyte.ops.fp8_scaling import DelayedScaling, ScalingOptions, Slot
 from halfbyte.tensor import QuantizedTensor
+from halfbyte.utils import notices
+from halfbyte.utils.errors import ModelError
 
 SPECS = ["fp8:row", "fp8:tensor", "fp8:tile", "blockwise4:nf4:64:nested", "int8"]
 

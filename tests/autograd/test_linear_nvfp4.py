@@ -6,11 +6,11 @@ from torch import nn
 
 from halfbyte.autograd.linear_nvfp4 import Nvfp4Products, Nvfp4Recipe, _rounded
 from halfbyte.autograd.lora import lora_linear
-from halfbyte.errors import ModelError
 from halfbyte.formats import named
-from halfbyte.notices import forget, said
 from halfbyte.ops.nvfp4 import rotate
 from halfbyte.tensor import QuantizedTensor
+from halfbyte.utils.errors import ModelError
+from halfbyte.utils.notices import forget, said
 
 PLAIN = {"disable_rht": True, "disable_stochastic_rounding": True}
 K, N = 70, 40

@@ -10,9 +10,9 @@ from torch.utils.checkpoint import checkpoint
 from halfbyte.autograd import lora_mlp as lora_mlp_module
 from halfbyte.autograd.lora import LoRA, lora_linear, lora_qkv
 from halfbyte.autograd.lora_mlp import lora_mlp
-from halfbyte.errors import ModelError
 from halfbyte.formats import Blockwise4
 from halfbyte.tensor import QuantizedTensor
+from halfbyte.utils.errors import ModelError
 
 EXACT = {"atol": 1e-10, "rtol": 1e-10}
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from halfbyte.autograd.losses import linear_cross_entropy, linear_log_probs
-from halfbyte.errors import ModelError
+from halfbyte.utils.errors import ModelError
 
 
 def example(batch=3, length=11, width=17, vocabulary=41, dtype=torch.float32):

@@ -3,7 +3,7 @@
 import pytest
 
 from halfbyte.cli.asked import check_order, read_run
-from halfbyte.errors import ConfigError, UsageError
+from halfbyte.utils.errors import ConfigError, UsageError
 
 
 @pytest.fixture(autouse=True)

@@ -11,11 +11,11 @@ import transformers
 from halfbyte.cli.init import SHOWN, _packed, starting_config
 from halfbyte.cli.meshes import check_meshes
 from halfbyte.config import SECTIONS, RunConfig, load_config
-from halfbyte.errors import ConfigError, DataError, ModelError
+from halfbyte.loading.find import load_model_config
 from halfbyte.memory.batches import Batches
-from halfbyte.models.find import load_model_config
 from halfbyte.plan import advice
 from halfbyte.plan.estimate import estimate as plan_of
+from halfbyte.utils.errors import ConfigError, DataError, ModelError
 
 CAPACITY = 1000
 

@@ -10,12 +10,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from halfbyte import chat, evaluate, notices
+from halfbyte import chat, evaluate
 from halfbyte.config import dump_config, load_config
 from halfbyte.data.encode import INSTRUCTION
-from halfbyte.errors import CheckpointError, DataError, ModelError
 from halfbyte.generation import Sampling
 from halfbyte.runs import saved
+from halfbyte.utils import notices
+from halfbyte.utils.errors import CheckpointError, DataError, ModelError
 
 TEXTS = ("The cat sat on the mat.", "Once upon a time there was a small, small house by the sea.")
 

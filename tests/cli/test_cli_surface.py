@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from halfbyte.cli import app, main
 from halfbyte.cli.train import _what_is_saved
-from halfbyte.files import write_json
 from halfbyte.train import checkpoint
+from halfbyte.utils.files import write_json
 
 SURFACE = {
     "init": ["model", "data", "--method", "--teacher"],

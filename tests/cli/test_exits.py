@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from halfbyte.cli import main
-from halfbyte.errors import ConfigError, DataError, UsageError
+from halfbyte.utils.errors import ConfigError, DataError, UsageError
 
 
 def exit_code(*arguments: str) -> int:

@@ -7,7 +7,7 @@ import yaml
 
 from halfbyte.cli.import_config import convert
 from halfbyte.config import RunConfig, load_config
-from halfbyte.errors import ConfigError
+from halfbyte.utils.errors import ConfigError
 
 CONFIGS = Path(__file__).parent / "configs"
 AXOLOTL = (CONFIGS / "axolotl_qlora.yml").read_text(encoding="utf-8")

@@ -18,18 +18,19 @@ from tiny_runs import make_loop, run_config
 from transformers import AutoModelForCausalLM
 
 import halfbyte
-from halfbyte import chat, notices
-from halfbyte.adapters import add_adapter, load_adapter
+from halfbyte import chat
 from halfbyte.cli.generate import answer_file
 from halfbyte.config import dump_config, load_config
-from halfbyte.errors import CheckpointError
 from halfbyte.evaluate import evaluate
 from halfbyte.export.gguf_adapter import export_adapter
 from halfbyte.export.gguf_model import export_gguf
 from halfbyte.export.merge import merge
+from halfbyte.modeling.adapters import add_adapter, load_adapter
 from halfbyte.runs.saved import load_saved
 from halfbyte.serve.model import load
-from halfbyte.train.sft import train
+from halfbyte.train.run import train
+from halfbyte.utils import notices
+from halfbyte.utils.errors import CheckpointError
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 KEYS = {"dataset": "d.jsonl", "load_in_4bit": False, "dtype": "float32", "device": "cpu", "max_length": 64}
@@ -167,7 +168,7 @@ def test_an_adapter_of_another_base_is_refused_by_name(run, inputs, tmp_path, wa
 @pytest.mark.parametrize("way", ["generate", "chat", "eval", "serve", "serve --adapter"])
 @pytest.mark.parametrize("harm", ["NaN", "truncated", "removed", "broken JSON"])
 def test_what_the_files_say_is_known_before_the_model_is_loaded(run, base, inputs, way, harm, monkeypatch):
-    monkeypatch.setattr("halfbyte.models.load.load_model", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr("halfbyte.loading.load.load_model", lambda *_, **__: pytest.fail("it was loaded"))
     damage, message = HARMS[harm]
     damage(run / "adapter")
     with pytest.raises(CheckpointError, match=message):
@@ -251,6 +252,6 @@ def test_nothing_loads_an_adapter_in_another_way():
                 if call in PEFTS_OWN or call.endswith(".load_adapter"):
                     found.append(f"{path.relative_to(package)}: {call}")
     assert sorted(found) == [
-        "adapters.py: PeftConfig.from_pretrained",  # of a file that is there
+        "modeling/adapters.py: PeftConfig.from_pretrained",  # of a file that is there
         "train/checks.py: PeftModel.from_pretrained",  # that plain PEFT reads what was saved is what is checked
     ]

@@ -11,13 +11,13 @@ from halfbyte import chat
 from halfbyte.cli.app import app
 from halfbyte.cli.generate import answer_file
 from halfbyte.config import dump_config, load_config
-from halfbyte.errors import ModelError
 from halfbyte.evaluate import evaluate
 from halfbyte.export.gguf_adapter import export_adapter
 from halfbyte.export.gguf_model import export_gguf
 from halfbyte.export.merge import merge
 from halfbyte.runs.saved import load_saved
 from halfbyte.serve.model import Limits, load
+from halfbyte.utils.errors import ModelError
 
 CODE = """
 import os

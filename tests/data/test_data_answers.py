@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from tokenizers import normalizers
 
-from halfbyte import notices
 from halfbyte.data.prepare import prepare
 from halfbyte.data.prepare_answers import prepare_answers
-from halfbyte.errors import DataError
+from halfbyte.utils import notices
+from halfbyte.utils.errors import DataError
 
 QUESTION = {"role": "user", "content": "What is 1 + 1?"}
 GOOD, BAD = {"role": "assistant", "content": "It is 2."}, {"role": "assistant", "content": "Hm, 3!"}

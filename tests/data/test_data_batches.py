@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from halfbyte import notices
 from halfbyte.config import RunConfig
 from halfbyte.data.batches import batches_of_lengths
 from halfbyte.data.collate import make_collator, width_of
 from halfbyte.memory.batches import Shape
+from halfbyte.utils import notices
 
 NOTHING = np.zeros(0, dtype=np.int64)
 TOKENIZER = SimpleNamespace(pad_token_id=0)

@@ -6,8 +6,8 @@ import pytest
 
 from halfbyte.data.formats import documents, recognise
 from halfbyte.data.sources import Source
-from halfbyte.errors import DataError
-from halfbyte.notices import said
+from halfbyte.utils.errors import DataError
+from halfbyte.utils.notices import said
 
 TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 TOOL = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}

@@ -6,8 +6,8 @@ import pytest
 
 from halfbyte.data.prepare import prepare
 from halfbyte.data.prepare_answers import prepare_answers
-from halfbyte.errors import DataError
-from halfbyte.notices import said
+from halfbyte.utils.errors import DataError
+from halfbyte.utils.notices import said
 
 TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 

@@ -7,7 +7,7 @@ import pytest
 
 from halfbyte.data.chat import ChatTemplate, _more, prompt_text
 from halfbyte.data.encode import CUT_AWAY, Encoder, _Text
-from halfbyte.errors import DataError
+from halfbyte.utils.errors import DataError
 
 CHATML = (
     "{%- for m in messages %}{{- '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{%- endfor %}"

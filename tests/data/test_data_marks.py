@@ -4,8 +4,8 @@ import pytest
 
 from halfbyte.data.prepare import prepare
 from halfbyte.data.prepare_answers import prepare_answers
-from halfbyte.errors import DataError
-from halfbyte.notices import said
+from halfbyte.utils.errors import DataError
+from halfbyte.utils.notices import said
 
 OFF = [("train", False), ("training", False), ("loss", False), ("loss_mask", 0), ("weight", 0), ("loss_weight", 0.0)]
 

@@ -18,8 +18,8 @@ from halfbyte.data.chat import ChatTemplate, common_prefix
 from halfbyte.data.encode import CUT_AWAY, IGNORE_INDEX, TOO_LONG, UNTRAINED, Encoder
 from halfbyte.data.formats import documents, recognise
 from halfbyte.data.sources import Source, read_sources
-from halfbyte.errors import DataError, ModelError
-from halfbyte.notices import said
+from halfbyte.utils.errors import DataError, ModelError
+from halfbyte.utils.notices import said
 
 REAL = ["llama-40m", "qwen2.5", "qwen3", "phi-3"]
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}]

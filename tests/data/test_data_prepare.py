@@ -9,9 +9,9 @@ import pytest
 from halfbyte.data.encode import IGNORE_INDEX
 from halfbyte.data.prepare import prepare
 from halfbyte.data.report import token_strings
-from halfbyte.errors import ConfigError, DataError
 from halfbyte.methods import method_of
-from halfbyte.notices import said
+from halfbyte.utils.errors import ConfigError, DataError
+from halfbyte.utils.notices import said
 
 PAIRS = [{"prompt": f"question {i}", "completion": f"answer {i} " + "x" * (7 * i % 40)} for i in range(30)]
 

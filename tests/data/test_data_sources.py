@@ -11,8 +11,8 @@ import tqdm
 from pyarrow import parquet
 
 from halfbyte.data.sources import read_sources
-from halfbyte.errors import DataError
-from halfbyte.notices import said
+from halfbyte.utils.errors import DataError
+from halfbyte.utils.notices import said
 
 ROWS = [{"question": "1+1?", "answer": "2"}, {"question": '2, "or"\n3?', "answer": "both"}]
 

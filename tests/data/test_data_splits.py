@@ -8,8 +8,8 @@ from pyarrow import parquet
 
 from halfbyte.data.prepare import prepare
 from halfbyte.data.sources import read_sources, split_to_evaluate
-from halfbyte.errors import DataError
-from halfbyte.notices import said
+from halfbyte.utils.errors import DataError
+from halfbyte.utils.notices import said
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 from halfbyte.data.chat import ChatTemplate
 from halfbyte.data.encode import IGNORE_INDEX, Encoder
 from halfbyte.data.prepare import for_template
-from halfbyte.errors import DataError
+from halfbyte.utils.errors import DataError
 
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}
 

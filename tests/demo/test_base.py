@@ -8,9 +8,9 @@ import pytest
 import torch
 from demo_tiny import TEXTS, TINY
 
-from halfbyte import notices
 from halfbyte.demo import base, corpus
-from halfbyte.errors import TrainingError
+from halfbyte.utils import notices
+from halfbyte.utils.errors import TrainingError
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from halfbyte.config import load_config
 from halfbyte.demo import corpus, run
-from halfbyte.errors import ConfigError
+from halfbyte.utils.errors import ConfigError
 
 
 @pytest.fixture

@@ -9,11 +9,11 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from halfbyte.adapters import add_adapter, save_adapter
 from halfbyte.config import RunConfig, dump_config, load_config
-from halfbyte.models.load import load_model
+from halfbyte.loading.load import load_model
+from halfbyte.modeling.adapters import add_adapter, save_adapter
 from halfbyte.tensor import QuantizedTensor
-from halfbyte.train import sft
+from halfbyte.train import run as sft
 
 TEMPLATE = "{% for m in messages %}{{ '<s>' + m['role'] + ' ' + m['content'] + '</s>' }}{% endfor %}"
 TEXT = "".join(f"Question {n}: how much is {n} times {n}? Answer: {n * n}.\n" for n in range(12))

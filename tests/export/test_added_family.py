@@ -16,12 +16,14 @@ from transformers.models.llama.modeling_llama import eager_attention_forward  # 
 from typer.testing import CliRunner
 
 import halfbyte
-from halfbyte import families, generation, notices
+from halfbyte import generation
 from halfbyte.cli import app
-from halfbyte.errors import ModelError
 from halfbyte.export.gguf_model import export_gguf
-from halfbyte.families import Family, Gguf
 from halfbyte.gguf.unpack import import_gguf
+from halfbyte.modeling import families
+from halfbyte.modeling.families import Family, Gguf
+from halfbyte.utils import notices
+from halfbyte.utils.errors import ModelError
 
 ROW = Family(
     "ScaledLlama",

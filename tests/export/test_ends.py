@@ -9,7 +9,7 @@ import pytest
 from merge_runs import byte_tokenizer, save_base, save_run
 from transformers import GenerationConfig
 
-from halfbyte import chat, notices
+from halfbyte import chat
 from halfbyte.cli.export import export_for_servers
 from halfbyte.config import load_config
 from halfbyte.export.gguf_adapter import export_adapter
@@ -22,7 +22,8 @@ from halfbyte.runs.saved import load_saved
 from halfbyte.serve import model
 from halfbyte.serve.model import load
 from halfbyte.serve.requests import CompletionRequest
-from halfbyte.train.sft import train
+from halfbyte.train.run import train
+from halfbyte.utils import notices
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|im_end|>' }}{% endfor %}"

@@ -19,9 +19,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from vision_models import MODELS as VISION
 
 import halfbyte
-from halfbyte import families
-from halfbyte.architectures import auto_class
-from halfbyte.families import ACTIVATIONS, of_config
+from halfbyte.modeling import families
+from halfbyte.modeling.architectures import auto_class
+from halfbyte.modeling.families import ACTIVATIONS, of_config
 
 ROWS = {row.name: row for row in families.FAMILIES}
 SCALES = {
@@ -242,4 +242,4 @@ def test_no_other_module_names_a_family():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and str(node.value).lower() in names:
                 found.append(f"{where}: {node.value}")
-    assert {each for each in found if not each.startswith(("families.py", "gguf/tokenizer.py"))} == set()
+    assert {each for each in found if not each.startswith(("modeling/families.py", "gguf/tokenizer.py"))} == set()

@@ -6,9 +6,9 @@ import gguf
 import pytest
 from gguf_models import save_model
 
-from halfbyte.errors import CheckpointError
 from halfbyte.export.gguf_model import export_gguf
 from halfbyte.gguf.unpack import import_gguf
+from halfbyte.utils.errors import CheckpointError
 
 U32 = struct.pack("<I", gguf.GGUFValueType.UINT32)
 

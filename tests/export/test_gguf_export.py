@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from halfbyte.cli import app
-from halfbyte.errors import CheckpointError, ConfigError, ModelError, TrainingError
 from halfbyte.export.gguf_adapter import export_adapter
 from halfbyte.export.gguf_model import export_gguf
 from halfbyte.export.merge import merge
 from halfbyte.gguf import write_file
 from halfbyte.gguf.tensors import halved, interleaved
+from halfbyte.utils.errors import CheckpointError, ConfigError, ModelError, TrainingError
 
 CHATML = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}{% endfor %}"

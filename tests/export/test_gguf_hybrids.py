@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Regex, pre_tokenizers
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
-from halfbyte.errors import CheckpointError, ModelError
 from halfbyte.export.gguf_adapter import export_adapter
 from halfbyte.export.gguf_model import export_gguf
 from halfbyte.export.importance import watch
@@ -23,7 +22,8 @@ from halfbyte.gguf.tensors import Layout
 from halfbyte.gguf.tokenizer import PATTERNS
 from halfbyte.gguf.unpack import import_gguf
 from halfbyte.layers import QuantizedLinear
-from halfbyte.models.load import load_model
+from halfbyte.loading.load import load_model
+from halfbyte.utils.errors import CheckpointError, ModelError
 
 HEADS = DeltaNet(keys=2, values=6, key_size=1, value_size=1, tiled=True)
 

@@ -12,7 +12,6 @@ from gguf_models import MODELS, save_model
 from test_gguf_tokenizer import fixture_texts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from halfbyte.errors import CheckpointError, ConfigError, ModelError, TrainingError
 from halfbyte.export.gguf_model import export_gguf
 from halfbyte.export.merge import merge
 from halfbyte.gguf import cache, unpack
@@ -23,10 +22,11 @@ from halfbyte.gguf.mixes import MIXES
 from halfbyte.gguf.read_back import BOUNDS
 from halfbyte.gguf.tokenizer import read_tokenizer
 from halfbyte.gguf.unpack import import_gguf
-from halfbyte.models.load import load_model, load_tokenizer
+from halfbyte.loading.load import load_model, load_tokenizer
 from halfbyte.runs.saved import load_saved
 from halfbyte.tensor import QuantizedTensor
-from halfbyte.train.sft import finetune
+from halfbyte.train.run import finetune
+from halfbyte.utils.errors import CheckpointError, ConfigError, ModelError, TrainingError
 
 SAME = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",

@@ -10,14 +10,14 @@ from merge_runs import save_run
 from typer.testing import CliRunner
 from vision_models import save_vision_model
 
-from halfbyte import notices
 from halfbyte.cli import app
-from halfbyte.errors import CheckpointError, ConfigError
 from halfbyte.export.gguf_model import export_gguf
 from halfbyte.export.importance import watch
 from halfbyte.gguf.graph import checked_family
 from halfbyte.gguf.imatrix import Seen, read_importances, write_importances
 from halfbyte.gguf.tensors import Layout
+from halfbyte.utils import notices
+from halfbyte.utils.errors import CheckpointError, ConfigError
 
 TEXT = "".join(f"Question {n}: how much is {n} times {n}? Answer: {n * n}.\n" for n in range(60))
 

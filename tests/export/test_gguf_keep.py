@@ -13,10 +13,8 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from benchmarks.llama2c import read_model, read_tokenizer
-from halfbyte.adapters import add_adapter
 from halfbyte.cli.check import check_run
 from halfbyte.config import Origin, RunConfig, load_config
-from halfbyte.errors import CheckpointError, ConfigError, ModelError
 from halfbyte.export.gguf_adapter import export_adapter
 from halfbyte.export.gguf_model import export_gguf
 from halfbyte.export.merge import merge
@@ -24,12 +22,14 @@ from halfbyte.gguf import unpack
 from halfbyte.gguf.to_formats import KEPT, kept_format, kept_parts
 from halfbyte.gguf.unpack import import_gguf
 from halfbyte.layers import QuantizedLinear
-from halfbyte.models.find import load_model_config
-from halfbyte.models.load import load_model
-from halfbyte.notices import said
+from halfbyte.loading.find import load_model_config
+from halfbyte.loading.load import load_model
+from halfbyte.modeling.adapters import add_adapter
 from halfbyte.plan.shapes import ModelShapes
 from halfbyte.runs.saved import load_saved
-from halfbyte.train.sft import finetune
+from halfbyte.train.run import finetune
+from halfbyte.utils.errors import CheckpointError, ConfigError, ModelError
+from halfbyte.utils.notices import said
 
 OPTIONS = {"dtype": "float32", "device": "cpu"}
 IDS = torch.arange(40, 80)[None]

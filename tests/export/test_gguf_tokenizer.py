@@ -8,8 +8,8 @@ from gguf_models import byte_tokenizer
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from halfbyte.errors import ModelError
 from halfbyte.gguf.tokenizer import add_tokenizer, plain_template, pre_tokenizer
+from halfbyte.utils.errors import ModelError
 
 SOURCES = {
     "llama-spm": ("llama2-hf/tokenizer.json", {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}, 32000),

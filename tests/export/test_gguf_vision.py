@@ -13,8 +13,8 @@ from vision_models import MODELS, PROCESSOR, save_vision_model
 
 from halfbyte.cli import app
 from halfbyte.config import RunConfig
-from halfbyte.errors import CheckpointError, ConfigError, ModelError
 from halfbyte.export.gguf_model import export_gguf
+from halfbyte.utils.errors import CheckpointError, ConfigError, ModelError
 
 
 def keys_of(path):

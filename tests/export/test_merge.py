@@ -10,14 +10,14 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from halfbyte.cli.merge import merge_run
-from halfbyte.errors import CheckpointError, TrainingError
 from halfbyte.export import verify
 from halfbyte.export.fidelity import Distance
 from halfbyte.export.merge import merge
 from halfbyte.export.weights import MergedWeights
-from halfbyte.files import write_json
-from halfbyte.models.load import load_model
-from halfbyte.notices import said
+from halfbyte.loading.load import load_model
+from halfbyte.utils.errors import CheckpointError, TrainingError
+from halfbyte.utils.files import write_json
+from halfbyte.utils.notices import said
 
 KINDS = {
     "lora": {"lora_alpha": 12.0},

@@ -9,10 +9,10 @@ from merge_runs import save_base, save_run
 from safetensors.torch import load_file, save_file
 
 from halfbyte.cli.merge import merge_run
-from halfbyte.errors import CheckpointError, ConfigError, ModelError, TrainingError
 from halfbyte.export import merge as merge_module
 from halfbyte.export import shards, weights
 from halfbyte.export.merge import merge
+from halfbyte.utils.errors import CheckpointError, ConfigError, ModelError, TrainingError
 
 
 @pytest.fixture(scope="module")

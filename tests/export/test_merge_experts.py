@@ -7,14 +7,14 @@ from merge_runs import byte_tokenizer, save_run
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from halfbyte.errors import CheckpointError
 from halfbyte.export import verify
 from halfbyte.export.gguf_adapter import export_adapter
 from halfbyte.export.merge import merge
 from halfbyte.formats import named
-from halfbyte.models.load import load_model
-from halfbyte.notices import forget
+from halfbyte.loading.load import load_model
 from halfbyte.tensor import QuantizedTensor
+from halfbyte.utils.errors import CheckpointError
+from halfbyte.utils.notices import forget
 
 SIZES = {"vocab_size": 272, "eos_token_id": 257, "bos_token_id": 256}
 

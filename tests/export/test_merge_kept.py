@@ -9,7 +9,6 @@ from merge_runs import by_peft, save_trained_base, tensors, train_run
 from transformers import AutoModelForCausalLM
 
 from halfbyte.cli.merge import merge_run
-from halfbyte.errors import ConfigError
 from halfbyte.export import judge
 from halfbyte.export.fidelity import Loss
 from halfbyte.export.judge import EXCESS
@@ -18,10 +17,11 @@ from halfbyte.export.merge import merge
 from halfbyte.export.reload import stored_values
 from halfbyte.formats import named
 from halfbyte.layers import QuantizedLinear
-from halfbyte.models.load import load_model
-from halfbyte.notices import said
+from halfbyte.loading.load import load_model
 from halfbyte.runs.saved import load_saved
 from halfbyte.tensor import QuantizedTensor
+from halfbyte.utils.errors import ConfigError
+from halfbyte.utils.notices import said
 
 EIGHT_BITS = ["bnb-int8", "fp8-block", "fp8", "fp8-tensor"]
 FOUR_BITS = ["nvfp4-modelopt", "mxfp4", "bnb-nf4", "bnb-fp4", "kbit4", "hqq4", "int4", "nvfp4"]

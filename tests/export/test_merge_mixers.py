@@ -7,7 +7,7 @@ from whole_runs import VOCABULARY, write_model, write_rows
 
 from halfbyte.config import load_config
 from halfbyte.export.merge import merge
-from halfbyte.train.sft import train
+from halfbyte.train.run import train
 
 
 @pytest.mark.parametrize("family", ["NemotronH", "Jamba"])

@@ -9,18 +9,18 @@ from merge_runs import save_base, save_run
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from halfbyte.adapters import compute
 from halfbyte.config import RunConfig, load_config
-from halfbyte.errors import CheckpointError, ConfigError, ModelError
 from halfbyte.export.merge import merge
 from halfbyte.formats import named
 from halfbyte.layers import QuantizedLinear
-from halfbyte.models.load import load_model
-from halfbyte.notices import forget, said
+from halfbyte.loading.load import load_model
+from halfbyte.modeling.adapters import compute
 from halfbyte.qat.model import round_merged
 from halfbyte.runs.saved import load_saved
-from halfbyte.train import sft
+from halfbyte.train import run as sft
 from halfbyte.train.checkpoint import checkpoints
+from halfbyte.utils.errors import CheckpointError, ConfigError, ModelError
+from halfbyte.utils.notices import forget, said
 
 LAYER = "model.layers.1.mlp.down_proj"
 IDS = torch.arange(40)[None]

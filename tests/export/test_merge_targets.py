@@ -10,15 +10,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from halfbyte.cli.merge import merge_run
-from halfbyte.errors import CheckpointError, ConfigError
 from halfbyte.export.merge import merge
 from halfbyte.export.packing import FOREIGN
 from halfbyte.export.reload import stored_values
 from halfbyte.export.verify import Verifier
 from halfbyte.formats import named
-from halfbyte.models.load import load_model
-from halfbyte.notices import forget, said
+from halfbyte.loading.load import load_model
 from halfbyte.tensor import QuantizedTensor
+from halfbyte.utils.errors import CheckpointError, ConfigError
+from halfbyte.utils.notices import forget, said
 
 LAYER = "model.layers.1.mlp.down_proj"
 OURS = ["nf4", "kbit3", "int8", "fp8", "hqq4", "mxfp4", "nvfp4-46"]

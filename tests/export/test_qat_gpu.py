@@ -15,7 +15,7 @@ from halfbyte.export.merge import merge
 from halfbyte.formats import named
 from halfbyte.qat.fake_quantize import fake_quantize, fake_quantized_linear, merged_weight
 from halfbyte.tensor import QuantizedTensor
-from halfbyte.train.sft import train
+from halfbyte.train.run import train
 
 pytestmark = pytest.mark.gpu
 SCHEMES = ["nf4", "int4", "int8", "fp8", "nvfp4", "kbit2"]

@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from halfbyte import load_model
-from halfbyte.adapters import load_adapter
 from halfbyte.cli import main
 from halfbyte.config import load_config, resolve
-from halfbyte.errors import CheckpointError, ConfigError
 from halfbyte.export.adapter import AdapterLayers
 from halfbyte.export.served_adapter import ServedAdapter, export_served
+from halfbyte.modeling.adapters import load_adapter
+from halfbyte.utils.errors import CheckpointError, ConfigError
 
 SIZES = {"vocab_size": 272, "eos_token_id": 257, "bos_token_id": 256}
 

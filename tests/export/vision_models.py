@@ -6,7 +6,7 @@ import torch
 import transformers
 from gguf_models import SIZES, byte_tokenizer
 
-from halfbyte.architectures import auto_class
+from halfbyte.modeling.architectures import auto_class
 
 IMAGE = 271  # the token that stands for a piece of an image
 TOWER = {

@@ -8,11 +8,11 @@ import torch
 from contract import EXAMPLES, weight_of
 from safetensors.torch import load_file, save_file
 
-from halfbyte.errors import CheckpointError, ModelError
 from halfbyte.formats import FORMATS, named
 from halfbyte.formats.base import FLOATS
-from halfbyte.models.load import load_model
+from halfbyte.loading.load import load_model
 from halfbyte.tensor import QuantizedTensor
+from halfbyte.utils.errors import CheckpointError, ModelError
 
 NAME = "model.layers.1.mlp.up_proj.weight"
 IMPORTED = {

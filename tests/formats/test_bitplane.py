@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from noise import normal, sqnr
 
-from halfbyte.errors import CheckpointError, ModelError
 from halfbyte.formats import Blockwise4, KBit, from_spec
 from halfbyte.ops.bitplane import (
     NF,
@@ -23,6 +22,7 @@ from halfbyte.ops.bitplane import (
     pack_planes,
     unpack_planes,
 )
+from halfbyte.utils.errors import CheckpointError, ModelError
 
 CPU = torch.device("cpu")
 quick = settings(max_examples=40, deadline=None)

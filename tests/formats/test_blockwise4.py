@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from halfbyte.errors import ModelError
 from halfbyte.formats import Blockwise4
 from halfbyte.ops.blockwise4 import dequantize_scales, quantize_scales
 from halfbyte.ops.codebooks import FP4_TWELFTHS, NF4, codebook4, dynamic_map
+from halfbyte.utils.errors import ModelError
 
 CPU = torch.device("cpu")
 quick = settings(max_examples=40, deadline=None)

@@ -19,12 +19,12 @@ from golden import GOLDEN, describe
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from halfbyte import notices
-from halfbyte.errors import CheckpointError, ModelError
 from halfbyte.formats import from_spec
 from halfbyte.formats.base import entry_name
 from halfbyte.layers import quantized_parameter
 from halfbyte.tensor import QuantizedTensor
+from halfbyte.utils import notices
+from halfbyte.utils.errors import CheckpointError, ModelError
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 

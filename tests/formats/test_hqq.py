@@ -7,10 +7,10 @@ import torch
 from noise import normal, sqnr
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from halfbyte.errors import CheckpointError, ModelError
 from halfbyte.formats import HQQ, Blockwise4, from_spec
 from halfbyte.ops import hqq
 from halfbyte.ops.bitplane import unpack_planes
+from halfbyte.utils.errors import CheckpointError, ModelError
 
 
 def objective(weight, values):

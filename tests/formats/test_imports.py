@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from halfbyte.errors import CheckpointError, ModelError
 from halfbyte.formats import Awq, Gptq, GptqV2, Mxfp4, Nvfp4, PackQuantized, PackQuantizedZeros, from_spec
 from halfbyte.layers import QuantizedLinear, quantized_parameter
-from halfbyte.notices import forget, said
 from halfbyte.tensor import QuantizedTensor
+from halfbyte.utils.errors import CheckpointError, ModelError
+from halfbyte.utils.notices import forget, said
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32)
 N, K, GROUPS = 24, 64, 4

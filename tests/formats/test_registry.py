@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from halfbyte.errors import CheckpointError, ModelError
 from halfbyte.formats import FORMATS, Blockwise4, Format, from_spec, named, names, recognize
 from halfbyte.layers import LinearNF4, QuantizedLinear
 from halfbyte.tensor import QuantizedTensor
+from halfbyte.utils.errors import CheckpointError, ModelError
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_imports import CHECKPOINTS, IDS, loaded
 
-from halfbyte.errors import ModelError
 from halfbyte.formats import from_spec
 from halfbyte.tensor import QuantizedTensor
+from halfbyte.utils.errors import ModelError
 
 UNITS = [1, 2, 3, 5, 8, 16, 24, 32, 64, 80, 96, 128]
 

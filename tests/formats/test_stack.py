@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from contract import EXAMPLES, same, weight_of
 
-from halfbyte.errors import CheckpointError, ModelError
 from halfbyte.formats import Blockwise4, Stack, from_spec, recognize
 from halfbyte.tensor import QuantizedTensor
+from halfbyte.utils.errors import CheckpointError, ModelError
 
 SHAPES = [(3, 64, 64), (1, 32, 192), (5, 128, 320)]  # the last has whole blocks of 256 scales in no expert
 ODD = [(2, 33, 70), (3, 17, 129)]

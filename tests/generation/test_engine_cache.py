@@ -7,9 +7,10 @@ import pytest
 import torch
 from patch_models import quantize, tiny
 
-from halfbyte import generation, notices
+from halfbyte import generation
 from halfbyte.generation import engine_cache
 from halfbyte.generation.engine import StaticEngine
+from halfbyte.utils import notices
 
 PROMPTS = [[5, 9, 17, 33], [7, 64]]
 WIDE = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 32}  # whole blocks of 64 in every row

@@ -7,10 +7,11 @@ from patch_models import FAMILIES, OWN_LAYERS, quantize, tiny
 from peft import LoraConfig
 
 import halfbyte
-from halfbyte import generation, notices
-from halfbyte.errors import ConfigError, ModelError
+from halfbyte import generation
 from halfbyte.generation import Sampling
 from halfbyte.generation.engine import StaticEngine
+from halfbyte.utils import notices
+from halfbyte.utils.errors import ConfigError, ModelError
 
 PROMPTS = [[5, 9, 17, 33, 2, 71, 8, 90, 44, 3, 21], [7, 64], [50, 51, 52, 53, 54]]
 

@@ -5,13 +5,14 @@ import pytest
 import torch
 from patch_models import quantize, tiny
 
-from halfbyte import generation, notices
-from halfbyte.adapters import add_adapter
+from halfbyte import generation
 from halfbyte.config import RunConfig
 from halfbyte.generation import Rollouts, Sampling
 from halfbyte.generation.decoder import Recurring
 from halfbyte.generation.engine import StaticEngine
-from halfbyte.models.load import load_model
+from halfbyte.loading.load import load_model
+from halfbyte.modeling.adapters import add_adapter
+from halfbyte.utils import notices
 
 # More than a chunk of the recurrence, less than its convolution's kernel, and between.
 PROMPTS = [[5, 9, 17, 33, 2, 71, 8, 90, 44, 3, 21], [7, 64], [50, 51, 52, 53, 54], [at % 97 + 2 for at in range(150)]]

@@ -4,13 +4,14 @@ import pytest
 import torch
 from expert_models import mixture
 
-from halfbyte import generation, notices
-from halfbyte.adapters import add_adapter, load_adapter, save_adapter
+from halfbyte import generation
 from halfbyte.config import RunConfig
 from halfbyte.generation import Rollouts, Sampling
 from halfbyte.generation.engine import StaticEngine
-from halfbyte.models import routers
-from halfbyte.models.load import load_model
+from halfbyte.loading.load import load_model
+from halfbyte.modeling import routers
+from halfbyte.modeling.adapters import add_adapter, load_adapter, save_adapter
+from halfbyte.utils import notices
 
 PROMPTS = [[5, 9, 17, 33, 2, 71, 8, 90, 44, 3, 21], [7, 64], [50, 51, 52, 53, 54]]
 # With a shared expert, gate weights scaled, and groups of experts; with a norm over all heads.

@@ -10,12 +10,13 @@ import transformers
 from patch_models import EXPERTS, FAMILIES, HYBRIDS, OWN_LAYERS, quantize, tiny
 
 import halfbyte
-from halfbyte import generation, notices
-from halfbyte.adapters import add_adapter, compute
+from halfbyte import generation
 from halfbyte.config import RunConfig
-from halfbyte.errors import ConfigError, ModelError
 from halfbyte.generation import Rollouts, Sampling
-from halfbyte.models.head import token_log_probs
+from halfbyte.modeling.adapters import add_adapter, compute
+from halfbyte.modeling.head import token_log_probs
+from halfbyte.utils import notices
+from halfbyte.utils.errors import ConfigError, ModelError
 
 # Heads as C takes them, widths without a rest beyond a CPU's vectors.
 SHAPE = {

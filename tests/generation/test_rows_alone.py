@@ -7,9 +7,9 @@ from patch_models import quantize, tiny
 from halfbyte import generation
 from halfbyte.dispatch import Unavailable
 from halfbyte.generation.engine import StaticEngine
-from halfbyte.hardware import compute_dtype
 from halfbyte.ops.gemv4 import linear_blockwise4
 from halfbyte.ops.rows import linear_rows
+from halfbyte.utils.hardware import compute_dtype
 
 # As real models have them: elementwise functions of what is left over beyond a CPU's vectors round otherwise.
 SHAPE = {

@@ -8,7 +8,7 @@ from tokenizers import ByteLevelBPETokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import halfbyte
-from halfbyte.errors import ConfigError
+from halfbyte.utils.errors import ConfigError
 
 trl = pytest.importorskip("trl")
 

@@ -12,12 +12,12 @@ from hostile_inputs import STOPPED, make_common
 from hostile_stage import Stage
 
 import halfbyte
-from halfbyte.files import cache_folder
+from halfbyte.utils.files import cache_folder
 
 HERE = Path(__file__).parent
 SOURCE = Path(halfbyte.__file__).parents[1]
 # What the runs below import most of: a child that did would do it for itself alone.
-FIRST = ["transformers.models.llama.modeling_llama", "halfbyte.plan.shapes", "halfbyte.train.sft"]
+FIRST = ["transformers.models.llama.modeling_llama", "halfbyte.plan.shapes", "halfbyte.train.run"]
 
 
 def pytest_collection_modifyitems(items):

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from halfbyte.report import plots
-from halfbyte.streams import quiet_libraries
+from halfbyte.utils.streams import quiet_libraries
 
 TICK = 0.005  # seconds between looks at what a case waits for
 

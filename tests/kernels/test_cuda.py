@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from halfbyte import notices
 from halfbyte.dispatch import Unavailable, op
 from halfbyte.kernels import cuda, device
 from halfbyte.kernels.cuda import Image, Kernel, remembered
+from halfbyte.utils import notices
 
 
 def test_what_does_not_compile_is_said_once_and_not_tried_again():

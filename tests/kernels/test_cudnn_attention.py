@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from halfbyte import notices
 from halfbyte.kernels import device
 from halfbyte.kernels.cuda import cudnn_attention
 from halfbyte.ops import attention
 from halfbyte.ops.attention import rows_backward
+from halfbyte.utils import notices
 
 SHAPE = {"rows": 4, "heads": 4, "keys": 2, "length": 24}
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == cudnn_attention.HOPPER

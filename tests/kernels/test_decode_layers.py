@@ -8,10 +8,10 @@ import torch
 from backends import backends, cases, loaded
 from emulated import on_hopper
 
-from halfbyte import notices
 from halfbyte.dispatch import Unavailable
 from halfbyte.kernels import device
 from halfbyte.ops.decode_layers import one_launch
+from halfbyte.utils import notices
 
 pytest.importorskip("triton")
 from halfbyte.kernels.cuda import Image, decode_layers

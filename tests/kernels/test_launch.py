@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from halfbyte import notices
 from halfbyte.dispatch import Unavailable, op
+from halfbyte.utils import notices
 
 pytest.importorskip("triton")
 from triton.compiler.errors import CompilationError

@@ -10,11 +10,11 @@ from backends import DEVICES, cases, hopper, loaded
 from linear_cases import arguments, check
 from parity import dtypes
 
-from halfbyte import notices
 from halfbyte.dispatch import Unavailable
 from halfbyte.formats import Blockwise4
 from halfbyte.ops.gemv4 import linear_blockwise4
 from halfbyte.tensor import QuantizedTensor
+from halfbyte.utils import notices
 
 pytest.importorskip("triton")
 from halfbyte.kernels.cuda import gemm4, gemv4, gemv4_row

@@ -7,10 +7,10 @@ import pytest
 import torch
 from backends import DEVICES, cases, loaded
 
-from halfbyte import notices
 from halfbyte.dispatch import Unavailable
 from halfbyte.formats import Format, from_spec
 from halfbyte.ops.gemv_planes import linear_bitplane
+from halfbyte.utils import notices
 
 pytest.importorskip("triton")
 from halfbyte.kernels.cuda import gemm4, gemm_planes, gemv_planes, gemv_planes_row

@@ -6,12 +6,12 @@ from backends import DEVICES, MARKS, loaded
 from lora_glu_cases import assert_cast, assert_close_to, case, moved, run_backward, run_forward, slot_of
 from parity import INTERPRETED, poisoned  # noqa: F401
 
-from halfbyte import notices
 from halfbyte.dispatch import Unavailable
-from halfbyte.errors import ModelError
 from halfbyte.ops import lora_glu as ops
 from halfbyte.ops.float8 import E4M3, E5M2
 from halfbyte.ops.glu import ACTIVATIONS
+from halfbyte.utils import notices
+from halfbyte.utils.errors import ModelError
 
 pytest.importorskip("triton")
 from halfbyte.kernels.cuda import lora_glu as cuda

@@ -6,10 +6,10 @@ from backends import DEVICES, backends, cases, loaded
 from lora_glu_cases import assert_cast, slot_of
 from parity import assert_as_close_as_torch, exact, poisoned  # noqa: F401
 
-from halfbyte import notices
 from halfbyte.dispatch import Unavailable
 from halfbyte.ops.float8 import E4M3, E5M2
 from halfbyte.ops.lora_read import lora_read
+from halfbyte.utils import notices
 
 pytest.importorskip("triton")
 from halfbyte.kernels.cuda import lora_read as kernels

@@ -5,7 +5,7 @@ import torch
 from backends import MARKS
 
 from halfbyte.data.branches import BranchCollator
-from halfbyte.models.branches import Sharing
+from halfbyte.modeling.shared_prefix import Sharing
 from halfbyte.ops.attention import Scores, attention, attention_backward, spans
 
 pytestmark = MARKS["cpu"]

@@ -5,13 +5,13 @@ import torch
 from linear_cases import arguments
 from typer.testing import CliRunner
 
-from halfbyte import notices
 from halfbyte.cli.app import app
 from halfbyte.dispatch import Op, Unavailable, op
 from halfbyte.formats import Blockwise4
 from halfbyte.kernels.device import KNOWN, assumed
 from halfbyte.ops.gemv4 import linear_blockwise4
 from halfbyte.tensor import QuantizedTensor
+from halfbyte.utils import notices
 
 pytest.importorskip("triton")
 from halfbyte.kernels import selection

@@ -6,10 +6,10 @@ from lora_glu_cases import assert_close_to, case, moved, run_backward, run_forwa
 from parity import DEVICE, DTYPES, INTERPRETED, dtypes, mark, poisoned, random  # noqa: F401
 from small_devices import compiled_shared_bytes, refuses, small
 
-from halfbyte import notices
 from halfbyte.ops import lora_glu as ops
 from halfbyte.ops.decode_attention import decode_attention
 from halfbyte.ops.float8 import E4M3
+from halfbyte.utils import notices
 
 pytest.importorskip("triton")
 from halfbyte.kernels.device import assumed

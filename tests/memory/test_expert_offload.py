@@ -6,14 +6,14 @@ import pytest
 import torch
 from expert_models import TOKENS, mixture, stacks
 
-from halfbyte.adapters import add_adapter
 from halfbyte.config import RunConfig
 from halfbyte.layers.experts import HELD
+from halfbyte.loading.load import load_model
 from halfbyte.memory.expert_offload import WINDOW, layers_of_experts, offload_experts
-from halfbyte.models.activations import recompute_as_transformers
-from halfbyte.models.head import causal_lm_loss
-from halfbyte.models.load import load_model
-from halfbyte.models.patch import patch, unpatch
+from halfbyte.modeling.adapters import add_adapter
+from halfbyte.modeling.checkpointing import recompute_as_transformers
+from halfbyte.modeling.head import causal_lm_loss
+from halfbyte.modeling.patch import patch, unpatch
 
 LAYERS = 5
 BATCH = {"input_ids": TOKENS, "labels": TOKENS}

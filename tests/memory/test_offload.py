@@ -11,11 +11,11 @@ import torch
 
 import halfbyte
 from halfbyte.autograd.recompute import recompute
-from halfbyte.errors import TrainingError
 from halfbyte.memory import offload
 from halfbyte.memory.levels import OFFLOADED
 from halfbyte.memory.offload import Offload
 from halfbyte.memory.pinned import AfterCapture, HostMemory
+from halfbyte.utils.errors import TrainingError
 
 
 class StandIn:
@@ -236,8 +236,8 @@ def noted(take, sizes: list[int]):
 @pytest.mark.parametrize("level", OFFLOADED)
 def test_gradients_of_a_model_are_those_of_keep(monkeypatch, level):
     """Norms again from what comes back, q, k and v as attention saw them, gate and up that backward writes to."""
-    from halfbyte.models.activations import Activations
-    from halfbyte.models.patched import record
+    from halfbyte.modeling.checkpointing import Activations
+    from halfbyte.modeling.patch_record import record
 
     model = tiny_model()
     tokens = torch.randint(0, 512, (2, 48), generator=torch.Generator().manual_seed(1))
@@ -280,7 +280,7 @@ def tiny_model(device: str = "cpu", dtype: torch.dtype = torch.float32, dropout:
 
 def gradients(model: torch.nn.Module, tokens: torch.Tensor, levels=None) -> dict[str, torch.Tensor]:
     """Of a step; `levels`: what the model is patched with first."""
-    from halfbyte.models.head import causal_lm_loss
+    from halfbyte.modeling.head import causal_lm_loss
 
     if levels is not None:
         halfbyte.patch(model, levels)
@@ -296,7 +296,7 @@ def gpu_model() -> torch.nn.Module:
 
 def gpu_step(model: torch.nn.Module, levels) -> tuple[int, int, dict[str, torch.Tensor]]:
     """(bytes alive after forward, peak, gradients) of a second step."""
-    from halfbyte.models.head import causal_lm_loss
+    from halfbyte.modeling.head import causal_lm_loss
 
     halfbyte.patch(model, levels)
     tokens = torch.randint(0, 512, (2, 4096), generator=torch.Generator().manual_seed(1)).cuda()
@@ -350,18 +350,18 @@ def test_what_is_offloaded_leaves_the_gpu():
 @pytest.mark.gpu
 def test_tiles_on_a_gpu():
     """8,192 tokens are one tile at the default size; a smaller one makes several, without dropout comparable."""
-    from halfbyte.models import activations
+    from halfbyte.modeling import checkpointing
 
     model = gpu_model()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     _, _, expected = gpu_step(model, "keep")
-    rows, activations.TILE_ROWS = activations.TILE_ROWS, 1000
+    rows, checkpointing.TILE_ROWS = checkpointing.TILE_ROWS, 1000
     try:
         _, _, found = gpu_step(model, "tiled")
     finally:
-        activations.TILE_ROWS = rows
+        checkpointing.TILE_ROWS = rows
     for name, gradient in expected.items():
         assert (found[name] - gradient).norm() <= 2e-2 * gradient.norm(), name
 
@@ -370,9 +370,9 @@ def test_tiles_on_a_gpu():
 @pytest.mark.parametrize(("level", "captured"), [("recompute", True), ("checkpoint", True), ("offload", False)])
 def test_levels_in_a_cuda_graph(level, captured):
     """Recomputation is captured; offloads are refused with a reason, and train from Python."""
-    from halfbyte import notices
-    from halfbyte.models.head import causal_lm_loss
+    from halfbyte.modeling.head import causal_lm_loss
     from halfbyte.train.graph import GraphedStep
+    from halfbyte.utils import notices
 
     notices.forget()
     model = gpu_model()

@@ -6,8 +6,8 @@ import mmap
 import pytest
 import torch
 
-from halfbyte.errors import TrainingError
 from halfbyte.memory.pinned import AfterCapture, HostMemory, whole_pages
+from halfbyte.utils.errors import TrainingError
 
 ALREADY, NOT_REGISTERED = 712, 713
 
@@ -149,9 +149,9 @@ def test_finalizers_that_run_while_others_run(host, runtime):
 @pytest.mark.gpu
 def test_an_offload_that_dies_during_a_capture(monkeypatch):
     """Its memory goes afterwards; the capture succeeds, no error is left, and the same size is pinned again."""
-    from halfbyte.hardware import capture_stream
     from halfbyte.memory import offload
     from halfbyte.memory.pinned import AFTER_CAPTURE, HOST
+    from halfbyte.utils.hardware import capture_stream
 
     monkeypatch.setattr(offload, "SMALLEST", 1024)
     device = torch.device("cuda", torch.cuda.current_device())

@@ -24,14 +24,14 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from benchmarks.step_model import MODELS, fill
-from halfbyte import notices
 from halfbyte.config import RunConfig, Storage
 from halfbyte.formats import named
 from halfbyte.layers import QuantizedLinear
+from halfbyte.loading.find import ModelFiles, load_model_config
 from halfbyte.memory.offload import Offload
-from halfbyte.models.find import ModelFiles, load_model_config
-from halfbyte.train import prepare, sft
-from halfbyte.train import rows as training_rows
+from halfbyte.train import preflight, run
+from halfbyte.train import sampler as training_rows
+from halfbyte.utils import notices
 
 GIB = 2**30
 SHAPES = {
@@ -124,9 +124,9 @@ def measured(model: str, lengths: tuple[int, int], rows: int, steps: int, of: in
             save_steps=10_000, **{"device": "cuda"} | keys,
         )  # fmt: skip
         patched = {
-            (sft, "load_model"): random_model,
-            (prepare, "look_over_run"): lambda *_: None,  # there are no weights
-            (prepare, "find_model"): lambda origin: ModelFiles(origin.name, origin, load_model_config(origin)),
+            (run, "load_model"): random_model,
+            (preflight, "look_over_run"): lambda *_: None,  # there are no weights
+            (preflight, "find_model"): lambda origin: ModelFiles(origin.name, origin, load_model_config(origin)),
             (training_rows.Counting, "__call__"): counting,
             (Offload, "__init__"): noted,
         }
@@ -136,7 +136,7 @@ def measured(model: str, lengths: tuple[int, int], rows: int, steps: int, of: in
                 setattr(owner, name, value)
             torch.cuda.empty_cache()
             others = torch.cuda.memory_reserved()
-            sft.train(config)
+            run.train(config)
         finally:
             for (owner, name), value in before.items():
                 setattr(owner, name, value)

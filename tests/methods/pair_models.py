@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from halfbyte.config import RunConfig
 from halfbyte.data.paired import as_documents
 from halfbyte.methods import METHODS
-from halfbyte.train.ahead import Ahead
+from halfbyte.train.look_ahead import Ahead
 
 VOCABULARY = 101
 PAIRED = (("chosen_ids", "chosen_mask"), ("rejected_ids", "rejected_mask"))

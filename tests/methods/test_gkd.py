@@ -13,7 +13,7 @@ from trl import DistillationTrainer
 from halfbyte.config import RunConfig
 from halfbyte.methods import method_of
 from halfbyte.methods.answers import as_adapter
-from halfbyte.models.distillation import Teacher, taught_by
+from halfbyte.modeling.distillation import Teacher, taught_by
 
 PROMPTS, ANSWERS = (3, 7, 5, 1), (6, 2, 9, 1)
 

@@ -12,14 +12,14 @@ from trl import KTOTrainer
 from trl.data_utils import unpair_preference_dataset
 from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
-from halfbyte import notices
 from halfbyte.data.batches import batches_of
 from halfbyte.data.paired import MISMATCHED, answer_collator, as_documents, mismatched, trained_tokens
 from halfbyte.data.prepare import PreparedData
 from halfbyte.data.prepare_answers import prepare_answers
 from halfbyte.methods.answers import reference_log_probs
-from halfbyte.models import branches
-from halfbyte.train.ahead import Ahead, with_numbers
+from halfbyte.modeling import shared_prefix
+from halfbyte.train.look_ahead import Ahead, with_numbers
+from halfbyte.utils import notices
 
 OWN = ("completion_ids", "completion_mask")
 
@@ -146,7 +146,7 @@ def test_mismatched_answers_behind_the_others(layout, rounded, checkpointing):
 
 def test_without_a_kernel_for_it(monkeypatch):
     """By torch's attention of padded batches."""
-    monkeypatch.setattr(branches.causal, "takes_branches", lambda query: False)
+    monkeypatch.setattr(shared_prefix.causal, "takes_branches", lambda query: False)
     policy, asked = model(seed=11), method(method="kto", beta=0.3, device="cpu")
     expected, sums, _ = step(asked, policy, [prepared(ROWS, asked)])
     found, found_sums, _ = step(asked, policy, [prepared(ROWS, asked, shared=True)])

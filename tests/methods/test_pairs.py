@@ -10,9 +10,9 @@ from pair_models import tokenizer as make_tokenizer
 
 from halfbyte.config.methods import LOSS_TYPES
 from halfbyte.data.paired import AnswerCollator, packed, trained_tokens
-from halfbyte.errors import ModelError
 from halfbyte.methods.answers import as_reference, log_probs, per_answer, reference_log_probs
 from halfbyte.methods.pair_losses import CPO_LOSSES, DPO_LOSSES, KTO_LOSSES, Options, Pairs, orpo, simpo
+from halfbyte.utils.errors import ModelError
 
 ROWS = pairs(7, seed=1)
 LAYOUTS = [

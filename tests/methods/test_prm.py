@@ -11,8 +11,8 @@ from patch_models import tiny
 from peft import get_peft_model
 from transformers import AutoModelForTokenClassification
 
-from halfbyte.adapters import add_adapter
 from halfbyte.data.prepare import PreparedData
+from halfbyte.modeling.adapters import add_adapter
 
 
 def stepwise(count, seed=0):

@@ -14,10 +14,10 @@ from peft import get_peft_model
 from transformers import AutoModelForSequenceClassification
 from trl import RewardTrainer
 
-from halfbyte.adapters import add_adapter, add_score_head
 from halfbyte.config.methods import SCORES
 from halfbyte.data.paired import as_documents, packed
 from halfbyte.methods.answers import score
+from halfbyte.modeling.adapters import add_adapter, add_score_head
 
 ROWS = pairs(5, seed=2)
 MARGINS = [0.0, 0.3, 1.5, 0.1, 0.7]

@@ -9,7 +9,7 @@ from halfbyte.data.batches import batches_of, longest_row
 from halfbyte.data.branches import GIVEN, as_trees, trees_of
 from halfbyte.data.prepare import PreparedData
 from halfbyte.methods import METHODS
-from halfbyte.models.head import _taken
+from halfbyte.modeling.head import _taken
 
 ASKED = [
     {"method": "grpo", "beta": 0.1},

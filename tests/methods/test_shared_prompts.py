@@ -19,12 +19,12 @@ from pair_models import tokenizer as make_tokenizer
 from patch_models import FAMILIES, tiny
 from transformers import AutoConfig, GPT2Config
 
-from halfbyte.adapters import add_adapter
 from halfbyte.data.paired import answer_collator, apart, as_documents, first_prompt, packed, trained_tokens
 from halfbyte.methods.answers import as_reference, log_probs, reference_log_probs
-from halfbyte.models.attention import share
-from halfbyte.models.branches import Sharing, padded, why_apart
-from halfbyte.models.patch import unpatch
+from halfbyte.modeling.adapters import add_adapter
+from halfbyte.modeling.attention import share
+from halfbyte.modeling.patch import unpatch
+from halfbyte.modeling.shared_prefix import Sharing, padded, why_apart
 from halfbyte.ops.attention import Scores, attention
 
 ROWS = [row | {"margin": 0.1 * number} for number, row in enumerate(pairs(6, seed=3, longest=20))]

@@ -17,13 +17,13 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from halfbyte.architectures import auto_class
 from halfbyte.data.collate import PackedCollator
-from halfbyte.errors import ConfigError
-from halfbyte.models.head import backbone_inputs
-from halfbyte.models.isolation import isolate
-from halfbyte.models.patch import patch
-from halfbyte.models.tiny import tiny_config
+from halfbyte.modeling.architectures import auto_class
+from halfbyte.modeling.head import backbone_inputs
+from halfbyte.modeling.packing import isolate
+from halfbyte.modeling.patch import patch
+from halfbyte.modeling.tiny import tiny_config
+from halfbyte.utils.errors import ConfigError
 
 NAMES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 PAGE = Path(__file__).resolve().parents[2] / "docs/families.md"
@@ -128,12 +128,12 @@ ABOUT = """# Which models keep packed documents apart
 
 With `packing: true` or `padding_free: true` several documents share a row. Whether they see each other is a property of
 the model, so every such run and every evaluation begins with a probe of the loaded model
-([`models/isolation.py`](../src/halfbyte/models/isolation.py)): one document of a row is replaced, and no hidden state
+([`modeling/packing.py`](../src/halfbyte/models/isolation.py)): one document of a row is replaced, and no hidden state
 of the others may change. What was found is in the run's `checks.json`. Documents are kept apart in one of these ways:
 
 - **positions**: transformers does it, by position ids that restart with each document;
 - **bounds**: the model's layers are told where documents begin. Convolutions and scans begin anew with each
-  ([`models/scans.py`](../src/halfbyte/models/scans.py)). Convolutions on a GPU are a kernel of ours. The gated delta
+  ([`modeling/recurrent.py`](../src/halfbyte/models/scans.py)). Convolutions on a GPU are a kernel of ours. The gated delta
   rule is flash-linear-attention's kernel where that is installed (`pip install 'halfbyte[scans]'`) and can train, which
   on Hopper takes Triton 3.7.1 or tilelang; else it is products of torch's, in which the state begins anew inside the
   row. For other scans documents of like length become rows of transformers' own function. FlashAttention, where it was

@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import nn
 
-from halfbyte.architectures import expert_stacks
+from halfbyte.modeling.architectures import expert_stacks
 from halfbyte.tensor import QuantizedTensor
 
 SHAPE = {

@@ -12,9 +12,9 @@ import torch
 import transformers
 
 from halfbyte.data.collate import PackedCollator
-from halfbyte.errors import ConfigError
-from halfbyte.models.isolation import isolate
-from halfbyte.models.patch import patch
+from halfbyte.modeling.packing import isolate
+from halfbyte.modeling.patch import patch
+from halfbyte.utils.errors import ConfigError
 
 ROW = 100  # with the fused collator a row of 128 tokens, for which every family has positions
 

@@ -10,11 +10,11 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from halfbyte.adapters import all_linear
-from halfbyte.architectures import auto_class
 from halfbyte.formats import Blockwise4
 from halfbyte.layers import Linear4bit
-from halfbyte.models.head import causal_lm_loss
+from halfbyte.modeling.adapters import all_linear
+from halfbyte.modeling.architectures import auto_class
+from halfbyte.modeling.head import causal_lm_loss
 
 SHAPE = {
     "vocab_size": 101,

@@ -11,18 +11,18 @@ from patch_models import FAMILIES, HYBRIDS, batch, loss_and_gradients, tiny
 from torch import nn
 
 import halfbyte
-from halfbyte import notices
-from halfbyte.adapters import add_adapter
 from halfbyte.config import RunConfig
-from halfbyte.errors import ModelError
 from halfbyte.memory.batches import Shape
 from halfbyte.memory.levels import LEVELS
-from halfbyte.models import activations
-from halfbyte.models.attention import Implementation
-from halfbyte.models.head import causal_lm_loss
-from halfbyte.models.patched import patched
+from halfbyte.modeling import checkpointing
+from halfbyte.modeling.adapters import add_adapter
+from halfbyte.modeling.attention import Implementation
+from halfbyte.modeling.head import causal_lm_loss
+from halfbyte.modeling.patch_record import patched
 from halfbyte.plan.ledger import Ledger
 from halfbyte.plan.shapes import ModelShapes
+from halfbyte.utils import notices
+from halfbyte.utils.errors import ModelError
 
 MIXED = ("checkpoint", "recompute")
 KINDS = ("Qwen3", "Gemma2", "Phi3")  # whose blocks differ from Llama's, each in its own way
@@ -67,14 +67,14 @@ def test_every_family(family, levels):
 
 
 def test_tiles_give_the_same_up_to_rounding(monkeypatch):
-    monkeypatch.setattr(activations, "TILE_ROWS", 20)  # of 54 rows
+    monkeypatch.setattr(checkpointing, "TILE_ROWS", 20)  # of 54 rows
     check_equal(tiny("Llama"), "tiled", exact=False)
     check_equal(tiny("Gemma3Text"), "tiled", exact=False)
 
 
 def test_tiles_draw_the_same_dropout_twice(monkeypatch):
     """With dropout a tiled forward draws other masks than a whole one, so two tiled runs are compared."""
-    monkeypatch.setattr(activations, "TILE_ROWS", 20)
+    monkeypatch.setattr(checkpointing, "TILE_ROWS", 20)
     model, inputs = tiny("Llama", lora_dropout=0.3), batch()
     first, second = gradients(model, inputs, "tiled"), gradients(model, inputs, "tiled")
     assert first[0] == second[0]

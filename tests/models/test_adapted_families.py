@@ -5,13 +5,13 @@ import torch
 import transformers
 from patch_models import SHAPE, batch
 
-from halfbyte import notices
-from halfbyte.adapters import add_adapter, compute, no_input_casts
 from halfbyte.config import RunConfig
-from halfbyte.errors import ModelError
-from halfbyte.models.head import causal_lm_loss
+from halfbyte.modeling.adapters import add_adapter, compute, no_input_casts
+from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.plan.estimate import estimate
 from halfbyte.plan.shapes import ModelShapes
+from halfbyte.utils import notices
+from halfbyte.utils.errors import ModelError
 
 MAMBA = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
 SIZES = {key: SHAPE[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "pad_token_id")}

@@ -8,11 +8,11 @@ import transformers
 from all_families import NAMES, build
 from expert_models import dequantized
 
-from halfbyte.adapters import add_adapter
-from halfbyte.architectures import expert_stacks, runs_experts
 from halfbyte.config import RunConfig
 from halfbyte.layers.expert_adapters import expert_wrappers
-from halfbyte.models.load import load_model
+from halfbyte.loading.load import load_model
+from halfbyte.modeling.adapters import add_adapter
+from halfbyte.modeling.architectures import expert_stacks, runs_experts
 from halfbyte.tensor import QuantizedTensor
 
 pytestmark = pytest.mark.slow

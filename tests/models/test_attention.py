@@ -17,9 +17,9 @@ from patch_models import assert_same, batch, loop_over_documents, loss_and_gradi
 import halfbyte
 from halfbyte.autograd import attention as causal
 from halfbyte.autograd import tiled_attention
-from halfbyte.models import attention
-from halfbyte.models.patch import patch_attention
-from halfbyte.notices import said
+from halfbyte.modeling import attention
+from halfbyte.modeling.patch import patch_attention
+from halfbyte.utils.notices import said
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read with a process's first product; torch asks for it
 

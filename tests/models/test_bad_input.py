@@ -5,8 +5,8 @@ import torch
 from patch_models import assert_same, batch, loss_and_gradients, tiny
 
 import halfbyte
-from halfbyte.errors import DataError
-from halfbyte.models.head import causal_lm_loss
+from halfbyte.modeling.head import causal_lm_loss
+from halfbyte.utils.errors import DataError
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["stock", "patched"])

@@ -10,9 +10,9 @@ from peft.tuners.lora import Linear as LoraLinear
 
 import halfbyte
 from halfbyte.autograd import lora
-from halfbyte.models import attention
-from halfbyte.models.copies import copies_of, in_their_place
-from halfbyte.models.patched import NAME, patched
+from halfbyte.modeling import attention
+from halfbyte.modeling.cast_cache import copies_of, in_their_place
+from halfbyte.modeling.patch_record import NAME, patched
 
 
 @pytest.fixture

@@ -7,12 +7,12 @@ from peft import PeftModel
 from peft.tuners.lora import Linear as LoraLinear
 from safetensors.torch import load_file
 
-from halfbyte import notices
-from halfbyte.adapters import add_adapter, load_adapter, save_adapter
 from halfbyte.config import RunConfig
-from halfbyte.errors import ModelError
 from halfbyte.layers.expert_adapters import expert_wrappers
-from halfbyte.models.load import load_model
+from halfbyte.loading.load import load_model
+from halfbyte.modeling.adapters import add_adapter, load_adapter, save_adapter
+from halfbyte.utils import notices
+from halfbyte.utils.errors import ModelError
 
 
 def quantized(name, folder):

@@ -9,10 +9,10 @@ import torch
 import transformers
 from torch import nn
 
-from halfbyte.errors import ModelError
 from halfbyte.layers import experts
 from halfbyte.layers.plain import Adapter
 from halfbyte.ops.experts_unit import Unit, expert_unit
+from halfbyte.utils.errors import ModelError
 
 MODELS = Path(transformers.__file__).parent / "models"
 

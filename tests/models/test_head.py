@@ -6,8 +6,8 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from halfbyte import notices
-from halfbyte.models.head import causal_lm_loss
+from halfbyte.modeling.head import causal_lm_loss
+from halfbyte.utils import notices
 
 SHAPE = {
     "vocab_size": 101,

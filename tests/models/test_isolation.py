@@ -16,15 +16,15 @@ from patch_models import HYBRIDS, STATES, TEXT_PARTS, tiny
 from peft import LoraConfig, get_peft_model
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
-from halfbyte.adapters import all_linear
 from halfbyte.data.collate import PackedCollator
-from halfbyte.errors import ConfigError
 from halfbyte.evaluate import measure
-from halfbyte.models import isolation
-from halfbyte.models.head import causal_lm_loss
-from halfbyte.models.isolation import isolate, release
-from halfbyte.models.patch import patch
-from halfbyte.models.unpacking import LIKE, groups
+from halfbyte.modeling import packing
+from halfbyte.modeling.adapters import all_linear
+from halfbyte.modeling.head import causal_lm_loss
+from halfbyte.modeling.packed_forwards import LIKE, groups
+from halfbyte.modeling.packing import isolate, release
+from halfbyte.modeling.patch import patch
+from halfbyte.utils.errors import ConfigError
 
 SOME = {
     "llama": "positions", "gpt2": "positions", "mixtral": "positions", "gemma2": "positions",
@@ -241,11 +241,11 @@ def test_the_probe_leaves_no_trace():
 
 def test_a_change_within_the_order_of_sums_is_no_leak():
     """Experts and GPUs add in an order that depends on the batch; what separate rows do to each other is no leak."""
-    noisy = isolation.Found(change=0.3, typical=2e-3, order_of_sums=1e-3)
+    noisy = packing.Found(change=0.3, typical=2e-3, order_of_sums=1e-3)
     assert noisy.isolated
-    assert not isolation.Found(change=0.3, typical=2e-2, order_of_sums=1e-3).isolated
-    assert not isolation.Found(change=0.3, typical=0.0, order_of_sums=0.0, error="raised").isolated
-    assert not isolation.Found(change=0.3, typical=0.2, order_of_sums=0.1).isolated  # it could hide one
+    assert not packing.Found(change=0.3, typical=2e-2, order_of_sums=1e-3).isolated
+    assert not packing.Found(change=0.3, typical=0.0, order_of_sums=0.0, error="raised").isolated
+    assert not packing.Found(change=0.3, typical=0.2, order_of_sums=0.1).isolated  # it could hide one
 
 
 @settings(max_examples=200, deadline=None)
@@ -279,7 +279,7 @@ PARTS = 8
 def test_no_causal_lm_leaks_on_a_gpu(part, tmp_path):
     """A share of all families, in a process of its own, since a failed kernel would take the process's other tests
     along. What `isolate` does not refuse, it has found isolated; nothing else may be raised."""
-    script, source = Path(all_families.__file__).with_name("families_on_gpu.py"), Path(isolation.__file__).parents[2]
+    script, source = Path(all_families.__file__).with_name("families_on_gpu.py"), Path(packing.__file__).parents[2]
     folders = [str(source), str(script.parent), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
     command = [sys.executable, str(script), str(part), str(PARTS)]

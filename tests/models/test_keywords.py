@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from halfbyte.errors import ModelError
-from halfbyte.models.keywords import CACHES, cache_name, cache_of, check_known
-from halfbyte.models.patch import patch
+from halfbyte.modeling.keywords import CACHES, cache_name, cache_of, check_known
+from halfbyte.modeling.patch import patch
+from halfbyte.utils.errors import ModelError
 
 
 def tiny():

@@ -7,10 +7,11 @@ from patch_models import EXPERTS, HYBRIDS, MULTIMODAL, OWN_LAYERS, quantize, tin
 from patch_models import FAMILIES as CONFIGS
 from peft import LoraConfig
 
-from halfbyte import generation, notices
-from halfbyte.errors import ModelError
+from halfbyte import generation
 from halfbyte.layers.plain import read_linear
-from halfbyte.models.layer import LayerView, decoder_layers, layer_view
+from halfbyte.modeling.layer import LayerView, decoder_layers, layer_view
+from halfbyte.utils import notices
+from halfbyte.utils.errors import ModelError
 
 ROLES = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 

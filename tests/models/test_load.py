@@ -9,14 +9,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from halfbyte import notices
-from halfbyte.errors import CheckpointError, ConfigError, ModelError
 from halfbyte.formats import Blockwise4
 from halfbyte.layers import QuantizedLinear
-from halfbyte.models import load
-from halfbyte.models.find import load_model_config
-from halfbyte.models.load import check_attention, load_model, load_tokenizer
+from halfbyte.loading import load
+from halfbyte.loading.find import load_model_config
+from halfbyte.loading.load import check_attention, load_model, load_tokenizer
 from halfbyte.tensor import QuantizedTensor
+from halfbyte.utils import notices
+from halfbyte.utils.errors import CheckpointError, ConfigError, ModelError
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3Text", "Phi3")
 TOKENS = torch.tensor([[5, 9, 3, 77, 21, 4, 4, 60]])
@@ -120,7 +120,7 @@ def test_bfloat16_checkpoint(tiny_checkpoint):
 
 
 def test_dtype_is_chosen_by_the_hardware_and_said(tiny_checkpoint):
-    from halfbyte.hardware import compute_dtype
+    from halfbyte.utils.hardware import compute_dtype
 
     model = load_model(str(tiny_checkpoint()), device="cpu")
     chosen = compute_dtype(torch.device("cpu"))

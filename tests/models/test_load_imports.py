@@ -6,11 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from halfbyte.errors import CheckpointError
 from halfbyte.formats import Awq, Gptq, GptqV2, Mxfp4, Nvfp4, PackQuantized
 from halfbyte.formats.base import entry_name
-from halfbyte.models.load import load_model
+from halfbyte.loading.load import load_model
 from halfbyte.tensor import QuantizedTensor
+from halfbyte.utils.errors import CheckpointError
 
 
 def int4(cls, outputs, inputs):

@@ -11,18 +11,18 @@ import transformers
 from expert_models import TOKENS, mixture
 from typer.testing import CliRunner
 
-from halfbyte import notices
-from halfbyte.architectures import stays_whole
 from halfbyte.cli.app import app
 from halfbyte.config import load_config
-from halfbyte.errors import ModelError
 from halfbyte.formats import named
 from halfbyte.layers import QuantizedLinear
-from halfbyte.models.head import causal_lm_loss
-from halfbyte.models.load import load_model, load_tokenizer
-from halfbyte.models.mixed import Option, best, loss_as, lower_hull, measure, mix
-from halfbyte.models.watched_experts import measurable_stacks
+from halfbyte.loading.expert_views import measurable_stacks
+from halfbyte.loading.load import load_model, load_tokenizer
+from halfbyte.loading.mixed_formats import Option, best, loss_as, lower_hull, measure, mix
+from halfbyte.modeling.architectures import stays_whole
+from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.tensor import QuantizedTensor
+from halfbyte.utils import notices
+from halfbyte.utils.errors import ModelError
 
 FORMATS = {name: named(name) for name in ("nf4", "fp4", "blockwise4:nf4:32:plain")}
 SMALL = {name: named(name) for name in ("nf4", "hqq4", "kbit2", "kbit3", "kbit4", "kbit5")}

@@ -11,17 +11,17 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import halfbyte
-from halfbyte.adapters import add_adapter, all_linear
-from halfbyte.architectures import beside_text
 from halfbyte.autograd import attention as causal
 from halfbyte.config import RunConfig
-from halfbyte.errors import ModelError
 from halfbyte.layers import QuantizedLinear
-from halfbyte.models import attention
-from halfbyte.models.find import load_model_config
-from halfbyte.models.head import causal_lm_loss
-from halfbyte.models.load import load_model
+from halfbyte.loading.find import load_model_config
+from halfbyte.loading.load import load_model
+from halfbyte.modeling import attention
+from halfbyte.modeling.adapters import add_adapter, all_linear
+from halfbyte.modeling.architectures import beside_text
+from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.plan.estimate import estimate
+from halfbyte.utils.errors import ModelError
 
 
 @pytest.fixture

@@ -24,8 +24,8 @@ from peft import LoraConfig
 from torch import nn
 
 import halfbyte
-from halfbyte.families import FAMILIES as ROWS
-from halfbyte.models.patch import PatchReport
+from halfbyte.modeling.families import FAMILIES as ROWS
+from halfbyte.modeling.patch import PatchReport
 
 
 def check_equal(model: nn.Module, inputs: dict, tolerance: float = 1e-5) -> PatchReport:
@@ -148,7 +148,7 @@ def test_dense_layers_between_experts_are_fused():
 
 
 def test_the_bound_forwards_run_also_when_layers_are_recomputed(monkeypatch):
-    from halfbyte.models import blocks
+    from halfbyte.modeling import blocks
 
     calls = []
     lora_mlp = blocks.lora_mlp

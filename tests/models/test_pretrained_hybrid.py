@@ -6,8 +6,8 @@ import transformers
 
 from halfbyte.data.collate import PackedCollator, PaddedCollator
 from halfbyte.demo import base, corpus
-from halfbyte.models.head import causal_lm_loss
-from halfbyte.models.isolation import isolate, release
+from halfbyte.modeling.head import causal_lm_loss
+from halfbyte.modeling.packing import isolate, release
 
 ROWS, LENGTH, LONGEST, STEPS = 2, 192, 64, 40
 SIZES = {

@@ -10,16 +10,16 @@ from expert_models import mixture
 from peft import PeftModel
 
 import halfbyte
-from halfbyte import notices
-from halfbyte.adapters import add_adapter, save_adapter
 from halfbyte.config import RunConfig
-from halfbyte.errors import ModelError
 from halfbyte.formats import named
 from halfbyte.layers import QuantizedLinear
-from halfbyte.models.load import load_model
+from halfbyte.loading.load import load_model
+from halfbyte.modeling.adapters import add_adapter, save_adapter
 from halfbyte.qat.layers import QATLinear, QATLoraLinear
 from halfbyte.qat.model import fake_quantize_linears, qat_format, quantize_trained, round_merged
 from halfbyte.tensor import QuantizedTensor
+from halfbyte.utils import notices
+from halfbyte.utils.errors import ModelError
 
 sys.path.append(str(Path(__file__).parent.parent / "train"))
 from tiny_runs import VOCABULARY, tiny_llama

@@ -10,12 +10,12 @@ import pytest
 import torch
 import transformers
 
-from halfbyte.errors import HalfbyteError, ModelError
 from halfbyte.layers import QuantizedLinear
-from halfbyte.models.load import load_model
-from halfbyte.models.quantized_model import _number_devices
-from halfbyte.models.quantizer import HalfbyteConfig
+from halfbyte.loading.load import load_model
+from halfbyte.loading.quantized_model import _number_devices
+from halfbyte.loading.quantizer import HalfbyteConfig
 from halfbyte.tensor import QuantizedTensor
+from halfbyte.utils.errors import HalfbyteError, ModelError
 
 TOKENS = torch.tensor([[5, 9, 3, 77, 21, 4, 4, 60]])
 SETTINGS = [

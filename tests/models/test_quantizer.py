@@ -8,12 +8,12 @@ import pytest
 import torch
 import transformers
 
-from halfbyte.errors import ConfigError
 from halfbyte.formats import Blockwise4
 from halfbyte.layers import QuantizedLinear
-from halfbyte.models.load import load_model
-from halfbyte.models.quantizer import HalfbyteConfig
+from halfbyte.loading.load import load_model
+from halfbyte.loading.quantizer import HalfbyteConfig
 from halfbyte.tensor import QuantizedTensor
+from halfbyte.utils.errors import ConfigError
 
 TOKENS = torch.tensor([[5, 9, 3, 77, 21, 4, 4, 60]])
 
@@ -94,7 +94,7 @@ MEASURE = """
 import sys, threading, time
 import psutil, torch, transformers
 from halfbyte.models import quantizer
-from halfbyte.models.load import load_model
+from halfbyte.loading.load import load_model
 
 def anonymous():  # the mapped checkpoint is the system's cache, not our memory
     return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("RssAnon"))

@@ -8,14 +8,14 @@ from patch_models import batch, loss_and_gradients, tiny
 from torch import nn
 
 import halfbyte
-from halfbyte import notices
 from halfbyte.autograd.linear_nvfp4 import Nvfp4Recipe
-from halfbyte.errors import ConfigError, ModelError
 from halfbyte.formats import FORMATS, named
 from halfbyte.layers import QuantizedLinear
-from halfbyte.models import recipes
-from halfbyte.models.patched import NAME
+from halfbyte.modeling import recipes
+from halfbyte.modeling.patch_record import NAME
 from halfbyte.ops.fp8_scaling import ScalingOptions
+from halfbyte.utils import notices
+from halfbyte.utils.errors import ConfigError, ModelError
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 STORED = [format_ for cls in FORMATS.values() for format_ in cls.examples()[:1]]

@@ -10,17 +10,17 @@ from merge_runs import byte_tokenizer, save_run
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 
-from halfbyte import notices
-from halfbyte.adapters import add_adapter, compute, load_adapter, no_input_casts, save_adapter
 from halfbyte.config import RunConfig
-from halfbyte.errors import CheckpointError, ModelError
 from halfbyte.export.gguf_adapter import export_adapter
 from halfbyte.export.merge import merge
 from halfbyte.export.served_adapter import export_served
 from halfbyte.layers.router_adapters import router_wrappers
+from halfbyte.loading.load import load_model
 from halfbyte.methods import method_of
-from halfbyte.models.load import load_model
-from halfbyte.models.routers import watched
+from halfbyte.modeling.adapters import add_adapter, compute, load_adapter, no_input_casts, save_adapter
+from halfbyte.modeling.routers import watched
+from halfbyte.utils import notices
+from halfbyte.utils.errors import CheckpointError, ModelError
 
 KEYS = {"model_name_or_path": "m", "dataset": "d", "output_dir": "o", "r": 4, "lora_alpha": 8.0}
 BATCH = {"input_ids": TOKENS, "position_ids": torch.arange(13).expand(2, -1), "labels": TOKENS}

@@ -4,14 +4,14 @@ import pytest
 import torch
 from expert_models import MIXTURES, TOKENS, mixture
 
-from halfbyte.adapters import add_adapter, no_input_casts
 from halfbyte.config import Parallel, RunConfig, load_config
 from halfbyte.config.combinations import of_keys
-from halfbyte.errors import ConfigError
 from halfbyte.methods import method_of
-from halfbyte.models.activations import recompute_as_transformers
-from halfbyte.models.patch import patch, unpatch
-from halfbyte.models.routers import REAL, check_balanced, watched
+from halfbyte.modeling.adapters import add_adapter, no_input_casts
+from halfbyte.modeling.checkpointing import recompute_as_transformers
+from halfbyte.modeling.patch import patch, unpatch
+from halfbyte.modeling.routers import REAL, check_balanced, watched
+from halfbyte.utils.errors import ConfigError
 
 OTHERS = {
     "GraniteMoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32},

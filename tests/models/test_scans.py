@@ -11,10 +11,10 @@ import transformers
 from patch_models import tiny
 
 from halfbyte.data.collate import PackedCollator
-from halfbyte.models import scans
-from halfbyte.models.head import causal_lm_loss
-from halfbyte.models.patch import patch
-from halfbyte.models.scans import STAND_INS, Documents, documents_of, forward_of
+from halfbyte.modeling import recurrent
+from halfbyte.modeling.head import causal_lm_loss
+from halfbyte.modeling.patch import patch
+from halfbyte.modeling.recurrent import STAND_INS, Documents, documents_of, forward_of
 
 LENGTHS = [7, 1, 12, 3, 17]  # of two rows of 20
 
@@ -115,7 +115,7 @@ def test_transformers_calls_these_functions_by_name(layer):
     """Another name in another version: the probe would find a leak, and every document would be unpacked."""
     package, name = layer.split(".")
     cls = getattr(file_of(package), name)
-    called = scans._names(cls)
+    called = recurrent._names(cls)
     assert "causal_conv1d_fn" in called
     assert len(called) > 1 or name == "Lfm2ShortConv"
     made = forward_of(cls, Documents(torch.tensor([0, 3, 9]), 9))
@@ -128,7 +128,7 @@ def test_layers_of_others_are_left_alone():
         transformers.LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
                                  num_attention_heads=2)
     )  # fmt: skip
-    assert list(scans.layers(model)) == []
+    assert list(recurrent.layers(model)) == []
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -141,7 +141,7 @@ def test_the_delta_rule_is_ours_where_no_kernel_computes_it(monkeypatch, packed)
     x = torch.randn(2, 20, 32)
     transformers_own = module.torch_chunk_gated_delta_rule
     with monkeypatch.context() as patch:
-        patch.setattr(scans, "_gated", lambda own, *given, **keys: inspect.unwrap(own)(*given, **keys))
+        patch.setattr(recurrent, "_gated", lambda own, *given, **keys: inspect.unwrap(own)(*given, **keys))
         expected = forward_of(type(layer), documents)(layer, x)
 
     @functools.wraps(inspect.unwrap(transformers_own))
@@ -151,7 +151,7 @@ def test_the_delta_rule_is_ours_where_no_kernel_computes_it(monkeypatch, packed)
     monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", refusing)
     found = forward_of(type(layer), documents)(layer, x)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    monkeypatch.setattr(scans, "_runs_kernel", lambda x: True)
+    monkeypatch.setattr(recurrent, "_runs_kernel", lambda x: True)
     with pytest.raises(RuntimeError, match="640"):
         forward_of(type(layer), documents)(layer, x)
 
@@ -161,12 +161,12 @@ def test_a_rule_with_states_is_transformers_own():
     own = file_of("qwen3_5").torch_chunk_gated_delta_rule
     query, key, value = torch.randn(2, 9, 2, 8), torch.randn(2, 9, 2, 8), torch.randn(2, 9, 4, 8)
     rest = {"g": -torch.rand(2, 9, 4), "beta": torch.rand(2, 9, 4), "use_qk_l2norm_in_kernel": True}
-    _, state = scans._gated(own, query, key, value, **rest, output_final_state=True)
+    _, state = recurrent._gated(own, query, key, value, **rest, output_final_state=True)
     assert state.shape == (2, 4, 8, 8)
     twice = {name: each.repeat(1, 2, 1) if torch.is_tensor(each) else each for name, each in rest.items()}
-    whole, none = scans._gated(own, *(each.repeat(1, 2, 1, 1) for each in (query, key, value)), **twice)
+    whole, none = recurrent._gated(own, *(each.repeat(1, 2, 1, 1) for each in (query, key, value)), **twice)
     assert none is None
-    behind, _ = scans._gated(own, query, key, value, **rest, initial_state=state)
+    behind, _ = recurrent._gated(own, query, key, value, **rest, initial_state=state)
     torch.testing.assert_close(whole[:, 9:], behind, rtol=1e-4, atol=1e-5)
 
 

@@ -10,14 +10,14 @@ from expert_models import MIXTURES, TOKENS, dequantized, mixture, stacks, upcycl
 from published import save_gpt_oss
 from safetensors.torch import load_file, save_file
 
-from halfbyte import notices
 from halfbyte.config import Origin
-from halfbyte.errors import CheckpointError, ModelError
 from halfbyte.formats import Blockwise4, Stack
-from halfbyte.models import stacks as loading
-from halfbyte.models.load import load_model
-from halfbyte.models.whole import check_whole
+from halfbyte.loading import expert_stacks as loading
+from halfbyte.loading.completeness import check_whole
+from halfbyte.loading.load import load_model
 from halfbyte.tensor import QuantizedTensor
+from halfbyte.utils import notices
+from halfbyte.utils.errors import CheckpointError, ModelError
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ import torch
 from patch_models import assert_same, batch, loss_and_gradients, quantize, tiny
 
 import halfbyte
-from halfbyte.adapters import compute, no_input_casts
 from halfbyte.generation import engine_cache
-from halfbyte.models.head import causal_lm_loss, token_log_probs
+from halfbyte.modeling.adapters import compute, no_input_casts
+from halfbyte.modeling.head import causal_lm_loss, token_log_probs
 from halfbyte.optim import OPTIMIZERS
 from halfbyte.train.graph import GraphedBackward, GraphedStep
 

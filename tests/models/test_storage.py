@@ -7,16 +7,16 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from halfbyte import notices
 from halfbyte.config import load_config, storage_of
-from halfbyte.errors import CheckpointError, ModelError
 from halfbyte.formats import FORMATS, Blockwise4, named
 from halfbyte.layers import QuantizedLinear
-from halfbyte.models.choice import choose
-from halfbyte.models.find import load_model_config
-from halfbyte.models.load import load_model
+from halfbyte.loading.assignment import choose
+from halfbyte.loading.find import load_model_config
+from halfbyte.loading.load import load_model
 from halfbyte.plan.shapes import ModelShapes
 from halfbyte.tensor import QuantizedTensor
+from halfbyte.utils import notices
+from halfbyte.utils.errors import CheckpointError, ModelError
 
 TOKENS = torch.tensor([[5, 9, 3, 77, 21, 4, 4, 60]])
 EXAMPLES = [example for cls in FORMATS.values() for example in cls.examples()]

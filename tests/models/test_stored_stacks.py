@@ -13,14 +13,14 @@ from peft import PeftModel
 from published import save_gpt_oss
 from safetensors.torch import load_file, save_file
 
-from halfbyte.adapters import add_adapter, load_adapter
 from halfbyte.config import Origin, RunConfig
-from halfbyte.errors import CheckpointError, ModelError
 from halfbyte.export.merge import merge
 from halfbyte.formats import Blockwise4
-from halfbyte.models.load import load_model
-from halfbyte.models.whole import check_whole
+from halfbyte.loading.completeness import check_whole
+from halfbyte.loading.load import load_model
+from halfbyte.modeling.adapters import add_adapter, load_adapter
 from halfbyte.plan.shapes import ModelShapes
+from halfbyte.utils.errors import CheckpointError, ModelError
 
 PT = {"format": "pt"}
 BYTES = {"vocab_size": 272, "eos_token_id": 257, "bos_token_id": 256}

@@ -5,8 +5,8 @@ import torch
 from patch_models import FAMILIES, batch, tiny
 from torch import nn
 
-from halfbyte import notices
-from halfbyte.models.head import log_probs_at, token_log_probs
+from halfbyte.modeling.head import log_probs_at, token_log_probs
+from halfbyte.utils import notices
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma2"])

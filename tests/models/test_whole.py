@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from halfbyte import notices
 from halfbyte.config import Origin
-from halfbyte.errors import CheckpointError, ModelError
-from halfbyte.models.find import find_model, load_model_config
-from halfbyte.models.load import load_model
-from halfbyte.models.whole import check_whole
+from halfbyte.loading.completeness import check_whole
+from halfbyte.loading.find import find_model, load_model_config
+from halfbyte.loading.load import load_model
+from halfbyte.utils import notices
+from halfbyte.utils.errors import CheckpointError, ModelError
 
 UP = "model.layers.1.mlp.up_proj.weight"
 

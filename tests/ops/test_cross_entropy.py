@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfbyte.errors import ModelError
 from halfbyte.ops import ELSEWHERE
 from halfbyte.ops.cross_entropy import Objective, cross_entropy_, log_probs_backward_
+from halfbyte.utils.errors import ModelError
 
 
 def truth(logits, labels, objective):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from halfbyte.errors import CheckpointError, ModelError
 from halfbyte.formats import Float8, from_spec
 from halfbyte.ops.float8 import E4M3, E5M2, dequantize_float8, quantize_float8, scale_shape, spread_scales, to_float8
+from halfbyte.utils.errors import CheckpointError, ModelError
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "row", "tile"])

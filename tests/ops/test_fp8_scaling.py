@@ -6,9 +6,9 @@ import random
 import pytest
 import torch
 
-from halfbyte.errors import ConfigError
 from halfbyte.ops.float8 import E4M3, E5M2
 from halfbyte.ops.fp8_scaling import DelayedScaling, ScalingOptions
+from halfbyte.utils.errors import ConfigError
 
 
 def reference(steps, fp8_max, margin, length, algorithm):

@@ -5,8 +5,8 @@ import torch
 from transformers.activations import ACT2FN
 
 from halfbyte.autograd.glu import glu
-from halfbyte.errors import ModelError
 from halfbyte.ops.glu import glu_backward_
+from halfbyte.utils.errors import ModelError
 
 HUGGING_FACE = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from halfbyte.errors import ModelError
 from halfbyte.ops import int8
+from halfbyte.utils.errors import ModelError
 
 needs_exact_products = pytest.mark.skipif(
     not int8.multiplies_int8(torch.empty(1, 1), 1), reason="torch._int_mm is inexact on this CPU: it has no VNNI"

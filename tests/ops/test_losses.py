@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from halfbyte.errors import DataError
 from halfbyte.ops.cross_entropy import Objective
 from halfbyte.ops.losses import chunk_rows, linear_cross_entropy_forward
+from halfbyte.utils.errors import DataError
 
 
 def example(rows=37, width=19, vocabulary=53, dtype=torch.float32, ignored=0.3):

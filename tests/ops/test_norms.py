@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from halfbyte.autograd.norms import add_rms_norm, layer_norm, rms_norm
-from halfbyte.errors import ModelError
+from halfbyte.utils.errors import ModelError
 
 RMS_NORMS = [(LlamaRMSNorm, False), (Qwen3RMSNorm, False), (GemmaRMSNorm, True), (Gemma3RMSNorm, True)]
 

@@ -8,7 +8,7 @@ from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from halfbyte.autograd.rope import qk_norm_rope, rope
-from halfbyte.errors import ModelError
+from halfbyte.utils.errors import ModelError
 
 
 def angles(batch, tokens, size, dtype=torch.float64):

@@ -10,23 +10,23 @@ RANK, FOLDER = int(os.environ["RANK"]), Path(sys.argv[2])
 
 
 def fail(error, cause=None):
-    from halfbyte.parallel.ranks import leave_error
+    from halfbyte.parallel.launch.ranks import leave_error
 
     assert leave_error(error, cause or error, bug=False)
     os._exit(1)
 
 
 def all_alike():
-    from halfbyte.errors import DataError
+    from halfbyte.utils.errors import DataError
 
     fail(DataError("there are no rows", "add some"))
 
 
 def one_raises():
     """The other waits for it, and says so."""
-    from halfbyte.errors import TrainingError
     from halfbyte.parallel import present_mesh
-    from halfbyte.parallel.ranks import lost_another
+    from halfbyte.parallel.launch.ranks import lost_another
+    from halfbyte.utils.errors import TrainingError
 
     with present_mesh() as mesh:
         mesh.wait()

@@ -64,7 +64,7 @@ class Ranks:
     def _start(self):
         context = get_context("forkserver" if self.kind == "cpu" else "spawn")  # CUDA does not survive a fork
         if self.kind == "cpu":
-            context.set_forkserver_preload(["torch", "transformers", "peft", "halfbyte.train.sft"])
+            context.set_forkserver_preload(["torch", "transformers", "peft", "halfbyte.train.run"])
         port = free_port()
         for rank in range(self.size):
             ours, theirs = context.Pipe()

@@ -7,9 +7,9 @@ from unittest import mock
 import pytest
 
 from halfbyte.config import RunConfig
-from halfbyte.errors import ConfigError
-from halfbyte.train import agreement
-from halfbyte.train.agreement import check_agreement, check_shared
+from halfbyte.parallel.launch import agreement
+from halfbyte.parallel.launch.agreement import check_agreement, check_shared
+from halfbyte.utils.errors import ConfigError
 
 pytestmark = pytest.mark.dist
 
@@ -79,7 +79,7 @@ def test_a_disk_that_another_process_does_not_see(two, tmp_path):
 
 @pytest.mark.parametrize("name", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
 def test_another_library_that_is_to_divide_the_run(monkeypatch, name):
-    from halfbyte.parallel.ranks import meeting
+    from halfbyte.parallel.launch.ranks import meeting
 
     monkeypatch.setenv(name, "true")
     with pytest.raises(ConfigError, match=f"{name} is set"), meeting(2):

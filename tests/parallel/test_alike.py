@@ -10,13 +10,13 @@ from patch_models import quantize, tiny
 
 import halfbyte
 from halfbyte.data.collate import PackedCollator, PaddedCollator
-from halfbyte.models.head import causal_lm_loss
-from halfbyte.models.sharding import shard_model
+from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.parallel import ALONE
+from halfbyte.parallel.rank_sync import AGREED, Alike
+from halfbyte.parallel.shard.model import shard_model
 from halfbyte.train import stepper
-from halfbyte.train.alike import AGREED, Alike
 from halfbyte.train.graph import WARMUP
-from halfbyte.train.rows import COUNTS
+from halfbyte.train.sampler import COUNTS
 
 pytestmark = pytest.mark.dist
 

@@ -15,15 +15,15 @@ from halfbyte import models
 from halfbyte.autograd import attention as causal
 from halfbyte.config import Parallel, Sliced
 from halfbyte.data.collate import PackedCollator
-from halfbyte.errors import ConfigError
-from halfbyte.models import attention
-from halfbyte.models.head import backbone_inputs, causal_lm_loss
-from halfbyte.models.layer import causal_lm_of
-from halfbyte.models.patch import patch
-from halfbyte.models.slices import check_divided_like, divided, slice_of
+from halfbyte.modeling import attention
+from halfbyte.modeling.head import backbone_inputs, causal_lm_loss
+from halfbyte.modeling.layer import causal_lm_of
+from halfbyte.modeling.patch import patch
 from halfbyte.parallel import ROWS, Mesh, sum_gradients
-from halfbyte.train import prepare
+from halfbyte.parallel.context.model import check_divided_like, divided, slice_of
+from halfbyte.train import preflight
 from halfbyte.train.callbacks import noisy_embeddings
+from halfbyte.utils.errors import ConfigError
 
 pytestmark = pytest.mark.dist
 
@@ -315,14 +315,14 @@ def test_a_run_is_that_of_one_process(place, two, tmp_path, packing):
 
 def divides_all(mesh, place, output, keys):
     """A case: a whole run whose plan finds no room for whole frozen weights."""
-    planned = prepare.estimate
+    planned = preflight.estimate
 
     def estimated(*given, **more):
         plan = planned(*given, **more)
         return replace(plan, layout=Sliced(**vars(plan.layout)))
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(prepare, "estimate", estimated)
+        patched.setattr(preflight, "estimate", estimated)
         trains(mesh, place, output, keys, None)
 
 

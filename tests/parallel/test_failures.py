@@ -8,9 +8,9 @@ import pytest
 from whole import configured, write_place
 
 from halfbyte.config import Parallel, dump_given
-from halfbyte.errors import HalfbyteError
-from halfbyte.parallel.launch import launch
-from halfbyte.train.sft import train
+from halfbyte.parallel.launch.launcher import launch
+from halfbyte.train.run import train
+from halfbyte.utils.errors import HalfbyteError
 
 pytestmark = pytest.mark.dist
 PROGRAMS = str(Path(__file__).with_name("rank_programs.py"))

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from halfbyte import notices
 from halfbyte.config import Parallel, RunConfig
-from halfbyte.errors import ConfigError, DataError, TrainingError
-from halfbyte.parallel import launch as launching
-from halfbyte.parallel.launch import fewer, launch, layout_wanted, say_idle
-from halfbyte.processes import Process
+from halfbyte.parallel.launch import launcher as launching
+from halfbyte.parallel.launch.launcher import fewer, launch, layout_wanted, say_idle
+from halfbyte.utils import notices
+from halfbyte.utils.errors import ConfigError, DataError, TrainingError
+from halfbyte.utils.processes import Process
 
 pytestmark = pytest.mark.dist
 PROGRAMS = str(Path(__file__).with_name("rank_programs.py"))
@@ -161,8 +161,8 @@ PARENT = """
 import sys
 from halfbyte import notices
 from halfbyte.config import Parallel
-from halfbyte.parallel.launch import launch
-from halfbyte.signals import as_exceptions
+from halfbyte.parallel.launch.launcher import launch
+from halfbyte.utils.signals import as_exceptions
 
 with as_exceptions():
     launch(lambda layout: sys.argv[1:], Parallel(data=2))

@@ -21,17 +21,17 @@ from test_stored_stacks import KINDS, checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from halfbyte import notices
-from halfbyte.architectures import all_linear
-from halfbyte.errors import HalfbyteError
 from halfbyte.formats import FORMATS, from_spec
-from halfbyte.models import divided
-from halfbyte.models.load import load_model
-from halfbyte.models.products import divided_along
+from halfbyte.loading import sharded
+from halfbyte.loading.load import load_model
+from halfbyte.modeling.architectures import all_linear
 from halfbyte.parallel import ALONE
-from halfbyte.parallel.placement import Placement
-from halfbyte.parallel.shard import shard_blocks
+from halfbyte.parallel.shard.placement import Placement
+from halfbyte.parallel.shard.weights import shard_blocks
+from halfbyte.parallel.tensor.model import divided_along
 from halfbyte.tensor import QuantizedShard, QuantizedTensor
+from halfbyte.utils import notices
+from halfbyte.utils.errors import HalfbyteError
 
 pytestmark = pytest.mark.dist
 
@@ -292,7 +292,7 @@ def counted():
 def test_entries_are_divided_by_bytes():
     sizes = {f"model.layers.{layer}.{part}.weight": 8 + 4 * part for layer in range(6) for part in range(3)}
     sizes |= {"model.embed_tokens.weight": 40, "lm_head.weight": 40, "model.norm.weight": 1}
-    reader = divided.divided(sizes, 3)
+    reader = sharded.divided(sizes, 3)
     assert reader.keys() == sizes.keys()
     held = [sum(size for name, size in sizes.items() if reader[name] == own) for own in range(3)]
     assert max(held) - min(held) <= 36  # a layer
@@ -412,11 +412,11 @@ def test_an_error_is_everybodys(axis, two, tiny_checkpoint, tmp_path):
 
 def entry_by_entry(mesh, folder, keys, along):
     """Divided so that the parts of what transformers stacks are read by both ranks."""
-    blocks, divided.BLOCK = divided.BLOCK, re.compile(r".*(?=\.)")
+    blocks, sharded.BLOCK = sharded.BLOCK, re.compile(r".*(?=\.)")
     try:
         return loads(mesh, folder, keys, along)
     finally:
-        divided.BLOCK = blocks
+        sharded.BLOCK = blocks
 
 
 @pytest.mark.parametrize("axis", ["data", "shard"])

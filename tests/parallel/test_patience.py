@@ -6,8 +6,8 @@ from unittest import mock
 
 import pytest
 
-from halfbyte.errors import TrainingError
-from halfbyte.parallel import patience
+from halfbyte.parallel import timeouts
+from halfbyte.utils.errors import TrainingError
 
 pytestmark = pytest.mark.dist
 SHORT = {"SLICE": timedelta(seconds=0.1), "PATIENCE": timedelta(seconds=0.6)}
@@ -15,13 +15,13 @@ SHORT = {"SLICE": timedelta(seconds=0.1), "PATIENCE": timedelta(seconds=0.6)}
 
 def one_is_late(mesh, late, seconds):
     """What the others say of it; then it comes."""
-    with mock.patch.multiple(patience, **SHORT):
+    with mock.patch.multiple(timeouts, **SHORT):
         if mesh.rank == late:
             time.sleep(seconds)
         try:
             return mesh.sum(1)
         except TrainingError as error:  # which ends a run, and its marks with it
-            patience.meeting_place().delete_key(patience._key("waits", mesh.rank))
+            timeouts.meeting_place().delete_key(timeouts._key("waits", mesh.rank))
             return error.message
 
 
@@ -46,7 +46,7 @@ def slow_first(mesh):
         time.sleep(0 if mesh.rank else 1.0)
         return time.monotonic()
 
-    with mock.patch.multiple(patience, **SHORT):
+    with mock.patch.multiple(timeouts, **SHORT):
         return mesh.first(make), made
 
 

@@ -12,20 +12,20 @@ import whole as whole_runs
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from halfbyte.errors import HalfbyteError, ModelError
 from halfbyte.methods import METHODS
-from halfbyte.models.cuts import cut_layers, stage_seconds
-from halfbyte.models.head import Head, take_head
-from halfbyte.models.patch import patch
-from halfbyte.models.stages import Cut, Stages, check_stages, check_trained, layer_seconds
+from halfbyte.modeling.head import Head, take_head
+from halfbyte.modeling.patch import patch
 from halfbyte.optim import trained_parameters
-from halfbyte.orders import Seconds
 from halfbyte.parallel import ALONE, clip_gradients, sum_gradients
-from halfbyte.parallel import pipeline as pipelines
-from halfbyte.parallel.pipeline import Pipeline
-from halfbyte.parallel.schedules import Schedule
-from halfbyte.train.pipelined import PipelinedStepper
+from halfbyte.parallel.pipeline import runtime as pipelines
+from halfbyte.parallel.pipeline.model import Cut, Stages, check_stages, check_trained, layer_seconds
+from halfbyte.parallel.pipeline.partition import cut_layers, stage_seconds
+from halfbyte.parallel.pipeline.runtime import Pipeline
+from halfbyte.parallel.pipeline.schedules import Schedule
+from halfbyte.parallel.pipeline.simulation import Seconds
+from halfbyte.parallel.pipeline.stepper import PipelinedStepper
 from halfbyte.train.stepper import Stepper
+from halfbyte.utils.errors import HalfbyteError, ModelError
 
 pytestmark = pytest.mark.dist
 

@@ -12,13 +12,13 @@ from whole import configured, write_place
 
 from halfbyte.cli.check import check_run
 from halfbyte.config import Parallel
-from halfbyte.models.head import causal_lm_loss
-from halfbyte.models.layer import causal_lm_of, decoder_layers
-from halfbyte.models.sharding import shard_model, sharded, stays_of
-from halfbyte.models.stages import cut_model
+from halfbyte.modeling.head import causal_lm_loss
+from halfbyte.modeling.layer import causal_lm_of, decoder_layers
+from halfbyte.parallel.pipeline.model import cut_model
+from halfbyte.parallel.shard.model import shard_model, sharded, stays_of
 from halfbyte.plan.rank import Frozen, Stage, line
 from halfbyte.tensor import BlockShard, QuantizedTensor
-from halfbyte.train.prepare import prepare_run
+from halfbyte.train.preflight import prepare_run
 
 pytestmark = pytest.mark.dist
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from whole import run, write_place
 
-from halfbyte.errors import ConfigError
+from halfbyte.utils.errors import ConfigError
 
 pytestmark = pytest.mark.dist
 

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from halfbyte.parallel import ALONE, reduce, sum_gradients
+from halfbyte.parallel import ALONE, reduction, sum_gradients
 
 pytestmark = pytest.mark.dist
 
 
 def gradients(mesh, bucket):
     """One parameter has a gradient everywhere, one on rank 0 alone, one nowhere, one in another dtype."""
-    reduce.BUCKET = bucket
+    reduction.BUCKET = bucket
     both, first, none = (nn.Parameter(torch.zeros(3, size)) for size in (5, 7, 2))
     half = nn.Parameter(torch.zeros(11, dtype=torch.bfloat16))
     both.grad = torch.arange(15.0).view(3, 5) * (mesh.rank + 1)
@@ -48,14 +48,14 @@ def cut(mesh):
     stage, place = mesh.place("pipeline"), mesh.place("tensor")
     rows = slice(2 * place, 2 * place + 2)
     parameters = {"cut": nn.Parameter(torch.zeros(2, 3)), "whole": nn.Parameter(torch.zeros(4, 3))}
-    setattr(parameters["cut"], reduce.CUT, ("tensor",))
+    setattr(parameters["cut"], reduction.CUT, ("tensor",))
     parameters["cut"].grad = full["cut"][stage][rows].clone()
     parameters["whole"].grad = full["whole"][stage] * (0.25 if place else 0.75)
     if stage:
         parameters["stage"] = nn.Parameter(torch.zeros(4, 3))
         parameters["stage"].grad = full["stage"][stage] * 0.5
     sums = sum_gradients(mesh, list(parameters.values()), torch.tensor([5.0 * stage]))
-    norm = reduce.clip_gradients(mesh, list(parameters.values()), 1.0)
+    norm = reduction.clip_gradients(mesh, list(parameters.values()), 1.0)
     expected = torch.stack(
         [full["cut"][0], full["cut"][1], full["whole"][0], full["whole"][1], full["stage"][1]]
     ).norm()

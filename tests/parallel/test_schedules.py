@@ -5,10 +5,10 @@ from random import Random
 
 import pytest
 
-from halfbyte.errors import ConfigError
-from halfbyte.models.cuts import chosen, cut_layers, stage_seconds
-from halfbyte.orders import Action, Seconds, programs, simulate
-from halfbyte.parallel.schedules import Schedule
+from halfbyte.parallel.pipeline.partition import chosen, cut_layers, stage_seconds
+from halfbyte.parallel.pipeline.schedules import Schedule
+from halfbyte.parallel.pipeline.simulation import Action, Seconds, programs, simulate
+from halfbyte.utils.errors import ConfigError
 
 KINDS = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-v", 2), ("zb-1p", 2))
 LAYER, HEAD = Seconds(1, 2, again=1, weights=0.03), Seconds(4.8, 0)

@@ -8,10 +8,10 @@ from patch_models import batch, quantize, tiny
 
 import halfbyte
 from halfbyte.memory.levels import LEVELS
-from halfbyte.models.head import causal_lm_loss
-from halfbyte.models.sharding import shard_model, sharded
+from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.parallel import collectives
-from halfbyte.parallel.shard import BYTES
+from halfbyte.parallel.shard.model import shard_model, sharded
+from halfbyte.parallel.shard.weights import BYTES
 from halfbyte.tensor import QuantizedTensor
 
 pytestmark = pytest.mark.dist

@@ -11,7 +11,7 @@ from contract import EXAMPLES, REPRESENTATIVES, linear
 from torch import nn
 
 from halfbyte.formats import from_spec
-from halfbyte.parallel.shard import ALIGNMENT, shard_blocks
+from halfbyte.parallel.shard.weights import ALIGNMENT, shard_blocks
 from halfbyte.tensor import BlockShard
 
 pytestmark = pytest.mark.dist

@@ -13,9 +13,10 @@ from patch_models import batch, quantize, tiny
 
 import halfbyte
 from halfbyte.config import Parallel
-from halfbyte.models.head import causal_lm_loss
-from halfbyte.models.layer import decoder_layers
-from halfbyte.parallel import Mesh, shard
+from halfbyte.modeling.head import causal_lm_loss
+from halfbyte.modeling.layer import decoder_layers
+from halfbyte.parallel import Mesh
+from halfbyte.parallel.shard import weights
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.train.graph import WARMUP
 from halfbyte.train.stepper import GraphedStepper, Stepper
@@ -45,12 +46,12 @@ def beside(monkeypatch, mesh, blocks, delay):
     for block in blocks:
         seen = {id(p): p for m in block.modules() for p in m._parameters.values() if p is not None}
         frozen = [p for p in seen.values() if not p.requires_grad and p.dim()]
-        cut.append([torch.cat([shard._sliced(p, each)[1] for p in frozen]) for each in (mesh, other)])
-    joined = shard._joined
+        cut.append([torch.cat([weights._sliced(p, each)[1] for p in frozen]) for each in (mesh, other)])
+    joined = weights._joined
 
     def both(raws, mesh):
         parts = cut.pop(0)
-        monkeypatch.setattr(shard, "gathered", lambda *_: torch.cat(parts))
+        monkeypatch.setattr(weights, "gathered", lambda *_: torch.cat(parts))
         own = joined(raws, mesh)
         slices[own[0].data_ptr()] = joined(raws, other)[0]
         return own
@@ -61,8 +62,8 @@ def beside(monkeypatch, mesh, blocks, delay):
         for place, part in zip(out.view(2, -1), (own, slices[own.data_ptr()]), strict=True):
             place.copy_(part)
 
-    monkeypatch.setattr(shard, "_joined", both)
-    monkeypatch.setattr(shard, "_all_gather", gather)
+    monkeypatch.setattr(weights, "_joined", both)
+    monkeypatch.setattr(weights, "_all_gather", gather)
 
 
 def windows():
@@ -112,7 +113,7 @@ def test_layers_read_their_own_bytes(monkeypatch, one_of_two, device, stays, lat
     mesh, (name, blocks) = one_of_two(device), decoder_layers(model)
     root = model.get_base_model().get_submodule(name.rpartition(".")[0])
     beside(monkeypatch, mesh, blocks, delay if late == "bytes" else lambda: None)
-    share = shard.shard_blocks(root, blocks, mesh, stays)
+    share = weights.shard_blocks(root, blocks, mesh, stays)
     for block in blocks if late == "layers" else ():
         block.register_forward_pre_hook(lambda *_: delay())
         block.register_full_backward_pre_hook(lambda *_: delay())

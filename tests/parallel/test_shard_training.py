@@ -9,8 +9,9 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from whole import VOCABULARY, Left, run, trains, write_place
 
-from halfbyte.memory import trained
-from halfbyte.train import prepare, sft
+from halfbyte.parallel.shard import trained
+from halfbyte.train import preflight
+from halfbyte.train import run as sft
 
 pytestmark = pytest.mark.dist
 
@@ -75,9 +76,9 @@ def copied_to(folder, run):
 
 def trains_from_the_host(mesh, place, output, keys):
     """A case: a whole run whose plan has the slices of two layers wait in the host's memory."""
-    planned, seen = prepare.estimate, []
+    planned, seen = preflight.estimate, []
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(prepare, "estimate", lambda *given, **more: replace(planned(*given, **more), hosted=(1, 2)))
+        patched.setattr(preflight, "estimate", lambda *given, **more: replace(planned(*given, **more), hosted=(1, 2)))
         real = sft.shard_model
         patched.setattr(sft, "shard_model", lambda *given, **more: seen.append(more["on_host"]) or real(*given, **more))
         trains(mesh, place, output, keys, None)

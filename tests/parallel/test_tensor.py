@@ -8,16 +8,16 @@ from patch_models import batch, tiny
 from torch import nn
 
 from halfbyte.autograd.recompute import InPlace
-from halfbyte.errors import ModelError
 from halfbyte.formats import from_spec
 from halfbyte.generation import generate
 from halfbyte.layers import QuantizedLinear
-from halfbyte.models.head import causal_lm_loss, divide_vocabulary
-from halfbyte.models.patch import patch
-from halfbyte.models.products import check_products, divide_products
+from halfbyte.modeling.head import causal_lm_loss, divide_vocabulary
+from halfbyte.modeling.patch import patch
 from halfbyte.parallel import ALONE, clip_gradients, sum_gradients
-from halfbyte.parallel.reduce import cut_along
-from halfbyte.parallel.tensor import InSlices, part_of, whole_inside
+from halfbyte.parallel.reduction import cut_along
+from halfbyte.parallel.tensor.layers import InSlices, part_of, whole_inside
+from halfbyte.parallel.tensor.model import check_products, divide_products
+from halfbyte.utils.errors import ModelError
 
 pytestmark = pytest.mark.dist
 

@@ -6,7 +6,7 @@ import shutil
 import pytest
 from whole import configured, run, write_place
 
-from halfbyte.train.sft import train
+from halfbyte.train.run import train
 
 pytestmark = pytest.mark.dist
 

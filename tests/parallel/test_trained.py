@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from halfbyte.memory import trained
-from halfbyte.memory.trained import Sliced, Whole, trained_units
 from halfbyte.optim import OPTIMIZERS
 from halfbyte.parallel import ALONE
+from halfbyte.parallel.shard import trained
+from halfbyte.parallel.shard.trained import Sliced, Whole, trained_units
 
 pytestmark = pytest.mark.dist
 

@@ -6,7 +6,7 @@ import re
 import pytest
 from whole import configured, run, write_place
 
-from halfbyte.train.sft import train
+from halfbyte.train.run import train
 
 pytestmark = pytest.mark.dist
 
@@ -71,7 +71,7 @@ def test_a_step_that_cannot_be_dealt(place, alone, two, tmp_path):
 
 
 def test_another_accumulation_on_as_many_is_refused(place, alone):
-    from halfbyte.errors import ConfigError
+    from halfbyte.utils.errors import ConfigError
 
     folder = alone.folder
     config = configured(place, folder, gradient_accumulation_steps=2, save_steps=2)

@@ -6,12 +6,12 @@ import torch.nn.functional as F
 from patch_models import batch, tiny
 
 from halfbyte.autograd.losses import linear_cross_entropy, linear_log_probs
-from halfbyte.errors import ModelError
 from halfbyte.generation import generate
-from halfbyte.models.head import causal_lm_loss, divide_vocabulary, token_log_probs, undivided
-from halfbyte.models.vocabulary import Vocabulary
+from halfbyte.modeling.head import causal_lm_loss, divide_vocabulary, token_log_probs, undivided
 from halfbyte.ops import IGNORE_INDEX
 from halfbyte.parallel import Mesh
+from halfbyte.parallel.tensor.vocabulary import Vocabulary
+from halfbyte.utils.errors import ModelError
 
 pytestmark = pytest.mark.dist
 
@@ -102,7 +102,7 @@ def test_four_processes(four, layout):
 
 
 def in_small_chunks(mesh, *arguments):
-    import halfbyte.models.vocabulary as module
+    import halfbyte.parallel.tensor.vocabulary as module
 
     whole = module.chunk_rows
     module.chunk_rows = lambda *_: 6

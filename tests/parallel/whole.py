@@ -9,7 +9,7 @@ from tokenizers import ByteLevelBPETokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from halfbyte.config import load_config
-from halfbyte.train.sft import train
+from halfbyte.train.run import train
 
 VOCABULARY = 272
 

@@ -14,20 +14,20 @@ import transformers
 from replayed import moving
 from torch import nn
 
-from halfbyte import notices
-from halfbyte.adapters import add_adapter, compute, no_input_casts
 from halfbyte.config import RunConfig
-from halfbyte.errors import ModelError
 from halfbyte.formats import Blockwise4
 from halfbyte.layers import Linear4bit
 from halfbyte.memory import host
 from halfbyte.memory.batches import Batches, Shape
+from halfbyte.modeling.adapters import add_adapter, compute, no_input_casts
 from halfbyte.ops.experts import multiplies_codes
 from halfbyte.optim import OPTIMIZERS
 from halfbyte.plan import shapes
 from halfbyte.plan.estimate import GIB, estimate
 from halfbyte.plan.ledger import Ledger
 from halfbyte.plan.shapes import ModelShapes
+from halfbyte.utils import notices
+from halfbyte.utils.errors import ModelError
 
 SHAPE = {
     "vocab_size": 515,
@@ -60,7 +60,7 @@ def tiny_config(family: str):
 
 
 def real_model(config: RunConfig, model_config, checkpointed: bool) -> nn.Module:
-    capped = getattr(model_config, "attn_logit_softcapping", None)  # eager, as `models.load` does: 5.17 takes sdpa
+    capped = getattr(model_config, "attn_logit_softcapping", None)  # eager, as `loading.load` does: 5.17 takes sdpa
     options = {"attn_implementation": "eager"} if capped else {}
     model = transformers.AutoModelForCausalLM.from_config(model_config, dtype=getattr(torch, config.dtype), **options)
     head = model.get_output_embeddings()

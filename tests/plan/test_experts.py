@@ -7,7 +7,6 @@ import torch
 import transformers
 
 from halfbyte.config import Parallel, RunConfig
-from halfbyte.errors import ConfigError
 from halfbyte.memory import host
 from halfbyte.memory.expert_offload import WINDOW
 from halfbyte.plan.estimate import MARGIN, estimate
@@ -15,6 +14,7 @@ from halfbyte.plan.experts import ANSWERING, while_answering
 from halfbyte.plan.memory_plan import GIB
 from halfbyte.plan.policy import LayerCost
 from halfbyte.plan.shapes import ModelShapes
+from halfbyte.utils.errors import ConfigError
 
 LAYERS = 6
 SHAPE = {

@@ -5,15 +5,15 @@ import torch
 import transformers
 from replayed import moving
 
-from halfbyte.adapters import add_adapter
 from halfbyte.autograd.losses import linear_cross_entropy
 from halfbyte.config import RunConfig
-from halfbyte.errors import ModelError
 from halfbyte.formats import named
 from halfbyte.memory.batches import Batches, Shape
+from halfbyte.modeling.adapters import add_adapter
 from halfbyte.plan.estimate import GIB, estimate
 from halfbyte.plan.ledger import Ledger
 from halfbyte.qat.model import fake_quantize_linears
+from halfbyte.utils.errors import ModelError
 
 WIDE = transformers.LlamaConfig(
     vocab_size=115,

@@ -11,8 +11,8 @@ from halfbyte.cli.meshes import BESIDE, _line
 from halfbyte.config import Parallel, RunConfig, Sliced
 from halfbyte.config.combinations import layouts, obstacle
 from halfbyte.memory.batches import Batches
-from halfbyte.models.products import divide_products
 from halfbyte.parallel import Mesh
+from halfbyte.parallel.tensor.model import divide_products
 from halfbyte.plan.cards import H200, card_named, card_of_memory
 from halfbyte.plan.estimate import GIB, estimate
 from halfbyte.plan.meshes import Device, Meshes, Option

@@ -9,7 +9,6 @@ import torch
 import transformers
 
 from halfbyte.config import RunConfig
-from halfbyte.errors import ConfigError
 from halfbyte.formats import Blockwise4
 from halfbyte.generation import Rollouts, Sampling
 from halfbyte.layers import Linear4bit
@@ -18,6 +17,7 @@ from halfbyte.ops.delta_rule import AT_ONCE
 from halfbyte.plan.estimate import GIB, estimate
 from halfbyte.plan.rollouts import _of_rule
 from halfbyte.plan.shapes import ModelShapes
+from halfbyte.utils.errors import ConfigError
 
 LLAMA_8B = transformers.LlamaConfig(
     hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,

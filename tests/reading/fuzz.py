@@ -18,7 +18,7 @@ from halfbyte.config.yaml import read_mapping
 from halfbyte.data.chat import ChatTemplate
 from halfbyte.data.formats import documents, recognise
 from halfbyte.data.sources import read_sources
-from halfbyte.errors import HalfbyteError
+from halfbyte.utils.errors import HalfbyteError
 
 SECONDS, BYTES = 1.0, 2**30  # a case's most
 

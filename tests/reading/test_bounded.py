@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from halfbyte.errors import DataError
 from halfbyte.reading import bounded
 from halfbyte.reading.bounded import Bounded, Failure
+from halfbyte.utils.errors import DataError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits need fork")
 

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from halfbyte.adapters import place_adapter, saved_adapter_config
 from halfbyte.config import Origin
-from halfbyte.errors import HalfbyteError
-from halfbyte.models.find import find_model
-from halfbyte.notices import silent
+from halfbyte.loading.find import find_model
+from halfbyte.modeling.adapters import place_adapter, saved_adapter_config
 from halfbyte.reading.tensors import ADAPTER, ADAPTER_CONFIG, check_checkpoint, read_tensors
+from halfbyte.utils.errors import HalfbyteError
+from halfbyte.utils.notices import silent
 
 FEW, MANY = 200, int(os.environ.get("HALFBYTE_FUZZ", "10000"))
 SECONDS, MEBIBYTES = 1.0, 1024  # of one input; CPU time, for the machine may be busy

@@ -6,8 +6,8 @@ import gguf
 import numpy as np
 import pytest
 
-from halfbyte.errors import CheckpointError
 from halfbyte.reading.gguf import read_head
+from halfbyte.utils.errors import CheckpointError
 
 U32, TEXT, ARRAY = 4, 8, 9
 HUGE = 2**62

@@ -7,9 +7,9 @@ import socket
 
 import pytest
 
-from halfbyte.errors import CheckpointError, ConfigError, DataError
 from halfbyte.reading import look, open_bytes, open_text, parse_json, read_json, read_text, why
-from halfbyte.words import brief, cut, json_line, visible
+from halfbyte.utils.errors import CheckpointError, ConfigError, DataError
+from halfbyte.utils.text import brief, cut, json_line, visible
 
 
 def _pipe(path):

@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from halfbyte.errors import CheckpointError
 from halfbyte.reading.model_config import read_config, read_generation_config
 from halfbyte.reading.tensors import (
     check_checkpoint,
@@ -17,6 +16,7 @@ from halfbyte.reading.tensors import (
     read_tensors,
     safetensors_files,
 )
+from halfbyte.utils.errors import CheckpointError
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 import pytest
 
-from halfbyte.errors import ConfigError, DataError
-from halfbyte.rewards import RewardSpec, check_columns, read_specs
+from halfbyte.rl.rewards import RewardSpec, check_columns, read_specs
+from halfbyte.utils.errors import ConfigError, DataError
 
 TEST = {"input": "1", "output": "2"}
 CODE = [RewardSpec("code", options={"column": "tests"}, kind="code")]

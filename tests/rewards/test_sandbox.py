@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from halfbyte.rewards import sandbox
-from halfbyte.rewards.sandbox import Limits, run
+from halfbyte.rl.rewards import sandbox
+from halfbyte.rl.rewards.sandbox import Limits, run
 
 pytestmark = pytest.mark.skipif(sandbox.obstacle() is not None, reason=f"no sandbox here: {sandbox.obstacle()}")
 
@@ -169,7 +169,7 @@ def test_killing_everybody():
 
 def test_the_parent_s_death_is_the_sandbox_s():
     """Killed with SIGKILL, whoever runs a program leaves nothing behind."""
-    script = "from halfbyte.rewards.sandbox import Limits, run\nrun('import time; time.sleep(600)', b'', Limits(600))"
+    script = "from halfbyte.rl.rewards.sandbox import Limits, run\nrun('import time; time.sleep(600)', b'', Limits(600))"
     process = subprocess.Popen([sys.executable, "-c", script])
     end = time.monotonic() + 20
     while not (inside := psutil.Process(process.pid).children(recursive=True)) or len(inside) < 4:

@@ -5,10 +5,10 @@ import time
 
 import pytest
 
-from halfbyte.errors import ConfigError, TrainingError
-from halfbyte.notices import said
-from halfbyte.rewards import Rewards, named, read_specs
-from halfbyte.rewards.score import BATCHES
+from halfbyte.rl.rewards import Rewards, named, read_specs
+from halfbyte.rl.rewards.score import BATCHES
+from halfbyte.utils.errors import ConfigError, TrainingError
+from halfbyte.utils.notices import said
 
 FUNCTIONS = """
 import asyncio, os, sys, time

@@ -12,13 +12,13 @@ from serve_tiny import CONTEXT, random_adapter
 from starlette.testclient import TestClient
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from halfbyte.errors import CheckpointError, ConfigError
 from halfbyte.generation import generate
 from halfbyte.generation.text import Piece
 from halfbyte.serve.app import Endpoints, application
 from halfbyte.serve.guard import LOCAL
 from halfbyte.serve.model import Limits, load
 from halfbyte.serve.requests import ChatRequest
+from halfbyte.utils.errors import CheckpointError, ConfigError
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}

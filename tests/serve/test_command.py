@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from halfbyte.cli import serve as command
-from halfbyte.errors import ConfigError
+from halfbyte.utils.errors import ConfigError
 
 
 def test_a_process_answers_and_leaves_in_the_middle_of_a_request(base_folder, adapters):

@@ -10,9 +10,9 @@ from serve_tiny import CONTEXT
 from halfbyte import chat as chatting
 from halfbyte.chat import chat
 from halfbyte.cli.generate import answer_file
-from halfbyte.errors import CheckpointError, ConfigError, DataError
 from halfbyte.generation import Sampling
 from halfbyte.runs.saved import Place, load_saved
+from halfbyte.utils.errors import CheckpointError, ConfigError, DataError
 
 GREEDY = {"compare_base": False, "max_new_tokens": 4, "temperature": 0.0}
 

@@ -6,11 +6,11 @@ import pytest
 from starlette.testclient import TestClient
 
 from halfbyte.cli import serve as command
-from halfbyte.errors import ConfigError
 from halfbyte.serve import guard, run
 from halfbyte.serve.app import Endpoints, application
 from halfbyte.serve.guard import LOCAL, Access, access_to
 from halfbyte.serve.model import load
+from halfbyte.utils.errors import ConfigError
 
 CHAT, MODELS = "/v1/chat/completions", "/v1/models"
 HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}

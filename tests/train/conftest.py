@@ -8,7 +8,7 @@ from tiny_runs import tiny_llama
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast
 
-from halfbyte.files import write_text
+from halfbyte.utils.files import write_text
 
 
 @pytest.fixture(scope="session")

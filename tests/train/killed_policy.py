@@ -25,11 +25,11 @@ from recorded import lines, timeless
 
 from halfbyte.config import load_config
 from halfbyte.generation.paged import PagedDecoder
-from halfbyte.rewards.process import RewardProcess
+from halfbyte.rl.rewards.process import RewardProcess
 from halfbyte.train import checkpoint as checkpoints
 from halfbyte.train import loop as loops
 from halfbyte.train.metrics import MetricsFile
-from halfbyte.train.sft import train
+from halfbyte.train.run import train
 from halfbyte.train.stepper import Stepper
 
 # What is counted, and where a run is killed: as the n-th of these begins (or has been asked for, of rewards).

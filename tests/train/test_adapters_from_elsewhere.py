@@ -16,13 +16,13 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from halfbyte import notices
 from halfbyte.config import load_config
-from halfbyte.errors import CheckpointError
 from halfbyte.export.merge import merge
-from halfbyte.models.load import load_model
+from halfbyte.loading.load import load_model
 from halfbyte.runs.saved import load_saved
-from halfbyte.train.sft import train
+from halfbyte.train.run import train
+from halfbyte.utils import notices
+from halfbyte.utils.errors import CheckpointError
 
 IDS = torch.arange(5, 25)[None]
 FLOAT = ["dtype=float32", "load_in_4bit=false", "device=cpu"]

@@ -17,17 +17,17 @@ from peft import PeftModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from whole_runs import VOCABULARY, write_model, write_rows
 
-from halfbyte import families
-from halfbyte.architectures import auto_class
 from halfbyte.config import load_config, resolve
 from halfbyte.data.prepare import prepare
-from halfbyte.errors import HalfbyteError
 from halfbyte.formats import names
 from halfbyte.layers.expert_adapters import run_beside
-from halfbyte.models.find import find_model
-from halfbyte.models.load import load_model, load_tokenizer
+from halfbyte.loading.find import find_model
+from halfbyte.loading.load import load_model, load_tokenizer
+from halfbyte.modeling import families
+from halfbyte.modeling.architectures import auto_class
 from halfbyte.qat.model import quantize_trained, round_merged
-from halfbyte.train.sft import train
+from halfbyte.train.run import train
+from halfbyte.utils.errors import HalfbyteError
 
 STEPS = 30
 SAME = 0.01  # relative; 16-bit forwards of other kernels, averaged over some 600 tokens

@@ -12,11 +12,11 @@ import pytest
 import torch
 from tiny_runs import losses, make_loop, rows, run_config
 
-from halfbyte import files, notices
 from halfbyte.config import RunConfig
-from halfbyte.errors import CheckpointError, ConfigError, TrainingError
 from halfbyte.train import checkpoint as checkpoints
 from halfbyte.train.metrics import MetricsFile
+from halfbyte.utils import files, notices
+from halfbyte.utils.errors import CheckpointError, ConfigError, TrainingError
 
 KEYS = {"num_train_epochs": 3, "gradient_accumulation_steps": 3, "per_device_train_batch_size": 2, "save_steps": 3}
 

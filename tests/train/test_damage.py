@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from tiny_runs import make_loop, run_config
 
-from halfbyte import notices
 from halfbyte.config import load_config
-from halfbyte.errors import CheckpointError, ConfigError
 from halfbyte.runs import manifest
 from halfbyte.train import checkpoint as checkpoints
-from halfbyte.train.sft import train
+from halfbyte.train.run import train
+from halfbyte.utils import notices
+from halfbyte.utils.errors import CheckpointError, ConfigError
 
 FILES = [
     "adapter_config.json", "adapter_model.safetensors", "halfbyte.json", "optimizer.pt", "rng_state.pth",

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from whole_runs import VOCABULARY, write_model, write_rows
 
 from halfbyte.cli import main
-from halfbyte.models.load import load_model
+from halfbyte.loading.load import load_model
 
 KEYS = {"vocab_size": VOCABULARY, "pad_token_id": 1, "eos_token_id": 0, "bos_token_id": None}
 

@@ -1,6 +1,6 @@
 """Seeded runs of what meets: methods × families × formats × options × resuming × merging, on tiny models.
 
-A seed draws one run. It must end well, or be refused by an error of `halfbyte.errors` before its first step; a resumed
+A seed draws one run. It must end well, or be refused by an error of `halfbyte.utils.errors` before its first step; a resumed
 run must end with the bytes of one that was not interrupted. `HALFBYTE_FUZZ=first:last` chooses seeds by hand.
 """
 
@@ -11,11 +11,11 @@ import pytest
 from safetensors.torch import load_file
 
 from benchmarks.tiny_cases import FAMILIES, FORMATS, METHODS, OPTIONS, Case, Place
-from halfbyte import notices
 from halfbyte.config import load_config
-from halfbyte.errors import HalfbyteError
 from halfbyte.export.merge import merge
-from halfbyte.train.sft import train
+from halfbyte.train.run import train
+from halfbyte.utils import notices
+from halfbyte.utils.errors import HalfbyteError
 
 SEEDS = 2000
 TOGETHER = 20  # seeds of a test

@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 
 from halfbyte.cli import app
 from halfbyte.config import load_config
-from halfbyte.errors import ConfigError, DataError
 from halfbyte.evaluate import evaluate
-from halfbyte.train.prepare import prepare_run
-from halfbyte.train.sft import train
+from halfbyte.train.preflight import prepare_run
+from halfbyte.train.run import train
+from halfbyte.utils.errors import ConfigError, DataError
 
 PT = {"format": "pt"}
 

@@ -8,11 +8,11 @@ import torch
 from graph_stand_in import StandIn
 from torch import nn
 
-from halfbyte import notices
-from halfbyte.errors import TrainingError
-from halfbyte.hardware import free_cached_memory
 from halfbyte.train import gradients, graph
 from halfbyte.train.graph import GraphedBackward, GraphedStep
+from halfbyte.utils import notices
+from halfbyte.utils.errors import TrainingError
+from halfbyte.utils.hardware import free_cached_memory
 
 
 def training(waits=False):

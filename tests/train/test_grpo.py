@@ -12,17 +12,17 @@ from recorded import lines, records_of
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from halfbyte import notices
 from halfbyte.cli import app
 from halfbyte.config import load_config
-from halfbyte.errors import ConfigError, TrainingError
 from halfbyte.evaluate import evaluate
+from halfbyte.rl.importance import Mismatch
+from halfbyte.rl.rollouts import Generations
+from halfbyte.rl.statistics import passes
 from halfbyte.train import checkpoint as checkpoints
-from halfbyte.train.generations import Generations
 from halfbyte.train.loop import TrainingLoop
-from halfbyte.train.mismatch import Mismatch
-from halfbyte.train.rewarded import passes
-from halfbyte.train.sft import finetune, train
+from halfbyte.train.run import finetune, train
+from halfbyte.utils import notices
+from halfbyte.utils.errors import ConfigError, TrainingError
 
 REWARD = '''
 def letters(prompts, completions, completion_ids, kind, **columns):
@@ -312,7 +312,7 @@ def test_a_function_that_hangs_and_one_that_gives_nonsense(prompts, tmp_path):
 def test_what_is_refused_before_anything_runs(prompts, tmp_path, more, why):
     with pytest.raises(Exception, match=why) as raised:
         run(prompts, tmp_path / "out", **more)
-    assert type(raised.value).__module__ == "halfbyte.errors"
+    assert type(raised.value).__module__ == "halfbyte.utils.errors"
 
 
 def test_rewards_are_tried_before_a_run(prompts, tmp_path):
@@ -356,7 +356,7 @@ def test_checked_and_not_evaluated_by_a_loss(prompts, tmp_path):
 def test_the_mismatch_is_corrected_for_once_it_is_large(prompts, tmp_path, monkeypatch):
     """auto: the ratios of a step decide of the next generation, and what is on stays on; said once."""
     notices.forget()
-    monkeypatch.setattr("halfbyte.train.mismatch.OFF", 0.5)
+    monkeypatch.setattr("halfbyte.rl.importance.OFF", 0.5)
     own, shares = Mismatch.saw, iter([0.6, 0.0, 0.0])
 
     def saw(self, sums, counts):
@@ -438,7 +438,7 @@ def test_evaluated_by_the_answers_that_pass(prompts, tmp_path):
 
 
 def test_a_reward_that_says_nothing_is_said(prompts, tmp_path, monkeypatch):
-    monkeypatch.setattr("halfbyte.train.answered.SAME", 2)
+    monkeypatch.setattr("halfbyte.rl.rollout_batch.SAME", 2)
     notices.forget()
     file = tmp_path / "silent.py"
     file.write_text("def silent(completions, **columns): return [None] * len(completions)\n")

@@ -17,14 +17,14 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
-from halfbyte.adapters import add_adapter
+from halfbyte.auxiliary.reward_model import judging
 from halfbyte.cli import app
 from halfbyte.config import load_config
-from halfbyte.errors import ConfigError, HalfbyteError
-from halfbyte.rewards import Rewards, read_specs
-from halfbyte.train.judging import judging
-from halfbyte.train.prepare import prepare_run
-from halfbyte.train.sft import train
+from halfbyte.modeling.adapters import add_adapter
+from halfbyte.rl.rewards import Rewards, read_specs
+from halfbyte.train.preflight import prepare_run
+from halfbyte.train.run import train
+from halfbyte.utils.errors import ConfigError, HalfbyteError
 
 PT = {"format": "pt"}
 

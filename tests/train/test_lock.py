@@ -12,13 +12,13 @@ import time
 
 import pytest
 
-from halfbyte import notices
 from halfbyte.config import load_config
-from halfbyte.errors import ConfigError
-from halfbyte.processes import Process
 from halfbyte.runs import lock
 from halfbyte.runs.lock import run_lock
-from halfbyte.train import look_over, sft
+from halfbyte.train import preflight_paths, run
+from halfbyte.utils import notices
+from halfbyte.utils.errors import ConfigError
+from halfbyte.utils.processes import Process
 
 HOST = socket.gethostname()
 
@@ -50,11 +50,11 @@ def test_a_second_run_is_refused_and_the_first_is_named(tmp_path):
 
 
 def test_train_is_refused_before_it_looks_at_anything(tmp_path, monkeypatch):
-    monkeypatch.setattr(sft, "open_run", lambda *_: pytest.fail("it began"))
-    monkeypatch.setattr(look_over, "look_over_inputs", lambda *_: pytest.fail("it began"))
+    monkeypatch.setattr(run, "open_run", lambda *_: pytest.fail("it began"))
+    monkeypatch.setattr(preflight_paths, "look_over_inputs", lambda *_: pytest.fail("it began"))
     config = load_config(None, {"model_name_or_path": "m", "dataset": "d", "output_dir": str(tmp_path / "out")})
     with run_lock(tmp_path / "out"), pytest.raises(ConfigError, match="is writing into"):
-        sft.train(config)
+        run.train(config)
 
 
 def test_a_killed_run_leaves_nothing_that_stops_the_next(tmp_path):

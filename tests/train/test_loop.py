@@ -10,12 +10,12 @@ from datasets import Dataset
 from tiny_runs import collate, losses, make_loop, rows, run_config, tiny_llama
 from transformers import Trainer, set_seed
 
-from halfbyte.adapters import add_adapter
-from halfbyte.errors import ConfigError, TrainingError
+from halfbyte.modeling.adapters import add_adapter
 from halfbyte.parallel import ALONE
 from halfbyte.train import stepper
-from halfbyte.train.arguments import total_steps, training_arguments
-from halfbyte.train.rows import batches
+from halfbyte.train.callback_arguments import total_steps, training_arguments
+from halfbyte.train.sampler import batches
+from halfbyte.utils.errors import ConfigError, TrainingError
 
 
 def trained_weights(loop):

@@ -10,12 +10,12 @@ from typer.testing import CliRunner
 
 from halfbyte.cli import app
 from halfbyte.config import load_config
-from halfbyte.errors import ConfigError, DataError
 from halfbyte.evaluate import evaluate
 from halfbyte.methods import METHODS, Method, Metric, Numbers
-from halfbyte.models.head import IGNORE_INDEX, backbone_inputs, token_log_probs
+from halfbyte.modeling.head import IGNORE_INDEX, backbone_inputs, token_log_probs
 from halfbyte.train.metrics import Window
-from halfbyte.train.sft import finetune
+from halfbyte.train.run import finetune
+from halfbyte.utils.errors import ConfigError, DataError
 
 SHOWN = (Metric("loss", "weighted loss", ".5f", over="weights"), Metric("plain", "plain loss"))
 

@@ -7,9 +7,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from halfbyte.config import load_config
-from halfbyte.errors import ConfigError
-from halfbyte.train import sft
-from halfbyte.train.on_ray import train_on_ray
+from halfbyte.train import run
+from halfbyte.train.ray import train_on_ray
+from halfbyte.utils.errors import ConfigError
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def asked(monkeypatch):
     torch.TorchConfig, torch.TorchTrainer = lambda **keys: SimpleNamespace(**keys), TorchTrainer
     for name, module in (("ray", ModuleType("ray")), ("ray.train", train), ("ray.train.torch", torch)):
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(sft, "train", lambda config, resume: found.update(trained=config, resume=resume))
+    monkeypatch.setattr(run, "train", lambda config, resume: found.update(trained=config, resume=resume))
     return found
 
 

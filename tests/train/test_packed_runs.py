@@ -9,10 +9,10 @@ from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from halfbyte.config import load_config
-from halfbyte.errors import ConfigError
 from halfbyte.evaluate import evaluate
-from halfbyte.files import write_text
-from halfbyte.train.sft import train
+from halfbyte.train.run import train
+from halfbyte.utils.errors import ConfigError
+from halfbyte.utils.files import write_text
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 

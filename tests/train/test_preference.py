@@ -8,12 +8,12 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from halfbyte.cli import app
-from halfbyte.errors import ConfigError, TrainingError
 from halfbyte.evaluate import evaluate
 from halfbyte.methods import method_of
 from halfbyte.methods.answers import score
 from halfbyte.runs.saved import load_saved
-from halfbyte.train.sft import finetune
+from halfbyte.train.run import finetune
+from halfbyte.utils.errors import ConfigError, TrainingError
 
 NUMBERS = ("chosen", "rejected", "accuracies", "margins")
 

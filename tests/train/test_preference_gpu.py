@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from whole_runs import VOCABULARY, WORDS, write_model
 
-from halfbyte.train.sft import finetune
+from halfbyte.train.run import finetune
 
 pytestmark = pytest.mark.gpu
 

@@ -14,20 +14,20 @@ from test_sft import keys, run
 from tiny_runs import rows
 from transformers.modeling_utils import AttentionInterface
 
-from halfbyte import notices
 from halfbyte.config import load_config
 from halfbyte.data.batches import largest_id, longest_row
-from halfbyte.errors import CheckpointError, ConfigError, ModelError
+from halfbyte.loading.load import check_attention
 from halfbyte.memory.batches import Batches
-from halfbyte.models.limits import check_positions, check_token_ids
-from halfbyte.models.load import check_attention
+from halfbyte.modeling.limits import check_positions, check_token_ids
 from halfbyte.optim import OPTIMIZERS, Optimizer
 from halfbyte.plan.advice import check_fits
 from halfbyte.runs.inputs import look_over_output
 from halfbyte.runs.lock import check_free, run_lock
-from halfbyte.train import sft
-from halfbyte.train.prepare import prepare_run
-from halfbyte.train.rehearsal import trackers, try_optimizer
+from halfbyte.train import run as sft
+from halfbyte.train.dry_run import trackers, try_optimizer
+from halfbyte.train.preflight import prepare_run
+from halfbyte.utils import notices
+from halfbyte.utils.errors import CheckpointError, ConfigError, ModelError
 
 CPU = torch.device("cpu")
 

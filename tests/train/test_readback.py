@@ -9,9 +9,9 @@ from tiny_runs import losses, make_loop, rows, run_config
 from torch import nn
 from transformers import TrainerCallback
 
-from halfbyte import notices
-from halfbyte.errors import TrainingError
 from halfbyte.train import readback
+from halfbyte.utils import notices
+from halfbyte.utils.errors import TrainingError
 
 FUSED, PLAIN = "adamw_torch_fused", "adamw_torch"
 FOUR = {"per_device_train_batch_size": 4}

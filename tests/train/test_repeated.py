@@ -9,7 +9,7 @@ import torch
 from tiny_runs import tiny_llama
 from whole_runs import VOCABULARY, write_model, write_rows
 
-from halfbyte.train import sft
+from halfbyte.train import run as sft
 
 RUNS = 10
 MIB = 2**20

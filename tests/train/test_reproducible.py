@@ -25,14 +25,14 @@ from transformers import (
 from halfbyte.autograd.attention import DIFFERS
 from halfbyte.config import RunConfig, load_config
 from halfbyte.data.prepare import PreparedData
-from halfbyte.errors import ConfigError, TrainingError
-from halfbyte.files import write_json
-from halfbyte.models.patch import PatchReport
-from halfbyte.notices import forget, notice
+from halfbyte.modeling.patch import PatchReport
 from halfbyte.train.checkpoint import STATE, check_same_run
-from halfbyte.train.prepare import lengths_worth_plans
-from halfbyte.train.reproducible import repeatable, verdict
-from halfbyte.train.sft import train
+from halfbyte.train.determinism import repeatable, verdict
+from halfbyte.train.preflight import lengths_worth_plans
+from halfbyte.train.run import train
+from halfbyte.utils.errors import ConfigError, TrainingError
+from halfbyte.utils.files import write_json
+from halfbyte.utils.notices import forget, notice
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read with a process's first product; torch asks for it
 
@@ -132,7 +132,7 @@ KILLED = """
     import json, os, signal, sys
     from halfbyte.config import load_config
     from halfbyte.train import metrics
-    from halfbyte.train.sft import train
+    from halfbyte.train.run import train
     append = metrics.MetricsFile.append
     def and_kill(self, record):
         append(self, record)

@@ -9,9 +9,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 from whole_runs import VOCABULARY, write_model, write_rows
 
 from halfbyte.config import load_config
-from halfbyte.notices import forget
-from halfbyte.notices import said as said_by_now
-from halfbyte.train import sft
+from halfbyte.train import run
+from halfbyte.utils.notices import forget
+from halfbyte.utils.notices import said as said_by_now
 
 pytestmark = pytest.mark.gpu
 
@@ -85,7 +85,7 @@ class Watch(TrainerCallback):
 
     def on_step_end(self, args, state, control, model=None, **keys):
         if state.global_step % 30 == 20:
-            sft._answers(self.job.prepared, self.loop)
+            run._answers(self.job.prepared, self.loop)
         self.found.append(
             {
                 "allocated": torch.cuda.memory_allocated(),
@@ -100,7 +100,7 @@ class Watch(TrainerCallback):
 def test_memory_of_many_lengths(place, tmp_path, monkeypatch, name):
     watches, registered = [], Registered(monkeypatch)
 
-    make = sft._loop
+    make = run._loop
 
     def watched(job, *arguments):
         loop = make(job, *arguments)
@@ -108,14 +108,14 @@ def test_memory_of_many_lengths(place, tmp_path, monkeypatch, name):
         loop.add_callback(watches[0])
         return loop
 
-    monkeypatch.setattr(sft, "_loop", watched)
+    monkeypatch.setattr(run, "_loop", watched)
     keys = {"per_device_train_batch_size": 4, "max_steps": STEPS, "eval_steps": 40, "eval_split_size": 8}
     keys |= {"max_length": LONGEST, "sample_prompts": 1, "sample_max_new_tokens": 8, "save_steps": STEPS}
     keys |= {"model_name_or_path": str(place / "model"), "dataset": str(place / "rows.jsonl"), "device": "cuda"}
     torch.cuda.empty_cache()
     forget()
     beside = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()  # what other tests of this process hold
-    sft.train(load_config(None, keys | {"output_dir": str(tmp_path / "out")} | CASES[name]))
+    run.train(load_config(None, keys | {"output_dir": str(tmp_path / "out")} | CASES[name]))
     memory = json.loads((tmp_path / "out" / "memory.json").read_text())
     planned, measured = memory["predicted"]["total"], memory["measured"]
     peak, reserved = measured["peak_bytes"] - beside[0], measured["reserved_bytes"] - beside[1]

@@ -8,12 +8,12 @@ import whole_runs
 from tiny_runs import VOCABULARY, run_config, tiny_llama
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from halfbyte import notices
-from halfbyte.adapters import add_adapter
 from halfbyte.config import load_config
 from halfbyte.generation import engine_cache
+from halfbyte.modeling.adapters import add_adapter
+from halfbyte.train.run import train
 from halfbyte.train.samples import Prompt, answer
-from halfbyte.train.sft import train
+from halfbyte.utils import notices
 
 
 class Numbers:

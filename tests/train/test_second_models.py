@@ -8,15 +8,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
+from halfbyte.auxiliary.reward_model import behind_answers, judging
 from halfbyte.config import load_config
-from halfbyte.errors import ConfigError
 from halfbyte.evaluate import evaluate
 from halfbyte.methods import method_of
 from halfbyte.methods.answers import as_adapter, in_eval_mode, score, turn_dropout_off
-from halfbyte.rewards import Rewards, read_specs
+from halfbyte.rl.rewards import Rewards, read_specs
 from halfbyte.runs.saved import load_saved
-from halfbyte.train.judging import behind_answers, judging
-from halfbyte.train.sft import finetune, train
+from halfbyte.train.run import finetune, train
+from halfbyte.utils.errors import ConfigError
 
 PT = {"format": "pt"}
 CHATML = (

@@ -10,14 +10,14 @@ from fake_vllm import FakeVllm, served
 from recorded import lines, timeless
 from safetensors.torch import load_file, save_file
 
-from halfbyte import notices
 from halfbyte.cli import main
 from halfbyte.config import load_config
-from halfbyte.errors import ConfigError, TrainingError
-from halfbyte.files import Aside
-from halfbyte.train.prepare import prepare_run
-from halfbyte.train.served import ServedRollouts
-from halfbyte.train.sft import train
+from halfbyte.rl.served import ServedRollouts
+from halfbyte.train.preflight import prepare_run
+from halfbyte.train.run import train
+from halfbyte.utils import notices
+from halfbyte.utils.errors import ConfigError, TrainingError
+from halfbyte.utils.files import Aside
 
 PT = {"format": "pt"}
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from halfbyte.memory.limit import FIRST_KERNELS
-from halfbyte.train import sft
+from halfbyte.train import run as sft
 
 GIB = 2**30
 

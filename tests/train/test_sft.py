@@ -17,12 +17,12 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from halfbyte.config import load_config
-from halfbyte.errors import ConfigError, DataError, ModelError, TrainingError
 from halfbyte.parallel import Mesh
-from halfbyte.train import sft
+from halfbyte.train import run as sft
 from halfbyte.train.checkpoint import starting_point
 from halfbyte.train.metrics import MetricsFile
-from halfbyte.train.sft import finetune, train
+from halfbyte.train.run import finetune, train
+from halfbyte.utils.errors import ConfigError, DataError, ModelError, TrainingError
 
 FILES = {
     "README.md", "checks.json", "config.resolved.yaml", "data_report.json", "environment.json",
@@ -184,7 +184,7 @@ KILLED = """
     import os, signal
     from halfbyte.config import load_config
     from halfbyte.train import metrics
-    from halfbyte.train.sft import train
+    from halfbyte.train.run import train
     append = metrics.MetricsFile.append
     def and_kill(self, record):
         append(self, record)

@@ -6,14 +6,14 @@ import torch
 from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
-from halfbyte.adapters import add_adapter
 from halfbyte.config import RunConfig
 from halfbyte.data.collate import PaddedCollator
-from halfbyte.hardware import chosen_device
-from halfbyte.models.patch import patch
-from halfbyte.train.arguments import training_arguments
+from halfbyte.modeling.adapters import add_adapter
+from halfbyte.modeling.patch import patch
+from halfbyte.train.callback_arguments import training_arguments
 from halfbyte.train.loop import TrainingLoop
 from halfbyte.train.metrics import MetricsFile
+from halfbyte.utils.hardware import chosen_device
 
 VOCABULARY = 64
 

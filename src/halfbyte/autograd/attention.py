@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..dispatch import on_compiler
-from ..notices import notice
 from ..ops.attention import Branches, Scores, Spans, attention, attention_backward, cudnn, rows_backward, spans
+from ..utils.notices import notice
 from .function import OnceFunction
 
 DIFFERS = "reproducible"  # the key of the notice that two runs may differ
@@ -277,7 +277,7 @@ def varying(
 
     Args:
         query: [B·T, Hq, D]; key, value: [B·T, Hk, D].
-        bounds: int32 [documents + 1], where each begins, as `models.attention.documents` gives them.
+        bounds: int32 [documents + 1], where each begins, as `modeling.attention.documents` gives them.
         longest: at least the tokens of the longest document.
         scale: of the scores; None: 1/√D.
         window: tokens that a token sees, itself among them.

@@ -100,7 +100,7 @@ def linear_generalized_jsd(
         teacher_hidden, teacher_weight: [N, K] and [V, K] of the teacher, who gets no gradient.
         beta: 0: KL(teacher ‖ student); 1: KL(student ‖ teacher); between them as in the paper.
         temperature: divides both models' logits.
-        head, teacher_head: scale of the products, and where there is one, softcap; see `models.head.Head`.
+        head, teacher_head: scale of the products, and where there is one, softcap; see `modeling.head.Head`.
 
     Returns:
         0-d sums over positions, fp32 (fp64 for fp64 input): of the divergence, differentiable, and of the student's

@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 
 from ..dispatch import on_compiler, to_compute_dtype
-from ..errors import ModelError
 from ..formats import Blockwise4
 from ..formats.stack import is_mxfp4
 from ..ops.experts import (
@@ -44,6 +43,7 @@ from ..ops.experts import (
     route,
 )  # fmt: skip
 from ..ops.experts_unit import Unit, expert_unit, expert_unit_backward_
+from ..utils.errors import ModelError
 from .function import OnceFunction
 from .lora import LoRA, gradient_dtype, is_quantized
 

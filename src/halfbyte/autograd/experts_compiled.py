@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ModelError
 from ..formats import from_spec
 from ..ops.experts import StackedWeight, route
 from ..ops.experts_unit import Unit
+from ..utils.errors import ModelError
 from .experts import Applied, ExpertWeights, Kept, backward_, forward
 from .lora import is_quantized
 

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..dispatch import on_compiler, to_compute_dtype
-from ..notices import notice
 from ..ops import int8 as ops
 from ..ops.rows import unviewed
+from ..utils.notices import notice
 from . import linear as _linear  # noqa: F401  defines quantized_linear_dx, the backward of both
 
 if TYPE_CHECKING:

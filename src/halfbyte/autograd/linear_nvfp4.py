@@ -21,11 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import ModelError
-from ..notices import notice
 from ..ops.e2m1 import codebook_e2m1, decode_scales
 from ..ops.fp8_scaling import Slot
 from ..ops.nvfp4 import BLOCK, ERRORS, Metric, quantize_nvfp4, rotate
+from ..utils.errors import ModelError
+from ..utils.notices import notice
 
 if TYPE_CHECKING:
     from ..tensor import QuantizedTensor

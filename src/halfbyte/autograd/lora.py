@@ -41,9 +41,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..dispatch import on_compiler, to_compute_dtype
-from ..errors import ModelError
 from ..ops.fp8_scaling import Codes, Slot
 from ..ops.lora_read import lora_read, summed
+from ..utils.errors import ModelError
 
 if TYPE_CHECKING:
     from ..tensor import QuantizedTensor
@@ -431,7 +431,7 @@ class Projections:
 
 
 def gradient_dtype(factor: Tensor) -> torch.dtype:
-    """A parameter may want its gradients wider than it is (`memory.trained`)."""
+    """A parameter may want its gradients wider than it is (`parallel.shard.trained`)."""
     return (factor.grad_dtype if factor.is_leaf else None) or factor.dtype
 
 

@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..dispatch import on_compiler, to_compute_dtype
-from ..errors import ModelError
 from ..ops import glu as ops
 from ..ops.fp8_scaling import Codes
 from ..ops.lora_glu import (
@@ -36,6 +35,7 @@ from ..ops.lora_glu import (
     lora_glu_backward_float8,
     lora_glu_float8,
 )
+from ..utils.errors import ModelError
 from .glu import glu
 from .lora import LoRA, Projections, State, check, composed, refuse_compiled, rows_of
 

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..dispatch import autocast_dtype
-from ..errors import ModelError
 from ..ops import IGNORE_INDEX
 from ..ops.cross_entropy import Objective
 from ..ops.losses import linear_cross_entropy_forward, linear_log_probs_backward
+from ..utils.errors import ModelError
 
 
 def or_empty(tensor: Tensor | None, like: Tensor) -> Tensor:

@@ -6,8 +6,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ..processes import end_with_launcher, was_launched
-from ..streams import settle_streams
+from ..utils.processes import end_with_launcher, was_launched
+from ..utils.streams import settle_streams
 from .app import app
 from .bytecode import keep_bytecode
 

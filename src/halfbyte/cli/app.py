@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from ..hardware import bound_cpu_primitives, let_segments_grow
+from ..utils.hardware import bound_cpu_primitives, let_segments_grow
 from .asked import check_option, check_order, finite, read_run
 from .exits import RUN_FOLDER, Commands
 

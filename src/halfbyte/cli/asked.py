@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ..errors import UsageError
+from ..utils.errors import UsageError
 
 if TYPE_CHECKING:
     from ..config import RunConfig

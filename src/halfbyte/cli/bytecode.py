@@ -14,8 +14,8 @@ import os
 import sys
 from pathlib import Path
 
-from ..errors import ConfigError
-from ..files import cache_folder
+from ..utils.errors import ConfigError
+from ..utils.files import cache_folder
 
 LARGEST = "torch"  # the library whose installation is looked at
 

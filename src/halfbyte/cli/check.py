@@ -7,8 +7,8 @@ import contextlib
 from rich.text import Text
 
 from ..config import RunConfig, resolve
-from ..console import Console
-from ..train.look_over import look_over_run
+from ..train.preflight_paths import look_over_run
+from ..utils.console import Console
 from .imports import quick_imports
 
 
@@ -20,13 +20,13 @@ def check_run(config: RunConfig) -> None:
     """
     look_over_run(config)
     with quick_imports():
-        from ..hardware import chosen_device
-        from ..notices import silent
         from ..parallel import present_mesh
-        from ..parallel.launch import layout_wanted
-        from ..parallel.ranks import is_rank
-        from ..train.agreement import check_agreement
-        from ..train.prepare import prepare_run
+        from ..parallel.launch.agreement import check_agreement
+        from ..parallel.launch.launcher import layout_wanted
+        from ..parallel.launch.ranks import is_rank
+        from ..train.preflight import prepare_run
+        from ..utils.hardware import chosen_device
+        from ..utils.notices import silent
 
     layout = layout_wanted(config)
     asked = resolve(config).parallel if is_rank() else None

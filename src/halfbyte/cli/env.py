@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from ..console import Console
+from ..utils.console import Console
 
 WIDE = 240  # columns of a table that goes into a file or a pipe
 
 
 def print_environment() -> None:
-    """Print what `halfbyte.environment.environment` finds, one line per fact."""
-    from ..environment import environment
-    from ..terminal import print_environment as show
+    """Print what `halfbyte.utils.environment.environment` finds, one line per fact."""
+    from ..utils.environment import environment
+    from ..utils.terminal import print_environment as show
 
     show(Console(), environment())
 
@@ -28,10 +28,10 @@ def print_kernels(name: str | None) -> None:
     """
     import torch
 
-    from ..errors import UsageError
-    from ..hardware import chosen_device
     from ..kernels.device import KNOWN, device_of
     from ..kernels.selection import choices
+    from ..utils.errors import UsageError
+    from ..utils.hardware import chosen_device
 
     if name is not None and name not in KNOWN:
         raise UsageError(f"--device {name} is not known", f"choose from {', '.join(KNOWN)}")

@@ -20,12 +20,12 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from ..errors import HalfbyteError, UsageError
-from ..hardware import is_out_of_memory
-from ..processes import was_launched
-from ..signals import Stopped, as_exceptions
-from ..streams import nobody_reads
-from ..words import visible
+from ..utils.errors import HalfbyteError, UsageError
+from ..utils.hardware import is_out_of_memory
+from ..utils.processes import was_launched
+from ..utils.signals import Stopped, as_exceptions
+from ..utils.streams import nobody_reads
+from ..utils.text import visible
 
 FAILED, WRONG_USAGE, UNREAD = 1, 2, 141
 TYPERS_USAGE_ERROR: Any = typer.BadParameter.__base__  # typer offers no name for it
@@ -81,7 +81,7 @@ def _answer(error: BaseException, meta: dict[str, Any]) -> int:
 
 def _left_to_launcher(said: HalfbyteError, error: BaseException, *, bug: bool) -> bool:
     """Whether who has started this process beside others says it, once for all of them."""
-    from ..parallel.ranks import leave_error
+    from ..parallel.launch.ranks import leave_error
 
     return leave_error(said, error, bug=bug)
 
@@ -98,7 +98,7 @@ def _known(error: BaseException) -> HalfbyteError | None:
     if isinstance(error, MemoryError) or ("torch" in sys.modules and is_out_of_memory(error)):
         return HalfbyteError("out of memory", "end other programs, or take a machine with more")
     if was_launched():
-        from ..parallel.ranks import lost_another
+        from ..parallel.launch.ranks import lost_another
 
         return lost_another(error)
     return None
@@ -115,7 +115,7 @@ def _say_stopped(stop: KeyboardInterrupt) -> int:
 
 def _speaks() -> bool:
     """Whether this process, of several, says what holds for all."""
-    from ..parallel.ranks import is_main_rank
+    from ..parallel.launch.ranks import is_main_rank
 
     return is_main_rank()
 
@@ -199,7 +199,7 @@ def _write_somewhere(text: str, run_folder: Path | None) -> Path | None:
     import tempfile
     import time
 
-    from ..files import cache_folder, write_text
+    from ..utils.files import cache_folder, write_text
 
     name = f"halfbyte-bug-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
     places = [lambda: run_folder if run_folder and run_folder.is_dir() else None, cache_folder, tempfile.gettempdir]
@@ -214,7 +214,7 @@ def print_error(error: HalfbyteError) -> None:
     """The message and its fix, on stderr."""
     from rich.text import Text
 
-    from ..console import Console
+    from ..utils.console import Console
 
     message = Text.assemble(("error: ", "bold red"), error.message)
     if error.fix:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..console import Console
-from ..errors import ConfigError, UsageError
 from ..runs.saved import look_up
-from ..words import one_line
+from ..utils.console import Console
+from ..utils.errors import ConfigError, UsageError
+from ..utils.text import one_line
 from .imports import quick_imports
 
 

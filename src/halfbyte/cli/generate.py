@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import DataError
 from ..reading import parse_json, read_text
-from ..words import json_line
+from ..utils.errors import DataError
+from ..utils.text import json_line
 from .imports import import_models
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from ..config.datasets import llamafactory_datasets
 from ..config.foreign import Ignored, Mapped, Refused, implied, overruled, translate, written_for
 from ..config.reading import key_of
 from ..config.yaml import Located, dump_value, read_mapping
-from ..errors import ConfigError
-from ..words import brief, cut, one_line
+from ..utils.errors import ConfigError
+from ..utils.text import brief, cut, one_line
 
 
 @dataclass

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 def import_models() -> None:
     """What loads a saved model and answers with it, quickly."""
     with quick_imports():
-        from .. import adapters  # noqa: F401
         from ..generation import run  # noqa: F401
-        from ..models import load  # noqa: F401
+        from ..loading import load  # noqa: F401
+        from ..modeling import adapters  # noqa: F401
 
 
 @contextlib.contextmanager

@@ -10,9 +10,9 @@ from ..config import SECTIONS, Parallel, RunConfig, load_config, resolve
 from ..config.methods import DEFAULTS
 from ..config.policy import DISTILLING, POLICY, SAMPLING, group_size
 from ..config.yaml import dump_value
-from ..errors import ConfigError, DataError, UsageError
 from ..methods import method_of
 from ..runs.inputs import look_over_inputs
+from ..utils.errors import ConfigError, DataError, UsageError
 from .imports import quick_imports
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ def starting_config(model: str, dataset: str, method: str = "sft", teacher: str 
     rows = method_of(base).rows
     look_over_inputs(base)
     with quick_imports():
-        from ..models.find import find_model
-        from ..models.load import load_tokenizer
+        from ..loading.find import find_model
+        from ..loading.load import load_tokenizer
         from ..plan.estimate import estimate  # noqa: F401  (used below; with PEFT)
 
     files = find_model(resolve(base).origin)
@@ -108,7 +108,7 @@ def _whole_groups(config: RunConfig, size: int) -> int:
 
 def _judged(base: RunConfig, data: PreparedData) -> tuple[RunConfig, list[str]]:
     """The configuration with rewards that fit the prompts' further columns, and a line that says which."""
-    from ..rewards.specs import first_entries
+    from ..rl.rewards.specs import first_entries
 
     entries, reason = first_entries(data.train[0]["columns"])
     return base.model_copy(update={"reward_funcs": entries}), [f"# reward_funcs: {reason}."]
@@ -120,7 +120,7 @@ def _packed(base: RunConfig, model_config: PretrainedConfig) -> tuple[RunConfig,
     A model has no weights yet, so a few small layers of its kinds are asked.
     """
     from ..data.collate import PackedCollator
-    from ..models.isolation import WORDS, isolate_like
+    from ..modeling.packing import WORDS, isolate_like
 
     packed = base.model_copy(update={"packing": True})
     try:
@@ -145,9 +145,9 @@ def _divided(
     """The configuration divided over the GPUs of this machine, as the plan of its shortest rows says, and a line with
     the reason; as it is, where there are not several."""
     from ..data.batches import batches_of
-    from ..hardware import free_bytes
     from ..plan.cards import card_of
     from ..plan.meshes import Device, Meshes
+    from ..utils.hardware import free_bytes
 
     devices = _devices()
     if len(devices) < 2:
@@ -167,7 +167,7 @@ def _devices() -> list[torch.device]:
     """The devices that a run here would be divided over."""
     import torch
 
-    from ..hardware import best_device
+    from ..utils.hardware import best_device
 
     best = best_device()
     return (
@@ -195,7 +195,7 @@ def _prepared(
 
 def _lengths(model_config: PretrainedConfig) -> list[int]:
     """Row lengths to choose from, the longest first."""
-    from ..hardware import best_device
+    from ..utils.hardware import best_device
 
     limit = getattr(model_config.get_text_config(), "max_position_embeddings", None) or LENGTHS[0]
     lengths = CPU_LENGTHS if best_device().type == "cpu" else LENGTHS
@@ -207,10 +207,10 @@ def _largest(
 ) -> tuple[dict[str, Any], MemoryPlan]:
     """The longest rows that fit and that the data fill, then the most of them at once; and their plan."""
     from ..data.batches import batches_of, longest_row
-    from ..hardware import best_device
     from ..plan.advice import first_that_fits
     from ..plan.estimate import estimate
     from ..plan.shapes import ModelShapes
+    from ..utils.hardware import best_device
 
     device, layout = best_device(), resolve(base).parallel or Parallel()
     shapes, ways = ModelShapes(base, model_config, device), layout.data * layout.shard

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..console import Console
-from ..errors import UsageError
 from ..runs.saved import find_trained
-from ..words import one_line
+from ..utils.console import Console
+from ..utils.errors import UsageError
+from ..utils.text import one_line
 from .imports import quick_imports
 
 BASES = ("auto", "original", "dequantized")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..config import Parallel, RunConfig, resolve
-from ..console import Console
-from ..errors import ConfigError
-from ..train.look_over import look_over_run
-from ..words import one_line
+from ..train.preflight_paths import look_over_run
+from ..utils.console import Console
+from ..utils.errors import ConfigError
+from ..utils.text import one_line
 from .imports import quick_imports
 
 if TYPE_CHECKING:
@@ -82,9 +82,9 @@ def _gib(device: Any) -> float:
 def _inputs(config: RunConfig, device: Device) -> tuple[Any, Any]:
     """The model's config, and the micro-batches of a configuration."""
     from ..data.batches import batches_of
+    from ..loading.find import find_model
+    from ..loading.load import load_tokenizer
     from ..methods import method_of
-    from ..models.find import find_model
-    from ..models.load import load_tokenizer
 
     files = find_model(resolve(config).origin)
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
@@ -102,7 +102,7 @@ def _table(console: Console, meshes: Meshes, gpus: int, device: Device) -> None:
 
 def _line(option: Option) -> str:
     """What one GPU holds by part, what is gathered, and the seconds of a step."""
-    from ..terminal import MEMORY_PARTS, size
+    from ..utils.terminal import MEMORY_PARTS, size
 
     plan, name = option.plan, str(option.layout)
     if plan is None:

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import Origin, resolve
 from ..config.yaml import dump_mapping
-from ..errors import ConfigError, DataError, ModelError, UsageError
-from ..models.find import find_model, look_over
+from ..loading.find import find_model, look_over
 from ..runs.inputs import look_over_datasets
 from ..runs.saved import find, saved_config
+from ..utils.errors import ConfigError, DataError, ModelError, UsageError
 from .imports import import_models
 
 if TYPE_CHECKING:
-    from ..models.mixed import Mixture
+    from ..loading.mixed_formats import Mixture
 
 TOGETHER = 8  # rows of a forward without gradients
 HELD_BACK = 8192  # tokens to compare on, at least: with 2,048 chance took nf4 (+0.022 nats) for a mixture of +0.008
@@ -46,9 +46,9 @@ def mix_formats(
     import_models()
     from ..data.calibration import ROW, batched, packed_rows
     from ..data.collate import make_collator
-    from ..models.isolation import isolate_run
-    from ..models.load import load_model, load_tokenizer
-    from ..models.mixed import best, measure
+    from ..loading.load import load_model, load_tokenizer
+    from ..loading.mixed_formats import best, measure
+    from ..modeling.packing import isolate_run
 
     candidates = _candidates(formats)
     config = saved_config(place, [f"max_length={ROW}", "packing=true", "load_in_4bit=false"], dataset)

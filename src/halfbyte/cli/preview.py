@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from ..config import RunConfig, resolve
-from ..console import Console, coloured
 from ..ops import IGNORE_INDEX
 from ..runs.inputs import look_over_inputs
-from ..words import brief
+from ..utils.console import Console, coloured
+from ..utils.text import brief
 from .imports import quick_imports
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ def preview_rows(config: RunConfig, count: int) -> None:
     look_over_inputs(config)
     with quick_imports():
         from ..data.prepare_answers import prepare_answers
+        from ..loading.load import load_tokenizer
         from ..methods import method_of
-        from ..models.load import load_tokenizer
 
     tokenizer = load_tokenizer(resolve(config).origin, chat_template_path=config.chat_template_path)
     method = method_of(config)

@@ -13,10 +13,10 @@ from rich.text import Text
 
 from ..config import RunConfig, resolve
 from ..config.policy import DISTILLING
-from ..console import Console
-from ..errors import UsageError
 from ..runs.inputs import look_over_inputs
-from ..words import visible
+from ..utils.console import Console
+from ..utils.errors import UsageError
+from ..utils.text import visible
 from .imports import quick_imports
 
 BEFORE = {"global_step": 0, "max_steps": 0, "num_train_epochs": 0, "epoch": 0.0}  # a run begins
@@ -30,18 +30,18 @@ def preview_rollouts(config: RunConfig, count: int, answers: int) -> None:
     """
     look_over_inputs(config)
     with quick_imports():
-        from ..adapters import add_adapter, compute, compute_dtype_of
-        from ..hardware import chosen_device
+        from ..auxiliary.reward_model import check_judges, judging
+        from ..loading.find import find_model
+        from ..loading.load import load_model, load_tokenizer
         from ..methods import method_of
         from ..methods.grpo import PolicyOptimization
-        from ..models.find import find_model
-        from ..models.load import load_model, load_tokenizer
-        from ..train.distilled import DistilledGenerations
-        from ..train.generations import Generations
-        from ..train.judging import check_judges, judging
+        from ..modeling.adapters import add_adapter, compute, compute_dtype_of
+        from ..rl.distillation import DistilledGenerations
+        from ..rl.rollouts import Generations
+        from ..rl.served import look_over_server
+        from ..rl.setup import answer_ends, rewards_of
         from ..train.metrics import MetricsFile
-        from ..train.rewarding import answer_ends, rewards_of
-        from ..train.served import look_over_server
+        from ..utils.hardware import chosen_device
 
     method = method_of(config)
     if not isinstance(method, PolicyOptimization):

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import ConfigError, UsageError
+from ..utils.errors import ConfigError, UsageError
 from .imports import import_models
 
 

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..config import Parallel, RunConfig
-from ..console import Console
-from ..processes import was_restarted
-from ..signals import Stopped
 from ..train.checkpoint import checkpoints
-from ..train.look_over import look_over_run
+from ..train.preflight_paths import look_over_run
+from ..utils.console import Console
+from ..utils.processes import was_restarted
+from ..utils.signals import Stopped
 from .imports import quick_imports
 
 
@@ -29,12 +29,12 @@ def train_run(config: RunConfig, file: Path, resume: bool, arguments: Sequence[s
     again = True if was_restarted() else again
     look_over_run(config, again)
     with quick_imports():
-        from ..parallel.launch import launch, layout_wanted
+        from ..parallel.launch.launcher import launch, layout_wanted
 
     if (layout := layout_wanted(config)).size > 1:
         if config.report_to:  # said before any process starts
             with quick_imports():
-                from ..train.rehearsal import trackers
+                from ..train.dry_run import trackers
 
             trackers(config.report_to)
         command = [*_python(), "-m", "halfbyte", *(arguments or sys.argv[1:])]
@@ -45,7 +45,7 @@ def train_run(config: RunConfig, file: Path, resume: bool, arguments: Sequence[s
 
         return launch(program, layout, config.max_restarts)
     with quick_imports():
-        from ..train.sft import train
+        from ..train.run import train
 
     try:
         train(config, resume=again, console=Console(outlives_reader=True))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from ..words import brief
+from ..utils.text import brief
 from .methods import DEFAULTS, LOSS_METHODS, LOSS_TYPES, OF_DIFFERENCES, methods_of
 from .policy import POLICY, in_policy
 from .section import nearest

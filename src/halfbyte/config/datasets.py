@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
 from ..reading import look, read_json
+from ..utils.errors import ConfigError
 
 _FORMATS = {
     "alpaca": "alpaca",

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..words import brief
+from ..utils.text import brief
 from .aliases import DEFAULTS, HARMLESS, NO_EQUIVALENT, NOT_BUILT, OWN_ENGINE, RENAMED
 from .datasets import axolotl_datasets, axolotl_test_datasets
 from .divided import SEVERAL, WAYS, divided

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveInt, field_validator
 
-from ..words import brief
+from ..utils.text import brief
 from .methods import of
 from .section import Section
 

@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import ValidationError
 
-from ..errors import ConfigError, UsageError
-from ..notices import notice
-from ..words import brief
+from ..utils.errors import ConfigError, UsageError
+from ..utils.notices import notice
+from ..utils.text import brief
 from .aliases import HINTS
 from .foreign import Ignored, Mapped, Refused, foreign_names, overruled, translate
 from .methods import defaults_of

@@ -12,8 +12,8 @@ from typing import Any
 
 from pydantic import ConfigDict
 
-from ..errors import ConfigError
-from ..notices import notice
+from ..utils.errors import ConfigError
+from ..utils.notices import notice
 from .contradictions import RECIPE_OPTIONS
 from .reading import given_section
 from .schema import KEEP, AdapterSection, QuantizationSection, RunConfig

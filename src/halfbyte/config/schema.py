@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveInt, field_validator
 from pydantic_core import PydanticCustomError
 
-from ..errors import ConfigError
 from ..optim import OPTIMIZERS
-from ..words import brief
+from ..utils.errors import ConfigError
+from ..utils.text import brief
 from .contradictions import Contradiction, in_run, in_storage
 from .methods import WITH_DEFAULTS, PreferenceSection, defaults_of, of
 from .policy import DistillationSection, PolicySection

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from ..words import brief
+from ..utils.text import brief
 
 if TYPE_CHECKING:
     from .contradictions import Contradiction

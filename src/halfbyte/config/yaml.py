@@ -18,9 +18,9 @@ from typing import Any
 
 import yaml
 
-from ..errors import ConfigError
 from ..reading import read_text
-from ..words import brief, cut, visible
+from ..utils.errors import ConfigError
+from ..utils.text import brief, cut, visible
 
 LARGEST = 2**21  # bytes; a pattern for each of 40,000 modules
 DEEPEST = 50

@@ -15,8 +15,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..errors import DataError
-from ..notices import notice
+from ..utils.errors import DataError
+from ..utils.notices import notice
 from .chat import common_prefix
 from .formats import (
     Document,

@@ -13,7 +13,7 @@ from pyarrow import ChunkedArray, compute
 from ..config import RunConfig
 from ..config.policy import SAMPLING, answers_a_generation, group_size
 from ..memory.batches import GRAPHS, Batches, Shape
-from ..notices import notice
+from ..utils.notices import notice
 from .branches import ANSWERS
 from .collate import FINER, WIDTHS, rounds_widths, width_of
 from .prepare import PreparedData

@@ -3,7 +3,7 @@
 A row holds trees: a prompt, then its answers, one behind the other (Wang & Hegde 2024, arXiv:2410.20305). Positions of
 each answer continue the prompt's, and an answer sees its prompt and itself, so every document, a prompt with one
 answer, is computed as in a row of its own, but its prompt once. The log-probability of any answer's first token comes
-from the prompt's last position. This file alone knows how a row is laid out; `models.branches` has attention follow it.
+from the prompt's last position. This file alone knows how a row is laid out; `modeling.shared_prefix` has attention follow it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..models.branches import BOUNDS, BRANCHES, KEY_PLACES, LONGEST
+from ..modeling.shared_prefix import BOUNDS, BRANCHES, KEY_PLACES, LONGEST
 from .collate import DOCUMENTS, WIDTHS, Batch, Collator, PackedCollator, width_of
 
 ANSWERS = "answers"  # a row's column: how many answers follow each of its prompts
@@ -143,7 +143,7 @@ class BranchCollator:
         self, answers: Sequence[Sequence[int]], prompts: Sequence[np.ndarray], tokens: int
     ) -> tuple[Batch, list[np.ndarray]]:
         """Further answers to the prompts of a batch, in a row of their own, as a forward takes them that sees the keys
-        and values of that batch (`models.branches.Kept`).
+        and values of that batch (`modeling.shared_prefix.Kept`).
 
         Args:
             prompts: where the tokens of each one's prompt lie in that batch, one behind the other.

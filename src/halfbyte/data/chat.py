@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ..errors import DataError, HalfbyteError
-from ..notices import notice
 from ..reading.bounded import Bounded, Failure, restart_clock
 from ..reading.model_config import declared_ends
+from ..utils.errors import DataError, HalfbyteError
+from ..utils.notices import notice
 from .formats import Document, Message
 from .turns import Turn, Turns, common_prefix, not_shown, with_ends
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..notices import notice
+from ..utils.notices import notice
 from .sources import Source
 
 # Columns that are shown with what a prompt's column asks, by part; the first one of each that there is.

@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..errors import DataError
 from ..reading import parse_json
-from ..words import brief
+from ..utils.errors import DataError
+from ..utils.text import brief
 from .sources import Source
 
 # pandas writes 1.0 where labels are floats.

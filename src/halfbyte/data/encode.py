@@ -16,8 +16,8 @@ from typing import Any, Literal
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import DataError, HalfbyteError, ModelError
 from ..ops import IGNORE_INDEX
+from ..utils.errors import DataError, HalfbyteError, ModelError
 from .chat import ChatTemplate
 from .formats import Document
 from .turns import Turn

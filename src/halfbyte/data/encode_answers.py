@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DataError
-from ..words import brief
+from ..utils.errors import DataError
+from ..utils.text import brief
 from .encode import CUT_AWAY, TOO_LONG, UNTRAINED, Encoder, check_rendered, instruction_of, says_anything
 from .formats import Document
 from .preference import Kind

@@ -22,10 +22,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import DataError
-from ..notices import notice
 from ..reading import parse_json
-from ..words import brief
+from ..utils.errors import DataError
+from ..utils.notices import notice
+from ..utils.text import brief
 from .context import instructing, shown_beside
 from .sources import Row, Source
 

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..notices import notice
-from ..words import brief
+from ..utils.notices import notice
+from ..utils.text import brief
 from .formats import MARKS, MESSAGE_KEYS, ROLES
 from .sources import Row, Source
 

@@ -19,8 +19,8 @@ from datasets import Dataset, Features, Value
 from transformers import PreTrainedTokenizerBase
 
 from ..config import RunConfig
-from ..notices import notice
 from ..ops import IGNORE_INDEX
+from ..utils.notices import notice
 from . import branches
 from .batches import document_lengths, row_lengths
 from .branches import BranchCollator

@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ..errors import DataError
-from ..notices import notice
+from ..utils.errors import DataError
+from ..utils.notices import notice
 from .context import instructing, shown_beside
 from .formats import (
     CHAT_COLUMNS,

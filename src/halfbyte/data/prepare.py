@@ -19,8 +19,8 @@ from datasets import Dataset, Features, Value
 from transformers import PreTrainedTokenizerBase
 
 from ..config import RunConfig
-from ..errors import ConfigError, DataError
-from ..notices import notice
+from ..utils.errors import ConfigError, DataError
+from ..utils.notices import notice
 from .chat import ChatTemplate, tool_text
 from .csv_values import with_values
 from .encode import CUT_AWAY, INSTRUCTION, TOO_LONG, UNTRAINED, Encoder

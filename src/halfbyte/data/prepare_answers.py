@@ -11,9 +11,9 @@ from datasets import Dataset, Features, Value
 from transformers import PreTrainedTokenizerBase
 
 from ..config import RunConfig
-from ..errors import DataError
-from ..notices import notice
 from ..ops import IGNORE_INDEX
+from ..utils.errors import DataError
+from ..utils.notices import notice
 from .answers import rows_in
 from .chat import ChatTemplate
 from .csv_values import with_values

@@ -10,8 +10,8 @@ import numpy as np
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from ..notices import notice
 from ..ops import IGNORE_INDEX
+from ..utils.notices import notice
 
 SAMPLES, SAMPLE_TOKENS = 3, 400
 HELD_OUT_TOKENS = 4096  # enough to tell 0.01 nats between two models that are nearly the same

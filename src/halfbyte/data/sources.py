@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..errors import DataError
-from ..hub import id_in, is_local, nearest
-from ..notices import notice
 from ..reading import look, open_bytes, open_text, parse_json, why
-from ..words import brief
+from ..utils.errors import DataError
+from ..utils.hub import id_in, is_local, nearest
+from ..utils.notices import notice
+from ..utils.text import brief
 from .splits import TRAIN, evaluation_split, files_of_split
 
 Row = dict[str, Any]

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ..errors import DataError
-from ..notices import notice
+from ..utils.errors import DataError
+from ..utils.notices import notice
 
 TRAIN = "train"
 KINDS = {

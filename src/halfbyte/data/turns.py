@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from ..errors import DataError
-from ..words import brief
+from ..utils.errors import DataError
+from ..utils.text import brief
 from .formats import Message
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")

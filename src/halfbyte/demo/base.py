@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ModelError
-from ..files import cache_folder, new_directory, write_json
-from ..notices import notice
 from ..reading import read_json
+from ..utils.errors import ModelError
+from ..utils.files import cache_folder, new_directory, write_json
+from ..utils.notices import notice
 from . import corpus
 
 if TYPE_CHECKING:

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import load_config
-from ..errors import ConfigError
-from ..files import clear_leftovers, remove, write_text, writing
 from ..reading import read_json, read_text
-from ..words import one_line
+from ..utils.errors import ConfigError
+from ..utils.files import clear_leftovers, remove, write_text, writing
+from ..utils.text import one_line
 from .base import Recipe, base_model
 
 if TYPE_CHECKING:
-    from ..console import Console
+    from ..utils.console import Console
 
 INSTRUCTIONS = Path(__file__).with_name("instructions.jsonl")
 MARK = "# Written by `halfbyte demo`."
@@ -75,8 +75,8 @@ def main(
     """
     from rich.text import Text
 
-    from ..console import Console
-    from ..train.sft import train
+    from ..train.run import train
+    from ..utils.console import Console
 
     started = time.monotonic()
     console = console or Console(outlives_reader=True)

@@ -18,18 +18,18 @@ from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from halfbyte.adapters import KEEPS_BASE, load_adapter_weights, place_adapter, saved_adapter_config
-from halfbyte.architectures import expert_stacks
 from halfbyte.config import Origin, Resolved, Storage
 from halfbyte.config.methods import SCORES
-from halfbyte.errors import CheckpointError
 from halfbyte.formats import Format
 from halfbyte.layers.expert_adapters import expert_wrappers
 from halfbyte.layers.plain import read_adapters
 from halfbyte.layers.router_adapters import folded, router_wrappers
-from halfbyte.models.quantizer import HalfbyteConfig, HalfbyteQuantizer
-from halfbyte.models.stacks import only_stacks
-from halfbyte.models.whole import meta_model
+from halfbyte.loading.completeness import meta_model
+from halfbyte.loading.expert_stacks import only_stacks
+from halfbyte.loading.quantizer import HalfbyteConfig, HalfbyteQuantizer
+from halfbyte.modeling.adapters import KEEPS_BASE, load_adapter_weights, place_adapter, saved_adapter_config
+from halfbyte.modeling.architectures import expert_stacks
+from halfbyte.utils.errors import CheckpointError
 
 from .experts import Piece, add_delta
 

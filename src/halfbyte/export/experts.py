@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte.errors import ModelError
 from halfbyte.formats import Format
 from halfbyte.layers.expert_adapters import by_expert
 from halfbyte.tensor import QuantizedTensor
+from halfbyte.utils.errors import ModelError
 
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 

@@ -35,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfbyte.models.layer import decoder_layers
+from halfbyte.modeling.layer import decoder_layers
 from halfbyte.tensor import QuantizedTensor
 
 from .kept import Kept

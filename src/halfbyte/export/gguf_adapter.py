@@ -13,16 +13,16 @@ import torch
 from gguf import GGUFWriter, Keys
 
 from halfbyte.config import RunConfig, resolve
-from halfbyte.errors import CheckpointError, ConfigError
-from halfbyte.files import new_file
 from halfbyte.gguf.graph import checked_family
 from halfbyte.gguf.tensors import Layout
 from halfbyte.gguf.types import FLOATS, Type, quantize
-from halfbyte.notices import notice
 from halfbyte.runs.ends import data_report, declared_ends, known_ends
 from halfbyte.runs.saved import Place, find, saved_config, trained_tokenizer
+from halfbyte.utils.errors import CheckpointError, ConfigError
+from halfbyte.utils.files import new_file
+from halfbyte.utils.notices import notice
 
-from ..models.stored import BaseCheckpoint
+from ..loading.checkpoint import BaseCheckpoint
 from .adapter import AdapterLayers
 from .gguf_model import output_path
 from .gguf_source import text_config

@@ -21,8 +21,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
-from halfbyte.errors import ConfigError
-from halfbyte.files import check_space, new_file, write_text
 from halfbyte.gguf.graph import experts_of
 from halfbyte.gguf.hyperparameters import add_hyperparameters, written_keys
 from halfbyte.gguf.imatrix import matrix_path, read_importances
@@ -32,6 +30,8 @@ from halfbyte.gguf.tokenizer import add_tokenizer
 from halfbyte.gguf.types import FLOATS
 from halfbyte.gguf.vision import CLIP, Vision, add_vision, plan_vision, vision_keys, vision_types
 from halfbyte.gguf.write_file import NewGguf, write_gguf
+from halfbyte.utils.errors import ConfigError
+from halfbyte.utils.files import check_space, new_file, write_text
 
 from .gguf_source import Source, open_source
 from .importance import collect

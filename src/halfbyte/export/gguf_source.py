@@ -10,16 +10,16 @@ from typing import Any
 import torch
 
 from halfbyte.config import Origin, resolve
-from halfbyte.families import Family
 from halfbyte.gguf.graph import checked_family
 from halfbyte.gguf.tensors import Weight
 from halfbyte.gguf.vision import Vision, vision_of
-from halfbyte.hardware import chosen_device
-from halfbyte.models.find import read_model_config
+from halfbyte.loading.find import read_model_config
+from halfbyte.modeling.families import Family
 from halfbyte.runs.ends import all_ends, data_report, declared_ends, known_ends
 from halfbyte.runs.saved import find, saved_config, trained_tokenizer
+from halfbyte.utils.hardware import chosen_device
 
-from ..models.stored import BaseCheckpoint
+from ..loading.checkpoint import BaseCheckpoint
 from .adapter import AdapterLayers
 from .weights import MergedWeights, Target
 

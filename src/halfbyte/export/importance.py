@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from halfbyte.architectures import runs_experts
 from halfbyte.config import load_config
 from halfbyte.data.calibration import ROW, calibration_rows
-from halfbyte.families import Family
 from halfbyte.gguf.imatrix import Seen, write_importances
 from halfbyte.gguf.tensors import BESIDE_TEXT, STACKED_EXPERTS, Layout, experts_name, layer_of
-from halfbyte.models.head import backbone_inputs
-from halfbyte.notices import notice
+from halfbyte.modeling.architectures import runs_experts
+from halfbyte.modeling.families import Family
+from halfbyte.modeling.head import backbone_inputs
 from halfbyte.runs.saved import load_saved
+from halfbyte.utils.notices import notice
 
 TOKENS = 16384  # of the calibration text
 UNWEIGHED = {"token_embd.weight", "output.weight"}  # llama-imatrix leaves them out, too

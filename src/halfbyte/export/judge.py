@@ -9,7 +9,7 @@ is measured and said. Both are samples, of weights and of tokens: what the stand
 
 from __future__ import annotations
 
-from halfbyte.errors import ConfigError
+from halfbyte.utils.errors import ConfigError
 
 from .fidelity import Loss
 from .kept import Kept

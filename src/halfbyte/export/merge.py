@@ -27,15 +27,15 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from halfbyte.config import SIXTEEN, Resolved, RunConfig, resolve
-from halfbyte.errors import CheckpointError, ConfigError, TrainingError
-from halfbyte.files import check_space, new_directory, write_json
-from halfbyte.hardware import chosen_device
-from halfbyte.notices import notice
 from halfbyte.reading.model_config import GENERATION, read_generation_config
 from halfbyte.runs.ends import data_report, generation_keys
 from halfbyte.runs.saved import find_trained, look_up, trained_tokenizer
+from halfbyte.utils.errors import CheckpointError, ConfigError, TrainingError
+from halfbyte.utils.files import check_space, new_directory, write_json
+from halfbyte.utils.hardware import chosen_device
+from halfbyte.utils.notices import notice
 
-from ..models.stored import BaseCheckpoint
+from ..loading.checkpoint import BaseCheckpoint
 from .adapter import AdapterLayers
 from .fidelity import Fidelity
 from .judge import loss_is_higher, update_is_lost

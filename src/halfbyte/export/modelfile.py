@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from halfbyte.data.chat import prompt_text
-from halfbyte.errors import DataError
-from halfbyte.notices import notice
+from halfbyte.utils.errors import DataError
+from halfbyte.utils.notices import notice
 
 from .gguf_source import Source
 

@@ -23,19 +23,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from halfbyte.architectures import expert_stacks
 from halfbyte.config import SIXTEEN, Origin, Storage
-from halfbyte.errors import ConfigError, ModelError
 from halfbyte.formats import Format, Stack, names
 from halfbyte.formats.base import entry_name
 from halfbyte.formats.nvfp4 import BLOCK, INPUT_SCALE
-from halfbyte.models.quantizer import HalfbyteConfig, quantizable
-from halfbyte.models.stacks import fitting
+from halfbyte.loading.expert_stacks import fitting
+from halfbyte.loading.quantizer import HalfbyteConfig, quantizable
+from halfbyte.modeling.architectures import expert_stacks
 from halfbyte.ops.float8 import TILE
 from halfbyte.qat.model import qat_format
+from halfbyte.utils.errors import ConfigError, ModelError
 
-from ..models.stored import NAMES
-from ..models.whole import meta_model
+from ..loading.checkpoint import NAMES
+from ..loading.completeness import meta_model
 from .shards import Entry
 
 Quantize = str | Mapping[str, str] | None

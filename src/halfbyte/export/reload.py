@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfbyte.errors import CheckpointError, HalfbyteError
 from halfbyte.formats import Blockwise4
-from halfbyte.models.load import load_model
-from halfbyte.notices import silent
+from halfbyte.loading.load import load_model
 from halfbyte.reading.boundary import answered
 from halfbyte.reading.model_config import read_config
 from halfbyte.tensor import QuantizedTensor
+from halfbyte.utils.errors import CheckpointError, HalfbyteError
+from halfbyte.utils.notices import silent
 
 from .packing import Packing
 

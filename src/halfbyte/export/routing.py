@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfbyte.architectures import runs_experts
+from halfbyte.modeling.architectures import runs_experts
 
 Choices = list[tuple[Tensor, Tensor]]  # experts int [T, k] and their weights [T, k], of each layer
 

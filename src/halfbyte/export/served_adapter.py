@@ -18,14 +18,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from halfbyte.config import Origin, resolve
-from halfbyte.errors import CheckpointError, ConfigError
-from halfbyte.files import new_directory
 from halfbyte.layers.expert_adapters import by_expert
-from halfbyte.models.stored import BaseCheckpoint
+from halfbyte.loading.checkpoint import BaseCheckpoint
 from halfbyte.reading.model_config import GENERATION
 from halfbyte.reading.tensors import ADAPTER, ADAPTER_CONFIG
 from halfbyte.runs.ends import data_report, generation_keys
 from halfbyte.runs.saved import find, saved_config, trained_tokenizer
+from halfbyte.utils.errors import CheckpointError, ConfigError
+from halfbyte.utils.files import new_directory
 
 from .adapter import AdapterLayers
 

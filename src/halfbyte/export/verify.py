@@ -18,18 +18,18 @@ import torch
 from rich.progress import Progress
 from torch import Tensor, nn
 
-from halfbyte.adapters import load_adapter
 from halfbyte.config import Resolved
-from halfbyte.errors import CheckpointError
-from halfbyte.hardware import free_cached_memory
-from halfbyte.models.find import find_model
-from halfbyte.models.load import load_model, load_tokenizer
-from halfbyte.notices import notice
+from halfbyte.loading.find import find_model
+from halfbyte.loading.load import load_model, load_tokenizer
+from halfbyte.modeling.adapters import load_adapter
 from halfbyte.qat.model import round_merged
+from halfbyte.utils.errors import CheckpointError
+from halfbyte.utils.hardware import free_cached_memory
+from halfbyte.utils.notices import notice
 
-from ..models.quiet import no_loading_bars
-from ..models.stored import DTYPES
+from ..loading.checkpoint import DTYPES
 from ..reading import read_json
+from ..utils.transformers_logging import no_loading_bars
 from .fidelity import (
     DRAWS,
     NONE,

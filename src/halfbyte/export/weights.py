@@ -15,18 +15,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from halfbyte.adapters import ANOTHER_MODEL
 from halfbyte.config import Resolved
-from halfbyte.errors import CheckpointError, ModelError
-from halfbyte.files import write_json
 from halfbyte.formats import Stack
 from halfbyte.formats.base import entry_name
 from halfbyte.formats.nvfp4 import INPUT_SCALE
-from halfbyte.models.load import resolve_dtype
+from halfbyte.loading.load import resolve_dtype
+from halfbyte.modeling.adapters import ANOTHER_MODEL
 from halfbyte.reading.tensors import INDEX
 from halfbyte.tensor import QuantizedTensor
+from halfbyte.utils.errors import CheckpointError, ModelError
+from halfbyte.utils.files import write_json
 
-from ..models.stored import DTYPES, BaseCheckpoint, Stored
+from ..loading.checkpoint import DTYPES, BaseCheckpoint, Stored
 from .adapter import AdapterLayers
 from .experts import PackedStacks, Piece
 from .kept import Kept

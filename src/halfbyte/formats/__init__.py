@@ -5,7 +5,7 @@ import functools
 import re
 from collections.abc import Iterable
 
-from ..errors import ModelError
+from ..utils.errors import ModelError
 from .base import FORMATS, Format
 from .bitplane import KBit
 from .blockwise4 import Blockwise4

@@ -15,10 +15,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, ModelError
 from ..ops.low_rank import add_term
 from ..ops.rows import linear_rows
 from ..reading import parse_json
+from ..utils.errors import CheckpointError, ModelError
 
 Parts = Mapping[str, Tensor]
 PartSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]

@@ -14,7 +14,6 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ..errors import ModelError
 from ..ops.bitplane import (
     BLOCK,
     dequantize_bitplane,
@@ -26,6 +25,7 @@ from ..ops.bitplane import (
     quantize_bitplane,
 )
 from ..ops.gemv_planes import linear_bitplane
+from ..utils.errors import ModelError
 from .base import Format, Parts, PartSpecs, check_not_negative, cut, register_format, split_parts
 
 CODEBOOKS = ("nf", "bnf", "fitted", "affine")

@@ -21,7 +21,6 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, ModelError
 from ..ops.blockwise4 import (
     NESTED_BLOCK,
     dequantize_blockwise4,
@@ -32,6 +31,7 @@ from ..ops.blockwise4 import (
 )
 from ..ops.codebooks import codebook4, dynamic_map
 from ..ops.gemv4 import linear_blockwise4
+from ..utils.errors import CheckpointError, ModelError
 from .base import (
     DECODED,
     Format,

@@ -12,10 +12,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..errors import ModelError
 from ..ops.bitplane import BLOCK
 from ..ops.gemv_planes import linear_hqq
 from ..ops.hqq import dequantize_hqq, quantize_hqq
+from ..utils.errors import ModelError
 from .base import Format, Parts, PartSpecs, check_not_negative, cut, register_format, split_parts
 from .bitplane import rows_and_width
 

@@ -29,8 +29,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, ModelError
 from ..ops.int4 import PACK, dequantize_int4
+from ..utils.errors import CheckpointError, ModelError
 from .base import FLOATS, Format, Parts, PartSpecs, check_parts, cut, entry_name, register_format, split_parts
 
 ENTRIES = {"qweight": "../qweight", "qzeros": "../qzeros", "scales": "../scales", "g_idx": "../g_idx"}

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import CheckpointError, ModelError
 from ..ops.e2m1 import decode_scales, dequantize_e2m1, encode_e2m1, pack_e2m1
+from ..utils.errors import CheckpointError, ModelError
 from .base import Format, Parts, PartSpecs, check_parts, cut, entry_name, register_format, split_parts
 from .nvfp4 import DAMAGED, SCALE, rows_and_columns
 

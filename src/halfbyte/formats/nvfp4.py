@@ -20,10 +20,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, ModelError
-from ..notices import notice
 from ..ops.e2m1 import E4M3_NAN, dequantize_e2m1
 from ..ops.nvfp4 import BLOCK, Metric, packed_nvfp4
+from ..utils.errors import CheckpointError, ModelError
+from ..utils.notices import notice
 from .base import Format, Parts, PartSpecs, check_parts, cut, entry_name, register_format, split_parts
 
 CHOICES: dict[str, Metric | None] = {"plain": None, "46mse": "MSE", "46l1": "L1", "46absmax": "AbsMax"}

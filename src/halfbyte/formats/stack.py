@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..errors import ModelError
+from ..utils.errors import ModelError
 from .base import FORMATS, Format, Parts, PartSpecs, register_format
 from .int4 import ENTRIES
 from .mxfp4 import Mxfp4

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..hardware import capture_stream
 from ..ops.paged_attention import BUNDLE, Shared
 from ..ops.sample import draw_tokens
+from ..utils.hardware import capture_stream
 from .paged import LEAST_ROWS, PagedDecoder, to_device
 from .sampling import LOWEST, Sampling
 from .schedule import Row

@@ -16,14 +16,14 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
-from ..architectures import runs_experts
 from ..autograd.experts import stack_of
-from ..families import Family, family_of
 from ..layers.expert_adapters import by_expert
 from ..layers.experts import HostStack, names_of, obstacle, weights_of
 from ..layers.plain import read_adapters
-from ..models.layer import MLP
-from ..models.routers import Routers
+from ..modeling.architectures import runs_experts
+from ..modeling.families import Family, family_of
+from ..modeling.layer import MLP
+from ..modeling.routers import Routers
 from ..ops.expert_rows import expert_rows
 from ..ops.experts import LowRank, Routing, StackedWeight, combine, grouped_product, route
 from ..ops.experts_unit import Unit, expert_unit

@@ -1,4 +1,4 @@
-"""A causal LM as generation runs it: layers read once by `models.layer`, adapters beside the weights, no autograd.
+"""A causal LM as generation runs it: layers read once by `modeling.layer`, adapters beside the weights, no autograd.
 
 Where keys and values are kept is the caller's: `engine.StaticEngine` has a static cache, `paged.PagedDecoder` pages.
 """
@@ -13,20 +13,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..adapters import compute_dtype_of
 from ..autograd.attention import scored, takes_scores
-from ..families import SILU, scale_of
 from ..layers.plain import hooked, watched
-from ..models.head import configured_head
-from ..models.layer import Attention, Block, Half, LayerView, TokenMixer, epsilon, layer_view
-from ..models.patched import is_bound
-from ..models.sharding import sharded
+from ..modeling.adapters import compute_dtype_of
+from ..modeling.families import SILU, scale_of
+from ..modeling.head import configured_head
+from ..modeling.layer import Attention, Block, Half, LayerView, TokenMixer, epsilon, layer_view
+from ..modeling.patch_record import is_bound
 from ..ops.attention import Scores, Spans
 from ..ops.decode_attention import softmax
 from ..ops.decode_layers import DecoderLayer
 from ..ops.norms import rms_norm
 from ..ops.rope import qk_norm_rope, rope_
-from ..parallel.tensor import is_divided
+from ..parallel.shard.model import sharded
+from ..parallel.tensor.layers import is_divided
 from .channels import Channels, Mixture
 from .delta_net import DeltaNet, is_delta_net
 from .linears import Linears, Unknown, adapter_names

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..families import family_of
 from ..layers.plain import hooked, watched
-from ..models.layer import TokenMixer, epsilon
-from ..models.patched import is_bound
+from ..modeling.families import family_of
+from ..modeling.layer import TokenMixer, epsilon
+from ..modeling.patch_record import is_bound
 from ..ops.causal_conv import causal_conv
 from ..ops.delta_net import conv_step_, delta_rows, delta_step_, gates
 from ..ops.glu import glu

@@ -11,15 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..adapters import compute, no_input_casts
-from ..errors import ModelError
-from ..hardware import capture_stream
-from ..models.keywords import cache_name
-from ..models.layer import causal_lm_of, epsilon
-from ..models.sharding import sharded
+from ..modeling.adapters import compute, no_input_casts
+from ..modeling.keywords import cache_name
+from ..modeling.layer import causal_lm_of, epsilon
 from ..ops.attention import Spans
 from ..ops.decode_attention import decode_attention, store, store_both_
 from ..ops.decode_layers import Run, Stack, one_launch
+from ..parallel.shard.model import sharded
+from ..utils.errors import ModelError
+from ..utils.hardware import capture_stream
 from .decoder import Angles, Attending, Decoder, Layer, Recurring, context_length, prompt_attention, scored_attention
 from .delta_net import Rows
 from .linears import adapter_names

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ..errors import ModelError
-from ..notices import notice
+from ..utils.errors import ModelError
+from ..utils.notices import notice
 from .decoder import context_length
 from .engine import FP8, Engine, StaticEngine, StockEngine
 from .linears import Unknown

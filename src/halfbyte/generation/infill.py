@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import DataError
+from ..utils.errors import DataError
 
 # What tokenizers of models that were trained for it call their marks: before the prefix, the suffix and the middle.
 MARKS = (

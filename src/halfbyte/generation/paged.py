@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..autograd.attention import varying
-from ..models.head import Head
-from ..models.unpacking import groups
+from ..modeling.head import Head
+from ..modeling.packed_forwards import groups
 from ..ops.attention import spans
 from ..ops.paged_attention import PAGE, Shared, paged_attention, rope_store_paged_, store_paged
 from .decoder import Angles, Attending, Decoder, Recurring, prompt_attention, scored_attention

@@ -15,11 +15,11 @@ import psutil
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, ModelError
-from ..hardware import reservable_bytes
-from ..notices import notice
 from ..ops.paged_attention import PAGE
 from ..tensor import QuantizedTensor
+from ..utils.errors import ConfigError, ModelError
+from ..utils.hardware import reservable_bytes
+from ..utils.notices import notice
 from .batch import Batch, Readback, draw
 from .engine import StockEngine
 from .engine_cache import CACHES

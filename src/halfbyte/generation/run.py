@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, ModelError
+from ..utils.errors import ConfigError, ModelError
 from .decoder import context_length
 from .engine import WatchPrompt, prompt_slots
 from .engine_cache import CACHES, engine_for

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
-from ..words import brief
+from ..utils.errors import ConfigError
+from ..utils.text import brief
 
 LOWEST = 1e-6  # temperature that fp32 divides by; below 1e-38 it is 0
 

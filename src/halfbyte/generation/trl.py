@@ -6,8 +6,8 @@ from collections.abc import Callable
 from itertools import groupby
 from typing import Any
 
-from ..errors import ConfigError
-from ..models.layer import causal_lm_of
+from ..modeling.layer import causal_lm_of
+from ..utils.errors import ConfigError
 from .rollouts import Rollouts
 from .sampling import Sampling
 

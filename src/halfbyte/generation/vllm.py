@@ -29,10 +29,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..errors import ConfigError
 from ..reading import why
 from ..reading.json import parse_json
-from ..words import brief
+from ..utils.errors import ConfigError
+from ..utils.text import brief
 from .rollouts import Completion
 from .sampling import Sampling
 

@@ -9,8 +9,8 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..errors import ConfigError, ModelError
-from ..files import cache_folder
+from ..utils.errors import ConfigError, ModelError
+from ..utils.files import cache_folder
 
 SUFFIX = ".gguf"
 VERSION = 1  # of what `unpack.import_gguf` writes: raise it with every change of it, so that files are unpacked again

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..families import Gguf
+from ..modeling.families import Gguf
 
 PER_HEAD = ("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt")  # a row, or a value, for each value head
 BEHIND_KEYS = ("attn_qkv", "ssm_conv1d")  # rows of queries and keys come before those of values

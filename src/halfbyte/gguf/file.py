@@ -14,8 +14,8 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
-from ..errors import CheckpointError, ModelError
 from ..reading.gguf import DAMAGED, Described, read_head
+from ..utils.errors import CheckpointError, ModelError
 from .keys import check_hyperparameter, check_keys
 
 VALUES = 1 << 24  # decoded at once, in fp32: 64 MiB

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import ModelError
-from ..families import FAMILIES, Family, of_config
-from ..layer_sizes import widest
-from ..notices import notice
+from ..modeling.families import FAMILIES, Family, of_config
+from ..modeling.layer_sizes import widest
+from ..utils.errors import ModelError
+from ..utils.notices import notice
 
 
 def head_dim(config: Any) -> int:

@@ -14,15 +14,15 @@ import torch
 from gguf import GGUFWriter, RopeScalingType
 from torch import Tensor
 
-from ..errors import CheckpointError, ModelError
-from ..families import FAMILIES, Family
-from ..notices import notice
+from ..modeling.families import FAMILIES, Family
 from ..reading.gguf import DAMAGED
+from ..utils.errors import CheckpointError, ModelError
+from ..utils.notices import notice
 from .file import GgufFile
 from .graph import head_dim, taken_for_granted
 from .keys import FP32
 
-# The file's keys of all families → the config's; of some families: `families.Gguf.keys`.
+# The file's keys of all families → the config's; of some families: `modeling.families.Gguf.keys`.
 KEYS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",

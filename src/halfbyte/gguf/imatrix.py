@@ -15,9 +15,9 @@ import torch
 from gguf import GGUFType, GGUFWriter, Keys
 from torch import Tensor
 
-from ..errors import CheckpointError, ConfigError
-from ..files import new_file
-from ..notices import notice
+from ..utils.errors import CheckpointError, ConfigError
+from ..utils.files import new_file
+from ..utils.notices import notice
 from .file import GgufFile
 
 SUMS, COUNTS = ".in_sum2", ".counts"

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError
 from ..reading.gguf import DAMAGED
+from ..utils.errors import CheckpointError
 
 LARGEST = 2**31 - 1
 TOKENIZER = "tokenizer.ggml."

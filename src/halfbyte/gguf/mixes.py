@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from gguf import GGML_QUANT_SIZES, LlamaFileType
 
-from ..errors import ConfigError
+from ..utils.errors import ConfigError
 from .tensors import Planned
 from .types import FLOATS, Type
 

@@ -11,7 +11,7 @@ from typing import ClassVar
 import gguf
 import numpy as np
 
-from ..errors import CheckpointError
+from ..utils.errors import CheckpointError
 from .file import GgufFile
 from .types import Type, row_bytes
 

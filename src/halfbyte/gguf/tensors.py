@@ -15,13 +15,13 @@ import torch
 from gguf import MODEL_ARCH_NAMES, MODEL_TENSOR, MODEL_TENSORS, TENSOR_NAMES, get_tensor_name_map
 from torch import Tensor
 
-from ..architectures import auto_class, quantizable
-from ..errors import CheckpointError, ModelError
-from ..families import Experts, Family, of_config
 from ..formats import Format
 from ..formats.base import entry_name
+from ..modeling.architectures import auto_class, quantizable
+from ..modeling.families import Experts, Family, of_config
 from ..reading.gguf import DAMAGED
 from ..tensor import QuantizedTensor
+from ..utils.errors import CheckpointError, ModelError
 from .delta_net import DECAY, DeltaNet
 from .file import GgufFile
 from .graph import experts_of

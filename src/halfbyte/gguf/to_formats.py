@@ -17,11 +17,11 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
-from ..errors import CheckpointError
 from ..formats import HQQ, Format, GptqV2, Mxfp4
 from ..ops.bitplane import pack_planes
 from ..ops.e2m1 import pack_e2m1
 from ..ops.int4 import PACK
+from ..utils.errors import CheckpointError
 
 GROUP = 32
 EIGHTS = -0x77777778  # int32 of eight zeros of 8

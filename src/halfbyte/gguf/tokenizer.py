@@ -15,8 +15,8 @@ from typing import Any
 
 from gguf import GGUFWriter, TokenType
 
-from ..errors import ModelError
-from ..notices import notice
+from ..utils.errors import ModelError
+from ..utils.notices import notice
 from .file import GgufFile
 
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"

@@ -8,7 +8,7 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
-from ..errors import CheckpointError
+from ..utils.errors import CheckpointError
 from . import block_quants as blocks
 from . import kquants
 

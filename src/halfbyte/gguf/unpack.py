@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import save_file
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from ..errors import ConfigError
-from ..files import check_space, new_directory, write_json
 from ..formats.base import QUANT_METHOD
-from ..notices import notice
 from ..reading.boundary import answered
 from ..reading.gguf import DAMAGED
 from ..reading.tensors import INDEX
+from ..utils.errors import ConfigError
+from ..utils.files import check_space, new_directory, write_json
+from ..utils.notices import notice
 from .cache import in_words
 from .file import GgufFile
 from .hyperparameters import read_config
@@ -76,7 +76,7 @@ def import_gguf(path: Path | str, folder: Path | str, *, keep: bool = False) -> 
 
 
 def _kept(file: GgufFile, found: list[Entry]) -> dict[str, Any]:
-    """What config.json says of a checkpoint with kept layers: see `models.quantizer.HalfbyteConfig`."""
+    """What config.json says of a checkpoint with kept layers: see `loading.quantizer.HalfbyteConfig`."""
     linears = [entry for entry in found if entry.type]
     kept = Counter(entry.type for entry in linears if entry.format)
     others = Counter(entry.type for entry in linears if not entry.format)

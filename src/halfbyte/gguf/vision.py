@@ -1,6 +1,6 @@
 """The vision part of a model as llama.cpp's mmproj file: tower and projector, architecture "clip".
 
-What tells one kind from another is its `families.Tower`. Names are those of the gguf library where it has them.
+What tells one kind from another is its `modeling.families.Tower`. Names are those of the gguf library where it has them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGUFType, GGUFWriter, TensorNameMap, get_tensor_name_map
 from torch import Tensor
 
-from ..errors import CheckpointError, ModelError
-from ..families import Tower, of_config, tower_of, towers
-from ..notices import notice
+from ..modeling.families import Tower, of_config, tower_of, towers
 from ..reading import look, read_json
+from ..utils.errors import CheckpointError, ModelError
+from ..utils.notices import notice
 from .tensors import BESIDE_TEXT, KINDS, Planned, Weight
 from .types import Type
 

@@ -15,7 +15,7 @@ import torch
 from gguf import GGUFWriter
 from torch import Tensor
 
-from ..errors import CheckpointError
+from ..utils.errors import CheckpointError
 from .read_back import Written, check_file
 from .tensors import Planned
 from .types import Type, quantize, row_bytes

@@ -17,8 +17,8 @@ import torch
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from torch import Tensor, nn
 
-from ..architectures import runs_experts
-from ..errors import ModelError
+from ..modeling.architectures import runs_experts
+from ..utils.errors import ModelError
 from .experts import HELD, NAME
 from .plain import Adapter, read_adapters
 from .router_adapters import fold_routers, router_wrappers

@@ -11,10 +11,10 @@ from peft import PeftModel
 from peft.utils import transformers_weight_conversion as conversion
 from torch import nn
 
-from ..architectures import ALL_LINEAR, expert_stacks, expert_targets
 from ..config import Adapter
-from ..errors import ModelError
-from ..notices import notice
+from ..modeling.architectures import ALL_LINEAR, expert_stacks, expert_targets
+from ..utils.errors import ModelError
+from ..utils.notices import notice
 from .expert_adapters import expert_wrappers
 from .module_names import named_by
 from .router_adapters import WEIGHT, router_weights, router_wrappers

@@ -17,10 +17,10 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_
 
 from ..autograd.experts import ExpertWeights, Gate, experts
 from ..autograd.lora import LoRA, is_quantized
-from ..errors import ModelError
-from ..families import ACTIVATIONS
+from ..modeling.families import ACTIVATIONS
 from ..ops.experts_unit import Unit
 from ..ops.glu import Activation
+from ..utils.errors import ModelError
 from .plain import Adapter
 
 NAME = "halfbyte"

@@ -8,7 +8,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from ..autograd.linear import frozen_linear
-from ..hardware import onednn_beats_mkl
+from ..utils.hardware import onednn_beats_mkl
 
 
 class FrozenLinear(nn.Linear):

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from ..autograd.int8 import int8_linear
-from ..errors import ModelError
 from ..formats import Format
 from ..formats.int8 import Int8
+from ..utils.errors import ModelError
 from .quantized import QuantizedLinear
 
 

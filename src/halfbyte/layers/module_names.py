@@ -6,10 +6,10 @@ import difflib
 import re
 from collections.abc import Collection, Iterable
 
-from ..architectures import ALL_LINEAR
-from ..errors import ConfigError, ModelError
+from ..modeling.architectures import ALL_LINEAR
 from ..reading.bounded import Bounded, Failure
-from ..words import brief
+from ..utils.errors import ConfigError, ModelError
+from ..utils.text import brief
 
 MOST_NAMED = 40  # modules in an error: a model has a dozen or two kinds
 

@@ -11,10 +11,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError
 from ..formats import FORMATS, Blockwise4, Format, recognize
 from ..formats.base import FLOATS, entry_name
 from ..tensor import QuantizedTensor
+from ..utils.errors import CheckpointError
 
 
 def quantized_parameter(weight: Tensor, format: Format) -> nn.Parameter:

@@ -16,8 +16,8 @@ import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
-from ..architectures import is_router
-from ..errors import ModelError
+from ..modeling.architectures import is_router
+from ..utils.errors import ModelError
 from .module_names import named_by
 from .plain import Adapter, read_adapters
 

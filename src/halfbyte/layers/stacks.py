@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import CheckpointError
 from ..formats import recognize
 from ..formats.base import entry_name
 from ..tensor import QuantizedTensor
+from ..utils.errors import CheckpointError
 
 
 def hold_stacks(module: nn.Module) -> None:

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..architectures import runs_experts
 from ..layers.experts import HELD, HostStack, names_of
+from ..modeling.architectures import runs_experts
 from ..tensor import QuantizedTensor
 from .pinned import HOST, whole_pages
 

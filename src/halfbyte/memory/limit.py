@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ..hardware import free_cached_memory
+from ..utils.hardware import free_cached_memory
 
 if TYPE_CHECKING:
     import torch

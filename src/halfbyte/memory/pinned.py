@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import TrainingError
-from ..hardware import is_capturing
+from ..utils.errors import TrainingError
+from ..utils.hardware import is_capturing
 
 
 def whole_pages(nbytes: int) -> Tensor:

@@ -5,7 +5,7 @@ To add one, add a row: `METHODS["mine"] = Mine()`, an instance of a subclass of 
 
 from ..config import RunConfig
 from ..config.section import nearest
-from ..errors import ConfigError
+from ..utils.errors import ConfigError
 from .base import Method, Metric, Numbers
 from .gkd import Distillation
 from .grpo import PolicyOptimization

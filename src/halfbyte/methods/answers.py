@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from peft import PeftModel
 from torch import Tensor, nn
 
-from ..errors import ModelError
-from ..models.head import aligned_log_probs_at, hidden_at, log_probs_at
-from ..models.head import log_probs_beside as _log_probs_beside
-from ..models.layer import causal_lm_of
+from ..modeling.head import aligned_log_probs_at, hidden_at, log_probs_at
+from ..modeling.head import log_probs_beside as _log_probs_beside
+from ..modeling.layer import causal_lm_of
+from ..utils.errors import ModelError
 from .base import Batch
 
 OWN = frozenset({"at", "ends", "wanted", "answer", "place", "real", "reference", "margin", "label", "right"})

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..notices import notice
 from ..ops import IGNORE_INDEX
+from ..utils.notices import notice
 
 if TYPE_CHECKING:
     import torch
@@ -129,7 +129,7 @@ class Method(ABC):
         """
         data = self.prepare(config, tokenizer)
         if self.shares and model_config is not None:
-            from ..models.branches import why_apart
+            from ..modeling.shared_prefix import why_apart
 
             if why := why_apart(config, model_config):
                 notice("prompts-apart", f"each answer is computed with a prompt of its own: {why}")

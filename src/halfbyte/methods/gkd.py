@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..data.preference import ANSWERS
-from ..errors import DataError
-from ..words import brief
+from ..utils.errors import DataError
+from ..utils.text import brief
 from .base import Batch, Method, Metric, Numbers
 from .grpo import BESIDE, TOKENS, PolicyOptimization
 
@@ -47,7 +47,7 @@ def given_answer(config: RunConfig, columns: Mapping[str, Any], number: int) -> 
 
 
 class Distillation(PolicyOptimization):
-    """Generalised knowledge distillation (arXiv:2306.13649, algorithm 1): the divergence of `models.distillation`, its
+    """Generalised knowledge distillation (arXiv:2306.13649, algorithm 1): the divergence of `modeling.distillation`, its
     mean over the tokens of a step's answers.
 
     Prompts, generations and their rows are those of policy optimization, with one answer to a prompt and no rewards. A
@@ -94,7 +94,7 @@ class Distillation(PolicyOptimization):
         return {TOKENS: len(batch["at"])}
 
     def sums(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        from ..models.distillation import teacher_divergence
+        from ..modeling.distillation import teacher_divergence
 
         inputs = {name: value for name, value in batch.items() if name != "at"}
         how = {"beta": self.beta, "temperature": self.temperature}

@@ -1,7 +1,7 @@
 """Policy optimization: answers are sampled, rewarded, and made more or less likely by how they compare.
 
 GRPO (arXiv:2402.03300) and its kin compare an answer with its group, RLOO (arXiv:2402.14740) with the others of it.
-What is sampled is the loop's business (`train.generations`); here is what a row of it is, and the loss.
+What is sampled is the loop's business (`rl.rollouts`); here is what a row of it is, and the loss.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..config.policy import answers_a_generation, micro_batches_a_generation
-from ..errors import DataError
 from ..ops import IGNORE_INDEX
+from ..utils.errors import DataError
 from .base import Batch, Collate, Method, Metric, Numbers, Rows
 from .policy import Policy
 
@@ -211,7 +211,7 @@ class PolicyOptimization(Method):
     def log_probs(self, model: nn.Module, batch: Batch, *, train: bool = False) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies [N] of a micro-batch's answers, 0 of what fills up; `train`: with a gradient
         of the entropy."""
-        from ..models.head import log_probs_at
+        from ..modeling.head import log_probs_at
 
         inputs = {name: value for name, value in batch.items() if name not in OWN}
         trains = train and self.policy.entropy_coef != 0

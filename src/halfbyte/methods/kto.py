@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from ..errors import ConfigError
 from ..ops import IGNORE_INDEX
+from ..utils.errors import ConfigError
 from .base import LOSS, Batch, Collate, Method, Metric, Numbers, Rows
 from .preference import check_reference
 
@@ -65,7 +65,7 @@ class KahnemanTverskyOptimization(Method):
         """Whether, where a row's two answers share its prompt, the policy finds z on the way: the mismatched answers go
         through it behind the others, whose prompts' keys and values they see, and only then come the losses. On GPUs,
         where it would make more shapes of CUDA graphs, nobody has measured it."""
-        from ..hardware import best_device
+        from ..utils.hardware import best_device
 
         return self.looks_ahead and self.whole and (self.device or best_device().type) == "cpu"
 
@@ -169,7 +169,7 @@ def _apart(batch: Batch) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _is_beside(others: Batch) -> bool:
     """Whether they are laid out behind rows' own answers."""
-    from ..models.branches import BRANCHES
+    from ..modeling.shared_prefix import BRANCHES
 
     return BRANCHES in others
 

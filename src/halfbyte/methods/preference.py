@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from ..errors import ConfigError
 from ..ops import IGNORE_INDEX
+from ..utils.errors import ConfigError
 from .base import LOSS, Batch, Collate, Method, Metric, Numbers
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from ..errors import ConfigError
+from ..utils.errors import ConfigError
 from .base import LOSS, Batch, Collate, Method, Metric, Numbers
 from .preference import ANSWERS
 

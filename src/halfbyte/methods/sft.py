@@ -53,8 +53,8 @@ class SupervisedFineTuning(Method):
         return {"trained_tokens": int((batch["labels"][..., 1:] != IGNORE_INDEX).sum())}
 
     def sums(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        from ..models.head import causal_lm_loss
-        from ..models.routers import REAL, routers_of
+        from ..modeling.head import causal_lm_loss
+        from ..modeling.routers import REAL, routers_of
 
         if not self.balance:
             return {"loss": causal_lm_loss(model, batch)[0]}
@@ -74,7 +74,7 @@ def _with_real(collate: Collate) -> Collate:
     def collated(rows: list[dict[str, Any]]) -> dict[str, Any]:
         import torch
 
-        from ..models.routers import REAL
+        from ..modeling.routers import REAL
 
         batch = collate(rows)
         lengths = torch.tensor([len(row["input_ids"]) for row in rows])

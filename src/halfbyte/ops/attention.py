@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch import op
-from ..notices import notice
+from ..utils.notices import notice
 
 SCRATCH = 1 << 29  # bytes of ds at a time; without its repeatable option cuDNN takes 2**28 for 4×2048 of 32 heads
 Spans = tuple[Tensor, Tensor]  # int32 [N] each: where the document of a token begins, and where it ends

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import ModelError
+from ..utils.errors import ModelError
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 

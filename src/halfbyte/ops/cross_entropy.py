@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch import op
-from ..errors import ModelError
+from ..utils.errors import ModelError
 from . import ELSEWHERE, IGNORE_INDEX
 from .checks import check_float
 

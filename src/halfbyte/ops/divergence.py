@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch import op
-from ..errors import ModelError
+from ..utils.errors import ModelError
 from .checks import check_float
 from .cross_entropy import Objective, check_objective, logits_of
 from .losses import chunk_rows, products_in_chunks, room_for_logits

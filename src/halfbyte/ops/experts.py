@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch import op
-from ..errors import ModelError
+from ..utils.errors import ModelError
 from .rows import linear, multiplies_by_onednn
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch import op
-from ..errors import ModelError
+from ..utils.errors import ModelError
 from .glu import ACTIVATIONS, Activation, activation_and_derivative, glu
 
 

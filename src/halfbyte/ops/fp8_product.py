@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch import op
-from ..notices import notice
+from ..utils.notices import notice
 
 
 @op("cuda.fp8_product")

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError
+from ..utils.errors import ConfigError
 from .float8 import FP8_MAX, cast_float8, scale_of
 
 LOOKS = 4

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch import op
-from ..errors import ModelError
+from ..utils.errors import ModelError
 from .checks import check_float, check_same
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]

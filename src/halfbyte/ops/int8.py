@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch import op
-from ..errors import ModelError
+from ..utils.errors import ModelError
 from .checks import FLOATS
 
 INVERSE_127 = 7.874015718698502e-3  # bitsandbytes' constant: dequantized values are bit-equal to its own

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch import op
-from ..errors import ModelError
+from ..utils.errors import ModelError
 from .fp8_scaling import Slot
 from .glu import Activation, activation_and_derivative, check_glu
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import DataError
+from ..utils.errors import DataError
 from .cross_entropy import Objective, RowLosses, check_objective, cross_entropy_, log_probs_backward_
 from .rows import linear_into
 

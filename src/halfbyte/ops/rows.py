@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..hardware import onednn_beats_mkl
+from ..utils.hardware import onednn_beats_mkl
 
 LEAST = 4  # rows: oneDNN sums fewer in another order where there is AMX (factors of an adapter: 1 to 3 rows)
 SMALL = 16**3  # multiplications up to which torch leaves oneDNN out (`checksize` in aten's mkldnn/Matmul.cpp)

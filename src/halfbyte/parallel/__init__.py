@@ -1,8 +1,8 @@
 """Who takes part in a run."""
 
-from .context import Context
+from .context.exchange import Context
 from .mesh import ALONE, AXES, ROWS, SLICES, TOKENS, Mesh, present_mesh
-from .reduce import clip_gradients, sum_gradients
+from .reduction import clip_gradients, sum_gradients
 
 __all__ = [
     "ALONE",

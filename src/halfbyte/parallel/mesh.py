@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..config import Parallel
-from ..errors import ConfigError
-from .patience import OWN_LIMITS, finish, say_done, wait_until_done
-from .peers import let_go
-from .ranks import MOST, check_device, launched_as, meeting
+from ..utils.errors import ConfigError
+from .launch.ranks import MOST, check_device, launched_as, meeting
+from .peer_memory import let_go
+from .timeouts import OWN_LIMITS, finish, say_done, wait_until_done
 
 T = TypeVar("T")
 ONE = Parallel()

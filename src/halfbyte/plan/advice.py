@@ -9,10 +9,10 @@ from typing import Any
 
 from ..config import RunConfig
 from ..config.yaml import dump_value
-from ..errors import ConfigError
 from ..memory.batches import Batches
-from ..notices import notice
-from ..terminal import MEMORY_PARTS, as_plan, size
+from ..utils.errors import ConfigError
+from ..utils.notices import notice
+from ..utils.terminal import MEMORY_PARTS, as_plan, size
 from .estimate import estimate
 from .experts import is_mixture
 from .memory_plan import GIB, MemoryPlan

@@ -1,6 +1,6 @@
 """Attention on an accelerator, as a replay on shapes runs it: it allocates what the kernels there do.
 
-Which kernels those are is `models.attention.implementation`'s to say.
+Which kernels those are is `modeling.attention.implementation`'s to say.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..autograd.attention import takes_rows
 from ..autograd.tiled_attention import TENSORS
-from ..models.attention import Implementation
+from ..modeling.attention import Implementation
 from ..ops.attention import parts_of_rows
 
 NAME = "halfbyte_planned"

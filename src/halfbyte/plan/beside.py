@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..auxiliary.find import find_teacher
 from ..config import RunConfig
 from ..config.policy import DISTILLING
+from ..loading.find import ModelFiles
 from ..memory.batches import Batches
-from ..models.find import ModelFiles
-from ..models.teachers import find_teacher
 from ..reading.tensors import ADAPTER, ADAPTER_AGAIN, read_header, safetensors_files
-from ..rewards.judges import JudgeFiles, find_judges
-from ..rewards.specs import MODEL, read_specs
+from ..rl.rewards.judges import JudgeFiles, find_judges
+from ..rl.rewards.specs import MODEL, read_specs
 
 if TYPE_CHECKING:
     from .memory_plan import MemoryPlan

@@ -16,17 +16,17 @@ import torch
 from ..config import Level, Parallel, RunConfig, Sliced
 from ..config.combinations import wide
 from ..config.policy import DISTILLING, SAMPLING
-from ..hardware import best_device, free_bytes, segments_grow
 from ..memory import host
 from ..memory.batches import Batches, Shape
-from ..memory.trained import AT_ONCE, TOGETHER, slices
-from ..models.sharding import trains_alike
-from ..models.stages import cut_model
-from ..models.unpacking import LIKE
-from ..notices import notice
+from ..modeling.packed_forwards import LIKE
 from ..optim import OPTIMIZERS, trained_parameters
-from ..orders import Seconds
-from ..parallel.reduce import BUCKET
+from ..parallel.pipeline.model import cut_model
+from ..parallel.pipeline.simulation import Seconds
+from ..parallel.reduction import BUCKET
+from ..parallel.shard.model import trains_alike
+from ..parallel.shard.trained import AT_ONCE, TOGETHER, slices
+from ..utils.hardware import best_device, free_bytes, segments_grow
+from ..utils.notices import notice
 from .beside import beside
 from .cards import H200, Card
 from .experts import RESIDENT, Waiting, with_experts
@@ -446,7 +446,7 @@ class _Planner:
             layer = Seconds(self.usual.forward_seconds, self.usual.backward_seconds + again, again)
             head = Seconds(head_seconds(self.usual, self.vocabulary), 0.0)
         cut = cut_model(self.shapes.causal_lm, self.config.pipeline_schedule, ranks, window, recomputed)
-        return line(cut, [layer] * self.depth, head, window, ahead=self.layout.shard == 1)  # as `train.staged` has it
+        return line(cut, [layer] * self.depth, head, window, ahead=self.layout.shard == 1)  # as `train.pipeline_run` has it
 
     def _step(self, batch: Shape, choice: Choice) -> Step:
         """A replay with one layer at each level that may be asked about."""

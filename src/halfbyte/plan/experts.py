@@ -15,10 +15,10 @@ import torch
 
 from ..config import RunConfig
 from ..config.policy import SAMPLING
-from ..errors import ConfigError
 from ..memory.expert_offload import WINDOW
-from ..models.routers import EXPERT_COUNTS
-from ..notices import silent
+from ..modeling.routers import EXPERT_COUNTS
+from ..utils.errors import ConfigError
+from ..utils.notices import silent
 from .policy import staying
 from .shapes import ModelShapes
 

@@ -16,14 +16,14 @@ import torch
 
 from ..config import Parallel, RunConfig
 from ..config.combinations import WITHOUT, layouts, obstacle, of_keys, of_method, wide
-from ..errors import ConfigError, HalfbyteError
 from ..memory.batches import Batches
-from ..models.layer import decoder_layers
-from ..models.products import check_products
-from ..models.slices import obstacle as row_obstacle
-from ..models.slices import unknown_documents
-from ..notices import silent
-from ..terminal import size
+from ..modeling.layer import decoder_layers
+from ..parallel.context.model import obstacle as row_obstacle
+from ..parallel.context.model import unknown_documents
+from ..parallel.tensor.model import check_products
+from ..utils.errors import ConfigError, HalfbyteError
+from ..utils.notices import silent
+from ..utils.terminal import size
 from .cards import H200, Card
 from .estimate import estimate
 from .memory_plan import MemoryPlan

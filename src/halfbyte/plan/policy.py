@@ -18,10 +18,10 @@ from itertools import combinations
 from typing import Any
 
 from ..config import Level
-from ..layer_sizes import widest
 from ..memory.batches import Shape
 from ..memory.levels import LEVELS, OFFLOADED, TILE_ROWS
-from ..models.routers import EXPERT_COUNTS, TOP_K
+from ..modeling.layer_sizes import widest
+from ..modeling.routers import EXPERT_COUNTS, TOP_K
 from .cards import H200, Card
 from .replay import LayerBytes
 

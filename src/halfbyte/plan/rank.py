@@ -10,9 +10,9 @@ In these, `shard`, `tensor`, `pipeline` and `context` are the ways of that axis;
     trained             of the process's layers; ÷ `trained.slices`: the optimizer's state, the digits of what products
                         alone read, which is whole as they read it, and gradients that are reduced as they come
     activations         of micro-batches of 1/context of the tokens. A stage keeps those of the micro-batches that wait
-                        for their backward: as many as its schedule says (`parallel.schedules`)
+                        for their backward: as many as its schedule says (`parallel.pipeline.schedules`)
     head                hidden states of all processes that share a vocabulary with other rows, and their gradients
-    gradients' sum      a flat buffer of `parallel.reduce`, two where it goes into slices; activations are gone by then
+    gradients' sum      a flat buffer of `parallel.reduction`, two where it goes into slices; activations are gone by then
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from typing import Any
 from torch import nn
 
 from ..config import Parallel
-from ..layer_sizes import widest
-from ..models.cuts import stage_seconds
-from ..models.layer import causal_lm_of
-from ..models.stages import Cut
-from ..orders import Seconds, simulate
+from ..modeling.layer import causal_lm_of
+from ..modeling.layer_sizes import widest
+from ..parallel.pipeline.model import Cut
+from ..parallel.pipeline.partition import stage_seconds
+from ..parallel.pipeline.simulation import Seconds, simulate
 from ..tensor import ALIGNMENT
 from .policy import Gathers, LayerCost
 

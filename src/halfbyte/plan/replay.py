@@ -28,18 +28,18 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
 )
 
-from ..adapters import compute, no_input_casts
 from ..formats import Format
-from ..models.attention import Implementation
-from ..models.head import backbone_inputs, described_head
-from ..models.layer import causal_lm_of
-from ..models.patch import patch
-from ..notices import silent
+from ..modeling.adapters import compute, no_input_casts
+from ..modeling.attention import Implementation
+from ..modeling.head import backbone_inputs, described_head
+from ..modeling.layer import causal_lm_of
+from ..modeling.patch import patch
 from ..ops.cross_entropy import Objective
 from ..ops.losses import chunk_rows, cross_entropy_in_chunks
 from ..qat import fake_quantize
 from ..qat.layers import QATLinear
 from ..tensor import QuantizedTensor
+from ..utils.notices import silent
 from .attention import stand_in
 from .ledger import LOGITS, Ledger, kernels
 
@@ -280,7 +280,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _loss(model: Any, batch: dict[str, Tensor], ledger: Ledger, where: Where) -> Tensor:
-    """`models.head.causal_lm_loss`, which asks numbers how the head works."""
+    """`modeling.head.causal_lm_loss`, which asks numbers how the head works."""
     labels, head = torch.zeros_like(batch["input_ids"]).reshape(-1), described_head(model)
     inputs = backbone_inputs(model, batch)
     if isinstance(head, str):

@@ -17,17 +17,17 @@ import torch
 
 from ..config import RunConfig
 from ..config.policy import POLICY, answers_a_generation, group_size
-from ..errors import ConfigError
 from ..generation.delta_net import is_delta_net, state_bytes
 from ..generation.engine_cache import CACHES
 from ..generation.rollouts import CODES_ROWS, READ, pages_for
 from ..generation.schedule import BESIDE, Group, Row, pages_of
-from ..layer_sizes import layer_sizes, widest
 from ..layers import QuantizedLinear
 from ..memory.batches import Batches
+from ..modeling.layer_sizes import layer_sizes, widest
 from ..ops.delta_rule import Rows, delta_rule, parts_of
 from ..ops.paged_attention import PAGE
-from ..terminal import size
+from ..utils.errors import ConfigError
+from ..utils.terminal import size
 from .beside import Beside
 from .ledger import Ledger
 

@@ -12,32 +12,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..adapters import add_adapter
-from ..architectures import auto_class, beside_text, expert_stacks, per_layer_tables, quantizable
 from ..config import RunConfig, resolve
 from ..data.collate import PackedCollator
-from ..errors import ConfigError, ModelError
-from ..families import of_config
-from ..hardware import compute_dtype, onednn_beats_mkl
 from ..layers import QuantizedLinear, hold_table, quantized_parameter
 from ..layers.expert_adapters import expert_wrappers
 from ..layers.experts import names_of
+from ..loading.assignment import left_whole, stored_formats, stored_names
+from ..loading.expert_stacks import store_stacks
 from ..memory.batches import Shape
 from ..memory.expert_offload import layers_of_experts
 from ..memory.levels import TILE_ROWS
-from ..models import scans
-from ..models.activations import recompute_as_transformers
-from ..models.attention import Implementation, has_sinks, implementation
-from ..models.choice import left_whole, stored_formats, stored_names
-from ..models.copies import in_their_place
-from ..models.isolation import isolate_like
-from ..models.layer import causal_lm_of, decoder_layers
-from ..models.patch import EXPERTS, PatchReport, patch, patch_attention, unpatch
-from ..models.products import divided_along
-from ..models.stacks import store_stacks
-from ..notices import notice, silent
+from ..modeling import recurrent
+from ..modeling.adapters import add_adapter
+from ..modeling.architectures import auto_class, beside_text, expert_stacks, per_layer_tables, quantizable
+from ..modeling.attention import Implementation, has_sinks, implementation
+from ..modeling.cast_cache import in_their_place
+from ..modeling.checkpointing import recompute_as_transformers
+from ..modeling.families import of_config
+from ..modeling.layer import causal_lm_of, decoder_layers
+from ..modeling.packing import isolate_like
+from ..modeling.patch import EXPERTS, PatchReport, patch, patch_attention, unpatch
+from ..parallel.tensor.model import divided_along
 from ..qat.model import fake_quantize_linears, qat_format
 from ..tensor import QuantizedTensor
+from ..utils.errors import ConfigError, ModelError
+from ..utils.hardware import compute_dtype, onednn_beats_mkl
+from ..utils.notices import notice, silent
 from .rank import Frozen
 from .replay import NO_SHAPES, Step, Where, own_error, replay
 
@@ -92,7 +92,7 @@ class ModelShapes:
         options: dict[str, Any] = {"trust_remote_code": self.run.origin.trust_remote_code, "dtype": stored}
         attention = self.config.attn_implementation
         if attention is None and getattr(model_config.get_text_config(), "attn_logit_softcapping", None):
-            attention = "eager"  # as `models.load` does
+            attention = "eager"  # as `loading.load` does
         if attention in ("eager", "sdpa"):  # kernels of packages stand behind sdpa's numbers
             options["attn_implementation"] = attention
         if hasattr(model_config, "quantization_config"):
@@ -189,7 +189,7 @@ class ModelShapes:
 
     @functools.cached_property
     def packed_way(self) -> str:
-        """How the run will keep packed documents apart, see `models.isolation`. Families whose layers all have
+        """How the run will keep packed documents apart, see `modeling.packing`. Families whose layers all have
         attention, and models that cannot be asked before they are loaded, are taken to do so by their positions.
 
         Raises:
@@ -215,7 +215,7 @@ class ModelShapes:
         family = of_config(self.text_config)
         fused = self.config.use_kernels and self.device.type != "cpu"
         if family is not None and family.mixer is not None and fused and self.packed_way == "bounds":
-            return scans.waits_for_nothing()  # a GPU's layers are told, where this model's were on a CPU
+            return recurrent.waits_for_nothing()  # a GPU's layers are told, where this model's were on a CPU
         return self.packed_way == "positions"
 
     # --- what comes and goes -----------------------------------------------------------------------------------------
@@ -316,7 +316,7 @@ class ModelShapes:
 
     @functools.cache  # noqa: B019 (as long as the plan is made)
     def _copies(self) -> float:
-        """Bytes of a copy in the compute dtype (`models.copies`) for each byte that is trained in the layers.
+        """Bytes of a copy in the compute dtype (`modeling.cast_cache`) for each byte that is trained in the layers.
 
         Linears' factors are copied; those of experts are cast where they are used.
         """

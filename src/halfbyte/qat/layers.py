@@ -13,9 +13,9 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
 from ..autograd.lora import LoRA
-from ..errors import ModelError
 from ..formats import Format
 from ..layers.plain import read_adapters
+from ..utils.errors import ModelError
 from .fake_quantize import fake_quantized_linear
 
 

@@ -7,13 +7,13 @@ from typing import Any
 from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 
-from ..architectures import expert_stacks, quantizable
-from ..errors import ModelError
 from ..formats import Format, named, names
 from ..layers import QuantizedLinear, quantized_parameter
 from ..layers.plain import read_adapters
-from ..notices import notice
+from ..modeling.architectures import expert_stacks, quantizable
 from ..tensor import QuantizedTensor
+from ..utils.errors import ModelError
+from ..utils.notices import notice
 from .fake_quantize import merged_weight
 from .layers import QATLinear, QATLoraLinear
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from ..errors import CheckpointError, HalfbyteError
-from ..hardware import is_out_of_memory
+from ..utils.errors import CheckpointError, HalfbyteError
+from ..utils.hardware import is_out_of_memory
 
 LONGEST = 300  # characters of a library's words
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from ..errors import HalfbyteError
+from ..utils.errors import HalfbyteError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

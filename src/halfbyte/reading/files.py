@@ -11,7 +11,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Literal, TextIO, cast
 
-from ..errors import ConfigError, HalfbyteError
+from ..utils.errors import ConfigError, HalfbyteError
 
 MEBIBYTE = 2**20
 LARGEST_TEXT = 256 * MEBIBYTE  # of what is read whole; the largest tokenizer.json has 33 MiB

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError
+from ..utils.errors import CheckpointError
 from .files import open_bytes
 
 VERSIONS = (2, 3)

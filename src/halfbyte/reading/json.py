@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, HalfbyteError
+from ..utils.errors import ConfigError, HalfbyteError
 from .files import LARGEST_TEXT, read_text
 
 DEEPEST = 100

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError
+from ..utils.errors import CheckpointError
 from .files import MEBIBYTE, look
 from .json import read_json
 

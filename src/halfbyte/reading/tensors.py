@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CheckpointError
-from ..hardware import is_out_of_memory
+from ..utils.errors import CheckpointError
+from ..utils.hardware import is_out_of_memory
 from .boundary import answered
 from .files import MEBIBYTE, look, open_bytes
 from .json import parse_json, read_json

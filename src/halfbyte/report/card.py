@@ -9,10 +9,10 @@ from typing import Any
 import yaml
 
 from ..config.methods import SCORES
-from ..files import write_text
 from ..methods import METHODS
-from ..terminal import duration, method, size, storage
-from ..words import visible
+from ..utils.files import write_text
+from ..utils.terminal import duration, method, size, storage
+from ..utils.text import visible
 from .run import Run, read_run
 
 HYPERPARAMETERS = (

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..files import write_text
-from ..terminal import as_plan, compared, duration, method, off_by, size, storage, why_above
+from ..utils.files import write_text
+from ..utils.terminal import as_plan, compared, duration, method, off_by, size, storage, why_above
 from .run import Run, read_run
 from .sections import sections, shown, text
 from .style import CSS

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ..config.yaml import read_mapping
-from ..errors import CheckpointError, HalfbyteError
 from ..methods import METHODS, Numbers
 from ..reading import parse_json, read_json, read_text
+from ..utils.errors import CheckpointError, HalfbyteError
 
 Record = dict[str, Any]
 

@@ -9,8 +9,8 @@ from html import escape
 from typing import Any
 
 from ..config import RunConfig
-from ..terminal import MEASURED_PARTS, MEMORY_PARTS, as_plan, measured_parts, said_of_experts, size
-from ..words import visible
+from ..utils.terminal import MEASURED_PARTS, MEMORY_PARTS, as_plan, measured_parts, said_of_experts, size
+from ..utils.text import visible
 from . import plots
 from .run import Run
 

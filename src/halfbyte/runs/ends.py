@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CheckpointError, DataError
-from ..notices import notice
 from ..reading import look, read_json
 from ..reading.model_config import CONFIG, ENDS, declared_ends, read_config, read_generation_config
+from ..utils.errors import CheckpointError, DataError
+from ..utils.notices import notice
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

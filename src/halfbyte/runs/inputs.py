@@ -9,20 +9,20 @@ import os
 import re
 from pathlib import Path
 
-from .. import hub
+from ..auxiliary.find import look_over_teacher
 from ..config import RunConfig, resolve
 from ..config.combinations import DIVIDE_ROWS, undivided_sizes
 from ..config.schema import PATHS
 from ..data.sources import files_of
-from ..errors import ConfigError, of_key
-from ..models.find import look_over
-from ..models.teachers import look_over_teacher
+from ..loading.find import look_over
 from ..reading import look, why
 from ..reading.model_config import CONFIG, read_config
 from ..reading.tensors import ADAPTER, ADAPTER_AGAIN, ADAPTER_CONFIG, read_adapter_config, read_header
-from ..rewards import read_specs
-from ..rewards.judges import look_over_judges
-from ..words import brief
+from ..rl.rewards import read_specs
+from ..rl.rewards.judges import look_over_judges
+from ..utils import hub
+from ..utils.errors import ConfigError, of_key
+from ..utils.text import brief
 
 WRITTEN = (".html", ".json", ".jsonl", ".md", ".yaml")  # what a run's files end in
 VARIABLE = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))")

@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from halfbyte.errors import ConfigError
-from halfbyte.files import new_folders, refusal
-from halfbyte.notices import notice
-from halfbyte.processes import Process
 from halfbyte.reading import parse_json
+from halfbyte.utils.errors import ConfigError
+from halfbyte.utils.files import new_folders, refusal
+from halfbyte.utils.notices import notice
+from halfbyte.utils.processes import Process
 
 NAME = ".lock"
 HELD = (errno.EACCES, errno.EAGAIN)

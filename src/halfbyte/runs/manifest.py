@@ -11,9 +11,9 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from halfbyte.errors import CheckpointError
-from halfbyte.files import write_json
 from halfbyte.reading import look, open_bytes, read_json
+from halfbyte.utils.errors import CheckpointError
+from halfbyte.utils.files import write_json
 
 MANIFEST = "manifest.json"
 FORMAT = 1  # of checkpoints; those of before had none, and no manifest

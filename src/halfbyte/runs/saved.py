@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import RunConfig, Storage, load_config, resolve
 from ..config.methods import SCORES
-from ..errors import CheckpointError, ConfigError, ModelError
-from ..files import clear_leftovers
-from ..models.find import ModelFiles, find_model, look_over, trusted_only
+from ..loading.find import ModelFiles, find_model, look_over, trusted_only
 from ..reading import read_text
 from ..reading.boundary import answered
 from ..reading.model_config import CONFIG, read_config
 from ..reading.tensors import ADAPTER_CONFIG, read_adapter_config
+from ..utils.errors import CheckpointError, ConfigError, ModelError
+from ..utils.files import clear_leftovers
 
 if TYPE_CHECKING:
     import torch
@@ -210,8 +210,8 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none", 
         CheckpointError, ConfigError, ModelError: nothing loadable there, or it brings code that is not trusted.
     """
     place, config = look_up(name, overrides, dataset)
-    from ..adapters import check_adapter_files, check_base_kept, load_adapter
-    from ..models.load import load_tokenizer, resolve_dtype
+    from ..loading.load import load_tokenizer, resolve_dtype
+    from ..modeling.adapters import check_adapter_files, check_base_kept, load_adapter
     from ..qat.model import quantize_trained, round_merged
 
     template = place.adapter / "chat_template.jinja" if place.adapter else None
@@ -259,12 +259,12 @@ def _stop_at_all_ends(model: Any, tokenizer: PreTrainedTokenizerBase, place: Pla
 
 def _load_base(files: ModelFiles, config: RunConfig, storage: Storage, dtype: str) -> Any:
     """The model without adapters, on its device but for experts that do not fit there."""
-    from ..hardware import chosen_device, free_bytes
+    from ..loading.load import load_model
     from ..memory.expert_offload import offload_experts
-    from ..models.layer import decoder_layers
-    from ..models.load import load_model
-    from ..notices import notice
+    from ..modeling.layer import decoder_layers
     from ..plan.experts import while_answering
+    from ..utils.hardware import chosen_device, free_bytes
+    from ..utils.notices import notice
 
     device, attention = chosen_device(config.device), config.attn_implementation
     waiting = while_answering(config, files.config, device, free_bytes(device))
@@ -284,7 +284,7 @@ def trained_tokenizer(folder: Path | None, config: RunConfig) -> Any:
     """
     from transformers import AutoTokenizer
 
-    from ..models.load import load_tokenizer
+    from ..loading.load import load_tokenizer
 
     if folder is None or not (folder / "tokenizer_config.json").is_file():
         return load_tokenizer(resolve(config).origin, chat_template_path=config.chat_template_path)

@@ -24,10 +24,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from ..errors import HalfbyteError
 from ..generation.text import Piece
-from ..hardware import is_out_of_memory
-from ..words import cut, visible
+from ..utils.errors import HalfbyteError
+from ..utils.hardware import is_out_of_memory
+from ..utils.text import cut, visible
 from .guard import HEALTH, LOCAL, Access
 from .model import Served, Work
 from .protocol import Drained

@@ -17,8 +17,8 @@ from starlette.middleware import Middleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..errors import UsageError
-from ..words import brief
+from ..utils.errors import UsageError
+from ..utils.text import brief
 from .requests import RequestError
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")

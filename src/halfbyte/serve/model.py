@@ -8,21 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..adapters import check_adapter_files, load_adapter
 from ..chat import Conversation
 from ..data.chat import ChatTemplate
-from ..errors import CheckpointError, DataError, UsageError
 from ..generation import Sampling
 from ..generation.decoder import context_length
 from ..generation.engine_cache import forget
 from ..generation.infill import infilled
 from ..generation.sampling import Penalties
 from ..generation.text import Piece, Scored, continue_texts
-from ..notices import notice
+from ..modeling.adapters import check_adapter_files, load_adapter
 from ..reading import look, read_text
 from ..runs.ends import data_report, known_ends
 from ..runs.saved import Saved, find, find_adapter, load_saved
-from ..words import brief
+from ..utils.errors import CheckpointError, DataError, UsageError
+from ..utils.notices import notice
+from ..utils.text import brief
 from .requests import ChatRequest, CompletionRequest, Message, Request, RequestError
 
 LEAST_TOP_P = 1e-9  # OpenAI's 0: the likeliest token alone

@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from ..errors import DataError
 from ..reading import parse_json
-from ..words import brief
+from ..utils.errors import DataError
+from ..utils.text import brief
 
 # Fields that this server has nothing for and that change no answer: what is sent about cost and speed.
 WITHOUT_EFFECT = {"audio", "prediction", "prompt_cache_options", "service_tier"}  # audio: with modalities

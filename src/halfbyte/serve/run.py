@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 
 import uvicorn
 
-from ..errors import ConfigError
-from ..notices import notice
 from ..reading import why
-from ..words import visible
+from ..utils.errors import ConfigError
+from ..utils.notices import notice
+from ..utils.text import visible
 from .app import Endpoints, application
 from .guard import LOOPBACK, Access, access_to
 from .model import Limits, load

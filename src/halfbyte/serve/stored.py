@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.datastructures import QueryParams
 
-from ..words import brief
+from ..utils.text import brief
 from .requests import ChatRequest, RequestError
 
 MOST, MOST_BYTES = 1000, 2**26  # chats that are kept, and their bytes as JSON

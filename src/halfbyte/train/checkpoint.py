@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from halfbyte.config import RunConfig
 from halfbyte.config.schema import PATHS, at_home
-from halfbyte.errors import CheckpointError, ConfigError
-from halfbyte.files import clear_leftovers, remove, write_json
-from halfbyte.notices import notice
 from halfbyte.reading import read_json, why
 from halfbyte.reading.boundary import answered
 from halfbyte.reading.tensors import ADAPTER, read_header, read_tensors, safetensors_files
+from halfbyte.utils.errors import CheckpointError, ConfigError
+from halfbyte.utils.files import clear_leftovers, remove, write_json
+from halfbyte.utils.notices import notice
 
 from ..runs.manifest import FORMAT, damage_by_manifest, read_manifest
 from ..runs.saved import RESOLVED

@@ -12,22 +12,22 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
-from halfbyte.adapters import compute, load_adapter_weights, quiet_peft, saved_adapter_config
-from halfbyte.architectures import expert_stacks
-from halfbyte.errors import TrainingError
 from halfbyte.layers.expert_adapters import changed_experts, run_beside
 from halfbyte.layers.expert_targets import by_modules
 from halfbyte.methods.answers import model_inputs
 from halfbyte.methods.base import Batch
-from halfbyte.models.head import causal_lm_loss, hidden_at
-from halfbyte.models.sharding import sharded
-from halfbyte.models.slices import slice_of
+from halfbyte.modeling.adapters import compute, load_adapter_weights, quiet_peft, saved_adapter_config
+from halfbyte.modeling.architectures import expert_stacks
+from halfbyte.modeling.head import causal_lm_loss, hidden_at
 from halfbyte.ops import IGNORE_INDEX
 from halfbyte.optim import trained_parameters
 from halfbyte.parallel import Mesh
-from halfbyte.parallel.tensor import are_whole, whole_inside
+from halfbyte.parallel.context.model import slice_of
+from halfbyte.parallel.shard.model import sharded
+from halfbyte.parallel.tensor.layers import are_whole, whole_inside
 from halfbyte.qat.model import round_merged
 from halfbyte.reading.tensors import read_tensors, safetensors_files
+from halfbyte.utils.errors import TrainingError
 
 TOKENS = 256  # of one row: its full logits are small even with a vocabulary of 256k
 ROUNDING = 1 / 64  # relative to the largest logit; bfloat16 keeps 8 bits

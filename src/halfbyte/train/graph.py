@@ -27,14 +27,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte.errors import TrainingError
-from halfbyte.hardware import capture_stream, free_cached_memory, is_out_of_memory, reservable_bytes
 from halfbyte.memory.batches import GRAPHS
 from halfbyte.memory.pinned import AFTER_CAPTURE
-from halfbyte.notices import notice
+from halfbyte.utils.errors import TrainingError
+from halfbyte.utils.hardware import capture_stream, free_cached_memory, is_out_of_memory, reservable_bytes
+from halfbyte.utils.notices import notice
 
 from ..parallel import ALONE
-from .alike import AGREED, Alike
+from ..parallel.rank_sync import AGREED, Alike
 from .gradients import Gradients
 
 WARMUP = 3  # steps in which kernels compile and make their buffers

@@ -30,39 +30,34 @@ import torch
 from transformers import TrainerCallback, TrainerState, TrainingArguments, get_scheduler, set_seed
 from transformers.trainer_utils import speed_metrics
 
-from halfbyte.adapters import compute
 from halfbyte.config import RunConfig
-from halfbyte.errors import TrainingError
-from halfbyte.files import new_directory
-from halfbyte.memory.trained import trained_units
 from halfbyte.methods import method_of
 from halfbyte.methods.base import Batch, Collate, Rows
-from halfbyte.models.copies import in_their_place
-from halfbyte.models.sharding import trains_alike
-from halfbyte.models.slices import slice_of
-from halfbyte.models.stages import Stages
+from halfbyte.modeling.adapters import compute
+from halfbyte.modeling.cast_cache import in_their_place
 from halfbyte.ops.fp8_scaling import DelayedScaling
 from halfbyte.optim import OPTIMIZERS, trained_parameters
 from halfbyte.parallel import ALONE, AXES, ROWS, Mesh
 from halfbyte.parallel import TOKENS as OTHER_TOKENS
-from halfbyte.parallel.pipeline import Pipeline
-from halfbyte.parallel.tensor import whole_inside
-from halfbyte.signals import Request, Stopped, as_requests
+from halfbyte.parallel.context.model import slice_of
+from halfbyte.parallel.pipeline.model import Stages
+from halfbyte.parallel.pipeline.runtime import Pipeline
+from halfbyte.parallel.shard.model import trains_alike
+from halfbyte.parallel.shard.trained import trained_units
+from halfbyte.parallel.tensor.layers import whole_inside
+from halfbyte.utils.errors import TrainingError
+from halfbyte.utils.files import new_directory
+from halfbyte.utils.signals import Request, Stopped, as_requests
 
+from ..parallel.pipeline.full_state import Gathered, scaling_state
+from ..parallel.pipeline.stepper import PipelinedStepper
+from ..parallel.rank_sync import Alike
+from ..rl.rollouts import Generations
 from ..runs.manifest import write_manifest
 from . import checkpoint as checkpoints
-from .ahead import Ahead, with_numbers
-from .alike import Alike
-from .arguments import steps_per_epoch, total_steps
+from .callback_arguments import steps_per_epoch, total_steps
 from .callbacks import Callbacks, noisy_embeddings
-from .gathered import Gathered, scaling_state
-from .generations import Generations
-from .metrics import TOKENS, MetricsFile, Window
-from .pipelined import PipelinedStepper
-from .readback import StepNumbers, guard
-from .records import Records
-from .rows import Counting, batches, counts_of, on_device
-from .snapshot import (
+from .checkpoint_state import (
     load_optimizer,
     load_random,
     load_weights,
@@ -71,8 +66,13 @@ from .snapshot import (
     save_random,
     save_weights,
 )
+from .early_stop import PATIENCE, Stops, announce
+from .look_ahead import Ahead, with_numbers
+from .metrics import TOKENS, MetricsFile, Window
+from .metrics_log import Records
+from .readback import StepNumbers, guard
+from .sampler import Counting, batches, counts_of, on_device
 from .stepper import GraphedStepper, Stepper, beside_graphs
-from .stops import PATIENCE, Stops, announce
 
 Part = TypeVar("Part")
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfbyte.errors import ConfigError
-from halfbyte.files import write_text, writing
 from halfbyte.reading import look, parse_json, read_text
+from halfbyte.utils.errors import ConfigError
+from halfbyte.utils.files import write_text, writing
 
 if TYPE_CHECKING:
     import torch

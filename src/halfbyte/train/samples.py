@@ -14,9 +14,9 @@ from ..data.chat import prompt_text
 from ..data.paired import documents_of
 from ..generation import forget, generate
 from ..generation.decoder import context_length
-from ..hardware import free_cached_memory
-from ..models.sharding import sharded
 from ..ops import IGNORE_INDEX
+from ..parallel.shard.model import sharded
+from ..utils.hardware import free_cached_memory
 
 TEXT_PROMPT_TOKENS = 32  # of a plain text, which has no prompt of its own
 TOGETHER = {"cpu": 8}  # prompts; elsewhere a plan has room for the cache of one

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from halfbyte.hardware import free_cached_memory, is_out_of_memory
+from halfbyte.utils.hardware import free_cached_memory, is_out_of_memory
 
-from .alike import AGREED, Alike
+from ..parallel.rank_sync import AGREED, Alike
 from .graph import ONE, GraphedBackward
 
 Batch = Mapping[str, Any]

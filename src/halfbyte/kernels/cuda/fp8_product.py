@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...notices import notice
 from ...ops.fp8_product import emulated, fp8_product
+from ...utils.notices import notice
 from ..device import device_of
 
 MULTIPLE = 16  # of the sizes of an FP8 product

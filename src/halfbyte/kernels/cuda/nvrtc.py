@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ...dispatch import Unavailable
-from ...errors import TrainingError
-from ...files import new_file
+from ...utils.errors import TrainingError
+from ...utils.files import new_file
 from ..native import cache_folder
 
 FOLDER = Path(__file__).parent

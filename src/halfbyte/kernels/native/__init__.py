@@ -20,9 +20,9 @@ from pathlib import Path
 
 import torch
 
-from ... import files
 from ...dispatch import Unavailable
-from ...errors import ConfigError, TrainingError
+from ...utils import files
+from ...utils.errors import ConfigError, TrainingError
 
 # The last: tuned for some CPUs, GCC leaves FMAs out of long sums, in loops over one row only, and a row's sums would be
 # others alone than beside others. 0: it leaves none out.
@@ -31,7 +31,7 @@ FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fPIC"
 
 
 def cache_folder() -> Path:
-    """As `files.cache_folder`.
+    """As `utils.files.cache_folder`.
 
     Raises:
         Unavailable: there is none.

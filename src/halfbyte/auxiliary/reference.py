@@ -1,0 +1,224 @@
+"""The log-probabilities of the reference: computed once before training, kept, and compared with the policy's.
+
+The reference is the model as it is before the first step: without its adapter, or, where training continues from an
+adapter, quantizes as it trains or trains all weights, with all that it then has. So no second model is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset, List, Value
+from safetensors.torch import save_file
+
+from halfbyte import __version__
+from halfbyte.data.paired import answer_collator, trained_tokens
+from halfbyte.data.tables import new_name
+from halfbyte.methods.answers import REFERENCE, as_reference, log_probs
+from halfbyte.methods.preference import with_all_it_has
+from halfbyte.modeling.adapters import compute
+from halfbyte.modeling.layer import causal_lm_of
+from halfbyte.parallel import ROWS
+from halfbyte.utils.console import Console
+from halfbyte.utils.errors import CheckpointError, ConfigError, TrainingError
+from halfbyte.utils.files import cache_folder, new_file
+from halfbyte.utils.notices import notice
+
+from ..reading.tensors import read_tensors
+from ..train.loop import TrainingLoop
+from ..train.preflight import PreparedRun
+from ..utils.text import one_line
+
+ROUNDING = {torch.float32: 1e-4}  # of a token's log-probability, relative to their mean size; else:
+ROUNDING_16 = 1 / 64
+CHECKED = 4  # of the first rows, and of the longest, that policy and reference are compared on
+SPLITS = ("train", "eval")
+NAMES = ("_name_or_path", "name_or_path", "transformers_version", "quantization_config", "architectures")
+
+
+def use_reference(run: PreparedRun, loop: TrainingLoop, console: Console) -> dict[str, Any]:
+    """Give the rows of `loop` the reference's log-probabilities, unless each step computes them, and compare.
+
+    The model must be as it is before the first step.
+
+    Returns:
+        For checks.json: the largest and the mean difference of policy and reference per token, and where they are from.
+
+    Raises:
+        TrainingError: policy and reference differ before training by more than rounding.
+    """
+    began, origin = time.time(), "each step"
+    if run.computes_reference_once:
+        splits = {"train": loop.rows, "eval": loop.held_out}
+        found, origin = _kept_or_computed(run, loop, {name: rows for name, rows in splits.items() if rows is not None})
+        loop.rows = _with_reference(loop.rows, found["train"])
+        if loop.held_out is not None:
+            loop.held_out = _with_reference(loop.held_out, found["eval"])
+        tokens = sum(map(len, found.values()))
+        said = f"reference: log-probabilities of {tokens:,} tokens, {origin}, {time.time() - began:.1f} s"
+        console.print(one_line(said), soft_wrap=True)
+    return {"from": origin, **_compared(run, loop)}
+
+
+@contextlib.contextmanager
+def _forwards(run: PreparedRun, loop: TrainingLoop) -> Iterator[None]:
+    """Around forwards of the reference."""
+    with contextlib.nullcontext() if with_all_it_has(run.config) else as_reference(loop.model):
+        yield
+
+
+def _with_reference(rows: Any, values: torch.Tensor) -> Dataset:
+    """`rows` with a column of their trained tokens' log-probabilities."""
+    parts = values.split([trained_tokens(row) for row in rows])
+    return rows.add_column(
+        REFERENCE, [part.numpy() for part in parts], new_fingerprint=new_name(), feature=List(Value("float32"))
+    )
+
+
+# --- computing -------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _computed(run: PreparedRun, loop: TrainingLoop, rows: Any) -> torch.Tensor:
+    """Log-probabilities fp32 of all trained tokens of `rows`, in order; processes share the batches."""
+    config, mesh = run.config, run.mesh
+    collate = answer_collator(config, run.tokenizer, loop.device, answers=run.data.answers)
+    lengths = [len(row["input_ids"]) for row in rows]
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])  # like lengths together: little padding
+    size = config.per_device_eval_batch_size or config.per_device_train_batch_size
+    batches = [order[first : first + size] for first in range(0, len(order), size)]
+    own = batches[mesh.place(*ROWS) :: mesh.ways(*ROWS)]
+    most = -(-len(batches) // mesh.ways(*ROWS))  # each gathers slices of the model in as many forwards as the others
+    found: dict[int, torch.Tensor] = {}
+    loop.model.eval()
+    for indices in own + [order[-1:]] * (most - len(own)):
+        taken = [rows[index] for index in indices]
+        values = _log_probs(loop, collate(taken), run.machine.compute_dtype)
+        found |= zip(indices, values.split([trained_tokens(row) for row in taken]), strict=True)
+    every = {index: values for part in mesh.gather(found) for index, values in part.items()}
+    return torch.cat([every[index] for index in range(len(rows))])
+
+
+def _log_probs(loop: TrainingLoop, batch: dict[str, Any], dtype: torch.dtype) -> torch.Tensor:
+    """Those of the trained tokens of `batch`, on the CPU, without what fills it up."""
+    tokens = int((batch["answer"] >= 0).sum())
+    batch = {name: value.to(loop.device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+    with compute(loop.model, dtype):
+        return log_probs(loop.model, batch)[:tokens].float().cpu()
+
+
+@torch.no_grad()
+def _compared(run: PreparedRun, loop: TrainingLoop) -> dict[str, Any]:
+    """How far policy and reference are apart on the first rows and the longest, which windows and scales of long
+    contexts change.
+
+    Raises:
+        TrainingError: by more than rounding.
+    """
+    lengths = [len(row["input_ids"]) for row in loop.rows]
+    longest = sorted(range(len(lengths)), key=lambda index: -lengths[index])[:CHECKED]
+    chosen = list(dict.fromkeys([*range(min(len(lengths), CHECKED)), *longest]))
+    collate = answer_collator(run.config, run.tokenizer, loop.device, answers=run.data.answers)
+    together = run.config.per_device_eval_batch_size or run.config.per_device_train_batch_size
+    dtype = run.machine.compute_dtype
+    loop.model.eval()
+    found = []
+    for first in range(0, len(chosen), together):
+        batch = collate([loop.rows[index] for index in chosen[first : first + together]])
+        policies = _log_probs(loop, batch, dtype)
+        if REFERENCE in batch:
+            references = batch[REFERENCE][: len(policies)]
+        else:
+            with _forwards(run, loop):
+                references = _log_probs(loop, batch, dtype)
+        found.append((policies, references.cpu()))
+    policy, reference = (torch.cat(parts) for parts in zip(*found, strict=True))
+    apart, size = (policy - reference).abs(), float(reference.abs().mean())
+    if not float(apart.mean()) <= ROUNDING.get(dtype, ROUNDING_16) * max(size, 1e-3):  # also where either is NaN
+        raise TrainingError(
+            f"before training the policy is not its reference: log-probabilities differ by {float(apart.mean()):.3g} a"
+            f" token (they are {size:.3g})",
+            "the reference is the model without its adapter, which must add nothing at first: set"
+            " init_lora_weights: true, or continue from an adapter with adapter_path, which then is the reference",
+        )
+    return {"largest_difference": float(apart.max()), "mean_difference": float(apart.mean()), "tokens": len(apart)}
+
+
+# --- keeping ---------------------------------------------------------------------------------------------------------
+
+
+def _kept_or_computed(
+    run: PreparedRun, loop: TrainingLoop, splits: dict[str, Any]
+) -> tuple[dict[str, torch.Tensor], str]:
+    """Of each split: what an earlier run with the same frozen weights, tokens and arithmetic kept, or computed now."""
+    file = None if run.mesh.size > 1 else _file(run, loop, splits)
+    if file is not None and file.is_file():
+        with contextlib.suppress(CheckpointError):  # a damaged one is computed again
+            found = read_tensors(file)
+            if all(name in found and len(found[name]) == _tokens(rows) for name, rows in splits.items()):
+                return found, f"kept in {file}"
+    with _forwards(run, loop):
+        found = {name: _computed(run, loop, rows) for name, rows in splits.items()}
+    if file is not None:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with new_file(file) as aside:
+                save_file(found, aside)
+        except (OSError, TrainingError) as error:
+            notice("reference-cache", f"the reference's log-probabilities are not kept for other runs: {error}")
+    return found, "computed"
+
+
+def _tokens(rows: Any) -> int:
+    return sum(map(trained_tokens, rows))
+
+
+def _file(run: PreparedRun, loop: TrainingLoop, splits: dict[str, Any]) -> Path | None:
+    """Where runs with this reference and these rows keep it; None without a cache."""
+    try:
+        folder = cache_folder() / "reference"
+    except ConfigError:
+        return None
+    config, machine = run.config, run.machine
+    size = config.per_device_eval_batch_size or config.per_device_train_batch_size
+    arithmetic = (
+        *(__version__, torch.__version__, str(machine.device), machine.compute_dtype, run.sections.precision),
+        *(config.use_kernels, config.attn_implementation, config.padding_free, config.qat_scheme, size),
+    )
+    digest = hashlib.sha256(repr(arithmetic).encode())
+    digest.update(_described(loop.model).encode())
+    for rows in splits.values():
+        table = rows.with_format("arrow")[:]
+        for column in ("input_ids", "labels", "seq_lengths"):
+            for chunk in table[column].chunks:
+                digest.update(np.ascontiguousarray(chunk.offsets.to_numpy()).data)
+                digest.update(np.ascontiguousarray(chunk.flatten().to_numpy()).data)
+    for name, tensor in (*loop.model.named_parameters(), *loop.model.named_buffers()):
+        if with_all_it_has(config) or not tensor.requires_grad:
+            digest.update(name.encode())
+            for part in _parts(tensor.detach()):
+                digest.update(part.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return folder / f"{digest.hexdigest()[:32]}.safetensors"
+
+
+def _described(model: torch.nn.Module) -> str:
+    """Return what a model computes beside its weights: its class and its configuration, without names of places."""
+    plain = causal_lm_of(model)
+    keys = {key: value for key, value in plain.config.to_dict().items() if key not in NAMES}
+    return f"{type(plain).__name__} {json.dumps(keys, sort_keys=True, default=str)}"
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors that a tensor is made of: one, or of a quantized one its codes and scales."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in _parts(getattr(tensor, name))]

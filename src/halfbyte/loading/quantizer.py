@@ -1,0 +1,497 @@
+"""Registers halfbyte's formats with transformers, so that `from_pretrained` quantizes while it loads.
+
+    model = AutoModelForCausalLM.from_pretrained(path, quantization_config=HalfbyteConfig(), device_map={"": "cuda"})
+
+transformers hands over one checkpoint tensor at a time; it is quantized on the target device and dropped, so that
+device memory peaks at the quantized model plus one tensor. Checkpoints that were quantized before keep their bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightTransform
+from transformers.quantizers import AutoHfQuantizer, HfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers.quantizers_utils import get_module_from_name
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from ..config import Storage, storage_of
+from ..formats import FORMATS, Blockwise4, Format, named, recognize
+from ..formats.base import FLOATS, QUANT_METHOD, entry_name
+from ..layers import QuantizedLinear, QuantizedWeight, hold_table, quantized_parameter
+from ..modeling.architectures import (
+    beside_text,
+    conv1d_layers,
+    expert_stacks,
+    kept_whole,
+    per_layer_tables,
+    quantizable,
+    runs_experts,
+    stays_whole,
+)
+from ..modeling.layer import decoder_layers
+from ..tensor import QuantizedTensor
+from ..utils.errors import CheckpointError, HalfbyteError, ModelError
+from ..utils.notices import notice
+from .assignment import choose, left_whole
+from .expert_stacks import as_in_file, is_stacking, stacked_parameter, stacking, store_stacks
+from .prequantized_stacks import taking
+from .quantized_model import as_linear, dequantize, mark_quantized, unfilled_conv1d
+
+
+@register_quantization_config(QUANT_METHOD)
+class HalfbyteConfig(QuantizationConfigMixin):
+    """How the linear layers of a model are stored.
+
+    Args:
+        storage: how; default: as `keys` say.
+        llm_int8_skip_modules: names of modules left as they are; default: the output head and what is tied to it.
+            (bitsandbytes' name, which pre-quantized checkpoints carry for every bit width.)
+        formats: spec → names of the modules stored so; what a saved model's config.json says instead of `storage`.
+        others: of an unpacked GGUF file, its type → how many linear layers have it and are not in `formats`: they are
+            stored in 16 bits, and quantized while loading as `storage` says.
+        kept: of an unpacked GGUF file, its type → how many linear layers keep it. For people.
+        ways: processes that divide the model's memory.
+        on_host: decoder layers whose quantized stacks are left in the host's memory.
+        keys: `bnb_4bit_quant_type`, `bnb_4bit_blocksize`, `bnb_4bit_use_double_quant`, `quantization`,
+            `skip_quant_first_layers`, `skip_quant_last_layers`, as in a run's configuration.
+
+    Raises:
+        ModelError: no such format.
+        ConfigError: no such key, or keys that contradict each other.
+    """
+
+    def __init__(
+        self,
+        storage: Storage | Mapping[str, Any] | None = None,
+        *,
+        llm_int8_skip_modules: list[str] | None = None,
+        formats: Mapping[str, list[str]] | None = None,
+        others: Mapping[str, int] | None = None,
+        kept: Mapping[str, int] | None = None,
+        ways: int = 1,
+        on_host: Collection[int] = (),
+        quant_method: str = QUANT_METHOD,
+        **keys: Any,
+    ):
+        self.quant_method = QUANT_METHOD
+        self.llm_int8_skip_modules = llm_int8_skip_modules
+        self.storage = storage_of(_as_storage(storage), **keys)
+        self.choice = choose(self.storage)
+        stored = {name: named(spec) for spec, names in (formats or {}).items() for name in names}
+        self.formats: dict[str, Format] = stored  # module name → format, known once there is a model
+        self.others = others or {}
+        self.ways, self.on_host = ways, frozenset(on_host)
+        self.kept = kept or {}
+        self.dtype = "bfloat16"  # of the model; a saved config.json has plain bitsandbytes compute in it
+        self.assigned = False  # to the layers of a model
+        self.whole = False  # every linear layer that may be quantized is
+        self.stacks: frozenset[str] = frozenset()  # those names in `formats` that are parameters: stacked experts
+        self.tables: frozenset[str] = frozenset()  # and those that are embeddings
+
+    def assign(self, model: nn.Module, names: Collection[str]) -> dict[str, Format]:
+        """Module name → format, of those `names` that are quantized."""
+        if not self.formats:
+            self.formats = self.choice.assign(model, names)
+        elif beyond := sorted(self.formats.keys() - names):
+            raise CheckpointError(
+                f"config.json stores {beyond[0]} as {self.formats[beyond[0]].spec}, but the model has no such layer",
+                "check that config.json belongs to these weights",
+            )
+        elif self.others:
+            self.formats = self.choice.assign(model, names) | self.formats
+        self.whole, self.assigned = len(self.formats) == len(names), True
+        return self.formats
+
+    def to_dict(self) -> dict[str, Any]:
+        """What a saved config.json says; before a model was loaded, all settings.
+
+        NF4 or FP4 in every layer is named bitsandbytes, whose checkpoint layout it is, so that the saved model loads in
+        either tool; `load_model` recognises it. transformers reads neither stacks nor embeddings of bitsandbytes' from
+        a checkpoint, so that a model with them is named ours.
+        """
+        of_layers = set(self.formats.values())
+        format_ = next(iter(of_layers), None)
+        beyond = self.stacks or self.tables
+        if self.whole and not beyond and len(of_layers) == 1 and isinstance(format_, Blockwise4):
+            return {
+                "quant_method": "bitsandbytes",
+                "load_in_4bit": True,
+                "load_in_8bit": False,
+                "bnb_4bit_quant_type": format_.quant_type,
+                "bnb_4bit_use_double_quant": format_.nested,
+                "bnb_4bit_quant_storage": "uint8",
+                "bnb_4bit_compute_dtype": self.dtype,
+                "llm_int8_skip_modules": self.llm_int8_skip_modules,
+            }
+        names = {
+            spec: [name for name, other in self.formats.items() if other.spec == spec]
+            for spec in dict.fromkeys(each.spec for each in self.formats.values())
+        }
+        entry = {
+            "quant_method": QUANT_METHOD,
+            "llm_int8_skip_modules": self.llm_int8_skip_modules,
+            "formats": names,
+        }
+        if self.assigned:
+            return entry
+        return entry | {
+            "storage": asdict(self.storage) | {"formats": [list(each) for each in self.storage.formats]},
+            "others": dict(self.others),
+            "kept": dict(self.kept),
+            "ways": self.ways,
+            "on_host": sorted(self.on_host),
+        }
+
+    @classmethod
+    def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """The config that `to_dict` describes, before a model was loaded and after."""
+        found = next(filter(None, (each.from_quantization_config(config_dict) for each in FORMATS.values())), None)
+        if config_dict.get("quant_method") != QUANT_METHOD and found is not None:
+            config_dict = {
+                "storage": Storage((("*", found.spec),)),
+                "llm_int8_skip_modules": left_whole(config_dict),
+            }
+        return super().from_dict(dict(config_dict), return_unused_kwargs, **kwargs)
+
+
+def _as_storage(storage: Storage | Mapping[str, Any] | None) -> Storage | None:
+    """Read a storage as `to_dict` writes it: pairs in a list, since JSON files sort the keys of mappings."""
+    if not isinstance(storage, Mapping):
+        return storage
+    return Storage(**{**storage, "formats": tuple((pattern, spec) for pattern, spec in storage["formats"])})
+
+
+_merge_configs = AutoHfQuantizer.merge_quantization_configs
+
+
+def _merge_with_ours(stored: Any, given: QuantizationConfigMixin | None) -> QuantizationConfigMixin:
+    """Load a quantized checkpoint into our modules when the caller passes a `HalfbyteConfig`.
+
+    transformers refuses a config of another class than the checkpoint's, and asks no quantizer. Every other pair of
+    configs goes to its own function.
+    """
+    if not isinstance(given, HalfbyteConfig):
+        return _merge_configs(stored, given)
+    entry = stored if isinstance(stored, dict) else stored.to_dict()
+    if entry.get("quant_method") != QUANT_METHOD and not any(
+        each.from_quantization_config(entry) for each in FORMATS.values()
+    ):
+        raise ModelError(
+            f"the checkpoint is stored as {entry.get('quant_method')}, which halfbyte does not load yet",
+            "use the 16-bit model, or a bitsandbytes one",
+        )
+    config = HalfbyteConfig.from_dict(entry)
+    config.ways, config.on_host = given.ways, given.on_host
+    formats = list(config.formats.values()) or [format_ for _, format_ in config.choice.patterns if format_]
+    specs = ", ".join(dict.fromkeys(each.spec for each in formats))
+    notice("prequantized", f"the checkpoint is already quantized ({specs}); its bytes are kept")
+    return config
+
+
+AutoHfQuantizer.merge_quantization_configs = staticmethod(_merge_with_ours)
+
+
+class _Quantize(ConversionOps):
+    """Checkpoint tensor → frozen quantized parameter, on the device the tensor is on."""
+
+    def __init__(self, hf_quantizer: HalfbyteQuantizer):
+        self.hf_quantizer = hf_quantizer
+
+    def convert(self, input_dict: dict[str, Any], *, model: nn.Module, **kwargs: Any) -> dict[str, Tensor]:
+        result: dict[str, Tensor] = {}
+        for name, value in input_dict.items():
+            weight = value[0] if isinstance(value, list) else value
+            make = functools.partial(_quantized, self.hf_quantizer, name, weight, model)
+            self.hf_quantizer.attempt(name, make, result)
+        return result
+
+
+class _Deserialize(ConversionOps):
+    """The checkpoint's entries of one weight → frozen quantized parameter with the same bytes."""
+
+    def __init__(self, hf_quantizer: HalfbyteQuantizer, suffixes: Mapping[str, str]):
+        self.hf_quantizer, self.suffixes = hf_quantizer, suffixes
+
+    def convert(
+        self, input_dict: dict[str, Any], *, model: nn.Module, full_layer_name: str, **kwargs: Any
+    ) -> dict[str, Any]:
+        entries = {key: value[0] if isinstance(value, list) else value for key, value in input_dict.items()}
+        if not self.hf_quantizer.param_needs_quantization(model, full_layer_name):
+            dtype = model.get_parameter(full_layer_name).dtype  # norms, embeddings, skipped modules
+            return {key: value.to(dtype) for key, value in entries.items()}
+        state = {self.suffixes[key]: value for key, value in entries.items()}
+        result: dict[str, Tensor] = {}
+
+        def load() -> nn.Parameter:
+            if any(value.is_meta for value in state.values()):  # another process reads it
+                return self._unread(model.get_parameter(full_layer_name), full_layer_name)
+            if self.hf_quantizer.quantization_config.others and state.keys() == {""} and state[""].dtype in FLOATS:
+                weight = state[""].to(model.get_parameter(full_layer_name).dtype)
+                return _quantized(self.hf_quantizer, full_layer_name, weight, model)
+            if "" in state:
+                state[""] = as_in_file(state[""])
+            if full_layer_name in self.hf_quantizer.stacks and state.keys() == {""} and state[""].dtype in FLOATS:
+                self.hf_quantizer.leave(full_layer_name)
+                return nn.Parameter(state[""].to(model.get_parameter(full_layer_name).dtype), requires_grad=False)
+            cls = recognize(state, prefer=type(self.hf_quantizer.stored_format(full_layer_name)))
+            format_, parts, shape, dtype = cls.from_state(state, full_layer_name)
+            tensor = QuantizedTensor(format_, parts, shape, dtype)
+            _check_shape(model, tensor, full_layer_name)
+            return nn.Parameter(tensor, requires_grad=False)
+
+        self.hf_quantizer.attempt(full_layer_name, load, result)
+        return result
+
+    def _unread(self, expected: nn.Parameter, name: str) -> nn.Parameter:
+        """The parameter without data; `expected` has its shape and dtype."""
+        return quantized_parameter(expected.to("meta"), self.hf_quantizer.stored_format(name))
+
+    def __deepcopy__(self, memo: Any) -> _Deserialize:
+        """transformers copies converters for each layer; failures must reach the one quantizer it asks at the end."""
+        return self
+
+
+def _quantized(hf_quantizer: HalfbyteQuantizer, name: str, weight: Tensor, model: nn.Module) -> nn.Parameter:
+    if name in hf_quantizer.transposed and not isinstance(weight, QuantizedTensor):
+        weight = weight.transpose(1, 2)
+    if name.removesuffix(".weight") in hf_quantizer.conv1d:
+        weight = weight.t()
+    _check_shape(model, weight, name)
+    if isinstance(weight, QuantizedTensor):  # expert by expert
+        return nn.Parameter(weight, requires_grad=False)
+    if weight.dim() > 2:
+        return stacked_parameter(name, weight, hf_quantizer.format_of(name), tuple(weight.shape))
+    try:
+        return quantized_parameter(weight, hf_quantizer.format_of(name))
+    except ModelError as error:
+        raise ModelError(f"{name}: {error.message}", error.fix) from error
+
+
+def _is_ours(conversion: WeightTransform) -> bool:
+    deserializes = isinstance(conversion, WeightConverter) and isinstance(conversion.operations[0], _Deserialize)
+    return deserializes or is_stacking(conversion)
+
+
+def _check_shape(model: nn.Module, weight: Tensor, name: str) -> None:
+    _check_same_shape(name, tuple(weight.shape), tuple(model.get_parameter(name).shape))
+
+
+def _check_same_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if found != expected:
+        raise CheckpointError(
+            f"{name} has shape {found} in the checkpoint, {expected} in the model",
+            "check that config.json belongs to these weights",
+        )
+
+
+@register_quantizer(QUANT_METHOD)
+class HalfbyteQuantizer(HfQuantizer):
+    """Replaces `nn.Linear` by `QuantizedLinear` and fills it while loading; so are per-layer embeddings, in place."""
+
+    requires_calibration = False
+    quantization_config: HalfbyteConfig
+
+    def __init__(self, quantization_config: QuantizationConfigMixin, **kwargs: Any):
+        super().__init__(quantization_config, **kwargs)
+        self.failure: HalfbyteError | None = None
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.stacks: dict[str, Any] = {}  # parameter → its module, of stacked experts that are quantized
+        self.transposed: set[str] = set()  # of those, what checkpoints have as [E, K, N]
+        self.conv1d: frozenset[str] = frozenset()  # layers that are a `Conv1D` in transformers, of weights [in, out]
+        self.dtypes: dict[str, torch.dtype] = {}  # of stacks' values
+        self.on_host: tuple[str, ...] = ()  # how the names of stacks begin that are left in the host's memory
+
+    def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
+        """Bytes per weight that transformers reserves before loading; its default would reserve the 16-bit model."""
+        if self.param_needs_quantization(model, param_name):
+            format_ = self.stored_format(param_name)
+            return format_.bits_per_weight(tuple(param.shape)) / 8 / self.quantization_config.ways
+        return param.element_size() / self.quantization_config.ways
+
+    def format_of(self, param_name: str) -> Format:
+        """The format of a quantized layer's weight, or of each expert's in a stack."""
+        return self.quantization_config.formats[param_name.removesuffix(".weight")]
+
+    def stored_format(self, param_name: str) -> Format:
+        """The format of a quantized parameter as it is stored, the whole of a stack."""
+        format_ = self.format_of(param_name)
+        return format_.stacked() if param_name in self.stacks else format_
+
+    def leave(self, param_name: str) -> None:
+        """Have a stack that the checkpoint has in 16 bits stay so."""
+        if param_name in self.transposed:
+            self.stacks[param_name].is_transposed = True
+            self.shapes[param_name] = tuple(self.shapes[param_name][at] for at in (0, 2, 1))
+        self.quantization_config.formats.pop(param_name, None)
+        del self.stacks[param_name]
+
+    def attempt(self, key: str, make: Callable[[], nn.Parameter], result: dict[str, Tensor]) -> None:
+        """Put `make()` into `result`, or keep the first failure until everything is loaded.
+
+        transformers turns exceptions of a conversion into log lines and one that names no tensor.
+        """
+        try:
+            made = make()
+            here = key in self.stacks and key.startswith(self.on_host) and isinstance(made, QuantizedTensor)
+            result[key] = nn.Parameter(made.detach().to("cpu"), requires_grad=False) if here else made
+        except HalfbyteError as error:
+            self.failure = self.failure or error
+
+    def update_device_map(self, device_map: Any) -> Any:
+        from ..utils.hardware import best_device
+
+        return {"": best_device()} if device_map is None else device_map
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        config = self.quantization_config
+        if config.llm_int8_skip_modules is None and beside_text(model):  # written down, so that others skip them too
+            config.llm_int8_skip_modules = kept_whole(model, beside=not self.pre_quantized)
+        kinds = quantizable, conv1d_layers, expert_stacks
+        linears, conv1d, stacks = (each(model, config.llm_int8_skip_modules) for each in kinds)
+        if not linears and not conv1d and not stacks:
+            raise ModelError(
+                f"{type(model).__name__} has no nn.Linear or Conv1D layers to quantize",
+                "load it with load_in_4bit: false",
+            )
+        tables = per_layer_tables(model, config.llm_int8_skip_modules, config.formats if self.pre_quantized else None)
+        stored = config.assign(model, [*linears, *conv1d, *stacks, *tables]).keys()
+        self.conv1d = frozenset(stored & conv1d.keys())
+        for name in self.conv1d:
+            model.set_submodule(name, unfilled_conv1d(conv1d[name]))
+        for name in stored & linears.keys():
+            model.set_submodule(name, QuantizedLinear.unfilled(linears[name]))
+        for name in stored & tables.keys():
+            hold_table(tables[name])
+        config.tables = frozenset(stored & tables.keys())
+        self.transposed = {name for name, module in stacks.items() if module.is_transposed}
+        self.stacks = store_stacks(model, config.formats, config.llm_int8_skip_modules, self.pre_quantized)
+        self.dtypes = {name: model.get_parameter(name).dtype for name in self.stacks}
+        if config.on_host:
+            layers, _ = decoder_layers(model)
+            self.on_host = tuple(f"{layers}.{at}." for at in config.on_host)
+        self.transposed &= self.stacks.keys()
+        beside = tuple(beside_text(model))
+        if beside and not any(name.startswith(beside) for name in linears):
+            notice("beside-text", f"{', '.join(beside)} stay in 16 bits: only the language model is quantized")
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        if self.failure is not None:
+            raise self.failure
+        self._keep_new_heads(model)
+        # Saving reverses the conversions of loading; our state dicts are in the checkpoint's layout already.
+        model._weight_conversions = [each for each in model._weight_conversions if not _is_ours(each)]
+        for name in list(self.stacks):
+            if not isinstance(parameter := model.get_parameter(name), QuantizedTensor):
+                if self.pre_quantized and not parameter.is_meta:
+                    self.leave(name)
+                    continue
+                raise CheckpointError(f"{name} is missing from the checkpoint", "re-download the checkpoint")
+        for name, parameter in model.named_parameters():  # transformers 5.17 takes any shape when there is a quantizer
+            _check_same_shape(name, tuple(parameter.shape), self.shapes[name])
+        for module in filter(runs_experts, model.modules()) if self.stacks else ():
+            module.requires_grad_(False)  # biases, and experts left in 16 bits, too: ours makes no gradients of them
+        self.quantization_config.stacks = frozenset(self.stacks)
+        self.quantization_config.dtype = str(model.dtype).removeprefix("torch.")
+        mark_quantized(model, self.quantization_config.formats.values())
+        if stacked := stays_whole(model, self.stacks):
+            notice("stacked-experts", f"{stacked / 1e6:.0f}M weights in stacked expert parameters stay in 16 bits")
+        return model
+
+    def _keep_new_heads(self, model: Any) -> None:
+        """Leave a head that the checkpoint does not have in 16 bits, as transformers initialized it; it is trained.
+
+        Raises:
+            CheckpointError: a weight of the model below the head is missing.
+        """
+        config, base = self.quantization_config, f"{model.base_model_prefix}."
+        for name, module in list(model.named_modules()):
+            if not isinstance(module, QuantizedWeight) or isinstance(module.weight, QuantizedTensor):
+                continue
+            is_base = model.base_model is model or name.startswith(base)
+            if is_base or not isinstance(module, QuantizedLinear) or module.weight.is_meta:
+                fix = "re-download the checkpoint"
+                if model.base_model_prefix not in ("", "model"):
+                    other = f"key_mapping={{'^model': '{model.base_model_prefix}'}}"
+                    fix += f"; if its names begin with model., pass {other} to from_pretrained"
+                raise CheckpointError(f"{name}.weight is missing from the checkpoint", fix)
+            if config.llm_int8_skip_modules is None:  # so that whoever loads the saved model skips the head, too
+                config.llm_int8_skip_modules = kept_whole(model)
+            config.llm_int8_skip_modules = [*config.llm_int8_skip_modules, name]
+            del config.formats[name]
+            model.set_submodule(name, as_linear(module, module.weight))
+            model.get_submodule(name).requires_grad_(True)
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Refuse modules on the disk, before anything is read.
+
+        Raises:
+            ModelError: the device map puts some there.
+        """
+        places = device_map if isinstance(device_map, Mapping) else {}
+        on_disk = [name for name, place in places.items() if place == "disk"]
+        if on_disk:
+            more = f" and {len(on_disk) - 1} more" if len(on_disk) > 1 else ""
+            raise ModelError(
+                f"device_map puts {on_disk[0] or 'the model'}{more} on the disk, where quantized weights cannot stay",
+                "put them on a GPU or the CPU, raise max_memory, or store the model in fewer bits",
+            )
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        module, name = get_module_from_name(model, param_name)
+        return param_name in self.stacks or (isinstance(module, QuantizedWeight) and name == "weight")
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return _Quantize(self)
+
+    def get_weight_conversions(self) -> list[WeightConverter]:
+        if not self.pre_quantized:
+            return []
+        classes = {type(format) for format in self.quantization_config.formats.values()}
+        suffixes = {suffix for cls in classes for suffix in cls.state_suffixes()} - {""}
+        # transformers replaces what a pattern matches in a key by the target, and hands entries over by their pattern
+        patterns = {f"{entry_name('weight', suffix)}$": suffix for suffix in sorted(suffixes)} | {"weight": ""}
+        found = [WeightConverter([*patterns], "weight", operations=[_Deserialize(self, patterns)])]
+        for leaf in {".".join(name.split(".")[-2:]) for name in self.stacks}:
+            classes = {type(each(name)) for name in self.stacks for each in (self.format_of, self.stored_format)}
+            suffixes = {each for cls in classes for each in cls.state_suffixes() if each and not each.startswith("../")}
+            patterns = {f"{entry_name(leaf, suffix)}$": suffix for suffix in sorted(suffixes)} | {f"{leaf}$": ""}
+            # before what is of linears: `scales` may be beside a weight, or below a stack
+            found.insert(0, WeightConverter([*patterns], leaf, operations=[_Deserialize(self, patterns)]))
+        return found
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
+        if self.stacks and self.pre_quantized:
+            formats = {type(format_) for format_ in self.quantization_config.formats.values()}
+            suffixes = {suffix for cls in formats for suffix in cls.state_suffixes()}
+            weight_conversions = [taking(each, self, suffixes) for each in weight_conversions]
+        elif self.stacks:
+            weight_conversions = [stacking(each, self) for each in weight_conversions]
+        return weight_conversions + self.get_weight_conversions()
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[None, dict[str, Any]]:
+        """Note the dtype that a model is saved in, which `.bfloat16()` may have changed."""
+        self.quantization_config.dtype = str(model.dtype).removeprefix("torch.")
+        return None, {}
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a name, once the model was saved
+        return dequantize(model, dtype or model.dtype, self.stacks, self.conv1d)
+
+    def is_serializable(self, **kwargs: Any) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True

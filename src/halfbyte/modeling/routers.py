@@ -1,0 +1,310 @@
+"""Routers of a mixture while it trains: how often each expert is chosen, and the loss that balances them.
+
+With L routers, R rows each (tokens, padding left out), E experts of which k are chosen by the largest probabilities:
+
+    aux = E · Σ_e f_e · P_e      f_e = Σ chosen_e / (L·R)      P_e = Σ p_e / (L·R)      p = softmax(logits)
+
+over all routers and rows, as transformers' `load_balancing_loss_func` has it for its `router_logits`. f has no
+gradient, so that of a row's logits needs nothing of other rows but f: ∂aux/∂logits = p ⊙ (g − ⟨g, p⟩), g = E·f/(L·R).
+A forward adds up f and P, 2·E numbers; backward adds the gradient to that of the logits where it passes a router. So
+no logits are kept for it beyond what routers keep, and layers may be computed again in backward.
+
+Source: Fedus et al. 2021 (arXiv:2101.03961), equations 4 to 6.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ..parallel import ALONE, TOKENS, Mesh
+from ..utils.errors import ConfigError, ModelError
+from .architectures import runs_experts
+from .layer import causal_lm_of
+
+KEY = "router_aux_loss_coef"
+REAL = "real_tokens"  # in a batch: which of its tokens are no padding, [B, T]
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # keys of configs
+TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k")
+
+_watched: WeakKeyDictionary[nn.Module, Routers] = WeakKeyDictionary()
+
+
+class Routers:
+    """What is known of the routers of a model, which has them inside `watched`.
+
+    Args:
+        model: a causal LM, plain or inside a `peft.PeftModel`.
+        balanced: whether `loss` is asked for.
+    """
+
+    def __init__(self, model: nn.Module, *, balanced: bool):
+        self.model, self.balanced = model, balanced
+        self.logits = _routers(model) if balanced else {}
+        self.experts = {name: module for name, module in model.named_modules() if runs_experts(module)}
+        device = next(model.parameters()).device
+        self.used = {  # int64 [E] of each layer
+            name: torch.zeros(_count(module), dtype=torch.int64, device=device) for name, module in self.experts.items()
+        }
+        experts = max(map(len, self.used.values()), default=0)
+        self.top_k = _top_k(model) if balanced else 0
+        self.chosen, self.shares = (torch.zeros(experts, device=device) for _ in range(2))
+        self.rows, self.upstream = (torch.zeros((), device=device) for _ in range(2))
+        self._counting = False
+        self._mask: Tensor | None = None
+        self._seen: dict[str, int] = {}  # router, or layer's experts → rows of this forward so far
+
+    @contextlib.contextmanager
+    def forward(self, batch: Mapping[str, Any]) -> Iterator[None]:
+        """Around the forward of a micro-batch, whose padding (`REAL`, else `attention_mask`, [B, T]) does not count."""
+        mask = batch.get(REAL, batch.get("attention_mask"))
+        # as the batch has it: what this forward makes, in a CUDA graph other graphs would overwrite
+        self._mask = mask.flatten() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        self._begin()
+        self._counting = True
+        try:
+            yield
+        finally:
+            self._counting = False
+
+    def _begin(self, *_: Any) -> None:
+        self._seen.clear()
+        for sums in (self.chosen, self.shares, self.rows):
+            sums.zero_()
+
+    def loss(self, anchor: Tensor, rows: int) -> Tensor:
+        """0-d fp32: the balancing loss of the last forward. Its gradient goes to the routers, in a backward that must
+        come before the next forward.
+
+        Args:
+            anchor: 0-d, that forward's loss, to which this one is to be added.
+            rows: tokens of the forward, padding included.
+
+        Raises:
+            ModelError: routers saw other rows.
+        """
+        if {self._seen.get(_plain(name)) for name in self.logits} != {rows}:
+            raise ModelError(f"{KEY}: this model's routers do not see each token of a batch once", "set packing: false")
+        return _Loss.apply(anchor, self)
+
+    def counting(self, sums: Callable[[Mapping[str, Any]], Any]) -> Callable[[Mapping[str, Any]], Any]:
+        """A forward of batches, inside `forward`."""
+
+        def counted(batch: Mapping[str, Any]) -> Any:
+            with self.forward(batch):
+                return sums(batch)
+
+        return counted
+
+    def use(self, mesh: Mesh = ALONE) -> dict[str, Any]:
+        """How often each expert was chosen in training, over all processes.
+
+        Returns:
+            For each layer tokens by expert (`used`), the entropy of their shares over that of equal ones, and those
+            that no token chose (`dead`); and over all layers the mean entropy and the number of dead experts.
+        """
+        counts = {(name, at): float(n) for name, used in self.used.items() for at, n in enumerate(used.tolist())}
+        counts = mesh.sum(counts, TOKENS)
+        layers = {}
+        for name, used in self.used.items():
+            own = [int(counts[name, at]) for at in range(len(used))]
+            shares = [count / max(sum(own), 1) for count in own if count]
+            entropy = -sum(share * math.log(share) for share in shares) / math.log(max(len(own), 2))
+            dead = [at for at, count in enumerate(own) if not count]
+            layers[_plain(name)] = {"used": own, "entropy": entropy, "dead": dead}
+        found: list[Any] = list(layers.values())
+        return {
+            "entropy": sum(each["entropy"] for each in found) / len(found),
+            "dead": sum(len(each["dead"]) for each in found),
+            "experts": sum(len(each["used"]) for each in found),
+            "layers": layers,
+        }
+
+    def gradient(self, logits: Tensor, mask: Tensor | None) -> Tensor:
+        """Of the loss, with respect to some rows of a router's logits [n, E]."""
+        exact = torch.promote_types(logits.dtype, torch.float32)
+        probabilities = logits.to(exact).softmax(-1)
+        each = (self.upstream * len(self.chosen) / self.rows**2 * self.chosen).to(exact)
+        found = probabilities * (each - (probabilities @ each)[:, None])
+        return (found if mask is None else found * mask[:, None]).to(logits.dtype)
+
+    def _part(self, name: str, rows: int) -> Tensor | None:
+        """The mask of the next rows that a module sees, which may see its tokens in several parts."""
+        start = self._seen.get(name, 0)
+        self._seen[name] = start + rows
+        if self._mask is None:
+            return None
+        start %= len(self._mask)
+        return self._mask[start : start + rows] != 0 if start + rows <= len(self._mask) else None
+
+    def saw(self, name: str, index: int, module: nn.Module, arguments: Any, output: Any) -> Any:
+        """A router has answered: its logits count, and get their gradient."""
+        whole = (output,) if isinstance(output, Tensor) else tuple(output)
+        logits = whole[index].reshape(-1, whole[index].shape[-1])
+        mask = self._part(name, len(logits))
+        if self._counting:
+            self._count(logits.detach(), mask)
+        if not (torch.is_grad_enabled() and logits.requires_grad and self.model.training):
+            return None
+        used = [at for at, each in enumerate(whole) if at != index and _differentiable(each)] or [index]
+        changed = iter(_Attached.apply(self, mask, whole[index], *(whole[at] for at in used)))
+        found = [next(changed) if at in used else each for at, each in enumerate(whole)]
+        return found[0] if isinstance(output, Tensor) else type(output)(found)
+
+    def _count(self, logits: Tensor, mask: Tensor | None) -> None:
+        probabilities = logits.float().softmax(-1)
+        chosen = torch.zeros_like(probabilities)
+        chosen.scatter_(1, probabilities.topk(self.top_k).indices, 1.0)
+        if mask is not None:
+            probabilities, chosen = probabilities * mask[:, None], chosen * mask[:, None]
+        self.chosen += chosen.sum(0)
+        self.shares += probabilities.sum(0)
+        self.rows += len(logits) if mask is None else mask.sum()
+
+    def chose(self, name: str, module: Any, arguments: tuple[Any, ...]) -> None:
+        """A layer's experts are called with the ones that tokens chose, int [n, k]."""
+        if not (self._counting and self.model.training):
+            return
+        index = arguments[1]
+        mask = self._part(name, len(index))
+        chosen = torch.zeros(len(index), _count(module), dtype=torch.bool, device=index.device)
+        chosen.scatter_(1, index.long(), True)
+        self.used[name] += (chosen if mask is None else chosen & mask[:, None]).sum(0)
+
+
+class _Attached(torch.autograd.Function):
+    """What a router returns, as it is; backward adds the balancing loss's gradient to that of its logits."""
+
+    @staticmethod
+    def forward(ctx, routers, mask, logits, *used):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(logits, mask)
+        ctx.routers = routers
+        return used
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *gradients):
+        logits, mask = ctx.saved_tensors
+        found = ctx.routers.gradient(logits.reshape(-1, logits.shape[-1]), mask).view_as(logits)
+        return None, None, found, *gradients
+
+
+class _Loss(torch.autograd.Function):
+    """The loss of what was counted; backward leaves its gradient where routers find it."""
+
+    @staticmethod
+    def forward(ctx, anchor, routers):
+        ctx.routers = routers
+        return len(routers.chosen) * (routers.chosen * routers.shares).sum() / routers.rows**2
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        ctx.routers.upstream.copy_(gradient)
+        return None, None
+
+
+def _differentiable(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _plain(name: str) -> str:
+    """The name of a module in the model without adapters."""
+    for part in (".base_layer", ".original_module", ".modules_to_save.default"):
+        name = name.replace(part, "")
+    return name.removeprefix("base_model.model.")
+
+
+def _routers(model: nn.Module) -> dict[str, tuple[Any, int]]:
+    """Name → router and which of its outputs are logits, as the model's class says to transformers."""
+    specs = []
+    for module in model.modules():
+        recorded = getattr(type(module), "_can_record_outputs", None) or {}
+        found = recorded.get("router_logits", [])
+        specs += found if isinstance(found, list) else [found]
+    return {
+        name: (module, spec.index)
+        for name, module in model.named_modules()
+        for spec in specs
+        if isinstance(module, spec.target_class) and (spec.layer_name or "") in name
+    }
+
+
+def _count(experts: Any) -> int:
+    return experts.down_proj.shape[0]
+
+
+def _top_k(model: nn.Module) -> int:
+    causal_lm: Any = causal_lm_of(model)
+    config = causal_lm.config.get_text_config()
+    return next(getattr(each, key) for each in (causal_lm, config) for key in TOP_K if hasattr(each, key))
+
+
+def unbalanced(causal_lm: Any) -> str | None:
+    """Why a causal LM has no balancing loss; None: it has transformers'."""
+    own = sys.modules[type(causal_lm).__module__]
+    kind = causal_lm.config.model_type
+    if not any(map(runs_experts, causal_lm.modules())):
+        return f"a {kind} has no experts that halfbyte runs"
+    if not hasattr(own, "load_balancing_loss_func") or not _routers(causal_lm):
+        return f"transformers has no balancing loss for a {kind}"
+    return None
+
+
+def check_balanced(causal_lm: Any, coefficient: float | None) -> None:
+    """Look whether a run can balance its routers.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if coefficient and (why := unbalanced(causal_lm)) is not None:
+        raise ConfigError(f"{KEY}: {why}", f"remove {KEY}")
+
+
+def routers_of(model: nn.Module) -> Routers | None:
+    """The routers of a model inside `watched`."""
+    return _watched.get(model)
+
+
+@contextlib.contextmanager
+def watched(model: nn.Module, *, balanced: bool) -> Iterator[Routers | None]:
+    """Inside, the routers of a mixture are watched; None: it is none.
+
+    Args:
+        balanced: whether `Routers.loss` takes the place of the model's own loss of routers.
+    """
+    routers = Routers(model, balanced=balanced)
+    if not routers.experts:
+        yield None
+        return
+    config: Any = causal_lm_of(model).config.get_text_config()
+    own = getattr(config, "output_router_logits", None)
+    hooks = [
+        module.register_forward_hook(partial(routers.saw, _plain(name), index))
+        for name, (module, index) in routers.logits.items()
+    ]
+    of_experts = routers.experts.items()
+    hooks += [module.register_forward_pre_hook(partial(routers.chose, name)) for name, module in of_experts]
+    if balanced:  # before its first loss a model is tried on a few tokens (`head`)
+        hooks.append(causal_lm_of(model).base_model.register_forward_pre_hook(routers._begin))
+    _watched[model] = routers
+    if balanced and own:
+        config.output_router_logits = False
+    try:
+        yield routers
+    finally:
+        del _watched[model]
+        if balanced and own:
+            config.output_router_logits = own
+        for hook in hooks:
+            hook.remove()

@@ -1,1 +1,0 @@
-"""Everything that knows Hugging Face transformers: loading, quantizing while loading, heads."""

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: each process holds a stage, a run of consecutive decoder layers."""

@@ -1,0 +1,103 @@
+"""Which schedule a pipeline runs, and which layers each of its stages has: by the seconds of layers and head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+
+from ...utils.errors import ConfigError
+from .schedules import Schedule
+from .simulation import Seconds, simulate
+
+MOST_CHUNKS = 4  # stages a process, interleaved: messages stay small beside what a stage computes
+CUTS: dict[str, Callable[[int], Sequence[int]]] = {  # name → stages a process, the best first, by layers a process
+    "1f1b": lambda layers: [1],
+    "interleaved": lambda layers: range(min(MOST_CHUNKS, layers), 1, -1),
+    "zb-1p": lambda layers: [2] if layers > 1 else [],
+    "zb-v": lambda layers: [2] if layers > 1 else [],
+}
+
+
+def chosen(
+    name: str, ranks: int, layers: Sequence[Seconds], head: Seconds, batches: int
+) -> tuple[Schedule, list[range]]:
+    """The schedule that a run asks for, and the layers of each stage.
+
+    Args:
+        name: the key `pipeline_schedule`; "auto" takes 1f1b or interleaved, whichever ends first, recomputing ahead.
+        layers: of each decoder layer; the embedding takes no time.
+        head: of head and loss, after the last layer.
+        batches: micro-batches of a step.
+
+    Raises:
+        ConfigError: there are fewer layers than stages, or the schedule does not take so many micro-batches.
+    """
+    if len(layers) < ranks:
+        raise ConfigError(
+            f"parallel: {ranks} pipeline stages for a model of {len(layers)} decoder layers",
+            f"set pipeline to {len(layers)} or less",
+        )
+    names = ["1f1b", "interleaved"] if name == "auto" else [name]
+    found = [Schedule(each, ranks, chunks) for each in names for chunks in CUTS[each](len(layers) // ranks)]
+    if not found:
+        raise ConfigError(
+            f"pipeline_schedule: {name} gives each process 2 stages or more, and there are {len(layers)} decoder"
+            f" layers for {ranks} processes",
+            "set pipeline_schedule: 1f1b, or a smaller pipeline",
+        )
+    timed: list[tuple[float, Schedule, list[range]]] = []
+    for schedule in found:
+        if schedule is found[-1] and not timed:
+            schedule.orders(batches)  # says what no schedule takes
+        if schedule.takes(batches):
+            cut = cut_layers(schedule, layers, head)
+            stages = stage_seconds(cut, layers, head)
+            timed.append((simulate(schedule.orders(batches), stages, ahead=True).seconds, schedule, cut))
+    _, schedule, cut = min(timed, key=lambda each: each[0])
+    return schedule, cut
+
+
+def stage_seconds(parts: Sequence[range], layers: Sequence[Seconds], head: Seconds) -> list[Seconds]:
+    """Seconds of every stage: its layers', and in the last stage the head's, which may be all that it has."""
+    found = [sum((layers[index] for index in part), Seconds(0.0, 0.0)) for part in parts]
+    return [*found[:-1], found[-1] + head]
+
+
+def cut_layers(schedule: Schedule, layers: Sequence[Seconds], head: Seconds) -> list[range]:
+    """The layers of each stage: such that the busiest process has least to do, and then stages are alike.
+
+    Every stage has a layer but for the last of several a process, which may be the head alone.
+    """
+    stages, cheap = schedule.stages, [layer.total for layer in layers]
+    owner = [schedule.process_of(stage) for stage in range(stages)]
+    least = [1] * (stages - 1) + [0 if schedule.chunks > 1 and head.total else 1]
+
+    def cost(bounds: Sequence[int]) -> tuple[float, float]:
+        sums, busy = [], [0.0] * schedule.ranks
+        for stage in range(stages):
+            seconds = sum(cheap[bounds[stage] : bounds[stage + 1]]) + (head.total if stage == stages - 1 else 0.0)
+            sums.append(seconds)
+            busy[owner[stage]] += seconds
+        return round(max(busy), 9), round(sum(each * each for each in sums), 9)
+
+    bounds = [round(stage * len(layers) / stages) for stage in range(stages + 1)]
+    best = cost(bounds)
+    improved = True
+    while improved:
+        improved = False
+        for moved in _moves(bounds, least):
+            if (found := cost(moved)) < best:
+                bounds, best, improved = moved, found, True
+                break
+    return [range(one, other) for one, other in pairwise(bounds)]
+
+
+def _moves(bounds: list[int], least: Sequence[int]) -> Iterator[list[int]]:
+    """`bounds` with a run of neighbouring ones moved by a layer, where every stage keeps its least."""
+    inner = len(bounds) - 1
+    for begin in range(1, inner):
+        for end in range(begin + 1, inner + 1):
+            for by in (-1, 1):
+                moved = [*bounds[:begin], *(bound + by for bound in bounds[begin:end]), *bounds[end:]]
+                if all(after - before >= size for (before, after), size in zip(pairwise(moved), least, strict=True)):
+                    yield moved

@@ -1,0 +1,91 @@
+"""A step through the stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.parallel.pipeline.model import Stages
+from halfbyte.parallel.pipeline.runtime import Pipeline
+
+from ...train.stepper import Batch, Stepper
+
+Read = Callable[[Batch], Tensor]  # micro-batch → numbers [n], float32; called while the model is its last stage alone
+
+
+class PipelinedStepper(Stepper):
+    """Runs the micro-batches of a step through stages, of which this process has some.
+
+    Every process of the pipeline calls it with the same micro-batches. The sums are those of the last stage, and zeros
+    in other processes. Where the schedule does not take as many micro-batches as a window has, blank ones follow.
+
+    Args:
+        sums: micro-batch → named sums, 0-d.
+        names: of the sums.
+        blank: a micro-batch → the same with nothing to train on.
+        around: the context of a forward.
+        scaler: of the loss, in float16.
+    """
+
+    def __init__(
+        self,
+        sums: Callable[[Batch], Mapping[str, Tensor]],
+        names: Sequence[str],
+        blank: Callable[[Batch], dict[str, Any]],
+        around: Callable[[], Any],
+        pipeline: Pipeline,
+        stages: Stages,
+        scaler: torch.amp.GradScaler | None = None,
+    ):
+        super().__init__(sums, scaler)
+        self.names, self.blank, self.around = tuple(names), blank, around
+        self.pipeline, self.stages, self.together = pipeline, stages, 4 * pipeline.schedule.ranks
+
+    def __call__(self, batches: Iterable[Batch], count: Tensor) -> Tensor:
+        window = list(batches)
+        window += [self.blank(window[-1])] * (self.pipeline.schedule.at_least(len(window)) - len(window))
+        total = torch.zeros(len(self.names), device=self.pipeline.device)
+
+        def forward(stage: int, batch: Batch, x: Tensor | None) -> Tensor:
+            if stage < self.stages.last:
+                return self._hidden(stage, batch, x)
+            with self.stages.alone(stage, x):
+                sums = self.sums(batch)
+            total.add_(torch.stack([sums[name].detach() for name in self.names]))
+            loss = sums["loss"] / count
+            return loss if self.scaler is None else self.scaler.scale(loss)
+
+        self.pipeline.step(window, forward)
+        if self.scaler is not None and not self.pipeline.has_last:
+            self.scaler.scale(torch.zeros((), device=self.pipeline.device))  # it exists from its first loss on
+        return total
+
+    def evaluate(self, batches: Sequence[Batch]) -> list[Mapping[str, Tensor]]:
+        def read(batch: Batch) -> Tensor:
+            sums = self.sums(batch)
+            return torch.stack([sums[name] for name in self.names])
+
+        found = self.through(batches, read, len(self.names))
+        return [dict(zip(self.names, sums.unbind(), strict=True)) for sums in found]
+
+    @torch.no_grad()
+    def through(self, batches: Sequence[Batch], read: Read, numbers: int) -> Tensor:
+        """What `read` says of each micro-batch in the last stage, in all processes: float32 [batches, numbers]."""
+        found = torch.zeros(len(batches), numbers, device=self.pipeline.device)
+        rows = iter(found)
+
+        def forward(stage: int, batch: Batch, x: Tensor | None) -> Tensor:
+            if stage < self.stages.last:
+                return self._hidden(stage, batch, x)
+            with self.stages.alone(stage, x):
+                return next(rows).copy_(read(batch))
+
+        self.pipeline.evaluate(batches, forward)
+        return self.pipeline.mesh.sum(found, ("pipeline",))
+
+    def _hidden(self, stage: int, batch: Batch, x: Tensor | None) -> Tensor:
+        with self.around():
+            return self.stages.forward(stage, batch, x)

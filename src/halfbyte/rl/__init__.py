@@ -1,0 +1,1 @@
+"""Sample answers, score them and turn them into training rows."""

@@ -1,0 +1,216 @@
+"""Reward functions that come with halfbyte, by name. Each takes TRL's arguments and gives a number an answer.
+
+A completion is a text, or a list of turns where the prompt is one; `text_of` reads either. Those whose name has an
+oracle there equal `trl.rewards` 1.16 (tests/rewards/test_functions.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from ...reading import parse_json
+from ...utils.errors import ConfigError, DataError
+from ...utils.text import brief
+from . import sandbox
+
+Completion = str | Sequence[Mapping[str, Any]]
+Rewards = list[float | None]
+Function = Callable[..., Any]
+
+FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+GSM8K = re.compile(r"####\s*(.+)")
+NUMBER = re.compile(r"[-+]?\$?[\d,]*\.?\d+%?")
+OPENED = re.compile(r"<think>\s*\Z")
+THINK = re.compile(r"^<think>(?!.*<think>)(.*?)</think>.*$", re.DOTALL | re.MULTILINE)
+
+
+def text_of(completion: Completion) -> str:
+    """The text of an answer."""
+    return completion if isinstance(completion, str) else "".join(turn.get("content") or "" for turn in completion)
+
+
+def matches(pattern: str, completions: Sequence[Completion], **_: Any) -> Rewards:
+    """1 where `pattern` is found in the answer, without the white space at its ends."""
+    found = re.compile(pattern)
+    return [float(found.search(text_of(each).strip()) is not None) for each in completions]
+
+
+def think(completions: Sequence[Completion], prompts: Sequence[Any] = (), **_: Any) -> Rewards:
+    """1 for an answer that begins with one <think> … </think>.
+
+    Args:
+        prompts: as texts that the model reads: where one ends with <think>, as chat templates open a thought, the
+            answer goes on from there. TRL 1.16 gives 0 to every such answer (trl#6966).
+    """
+    opened = [_opened(prompt) for prompt in prompts] or [""] * len(completions)
+    whole = (start + text_of(each) for start, each in zip(opened, completions, strict=True))
+    return [float(THINK.match(text) is not None) for text in whole]
+
+
+def _opened(prompt: Any) -> str:
+    """The <think> that a prompt ends with, if it does."""
+    found = OPENED.search(prompt) if isinstance(prompt, str) else None
+    return found[0] if found else ""
+
+
+def exact(column: str, completions: Sequence[Completion], **columns: Any) -> Rewards:
+    """1 for an answer equal to `column`, but for white space at its ends."""
+    return [
+        None if wanted is None else float(text_of(each).strip() == str(wanted).strip())
+        for each, wanted in zip(completions, columns[column], strict=True)
+    ]
+
+
+def length(most: int, completion_ids: Sequence[Sequence[int]], **_: Any) -> Rewards:
+    """0 for an answer of up to `most` tokens, −1 for a longer one."""
+    return [-float(len(ids) > most) for ids in completion_ids]
+
+
+def soft_overlong(longest: int, cache: int, completion_ids: Sequence[Sequence[int]], **_: Any) -> Rewards:
+    """From 0 down to −1 over the last `cache` of `longest` tokens (DAPO, arXiv:2503.14476, equation 13)."""
+    over = [max(len(ids) - (longest - cache), 0) for ids in completion_ids]
+    return [-min(each / cache, 1.0) if cache else -float(each > 0) for each in over]
+
+
+def repetition(size: int, most: float, completion_ids: Sequence[Sequence[int]], **_: Any) -> Rewards:
+    """`most` (at most 0) times the share of the answer's `size`-grams that it has had (arXiv:2502.03373, C.2)."""
+    rewards: Rewards = []
+    for ids in completion_ids:
+        grams = [tuple(ids[at : at + size]) for at in range(len(ids) - size + 1)]
+        rewards.append((1 - len(set(grams)) / len(grams)) * most if grams else 0.0)
+    return rewards
+
+
+def math(column: str, completions: Sequence[Completion], **columns: Any) -> Rewards:
+    """1 for an answer whose last result equals that of `column`, by math-verify; None where that one has no result.
+
+    A result is in \\boxed{}, or behind GSM8K's ####.
+    """
+    from math_verify import parse, verify
+
+    rewards: Rewards = []
+    for each, wanted in zip(completions, columns[column], strict=True):
+        gold = parse(_boxed(str(wanted)))
+        rewards.append(float(verify(gold, parse(_boxed(text_of(each))))) if gold else None)
+    return rewards
+
+
+def has_result(text: str) -> bool:
+    """Whether `math` finds a result in a text: in a box, behind ####, or because it is a number and nothing else."""
+    return bool("\\boxed{" in text or GSM8K.search(text) or NUMBER.fullmatch(text.strip()))
+
+
+def _boxed(text: str) -> str:
+    """The last #### of `text` as a box."""
+    found = GSM8K.findall(text)
+    return f"\\boxed{{{found[-1].strip().replace(',', '')}}}" if found else text
+
+
+def code(column: str, seconds: int, completions: Sequence[Completion], **columns: Any) -> Rewards:
+    """The share of a column's tests that the answer's last Python block passes, each in a sandbox of its own.
+
+    The column has `[{"input": …, "output": …}, …]`, or that as JSON. A program reads a test's input, and what it
+    prints is compared here, line by line, without the white space at lines' ends: nothing else that it does counts.
+    """
+    limits = sandbox.Limits(seconds=seconds)
+    rewards: Rewards = []
+    for each, given in zip(completions, columns[column], strict=True):
+        tests = parse_json(given, f"column {column!r}", DataError) if isinstance(given, str) else given
+        programs = FENCED.findall(text_of(each))
+        passed = [bool(programs) and _passes(programs[-1], test, limits) for test in tests]
+        rewards.append(sum(passed) / len(passed) if passed else None)
+    return rewards
+
+
+def _passes(program: str, test: Mapping[str, Any], limits: sandbox.Limits) -> bool:
+    outcome = sandbox.run(program, str(test["input"]).encode(), limits)
+    printed = outcome.output.decode(errors="replace")
+    return outcome.ended == "exit" and outcome.code == 0 and _lines(printed) == _lines(str(test["output"]))
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().splitlines()]
+
+
+COLUMN = {"exact": ("solution", "answer"), "math": ("solution", "answer"), "code": ("tests",)}
+OPTIONS: dict[str, dict[str, tuple[type, ...]]] = {
+    "model": {"path": (str,), "step_separator": (str,)},
+    "regex": {"pattern": (str,)},
+    "format": {"name": (str,)},
+    "exact": {"column": (str,)},
+    "math": {"column": (str,)},
+    "code": {"column": (str,), "seconds": (int,)},
+    "length": {"max": (int,)},
+    "soft_overlong": {"max": (int,), "cache": (int,)},
+    "repetition": {"ngram_size": (int,), "max_penalty": (int, float)},
+}
+# The least and the most of numbers; None: none.
+RANGES: dict[tuple[str, str], tuple[int | None, int | None]] = {
+    ("code", "seconds"): (1, None),
+    ("length", "max"): (1, None),
+    ("soft_overlong", "max"): (1, None),
+    ("soft_overlong", "cache"): (0, None),
+    ("repetition", "ngram_size"): (1, None),
+    ("repetition", "max_penalty"): (None, 0),
+}
+KINDS = {int: "a whole number", float: "a number", str: "text"}
+SHORT = {
+    "model": "path",
+    "regex": "pattern",
+    "format": "name",
+    "exact": "column",
+    "math": "column",
+    "code": "column",
+    "length": "max",
+}
+
+
+def options_of(name: str, given: Any) -> dict[str, Any]:
+    """What is written beside a name of `OPTIONS`: a mapping, or the value of the first option alone.
+
+    Raises:
+        ConfigError: an option that the function does not have, or a value of another type or out of its range.
+    """
+    options: dict[str, Any] = (
+        given if isinstance(given, dict) else {} if given is None else {SHORT.get(name, "max"): given}
+    )
+    for key, value in options.items():
+        types = OPTIONS[name].get(key)
+        if types is None:
+            known = ", ".join(OPTIONS[name])
+            raise ConfigError(f"reward_funcs: {name} has no option {brief(key)}", f"it has: {known}")
+        if not isinstance(value, types) or isinstance(value, bool):
+            raise ConfigError(f"reward_funcs: {key} of {name} is {brief(value)}", f"give {KINDS[types[-1]]}")
+        least, most = RANGES.get((name, key), (None, None))
+        number: Any = value
+        if (least is not None and not number >= least) or (most is not None and not number <= most):
+            bound = f"{least} or more" if least is not None else f"at most {most}"
+            raise ConfigError(f"reward_funcs: {key} of {name} is {brief(value)}", f"give {KINDS[types[-1]]}, {bound}")
+    if name == "soft_overlong" and options.get("cache", 0) > options.get("max", options.get("cache", 0)):
+        said = f"reward_funcs: soft_overlong: cache {options['cache']} is more than max {options['max']}"
+        raise ConfigError(said, "cache is the part of max over which the reward falls: give less")
+    return options
+
+
+def built_in(name: str, options: Mapping[str, Any], longest: int) -> Function:
+    """The function of a name in `OPTIONS`; `longest`: the most tokens of an answer. `column` is known by then."""
+    match name:
+        case "regex":
+            return partial(matches, options["pattern"])
+        case "format":
+            return think
+        case "exact":
+            return partial(exact, options["column"])
+        case "math":
+            return partial(math, options["column"])
+        case "code":
+            return partial(code, options["column"], options.get("seconds", sandbox.Limits().seconds))
+        case "length":
+            return partial(length, options["max"])
+        case "soft_overlong":
+            most = options.get("max", longest)
+            return partial(soft_overlong, most, options.get("cache", most // 5))
+    return partial(repetition, options.get("ngram_size", 3), options.get("max_penalty", -1.0))

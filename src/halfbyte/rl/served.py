@@ -1,0 +1,204 @@
+"""Rollouts by a vLLM server: looked over before a run, given the adapter as it trains, compared with this model."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.config import RunConfig, resolve
+from halfbyte.data.prepare import PreparedData
+from halfbyte.export.adapter import AdapterLayers
+from halfbyte.export.served_adapter import ServedAdapter
+from halfbyte.generation import Completion, Rollouts, Sampling
+from halfbyte.generation.vllm import KEY, VllmServer
+from halfbyte.plan.rollouts import RolloutPlan
+from halfbyte.utils.console import Console
+from halfbyte.utils.errors import ConfigError, TrainingError
+from halfbyte.utils.files import aside_of, remove
+from halfbyte.utils.notices import notice
+
+from ..utils.text import brief, one_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+OTHER = 0.5  # share of ratios outside 0.9 to 1.1 above which a server has other weights; NF4 against 16 bits has it
+TELLING = 32  # tokens from which on that share says something
+READ = 64  # ids of a prompt that both tokenizers read
+
+
+def server_of(config: RunConfig) -> VllmServer:
+    """The server of a run, which nobody has asked yet."""
+    rank = max([config.r, *(config.rank_pattern or {}).values()])
+    return VllmServer(str(config.vllm_server_base_url), config.model_name_or_path, rank, config.vllm_server_timeout)
+
+
+def look_over_server(
+    config: RunConfig, data: PreparedData, tokenizer: PreTrainedTokenizerBase, console: Console
+) -> None:
+    """What can be known of a run's server before anything is loaded; nothing where it has none.
+
+    Raises:
+        ConfigError: it is away, too old, has another vocabulary, no room for the longest answer, or log-probabilities
+            of another kind than the run's temperature asks for.
+    """
+    if config.rollout != "vllm":
+        return
+    server = server_of(config)
+    served = server.look_over()
+    longest = max(map(len, data.train["prompt_ids"])) + config.max_completion_length
+    if served.longest is not None and served.longest < longest:
+        raise ConfigError(
+            f"{KEY}: {server.url} takes {served.longest:,} tokens of a prompt with its answer, and the longest here may"
+            f" have {longest:,}",
+            f"start it with --max-model-len {longest}, or lower max_completion_length",
+        )
+    prompt = data.train[0]["prompt_ids"]
+    special = set(tokenizer.all_special_ids)
+    ids = [each for each in prompt if each not in special][:READ]
+    there, here = server.text_of(served, ids), str(tokenizer.decode(ids))
+    if there is not None and "".join(there.split()) != "".join(here.split()):
+        raise ConfigError(
+            f"{KEY}: {server.url} has another vocabulary: it reads the first prompt as {brief(there)}, and"
+            f" {config.model_name_or_path} as {brief(here)}",
+            f"serve {config.model_name_or_path}",
+        )
+    _look_over_log_probs(config, server, server.counts_temperature(served, prompt))
+    if Path(served.root).name != Path(config.model_name_or_path).name:
+        notice("vllm-model", f"{server.url} serves {served.root}, and this run trains {config.model_name_or_path}:"
+               " what they make of the first answers is compared before the first step")  # fmt: skip
+    version = f"vLLM {served.version}".strip()
+    console.print(one_line(f"rollouts: {version} at {server.url} serves {served.root}"), soft_wrap=True)
+
+
+def _look_over_log_probs(config: RunConfig, server: VllmServer, processed: bool) -> None:
+    if config.temperature != 1 and not processed:
+        raise ConfigError(
+            f"{KEY}: {server.url} gives log-probabilities at temperature 1, and this run draws at"
+            f" {config.temperature:g}",
+            "start it with --logprobs-mode processed_logprobs, or set temperature: 1",
+        )
+    if processed and (config.top_p < 1 or config.top_k or config.min_p):
+        raise ConfigError(
+            f"{KEY}: {server.url} gives log-probabilities over what top_p, top_k and min_p leave, and training's are"
+            " over all tokens",
+            "start it without --logprobs-mode, or remove top_p, top_k and min_p",
+        )
+
+
+class ServedRollouts:
+    """Answers by a vLLM server, in the place of `generation.Rollouts`; the adapter goes there before they are drawn.
+
+    Args:
+        model: that trains, with its adapter.
+    """
+
+    def __init__(self, config: RunConfig, model: Any):
+        self.server = server_of(config)
+        self.config, self.model = config, model
+        place = config.output_path if config.output_path.is_dir() else Path(tempfile.gettempdir())
+        self.name = f"halfbyte-{hashlib.sha256(str(config.output_path.resolve()).encode()).hexdigest()[:8]}"
+        self.folder = aside_of(place.resolve() / self.name)  # the run that follows a killed one removes it
+        self._adapter: ServedAdapter | None = None
+        self._loaded = b""  # digest of what the server has
+
+    def free(self) -> None:
+        """Nothing of an answer is left here."""
+
+    def close(self) -> None:
+        """Have the server forget the adapter."""
+        if self._loaded:
+            self._loaded = b""
+            try:
+                self.server.unload(self.name)
+            except ConfigError as error:
+                notice("vllm-unload", f"the server keeps adapter {self.name}: {error.message}")
+            remove(self.folder)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        n: int = 1,
+        *,
+        max_new_tokens: int,
+        sampling: Sampling,
+        stops: Sequence[int],
+        keys: Sequence[int],
+    ) -> list[Completion]:
+        """As `Rollouts.generate`.
+
+        Raises:
+            TrainingError: the server does not answer as it should, see `VllmServer.complete`.
+        """
+        try:
+            self._send()
+            found = self.server.complete(
+                self.name, prompts, n, max_new_tokens=max_new_tokens, sampling=sampling, stops=stops, keys=keys
+            )
+        except ConfigError as error:
+            raise TrainingError(error.message, error.fix) from error
+        known = self.model.get_input_embeddings().weight.shape[0]
+        for token in (each for completion in found for each in completion.ids):
+            if not 0 <= token < known:
+                raise self.other_weights(f"it answers with token {token}, and the vocabulary here has {known:,}")
+        return found
+
+    def _send(self) -> None:
+        """Load the adapter as it is now, if the server has another one."""
+        if self._adapter is None:
+            run = resolve(self.config)
+            layers = AdapterLayers(run, None, torch.device("cpu"), trained=self.model)
+            self._adapter = ServedAdapter(layers, run.origin, "the adapter")
+        tensors = self._adapter.tensors()
+        digest = _digest(tensors)
+        if digest != self._loaded:
+            self._loaded = digest
+            self.server.load(self.name, self._adapter.write(tensors, self.folder))
+
+    def check_same_model(self, there: Tensor, here: Tensor) -> bool:
+        """Whether there are enough tokens to know that both have made the same of them.
+
+        Args:
+            there: their log-probabilities [N] by the server.
+            here: by the training forward.
+
+        Raises:
+            TrainingError: they have other weights.
+        """
+        outside = float(((here - there).exp() - 1).abs().gt(0.1).float().mean())
+        if len(here) >= TELLING and outside > OTHER:
+            raise self.other_weights(
+                f"the tokens of its first answers have a mean log-probability of {there.mean():.3f} there and of"
+                f" {here.mean():.3f} here, and {outside:.0%} of their ratios are outside 0.9 to 1.1"
+            )
+        return len(here) >= TELLING
+
+    def other_weights(self, said: str) -> TrainingError:
+        return TrainingError(
+            f"{KEY}: {self.server.url} has other weights than this run: {said}",
+            f"serve {self.config.model_name_or_path} with its weights stored as they are here (NF4: --quantization"
+            " bitsandbytes; 16 bits: load_in_4bit: false), start the server again, or set rollout: halfbyte",
+        )
+
+
+def engine_of(config: RunConfig, model: Any, rows: int, plan: RolloutPlan | None) -> Rollouts | ServedRollouts:
+    """What answers the prompts of a run, `rows` at once at most."""
+    if config.rollout == "vllm":
+        return ServedRollouts(config, model)
+    how: dict[str, Any] = {"weights": config.rollout_weights, "kv_cache": config.kv_cache}
+    if plan is not None:
+        how |= {"weights": plan.weights, "memory_gib": plan.pages / 2**30}
+    return Rollouts(model, rows=rows, **how)
+
+
+def _digest(tensors: dict[str, Tensor]) -> bytes:
+    found = hashlib.sha256()
+    for tensor in tensors.values():
+        found.update(tensor.numpy().data)
+    return found.digest()

@@ -1,0 +1,1 @@
+"""Errors, logging, text, files, processes, hardware and the terminal. Importing them imports no torch."""

@@ -1,0 +1,183 @@
+"""Where a run happened: machine, versions, and the choices halfbyte makes because of them.
+
+`environment()` is what `halfbyte env` prints and what environment.json holds. Whatever this machine cannot tell is
+None, so that one missing tool never costs the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .. import __version__
+from .hardware import chosen_device, compute_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+PACKAGES = ("torch", "triton", "transformers", "peft", "trl", "accelerate", "datasets", "bitsandbytes")
+
+# Flags of /proc/cpuinfo that decide which arithmetic is fast, and the names people know them by.
+INSTRUCTION_SETS = {
+    "amx_bf16": "AMX-BF16",
+    "amx_int8": "AMX-INT8",
+    "avx512_fp16": "AVX512-FP16",
+    "avx512_bf16": "AVX512-BF16",
+    "avx512_vnni": "AVX512-VNNI",
+    "avx512f": "AVX512",
+    "avx_vnni": "AVX-VNNI",
+    "avx2": "AVX2",
+    "bf16": "BF16",
+    "i8mm": "I8MM",
+    "sve": "SVE",
+    "asimd": "NEON",
+}
+
+
+def environment(device: str | None = None, computed: torch.dtype | None = None, key: str = "auto") -> dict[str, Any]:
+    """Describe this machine as a JSON-serialisable dict.
+
+    Args:
+        device: the device a run is configured for; default: the first accelerator, else the CPU.
+        computed: the dtype that a run computes in; default: what the device is fast in.
+        key: the run's `dtype`, which has chosen it unless it is "auto".
+
+    Keys: halfbyte {version, commit}, python, platform, cpu {model, cores, threads, memory_bytes, instruction_sets},
+    gpus [{name, memory_bytes, capability, driver}], versions {package: version, and cuda, rocm}, device,
+    compute_dtype {dtype, reason}, kernels {enabled, reason}. Sizes are in bytes.
+    """
+    report: dict[str, Any] = {
+        "halfbyte": {"version": __version__, "commit": _commit()},
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": _cpu(),
+        "gpus": [],
+        "versions": {name: _version(name) for name in PACKAGES} | {"cuda": None, "rocm": None},
+        "device": None,
+        "compute_dtype": {"dtype": None, "reason": "torch is not installed"},
+        "kernels": {"enabled": False, "reason": "torch is not installed"},
+    }
+    if find_spec("torch") is None:
+        return report
+    import torch
+
+    chosen = chosen_device(device)
+    choice = compute_dtype(chosen)
+    report["versions"] |= {"cuda": torch.version.cuda, "rocm": torch.version.hip}
+    report["gpus"] = _gpus()
+    report["device"] = str(chosen)
+    reason = choice.reason if key == "auto" else f"dtype: {key}"
+    report["compute_dtype"] = {"dtype": str(computed or choice.dtype).removeprefix("torch."), "reason": reason}
+    report["kernels"] = _kernels(chosen)
+    return report
+
+
+def _kernels(device: torch.device) -> dict[str, Any]:
+    """Whether the Triton kernels serve `device`, and why."""
+    if device.type == "cpu":
+        return {"enabled": False, "reason": "they are for GPUs; on a CPU the 4-bit ops run in C, the rest in PyTorch"}
+    if find_spec("triton") is None:
+        return {"enabled": False, "reason": "triton is not installed, so the PyTorch reference does the work"}
+    return {"enabled": True, "reason": f"triton {_version('triton') or ''} drives {device.type}".replace("  ", " ")}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _output(*command: str) -> str | None:
+    """What `command` prints, stripped; None where it is missing, fails or hangs."""
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def _commit() -> str | None:
+    """The git commit of a checkout, with -dirty when files differ from it; None for an installed package."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    return _output("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+
+
+def _cpu() -> dict[str, Any]:
+    import psutil
+
+    fields = _cpuinfo()
+    flags = set(fields.get("flags", fields.get("Features", "")).split())
+    model = fields.get("model name") or _output("sysctl", "-n", "machdep.cpu.brand_string") or platform.processor()
+    return {
+        "model": model or None,
+        "cores": psutil.cpu_count(logical=False),
+        "threads": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "instruction_sets": [name for flag, name in INSTRUCTION_SETS.items() if flag in flags],
+    }
+
+
+def _cpuinfo() -> dict[str, str]:
+    """The fields of the first processor in /proc/cpuinfo; empty on systems without it."""
+    path = Path("/proc/cpuinfo")
+    if not path.exists():
+        return {}
+    first = path.read_text(errors="replace").split("\n\n", 1)[0]
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _gpus() -> list[dict[str, Any]]:
+    """Every CUDA, ROCm or XPU device torch sees."""
+    import torch
+
+    if torch.cuda.is_available():
+        driver = _driver()
+        return [_cuda_device(torch.cuda.get_device_properties(index), driver) for index in _each(torch.cuda)]
+    if torch.xpu.is_available():
+        return [_xpu_device(torch.xpu.get_device_properties(index)) for index in _each(torch.xpu)]
+    return []
+
+
+def _each(module: Any) -> range:
+    return range(module.device_count())
+
+
+def _cuda_device(properties: Any, driver: str | None) -> dict[str, Any]:
+    # ROCm names architectures (gfx942); CUDA numbers them (9.0).
+    capability = getattr(properties, "gcnArchName", None) or f"{properties.major}.{properties.minor}"
+    return {
+        "name": properties.name,
+        "memory_bytes": properties.total_memory,
+        "capability": capability,
+        "driver": driver,
+    }
+
+
+def _xpu_device(properties: Any) -> dict[str, Any]:
+    return {
+        "name": properties.name,
+        "memory_bytes": properties.total_memory,
+        "capability": None,
+        "driver": getattr(properties, "driver_version", None),
+    }
+
+
+def _driver() -> str | None:
+    """Version of the NVIDIA driver, or of amdgpu on ROCm."""
+    nvidia = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    if nvidia:
+        return nvidia.splitlines()[0]
+    amd = Path("/sys/module/amdgpu/version")
+    return amd.read_text().strip() if amd.exists() else None

@@ -1,0 +1,471 @@
+"""What a run shows in the terminal: header, memory bar, data line and live metrics.
+
+Presentation only: everything here takes plain dicts (the records of environment.json, memory.json, data_report.json
+and metrics.jsonl) and a rich console. Torch is never imported.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from ..config import SIXTEEN
+from .console import coloured
+from .text import one_line
+
+if TYPE_CHECKING:
+    from ..config import RunConfig
+    from ..methods import Metric, Numbers
+
+
+class Part(NamedTuple):
+    """How a part of memory is shown: its name, its colour, and its letter where there are no colours."""
+
+    name: str
+    colour: str
+    letter: str
+
+
+RECENT_SECONDS = 30.0  # of training, by which the remaining time is estimated
+HEAP = 1.15  # how far a CPU's process outgrows its plan without a reason
+# The parts of a memory plan in the order they come to life: the process, what loading adds, what training adds.
+MEMORY_PARTS = {
+    "runtime": Part("runtime", "bright_black", "r"),
+    "weights": Part("weights", "blue", "w"),
+    "gathered": Part("gathered weights", "bright_blue", "W"),
+    "adapters": Part("adapters", "cyan", "a"),
+    "gradients": Part("gradients", "green", "g"),
+    "optimizer": Part("optimizer", "yellow", "o"),
+    "activations": Part("activations", "magenta", "A"),
+    "logits": Part("logits", "red", "l"),
+    "graphs": Part("beside CUDA graphs", "bright_magenta", "G"),
+    "rollouts": Part("rollouts beyond a step", "bright_cyan", "R"),
+}
+MEASURED_PARTS = {
+    "base": Part("process", "bright_black", "p"),
+    "loading": Part("loading", "blue", "L"),
+    "training": Part("training", "magenta", "t"),
+}
+
+
+def size(count: float | None) -> str:
+    """Bytes for people: '6.2 GiB', '512 MiB', '3 KiB'; '–' when unknown."""
+    if count is None:
+        return "–"
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(count) >= factor:
+            value = count / factor
+            return f"{value:.1f} {unit}" if abs(value) < 100 else f"{value:,.0f} {unit}"
+    return f"{count:.0f} B"
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds for people: '8.2 s', '3:07 min', '2:03:07 h'; '–' when unknown."""
+    if seconds is None or not math.isfinite(seconds):
+        return "–"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d} h" if hours else f"{minutes}:{rest:02d} min"
+
+
+def method(config: RunConfig | Mapping[str, Any]) -> str:
+    """How the weights are trained, in a few words: '4-bit NF4 + LoRA r=16', 'full fine-tuning'."""
+    keys = config if isinstance(config, Mapping) else config.model_dump()
+    if not keys.get("use_peft", True):
+        return "full fine-tuning"
+    adapter = f"{'DoRA' if keys.get('use_dora') else 'LoRA'} r={keys.get('r', '?')}"
+    return f"{storage(keys)} + {adapter}"
+
+
+def storage(keys: Mapping[str, Any]) -> str:
+    """How the frozen weights of a run are stored, in a few words: '16-bit', '4-bit NF4', 'kbit5', 'mixed (3)'."""
+    chosen = keys.get("quantization")
+    if not keys.get("load_in_4bit", True) or chosen == SIXTEEN:
+        return "16-bit"
+    if isinstance(chosen, Mapping):
+        formats = sorted(set(chosen.values()))
+        return " and ".join(formats) if len(formats) < 3 else f"mixed ({len(formats)})"
+    return chosen or f"4-bit {str(keys.get('bnb_4bit_quant_type', 'nf4')).upper()}"
+
+
+def print_header(console: Console, environment: Mapping[str, Any], config: RunConfig) -> None:
+    """Say what is about to run, where, and with which choices and why."""
+    machine = _machine(environment)
+    datasets = [config.dataset] if isinstance(config.dataset, str) else config.dataset
+    lines = {
+        "model": f"{config.model_name_or_path} · {method(config)}",
+        "data": f"{', '.join(datasets)} · up to {config.max_length:,} tokens{' · packed' if config.packing else ''}",
+        "device": _device_line(environment, environment["cpu"]),
+        **{name: machine[name] for name in ("compute", "kernels", "versions")},
+        "output": config.output_dir,
+    }
+    console.print(Text.assemble(("halfbyte ", "bold"), (machine["halfbyte"], "bold cyan")))
+    console.print(_facts(lines))
+
+
+def print_processes(console: Console, layout: object, size: int, config: RunConfig, ways: int) -> None:
+    """Over how many processes a run is divided, and how its steps come to their rows.
+
+    Args:
+        layout: as the key `parallel` is written.
+        ways: processes that rows are dealt to.
+    """
+    rows, steps = config.per_device_train_batch_size, config.gradient_accumulation_steps
+    step = f"a step has {ways} × {steps} micro-batches of {rows} row{'s' if rows > 1 else ''}"
+    console.print(_facts({"processes": f"{size}, as parallel: {layout} · {step}"}))
+
+
+def said_of_experts(use: Mapping[str, Any]) -> str:
+    """How evenly the experts of a mixture were chosen, from experts.json."""
+    dead = {name: each["dead"] for name, each in use["layers"].items() if each["dead"]}
+    said = f"experts: chosen with {use['entropy']:.0%} of the entropy of equal use"
+    if not dead:
+        return f"{said}, each of {use['experts']} at least once"
+    name, first = next(iter(dead.items()))
+    return one_line(f"{said}; {use['dead']} of {use['experts']} never, first {first[0]} of {name}")
+
+
+def print_environment(console: Console, environment: Mapping[str, Any]) -> None:
+    """What `environment` found, in words, a line for each fact."""
+    console.print(_facts(_machine(environment)))
+
+
+def _machine(environment: Mapping[str, Any]) -> dict[str, str]:
+    halfbyte, cpu = environment["halfbyte"], environment["cpu"]
+    kernels, compute = environment["kernels"], environment["compute_dtype"]
+    versions = {"python": environment["python"], **environment["versions"]}
+    gpus = [_gpu(gpu) for gpu in environment["gpus"]]
+    return {
+        "halfbyte": halfbyte["version"] + (f" ({halfbyte['commit']})" if halfbyte["commit"] else ""),
+        "system": environment["platform"],
+        "cpu": _cpu(cpu),
+        **({f"gpu {index}": gpu for index, gpu in enumerate(gpus)} or {"gpu": "none that torch sees"}),
+        "device": str(environment["device"] or "none: torch is not installed"),
+        "compute": f"{compute['dtype']}: {compute['reason']}" if compute["dtype"] else compute["reason"],
+        "kernels": f"{'on' if kernels['enabled'] else 'off'}: {kernels['reason']}",
+        "versions": " · ".join(f"{name} {version}" for name, version in versions.items() if version),
+    }
+
+
+def _gpu(gpu: Mapping[str, Any]) -> str:
+    facts = [gpu["name"], size(gpu["memory_bytes"]), gpu["capability"] and f"capability {gpu['capability']}"]
+    return " · ".join(fact for fact in (*facts, gpu["driver"] and f"driver {gpu['driver']}") if fact)
+
+
+def _cpu(cpu: Mapping[str, Any]) -> str:
+    instructions = ", ".join(cpu["instruction_sets"]) or "no vector extensions known"
+    return f"{cpu['model'] or 'CPU'} · {cpu['threads']} threads · {size(cpu['memory_bytes'])} · {instructions}"
+
+
+def _device_line(environment: Mapping[str, Any], cpu: Mapping[str, Any]) -> str:
+    gpus, device = environment["gpus"], environment["device"] or "cpu"
+    if gpus and not device.startswith("cpu"):
+        kind, _, index = device.partition(":")
+        return f"{kind}: {_gpu(gpus[int(index or 0)])}"
+    return _cpu(cpu)
+
+
+def _facts(lines: Mapping[str, str | RenderableType]) -> Table:
+    """Names on the left, values on the right, wrapping within their column."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bright_black", no_wrap=True, min_width=8)
+    table.add_column(overflow="fold")
+    for name, value in lines.items():
+        table.add_row(name, Text(one_line(value)) if isinstance(value, str) else value)
+    return table
+
+
+def bar_widths(values: Sequence[float], width: int) -> list[int]:
+    """Cells for each of `values` in a bar of `width` cells; they add up to `width` exactly.
+
+    Cells are shared by largest remainder, so bars of one scale compare; what has no cell is in the legend.
+    """
+    total = sum(values)
+    if total <= 0:
+        return [0] * len(values)
+    shares = [value / total * width for value in values]
+    cells = [int(share) for share in shares]
+    by_remainder = sorted(range(len(values)), key=lambda index: cells[index] - shares[index])
+    for index in by_remainder[: width - sum(cells)]:
+        cells[index] += 1
+    return cells
+
+
+def as_plan(plan: Any) -> dict[str, Any]:
+    """One flat dict from a MemoryPlan, its dict, or the document of memory.json."""
+    flat = asdict(plan) if is_dataclass(plan) and not isinstance(plan, type) else dict(plan)
+    return {**flat, **flat.get("predicted", {})}
+
+
+def measured_parts(measured: Mapping[str, Any]) -> dict[str, float]:
+    """Split the measured peak into what the process, loading and training each brought (bytes, never negative)."""
+    base = measured.get("base_bytes") or 0
+    loaded = max(measured.get("after_load_bytes") or base, base)
+    peak = max(measured.get("peak_bytes") or loaded, loaded)
+    return {"base": base, "loading": loaded - base, "training": peak - loaded}
+
+
+def compared(flat: Mapping[str, Any], measured: Mapping[str, Any]) -> tuple[float, float]:
+    """Predicted and measured bytes of what a run adds to its process, as they are to be compared.
+
+    On a CPU the process, its libraries, was there before the model. What the plan leaves for shapes beside the pool of
+    CUDA graphs is no part of the peak that torch's allocator counts.
+
+    Args:
+        flat: as `as_plan` gives it.
+    """
+    predicted = flat.get("total") or sum(flat.get(name) or 0 for name in MEMORY_PARTS)
+    shown = measured_parts(measured)
+    return predicted - (flat.get("graphs") or 0), shown["loading"] + shown["training"]
+
+
+def off_by(predicted: float, measured: float) -> str:
+    """Such as "4.2% above"."""
+    return f"{abs(measured - predicted) / predicted:.1%} {'above' if measured > predicted else 'below'}"
+
+
+def why_above(predicted: float, measured: float, flat: Mapping[str, Any]) -> str:
+    """Of far more than was predicted, on a CPU: the process holds more than live tensors (`memory.host`)."""
+    heap = str(flat.get("device")).startswith("cpu") and measured > HEAP * predicted
+    return "freed blocks that the C library keeps among it" if heap else ""
+
+
+def print_memory(console: Console, plan: Any, measured: Mapping[str, Any] | None = None) -> None:
+    """One stacked bar of the predicted parts and what stays free; with `measured`, a second bar to the same scale.
+
+    Args:
+        plan: a MemoryPlan, its dict (bytes by part, total), or memory.json; `capacity_bytes` gives the free part.
+        measured: base_bytes, after_load_bytes, peak_bytes.
+    """
+    flat = as_plan(plan)
+    parts = {name: flat.get(name) or 0 for name in MEMORY_PARTS}
+    total = flat.get("total") or sum(parts.values())
+    shown = measured_parts(measured) if measured else {}
+    both = {"base": shown.get("base", 0), **parts}  # the process is in the peak, so it is in both bars
+    scale = max((flat.get("capacity_bytes") or 0) + both["base"], sum(both.values()), sum(shown.values()))
+    known = bool(flat.get("capacity_bytes"))
+    lines: dict[str, RenderableType] = {"memory": _stack(console, both, MEASURED_PARTS | MEMORY_PARTS, scale, known)}
+    if measured:
+        lines["measured"] = _stack(console, shown, MEASURED_PARTS, scale, known)
+    lines["total"] = _totals(total, measured or {}, flat)
+    console.print(_facts(lines))
+
+
+def _stack(
+    console: Console, parts: Mapping[str, float], names: Mapping[str, Part], scale: float, capacity_known: bool
+) -> Group:
+    """A stacked bar with its legend under it; what `parts` leave of a known capacity is free."""
+    in_colours = coloured(console)
+    free, cells = max(scale - sum(parts.values()), 0), max(4, min(console.width - 14, 72))
+    used, _ = bar_widths([sum(parts.values()), free], cells)
+    widths = bar_widths(list(parts.values()), used)
+    bar, legend = Text(no_wrap=True), []
+    for (part, count), width in zip(parts.items(), widths, strict=True):
+        name, colour, letter = names[part]
+        bar.append(("█" if in_colours else letter) * width, colour)
+        if count > 0:
+            legend.append(
+                Text.assemble(("■" if in_colours else letter, colour), f" {name} {size(count)}", no_wrap=True)
+            )
+    if capacity_known:
+        bar.append("░" * (cells - used), "bright_black")
+        legend.append(Text(f"░ free {size(free)}", "bright_black", no_wrap=True))
+    return Group(bar, Columns(legend, padding=(0, 2)))
+
+
+def _totals(total: float, measured: Mapping[str, Any], flat: Mapping[str, Any]) -> str:
+    capacity, (predicted, peak) = flat.get("capacity_bytes"), compared(flat, measured)
+    words = [f"predicted {size(predicted if peak else total)}"]
+    if peak:
+        beside = f" beside the process's {size(measured['base_bytes'])}" if measured.get("base_bytes") else ""
+        told = [off_by(predicted, peak), why_above(predicted, peak, flat)]
+        words.append(", ".join([f"measured {size(peak)}{beside}", *filter(None, told)]))
+    if capacity:
+        words.append(f"device {size(capacity)}")
+    if flat.get("activation_checkpointing") is not None:
+        because = f": {flat['reason']}" if flat.get("reason") else ""
+        words.append(f"activation checkpointing {'on' if flat['activation_checkpointing'] else 'off'}{because}")
+    return " · ".join(words)
+
+
+def print_data(console: Console, report: Mapping[str, Any]) -> None:
+    """One line per split: rows, documents, dropped, truncated, trained tokens, packing, and whether EOS is trained."""
+    lines: dict[str, Text] = {}
+    for name in ("train", "eval"):
+        if report.get(name):
+            lines["data" if name == "train" else "held out"] = data_line(report[name], report.get("eos_trained"))
+    console.print(_facts(lines))
+
+
+def data_line(split: Mapping[str, Any], eos_trained: bool | None) -> Text:
+    """The facts of one split of data_report.json."""
+    tokens, trained = split["tokens"], split["trained_tokens"]
+    dropped = {reason: count for reason, count in split["dropped"].items() if count}
+    words = [*_rows(split), f"{tokens:,} tokens"]
+    words.append(f"{trained / tokens:.1%} trained" if tokens and trained else "none trained")
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
+    words.append(f"{sum(dropped.values()):,} dropped ({reasons})" if dropped else "none dropped")
+    words.append(f"{split['truncated']:,} truncated" if split["truncated"] else "none truncated")
+    if split.get("empty_answers"):
+        words.append(f"{split['empty_answers']:,} empty answers")
+    if split.get("computed_tokens"):
+        saved = 1 - split["computed_tokens"] / split["tokens_apart"]
+        words.append(f"each prompt once: {saved:.0%} fewer computed")
+    if split.get("packing_efficiency") is not None:
+        words.append(f"packing {split['packing_efficiency']:.1%} full")
+    line = Text(" · ".join(words))
+    if eos_trained is not None:
+        line.append(" · ").append("EOS trained ✓" if eos_trained else "EOS NOT trained ✗", _verdict_style(eos_trained))
+    return line
+
+
+def _rows(split: Mapping[str, Any]) -> list[str]:
+    """How many rows a split has, and of those with answers, which and how long."""
+    means = split.get("mean_tokens")
+    if means is None:
+        return [f"{split['documents']:,} documents in {split['rows']:,} rows"]
+    kinds = {"chosen": "pairs", "completion": "answers", "steps": "answers in steps"}
+    kind = next((kind for name, kind in kinds.items() if name in means), "prompts")
+    words = [f"{split['rows']:,} {kind}"]
+    if "desirable" in split:
+        words.append(f"{split['desirable']:,} desirable")
+    if "steps" in split:
+        words.append(f"{split['right_steps']:,} of {split['steps']:,} steps right")
+    words.append("mean tokens: " + ", ".join(f"{name} {mean:,.0f}" for name, mean in means.items()))
+    if split.get("contradicting"):
+        words.append(f"{split['contradicting']:,} contradicting")
+    return words
+
+
+def _verdict_style(good: bool) -> str:
+    return "green" if good else "bold red"
+
+
+class LiveMetrics:
+    """A live display of a run, fed with the records of metrics.jsonl.
+
+    On a terminal it is a progress bar with the newest numbers under it, redrawn in place; evaluations stay as lines
+    above. Elsewhere (a log file, CI) it prints plain lines: the first and last step, every evaluation, and in between
+    one every `every_seconds`.
+
+    Args:
+        console: where to show it.
+        total_steps: optimizer steps of the whole run.
+        numbers: of its method.
+        capacity_bytes: memory of the device, shown beside the peak.
+        every_seconds: shortest time between plain lines, by the records' own clock.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        total_steps: int,
+        numbers: Numbers,
+        *,
+        capacity_bytes: int | None = None,
+        every_seconds: float = 10.0,
+    ):
+        self.console, self.total_steps, self.method_numbers = console, total_steps, numbers
+        self.capacity_bytes, self.every_seconds = capacity_bytes, every_seconds
+        self._paces: deque[tuple[float, float]] = deque(maxlen=20)  # seconds of a step, and of all in a record
+        self._last_step = 0
+        self._first_evaluation: Mapping[str, Any] | None = None
+        self._printed_at = -math.inf
+        self._live = (
+            Live(console=console, auto_refresh=False) if console.is_terminal and not console.is_dumb_terminal else None
+        )
+
+    def __enter__(self) -> LiveMetrics:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._live:
+            self._live.stop()
+
+    def update(self, record: Mapping[str, Any]) -> None:
+        """Show one record of metrics.jsonl, of kind train or eval; other kinds are ignored."""
+        if record["kind"] == "eval":
+            self.console.print(evaluation_line(record, self.method_numbers, self._first_evaluation))
+            self._first_evaluation = self._first_evaluation or record
+        elif record["kind"] == "train":
+            steps = max(1, record["step"] - self._last_step) if self._last_step else 1
+            self._paces.append((record["step_seconds"], steps * record["step_seconds"]))
+            self._last_step = record["step"]
+            if self._live:
+                self._live.update(self._display(record), refresh=True)
+            else:
+                self._print_plain(record)
+
+    def _print_plain(self, record: Mapping[str, Any]) -> None:
+        now = record.get("time", time.time())
+        if record["step"] >= self.total_steps or now - self._printed_at >= self.every_seconds:
+            self._printed_at = now
+            line = f"step {record['step']}/{self.total_steps} · {self._numbers(record)} · ETA {self._eta(record)}"
+            self.console.print(Text(line), soft_wrap=True)
+
+    def _display(self, record: Mapping[str, Any]) -> Group:
+        progress = Table.grid(padding=(0, 2))
+        progress.add_row(
+            ProgressBar(total=self.total_steps, completed=record["step"], width=32),
+            f"step {record['step']}/{self.total_steps} · epoch {record['epoch']:.2f} · ETA {self._eta(record)}",
+        )
+        return Group(progress, Text(self._numbers(record)))
+
+    def _metrics(self) -> list[Metric]:
+        return [each for each in (*self.method_numbers.trained, *self.method_numbers.beside) if each.brief]
+
+    def _numbers(self, record: Mapping[str, Any]) -> str:
+        capacity = f" of {size(self.capacity_bytes)}" if self.capacity_bytes else ""
+        numbers = [f"{metric.label} {metric.shown(record)}" for metric in self._metrics()]
+        if record.get("grad_norm") is not None:
+            numbers.append(f"grad-norm {record['grad_norm']:.3g}")
+        numbers.append(f"lr {record['learning_rate']:.2e}")
+        numbers.append(f"{record['tokens_per_second']:,.0f} tok/s")
+        if record.get("memory_bytes"):
+            numbers.append(f"memory {size(record['memory_bytes'])}{capacity}")
+        if "slowest_seconds" in record:
+            numbers.append(f"processes {record['fastest_seconds']:.3g}–{record['slowest_seconds']:.3g} s")
+        return " · ".join(numbers)
+
+    def _eta(self, record: Mapping[str, Any]) -> str:
+        """Return the time left at the recent pace; evaluations and saves come on top.
+
+        The pace is the median over the last 30 seconds of steps, at least 3 records: a first step that compiles
+        does not count as the pace. A machine that becomes busy, or free again, shows in it within that time.
+        """
+        recent: list[float] = []
+        covered = 0.0
+        for step_seconds, seconds in reversed(self._paces):
+            if len(recent) >= 3 and covered >= RECENT_SECONDS:
+                break
+            recent.append(step_seconds)
+            covered += seconds
+        return duration((self.total_steps - record["step"]) * statistics.median(recent))
+
+
+def evaluation_line(record: Mapping[str, Any], numbers: Numbers, first: Mapping[str, Any] | None = None) -> Text:
+    """One evaluation: step, held-out loss (and the first one's), the method's other numbers, and time."""
+    loss, *others = numbers.evaluated
+    was = f" (from {loss.shown(first)} at step {first['step']})" if first else ""
+    parts = [f"step {record['step']}", f"{loss.label} {loss.shown(record)}{was}"]
+    parts += [f"{metric.label} {metric.shown(record)}" for metric in others]
+    return Text.assemble(("eval ", "bold cyan"), " · ".join([*parts, duration(record.get("seconds"))]))
