@@ -32,7 +32,7 @@ from benchmarks.step_model import TARGETS, empty_model, model_config, random_wei
 from halfbyte.config import Parallel
 from halfbyte.formats import named
 from halfbyte.formats.base import entry_name
-from halfbyte.parallel import ALONE, Mesh, present_mesh
+from halfbyte.parallel.mesh import ALONE, Mesh, present_mesh
 from halfbyte.parallel.shard.placement import Placement
 from halfbyte.tensor import QuantizedShard, QuantizedTensor
 

@@ -174,7 +174,6 @@ def batch_of(rows: int, length: int, vocabulary: int, packed: bool, device: torc
 
 def train(model: Any, plan: Any, config: Any, batch: dict[str, Tensor], dtype: torch.dtype, graphed: bool) -> None:
     """A few steps as a run makes them."""
-    from halfbyte.config import resolve
     from halfbyte.modeling.adapters import compute, no_input_casts
     from halfbyte.modeling.head import causal_lm_loss
     from halfbyte.modeling.patch import patch
@@ -192,7 +191,7 @@ def train(model: Any, plan: Any, config: Any, batch: dict[str, Tensor], dtype: t
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     with no_input_casts(model, dtype):
-        scaling = patch(model, plan.levels or None, configured_recipe(resolve(config).precision)).scaling
+        scaling = patch(model, plan.levels or None, configured_recipe(config.precision)).scaling
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = OPTIMIZERS[config.optim].make(model, config)
         graphs = GraphedBackward(backward, trained) if graphed else None

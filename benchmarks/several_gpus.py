@@ -34,8 +34,10 @@ from torch import Tensor
 from benchmarks.common import event_us, provenance
 from benchmarks.step_model import MODELS, build, random_batch, timed
 from halfbyte.config import Parallel
-from halfbyte.parallel import ALONE, Context, Mesh, clip_gradients, present_mesh, sum_gradients
+from halfbyte.parallel.context.exchange import Context
 from halfbyte.parallel.context.model import slice_of
+from halfbyte.parallel.mesh import ALONE, Mesh, present_mesh
+from halfbyte.parallel.reduction import clip_gradients, sum_gradients
 from halfbyte.train.stepper import GraphedStepper, Stepper
 
 MIB = 2**20

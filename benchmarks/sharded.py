@@ -36,8 +36,8 @@ from benchmarks.step_model import empty_model, fill, random_batch, run_config, t
 from halfbyte.config import Parallel
 from halfbyte.memory.limit import FIRST_KERNELS, held_to
 from halfbyte.modeling.cast_cache import in_their_place
-from halfbyte.parallel import ALONE, Mesh, present_mesh
 from halfbyte.parallel.launch.bandwidth import gather_rate
+from halfbyte.parallel.mesh import ALONE, Mesh, present_mesh
 from halfbyte.parallel.shard.model import shard_model, sharded, trains_alike
 from halfbyte.parallel.shard.trained import trained_units
 from halfbyte.train.stepper import GraphedStepper

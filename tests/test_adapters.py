@@ -8,7 +8,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from halfbyte.config import RunConfig, resolve
+from halfbyte.config import RunConfig
 from halfbyte.modeling.adapters import (
     add_adapter,
     compute,
@@ -207,7 +207,7 @@ def test_adapters_that_look_at_whole_weights(tmp_path):
     """Loading cuts layers into pieces before others are added; what a saved adapter says counts, not the key."""
 
     def reads(**keys):
-        return reads_base(resolve(RunConfig(model_name_or_path="m", dataset="d", **keys)).adapter)
+        return reads_base(RunConfig(model_name_or_path="m", dataset="d", **keys).adapter)
 
     assert [reads(), reads(use_dora=True), reads(modules_to_save=["lm_head"])] == [False, True, True]
     save_adapter(adapted(use_dora=True), tmp_path)

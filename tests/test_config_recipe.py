@@ -2,8 +2,8 @@
 
 import pytest
 
-from halfbyte.config import RunConfig, load_config, resolve
-from halfbyte.config.contradictions import RECIPE_OPTIONS as OPTIONS
+from halfbyte.config import RunConfig, load_config
+from halfbyte.config.schema import RECIPE_OPTIONS as OPTIONS
 from halfbyte.config.schema import RecipeSection
 from halfbyte.utils.errors import ConfigError
 
@@ -12,7 +12,7 @@ OTHER |= {key: True for key in OPTIONS["nvfp4"] if key != "four_over_six_metric"
 
 
 def precision(**keys):
-    return resolve(RunConfig(model_name_or_path="m", dataset="d", **keys)).precision
+    return RunConfig(model_name_or_path="m", dataset="d", **keys).precision
 
 
 @pytest.mark.parametrize(("recipe", "key"), [(recipe, key) for recipe, keys in OPTIONS.items() for key in keys])

@@ -1,15 +1,14 @@
 """What the flat keys of a run come to: typed sections, and the same from keywords in Python."""
 
 import ast
-import re
 from pathlib import Path
 
 import pytest
 
 import halfbyte
-from halfbyte.config import SIXTEEN, Origin, Parallel, Precision, RunConfig, Storage, load_config, resolve, storage_of
-from halfbyte.config.combinations import of_keys
+from halfbyte.config import SIXTEEN, Origin, Parallel, Precision, RunConfig, Storage, load_config, storage_of
 from halfbyte.config.schema import AdapterSection, QuantizationSection
+from halfbyte.parallel.support import unsupported_reason
 from halfbyte.utils import notices
 from halfbyte.utils.errors import ConfigError
 
@@ -23,7 +22,7 @@ def _unsaid():
 
 
 def resolved(**keys):
-    return resolve(RunConfig(model_name_or_path="m", dataset="d", **keys))
+    return RunConfig(model_name_or_path="m", dataset="d", **keys)
 
 
 STORED = [
@@ -54,7 +53,7 @@ def test_storage_is_the_same_from_a_run_and_from_python(keys, storage):
 
 
 def test_every_quantization_key_counts():
-    """A key that `resolve` forgets would leave the section as it is."""
+    """A key that `storage` ignores would not change it."""
     other = {
         "load_in_4bit": False, "bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": False,
         "bnb_4bit_blocksize": 32, "quantization": "int8", "skip_quant_first_layers": 1, "skip_quant_last_layers": 1,
@@ -63,13 +62,6 @@ def test_every_quantization_key_counts():
     for key, value in other.items():
         assert storage_of(**{key: value}) != storage_of(), key
     assert storage_of(load_in_4bit=False, qat_scheme="nf4") != storage_of(load_in_4bit=False)
-
-
-def test_the_names_that_load_model_had_before_are_read_with_a_notice():
-    before = storage_of(quant_type="fp4", blocksize=128, double_quant=False)
-    assert before == Storage((("*", "blockwise4:fp4:128:plain"),))
-    assert "blocksize is read as bnb_4bit_blocksize" in notices.said()["renamed blocksize"]
-    assert len(notices.said()) == 3
 
 
 @pytest.mark.parametrize(
@@ -113,16 +105,6 @@ def test_an_adapter_has_the_keys_of_its_section_and_its_base():
         adapter.r = 8
 
 
-def test_a_resolved_configuration_of_the_version_before_loads_as_it_was():
-    config = load_config(Path(__file__).parent / "cli/configs/resolved_0.1.yaml")
-    assert not notices.said()
-    run = resolve(config)
-    formats = (("*.down_proj", "kbit5"), ("*", "blockwise4:nf4:128:nested"))
-    assert run.storage == Storage(formats, skip_first=1)
-    assert (run.precision.recipe, run.precision.recipe_options["margin"], run.adapter.r) == ("fp8-hybrid", 2, 8)
-    assert (config.optim, config.activation_checkpointing) == ("adamw_torch", "offload_kept")
-
-
 def test_nobody_below_reads_the_keys_that_are_resolved():
     """Sections go down in their place. (`qat_scheme` is a name of both.)"""
     keys = QuantizationSection.model_fields.keys() - {"qat_scheme"} | {"model_revision"}
@@ -137,19 +119,19 @@ def test_nobody_below_reads_the_keys_that_are_resolved():
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("key", "axis", "keys"),
     [
-        ({"parallel": {"pipeline": 2}, "use_peft": False, "load_in_4bit": False}, "and use_peft is false"),
-        ({"parallel": {"pipeline": 2}, "modules_to_save": ["lm_head"]}, "modules_to_save: a pipeline trains low-rank"),
-        ({"parallel": {"tensor": 2}, "optim": "adafactor"}, "optim adafactor cannot step slices of a parameter"),
-        ({"parallel": {"tensor": 2}, "recipe": "fp8-hybrid"}, "recipe fp8-hybrid would scale each process's part"),
-        ({"parallel": {"context": 2}, "router_aux_loss_coef": 0.1}, "router_aux_loss_coef with parallel: context: 2"),
+        ("use_peft", "pipeline", {"use_peft": False, "load_in_4bit": False}),
+        ("modules_to_save", "pipeline", {"modules_to_save": ["lm_head"]}),
+        ("optim", "tensor", {"optim": "adafactor"}),
+        ("recipe", "tensor", {"recipe": "fp8-hybrid"}),
+        ("router_aux_loss_coef", "context", {"router_aux_loss_coef": 0.1}),
     ],
 )
-def test_keys_that_a_divided_run_does_not_have(keys, said):
-    """Said before any process is started; and `auto` does not choose what they forbid."""
-    with pytest.raises(ConfigError, match=re.escape(said)):
-        load_config(None, {"model_name_or_path": "m", "dataset": "d", **keys})
-    free = load_config(None, {"model_name_or_path": "m", "dataset": "d", **keys, "parallel": "auto"})
-    assert said in of_keys(Parallel(**keys["parallel"]), free)[1]
-    assert of_keys(Parallel(data=2, shard=2), free) is None
+def test_keys_that_an_axis_does_not_support_are_refused_before_processes_start(key, axis, keys):
+    given = {"model_name_or_path": "m", "dataset": "d", **keys}
+    with pytest.raises(ConfigError, match=key):
+        load_config(None, {**given, "parallel": {axis: 2}})
+    free = load_config(None, {**given, "parallel": "auto"})
+    assert unsupported_reason(Parallel(**{axis: 2}), free).key == key  # so `auto` does not choose the axis
+    assert unsupported_reason(Parallel(data=2, shard=2), free) is None

@@ -8,7 +8,7 @@ import torch
 
 import halfbyte
 from halfbyte.config import Parallel
-from halfbyte.parallel import ALONE, present_mesh
+from halfbyte.parallel.mesh import ALONE, present_mesh
 from halfbyte.utils.errors import ConfigError
 
 PACKAGE = Path(halfbyte.__file__).parent

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from halfbyte import load_model
 from halfbyte.cli import main
-from halfbyte.config import load_config, resolve
+from halfbyte.config import load_config
 from halfbyte.export.adapter import AdapterLayers
 from halfbyte.export.served_adapter import ServedAdapter, export_served
 from halfbyte.modeling.adapters import load_adapter
@@ -85,7 +85,7 @@ def test_an_adapter_that_trains_is_written_as_the_saved_one(name, tmp_path):
         run = save_run(tmp_path / "run", tmp_path / "base", **keys)
     model = load_adapter(load_model(str(tmp_path / "base"), device="cpu"), run / "adapter", str(tmp_path / "base"))
     load_adapter(model, run / "adapter", str(tmp_path / "base"), "reference")
-    origin = resolve(load_config(run / "config.resolved.yaml"))
+    origin = load_config(run / "config.resolved.yaml")
     served = ServedAdapter(AdapterLayers(origin, None, torch.device("cpu"), trained=model), origin.origin, "it")
     theirs = load_file(export_served(run) / "adapter_model.safetensors")
     ours = served.tensors()

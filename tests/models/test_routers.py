@@ -5,12 +5,12 @@ import torch
 from expert_models import MIXTURES, TOKENS, mixture
 
 from halfbyte.config import Parallel, RunConfig, load_config
-from halfbyte.config.combinations import of_keys
 from halfbyte.methods import method_of
 from halfbyte.modeling.adapters import add_adapter, no_input_casts
 from halfbyte.modeling.checkpointing import recompute_as_transformers
 from halfbyte.modeling.patch import patch, unpatch
 from halfbyte.modeling.routers import REAL, check_balanced, watched
+from halfbyte.parallel.support import unsupported_reason
 from halfbyte.utils.errors import ConfigError
 
 OTHERS = {
@@ -147,4 +147,4 @@ def test_balanced_routers_of_cut_rows_are_refused():
     keys = {"model_name_or_path": "m", "dataset": "d", "router_aux_loss_coef": 0.01}
     with pytest.raises(ConfigError, match="with parallel: pipeline: 2"):
         load_config(None, {**keys, "parallel": {"pipeline": 2}})
-    assert of_keys(Parallel(shard=2), load_config(None, keys)) is None
+    assert unsupported_reason(Parallel(shard=2), load_config(None, keys)) is None

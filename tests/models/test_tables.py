@@ -8,7 +8,7 @@ import transformers
 from gguf_models import byte_tokenizer
 
 import halfbyte
-from halfbyte.config import RunConfig, resolve
+from halfbyte.config import RunConfig
 from halfbyte.export.adapter import _formats
 from halfbyte.export.merge import merge
 from halfbyte.plan.shapes import ModelShapes
@@ -84,8 +84,7 @@ def test_the_plan_counts_it_and_a_merge_decodes_it(folder):
     shapes = ModelShapes(config, type(model.config).from_pretrained(folder), torch.device("cpu"))
     table = model.get_submodule(TABLE).weight
     assert shapes.causal_lm.get_submodule(TABLE).weight.nbytes == table.nbytes < 0.6 * table.numel()
-    resolved = resolve(config)
-    linears, _ = _formats(resolved.origin, resolved.storage)
+    linears, _ = _formats(config.origin, config.storage)
     assert linears[f"{TABLE}.weight"] == table.format
 
 

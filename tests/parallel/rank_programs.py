@@ -24,8 +24,8 @@ def all_alike():
 
 def one_raises():
     """The other waits for it, and says so."""
-    from halfbyte.parallel import present_mesh
     from halfbyte.parallel.launch.ranks import lost_another
+    from halfbyte.parallel.mesh import present_mesh
     from halfbyte.utils.errors import TrainingError
 
     with present_mesh() as mesh:

@@ -87,7 +87,7 @@ def test_another_library_that_is_to_divide_the_run(monkeypatch, name):
 
 
 def test_an_environment_that_names_no_meeting_place(monkeypatch):
-    from halfbyte.parallel import present_mesh
+    from halfbyte.parallel.mesh import present_mesh
 
     for name in ("RANK", "MASTER_PORT", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
@@ -101,7 +101,7 @@ def test_an_environment_that_names_no_meeting_place(monkeypatch):
 def test_a_port_in_use(monkeypatch):
     import socket
 
-    from halfbyte.parallel import present_mesh
+    from halfbyte.parallel.mesh import present_mesh
 
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -11,7 +11,7 @@ from patch_models import quantize, tiny
 import halfbyte
 from halfbyte.data.collate import PackedCollator, PaddedCollator
 from halfbyte.modeling.head import causal_lm_loss
-from halfbyte.parallel import ALONE
+from halfbyte.parallel.mesh import ALONE
 from halfbyte.parallel.rank_sync import AGREED, Alike
 from halfbyte.parallel.shard.model import shard_model
 from halfbyte.train import stepper

@@ -11,16 +11,18 @@ import transformers
 from patch_models import loop_over_documents, tiny
 from whole import Left, run, trains, write_place
 
-from halfbyte import models
 from halfbyte.autograd import attention as causal
 from halfbyte.config import Parallel, Sliced
 from halfbyte.data.collate import PackedCollator
 from halfbyte.modeling import attention
+from halfbyte.modeling import tiny as tiny_models
 from halfbyte.modeling.head import backbone_inputs, causal_lm_loss
 from halfbyte.modeling.layer import causal_lm_of
 from halfbyte.modeling.patch import patch
-from halfbyte.parallel import ROWS, Mesh, sum_gradients
+from halfbyte.parallel import support
 from halfbyte.parallel.context.model import check_divided_like, divided, slice_of
+from halfbyte.parallel.mesh import ROWS, Mesh
+from halfbyte.parallel.reduction import sum_gradients
 from halfbyte.train import preflight
 from halfbyte.train.callbacks import noisy_embeddings
 from halfbyte.utils.errors import ConfigError
@@ -243,7 +245,7 @@ def refusal(mesh, kind, keys, attention_name=None, known=()):
     """What is said of a model of the default config of its kind; `known`: types of layers taken to be attention."""
     config = getattr(transformers, f"{kind}Config")(**keys)
     try:
-        with mock.patch.object(models.slices, "ATTENTION", {*models.slices.ATTENTION, *known}):
+        with mock.patch.object(support, "ATTENTION", {*support.ATTENTION, *known}):
             check_divided_like(config, mesh, attention=attention_name)
     except ConfigError as error:
         return f"{error.message} -> {error.fix}"
@@ -275,7 +277,7 @@ def test_the_probe_sees_a_state(two):
 
 
 def likeness(mesh, heads):
-    with mock.patch.dict(models.tiny.TINY, {"num_attention_heads": heads}):
+    with mock.patch.dict(tiny_models.TINY, {"num_attention_heads": heads}):
         return refusal(mesh, "Llama", {})
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from halfbyte.ops.float8 import E4M3
 from halfbyte.ops.fp8_scaling import DelayedScaling, ScalingOptions
-from halfbyte.parallel import TOKENS
+from halfbyte.parallel.mesh import TOKENS
 from halfbyte.train.checkpoint import SCALING
 
 pytestmark = pytest.mark.dist

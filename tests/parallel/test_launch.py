@@ -159,7 +159,7 @@ def test_a_restart_on_the_devices_that_are_left(tmp_path, monkeypatch):
 
 PARENT = """
 import sys
-from halfbyte import notices
+from halfbyte.utils import notices
 from halfbyte.config import Parallel
 from halfbyte.parallel.launch.launcher import launch
 from halfbyte.utils.signals import as_exceptions

@@ -25,7 +25,7 @@ from halfbyte.formats import FORMATS, from_spec
 from halfbyte.loading import sharded
 from halfbyte.loading.load import load_model
 from halfbyte.modeling.architectures import all_linear
-from halfbyte.parallel import ALONE
+from halfbyte.parallel.mesh import ALONE
 from halfbyte.parallel.shard.placement import Placement
 from halfbyte.parallel.shard.weights import shard_blocks
 from halfbyte.parallel.tensor.model import divided_along

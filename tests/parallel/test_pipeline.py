@@ -16,7 +16,7 @@ from halfbyte.methods import METHODS
 from halfbyte.modeling.head import Head, take_head
 from halfbyte.modeling.patch import patch
 from halfbyte.optim import trained_parameters
-from halfbyte.parallel import ALONE, clip_gradients, sum_gradients
+from halfbyte.parallel.mesh import ALONE
 from halfbyte.parallel.pipeline import runtime as pipelines
 from halfbyte.parallel.pipeline.model import Cut, Stages, check_stages, check_trained, layer_seconds
 from halfbyte.parallel.pipeline.partition import cut_layers, stage_seconds
@@ -24,6 +24,7 @@ from halfbyte.parallel.pipeline.runtime import Pipeline
 from halfbyte.parallel.pipeline.schedules import Schedule
 from halfbyte.parallel.pipeline.simulation import Seconds
 from halfbyte.parallel.pipeline.stepper import PipelinedStepper
+from halfbyte.parallel.reduction import clip_gradients, sum_gradients
 from halfbyte.train.stepper import Stepper
 from halfbyte.utils.errors import HalfbyteError, ModelError
 

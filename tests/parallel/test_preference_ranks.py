@@ -72,7 +72,7 @@ def test_two_ranks_with_slices_of_the_model_are_one_process(place, two, tmp_path
 
 def test_other_ways_to_divide_a_run_are_refused(place, tmp_path):
     from halfbyte.config import RunConfig
-    from halfbyte.config.resolve import Parallel
+    from halfbyte.config.resolved import Parallel
     from halfbyte.plan.meshes import check_layout
 
     config = RunConfig(model_name_or_path="m", dataset="d", method="dpo")

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from halfbyte.parallel import ALONE, reduction, sum_gradients
+from halfbyte.parallel import reduction
+from halfbyte.parallel.mesh import ALONE
+from halfbyte.parallel.reduction import sum_gradients
 
 pytestmark = pytest.mark.dist
 

@@ -13,8 +13,8 @@ from halfbyte.generation import generate
 from halfbyte.layers import QuantizedLinear
 from halfbyte.modeling.head import causal_lm_loss, divide_vocabulary
 from halfbyte.modeling.patch import patch
-from halfbyte.parallel import ALONE, clip_gradients, sum_gradients
-from halfbyte.parallel.reduction import cut_along
+from halfbyte.parallel.mesh import ALONE
+from halfbyte.parallel.reduction import clip_gradients, cut_along, sum_gradients
 from halfbyte.parallel.tensor.layers import InSlices, part_of, whole_inside
 from halfbyte.parallel.tensor.model import check_products, divide_products
 from halfbyte.utils.errors import ModelError

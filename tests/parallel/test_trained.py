@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from halfbyte.optim import OPTIMIZERS
-from halfbyte.parallel import ALONE
+from halfbyte.parallel.mesh import ALONE
 from halfbyte.parallel.shard import trained
 from halfbyte.parallel.shard.trained import Sliced, Whole, trained_units
 

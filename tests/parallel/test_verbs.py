@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from halfbyte.config import Parallel
-from halfbyte.parallel import AXES, TOKENS
+from halfbyte.parallel.mesh import AXES, TOKENS
 
 pytestmark = pytest.mark.dist
 

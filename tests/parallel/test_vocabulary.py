@@ -9,7 +9,7 @@ from halfbyte.autograd.losses import linear_cross_entropy, linear_log_probs
 from halfbyte.generation import generate
 from halfbyte.modeling.head import causal_lm_loss, divide_vocabulary, token_log_probs, undivided
 from halfbyte.ops import IGNORE_INDEX
-from halfbyte.parallel import Mesh
+from halfbyte.parallel.mesh import Mesh
 from halfbyte.parallel.tensor.vocabulary import Vocabulary
 from halfbyte.utils.errors import ModelError
 

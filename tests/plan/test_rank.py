@@ -9,9 +9,9 @@ import transformers
 
 from halfbyte.cli.meshes import BESIDE, _line
 from halfbyte.config import Parallel, RunConfig, Sliced
-from halfbyte.config.combinations import layouts, obstacle
 from halfbyte.memory.batches import Batches
-from halfbyte.parallel import Mesh
+from halfbyte.parallel.mesh import Mesh
+from halfbyte.parallel.support import layouts, unsupported_layout
 from halfbyte.parallel.tensor.model import divide_products
 from halfbyte.plan.cards import H200, card_named, card_of_memory
 from halfbyte.plan.estimate import GIB, estimate
@@ -337,10 +337,8 @@ def test_layouts():
     ]  # fmt: skip
     assert all(layout.size == 8 for layout in layouts(8))
     assert Parallel(tensor=2, pipeline=2) not in [*layouts(4)]
-    said, fix = obstacle(Parallel(context=2, pipeline=2))
-    assert said == "parallel: {pipeline: 2, context: 2}: pipeline goes with data and shard, not with context"
-    assert fix == "leave out pipeline or context"
-    assert obstacle(Parallel(data=2, shard=2, tensor=2, context=2)) is None
+    assert unsupported_layout(Parallel(context=2, pipeline=2)).key == "parallel"
+    assert unsupported_layout(Parallel(data=2, shard=2, tensor=2, context=2)) is None
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from peft import PeftModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from whole_runs import VOCABULARY, write_model, write_rows
 
-from halfbyte.config import load_config, resolve
+from halfbyte.config import load_config
 from halfbyte.data.prepare import prepare
 from halfbyte.formats import names
 from halfbyte.layers.expert_adapters import run_beside
@@ -202,17 +202,16 @@ def documents(config, tokenizer):
 @torch.no_grad()
 def plain_loss(config, output, device):
     """Held-out loss of what the run saved, by transformers and PEFT: one document at a time, full logits."""
-    run = resolve(config)
     load = partial(load_model, dtype=config.dtype, device=device, attn_implementation=config.attn_implementation)
     if config.use_peft:
-        model = load(find_model(run.origin), run.storage)
+        model = load(find_model(config.origin), config.storage)
         model = PeftModel.from_pretrained(model, str(output / "adapter"))
         run_beside(model)  # PEFT itself would add the sum of factors to the stack, which is quantized
         if config.qat_scheme:
             round_merged(model)
             quantize_trained(model)
     else:
-        model = load(str(output / "model"), run.storage)
+        model = load(str(output / "model"), config.storage)
     model.eval()
     loss_sum, count = 0.0, 0
     for ids, labels in documents(config, load_tokenizer(config.model_name_or_path)):

@@ -11,7 +11,7 @@ from tiny_runs import collate, losses, make_loop, rows, run_config, tiny_llama
 from transformers import Trainer, set_seed
 
 from halfbyte.modeling.adapters import add_adapter
-from halfbyte.parallel import ALONE
+from halfbyte.parallel.mesh import ALONE
 from halfbyte.train import stepper
 from halfbyte.train.callback_arguments import total_steps, training_arguments
 from halfbyte.train.sampler import batches

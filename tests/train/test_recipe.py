@@ -6,7 +6,6 @@ from safetensors.torch import load_file
 from tiny_runs import losses, make_loop, rows, run_config
 
 import halfbyte
-from halfbyte.config import resolve
 from halfbyte.modeling.recipes import configured_recipe
 from halfbyte.train import checkpoint as checkpoints
 from halfbyte.utils.errors import CheckpointError
@@ -18,7 +17,7 @@ KEYS |= {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 1}
 def loop_in(output, **keys):
     config = run_config(output, **KEYS | keys)
     loop = make_loop(config, train=rows(12), held_out=rows(3, 9))
-    loop.scaling = halfbyte.patch(loop.model, recipe=configured_recipe(resolve(config).precision)).scaling
+    loop.scaling = halfbyte.patch(loop.model, recipe=configured_recipe(config.precision)).scaling
     return loop
 
 

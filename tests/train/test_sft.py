@@ -17,7 +17,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from halfbyte.config import load_config
-from halfbyte.parallel import Mesh
+from halfbyte.parallel.mesh import Mesh
 from halfbyte.train import run as sft
 from halfbyte.train.checkpoint import starting_point
 from halfbyte.train.metrics import MetricsFile

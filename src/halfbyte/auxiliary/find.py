@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config import Origin, RunConfig, resolve
+from ..config import Origin, RunConfig
 from ..config.methods import SCORES
 from ..loading.find import ModelFiles, find_model, look_over
 from ..reading.files import same_place
@@ -150,4 +150,4 @@ def origin_of(config: RunConfig, name: str, adapter: Path | None, revision: str 
         name, revision = str(base), None
     if same_place(name, config.model_name_or_path) and config.use_peft and config.qat_scheme is None:
         return None
-    return Origin(name, revision, config.trust_remote_code, resolve(config).storage.keep and name.endswith(".gguf"))
+    return Origin(name, revision, config.trust_remote_code, config.storage.keep and name.endswith(".gguf"))

@@ -26,7 +26,7 @@ from halfbyte.methods.answers import REFERENCE, as_reference, log_probs
 from halfbyte.methods.preference import with_all_it_has
 from halfbyte.modeling.adapters import compute
 from halfbyte.modeling.layer import causal_lm_of
-from halfbyte.parallel import ROWS
+from halfbyte.parallel.mesh import ROWS
 from halfbyte.utils.console import Console
 from halfbyte.utils.errors import CheckpointError, ConfigError, TrainingError
 from halfbyte.utils.files import cache_folder, new_file
@@ -190,7 +190,7 @@ def _file(run: PreparedRun, loop: TrainingLoop, splits: dict[str, Any]) -> Path 
     config, machine = run.config, run.machine
     size = config.per_device_eval_batch_size or config.per_device_train_batch_size
     arithmetic = (
-        *(__version__, torch.__version__, str(machine.device), machine.compute_dtype, run.sections.precision),
+        *(__version__, torch.__version__, str(machine.device), machine.compute_dtype, run.config.precision),
         *(config.use_kernels, config.attn_implementation, config.padding_free, config.qat_scheme, size),
     )
     digest = hashlib.sha256(repr(arithmetic).encode())

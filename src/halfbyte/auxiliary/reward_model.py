@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor
 
 from halfbyte.auxiliary.find import check_vocabulary, digest_of_model
-from halfbyte.config import RunConfig, resolve
+from halfbyte.config import RunConfig
 from halfbyte.config.methods import SCORES
 from halfbyte.data.chat import ChatTemplate
 from halfbyte.data.encode import Encoder
@@ -56,7 +56,7 @@ def check_judges(
                 check_adapter_files(found.adapter)
             if found.files is not None:
                 if found.adapter is not None:
-                    check_stored(found.files, resolve(config).storage)
+                    check_stored(found.files, config.storage)
                 check_vocabulary(name, found.files, model_config, tokenizer.get_vocab(), tokens_of(found.files))
         where = "it shares the model's weights" if found.files is None else f"on {found.files.name}"
         what = "scores answers" if found.scores == "SEQ_CLS" else "scores steps, whose product counts"
@@ -117,7 +117,7 @@ def _asked(
         return
     if found.files is not None:
         how: dict[str, Any] = {"device": device, "attn_implementation": config.attn_implementation}
-        base = load_model(found.files, resolve(config).storage, dtype=dtype, **how)
+        base = load_model(found.files, config.storage, dtype=dtype, **how)
         other = load_adapter(base, found.adapter, found.files.name)
         yield partial(score, other), partial(compute, other, dtype)
         return

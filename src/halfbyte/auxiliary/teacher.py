@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfbyte.auxiliary.find import KEY, TeacherFiles, check_vocabulary, digest_of_model, find_teacher
-from halfbyte.config import RunConfig, resolve
+from halfbyte.config import RunConfig
 from halfbyte.config.policy import DISTILLING
 from halfbyte.data.collate import make_collator
 from halfbyte.loading.find import ModelFiles
@@ -60,7 +60,7 @@ def check_teacher(
         if found.adapter is not None:
             check_adapter_files(found.adapter)
         if found.files is not None:
-            check_stored(found.files, resolve(config).storage)
+            check_stored(found.files, config.storage)
             who = f"the teacher {found.files.name}"
             check_positions(found.files.config, longest, trust_remote_code=config.trust_remote_code, who=who)
             check_vocabulary(KEY, found.files, model_config, tokenizer.get_vocab(), tokens_of(found.files))
@@ -132,7 +132,7 @@ def _loaded(run: PreparedRun, found: TeacherFiles) -> Any:
     config, machine = run.config, run.machine
     assert found.files is not None
     how: dict[str, Any] = {"device": machine.device, "attn_implementation": config.attn_implementation}
-    model = load_model(found.files, run.sections.storage, dtype=machine.compute_dtype, **how)
+    model = load_model(found.files, run.config.storage, dtype=machine.compute_dtype, **how)
     if found.adapter is not None:
         model = load_adapter(model, found.adapter, found.files.name)
     model.requires_grad_(False)

@@ -96,7 +96,7 @@ def check_option(word: str, options: Collection[str]) -> None:
     """
     from ..config.aliases import HINTS
     from ..config.foreign import foreign_names
-    from ..config.schema import RunConfig
+    from ..config.run_config import RunConfig
     from ..config.section import nearest
 
     key = word.removeprefix("--").partition("=")[0].replace("-", "_")

@@ -6,7 +6,7 @@ import contextlib
 
 from rich.text import Text
 
-from ..config import RunConfig, resolve
+from ..config import RunConfig
 from ..train.preflight_paths import look_over_run
 from ..utils.console import Console
 from .imports import quick_imports
@@ -20,16 +20,16 @@ def check_run(config: RunConfig) -> None:
     """
     look_over_run(config)
     with quick_imports():
-        from ..parallel import present_mesh
         from ..parallel.launch.agreement import check_agreement
         from ..parallel.launch.launcher import layout_wanted
         from ..parallel.launch.ranks import is_rank
+        from ..parallel.mesh import present_mesh
         from ..train.preflight import prepare_run
         from ..utils.hardware import chosen_device
         from ..utils.notices import silent
 
     layout = layout_wanted(config)
-    asked = resolve(config).parallel if is_rank() else None
+    asked = config.layout if is_rank() else None
     with present_mesh(asked, chosen_device(config.device).type) as mesh:
         console = Console(quiet=not mesh.is_main)
         with contextlib.nullcontext() if mesh.is_main else silent():

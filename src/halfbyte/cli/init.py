@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..config import SECTIONS, Parallel, RunConfig, load_config, resolve
+from ..config import SECTIONS, Parallel, RunConfig, load_config
 from ..config.methods import DEFAULTS
-from ..config.policy import DISTILLING, POLICY, SAMPLING, group_size
+from ..config.policy import DISTILLING, POLICY, SAMPLING
 from ..config.yaml import dump_value
 from ..methods import method_of
 from ..runs.inputs import look_over_inputs
@@ -51,7 +51,7 @@ def starting_config(model: str, dataset: str, method: str = "sft", teacher: str 
         from ..loading.load import load_tokenizer
         from ..plan.estimate import estimate  # noqa: F401  (used below; with PEFT)
 
-    files = find_model(resolve(base).origin)
+    files = find_model(base.origin)
     lengths = _lengths(files.config)
     room = {"max_completion_length": min(base.max_completion_length, lengths[0] // 2)} if rows == "prompts" else {}
     base = base.model_copy(update={"max_length": lengths[0], **room})
@@ -102,7 +102,7 @@ def _of_method(method: str, teacher: str | None) -> dict[str, Any]:
 
 def _whole_groups(config: RunConfig, size: int) -> int:
     """Micro-batches of `size` answers that a step of at least four whole groups has."""
-    group = group_size(config)
+    group = config.group_size
     return math.lcm(size, group) // size * max(1, 4 * group // math.lcm(size, group))
 
 
@@ -212,7 +212,7 @@ def _largest(
     from ..plan.shapes import ModelShapes
     from ..utils.hardware import best_device
 
-    device, layout = best_device(), resolve(base).parallel or Parallel()
+    device, layout = best_device(), base.layout or Parallel()
     shapes, ways = ModelShapes(base, model_config, device), layout.data * layout.shard
     tokens, longest = data.report["train"]["tokens"], longest_row(data.train, data.answers)
     filled = max(longest, tokens // ROWS_PER_STEP) if base.packing else longest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..config import Parallel, RunConfig, resolve
+from ..config import Parallel, RunConfig
 from ..train.preflight_paths import look_over_run
 from ..utils.console import Console
 from ..utils.errors import ConfigError
@@ -37,7 +37,7 @@ def check_meshes(config: RunConfig, gpus: int | None, gpu_memory: float | None) 
         from ..plan.meshes import Meshes
 
     gpus, device = _device(gpus, gpu_memory)
-    asked = resolve(config).parallel
+    asked = config.layout
     if asked is not None and asked.size != gpus:
         raise ConfigError(
             f"parallel: {asked} takes {asked.size} GPUs, and --gpus is {gpus}",
@@ -86,7 +86,7 @@ def _inputs(config: RunConfig, device: Device) -> tuple[Any, Any]:
     from ..loading.load import load_tokenizer
     from ..methods import method_of
 
-    files = find_model(resolve(config).origin)
+    files = find_model(config.origin)
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
     data = method_of(config).ready(config, tokenizer, files.config)
     return files.config, lambda changed: batches_of(changed, data, device.torch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..config import Origin, resolve
+from ..config import Origin
 from ..config.yaml import dump_mapping
 from ..loading.find import find_model, look_over
 from ..runs.inputs import look_over_datasets
@@ -52,10 +52,9 @@ def mix_formats(
 
     candidates = _candidates(formats)
     config = saved_config(place, [f"max_length={ROW}", "packing=true", "load_in_4bit=false"], dataset)
-    run = resolve(config)
-    files = find_model(run.origin)
+    files = find_model(config.origin)
     how: dict[str, Any] = {"device": config.device, "attn_implementation": config.attn_implementation}
-    model = load_model(files, run.storage, dtype=run.precision.compute, **how)
+    model = load_model(files, config.storage, dtype=config.precision.compute, **how)
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
     collate = make_collator(config, tokenizer)
     rows = packed_rows(config, tokenizer, 2 * max(tokens, HELD_BACK))

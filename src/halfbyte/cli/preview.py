@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from ..config import RunConfig, resolve
+from ..config import RunConfig
 from ..ops import IGNORE_INDEX
 from ..runs.inputs import look_over_inputs
 from ..utils.console import Console, coloured
@@ -30,7 +30,7 @@ def preview_rows(config: RunConfig, count: int) -> None:
         from ..loading.load import load_tokenizer
         from ..methods import method_of
 
-    tokenizer = load_tokenizer(resolve(config).origin, chat_template_path=config.chat_template_path)
+    tokenizer = load_tokenizer(config.origin, chat_template_path=config.chat_template_path)
     method = method_of(config)
     kind = method.rows
     prepared = method.prepare(config, tokenizer) if kind == "text" else prepare_answers(config, tokenizer, kind)

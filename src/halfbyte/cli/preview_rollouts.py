@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.text import Text
 
-from ..config import RunConfig, resolve
+from ..config import RunConfig
 from ..config.policy import DISTILLING
 from ..runs.inputs import look_over_inputs
 from ..utils.console import Console
@@ -46,8 +46,7 @@ def preview_rollouts(config: RunConfig, count: int, answers: int) -> None:
     method = method_of(config)
     if not isinstance(method, PolicyOptimization):
         raise UsageError(f"--rollouts: method: {config.method} samples no answers", "leave it out, or set method: grpo")
-    run = resolve(config)
-    files = find_model(run.origin)
+    files = find_model(config.origin)
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
     data = method.ready(config, tokenizer)
     rewards = rewards_of(config, data)
@@ -56,8 +55,8 @@ def preview_rollouts(config: RunConfig, count: int, answers: int) -> None:
         rewards.check()
         check_judges(config, rewards, files.config, tokenizer, Console(quiet=True))
         how: dict[str, Any] = {"device": config.device, "attn_implementation": config.attn_implementation}
-        model = load_model(files, run.storage, dtype=run.precision.compute, **how)
-        model = add_adapter(model, run.adapter) if run.adapter else model  # new, it adds nothing
+        model = load_model(files, config.storage, dtype=config.precision.compute, **how)
+        model = add_adapter(model, config.adapter) if config.adapter else model  # new, it adds nothing
         device, dtype = chosen_device(config.device), compute_dtype_of(model)
         where: dict[str, Any] = {
             "device": device,

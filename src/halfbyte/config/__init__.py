@@ -1,17 +1,9 @@
-"""What a run wants: one flat YAML file, the same names on the command line and in Python."""
+"""The configuration of a run: one flat YAML file, with the same keys on the command line and in Python."""
 
-from .reading import TEXT_KEYS, allowed, explain, load_config
-from .resolve import Adapter, Origin, Parallel, Precision, Resolved, Sliced, Storage, resolve, storage_of
-from .schema import (
-    KEEP,
-    SCHEDULES,
-    SECTIONS,
-    SIXTEEN,
-    Level,
-    RunConfig,
-    dump_config,
-    dump_given,
-)
+from .reading import TEXT_KEYS, allowed, explain, load_config, storage_of
+from .resolved import Origin, Parallel, Precision, Sliced, Storage
+from .run_config import RunConfig, dump_config, dump_given
+from .schema import KEEP, SCHEDULES, SECTIONS, SIXTEEN, Adapter, Level
 
 __all__ = [
     "KEEP",
@@ -24,7 +16,6 @@ __all__ = [
     "Origin",
     "Parallel",
     "Precision",
-    "Resolved",
     "RunConfig",
     "Sliced",
     "Storage",
@@ -33,6 +24,5 @@ __all__ = [
     "dump_given",
     "explain",
     "load_config",
-    "resolve",
     "storage_of",
 ]

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-from urllib.parse import urlsplit
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, field_validator
 
-from ..utils.text import brief
 from .methods import of
 from .section import Section
-
-if TYPE_CHECKING:
-    from .contradictions import Contradiction
-    from .schema import RunConfig
 
 POLICY = ("grpo", "rloo")
 GRPO = ("grpo",)
@@ -131,122 +124,3 @@ class DistillationSection(Section):
         1.0,
         "share of generations whose answers are the model's own; the others' are the data's completions",
     )
-
-
-def group_size(config: RunConfig) -> int:
-    """Answers to a prompt, which stand behind each other."""
-    return 1 if config.method in DISTILLING else config.num_generations or 2
-
-
-def answers_a_generation(config: RunConfig) -> int:
-    """Answers that one process generates at once."""
-    return config.per_device_train_batch_size * micro_batches_a_generation(config)
-
-
-def micro_batches_a_generation(config: RunConfig) -> int:
-    return config.steps_per_generation or config.gradient_accumulation_steps
-
-
-def in_policy(config: RunConfig) -> Iterator[Contradiction]:
-    """Keys of methods that sample answers that cannot all hold."""
-    if config.method in SAMPLING and config.packing:
-        yield "packing", f"packing: true with method: {config.method}: answers come as they are written", _FREE
-    if config.method in DISTILLING:
-        yield from _in_distillation(config)
-    if config.method not in POLICY:
-        return
-    if not config.reward_funcs:
-        yield "reward_funcs", f"method: {config.method} needs reward_funcs", "say what an answer is rewarded for"
-    elif config.reward_weights is not None and len(config.reward_weights) != len(config.reward_funcs):
-        wrong = f"reward_weights: {brief(config.reward_weights)} beside {len(config.reward_funcs)} reward_funcs"
-        yield "reward_weights", wrong, "give a weight for each function"
-    elif config.reward_weights is not None and not any(config.reward_weights):
-        yield "reward_weights", f"reward_weights: {brief(config.reward_weights)} weigh nothing", "give one above 0"
-    answers, group = answers_a_generation(config), config.num_generations or 2
-    if answers % group:
-        wrong = f"num_generations: {group} does not divide the {answers} answers of a generation"
-        answers_are = "per_device_train_batch_size · steps_per_generation (or gradient_accumulation_steps)"
-        fix = f"make {answers_are} a multiple of num_generations"
-        yield "num_generations", wrong, fix
-    if micro_batches_a_generation(config) % config.gradient_accumulation_steps:
-        wrong = f"steps_per_generation: {config.steps_per_generation} micro-batches are no whole number of steps"
-        yield "steps_per_generation", wrong, "give a multiple of gradient_accumulation_steps"
-    if config.loss_type == "luspo" and config.importance_sampling_level != "sequence":
-        yield "loss_type", "loss_type: luspo is of sequences", "set importance_sampling_level: sequence"
-    if config.loss_type == "vespo" and config.importance_sampling_level != "token":
-        yield "loss_type", "loss_type: vespo takes whole answers itself", "remove importance_sampling_level"
-    if config.delta is not None and config.delta <= 1 + (config.epsilon_high or config.epsilon):
-        yield "delta", f"delta: {config.delta:g} is within what is clipped anyway", "give more than 1 + epsilon_high"
-    yield from _in_correction(config)
-    yield from _in_server(config)
-    if not config.use_peft and config.beta:
-        wrong = "beta needs a reference, which is the model without its adapter"
-        yield "beta", wrong, "set beta: 0, or train an adapter (use_peft: true)"
-    clip = config.reward_clip_range
-    if clip is not None and not (len(clip) == 2 and clip[0] < clip[1]):
-        yield "reward_clip_range", f"reward_clip_range: {brief(clip)}", "give [least, most]"
-
-
-def _in_server(config: RunConfig) -> Iterator[Contradiction]:
-    """Of rollouts by vLLM."""
-    url = config.vllm_server_base_url
-    if config.rollout != "vllm":
-        if url is not None:
-            wrong = f"vllm_server_base_url: {brief(url)} with rollout: {config.rollout}, which asks no server"
-            yield "vllm_server_base_url", wrong, "set rollout: vllm, or remove it"
-        return
-    if url is None:
-        yield "rollout", "rollout: vllm needs vllm_server_base_url", "say where the server is: http://HOST:PORT"
-    elif not _is_server(url):
-        wrong = f"vllm_server_base_url: {brief(url)} is no address of a server"
-        yield "vllm_server_base_url", wrong, "write http://HOST:PORT, without /v1"
-    own = {"rollout_weights": "auto", "rollout_memory_gib": None, "kv_cache": "auto"}
-    for key, default in own.items():
-        if (value := getattr(config, key)) != default:
-            yield key, f"{key}: {value} with rollout: vllm, which has weights and a cache of its own", "remove it"
-    if not config.use_peft:
-        yield (
-            "use_peft",
-            "use_peft: false with rollout: vllm, which takes adapters only",
-            "set use_peft: true, or rollout: halfbyte",
-        )
-    for key in ("use_dora", "modules_to_save"):
-        if getattr(config, key):
-            yield key, f"{key} with rollout: vllm, which cannot apply it", "remove it, or set rollout: halfbyte"
-    if config.temperature != 1 and (config.top_p < 1 or config.top_k or config.min_p):
-        wrong = f"temperature: {config.temperature:g} beside top_p, top_k or min_p with rollout: vllm"
-        yield "temperature", f"{wrong}, whose log-probabilities are over what those leave", "set temperature: 1"
-
-
-def _is_server(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        whole = parts.port != 0 and not (parts.username or parts.query or parts.fragment)
-    except ValueError:
-        return False
-    named = parts.scheme in ("http", "https") and parts.hostname and not any(each.isspace() for each in url)
-    return bool(named and whole) and not parts.path.rstrip("/").endswith("/v1")
-
-
-def _in_distillation(config: RunConfig) -> Iterator[Contradiction]:
-    if config.teacher_model_name_or_path is None:
-        wrong = f"method: {config.method} needs teacher_model_name_or_path"
-        yield "teacher_model_name_or_path", wrong, "name the model or the adapter that is learned from"
-    if config.beta is not None and config.beta > 1:
-        wrong = f"beta: {config.beta:g} with method: {config.method}, where it lies between two divergences"
-        yield "beta", wrong, "give a number from 0, KL(teacher, model), to 1, KL(model, teacher)"
-
-
-def _in_correction(config: RunConfig) -> Iterator[Contradiction]:
-    """Of importance sampling."""
-    low, high = config.importance_sampling_clip_min, config.importance_sampling_clip_max
-    if low is not None and high is not None and low >= high:
-        wrong = f"importance_sampling_clip_min: {low:g} is not below importance_sampling_clip_max: {high:g}"
-        yield "importance_sampling_clip_min", wrong, "lower it"
-    mode = config.importance_sampling_mode
-    if config.loss_type == "vespo" and mode is not None and mode.startswith("sequence"):
-        wrong = f"importance_sampling_mode: {mode} with loss_type: vespo, which multiplies ratios of tokens itself"
-        yield "importance_sampling_mode", wrong, "set token_truncate or token_mask"
-
-
-_FREE = "set padding_free: true in its place"

@@ -19,7 +19,9 @@ from ..utils.text import brief
 from .aliases import HINTS
 from .foreign import Ignored, Mapped, Refused, foreign_names, overruled, translate
 from .methods import defaults_of
-from .schema import RunConfig
+from .resolved import Storage
+from .run_config import RunConfig
+from .schema import QuantizationSection
 from .section import Section, nearest
 from .yaml import Located, dump_value, parse_scalar, read_mapping
 
@@ -62,13 +64,20 @@ def load_config(
     return config
 
 
-def given_section(section: type[AnySection], keys: Mapping[str, Any]) -> AnySection:
-    """One section from keys given in Python, without a whole run's.
+def storage_of(storage: Storage | None = None, /, **keys: Any) -> Storage:
+    """Return `storage`, or the one that quantization keys given in Python describe (`load_in_4bit`, `quantization`, ...).
+
+    Other tools' names are mapped with a notice, as in a run's file.
 
     Raises:
-        ConfigError: as in `load_config`; and a key that is not of this section.
+        ConfigError: an unknown key, a value of another type, keys that contradict each other, or keys and a storage.
     """
-    return _validated(section, [{key: Located(value, "argument") for key, value in keys.items()}])
+    if storage is None:
+        given = {key: Located(value, "argument") for key, value in keys.items()}
+        return _validated(QuantizationSection, [given]).storage
+    if keys:
+        raise ConfigError(f"{', '.join(keys)} in addition to a storage", "give one of the two")
+    return storage
 
 
 def _validated(

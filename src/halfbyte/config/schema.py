@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import ConfigDict, Field, PositiveInt, field_validator
 from pydantic_core import PydanticCustomError
 
-from ..optim import OPTIMIZERS
 from ..utils.errors import ConfigError
 from ..utils.text import brief
-from .contradictions import Contradiction, in_run, in_storage
-from .methods import WITH_DEFAULTS, PreferenceSection, defaults_of, of
-from .policy import DistillationSection, PolicySection
-from .section import Section, contradiction, nearest
-from .yaml import dump_value, read_patterns
+from .methods import PreferenceSection, of
+from .policy import DISTILLING, DistillationSection, PolicySection
+from .resolved import Origin, Parallel, Precision, Storage
+from .section import Contradiction, Section, contradiction
+from .yaml import read_patterns
 
 SCHEDULES = (
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
@@ -26,6 +24,14 @@ SCHEDULES = (
 
 SIXTEEN = "16bit"  # in place of a format's name: weights that are not quantized
 KEEP = "keep"  # the types of a GGUF file, where a format holds their values
+FOUR_BIT = ("bnb_4bit_quant_type", "bnb_4bit_blocksize", "bnb_4bit_use_double_quant")
+RECIPE_OPTIONS = {
+    "fp8-hybrid": ("margin", "amax_history_len", "amax_compute_algo", "reduce_amax"),
+    "nvfp4": (
+        *("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization"),
+        *("enable_four_over_six", "four_over_six_metric"),
+    ),
+}
 
 Level = Literal[  # see memory.levels
     "keep", "recompute", "recompute_mlp", "checkpoint", "offload_kept", "offload_attention", "offload", "tiled"
@@ -86,6 +92,24 @@ class QuantizationSection(Section):
         """Whether any weight is stored in fewer than 16 bits."""
         return self.load_in_4bit and self.quantization != SIXTEEN
 
+    @property
+    def storage(self) -> Storage:
+        """How the frozen linear layers are stored."""
+        if not self.quantized:
+            return Storage(qat_scheme=self.qat_scheme)
+        keep = self.quantization == KEEP
+        chosen = self.bnb_4bit_quant_type if keep or self.quantization is None else self.quantization
+        patterns = chosen.items() if isinstance(chosen, dict) else [("*", chosen)]
+        formats = tuple((pattern, self._full_spec(spec)) for pattern, spec in patterns)
+        return Storage(formats, self.skip_quant_first_layers, self.skip_quant_last_layers, keep)
+
+    def _full_spec(self, spec: str) -> str:
+        """Return the format spec that `nf4` or `fp4` abbreviates with these keys; other specs unchanged."""
+        if spec not in ("nf4", "fp4"):
+            return spec
+        scales = "nested" if self.bnb_4bit_use_double_quant else "plain"
+        return f"blockwise4:{spec}:{self.bnb_4bit_blocksize}:{scales}"
+
     @field_validator("quantization", mode="before")
     @classmethod
     def _patterns(cls, value: Any) -> Any:
@@ -93,8 +117,44 @@ class QuantizationSection(Section):
             return _mixture_in(value)
         return dict(value) if isinstance(value, Mapping) else value
 
-    def contradictions(self) -> Iterable[Contradiction]:
-        return in_storage(self)
+    def contradictions(self) -> Iterator[Contradiction]:
+        skips = [key for key in ("skip_quant_first_layers", "skip_quant_last_layers") if getattr(self, key)]
+        if skips and not self.quantized:
+            yield skips[0], f"{skips[0]} has no meaning when every layer is kept in 16 bits", f"remove {skips[0]}"
+        if self.quantization is not None:
+            yield from self._in_quantization(skips)
+        if self.qat_scheme is not None:
+            yield from self._in_qat()
+
+    def _in_quantization(self, skips: list[str]) -> Iterator[Contradiction]:
+        """`quantization` against the keys that choose between 16 bits, NF4 and FP4."""
+        chosen, quantization = self.written("quantization"), self.quantization
+        if not self.load_in_4bit:
+            yield "quantization", f"load_in_4bit: false contradicts {chosen}", "remove one of the two"
+        if quantization == "keep":  # the other keys are of the layers that are not kept
+            if skips:
+                yield skips[0], f"{skips[0]} contradicts {chosen}: kept layers are not in 16 bits", "remove one of the two"
+            return
+        if self.bnb_4bit_quant_type not in ("nf4", quantization):
+            wrong = f"{self.written('bnb_4bit_quant_type')} contradicts {chosen}"
+            yield "quantization", wrong, "remove bnb_4bit_quant_type"
+        names = set(quantization.values()) if isinstance(quantization, dict) else {quantization}
+        for key in FOUR_BIT[1:]:
+            if not self.is_default(key) and not names & {"nf4", "fp4"}:
+                wrong = f"{self.written(key)} has no meaning with {chosen}: it is of nf4 and fp4"
+                yield "quantization", wrong, f"remove {key}"
+
+    def _in_qat(self) -> Iterator[Contradiction]:
+        chosen = self.written("qat_scheme")
+        if self.quantized:
+            key = "quantization" if self.quantization else "load_in_4bit"
+            wrong = "it trains 16-bit weights to be rounded later, and those are rounded already"
+            fix = f"set {key}: {'16bit' if self.quantization else 'false'}, or remove qat_scheme"
+            yield key, f"{chosen} with {self.written(key)}: {wrong}", fix
+        for key in FOUR_BIT:
+            if not self.is_default(key):
+                fix = "remove it; qat_scheme: blockwise4:nf4:128:nested spells all three, or qat_scheme: fp4"
+                yield key, f"{self.written(key)} has no meaning with {chosen}", fix
 
 
 class RecipeSection(Section):
@@ -271,20 +331,15 @@ SECTIONS = (
 )  # fmt: skip
 
 
-PATHS = (  # keys that hold one, or several
-    "model_name_or_path", "teacher_model_name_or_path", "adapter_path", "dataset", "eval_dataset",
-    "chat_template_path", "output_dir", "resume_from_checkpoint",
-)  # fmt: skip
+class Adapter(AdapterSection):
+    """The low-rank adapter of a run, and the model it belongs to."""
+
+    model_config = ConfigDict(frozen=True, validate_assignment=False)
+
+    origin: Origin
 
 
-def at_home(paths: Any) -> Any:
-    """The value of a key of `PATHS`, in which `~` is the user's folder, as where a shell reads it."""
-    if isinstance(paths, list):
-        return [os.path.expanduser(each) for each in paths]
-    return os.path.expanduser(paths) if isinstance(paths, str) else paths
-
-
-class RunConfig(
+class RunKeys(
     ModelSection,
     QuantizationSection,
     RecipeSection,
@@ -296,73 +351,50 @@ class RunConfig(
     DistillationSection,
     ParallelSection,
 ):
-    """Everything one run needs. `RunConfig(**keys)` validates; `load_config` reads a YAML file with overrides."""
+    """All keys of a run, and the typed values that they resolve to. `RunConfig` adds the rules between sections."""
+
+    @property
+    def origin(self) -> Origin:
+        """The model that the run starts from."""
+        revision = None if self.model_revision == "main" else self.model_revision
+        return Origin(self.model_name_or_path, revision, self.trust_remote_code, self.storage.keep)
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """The low-rank adapter; None for full fine-tuning."""
+        if not self.use_peft:
+            return None
+        return Adapter(**{key: getattr(self, key) for key in AdapterSection.model_fields}, origin=self.origin)
+
+    @property
+    def precision(self) -> Precision:
+        """Dtypes and recipe. Full fine-tuning stores float32 weights unless `dtype` is given: bfloat16's 8 bits of
+        precision lose an update of 1e-4 of a weight."""
+        weights = "float32" if not self.use_peft and self.dtype == "auto" else self.dtype
+        options = {key: getattr(self, key) for key in RECIPE_OPTIONS.get(self.recipe, ())}
+        if self.recipe == "nvfp4":
+            options["seed"] = self.seed
+        return Precision(self.dtype, weights, self.recipe, options)
+
+    @property
+    def layout(self) -> Parallel | None:
+        """The degree of each axis of parallelism; None: the memory plan chooses (`parallel: auto`)."""
+        return None if self.parallel == "auto" else Parallel(**self.parallel)
 
     @property
     def output_path(self) -> Path:
         return Path(self.output_dir)
 
-    @field_validator(*PATHS)
-    @classmethod
-    def _at_home(cls, value: Any) -> Any:
-        return at_home(value)
+    @property
+    def group_size(self) -> int:
+        """Number of answers to a prompt; the answers of a group are consecutive rows."""
+        return 1 if self.method in DISTILLING else self.num_generations or 2
 
-    @field_validator("report_to", mode="before")
-    @classmethod
-    def _report_to_list(cls, value: Any) -> Any:
-        """transformers also takes one name, and `none`."""
-        return ([] if value == "none" else [value]) if isinstance(value, str) else value
+    @property
+    def micro_batches_per_generation(self) -> int:
+        return self.steps_per_generation or self.gradient_accumulation_steps
 
-    @field_validator("max_steps")
-    @classmethod
-    def _steps(cls, value: int) -> int:
-        if value == 0 or value < -1:
-            raise PydanticCustomError(
-                "steps", "must be a positive number of steps, or -1 for all epochs, not {value}", {"value": value}
-            )
-        return value
-
-    @field_validator("warmup_steps", "eval_steps", "save_steps", "eval_split_size")
-    @classmethod
-    def _whole_or_share(cls, value: float | None) -> float | None:
-        if value is not None and value >= 1 and value != int(value):
-            raise PydanticCustomError(
-                "whole", "must be a whole number, or a share below 1, not {value}", {"value": value}
-            )
-        return value
-
-    @field_validator("lr_scheduler_type", "optim")
-    @classmethod
-    def _named(cls, value: str, info: Any) -> str:
-        names = SCHEDULES if info.field_name == "lr_scheduler_type" else tuple(OPTIMIZERS)
-        if value not in names:
-            raise PydanticCustomError(
-                "named",
-                "must be one of {names}, not {value}",
-                {"names": ", ".join(names), "value": repr(value), "near": nearest(value, names)},
-            )
-        return value
-
-    def fill_in(self) -> None:
-        found = defaults_of(self.method, adapter=self.use_peft)
-        for key in WITH_DEFAULTS - self.model_fields_set:
-            self.__dict__[key] = found.get(key, type(self).model_fields[key].default)  # it stays a key not given
-
-    def contradictions(self) -> Iterator[Contradiction]:
-        return in_run(self)
-
-
-def dump_given(config: RunConfig) -> str:
-    """The keys that were given, as YAML: what `halfbyte train` takes to do the same again."""
-    given = [key for section in SECTIONS for key in section.model_fields if key in config.model_fields_set]
-    return "".join(f"{dump_value(key, getattr(config, key))}\n" for key in given)
-
-
-def dump_config(config: RunConfig) -> str:
-    """Every key as YAML, by section, each with its description; `load_config` reads it back equal."""
-    lines: list[str] = []
-    for section in SECTIONS:
-        lines.append(f"\n# {section.__doc__}" if lines else f"# {section.__doc__}")
-        for key, field in section.model_fields.items():
-            lines.append(f"{dump_value(key, getattr(config, key)):<38} # {field.description}")
-    return "\n".join(lines) + "\n"
+    @property
+    def answers_per_generation(self) -> int:
+        """Number of answers that one process samples at a time."""
+        return self.per_device_train_batch_size * self.micro_batches_per_generation

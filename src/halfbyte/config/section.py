@@ -1,25 +1,24 @@
-"""What every section of a run's keys is: typed, strict, and free of contradictions."""
+"""The base class of a section of keys: typed, strict, and free of contradictions."""
 
 from __future__ import annotations
 
 import difflib
 import os
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from ..utils.text import brief
+from .yaml import dump_value
 
-if TYPE_CHECKING:
-    from .contradictions import Contradiction
-
-LARGEST = 2**31 - 1  # of any number but the seed: what counts beyond it cannot be meant, and libraries overflow
+Contradiction = tuple[str, str, str]  # the key to change, what is wrong, the fix
+LARGEST = 2**31 - 1  # the largest value of any number except the seed: libraries overflow above it
 
 
 class Section(BaseModel):
-    """Keys that belong together; unknown ones, values of another type and contradictions are refused."""
+    """A group of keys. Unknown keys, values of another type and contradictions are refused."""
 
     model_config = ConfigDict(
         extra="forbid", protected_namespaces=(), validate_assignment=True, strict=True, allow_inf_nan=False
@@ -65,26 +64,34 @@ class Section(BaseModel):
         return value
 
     @model_validator(mode="after")
-    def _fit_together(self) -> Self:
-        """Each rule names the key to change."""
+    def _consistent(self) -> Self:
+        """Derive missing values, then raise the first contradiction."""
         self.fill_in()
         for key, message, fix in self.contradictions():
             raise contradiction(key, message, fix)
         return self
 
     def fill_in(self) -> None:
-        """Give keys that were not given what follows from the others."""
+        """Set keys that were not given and whose default depends on other keys."""
 
     def contradictions(self) -> Iterable[Contradiction]:
-        """(key, what is wrong, fix) for each pair of keys that cannot both hold."""
+        """Yield a contradiction for each pair of keys that exclude each other."""
         return ()
+
+    def written(self, key: str) -> str:
+        """Return `key: value` as a YAML file has it."""
+        return dump_value(key, getattr(self, key))
+
+    def is_default(self, key: str) -> bool:
+        """Return whether the key has the schema's default."""
+        return bool(getattr(self, key) == type(self).model_fields[key].default)
 
 
 def contradiction(key: str, message: str, fix: str) -> PydanticCustomError:
-    """What `reading.explain` says with the place of the key."""
+    """Return the error that `reading.explain` prints with the key's file and line."""
     return PydanticCustomError("contradiction", "{message}", {"key": key, "message": message, "fix": fix})
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """The name most like `name`; empty where none is."""
+    """Return the name most similar to `name`, or an empty string."""
     return next(iter(difflib.get_close_matches(name.lower().replace("-", "_"), list(names), n=1)), "")

@@ -11,7 +11,7 @@ from datasets import Dataset
 from pyarrow import ChunkedArray, compute
 
 from ..config import RunConfig
-from ..config.policy import SAMPLING, answers_a_generation, group_size
+from ..config.policy import SAMPLING
 from ..memory.batches import GRAPHS, Batches, Shape
 from ..utils.notices import notice
 from .branches import ANSWERS
@@ -25,7 +25,7 @@ def batches_of(config: RunConfig, data: PreparedData, device: torch.device) -> B
     """The micro-batches of a run on `device`; `config` may be another than `data` was prepared for, with shorter rows,
     or packed ones, which are taken to be full."""
     train, held_out = (_lengths_for(config, rows, data) for rows in (data.train, data.eval))
-    asked = answers_a_generation(config) // group_size(config)  # prompts; the config below is of rows
+    asked = config.answers_per_generation // config.group_size  # prompts; the config below is of rows
     if data.counted > 1:
         rows = -(-config.per_device_train_batch_size // data.counted)
         config = config.model_copy(update={"per_device_train_batch_size": rows})

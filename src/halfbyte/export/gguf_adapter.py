@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from gguf import GGUFWriter, Keys
 
-from halfbyte.config import RunConfig, resolve
+from halfbyte.config import RunConfig
 from halfbyte.gguf.graph import checked_family
 from halfbyte.gguf.tensors import Layout
 from halfbyte.gguf.types import FLOATS, Type, quantize
@@ -52,7 +52,7 @@ def export_adapter(
     config = saved_config(place, [f"trust_remote_code={trust_remote_code}"])
     path = output_path(run, out, f"adapter-{mix.lower()}.gguf")
     with new_file(path) as aside:
-        writer = GGUFWriter(aside, checked_family(text_config(resolve(config).origin)).gguf.arch)
+        writer = GGUFWriter(aside, checked_family(text_config(config.origin)).gguf.arch)
         writer.add_type("adapter")
         writer.add_string(Keys.Adapter.TYPE, "lora")
         alpha, tensors = _tensors(config, place.adapter)
@@ -70,7 +70,7 @@ def export_adapter(
 
 def _say_ends(config: RunConfig, place: Place) -> None:
     """Name the tokens that answers were trained to end with and the base does not declare: its file decides here."""
-    tokenizer, base = trained_tokenizer(place.adapter, config), BaseCheckpoint(resolve(config).origin).folder
+    tokenizer, base = trained_tokenizer(place.adapter, config), BaseCheckpoint(config.origin).folder
     known = {tokenizer.eos_token_id, *declared_ends(base)}
     missing = [index for index in known_ends(data_report(place.run_dir), tokenizer) if index not in known]
     if missing:
@@ -82,10 +82,9 @@ def _say_ends(config: RunConfig, place: Place) -> None:
 @torch.no_grad()
 def _tensors(config: RunConfig, folder: Path) -> tuple[float, dict[str, torch.Tensor]]:
     """Alpha, and name → A [rank, in] and B [out, rank] in fp32, in the order and with the rows of the base's file."""
-    run = resolve(config)
-    model_config = text_config(run.origin)
+    model_config = text_config(config.origin)
     layout = Layout(model_config, checked_family(model_config))
-    adapter = AdapterLayers(run, folder, torch.device("cpu"))
+    adapter = AdapterLayers(config, folder, torch.device("cpu"))
     if adapter.whole:
         raise CheckpointError(f"{folder}: --lora cannot replace {min(adapter.whole)}", "export the merged model")
     if beyond := adapter.experts.keys() | adapter.routers.keys():

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from halfbyte.config import Origin, resolve
+from halfbyte.config import Origin
 from halfbyte.gguf.graph import checked_family
 from halfbyte.gguf.tensors import Weight
 from halfbyte.gguf.vision import Vision, vision_of
@@ -61,11 +61,10 @@ def open_source(run_or_model: str, device: str | None = None, trust_remote_code:
     """
     place = find(run_or_model)
     config = saved_config(place, [f"trust_remote_code={trust_remote_code}"])
-    run = resolve(config)
-    whole, model_config = read_model_config(run.origin), text_config(run.origin)
+    whole, model_config = read_model_config(config.origin), text_config(config.origin)
     family = checked_family(model_config)
-    base = BaseCheckpoint(run.origin)
-    name = run.origin.name.rstrip("/").split("/")[-1]
+    base = BaseCheckpoint(config.origin)
+    name = config.origin.name.rstrip("/").split("/")[-1]
     target = chosen_device(device or config.device)
     turned = bool(family.experts and family.experts.interleaved)  # but for codes, which lie [N, K]
     merged, weights = (
@@ -73,8 +72,8 @@ def open_source(run_or_model: str, device: str | None = None, trust_remote_code:
         {each.name: Weight(each.shape, partial(base.read, each), turned and not each.parts) for each in base.weights},
     )
     if place.adapter:
-        both = MergedWeights(run, base, AdapterLayers(run, place.adapter, target))
-        goal: Target = "dequantized" if run.storage.quantized or base.quantized else "original"
+        both = MergedWeights(config, base, AdapterLayers(config, place.adapter, target))
+        goal: Target = "dequantized" if config.storage.quantized or base.quantized else "original"
         outputs = [output for shard in both.shards.values() for output in shard]
         weights = {
             each.entry.name: Weight(each.entry.shape, partial(both.tensor, each, goal), turned) for each in outputs
@@ -85,7 +84,7 @@ def open_source(run_or_model: str, device: str | None = None, trust_remote_code:
     learned = known_ends(data_report(place.run_dir), tokenizer)
     end_ids = all_ends(learned, declared_ends(base.folder), [tokenizer.eos_token_id])
     return Source(
-        name, weights, model_config, family, tokenizer, end_ids, target, merged, vision, run.origin.trust_remote_code
+        name, weights, model_config, family, tokenizer, end_ids, target, merged, vision, config.origin.trust_remote_code
     )
 
 

@@ -26,7 +26,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from halfbyte.config import SIXTEEN, Resolved, RunConfig, resolve
+from halfbyte.config import SIXTEEN, RunConfig
 from halfbyte.reading.model_config import GENERATION, read_generation_config
 from halfbyte.runs.ends import data_report, generation_keys
 from halfbyte.runs.saved import find_trained, look_up, trained_tokenizer
@@ -152,7 +152,7 @@ class _Job:
     """A merge that is ready to start."""
 
     config: RunConfig
-    run: Resolved
+    run: RunConfig
     adapter_dir: Path | None
     run_dir: Path | None
     out: Path
@@ -254,8 +254,7 @@ def _check_out(out: Path, source: Path, base: str, overwrite: bool) -> None:
 def _prepare(source: Path, out: Path, base: str, quantize: Quantize, verify: bool, trust_remote_code: bool) -> _Job:
     find_trained(source)
     place, config = look_up(str(source), [f"trust_remote_code={trust_remote_code}"])
-    run = resolve(config)
-    scheme = run.storage.qat_scheme
+    scheme = config.storage.qat_scheme
     quantize = quantize or scheme
     if place.adapter is None and quantize in (None, SIXTEEN):
         raise CheckpointError(
@@ -263,20 +262,20 @@ def _prepare(source: Path, out: Path, base: str, quantize: Quantize, verify: boo
             "use that folder as it is",
         )
     device = chosen_device(config.device)
-    checkpoint = BaseCheckpoint(run.origin)
+    checkpoint = BaseCheckpoint(config.origin)
     if checkpoint.folder.resolve().is_relative_to(out.resolve()):
         raise ConfigError(f"{out} holds the base model", "name another folder")
-    stored = packing(quantize, run.origin, experts=scheme is None)  # which training rounds no experts to
-    targets, preferred, reason = _targets(run.storage.quantized, checkpoint, base, bool(stored.formats))
+    stored = packing(quantize, config.origin, experts=scheme is None)  # which training rounds no experts to
+    targets, preferred, reason = _targets(config.storage.quantized, checkpoint, base, bool(stored.formats))
     if scheme is not None and not stored.is_scheme(scheme):
-        said = f"the run was trained to be stored as {scheme}"
+        said = f"the config was trained to be stored as {scheme}"
         notice("merge-qat", f"{said}: in {stored.name} the model computes something else than in training")
     if verify:
         check_loader(stored.loader)
-    weights = MergedWeights(run, checkpoint, AdapterLayers(run, place.adapter, device), stored)
+    weights = MergedWeights(config, checkpoint, AdapterLayers(config, place.adapter, device), stored)
     check_space(out, weights.nbytes, "free some space, or name a folder on another disk")
     run_dir = place.run_dir
-    return _Job(config, run, place.adapter, run_dir, out, device, weights, targets, preferred, reason)
+    return _Job(config, config, place.adapter, run_dir, out, device, weights, targets, preferred, reason)
 
 
 def _targets(

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
-from halfbyte.config import Origin, resolve
+from halfbyte.config import Origin
 from halfbyte.layers.expert_adapters import by_expert
 from halfbyte.loading.checkpoint import BaseCheckpoint
 from halfbyte.reading.model_config import GENERATION
@@ -57,9 +57,8 @@ def export_served(run: Path | str, out: Path | str | None = None, *, trust_remot
     if path.exists():
         raise ConfigError(f"{path} exists already", "remove it, or name another folder with --out")
     config = saved_config(place, [f"trust_remote_code={trust_remote_code}"])
-    origin = resolve(config)
-    adapter = AdapterLayers(origin, place.adapter, torch.device("cpu"))
-    served = ServedAdapter(adapter, origin.origin, str(place.adapter))
+    adapter = AdapterLayers(config, place.adapter, torch.device("cpu"))
+    served = ServedAdapter(adapter, config.origin, str(place.adapter))
     tokenizer, report = trained_tokenizer(place.adapter, config), data_report(place.run_dir)
     keys = generation_keys(served.base, tokenizer, report)
     return served.write(served.tensors(), path, keys)

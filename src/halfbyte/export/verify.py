@@ -18,7 +18,7 @@ import torch
 from rich.progress import Progress
 from torch import Tensor, nn
 
-from halfbyte.config import Resolved
+from halfbyte.config import RunConfig
 from halfbyte.loading.find import find_model
 from halfbyte.loading.load import load_model, load_tokenizer
 from halfbyte.modeling.adapters import load_adapter
@@ -71,7 +71,7 @@ class Verifier:
 
     def __init__(
         self,
-        run: Resolved,
+        run: RunConfig,
         adapter: Path | None,
         weights: MergedWeights,
         tokenizer: Path,

@@ -18,7 +18,7 @@ from ..gguf.cache import in_words
 from ..modeling.architectures import auto_class, beside_text
 from ..modeling.layer_sizes import layer_sizes, widest
 from ..modeling.tiny import tiny_config
-from ..parallel import ALONE, Mesh
+from ..parallel.mesh import ALONE, Mesh
 from ..reading import open_bytes, read_text
 from ..reading.boundary import answered
 from ..reading.tensors import safetensors_files

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..config import Origin
 from ..modeling.layer import decoder_layers
-from ..parallel import ALONE, Mesh
+from ..parallel.mesh import ALONE, Mesh
 from ..parallel.shard.placement import Placement, all_read, crew_of, hand_out
 from ..parallel.tensor.layers import AXIS
 from ..parallel.tensor.model import divided_along

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..config.policy import answers_a_generation, micro_batches_a_generation
 from ..ops import IGNORE_INDEX
 from ..utils.errors import DataError
 from .base import Batch, Collate, Method, Metric, Numbers, Rows
@@ -94,7 +93,7 @@ class PolicyOptimization(Method):
         together = min(config.per_device_train_batch_size, config.num_generations or 2) if data.shared else 1
         train = _with_room(data.train, config, together)
         held_out = None if data.eval is None else _with_room(data.eval, config, together)
-        needed = answers_a_generation(config) // (config.num_generations or 1)
+        needed = config.answers_per_generation // (config.num_generations or 1)
         if len(train) < needed:
             raise DataError(
                 f"a generation takes {needed} prompts, and there are {len(train)}",
@@ -111,8 +110,8 @@ class PolicyOptimization(Method):
 
     def micro_batches(self, config: RunConfig, rows: int, ways: int = 1) -> int:
         """Of an epoch: each generation's, as often as it is trained on; prompts that fill none are left out."""
-        prompts = answers_a_generation(config) // (config.num_generations or 1)
-        return rows // prompts * micro_batches_a_generation(config) * config.num_iterations
+        prompts = config.answers_per_generation // (config.num_generations or 1)
+        return rows // prompts * config.micro_batches_per_generation * config.num_iterations
 
     def advantages(self, rewards: Tensor, divergence: Tensor | None) -> Tensor:
         """Advantages [N] of the answers of a generation, from their rewards [N, F].

@@ -28,7 +28,7 @@ from peft.utils.transformers_weight_conversion import convert_peft_adapter_state
 from safetensors.torch import save_file
 from torch import nn
 
-from ..config import Adapter, RunConfig, resolve
+from ..config import Adapter, RunConfig
 from ..config.methods import SCORES
 from ..layers.expert_adapters import drop_inputs, parameter_wrappers, run_beside
 from ..layers.expert_targets import (
@@ -78,7 +78,7 @@ def add_adapter(model: nn.Module, config: RunConfig | Adapter, *, scores: str | 
         ConfigError: `target_modules` is not a valid regular expression, or `config` describes no adapter.
         CheckpointError: `adapter_path` is missing, truncated or made for a model of other shapes.
     """
-    adapter = config if isinstance(config, Adapter) else resolve(config).adapter
+    adapter = config if isinstance(config, Adapter) else config.adapter
     if adapter is None:
         raise ConfigError("use_peft: false describes no adapter", "set use_peft: true")
     if adapter.adapter_path:

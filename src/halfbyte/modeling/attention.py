@@ -40,7 +40,7 @@ from ..autograd import attention as causal
 from ..autograd.tiled_attention import tile_bytes, tiled_attention
 from ..dispatch import autocast_dtype, on_compiler
 from ..ops.attention import Scores, Spans, spans
-from ..parallel import Context
+from ..parallel.context.exchange import Context
 from ..utils.notices import notice
 from . import shared_prefix
 from .cast_cache import fresh_copies

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..autograd.losses import linear_cross_entropy, linear_log_probs
 from ..ops import IGNORE_INDEX
-from ..parallel import Mesh
+from ..parallel.mesh import Mesh
 from ..parallel.tensor.vocabulary import Vocabulary
 from ..utils.errors import DataError, ModelError
 from ..utils.notices import notice

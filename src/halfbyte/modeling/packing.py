@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import RunConfig
-from ..parallel import ALONE, Mesh
+from ..parallel.mesh import ALONE, Mesh
 from ..utils.errors import ConfigError
 from ..utils.notices import notice
 from . import recurrent

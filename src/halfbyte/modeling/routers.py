@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..parallel import ALONE, TOKENS, Mesh
+from ..parallel.mesh import ALONE, TOKENS, Mesh
 from ..utils.errors import ConfigError, ModelError
 from .architectures import runs_experts
 from .layer import causal_lm_of

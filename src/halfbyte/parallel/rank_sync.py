@@ -22,8 +22,8 @@ from ..data.collate import DOCUMENTS
 from ..modeling.routers import REAL
 from ..ops import IGNORE_INDEX
 from ..train.sampler import COUNTS
-from . import Mesh
 from .context.model import bounds_of_longer
+from .mesh import Mesh
 
 Batch = dict[str, Any]
 AGREED = "agreed"  # in a micro-batch: what was agreed of its shapes

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from ..config import Level, Parallel, RunConfig, Sliced
-from ..config.combinations import wide
 from ..config.policy import DISTILLING, SAMPLING
 from ..memory import host
 from ..memory.batches import Batches, Shape
@@ -108,7 +107,7 @@ def estimate(
     plan = _with_experts(shapes, batches, capacity, layout, options)
     if layout.pipeline > 1 and not plan.activation_checkpointing:  # which changes where the model is cut
         plan = _Planner(shapes, batches, capacity, layout=layout, **options, recomputed=False).plan()
-    if not plan.fits and {*wide(layout)} in ({"context"}, {"data", "context"}):
+    if not plan.fits and {*layout.axes} in ({"context"}, {"data", "context"}):
         sliced = _Planner(shapes, batches, capacity, layout=Sliced(**vars(layout)), **options).plan()
         plan = min(plan, sliced, key=lambda each: each.total)
     plan = replace(plan, rough=shapes.rough)
@@ -171,7 +170,7 @@ class _Planner:
         self.scratch = row.scratch and shapes.device.type != "cpu"  # unfused ones work on lists of all parameters
         self.slices = slices(layout, row.elementwise and shapes.dtype != torch.float16)
         self.factors = shapes.factors() if self.slices > 1 else (0, 0)
-        captures = graphs and {*wide(layout)} <= CAPTURED and not self._at_once  # which are reduced in backward
+        captures = graphs and {*layout.axes} <= CAPTURED and not self._at_once  # which are reduced in backward
         captures = captures and not waiting.layers
         self.may_capture = captures and may_capture(self.config, shapes.device, shapes.dtype)
         self.vocabulary = shapes.text_config.vocab_size
@@ -290,7 +289,7 @@ class _Planner:
         trained, largest, device = self._trained(stage), self.batches.largest, self.shapes.device
         moving, graphs, evaluated = self._moving(largest, choice, stage), 0, self.evaluated * stage.ends
         if choice.graphs:  # beside the pool: evaluation, and steps of shapes without a graph (`train.graph`)
-            launched = self.batches.many or "shard" in wide(self.layout)
+            launched = self.batches.many or "shard" in self.layout.axes
             graphs = max(evaluated, launched * self._moving(self.batches.second, choice, stage))
             graphs += IN_FLIGHT * self._block(stage)  # the pool has those of its own
         bucket = self._together if self._at_once else BUCKET

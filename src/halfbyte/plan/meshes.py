@@ -15,11 +15,9 @@ from typing import Any
 import torch
 
 from ..config import Parallel, RunConfig
-from ..config.combinations import WITHOUT, layouts, obstacle, of_keys, of_method, wide
 from ..memory.batches import Batches
 from ..modeling.layer import decoder_layers
-from ..parallel.context.model import obstacle as row_obstacle
-from ..parallel.context.model import unknown_documents
+from ..parallel.support import layouts, unsupported_context, unsupported_packing, unsupported_reason
 from ..parallel.tensor.model import check_products
 from ..utils.errors import ConfigError, HalfbyteError
 from ..utils.notices import silent
@@ -43,23 +41,16 @@ def check_layout(layout: Parallel, config: RunConfig, shapes: ModelShapes) -> No
     Raises:
         ConfigError, ModelError: the axis that cannot be, why, and the fix.
     """
-    if wrong := obstacle(layout) or of_method(layout, config.method):
-        raise ConfigError(*wrong)
-    if clashing := of_keys(layout, config):
-        raise ConfigError(*clashing[1:])
+    reason = unsupported_reason(layout, config)
+    if reason is None and layout.context > 1:
+        reason = unsupported_context(shapes.causal_lm.config, layout.context, layout.tensor)
+    if reason is None and shapes.packed_way != "positions":
+        packs = "packing" if config.packing else "padding_free" if config.padding_free else None
+        reason = unsupported_packing(layout, packs)
+    if reason:
+        raise ConfigError(reason.problem, reason.fix)
     if layout.tensor > 1:
         check_products(shapes.model, layout.tensor)
-    if layout.context > 1:
-        if wrong := row_obstacle(shapes.causal_lm.config, layout.context, layout.tensor):
-            raise ConfigError(*wrong)
-        if shapes.packed_way != "positions":
-            raise ConfigError(*unknown_documents(layout.context))
-    if layout.pipeline > 1 and (config.packing or config.padding_free) and shapes.packed_way != "positions":
-        key = "packing" if config.packing else "padding_free"
-        raise ConfigError(
-            f"{key}: documents of this model's rows are not kept apart by positions, as stages need",
-            f"set {key}: false, or {WITHOUT}",
-        )
     if layout.shard > 1:
         decoder_layers(shapes.causal_lm)
 
@@ -122,7 +113,7 @@ class Meshes:
             accumulation: micro-batches of a step on each process; default: as many as keep the step's rows.
         """
         steps = accumulation or self.config.gradient_accumulation_steps * layout.size // (layout.data * layout.shard)
-        ways = {axis: getattr(layout, axis) for axis in wide(layout)} or {"data": 1}
+        ways = {axis: getattr(layout, axis) for axis in layout.axes} or {"data": 1}
         config = self.config.model_copy(update={"parallel": ways, "gradient_accumulation_steps": steps})
         try:
             check_layout(layout, config, self.shapes[1])
@@ -152,7 +143,7 @@ class Meshes:
         seen: list[Option] = []
         every = list(layouts(processes))
         for axes in AUTO:
-            new = [layout for layout in every if {*wide(layout)} <= axes and all(layout != o.layout for o in seen)]
+            new = [layout for layout in every if {*layout.axes} <= axes and all(layout != o.layout for o in seen)]
             seen += map(self.option, new)
             if fitting := [option for option in seen if option.fits]:
                 best = min(fitting, key=_comparable)
@@ -180,9 +171,9 @@ def because(chosen: Option, seen: Sequence[Option]) -> str:
     assert plan is not None
     if not plan.fits:
         return f"nothing fits; it needs least, {size(plan.total)} of {size(plan.capacity_bytes)}"
-    if {*wide(chosen.layout)} <= {"data"}:
+    if {*chosen.layout.axes} <= {"data"}:
         return f"all of the run fits each GPU, {size(plan.total)} of {size(plan.capacity_bytes)}"
-    alone = next(option for option in seen if {*wide(option.layout)} <= {"data"})
+    alone = next(option for option in seen if {*option.layout.axes} <= {"data"})
     needed = size(alone.plan.total) if alone.plan else alone.refused
     words = [f"the whole model would need {needed} of {size(plan.capacity_bytes)} on each GPU"]
     others = [o for o in seen if o.fits and o is not chosen and o.plan and o.plan.seconds and plan.seconds]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..config import RunConfig
-from ..config.policy import POLICY, answers_a_generation, group_size
+from ..config.policy import POLICY
 from ..generation.delta_net import is_delta_net, state_bytes
 from ..generation.engine_cache import CACHES
 from ..generation.rollouts import CODES_ROWS, READ, pages_for
@@ -113,8 +113,8 @@ class _Answering:
     def __init__(self, shapes: ModelShapes, config: RunConfig, batches: Batches):
         self.shapes, self.config, self.device = shapes, config, shapes.device
         self.text, self.itemsize = shapes.text_config, shapes.dtype.itemsize
-        self.seats = answers_a_generation(config)
-        group = group_size(config)
+        self.seats = config.answers_per_generation
+        group = config.group_size
         evaluated = config.num_generations_eval or group
         lengths = batches.prompts or (batches.largest.length - config.max_completion_length,) * max(
             self.seats // group, 1

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import RunConfig, resolve
+from ..config import RunConfig
 from ..data.collate import PackedCollator
 from ..layers import QuantizedLinear, hold_table, quantized_parameter
 from ..layers.expert_adapters import expert_wrappers
@@ -76,20 +76,20 @@ class ModelShapes:
     """
 
     def __init__(self, config: RunConfig, model_config: Any, device: torch.device, products: int = 1):
-        self.config, self.device, self.run = config, device, resolve(config)
+        self.config, self.device = config, device
         self.rough = False  # whether anything could only be guessed
-        self.dtype = dtype_named(self.run.precision.compute, device)
+        self.dtype = dtype_named(self.config.precision.compute, device)
         self.causal_lm = self._build(copy.deepcopy(model_config))
         with torch.device("meta"):
             self._store(model_config)
             if products > 1:
                 _split_formats(self.causal_lm, products)
-            self.model = add_adapter(self.causal_lm, self.run.adapter) if self.run.adapter else self.causal_lm
+            self.model = add_adapter(self.causal_lm, self.config.adapter) if self.config.adapter else self.causal_lm
         self.model.train()
 
     def _build(self, model_config: Any) -> Any:
-        stored = dtype_named(self.run.precision.weights, self.device)
-        options: dict[str, Any] = {"trust_remote_code": self.run.origin.trust_remote_code, "dtype": stored}
+        stored = dtype_named(self.config.precision.weights, self.device)
+        options: dict[str, Any] = {"trust_remote_code": self.config.origin.trust_remote_code, "dtype": stored}
         attention = self.config.attn_implementation
         if attention is None and getattr(model_config.get_text_config(), "attn_logit_softcapping", None):
             attention = "eager"  # as `loading.load` does
@@ -105,7 +105,7 @@ class ModelShapes:
 
     def _store(self, model_config: Any) -> None:
         """Have the linear layers stored, and the tower frozen, as `load_model` does."""
-        model, storage = self.causal_lm, self.run.storage
+        model, storage = self.causal_lm, self.config.storage
         for name in beside_text(model):
             model.get_submodule(name).requires_grad_(False)
         if storage.quantized:
@@ -320,7 +320,7 @@ class ModelShapes:
 
         Linears' factors are copied; those of experts are cast where they are used.
         """
-        if not self._patched.fused or self.run.adapter is None or self.run.adapter.adapter_dtype != "float32":
+        if not self._patched.fused or self.config.adapter is None or self.config.adapter.adapter_dtype != "float32":
             return 0.0
         holders = [holder for _, wrapper in expert_wrappers(self.model) for holder in (wrapper.lora_A, wrapper.lora_B)]
         of_experts = sum(factor.nbytes for holder in holders for factor in holder.parameters())
@@ -350,7 +350,7 @@ class ModelShapes:
                 )
             recompute_as_transformers(causal_lm)
         where = Where(self.device.type, self.dtype, self._attention, bool(self._patched.fused))
-        prefix = "base_model.model." if self.run.adapter else ""
+        prefix = "base_model.model." if self.config.adapter else ""
         counted = [prefix + name for name in names]
         return replay(model.train(training), counted, self._inputs(batch), where, levels if fused else None)
 

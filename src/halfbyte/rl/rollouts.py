@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from halfbyte.config import RunConfig
-from halfbyte.config.policy import answers_a_generation, group_size, micro_batches_a_generation
 from halfbyte.data.branches import GIVEN
 from halfbyte.generation import Completion, Sampling
 from halfbyte.methods.answers import as_reference
@@ -117,10 +116,10 @@ class Generations:
         self.rows, self.rewards, self.device, self.computing = rows, rewards, device, computing
         self.stops, self.file, self.shared = stops, file, shared
         self.plan, self.files = plan, rewards.files | dict(files or {})
-        self.engine = engine_of(config, model, answers_a_generation(config), plan)
-        self.group = group_size(config)
+        self.engine = engine_of(config, model, config.answers_per_generation, plan)
+        self.group = config.group_size
         self.size = config.per_device_train_batch_size
-        self.batches = micro_batches_a_generation(config)
+        self.batches = config.micro_batches_per_generation
         self._current: Generation | None = None
         self._since: list[dict[str, float]] = []  # numbers of the generations since the last record
         self._last: dict[str, float] = {}
@@ -135,7 +134,7 @@ class Generations:
 
     def share(self, collate: Counting, epoch: int, skip: int, callbacks: Callbacks) -> _Share:
         """The micro-batches of an epoch after the first `skip`; generations are made as they are reached."""
-        prompts = answers_a_generation(self.config) // self.group
+        prompts = self.config.answers_per_generation // self.group
         count, lasts = len(self.rows) // prompts, self.batches * self.config.num_iterations
         order = torch.randperm(
             len(self.rows), generator=torch.Generator().manual_seed(self.config.seed + epoch)

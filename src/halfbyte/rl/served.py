@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from halfbyte.config import RunConfig, resolve
+from halfbyte.config import RunConfig
 from halfbyte.data.prepare import PreparedData
 from halfbyte.export.adapter import AdapterLayers
 from halfbyte.export.served_adapter import ServedAdapter
@@ -152,9 +152,8 @@ class ServedRollouts:
     def _send(self) -> None:
         """Load the adapter as it is now, if the server has another one."""
         if self._adapter is None:
-            run = resolve(self.config)
-            layers = AdapterLayers(run, None, torch.device("cpu"), trained=self.model)
-            self._adapter = ServedAdapter(layers, run.origin, "the adapter")
+            layers = AdapterLayers(self.config, None, torch.device("cpu"), trained=self.model)
+            self._adapter = ServedAdapter(layers, self.config.origin, "the adapter")
         tensors = self._adapter.tensors()
         digest = _digest(tensors)
         if digest != self._loaded:

@@ -10,11 +10,11 @@ import re
 from pathlib import Path
 
 from ..auxiliary.find import look_over_teacher
-from ..config import RunConfig, resolve
-from ..config.combinations import DIVIDE_ROWS, undivided_sizes
-from ..config.schema import PATHS
+from ..config import RunConfig
+from ..config.run_config import PATHS
 from ..data.sources import files_of
 from ..loading.find import look_over
+from ..parallel.support import unsupported_sizes
 from ..reading import look, why
 from ..reading.model_config import CONFIG, read_config
 from ..reading.tensors import ADAPTER, ADAPTER_AGAIN, ADAPTER_CONFIG, read_adapter_config, read_header
@@ -53,7 +53,7 @@ def look_over_inputs(config: RunConfig) -> None:
     Raises:
         HalfbyteError: which is not, and what to do.
     """
-    look_over(resolve(config).origin)
+    look_over(config.origin)
     if config.adapter_path:
         with of_key("adapter_path"):
             read_adapter_config(Path(config.adapter_path))
@@ -85,7 +85,7 @@ def look_over_division(config: RunConfig) -> None:
         CheckpointError: its config.json cannot be read.
         ConfigError: they cannot be.
     """
-    layout, folder = resolve(config).parallel, Path(resolve(config).origin.name)
+    layout, folder = config.layout, Path(config.origin.name)
     if layout is None or layout.tensor == 1 or not folder.is_dir():
         return
     found = read_config(folder)
@@ -97,8 +97,8 @@ def look_over_division(config: RunConfig) -> None:
     heads = heads if isinstance(heads, int) else 0  # what is not one number is looked at layer by layer, loaded
     key_heads = key_heads if isinstance(key_heads, int) else heads
     channels = channels if isinstance(channels, int) else 0
-    if wrong := undivided_sizes(layout.tensor, heads, key_heads, channels):
-        raise ConfigError(f"parallel: {{tensor: {layout.tensor}}}: {wrong}", DIVIDE_ROWS)
+    if reason := unsupported_sizes(layout.tensor, heads, key_heads, channels):
+        raise ConfigError(reason.problem, reason.fix)
 
 
 def look_over_datasets(*names: str | list[str] | None) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import RunConfig, Storage, load_config, resolve
+from ..config import RunConfig, Storage, load_config
 from ..config.methods import SCORES
 from ..loading.find import ModelFiles, find_model, look_over, trusted_only
 from ..reading import read_text
@@ -118,7 +118,7 @@ def look_up(name: str, overrides: Iterable[str] = (), dataset: str = "none") -> 
     place = find(name)
     config = saved_config(place, overrides, dataset)
     with _base_named(place):
-        look_over(resolve(config).origin)
+        look_over(config.origin)
     return place, config
 
 
@@ -225,14 +225,13 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none", 
                 f"measure it with `halfbyte eval`, or load it with PEFT and {SCORES[kind][1]}",
             )
         check_adapter_files(place.adapter)
-    run = resolve(config)
     if place.adapter:
-        check_base_kept(place.adapter, quantized=run.storage.quantized)
-    files = find_model(run.origin)
+        check_base_kept(place.adapter, quantized=config.storage.quantized)
+    files = find_model(config.origin)
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
-    scheme = run.storage.qat_scheme
+    scheme = config.storage.qat_scheme
     rounded = scheme and not place.adapter  # what was trained is rounded, not what is left in 16 bits
-    model = _load_base(files, config, run.storage, "float32" if rounded else run.precision.compute)
+    model = _load_base(files, config, config.storage, "float32" if rounded else config.precision.compute)
     if place.adapter:
         rows = model.get_input_embeddings().weight.shape[0]
         model = load_adapter(model, place.adapter, config.model_name_or_path)
@@ -242,7 +241,7 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none", 
         round_merged(model)
         quantize_trained(model)
         if rounded:
-            model.to(resolve_dtype(run.precision.compute, next(model.parameters()).device))
+            model.to(resolve_dtype(config.precision.compute, next(model.parameters()).device))
     if not scores:
         _stop_at_all_ends(model, tokenizer, place)
     return Saved(model.eval(), tokenizer, config, place)
@@ -287,6 +286,6 @@ def trained_tokenizer(folder: Path | None, config: RunConfig) -> Any:
     from ..loading.load import load_tokenizer
 
     if folder is None or not (folder / "tokenizer_config.json").is_file():
-        return load_tokenizer(resolve(config).origin, chat_template_path=config.chat_template_path)
+        return load_tokenizer(config.origin, chat_template_path=config.chat_template_path)
     with trusted_only(str(folder)), answered(f"cannot load the tokenizer in {folder}", "copy the base's files there"):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)

@@ -13,7 +13,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 from transformers.integrations.neftune import activate_neftune, deactivate_neftune
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
-from halfbyte.parallel import ALONE, Mesh
+from halfbyte.parallel.mesh import ALONE, Mesh
 
 
 class Callbacks:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfbyte.config import RunConfig
-from halfbyte.config.schema import PATHS, at_home
+from halfbyte.config.run_config import PATHS, at_home
 from halfbyte.reading import read_json, why
 from halfbyte.reading.boundary import answered
 from halfbyte.reading.tensors import ADAPTER, read_header, read_tensors, safetensors_files

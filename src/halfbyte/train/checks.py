@@ -21,8 +21,8 @@ from halfbyte.modeling.architectures import expert_stacks
 from halfbyte.modeling.head import causal_lm_loss, hidden_at
 from halfbyte.ops import IGNORE_INDEX
 from halfbyte.optim import trained_parameters
-from halfbyte.parallel import Mesh
 from halfbyte.parallel.context.model import slice_of
+from halfbyte.parallel.mesh import Mesh
 from halfbyte.parallel.shard.model import sharded
 from halfbyte.parallel.tensor.layers import are_whole, whole_inside
 from halfbyte.qat.model import round_merged

@@ -33,7 +33,7 @@ from halfbyte.utils.errors import TrainingError
 from halfbyte.utils.hardware import capture_stream, free_cached_memory, is_out_of_memory, reservable_bytes
 from halfbyte.utils.notices import notice
 
-from ..parallel import ALONE
+from ..parallel.mesh import ALONE
 from ..parallel.rank_sync import AGREED, Alike
 from .gradients import Gradients
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from halfbyte.data.paired import AHEAD
 from halfbyte.methods.base import Batch, Method
 from halfbyte.modeling.adapters import compute
-from halfbyte.parallel import ALONE, Mesh
+from halfbyte.parallel.mesh import ALONE, Mesh
 
 
 class Ahead:

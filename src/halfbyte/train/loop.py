@@ -37,9 +37,9 @@ from halfbyte.modeling.adapters import compute
 from halfbyte.modeling.cast_cache import in_their_place
 from halfbyte.ops.fp8_scaling import DelayedScaling
 from halfbyte.optim import OPTIMIZERS, trained_parameters
-from halfbyte.parallel import ALONE, AXES, ROWS, Mesh
-from halfbyte.parallel import TOKENS as OTHER_TOKENS
 from halfbyte.parallel.context.model import slice_of
+from halfbyte.parallel.mesh import ALONE, AXES, ROWS, Mesh
+from halfbyte.parallel.mesh import TOKENS as OTHER_TOKENS
 from halfbyte.parallel.pipeline.model import Stages
 from halfbyte.parallel.pipeline.runtime import Pipeline
 from halfbyte.parallel.shard.model import trains_alike

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from halfbyte.methods import Metric
-    from halfbyte.parallel import Mesh
+    from halfbyte.parallel.mesh import Mesh
 
 TOKENS = "tokens"  # the count of those that are processed, which padding is not among
 SUM = "_sum"  # at the end of a sum's name in a checkpoint
@@ -59,7 +59,7 @@ class Window:
 
     def over(self, mesh: Mesh) -> Window:
         """The sums over all processes' tokens, and the counts of their rows, which are of whole rows."""
-        from halfbyte.parallel import TOKENS as SLICES
+        from halfbyte.parallel.mesh import TOKENS as SLICES
 
         return replace(self, sums=mesh.sum(self.sums, SLICES), counts=mesh.sum(self.counts))
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from halfbyte.methods.base import Numbers
-from halfbyte.parallel import AXES, Mesh
+from halfbyte.parallel.mesh import AXES, Mesh
 
 from .callbacks import Callbacks
 from .early_stop import Stops

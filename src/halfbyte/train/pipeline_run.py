@@ -72,8 +72,8 @@ def make_ready(
     if run.config.use_kernels and device.type != "cpu":
         report = patch(loop.model, levels)
         results["fused"] = checks.fused(first_losses(stepper, ids, around)[0], loss)
-    if run.sections.precision.recipe != "bf16":
-        loop.scaling = patch(loop.model, levels, configured_recipe(run.sections.precision)).scaling
+    if run.config.precision.recipe != "bf16":
+        loop.scaling = patch(loop.model, levels, configured_recipe(run.config.precision)).scaling
     return results, report
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
-from halfbyte.config import Parallel, Resolved, RunConfig, resolve
+from halfbyte.config import Parallel, RunConfig
 from halfbyte.config.policy import SAMPLING
 from halfbyte.data.batches import batches_of, largest_id, longest_row, width_shares
 from halfbyte.data.prepare import PreparedData
@@ -28,8 +28,8 @@ from halfbyte.modeling.limits import check_positions, check_token_ids
 from halfbyte.modeling.recipes import check_recipe, configured_recipe
 from halfbyte.modeling.routers import check_balanced
 from halfbyte.optim import OPTIMIZERS
-from halfbyte.parallel import ALONE, ROWS, Mesh
 from halfbyte.parallel.context.model import check_divided_like
+from halfbyte.parallel.mesh import ALONE, ROWS, Mesh
 from halfbyte.parallel.pipeline.model import Cut, check_trained, cut_model
 from halfbyte.parallel.shard.trained import slices
 from halfbyte.plan.advice import check_fits
@@ -86,7 +86,6 @@ class PreparedRun:
     """A run that is ready to load its model; nothing of it was written.
 
     Attributes:
-        sections: what `config` comes to.
         checkpoint: where to continue from; None for step 0.
         files: the model, looked up once.
         prompts: answered before and after training.
@@ -94,7 +93,6 @@ class PreparedRun:
     """
 
     config: RunConfig
-    sections: Resolved
     method: Method
     mesh: Mesh
     machine: Machine
@@ -149,19 +147,19 @@ def prepare_run(
     resume = config.resume_from_checkpoint if resume is None else resume
     look_over_run(config, resume)
     bound_cpu_primitives()
-    sections, method = resolve(config), method_of(config)
-    layout = sections.parallel or layout or mesh.layout
-    machine = _machine(config, sections, method, mesh)
+    method = method_of(config)
+    layout = config.layout or layout or mesh.layout
+    machine = _machine(config, method, mesh)
     trackers(config.report_to)
     optimizer = try_optimizer(config, machine.device)
     config, checkpoint = _continued(config, resume, layout, mesh)
     print_header(console, machine.facts, config)
-    files = mesh.first(lambda: find_model(sections.origin))  # a GGUF file is unpacked once
-    check_stored(files, sections.storage)
+    files = mesh.first(lambda: find_model(config.origin))  # a GGUF file is unpacked once
+    check_stored(files, config.storage)
     check_attention(files.config, config.attn_implementation, machine.device, trains=True)
     if config.adapter_path:
         check_adapter_files(Path(config.adapter_path))
-        check_base_kept(Path(config.adapter_path), quantized=sections.storage.quantized)
+        check_base_kept(Path(config.adapter_path), quantized=config.storage.quantized)
     shapes = ModelShapes(config, files.config, machine.device)
     check_layout(layout, config, shapes)
     check_balanced(shapes.causal_lm, config.router_aux_loss_coef)
@@ -182,7 +180,7 @@ def prepare_run(
     mesh = mesh if mesh.size == 1 else replace(mesh, layout=plan.layout)  # which says whether frozen bytes are divided
     cut = _cut(config, layout, shapes, plan)
     run = PreparedRun(
-        config, sections, method, mesh, machine, checkpoint, files, tokenizer, data, plan, arguments, prompts, cut
+        config, method, mesh, machine, checkpoint, files, tokenizer, data, plan, arguments, prompts, cut
     )
     if method.reference:
         console.print(f"reference {_reference_said(run)}")
@@ -293,16 +291,16 @@ def lengths_worth_plans(run: PreparedRun) -> frozenset[int] | None:
     return frozenset(width for width, share in shares.items() if share * batches >= least[width])
 
 
-def _machine(config: RunConfig, sections: Resolved, method: Method, mesh: Mesh) -> Machine:
+def _machine(config: RunConfig, method: Method, mesh: Mesh) -> Machine:
     device = mesh.device(chosen_device(config.device))
-    check_recipe(configured_recipe(sections.precision), device)
-    if sections.storage.qat_scheme is not None:
-        qat_format(sections.storage.qat_scheme)
+    check_recipe(configured_recipe(config.precision), device)
+    if config.storage.qat_scheme is not None:
+        qat_format(config.storage.qat_scheme)
     compute, weights = (
-        resolve_dtype(name, device) for name in (sections.precision.compute, sections.precision.weights)
+        resolve_dtype(name, device) for name in (config.precision.compute, config.precision.weights)
     )
     check_dtype(config, device, compute)
-    described = environment(str(device), compute, sections.precision.compute)
+    described = environment(str(device), compute, config.precision.compute)
     facts = {**described, "numbers": method.numbers.document(), "started": time.time()}
     return Machine(device, compute, weights, facts)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from halfbyte.config import RunConfig, resolve
+from halfbyte.config import RunConfig
 from halfbyte.utils.errors import ConfigError
 
 
@@ -34,7 +34,7 @@ def train_on_ray(config: RunConfig, *, resume: str | bool | None = None, **scali
         from ray.train.torch import TorchConfig, TorchTrainer
     except ImportError as error:
         raise ConfigError(f"Ray Train is not installed: {error}", "pip install 'halfbyte[ray]'") from error
-    layout, gpus = resolve(config).parallel, config.device != "cpu"
+    layout, gpus = config.layout, config.device != "cpu"
     if layout is None and "num_workers" not in scaling:
         fix = "set parallel, such as {data: 2}, or give num_workers"
         raise ConfigError("parallel: auto does not say how many workers Ray is to start", fix)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import set_seed
 
-from halfbyte.config import RunConfig, load_config, resolve
+from halfbyte.config import RunConfig, load_config
 from halfbyte.data.collate import make_collator
 from halfbyte.data.paired import answer_collator, apart, first_prompt
 from halfbyte.generation.stops import stop_tokens
@@ -38,9 +38,9 @@ from halfbyte.modeling.patch import PatchReport, patch, patch_attention, unpatch
 from halfbyte.modeling.recipes import configured_recipe
 from halfbyte.modeling.routers import watched
 from halfbyte.optim import trained_parameters
-from halfbyte.parallel import SLICES, present_mesh
 from halfbyte.parallel.context.model import divided
 from halfbyte.parallel.launch.launcher import say_idle
+from halfbyte.parallel.mesh import SLICES, present_mesh
 from halfbyte.parallel.pipeline.model import Stages
 from halfbyte.parallel.shard.model import shard_model
 from halfbyte.parallel.tensor.layers import whole_inside
@@ -115,7 +115,7 @@ def train(config: RunConfig, *, resume: str | bool | None = None, console: Conso
         HalfbyteError: before long work for bad input; TrainingError while training (NaN, out of memory, full disk).
     """
     resume = config.resume_from_checkpoint if resume is None else resume
-    with present_mesh(resolve(config).parallel, chosen_device(config.device).type) as mesh:
+    with present_mesh(config.layout, chosen_device(config.device).type) as mesh:
         console = console if console is not None and mesh.is_main else Console(quiet=True)
         with contextlib.nullcontext() if mesh.is_main else silent():
             if mesh.size == 1:
@@ -265,7 +265,7 @@ def _make_ready(
         console.print(str(report))
         loss = results["first_step"]["loss"]
         results["fused"] = checks.fused_check(model, ids, dtype, loss)
-    elif run.config.use_kernels and run.sections.precision.recipe == "bf16" and (said := patch_attention(model)):
+    elif run.config.use_kernels and run.config.precision.recipe == "bf16" and (said := patch_attention(model)):
         console.print(f"attention: {said}")
         results["fused"] = checks.fused_check(model, ids, dtype, results["first_step"]["loss"])
     plain = make_collator(run.config, run.tokenizer, device)
@@ -282,8 +282,8 @@ def _make_ready(
     by_positions = isolation is None or isolation.way == "positions"  # other ways look at the batch
     if run.plan.use_graphs and by_positions:
         loop.use_graphs()
-    if run.sections.precision.recipe != "bf16":  # a CPU computes in it, too
-        loop.scaling = patch(model, run.plan.levels or None, configured_recipe(run.sections.precision)).scaling
+    if run.config.precision.recipe != "bf16":  # a CPU computes in it, too
+        loop.scaling = patch(model, run.plan.levels or None, configured_recipe(run.config.precision)).scaling
     return results, report
 
 
@@ -309,7 +309,7 @@ def _trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
     restart_peak(device)
     measured["base_bytes"] = memory_now(device)
     how: dict[str, Any] = {"device": device, "attn_implementation": run.config.attn_implementation, "mesh": run.mesh}
-    adapter, storage = run.sections.adapter, run.sections.storage
+    adapter, storage = run.config.adapter, run.config.storage
     if adapter and storage.qat_scheme is None and not reads_base(adapter):  # else all layers are looked at first
         slices = run.mesh.wide(SLICES) if run.mesh.layout.slices > 1 else ()
         products = run.mesh.wide(("tensor",))
@@ -395,7 +395,7 @@ def _save(job: OpenRun, loop: TrainingLoop, ids: torch.Tensor) -> dict[str, Any]
     run, model = job.prepared, loop.model
     weights = loop.gathered.weights() if loop.gathered else None
     folder = job.output / saved_in(run.config)
-    if not run.config.use_peft and run.sections.storage.qat_scheme is None:
+    if not run.config.use_peft and run.config.storage.qat_scheme is None:
         # as the base was stored; in quantization-aware training `halfbyte merge` rounds what was trained, and once
         model.to(run.files.config.dtype or torch.float32)
     with whole_inside(trained_parameters(model).values()), loop.units.full():

@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 
 from halfbyte.methods.base import Collate, Method, Rows
 
-from ..parallel import ROWS, Mesh
+from ..parallel.mesh import ROWS, Mesh
 from .metrics import TOKENS
 
 COUNTS = "counts"  # of a batch: name → number, on the host

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from halfbyte.parallel import Mesh
+from halfbyte.parallel.mesh import Mesh
 from halfbyte.parallel.shard.model import sharded
 
 from ..parallel.pipeline.stepper import PipelinedStepper

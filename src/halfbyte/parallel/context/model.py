@@ -27,46 +27,16 @@ from ...modeling.packed_forwards import is_wrapped, own_forward, unwrap, wrap
 from ...modeling.tiny import tiny_model
 from ...ops import IGNORE_INDEX
 from ...utils.errors import ConfigError
-from .. import Context, Mesh
+from ..context.exchange import Context
+from ..mesh import Mesh
+from ..support import WITHOUT_CONTEXT, unsupported_context, unsupported_packing
 
 CONTEXT = "context"  # in a batch: that its rows are cut, and among whom
 WHOLE = "whole_"  # in a batch: before the name of what it holds of whole rows
 OF_ATTENTION = ("position_ids", "attention_mask")  # what attention must know of whole rows
-ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # of the layer_types of transformers' configs
 PROBE = 12  # tokens a process of the probe's rows, above a tiny model's windows
 TOKENS = 200  # of a tiny model's vocabulary
 FAR = 1e-3  # relative to its norm, so far from the undivided one no rounding brings a hidden state in float32
-CUT = "leave context out of `parallel`"
-
-
-def obstacle(model_config: Any, ways: int, tensor: int = 1) -> tuple[str, str] | None:
-    """Why no model of a transformers config can have its rows cut so many ways, as far as the config says: what is
-    wrong, and the fix.
-
-    Args:
-        tensor: ways that its heads are divided beside that.
-    """
-    config = model_config.get_text_config()
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION)
-    if others:
-        why = f"its layers of type {', '.join(others)} see tokens before their slice otherwise than by attention"
-        return f"parallel: context: {ways}: rows of {model_config.model_type} cannot be cut: {why}", CUT
-    heads = getattr(config, "num_attention_heads", None)
-    if not isinstance(heads, int):
-        return f"parallel: context: {ways}: {model_config.model_type} says no number of attention heads", CUT
-    if ways * tensor > heads:
-        fit = ", ".join(str(n) for n in range(2, heads // tensor + 1) if heads % (n * tensor) == 0)
-        wrong = f"parallel: context: {ways}: a process has {heads // tensor} attention heads"
-        return wrong, f"set context to one of {fit}" if fit else CUT
-    if getattr(config, "output_router_logits", False):
-        return f"parallel: context: {ways}: the router's loss is one of whole rows", CUT
-    return None
-
-
-def unknown_documents(ways: int) -> tuple[str, str]:
-    """What is wrong, and the fix, where a model's packed documents are kept apart by other forwards."""
-    wrong = f"parallel: context: {ways}: packed documents of this model are not kept apart by positions alone"
-    return wrong, f"set packing: false and padding_free: false, or {CUT}"
 
 
 @contextlib.contextmanager
@@ -83,10 +53,12 @@ def divided(model: nn.Module, mesh: Mesh) -> Iterator[None]:
         yield
         return
     causal_lm = causal_lm_of(model)
-    if wrong := obstacle(causal_lm.config, mesh.ways(CONTEXT), mesh.ways("tensor")):
-        raise ConfigError(*wrong)
+    if reason := unsupported_context(causal_lm.config, mesh.ways(CONTEXT), mesh.ways("tensor")):
+        raise ConfigError(reason.problem, reason.fix)
     if is_wrapped(causal_lm.base_model):
-        raise ConfigError(*unknown_documents(mesh.ways(CONTEXT)))
+        reason = unsupported_packing(mesh.layout, None)
+        assert reason is not None
+        raise ConfigError(reason.problem, reason.fix)
     with _divided(causal_lm):
         yield
 
@@ -117,7 +89,7 @@ def _divided_name(causal_lm: Any, config: Any) -> str:
 
 def _unknown_attention(name: str, known: str) -> tuple[str, str]:
     wrong = f"attn_implementation: {name} does not see whole rows where context cuts them"
-    return wrong, f"set attn_implementation: {known}, or {CUT}" if known else CUT
+    return wrong, f"set attn_implementation: {known}, or {WITHOUT_CONTEXT}" if known else WITHOUT_CONTEXT
 
 
 def divided_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -171,8 +143,8 @@ def check_divided_like(
         ConfigError: they cannot be.
     """
     ways = mesh.ways(CONTEXT)
-    if wrong := obstacle(model_config, ways, mesh.ways("tensor")):
-        raise ConfigError(*wrong)
+    if reason := unsupported_context(model_config, ways, mesh.ways("tensor")):
+        raise ConfigError(reason.problem, reason.fix)
     known = "eager" if is_capped(model_config.get_text_config()) else "sdpa"
     if attention not in (None, known):
         raise ConfigError(*_unknown_attention(attention, known))
@@ -194,11 +166,11 @@ def check_divided_like(
         with _divided(model):  # which may have fewer heads than there are processes
             slices = [_hidden_states(model, slice_of(batch, mesh)) for batch in batches]
     except (TypeError, AttributeError) as error:  # a forward that hands its layers no keyword arguments
-        raise ConfigError(f"{refused}{error}", CUT) from error
+        raise ConfigError(f"{refused}{error}", WITHOUT_CONTEXT) from error
     own = slice(mesh.place(CONTEXT) * PROBE, (mesh.place(CONTEXT) + 1) * PROBE)
     far = max(_distance(found, expected[:, own]) for found, expected in zip(slices, whole, strict=True))
     if not mesh.max(far) <= FAR:
-        raise ConfigError(f"{refused}its layers see other tokens otherwise than by attention", CUT)
+        raise ConfigError(f"{refused}its layers see other tokens otherwise than by attention", WITHOUT_CONTEXT)
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from ... import __version__
 from ...config import RunConfig
 from ...utils.errors import ConfigError
 from ...utils.text import cut
-from .. import Mesh
+from ..mesh import Mesh
 
 OWN = frozenset(["device", "dataset_num_proc"])  # keys that may differ between hosts
 PACKAGES = ("torch", "transformers", "peft")

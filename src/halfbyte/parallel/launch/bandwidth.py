@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from .. import AXES, Mesh
 from ..collectives import gathered
+from ..mesh import AXES, Mesh
 
 SHARE = 64 * 2**20  # bytes that each process gives
 TIMES = 3

@@ -31,7 +31,7 @@ from torch.distributed.elastic.multiprocessing import (
     start_processes,
 )
 
-from ...config import Parallel, RunConfig, resolve
+from ...config import Parallel, RunConfig
 from ...config.policy import SAMPLING
 from ...utils.errors import ConfigError, TrainingError
 from ...utils.hardware import chosen_device
@@ -56,7 +56,7 @@ def layout_wanted(config: RunConfig) -> Parallel:
     """
     if is_rank():
         return Parallel()
-    layout, kind = resolve(config).parallel, config.device
+    layout, kind = config.layout, config.device
     if layout is None:
         several = kind in (None, "cuda") and config.method not in SAMPLING  # which trains on one
         return Parallel(data=max(1, torch.cuda.device_count()) if several else 1)

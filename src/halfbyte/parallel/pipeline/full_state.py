@@ -17,7 +17,7 @@ from halfbyte.modeling.adapters import adapter_weights
 from halfbyte.modeling.recipes import scaled_rows
 from halfbyte.ops.fp8_scaling import DelayedScaling
 from halfbyte.optim import trained_parameters
-from halfbyte.parallel import AXES, Mesh
+from halfbyte.parallel.mesh import AXES, Mesh
 from halfbyte.parallel.pipeline.model import Stages
 
 Key = TypeVar("Key")

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...config.combinations import WITHOUT
 from ...modeling.architectures import beside_text
 from ...modeling.cast_cache import fresh_copies
 from ...modeling.head import Head, backbone_inputs, causal_lm_loss, found_head, take_head
@@ -25,6 +24,7 @@ from ...modeling.layer import causal_lm_of, decoder_layers
 from ...modeling.patch_record import is_bound
 from ...modeling.tiny import tiny_model
 from ...utils.errors import ModelError
+from ..support import WITHOUT_PIPELINE
 from .partition import chosen, stage_seconds
 from .schedules import Schedule
 from .simulation import Seconds
@@ -273,7 +273,7 @@ def _place_of(model: nn.Module, wanted: nn.Module) -> tuple[nn.Module, str]:
         for name, child in module.named_children():
             if child is wanted:
                 return module, name
-    raise ModelError(f"{type(model).__name__} does not hold its own embedding and head", WITHOUT)
+    raise ModelError(f"{type(model).__name__} does not hold its own embedding and head", WITHOUT_PIPELINE)
 
 
 def _input(causal_lm: Any) -> nn.Module:
@@ -302,13 +302,13 @@ def check_trained(model: nn.Module, cut: Cut) -> None:
     ends = {id(p) for p in (*_input(causal_lm).parameters(), *_output(causal_lm).parameters())}
     if is_tied(causal_lm) and any(id(parameter) in ends for parameter in trained.values()):
         raise ModelError("parallel: the embedding is trained and is the head too, which another stage has",
-                         f"leave it out of modules_to_save, or {WITHOUT}")  # fmt: skip
+                         f"leave it out of modules_to_save, or {WITHOUT_PIPELINE}")  # fmt: skip
     for rank in range(cut.schedule.ranks):
         if all(map(cut.elsewhere(model, rank), trained)):
             own = [cut.parts[stage] for stage in cut.schedule.stages_of(rank)]
             layers = ", ".join(f"{part.start} to {part.stop - 1}" for part in own if part)
             raise ModelError(f"parallel: the process with layers {layers} has nothing to train",
-                             f"let target_modules name linears of every layer, or {WITHOUT}")  # fmt: skip
+                             f"let target_modules name linears of every layer, or {WITHOUT_PIPELINE}")  # fmt: skip
 
 
 def layer_seconds(model: nn.Module, recomputed: bool) -> tuple[list[Seconds], Seconds]:
@@ -344,7 +344,7 @@ def check_stages(model: nn.Module, trust_remote_code: bool = False, head_alone: 
     causal_lm = causal_lm_of(model)
     name = type(causal_lm).__name__
     if beside_text(causal_lm):
-        raise ModelError(f"parallel: {name} has a vision tower, and only language models are cut into stages", WITHOUT)
+        raise ModelError(f"parallel: {name} has a vision tower, and only language models are cut into stages", WITHOUT_PIPELINE)
     try:
         tiny = tiny_model(causal_lm.config, trust_remote_code=trust_remote_code).requires_grad_(False)
         ids = torch.arange(10, 26).view(2, 8)
@@ -359,8 +359,8 @@ def check_stages(model: nn.Module, trust_remote_code: bool = False, head_alone: 
         with stages.alone(len(parts) - 1, hidden):
             found, _ = causal_lm_loss(tiny, batch)
     except Exception as error:  # of the model's own code, which a part may be too little for
-        raise ModelError(f"parallel: {name} cannot be cut into stages: {error}", WITHOUT) from error
+        raise ModelError(f"parallel: {name} cannot be cut into stages: {error}", WITHOUT_PIPELINE) from error
     if not torch.allclose(found, expected, rtol=1e-5):
         raise ModelError(f"parallel: {len(parts)} stages of a tiny {name} have the loss {found:.6g},"
-                         f" the whole {expected:.6g}", WITHOUT)  # fmt: skip
+                         f" the whole {expected:.6g}", WITHOUT_PIPELINE)  # fmt: skip
     return head

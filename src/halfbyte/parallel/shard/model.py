@@ -16,7 +16,7 @@ from ...modeling.head import divide_vocabulary, undivided
 from ...modeling.layer import LayerView, causal_lm_of, decoder_layers, layer_view
 from ...utils.errors import ModelError
 from ...utils.notices import notice
-from .. import Mesh
+from ..mesh import Mesh
 
 if TYPE_CHECKING:
     from .weights import Sharded, Stay

@@ -32,8 +32,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...config import Parallel
-from .. import TOKENS, Mesh
 from ..collectives import gathered, scattered_sum
+from ..mesh import TOKENS, Mesh
 from ..reduction import BUCKET, CUT, buckets, clip_gradients, sum_gradients
 
 AXIS = "shard"

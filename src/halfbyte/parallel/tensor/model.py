@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import nn
 
-from ...config.combinations import DIVIDE_ROWS, undivided_sizes
 from ...layers.plain import read_linear
 from ...modeling.head import divide_vocabulary, undivided
 from ...modeling.layer import Block, LayerView, decoder_layers, layer_view
 from ...tensor import QuantizedTensor
 from ...utils.errors import ModelError
 from ...utils.notices import notice
-from .. import Mesh
+from ..mesh import Mesh
+from ..support import Reason, unsupported_sizes, unsupported_tensor
 from .layers import AXIS, cut, cut_columns, cut_rows, sum_around
 
 
@@ -51,9 +51,8 @@ def check_products(model: nn.Module, ways: int) -> None:
     Raises:
         ModelError: what cannot be divided, by name.
     """
-    obstacle = _odd_layer(model, ways) or _odd_adapter(model)
-    if obstacle:
-        raise ModelError(f"parallel: {{tensor: {ways}}}: {obstacle}", DIVIDE_ROWS)
+    if reason := _unsupported_layer(model, ways) or _unsupported_adapter(model, ways):
+        raise ModelError(reason.problem, reason.fix)
     for view in _views(model):
         for _, block in _blocks(view):
             for name, linear in block.linears.items():
@@ -71,30 +70,40 @@ def _check_split(weight: QuantizedTensor, dim: int, ways: int, name: str) -> Non
         raise ModelError(f"parallel: {{tensor: {ways}}}: {name}: {error.message}", error.fix) from error
 
 
-def _odd_layer(model: nn.Module, ways: int) -> str | None:
-    """What of the decoder layers is not divided so many ways."""
+def _unsupported_layer(model: nn.Module, ways: int) -> Reason | None:
+    """Return why a decoder layer cannot be split over `ways` processes."""
     for layer in decoder_layers(model)[1]:
         view = layer_view(layer)
-        if isinstance(view, str):
-            return view
-        name = view.family.name
-        if view.family.fused:
-            several = "q, k and v" if "qkv_proj" in view.family.fused else "gate and up"
-            return f"{several} of {name} are one linear, whose rows do not divide by heads or channels"
-        if view.mlp is None:
-            return f"nothing divides the experts of {name}"
-        if view.attention is None or view.family.gated_attention:
-            return f"nothing divides the {type(view.attention_half.inner).__name__} of {name}"
-        attention, size = view.attention, view.attention.head_dim
-        heads, key_heads = (_rows(linear) // size for linear in attention.inputs[:2])
-        if wrong := undivided_sizes(ways, heads, key_heads, _rows(view.mlp.inputs[0])):
-            return wrong
-        if attention.dropout:
-            return "each process would drop other scores (attention_dropout)"
-        if getattr(view.attention_half.inner, "residual_dropout", 0):
-            return "each process would drop other values (residual_dropout)"
-        if attention.norms is not None and any(norm.weight.numel() != size for norm in attention.norms):
-            return f"{name} normalises q and k over all heads"
+        problem = view if isinstance(view, str) else _unsupported_kind(view)
+        if problem is None:
+            assert isinstance(view, LayerView)
+            assert view.attention is not None
+            assert view.mlp is not None
+            heads, key_heads = (_rows(linear) // view.attention.head_dim for linear in view.attention.inputs[:2])
+            if reason := unsupported_sizes(ways, heads, key_heads, _rows(view.mlp.inputs[0])):
+                return reason
+        else:
+            return unsupported_tensor(ways, problem)
+    return None
+
+
+def _unsupported_kind(view: LayerView) -> str | None:
+    """Return why a layer of this kind cannot be split, whatever its sizes."""
+    name = view.family.name
+    if view.family.fused:
+        several = "q, k and v" if "qkv_proj" in view.family.fused else "gate and up"
+        return f"{several} of {name} are one linear, whose rows cannot be split by heads or channels"
+    if view.mlp is None:
+        return f"the experts of {name} cannot be split"
+    if view.attention is None or view.family.gated_attention:
+        return f"the {type(view.attention_half.inner).__name__} of {name} cannot be split"
+    attention = view.attention
+    if attention.dropout:
+        return "each process would drop different scores (attention_dropout)"
+    if getattr(view.attention_half.inner, "residual_dropout", 0):
+        return "each process would drop different values (residual_dropout)"
+    if attention.norms is not None and any(norm.weight.numel() != attention.head_dim for norm in attention.norms):
+        return f"{name} normalizes q and k over all heads"
     return None
 
 
@@ -122,7 +131,7 @@ def _views(model: nn.Module) -> Iterator[LayerView]:
 
 def _blocks(view: LayerView) -> Iterator[tuple[nn.Module, Block]]:
     """The modules of a layer that hold products, as they are read."""
-    assert view.attention is not None  # or `_odd_layer` had said so
+    assert view.attention is not None  # `_unsupported_layer` has checked
     yield view.attention_half.inner, view.attention
     if view.mlp is not None:
         yield view.mlp_half.inner, view.mlp
@@ -136,23 +145,28 @@ def _rows(linear: Any) -> int:
     return _base(linear).out_features
 
 
-def _odd_adapter(model: nn.Module) -> str | None:
-    """What of the trained weights is no plain LoRA of the divided linears."""
+def _unsupported_adapter(model: nn.Module, ways: int) -> Reason | None:
+    """Return why a trained parameter is not a plain LoRA factor of a split linear."""
+    problem = _adapter_problem(model)
+    return None if problem is None else unsupported_tensor(ways, problem)
+
+
+def _adapter_problem(model: nn.Module) -> str | None:
     known = set()
     for view in _views(model):
         for half, block in _blocks(view):
             if half._forward_hooks or half._forward_pre_hooks or "forward" in half.__dict__:
-                return f"something watches or replaces the forward of a {type(half).__name__}"
+                return f"hooks or another patch replace the forward of a {type(half).__name__}"
             for name, linear in block.linears.items():
                 read = read_linear(linear)
                 if isinstance(read, str):
                     return f"{name}: {read}"
                 if any(dropout.p for dropout in getattr(linear, "lora_dropout", {}).values() if hasattr(dropout, "p")):
-                    return f"{name}: each process would drop other inputs of the adapter (lora_dropout)"
+                    return f"{name}: each process would drop different inputs of the adapter (lora_dropout)"
                 known |= {id(factor) for each in read.adapters for factor in (each.a, each.b)}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in known:
-            return f"{name} is trained, and no adapter of a divided linear"
+            return f"{name} is trained and is not an adapter of a split linear"
     return None
 
 

@@ -34,8 +34,8 @@ from ...ops import ELSEWHERE, IGNORE_INDEX
 from ...ops.cross_entropy import Objective, cross_entropy_, log_probs_backward_
 from ...ops.losses import check_labels, chunk_rows
 from ...utils.errors import ModelError
-from .. import TOKENS, Mesh
 from ..collectives import gathered, longest, members, scattered_sum, summed
+from ..mesh import TOKENS, Mesh
 
 OUTSIDE = -1  # what cross-entropies call a label that no slice holds
 

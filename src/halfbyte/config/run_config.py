@@ -1,0 +1,98 @@
+"""RunConfig: the validated keys of one run, and writing them as YAML."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import field_validator
+from pydantic_core import PydanticCustomError
+
+from ..optim import OPTIMIZERS
+from .contradictions import in_run
+from .methods import WITH_DEFAULTS, defaults_of
+from .schema import SCHEDULES, SECTIONS, RunKeys
+from .section import Contradiction, nearest
+from .yaml import dump_value
+
+PATHS = (  # keys that hold one, or several
+    "model_name_or_path", "teacher_model_name_or_path", "adapter_path", "dataset", "eval_dataset",
+    "chat_template_path", "output_dir", "resume_from_checkpoint",
+)  # fmt: skip
+
+
+def at_home(paths: Any) -> Any:
+    """The value of a key of `PATHS`, in which `~` is the user's folder, as where a shell reads it."""
+    if isinstance(paths, list):
+        return [os.path.expanduser(each) for each in paths]
+    return os.path.expanduser(paths) if isinstance(paths, str) else paths
+
+
+class RunConfig(RunKeys):
+    """Everything one run needs. `RunConfig(**keys)` validates; `load_config` reads a YAML file with overrides."""
+
+    @field_validator(*PATHS)
+    @classmethod
+    def _at_home(cls, value: Any) -> Any:
+        return at_home(value)
+
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _report_to_list(cls, value: Any) -> Any:
+        """transformers also takes one name, and `none`."""
+        return ([] if value == "none" else [value]) if isinstance(value, str) else value
+
+    @field_validator("max_steps")
+    @classmethod
+    def _steps(cls, value: int) -> int:
+        if value == 0 or value < -1:
+            raise PydanticCustomError(
+                "steps", "must be a positive number of steps, or -1 for all epochs, not {value}", {"value": value}
+            )
+        return value
+
+    @field_validator("warmup_steps", "eval_steps", "save_steps", "eval_split_size")
+    @classmethod
+    def _whole_or_share(cls, value: float | None) -> float | None:
+        if value is not None and value >= 1 and value != int(value):
+            raise PydanticCustomError(
+                "whole", "must be a whole number, or a share below 1, not {value}", {"value": value}
+            )
+        return value
+
+    @field_validator("lr_scheduler_type", "optim")
+    @classmethod
+    def _named(cls, value: str, info: Any) -> str:
+        names = SCHEDULES if info.field_name == "lr_scheduler_type" else tuple(OPTIMIZERS)
+        if value not in names:
+            raise PydanticCustomError(
+                "named",
+                "must be one of {names}, not {value}",
+                {"names": ", ".join(names), "value": repr(value), "near": nearest(value, names)},
+            )
+        return value
+
+    def fill_in(self) -> None:
+        found = defaults_of(self.method, adapter=self.use_peft)
+        for key in WITH_DEFAULTS - self.model_fields_set:
+            self.__dict__[key] = found.get(key, type(self).model_fields[key].default)  # it stays a key not given
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        return in_run(self)
+
+
+def dump_given(config: RunConfig) -> str:
+    """The keys that were given, as YAML: what `halfbyte train` takes to do the same again."""
+    given = [key for section in SECTIONS for key in section.model_fields if key in config.model_fields_set]
+    return "".join(f"{dump_value(key, getattr(config, key))}\n" for key in given)
+
+
+def dump_config(config: RunConfig) -> str:
+    """Every key as YAML, by section, each with its description; `load_config` reads it back equal."""
+    lines: list[str] = []
+    for section in SECTIONS:
+        lines.append(f"\n# {section.__doc__}" if lines else f"# {section.__doc__}")
+        for key, field in section.model_fields.items():
+            lines.append(f"{dump_value(key, getattr(config, key)):<38} # {field.description}")
+    return "\n".join(lines) + "\n"

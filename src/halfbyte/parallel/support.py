@@ -1,0 +1,163 @@
+"""Which runs each axis of parallelism supports: every requirement, the key to change, and the fix.
+
+All functions return a `Reason`, or None when the layout is supported. They read keys and numbers of a model's config, so
+a layout is refused before torch is imported. What only the model's modules show is checked where the axis is applied:
+`tensor.model.check_products`, `context.model.check_divided_like` and `pipeline.model.check_stages`.
+
+axis      requires of the layout   of the method          of the keys                           of the model
+data      -                        one process for gkd,   -                                     -
+                                   grpo and rloo
+shard     -                        sft or a comparison    -                                     decoder layers
+tensor    no pipeline              sft                    no router loss, recipe: bf16,         heads, key heads and channels
+                                                          an elementwise optimizer              divisible by the degree
+context   no pipeline              sft                    no router loss                        attention layers only; as many
+                                                                                                heads; documents by positions
+pipeline  only data and shard      sft                    no router loss, adapters only,        a tiny model's stages equal the
+                                                          no modules_to_save                    model; documents by positions
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from ..config.methods import COMPARING
+from ..config.policy import SAMPLING
+from ..config.resolved import AXES, Parallel
+from ..config.schema import RunKeys
+from ..optim import OPTIMIZERS
+
+WITH_PIPELINE = ("data", "shard")
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # values of layer_types in transformers' configs
+DIVIDE_ROWS = "use parallel: {data: N} or {shard: N}"
+WITHOUT_PIPELINE = "leave `pipeline` out of `parallel`"
+WITHOUT_CONTEXT = "leave context out of `parallel`"
+
+
+class Reason(NamedTuple):
+    """Why a layout is not supported: the key to change, the problem, and the fix."""
+
+    key: str
+    problem: str
+    fix: str
+
+
+def unsupported_reason(layout: Parallel, keys: RunKeys) -> Reason | None:
+    """Return why a run with these keys cannot have this layout, whatever its model."""
+    return unsupported_layout(layout) or _unsupported_method(layout, keys.method) or _unsupported_keys(layout, keys)
+
+
+def unsupported_layout(layout: Parallel) -> Reason | None:
+    """Return why no run can have this layout: `pipeline` combines with `data` and `shard` only."""
+    others = [axis for axis in layout.axes if axis not in ("pipeline", *WITH_PIPELINE)]
+    if layout.pipeline == 1 or not others:
+        return None
+    problem = f"parallel: {layout}: pipeline goes with {' and '.join(WITH_PIPELINE)}, not with {others[0]}"
+    return Reason("parallel", problem, f"leave out pipeline or {others[0]}")
+
+
+def _unsupported_method(layout: Parallel, method: str) -> Reason | None:
+    """Return why the method cannot have this layout. Losses that compare answers need full sequences on each process."""
+    if method == "sft" or layout.size == 1:
+        return None
+    if method in SAMPLING:
+        problem = f"parallel: {layout}: method: {method} trains on one device"
+        return Reason("parallel", problem, "remove parallel, or start one process")
+    allowed = ["data", *(["shard"] if method in COMPARING else [])]
+    if set(layout.axes) <= set(allowed):
+        return None
+    problem = f"parallel: {layout} with method: {method}: its loss needs full sequences on each process"
+    return Reason("parallel", problem, f"use parallel: {' or '.join(f'{{{axis}: N}}' for axis in allowed)}")
+
+
+def _unsupported_keys(layout: Parallel, keys: RunKeys) -> Reason | None:
+    pipeline, tensor = layout.pipeline > 1, layout.tensor > 1
+    axis = next((axis for axis in ("pipeline", "context", "tensor") if getattr(layout, axis) > 1), "")
+    if keys.router_aux_loss_coef and axis:
+        key = "router_aux_loss_coef"
+        problem = f"{key} with parallel: {axis}: {getattr(layout, axis)}: the loss sums over all layers and sequences"
+        return Reason(key, problem, f"remove {key}, or use data or shard")
+    if pipeline and not keys.use_peft:
+        return Reason("use_peft", "parallel: a pipeline trains adapters, and use_peft is false", WITHOUT_PIPELINE)
+    if pipeline and keys.modules_to_save:
+        key = "modules_to_save"
+        return Reason(key, f"{key}: a pipeline trains low-rank adapters only", f"remove it, or {WITHOUT_PIPELINE}")
+    if tensor and keys.recipe != "bf16":
+        problem = f"parallel: {{tensor: {layout.tensor}}}: recipe {keys.recipe} would scale each process's part separately"
+        return Reason("recipe", problem, "set recipe: bf16")
+    if tensor and not OPTIMIZERS[keys.optim].elementwise:
+        known = ", ".join(name for name, row in OPTIMIZERS.items() if row.elementwise)
+        problem = f"parallel: {{tensor: {layout.tensor}}}: optim {keys.optim} cannot step slices of a parameter"
+        return Reason("optim", problem, f"use one of {known}")
+    return None
+
+
+def unsupported_sizes(degree: int, heads: int, key_heads: int, channels: int) -> Reason | None:
+    """Return why tensor parallelism cannot split layers of these sizes.
+
+    Args:
+        degree: the degree of `tensor`.
+        heads, key_heads: number of attention heads, and of key and value heads.
+        channels: width of the MLP.
+    """
+    named = (("attention heads", heads), ("key heads", key_heads), ("channels of the MLP", channels))
+    for name, count in named:
+        if count % degree:
+            return unsupported_tensor(degree, f"{degree} does not divide {count} {name}")
+    return None
+
+
+def unsupported_tensor(degree: int, problem: str) -> Reason:
+    """The reason of a model that tensor parallelism cannot split."""
+    return Reason("parallel", f"parallel: {{tensor: {degree}}}: {problem}", DIVIDE_ROWS)
+
+
+def unsupported_context(model_config: Any, degree: int, tensor: int = 1) -> Reason | None:
+    """Return why context parallelism cannot run a model, from its transformers config.
+
+    Args:
+        degree: the degree of `context`.
+        tensor: the degree of `tensor` in the same layout.
+    """
+    config = model_config.get_text_config()
+    where, heads = f"parallel: context: {degree}", getattr(config, "num_attention_heads", None)
+    if others := sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION):
+        problem = f"{where}: layers of type {', '.join(others)} of {model_config.model_type} mix tokens outside attention"
+        return Reason("parallel", problem, WITHOUT_CONTEXT)
+    if not isinstance(heads, int):
+        problem = f"{where}: the config of {model_config.model_type} has no num_attention_heads"
+        return Reason("parallel", problem, WITHOUT_CONTEXT)
+    if degree * tensor > heads:
+        fit = ", ".join(str(n) for n in range(2, heads // tensor + 1) if heads % (n * tensor) == 0)
+        problem = f"{where}: a process has {heads // tensor} attention heads"
+        return Reason("parallel", problem, f"set context to one of {fit}" if fit else WITHOUT_CONTEXT)
+    if getattr(config, "output_router_logits", False):
+        return Reason("parallel", f"{where}: the router's loss needs full sequences", WITHOUT_CONTEXT)
+    return None
+
+
+def unsupported_packing(layout: Parallel, key: str | None) -> Reason | None:
+    """Return why a model whose packed documents are not isolated by positions cannot have this layout.
+
+    Args:
+        key: the key that packs documents (`packing` or `padding_free`), or None if the run packs none.
+    """
+    if layout.context > 1:
+        problem = f"parallel: context: {layout.context}: packed documents of this model are not isolated by positions"
+        fix = f"set packing: false and padding_free: false, or {WITHOUT_CONTEXT}"
+        return Reason("parallel", problem, fix)
+    if layout.pipeline > 1 and key:
+        problem = f"{key}: documents of this model are not isolated by positions, which pipeline stages require"
+        return Reason(key, problem, f"set {key}: false, or {WITHOUT_PIPELINE}")
+    return None
+
+
+def layouts(processes: int) -> Iterator[Parallel]:
+    """Yield every supported layout of `processes` processes, those with the fewest axes first."""
+    factors = [n for n in range(1, processes + 1) if processes % n == 0]
+    degrees = itertools.product(factors, repeat=len(AXES))
+    found = [Parallel(**dict(zip(AXES, each, strict=True))) for each in degrees if math.prod(each) == processes]
+    found.sort(key=lambda layout: (len(layout.axes), [-getattr(layout, axis) for axis in AXES]))
+    yield from (layout for layout in found if unsupported_layout(layout) is None)
