@@ -15,12 +15,15 @@ from typer.testing import CliRunner
 from halfbyte.cli import app
 from halfbyte.config import load_config
 from halfbyte.evaluate import evaluate
+from halfbyte.optim import trained_parameters
+from halfbyte.rl import setup as rl_setup
 from halfbyte.rl.importance import Mismatch
 from halfbyte.rl.rollouts import Generations
 from halfbyte.rl.statistics import passes
 from halfbyte.train import checkpoint as checkpoints
-from halfbyte.train.loop import TrainingLoop
+from halfbyte.train import run as train_run
 from halfbyte.train.run import finetune, train
+from halfbyte.train.stepper import GraphedStepper
 from halfbyte.utils import notices
 from halfbyte.utils.errors import ConfigError, TrainingError
 
@@ -190,19 +193,13 @@ def test_rollouts_beside_graphs(prompts, tmp_path, monkeypatch):
 
     monkeypatch.setattr(collate, "rounds_widths", lambda device: True)
     run(prompts, tmp_path / "eager", max_steps=8)
-    stand_in, graphs, held, begin, generate = (
-        StandIn().install(monkeypatch),
-        [],
-        [],
-        TrainingLoop.use_generations,
-        Rollouts.generate,
-    )
+    stand_in, graphs, held, generate = StandIn().install(monkeypatch), [], [], Rollouts.generate
 
-    def in_graphs(loop, generations):
-        loop.use_graphs()
-        graphs.append(loop.stepper.graphs)
-        stand_in.gradients = loop.stepper.graphs.gradients
-        begin(loop, generations)
+    def in_graphs(run, model, sums, scaler, captured):
+        stepper = GraphedStepper(sums, list(trained_parameters(model).values()))
+        graphs.append(stepper.graphs)
+        stand_in.gradients = stepper.graphs.gradients
+        return stepper
 
     def short(engine, *arguments, **keys):
         held.append(graphs[0].holds_graphs)
@@ -210,7 +207,7 @@ def test_rollouts_beside_graphs(prompts, tmp_path, monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return generate(engine, *arguments, **keys)
 
-    monkeypatch.setattr(TrainingLoop, "use_generations", in_graphs)
+    monkeypatch.setattr(train_run, "make_stepper", in_graphs)
     monkeypatch.setattr(Rollouts, "generate", short)
     run(prompts, tmp_path / "graphed", max_steps=8)
     assert held == [False] * 2 + [True] * 5 + [False] * 2  # captured in the second step, gone in the seventh
@@ -224,13 +221,13 @@ def test_a_rollouts_memory_that_stays_changes_nothing(prompts, tmp_path, monkeyp
     from halfbyte.generation import Rollouts
 
     run(prompts, tmp_path / "fresh", max_steps=4)
-    begin, free, generate, freed, asked = TrainingLoop.use_generations, Rollouts.free, Rollouts.generate, [], []
+    free, generate, freed, asked = Rollouts.free, Rollouts.generate, [], []
 
-    def staying(loop, generations):
-        generations.plan = replace(generations.plan, stays=True)
-        begin(loop, generations)
+    class Staying(Generations):
+        def __init__(self, *arguments, plan, **keys):
+            super().__init__(*arguments, plan=replace(plan, stays=True), **keys)
 
-    monkeypatch.setattr(TrainingLoop, "use_generations", staying)
+    monkeypatch.setattr(rl_setup, "Generations", Staying)
     monkeypatch.setattr(Rollouts, "free", lambda self: (freed.append(len(asked)), free(self)))
     monkeypatch.setattr(Rollouts, "generate", lambda self, *a, **k: (asked.append(self), generate(self, *a, **k))[1])
     run(prompts, tmp_path / "kept", max_steps=4)

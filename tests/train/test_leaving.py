@@ -43,7 +43,7 @@ def uninterrupted(tmp_path_factory):
 def interrupted(output, moment, number=signal.SIGTERM):
     """A run that is asked at its `moment`-th batch, resumed until its end; and the checkpoint it was resumed from."""
     loop, count = loop_of(output), 0
-    inner = loop._sums
+    inner = loop.stepper.sums
 
     def sums(batch):
         nonlocal count
@@ -52,7 +52,7 @@ def interrupted(output, moment, number=signal.SIGTERM):
             signal.raise_signal(number)
         return inner(batch)
 
-    loop._sums = loop.stepper.sums = sums
+    loop.stepper.sums = sums
     with pytest.raises(Stopped) as stopped:
         loop.train()
     assert stopped.value.number == number

@@ -146,9 +146,8 @@ def scaled(tmp_path, monkeypatch):
 
 
 def scaled_loop(tmp_path, monkeypatch, broken, scale=2.0**16):
-    loop = make_loop(run_config(tmp_path, max_steps=40, save_steps=1000))
-    loop.scaler = loop.stepper.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-    loop.records.scaled = True
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    loop = make_loop(run_config(tmp_path, max_steps=40, save_steps=1000), scaler=scaler)
     factor = next(p for p in loop.model.parameters() if p.requires_grad)
     factor.register_hook(lambda grad: grad * broken(loop.state.global_step + 1))
     return loop
@@ -231,23 +230,22 @@ class Graphs:
 
 @pytest.fixture
 def graphed(monkeypatch):
-    """Gives a loop such graphs."""
+    """Makes a loop with such graphs."""
     monkeypatch.setattr(stepper, "GraphedBackward", Graphs)
 
-    def give(loop):
-        loop.use_graphs()
+    def make(config, **keys):
+        loop = make_loop(config, graphs=True, **keys)
         loop.stepper.graphs.begun = lambda: loop.state.global_step
-        return loop.stepper.graphs
+        return loop, loop.stepper.graphs
 
-    return give
+    return make
 
 
 def test_graphs_begin_with_the_second_step_and_end_with_the_training(tmp_path, graphed):
     """The optimizer's state is made by the first, and must find room."""
     plain = make_loop(run_config(tmp_path / "plain", max_steps=3))
     plain.train()
-    loop = make_loop(run_config(tmp_path / "graphs", max_steps=3))
-    graphs = graphed(loop)
+    loop, graphs = graphed(run_config(tmp_path / "graphs", max_steps=3))
     loop.train()
     assert graphs.steps == [2, 3]
     assert graphs.closed
@@ -256,9 +254,10 @@ def test_graphs_begin_with_the_second_step_and_end_with_the_training(tmp_path, g
 
 
 def test_an_evaluation_without_room_beside_the_graphs_frees_them(tmp_path, monkeypatch, graphed):
-    loop = make_loop(run_config(tmp_path, per_device_eval_batch_size=2), held_out=rows(5, seed=9))
-    expected, eager = loop.evaluate(), loop.stepper
-    graphs = graphed(loop)
+    config, held_out = run_config(tmp_path, per_device_eval_batch_size=2), rows(5, seed=9)
+    eager = make_loop(config, held_out=held_out)
+    expected = eager.evaluate()
+    loop, graphs = graphed(config, held_out=held_out)
 
     def sums(model, batch, whole=loop.method.sums):
         if graphs.holds_graphs:
@@ -267,10 +266,9 @@ def test_an_evaluation_without_room_beside_the_graphs_frees_them(tmp_path, monke
 
     monkeypatch.setattr(type(loop.method), "sums", staticmethod(sums))
     assert loop.evaluate()["loss"] == expected["loss"]
-    loop.stepper = eager
     graphs.holds_graphs = True
     with pytest.raises(torch.OutOfMemoryError):
-        loop.evaluate()
+        eager.evaluate()
 
 
 def test_a_schedule_transformers_does_not_know_is_a_config_error(tmp_path):

@@ -5,7 +5,6 @@ import torch
 from safetensors.torch import load_file
 from tiny_runs import losses, make_loop, rows, run_config
 
-import halfbyte
 from halfbyte.modeling.recipes import configured_recipe
 from halfbyte.train import checkpoint as checkpoints
 from halfbyte.utils.errors import CheckpointError
@@ -16,9 +15,8 @@ KEYS |= {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 1}
 
 def loop_in(output, **keys):
     config = run_config(output, **KEYS | keys)
-    loop = make_loop(config, train=rows(12), held_out=rows(3, 9))
-    loop.scaling = halfbyte.patch(loop.model, recipe=configured_recipe(config.precision)).scaling
-    return loop
+    recipe = configured_recipe(config.precision)
+    return make_loop(config, train=rows(12), held_out=rows(3, 9), recipe=recipe)
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 from halfbyte.config import RunConfig
 from halfbyte.data.collate import PaddedCollator
+from halfbyte.methods import method_of
 from halfbyte.modeling.adapters import add_adapter
 from halfbyte.modeling.patch import patch
+from halfbyte.optim import trained_parameters
+from halfbyte.parallel.mesh import ALONE
 from halfbyte.train.callback_arguments import training_arguments
-from halfbyte.train.loop import TrainingLoop
+from halfbyte.train.loop import TrainingLoop, seed_process
 from halfbyte.train.metrics import MetricsFile
+from halfbyte.train.stepper import GraphedStepper, Stepper, sums_of
 from halfbyte.utils.hardware import chosen_device
 
 VOCABULARY = 64
@@ -55,8 +59,8 @@ def run_config(output_dir, **keys):
     return RunConfig(model_name_or_path="tiny", dataset="d", output_dir=str(output_dir), **keys)
 
 
-def make_loop(config, train=None, held_out=None, model=None):
-    """On a GPU as `halfbyte train` does it: the fused model in bfloat16, micro-batches as CUDA graphs."""
+def make_loop(config, train=None, held_out=None, model=None, graphs=None, recipe=None, scaler=None):
+    """A loop as `halfbyte train` makes it: on a GPU the fused model in bfloat16, micro-batches as CUDA graphs."""
     set_seed(config.seed)
     Path(config.output_dir).mkdir(parents=True, exist_ok=True)
     device, on_gpu = chosen_device(config.device), config.device != "cpu"
@@ -65,8 +69,16 @@ def make_loop(config, train=None, held_out=None, model=None):
     model = add_adapter(model, config) if config.use_peft else model
     if on_gpu:
         patch(model)
+    scaling = patch(model, recipe=recipe).scaling if recipe else None
+    method = method_of(config)
+    sums = sums_of(method, model, dtype)
+    if on_gpu if graphs is None else graphs:
+        stepper = GraphedStepper(sums, list(trained_parameters(model).values()))
+    else:
+        stepper = Stepper(sums, scaler)
     train = train if train is not None else rows(12)
-    loop = TrainingLoop(
+    seed_process(config, ALONE)
+    return TrainingLoop(
         config=config,
         data={"rows": len(train)},
         metrics=MetricsFile(Path(config.output_dir) / "metrics.jsonl"),
@@ -77,10 +89,9 @@ def make_loop(config, train=None, held_out=None, model=None):
         rows=train,
         held_out=held_out,
         collate=PaddedCollator(0, fused=True) if on_gpu else collate,
+        stepper=stepper,
+        scaling=scaling,
     )
-    if on_gpu:
-        loop.use_graphs()
-    return loop
 
 
 def losses(loop):

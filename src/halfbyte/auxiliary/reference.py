@@ -33,7 +33,6 @@ from halfbyte.utils.files import cache_folder, new_file
 from halfbyte.utils.notices import notice
 
 from ..reading.tensors import read_tensors
-from ..train.loop import TrainingLoop
 from ..train.preflight import PreparedRun
 from ..utils.text import one_line
 
@@ -44,34 +43,35 @@ SPLITS = ("train", "eval")
 NAMES = ("_name_or_path", "name_or_path", "transformers_version", "quantization_config", "architectures")
 
 
-def use_reference(run: PreparedRun, loop: TrainingLoop, console: Console) -> dict[str, Any]:
-    """Give the rows of `loop` the reference's log-probabilities, unless each step computes them, and compare.
+def add_reference(run: PreparedRun, model: Any, console: Console) -> tuple[Any, Any, dict[str, Any]]:
+    """Add the reference's log-probabilities to the rows, unless each step computes them, and compare with the policy's.
 
-    The model must be as it is before the first step.
+    `model` must be in its state before the first step.
 
     Returns:
-        For checks.json: the largest and the mean difference of policy and reference per token, and where they are from.
+        Training rows, held-out rows, and for checks.json the largest and the mean difference of policy and reference
+        per token, and their origin.
 
     Raises:
         TrainingError: policy and reference differ before training by more than rounding.
     """
-    began, origin = time.time(), "each step"
+    began, origin, rows, held_out = time.time(), "each step", run.data.train, run.data.eval
     if run.computes_reference_once:
-        splits = {"train": loop.rows, "eval": loop.held_out}
-        found, origin = _kept_or_computed(run, loop, {name: rows for name, rows in splits.items() if rows is not None})
-        loop.rows = _with_reference(loop.rows, found["train"])
-        if loop.held_out is not None:
-            loop.held_out = _with_reference(loop.held_out, found["eval"])
+        splits = {"train": rows, "eval": held_out}
+        found, origin = _kept_or_computed(run, model, {name: rows for name, rows in splits.items() if rows is not None})
+        rows = _with_reference(rows, found["train"])
+        if held_out is not None:
+            held_out = _with_reference(held_out, found["eval"])
         tokens = sum(map(len, found.values()))
         said = f"reference: log-probabilities of {tokens:,} tokens, {origin}, {time.time() - began:.1f} s"
         console.print(one_line(said), soft_wrap=True)
-    return {"from": origin, **_compared(run, loop)}
+    return rows, held_out, {"from": origin, **_compared(run, model, rows)}
 
 
 @contextlib.contextmanager
-def _forwards(run: PreparedRun, loop: TrainingLoop) -> Iterator[None]:
+def _forwards(run: PreparedRun, model: Any) -> Iterator[None]:
     """Around forwards of the reference."""
-    with contextlib.nullcontext() if with_all_it_has(run.config) else as_reference(loop.model):
+    with contextlib.nullcontext() if with_all_it_has(run.config) else as_reference(model):
         yield
 
 
@@ -87,10 +87,10 @@ def _with_reference(rows: Any, values: torch.Tensor) -> Dataset:
 
 
 @torch.no_grad()
-def _computed(run: PreparedRun, loop: TrainingLoop, rows: Any) -> torch.Tensor:
+def _computed(run: PreparedRun, model: Any, rows: Any) -> torch.Tensor:
     """Log-probabilities fp32 of all trained tokens of `rows`, in order; processes share the batches."""
     config, mesh = run.config, run.mesh
-    collate = answer_collator(config, run.tokenizer, loop.device, answers=run.data.answers)
+    collate = answer_collator(config, run.tokenizer, run.machine.device, answers=run.data.answers)
     lengths = [len(row["input_ids"]) for row in rows]
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])  # like lengths together: little padding
     size = config.per_device_eval_batch_size or config.per_device_train_batch_size
@@ -98,47 +98,47 @@ def _computed(run: PreparedRun, loop: TrainingLoop, rows: Any) -> torch.Tensor:
     own = batches[mesh.place(*ROWS) :: mesh.ways(*ROWS)]
     most = -(-len(batches) // mesh.ways(*ROWS))  # each gathers slices of the model in as many forwards as the others
     found: dict[int, torch.Tensor] = {}
-    loop.model.eval()
+    model.eval()
     for indices in own + [order[-1:]] * (most - len(own)):
         taken = [rows[index] for index in indices]
-        values = _log_probs(loop, collate(taken), run.machine.compute_dtype)
+        values = _log_probs(model, collate(taken), run.machine.compute_dtype, run.machine.device)
         found |= zip(indices, values.split([trained_tokens(row) for row in taken]), strict=True)
     every = {index: values for part in mesh.gather(found) for index, values in part.items()}
     return torch.cat([every[index] for index in range(len(rows))])
 
 
-def _log_probs(loop: TrainingLoop, batch: dict[str, Any], dtype: torch.dtype) -> torch.Tensor:
+def _log_probs(model: Any, batch: dict[str, Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Those of the trained tokens of `batch`, on the CPU, without what fills it up."""
     tokens = int((batch["answer"] >= 0).sum())
-    batch = {name: value.to(loop.device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-    with compute(loop.model, dtype):
-        return log_probs(loop.model, batch)[:tokens].float().cpu()
+    batch = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+    with compute(model, dtype):
+        return log_probs(model, batch)[:tokens].float().cpu()
 
 
 @torch.no_grad()
-def _compared(run: PreparedRun, loop: TrainingLoop) -> dict[str, Any]:
+def _compared(run: PreparedRun, model: Any, rows: Any) -> dict[str, Any]:
     """How far policy and reference are apart on the first rows and the longest, which windows and scales of long
     contexts change.
 
     Raises:
         TrainingError: by more than rounding.
     """
-    lengths = [len(row["input_ids"]) for row in loop.rows]
+    lengths = [len(row["input_ids"]) for row in rows]
     longest = sorted(range(len(lengths)), key=lambda index: -lengths[index])[:CHECKED]
     chosen = list(dict.fromkeys([*range(min(len(lengths), CHECKED)), *longest]))
-    collate = answer_collator(run.config, run.tokenizer, loop.device, answers=run.data.answers)
+    collate = answer_collator(run.config, run.tokenizer, run.machine.device, answers=run.data.answers)
     together = run.config.per_device_eval_batch_size or run.config.per_device_train_batch_size
     dtype = run.machine.compute_dtype
-    loop.model.eval()
+    model.eval()
     found = []
     for first in range(0, len(chosen), together):
-        batch = collate([loop.rows[index] for index in chosen[first : first + together]])
-        policies = _log_probs(loop, batch, dtype)
+        batch = collate([rows[index] for index in chosen[first : first + together]])
+        policies = _log_probs(model, batch, dtype, run.machine.device)
         if REFERENCE in batch:
             references = batch[REFERENCE][: len(policies)]
         else:
-            with _forwards(run, loop):
-                references = _log_probs(loop, batch, dtype)
+            with _forwards(run, model):
+                references = _log_probs(model, batch, dtype, run.machine.device)
         found.append((policies, references.cpu()))
     policy, reference = (torch.cat(parts) for parts in zip(*found, strict=True))
     apart, size = (policy - reference).abs(), float(reference.abs().mean())
@@ -156,17 +156,17 @@ def _compared(run: PreparedRun, loop: TrainingLoop) -> dict[str, Any]:
 
 
 def _kept_or_computed(
-    run: PreparedRun, loop: TrainingLoop, splits: dict[str, Any]
+    run: PreparedRun, model: Any, splits: dict[str, Any]
 ) -> tuple[dict[str, torch.Tensor], str]:
     """Of each split: what an earlier run with the same frozen weights, tokens and arithmetic kept, or computed now."""
-    file = None if run.mesh.size > 1 else _file(run, loop, splits)
+    file = None if run.mesh.size > 1 else _file(run, model, splits)
     if file is not None and file.is_file():
         with contextlib.suppress(CheckpointError):  # a damaged one is computed again
             found = read_tensors(file)
             if all(name in found and len(found[name]) == _tokens(rows) for name, rows in splits.items()):
                 return found, f"kept in {file}"
-    with _forwards(run, loop):
-        found = {name: _computed(run, loop, rows) for name, rows in splits.items()}
+    with _forwards(run, model):
+        found = {name: _computed(run, model, rows) for name, rows in splits.items()}
     if file is not None:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -181,7 +181,7 @@ def _tokens(rows: Any) -> int:
     return sum(map(trained_tokens, rows))
 
 
-def _file(run: PreparedRun, loop: TrainingLoop, splits: dict[str, Any]) -> Path | None:
+def _file(run: PreparedRun, model: Any, splits: dict[str, Any]) -> Path | None:
     """Where runs with this reference and these rows keep it; None without a cache."""
     try:
         folder = cache_folder() / "reference"
@@ -194,14 +194,14 @@ def _file(run: PreparedRun, loop: TrainingLoop, splits: dict[str, Any]) -> Path 
         *(config.use_kernels, config.attn_implementation, config.padding_free, config.qat_scheme, size),
     )
     digest = hashlib.sha256(repr(arithmetic).encode())
-    digest.update(_described(loop.model).encode())
+    digest.update(_described(model).encode())
     for rows in splits.values():
         table = rows.with_format("arrow")[:]
         for column in ("input_ids", "labels", "seq_lengths"):
             for chunk in table[column].chunks:
                 digest.update(np.ascontiguousarray(chunk.offsets.to_numpy()).data)
                 digest.update(np.ascontiguousarray(chunk.flatten().to_numpy()).data)
-    for name, tensor in (*loop.model.named_parameters(), *loop.model.named_buffers()):
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if with_all_it_has(config) or not tensor.requires_grad:
             digest.update(name.encode())
             for part in _parts(tensor.detach()):

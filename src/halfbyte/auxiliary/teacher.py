@@ -29,7 +29,6 @@ from ..utils.text import one_line
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..train.loop import TrainingLoop
     from ..train.preflight import PreparedRun
 
 TEACHER = "teacher"  # PEFT's name of its adapter
@@ -94,7 +93,7 @@ def tokens_of(files: ModelFiles) -> dict[str, int] | None:
 
 
 @contextlib.contextmanager
-def teaching(run: PreparedRun, loop: TrainingLoop) -> Iterator[None]:
+def teaching(run: PreparedRun, trained: Any) -> Iterator[None]:
     """Around the training of a run: its teacher, if it has one, is there to be asked.
 
     Raises:
@@ -106,11 +105,11 @@ def teaching(run: PreparedRun, loop: TrainingLoop) -> Iterator[None]:
         return
     found = find_teacher(config)
     if found.files is None:
-        with _on_own_weights(config, loop.model, found) as teacher, taught_by(loop.model, teacher):
+        with _on_own_weights(config, trained, found) as teacher, taught_by(trained, teacher):
             yield
         return
     model = _loaded(run, found)
-    with taught_by(loop.model, Teacher(model, partial(compute, model, run.machine.compute_dtype))):
+    with taught_by(trained, Teacher(model, partial(compute, model, run.machine.compute_dtype))):
         yield
 
 

@@ -93,6 +93,7 @@ class Generations:
         shared: adjacent answers share their prompt in training.
         plan: of rollouts; None: as `Rollouts` finds best.
         files: SHA-256 of further files that a resumed run must find as they are.
+        stepper: the stepper of the run; its CUDA graphs are freed if sampling runs out of memory.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class Generations:
         shared: bool = False,
         plan: RolloutPlan | None = None,
         files: Mapping[str, str] | None = None,
+        stepper: Stepper | None = None,
     ):
         self.config, self.method, self.model, self.tokenizer = config, method, model, tokenizer
         self.rows, self.rewards, self.device, self.computing = rows, rewards, device, computing
@@ -124,16 +126,21 @@ class Generations:
         self._since: list[dict[str, float]] = []  # numbers of the generations since the last record
         self._last: dict[str, float] = {}
         self._monotony = Monotony()
-        self.settle: Callable[[], None] = lambda: None  # has the numbers of the last step read
-        self.stepper = Stepper(lambda batch: {})  # whose graphs may hold memory
+        self.stepper = stepper or Stepper(lambda batch: {})
         server = self.engine if isinstance(self.engine, ServedRollouts) else None
         self.mismatch = Mismatch(config, method, server)
         self._compared_engines = server is None
 
     # --- rows for the loop -------------------------------------------------------------------------------------------
 
-    def share(self, collate: Counting, epoch: int, skip: int, callbacks: Callbacks) -> _Share:
-        """The micro-batches of an epoch after the first `skip`; generations are made as they are reached."""
+    def share(
+        self, collate: Counting, epoch: int, skip: int, callbacks: Callbacks, settle: Callable[[], None]
+    ) -> _Share:
+        """Return the micro-batches of an epoch after the first `skip`; each generation is sampled when it is reached.
+
+        Args:
+            settle: reads the numbers of the last step, called before a generation is sampled.
+        """
         prompts = self.config.answers_per_generation // self.group
         count, lasts = len(self.rows) // prompts, self.batches * self.config.num_iterations
         order = torch.randperm(
@@ -143,6 +150,8 @@ class Generations:
         def made() -> Iterator[dict[str, Any]]:
             for at in range(skip // lasts, count):
                 chosen = order[at * prompts : (at + 1) * prompts]
+                if self._current is None or self._current.number != epoch * count + at:
+                    settle()
                 rows = self._generation(epoch * count + at, chosen, collate, callbacks).rows
                 for batch in range(max(skip - at * lasts, 0), lasts):
                     begin = batch % self.batches * self.size
@@ -158,7 +167,6 @@ class Generations:
     def _generation(self, number: int, chosen: list[int], collate: Counting, callbacks: Callbacks) -> Generation:
         """The generation of a number: the present one, or a new one."""
         if self._current is None or self._current.number != number:
-            self.settle()
             self.mismatch.look()
             answered = self._sampled(chosen, number, _progress(callbacks))
             self._monotony.look_at(answered)

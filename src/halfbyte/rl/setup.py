@@ -30,8 +30,8 @@ from .rollouts import COMPLETIONS, Generations, check_same_files, digest_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..train.loop import TrainingLoop
     from ..train.run_folder import OpenRun
+    from ..train.stepper import Stepper
 
 
 def rewards_of(config: RunConfig, data: PreparedData) -> Rewards:
@@ -115,11 +115,12 @@ def answer_ends(tokenizer: PreTrainedTokenizerBase, model: Any, data: PreparedDa
 
 
 @contextlib.contextmanager
-def answering(job: OpenRun, loop: TrainingLoop) -> Iterator[None]:
-    """Around the training of a run: if its rows are prompts, `loop` gets answers to them."""
+def sampled_rollouts(job: OpenRun, model: Any, stepper: Stepper) -> Iterator[Generations | None]:
+    """Yield the rollouts of a run whose rows are prompts, with its reference, teacher and reward models loaded; None for
+    other methods."""
     run, method = job.prepared, job.prepared.method
     if not isinstance(method, PolicyOptimization):
-        yield
+        yield None
         return
     file = MetricsFile(job.output / COMPLETIONS)
     file.keep_until(step_of(run.checkpoint) if run.checkpoint else -1)
@@ -128,25 +129,25 @@ def answering(job: OpenRun, loop: TrainingLoop) -> Iterator[None]:
     generations = kind(
         run.config,
         method,
-        loop.model,
+        model,
         run.tokenizer,
         run.data.train,
         rewards,
         device=device,
-        computing=partial(compute, loop.model, dtype),
-        stops=answer_ends(run.tokenizer, loop.model, run.data),
+        computing=partial(compute, model, dtype),
+        stops=answer_ends(run.tokenizer, model, run.data),
         file=file,
         shared=run.data.shared,
         plan=run.plan.answering,
         files=reference_files(run.config) | teacher_files(run.config) | judge_files(run.config, rewards),
+        stepper=stepper,
     )
-    loop.use_generations(generations)
     try:
         with (
-            _with_reference(run.config, loop.model),
-            teaching(run, loop),
-            judging(run.config, rewards, loop.model, run.tokenizer, device, dtype),
+            _with_reference(run.config, model),
+            teaching(run, model),
+            judging(run.config, rewards, model, run.tokenizer, device, dtype),
         ):
-            yield
+            yield generations
     finally:
         generations.close()

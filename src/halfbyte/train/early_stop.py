@@ -34,18 +34,19 @@ class Stops:
 
     Args:
         config: of the run.
-        what: the count that the loss is divided by.
+        what: name of the count that the loss is divided by.
+        sampled: whether rows are sampled answers. All answers of a step may have equal rewards, which gives no gradient.
     """
 
-    def __init__(self, config: RunConfig, what: str):
+    def __init__(self, config: RunConfig, what: str, sampled: bool = False):
         self.config, self.what = config, what.replace("_", " ").removesuffix("s")
-        self.may_learn_nothing = False  # in the first step: its answers may all be as good
+        self.sampled = sampled
         self._skipped = 0  # steps in a row, by float16's scaler
 
     def check_count(self, step: int, count: float, micro_batches: int) -> float:
         """Return what a step's loss is divided by. A step must have something to learn, unless its answers are sampled:
         where none of them ended in time (`mask_truncated_completions`), it is a step with the loss 0, as in TRL."""
-        if not count and self.may_learn_nothing:
+        if not count and self.sampled:
             notice("nothing-ended", f"step {step}: no answer ended within max_completion_length, so it teaches nothing")
             return 1.0
         if not count:
@@ -71,7 +72,7 @@ class Stops:
                 f"step {step}: {numbers}; stopped before updating any weight",
                 f"lower learning_rate ({self.config.learning_rate:g}); {self.last_checkpoint()}",
             )
-        if step == 1 and norm == 0 and not self.may_learn_nothing:
+        if step == 1 and norm == 0 and not self.sampled:
             raise TrainingError("step 1: no gradient reaches the trained weights", "check target_modules")
 
     def check_scale(self, step: int, norm: float, scale: float) -> None:

@@ -33,15 +33,12 @@ from transformers.trainer_utils import speed_metrics
 from halfbyte.config import RunConfig
 from halfbyte.methods import method_of
 from halfbyte.methods.base import Batch, Collate, Rows
-from halfbyte.modeling.adapters import compute
 from halfbyte.modeling.cast_cache import in_their_place
 from halfbyte.ops.fp8_scaling import DelayedScaling
 from halfbyte.optim import OPTIMIZERS, trained_parameters
 from halfbyte.parallel.context.model import slice_of
 from halfbyte.parallel.mesh import ALONE, AXES, ROWS, Mesh
 from halfbyte.parallel.mesh import TOKENS as OTHER_TOKENS
-from halfbyte.parallel.pipeline.model import Stages
-from halfbyte.parallel.pipeline.runtime import Pipeline
 from halfbyte.parallel.shard.model import trains_alike
 from halfbyte.parallel.shard.trained import trained_units
 from halfbyte.parallel.tensor.layers import whole_inside
@@ -49,9 +46,7 @@ from halfbyte.utils.errors import TrainingError
 from halfbyte.utils.files import new_directory
 from halfbyte.utils.signals import Request, Stopped, as_requests
 
-from ..parallel.pipeline.full_state import Gathered, scaling_state
-from ..parallel.pipeline.stepper import PipelinedStepper
-from ..parallel.rank_sync import Alike
+from ..parallel.pipeline.full_state import PipelineState, scaling_state
 from ..rl.rollouts import Generations
 from ..runs.manifest import write_manifest
 from . import checkpoint as checkpoints
@@ -72,9 +67,15 @@ from .metrics import TOKENS, MetricsFile, Window
 from .metrics_log import Records
 from .readback import StepNumbers, guard
 from .sampler import Counting, batches, counts_of, on_device
-from .stepper import GraphedStepper, Stepper, beside_graphs
+from .stepper import Stepper, beside_graphs
 
 Part = TypeVar("Part")
+
+
+def seed_process(config: RunConfig, mesh: Mesh) -> None:
+    """Seed the random numbers of this process: dropout differs between processes except along `tensor`, where all
+    compute the same rows."""
+    set_seed(config.seed + mesh.place(*(axis for axis in AXES if axis != "tensor")))
 
 
 class TrainingLoop:
@@ -90,12 +91,11 @@ class TrainingLoop:
         rows: of the training set.
         held_out: rows to evaluate on.
         collate: rows → a batch, the method's own.
+        stepper: runs the micro-batches of a step; it decides between eager steps, CUDA graphs and a pipeline.
         mesh: the processes that train.
-
-    Attributes:
-        stepper: gives a step's gradients; `use_graphs` changes it.
-        scaling: of the recipe, where it has a state.
-        gathered: of a model in stages.
+        scaling: the recipe's delayed scales, if it has any.
+        rollouts: samples the rows of each step; None: `rows` are trained on as they are.
+        pipeline_state: gathers weights and optimizer state from the stages of a pipeline; None: one stage.
     """
 
     def __init__(
@@ -111,7 +111,11 @@ class TrainingLoop:
         rows: Rows,
         held_out: Rows | None = None,
         collate: Collate,
+        stepper: Stepper,
         mesh: Mesh = ALONE,
+        scaling: DelayedScaling | None = None,
+        rollouts: Generations | None = None,
+        pipeline_state: PipelineState | None = None,
     ):
         self.config, self.data, self.metrics, self.compute_dtype = config, data, metrics, compute_dtype
         self.model, self.args, self.device, self.mesh = model, args, device, mesh
@@ -121,22 +125,17 @@ class TrainingLoop:
         self.loss_count = self.method.numbers.trained[0].over
         self.output, self.row = Path(config.output_dir), OPTIMIZERS[config.optim]
         self.trained = list(trained_parameters(model).values())
-        self.scaler = torch.amp.GradScaler(device.type) if compute_dtype == torch.float16 else None
-        self.stepper = Stepper(self._sums, self.scaler)
-        self.scaling: DelayedScaling | None = None
-        self.gathered: Gathered | None = None
-        self.generations: Generations | None = None
+        self.stepper, self.scaler, self.scaling = stepper, stepper.scaler, scaling
+        self.rollouts, self.pipeline_state = rollouts, pipeline_state
         self.callbacks, self.request = Callbacks(args, model, reports=mesh.is_main), Request()
         self._owed = False  # an evaluation, by the checkpoint that the run continues from
         self.optimizer: Any = None
         self.units: Any = None
         self.schedule: Any = None
-        self.stops = Stops(config, self.loss_count)
+        self.stops = Stops(config, self.loss_count, sampled=rollouts is not None)
         scaled = self.scaler is not None
-        self.records = Records(metrics, self.callbacks, self.method.numbers, self.stops, device, mesh, scaled)
+        self.records = Records(metrics, self.callbacks, self.method.numbers, self.stops, device, mesh, scaled, rollouts)
         self.ways = mesh.ways(*ROWS)
-        # dropout of other rows, tokens and layers is another; those who share a product draw the same
-        set_seed(config.seed + mesh.place(*(axis for axis in AXES if axis != "tensor")))
 
     @property
     def state(self) -> TrainerState:
@@ -145,27 +144,10 @@ class TrainingLoop:
     def add_callback(self, callback: TrainerCallback) -> None:
         self.callbacks.handler.add_callback(callback)
 
-    def use_graphs(self) -> None:
-        """From now on run micro-batches as CUDA graphs; for a fused model, on a CUDA device, without loss scaling."""
-        self.stepper = GraphedStepper(self._sums, self.trained, self._settled, Alike(self.mesh))
-
-    def use_stages(self, pipeline: Pipeline, stages: Stages) -> None:
-        """From now on run micro-batches through the stages that `model` was cut into."""
-        names = [metric.name for metric in self.method.numbers.trained]
-        around = partial(compute, self.model, self.compute_dtype)
-        self.stepper = PipelinedStepper(self._sums, names, self.method.blank, around, pipeline, stages, self.scaler)
-        self.gathered = Gathered(self.mesh, stages)
-
-    def use_generations(self, generations: Generations) -> None:
-        """From now on the rows of steps are answers to prompts, sampled as the run goes."""
-        self.generations, self.records.beside = generations, generations.taken
-        self.records.told = generations.mismatch.saw
-        generations.settle, generations.stepper = self.records.read, self.stepper
-        self.stops.may_learn_nothing = True
-
-    def _settled(self) -> bool:
-        """A graph captured before the recipe's scales are there would look for them in every replay; before the first
-        step's end, the optimizer's state would have to find room beside the graphs."""
+    @property
+    def _steady(self) -> bool:
+        """Whether a step may be captured: after the first one, so that the optimizer's state is allocated before the
+        graphs' memory, and with the recipe's scales set, because a graph replays the branch it was captured in."""
         return self.state.global_step > 0 and (self.scaling is None or any(self.scaling.settled))
 
     # --- a run -------------------------------------------------------------------------------------------------------
@@ -200,25 +182,25 @@ class TrainingLoop:
 
     def _begin(self, checkpoint: Path | None, steps: int) -> None:
         """Weights, optimizer, schedule and state, new or as `checkpoint` has them."""
+        split = self.pipeline_state
         if checkpoint is not None:
             with whole_inside(self.trained):
-                load_weights(self.model, checkpoint, self.gathered.stages.elsewhere if self.gathered else None)
-            checkpoints.load_scaling(checkpoint, self.scaling, self.gathered.own_scaling if self.gathered else dict)
+                load_weights(self.model, checkpoint, split.stages.elsewhere if split else None)
+            checkpoints.load_scaling(checkpoint, self.scaling, split.own_scaling if split else dict)
             state = checkpoints.read_state(checkpoint)
-            if self.generations is not None:
-                self.generations.load(checkpoint)
+            if self.rollouts is not None:
+                self.rollouts.load(checkpoint)
             self.records.window, self._owed = Window.of_dict(state["window"]), state.get("owes_evaluation", False)
         self.optimizer = self.row.make(self.model, self.config)
         elementwise = self.row.elementwise and self.scaler is None
-        graphed = isinstance(self.stepper, GraphedStepper)
-        alike = self.mesh.ways("shard") > 1 and trains_alike(self.model) and not graphed
+        alike = self.mesh.ways("shard") > 1 and trains_alike(self.model) and not self.stepper.captures
         narrow = partial(in_their_place, self.model, self.compute_dtype)
         self.units = trained_units(self.mesh, self.trained, elementwise=elementwise, alike=alike, narrow=narrow)
         self.units.adopt(self.optimizer)
         warmup = self.args.get_warmup_steps(steps)
         self.schedule = get_scheduler(self.config.lr_scheduler_type, self.optimizer, warmup, steps)
         if checkpoint is not None:
-            own = partial(self.gathered.own_part, self.optimizer) if self.gathered else self.units.own_state
+            own = partial(split.own_part, self.optimizer) if split else self.units.own_state
             with whole_inside(self.trained, self.optimizer):
                 load_optimizer(checkpoint, self.optimizer, self.schedule, self.scaler, own)
         by_steps = self.config.max_steps > 0
@@ -268,8 +250,8 @@ class TrainingLoop:
         size, skip = config.per_device_train_batch_size, done * self._micro_batches
         order, pinned = config.seed + epoch, self.device.type != "cpu"
         share: Any
-        if self.generations is not None:
-            share = self.generations.share(self.collate, epoch, skip, self.callbacks)
+        if self.rollouts is not None:
+            share = self.rollouts.share(self.collate, epoch, skip, self.callbacks, settle=self.records.read)
         else:
             share = batches(self.rows, size, self.collate, self.mesh, shuffled=order, skip=skip, pinned=pinned)
         micro_batches, seen = skip + share.total, skip
@@ -316,7 +298,7 @@ class TrainingLoop:
         taken = self.ahead.shared(taken, counts)
         before = random_states() if len(taken) > 1 else None
         with self.records.shares.of(number):
-            sums = self.stepper(self._unless_late(taken, before), count)
+            sums = self.stepper(self._unless_late(taken, before), count, steady=self._steady)
         sums = self.units.reduce(sums)
         norm = self._clip()
         numbers = torch.cat([sums, norm.to(sums).reshape(1)])
@@ -374,11 +356,6 @@ class TrainingLoop:
             self._save()
             self.callbacks("on_save")
 
-    def _sums(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """The sums of a micro-batch."""
-        with compute(self.model, self.compute_dtype):
-            return self.method.sums(self.model, batch)
-
     # --- evaluation and checkpoints ----------------------------------------------------------------------------------
 
     def evaluate(self) -> dict[str, float]:
@@ -390,7 +367,7 @@ class TrainingLoop:
         assert self.held_out is not None
         self.records.read()
         began, size = time.time(), self.args.per_device_eval_batch_size
-        rows, answers = self.held_out, self.generations
+        rows, answers = self.held_out, self.rollouts
         numbers = answers.evaluate(rows, self.callbacks) if answers else self._held_out_numbers(rows, size)
         numbers["seconds"] = time.time() - began
         self.records.write("eval", numbers)
@@ -430,9 +407,10 @@ class TrainingLoop:
         """
         states = self.mesh.gather(random or random_states())
         with whole_inside(self.trained, self.optimizer):
-            weights = self.gathered.weights() if self.gathered else None
-            optimizer = (self.gathered.optimizer if self.gathered else self.units.whole_state)(self.optimizer)
-            scaling = scaling_state(self.scaling, self.gathered)
+            split = self.pipeline_state
+            weights = split.weights() if split else None
+            optimizer = (split.optimizer if split else self.units.whole_state)(self.optimizer)
+            scaling = scaling_state(self.scaling, split)
             with self.units.full():
                 if self.mesh.is_main:
                     self._write(weights, optimizer, scaling, states, owes_evaluation)
@@ -452,8 +430,8 @@ class TrainingLoop:
                 save_optimizer(aside, optimizer, self.schedule, self.scaler)
                 save_random(aside, random)
                 checkpoints.save_scaling(aside, scaling)
-                if self.generations is not None:
-                    self.generations.save(aside)
+                if self.rollouts is not None:
+                    self.rollouts.save(aside)
                 self.state.save_to_json(str(aside / checkpoints.TRAINER_STATE))
                 checkpoints.write_state(aside, self.config, self.data, self.records.window, owes_evaluation, self.ways)
                 write_manifest(aside, self.state.global_step)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 
@@ -20,6 +20,14 @@ from .stepper import Stepper
 from .time_breakdown import Shares, shares_of
 
 
+class Rollouts(Protocol):
+    """The part of `rl.rollouts.Generations` that records ask: `taken` gives numbers of the rows of a record."""
+
+    mismatch: Any
+
+    def taken(self) -> dict[str, float]: ...
+
+
 class Records:
     """Takes each step as it is launched, reads it when the next one is, and writes the records that are due.
 
@@ -27,8 +35,6 @@ class Records:
         window: the steps since the last record.
         norm: the last gradient norm that was read.
         mean_losses: the sum of the steps' mean losses.
-        beside: numbers of the rows that the host knows, for a record that is due.
-        told: gets the sums and counts of each step that is read.
         shares: of the time of this process, of several.
     """
 
@@ -41,14 +47,14 @@ class Records:
         device: torch.device,
         mesh: Mesh,
         scaled: bool,
+        rollouts: Rollouts | None = None,
     ):
         self.file, self.callbacks, self.numbers, self.stops = file, callbacks, numbers, stops
         self.device, self.mesh, self.scaled = device, mesh, scaled
         self.window = Window.of(numbers.trained)
         self.norm = math.nan
         self.mean_losses = 0.0
-        self.beside: Callable[[], dict[str, float]] = dict
-        self.told: Callable[[dict[str, float], Mapping[str, float]], None] = lambda sums, counts: None
+        self.rollouts = rollouts
         self.shares = Shares(None, {})
         self._own = 0.0  # seconds that this process, of several, computed by itself since the last record
         self._launched: StepNumbers | None = None  # the step being launched, from its gradient norm on
@@ -81,7 +87,7 @@ class Records:
         self._launched.finish()
         self._unread, self._launched, self._due = self._launched, None, rate
         if rate is not None:  # before the next rows are there
-            self._beside = self.beside()
+            self._beside = self.rollouts.taken() if self.rollouts else {}
 
     def check(self, step: StepNumbers) -> list[float]:
         """The step's sums.
@@ -104,7 +110,8 @@ class Records:
         if step is not None:
             sums = dict(zip((metric.name for metric in metrics), self.check(step), strict=True))
             self.mean_losses += sums[metrics[0].name] / (step.counts[metrics[0].over] or 1)
-            self.told(sums, step.counts)
+            if self.rollouts:
+                self.rollouts.mismatch.saw(sums, step.counts)
             self.window.add(sums, step.counts, step.end.seconds_since(self._since))
             self._since = step.end
             self._own += step.own_seconds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from halfbyte.modeling.adapters import adapter_weights, compute
 from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.modeling.patch import PatchReport, patch
 from halfbyte.modeling.recipes import configured_recipe
+from halfbyte.ops.fp8_scaling import DelayedScaling
 from halfbyte.parallel.pipeline.model import Cut, Stages
 from halfbyte.parallel.pipeline.runtime import Pipeline
 from halfbyte.reading.tensors import ADAPTER, read_tensors
@@ -25,24 +27,44 @@ from halfbyte.utils.errors import TrainingError
 
 from ..parallel.pipeline.stepper import PipelinedStepper
 from . import checks, samples
-from .loop import TrainingLoop
 from .preflight import PreparedRun
-from .stepper import Batch
+from .stepper import Batch, Sums
 
 WIDTH = 64  # answers are computed in widths that are multiples of this
 
 
-def use_stages(run: PreparedRun, loop: TrainingLoop, stages: Stages) -> PipelinedStepper:
-    """Let the loop of a run send its steps through `stages` of its model."""
+@dataclass(frozen=True)
+class Ready:
+    """A patched and checked model.
+
+    Attributes:
+        results: for checks.json.
+        report: what was patched; None: nothing.
+        scaling: the recipe's delayed scales, if it has any.
+        graphs: whether steps may be captured in CUDA graphs.
+    """
+
+    results: dict[str, Any]
+    report: PatchReport | None
+    scaling: DelayedScaling | None = None
+    graphs: bool = False
+
+
+def pipelined_stepper(
+    run: PreparedRun, model: Any, stages: Stages, sums: Sums, scaler: torch.amp.GradScaler | None
+) -> PipelinedStepper:
+    """Return the stepper that runs the micro-batches of a run through the stages of its model."""
     assert run.cut is not None
+    device = run.machine.device
     width = stages.causal_lm.config.get_text_config().hidden_size
-    how: dict[str, Any] = {"width": width, "dtype": stages.dtype, "device": loop.device}
+    how: dict[str, Any] = {"width": width, "dtype": stages.dtype, "device": device}
     how["ahead"] = 0 if run.mesh.ways("shard") > 1 else len(stages.all)  # slices are gathered for a gradient alone
-    if loop.device.type == "cuda":
+    if device.type == "cuda":
         how["spare"] = max(run.plan.capacity_bytes - run.plan.total, 0)
-    loop.use_stages(Pipeline(run.mesh, run.cut.schedule, run.cut.seconds, **how), stages)
-    assert isinstance(loop.stepper, PipelinedStepper)
-    return loop.stepper
+    pipeline = Pipeline(run.mesh, run.cut.schedule, run.cut.seconds, **how)
+    names = [metric.name for metric in run.method.numbers.trained]
+    around = partial(compute, model, run.machine.compute_dtype)
+    return PipelinedStepper(sums, names, run.method.blank, around, pipeline, stages, scaler)
 
 
 def first_losses(stepper: PipelinedStepper, ids: Tensor, around: Callable[[], Any]) -> tuple[float, float]:
@@ -60,21 +82,19 @@ def first_losses(stepper: PipelinedStepper, ids: Tensor, around: Callable[[], An
     return loss, reference
 
 
-def make_ready(
-    run: PreparedRun, loop: TrainingLoop, stepper: PipelinedStepper, ids: Tensor
-) -> tuple[dict[str, Any], PatchReport | None]:
+def make_ready(run: PreparedRun, model: Any, stepper: PipelinedStepper, ids: Tensor) -> Ready:
     """Patch the stages of this process, and check the loss before and after."""
-    device, around = run.machine.device, partial(compute, loop.model, run.machine.compute_dtype)
+    device, around = run.machine.device, partial(compute, model, run.machine.compute_dtype)
     loss, reference = first_losses(stepper, ids, around)
-    results, report = {"first_step": checks.first_step(loss, reference, ids.shape[1] - 1)}, None
+    results, report, scaling = {"first_step": checks.first_step(loss, reference, ids.shape[1] - 1)}, None, None
     assert run.cut is not None
     levels = stage_levels(run.plan.levels, run.cut, run.mesh.place("pipeline")) or None
     if run.config.use_kernels and device.type != "cpu":
-        report = patch(loop.model, levels)
+        report = patch(model, levels)
         results["fused"] = checks.fused(first_losses(stepper, ids, around)[0], loss)
     if run.config.precision.recipe != "bf16":
-        loop.scaling = patch(loop.model, levels, configured_recipe(run.config.precision)).scaling
-    return results, report
+        scaling = patch(model, levels, configured_recipe(run.config.precision)).scaling
+    return Ready(results, report, scaling)
 
 
 def answer(

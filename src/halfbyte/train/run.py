@@ -28,13 +28,12 @@ from halfbyte.memory.expert_offload import offload_experts
 from halfbyte.memory.host import HEAP_WASTE, return_large_blocks
 from halfbyte.memory.limit import FIRST_KERNELS, held_to
 from halfbyte.methods.answers import turn_dropout_off
-from halfbyte.methods.base import Collate
 from halfbyte.modeling.adapters import add_adapter, compute, no_input_casts, reads_base
 from halfbyte.modeling.attention import planned_lengths
 from halfbyte.modeling.checkpointing import recompute_as_transformers
 from halfbyte.modeling.layer import decoder_layers
 from halfbyte.modeling.packing import isolate_run, release
-from halfbyte.modeling.patch import PatchReport, patch, patch_attention, unpatch
+from halfbyte.modeling.patch import patch, patch_attention, unpatch
 from halfbyte.modeling.recipes import configured_recipe
 from halfbyte.modeling.routers import watched
 from halfbyte.optim import trained_parameters
@@ -57,21 +56,25 @@ from halfbyte.utils.notices import forget, silent
 from halfbyte.utils.terminal import LiveMetrics, print_memory, said_of_experts
 from halfbyte.utils.text import one_line
 
-from ..auxiliary.reference import use_reference
+from ..auxiliary.reference import add_reference
 from ..parallel.launch.agreement import check_agreement, check_shared
+from ..parallel.pipeline.full_state import PipelineState
 from ..parallel.pipeline.stepper import PipelinedStepper
-from ..rl.setup import answering
+from ..parallel.rank_sync import Alike
+from ..rl.setup import sampled_rollouts
 from ..runs.ends import generation_keys
 from ..runs.lock import run_lock
 from . import checks, pipeline_run, samples
 from .checkpoint import best, remove_leftovers
 from .checkpoint_state import save_weights
 from .determinism import repeatable, verdict
-from .loop import TrainingLoop
+from .loop import TrainingLoop, seed_process
 from .metrics import MetricsFile, memory_now, peak_memory, reserved_memory, restart_peak
+from .pipeline_run import Ready
 from .preflight import PreparedRun, lengths_worth_plans, prepare_run
 from .run_folder import PAGES, OpenRun, finished_measures, open_run, saved_in, write_environment, write_memory
 from .sampler import on_device
+from .stepper import GraphedStepper, Stepper, Sums, loss_scaler, sums_of
 
 EXPERTS = "experts.json"
 
@@ -192,26 +195,50 @@ def _release(device: torch.device) -> None:
 
 def _run(job: OpenRun, console: Console) -> RunResult:
     run, device, measured = job.prepared, job.prepared.machine.device, dict[str, int]()
+    dtype = run.machine.compute_dtype
     model = _trainable_model(run, measured)
     stages = _own_part(run, model)
-    collate = run.method.collator(run.config, run.tokenizer, device)
-    loop = _loop(job, model, collate)
-    if stages is not None:
-        pipeline_run.use_stages(run, loop, stages)
+    sums, scaler = sums_of(run.method, model, dtype), loss_scaler(device, dtype)
+    pipelined = None if stages is None else pipeline_run.pipelined_stepper(run, model, stages, sums, scaler)
+    seed_process(run.config, run.mesh)
     ids = torch.tensor([run.data.train[0]["input_ids"][: checks.TOKENS]], device=device)
-    with no_input_casts(model, run.machine.compute_dtype):
-        results, report = _make_ready(run, model, loop, ids, console)
+    rows, held_out = run.data.train, run.data.eval
+    with no_input_casts(model, dtype):
+        if pipelined is None:
+            ready = _make_ready(run, model, ids, console)
+        else:
+            ready = pipeline_run.make_ready(run, model, pipelined, ids)
+        results = ready.results
         if run.method.reference:
-            results["reference"] = use_reference(run, loop, console)
-        before = _answers(run, loop)
-        with divided(model, run.mesh), answering(job, loop), _experts_watched(job, loop, console):
-            _train(job, loop, console)
-        after = _answers(run, loop)
-        measured |= _peaks(device, loop, measured["base_bytes"])
+            rows, held_out, results["reference"] = add_reference(run, model, console)
+        before = _answers(run, model, pipelined)
+        with divided(model, run.mesh), _counted_experts(job, model, sums, console) as sums:
+            stepper = pipelined or make_stepper(run, model, sums, scaler, ready.graphs)
+            with sampled_rollouts(job, model, stepper) as rollouts:
+                loop = TrainingLoop(
+                    config=run.config,
+                    data=run.size,
+                    metrics=job.metrics,
+                    compute_dtype=dtype,
+                    model=model,
+                    args=run.arguments,
+                    device=device,
+                    rows=rows,
+                    held_out=held_out,
+                    collate=run.method.collator(run.config, run.tokenizer, device),
+                    stepper=stepper,
+                    mesh=run.mesh,
+                    scaling=ready.scaling,
+                    rollouts=rollouts,
+                    pipeline_state=None if stages is None else PipelineState(run.mesh, stages),
+                )
+                _train(job, loop, console)
+        after = _answers(run, model, pipelined)
+        measured |= _peaks(device, stepper, measured["base_bytes"])
         release(model)
         unpatch(model)
         results |= _save(job, loop, ids)
-    found = results["reproducible"] = verdict(run.config, device, report)
+    found = results["reproducible"] = verdict(run.config, device, ready.report)
     console.print(f"a run with this seed {'has equal bytes' if found['equal'] else 'may differ'}: {found['why']}")
     ranks = run.mesh.gather(measured)
     if not run.mesh.is_main:
@@ -222,16 +249,26 @@ def _run(job: OpenRun, console: Console) -> RunResult:
     return RunResult(job.output, _summary(job, measured))
 
 
+def make_stepper(
+    run: PreparedRun, model: Any, sums: Sums, scaler: torch.amp.GradScaler | None, graphs: bool
+) -> Stepper:
+    """Return the stepper of a run whose processes have all layers."""
+    if not graphs:
+        return Stepper(sums, scaler)
+    return GraphedStepper(sums, list(trained_parameters(model).values()), Alike(run.mesh))
+
+
 @contextlib.contextmanager
-def _experts_watched(job: OpenRun, loop: TrainingLoop, console: Console) -> Iterator[None]:
-    """Inside, the experts of a mixture are counted as they are chosen; what that came to is written and said."""
-    if isinstance(loop.stepper, PipelinedStepper):  # each process has some of the layers
-        yield
+def _counted_experts(job: OpenRun, model: Any, sums: Sums, console: Console) -> Iterator[Sums]:
+    """Yield `sums`, which for a mixture also count the chosen experts; write and print the counts afterwards.
+
+    The processes of a pipeline have some of the layers each, so nothing is counted there.
+    """
+    if job.prepared.cut is not None:
+        yield sums
         return
-    with watched(loop.model, balanced=bool(job.prepared.config.router_aux_loss_coef)) as routers:
-        if routers is not None:
-            loop.stepper.sums = routers.counting(loop.stepper.sums)
-        yield
+    with watched(model, balanced=bool(job.prepared.config.router_aux_loss_coef)) as routers:
+        yield sums if routers is None else routers.counting(sums)
         if routers is not None:
             found = routers.use(job.prepared.mesh)
             if job.prepared.mesh.is_main:
@@ -252,13 +289,9 @@ def _write_results(
     write_environment(job, reproducible=results["reproducible"], finished=time.time())
 
 
-def _make_ready(
-    run: PreparedRun, model: Any, loop: TrainingLoop, ids: torch.Tensor, console: Console
-) -> tuple[dict[str, Any], PatchReport | None]:
-    """Patch the model, keep packed documents apart, and check each against what the model computed before."""
-    report, device, dtype = None, run.machine.device, run.machine.compute_dtype
-    if isinstance(loop.stepper, PipelinedStepper):
-        return pipeline_run.make_ready(run, loop, loop.stepper, ids)
+def _make_ready(run: PreparedRun, model: Any, ids: torch.Tensor, console: Console) -> Ready:
+    """Patch the model and isolate packed documents; check the loss after each change against the loss before."""
+    report, scaling, device, dtype = None, None, run.machine.device, run.machine.compute_dtype
     results = {"first_step": checks.loss_check(model, ids, dtype)}
     if run.config.use_kernels and device.type != "cpu":
         report = patch(model, run.plan.levels or None)
@@ -280,11 +313,9 @@ def _make_ready(
         with divided(model, run.mesh):
             results["divided"] = checks.divided_check(model, ids, dtype, loss, run.mesh)
     by_positions = isolation is None or isolation.way == "positions"  # other ways look at the batch
-    if run.plan.use_graphs and by_positions:
-        loop.use_graphs()
     if run.config.precision.recipe != "bf16":  # a CPU computes in it, too
-        loop.scaling = patch(model, run.plan.levels or None, configured_recipe(run.config.precision)).scaling
-    return results, report
+        scaling = patch(model, run.plan.levels or None, configured_recipe(run.config.precision)).scaling
+    return Ready(results, report, scaling, run.plan.use_graphs and by_positions)
 
 
 def _shared_and_apart(run: PreparedRun, device: torch.device) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -294,10 +325,10 @@ def _shared_and_apart(run: PreparedRun, device: torch.device) -> tuple[dict[str,
     return on_device(collate([row]), device), on_device(collate([apart(row)]), device)
 
 
-def _peaks(device: torch.device, loop: TrainingLoop, base_bytes: int) -> dict[str, int]:
+def _peaks(device: torch.device, stepper: Stepper, base_bytes: int) -> dict[str, int]:
     """What the run took; `run_bytes` is what the plan's prediction is of."""
     peak = peak_memory(device)
-    graphs = {"graph_pool_bytes": held} if (held := loop.stepper.most_graph_bytes) else {}
+    graphs = {"graph_pool_bytes": held} if (held := stepper.most_graph_bytes) else {}
     return {"peak_bytes": peak, "run_bytes": peak - base_bytes} | graphs | reserved_memory(device)
 
 
@@ -339,31 +370,15 @@ def _own_part(run: PreparedRun, model: Any) -> Stages | None:
     return stages
 
 
-def _loop(job: OpenRun, model: Any, collate: Collate) -> TrainingLoop:
-    run = job.prepared
-    return TrainingLoop(
-        config=run.config,
-        data=run.size,
-        metrics=job.metrics,
-        compute_dtype=run.machine.compute_dtype,
-        model=model,
-        args=run.arguments,
-        device=run.machine.device,
-        rows=run.data.train,
-        held_out=run.data.eval,
-        collate=collate,
-        mesh=run.mesh,
-    )
-
-
-def _answers(run: PreparedRun, loop: TrainingLoop) -> list[str]:
+def _answers(run: PreparedRun, model: Any, pipelined: PipelinedStepper | None) -> list[str]:
+    """Return the model's answers to the prompts of generations.json."""
     new, ends = run.config.sample_max_new_tokens, run.data.report.get("stop_tokens", [])
-    stops = stop_tokens(run.tokenizer, loop.model, ends)
-    if isinstance(loop.stepper, PipelinedStepper):
-        around = partial(compute, loop.model, run.machine.compute_dtype)
+    stops = stop_tokens(run.tokenizer, model, ends)
+    if pipelined is not None:
+        around = partial(compute, model, run.machine.compute_dtype)
         how = run.tokenizer, run.prompts, around
-        return pipeline_run.answer(loop.stepper, *how, max_new_tokens=new, stops=stops)
-    return samples.answer(loop.model, run.tokenizer, run.prompts, max_new_tokens=new, stops=stops)
+        return pipeline_run.answer(pipelined, *how, max_new_tokens=new, stops=stops)
+    return samples.answer(model, run.tokenizer, run.prompts, max_new_tokens=new, stops=stops)
 
 
 def _train(job: OpenRun, loop: TrainingLoop, console: Console) -> None:
@@ -393,7 +408,8 @@ def _save(job: OpenRun, loop: TrainingLoop, ids: torch.Tensor) -> dict[str, Any]
     Processes that hold parts of a model compute together, so all of them check; else the main one does.
     """
     run, model = job.prepared, loop.model
-    weights = loop.gathered.weights() if loop.gathered else None
+    split = loop.pipeline_state
+    weights = split.weights() if split else None
     folder = job.output / saved_in(run.config)
     if not run.config.use_peft and run.config.storage.qat_scheme is None:
         # as the base was stored; in quantization-aware training `halfbyte merge` rounds what was trained, and once
@@ -406,8 +422,8 @@ def _save(job: OpenRun, loop: TrainingLoop, ids: torch.Tensor) -> dict[str, Any]
                 if not run.config.use_peft:
                     write_json(aside / GENERATION, generation_keys(aside, run.tokenizer, run.data.report))
     run.mesh.wait()
-    if loop.gathered:
-        return {"adapter_file": pipeline_run.adapter_file(loop.gathered.stages, folder)}
+    if split:
+        return {"adapter_file": pipeline_run.adapter_file(split.stages, folder)}
     if not run.mesh.is_main and not run.mesh.computes_together:
         return {}
     if run.config.use_peft:

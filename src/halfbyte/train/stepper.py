@@ -10,14 +10,32 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from halfbyte.methods.base import Method
+from halfbyte.modeling.adapters import compute
 from halfbyte.utils.hardware import free_cached_memory, is_out_of_memory
 
 from ..parallel.rank_sync import AGREED, Alike
 from .graph import ONE, GraphedBackward
 
 Batch = Mapping[str, Any]
+Sums = Callable[[Batch], Mapping[str, Tensor]]  # micro-batch → named sums, 0-d; "loss" is differentiated
 Result = TypeVar("Result")
 COUNT = "loss_count"  # in a micro-batch: what the step's summed loss is divided by, a number on the device
+
+
+def sums_of(method: Method, model: Any, compute_dtype: torch.dtype) -> Sums:
+    """Return the function that computes the method's named sums of a micro-batch, in `compute_dtype`."""
+
+    def sums(batch: Batch) -> Mapping[str, Tensor]:
+        with compute(model, compute_dtype):
+            return method.sums(model, batch)
+
+    return sums
+
+
+def loss_scaler(device: torch.device, compute_dtype: torch.dtype) -> torch.amp.GradScaler | None:
+    """Return the loss scaler that float16 needs, or None."""
+    return torch.amp.GradScaler(device.type) if compute_dtype == torch.float16 else None
 
 
 class Stepper:
@@ -27,19 +45,24 @@ class Stepper:
         sums: micro-batch → named sums, 0-d; the one called "loss" is differentiated.
         scaler: of the loss, in float16.
 
-    Call with the micro-batches and the count (0-d, on their device) that the step's summed loss is divided by.
-    Gradients of that mean are added to `.grad`. Returns the sums over all micro-batches [n], in their order.
+    Call with the micro-batches, the count (0-d, on their device) that the step's summed loss is divided by, and
+    whether the step may be captured. Gradients of that mean are added to `.grad`. Returns the sums over all
+    micro-batches [n], in their order.
     """
 
-    together = 1  # batches that are best evaluated at once
+    together = 1  # number of batches that are evaluated in one call
+    captures = False  # whether steps are captured in CUDA graphs
+    has_all_layers = True  # False: this process has some stages of a pipeline
+    pipeline: Any = None  # the pipeline that steps run through
     holds_graphs = False
-    most_graph_bytes = 0  # of device memory that graphs held
-    alike = ONE  # the processes that this one does nothing without
+    most_graph_bytes = 0  # peak device memory of captured graphs, bytes
+    alike = ONE  # the processes that this one computes together with
 
-    def __init__(self, sums: Callable[[Batch], Mapping[str, Tensor]], scaler: torch.amp.GradScaler | None = None):
-        self.sums, self.scaler = sums, scaler
+    def __init__(self, sums: Sums, scaler: torch.amp.GradScaler | None = None):
+        self.sums, self.scaler, self.steady = sums, scaler, False
 
-    def __call__(self, batches: Iterable[Batch], count: Tensor) -> Tensor:
+    def __call__(self, batches: Iterable[Batch], count: Tensor, steady: bool = False) -> Tensor:
+        self.steady = steady
         first, *others = (self.micro_batch({**batch, COUNT: count}) for batch in batches)
         for sums in others:
             first = first + sums
@@ -75,27 +98,24 @@ class GraphedStepper(Stepper):
     """The same as CUDA graphs, for a model whose forward and backward can be captured; without loss scaling.
 
     Args:
-        parameters: those that get gradients.
-        ready: whether the next micro-batch may be captured, or replayed.
-        alike: the processes that compute together with this one.
+        parameters: the trained parameters.
+        alike: the processes that this one computes together with.
     """
 
+    captures = True
+
     def __init__(
-        self,
-        sums: Callable[[Batch], Mapping[str, Tensor]],
-        parameters: Sequence[Tensor],
-        ready: Callable[[], bool],
-        alike: Alike = ONE,
+        self, sums: Sums, parameters: Sequence[Tensor], alike: Alike = ONE
     ):
         super().__init__(sums)
-        self.alike, self.ready = alike, ready
+        self.alike = alike
         self.graphs = GraphedBackward(self.backward, parameters, alike)
 
     def agree(self, batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         return self.alike.agree(batches)
 
     def micro_batch(self, batch: Batch) -> Tensor:
-        return self.graphs(batch, self.ready())  # on the stream of captures: another would cache as much again
+        return self.graphs(batch, self.steady)  # on the stream of captures: another would cache as much again
 
     @property
     def holds_graphs(self) -> bool:  # type: ignore[override]

@@ -16,7 +16,6 @@ import torch
 from halfbyte.parallel.mesh import Mesh
 from halfbyte.parallel.shard.model import sharded
 
-from ..parallel.pipeline.stepper import PipelinedStepper
 from .readback import Mark
 from .stepper import Stepper
 
@@ -37,7 +36,7 @@ def shares_of(mesh: Mesh, device: torch.device, model: Any, stepper: Stepper) ->
     watched: dict[str, Watched] = {}
     if (share := sharded(model)) is not None:
         watched[GATHERS] = share.gathers
-    if isinstance(stepper, PipelinedStepper):
+    if stepper.pipeline is not None:
         watched[IDLE] = stepper.pipeline
     return Shares(device if mesh.size > 1 else None, watched)
 

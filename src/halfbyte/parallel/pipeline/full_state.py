@@ -24,7 +24,7 @@ Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
-class Gathered:
+class PipelineState:
     """The trained parameters of a model in stages; every process calls the same methods."""
 
     mesh: Mesh
@@ -107,7 +107,7 @@ class Gathered:
         return {name: each for part in self.mesh.gather(own if speaks else {}) for name, each in part.items()}
 
 
-def scaling_state(scaling: DelayedScaling | None, gathered: Gathered | None) -> dict[str, Tensor] | None:
+def scaling_state(scaling: DelayedScaling | None, gathered: PipelineState | None) -> dict[str, Tensor] | None:
     """What a checkpoint keeps of a recipe's state, whole; None: the run has none. Every process calls it."""
     if scaling is None:
         return None
