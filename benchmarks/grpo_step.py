@@ -171,9 +171,9 @@ def measured(given: argparse.Namespace, folder: str) -> dict[str, Any]:
 
 def profiled(loop: Any, generations: Any) -> None:
     """Where one micro-batch's time goes on the device, and how much of it the device waits."""
-    from halfbyte.train.sampler import on_device
+    from halfbyte.batch import to_device
 
-    batch = on_device(loop.collate(generations._current.rows[: generations.size]), loop.device)
+    batch = to_device(loop.collate(generations._current.rows[: generations.size]), loop.device)
     batch.pop("counts")
     count = torch.ones((), device=loop.device)
     torch.cuda.synchronize()

@@ -187,22 +187,17 @@ def test_each_holds_its_part(two):
 
 
 @pytest.mark.parametrize(
-    ("family", "shape", "ways", "said"),
+    ("family", "shape", "ways", "named"),
     [
-        ("Llama", {}, 4, "4 heads, 2 of them of keys, are not divided 4 ways"),
-        (
-            "Llama",
-            {"intermediate_size": 50, "num_key_value_heads": 4},
-            4,
-            "50 channels of the MLP are not divided 4 ways",
-        ),
-        ("Phi3", {}, 2, "q, k and v of Phi3 are one linear"),
-        ("Mixtral", {}, 2, "nothing divides the experts of Mixtral"),
-        ("Llama", {"attention_dropout": 0.1}, 2, "each process would drop other scores"),
+        ("Llama", {}, 4, "2 key heads"),
+        ("Llama", {"intermediate_size": 50, "num_key_value_heads": 4}, 4, "50 channels"),
+        ("Phi3", {}, 2, "Phi3"),
+        ("Mixtral", {}, 2, "Mixtral"),
+        ("Llama", {"attention_dropout": 0.1}, 2, "attention_dropout"),
     ],
 )
-def test_models_that_are_not_divided(family, shape, ways, said):
-    with pytest.raises(ModelError, match=f"parallel: {{tensor: {ways}}}: {said}"):
+def test_models_that_are_not_divided(family, shape, ways, named):
+    with pytest.raises(ModelError, match=f"parallel: {{tensor: {ways}}}: .*{named}"):
         check_products(tiny(family, adapter=False, shape=shape), ways)
 
 
@@ -217,9 +212,9 @@ def test_a_format_whose_blocks_do_not_divide():
     ("lora", "said"),
     [
         ({"use_dora": True}, "q_proj: its LoRA is a variant"),
-        ({"lora_dropout": 0.1}, "q_proj: each process would drop other inputs"),
-        ({"modules_to_save": ["lm_head"]}, r"lm_head.* is trained, and no adapter"),
-        ({"target_modules": ["q_proj", "lm_head"]}, r"lm_head.* is trained, and no adapter"),
+        ({"lora_dropout": 0.1}, "q_proj: .*lora_dropout"),
+        ({"modules_to_save": ["lm_head"]}, "lm_head"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "lm_head"),
     ],
 )
 def test_adapters_that_are_not_divided(lora, said):

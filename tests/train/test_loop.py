@@ -108,8 +108,8 @@ def test_it_trains_what_transformers_own_trainer_trains(tmp_path):
     logged = [entry for entry in theirs.state.log_history if "learning_rate" in entry]
     assert [entry["learning_rate"] for entry in logged] == [r["learning_rate"] for r in ours.metrics.records()]
     assert [entry["loss"] for entry in logged] == pytest.approx(losses(ours), rel=1e-5)
-    for name, weight in trained_weights(ours).items():
-        torch.testing.assert_close(model.get_parameter(name), weight, rtol=1e-5, atol=1e-6)
+    for name, weight in trained_weights(ours).items():  # Adam divides a gradient near 0 by itself, rounding included
+        torch.testing.assert_close(model.get_parameter(name), weight, rtol=1e-5, atol=1e-3 * config.learning_rate)
 
 
 def test_evaluations_and_checkpoints_fall_on_epochs_unless_told(tmp_path):

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from halfbyte.batch import take_counts, to_device
 from halfbyte.generation import Completion
 from halfbyte.generation.stops import turn_end
 from halfbyte.methods.gkd import given_answer
 from halfbyte.rl.rewards import Scored
 
 from ..train.metrics import Window
-from ..train.sampler import Counting, counts_of, on_device
+from ..train.sampler import Counting
 from .rollout_batch import Answered
 from .rollouts import EVALUATION, Generations, Row, as_row
 from .statistics import lengths_of
@@ -80,8 +81,8 @@ class DistilledGenerations(Generations):
         rows, found = self._compared(answered, self.collate), Window.of(self.method.numbers.trained)
         self.model.eval()
         for begin in range(0, len(rows), self.size):
-            batch = on_device(self.collate(rows[begin : begin + self.size]), self.device)
-            counts = counts_of([batch])
+            batch = to_device(self.collate(rows[begin : begin + self.size]), self.device)
+            counts = take_counts([batch])
             with self.computing():
                 sums = self.method.sums(self.model, batch)
             found.add({name: float(value) for name, value in sums.items()}, counts, 0.0)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from halfbyte.batch import to_device
 from halfbyte.config import RunConfig
 from halfbyte.data.branches import GIVEN
 from halfbyte.generation import Completion, Sampling
@@ -34,7 +35,7 @@ from halfbyte.utils.files import write_json
 from ..reading import read_json
 from ..reading.tensors import ADAPTER
 from ..train.metrics import MetricsFile
-from ..train.sampler import Counting, on_device
+from ..train.sampler import Counting
 from ..train.stepper import Stepper, beside_graphs
 from .importance import Mismatch
 from .rollout_batch import Answered, Monotony
@@ -348,7 +349,7 @@ class Generations:
         """Give each row the log-probabilities of its answer's tokens, by the training forward, as `name`."""
         for begin in range(0, len(rows), self.size):
             some = rows[begin : begin + self.size]
-            batch = on_device(collate.collate(some), self.device)
+            batch = to_device(collate.collate(some), self.device)
             with self.computing():
                 log_probs, _ = self.method.log_probs(self.model, batch)
             lengths = [len(row["sampled"]) for row in some]

@@ -4,7 +4,7 @@ Below about 4k tokens a step's time is that of its launches, not of its arithmet
 (docs/design.md, decision 5). A graph holds for the shapes it was captured with, so there is one for each, in one memory
 pool: they never run at the same time.
 
-Processes that compute a forward together do all of this alike (`alike`): what one of them would do by itself, such as
+Ranks that share collectives do all of this together (`parallel.rank_sync`): what one of them would do by itself, such as
 running a step again, ends the run.
 
 The first steps of a run are launched from Python: kernels are compiled, and buffers made. After that a shape is
@@ -21,7 +21,7 @@ come. When memory runs out all graphs go, and training goes on from Python.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,15 +33,17 @@ from halfbyte.utils.errors import TrainingError
 from halfbyte.utils.hardware import capture_stream, free_cached_memory, is_out_of_memory, reservable_bytes
 from halfbyte.utils.notices import notice
 
+from ..batch import SYNCED_SHAPE, Batch
 from ..parallel.mesh import ALONE
-from ..parallel.rank_sync import AGREED, Alike
+from ..parallel.rank_sync import RankSync
 from .gradients import Gradients
 
 WARMUP = 3  # steps in which kernels compile and make their buffers
 FAR = 2**40  # random numbers ahead, where nobody is
-ONE = Alike(ALONE)
+ONE = RankSync(ALONE)
 
-Batch = Mapping[str, Any]
+
+
 Shapes = tuple[Any, ...]
 
 
@@ -84,7 +86,7 @@ class _Graphs:
     Args:
         step: batch → a tensor to report, such as the loss. What changes between steps it reads from the device.
         discard: drops the gradients that a failed capture may leave, which were never computed.
-        alike: the processes that compute together with this one, whose micro-batches are `Alike.agree`d.
+        sync: the processes that compute together with this one, whose micro-batches `RankSync.pad` pads.
 
     Attributes:
         pool_bytes: of device memory that the graphs hold, for results and all in between.
@@ -94,8 +96,8 @@ class _Graphs:
     may be captured. Returns the step's result, a tensor of its own.
     """
 
-    def __init__(self, step: Callable[[Batch], Tensor], discard: Callable[[], Any], alike: Alike = ONE):
-        self.step, self.discard, self.alike = step, discard, alike
+    def __init__(self, step: Callable[[Batch], Tensor], discard: Callable[[], Any], sync: RankSync = ONE):
+        self.step, self.discard, self.sync = step, discard, sync
         # for warm-ups and captures, since autograd remembers a leaf's stream
         self.stream = capture_stream(torch.cuda.current_device())
         self.pool = torch.cuda.graph_pool_handle()
@@ -104,7 +106,7 @@ class _Graphs:
         self._seen: dict[Shapes, int] = {}
         self._captured: dict[Shapes, _Captured | None] = {}  # those used last at the end; None: stays eager
         self._to_warm_up: set[Shapes] = set()
-        self._warm_up_each = not alike.is_alone
+        self._warm_up_each = not sync.is_alone
         self._largest = 0  # captured
         self._eager_only = False
 
@@ -161,10 +163,10 @@ class _Graphs:
     def _capture(self, batch: Batch, warm: bool) -> _Captured | None:
         """None where it fails, which is said of a shape that is `warm`."""
         size = max(value.numel() for value in batch.values() if isinstance(value, Tensor))
-        size = batch[AGREED].size if AGREED in batch else size
+        size = batch[SYNCED_SHAPE].size if SYNCED_SHAPE in batch else size
         if size > self._largest:
             self.drop()
-            if not self.alike.is_alone and self.alike.any_says(not self._has_room()):
+            if not self.sync.is_alone and self.sync.any(not self._has_room()):
                 self.give_up()
                 return None
         elif reservable_bytes(self.stream.device) < self.pool_bytes:  # than which no smaller shape takes more
@@ -180,7 +182,7 @@ class _Graphs:
             self.most_pool_bytes = max(self.most_pool_bytes, self.pool_bytes)
             self._largest = max(self._largest, size)
             return captured
-        if no_memory and not self.alike.is_alone:
+        if no_memory and not self.sync.is_alone:
             raise torch.OutOfMemoryError(f"{reason} (as a CUDA graph was captured; others wait for this process)")
         self.discard()
         _leave_failed_capture(self.stream.device.index, self.pool, FAR if self.holds_graphs else 0)
@@ -274,10 +276,10 @@ class GraphedBackward(_Graphs):
     Args:
         step: batch → a tensor to report; runs `backward` and nothing after it.
         parameters: those that get gradients.
-        alike: as in `_Graphs`.
+        sync: as in `_Graphs`.
     """
 
-    def __init__(self, step: Callable[[Batch], Tensor], parameters: Sequence[Tensor], alike: Alike = ONE):
+    def __init__(self, step: Callable[[Batch], Tensor], parameters: Sequence[Tensor], sync: RankSync = ONE):
         self.gradients = Gradients(parameters)
 
         def collected(batch: Batch) -> Tensor:
@@ -285,7 +287,7 @@ class GraphedBackward(_Graphs):
             self.gradients.flush()
             return result
 
-        super().__init__(collected, self.gradients.forget, alike)
+        super().__init__(collected, self.gradients.forget, sync)
 
     def __call__(self, batch: Batch, ready: bool = True) -> Tensor:
         self.gradients.begin()
@@ -298,7 +300,7 @@ class GraphedBackward(_Graphs):
         try:
             return super()._eager(batch)
         except RuntimeError as error:
-            if not is_out_of_memory(error) or not self.holds_graphs or not self.alike.is_alone:
+            if not is_out_of_memory(error) or not self.holds_graphs or not self.sync.is_alone:
                 raise
         # out of the handler, whose error would keep the step's tensors
         self.gradients.forget()

@@ -30,6 +30,7 @@ import torch
 from transformers import TrainerCallback, TrainerState, TrainingArguments, get_scheduler, set_seed
 from transformers.trainer_utils import speed_metrics
 
+from halfbyte.batch import take_counts, to_device
 from halfbyte.config import RunConfig
 from halfbyte.methods import method_of
 from halfbyte.methods.base import Batch, Collate, Rows
@@ -66,7 +67,7 @@ from .look_ahead import Ahead, with_numbers
 from .metrics import TOKENS, MetricsFile, Window
 from .metrics_log import Records
 from .readback import StepNumbers, guard
-from .sampler import Counting, batches, counts_of, on_device
+from .sampler import Counting, batches
 from .stepper import Stepper, beside_graphs
 
 Part = TypeVar("Part")
@@ -280,16 +281,16 @@ class TrainingLoop:
     def _take(self, loader: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
         """The micro-batches of the next step, on their way to the device; none at the end of the epoch."""
         self.records.begin()
-        taken = [on_device(batch, self.device) for batch in islice(loader, self.config.gradient_accumulation_steps)]
-        return [slice_of(batch, self.mesh) for batch in self.stepper.agree(taken)]
+        taken = [to_device(batch, self.device) for batch in islice(loader, self.config.gradient_accumulation_steps)]
+        return [slice_of(batch, self.mesh) for batch in self.stepper.synced(taken)]
 
     def _own(self, batch: dict[str, Any]) -> Batch:
-        return slice_of(on_device(batch, self.device), self.mesh)
+        return slice_of(to_device(batch, self.device), self.mesh)
 
     def _step(self, taken: list[dict[str, Any]], epoch: float) -> None:
         """One optimizer step; `epoch` is how far the run is after it."""
         self.callbacks("on_step_begin")
-        number, counts = self.state.global_step + 1, counts_of(taken)
+        number, counts = self.state.global_step + 1, take_counts(taken)
         counts = self.mesh.sum(counts)
         divisor = self.stops.check_count(number, counts[self.loss_count], len(taken) * self.ways)
         if not self.model.training:  # after an evaluation; it walks all modules
@@ -386,7 +387,7 @@ class TrainingLoop:
             shared = self.ahead.of_all(map(self._own, share))
             late = iter(self._unless_late(share, random, evaluates=True))
             while together := list(islice(late, self.stepper.together)):
-                counted = [counts_of([batch]) for batch in together]
+                counted = [take_counts([batch]) for batch in together]
                 ready: list[Batch] = [with_numbers(self._own(batch), shared) for batch in together]
                 for own, sums in zip(counted, self.stepper.evaluate(ready), strict=True):
                     found.add({name: float(value) for name, value in sums.items()}, own, 0.0)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers import set_seed
 
+from halfbyte.batch import to_device
 from halfbyte.config import RunConfig, load_config
 from halfbyte.data.collate import make_collator
 from halfbyte.data.paired import answer_collator, apart, first_prompt
@@ -60,7 +61,7 @@ from ..auxiliary.reference import add_reference
 from ..parallel.launch.agreement import check_agreement, check_shared
 from ..parallel.pipeline.full_state import PipelineState
 from ..parallel.pipeline.stepper import PipelinedStepper
-from ..parallel.rank_sync import Alike
+from ..parallel.rank_sync import RankSync
 from ..rl.setup import sampled_rollouts
 from ..runs.ends import generation_keys
 from ..runs.lock import run_lock
@@ -73,7 +74,6 @@ from .metrics import MetricsFile, memory_now, peak_memory, reserved_memory, rest
 from .pipeline_run import Ready
 from .preflight import PreparedRun, lengths_worth_plans, prepare_run
 from .run_folder import PAGES, OpenRun, finished_measures, open_run, saved_in, write_environment, write_memory
-from .sampler import on_device
 from .stepper import GraphedStepper, Stepper, Sums, loss_scaler, sums_of
 
 EXPERTS = "experts.json"
@@ -255,7 +255,7 @@ def make_stepper(
     """Return the stepper of a run whose processes have all layers."""
     if not graphs:
         return Stepper(sums, scaler)
-    return GraphedStepper(sums, list(trained_parameters(model).values()), Alike(run.mesh))
+    return GraphedStepper(sums, list(trained_parameters(model).values()), RankSync(run.mesh))
 
 
 @contextlib.contextmanager
@@ -322,7 +322,7 @@ def _shared_and_apart(run: PreparedRun, device: torch.device) -> tuple[dict[str,
     """Batches of the answers to the first prompt, sharing it and apart."""
     collate = answer_collator(run.config, run.tokenizer, device, answers=run.data.answers)
     row = first_prompt(run.data.train[0])
-    return on_device(collate([row]), device), on_device(collate([apart(row)]), device)
+    return to_device(collate([row]), device), to_device(collate([apart(row)]), device)
 
 
 def _peaks(device: torch.device, stepper: Stepper, base_bytes: int) -> dict[str, int]:

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
+from halfbyte.batch import COUNTS
 from halfbyte.methods.base import Collate, Method, Rows
 
 from ..parallel.mesh import ROWS, Mesh
 from .metrics import TOKENS
-
-COUNTS = "counts"  # of a batch: name → number, on the host
 
 
 class Counting:
@@ -75,22 +74,3 @@ def batches(
     mine: Any = own + blank
     loader: DataLoader = DataLoader(rows, batch_sampler=mine, collate_fn=collate, pin_memory=pinned)  # type: ignore[arg-type]
     return Share(loader, collate.blank, len(own), len(order))
-
-
-def on_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """`batch` on `device`, without waiting for the copy."""
-
-    def sent(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        # what is not pinned waits for all that the device has to do
-        pinned = value.pin_memory() if value.is_cpu and device.type == "cuda" else value
-        return pinned.to(device, non_blocking=True)
-
-    return {key: sent(value) for key, value in batch.items()}
-
-
-def counts_of(batches: list[dict[str, Any]]) -> dict[str, float]:
-    """Take the counts out of `batches`: their sums."""
-    counts = [batch.pop(COUNTS) for batch in batches]
-    return {name: sum(each[name] for each in counts) for name in counts[0]}

@@ -14,13 +14,12 @@ from halfbyte.methods.base import Method
 from halfbyte.modeling.adapters import compute
 from halfbyte.utils.hardware import free_cached_memory, is_out_of_memory
 
-from ..parallel.rank_sync import AGREED, Alike
+from ..batch import LOSS_COUNT, SYNCED_SHAPE, Batch
+from ..parallel.rank_sync import RankSync
 from .graph import ONE, GraphedBackward
 
-Batch = Mapping[str, Any]
 Sums = Callable[[Batch], Mapping[str, Tensor]]  # micro-batch → named sums, 0-d; "loss" is differentiated
 Result = TypeVar("Result")
-COUNT = "loss_count"  # in a micro-batch: what the step's summed loss is divided by, a number on the device
 
 
 def sums_of(method: Method, model: Any, compute_dtype: torch.dtype) -> Sums:
@@ -56,14 +55,14 @@ class Stepper:
     pipeline: Any = None  # the pipeline that steps run through
     holds_graphs = False
     most_graph_bytes = 0  # peak device memory of captured graphs, bytes
-    alike = ONE  # the processes that this one computes together with
+    sync = ONE  # the processes that this one computes together with
 
     def __init__(self, sums: Sums, scaler: torch.amp.GradScaler | None = None):
         self.sums, self.scaler, self.steady = sums, scaler, False
 
     def __call__(self, batches: Iterable[Batch], count: Tensor, steady: bool = False) -> Tensor:
         self.steady = steady
-        first, *others = (self.micro_batch({**batch, COUNT: count}) for batch in batches)
+        first, *others = (self.micro_batch({**batch, LOSS_COUNT: count}) for batch in batches)
         for sums in others:
             first = first + sums
         return first
@@ -73,12 +72,12 @@ class Stepper:
 
     def backward(self, batch: Batch) -> Tensor:
         """Forward and backward of a micro-batch, which a graph can capture: its sums [n]."""
-        sums = self.sums({key: value for key, value in batch.items() if key not in (COUNT, AGREED)})
-        loss = sums["loss"] / batch[COUNT]
+        sums = self.sums({key: value for key, value in batch.items() if key not in (LOSS_COUNT, SYNCED_SHAPE)})
+        loss = sums["loss"] / batch[LOSS_COUNT]
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         return torch.stack([value.detach() for value in sums.values()])
 
-    def agree(self, batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def synced(self, batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The micro-batches of a step, on the device, as all processes are to compute them, which all call it."""
         return list(batches)
 
@@ -99,20 +98,20 @@ class GraphedStepper(Stepper):
 
     Args:
         parameters: the trained parameters.
-        alike: the processes that this one computes together with.
+        sync: the processes that this one computes together with.
     """
 
     captures = True
 
     def __init__(
-        self, sums: Sums, parameters: Sequence[Tensor], alike: Alike = ONE
+        self, sums: Sums, parameters: Sequence[Tensor], sync: RankSync = ONE
     ):
         super().__init__(sums)
-        self.alike = alike
-        self.graphs = GraphedBackward(self.backward, parameters, alike)
+        self.sync = sync
+        self.graphs = GraphedBackward(self.backward, parameters, sync)
 
-    def agree(self, batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        return self.alike.agree(batches)
+    def synced(self, batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        return self.sync.pad(batches)
 
     def micro_batch(self, batch: Batch) -> Tensor:
         return self.graphs(batch, self.steady)  # on the stream of captures: another would cache as much again
@@ -128,7 +127,7 @@ class GraphedStepper(Stepper):
         try:
             return work()
         except RuntimeError as error:
-            if not (self.holds_graphs and self.alike.is_alone and is_out_of_memory(error)):
+            if not (self.holds_graphs and self.sync.is_alone and is_out_of_memory(error)):
                 raise
         self.graphs.give_up()  # out of the handler, whose error keeps what the work has made
         return work()

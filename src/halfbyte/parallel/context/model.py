@@ -20,6 +20,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...batch import (
+    ATTENTION_MASK,
+    CONTEXT,
+    POSITION_IDS,
+    UNSPLIT,
+    is_per_token,
+    pad_tokens,
+    padded_bounds,
+)
 from ...modeling.attention import DIVIDED, DIVIDED_OWN, NAME, OWN, has_sinks, is_capped, metadata, register
 from ...modeling.head import backbone_inputs
 from ...modeling.layer import causal_lm_of
@@ -31,9 +40,7 @@ from ..context.exchange import Context
 from ..mesh import Mesh
 from ..support import WITHOUT_CONTEXT, unsupported_context, unsupported_packing
 
-CONTEXT = "context"  # in a batch: that its rows are cut, and among whom
-WHOLE = "whole_"  # in a batch: before the name of what it holds of whole rows
-OF_ATTENTION = ("position_ids", "attention_mask")  # what attention must know of whole rows
+OF_ATTENTION = (POSITION_IDS, ATTENTION_MASK)  # columns that attention needs for full sequences
 PROBE = 12  # tokens a process of the probe's rows, above a tiny model's windows
 TOKENS = 200  # of a tiny model's vocabulary
 FAR = 1e-3  # relative to its norm, so far from the undivided one no rounding brings a hidden state in float32
@@ -98,7 +105,7 @@ def divided_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     context: Context | None = kwargs.get(CONTEXT)
     if context is None:
         return own(**kwargs)
-    whole = {name: kwargs.pop(WHOLE + name, None) for name in OF_ATTENTION}
+    whole = {name: kwargs.pop(UNSPLIT + name, None) for name in OF_ATTENTION}
     tokens = kwargs["inputs_embeds"] if kwargs.get("input_ids") is None else kwargs["input_ids"]
     return own(**kwargs | _of_attention(self, tokens, context, {**kwargs, **whole}))
 
@@ -196,7 +203,7 @@ def slice_of(batch: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
     Returns:
         The slice: its `position_ids` [B, t] are those within the row, or the document; `shift_labels` [B, t] take the
         place of `labels`: position i has the label of the token behind it, which may be in the next slice. Beside it
-        `context`, and of whole rows what attention must know, named with `WHOLE`.
+        `context`, and of whole rows what attention must know, named with `UNSPLIT`.
     """
     ways = mesh.ways(CONTEXT)
     if ways == 1:
@@ -205,34 +212,17 @@ def slice_of(batch: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
     lacking = -length % ways
     size = (length + lacking) // ways
     own = slice(mesh.place(CONTEXT) * size, (mesh.place(CONTEXT) + 1) * size)
-    row = {name: _padded(value, lacking) if _is_of(value, rows, length) else value for name, value in batch.items()}
+    row = {
+        name: pad_tokens(value, lacking) if is_per_token(value, rows, length) else value
+        for name, value in batch.items()
+    }
     row["shift_labels"] = F.pad(row.pop("labels")[:, 1:length], (0, 1 + lacking), value=IGNORE_INDEX)
     positions = torch.arange(length + lacking, device=row["input_ids"].device).expand(rows, -1)
     if "position_ids" in batch:  # the padding is a document
         row["position_ids"] = torch.cat([batch["position_ids"], positions[:, :lacking]], 1)
-    whole = {WHOLE + name: row[name] for name in OF_ATTENTION if name in row} | bounds_of_longer(row, length, lacking)
+    whole = {UNSPLIT + name: row[name] for name in OF_ATTENTION if name in row} | padded_bounds(row, length, lacking)
     row = {"position_ids": positions} | row
     row.pop("attention_mask", None)
-    cut = {name: value[:, own].contiguous() if _is_of(value, rows, length + lacking) else value
+    cut = {name: value[:, own].contiguous() if is_per_token(value, rows, length + lacking) else value
            for name, value in row.items()}  # fmt: skip
     return cut | whole | {CONTEXT: Context(ways, mesh.group(CONTEXT))}
-
-
-def _is_of(value: Any, rows: int, length: int) -> bool:
-    return isinstance(value, Tensor) and value.shape[:2] == (rows, length)
-
-
-def _padded(value: Tensor, lacking: int) -> Tensor:
-    return F.pad(value, (0, 0) * (value.dim() - 2) + (0, lacking))
-
-
-def bounds_of_longer(batch: Mapping[str, Any], length: int, lacking: int) -> dict[str, Any]:
-    """Where documents begin in rows that grew from `length` by `lacking` tokens, a document of their own; nothing where
-    a batch does not say it, or does not grow. Nothing waits for the device."""
-    if not lacking or batch.get("cu_seq_lens_q") is None:
-        return {}
-    bounds, rows = batch["cu_seq_lens_q"], len(batch["input_ids"])
-    begins = length + (length + lacking) * torch.arange(rows, device=bounds.device, dtype=bounds.dtype)
-    bounds = torch.cat([bounds + lacking * (bounds // length), begins]).sort().values
-    longest = max(batch["max_length_q"], lacking)
-    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}

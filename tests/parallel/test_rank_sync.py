@@ -9,14 +9,14 @@ from graph_stand_in import StandIn
 from patch_models import quantize, tiny
 
 import halfbyte
+from halfbyte.batch import COUNTS, SYNCED_SHAPE
 from halfbyte.data.collate import PackedCollator, PaddedCollator
 from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.parallel.mesh import ALONE
-from halfbyte.parallel.rank_sync import AGREED, Alike
+from halfbyte.parallel.rank_sync import RankSync
 from halfbyte.parallel.shard.model import shard_model
 from halfbyte.train import stepper
 from halfbyte.train.graph import WARMUP
-from halfbyte.train.sampler import COUNTS
 
 pytestmark = pytest.mark.dist
 
@@ -38,14 +38,14 @@ def micro_batch(lengths, packed):
 def case_agrees(mesh, packed):
     """The micro-batches of a step here, as they were and as they are."""
     own = [micro_batch(lengths, packed) | {COUNTS: {}} for lengths in LENGTHS[mesh.place("shard") :: 2]]
-    return list(zip(own, Alike(mesh).agree(own), strict=True))
+    return list(zip(own, RankSync(mesh).pad(own), strict=True))
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_micro_batches_become_as_wide_as_the_widest(two, packed):
     results = two.run(case_agrees, packed, layout={"shard": 2})
     for (_, first), (_, other) in zip(*results, strict=True):
-        assert first[AGREED] == other[AGREED]
+        assert first[SYNCED_SHAPE] == other[SYNCED_SHAPE]
         for name in first.keys() - {COUNTS}:
             mine, theirs = (
                 each[name].shape[-1] if torch.is_tensor(each[name]) else each[name] for each in (first, other)
@@ -76,9 +76,9 @@ def test_what_cannot_grow_is_a_shape_of_all(two):
 def case_others(mesh):
     sizes = [(2, 2), (2, 3), (2, 3)]
     own = [{"pairs": torch.zeros(pair[mesh.place("shard")])} for pair in sizes]
-    agreed = Alike(mesh).agree(own)
+    agreed = RankSync(mesh).pad(own)
     assert [each["pairs"].shape for each in agreed] == [each["pairs"].shape for each in own]
-    return [each[AGREED] for each in agreed]
+    return [each[SYNCED_SHAPE] for each in agreed]
 
 
 def model_of():
@@ -95,13 +95,13 @@ def trains(model, make, mesh=ALONE):
     count = sum((each["labels"][:, 1:] != -100).sum() for each in window).float()
     for _ in range(WINDOWS):
         own = copy.deepcopy(window[mesh.place("shard") :: mesh.ways("shard")])
-        sums = mesh.sum(steps(steps.agree(own), count))
+        sums = mesh.sum(steps(steps.synced(own), count, steady=True))
         record.append((sums, [mesh.sum(parameter.grad.clone()) for parameter in trained]))
         for parameter, gradient in zip(trained, record[-1][1], strict=True):
             parameter.data.sub_(0.1 * gradient)
             parameter.grad = None
     graphs = steps.graphs._captured if isinstance(steps, stepper.GraphedStepper) else {}
-    return record, {dict(shapes)[AGREED] for shapes, found in graphs.items() if found is not None}
+    return record, {dict(shapes)[SYNCED_SHAPE] for shapes, found in graphs.items() if found is not None}
 
 
 def case_trains(mesh, free):
@@ -112,7 +112,7 @@ def case_trains(mesh, free):
         patched.setattr(stepper, "GraphedBackward", stand_in.backwards)
 
         def graphed(sums, trained):
-            return stepper.GraphedStepper(sums, trained, lambda: True, Alike(mesh))
+            return stepper.GraphedStepper(sums, trained, RankSync(mesh))
 
         return trains(model, graphed, mesh)
 
