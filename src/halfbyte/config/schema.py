@@ -27,7 +27,7 @@ SCHEDULES = (
 SIXTEEN = "16bit"  # in place of a format's name: weights that are not quantized
 KEEP = "keep"  # the types of a GGUF file, where a format holds their values
 
-Level = Literal[  # see memory.levels
+Level = Literal[  # see memory.activations
     "keep", "recompute", "recompute_mlp", "checkpoint", "offload_kept", "offload_attention", "offload", "tiled"
 ]  # fmt: skip
 Axis = Literal["data", "shard", "tensor", "pipeline", "context"]

@@ -16,7 +16,7 @@ import torch
 
 from ..config import Parallel, RunConfig
 from ..config.combinations import WITHOUT, layouts, obstacle, of_keys, of_method, wide
-from ..memory.batches import Batches
+from ..memory.activations import Batches
 from ..modeling.layer import decoder_layers
 from ..parallel.context.model import obstacle as row_obstacle
 from ..parallel.context.model import unknown_documents

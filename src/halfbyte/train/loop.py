@@ -43,7 +43,7 @@ from halfbyte.parallel.context.model import slice_of
 from halfbyte.parallel.pipeline.model import Stages
 from halfbyte.parallel.pipeline.runtime import Pipeline
 from halfbyte.parallel.shard.model import trains_alike
-from halfbyte.parallel.shard.trained import trained_units
+from halfbyte.parallel.shard.trained import shard_optimizer
 from halfbyte.parallel.tensor.layers import whole_inside
 from halfbyte.utils.errors import TrainingError
 from halfbyte.utils.files import new_directory
@@ -213,12 +213,12 @@ class TrainingLoop:
         graphed = isinstance(self.stepper, GraphedStepper)
         alike = self.mesh.ways("shard") > 1 and trains_alike(self.model) and not graphed
         narrow = partial(in_their_place, self.model, self.compute_dtype)
-        self.units = trained_units(self.mesh, self.trained, elementwise=elementwise, alike=alike, narrow=narrow)
+        self.units = shard_optimizer(self.mesh, self.trained, elementwise=elementwise, alike=alike, narrow=narrow)
         self.units.adopt(self.optimizer)
         warmup = self.args.get_warmup_steps(steps)
         self.schedule = get_scheduler(self.config.lr_scheduler_type, self.optimizer, warmup, steps)
         if checkpoint is not None:
-            own = partial(self.gathered.own_part, self.optimizer) if self.gathered else self.units.own_state
+            own = partial(self.gathered.own_part, self.optimizer) if self.gathered else self.units.local_state
             with whole_inside(self.trained, self.optimizer):
                 load_optimizer(checkpoint, self.optimizer, self.schedule, self.scaler, own)
         by_steps = self.config.max_steps > 0
@@ -349,7 +349,7 @@ class TrainingLoop:
         # a step that the scaler leaves out is none of the schedule's; a fused optimizer leaves it out itself
         if self.scaler is None or math.isfinite(self.records.norm) or self.row.guarded:
             self.schedule.step()
-        self.units.stepped()
+        self.units.after_step()
         return rate
 
     def _finish_step(self, rate: float, epoch: float) -> None:
@@ -431,7 +431,7 @@ class TrainingLoop:
         states = self.mesh.gather(random or random_states())
         with whole_inside(self.trained, self.optimizer):
             weights = self.gathered.weights() if self.gathered else None
-            optimizer = (self.gathered.optimizer if self.gathered else self.units.whole_state)(self.optimizer)
+            optimizer = (self.gathered.optimizer if self.gathered else self.units.full_state)(self.optimizer)
             scaling = scaling_state(self.scaling, self.gathered)
             with self.units.full():
                 if self.mesh.is_main:
