@@ -54,7 +54,7 @@ def plan(model: str, length: int, card: int) -> Any:
         model_name_or_path=model, dataset="data.jsonl", max_length=length, per_device_train_batch_size=1, packing=True,
         activation_checkpointing="auto",
     )  # fmt: skip
-    with mock.patch("halfbyte.memory.host.available_bytes", return_value=HOST):
+    with mock.patch("halfbyte.memory.allocators.available_bytes", return_value=HOST):
         return estimate(
             config, getattr(transformers, f"{family}Config")(**keys), device="cuda",
             capacity_bytes=int(card * GIB - CONTEXT),

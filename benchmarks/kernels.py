@@ -26,7 +26,7 @@ from torch._functorch import config as functorch_config
 
 from benchmarks.common import copy_bandwidth, write_result
 from halfbyte.autograd.function import OnceFunction
-from halfbyte.autograd.glu import glu
+from halfbyte.autograd.lora_mlp import glu
 from halfbyte.autograd.norms import add_rms_norm, layer_norm, rms_norm
 from halfbyte.autograd.rope import qk_norm_rope, rope
 from halfbyte.ops.rope import rotate

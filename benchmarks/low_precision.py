@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.common import copy_bandwidth, graph_us, write_result
 from halfbyte.autograd.int8 import int8_linear
-from halfbyte.autograd.linear_fp8 import Fp8Products, weight_codes
+from halfbyte.autograd.linear_fp8 import Fp8Gemms, weight_codes
 from halfbyte.autograd.lora import lora_linear
 from halfbyte.formats import from_spec
 from halfbyte.ops.float8 import E4M3, E5M2, cast_float8, quantize_float8, transpose_float8
@@ -49,10 +49,10 @@ def products() -> Iterator[tuple[str, Call, str | None]]:
     state = DelayedScaling([E4M3, E5M2], ScalingOptions(), device="cuda")
     state.scale.fill_(50.0)
     state.settled = [True, True]
-    recipes: dict[int, Fp8Products] = {}  # one a weight, since each keeps that one's scale
+    recipes: dict[int, Fp8Gemms] = {}  # one a weight, since each keeps that one's scale
 
     def fp8(x: Tensor, w: Tensor) -> Tensor:
-        recipe = recipes.setdefault(id(w), Fp8Products(Slot(state, 0), Slot(state, 1)))
+        recipe = recipes.setdefault(id(w), Fp8Gemms(Slot(state, 0), Slot(state, 1)))
         return lora_linear(x, w, recipe=recipe)
 
     yield "bf16", F.linear, None

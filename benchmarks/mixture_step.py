@@ -111,7 +111,7 @@ def build(name: str, device: str, storage: str = "nf4") -> Any:
         shape = getattr(module, leaf).shape
         if leaf not in made:
             experts = (random_weight(shape[1:], device) for _ in range(shape[0]))
-            made[leaf] = QuantizedTensor.join(experts, format_, tuple(shape))
+            made[leaf] = QuantizedTensor.quantize_stack(experts, format_, tuple(shape))
         rolled = made[leaf].map(lambda part, at=at: part.roll(at * len(part) // 8, 0) if part.dim() else part.clone())
         setattr(module, leaf, nn.Parameter(rolled, requires_grad=False))
     fill(model, device, lambda linear: QuantizedLinear.from_linear(linear, named("nf4")))

@@ -150,7 +150,7 @@ def candidates(lengths: list[int], batch: dict[str, Any]) -> dict[str, Callable[
     from halfbyte.autograd import attention
 
     bounds, longest, tokens = batch["cu_seq_lens_q"], batch["max_length_q"], sum(lengths)
-    ours = partial(attention.varying, bounds=bounds, longest=longest)
+    ours = partial(attention.varlen_attention, bounds=bounds, longest=longest)
     return {
         "cuDNN, one by one": lambda: partial(one_by_one, lengths),
         "halfbyte's": lambda: ours,

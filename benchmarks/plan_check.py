@@ -214,7 +214,7 @@ def measured(name: str, device: torch.device) -> dict[str, Any]:
     import transformers
 
     from halfbyte.config import RunConfig
-    from halfbyte.memory.batches import Batches
+    from halfbyte.memory.activations import Batches
     from halfbyte.memory.expert_offload import offload_experts
     from halfbyte.modeling.layer import decoder_layers
     from halfbyte.plan import estimate as planning

@@ -26,7 +26,7 @@ NEAREST = (0, 5)  # of the rows by how far they are from the tokens asked for, w
 
 def ours(config: Any, tokenizer: Any, wanted: int) -> tuple[Callable[[], None], list[int], int]:
     """A step, the rows that it takes, and their tokens."""
-    from halfbyte.layers.frozen import multiply_by_onednn
+    from halfbyte.layers.plain import multiply_by_onednn
     from halfbyte.loading.load import load_model
     from halfbyte.methods import method_of
     from halfbyte.modeling.adapters import add_adapter, compute, no_input_casts

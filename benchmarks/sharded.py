@@ -34,12 +34,12 @@ from benchmarks.common import event_us
 from benchmarks.several_gpus import Results, Training, used_bytes
 from benchmarks.step_model import empty_model, fill, random_batch, run_config, timed
 from halfbyte.config import Parallel
-from halfbyte.memory.limit import FIRST_KERNELS, held_to
+from halfbyte.memory.allocators import FIRST_KERNELS, memory_cap
 from halfbyte.modeling.cast_cache import in_their_place
 from halfbyte.parallel.launch.bandwidth import gather_rate
 from halfbyte.parallel.mesh import ALONE, Mesh, present_mesh
 from halfbyte.parallel.shard.model import shard_model, sharded, trains_alike
-from halfbyte.parallel.shard.trained import trained_units
+from halfbyte.parallel.shard.trained import shard_optimizer
 from halfbyte.train.stepper import GraphedStepper
 from halfbyte.utils.hardware import fixed_segments, free_cached_memory
 
@@ -67,7 +67,7 @@ class Sharded(Training):
         """Have the optimizer step what the loop's would."""
         alike = sharded(self.model) is not None and trains_alike(self.model)
         narrow = partial(in_their_place, self.model, torch.bfloat16)
-        self.units = trained_units(self.mesh, self.trained, elementwise=True, alike=alike, narrow=narrow)
+        self.units = shard_optimizer(self.mesh, self.trained, elementwise=True, alike=alike, narrow=narrow)
         self.units.adopt(self.optimizer)
         gc.collect()
         torch.cuda.empty_cache()
@@ -77,7 +77,7 @@ class Sharded(Training):
         sums = self.units.reduce(sums) if together else sums
         self.units.clip(1.0)
         self.optimizer.step()
-        self.units.stepped()
+        self.units.after_step()
         return sums[0] / self.count
 
     def gathered(self) -> tuple[int, int]:
@@ -449,7 +449,7 @@ def seventy(mesh: Mesh, results: Results) -> None:
     say("connected")
     plan = planned(sliced, "llama-3.1-70b", level)
     results.add("seventy", planned_gib=plan.total / GIB, capacity_gib=plan.capacity_bytes / GIB, hosted=plan.hosted)
-    with held_to(device, plan.capacity_bytes - FIRST_KERNELS):  # as a run is
+    with memory_cap(device, plan.capacity_bytes - FIRST_KERNELS):  # as a run is
         training = Seventy(sliced, level, plan.hosted, say)
         results.add("seventy", collective=sharded(training.model).why)  # type: ignore[union-attr]
         say("ready")

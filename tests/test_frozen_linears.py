@@ -1,13 +1,12 @@
-"""Frozen float32 linears under adapters, multiplied by oneDNN: values and gradients are those of torch's own."""
+"""Frozen float32 linears under adapters, multiplied by oneDNN: values and gradients equal torch's."""
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from halfbyte.layers import frozen
-from halfbyte.layers.frozen import FrozenLinear, multiply_by_onednn
-from halfbyte.layers.plain import PlainLinear, read_linear
+from halfbyte.layers import plain
+from halfbyte.layers.plain import FrozenLinear, PlainLinear, multiply_by_onednn, read_linear
 
 
 class Net(nn.Module):
@@ -21,13 +20,13 @@ class Net(nn.Module):
 
 @pytest.fixture
 def net(monkeypatch):
-    monkeypatch.setattr(frozen, "onednn_beats_mkl", lambda: True)
+    monkeypatch.setattr(plain, "onednn_beats_mkl", lambda: True)
     torch.manual_seed(0)
     config = LoraConfig(r=4, target_modules=["up", "down"], init_lora_weights=False)
     return get_peft_model(Net(), config)
 
 
-def test_equal_to_torch_s_own(net):
+def test_equals_torch(net):
     x = torch.randn(3, 37, 96, requires_grad=True)
 
     def results():
@@ -53,7 +52,7 @@ def test_equal_to_torch_s_own(net):
 
 
 def test_outputs_can_be_changed_in_place(net):
-    """As those of `nn.Linear`: some of PEFT's adapters add in place."""
+    """Like the outputs of `nn.Linear`: some of PEFT's adapters add in place."""
     assert multiply_by_onednn(net) == 2
     x = torch.randn(3, 37, 96, requires_grad=True)
     y = net.base_model.model.up.base_layer(x)
@@ -63,13 +62,13 @@ def test_outputs_can_be_changed_in_place(net):
     y.sum().backward()
 
 
-def test_what_trains_or_is_narrow_stays(net):
+def test_trained_and_16_bit_linears_do_not_change(net):
     net.base_model.model.up.base_layer.weight.requires_grad_(True)
     net.base_model.model.down.base_layer.to(torch.bfloat16)
     assert multiply_by_onednn(net) == 0
 
 
-def test_a_weight_that_begins_to_train_gets_its_gradient(net):
+def test_unfrozen_weight_gets_its_gradient(net):
     multiply_by_onednn(net)
     weight = net.base_model.model.up.base_layer.weight.requires_grad_(True)
     net(torch.randn(2, 96)).sum().backward()

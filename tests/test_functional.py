@@ -69,7 +69,7 @@ def test_unsupported_options_are_named(options, named):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_refused(bad):
+def test_nan_and_inf_are_refused(bad):
     A = torch.randn(3, 50)
     A[2, 49] = bad
     with pytest.raises(ModelError, match="NaN or Inf"):

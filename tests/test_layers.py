@@ -57,8 +57,8 @@ def test_a_state_dict_of_other_options_decides_the_format():
     assert torch.equal(target["q"].weight.dequantize(), source["q"].weight.dequantize())
 
 
-def test_siblings_with_a_common_prefix_are_kept_apart():
-    """`weight` of one module is a prefix of `weight_norm` of another's name."""
+def test_siblings_with_a_common_prefix():
+    """The key of one module's `weight` is a prefix of another module's name."""
 
     class Pair(nn.Module):
         def __init__(self):

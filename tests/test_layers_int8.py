@@ -1,4 +1,4 @@
-"""Linear8bitLt: the layer of bitsandbytes of that name, with gradients, under torch.compile and autocast."""
+"""Linear8bitLt against bitsandbytes' layer, with gradients, torch.compile and autocast."""
 
 import copy
 
@@ -43,9 +43,9 @@ def test_loads_what_bitsandbytes_saved(theirs, threshold):
     assert torch.equal(target.weight.parts["absmax"], state["SCB"])
     x = inputs(20, dtype=torch.float16)
     # The factor of their CPU backend is 6.200124e-5, a typo for 6.200012e-5.
-    if ops.multiplies_int8(x, 48):  # theirs multiplies where torch's product is wrong, too
+    if ops.multiplies_int8(x, 48):  # theirs also multiplies where torch's int8 matmul is wrong
         torch.testing.assert_close(target.eval()(x), source.eval()(x), rtol=2e-3, atol=2e-3)
-    # In training mode both dequantize.
+    # Both dequantize in training mode.
     torch.testing.assert_close(target.train()(x), source.train()(x), rtol=1e-3, atol=1e-3)
 
 
@@ -87,7 +87,7 @@ def test_activations_are_quantized_as_by_bitsandbytes(theirs):
         assert torch.equal(mine, other)
 
 
-def test_another_order_than_rows_is_refused():
+def test_other_memory_layouts_are_refused():
     state = layer_of().state_dict()
     state["weight_format"] = torch.tensor(1, dtype=torch.uint8)
     with pytest.raises(CheckpointError, match=r"weight_format.*row-major"):

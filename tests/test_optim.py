@@ -1,4 +1,4 @@
-"""The table of optimizers: each row is what transformers' Trainer makes, and costs what it says; a row can be added."""
+"""The optimizer table against transformers' Trainer: optimizers, state bytes, and adding a row."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ SETTINGS = {"learning_rate": 3e-3, "weight_decay": 0.1, "adam_beta1": 0.8, "adam
 
 
 class Model(nn.Module):
-    """Parameters of every kind: of many and of few elements, in two dtypes, embeddings, norms, biases, frozen ones."""
+    """Parameters of every kind: large and small, in two dtypes, embeddings, norms, biases, frozen ones."""
 
     def __init__(self):
         super().__init__()
@@ -43,14 +43,14 @@ def settings(name, tmp_path):
 
 
 def known(groups, model):
-    """The groups with names in place of parameters."""
+    """The parameter groups with names instead of parameters."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [group | {"params": [names[id(parameter)] for parameter in group["params"]]} for group in groups]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("whole", [False, True])
-def test_it_is_what_transformers_makes(whole, name, tmp_path):
+def test_equals_the_optimizer_of_transformers(whole, name, tmp_path):
     config = settings(name, tmp_path)
     model = tiny_llama() if whole else add_adapter(tiny_llama(), config)
     arguments = TrainingArguments(str(tmp_path), optim=name, use_cpu=True, report_to="none", **SETTINGS)
@@ -72,7 +72,7 @@ def test_norms_and_biases_do_not_decay():
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_state_takes_the_bytes_that_the_row_says(name, tmp_path):
+def test_state_bytes_match_the_row(name, tmp_path):
     model = Model()
     optimizer = OPTIMIZERS[name].make(model, settings(name, tmp_path))
     for parameter in trained_parameters(model).values():
@@ -86,10 +86,10 @@ def test_state_takes_the_bytes_that_the_row_says(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_what_a_row_says_is_what_the_optimizer_is(name, tmp_path):
+def test_capabilities_match_the_optimizer(name, tmp_path):
     row = OPTIMIZERS[name]
     optimizer = row.make(Model(), settings(name, tmp_path))
-    assert row.guarded == getattr(optimizer, "_step_supports_amp_scaling", False)  # what GradScaler asks
+    assert row.guarded == getattr(optimizer, "_step_supports_amp_scaling", False)  # the protocol of GradScaler
     assert row.capturable == all("capturable" in group for group in optimizer.param_groups)
     assert row.paged == getattr(optimizer, "is_paged", False)
     assert (row.package or "torch transformers").find(type(optimizer).__module__.partition(".")[0]) >= 0
@@ -104,7 +104,7 @@ def test_config_takes_the_rows_and_nothing_else():
 
 
 def test_two_models_in_a_process_share_no_8_bit_settings(tmp_path):
-    """bitsandbytes' global manager would keep the second model's first parameter in 32 bits, as the first one's was."""
+    """bitsandbytes' global manager would apply the first model's 32-bit override to the second model."""
     config = settings("adamw_8bit", tmp_path)
     for make in (Model, lambda: nn.Linear(64, 300, bias=False)):
         model = make()
@@ -117,7 +117,7 @@ def test_two_models_in_a_process_share_no_8_bit_settings(tmp_path):
 
 
 class Signed(torch.optim.Optimizer):
-    """Steps of one size, against the sign of a running sum of gradients."""
+    """Steps of a fixed size against the sign of a running sum of gradients."""
 
     def __init__(self, groups, lr):
         super().__init__(groups, {"lr": lr})
@@ -143,7 +143,7 @@ def signed(monkeypatch):
 
 
 def test_an_optimizer_is_one_row(signed, tmp_path):
-    """Added here, it trains, resumes and is planned for, from Python and from the command line."""
+    """An added optimizer trains, resumes and is planned for, from Python and from the command line."""
     tokens = {"vocab_size": VOCABULARY, "pad_token_id": 1, "eos_token_id": 0, "bos_token_id": None}
     model = str(write_model(tmp_path / "model", tiny_llama(**tokens)))
     data = str(write_rows(tmp_path / "rows.jsonl", [20, 60, 30, 40] * 4))

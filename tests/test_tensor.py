@@ -1,4 +1,4 @@
-"""QuantizedTensor beyond the format contract: N-D weights, byte buffers, shards, meta tensors, modules around it."""
+"""QuantizedTensor beyond the format contract: N-D weights, byte buffers, shards, meta tensors, modules."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def tensor_of(shape, format=NESTED, dtype=torch.float32):
     return QuantizedTensor.quantize(torch.randn(shape).to(dtype), format)
 
 
-def test_it_is_an_ordinary_tensor_to_look_at():
+def test_looks_like_an_ordinary_tensor():
     tensor = tensor_of((3, 50, 31), dtype=torch.bfloat16)
     assert (tensor.shape, tensor.dtype, tensor.ndim, tensor.numel()) == ((3, 50, 31), torch.bfloat16, 3, 4650)
     assert tensor.device.type == "cpu"
@@ -68,8 +68,8 @@ def test_shards_gather_to_the_tensor(rows):
     assert buffers[0].data_ptr() == gathered.data_ptr()
 
 
-def test_a_block_is_cut_and_keeps_its_slice():
-    """FSDP2 cuts, copies and views what it takes for a parameter; the bytes stay where they are."""
+def test_block_shard_operations_keep_the_slice():
+    """FSDP2 splits, copies and views the nominal parameter; the bytes do not move."""
     raw, whole = torch.arange(32, dtype=torch.uint8), torch.empty(64, dtype=torch.uint8)
     parts = torch.chunk(BlockShard(raw, 2, whole), 2)
     assert [each.rows for each in parts] == [1, 1]
@@ -107,7 +107,7 @@ def test_module_moves():
 
 
 def test_a_weight_cannot_require_a_gradient():
-    """A flag that trains nothing would be taken for training."""
+    """requires_grad=True on a frozen weight would be misleading."""
     module = Linear4bit(70, 33)
     with pytest.raises(ModelError, match="frozen"):
         module.requires_grad_(True)
@@ -121,7 +121,7 @@ def test_a_weight_cannot_require_a_gradient():
 
 
 def test_memory_is_that_of_the_parts():
-    """There is none for the values, so nothing may be told an address of them."""
+    """The values are not in memory, so no pointer to them may be exported."""
     one, other = tensor_of((8, 64)), tensor_of((8, 64))
     assert one.data_ptr() == one.detach().data_ptr() == one.packed.data_ptr()
     assert one.data_ptr() != other.data_ptr()
@@ -134,7 +134,7 @@ def test_memory_is_that_of_the_parts():
     assert not one.is_pinned()
 
 
-def test_gradients_of_what_is_not_quantized():
+def test_gradients_of_unquantized_parameters():
     module = Linear4bit(70, 33).requires_grad_(False)
     module.weight.requires_grad = False
     module.bias.requires_grad = True
@@ -146,7 +146,7 @@ def test_gradients_of_what_is_not_quantized():
 
 
 def test_a_merge_that_assigns_the_sum_keeps_the_adapter():
-    """PEFT merges DoRA by `weight.data = sum`, and whatever has `safe_merge`: rounded to 4 bits, not lost."""
+    """PEFT merges DoRA and `safe_merge` adapters by `weight.data = sum`: the sum is rounded to 4 bits, not lost."""
     torch.manual_seed(0)
     model = nn.Sequential(Linear4bit(64, 32, bias=False))
     base = model[0].weight.dequantize()
@@ -166,7 +166,7 @@ def test_a_merge_in_place_is_refused():
 
 
 def test_double_backward_of_the_input():
-    """Linear in x: the second derivative of the square is that of F.linear's."""
+    """The layer is linear in x: the second derivative of its square equals that of F.linear."""
     module = Linear4bit(70, 33, bias=False)
     x = torch.randn(2, 70, requires_grad=True)
     (grad,) = torch.autograd.grad(module(x).pow(2).sum(), x, create_graph=True)

@@ -1,4 +1,4 @@
-"""Functions with the names and meaning of bitsandbytes': quantize and dequantize tensors in 4 bits."""
+"""4-bit quantization and dequantization functions with the names and semantics of bitsandbytes.functional."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from .utils.errors import ModelError
 
 @dataclass
 class QuantState:
-    """What `dequantize_4bit` needs beside the packed bytes.
+    """Scales and metadata that `dequantize_4bit` needs in addition to the packed bytes.
 
     Attributes:
         absmax: fp32 [blocks]; uint8 [blocks] when nested.
-        shape: shape of the values.
-        dtype: dtype of the values.
+        shape, dtype: shape and dtype of the values.
         blocksize: values per scale.
         quant_type: "nf4" or "fp4".
         nested_absmax, nested_code, offset: second-level scales fp32 [⌈blocks/256⌉], their code fp32 [256] and the mean
@@ -95,7 +94,11 @@ def quantize_4bit(
 
 
 def dequantize_4bit(packed: Tensor, quant_state: QuantState, *, dtype: torch.dtype | None = None) -> Tensor:
-    """The values of `quantize_4bit`'s result, in the state's dtype or `dtype`."""
+    """Dequantize a result of `quantize_4bit` to `dtype` (default: the dtype of the quantized tensor).
+
+    Raises:
+        ModelError: `packed` does not have the number of bytes that `quant_state` describes.
+    """
     if packed.numel() != (quant_state.shape.numel() + 1) // 2:
         raise ModelError(
             f"{packed.numel()} packed bytes do not hold a tensor of shape {tuple(quant_state.shape)}",

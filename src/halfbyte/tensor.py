@@ -1,11 +1,11 @@
-"""QuantizedTensor: a tensor of ordinary shape and dtype whose storage is the parts of a format.
+"""QuantizedTensor: a tensor subclass whose storage is the parts of a format.
 
-It and its slices are the only tensor subclasses of the package. A frozen `nn.Linear` (and PEFT's LoRA around it) works
-on it unchanged. Operations on a quantized weight follow four rules:
+It and its FSDP shards are the only tensor subclasses of the package. A frozen `nn.Linear`, with or without PEFT's LoRA,
+works with a quantized weight unchanged. Operations follow four rules:
 
 - `F.linear` and `F.embedding` run on the parts; detach, clone, device moves and sharding map over the parts.
-- An operation that returns new tensors (norms, comparisons, products) reads a dequantized copy. The first one logs a
-  notice, unless a known method needs it: the copy costs the memory that quantizing saved.
+- An operation that returns new tensors (norms, comparisons, matmuls) reads a dequantized copy. The first one logs a
+  notice, since the copy takes the memory that quantization saved. Operations that PEFT needs log nothing.
 - `copy_` and `weight.data = values` quantize. Every other write raises a ModelError, as does `requires_grad_(True)`.
 - A view (transpose, slice, reshape) raises a ModelError: a write to a view of a dequantized copy would be lost.
 """
@@ -37,14 +37,14 @@ class QuantizedTensor(Tensor):
     """A frozen floating-point tensor stored in a quantized format.
 
     Args:
-        format: how values are stored.
-        parts: the stored tensors, as `format.part_specs(shape)` lists them.
+        format: storage format.
+        parts: the stored tensors, as listed by `format.part_specs(shape)`.
         shape: shape of the values.
-        dtype: dtype of the values; what `dequantize()` returns by default.
+        dtype: dtype of the values; the default of `dequantize()`.
     """
 
     format: Format
-    name = ""  # of the parameter in its model; a loader sets it, and errors say it
+    name = ""  # name of the parameter in its model, set by the loader and used in errors
 
     @staticmethod
     def __new__(cls, format: Format, parts: dict[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype):
@@ -58,7 +58,7 @@ class QuantizedTensor(Tensor):
 
     @classmethod
     def quantize(cls, weight: Tensor, format: Format) -> QuantizedTensor:
-        """Quantize `weight` (any shape; a float dtype) on its device; on "meta", only the parts' shapes."""
+        """Quantize `weight` (any shape; a float dtype) on its device; on "meta", create meta parts."""
         if weight.is_meta:
             specs = format.part_specs(tuple(weight.shape))
             parts = {name: torch.empty(size, dtype=dtype, device="meta") for name, (size, dtype) in specs.items()}
@@ -67,21 +67,21 @@ class QuantizedTensor(Tensor):
         return cls(format, format.quantize(values), tuple(weight.shape), weight.dtype)
 
     @classmethod
-    def join(cls, weights: Iterable[Tensor], format: Format, shape: tuple[int, ...]) -> QuantizedTensor:
-        """A stack of `shape` [E, N, K] of matrices [N, K], each stored as `format` says and let go before the next.
+    def quantize_stack(cls, weights: Iterable[Tensor], format: Format, shape: tuple[int, ...]) -> QuantizedTensor:
+        """Quantize matrices [N, K] to a stack of `shape` [E, N, K], one at a time; each is freed before the next.
 
         Raises:
-            ModelError: one has NaN or Inf, or the format has no stacks of this shape.
+            ModelError: a matrix has NaN or Inf, or the format does not support stacks of this shape.
         """
         dtypes: set[torch.dtype] = set()
 
-        def noted() -> Iterator[Tensor]:
+        def matrices() -> Iterator[Tensor]:
             for weight in weights:
                 dtypes.add(weight.dtype)
                 yield weight.detach()
 
         stacked = format.stacked()
-        parts = stacked.join(noted(), shape)
+        parts = stacked.quantize_stack(matrices(), shape)
         return cls(stacked, parts, shape, dtypes.pop())
 
     @property
@@ -96,7 +96,7 @@ class QuantizedTensor(Tensor):
 
     @property
     def is_freed(self) -> bool:
-        """Whether its memory is gone until FSDP2 gathers it again."""
+        """Whether FSDP2 has freed its memory until the next all-gather."""
         return any(part.untyped_storage().nbytes() == 0 < part.numel() for part in self.parts.values())
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -119,7 +119,7 @@ class QuantizedTensor(Tensor):
         return cls(from_spec(meta[0]), inner, outer_size, meta[1])
 
     def _stable_hash_for_caching(self) -> str:
-        """What a compiled graph depends on, for torch.compile's cache."""
+        """Cache key for torch.compile: the properties that a compiled graph depends on."""
         return f"{self.format.spec} {tuple(self.shape)} {self.dtype} {self.device}"
 
     @classmethod
@@ -143,27 +143,27 @@ class QuantizedTensor(Tensor):
             return handler(function, *args, **kwargs)
         if function.namespace != "aten":
             raise ModelError(f"{function} is not defined on a quantized weight", "pass weight.dequantize() to it")
-        if function._can_decompose():  # inference mode does not take `to`, `reshape` and others apart before this
+        if function._can_decompose():  # inference mode does not decompose `to`, `reshape` and others before dispatch
             return function.decompose(*args, **kwargs)
         _check_reads_only(function, args, kwargs)
         notice("quantized-read", f"{function} reads a quantized weight: each such operation dequantizes it")
         return _read(function, *args, **kwargs)
 
     def map(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> QuantizedTensor:
-        """The same values with `function` applied to every stored part."""
+        """A tensor with the same format and shape whose parts are `function(part)`."""
         parts = {name: function(part) for name, part in self.parts.items()}
         mapped = QuantizedTensor(self.format, parts, tuple(self.shape), dtype or self.dtype)
         mapped.name = self.name
         return mapped
 
     def split_for(self, dim: int, n: int) -> list[QuantizedTensor]:
-        """`n` equal tensors along `dim`, bit for bit, each in memory of its own; see `Format.split`."""
+        """Split into `n` equal tensors along `dim`, bit-equal and each in its own memory; see `Format.split`."""
         format_, each = self.format.split(self.parts, tuple(self.shape), dim, n)
         sides = tuple(size // n if at == dim else size for at, size in enumerate(self.shape))
         return [QuantizedTensor(format_, parts, sides, self.dtype) for parts in each]
 
     def to_bytes(self, chunks: int = 1) -> Tensor:
-        """uint8 [chunks, length]: all parts one after another, padded so that the chunks are equal."""
+        """uint8 [chunks, length]: the bytes of all parts, padded to equal chunks."""
         offsets, total = part_offsets(self.format, tuple(self.shape))
         length = -(-total // (chunks * ALIGNMENT)) * ALIGNMENT
         buffer = torch.zeros(chunks * length, dtype=torch.uint8, device=self.device)
@@ -174,7 +174,7 @@ class QuantizedTensor(Tensor):
 
     @classmethod
     def from_bytes(cls, raw: Tensor, format: Format, shape: tuple[int, ...], dtype: torch.dtype) -> QuantizedTensor:
-        """The reverse of `to_bytes`; the parts are views of `raw`."""
+        """Inverse of `to_bytes`; the parts are views of `raw`."""
         offsets, _ = part_offsets(format, shape)
         parts = {}
         for name, (size, part_dtype) in format.part_specs(shape).items():
@@ -183,16 +183,16 @@ class QuantizedTensor(Tensor):
         return cls(format, parts, shape, dtype)
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
-        raise ModelError("a whole quantized tensor reached FSDP2's all-gather", "shard modules with fully_shard")
+        raise ModelError("FSDP2 tried to all-gather an unsharded quantized tensor", "shard modules with fully_shard")
 
     fsdp_post_all_gather = fsdp_pre_all_gather
 
 
 class QuantizedShard(Tensor):
-    """One rank's share of a QuantizedTensor under FSDP2: an equal slice of its bytes.
+    """One rank's shard of a QuantizedTensor under FSDP2: an equal slice of its bytes.
 
-    Slices ignore the boundaries of rows and blocks: the frozen parts are only ever gathered whole, so a shard needs no
-    values of its own, nested scales included. `rows` of its shape is what FSDP2 believes it holds.
+    Slices ignore row and block boundaries, nested scales included: frozen parts are only read after an all-gather, so a
+    shard cannot be dequantized. `rows` is the number of rows that FSDP2 assumes the shard to hold.
     """
 
     def __new__(cls, raw: Tensor, spec: str, full_shape: tuple[int, ...], rows: int, dtype: torch.dtype):
@@ -220,14 +220,14 @@ class QuantizedShard(Tensor):
         if function is aten.copy_.default:
             shard.raw.copy_(args[1].raw)
             return shard
-        # FSDP2 views, narrows and pads shards by rows; equal byte slices need none of it.
+        # FSDP2 views, narrows and pads shards by rows; these are no-ops on equal byte slices.
         if function in _STRUCTURAL:
             return shard._with(shard.raw)
         if function is aten.clone.default:
             return shard._with(shard.raw.clone())
         if function is aten.empty_like.default:
             return shard._with(torch.empty_like(shard.raw, device=kwargs.get("device")))
-        if function is aten.new_empty.default:  # for a rank that no rows are left for: as many bytes, never read
+        if function is aten.new_empty.default:  # for a rank without rows: the bytes are never read
             return shard._with(torch.zeros_like(shard.raw))
         if function in (aten._to_copy.default, aten._pin_memory.default):
             kwargs.pop("dtype", None)
@@ -243,27 +243,27 @@ class QuantizedShard(Tensor):
         return (self.raw,), (self.spec, self.full_shape, self.dtype)
 
     def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
-        if out is not None:  # the parts are views of the gathered buffer, which FSDP2 has refilled in place
+        if out is not None:  # FSDP2 refilled the gathered buffer in place; the parts are views of it
             return None
         spec, full_shape, dtype = metadata
         return QuantizedTensor.from_bytes(outputs[0].view(-1), from_spec(spec), full_shape, dtype), outputs
 
 
 class BlockShard(Tensor):
-    """One rank's slice of the frozen bytes of a block, which FSDP2 takes for one parameter of [rows, 1].
+    """One rank's slice of a decoder block's frozen bytes, presented to FSDP2 as one parameter [rows, 1].
 
-    FSDP2 would copy the bytes twice, into what it gathers and out of it. So it gathers a token, which has its streams
-    wait for each other; `parallel.shard.weights` has the bytes come straight to where they are read, at the same time.
+    FSDP2 would copy the bytes twice, into and out of its all-gather buffer. Instead it gathers a small token, which
+    orders its streams, and `parallel.shard.weights` gathers the bytes directly into `whole` at the same time.
 
     Args:
-        raw: uint8 [length], as long in every rank; on the device of `whole`, or on the host.
-        rows: how many ranks' slices this stands for: those of all before FSDP2 cuts it, its own after that.
-        whole: uint8 [ranks · length], which views are made of. FSDP2 frees its memory when the block is let go.
-        stays: whether it does not: a graph may read there, whatever FSDP2 takes the block for.
+        raw: uint8 [length], of equal length on all ranks; on the device of `whole`, or on the host.
+        rows: number of ranks whose slices this represents: all ranks before FSDP2 splits it, one afterwards.
+        whole: uint8 [ranks · length], the gathered bytes that weights are views of. FSDP2 frees its memory on reshard.
+        stays: never free the memory of `whole`, because a CUDA graph reads it.
     """
 
     def __new__(cls, raw: Tensor, rows: int, whole: Tensor, stays: bool = False):
-        # no number in it is ever read; uint8 parameters stop FSDP2 before torch 2.12
+        # bf16 is nominal, values are never read: before torch 2.12 FSDP2 fails on uint8 parameters
         return Tensor._make_wrapper_subclass(cls, torch.Size((rows, 1)), dtype=torch.bfloat16, device=whole.device)
 
     def __init__(self, raw: Tensor, rows: int, whole: Tensor, stays: bool = False):
@@ -279,23 +279,23 @@ class BlockShard(Tensor):
     def __torch_dispatch__(cls, function, types, args, kwargs=None):  # type: ignore[override]
         shard = args[0]
         if function is aten.copy_.default:
-            shard.raw.copy_(args[1].raw)  # from itself, as FSDP2 begins, nothing
+            shard.raw.copy_(args[1].raw)  # a no-op in FSDP2's initialization, which copies a shard to itself
             return shard
         if function in _STRUCTURAL or function is aten.clone.default:
-            return shard._standing_for(shard.rows)
+            return shard._with_rows(shard.rows)
         if function is aten.new_zeros.default:
-            return shard._standing_for(args[1][0])
-        if function is aten.split.Tensor:  # whichever FSDP2 takes is this rank's
-            return [shard._standing_for(args[1]) for _ in range(0, shard.rows, args[1])]
+            return shard._with_rows(args[1][0])
+        if function is aten.split.Tensor:  # all chunks are equal: each is this rank's slice
+            return [shard._with_rows(args[1]) for _ in range(0, shard.rows, args[1])]
         raise ModelError(f"{function} is not defined on slices of a block's weights")
 
-    def _standing_for(self, rows: int) -> BlockShard:
+    def _with_rows(self, rows: int) -> BlockShard:
         return BlockShard(self.raw, rows, self.whole, self.stays)
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         return (self.token,), None
 
-    # FSDP2 asks for it at every gather, and finding it out takes as long as all else that is done here
+    # FSDP2 inspects the signature at every all-gather; caching it halves the time of this method
     fsdp_pre_all_gather.__signature__ = inspect.signature(fsdp_pre_all_gather)  # type: ignore[attr-defined]
 
     def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
@@ -314,7 +314,7 @@ def part_offsets(format: Format, shape: tuple[int, ...]) -> tuple[dict[str, int]
 def _check_reads_only(function: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Raise a ModelError if `function` writes to a quantized argument or returns a view of one.
 
-    Backward may take views: it transposes what autograd saved of a product, and only reads.
+    Views are allowed in backward, where autograd transposes the saved operands of a matmul and only reads them.
     """
     for at, argument in enumerate(function._schema.arguments):
         if argument.alias_info is None:
@@ -333,12 +333,14 @@ def _unwritable(function: Any, weight: QuantizedTensor) -> ModelError:
 
 
 def _unviewable(function: Any, weight: QuantizedTensor) -> ModelError:
-    fix = "take them of weight.dequantize(), if the memory for the full-precision copy is there"
-    return ModelError(f"{function}: a quantized weight has no views, but for a stack's matrices ({weight!r})", fix)
+    fix = "take views of weight.dequantize(), which needs memory for the full-precision copy"
+    return ModelError(
+        f"{function}: a quantized weight has no views, except for the matrices of a stack ({weight!r})", fix
+    )
 
 
 def _is_weight(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    """Return whether `F.linear` of these arguments has a quantized weight, and no other quantized argument."""
+    """Whether the weight, and no other argument of `F.linear`, is quantized."""
     others = isinstance(input, QuantizedTensor) or isinstance(bias, QuantizedTensor)
     return isinstance(weight, QuantizedTensor) and not others
 
@@ -347,16 +349,16 @@ def _embedding(
     index: Tensor, weight: QuantizedTensor, padding_idx: int | None = None, max_norm: float | None = None,
     norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Rows of a frozen quantized table; only the rows asked for are dequantized."""
+    """`F.embedding` on a frozen quantized table; dequantizes only the rows that are looked up."""
     if max_norm is not None:
-        raise ModelError("max_norm renormalizes the table in place; a quantized one cannot be", "leave max_norm unset")
+        raise ModelError("max_norm would renormalize a quantized table in place", "leave max_norm unset")
     decoded = torch.float32 if weight.dtype is torch.float64 else weight.dtype
     rows = weight.format.dequantize_rows(weight.parts, tuple(weight.shape), index.reshape(-1), decoded)
     return rows.to(weight.dtype).view(*index.shape, weight.shape[1])
 
 
 def _to_copy(function, tensor: QuantizedTensor, *, dtype=None, device=None, non_blocking=False, **kwargs):
-    """`.to(...)`: a dtype changes what the values are dequantized to, a device moves the parts."""
+    """`.to(...)`: the dtype changes the dtype of dequantized values; the device moves the parts."""
     if dtype is not None and dtype not in DECODED:
         raise ModelError(f"a quantized weight has no values in {dtype} ({tensor!r})", "convert weight.dequantize()")
     return tensor.map(lambda part: part.to(device=device, non_blocking=non_blocking, copy=True), dtype)
@@ -370,7 +372,7 @@ def _split(function, tensor: QuantizedTensor, size: int, dim: int = 0) -> list[Q
 
 
 def _new_shard(function, tensor: QuantizedTensor, size, **kwargs) -> QuantizedShard:
-    """FSDP2 asks for zeros of a shard's size to copy the shard into."""
+    """`new_zeros`, by which FSDP2 allocates a shard before it copies into it."""
     raw = torch.zeros_like(tensor.to_bytes(-(-tensor.shape[0] // size[0]))[0])
     return QuantizedShard(raw, tensor.format.spec, tuple(tensor.shape), size[0], tensor.dtype)
 
@@ -392,16 +394,16 @@ def _read(function, *args: Any, **kwargs: Any) -> Any:
 
 
 def _equal(function, one: Tensor, other: Tensor) -> bool:
-    """`torch.equal`: equal parts of one format are equal values; others are compared dequantized."""
+    """`torch.equal`: compares the parts of tensors with one format, and dequantized values otherwise."""
     if isinstance(one, QuantizedTensor) and isinstance(other, QuantizedTensor):
-        alike = (one.format, one.shape, one.dtype) == (other.format, other.shape, other.dtype)
-        if alike and all(torch.equal(part, other.parts[name]) for name, part in one.parts.items()):
+        comparable = (one.format, one.shape, one.dtype) == (other.format, other.shape, other.dtype)
+        if comparable and all(torch.equal(part, other.parts[name]) for name, part in one.parts.items()):
             return True
     return _read(function, one, other)
 
 
 def _expert(function, tensor: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
-    """`stack[e]`: one matrix of a stack [E, N, K], on the stack's own bytes."""
+    """`stack[e]`: one matrix of a stack [E, N, K], as views of the stack's parts."""
     if tensor.dim() != 3 or dim != 0:
         raise _unviewable(function, tensor)
     index = index + len(tensor) if index < 0 else index
@@ -428,8 +430,8 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
         lambda part: torch.empty_like(part, device=device), dtype
     ),
     aten.copy_.default: _copy,
-    # Without a notice: DoRA adds the low-rank product to the weight for the norms of its rows; PEFT alone, where
-    # halfbyte's own wrappers are not used, adds it to a stack in each forward.
+    # No notice for these: DoRA adds the low-rank product to the weight to compute row norms, and PEFT's own forward of
+    # parameter wrappers adds it to a stack.
     aten.add.Tensor: _read,
     aten.baddbmm.default: _read,
     aten.addmm.default: _read,
@@ -442,7 +444,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 
 
 def _detach(tensor: QuantizedTensor) -> Tensor:
-    """`detach`, which torch cannot run on a wrapper subclass in inference mode."""
+    """`detach`; in inference mode torch fails on wrapper subclasses, so map over the parts."""
     if torch.is_inference_mode_enabled():
         return tensor.map(Tensor.detach)
     with torch._C.DisableTorchFunctionSubclass():
@@ -454,7 +456,7 @@ def _export(tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> None:
 
 
 def _requires_grad(tensor: QuantizedTensor, requires_grad: bool = True) -> Tensor:
-    """`requires_grad_` and the assignment `requires_grad = …`: only False is possible."""
+    """`requires_grad_` and the assignment `requires_grad = …`; raises a ModelError for True."""
     if requires_grad:
         fix = "train an adapter on it (target_modules), or leave it in 16 bits (llm_int8_skip_modules)"
         raise ModelError(f"{tensor.name or 'a quantized weight'} is frozen and gets no gradient ({tensor!r})", fix)
@@ -463,10 +465,11 @@ def _requires_grad(tensor: QuantizedTensor, requires_grad: bool = True) -> Tenso
 
 
 def _set_data(tensor: QuantizedTensor, values: Tensor) -> None:
-    """`tensor.data = values`: refer to the parts of quantized values, or to those that plain values quantize to.
+    """`tensor.data = values`: share the parts of quantized values, or quantize plain values.
 
-    As with a plain tensor, earlier parts are not overwritten, and the device becomes that of the values. So does the
-    dtype, but of values in the same format: PEFT assigns `weight.data.to(torch.float32)`, which stays 16-bit.
+    As with a plain tensor, the old parts are not overwritten, and device and dtype become those of the values.
+    Exception: assigning values of the same format does not change the dtype, because PEFT assigns
+    `weight.data.to(torch.float32)`.
     """
     if isinstance(values, QuantizedTensor) and (values.format, values.shape) == (tensor.format, tensor.shape):
         values = values.map(lambda part: part, tensor.dtype)
@@ -480,7 +483,7 @@ def _set_data(tensor: QuantizedTensor, values: Tensor) -> None:
         )
         values = QuantizedTensor.quantize(values, tensor.format)
     with torch._C.DisableTorchFunctionSubclass():
-        # Sets shape, dtype and device; parts are attributes, which it leaves.
+        # Sets shape, dtype and device, not the parts, which are attributes.
         Tensor.data.__set__(tensor, values)  # type: ignore[attr-defined]
     for name in tensor._names:
         delattr(tensor, name)
@@ -495,5 +498,5 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     Tensor.__dlpack__: _export,
     Tensor.share_memory_: lambda tensor: [part.share_memory_() for part in tensor.parts.values()] and tensor,
-    Tensor.data_ptr: lambda tensor: next(iter(tensor.parts.values())).data_ptr(),  # that of the codes
+    Tensor.data_ptr: lambda tensor: next(iter(tensor.parts.values())).data_ptr(),  # address of the codes
 }

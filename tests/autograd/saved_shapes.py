@@ -1,4 +1,4 @@
-"""What a compiled forward hands to its backward."""
+"""Shapes of the tensors that a compiled forward saves for its backward."""
 
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
@@ -6,9 +6,9 @@ from torch._dynamo.backends.common import aot_autograd
 
 
 class Saved:
-    """A compiler backend that counts its graphs and keeps the shapes of what their forward hands to their backward.
+    """A compiler backend that counts graphs and records the shapes of the tensors saved for backward.
 
-    A size that varies is None there.
+    A dynamic size is recorded as None.
     """
 
     def __init__(self):

@@ -1,11 +1,11 @@
-"""The gated delta rule in chunks: values and gradients beside the equation, token by token; what it saves."""
+"""The chunked gated delta rule: values and gradients against the token-by-token equation, and saved tensors."""
 
 import itertools
 
 import pytest
 import torch
 
-from halfbyte.autograd.delta_rule import delta_rule
+from halfbyte.autograd.recurrent import delta_rule
 from halfbyte.ops import delta_rule as ops
 from halfbyte.ops.delta_rule import CHUNK, inverse
 
@@ -23,7 +23,7 @@ def rows(length, key_heads=2, heads=4, key_size=8, value_size=12, dtype=torch.fl
 
 
 def naive(query, key, value, decay, beta):
-    """The equation."""
+    """The delta rule token by token."""
     group = value.shape[2] // key.shape[2]
     query, key = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (query, key))
     query, key = (x.repeat_interleave(group, 2) for x in (query * query.shape[-1] ** -0.5, key))
@@ -49,7 +49,7 @@ def test_values_and_gradients(length, shape):
 
 
 def test_some_heads_at_a_time_give_the_same(monkeypatch):
-    """Key heads go with the value heads that they serve."""
+    """Head groups split key heads together with their value heads."""
     given = rows(70, key_heads=3, heads=6)
     whole = delta_rule(*given)
     upstream = torch.randn_like(whole)
@@ -61,7 +61,7 @@ def test_some_heads_at_a_time_give_the_same(monkeypatch):
         torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
 
 
-def test_its_inputs_are_all_that_it_keeps():
+def test_saves_only_its_inputs():
     given = rows(40)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.data_ptr()) or x, lambda x: x):
@@ -73,7 +73,7 @@ BOUNDS = [0, 1, 64, 65, 70, 71, 128, 200, 210]
 
 
 def test_documents_inside_rows():
-    """Each as it is alone, gradients too; nothing of another reaches it by a bit."""
+    """Each document's values and gradients are bit-equal to those of the document alone."""
     given = rows(BOUNDS[-1])
     first = torch.zeros(2, BOUNDS[-1], dtype=torch.bool)
     first[0, BOUNDS[:-1]] = True
@@ -100,7 +100,7 @@ def test_documents_inside_rows():
 
 
 def test_16_bits_are_rounded_once():
-    """Inside it is fp32: the result is no further from fp64 than the rounding of values and of what comes out."""
+    """Computed in fp32: the error against fp64 is at most the rounding of inputs and outputs to 16 bits."""
     given = [x.detach().bfloat16() if x.dim() == 4 else x.detach().float() for x in rows(100)]
     out, truth = delta_rule(*given), naive(*(x.double() for x in given))
     assert out.dtype is torch.bfloat16
@@ -108,7 +108,7 @@ def test_16_bits_are_rounded_once():
 
 
 def test_autocast_changes_nothing():
-    """Which would round products of fp32 to 16 bits, and join them with others."""
+    """Autocast would run the fp32 matmuls in 16 bits."""
     given = [x.detach().bfloat16() if x.dim() == 4 else x.detach().float() for x in rows(100)]
     given = [x.requires_grad_() for x in given]
     expected = delta_rule(*given)
@@ -119,8 +119,8 @@ def test_autocast_changes_nothing():
     assert all(torch.isfinite(x.grad).all() for x in given)
 
 
-def test_keys_that_are_alike():
-    """The hardest inverse: all of A is one. As a sum of powers of 64 rows it would lose all digits in fp32."""
+def test_equal_keys():
+    """The worst-conditioned inverse: all of A is one. A power series over 64 rows would lose all precision in fp32."""
     lower = torch.ones(2, CHUNK, CHUNK).tril(-1)
     truth = torch.linalg.inv(lower.double() + torch.eye(CHUNK, dtype=torch.float64))
     torch.testing.assert_close(inverse(lower).double(), truth, rtol=1e-4, atol=1e-4)
@@ -128,7 +128,7 @@ def test_keys_that_are_alike():
 
 @pytest.mark.gpu
 def test_on_a_gpu():
-    """Products in TF32 for 16 bits, and only there."""
+    """16-bit inputs use TF32 matmuls; fp32 inputs do not."""
     given = [x.detach().bfloat16().cuda() if x.dim() == 4 else x.detach().float().cuda() for x in rows(200)]
     given = [x.requires_grad_() for x in given]
     before = torch.backends.cuda.matmul.allow_tf32

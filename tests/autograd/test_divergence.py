@@ -1,4 +1,4 @@
-"""The generalised Jensen-Shannon divergence beside TRL's own, on whole logits and on hidden states."""
+"""The generalized Jensen-Shannon divergence against TRL's, on logits and on hidden states."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch.autograd import gradcheck
 from trl.experimental.gkd import GKDTrainer
 from trl.trainer.distillation_trainer import _chunked_divergence_loss
 
-from halfbyte.autograd.divergence import linear_generalized_jsd
+from halfbyte.autograd.losses import linear_generalized_jsd
 from halfbyte.ops import divergence
 from halfbyte.utils.errors import ModelError
 
@@ -59,7 +59,7 @@ def test_the_gradient_is_the_loss_s(beta):
     assert gradcheck(lambda x, w: linear_generalized_jsd(x, w, y[:5], v, beta=beta, head=(0.5, 2.0))[0], given)
 
 
-def test_chunks_are_as_one(monkeypatch):
+def test_chunks_equal_one_chunk(monkeypatch):
     x, w, y, v = drawn()
     objectives = (divergence.Objective(), divergence.Objective())
     how = {"grad_hidden": True, "grad_weight": True}
@@ -68,7 +68,7 @@ def test_chunks_are_as_one(monkeypatch):
         torch.testing.assert_close(one, other)
 
 
-def test_nothing_is_made_without_gradients():
+def test_no_gradients_are_computed_without_grad():
     x, w, y, v = drawn()
     with torch.no_grad():
         loss, _ = linear_generalized_jsd(x, w, y, v, beta=0.5)
@@ -77,7 +77,7 @@ def test_nothing_is_made_without_gradients():
     assert linear_generalized_jsd(x[:0], w, y[:0], v, beta=0.5)[0] == 0
 
 
-def test_one_distribution_does_not_diverge():
+def test_divergence_of_equal_models_is_zero():
     x, w, _, _ = drawn()
     for beta in BETAS:
         loss, _ = linear_generalized_jsd(x, w, x.detach(), w.detach(), beta=beta)
@@ -85,7 +85,7 @@ def test_one_distribution_does_not_diverge():
         assert all(grad.abs().max() < 1e-4 for grad in torch.autograd.grad(loss, (x, w)))
 
 
-def test_what_does_not_belong_together_is_refused():
+def test_mismatched_models_are_refused():
     x, w, y, v = drawn()
     with pytest.raises(ModelError, match="one vocabulary"):
         linear_generalized_jsd(x, w, y, v[:-1], beta=0.5)

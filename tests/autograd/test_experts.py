@@ -1,4 +1,4 @@
-"""Experts with adapters: values and gradients against torch's autograd over a loop in fp64, at ugly sizes."""
+"""Experts with adapters: values and gradients against torch's autograd over a loop in fp64, at odd sizes."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def unit_of(c, unit):
 
 
 def loop(weights, unit, index, x, routed, a1=None, b1=None, a2=None, b2=None):
-    """Each token's experts one after the other, as a mixture is defined."""
+    """The definition: a loop over each token's experts."""
     rows = []
     for token in range(x.shape[0]):
         total = torch.zeros(HIDDEN, dtype=x.dtype)
@@ -96,8 +96,8 @@ def test_experts_without_tokens_get_exact_zeros():
         assert gradient[-1].any()
 
 
-def test_a_gate_of_ones_own():
-    """Without a formula of ours, the gate's own function gives values and gradients."""
+def test_custom_gate():
+    """A gate without a formula in `ops.experts_unit` is differentiated by torch."""
     weights, leaves, index = problem(6, 3, 2, bias=True)
     own = results(lambda w, unit, *rest: ours(w, lambda c: unit_of(c, CLAMPED), *rest), leaves, None, weights, index)
     for found, expected in zip(own, results(loop, leaves, CLAMPED, weights, index), strict=True):
@@ -120,7 +120,7 @@ def test_without_adapters_and_for_some_gradients_only():
 
 
 @pytest.mark.parametrize("spec", ["blockwise4:nf4:64:nested", "blockwise4:fp4:64:plain"])
-def test_quantized_stacks_are_their_values(spec):
+def test_quantized_stacks_equal_their_values(spec):
     torch.manual_seed(0)
     plain = {"first": torch.randn(3, 2 * 64, 64) / 8, "second": torch.randn(3, 64, 64) / 8}
     quantized = {name: QuantizedTensor.quantize(weight, from_spec(spec)) for name, weight in plain.items()}
@@ -138,7 +138,7 @@ def test_quantized_stacks_are_their_values(spec):
         assert torch.equal(mine, expected)
 
 
-def test_what_does_not_fit_is_named():
+def test_errors_name_the_argument():
     weights, (x, routed, a1, b1, *_), index = problem(4, 3, 2)
     held = ExpertWeights(**weights, unit=SILU)
     with pytest.raises(ModelError, match=r"top_k_index is torch\.float64"):
@@ -157,7 +157,7 @@ def test_what_does_not_fit_is_named():
 
 
 def test_dropout():
-    """Its gradients are those of one and the same function: against differences of values, the seed held."""
+    """Gradients equal finite differences of the values with a fixed seed."""
     weights, leaves, index = problem(5, 3, 2)
 
     def dropped(seed, dropout, x, routed, a1, b1, a2, b2):
@@ -178,8 +178,8 @@ def test_dropout():
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_on_shapes_alone(device):
-    """As the memory plan runs it: nothing depends on where tokens go, and what is kept is what the docstring says."""
+def test_meta_tensors(device):
+    """On meta tensors, as in the memory plan: no shape depends on routing, and the saved bytes match the docstring."""
     tokens, count, top_k = 32, 5, 2
     weights, leaves, index = problem(tokens, count, top_k, dtype=torch.bfloat16)
     ledger = Ledger()
@@ -195,11 +195,11 @@ def test_on_shapes_alone(device):
     assert [grad.shape for grad in grads] == [leaf.shape for leaf in leaves]
     slots = tokens * top_k
     routing = 4 * (2 * slots + count + 1)
-    assert 0 <= kept - (slots * (2 * INNER + 2 * RANK) * 2 + routing) < 2048  # the ledger counts in blocks
+    assert 0 <= kept - (slots * (2 * INNER + 2 * RANK) * 2 + routing) < 2048  # the ledger rounds to blocks
 
 
 def test_a_unit_that_widens_its_values_does_not_widen_the_products():
-    """Autocast computes the square of a ReLU in float32 on GPUs (Nemotron-H): h is cast back to the products' dtype."""
+    """Autocast computes the square of a ReLU in float32 on GPUs (Nemotron-H); h is cast back to the GEMMs' dtype."""
     weights, leaves, index = problem(9, 3, 2, dtype=torch.bfloat16)
     first, second = LoRA(*leaves[2:4], 1.5), LoRA(*leaves[4:6], 0.7)
 

@@ -1,4 +1,4 @@
-"""Experts under torch.compile(fullgraph=True): equal numbers, and no values of packed stacks until backward."""
+"""Experts under torch.compile(fullgraph=True): results equal eager, and no dequantized stack is saved."""
 
 import pytest
 import torch
@@ -60,8 +60,8 @@ def test_compiled_equals_eager(spec, unit, adapted):
     assert {shape for shape in saved.shapes if len(shape) > 1 and shape[0] != T} <= kept | {(0,)}, saved.shapes
 
 
-def test_a_whole_mixture(tmp_path):
-    """Adapters of PEFT's on quantized experts, as a run has them."""
+def test_compiled_model(tmp_path):
+    """PEFT's adapters on quantized experts, as in a training run."""
     mixture("Qwen3Moe").save_pretrained(tmp_path)
     model = load_model(str(tmp_path), dtype="float32", device="cpu")
     model = add_adapter(model, RunConfig(model_name_or_path="m", dataset="d", output_dir="o", r=4, lora_alpha=8.0))
@@ -85,10 +85,10 @@ def test_a_whole_mixture(tmp_path):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("unit", "dropout", "said"), [
-    (torch.nn.functional.silu, 0.0, "gate is the module's own"), (Unit("silu"), 0.1, "adapters have dropout"),
+@pytest.mark.parametrize(("unit", "dropout", "reason"), [
+    (torch.nn.functional.silu, 0.0, "gate"), (Unit("silu"), 0.1, "dropout"),
 ])  # fmt: skip
-def test_what_no_graph_holds(unit, dropout, said):
+def test_unsupported_options_are_refused_when_compiling(unit, dropout, reason):
     inner = 64
     stacks = torch.randn(E, inner if callable(unit) else 2 * inner, K), torch.randn(E, K, inner)
     weights = ExpertWeights(*stacks, unit)
@@ -97,5 +97,5 @@ def test_what_no_graph_holds(unit, dropout, said):
     compiled = torch.compile(
         lambda x: experts(x, index, torch.ones(T, 1), weights, None, lora, dropout), fullgraph=True, backend="eager"
     )
-    with pytest.raises((ModelError, torch._dynamo.exc.Unsupported), match=said):
+    with pytest.raises((ModelError, torch._dynamo.exc.Unsupported), match=reason):
         compiled(torch.randn(T, K))

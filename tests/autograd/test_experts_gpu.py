@@ -1,4 +1,4 @@
-"""Experts on a GPU: the layer against a loop in fp64, without a wait for the device, and in a CUDA graph."""
+"""Experts on a GPU: the layer against a loop in fp64, without synchronization, and in a CUDA graph."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def step(stacks, factors, index, x, routed, grad):
 
 
 def loop(stacks, factors, index, x, routed, grad, dtype):
-    """A loop over experts of torch's operations."""
+    """A loop over experts in torch operations."""
     first, second = (stack.dequantize(torch.bfloat16).to(dtype) for stack in stacks)
     leaves = [leaf.detach().to(dtype).requires_grad_() for leaf in (x, routed, *factors)]
     x, routed, a1, b1, a2, b2 = leaves
@@ -60,10 +60,10 @@ def loop(stacks, factors, index, x, routed, grad, dtype):
 @pytest.mark.parametrize("tokens", [1, 7, 300, 1500])
 @pytest.mark.parametrize("decoded_rows", [0, 10**6], ids=["decoded first", "packed"])
 def test_against_a_loop(layer, monkeypatch, tokens, decoded_rows):
-    """Over as many draws as make the errors of all results comparable.
+    """Errors are averaged over enough draws to be comparable.
 
-    One token's gradient of its k weights is k numbers: of so few, either's rounding errors are by chance several times
-    the other's, in a sixth of draws on a CPU beyond the bound.
+    The gradient of one token's routing weights has only k numbers. Their rounding errors differ by chance by several
+    times between the implementations: on a CPU a sixth of the draws exceed the bound.
     """
     monkeypatch.setattr(module, "DECODED_ROWS", decoded_rows)
     errors = torch.zeros(len(RESULTS), 2, dtype=torch.float64, device="cuda")  # ours and torch's, squared
@@ -78,7 +78,7 @@ def test_against_a_loop(layer, monkeypatch, tokens, decoded_rows):
     assert max(ratios.values()) < 1.5, ratios
 
 
-def test_equal_bits_again_and_no_wait_for_the_device(layer):
+def test_bit_reproducible_without_synchronization(layer):
     given = drawn(300)
     before = step(*layer, *given)
     torch.cuda.set_sync_debug_mode("error")
@@ -90,7 +90,7 @@ def test_equal_bits_again_and_no_wait_for_the_device(layer):
         assert all(map(torch.equal, results, before))
 
 
-def test_a_graph_follows_tokens_that_are_routed_anew(layer):
+def test_graph_replay_with_other_routing(layer):
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

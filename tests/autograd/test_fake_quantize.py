@@ -41,7 +41,7 @@ def test_forward_is_the_round_trip_and_backward_the_identity(format, dtype):
 
 
 def test_merging_in_fp32_first_gives_the_bits_of_quantizing_16_bit_weights(format):
-    """`halfbyte merge` quantizes fp32 values; a weight in 16 bits must get the same codes in training."""
+    """`halfbyte merge` quantizes fp32 values; training must give a 16-bit weight the same codes."""
     weight = weight_of(torch.bfloat16)
     assert torch.equal(
         round_trip(weight, format, torch.bfloat16), round_trip(weight.float(), format, torch.float32).bfloat16()
@@ -72,7 +72,7 @@ def test_the_output_can_be_changed_in_place(shape):
     result.sum().backward()
 
 
-def test_only_what_is_trained_gets_a_gradient_and_nothing_of_the_weight_is_saved():
+def test_only_trained_tensors_get_gradients_and_no_weight_is_saved():
     weight, lora, x = weight_of().detach(), lora_of(), torch.randn(5, COLUMNS)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -84,13 +84,13 @@ def test_only_what_is_trained_gets_a_gradient_and_nothing_of_the_weight_is_saved
     saved.clear()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         result = fake_quantized_linear(x.requires_grad_(), weight, None, named("nf4"))
-    assert not saved  # a frozen weight without an adapter needs nothing but itself
+    assert not saved  # a frozen weight without an adapter saves nothing
     result.sum().backward()
     torch.testing.assert_close(x.grad, round_trip(weight, named("nf4"), torch.float32).sum(0).expand(5, -1))
 
 
 def test_autocast_rounds_the_product_and_not_the_weight(format):
-    """Factors in fp32 are merged in fp32 under autocast; the product and its input have autocast's dtype."""
+    """Under autocast fp32 factors are merged in fp32; the GEMM runs in autocast's dtype."""
     weight, lora, x = weight_of().detach(), lora_of(), torch.randn(5, COLUMNS)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         result = fake_quantized_linear(x, weight, None, format, lora)
@@ -103,7 +103,7 @@ def test_autocast_rounds_the_product_and_not_the_weight(format):
     assert lora.a.grad.dtype == torch.float32
 
 
-def test_it_is_a_break_in_a_compiled_graph():
+def test_breaks_the_compiled_graph():
     lora, x = lora_of(), torch.randn(5, COLUMNS, requires_grad=True)
     weight = weight_of()
 

@@ -1,4 +1,4 @@
-"""OnceFunction is torch's Function, but for what it costs."""
+"""OnceFunction behaves like torch's Function."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The FP8 linear: its numbers by hand, its histories, and torch._scaled_mm against the emulation."""
+"""The FP8 linear: values computed by hand, amax histories, and torch._scaled_mm against the emulation."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from halfbyte.autograd import linear_fp8
-from halfbyte.autograd.linear_fp8 import Fp8Products, weight_codes
+from halfbyte.autograd.linear_fp8 import Fp8Gemms, weight_codes
 from halfbyte.autograd.lora import LoRA, lora_linear, lora_qkv
 from halfbyte.formats import from_spec
 from halfbyte.ops.float8 import E4M3, E5M2, FP8_MAX
@@ -21,11 +21,11 @@ SPECS = ["fp8:row", "fp8:tensor", "fp8:tile", "blockwise4:nf4:64:nested", "int8"
 
 def scaling(device="cpu", **options):
     state = DelayedScaling([E4M3, E5M2], ScalingOptions(**options), device=device)
-    return state, Fp8Products(Slot(state, 0), Slot(state, 1))
+    return state, Fp8Gemms(Slot(state, 0), Slot(state, 1))
 
 
 def rounded(values, dtype, scale):
-    """Through FP8 and back."""
+    """Quantize to FP8 and dequantize."""
     limit = FP8_MAX[dtype]
     return (values * scale).clamp(-limit, limit).to(dtype).float() / scale
 
@@ -35,7 +35,7 @@ def weight_of(spec, dtype=torch.float32, rows=48, columns=64):
 
 
 def as_multiplied(recipe, weights):
-    """Values that stand for the weights in products."""
+    """Dequantized FP8 values of the weights."""
     scales = recipe.scales(weights, torch.float32)
     codes = [weight_codes(*pair, torch.float32).float() for pair in zip(weights, scales.inverses, strict=True)]
     return [w * (s.unsqueeze(1) if s.dim() else s) for w, s in zip(codes, scales.each, strict=True)]
@@ -50,7 +50,7 @@ def step(weight, x, probe, recipe, bias=None):
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_numbers_by_hand(spec):
-    """Products of what x, W and dY become in FP8, with the scales of their own amax in a first step."""
+    """GEMMs of x, W and dY after the FP8 cast with the scales of the first step, their own amax."""
     _, recipe = scaling()
     weight, x, probe, bias = weight_of(spec), torch.randn(2, 5, 64), torch.randn(2, 5, 48), torch.randn(48)
     y, dx = step(weight, x, probe, recipe, bias)
@@ -108,7 +108,7 @@ def test_stored_fp8_is_multiplied_as_it_is():
 
 
 @pytest.mark.parametrize("spec", [*SPECS, "plain"])
-def test_codes_that_are_turned(spec):
+def test_transposed_codes(spec):
     weight = torch.randn(48, 64) if spec == "plain" else weight_of(spec)
     (inverse,) = scaling()[1].scales([weight], torch.float32).inverses
     wide = torch.zeros(64, 100, dtype=torch.uint8).view(E4M3)
@@ -135,7 +135,7 @@ def test_the_second_step_scales_by_the_first():
     torch.testing.assert_close(state.history[:, 0], amax)
     state.roll()
     torch.testing.assert_close(state.scale, torch.tensor([448.0, 57344.0]) / amax)
-    y, _ = step(weight, 10 * x, probe, recipe)  # larger than anything seen: saturates
+    y, _ = step(weight, 10 * x, probe, recipe)  # larger than the amax history: saturates
     w8 = weight.dequantize()
     torch.testing.assert_close(y, rounded(10 * x, E4M3, state.scale[0]) @ w8.t(), rtol=1e-4, atol=1e-4)
     assert (rounded(10 * x, E4M3, state.scale[0]).abs() <= amax[0] * 1.001).all()
@@ -155,7 +155,7 @@ def test_a_step_that_is_not_finite_shows_and_keeps_the_scale():
     assert torch.equal(state.scale[0], before[0])
 
 
-def test_what_was_handed_over_is_for_the_next_reader_only():
+def test_handed_over_input_is_used_once():
     state, recipe = scaling()
     state.settled = [True, True]
     x, other = torch.randn(5, 64), torch.randn(5, 64)
@@ -165,12 +165,12 @@ def test_what_was_handed_over_is_for_the_next_reader_only():
     assert recipe.slot_of_input(x) is recipe.x
 
 
-def test_what_nobody_read_is_not_taken_for_what_comes_to_its_place():
+def test_handed_over_input_is_not_used_for_reused_memory():
     state, recipe = scaling()
     weight = weight_of("fp8:row")
     step(weight, torch.randn(5, 64), torch.ones(5, 48), recipe)
     state.roll()
-    for _ in range(20):  # the allocator hands memory out again
+    for _ in range(20):  # the allocator reuses the memory
         x = torch.randn(5, 64)
         recipe.hand_over(x, torch.zeros(5, 64).to(E4M3))
         del x
@@ -218,7 +218,7 @@ def test_empty_batch_and_autocast():
         assert lora_linear(torch.randn(3, 64), weight_of("fp8:row"), None, recipe=recipe).dtype == torch.bfloat16
 
 
-def test_emulation_is_said_once():
+def test_emulation_is_reported_once():
     notices.forget()
     _, recipe = scaling()
     step(weight_of("fp8:row"), torch.randn(5, 64), torch.randn(5, 48), recipe)

@@ -1,10 +1,10 @@
-"""The nvfp4 recipe: what each option changes, that the transform cancels, and that gradients are unbiased."""
+"""The nvfp4 recipe: the effect of each option, cancellation of the transform, unbiased gradients."""
 
 import pytest
 import torch
 from torch import nn
 
-from halfbyte.autograd.linear_nvfp4 import Nvfp4Products, Nvfp4Recipe, _rounded
+from halfbyte.autograd.linear_nvfp4 import Nvfp4Gemms, Nvfp4Recipe, _rounded
 from halfbyte.autograd.lora import lora_linear
 from halfbyte.formats import named
 from halfbyte.ops.nvfp4 import rotate
@@ -23,11 +23,11 @@ def operands(dtype=torch.float32, rows=9):
 
 
 def nvfp4_linear(x, weight, bias=None, *, recipe):
-    return lora_linear(x, weight, bias, recipe=Nvfp4Products(recipe))
+    return lora_linear(x, weight, bias, recipe=Nvfp4Gemms(recipe))
 
 
 def step(recipe, x, weight, grad, bias=None):
-    """Output and gradient of the input; the random numbers of torch's seed 0."""
+    """Output and gradient of the input, with torch's seed 0."""
     torch.manual_seed(0)
     x = x.clone().requires_grad_()
     y = nvfp4_linear(x, weight, bias, recipe=recipe)
@@ -78,7 +78,7 @@ def test_each_option_changes_what_it_names(before, after, changed):
     assert tuple(not torch.equal(a, b) for a, b in zip(one, other, strict=True)) == changed
 
 
-def test_only_stochastic_rounding_draws():
+def test_only_stochastic_rounding_uses_random_numbers():
     for options, same in (({}, False), ({"disable_stochastic_rounding": True}, True)):
         x, weight, grad = operands()
         x.requires_grad_()
@@ -91,12 +91,12 @@ def test_only_stochastic_rounding_draws():
 
 @pytest.mark.parametrize("options", [{}, {"disable_rht": True}, {"enable_four_over_six": True}], ids=str)
 def test_gradients_are_unbiased(options):
-    """Rows alike differ by their draws alone; their mean is the product of the unrounded gradient."""
+    """Equal rows differ only by their random rounding; their mean is the result for the unrounded gradient."""
     recipe, rows = Nvfp4Recipe(**options), 20_000
     _, weight, grad = operands()
     x = torch.zeros(rows, K)
     _, dx = step(recipe, x, weight, grad[:1].expand(rows, N))
-    # What dY is multiplied with: the rounded weight, turned back.
+    # The operand of dY: the rounded weight with the transform inverted.
     numbers, factor = _rounded(weight.t(), 16, recipe, torch.float64, stochastic=False)
     unrounded = torch.zeros(1, numbers.shape[1])
     unrounded[:, :N] = grad[:1]
@@ -109,7 +109,7 @@ def test_gradients_are_unbiased(options):
 
 
 def test_gradients_rounded_to_nearest_are_biased():
-    """Or the test above proves nothing."""
+    """Checks that the test above can fail."""
     _, weight, grad = operands()
     x = torch.zeros(1, K)
     _, dx = step(Nvfp4Recipe(**PLAIN), x, weight, grad[:1])
@@ -119,7 +119,7 @@ def test_gradients_rounded_to_nearest_are_biased():
 
 @pytest.mark.parametrize("options", [{}, PLAIN, {"enable_four_over_six": True}], ids=str)
 def test_the_product_is_close(options):
-    """Rounding to four bits costs about 10% of each operand, more would be a wrong scale."""
+    """Rounding to four bits has an error of about 10% per operand; a wrong scale would have more."""
     x, weight, grad = operands(rows=64)
     y, dx = step(Nvfp4Recipe(**options), x, weight, grad)
     assert (y - x @ weight.t()).norm() < 0.2 * (x @ weight.t()).norm()
@@ -165,13 +165,13 @@ def test_autocast_and_no_rows():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_not_hidden(bad):
+def test_nan_and_inf_propagate(bad):
     x, weight, _ = operands()
     x[2, 3] = bad
     assert not torch.isfinite(nvfp4_linear(x, weight, recipe=Nvfp4Recipe())).any()
 
 
-def test_emulation_is_said_once():
+def test_emulation_is_reported_once():
     forget()
     x, weight, _ = operands()
     for _ in range(2):

@@ -31,7 +31,7 @@ def x():
 
 @pytest.fixture(autouse=True)
 def _poison():
-    """What nobody writes is NaN."""
+    """Uninitialized memory is NaN."""
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True)
     yield
@@ -49,8 +49,8 @@ def test_activations(activation, x):
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
-def test_low_rank_products_in_the_unit_s_pass(activation, x, monkeypatch):
-    """What accelerators run, with the reference in the kernel's place."""
+def test_low_rank_gemms_fused_with_the_unit(activation, x, monkeypatch):
+    """The path of accelerators, with the reference instead of the kernel."""
     monkeypatch.setattr(lora_mlp_module, "_in_one_pass", lambda *_: True)
     compare(model(ranks={"gate": 2, "up": 5, "down": 3}, activation=activation, bias=True), x)
 
@@ -62,7 +62,7 @@ def test_projections_without_an_adapter(targets, x):
     compare(model(targets=targets), x)
 
 
-def test_ranks_and_scalings_of_their_own(x):
+def test_different_ranks_and_scalings(x):
     compare(model(ranks={"q": 3, "v": 9, "up": 1, "down": 6}), x)
     compare(model(16, rslora=True), x)
 
@@ -80,13 +80,13 @@ def test_leading_dimensions(shape):
     compare(model(bias=True), torch.randn(shape, dtype=torch.float64))
 
 
-def test_inputs_with_gaps():
+def test_strided_inputs():
     compare(model(), torch.randn(24, 5, 2, dtype=torch.float64).permute(2, 1, 0))
     compare(model(), torch.randn(2, 5, 48, dtype=torch.float64)[..., ::2])
     compare(model(), torch.randn(1, 1, 24, dtype=torch.float64).expand(2, 5, 24))
 
 
-def test_gradients_with_gaps(x):
+def test_strided_gradients(x):
     module = model()
     seeds = [seed.transpose(0, 1).contiguous().transpose(0, 1) for seed in seeds_for(module, x)]
     assert_steps_close(step(module, module.fused, x, seeds), step(module, module, x, seeds), **EXACT)
@@ -110,7 +110,7 @@ def test_only_the_input_is_trained(x):
     compare(model().requires_grad_(False), x)
 
 
-def test_outputs_that_nobody_uses(x):
+def test_unused_outputs(x):
     module = model()
     expected = torch.autograd.grad(module(x)[1].sum(), module.k.lora_A.parameters())
     found = torch.autograd.grad(module.fused(x)[1].sum(), module.k.lora_A.parameters())
@@ -133,7 +133,7 @@ def test_gradients_accumulate(x):
 
 
 def test_results_may_be_changed_in_place(x):
-    """RoPE turns q and k in place, and attention adds to them: autograd must allow it."""
+    """RoPE modifies q and k in place; autograd must allow this."""
     module = model()
     q, k, v, y = module.fused(x.requires_grad_())
     (q.view(2, 5, 3, 8).transpose(1, 2).mul_(2).sum() + k.add_(1).sum() + v.sum() + y.mul_(3).sum()).backward()
@@ -183,7 +183,7 @@ def error(found, truth):
 @pytest.mark.parametrize("adapters", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=str)
 def test_under_autocast_no_worse_than_peft(adapters, weights):
-    """Relative errors against fp64, where every parameter has its bf16 value."""
+    """Relative errors against fp64 with parameters rounded to bf16."""
     module = model(8, dtype=torch.bfloat16, hidden=64, inner=96).to(torch.float64)
     x = torch.randn(4, 33, 64).bfloat16().double()
     seeds = [seed.bfloat16() for seed in seeds_for(module, x)]
@@ -203,7 +203,7 @@ def test_under_autocast_no_worse_than_peft(adapters, weights):
 
 
 def test_fp32_adapters_on_bf16_inputs():
-    """Without autocast the input's dtype is the products'."""
+    """Without autocast the GEMMs run in the input's dtype."""
     module = model(8, dtype=torch.bfloat16)
     for name, parameter in module.named_parameters():
         parameter.data = parameter.data.to(torch.float32 if "lora" in name else torch.bfloat16)
@@ -228,7 +228,7 @@ def test_backward_within_autocast():
 
 @pytest.mark.parametrize("targets", [(*QKV, *MLP), ("q", "v", "up", "down")], ids=len)
 def test_dropout_draws_what_peft_draws(targets):
-    """From the same state of the generator: PEFT drops q, k, v and then gate, up, down, and so do we."""
+    """With the same generator state; both draw masks for q, k, v and then gate, up, down."""
     x = torch.randn(2, 5, 24, dtype=torch.float64)
     module = model(dropout=0.3, targets=targets)
     seeds = seeds_for(module, x)
@@ -238,7 +238,7 @@ def test_dropout_draws_what_peft_draws(targets):
     assert_steps_close(mine, step(module, module, x, seeds), **EXACT)
 
 
-def test_dropout_of_nothing_and_of_everything(x):
+def test_dropout_0_and_1(x):
     module = model(dropout=1.0)
     seeds = seeds_for(module, x)
     mine = step(module, lambda x: module.fused(x, dropout=1.0), x, seeds)
@@ -266,7 +266,7 @@ def test_dropout_under_checkpointing(x):
     assert_steps_close(*steps, atol=0, rtol=0)
 
 
-# --- what is kept ----------------------------------------------------------------------------------------------------
+# --- saved tensors ----------------------------------------------------------------------------------------------------
 
 
 def saved_by(function, *arguments):
@@ -276,8 +276,8 @@ def saved_by(function, *arguments):
     return outputs, seen
 
 
-def test_saved_is_the_input_once_and_small_things():
-    """M=50 rows, R=12 over q, k and v: x, u, A, B and nothing else; no weight, no second copy of x."""
+def test_saves_the_input_once_and_low_rank_tensors():
+    """M=50 rows, R=12 over q, k and v: saves x, u, A, B only; no weight, no second copy of x."""
     module, x = model(r=4), torch.randn(50, 24, dtype=torch.float64, requires_grad=True)
     weights, biases, loras = zip(*(module.adapter(name) for name in QKV), strict=True)
     _, seen = saved_by(lora_qkv, x, weights, biases, loras)
@@ -300,7 +300,7 @@ def test_a_second_backward_is_refused(x):
         loss.backward()
 
 
-def test_an_adapter_changed_before_backward_is_noticed(x):
+def test_adapter_changed_before_backward_raises(x):
     module = model()
     weight, bias, lora = module.adapter("q")
     loss = lora_linear(x, weight, bias, lora).sum()

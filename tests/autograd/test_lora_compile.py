@@ -1,4 +1,4 @@
-"""The fused LoRA functions under torch.compile(fullgraph=True): equal numbers, and no dequantized weight saved."""
+"""The fused LoRA functions under torch.compile(fullgraph=True): equal to eager, no dequantized weight saved."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def _fresh_compiler():
 
 
 def quantized(**keys):
-    """A model with adapters, and its weights in NF4, as modules hold them."""
+    """A model with adapters, and its weights as NF4 parameters."""
     module = model(8, dtype=torch.float32, hidden=HIDDEN, inner=INNER, **keys)
     packed = {}
     for name in (*QKV, *MLP):

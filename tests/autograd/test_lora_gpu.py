@@ -28,7 +28,7 @@ def error(found, truth):
 
 
 def test_fp32_adapters_get_fp32_sums():
-    """Against fp64 on the values that the bf16 products read; rounding a sum to bf16 would be off by 1.7e-3."""
+    """Against fp64 on the bf16 inputs; rounding a sum to bf16 would have an error of 1.7e-3."""
     weight, lora = projection(HIDDEN, HIDDEN)
     x, seed = random(TOKENS, HIDDEN), random(TOKENS, HIDDEN)
     found = torch.autograd.grad(lora_linear(x, weight, None, lora), (lora.a, lora.b), seed)
@@ -36,7 +36,7 @@ def test_fp32_adapters_get_fp32_sums():
     u, v = x @ a.t(), torch.mm(seed, b) * 0.5
     truth = v.double().t() @ x.double(), seed.double().t() @ u.double() * 0.5
     assert [grad.dtype for grad in found] == [torch.float32] * 2
-    assert error(found[0], truth[0]) < 1e-3  # v itself may be rounded elsewhere
+    assert error(found[0], truth[0]) < 1e-3  # v itself may be rounded differently
     assert error(found[1], truth[1]) < 1e-4
 
 
@@ -60,7 +60,7 @@ def test_a_step_in_a_cuda_graph_equals_eager():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()
-    with torch.no_grad():  # the graph must read the factors as they are when it is replayed
+    with torch.no_grad():  # the replay must read the current factors
         for tensor in (x, *factors):
             tensor.mul_(0.9)
     graph.replay()
@@ -68,12 +68,12 @@ def test_a_step_in_a_cuda_graph_equals_eager():
 
 
 def test_one_dequantized_weight_at_a_time():
-    """Backward of q, k and v holds dx and one bf16 weight, and little else."""
+    """The peak memory of backward is dx and one bf16 weight."""
     weights, loras = zip(*(projection(4096, 4096) for _ in range(3)), strict=True)
     x = random(64, 4096).requires_grad_()
     outputs = lora_qkv(x, weights, (None,) * 3, loras)
     seeds = [random(*output.shape) for output in outputs]
-    torch.autograd.backward(outputs, seeds)  # cuBLAS allocates a workspace for the thread that runs backward
+    torch.autograd.backward(outputs, seeds)  # cuBLAS allocates a workspace for the backward thread
     outputs = lora_qkv(x, weights, (None,) * 3, loras)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

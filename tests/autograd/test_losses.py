@@ -1,4 +1,4 @@
-"""linear_cross_entropy as a differentiable function: gradients, compile, and what it keeps for backward."""
+"""linear_cross_entropy as a differentiable function: gradients, compile and saved tensors."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def test_gradcheck(softcap):
     )
 
 
-def test_frozen_head_keeps_only_the_gradient_of_hidden():
+def test_frozen_head_saves_only_the_gradient_of_hidden():
     hidden, weight, labels = example(4, 64, 32, 5000)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.numel()) or tensor, lambda x: x):
@@ -71,7 +71,7 @@ def test_backward_twice_gives_the_same(loss_of):
 
 
 def test_the_last_backward_takes_no_memory_of_its_own():
-    """dX of a long batch is 128 MiB: scaled where it lies."""
+    """dX of a long batch is 128 MiB and is scaled in place."""
     hidden, weight, labels = example(2, 64, 32, 500)
     saved, passed_on = [], []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda x: x):
@@ -105,7 +105,7 @@ def test_log_probs(keys, trained_head, entropy):
     )
     theirs, their_entropy = full_log_probs(hidden, weight, labels, **keys)
     torch.testing.assert_close(mine, theirs)
-    weights = torch.randn_like(mine)  # every token has its own upstream gradient
+    weights = torch.randn_like(mine)  # one upstream gradient per token
     loss, expected = (mine * weights).sum(), (theirs * weights).sum()
     if entropy == "no":
         assert my_entropy is None
@@ -149,7 +149,7 @@ def test_cross_entropy_is_the_sum_of_log_probs():
     assert torch.equal(torch.autograd.grad(-log_probs.sum(), hidden)[0], torch.autograd.grad(loss, hidden)[0])
 
 
-def test_log_probs_keep_rows_of_hidden_width_only():
+def test_log_probs_save_only_tensors_of_hidden_width():
     hidden, weight, labels = example(4, 64, 32, 5000)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.numel()) or tensor, lambda x: x):
@@ -172,7 +172,7 @@ def test_smoothing_and_z_loss(smoothing):
 
 
 @pytest.mark.parametrize("wrong", [{"temperature": 0.0}, {"softcap": -1.0}])
-def test_impossible_numbers(wrong):
+def test_invalid_options(wrong):
     with pytest.raises(ModelError, match=f"{next(iter(wrong))} is"):
         linear_log_probs(*example(), **wrong)
     with pytest.raises(ModelError, match="label_smoothing is 1"):
@@ -180,7 +180,7 @@ def test_impossible_numbers(wrong):
 
 
 def test_bf16_gradient_is_scaled_in_fp32():
-    """1/3 rounded to bf16 would put an error of 0.13% on every entry; rounding the product only averages out."""
+    """1/3 rounded to bf16 would give every entry an error of 0.13%; errors of rounding the result average out."""
     hidden, weight, labels = example(2, 65, 64, 301, torch.bfloat16)
     whole = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels), hidden)[0].double()
     third = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels) / 3, hidden)[0].double()
@@ -261,7 +261,7 @@ def test_operator_is_well_formed():
 
 @pytest.mark.gpu
 def test_memory_over_the_inputs_on_a_gpu():
-    """A chunk of logits and dX: at the size of issue 3's bar, within its 0.25 GiB."""
+    """A chunk of logits and dX take at most 0.25 GiB, the limit of issue 3 at its size."""
     hidden = torch.randn(16_384, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(128_256, 4096, device="cuda", dtype=torch.bfloat16) / 64
     labels = torch.randint(128_256, (16_384,), device="cuda")
@@ -276,7 +276,7 @@ def test_memory_over_the_inputs_on_a_gpu():
 @pytest.mark.gpu
 @pytest.mark.parametrize("trained_head", [False, True])
 def test_capture_and_compile_on_a_gpu(trained_head):
-    """No synchronisation, the same from a CUDA graph and from inductor, with ignored labels."""
+    """Eager without synchronization, a CUDA graph and inductor give the same results, with ignored labels."""
     hidden, weight, labels = example(2, 700, 256, 5003, torch.bfloat16)
     hidden, weight = (tensor.detach().cuda().requires_grad_() for tensor in (hidden, weight))
     labels = labels.cuda()

@@ -1,13 +1,13 @@
-"""What is recomputed ahead of its gradient is found by backward, and computed once."""
+"""`run_ahead`: the backward uses a recomputation that ran before it, and runs the function only once."""
 
 import pytest
 import torch
 
-from halfbyte.autograd.recompute import gathered, recompute, run_ahead
+from halfbyte.autograd.checkpointing import pending_recomputes, recompute, run_ahead
 
 
 class Counted:
-    """x → x + tanh(dropout(x)·W), which counts its runs."""
+    """x → x + tanh(dropout(x)·W), counting its calls."""
 
     def __init__(self, p):
         self.weight, self.p, self.runs = torch.randn(6, 6, requires_grad=True), p, 0
@@ -24,7 +24,7 @@ def test_gradients_are_those_of_a_backward_that_recomputes(p):
     counted = Counted(p)
     for ahead in (False, True):
         torch.manual_seed(1)
-        with gathered() as left:
+        with pending_recomputes() as left:
             y = recompute(counted, x, [counted.weight], random=p > 0)
         assert (len(left), counted.runs) == (1, 1)
         state = torch.get_rng_state()
@@ -38,9 +38,9 @@ def test_gradients_are_those_of_a_backward_that_recomputes(p):
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def test_tiles_are_not_gathered_and_nothing_is_outside():
+def test_tiles_are_not_collected():
     counted, x = Counted(0.0), torch.randn(2, 3, 6)
-    with gathered() as left:
+    with pending_recomputes() as left:
         recompute(counted, x, [counted.weight], rows=2)
     recompute(counted, x, [counted.weight])
     assert left == []

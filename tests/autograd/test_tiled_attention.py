@@ -1,4 +1,4 @@
-"""Attention tile by tile, its scores capped or with sinks, against all scores at once: values, gradients, memory."""
+"""Tiled attention with softcaps or sinks against attention with all scores: values, gradients, memory."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def inputs(rows=2, heads=4, groups=2, length=75, width=16, dtype=torch.float64):
 @pytest.mark.parametrize(("softcap", "sunk"), [(5.0, False), (None, True), (5.0, True), (None, False)])
 @pytest.mark.parametrize("packed", [False, True])
 def test_values_and_gradients(monkeypatch, heads, window, softcap, sunk, packed):
-    """Several tiles, the last one shorter. float64: sums of softmax and gradients of keys are fp32 inside."""
+    """Several tiles, the last one shorter. In float64, logsumexp and key gradients are accumulated in fp32."""
     monkeypatch.setattr(tiled, "CACHED_BYTES", 1)
     query, key, value = inputs(heads=heads[0], groups=heads[1])
     begins, longest = None, None

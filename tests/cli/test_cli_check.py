@@ -12,7 +12,7 @@ from halfbyte.cli.init import SHOWN, _packed, starting_config
 from halfbyte.cli.meshes import check_meshes
 from halfbyte.config import SECTIONS, RunConfig, load_config
 from halfbyte.loading.find import load_model_config
-from halfbyte.memory.batches import Batches
+from halfbyte.memory.activations import Batches
 from halfbyte.plan import advice
 from halfbyte.plan.estimate import estimate as plan_of
 from halfbyte.utils.errors import ConfigError, DataError, ModelError

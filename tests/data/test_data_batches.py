@@ -9,7 +9,7 @@ import torch
 from halfbyte.config import RunConfig
 from halfbyte.data.batches import batches_of_lengths
 from halfbyte.data.collate import make_collator, width_of
-from halfbyte.memory.batches import Shape
+from halfbyte.memory.activations import Shape
 from halfbyte.utils import notices
 
 NOTHING = np.zeros(0, dtype=np.int64)

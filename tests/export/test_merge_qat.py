@@ -77,7 +77,7 @@ def test_the_merged_model_is_the_one_that_was_trained(place, tmp_path, trained_l
     assert report.quantize == "nf4"
     check_merged(load_model(str(tmp_path / "merged"), dtype="float32", device="cpu"), "nf4", trained_logits[0])
     check_merged(load_saved(str(tmp_path / "out")).model.get_base_model(), "nf4", trained_logits[0])
-    assert "quantization-aware: 14 linear layers" in said()["qat-blockwise4:nf4:64:nested"]
+    assert "14 linear layers" in said()["qat-blockwise4:nf4:64:nested"]
 
 
 QAT = {"load_in_4bit": False, "dtype": "float32"}

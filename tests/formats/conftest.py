@@ -1,4 +1,4 @@
-"""A contract test runs for each example of each format, or for three where no format's own code takes part."""
+"""Parametrization: contract tests run for every example of every format, or for three if no format code is involved."""
 
 import pytest
 from contract import EXAMPLES, REPRESENTATIVES

@@ -1,4 +1,4 @@
-"""What the contract tests share: the registry's examples, weights, layers and comparisons."""
+"""Shared helpers of the contract tests: examples of the registry, weights, layers and comparisons."""
 
 import torch
 from torch import nn
@@ -9,12 +9,12 @@ from halfbyte.tensor import QuantizedTensor
 
 EXAMPLES = [example for cls in FORMATS.values() for example in cls.examples()]
 
-# For rules that no format's own code takes part in. They differ most: how many parts, of which dtypes and dimensions.
+# Examples for rules without format code; they differ most in the number, dtypes and dimensions of their parts.
 REPRESENTATIVES = [from_spec(spec) for spec in ("blockwise4:nf4:64:nested", "nvfp4:2d:plain", "kbit:2:affine")]
 
-# One value, sides that no block or tile divides, one row, one column, three dimensions, and sides that all divide.
+# One value, dimensions that no block or tile divides, one row, one column, three dimensions, and aligned dimensions.
 SHAPES = [(1,), (1, 1), (3, 5), (64,), (17, 1), (7, 33), (31, 129), (65, 129), (2, 3, 37), (3, 64, 32)]
-SHORT = [(33,), (1, 37)]  # little more than a block of 32
+SHORT = [(33,), (1, 37)]  # one more than a block of 32
 
 
 def weight_of(shape, dtype=torch.float32, seed=0):

@@ -1,6 +1,6 @@
 """Golden numbers of each format's examples: bytes that may never change, errors that may not grow.
 
-`PYTHONPATH=src python tests/formats/golden.py` prints what golden.json should hold; a new format commits its entry.
+`PYTHONPATH=src python tests/formats/golden.py` prints the contents of golden.json; commit the entry of a new format.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ SHAPE = (67, 131)  # 8777 values: odd, and no multiple of any block
 
 
 def golden_weight():
-    """Values from integer arithmetic alone, so that no generator or libm of any version changes them.
+    """Values from integer arithmetic, independent of versions of random generators and libm.
 
     They are multiples of 2^-18 below 2^-3: fp32 sums of all block maxima are exact in any order, on any machine.
     """

@@ -1,10 +1,10 @@
-"""Weights as models have them, and what a format makes of them."""
+"""Weights of the 40M model, and the quantization noise of a format on them."""
 
 import torch
 
 
 def sqnr(weight, format):
-    """Signal over quantization noise, dB."""
+    """Signal-to-quantization-noise ratio in dB."""
     values = format.dequantize(format.quantize(weight), tuple(weight.shape), torch.float32)
     return float(10 * torch.log10(weight.float().square().sum() / (weight.float() - values).square().sum()))
 

@@ -1,4 +1,4 @@
-"""Bad input, for every registered format: what is wrong is found before it is used, and named."""
+"""Bad input for every registered format: errors are raised at load time and name the tensor."""
 
 import itertools
 import shutil
@@ -21,14 +21,14 @@ IMPORTED = {
     "awq",
     "pack_quantized",
     "pack_quantized_zeros",
-}  # read from checkpoints, not quantized to
+}  # formats that are only read from checkpoints
 SIGNED = {"zeros", "codebook", "nested_code", "nested_offset"}  # parts that may be negative
 # Bytes that stand for NaN. Every byte of an E4M4 scale and of a nested scale is a number.
 BYTES_OF_NAN = {"nvfp4": ("scale", (0x7F, 0xFF)), "mxfp4": ("scale", (0xFF,)), "fp8": ("codes", (0x7F, 0xFF))}
 
 
-def test_every_format_takes_part():
-    """A stack is stored as each of its matrices' formats says: it takes part beside each of them."""
+def test_every_format_is_covered():
+    """Stacks are tested with every format of their matrices."""
     names = {type(example).name for example in EXAMPLES} | {type(example.stacked()).name for example in EXAMPLES}
     assert names | IMPORTED == set(FORMATS)
 
@@ -58,8 +58,8 @@ def damaged_parts(format, parts):
 
 
 def test_corrupted_scales_are_found_on_load(format):
-    dtypes = (torch.float32, torch.bfloat16)  # other tools' layouts are for bf16
-    shapes = ((65, 129), (64, 256))  # and for shapes that need no padding
+    dtypes = (torch.float32, torch.bfloat16)  # other tools' layouts store bf16
+    shapes = ((65, 129), (64, 256))  # and only shapes without padding
     for shape, dtype in itertools.product(shapes, dtypes):
         tensor = QuantizedTensor.quantize(weight_of(shape, dtype), format)
         cases = list(damaged_parts(format, tensor.parts))
@@ -73,7 +73,7 @@ def test_corrupted_scales_are_found_on_load(format):
 
 def test_corrupted_scales_of_a_stack_are_found_on_load(format):
     shape = (2, 64, 256)
-    tensor = QuantizedTensor.join(weight_of(shape, torch.bfloat16), format, shape)
+    tensor = QuantizedTensor.quantize_stack(weight_of(shape, torch.bfloat16), format, shape)
     cases = list(damaged_parts(format, tensor.parts))
     assert cases
     for part, parts in cases:
@@ -99,9 +99,9 @@ def test_corrupted_scales_in_a_checkpoint_name_the_tensor(format, tiny_checkpoin
 @pytest.mark.parametrize("name", sorted(IMPORTED))
 def test_shapes_and_scales_of_imported_formats(name):
     cls = FORMATS[name]
-    with pytest.raises(ModelError, match=rf"{name} stores matrices whose sides are multiples of 8, not \(12, 20\)"):
+    with pytest.raises(ModelError, match=rf"{name} .*\(12, 20\)"):
         cls().part_specs((12, 20))
-    with pytest.raises(ModelError, match=f"{name} weights are read from checkpoints"):
+    with pytest.raises(ModelError, match=name):
         cls().quantize(torch.ones(16, 128))
     specs, shape = cls().part_specs((16, 128)), (16, 128)
     parts = {part: torch.zeros(size, dtype=dtype) for part, (size, dtype) in specs.items()}
@@ -113,6 +113,6 @@ def test_shapes_and_scales_of_imported_formats(name):
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
-def test_an_option_that_a_format_lacks_is_an_error(name):
-    with pytest.raises(ModelError, match=f"no format is spelled '{name}:no-such-option'"):
+def test_unknown_option_is_an_error(name):
+    with pytest.raises(ModelError, match=f"'{name}:no-such-option'"):
         named(f"{name}:no-such-option")

@@ -1,4 +1,4 @@
-"""kbit against its definition: planes, E4M4 scales, nearest codes; and how well it keeps real weights."""
+"""kbit against its definition: planes, E4M4 scales, nearest codes; and its error on real weights."""
 
 import math
 from itertools import pairwise
@@ -57,7 +57,7 @@ def e4m4_by_definition(value):
 
 @quick
 @given(arrays(np.float32, st.integers(1, 200), elements=st.floats(0, 40, width=32)))
-def test_e4m4_is_the_nearest(values):
+def test_e4m4_rounds_to_nearest(values):
     found = e4m4_decode(e4m4_encode(torch.from_numpy(values)))
     assert found.tolist() == [e4m4_by_definition(float(value)) for value in values]
 
@@ -70,7 +70,7 @@ def test_e4m4_codes():
     assert values[[0, 1, 16, 255]].tolist() == [0, 2**-14, 2**-10, 31]
     exact = [2 ** ((c >> 4) - 11) * (1 + (c & 15) / 16) if c >= 16 else 2**-10 * c / 16 for c in range(256)]
     assert values.tolist() == exact
-    # A mantissa that rounds up to 16 carries; nothing wraps above the largest.
+    # A mantissa that rounds up to 16 carries into the exponent; the largest value saturates.
     assert e4m4_decode(e4m4_encode(torch.tensor([1.99, 33.0, 1e30]))).tolist() == [2.0, 31.0, 31.0]
 
 
@@ -85,7 +85,7 @@ def test_scales_in_range_need_no_factor(absmax):
 @quick
 @given(st.floats(-36, 37), arrays(np.float32, st.integers(1, 50), elements=st.floats(0, 10, width=32)))
 def test_a_factor_brings_any_scales_in_range(exponent, decades):
-    """Whatever their size, scales within 2^14 of the largest are kept to 1/32 of their value."""
+    """Scales within 2^14 of the largest have a relative error of at most 1/32, at any magnitude."""
     absmax = (torch.tensor(10.0) ** (exponent - torch.from_numpy(decades).clamp(max=4))).clamp(min=1e-36)
     scales, factor = fit_scales(absmax)
     assert math.log2(factor) == round(math.log2(factor))
@@ -106,7 +106,7 @@ def test_nf_is_quantiles_of_the_normal_distribution():
 
 
 @pytest.mark.parametrize("k", [2, 3, 4, 5])
-def test_bnf_is_what_lloyd_max_finds_on_normal_weights(k):
+def test_bnf_equals_lloyd_max_on_normal_weights(k):
     blocks = normal(1 << 15, 32)
     absmax = blocks.abs().amax(1)
     found = fit_codebook(blocks, *fit_scales(absmax), k, padding=0)
@@ -117,7 +117,7 @@ def test_bnf_is_what_lloyd_max_finds_on_normal_weights(k):
 @quick
 @given(arrays(np.float32, st.tuples(st.integers(1, 3), st.integers(1, 70)), elements=st.floats(-100, 100, width=32)),
        st.sampled_from(SYMMETRIC))  # fmt: skip
-def test_each_value_is_the_nearest_that_its_block_can_hold(weight, spec):
+def test_codes_round_to_nearest(weight, spec):
     weight, format = torch.from_numpy(np.where(np.abs(weight) < 1e-30, 0, weight)), from_spec(spec)
     parts = format.quantize(weight)
     found = format.dequantize(parts, tuple(weight.shape), torch.float32).double()
@@ -130,7 +130,7 @@ def test_each_value_is_the_nearest_that_its_block_can_hold(weight, spec):
 
 
 def test_blocks_do_not_cross_rows():
-    """An outlier at the end of a row leaves the next row as it was."""
+    """An outlier at the end of a row does not change the next row."""
     weight = normal(4, 33)
     louder = weight.clone()
     louder[1, 32] = 1.0
@@ -148,8 +148,8 @@ def test_affine_blocks_hold_their_zero_and_constant_blocks():
     torch.testing.assert_close(found, weight, rtol=1e-6, atol=0)  # a factor of 1/255 is rounded
 
 
-def test_a_fitted_codebook_fits_what_the_fixed_ones_do_not():
-    """Weights of three magnitudes: eight levels hold them exactly, up to the scale's byte."""
+def test_fitted_codebook_represents_three_magnitudes():
+    """Eight levels represent weights of three magnitudes exactly, up to the rounding of the scale."""
     weight = torch.tensor([1.0, 0.5, -0.125, -1.0])[
         torch.randint(4, (64, 96), generator=torch.Generator().manual_seed(0))
     ]
@@ -176,7 +176,7 @@ def test_two_bits_with_a_zero_beat_two_without():
 
 
 def test_llama_40m(shared):
-    """Trained weights: more bits are better, and four with a byte of scale are NF4's equal at fewer bits."""
+    """Trained weights: the error falls with the bits, and 4 bits with one scale byte match NF4 at fewer bits."""
     from safetensors import safe_open
 
     with safe_open(shared / "models/llama-40m/model-00002-of-00006.safetensors", "pt") as file:
@@ -191,7 +191,7 @@ def test_llama_40m(shared):
     assert KBit(4).bits_per_weight(shape) < Blockwise4("nf4", 64).bits_per_weight(shape)
 
 
-# ---- what is refused
+# ---- unsupported options
 
 
 @pytest.mark.parametrize(("options", "named"), [((6, "nf"), "6-bit"), ((4, "nf4"), "'nf4'"), ((3, "affine"), "3 bits")])

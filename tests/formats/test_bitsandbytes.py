@@ -1,8 +1,8 @@
 """halfbyte against the real bitsandbytes on a CPU: equal bytes when quantizing, bit-equal values when dequantizing.
 
-On a CPU bitsandbytes 0.50.2 dequantizes in one of two ways: its torch implementation, whose values are those of its
-CUDA kernels, or a C++ kernel. Where a block does not end with its row, that kernel takes wrong scales ((64, 64) in
-blocks of 128), so values are compared with the torch implementation everywhere, and with the kernel where blocks divide
+On a CPU bitsandbytes 0.50.2 dequantizes in one of two ways: by its torch implementation, which equals its CUDA
+kernels, or by a C++ kernel. If a block does not end with its row, the C++ kernel uses wrong scales ((64, 64) in
+blocks of 128). So values are always compared with the torch implementation, and with the kernel if blocks divide
 rows.
 """
 
@@ -36,7 +36,7 @@ def weight_of(shape, dtype):
 
 
 def edge_weight(dtype):
-    """[16, 256] of what arithmetic treats apart: both zeros, subnormals alone and beside others, large numbers."""
+    """[16, 256] of special values: both zeros, blocks of subnormals, subnormals among normal numbers, large numbers."""
     limits = torch.finfo(dtype)
     weight = weight_of((16, 256), torch.float32).double()
     weight[0] = 0.0
@@ -61,7 +61,7 @@ def same_bits(mine, theirs):
 
 
 def flushed(values):
-    """bf16 without subnormals: AVX512-BF16's conversion, which their CPU kernel uses where there is one, has none."""
+    """bf16 without subnormals, which the AVX512-BF16 conversion of their CPU kernel flushes to zero."""
     if values.dtype is not torch.bfloat16:
         return values
     return values.where(values.abs() >= torch.finfo(values.dtype).smallest_normal, values * 0)
@@ -103,8 +103,8 @@ def test_bytes_and_values(blocksize, kind, dtype, nested):
             assert same_bits(flushed(values), flushed(kernels)), shape
 
 
-def test_the_kernel_is_still_wrong_where_we_say_so():
-    """When this fails bitsandbytes has repaired its CPU kernel, and values can be compared with it everywhere."""
+def test_bitsandbytes_cpu_kernel_bug_still_exists():
+    """If this fails, bitsandbytes has fixed its CPU kernel: then compare all values with it."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         pytest.skip("the wrong kernel is the AVX512 one")
     weight = weight_of((64, 64), torch.float32)

@@ -40,7 +40,7 @@ def test_each_scale_is_the_largest_magnitude_of_its_block(vector, blocksize, kin
 @quick
 @given(vectors(), blocks, kinds)
 def test_each_code_is_the_nearest_value(vector, blocksize, kind):
-    """Compared in float64; a value within fp32 rounding of the middle of two codes may take either."""
+    """Compared in float64; a value within fp32 rounding of the midpoint of two codes may take either code."""
     format_ = Blockwise4(kind, blocksize)
     parts = format_.quantize(torch.from_numpy(vector))
     scale = parts["absmax"].double().repeat_interleave(blocksize)[: len(vector)]
@@ -54,7 +54,7 @@ def test_each_code_is_the_nearest_value(vector, blocksize, kind):
 @quick
 @given(st.lists(st.integers(0, 15), min_size=1, max_size=200), blocks, kinds)
 def test_codes_survive_a_round_trip(codes, blocksize, kind):
-    """Values that are exact codebook entries come back as they are, the even element in the high nibble."""
+    """Exact codebook entries round-trip, with the even element in the high nibble."""
     vector = codebook4(kind, CPU)[torch.tensor(codes)]
     vector = torch.cat([vector, torch.ones(-len(vector) % blocksize)])  # full blocks
     vector.view(-1, blocksize)[:, -1] = 1.0  # whose scale is 1
@@ -104,7 +104,7 @@ def test_codebooks():
     assert sorted(NF4) == list(NF4)
     assert NF4[7] == 0.0
     fp4 = codebook4("fp4", CPU)
-    # As bitsandbytes' CUDA kernel writes them.
+    # bitsandbytes' CUDA kernel pads the same way.
     literals = torch.tensor([0.0, 0.005208333333, 0.66666667, 1.0, 0.33333333, 0.5, 0.16666667, 0.25])
     assert torch.equal(fp4[:8], literals)
     assert torch.equal(fp4[8:], -literals)

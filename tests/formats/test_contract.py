@@ -1,6 +1,6 @@
-"""The format contract: what every registered format must do, run for each of its `examples()`.
+"""The format contract: tests for every registered format, run for each of its `examples()`.
 
-Rules that no format's own code takes part in run for three of them (`any_format`; conftest.py).
+Rules without format code run for three formats (`any_format`; conftest.py).
 A new format needs nothing here but its golden entry: `python tests/formats/golden.py` prints it for every example.
 Compiling and checkpointing are in test_contract_compile.py, slices of weights in parallel/test_shard_formats.py.
 """
@@ -41,7 +41,7 @@ def test_round_trip(format):
         assert (values.shape, values.dtype) == (weight.shape, dtype), case
         error = values.float() - weight.float()
         assert error.norm() <= 1.75 * golden["rms_error"] * weight.float().norm(), case
-        if shape not in SHORT:  # whose largest value is small, so that an error is more of it
+        if shape not in SHORT:  # its largest value is small, which increases the relative error
             assert error.abs().max() <= golden["largest_error"] * weight.float().abs().max(), case
         for other in DTYPES:  # rounded once from fp32
             assert torch.equal(tensor.dequantize(other), tensor.dequantize(torch.float32).to(other)), (case, other)
@@ -59,7 +59,7 @@ def test_parts_are_those_listed(format):
 
 
 def test_golden_bytes(format):
-    """A change of these bytes makes every file stored before it unreadable: then it is a new format."""
+    """Changed bytes would make existing files unreadable; such a change needs a new format."""
     assert describe(format) == {key: GOLDEN[format.spec][key] for key in ("rms_error", "parts")}
 
 
@@ -79,7 +79,7 @@ def test_a_weight_that_is_not_finite_is_refused(format):
     for bad, at in itertools.product([float("nan"), float("inf"), -float("inf")], [0, 3000, -1]):
         weight = weight_of((65, 129))
         weight.view(-1)[at] = bad
-        with pytest.raises(ModelError, match="NaN or Inf"):  # pytest shows `bad` and `at` where none is raised
+        with pytest.raises(ModelError, match="NaN or Inf"):  # pytest shows `bad` and `at` if nothing is raised
             QuantizedTensor.quantize(weight, format)
 
 
@@ -116,7 +116,7 @@ def test_state_round_trip_through_a_file(format, tmp_path):
 
 
 def damages(value):
-    """Wrong versions of a checkpoint entry."""
+    """Damaged versions of a checkpoint entry."""
     yield "missing", None
     yield "short", value.reshape(-1)[:-1].clone()
     yield "long", torch.cat([value.reshape(-1), value.reshape(-1)[:1]])
@@ -127,7 +127,7 @@ def damages(value):
 
 
 def test_damaged_entries_are_named(format):
-    tensor = quantized(format, dtype=torch.bfloat16)  # what layouts that record no dtype load as
+    tensor = quantized(format, dtype=torch.bfloat16)  # dtype of layouts that do not record one
     state = tensor.format.to_state(tensor.parts, tuple(tensor.shape), tensor.dtype)
     for suffix, value in state.items():
         label = entry_name("layer.w", suffix)
@@ -139,14 +139,14 @@ def test_damaged_entries_are_named(format):
                 format_, parts, shape, dtype = type(format).from_state(entries, "layer.w")
             except CheckpointError as error:
                 message = str(error)
-            else:  # an entry that is not needed, or one whose values survive the change
+            else:  # an optional entry, or one whose values do not change
                 same(QuantizedTensor(format_, parts, shape, dtype), tensor)
                 continue
             assert label in message or (what == "missing" and "layer." in message), f"{what} {suffix}: {message}"
 
 
 def metadata_key(state):
-    """The entry that holds JSON; layouts of other tools may have none."""
+    """The JSON entry, or None for layouts of other tools without one."""
     return next((key for key in state if "quant_state" in key), None) or pytest.skip("the layout has no metadata")
 
 
@@ -341,7 +341,7 @@ def test_views_and_other_writes_are_refused(any_format, operation):
         lambda t: torch.ones(65, 129).add_(t),
     ],
 )
-def test_reading_gives_what_the_dequantized_tensor_gives(any_format, operation):
+def test_reading_ops_equal_the_dequantized_tensor(any_format, operation):
     tensor = quantized(any_format)
     found = operation(tensor)
     assert type(found) is torch.Tensor
@@ -350,7 +350,7 @@ def test_reading_gives_what_the_dequantized_tensor_gives(any_format, operation):
 
 
 def test_gradients_through_a_product_that_reads(any_format):
-    """Backward transposes what autograd saved of the product."""
+    """The backward transposes the saved operands of the matmul."""
     tensor, x = quantized(any_format), torch.randn(129, 3, requires_grad=True)
     (tensor @ x).pow(2).sum().backward()
     other = x.detach().clone().requires_grad_()
@@ -391,7 +391,7 @@ def test_copy_in_place(any_format):
 
 
 def test_assigned_data_is_quantized(any_format):
-    """As `copy_` does it, in memory of its own: what `data` was before keeps its values."""
+    """Like `copy_`, but to new memory: the old `data` does not change."""
     parameter = nn.Parameter(quantized(any_format, seed=1), requires_grad=False)
     before, values = parameter.data, weight_of((65, 129), seed=3)
     parameter.data = values
@@ -426,7 +426,7 @@ def test_assigned_data_moves_to_another_device(any_format):
 
 
 def test_float64(format):
-    """fp64 values are the fp32 ones; what is computed with them is not rounded to fp32."""
+    """fp64 values equal the fp32 ones; computations with them run in fp64."""
     tensor, layer = quantized(format), linear(format)
     exact = tensor.dequantize(torch.float32).double()
     assert torch.equal(tensor.dequantize(torch.float64), exact)
@@ -461,7 +461,7 @@ def test_inference_mode_handles_moves_and_copies(any_format):
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 def test_outputs_can_be_changed_in_place(format, bias):
-    """By a trained addend, as PEFT's adapters do; whatever the shape and whether the input has a gradient."""
+    """Adds a trained tensor in place, as PEFT's adapters do, for all shapes, with and without input gradient."""
     layers = [linear(format, bias=bias), linear(format, 512, 512, bias=bias)]  # the larger one by oneDNN on some CPUs
     shapes, dtypes = [(), (3,), (2, 5), (0,), (1, 1, 1)], [*DTYPES, torch.float64]
     for layer, shape, dtype, needs in itertools.product(layers, shapes, dtypes, [True, False]):

@@ -1,4 +1,4 @@
-"""The format contract under torch.compile and activation checkpointing: equal numbers, no whole weight saved."""
+"""The format contract under torch.compile and activation checkpointing: equal to eager, no dequantized weight saved."""
 
 import copy
 
@@ -10,7 +10,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
-SIZE = 96  # SIZE² values in a weight: no activation of these tests is as large
+SIZE = 96  # a weight has SIZE² values, more than any activation here
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +19,7 @@ def _fresh_compiler():
 
 
 class Block(nn.Module):
-    """Two linears of one input, then one after them: what common-subexpression elimination could merge."""
+    """Two linears of one input followed by a third: candidates for common-subexpression elimination."""
 
     def __init__(self, format, dtype=torch.float32, checkpointed=False):
         super().__init__()
@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 class Saved:
-    """A compiler backend that counts full-precision weights among what the forward graph hands to the backward."""
+    """A compiler backend that counts full-precision weights among the tensors saved for backward."""
 
     def __init__(self):
         self.weights, self.graphs = 0, 0
@@ -82,7 +82,7 @@ def check_compiled(format, dtype=torch.float32, checkpointed=False):
 
 
 def test_compiled_equals_eager_and_saves_no_weight(format):
-    """A graph knows a format by its spec and the order of its parts."""
+    """A graph identifies a format by its spec and the order of its parts."""
     check_compiled(format)
 
 
@@ -105,8 +105,8 @@ def test_compiled_under_autocast(any_format):
     assert saved.weights == 0
 
 
-def test_the_counter_counts():
-    """A visible dequantize is saved, or this file proves nothing."""
+def test_counter_sees_a_saved_weight():
+    """Checks the counter: a visible dequantize is saved."""
 
     class Visible(nn.Module):
         def __init__(self):
@@ -142,8 +142,8 @@ def test_other_batch_sizes(any_format):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_without_a_gradient_the_format_multiplies(any_format, dtype, monkeypatch):
-    """Few rows go to the format's own kernel, as in eager mode, and have eager's bits."""
+def test_format_kernel_runs_without_gradient(any_format, dtype, monkeypatch):
+    """Few rows use the format's own kernel and are bit-equal to eager mode."""
     layer, calls, cls = linear(any_format, SIZE, SIZE, dtype=dtype), [], type(any_format)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager_decomp_partition")
     multiply = cls.linear
@@ -168,7 +168,7 @@ def test_outputs_can_be_changed_in_place_when_compiled(any_format):
 
 
 def test_reading_is_compiled(any_format):
-    """DoRA's norms, of the weight and a trained term."""
+    """DoRA's row norms of the weight plus a trained term."""
     layer, term = linear(any_format, SIZE, SIZE), torch.randn(SIZE, SIZE, requires_grad=True)
 
     def norms(term):

@@ -1,4 +1,4 @@
-"""HQQ against its definition, its objective, and the authors' package where that is installed."""
+"""HQQ against its definition, its objective, and the authors' package if installed."""
 
 from itertools import pairwise
 
@@ -14,7 +14,7 @@ from halfbyte.utils.errors import CheckpointError, ModelError
 
 
 def objective(weight, values):
-    """What HQQ minimises: the mean of |error|^0.7."""
+    """HQQ's objective: the mean of |error|^0.7."""
     return float((weight.double() - values.double()).abs().pow(0.7).mean())
 
 
@@ -30,7 +30,7 @@ def test_values_are_scale_times_code_minus_zero(bits):
     assert int(codes.max()) <= 2**bits - 1
     expected = (codes - parts["zeros"].float()[:, None]) * parts["scales"].float()[:, None]
     assert torch.equal(format.dequantize(parts, (5, 256), torch.float32), expected.view(5, 256))
-    # Codes are the nearest to what is stored.
+    # Codes are the nearest for the stored scale and zero.
     best = (weight.view(-1, 64) / parts["scales"].float()[:, None] + parts["zeros"].float()[:, None]).round()
     assert (codes - best.clamp(0, 2**bits - 1)).abs().float().mean() < 1e-4
 
@@ -39,12 +39,12 @@ def test_values_are_scale_times_code_minus_zero(bits):
 def test_fitting_lowers_the_error(bits, monkeypatch):
     weight, format = normal(64, 512).pow(3), HQQ(bits, 64)  # a heavy tail
     fitted = objective(weight, stored(weight, format))
-    monkeypatch.setattr(hqq, "ROUNDS", 1)  # the zero of the range's lower end, as it was
+    monkeypatch.setattr(hqq, "ROUNDS", 1)  # the unfitted zero, of the range's lower end
     assert fitted < objective(weight, stored(weight, format))
 
 
-def test_the_shrinkage_takes_part():
-    """On weights large enough for |x|^(p−1)/β to be small, outliers are split off: without that the zeros differ."""
+def test_shrinkage_changes_the_zeros():
+    """If |x|^(p−1)/β is small, the shrinkage step removes outliers; without it the zeros differ."""
     weight, format = normal(16, 256).pow(3) * 1e5, HQQ(3, 64)
     with_shrinkage = format.quantize(weight)["zeros"]
     before, hqq.BETA = hqq.BETA, 1e-9
@@ -55,7 +55,7 @@ def test_the_shrinkage_takes_part():
 
 
 def test_groups_are_fitted_one_by_one(monkeypatch):
-    """The bytes do not depend on how groups are cut into chunks."""
+    """The bytes do not depend on the chunking of groups."""
     weight, format = normal(33, 200), HQQ(4, 64)
     whole = format.quantize(weight)
     monkeypatch.setattr(hqq, "CHUNK", 64 * 5)
@@ -79,8 +79,8 @@ def test_error_falls_with_every_bit():
     assert all(more > less + 5 for less, more in pairwise(found))
 
 
-def test_four_bits_beside_nf4(shared):
-    """At equal bits: less squared error than NF4; in HQQ's own objective within 2% (NF4 has more codes near zero)."""
+def test_four_bits_against_nf4(shared):
+    """At equal bits, the squared error is below NF4's; HQQ's objective is within 2% (NF4 has more codes near zero)."""
     from safetensors import safe_open
 
     with safe_open(shared / "models/llama-40m/model-00002-of-00006.safetensors", "pt") as file:
@@ -95,8 +95,8 @@ def test_four_bits_beside_nf4(shared):
 
 
 @pytest.mark.parametrize("bits", [8, 4, 3, 2])
-def test_beside_the_authors_package(bits):
-    """Error no larger than theirs, which keeps scales and zeros in fp32 here; 5% at 8 bits for zeros in fp16."""
+def test_against_the_authors_package(bits):
+    """The error is at most that of the authors' package with fp32 scales and zeros; +5% at 8 bits (fp16 zeros)."""
     theirs = pytest.importorskip("hqq.core.quantize").Quantizer
     weight = normal(128, 512)
     packed, meta = theirs.quantize(
@@ -146,13 +146,13 @@ def test_zeros_from_the_range():
     assert torch.equal(parts["zeros"], (-groups.amin(1) / step).half())
     assert objective(weight, stored(weight, HQQ(4, 64))) < objective(weight, stored(weight, format))
     error = (stored(weight, format).view(-1, 64) - groups).abs().amax(1)
-    assert (error <= 0.52 * step).all()  # half a step, and what rounding the scale to bf16 cuts off at the ends
+    assert (error <= 0.52 * step).all()  # half a step, plus the clipping due to the bf16 scale
     with pytest.raises(ModelError, match="no option ranges"):
         HQQ.parse("4:64:ranges")
 
 
 def test_scales_in_fp16():
-    """What GGUF's Q8_0 is kept in: the same groups with finer scales, and what fp16 does not hold."""
+    """fp16 scales as in GGUF's Q8_0: finer than bf16, with an error for scales outside fp16's range."""
     format = from_spec("hqq:8:32:range:float16")
     assert format == HQQ(8, 32, fitted=False, scale_dtype="float16")
     weight = normal(8, 256)
@@ -167,7 +167,7 @@ def test_scales_in_fp16():
 
 
 class Written(TorchDispatchMode):
-    """Counts the numbers that operations return."""
+    """Counts the elements that operations return."""
 
     numbers = 0
 
@@ -178,8 +178,8 @@ class Written(TorchDispatchMode):
         return result
 
 
-def test_fitting_is_some_hundred_passes_over_the_weight():
-    """103 now, which take 10 s for an 8B model on an H200, where a minute was promised."""
+def test_fitting_takes_about_100_passes():
+    """103 passes now, 10 s for an 8B model on an H200; the limit is a minute."""
     weight = normal(512, 4096)
     with Written() as written:
         HQQ(4, 64).quantize(weight)

@@ -1,4 +1,4 @@
-"""Checkpoints that other tools quantized: values equal a plain reading of the formula, bytes are written back."""
+"""Checkpoints that other tools quantized: values equal the published formulas, and saving restores the bytes."""
 
 import numpy as np
 import pytest
@@ -168,7 +168,7 @@ def test_mxfp4_values(make):
     assert torch.equal(tensor.dequantize().float(), tensor.dequantize(torch.float32))  # exact in bf16
 
 
-# ---- what any of them does
+# ---- behaviour of all formats
 
 
 @checkpoints
@@ -216,7 +216,7 @@ def damages(cls, make):
     for key, value in make().items():
         if key not in ("../g_idx", "../weight_g_idx"):
             yield "missing", key, None
-        # A GPTQ file without g_idx says nowhere how many inputs it has: there the model's shape finds a short qweight.
+        # A GPTQ file without g_idx does not record its inputs, so only the model's shape reveals a short qweight.
         if value.dim() and (key != "../qweight" or cls is Awq or "../g_idx" in make()):
             yield "short", key, value[:-1].contiguous()
         if value.dim() > 1:
@@ -285,15 +285,15 @@ def test_corrupted_scales_of_our_own_files_are_named(byte):
             type(format).from_state(state, "layer.weight")
 
 
-def test_an_unused_activation_scale_is_said():
+def test_unused_activation_scale_is_reported():
     forget()
     assert Nvfp4.from_state(modelopt() | {"../input_scale": torch.tensor(0.1)}, "q")[0] == Nvfp4(tiles=False)
     assert "input_scale" in said()["nvfp4-input-scale"]
 
 
-def test_int4_is_not_quantized_to():
+def test_int4_formats_cannot_quantize():
     for cls in (Gptq, GptqV2, Awq, PackQuantized):
-        with pytest.raises(ModelError, match=f"{cls.name} weights are read from checkpoints"):
+        with pytest.raises(ModelError, match=cls.name):
             QuantizedTensor.quantize(torch.randn(8, 8), cls())
 
 

@@ -1,4 +1,4 @@
-"""Names of formats, what a new format inherits, and how checkpoint entries are recognised."""
+"""Names of formats, inherited methods of a new format, and recognition of checkpoint entries."""
 
 import re
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from halfbyte.utils.errors import CheckpointError, ModelError
 
 @dataclass(frozen=True)
 class Bytes(Format):
-    """One scale for the whole tensor, and a byte for each value; only what a format must say."""
+    """A minimal format: one scale per tensor, one byte per value."""
 
     levels: int = 127
 
@@ -48,7 +48,7 @@ class Bytes(Format):
 
 @dataclass(frozen=True)
 class Beside(Bytes):
-    """The same with bitsandbytes' place for the scale: an entry beside the weight."""
+    """The same format with its scale in a separate module entry, as in bitsandbytes."""
 
     name: ClassVar[str] = "beside"
     names: ClassVar[dict[str, str]] = {}
@@ -76,7 +76,7 @@ def linear(format):
 
 
 def test_a_format_need_not_split():
-    with pytest.raises(ModelError, match="bytes:127: nothing splits weights of this format"):
+    with pytest.raises(ModelError, match="bytes:127"):
         linear(Bytes()).weight.split_for(0, 3)
 
 
@@ -96,14 +96,14 @@ def test_every_name_means_a_format():
     ("name", "said"),
     [("nf5", "did you mean nf4"), ("zzz", "formats: .*byte8.*nf4"), ("byte", "byte8"), ("", "no format ''")],
 )
-def test_an_unknown_name_is_answered_with_the_nearest(name, said):
+def test_unknown_name_suggests_the_nearest(name, said):
     with pytest.raises(ModelError, match=said):
         named(name)
 
 
 @pytest.mark.parametrize("spec", ["blockwise4:nf4", "blockwise4:nf4:48:plain", "blockwise4:nf9:64:plain", "bytes:x"])
-def test_a_wrong_spec_is_answered_with_an_example(spec):
-    with pytest.raises(ModelError, match=r"(?s)is spelled .*write it like"):
+def test_wrong_spec_shows_an_example(spec):
+    with pytest.raises(ModelError, match=r"(?s)write it like"):
         named(spec)
 
 

@@ -1,4 +1,4 @@
-"""Stacks of experts: every format, one matrix at a time, and each matrix a view of the whole."""
+"""Stacks of experts: for every format, quantized one matrix at a time, with each matrix a view of the stack."""
 
 import pytest
 import torch
@@ -9,13 +9,13 @@ from halfbyte.formats import Blockwise4, Stack, from_spec, recognize
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.utils.errors import CheckpointError, ModelError
 
-SHAPES = [(3, 64, 64), (1, 32, 192), (5, 128, 320)]  # the last has whole blocks of 256 scales in no expert
+SHAPES = [(3, 64, 64), (1, 32, 192), (5, 128, 320)]  # in the last one, blocks of 256 scales span experts
 ODD = [(2, 33, 70), (3, 17, 129)]
 BITSANDBYTES = [Blockwise4("nf4"), Blockwise4("nf4", nested=True), Blockwise4("fp4", 128, True)]
 
 
 def joined(format, shape, dtype=torch.float32):
-    return QuantizedTensor.join(iter(weight_of(shape, dtype)), format, shape)
+    return QuantizedTensor.quantize_stack(iter(weight_of(shape, dtype)), format, shape)
 
 
 def shapes_of(format):
@@ -43,7 +43,7 @@ def test_each_expert_is_quantized_by_itself(format):
 
 
 def test_an_expert_is_a_view(format):
-    shape = (3, 128, 128)  # 256 blocks of 64: nested scales begin with each expert
+    shape = (3, 128, 128)  # 256 blocks of 64: nested scale blocks align with experts
     if getattr(format, "blocksize", 64) > 64:
         pytest.skip("its nested scales cross experts of this size")
     stack = joined(format, shape)
@@ -72,7 +72,7 @@ def test_bytes_are_bitsandbytes_of_the_whole(format):
 def test_product_with_an_expert(format):
     shape = (2, 64, 128)
     stack, x = joined(format, shape), torch.randn(5, 128, requires_grad=True)
-    y = F.linear(x, stack[torch.tensor(1)])  # as transformers' loops take one
+    y = F.linear(x, stack[torch.tensor(1)])  # as in transformers' loops over experts
     expected = x @ stack.dequantize()[1].T
     torch.testing.assert_close(y, expected)
     torch.testing.assert_close(*(torch.autograd.grad(each.sum(), x)[0] for each in (y, expected)))
@@ -98,11 +98,11 @@ def test_spec(format):
     assert isinstance(stacked, Stack) or stacked is format
 
 
-def test_what_is_not_a_stack_is_refused(format):
+def test_non_stacks_are_refused(format):
     weight = weight_of((3, 64, 64))
     weight[2, 5, 7] = float("nan")
     with pytest.raises(ModelError, match="expert 2: the weight has NaN"):
-        QuantizedTensor.join(weight, format, (3, 64, 64))
+        QuantizedTensor.quantize_stack(weight, format, (3, 64, 64))
     with pytest.raises(ModelError, match="stack"):
         QuantizedTensor.quantize(weight_of((64, 64)), format)[0]
     with pytest.raises(IndexError, match="expert 3 of a stack of 3"):
@@ -112,7 +112,7 @@ def test_what_is_not_a_stack_is_refused(format):
 
 
 def test_blocks_that_would_cross_experts_are_refused():
-    with pytest.raises(ModelError, match=r"\(2, 3, 37\) has no whole blocks"):
+    with pytest.raises(ModelError, match=r"\(2, 3, 37\)"):
         joined(Blockwise4(), (2, 3, 37))
 
 

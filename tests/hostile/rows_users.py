@@ -26,7 +26,7 @@ KEYS = [
     Case("+ modules with commas between", both("target_modules=q_proj,v_proj"), says="target_modules",
          fix="target_modules: [q_proj, v_proj]"),
     Case("+ all-linear among others", both("'target_modules=[all-linear, lm_head]'"), says="all-linear",
-         fix="stands alone"),
+         fix="without other names"),
     Case("+ a variable that no shell filled in", both("'output_dir=$HOME/out'"), says=("output_dir", "HOME"),
          fix="/out"),
     Case("+ a variable in braces that is not set", both("'dataset=${NOWHERE}/data.jsonl'"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from parity import INTERPRETED, assert_as_close_as_torch, dtypes, exact, mark, poisoned, random  # noqa: F401
 
-from halfbyte.autograd.glu import glu
+from halfbyte.autograd.lora_mlp import glu
 from halfbyte.ops import glu as reference
 
 pytest.importorskip("triton")

@@ -122,7 +122,7 @@ def test_products_of_a_few_rows(dtype, spec):
 
     torch.manual_seed(2)
     format_, shape = from_spec(spec).stacked(), (5, 48, 128)
-    parts = format_.join(list(torch.randn(shape) / 11), shape)
+    parts = format_.quantize_stack(list(torch.randn(shape) / 11), shape)
     stack = StackedWeight(parts, shape, format_)
     routing = ops.route(torch.tensor([[0, 3], [3, 1], [3, 0]]), 5)
     x, bias = torch.randn(3, 128).to(dtype), torch.randn(5, 48).to(dtype)

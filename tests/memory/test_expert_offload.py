@@ -1,4 +1,4 @@
-"""Experts that wait in the host's memory: the same numbers, and each layer crosses the link once a pass."""
+"""Offloaded experts: bit-equal results, and one copy of each layer per pass."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from expert_models import TOKENS, mixture, stacks
 
 from halfbyte.config import RunConfig
-from halfbyte.layers.experts import HELD
+from halfbyte.layers.experts import HOST_STACKS
 from halfbyte.loading.load import load_model
 from halfbyte.memory.expert_offload import WINDOW, layers_of_experts, offload_experts
 from halfbyte.modeling.adapters import add_adapter
@@ -50,7 +50,7 @@ def step(model):
 
 
 class Poisoned:
-    """A window in which no byte of a layer stays once another may be there."""
+    """A window that overwrites a slot as soon as another layer may use it."""
 
     def __init__(self, window):
         self.window, self.asked = window, []
@@ -79,29 +79,29 @@ def test_numbers_are_those_of_resident_experts(folder, level):
     unpatch(model)
 
 
-def test_each_layer_crosses_once_a_pass(folder):
+def test_each_layer_is_copied_once_per_pass(folder):
     model = trained(folder)
     window = offloaded(model)
     patch(model, "checkpoint")
     step(model)
-    before = window.crossed
+    before = window.copies
     step(model)
-    assert window.crossed == before + 2 * (LAYERS - WINDOW)  # a pass begins with what the one before ended with
+    assert window.copies == before + 2 * (LAYERS - WINDOW)  # a pass starts with the layers left by the previous pass
     assert window.nbytes == WINDOW * window.host_bytes // LAYERS
 
 
-def test_the_next_layer_sets_out_while_one_computes(folder):
+def test_next_layer_is_prefetched(folder):
     window = offloaded(trained(folder))
 
     def there():
         return {slot.layer for slot in window.slots}
 
     for at in range(LAYERS - 1):
-        window.arrive(at)
+        window.fetch(at)
         assert there() == {at, at + 1}
-    window.arrive(LAYERS - 1)
+    window.fetch(LAYERS - 1)
     for at in reversed(range(1, LAYERS - 1)):
-        window.arrive(at)
+        window.fetch(at)
         assert there() == {at, at - 1}
 
 
@@ -109,14 +109,14 @@ def test_some_layers_and_none(folder):
     resident, model = trained(folder), trained(folder)
     assert offloaded(resident, []) is None
     window = offloaded(model, {1, 3})
-    held = [HELD in module.__dict__ for _, module in layers_of_experts(model.get_base_model().model.layers)]
+    held = [HOST_STACKS in module.__dict__ for _, module in layers_of_experts(model.get_base_model().model.layers)]
     assert held == [False, True, False, True, False]
     assert len(window.layers) == 2
     for found, expected in zip(step(model), step(resident), strict=True):
         assert torch.equal(found, expected)
 
 
-def test_files_and_answers_are_those_of_resident_experts(folder):
+def test_files_and_answers_equal_resident_experts(folder):
     resident, model = trained(folder).eval(), trained(folder).eval()
     expected = {name: value.clone() for name, value in resident.state_dict().items()}
     offloaded(model)
@@ -146,8 +146,8 @@ def test_stacks_are_left_on_the_host_while_loading(folder):
 
 
 @pytest.mark.gpu
-def test_adapters_are_made_where_experts_are_multiplied(folder):
-    """PEFT makes a factor where its stack is; the model is loaded with its experts on the host, then adapted."""
+def test_adapters_are_on_the_computing_device(folder):
+    """PEFT creates factors on the stack's device, which is the host for a model loaded with offloaded experts."""
     model = load_model(folder, dtype="float32", device="cuda", experts_on_host=range(LAYERS))
     offload_experts([*model.model.layers], range(LAYERS), torch.device("cuda"))
     model = add_adapter(model, RunConfig(model_name_or_path="m", dataset="d", r=4)).train()
@@ -174,4 +174,4 @@ def test_on_a_gpu(folder, level):
             (total / count).backward()
             results.append((total.detach(), *[p.grad for p in each.parameters() if p.grad is not None]))
         assert all(torch.equal(found, expected) for found, expected in zip(*results, strict=True))
-    assert window.crossed
+    assert window.copies

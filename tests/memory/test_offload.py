@@ -1,4 +1,4 @@
-"""Saved tensors that wait on the host: values, order of copies and buffers on a stand-in; on a GPU the memory too."""
+"""Activation offload: values, order of copies and buffers with fake CUDA streams; on a GPU also memory."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import pytest
 import torch
 
 import halfbyte
-from halfbyte.autograd.recompute import recompute
+from halfbyte.autograd.checkpointing import recompute
 from halfbyte.memory import offload
-from halfbyte.memory.levels import OFFLOADED
+from halfbyte.memory.activations import OFFLOADED
 from halfbyte.memory.offload import Offload
 from halfbyte.memory.pinned import AfterCapture, HostMemory
 from halfbyte.utils.errors import TrainingError
 
 
 class StandIn:
-    """torch.cuda's streams, on which everything happens at once."""
+    """Fake torch.cuda streams that run everything immediately."""
 
     def __init__(self, code: int = 0):
         self.capturing, self.registered, self.code = False, [], code
-        self.pinned: dict[int, int] = {}  # registered and not unregistered: address → bytes
-        self.waited: list[object] = []  # events that the computing stream waited for
+        self.pinned: dict[int, int] = {}  # registered buffers: address → bytes
+        self.waited: list[object] = []  # events that the compute stream waited for
 
     def stream_of(self, _device=None):
         nothing = {"wait_stream": lambda _: None, "synchronize": lambda: None}
@@ -80,12 +80,12 @@ def test_gradients_and_buffers_over_steps(cuda):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert [size for _, size in cuda.registered] == [4 * x.nbytes] * 2  # made once
     assert store.pinned_bytes == sum(cuda.pinned.values()) == 8 * x.nbytes
-    assert not store._leaving
+    assert not store._outgoing
     assert all(slab.alive == slab.used == 0 for slab in store._host.slabs)
 
 
 def test_pinned_memory_is_that_of_the_largest_batch(cuda):
-    """300 steps of lengths 64 to 8,192, four tensors of unlike widths a layer, as a layer offloads its attention."""
+    """300 steps of lengths 64 to 8,192 with four tensors of different widths per layer, as in attention offload."""
     store, generator = Offload(torch.device("cpu")), torch.Generator().manual_seed(3)
     lengths = torch.randint(64, 8193, (300,), generator=generator).tolist()
     widths, pinned = (8, 8, 2, 2), []
@@ -107,33 +107,33 @@ def test_pinned_memory_is_that_of_the_largest_batch(cuda):
     assert len(cuda.registered) <= 12
 
 
-def test_slabs_that_became_too_small_give_way(cuda):
+def test_small_empty_slabs_are_replaced(cuda):
     store = Offload(torch.device("cpu"))
     saved(store, [torch.randn(32, 16)], [torch.randn(33, 16)])
-    store._leaving.clear()
+    store._outgoing.clear()
     large = torch.randn(4 * 64, 16)
     saved(store, [large])
     assert list(cuda.pinned.values()) == [4 * large.nbytes]
 
 
-def test_what_backward_never_asks_for_is_freed_after_its_copy(cuda):
-    """A partial `torch.autograd.grad`, or an out-of-memory that the caller survives."""
+def test_tensors_never_unpacked_are_freed_after_their_copy(cuda):
+    """A partial `torch.autograd.grad`, or a caught out-of-memory error, leaves tensors that are never unpacked."""
     store = Offload(torch.device("cpu"))
     packed = saved(store, *([torch.randn(1, 32, 16)] for _ in range(4)))
     store.unpack(packed[3])
-    fetched = packed[2].memory.last  # on its way back
+    fetched = packed[2].memory.last  # being copied back
     assert fetched.device is not None
     cuda.waited.clear()
     del packed[2]
     assert cuda.waited == [fetched.copied]
     assert fetched.device is None
     cuda.waited.clear()
-    packed.clear()  # copies that were asked for, or never left the host again
+    packed.clear()  # unpacked copies, and copies that were not fetched
     assert cuda.waited == []
 
 
 def saved(store: Offload, *layers: list[torch.Tensor]) -> list:
-    """What stands for the tensors of each layer."""
+    """The packed tensors of each layer."""
     packed = []
     for tensors in layers:
         with store.hooks():
@@ -148,28 +148,28 @@ def away(packed: list) -> list[bool]:
 def test_order_of_the_copies(cuda):
     store, tensors = Offload(torch.device("cpu")), [torch.randn(1, 32, 16) for _ in range(4)]
     packed = saved(store, *([tensor] for tensor in tensors))
-    assert away(packed) == [True, True, True, False]  # the last is still there
+    assert away(packed) == [True, True, True, False]  # the last one is still on the device
     assert torch.equal(store.unpack(packed[3]), tensors[3])
-    assert away(packed) == [True, True, False, True]  # the one before is on its way
+    assert away(packed) == [True, True, False, True]  # the one before is being fetched
     assert torch.equal(store.unpack(packed[2]), tensors[2])
     assert away(packed) == [True, False, True, True]
     assert torch.equal(store.unpack(packed[3]), tensors[3])  # a second backward fetches it again
 
 
-def test_as_much_as_a_layer_saves_is_on_its_way(cuda):
-    """Three tensors a layer: all three may leave, and come back, while another layer computes."""
+def test_bytes_in_flight_are_those_of_one_layer(cuda):
+    """Three tensors per layer: all three are in flight while another layer computes, in both directions."""
     store = Offload(torch.device("cpu"))
     layers = [[torch.randn(1, rows, 16) for rows in (32, 48, 64)] for _ in range(3)]
     packed = saved(store, *layers)
     assert away(packed) == [True] * 6 + [False] * 3
-    for i in (8, 6, 7):  # backward asks in an order of its own
+    for i in (8, 6, 7):  # the backward unpacks in another order
         assert torch.equal(store.unpack(packed[i]), layers[2][i - 6])
     assert away(packed) == [True] * 3 + [False] * 3 + [True] * 3
     for i in range(6):
         assert torch.equal(store.unpack(packed[i]), layers[i // 3][i % 3])
 
 
-def test_what_dies_while_backward_looks_ahead(cuda, monkeypatch):
+def test_tensors_freed_during_prefetch(cuda, monkeypatch):
     store = Offload(torch.device("cpu"))
     layers = [[torch.randn(1, 32, 16) for _ in range(2)] for _ in range(3)]
     packed, fetch = saved(store, *layers), store._fetch
@@ -181,10 +181,10 @@ def test_what_dies_while_backward_looks_ahead(cuda, monkeypatch):
     unpacked = packed[-1]
     monkeypatch.setattr(store, "_fetch", while_others_die)
     assert torch.equal(store.unpack(unpacked), layers[2][1])
-    assert list(store._waiting) == [4]  # of that layer; the earlier ones are gone
+    assert list(store._offloaded) == [4]  # only that layer's; the earlier ones were freed
 
 
-def test_what_two_functions_save_travels_once(cuda):
+def test_tensor_saved_twice_is_copied_once(cuda):
     store, x = Offload(torch.device("cpu")), torch.randn(4, 32, 16)
     packed = saved(store, [x, x.transpose(0, 1), x.view(-1, 16)])
     assert len(cuda.registered) == 1
@@ -198,14 +198,14 @@ def test_what_two_functions_save_travels_once(cuda):
         assert store.pack(x).memory is not first.memory  # other values
 
 
-def test_tensors_with_gaps_stay(cuda):
+def test_strided_tensors_are_not_offloaded(cuda):
     store, x = Offload(torch.device("cpu")), torch.randn(64, 64)
     assert torch.equal(store.pack(x[:, :48]), x[:, :48])
     assert store.pack(x[:1].expand(64, 64)).stride() == (0, 1)
     assert not cuda.registered
 
 
-def test_small_tensors_stay_and_forwards_without_backward_give_their_buffers_back(cuda):
+def test_small_tensors_stay_and_unused_buffers_are_freed(cuda):
     store = Offload(torch.device("cpu"))
     assert isinstance(store.pack(torch.ones(3)), torch.Tensor)
     for _ in range(4):
@@ -215,7 +215,7 @@ def test_small_tensors_stay_and_forwards_without_backward_give_their_buffers_bac
 
 def test_a_capture_is_refused(cuda):
     cuda.capturing = True
-    with pytest.raises(RuntimeError, match="stream of their own"):
+    with pytest.raises(RuntimeError, match="CUDA graph"):
         Offload(torch.device("cpu")).pack(torch.randn(32, 16))
 
 
@@ -235,7 +235,7 @@ def noted(take, sizes: list[int]):
 
 @pytest.mark.parametrize("level", OFFLOADED)
 def test_gradients_of_a_model_are_those_of_keep(monkeypatch, level):
-    """Norms again from what comes back, q, k and v as attention saw them, gate and up that backward writes to."""
+    """Recomputed norms, saved q, k and v, and gate and up, which the backward overwrites."""
     from halfbyte.modeling.checkpointing import Activations
     from halfbyte.modeling.patch_record import record
 
@@ -255,7 +255,7 @@ def test_gradients_of_a_model_are_those_of_keep(monkeypatch, level):
     assert sent.count(stream) >= 2 * SHAPE["num_hidden_layers"]
     assert (max(sent) > stream) == (level == "offload_kept")  # gate and up
     halfbyte.unpatch(model)
-    del store  # while the stand-in is there
+    del store  # while the fake streams are installed
     gc.collect()
 
 
@@ -279,7 +279,7 @@ def tiny_model(device: str = "cpu", dtype: torch.dtype = torch.float32, dropout:
 
 
 def gradients(model: torch.nn.Module, tokens: torch.Tensor, levels=None) -> dict[str, torch.Tensor]:
-    """Of a step; `levels`: what the model is patched with first."""
+    """Gradients of one step; `levels`: levels that the model is patched with."""
     from halfbyte.modeling.head import causal_lm_loss
 
     if levels is not None:
@@ -327,7 +327,7 @@ def gpu_step(model: torch.nn.Module, levels) -> tuple[int, int, dict[str, torch.
     ],
 )
 def test_gradients_on_a_gpu_are_those_of_keep(levels):
-    """With dropout; equal but for what attention's backward adds up in another order."""
+    """With dropout; equal up to the order of sums in attention's backward."""
     model = gpu_model()
     _, kept_peak, expected = gpu_step(model, "keep")
     _, peak, found = gpu_step(model, levels)
@@ -337,8 +337,8 @@ def test_gradients_on_a_gpu_are_those_of_keep(levels):
 
 
 @pytest.mark.gpu
-def test_what_is_offloaded_leaves_the_gpu():
-    """All but those of the last layer, and what is on its way."""
+def test_offload_frees_gpu_memory():
+    """The freed memory is that of all layers except the last one and the copies in flight."""
     model = gpu_model()
     layers = SHAPE["num_hidden_layers"]
     for level, on_device in OFFLOADED.items():
@@ -349,7 +349,7 @@ def test_what_is_offloaded_leaves_the_gpu():
 
 @pytest.mark.gpu
 def test_tiles_on_a_gpu():
-    """8,192 tokens are one tile at the default size; a smaller one makes several, without dropout comparable."""
+    """8,192 tokens are one tile by default; smaller tiles give several, comparable without dropout."""
     from halfbyte.modeling import checkpointing
 
     model = gpu_model()
@@ -369,7 +369,7 @@ def test_tiles_on_a_gpu():
 @pytest.mark.gpu
 @pytest.mark.parametrize(("level", "captured"), [("recompute", True), ("checkpoint", True), ("offload", False)])
 def test_levels_in_a_cuda_graph(level, captured):
-    """Recomputation is captured; offloads are refused with a reason, and train from Python."""
+    """CUDA graphs capture recomputation; offload raises a reasoned error in a capture and runs eagerly."""
     from halfbyte.modeling.head import causal_lm_loss
     from halfbyte.train.graph import GraphedStep
     from halfbyte.utils import notices
@@ -397,4 +397,4 @@ def test_levels_in_a_cuda_graph(level, captured):
     losses = [graphed({"input_ids": tokens, "labels": tokens}).item() for _ in range(8)]
     assert losses[-1] < losses[0]
     assert any(graph is not None for graph in graphed._captured.values()) == captured
-    assert captured or "stream of their own" in notices.said()["cuda-graph"]
+    assert captured or "CUDA graph" in notices.said()["cuda-graph"]

@@ -1,4 +1,4 @@
-"""Registration of host memory with CUDA, on a stand-in for its runtime; on a GPU, during captures too."""
+"""Registration of host memory with CUDA, on a fake runtime; on a GPU also during captures."""
 
 import gc
 import mmap
@@ -13,7 +13,7 @@ ALREADY, NOT_REGISTERED = 712, 713
 
 
 class Runtime:
-    """CUDA's registration of host memory: whole pages, none of them twice; a failure stays as the last error."""
+    """A fake CUDA runtime that registers pages, rejects overlaps, and keeps a failure as the last error."""
 
     def __init__(self):
         self.pages: dict[int, set[int]] = {}  # address → its pages
@@ -110,7 +110,7 @@ def test_a_failure_leaves_no_error_and_can_be_tried_again(host, runtime):
 
 
 def test_memory_is_held_until_it_is_unregistered(host, runtime, capture):
-    """Else the next buffer could lie at the address of one that CUDA takes to be registered."""
+    """Otherwise the next buffer could get an address that CUDA considers registered."""
     buffer, waits = host.pin(whole_pages(100)), []
     address = buffer.data_ptr()
     capture.on = True
@@ -129,7 +129,7 @@ def test_memory_is_held_until_it_is_unregistered(host, runtime, capture):
     assert runtime.last == 0
 
 
-def test_a_wait_that_fails_keeps_the_memory(host, runtime):
+def test_failed_synchronization_keeps_the_memory(host, runtime):
     def fails():
         raise RuntimeError("the device is gone")
 
@@ -147,8 +147,8 @@ def test_finalizers_that_run_while_others_run(host, runtime):
 
 
 @pytest.mark.gpu
-def test_an_offload_that_dies_during_a_capture(monkeypatch):
-    """Its memory goes afterwards; the capture succeeds, no error is left, and the same size is pinned again."""
+def test_offload_freed_during_a_capture(monkeypatch):
+    """Its memory is freed after the capture, which succeeds without error; the same size can be pinned again."""
     from halfbyte.memory import offload
     from halfbyte.memory.pinned import AFTER_CAPTURE, HOST
     from halfbyte.utils.hardware import capture_stream
@@ -163,7 +163,7 @@ def test_an_offload_that_dies_during_a_capture(monkeypatch):
         store = offload.Offload(device)
         with store.hooks():
             packed = [store.pack(x.clone()) for _ in range(4)]
-        store.unpack(packed[3])  # the one before is on its way back
+        store.unpack(packed[3])  # the one before is being fetched
         return store, packed
 
     store, packed = offloaded()

@@ -1,4 +1,4 @@
-"""Runs on rows of many lengths keep within their plan and their limit; their speed is in `unpacked_runs`."""
+"""Runs on rows of many lengths stay within their memory plan and limit; `unpacked_runs` measures their speed."""
 
 import pytest
 from unpacked_runs import RUNS, measured

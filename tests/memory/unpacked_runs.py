@@ -1,9 +1,9 @@
-"""Training runs on a GPU, without files of weights: shapes of real models, random weights, rows of random lengths.
+"""Training runs on a GPU, without checkpoints: shapes of real models, random weights, rows of random lengths.
 
     python tests/memory/unpacked_runs.py NAME...      prints one line for each run of RUNS
 
-What is measured of a run: planned and allocated peak, reserved and pinned memory, tokens a second, and what a new width
-costs beyond its step.
+Measured per run: planned and allocated peak, reserved and pinned memory, tokens per second, and the additional time of
+a step with a new width.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def write_model(name: str, folder: Path) -> None:
 
 
 def write_rows(path: Path, lengths: tuple[int, int], rows: int) -> None:
-    """Texts; the end-of-text token comes on top."""
+    """Texts without their end-of-text token."""
     draw = random.Random(0)
     with path.open("w") as file:
         for _ in range(rows):
@@ -82,7 +82,7 @@ def write_rows(path: Path, lengths: tuple[int, int], rows: int) -> None:
 
 
 def random_model(files: ModelFiles, storage: Storage, **keys: Any) -> Any:
-    """In place of `load_model`: the shape's weights are made on the device, quantized layer by layer."""
+    """Replaces `load_model`: creates random weights on the device and quantizes them layer by layer."""
     config = files.config
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).requires_grad_(False)

@@ -146,7 +146,7 @@ def test_mismatched_answers_behind_the_others(layout, rounded, checkpointing):
 
 def test_without_a_kernel_for_it(monkeypatch):
     """By torch's attention of padded batches."""
-    monkeypatch.setattr(shared_prefix.causal, "takes_branches", lambda query: False)
+    monkeypatch.setattr(shared_prefix.causal, "supports_shared_prefix", lambda query: False)
     policy, asked = model(seed=11), method(method="kto", beta=0.3, device="cpu")
     expected, sums, _ = step(asked, policy, [prepared(ROWS, asked)])
     found, found_sums, _ = step(asked, policy, [prepared(ROWS, asked, shared=True)])

@@ -18,7 +18,8 @@ def save_gpt_oss(folder, **keys):
     model.save_pretrained(folder)
     entries, stacks = load_file(folder / "model.safetensors"), {}
     for key in [key for key in entries if key.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-        stack = QuantizedTensor.join(entries.pop(key).mT.contiguous(), Mxfp4(), model.get_parameter(key).mT.shape)
+        shape = model.get_parameter(key).mT.shape
+        stack = QuantizedTensor.quantize_stack(entries.pop(key).mT.contiguous(), Mxfp4(), shape)
         count, rows, half = stack.packed.shape
         entries[f"{key}_blocks"], entries[f"{key}_scales"] = stack.packed.view(count, rows, half // 16, 16), stack.scale
         stacks[key] = stack

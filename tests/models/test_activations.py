@@ -12,8 +12,7 @@ from torch import nn
 
 import halfbyte
 from halfbyte.config import RunConfig
-from halfbyte.memory.batches import Shape
-from halfbyte.memory.levels import LEVELS
+from halfbyte.memory.activations import LEVELS, Shape
 from halfbyte.modeling import checkpointing
 from halfbyte.modeling.adapters import add_adapter
 from halfbyte.modeling.attention import Implementation

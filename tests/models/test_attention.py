@@ -315,8 +315,8 @@ def hopper(on_cpu, monkeypatch):
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, **options)
 
     monkeypatch.setattr(causal, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(causal, "_Varying", SimpleNamespace(apply=varying))
-    monkeypatch.setattr(causal, "_Whole", SimpleNamespace(apply=whole))
+    monkeypatch.setattr(causal, "_VarlenAttention", SimpleNamespace(apply=varying))
+    monkeypatch.setattr(causal, "_CudnnAttention", SimpleNamespace(apply=whole))
     return calls
 
 
@@ -342,10 +342,10 @@ def test_whole_rows_repeat_where_that_is_cheap_or_asked_for(hopper, monkeypatch)
     query = torch.empty(1).expand(4, 32, 2048, 128)
     for installed in (None, object()):
         monkeypatch.setattr(causal, "cudnn", lambda installed=installed: installed)
-        assert causal.takes_rows(query) == (installed is not None)
-        assert not causal.takes_rows(query[:, :16])  # 34 µs a layer is above 1% of a small model's step
-        assert causal.takes_rows(query[:, :16, :512]) == (installed is not None)
-        assert not causal.takes_rows(torch.empty(1).expand(1, 32, 8192, 128))
+        assert causal.has_repeatable_rows(query) == (installed is not None)
+        assert not causal.has_repeatable_rows(query[:, :16])  # 34 µs a layer is above 1% of a small model's step
+        assert causal.has_repeatable_rows(query[:, :16, :512]) == (installed is not None)
+        assert not causal.has_repeatable_rows(torch.empty(1).expand(1, 32, 8192, 128))
     monkeypatch.setattr(causal, "cudnn", lambda: None)
     check_same_loss("Llama", batch())
     assert not hopper
@@ -355,7 +355,7 @@ def test_whole_rows_repeat_where_that_is_cheap_or_asked_for(hopper, monkeypatch)
 
 
 def test_rows_of_varying_lengths_take_the_kernel_without_plans(hopper, monkeypatch):
-    monkeypatch.setattr(causal, "whole", None)
+    monkeypatch.setattr(causal, "row_attention", None)
     rows, length = batch()["input_ids"].shape
     with attention.planned_lengths({length + 1}):
         check_same_loss("Llama", batch())
@@ -363,7 +363,7 @@ def test_rows_of_varying_lengths_take_the_kernel_without_plans(hopper, monkeypat
 
 
 def test_rows_of_a_length_that_comes_often_take_the_kernel_with_plans(hopper, monkeypatch):
-    monkeypatch.setattr(causal, "varying", None)
+    monkeypatch.setattr(causal, "varlen_attention", None)
     with attention.planned_lengths({batch()["input_ids"].shape[1]}):
         check_same_loss("Llama", batch())
     assert not hopper

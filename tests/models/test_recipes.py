@@ -125,7 +125,7 @@ def test_compiled_models_are_refused():
     from halfbyte.autograd import lora
 
     with pytest.raises(ModelError, match=r"recipe fp8-hybrid does not run under torch\.compile"):
-        lora.refuse_compiled(recipes.Fp8Products(None, None))
+        lora.refuse_compiled(recipes.Fp8Gemms(None, None))
 
 
 def test_a_gpu_without_fp8_units_says_which_recipe_to_use(monkeypatch):

@@ -212,7 +212,7 @@ def test_what_is_computed_is_what_is_merged(tmp_path):
 
 
 REFUSED = {
-    r"use_dora: model\.layers\.0\.mlp\.gate\.weight is of a router.*\n  fix: .*use_dora: false": {"use_dora": True},
+    r"use_dora: model\.layers\.0\.mlp\.gate\.weight .*\n  fix: .*use_dora: false": {"use_dora": True},
     r"modules_to_save: 'gate' would train model\.layers\.0\.mlp\.gate\.weight whole": {"modules_to_save": ["gate"]},
     "no stack of experts or router is named 'mlp.gate.bias'": {"target_parameters": ["mlp.gate.bias"]},
 }

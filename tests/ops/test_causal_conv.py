@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from halfbyte.autograd.causal_conv import causal_conv
+from halfbyte.autograd.recurrent import causal_conv
 from halfbyte.ops.attention import spans
 
 BOUNDS = [0, 1, 3, 17, 18, 40]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.activations import ACT2FN
 
-from halfbyte.autograd.glu import glu
+from halfbyte.autograd.lora_mlp import glu
 from halfbyte.ops.glu import glu_backward_
 from halfbyte.utils.errors import ModelError
 

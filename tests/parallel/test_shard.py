@@ -7,7 +7,7 @@ import torch
 from patch_models import batch, quantize, tiny
 
 import halfbyte
-from halfbyte.memory.levels import LEVELS
+from halfbyte.memory.activations import LEVELS
 from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.parallel import collectives
 from halfbyte.parallel.shard.model import shard_model, sharded

@@ -7,7 +7,7 @@ import torch
 from patch_models import batch, tiny
 from torch import nn
 
-from halfbyte.autograd.recompute import InPlace
+from halfbyte.autograd.checkpointing import OnDevice
 from halfbyte.formats import from_spec
 from halfbyte.generation import generate
 from halfbyte.layers import QuantizedLinear
@@ -150,7 +150,7 @@ def test_checkpoints_are_kept_in_slices(two, level):
 
 def put_together(mesh):
     """A tensor that does not divide; and one with fewer elements than processes."""
-    store = InSlices(mesh.group("tensor"), InPlace())
+    store = InSlices(mesh.group("tensor"), OnDevice())
     return [store.unpack(store.pack(torch.arange(float(n)).view(1, n))) for n in (7, 1)]
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from halfbyte.optim import OPTIMIZERS
 from halfbyte.parallel.mesh import ALONE
 from halfbyte.parallel.shard import trained
-from halfbyte.parallel.shard.trained import Sliced, Whole, trained_units
+from halfbyte.parallel.shard.trained import ReplicatedOptimizer, ShardedOptimizer, shard_optimizer
 
 pytestmark = pytest.mark.dist
 
@@ -44,10 +44,10 @@ def run(mesh, ranks, name, steps, state=None, model=None):
     parameters = list(model.parameters())
     named = [model.bias, *model.weights]
     optimizer = OPTIMIZERS[name].make(model, Settings())
-    units = trained_units(mesh, parameters, elementwise=True)
+    units = shard_optimizer(mesh, parameters, elementwise=True)
     units.adopt(optimizer)
     if state is not None:
-        optimizer.load_state_dict(units.own_state(copy.deepcopy(state)))
+        optimizer.load_state_dict(units.local_state(copy.deepcopy(state)))
     sums, norms = [], []
     for step in steps:
         for rank in ranks if mesh.size == 1 else [mesh.rank]:
@@ -58,11 +58,11 @@ def run(mesh, ranks, name, steps, state=None, model=None):
         sums.append(float(units.reduce(own)))
         norms.append(float(units.clip(1.0)))
         optimizer.step()
-        units.stepped()
+        units.after_step()
         assert all(parameter.grad is None for parameter in parameters)
     found = {key: value.detach().clone() for key, value in model.named_parameters()}
     kept = sum(value.numel() for each in optimizer.state.values() for value in each.values() if value.dim())
-    return found, sums, norms, units.whole_state(optimizer), kept, type(units)
+    return found, sums, norms, units.full_state(optimizer), kept, type(units)
 
 
 def assert_equal_state(found, expected):
@@ -77,11 +77,11 @@ def assert_equal_state(found, expected):
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_every_elementwise_optimizer(two, name):
     expected = run(ALONE, [0, 1], name, range(3))
-    assert expected[5] is Whole
+    assert expected[5] is ReplicatedOptimizer
     results = two.run(run, [0, 1], name, range(3), layout={"shard": 2})
     assert sum(result[4] for result in results) == expected[4]  # each rank keeps the state of its slices
     for parameters, sums, norms, _, kept, kind in results:
-        assert kind is Sliced
+        assert kind is ShardedOptimizer
         assert (sums, norms) == (expected[1], pytest.approx(expected[2], rel=1e-6))
         assert abs(kept - expected[4] / 2) <= len(SHAPES) + 1
         for key, value in expected[0].items():
@@ -105,7 +105,7 @@ def test_state_of_one_process_continues_on_four(four, layout):
 
 
 def kind(mesh, elementwise):
-    return type(trained_units(mesh, list(Model().parameters()), elementwise=elementwise)) is Sliced
+    return type(shard_optimizer(mesh, list(Model().parameters()), elementwise=elementwise)) is ShardedOptimizer
 
 
 def test_what_stays_whole(two):
@@ -117,7 +117,7 @@ def backwards(mesh, ranks, at_once, unused):
     """Gradients of slices after a step of two micro-batches, and how many whole ones were left before its end."""
     model = Model()
     parameters = [each for each in model.parameters() if unused or each is not model.unused]
-    units = Sliced(mesh, parameters, at_once=at_once)
+    units = ShardedOptimizer(mesh, parameters, at_once=at_once)
     for rank in ranks:
         for micro in range(2):
             sum((rank + micro + 1) * each.sum() for each in parameters if each is not model.unused).backward()
@@ -153,7 +153,11 @@ def narrow_run(mesh, ranks, at_once):
     parameters = [each for each in model.parameters() if each is not model.unused]
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     narrow = [(each, torch.empty_like(each, dtype=torch.bfloat16)) for each in parameters[1:]]
-    units = Sliced(mesh, parameters, at_once=at_once, narrow=narrow) if mesh.size > 1 else Whole(mesh, parameters)
+    units = (
+        ShardedOptimizer(mesh, parameters, at_once=at_once, narrow=narrow)
+        if mesh.size > 1
+        else ReplicatedOptimizer(mesh, parameters)
+    )
     units.adopt(optimizer)
     for step in range(2):
         for rank in ranks:
@@ -162,7 +166,7 @@ def narrow_run(mesh, ranks, at_once):
         units.reduce(torch.zeros(1))
         units.clip(float("inf"))
         optimizer.step()
-        units.stepped()
+        units.after_step()
     read = [each.detach().clone() for each in parameters]
     with units.full():
         full = [each.detach().clone() for each in parameters]

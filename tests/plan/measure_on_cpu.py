@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from halfbyte.config import RunConfig
 from halfbyte.formats import Blockwise4
 from halfbyte.layers import Linear4bit
-from halfbyte.memory.host import return_large_blocks
+from halfbyte.memory.allocators import return_large_blocks
 from halfbyte.methods import method_of
 from halfbyte.modeling.adapters import compute
 

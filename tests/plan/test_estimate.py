@@ -17,8 +17,8 @@ from torch import nn
 from halfbyte.config import RunConfig
 from halfbyte.formats import Blockwise4
 from halfbyte.layers import Linear4bit
-from halfbyte.memory import host
-from halfbyte.memory.batches import Batches, Shape
+from halfbyte.memory import allocators
+from halfbyte.memory.activations import Batches, Shape
 from halfbyte.modeling.adapters import add_adapter, compute, no_input_casts
 from halfbyte.ops.experts import multiplies_codes
 from halfbyte.optim import OPTIMIZERS
@@ -233,7 +233,7 @@ def shapes_8b():
 
 @pytest.mark.parametrize(("allocator", "share"), [("expandable_segments:True", 0.96), ("", 0.9)])
 def test_auto_fills_a_limit_with_a_mix_of_levels(monkeypatch, shapes_8b, allocator, share):
-    monkeypatch.setattr("halfbyte.memory.host.available_bytes", lambda: 100 * GIB)
+    monkeypatch.setattr("halfbyte.memory.allocators.available_bytes", lambda: 100 * GIB)
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", allocator)
     options = {"device": "cuda", "capacity_bytes": 139 * GIB, "shapes": shapes_8b}
@@ -260,12 +260,12 @@ def test_without_fused_forwards_whole_layers_are_recomputed(keys):
 
 
 def test_host_memory_is_the_containers(tmp_path, monkeypatch):
-    monkeypatch.setattr(host, "CGROUP", tmp_path)
-    free = host.available_bytes()
+    monkeypatch.setattr(allocators, "CGROUP", tmp_path)
+    free = allocators.available_bytes()
     (tmp_path / "memory.current").write_text("1000\n")
     for limit, expected in (("max\n", free), ("5000\n", 4000)):
         (tmp_path / "memory.max").write_text(limit)
-        assert host.available_bytes() == pytest.approx(expected, rel=0.5)
+        assert allocators.available_bytes() == pytest.approx(expected, rel=0.5)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from halfbyte.config import Parallel, RunConfig
-from halfbyte.memory import host
+from halfbyte.memory import allocators
 from halfbyte.memory.expert_offload import WINDOW
 from halfbyte.plan.estimate import MARGIN, estimate
 from halfbyte.plan.experts import ANSWERING, while_answering
@@ -29,7 +29,7 @@ STACKS = 32 * 3 * 512 * 1024  # weights of a layer's experts
 
 @pytest.fixture(autouse=True)
 def a_machine(monkeypatch):
-    monkeypatch.setattr(host, "available_bytes", lambda: 64 * GIB)
+    monkeypatch.setattr(allocators, "available_bytes", lambda: 64 * GIB)
     monkeypatch.setattr("halfbyte.plan.estimate.segments_grow", lambda: False)
 
 
@@ -128,7 +128,7 @@ def test_several_processes():
 
 def test_a_host_too_small_for_them(monkeypatch):
     each = STACKS * 4.13 / 8
-    monkeypatch.setattr(host, "available_bytes", lambda: int(3.5 * each / 0.9))
+    monkeypatch.setattr(allocators, "available_bytes", lambda: int(3.5 * each / 0.9))
     with pytest.raises(ConfigError, match=r"expert_offload: 5: .* room for") as refused:
         plan(expert_offload=5)
     assert "expert_offload: 3" in refused.value.fix

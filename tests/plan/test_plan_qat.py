@@ -8,7 +8,7 @@ from replayed import moving
 from halfbyte.autograd.losses import linear_cross_entropy
 from halfbyte.config import RunConfig
 from halfbyte.formats import named
-from halfbyte.memory.batches import Batches, Shape
+from halfbyte.memory.activations import Batches, Shape
 from halfbyte.modeling.adapters import add_adapter
 from halfbyte.plan.estimate import GIB, estimate
 from halfbyte.plan.ledger import Ledger

@@ -9,7 +9,7 @@ import transformers
 
 from halfbyte.cli.meshes import BESIDE, _line
 from halfbyte.config import Parallel, RunConfig, Sliced
-from halfbyte.memory.batches import Batches
+from halfbyte.memory.activations import Batches
 from halfbyte.parallel.mesh import Mesh
 from halfbyte.parallel.support import layouts, unsupported_layout
 from halfbyte.parallel.tensor.model import divide_products
@@ -44,7 +44,7 @@ def _host():
     with pytest.MonkeyPatch.context() as patched:
         for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
             patched.delenv(name, raising=False)
-        patched.setattr("halfbyte.memory.host.available_bytes", lambda: 200 * GIB)
+        patched.setattr("halfbyte.memory.allocators.available_bytes", lambda: 200 * GIB)
         yield
 
 
@@ -109,11 +109,11 @@ def test_as_many_slices_leave_as_the_host_has_room_for(shapes_70b, monkeypatch):
     """Of 0.21 GiB each, pinned in powers of two; and none that the device cannot hold while the model is loaded."""
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     keys = {"activation_checkpointing": "checkpoint"}
-    monkeypatch.setattr("halfbyte.memory.host.available_bytes", lambda: int(2 * 3.1 * GIB / 4 / 0.9))
+    monkeypatch.setattr("halfbyte.memory.allocators.available_bytes", lambda: int(2 * 3.1 * GIB / 4 / 0.9))
     plan = plan_of(shapes_70b, Parallel(shard=2), 21.5, **keys)
     assert len(plan.hosted) == 3
     assert not plan.fits
-    monkeypatch.setattr("halfbyte.memory.host.available_bytes", lambda: 200 * GIB)
+    monkeypatch.setattr("halfbyte.memory.allocators.available_bytes", lambda: 200 * GIB)
     assert len(plan_of(shapes_70b, Parallel(shard=2), 21.5, **keys).hosted) > 15
     assert plan_of(shapes_70b, Parallel(shard=2), 20.9, **keys).hosted == ()  # head and embedding are loaded whole
     assert plan_of(shapes_70b, Parallel(), 21.5, **keys).hosted == ()

@@ -19,7 +19,7 @@ import halfbyte
 from halfbyte.autograd.tiled_attention import CACHED_BYTES, tiled_attention
 from halfbyte.config import RunConfig
 from halfbyte.formats import named
-from halfbyte.memory.batches import Shape
+from halfbyte.memory.activations import Shape
 from halfbyte.methods import method_of
 from halfbyte.modeling.adapters import add_adapter
 from halfbyte.modeling.attention import Implementation

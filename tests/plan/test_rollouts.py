@@ -12,7 +12,7 @@ from halfbyte.config import RunConfig
 from halfbyte.formats import Blockwise4
 from halfbyte.generation import Rollouts, Sampling
 from halfbyte.layers import Linear4bit
-from halfbyte.memory.batches import Batches, Shape
+from halfbyte.memory.activations import Batches, Shape
 from halfbyte.ops.delta_rule import AT_ONCE
 from halfbyte.plan.estimate import GIB, estimate
 from halfbyte.plan.rollouts import _of_rule

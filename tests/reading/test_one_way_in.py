@@ -19,7 +19,7 @@ OWN = {
     "utils/files.py": "writes",
     "utils/hardware.py": "the kernel's files",
     "lm_eval.py": "options written as JSON to compare them",
-    "memory/host.py": "the kernel's files",
+    "memory/allocators.py": "the kernel's files",
     "loading/sharded.py": "slices of safetensors whose heads were looked over",
     "parallel/launch/launcher.py": "what a process of this run has written",
     "parallel/peer_memory.py": "the kernel's files",

@@ -20,7 +20,7 @@ from whole_runs import VOCABULARY, write_model, write_rows
 from halfbyte.config import load_config
 from halfbyte.data.prepare import prepare
 from halfbyte.formats import names
-from halfbyte.layers.expert_adapters import run_beside
+from halfbyte.layers.expert_adapters import attach_adapter_forwards
 from halfbyte.loading.find import find_model
 from halfbyte.loading.load import load_model, load_tokenizer
 from halfbyte.modeling import families
@@ -206,7 +206,7 @@ def plain_loss(config, output, device):
     if config.use_peft:
         model = load(find_model(config.origin), config.storage)
         model = PeftModel.from_pretrained(model, str(output / "adapter"))
-        run_beside(model)  # PEFT itself would add the sum of factors to the stack, which is quantized
+        attach_adapter_forwards(model)  # PEFT itself would add the sum of factors to the stack, which is quantized
         if config.qat_scheme:
             round_merged(model)
             quantize_trained(model)

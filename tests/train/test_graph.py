@@ -234,7 +234,7 @@ def test_a_shape_whose_first_capture_fails_is_warmed_up(monkeypatch):
 
 
 def test_of_more_shapes_than_graphs_those_that_come_often_have_them(monkeypatch):
-    monkeypatch.setattr(graph, "GRAPHS", 2)
+    monkeypatch.setattr(graph, "MAX_GRAPHS", 2)
     stand_in = StandIn().install(monkeypatch)
     _, _, graphed = run_backwards(stand_in.backwards, sized(*[8] * 4, 6), 1)
     for batch in sized(4, 2, 8, *[4] * 2):
@@ -263,7 +263,7 @@ def test_the_largest_shape_makes_the_pool(monkeypatch):
 def test_a_step_without_room_beside_the_graphs_runs_again_without_them(monkeypatch, window):
     """Its first try has added all its gradients, in a window that held some, and drawn its random numbers."""
     notices.forget()
-    monkeypatch.setattr(graph, "GRAPHS", 1)  # so that another shape's first steps run beside
+    monkeypatch.setattr(graph, "MAX_GRAPHS", 1)  # so that another shape's first steps run beside
     stand_in = StandIn(room=8).install(monkeypatch)
     rows = [8] * 5 + [12] * 5 + [8] * 6
     expected = run_backwards(eager, sized(*rows), window, dropout=0.5)
@@ -435,7 +435,7 @@ def test_memory_that_another_stream_still_reads_is_not_given_back(frees):
 def test_a_larger_shape_without_room_on_a_gpu(monkeypatch):
     """The process may take what it has and little more: the graphs make room for a step beside them."""
     notices.forget()
-    monkeypatch.setattr(graph, "GRAPHS", 1)
+    monkeypatch.setattr(graph, "MAX_GRAPHS", 1)
     backward, trained = wide_backward()
     graphed = GraphedBackward(backward, trained)
     for batch in wide([8192] * 6):

@@ -17,7 +17,7 @@ from transformers.modeling_utils import AttentionInterface
 from halfbyte.config import load_config
 from halfbyte.data.batches import largest_id, longest_row
 from halfbyte.loading.load import check_attention
-from halfbyte.memory.batches import Batches
+from halfbyte.memory.activations import Batches
 from halfbyte.modeling.limits import check_positions, check_token_ids
 from halfbyte.optim import OPTIMIZERS, Optimizer
 from halfbyte.plan.advice import check_fits

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from halfbyte.memory.limit import FIRST_KERNELS
+from halfbyte.memory.allocators import FIRST_KERNELS
 from halfbyte.train import run as sft
 
 GIB = 2**30

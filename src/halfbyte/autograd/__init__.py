@@ -1,1 +1,1 @@
-"""What is saved and what is recomputed: hand-derived backward passes around dispatched ops."""
+"""Differentiable functions with hand-derived backward passes around dispatched ops."""

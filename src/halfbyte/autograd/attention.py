@@ -1,12 +1,14 @@
-"""Causal attention without a mask, and who computes it: of whole rows cuDNN, of documents in flat rows FlashAttention.
+"""Causal attention without a mask, and the choice of its kernel: cuDNN for full rows, FlashAttention for packed rows.
 
-FlashAttention is version 3 where its package (`flash_attn_interface`) is installed, else torch's version 2.
+FlashAttention is version 3 if its package (`flash_attn_interface`) is installed, otherwise torch's version 2.
 
-torch's own backwards on CUDA, FlashAttention 2's and cuDNN's, add to dq by atomics, so two runs may differ in last
-bits. On Hopper documents have FlashAttention's forward and the two passes of `ops.attention`, and rows cuDNN's forward
-and its own repeatable backward, which torch does not ask for, by way of the package nvidia-cudnn-frontend.
+torch's backward kernels on CUDA, FlashAttention 2 and cuDNN, accumulate dq with atomics, so the last bits of two runs
+may differ. On Hopper, packed documents use FlashAttention's forward and the deterministic two-pass backward of
+`ops.attention`; full rows use cuDNN's forward and its deterministic backward. torch does not expose the latter, so it
+is called through the package nvidia-cudnn-frontend.
 
-Sinks and capped scores have a forward of ours, too (`scored`), which repeats everywhere.
+Attention with sinks or softcapped scores uses the kernels of `ops.attention` in both passes (`score_mod_attention`).
+These are deterministic on every device.
 """
 
 from __future__ import annotations
@@ -27,32 +29,35 @@ from ..ops.attention import Branches, Scores, Spans, attention, attention_backwa
 from ..utils.notices import notice
 from .function import OnceFunction
 
-DIFFERS = "reproducible"  # the key of the notice that two runs may differ
-HOPPER = 9
-AMPERE = 8, 0  # the compute capability from which on FlashAttention runs
-DTYPES = (torch.float16, torch.bfloat16)  # that the kernels know
+DIFFERS = "reproducible"  # key of the notice that two runs may differ
+HOPPER = 9  # major compute capability
+AMPERE = 8, 0  # lowest compute capability of FlashAttention
+DTYPES = (torch.float16, torch.bfloat16)  # dtypes of the kernels
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-WIDEST = 128  # width of a head that was measured
-SHORT, MANY = 1024, 32  # tokens of a row; heads
+WIDEST = 128  # largest head width that was measured
+SHORT, MANY = 1024, 32  # tokens of a row and number of heads, for `has_repeatable_rows`
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
-    """A CUDA device's compute capability, of one that is not here `AMPERE`; None for other devices."""
+    """Compute capability of a CUDA device, `AMPERE` if this machine has none; None for other devices."""
     if device.type != "cuda":
         return None
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else AMPERE
 
 
 def is_hopper(device: torch.device) -> bool:
-    """Whether the repeatable backwards were measured on such a device: what they cost elsewhere is not known."""
+    """Whether the device is a Hopper GPU, on which the deterministic backward kernels were measured."""
     found = capability(device)
     return found is not None and found[0] == HOPPER and torch.version.hip is None
 
 
-def may_differ(query: Tensor, what: str) -> None:
-    """Say once that two runs may not have equal bits, where that is so."""
+def warn_unrepeatable(query: Tensor, what: str) -> None:
+    """Notify once that results are not bit-reproducible, if a backward of `what` on `query`'s device follows."""
     if query.is_cuda and torch.is_grad_enabled() and not torch.are_deterministic_algorithms_enabled():
-        notice(DIFFERS, f"two runs with one seed may differ in last bits: the backward of {what} adds in any order")
+        notice(
+            DIFFERS,
+            f"two runs with one seed may differ in the last bits: the backward of {what} accumulates atomically",
+        )
 
 
 @functools.cache
@@ -60,32 +65,36 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def takes_documents(query: Tensor) -> bool:
-    """Whether the repeatable backward is for these [N, Hq, D], on Hopper: it costs nothing.
+def has_repeatable_varlen(query: Tensor) -> bool:
+    """Whether packed documents with queries [N, Hq, D] use the deterministic backward on Hopper.
 
-    H200, heads of 128, µs of backward, beside FlashAttention 2's own: 8,192 tokens of 32/8 heads in documents of 1,024
-    906 (919), of 200 to 1,100 781 (794), of 40 to 300 496 (565); 1,024 tokens of 16/8 heads 57 (64).
+    It is not slower than FlashAttention 2's backward. On an H200 with heads of 128, µs (FlashAttention 2 in
+    parentheses): 8,192 tokens of 32/8 heads in documents of 1,024 tokens 906 (919), of 200 to 1,100 tokens 781 (794),
+    of 40 to 300 tokens 496 (565); 1,024 tokens of 16/8 heads 57 (64).
     """
     return query.shape[-1] <= WIDEST and query.dtype in DTYPES and _has_triton()
 
 
-def takes_branches(query: Tensor) -> bool:
-    """Whether `branching` is for these [N, Hq, D]: its kernels compile for NVIDIA's GPUs from Ampere on, and in float32
-    for CPUs. Where AMD's FlashAttention puts queries that are fewer than their keys, nobody has looked."""
+def supports_shared_prefix(query: Tensor) -> bool:
+    """Whether `shared_prefix_attention` supports queries [N, Hq, D].
+
+    It does on NVIDIA GPUs from Ampere on, in 16 bits, and on CPUs in float32. AMD GPUs are excluded: how their
+    FlashAttention aligns fewer queries than keys is untested.
+    """
     if query.is_cpu:
-        asked = attention.choices("cpu", query, query, query, (), Scores(1.0))
-        return not on_compiler() and any(obstacle is None for _, obstacle in asked)
+        kernels = attention.choices("cpu", query, query, query, (), Scores(1.0))
+        return not on_compiler() and any(obstacle is None for _, obstacle in kernels)
     found = capability(query.device)
-    return found is not None and found >= AMPERE and torch.version.hip is None and takes_documents(query)
+    return found is not None and found >= AMPERE and torch.version.hip is None and has_repeatable_varlen(query)
 
 
-def takes_rows(query: Tensor) -> bool:
-    """Whether the repeatable backward is for these [B, Hq, T, D], on Hopper: it is asked for, or costs at most 1% of a
-    step.
+def has_repeatable_rows(query: Tensor) -> bool:
+    """Whether full rows with queries [B, Hq, T, D] use the deterministic backward on Hopper.
 
-    What it adds to cuDNN's other backward on an H200, a layer: 65 µs at 4×2048 of 32/8 heads, 0.45% of an 8B's step;
-    1.3 at 2×512 of 16/8 heads, 0.2% of a 0.6B's; 34 at 4×2048 of 16/8, above 1% of a 0.6B's; 368 at 1×8192 of 32/8,
-    2.2% of an 8B's. Without NVIDIA's package it is Triton's two passes, 3.4% at 4×2048 of 32/8.
+    True if deterministic algorithms are requested or the backward adds at most 1% to a step. Measured additional time
+    per layer over cuDNN's default backward on an H200: 65 µs at 4×2048 tokens and 32/8 heads (0.45% of a step of an 8B
+    model); 1.3 µs at 2×512 and 16/8 (0.2% of a 0.6B); 34 µs at 4×2048 and 16/8 (above 1% of a 0.6B); 368 µs at 1×8192
+    and 32/8 (2.2% of an 8B). Without nvidia-cudnn-frontend, Triton's two passes add 3.4% at 4×2048 and 32/8.
     """
     if query.shape[-1] > WIDEST or query.dtype not in DTYPES or not _has_triton():
         return False
@@ -94,11 +103,12 @@ def takes_rows(query: Tensor) -> bool:
     return torch.are_deterministic_algorithms_enabled() or (cheap and cudnn() is not None)
 
 
-def takes_scores(device: torch.device, dtype: torch.dtype, width: int) -> bool:
-    """Whether `scored` is for heads of this width: in 16 bits on NVIDIA's GPUs from Ampere on, and on AMD's.
+def supports_scores(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+    """Whether `score_mod_attention` supports heads of this width.
 
-    H200, 8,192 tokens, 16/8 heads of 256, a window of 4,096, capped, µs forward and backward: 1,494 and 6,820; tiles of
-    queries (`tiled_attention`) 24,546 and 38,687, transformers' eager 19,458 and 21,875.
+    It does in 16 bits on NVIDIA GPUs from Ampere on and on AMD GPUs. On an H200 with 8,192 tokens, 16/8 heads of 256, a
+    window of 4,096 and a softcap, µs of forward and backward: 1,494 and 6,820; `tiled_attention` 24,546 and 38,687;
+    transformers' eager attention 19,458 and 21,875.
     """
     found = capability(device)
     if found is None or dtype not in DTYPES or width > 2 * WIDEST:
@@ -106,13 +116,12 @@ def takes_scores(device: torch.device, dtype: torch.dtype, width: int) -> bool:
     return (found >= AMPERE or torch.version.hip is not None) and _has_triton()
 
 
-class _Varying(OnceFunction):
+class _VarlenAttention(OnceFunction):
     @staticmethod
     def forward(ctx, query, key, value, bounds, longest, documents, scale, window):
-        places, sides = (bounds, bounds, longest, longest), (-1 if window is None else window - 1, 0)
         out, logsumexp = torch.ops.aten._flash_attention_forward(
-            query, key, value, *places, 0.0, True, False,
-            scale=scale, window_size_left=sides[0], window_size_right=sides[1],
+            query, key, value, bounds, bounds, longest, longest, 0.0, True, False,
+            scale=scale, window_size_left=-1 if window is None else window - 1, window_size_right=0,
         )[:2]  # fmt: skip
         ctx.save_for_backward(query, key, value, out, logsumexp)
         ctx.options = documents, Scores(scale, window)
@@ -124,14 +133,14 @@ class _Varying(OnceFunction):
         return *gradients[:3], None, None, None, None, None
 
 
-class _Branching(OnceFunction):
+class _SharedPrefixAttention(OnceFunction):
     @staticmethod
     def forward(ctx, query, key, value, branches, scale):
-        # keys and values beside each document are made for this product alone: backward reads them in their place
-        beside = [x.index_select(0, branches.places) for x in (key, value)]
-        places = branches.bounds, branches.key_bounds, branches.longest, branches.longest_keys
+        # Copies of the prompt's keys and values next to each answer's; the backward reads the originals.
+        copies = [x.index_select(0, branches.places) for x in (key, value)]
+        lengths = branches.bounds, branches.key_bounds, branches.longest, branches.longest_keys
         out, logsumexp = torch.ops.aten._flash_attention_forward(
-            query, *beside, *places, 0.0, True, False, scale=scale
+            query, *copies, *lengths, 0.0, True, False, scale=scale
         )[:2]
         ctx.save_for_backward(query, key, value, out, logsumexp)
         ctx.branches, ctx.scale = branches, scale
@@ -140,27 +149,27 @@ class _Branching(OnceFunction):
     @staticmethod
     def backward(ctx, grad):
         branches = ctx.branches
-        how = branches.documents, Scores(ctx.scale), None, branches.prompts
-        return *attention_backward(_dense(grad), *ctx.saved_tensors, *how)[:3], None, None
+        options = branches.documents, Scores(ctx.scale), None, branches.prompts
+        return *attention_backward(_dense(grad), *ctx.saved_tensors, *options)[:3], None, None
 
 
-class _Scored(OnceFunction):
+class _ScoredAttention(OnceFunction):
     @staticmethod
     def forward(ctx, query, key, value, sinks, documents, scores, prompts):
         out, logsumexp = attention(query, key, value, documents, scores, sinks, prompts)
         ctx.save_for_backward(query, key, value, out, logsumexp, sinks)
-        ctx.how, ctx.prompts = (documents, scores), prompts
+        ctx.options, ctx.prompts = (documents, scores), prompts
         return out
 
     @staticmethod
     def backward(ctx, grad):
         *saved, sinks = ctx.saved_tensors
-        asked = sinks if ctx.needs_input_grad[3] else None
-        dq, dk, dv, dsinks = attention_backward(_dense(grad), *saved, *ctx.how, asked, ctx.prompts)
+        trained = sinks if ctx.needs_input_grad[3] else None
+        dq, dk, dv, dsinks = attention_backward(_dense(grad), *saved, *ctx.options, trained, ctx.prompts)
         return dq, dk, dv, None if dsinks is None else dsinks.to(sinks.dtype), None, None, None
 
 
-class _Whole(OnceFunction):
+class _CudnnAttention(OnceFunction):
     @staticmethod
     def forward(ctx, query, key, value, scale):
         options = True, 0.0, True, False
@@ -176,16 +185,16 @@ class _Whole(OnceFunction):
 
 
 def _dense(grad: Tensor) -> Tensor:
-    """The gradient with the elements of a head side by side, where kernels ask for that."""
+    """The gradient with last stride 1 and no expanded dimensions, as the kernels require."""
     return grad if grad.stride(-1) == 1 and 0 not in grad.stride() else grad.contiguous()
 
 
-def whole(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+def row_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
     """Causal attention in which every row is one document.
 
     Args:
         query: [B, Hq, T, D]; key, value: [B, Hk, T, D].
-        scale: of the scores; None: 1/√D.
+        scale: factor of the scores; None: 1/√D.
 
     Returns:
         [B, Hq, T, D].
@@ -194,44 +203,50 @@ def whole(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Ten
     grouped = query.shape[1] != key.shape[1]
     if on_compiler():
         return attention(query, key, value, enable_gqa=grouped)
-    if is_hopper(query.device) and takes_rows(query):
-        return _Whole.apply(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale)
-    may_differ(query, "cuDNN's attention of whole rows")
+    if is_hopper(query.device) and has_repeatable_rows(query):
+        return _CudnnAttention.apply(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale)
+    warn_unrepeatable(query, "cuDNN's attention")
     with sdpa_kernel(BACKENDS, set_priority=True):
         return attention(query, key, value, enable_gqa=grouped)
 
 
-def branching(query: Tensor, key: Tensor, value: Tensor, branches: Branches, scale: float | None) -> Tensor:
-    """Causal attention of answers to the prompt that they share and to themselves, of those that `takes_branches`.
+def shared_prefix_attention(
+    query: Tensor, key: Tensor, value: Tensor, branches: Branches, scale: float | None
+) -> Tensor:
+    """Causal attention of answers to their shared prompt and to themselves; see `supports_shared_prefix` for support.
 
-    On a GPU the forward is FlashAttention 2's, whose queries are the last ones of the keys that they are given. The
-    rest is of `ops.attention`, in whose backward every sum has one order.
+    On a GPU the forward is FlashAttention 2, which aligns queries with the last keys of each document. The backward is
+    the deterministic one of `ops.attention`. On a CPU both are of `ops.attention`.
 
     Args:
         query: [N, Hq, D]; key, value: [N, Hk, D].
-        scale: of the scores; None: 1/√D.
+        branches: the tree of prompts and answers.
+        scale: factor of the scores; None: 1/√D.
 
     Returns:
         [N, Hq, D].
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if query.is_cpu:
-        return _Scored.apply(query, key, value, None, branches.documents, Scores(scale), branches.prompts)
-    return _Branching.apply(query, key, value, branches, scale)
+        return _ScoredAttention.apply(query, key, value, None, branches.documents, Scores(scale), branches.prompts)
+    return _SharedPrefixAttention.apply(query, key, value, branches, scale)
 
 
-def scored(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, documents: Spans, scores: Scores) -> Tensor:
-    """Causal attention within documents whose scores are capped, or have sinks, of those that `takes_scores`.
+def score_mod_attention(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, documents: Spans, scores: Scores
+) -> Tensor:
+    """Causal attention within documents with softcapped scores or sinks; see `supports_scores` for support.
 
     Args:
         query: [N, Hq, D]; key, value: [N, Hk, D].
-        sinks: [Hq]; None: there are none.
-        documents: `ops.attention.spans`.
+        sinks: [Hq] learned sinks, or None.
+        documents: document boundaries from `ops.attention.spans`.
+        scores: scale, window and softcap of the scores.
 
     Returns:
         [N, Hq, D].
     """
-    return _Scored.apply(query, key, value, sinks, documents, scores, None)
+    return _ScoredAttention.apply(query, key, value, sinks, documents, scores, None)
 
 
 @functools.cache
@@ -243,26 +258,26 @@ def _varlen() -> tuple[Callable[..., Any], frozenset[str]]:
 
 @functools.cache
 def flash3() -> Callable[..., Any] | None:
-    """FlashAttention 3's function for variable lengths; None where its package is not installed, or does not run."""
+    """FlashAttention 3's variable-length function; None if its package is not installed or does not run here."""
     if importlib.util.find_spec("flash_attn_interface") is None:
         return None
-    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
-        notice("flash3", "FlashAttention 3 is installed and not used: it is made for Hopper GPUs")
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != HOPPER:
+        notice("flash3", "FlashAttention 3 is installed but not used: it requires a Hopper GPU")
         return None
     try:
         from flash_attn_interface import flash_attn_varlen_func
     except (ImportError, OSError) as error:
-        notice("flash3", f"FlashAttention 3 is installed and not used: {error}")
+        notice("flash3", f"FlashAttention 3 is installed but not used: {error}")
         return None
     return flash_attn_varlen_func
 
 
-def takes_caps(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether FlashAttention 3 is there for capped scores."""
+def supports_softcap(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether FlashAttention 3 is available for softcapped scores."""
     return capability(device) is not None and dtype in DTYPES and flash3() is not None
 
 
-def varying(
+def varlen_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -277,30 +292,30 @@ def varying(
 
     Args:
         query: [B·T, Hq, D]; key, value: [B·T, Hk, D].
-        bounds: int32 [documents + 1], where each begins, as `modeling.attention.documents` gives them.
-        longest: at least the tokens of the longest document.
-        scale: of the scores; None: 1/√D.
-        window: tokens that a token sees, itself among them.
-        softcap: scores become softcap · tanh(score / softcap); with FlashAttention 3 only.
-        documents: `ops.attention.spans` of the bounds; None: worked out where it is needed.
+        bounds: int32 [documents + 1], start offset of each document and the total, see `modeling.attention.documents`.
+        longest: upper bound on the tokens of a document.
+        scale: factor of the scores; None: 1/√D.
+        window: number of tokens that a token attends to, including itself.
+        softcap: scores become softcap · tanh(score / softcap); requires FlashAttention 3.
+        documents: `ops.attention.spans` of the bounds; None: computed if needed.
 
     Returns:
         [B·T, Hq, D].
     """
-    places = bounds, bounds, longest, longest
+    lengths = bounds, bounds, longest, longest
     sides = (-1 if window is None else window - 1, 0)
     flash = flash3()
     if flash is not None and not on_compiler():
-        may_differ(query, "FlashAttention 3")
-        exact = torch.are_deterministic_algorithms_enabled()
-        options = {"softmax_scale": scale, "causal": True, "softcap": softcap or 0.0, "deterministic": exact}
-        out = flash(query, key, value, *places, window_size=sides, **options)
-        return out[0] if isinstance(out, tuple) else out  # earlier versions return the normalizers, too
-    if not on_compiler() and is_hopper(query.device) and takes_documents(query):
+        warn_unrepeatable(query, "FlashAttention 3")
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        options = {"softmax_scale": scale, "causal": True, "softcap": softcap or 0.0, "deterministic": deterministic}
+        out = flash(query, key, value, *lengths, window_size=sides, **options)
+        return out[0] if isinstance(out, tuple) else out  # earlier versions also return the logsumexp
+    if not on_compiler() and is_hopper(query.device) and has_repeatable_varlen(query):
         documents = documents or spans(bounds, query.shape[0])
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        return _Varying.apply(query, key, value, bounds, longest, documents, scale, window)
-    may_differ(query, "FlashAttention 2")
+        return _VarlenAttention.apply(query, key, value, bounds, longest, documents, scale, window)
+    warn_unrepeatable(query, "FlashAttention 2")
     varlen_attn, parameters = _varlen()
     grouped = {"enable_gqa": query.shape[1] != key.shape[1]} if "enable_gqa" in parameters else {}
-    return varlen_attn(query, key, value, *places, window_size=sides, scale=scale, **grouped)
+    return varlen_attn(query, key, value, *lengths, window_size=sides, scale=scale, **grouped)

@@ -1,20 +1,20 @@
-"""The experts of a mixture with their adapters, frozen and quantized, with hand-derived gradients.
+"""Frozen, possibly quantized mixture-of-experts layers with adapters, with hand-derived gradients.
 
-Symbols of `ops.experts`; of each row p, its expert e and its token t:
+Symbols as in `ops.experts`; for row p with expert e and token t:
 
     u₁ = x_t·A₁ᵀ      c = x_t·W₁ᵀ + s₁·u₁·B₁ᵀ + b₁      h = unit(c)
     u₂ = h·A₂ᵀ        y = h·W₂ᵀ + s₂·u₂·B₂ᵀ + b₂        out_t = Σ w·y over its k rows
 
-and backward, with q = ∂L/∂out of the row's token:
+Backward, with q = ∂L/∂out of the row's token:
 
     v₂ = s₂·q·B₂      z = q·W₂ + v₂·A₂       ∂L/∂w = ⟨z, h⟩ + ⟨q, b₂⟩     dh = w·z      dc by the unit
     dB₂ = s₂·Σ w·qᵀ·u₂        dA₂ = Σ w·v₂ᵀ·h          of expert e, over its rows
     v₁ = s₁·dc·B₁     dx_t = Σ (dc·W₁ + v₁·A₁)         dB₁ = s₁·Σ dcᵀ·u₁         dA₁ = Σ v₁ᵀ·x_t
 
-Kept for backward are x once (not its k copies), c, and u₁ and u₂: at 8,192 tokens of Qwen3-30B-A3B 0.24 GB a layer. y
-is not kept, since ⟨z, h⟩ stands for ⟨q, y⟩, nor h, which the unit's backward makes again where z was; c becomes dc.
-A dropout's masks are a byte a value more. Factors are cast to the compute dtype in either pass and not kept: in 16 bits
-they are 26 MB a layer there.
+Saved for backward are x (not its k copies), c, u₁ and u₂: 0.24 GB per layer at 8,192 tokens of Qwen3-30B-A3B. y is not
+saved, since ⟨z, h⟩ replaces ⟨q, y⟩. h is not saved either: the unit's backward recomputes it in the memory of z, and
+overwrites c by dc. Dropout masks take one more byte per value. Adapter factors are cast to the compute dtype in both
+passes and the casts are not saved (26 MB per layer of that model in 16 bits).
 
 Source: LoRA and the order of its sums as in `autograd.lora`; ∂L/∂w from h, SonicMoE (arXiv:2512.14080, §3).
 """
@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 
 from ..dispatch import on_compiler, to_compute_dtype
-from ..formats import Blockwise4
+from ..formats import Blockwise4, from_spec
+from ..formats.base import is_quantized
 from ..formats.stack import is_mxfp4
 from ..ops.experts import (
     LowRank,
@@ -45,25 +46,25 @@ from ..ops.experts import (
 from ..ops.experts_unit import Unit, expert_unit, expert_unit_backward_
 from ..utils.errors import ModelError
 from .function import OnceFunction
-from .lora import LoRA, gradient_dtype, is_quantized
+from .lora import LoRA, gradient_dtype
 
-# Rows an expert, on average, above which a stack is decoded once for its product, not in each tile, by kernels that do
-# not hide it (`multiplies_codes`). In Triton, a layer of Qwen3-30B-A3B forward and backward on an H200, decoded first
-# and packed: 2.17 and 2.14 ms at 64, 2.32 and 2.54 at 128, 3.05 and 4.00 at 256, 4.44 and 6.67 at 512.
+# Mean rows per expert above which a stack is dequantized once per GEMM instead of in each tile, for kernels that do not
+# overlap the decoding (`multiplies_codes`). Triton, forward and backward of a layer of Qwen3-30B-A3B on an H200,
+# dequantized first / in each tile: 64 rows 2.17 / 2.14 ms, 128 2.32 / 2.54, 256 3.05 / 4.00, 512 4.44 / 6.67.
 DECODED_ROWS = 64
 
-Gate = Callable[[Tensor], Tensor]  # [S, ·] → [S, I]: a unit that no formula of ours says, differentiable by torch
+Gate = Callable[[Tensor], Tensor]  # [S, ·] → [S, I]: a module's own gate, differentiated by torch
 
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The frozen tensors of a layer's experts, and what they compute between them.
+    """The frozen tensors of a layer's experts and the activation between its two GEMMs.
 
     Args:
-        first: [E, N, K], N being 2I for gated units: gate and up; a tensor, quantized or not, or a StackedWeight; or
-            what has a `shape` and gives a tensor when its method `arrived` is called, before each product.
-        second: [E, H, I], likewise.
-        unit: between the two; or a function of c.
+        first: [E, N, K], with N = 2I for gated units (gate and up). A plain or quantized tensor, a StackedWeight, or an
+            offloaded stack with the attribute `shape` and the method `fetch`, which is called before each GEMM.
+        second: [E, H, I], as `first`.
+        unit: the activation, or the module's own function of c.
         first_bias, second_bias: [E, N] and [E, H], or None.
     """
 
@@ -75,7 +76,7 @@ class ExpertWeights:
 
 
 class Applied(NamedTuple):
-    """How an adapter is applied."""
+    """Scaling and dropout of an adapter."""
 
     scaling: float
     dropout: float
@@ -90,32 +91,32 @@ def experts(
     second: LoRA | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Σ_j w_tj·expert_tj(x_t) of each token.
+    """Σ_j w_tj·expert_tj(x_t) for each token.
 
     Args:
-        x: [T, K] float. Products run in its dtype, or autocast's; fp32 adapters are cast to it.
+        x: [T, K] float. The GEMMs run in its dtype, or in autocast's; fp32 adapters are cast to it.
         top_k_index: integers [T, k], below E.
-        top_k_weights: float [T, k]; may want a gradient.
-        first, second: adapters of the two stacks, as stacks: A [E, r, K], B [E, N, r]; or None.
-        dropout: probability of dropping an input of each adapter, drawn for tokens and for rows of h; 0 outside
-            training.
+        top_k_weights: float [T, k]; may require a gradient.
+        first, second: adapters of the two stacks, A [E, r, K] and B [E, N, r]; or None.
+        dropout: probability of dropping an input of each adapter, drawn per token and per row of h; 0 outside training.
 
     Returns:
-        [T, H], in the dtype of the products.
+        [T, H], in the dtype of the GEMMs.
 
     Raises:
-        ModelError: a shape that does not fit, by name, or a frozen tensor that wants a gradient.
+        ModelError: shapes do not match (the message names them), or a frozen tensor requires a gradient.
     """
     x = to_compute_dtype(x)
     _check(x, top_k_index, top_k_weights, weights, (first, second))
     applied = tuple(None if lora is None else Applied(lora.scaling, dropout) for lora in (first, second))
     factors = [factor for lora in (first, second) for factor in ((None, None) if lora is None else (lora.a, lora.b))]
     if on_compiler():
-        if hasattr(weights.first, "arrived") or hasattr(weights.second, "arrived"):
-            raise ModelError("experts: torch.compile cannot fetch stacks from the host's memory", "compile nothing")
-        from .experts_compiled import compiled
-
-        return compiled(x, top_k_weights, top_k_index, weights, applied, factors)
+        if hasattr(weights.first, "fetch") or hasattr(weights.second, "fetch"):
+            raise ModelError(
+                "experts: torch.compile does not support offloaded experts",
+                "set expert_offload: false, or run the model uncompiled",
+            )
+        return _compiled(x, top_k_weights, top_k_index, weights, applied, factors)
     return _Experts.apply(x, top_k_weights, top_k_index, weights, applied, *factors)
 
 
@@ -134,7 +135,7 @@ def _check(x: Tensor, index: Tensor, routed: Tensor, weights: ExpertWeights, lor
     for name, (weight, lora) in pairs.items():
         if lora is None:
             continue
-        if {lora.a.device, lora.b.device} != {x.device}:  # kernels would read where nothing is
+        if {lora.a.device, lora.b.device} != {x.device}:  # the kernels do not check the device
             found = f"A is on {lora.a.device}, B on {lora.b.device}, and x on {x.device}"
             raise ModelError(f"experts: of the {name} adapter {found}", "move the adapter to the device of x")
         (count, rows, columns), rank = weight.shape, lora.a.shape[1]
@@ -144,17 +145,16 @@ def _check(x: Tensor, index: Tensor, routed: Tensor, weights: ExpertWeights, lor
 
 
 def stack_of(weight: Any, dtype: torch.dtype, slots: int) -> StackedWeight:
-    """A frozen stack [E, N, K] of `ExpertWeights` as ops take it for so many slots: packed, or its values, where those
-    are faster."""
-    if hasattr(weight, "arrived"):
-        weight = weight.arrived()
+    """A stack [E, N, K] as `ops.experts` takes it for `slots` rows: quantized, or dequantized if that is faster."""
+    if hasattr(weight, "fetch"):
+        weight = weight.fetch()
     stack = weight if isinstance(weight, StackedWeight) else _stacked(weight)
     if stack.format is None:
         return StackedWeight.plain(stack.parts["values"].to(dtype))
     part = next(iter(stack.parts.values()))
-    in_products = isinstance(stack.format, Blockwise4) or is_mxfp4(stack.format)
+    in_tiles = isinstance(stack.format, Blockwise4) or is_mxfp4(stack.format)
     few = slots <= DECODED_ROWS * stack.shape[0]
-    if not ((few and in_products) or multiplies_codes(part, stack, slots, dtype)):
+    if not ((few and in_tiles) or multiplies_codes(part, stack, slots, dtype)):
         return StackedWeight.plain(stack.values(dtype))
     return stack
 
@@ -180,21 +180,21 @@ class _Adapter(NamedTuple):
         return cls(a.detach().to(dtype).contiguous(), b.detach().to(dtype).contiguous(), how.scaling, how.dropout)
 
     def drop(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """x as the adapter reads it, and which values it reads: bool of x's shape, None if all."""
+        """x after dropout, and the bool mask of kept values; None without dropout."""
         return torch.native_dropout(x, self.dropout, True) if self.dropout else (x, None)
 
     def dropped(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """x, or a gradient of what `drop` gave, with a mask of before."""
+        """Apply a saved mask of `drop` to x, or to a gradient of its result."""
         if mask is None:
             return x
-        kept = 1 / (1 - self.dropout) if self.dropout < 1 else 0.0
-        return torch.ops.aten.native_dropout_backward(x, mask, kept)
+        scale = 1 / (1 - self.dropout) if self.dropout < 1 else 0.0
+        return torch.ops.aten.native_dropout_backward(x, mask, scale)
 
 
 def _project(
     x: Tensor, weight: Tensor, bias: Tensor | None, adapter: _Adapter | None, routing: Routing, gather: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """x·Wᵀ with the adapter's term and the bias, u, and the mask of its dropout."""
+    """x·Wᵀ plus the adapter's term and the bias; the adapter's u; and its dropout mask."""
     low_rank = u = mask = None
     if adapter is not None:
         read, mask = adapter.drop(x)
@@ -226,7 +226,7 @@ def _input_gradient(
     routing: Routing,
     gather: bool,
 ) -> Tensor:
-    """grad·W + v·A of each row, the latter where `mask` [S, ·] of the adapter's dropout has ones."""
+    """grad·W + v·A for each row; `mask` [S, ·] is the adapter's dropout mask, applied to v·A."""
     stack = stack_of(weight, grad.dtype, routing.order.numel())
     low_rank = None if adapter is None or v is None else LowRank(v, adapter.a, 1.0)
     if mask is None or adapter is None or v is None:
@@ -236,29 +236,29 @@ def _input_gradient(
 
 
 def _unit(c: Tensor, unit: Unit | Gate) -> Tensor:
-    """Return h in c's dtype: autocast widens some activations, such as the square of a ReLU (Nemotron-H)."""
+    """h in c's dtype, since autocast widens some activations such as the square of a ReLU (Nemotron-H)."""
     return expert_unit(c, unit) if isinstance(unit, Unit) else unit(c).to(c.dtype)
 
 
 def _unit_backward(
     z: Tensor, c: Tensor, unit: Unit | Gate, weights: Tensor, routing: Routing
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """∂L/∂w of each slot, h and dc; z and c are used up."""
+    """(∂L/∂w of each slot, h, dc); overwrites z and c."""
     if isinstance(unit, Unit):
         return expert_unit_backward_(z, c, unit, weights, routing.order), z, c
     with torch.enable_grad():
         leaf = c.detach().requires_grad_()
         hidden = unit(leaf).to(c.dtype)
-    of_rows = weights[routing.order]
-    (dc,) = torch.autograd.grad(hidden, leaf, z * of_rows[:, None].to(z.dtype))
+    row_weights = weights[routing.order]
+    (dc,) = torch.autograd.grad(hidden, leaf, z * row_weights[:, None].to(z.dtype))
     exact = torch.promote_types(z.dtype, torch.float32)
-    products = (z.to(exact) * hidden.detach().to(exact)).sum(1)
-    slots = torch.empty_like(weights).index_copy_(0, routing.order.long(), products.to(weights.dtype))
+    dots = (z.to(exact) * hidden.detach().to(exact)).sum(1)
+    slots = torch.empty_like(weights).index_copy_(0, routing.order.long(), dots.to(weights.dtype))
     return slots, hidden.detach(), dc
 
 
-class Kept(NamedTuple):
-    """What backward reads of a forward: c, and of each adapter u and the mask of its dropout, where there is one."""
+class Saved(NamedTuple):
+    """Tensors that a forward saves for its backward: c, and each adapter's u and dropout mask."""
 
     c: Tensor
     u1: Tensor | None
@@ -267,7 +267,7 @@ class Kept(NamedTuple):
     mask2: Tensor | None
 
 
-Factors = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # A and B of both adapters
+Factors = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # A₁, B₁, A₂, B₂
 
 
 def _adapters(factors: Factors, applied: Sequence[Applied | None], dtype: torch.dtype) -> tuple[_Adapter | None, ...]:
@@ -275,20 +275,20 @@ def _adapters(factors: Factors, applied: Sequence[Applied | None], dtype: torch.
     return tuple(_Adapter.of(*pair, how, dtype) for pair, how in zip(pairs, applied, strict=True))
 
 
-def forward(
+def _forward(
     x: Tensor, routed: Tensor, routing: Routing, weights: ExpertWeights, applied: Sequence[Applied | None],
     factors: Factors,
-) -> tuple[Tensor, Kept]:  # fmt: skip
-    """out of the module's formulas, without autograd."""
+) -> tuple[Tensor, Saved]:  # fmt: skip
+    """The forward of the module docstring, without autograd."""
     first, second = _adapters(factors, applied, x.dtype)
     c, u1, mask1 = _project(x, weights.first, weights.first_bias, first, routing, True)
     hidden = _unit(c, weights.unit)
     y, u2, mask2 = _project(hidden, weights.second, weights.second_bias, second, routing, False)
-    return combine(y, routing, routed), Kept(c, u1, u2, mask1, mask2)
+    return combine(y, routing, routed), Saved(c, u1, u2, mask1, mask2)
 
 
 class Gradients(NamedTuple):
-    """Of x, of the routing weights, and of A and B of both adapters; None: it was not asked for."""
+    """Gradients of x, the routing weights, and both adapters' A and B; None if not needed."""
 
     x: Tensor | None
     routed: Tensor | None
@@ -298,39 +298,39 @@ class Gradients(NamedTuple):
     b2: Tensor | None
 
 
-def backward_(
-    grad: Tensor, x: Tensor, routed: Tensor, index: Tensor, kept: Kept, routing: Routing, weights: ExpertWeights,
+def _backward_(
+    grad: Tensor, x: Tensor, routed: Tensor, index: Tensor, saved: Saved, routing: Routing, weights: ExpertWeights,
     applied: Sequence[Applied | None], factors: Factors, needs: Sequence[bool],
 ) -> Gradients:  # fmt: skip
-    """The gradients of the module's formulas; `kept.c` is used up.
+    """The backward of the module docstring; overwrites `saved.c`.
 
     Args:
-        grad: [T, H] contiguous, of out.
-        needs: which of `Gradients` are asked for.
+        grad: [T, H] contiguous, ∂L/∂out.
+        needs: which of `Gradients` to compute.
     """
     first, second = _adapters(factors, applied, x.dtype)
     a1, b1, a2, b2 = factors
-    of_slots = routed.detach().reshape(-1).to(torch.promote_types(x.dtype, torch.float32))
-    of_rows = of_slots[routing.order][:, None]
+    slot_weights = routed.detach().reshape(-1).to(torch.promote_types(x.dtype, torch.float32))
+    row_weights = slot_weights[routing.order][:, None]
     v2 = _low_rank_gradient(grad, second, routing, True)
-    z = _input_gradient(grad, weights.second, second, v2, kept.mask2, routing, True)
-    d_slots, hidden, dc = _unit_backward(z, kept.c.detach(), weights.unit, of_slots, routing)
+    z = _input_gradient(grad, weights.second, second, v2, saved.mask2, routing, True)
+    d_slots, hidden, dc = _unit_backward(z, saved.c.detach(), weights.unit, slot_weights, routing)
     da1 = db1 = da2 = db2 = dx = None
     if second is not None and v2 is not None and needs[4]:
-        read = second.dropped(hidden, kept.mask2)
-        da2 = _outer(read, (v2 * of_rows).to(x.dtype), routing, False, 1.0, a2).mT
-    if second is not None and kept.u2 is not None and needs[5]:
-        db2 = _outer(grad, (kept.u2 * of_rows).to(x.dtype), routing, True, second.scale, b2)
+        read = second.dropped(hidden, saved.mask2)
+        da2 = _outer(read, (v2 * row_weights).to(x.dtype), routing, False, 1.0, a2).mT
+    if second is not None and saved.u2 is not None and needs[5]:
+        db2 = _outer(grad, (saved.u2 * row_weights).to(x.dtype), routing, True, second.scale, b2)
     del z, hidden
     if first is not None and needs[3]:
-        db1 = _outer(dc, kept.u1, routing, False, first.scale, b1)
+        db1 = _outer(dc, saved.u1, routing, False, first.scale, b1)
     v1 = _low_rank_gradient(dc, first, routing, False) if needs[0] or needs[2] else None
     if first is not None and v1 is not None and needs[2]:
-        da1 = _outer(first.dropped(x, kept.mask1), v1, routing, True, 1.0, a1).mT
+        da1 = _outer(first.dropped(x, saved.mask1), v1, routing, True, 1.0, a1).mT
     if needs[0]:
-        mask = None if kept.mask1 is None else kept.mask1[routing.tokens]
+        mask = None if saved.mask1 is None else saved.mask1[routing.tokens]
         dx = combine(_input_gradient(dc, weights.first, first, v1, mask, routing, False), routing, None)
-    d_weights = _routed(d_slots, grad, index, weights.second_bias, routed) if needs[1] else None
+    d_weights = _routing_gradient(d_slots, grad, index, weights.second_bias, routed) if needs[1] else None
     return Gradients(dx, d_weights, da1, db1, da2, db2)
 
 
@@ -338,29 +338,157 @@ class _Experts(OnceFunction):
     @staticmethod
     def forward(ctx, x, top_k_weights, index, weights, applied, *factors):
         routing = route(index, weights.first.shape[0])
-        out, kept = forward(x, top_k_weights, routing, weights, applied, factors)
-        ctx.save_for_backward(x, top_k_weights, index, *kept, *factors, *routing[:4])
-        # Attributes: frozen weights outlive the graph, and hooks that offload what is saved must not carry them along.
+        out, saved = _forward(x, top_k_weights, routing, weights, applied, factors)
+        ctx.save_for_backward(x, top_k_weights, index, *saved, *factors, *routing[:4])
+        # Attributes, not save_for_backward: hooks that offload saved activations must not offload parameters.
         ctx.weights, ctx.applied, ctx.sizes = weights, applied, routing[4:]
         return out
 
     @staticmethod
     def backward(ctx, grad):
         x, top_k_weights, index, *tensors = ctx.saved_tensors
-        kept, factors, routing = Kept(*tensors[:5]), tuple(tensors[5:9]), Routing(*tensors[9:], *ctx.sizes)
+        saved, factors, routing = Saved(*tensors[:5]), tuple(tensors[5:9]), Routing(*tensors[9:], *ctx.sizes)
         needs = (*ctx.needs_input_grad[:2], *ctx.needs_input_grad[5:])
-        given = kept, routing, ctx.weights, ctx.applied, factors, needs
-        found = backward_(grad.contiguous(), x, top_k_weights, index, *given)
-        return found.x, found.routed, None, None, None, *found[2:]
+        grads = _backward_(
+            grad.contiguous(), x, top_k_weights, index, saved, routing, ctx.weights, ctx.applied, factors, needs
+        )
+        return grads.x, grads.routed, None, None, None, *grads[2:]
 
 
 def _outer(wide: Tensor, narrow: Any, routing: Routing, gather: bool, alpha: float, factor: Any) -> Tensor:
     return grouped_outer(wide, narrow, routing, gather, alpha, gradient_dtype(factor))
 
 
-def _routed(d_slots: Tensor, grad: Tensor, index: Tensor, bias: Tensor | None, weights: Tensor) -> Tensor:
-    """∂L/∂w [T, k] with the second bias's share."""
+def _routing_gradient(d_slots: Tensor, grad: Tensor, index: Tensor, bias: Tensor | None, weights: Tensor) -> Tensor:
+    """∂L/∂w [T, k], including the term of the second bias."""
     found = d_slots.view_as(index)
     if bias is not None:
         found = found + (grad @ bias.to(grad.dtype).t()).gather(1, index.long())
     return found.to(weights.dtype)
+
+
+# Under torch.compile: two opaque ops, forward and backward. As in `autograd.linear`, a visible dequantize would hold
+# the values of all experts until the backward. The backward op sorts the rows again, which gives the same order, and
+# copies c, since a graph may not change saved tensors: 0.2 GB per layer at 8,192 tokens of Qwen3-30B-A3B.
+_library = torch.library.Library("halfbyte", "FRAGMENT")
+_ARGUMENTS = (
+    "Tensor x, Tensor routed, Tensor index, Tensor[] first, Tensor[] second, Tensor? first_bias, Tensor? second_bias, "
+    "Tensor? a1, Tensor? b1, Tensor? a2, Tensor? b2, str[] specs, SymInt[] shapes, str activation, bool interleaved, "
+    "float[] numbers"
+)
+_library.define(f"experts({_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)")
+_library.define(
+    f"experts_backward(Tensor grad, Tensor c, Tensor u1, Tensor u2, {_ARGUMENTS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+_TENSORS = 11  # number of leading tensor arguments
+
+
+def _compiled(
+    x: Tensor, routed: Tensor, index: Tensor, weights: ExpertWeights, applied: Sequence[Applied | None],
+    factors: Sequence[Tensor | None],
+) -> Tensor:  # fmt: skip
+    """`experts` as one opaque op.
+
+    Raises:
+        ModelError: the experts have their own gate function, or their adapters have dropout.
+    """
+    unit = weights.unit
+    if not isinstance(unit, Unit):
+        raise ModelError(
+            "torch.compile does not support the gate function of these experts", "run the model uncompiled"
+        )
+    if any(each is not None and each.dropout for each in applied):
+        raise ModelError(
+            "torch.compile does not support dropout on experts' adapters",
+            "set lora_dropout: 0, or run the model uncompiled",
+        )
+    stacks = weights.first, weights.second
+    parts, specs = zip(*map(_parts_and_spec, stacks), strict=True)
+    scales = [0.0 if each is None else each.scaling for each in applied]
+    shapes = [size for stack in stacks for size in stack.shape]
+    return torch.ops.halfbyte.experts(
+        x, routed, index, *parts, weights.first_bias, weights.second_bias, *factors, list(specs), shapes,
+        unit.activation, unit.interleaved, [*scales, unit.limit, unit.alpha, unit.offset],
+    )[0]  # fmt: skip
+
+
+def _parts_and_spec(stack: Any) -> tuple[list[Tensor], str]:
+    return (list(stack.parts.values()), stack.format.spec) if is_quantized(stack) else ([stack], "")
+
+
+def _stack_from_parts(parts: list[Tensor], spec: str, shape: list[int]) -> StackedWeight:
+    experts, rows, columns = shape
+    format_ = from_spec(spec) if spec else None
+    names = ["values"] if format_ is None else format_.part_specs((experts, rows, columns))
+    return StackedWeight(dict(zip(names, parts, strict=True)), (experts, rows, columns), format_)
+
+
+def _unpack(arguments: tuple) -> tuple[Tensor, Tensor, Tensor, ExpertWeights, tuple, tuple]:
+    """The arguments of `_forward` from those of the op (`_ARGUMENTS`)."""
+    x, routed, index, first, second, first_bias, second_bias, *factors = arguments[:_TENSORS]
+    specs, shapes, activation, interleaved, (s1, s2, *numbers) = arguments[_TENSORS:]
+    stacks = _stack_from_parts(first, specs[0], shapes[:3]), _stack_from_parts(second, specs[1], shapes[3:])
+    weights = ExpertWeights(*stacks, Unit(activation, interleaved, *numbers), first_bias, second_bias)
+    applied = tuple(None if a is None else Applied(scale, 0.0) for a, scale in zip(factors[::2], (s1, s2), strict=True))
+    return x, routed, index, weights, applied, tuple(factors)
+
+
+def _empty(x: Tensor) -> Tensor:
+    """Stand-in for None, which an op cannot return."""
+    return x.new_empty(0)
+
+
+def _forward_op(*arguments: Any) -> tuple[Tensor, ...]:
+    x, routed, index, weights, applied, factors = _unpack(arguments)
+    out, saved = _forward(x, routed, route(index, weights.first.shape[0]), weights, applied, factors)
+    return out, saved.c, *(_empty(x) if u is None else u for u in (saved.u1, saved.u2))
+
+
+def _backward_op(grad: Tensor, c: Tensor, u1: Tensor, u2: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    x, routed, index, weights, applied, factors = _unpack(arguments)
+    saved = Saved(c.clone(), u1, u2, None, None)
+    routing = route(index, weights.first.shape[0])
+    needs = [True, True, *(factor is not None for factor in factors)]
+    grads = _backward_(grad.contiguous(), x, routed, index, saved, routing, weights, applied, factors, needs)
+    return tuple(_empty(x) if each is None else each.contiguous() for each in grads)
+
+
+_library.impl("experts", _forward_op, "CompositeExplicitAutograd")
+_library.impl("experts_backward", _backward_op, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("halfbyte::experts", lib=_library)
+def _(*arguments):
+    x, index, a1, a2, shapes = arguments[0], arguments[2], arguments[7], arguments[9], arguments[_TENSORS + 1]
+    slots = index.shape[0] * index.shape[1]
+    u = [_empty(x) if a is None else x.new_empty(slots, a.shape[1]) for a in (a1, a2)]
+    return x.new_empty(x.shape[0], shapes[4]), x.new_empty(slots, shapes[1]), *u
+
+
+@torch.library.register_fake("halfbyte::experts_backward", lib=_library)
+def _(grad, c, u1, u2, *arguments):
+    x, routed, factors = arguments[0], arguments[1], arguments[7:_TENSORS]
+    d_factors = [_empty(x) if f is None else torch.empty(f.shape, dtype=f.dtype, device=f.device) for f in factors]
+    return torch.empty_like(x), torch.empty(routed.shape, dtype=routed.dtype, device=routed.device), *d_factors
+
+
+def _setup_context(ctx, inputs, output):
+    tensors, parts = inputs[:3], [*inputs[3], *inputs[4]]
+    ctx.save_for_backward(*output[1:], *tensors, *parts, *inputs[5:_TENSORS])
+    ctx.counts, ctx.rest = (len(inputs[3]), len(inputs[4])), inputs[_TENSORS:]
+    ctx.set_materialize_grads(False)
+
+
+def _backward_of_op(ctx, grad, *_):
+    c, u1, u2, x, routed, index, *tensors = ctx.saved_tensors
+    first, second = ctx.counts
+    parts = tensors[:first], tensors[first : first + second]
+    arguments = x, routed, index, *parts, *tensors[first + second :], *ctx.rest
+    dx, d_routed, *grads = torch.ops.halfbyte.experts_backward(grad, c, u1, u2, *arguments)
+    d_factors = [None if f is None else g for f, g in zip(tensors[-4:], grads, strict=True)]
+    no_parts = [None] * first, [None] * second
+    return dx, d_routed, None, *no_parts, None, None, *d_factors, *[None] * len(ctx.rest)
+
+
+torch.library.register_autograd("halfbyte::experts", _backward_of_op, setup_context=_setup_context, lib=_library)

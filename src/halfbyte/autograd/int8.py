@@ -1,34 +1,31 @@
-"""y = x·Wᵀ + b by LLM.int8(): x is quantized per row at run time, W is int8 already; backward by the dequantized W.
+"""y = x·Wᵀ + b by LLM.int8(): the forward quantizes x per row and W is int8; the backward uses the dequantized W.
 
-As in `autograd.linear`: an autograd.Function in eager mode, opaque ops under torch.compile, and nothing of W is saved.
+As in `autograd.linear`, it is an autograd.Function in eager mode and opaque ops under torch.compile, and the
+dequantized W is not saved.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..dispatch import on_compiler, to_compute_dtype
+from ..formats.base import QuantizedLike
 from ..ops import int8 as ops
 from ..ops.rows import unviewed
 from ..utils.notices import notice
-from . import linear as _linear  # noqa: F401  defines quantized_linear_dx, the backward of both
-
-if TYPE_CHECKING:
-    from ..tensor import QuantizedTensor
+from . import linear as _linear  # noqa: F401  registers the op quantized_linear_dx, which the backward calls
 
 
-def int8_linear(input: Tensor, weight: QuantizedTensor, bias: Tensor | None = None, threshold: float = 6.0) -> Tensor:
-    """`F.linear` for an int8 weight, in int8 where torch multiplies it; elsewhere by the dequantized weight, said once.
+def int8_linear(input: Tensor, weight: QuantizedLike, bias: Tensor | None = None, threshold: float = 6.0) -> Tensor:
+    """`F.linear` for an int8 weight with an int8 GEMM. Where torch has none, use the dequantized weight and log once.
 
     Args:
-        input: [..., K], float; results are in its dtype, or autocast's.
+        input: [..., K], float; results are in its dtype, or in autocast's.
         weight: [N, K] in format int8.
         bias: [N] or None.
-        threshold: columns of the input with a magnitude from here on are multiplied unquantized; 0: none.
+        threshold: input columns with a magnitude of at least this are multiplied unquantized; 0: none.
 
     Returns:
         [..., N].
@@ -48,8 +45,8 @@ def _product(input: Tensor, codes: Tensor, absmax: Tensor, bias: Tensor | None, 
     if not ops.multiplies_int8(input, rows):
         notice(
             f"int8-product-{input.device.type}",
-            f"torch multiplies no int8 matrices of {rows} x {input.shape[-1]} on this {input.device.type}, or not "
-            "exactly: such layers run by their dequantized weight, with unquantized inputs",
+            f"torch has no exact int8 matmul for weights of {rows} x {input.shape[-1]} on this {input.device.type}: "
+            "such layers multiply unquantized inputs by the dequantized weight",
         )
         return F.linear(input, ops.dequantize_rows_int8(codes, absmax, input.dtype), bias)
     x = input.reshape(-1, input.shape[-1])
@@ -63,7 +60,7 @@ def _forward(input: Tensor, codes: Tensor, absmax: Tensor, bias: Tensor | None, 
 class _Int8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, input, weight, bias, threshold):
-        ctx.weight = weight  # an attribute: see autograd.linear
+        ctx.weight = weight  # an attribute, not save_for_backward: see autograd.linear
         return _forward(input, weight.parts["codes"], weight.parts["absmax"], bias, threshold)
 
     @staticmethod

@@ -1,49 +1,46 @@
-"""y = x·Wᵀ + b with a frozen quantized W: dequantize, multiply, forget; dequantize again for dX.
+"""y = x·Wᵀ + b with a frozen quantized W, which is dequantized in the forward and again in the backward for dX.
 
-Where no gradient is wanted, the format multiplies as it likes: few rows need no dequantized copy of W.
+W gets no gradient, and its full-precision values are not saved. Without a gradient, `Format.linear` multiplies, whose
+kernels for few rows do not dequantize W to memory.
 
-Nothing of W is saved in full precision and W gets no gradient. In eager mode this is an `autograd.Function`. Under
-torch.compile it must be two *distinct* opaque ops: with a visible dequantize, common-subexpression elimination merges
-the forward's with the backward's and keeps the full-precision weight alive in between (docs/design.md, decision 3).
+In eager mode this is an `autograd.Function`. Under torch.compile it must be two *distinct* opaque ops: with a visible
+dequantize, common-subexpression elimination merges the forward's with the backward's and keeps the full-precision
+weight alive in between (docs/design.md, decision 3).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..dispatch import on_compiler, to_compute_dtype
 from ..formats import Format, from_spec
-from ..formats.base import FLOATS
+from ..formats.base import FLOATS, QuantizedLike
 from ..ops.rows import linear, unviewed
 
-if TYPE_CHECKING:
-    from ..tensor import QuantizedTensor
 
-
-def quantized_linear(input: Tensor, weight: QuantizedTensor, bias: Tensor | None = None) -> Tensor:
+def quantized_linear(input: Tensor, weight: QuantizedLike, bias: Tensor | None = None) -> Tensor:
     """`F.linear` for a quantized weight.
 
     Args:
-        input: [..., K], float; the product runs in its dtype, or autocast's.
+        input: [..., K], float; the GEMM runs in its dtype, or in autocast's.
         weight: [N, K] quantized.
         bias: [N] or None.
 
     Returns:
-        [..., N] in the dtype of the product.
+        [..., N] in the dtype of the GEMM.
     """
     input = to_compute_dtype(input)
     if bias is not None and bias.dtype != input.dtype:
         bias = bias.to(input.dtype)
-    wants_gradient = torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad))
+    needs_grad = torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad))
     if on_compiler():
         ops = torch.ops.halfbyte
-        op = ops.quantized_linear if wants_gradient else ops.quantized_product
+        op = ops.quantized_linear if needs_grad else ops.quantized_product
         return op(input, list(weight.parts.values()), bias, weight.format.spec, list(weight.shape))
-    if wants_gradient:
+    if needs_grad:
         return _QuantizedLinear.apply(input, weight, bias)
     return _product(input, weight.format, weight.parts, tuple(weight.shape), bias)
 
@@ -51,7 +48,7 @@ def quantized_linear(input: Tensor, weight: QuantizedTensor, bias: Tensor | None
 def _product(
     input: Tensor, format_: Format, parts: Mapping[str, Tensor], shape: tuple[int, ...], bias: Tensor | None
 ) -> Tensor:
-    """[..., N] without a gradient, as the format multiplies."""
+    """[..., N] without a gradient, by `Format.linear`."""
     rows, columns = shape
     x = input.reshape(-1, columns)
     if input.dtype in FLOATS:
@@ -62,7 +59,7 @@ def _product(
 
 
 def frozen_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` for a plain weight that gets no gradient, nor its bias, by the library that is faster (`ops.rows`).
+    """`F.linear` for a plain frozen weight and bias, by the faster CPU library (see `ops.rows`).
 
     Args:
         input: [..., K], of the weight's dtype.
@@ -80,7 +77,7 @@ def frozen_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 class _FrozenLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, input, weight, bias):
-        ctx.weight = weight  # as below
+        ctx.weight = weight  # an attribute: see _QuantizedLinear
         return unviewed(linear(input, weight, bias))
 
     @staticmethod
@@ -91,8 +88,7 @@ class _FrozenLinear(torch.autograd.Function):
 class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, input, weight, bias):
-        # An attribute, not save_for_backward: W is a frozen parameter that outlives the graph, and hooks that
-        # offload saved activations must not carry it along.
+        # An attribute, not save_for_backward: hooks that offload saved activations must not offload parameters.
         ctx.weight = weight
         return unviewed(linear(input, weight.dequantize(input.dtype), bias))
 
@@ -114,7 +110,7 @@ _library.define("dequantize(Tensor[] parts, str spec, SymInt[] shape, ScalarType
 
 
 def decode(format_: Format, parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """`format_.values`, which a compiled graph holds as one opaque op."""
+    """`format_.values`; under torch.compile, one opaque op."""
     if on_compiler():
         return torch.ops.halfbyte.dequantize(list(parts.values()), format_.spec, list(shape), dtype)
     return format_.values(parts, shape, dtype)

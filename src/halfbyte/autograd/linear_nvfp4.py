@@ -1,50 +1,47 @@
-"""The `nvfp4` recipe: both operands of every product of a frozen linear are rounded to NVFP4 first.
+"""The recipe "nvfp4": both operands of every GEMM of a frozen linear are rounded to NVFP4.
 
     y  = Q(x·H) · Q(W·H)ᵀ          contraction over the inputs K
     dX = Q(dY·H) · Q(Wᵀ·H)ᵀ        contraction over the outputs N; dY rounded stochastically
 
-H is the random Hadamard transform of 16 neighbours along the contraction; orthonormal, so it cancels. Activations and
-gradients have a scale per 16 values of the contraction, weights one per 16×16 tile. W is frozen: it has no gradient.
-It is dequantized from whatever format stores it, for both products, and nothing of it is kept.
+H is the random Hadamard transform of 16 neighbours along the contraction. It is orthonormal, so it cancels. Activations
+and gradients have a scale per 16 values of the contraction, weights one per 16×16 tile. W is frozen and gets no
+gradient. Both GEMMs dequantize it from its storage format and save nothing.
 
-No FP4 units are used. A code times its E4M3 scale has six significant bits, so both operands are exact in bf16 and
-fp16, and the product is a 16-bit one over the same numbers; the fp32 factors are multiplied onto its result.
+The GEMMs run in 16 bits, not on FP4 units. A code times its E4M3 scale has six significant bits, so both operands are
+exact in bf16 and fp16. The fp32 factors are multiplied onto the result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..formats.base import Weight, is_quantized
 from ..ops.e2m1 import codebook_e2m1, decode_scales
 from ..ops.fp8_scaling import Slot
 from ..ops.nvfp4 import BLOCK, ERRORS, Metric, quantize_nvfp4, rotate
 from ..utils.errors import ModelError
 from ..utils.notices import notice
 
-if TYPE_CHECKING:
-    from ..tensor import QuantizedTensor
-    from .lora import Weight
-
-DOWN = 2.0**-12  # operands are stored times this, so that sums of products stay inside fp16's range; exact
+DOWN = 2.0**-12  # exact factor of both operands, which prevents fp16 overflow of the GEMM's sums
 
 
 @dataclass(frozen=True)
 class Nvfp4Recipe:
-    """The recipe nvfp4: what is rounded how.
+    """Options of the recipe nvfp4.
 
     Args:
         disable_rht: leave out the random Hadamard transform.
         disable_stochastic_rounding: round gradients to nearest.
         disable_2d_quantization: give weights a scale per 16 values of the contraction instead of per tile.
-        enable_four_over_six: try each block with its amax at 4 too (arXiv:2512.02010), all operands.
-        four_over_six_metric: the error that decides, "MSE", "L1" or "AbsMax".
-        seed: of the transform's signs.
+        enable_four_over_six: for all operands, choose between scaling each block's amax to 6 or 4 (arXiv:2512.02010).
+        four_over_six_metric: error measure of that choice: "MSE", "L1" or "AbsMax".
+        seed: seed of the transform's signs.
     """
 
     disable_rht: bool = False
@@ -64,18 +61,14 @@ class Nvfp4Recipe:
         return self.four_over_six_metric if self.enable_four_over_six else None
 
 
-def _say_emulated() -> None:
+def _notify_emulated() -> None:
     notice(
         "nvfp4-emulated", "recipe nvfp4: operands are rounded to NVFP4 and multiplied in 16 bits; no FP4 units are used"
     )
 
 
-class Nvfp4Products:
-    """The products of one input in NVFP4; `autograd.lora.Products` says what for.
-
-    Args:
-        recipe: what is rounded how.
-    """
+class Nvfp4Gemms:
+    """GEMMs of one input in NVFP4; implements `autograd.lora.GemmRecipe`."""
 
     name: ClassVar[str] = "nvfp4"
 
@@ -83,15 +76,15 @@ class Nvfp4Products:
         self.recipe = recipe
 
     def slot_of_input(self, x: Tensor) -> Slot | None:
-        """Nothing is cast to FP8."""
+        """None: this recipe does not cast to FP8."""
 
     def slot_of_gradients(self, weights: Sequence[Weight], dtype: torch.dtype) -> tuple[Slot | None, Tensor | None]:
-        """Likewise."""
+        """None: this recipe does not cast to FP8."""
         return None, None
 
-    def products(self, x: Tensor, weights: Sequence[Weight], outs: Sequence[Tensor]) -> None:
+    def outputs(self, x: Tensor, weights: Sequence[Weight], outs: Sequence[Tensor]) -> None:
         """Write x·Wᵢᵀ into `outs` [M, Nᵢ]."""
-        _say_emulated()
+        _notify_emulated()
         for weight, out in zip(weights, outs, strict=True):
             out.copy_(_product(x, _values(weight), self.recipe, stochastic=False))
 
@@ -103,13 +96,13 @@ class Nvfp4Products:
         return torch.stack(products).sum(0) if len(products) > 1 else products[0]
 
 
-def _values(weight: QuantizedTensor | Tensor) -> Tensor:
-    """The frozen weight's values in its own dtype. QuantizedTensor's module stands above this one."""
-    return weight.dequantize() if hasattr(weight, "format") else weight.detach()
+def _values(weight: Weight) -> Tensor:
+    """The frozen weight's values in its own dtype."""
+    return weight.dequantize() if is_quantized(weight) else weight.detach()
 
 
 def _product(left: Tensor, right: Tensor, recipe: Nvfp4Recipe, *, stochastic: bool) -> Tensor:
-    """left [..., C] times rightᵀ, right [N, C], both rounded to NVFP4 along C; `dtype` of left."""
+    """left·rightᵀ in left's dtype, for left [..., C] and right [N, C], both rounded to NVFP4 along C."""
     tile_rows = 1 if recipe.disable_2d_quantization else BLOCK
     rows, left_factor = _rounded(left.reshape(-1, left.shape[-1]), 1, recipe, left.dtype, stochastic=stochastic)
     columns, right_factor = _rounded(right, tile_rows, recipe, left.dtype, stochastic=False)
@@ -120,7 +113,7 @@ def _product(left: Tensor, right: Tensor, recipe: Nvfp4Recipe, *, stochastic: bo
 def _rounded(
     values: Tensor, tile_rows: int, recipe: Nvfp4Recipe, dtype: torch.dtype, *, stochastic: bool
 ) -> tuple[Tensor, Tensor]:
-    """Codes times E4M3 scales times 2^-12, `dtype` [rows, padded]; and the fp32 factor that is still to be applied."""
+    """Codes times E4M3 scales times 2^-12, `dtype` [rows, padded]; and the remaining fp32 factor."""
     if not recipe.disable_rht:
         values = rotate(values, recipe.seed)
     codes, scales, factor = quantize_nvfp4(values, tile_rows, recipe.metric, stochastic=stochastic)

@@ -1,28 +1,27 @@
-"""y = x·Wᵀ + b + s·(x·Aᵀ)·Bᵀ for projections of one input, W frozen and quantized, with hand-derived gradients.
+"""y = x·Wᵀ + b + s·(x·Aᵀ)·Bᵀ for projections of one input, W frozen and possibly quantized, with derived gradients.
 
 Shapes: M rows (tokens), K inputs, N outputs, r rank; x [M, K], W [N, K], A [r, K], B [N, r], y and dy = ∂L/∂y [M, N].
-With u = x·Aᵀ [M, r], which forward saves, and v = s·dy·B [M, r]:
+With u = x·Aᵀ [M, r], which the forward saves, and v = s·dy·B [M, r]:
 
     dB = s·dyᵀ·u        dA = vᵀ·x        dx = v·A + dy·W        db = Σ dy over rows
 
-Projections i of one x (q, k, v; gate, up) stack their A: u = x·[A₁; A₂; …]ᵀ, [dA₁; dA₂; …] = [v₁, v₂, …]ᵀ·x and the
-low-rank part of dx, [v₁, v₂, …]·[A₁; A₂; …], are one product each; x is saved once, and dx is one buffer.
+Projections i of one x (q, k, v; gate, up) stack their A. Then u = x·[A₁; A₂; …]ᵀ, [dA₁; dA₂; …] = [v₁, v₂, …]ᵀ·x and
+the low-rank part of dx, [v₁, v₂, …]·[A₁; A₂; …], are one GEMM each; x is saved once, and dx is one buffer.
 
-Brackets. (x·Aᵀ)·Bᵀ takes M·r·(K+N) multiplications; an order that forms B·A or dyᵀ·x takes at least M·N·K. The first is
-the cheapest at every M while r < N·K/(N+K), which is 819 for the narrowest projection (k) of an 8B model.
+Order of multiplication. (x·Aᵀ)·Bᵀ takes M·r·(K+N) multiplications; an order that forms B·A or dyᵀ·x takes at least
+M·N·K. The first is cheapest for every M if r < N·K/(N+K), which is 819 for the narrowest projection (k) of an 8B model.
 
-Order of sums. The low-rank term is written first, and the base product accumulated onto it (the GEMM's β = 1): the same
-memory traffic as adding the small term to a finished y, but hidden behind arithmetic; and the large term is rounded
-once instead of twice. s is the GEMM's α. `benchmarks.lora` times this against its alternatives.
+Order of sums. The low-rank term is written first and the base GEMM accumulates onto it (β = 1). This has the same
+memory traffic as adding the small term to a finished y, but overlaps it with arithmetic, and rounds the large term once
+instead of twice. s is the GEMM's α. `benchmarks.lora` compares this with the alternatives.
 
-Dropout. PEFT drops the inputs of each adapter anew: x in u and dA becomes x∘mᵢ/(1−p) with a mask mᵢ [M, K], and v·A
-becomes v·A∘mᵢ/(1−p), so only the columns of u and v can be stacked. Masks are saved, a byte a value: drawing them again
-would need the generator's state, which cannot be read while a CUDA graph is captured.
+Dropout. PEFT draws a mask per adapter: x in u and dA becomes x∘mᵢ/(1−p) with a mask mᵢ [M, K], and v·A becomes
+v·A∘mᵢ/(1−p), so only the columns of u and v can be stacked. Masks are saved, one byte per value. Drawing them again
+would need the generator's state, which cannot be read during CUDA graph capture.
 
-Dequantized weights. Each lives for one product, and the next one takes its memory: torch's caching allocator hands the
-freed block out again in stream order. So the allocator is the scratch buffer: one for each device and stream, as large
-as the largest weight, from a graph's own pool while one is captured, and free for activations in between, which a
-buffer of our own would not be. W is never saved, and gets no gradient.
+Dequantized weights. Each lives for one GEMM, and the next one reuses its memory, since torch's caching allocator reuses
+freed blocks in stream order. The allocator thus provides a scratch buffer per device and stream, as large as the
+largest weight, which activations can use in between. W is never saved and gets no gradient.
 
 Under torch.compile these are plain operations around the opaque `quantized_linear` (see `autograd.linear`).
 
@@ -33,7 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -41,14 +40,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..dispatch import on_compiler, to_compute_dtype
+from ..formats.base import Weight, is_quantized
 from ..ops.fp8_scaling import Codes, Slot
 from ..ops.lora_read import lora_read, summed
 from ..utils.errors import ModelError
-
-if TYPE_CHECKING:
-    from ..tensor import QuantizedTensor
-
-    Weight = Tensor | QuantizedTensor
 
 
 @dataclass(frozen=True)
@@ -59,7 +54,7 @@ class LoRA:
         a: [r, K], any float dtype; PEFT's lora_A.weight.
         b: [N, r]; PEFT's lora_B.weight.
         scaling: s; alpha / r, or alpha / √r in rsLoRA.
-        copies: a and b in another dtype, where somebody has cast them for this forward.
+        copies: a and b in another dtype, if they have been cast for this forward (`modeling.cast_cache`).
     """
 
     a: Tensor
@@ -68,42 +63,42 @@ class LoRA:
     copies: tuple[Tensor, Tensor] | None = None
 
     def cast_to(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        """The copies, or the factors themselves, if they are in `dtype`."""
+        """The copies, or else the factors, if they are in `dtype`; None otherwise."""
         a, b = self.copies or (self.a, self.b)
         return (a, b) if a.dtype is dtype and b.dtype is dtype else None
 
 
 class Term(NamedTuple):
-    """s·u·F, an adapter's part of an output."""
+    """s·u·F, an adapter's term of an output."""
 
     u: Tensor  # [M, r]
     factor: Tensor  # [r, N]
     scale: float
 
     def add(self, out: Tensor, beta: int = 1) -> None:
-        """Add it to `out` [M, N]; with beta 0, write it there."""
+        """out ← beta·out + s·u·F, for `out` [M, N]."""
         out.addmm_(self.u, self.factor, beta=beta, alpha=self.scale)
 
 
-class Products(Protocol):
-    """What the products of one input with its frozen weights are computed in, where not in x's dtype: a recipe.
+class GemmRecipe(Protocol):
+    """A low-precision recipe: computes the GEMMs of one input with its frozen weights in another dtype than x's.
 
-    Adapters stay in x's dtype: their terms are added to what comes from here. No recipe runs under torch.compile.
+    Adapters are computed in x's dtype and their terms are added to the result. No recipe runs under torch.compile.
     """
 
-    name: ClassVar[str]  # of the recipe
+    name: ClassVar[str]  # name of the recipe
 
     def slot_of_input(self, x: Tensor) -> Slot | None:
-        """What casts x [M, K] to FP8, for whoever reads it before its product does; or None."""
+        """The FP8 scaling of x [M, K], so that an earlier kernel that reads x can cast it; None if there is none."""
 
     def slot_of_gradients(self, weights: Sequence[Weight], dtype: torch.dtype) -> tuple[Slot | None, Tensor | None]:
-        """Likewise the outputs' gradients, in `dtype`; and factors of their columns."""
+        """The FP8 scaling of the outputs' gradients in `dtype`, and the factors of their columns; or None."""
 
-    def products(self, x: Any, weights: Sequence[Weight], outs: Sequence[Tensor]) -> None:
-        """Write x·Wᵢᵀ, x [M, K] or its `Codes`, into `outs` [M, Nᵢ]."""
+    def outputs(self, x: Any, weights: Sequence[Weight], outs: Sequence[Tensor]) -> None:
+        """Write x·Wᵢᵀ into `outs` [M, Nᵢ], for x [M, K] or its `Codes`."""
 
     def input_gradient(self, grads: Any, weights: Sequence[Weight], dtype: torch.dtype) -> Tensor:
-        """dx = Σ dyᵢ·Wᵢ, `dtype` [M, K], of dy [M, Nᵢ] or their `Codes`."""
+        """dx = Σ dyᵢ·Wᵢ, `dtype` [M, K], for dyᵢ [M, Nᵢ] or their `Codes`."""
 
 
 def lora_linear(
@@ -112,7 +107,7 @@ def lora_linear(
     bias: Tensor | None = None,
     lora: LoRA | None = None,
     dropout: float = 0.0,
-    recipe: Products | None = None,
+    recipe: GemmRecipe | None = None,
 ) -> Tensor:
     """One projection with its adapter: [..., K] → [..., N]. Arguments as in `lora_qkv`."""
     return lora_qkv(x, (weight,), (bias,), (lora,), dropout, recipe)[0]
@@ -124,24 +119,25 @@ def lora_qkv(
     biases: Sequence[Tensor | None],
     loras: Sequence[LoRA | None],
     dropout: float = 0.0,
-    recipe: Products | None = None,
+    recipe: GemmRecipe | None = None,
 ) -> tuple[Tensor, ...]:
-    """Any number of projections of one input, each with its adapter: q, k and v, or gate and up.
+    """Several projections of one input, each with its adapter: q, k and v, or gate and up.
 
     Args:
-        x: [..., K] float. Products run in its dtype, or autocast's; fp32 adapters are cast to it once a call, and their
-            gradients come back in their own dtype.
+        x: [..., K] float. The GEMMs run in its dtype, or in autocast's; fp32 adapters are cast to it once per call, and
+            their gradients are in their own dtype.
         weights: [Nᵢ, K] each, frozen; quantized or plain.
         biases: [Nᵢ] or None.
-        loras: None where a projection has no adapter.
-        dropout: probability of dropping each adapter's inputs, drawn anew for each; 0 outside training.
-        recipe: what the products with the weights are computed in; None: x's dtype.
+        loras: adapter of each projection, or None.
+        dropout: probability of dropping an adapter's inputs, drawn per adapter; 0 outside training.
+        recipe: low-precision recipe of the GEMMs with the weights; None: x's dtype.
 
     Returns:
-        [..., Nᵢ] each, in the dtype of the products.
+        [..., Nᵢ] each, in the dtype of the GEMMs.
 
     Raises:
-        ModelError: a shape that does not fit, by name, a weight that wants a gradient, or a recipe under torch.compile.
+        ModelError: shapes do not match (the message names them), a weight requires a gradient, or a recipe is used
+            under torch.compile.
     """
     x = to_compute_dtype(x)
     check("lora_qkv", x, weights, biases, loras)
@@ -152,14 +148,14 @@ def lora_qkv(
     return _LoRA.apply(x, projections, *cast_biases, *a, *b)
 
 
-def refuse_compiled(recipe: Products | None) -> None:
-    """A graph would hold neither the state of a recipe nor its random numbers."""
+def refuse_compiled(recipe: GemmRecipe | None) -> None:
+    """Raise a ModelError for a recipe: graphs capture neither its state nor its random numbers."""
     if recipe is not None:
         raise ModelError(f"recipe {recipe.name} does not run under torch.compile", "run the model uncompiled")
 
 
 def check(op: str, x: Tensor, weights: Sequence, biases: Sequence, loras: Sequence) -> None:
-    """Raise a ModelError that names the argument which does not fit."""
+    """Raise a ModelError that names the first argument with a wrong shape, dtype or requires_grad."""
     if not len(weights) == len(biases) == len(loras):
         raise ModelError(f"{op}: {len(weights)} weights, {len(biases)} biases and {len(loras)} loras")
     if not x.is_floating_point() or x.dim() == 0:
@@ -186,11 +182,11 @@ def check(op: str, x: Tensor, weights: Sequence, biases: Sequence, loras: Sequen
 def composed(
     x: Tensor, weights: Sequence, biases: Sequence, loras: Sequence[LoRA | None], dropout: float
 ) -> tuple[Tensor, ...]:
-    """`lora_qkv` of operations that autograd and the compiler know; arguments checked, x in the compute dtype."""
+    """`lora_qkv` composed of torch operations, for torch.compile; arguments are checked, x is in the compute dtype."""
     results = []
     for weight, bias, lora in zip(weights, biases, loras, strict=True):
-        weight = weight if is_quantized(weight) else weight.to(x.dtype)
-        result = F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+        values: Any = weight if is_quantized(weight) else weight.to(x.dtype)
+        result = F.linear(x, values, None if bias is None else bias.to(x.dtype))
         if lora is not None:
             u = F.linear(F.dropout(x, dropout), lora.a.to(x.dtype))
             result = result + F.linear(u, lora.b.to(x.dtype)) * lora.scaling
@@ -198,25 +194,20 @@ def composed(
     return tuple(results)
 
 
-def is_quantized(weight: Tensor) -> bool:
-    """Whether it is a QuantizedTensor, a type that lives a layer above this module."""
-    return hasattr(weight, "format")
-
-
 def dense(weight: Weight, dtype: torch.dtype) -> Tensor:
-    """The values of a frozen weight; dropped by the caller as soon as its product is queued."""
-    return weight.dequantize(dtype) if is_quantized(weight) else weight.detach().to(dtype)  # type: ignore[call-arg]
+    """The values of a frozen weight in `dtype`; callers drop them right after launching their GEMM."""
+    return weight.dequantize(dtype) if is_quantized(weight) else weight.detach().to(dtype)
 
 
 def product(a: Tensor, b: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
-    """scale · a·b, into `out` where given. In place, because autocast leaves in-place products alone."""
+    """scale · a·b, written to `out` if given. Uses an in-place op, which autocast does not cast."""
     if out is None:
         out = a.new_empty(a.shape[0], b.shape[1])
     return out.addmm_(a, b, beta=0, alpha=scale)
 
 
 class State(NamedTuple):
-    """What projections of one input keep for backward, over its n adapters; R is the sum of their ranks."""
+    """Tensors that projections of one input save for backward; R is the sum of the adapters' ranks."""
 
     a: Tensor  # [R, K] stacked, in the compute dtype
     b: tuple[Tensor, ...]  # [Nᵢ, rᵢ] each
@@ -224,12 +215,12 @@ class State(NamedTuple):
     masks: tuple[Tensor, ...]  # bool [M, K] each; none without dropout
 
     def flat(self) -> tuple[Tensor, ...]:
-        """For `save_for_backward`."""
+        """The tensors in the order of `unflat`, for `save_for_backward`."""
         return self.a, self.u, *self.b, *self.masks
 
     @classmethod
     def unflat(cls, tensors: Sequence[Tensor], adapters: int) -> State:
-        """The reverse of `flat`."""
+        """Inverse of `flat`."""
         a, u, *rest = tensors
         return cls(a, tuple(rest[:adapters]), u, tuple(rest[adapters:]))
 
@@ -240,22 +231,22 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class Projections:
-    """The products of one input, and their gradients; what autograd does not trace.
+    """The GEMMs of one input and their gradients, without autograd.
 
     Args:
         weights: [Nᵢ, K] each.
-        scalings: s of each; None where it has no adapter.
-        dropout: probability.
-        dtype: that of the factors' gradients.
-        recipe: what the products with the weights are computed in; None: x's dtype.
-        copies: (A, B) of each adapter in x's dtype, where all of them are cast already.
+        scalings: s of each projection; None without an adapter.
+        dropout: probability of dropping an adapter's inputs.
+        dtype: dtype of the factors' gradients.
+        recipe: low-precision recipe of the GEMMs with the weights; None: x's dtype.
+        copies: (A, B) of each adapter in x's dtype, if all of them have been cast already.
     """
 
     weights: tuple[Weight, ...]
     scalings: tuple[float | None, ...]
     dropout: float
     dtype: torch.dtype
-    recipe: Products | None = None
+    recipe: GemmRecipe | None = None
     copies: tuple[tuple[Tensor, Tensor], ...] | None = None
 
     @classmethod
@@ -266,27 +257,27 @@ class Projections:
         biases: Sequence,
         loras: Sequence[LoRA | None],
         dropout: float,
-        recipe: Products | None = None,
+        recipe: GemmRecipe | None = None,
     ):
-        """The projections, their biases in x's dtype, and the factors A and B of those that have an adapter."""
+        """The projections, their biases in x's dtype, and the factors A and B of the adapters."""
         adapters = [lora for lora in loras if lora is not None]
         scalings = tuple(None if lora is None else lora.scaling for lora in loras)
         dtype = gradient_dtype(adapters[0].a) if adapters else x.dtype
         copies = tuple(pair for lora in adapters if (pair := lora.cast_to(x.dtype)) is not None)
-        whole = copies if len(copies) == len(adapters) else None
-        projections = cls(tuple(weights), scalings, dropout, dtype, recipe, whole)
+        all_copies = copies if len(copies) == len(adapters) else None
+        projections = cls(tuple(weights), scalings, dropout, dtype, recipe, all_copies)
         biases = [None if bias is None else bias.to(x.dtype) for bias in biases]
         return projections, biases, [lora.a for lora in adapters], [lora.b for lora in adapters]
 
     @property
     def adapters(self) -> list[tuple[int, float]]:
-        """(projection, s) of each adapter."""
+        """(index of the projection, s) for each adapter."""
         return [(i, scaling) for i, scaling in enumerate(self.scalings) if scaling is not None]
 
     def forward(
         self, x: Tensor, leading: torch.Size, biases: Sequence[Tensor | None], a: Sequence[Tensor], b: Sequence[Tensor]
     ) -> tuple[tuple[Tensor, ...], State]:
-        """Outputs [*leading, Nᵢ] of x [M, K], and what backward needs beside x."""
+        """Outputs [*leading, Nᵢ] for x [M, K], and the state to save for backward in addition to x."""
         state, codes = self.low_rank(x, a, b)
         return self.outputs(x, leading, biases, state, codes), state
 
@@ -298,16 +289,16 @@ class Projections:
         state: State | None,
         codes: Codes | None = None,
     ) -> tuple[Tensor, ...]:
-        """[*leading, Nᵢ]; without a state, of the frozen weights alone. `codes`: x as the recipe casts it, or None."""
+        """[*leading, Nᵢ]; without a state, no adapter terms. `codes` is x cast by the recipe, if it is cast already."""
         terms = {}
         if state is not None:
             pairs = zip(self.adapters, state.u.split(state.ranks, dim=1), state.b, strict=True)
             terms = {i: Term(u, b.t(), scaling) for (i, scaling), u, b in pairs}
-        # Not views, since autograd restricts those we return.
+        # Outputs must not be views, which autograd restricts.
         outputs = [x.new_empty(*leading, weight.shape[0]) for weight in self.weights]
         rows = [output.view(x.shape[0], output.shape[-1]) for output in outputs]
         if self.recipe is not None:
-            self.recipe.products(x if codes is None else codes, self.weights, rows)
+            self.recipe.outputs(x if codes is None else codes, self.weights, rows)
         for i, (out, weight, bias) in enumerate(zip(rows, self.weights, biases, strict=True)):
             if self.recipe is None:
                 self._project(out, x, weight, bias, terms.get(i))
@@ -319,7 +310,7 @@ class Projections:
         return tuple(outputs)
 
     def low_rank(self, x: Tensor, a: Sequence[Tensor], b: Sequence[Tensor]) -> tuple[State, Codes | None]:
-        """What backward needs beside x [M, K], and x as the recipe casts it where one pass over x gives both."""
+        """The state to save for backward; and x [M, K] cast by the recipe, if one kernel computes both, else None."""
         if not a:
             return State(x.new_empty(0, x.shape[1]), (), x.new_empty(x.shape[0], 0), ()), None
         stacked, copies = self.factors(a, b, x.dtype)
@@ -340,7 +331,7 @@ class Projections:
     def factors(
         self, a: Sequence[Tensor], b: Sequence[Tensor], dtype: torch.dtype
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """A stacked [R, K], and B, in `dtype`: copies where there are some, else cast in one launch."""
+        """A stacked [R, K], and B, in `dtype`: the existing copies, or else cast in one launch."""
         if self.copies:
             stacked = stack([copy for copy, _ in self.copies])
             return stacked, tuple(copy for _, copy in self.copies)
@@ -361,15 +352,15 @@ class Projections:
     def read(
         self, grads: Sequence[Tensor], state: State, needed: Sequence[bool], product_follows: bool = True
     ) -> tuple[Tensor, list[Tensor | None], Codes | None]:
-        """What one pass over `grads` [M, Nᵢ] gives.
+        """v, dB and the FP8 cast of `grads` [M, Nᵢ] in one pass over them.
 
         Args:
-            needed: of each adapter's B, whether it wants a gradient.
-            product_follows: whether `input_gradient` will be asked for.
+            needed: whether each adapter's B requires a gradient.
+            product_follows: whether `input_gradient` will be called.
 
         Returns:
-            [v₁, v₂, …] [M, R]; dBᵢ [Nᵢ, rᵢ] in the factors' own dtype, None where it is not needed; and `grads` as the
-            recipe casts them, None where it has to do that itself.
+            [v₁, v₂, …] [M, R]; dBᵢ [Nᵢ, rᵢ] in the factors' own dtype, None if not needed; and `grads` cast by the
+            recipe, None if `input_gradient` must cast them.
         """
         if not state.b:
             return grads[0].new_empty(grads[0].shape[0], 0), [], None
@@ -387,9 +378,9 @@ class Projections:
     def input_gradient(
         self, grads: Sequence[Tensor], v: Tensor | None, state: State, codes: Codes | None = None
     ) -> Tensor:
-        """dx [M, K]: every projection is accumulated into one buffer; without v, no low-rank terms.
+        """dx [M, K], accumulated over the projections; without v, no low-rank terms.
 
-        `codes` is `grads` as the recipe casts them, if they are cast.
+        `codes` is `grads` cast by the recipe, if they are cast already.
         """
         if self.recipe is not None:
             dx = self.recipe.input_gradient(codes or grads, self.weights, state.a.dtype)
@@ -404,7 +395,7 @@ class Projections:
         return dx
 
     def _add_low_rank_gradient(self, dx: Tensor, v: Tensor, state: State, written: bool) -> Tensor:
-        """dx, if it is written, with the low-rank terms; without adapters, as it is."""
+        """Add the low-rank terms to dx, or write them if dx is not `written`; does nothing without adapters."""
         if not state.masks:
             return dx.addmm_(v, state.a, beta=int(written)) if state.b else dx
         parts = zip(v.split(state.ranks, dim=1), state.a.split(state.ranks), state.masks, strict=True)
@@ -415,7 +406,7 @@ class Projections:
         return dx
 
     def a_gradients(self, x: Tensor, v: Tensor, state: State, needed: Sequence[bool]) -> list[Tensor | None]:
-        """dAᵢ [rᵢ, K] in the factors' own dtype; None where it is not needed."""
+        """dAᵢ [rᵢ, K] in the factors' own dtype; None if not needed."""
         if not any(needed):
             return [None] * len(needed)
         parts = v.split(state.ranks, dim=1)
@@ -431,12 +422,12 @@ class Projections:
 
 
 def gradient_dtype(factor: Tensor) -> torch.dtype:
-    """A parameter may want its gradients wider than it is (`parallel.shard.trained`)."""
+    """Dtype of a factor's gradient; `parallel.shard.trained` sets a wider `grad_dtype`."""
     return (factor.grad_dtype if factor.is_leaf else None) or factor.dtype
 
 
 def cast(a: Sequence[Tensor], b: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """A stacked [R, K], and B, in `dtype`: one launch for all of them, or none where they can serve as they are."""
+    """A stacked [R, K], and B, in `dtype`: cast in one launch, or views if no cast or copy is needed."""
     if len(a) == 1 and a[0].dtype is dtype and b[0].dtype is dtype:
         return a[0].detach(), (b[0].detach(),)
     ranks = [factor.shape[0] for factor in a]
@@ -447,7 +438,7 @@ def cast(a: Sequence[Tensor], b: Sequence[Tensor], dtype: torch.dtype) -> tuple[
 
 
 def stack(factors: Sequence[Tensor]) -> Tensor:
-    """[rᵢ, K] each as [R, K]: no copy where they lie one after another."""
+    """[rᵢ, K] each as [R, K]; a view if the factors are contiguous in one storage, else a copy."""
     first, at = factors[0], factors[0].storage_offset()
     for factor in factors:
         if factor.untyped_storage()._cdata != first.untyped_storage()._cdata or factor.storage_offset() != at:
@@ -470,7 +461,7 @@ class _LoRA(torch.autograd.Function):
         outputs, state = projections.forward(rows, x.shape[:-1], biases, a, b)
         need_a = any(ctx.needs_input_grad[2 + n : 2 + n + adapters])
         ctx.save_for_backward(rows if need_a else None, *state.flat())
-        # An attribute: it holds frozen weights, which hooks that offload saved activations must not carry along.
+        # An attribute, not save_for_backward: hooks that offload saved activations must not offload parameters.
         ctx.projections, ctx.shape = projections, x.shape
         return outputs
 

@@ -1,18 +1,18 @@
-"""down(activation(gate(x))·up(x)) of three projections with adapters, as one differentiable function.
+"""Gated MLPs: the gated unit activation(g)·u, and down(activation(gate(x))·up(x)) with adapters as one function.
 
-g, u [M, I] are the results of gate and up, h = a(g)·u [M, I] and y = down(h) [M, H]; each projection as in `lora`:
+g, u [M, I] are the outputs of gate and up, h = a(g)·u [M, I] and y = down(h) [M, H]; each projection as in `lora`:
 
-    dh = dy·W + v·A (down's)     dg, du, h ← dh, g, u, in place     dA = vᵀ·h (down's)     gate's and up's from dg, du
+    dh = dy·W + v·A (of down)     dg, du, h ← dh, g, u, in place     dA = vᵀ·h (of down)     gate and up from dg, du
 
-In FP8 (`linear_fp8`), that pass writes h, and in backward dg and du, in FP8 only, once their scales are known: nothing
-else reads them.
+With the FP8 recipe (`linear_fp8`), the unit's kernel writes h, and in the backward dg and du, in FP8 only, once their
+scales are known.
 
-On accelerators, with plain adapters on all three, the low-rank products around the unit are taken in its own pass
-(`ops.lora_glu`), and g and u are saved without their low-rank terms.
+On accelerators, with plain adapters on all three projections, the unit's kernel also computes the low-rank GEMMs around
+it (`ops.lora_glu`), and g and u are saved without their low-rank terms.
 
-Saved are x, g, u and the small x·Aᵀ and h·Aᵀ. h is a by-product of the pass that turns g and u into their gradients and
-takes the place of dh: between forward and backward there are two tensors [M, I] instead of the four that separate
-modules keep (g, u, a(g), h), and three at the peak of backward.
+Saved are x, g, u and the small x·Aᵀ and h·Aᵀ. The kernel that turns g and u into their gradients recomputes h in the
+memory of dh. So two tensors [M, I] are saved instead of the four of separate modules (g, u, a(g), h), and three exist
+at the peak of the backward.
 """
 
 from __future__ import annotations
@@ -36,11 +36,44 @@ from ..ops.lora_glu import (
     lora_glu_float8,
 )
 from ..utils.errors import ModelError
-from .glu import glu
+from .function import OnceFunction
 from .lora import LoRA, Projections, State, check, composed, refuse_compiled, rows_of
 
 if TYPE_CHECKING:
-    from .lora import Products, Weight
+    from ..formats.base import Weight
+    from .lora import GemmRecipe
+
+
+class _GLU(OnceFunction):
+    @staticmethod
+    def forward(ctx, gate, up, activation):
+        ctx.save_for_backward(gate, up)
+        ctx.activation = activation
+        return ops.glu(gate, up, activation)
+
+    @staticmethod
+    def backward(ctx, grad):
+        gate, up = (saved.detach() for saved in ctx.saved_tensors)
+        ops.glu_backward_(grad, gate, up, ctx.activation, False)
+        return gate if ctx.needs_input_grad[0] else None, up if ctx.needs_input_grad[1] else None, None
+
+
+def glu(gate: Tensor, up: Tensor, activation: ops.Activation = "silu") -> Tensor:
+    """activation(gate) · up (SwiGLU, GeGLU), computed in fp32 and rounded once.
+
+    The backward overwrites gate and up with their gradients, so pass outputs of projections that nothing else saves. A
+    second backward, or another function that saved them, raises autograd's error about in-place changes.
+
+    Args:
+        gate, up: same shape and dtype; fp32, fp16 or bf16 (fp64 on a CPU). Halves of a fused projection are allowed.
+        activation: "silu", "gelu" or "gelu_tanh" (Hugging Face's "gelu_pytorch_tanh").
+
+    Raises:
+        ModelError: an argument has the wrong dtype, shape or device; the message names it.
+    """
+    if on_compiler():
+        return ops.glu.reference(gate, up, activation)
+    return _GLU.apply(gate, up, activation)
 
 
 def lora_mlp(
@@ -53,29 +86,30 @@ def lora_mlp(
     activation: ops.Activation = "silu",
     dropout: float = 0.0,
     output: bool = True,
-    recipes: tuple[Products | None, Products | None] = (None, None),
+    recipes: tuple[GemmRecipe | None, GemmRecipe | None] = (None, None),
 ) -> Tensor:
     """down(activation(gate(x)) · up(x)), each projection with its adapter.
 
-    A second backward through the same graph gets autograd's error about in-place changes: the first one leaves
-    gradients in the place of what was saved.
+    A second backward through the same graph raises autograd's error about in-place changes, since the first one
+    overwrites saved tensors with gradients.
 
     Args:
         x: [..., H] float, as in `lora_qkv`.
         gate, up: [I, H], frozen; quantized or plain.
         down: [H, I].
-        biases, loras: of gate, up and down; None where there is none.
+        biases, loras: those of gate, up and down, or None.
         activation: "silu", "gelu" or "gelu_tanh" (Hugging Face's "gelu_pytorch_tanh").
         dropout: as in `lora_qkv`.
-        output: False where only backward follows (`autograd.recompute`): down's product is left out.
-        recipes: of gate and up, and of down, as in `lora_qkv`.
+        output: False skips the GEMM of down and leaves the result unwritten, for recomputation in the backward
+            (`autograd.checkpointing`).
+        recipes: recipe of gate and up, and recipe of down, as in `lora_qkv`.
 
     Returns:
-        [..., H] in the dtype of the products.
+        [..., H] in the dtype of the GEMMs.
 
     Raises:
-        ModelError: a shape that does not fit, by name, a weight that wants a gradient, an unknown activation, or a
-            recipe under torch.compile.
+        ModelError: shapes do not match (the message names them), a weight requires a gradient, the activation is
+            unknown, or a recipe is used under torch.compile.
     """
     x = to_compute_dtype(x)
     if activation not in ops.ACTIVATIONS:
@@ -95,7 +129,7 @@ def lora_mlp(
 
 
 def _in_one_pass(x: Tensor, first: Projections, second: Projections, a: Sequence[Tensor]) -> bool:
-    """Whether the low-rank products around the unit are taken in its pass: there is a kernel, and it computes this."""
+    """Whether the unit's kernel also computes the low-rank GEMMs around it (`ops.lora_glu`)."""
     plain = len(a) == 3 and not first.dropout and not second.dropout
     return plain and in_one_pass(x, max(factor.shape[0] for factor in a))
 
@@ -107,7 +141,7 @@ def _factors(first: Projections, first_state: State, a_down: Tensor) -> Factors:
 
 
 def _forward_in_one_pass(ctx, gate: Tensor, up: Tensor, low: Tensor, factors: Factors) -> tuple[Tensor | Codes, Tensor]:
-    """h, in FP8 where down's product takes it so, and u_d."""
+    """h, in FP8 if down's GEMM reads it in FP8, and u = h·Aᵀ of down."""
     slot = None if ctx.second.recipe is None else ctx.second.recipe.slot_of_input(gate)
     if slot is None:
         return lora_glu(gate, up, low, factors, ctx.activation)
@@ -153,7 +187,7 @@ class _MLP(torch.autograd.Function):
         first_state, second_state = State.unflat(saved[3 : ctx.split], n), State.unflat(saved[ctx.split :], m)
         grad = rows_of(grad)
         v_down, db_down, codes = second.read([grad], second_state, need_b[n:])
-        # From here on gate and up hold their gradients, or where only a product reads those, `codes` does.
+        # From here on gate and up hold their gradients; in FP8, `codes` holds these instead.
         if ctx.in_one_pass:
             dh = second.input_gradient([grad], None, second_state, codes)
             factors, low = _factors(first, first_state, second_state.a), first_state.u
@@ -172,7 +206,7 @@ class _MLP(torch.autograd.Function):
             del dh
         else:
             hidden = second.input_gradient([grad], v_down, second_state, codes)
-            ops.glu_backward_(hidden, gate, up, ctx.activation, any(need_a[n:]))  # hidden, which was dh, holds h
+            ops.glu_backward_(hidden, gate, up, ctx.activation, any(need_a[n:]))  # overwrites dh by h
             da_down = second.a_gradients(hidden, v_down, second_state, need_a[n:])
             del hidden
             v, db, codes = first.read([gate, up], first_state, need_b[:n], needs[0])

@@ -1,11 +1,12 @@
 """The losses of a linear head as differentiable operations, opaque to torch.compile.
 
-What is saved for backward is dX [N, H], made in the forward by `ops.losses`, or the inputs where backward must make the
-logits again; never the logits, and never a second copy of the head.
+The forward computes dX [N, H] (`ops.losses`) and saves it, and dW if the head is trained. Log-probabilities save their
+inputs instead if the backward must recompute the logits. The logits and copies of the head are never saved.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -15,17 +16,35 @@ from torch import Tensor
 from ..dispatch import autocast_dtype
 from ..ops import IGNORE_INDEX
 from ..ops.cross_entropy import Objective
+from ..ops.divergence import linear_divergence
 from ..ops.losses import linear_cross_entropy_forward, linear_log_probs_backward
 from ..utils.errors import ModelError
 
 
-def or_empty(tensor: Tensor | None, like: Tensor) -> Tensor:
-    """An operator returns no None: what is not asked for is an empty tensor."""
+def _or_empty(tensor: Tensor | None, like: Tensor) -> Tensor:
+    """`tensor`, or an empty tensor for None, which a custom op cannot return."""
     return like.new_empty(0) if tensor is None else tensor
 
 
-def _exact(tensor: Tensor) -> torch.dtype:
+def _empty_unless(needed: bool, like: Tensor) -> Tensor:
+    """Fake result of an op: like `like`, or empty if not needed."""
+    return torch.empty_like(like) if needed else like.new_empty(0)
+
+
+def _accumulation_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _needed_gradients(*tensors: Tensor) -> list[bool]:
+    return [torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors]
+
+
+def _scaled_gradients(ctx, grad_loss: Tensor | None) -> list[Tensor | None]:
+    """dX and dW from the saved ones of a 0-d loss."""
+    if grad_loss is None:
+        return [None, None]
+    factor, needed = grad_loss.reshape(1, 1), ctx.needs_input_grad
+    return [scaled(saved, factor) if needed[i] else None for i, saved in enumerate(ctx.saved_tensors)]
 
 
 @torch.library.custom_op("halfbyte::linear_cross_entropy", mutates_args=())
@@ -46,17 +65,16 @@ def _linear_cross_entropy(
     rows, grad_x, grad_w = linear_cross_entropy_forward(
         hidden, weight, labels, objective, grad_hidden=grad_hidden, grad_weight=grad_weight
     )
-    return rows.loss.sum(), or_empty(grad_x, hidden), or_empty(grad_w, hidden)
+    return rows.loss.sum(), _or_empty(grad_x, hidden), _or_empty(grad_w, hidden)
 
 
 @_linear_cross_entropy.register_fake
 def _(hidden, weight, labels, scale, softcap, label_smoothing, z_loss, ignore_index, grad_hidden, grad_weight):
-    grad_x = torch.empty_like(hidden) if grad_hidden else hidden.new_empty(0)
-    grad_w = torch.empty_like(weight) if grad_weight else weight.new_empty(0)
-    return hidden.new_empty((), dtype=_exact(hidden)), grad_x, grad_w
+    loss = hidden.new_empty((), dtype=_accumulation_dtype(hidden))
+    return loss, _empty_unless(grad_hidden, hidden), _empty_unless(grad_weight, weight)
 
 
-def _save_gradients(ctx, inputs, output) -> None:
+def _setup_cross_entropy(ctx, inputs, output) -> None:
     _, grad_hidden, grad_weight = output
     ctx.save_for_backward(grad_hidden, grad_weight)
     ctx.mark_non_differentiable(grad_hidden, grad_weight)
@@ -64,28 +82,21 @@ def _save_gradients(ctx, inputs, output) -> None:
 
 
 def scaled(gradient: Tensor, factor: Tensor) -> Tensor:
-    """`gradient` [N, D] times `factor` [N or 1, 1], over `gradient` itself where nobody will ask for it again.
+    """`gradient` [N, D] times `factor` [N or 1, 1], in place unless the graph is retained.
 
-    The factor keeps its fp32 (so it is not 0-d): 1/tokens rounded to bf16 would be off by up to 0.4%, everywhere.
+    The factor stays fp32 and must not be 0-d, which torch would round to bf16: 1/tokens would be off by up to 0.4%.
     """
-    if type(gradient) is not Tensor:  # torch.compile traces: what it makes of this reuses memory by itself
+    if type(gradient) is not Tensor:  # tracing by torch.compile, which reuses memory by itself
         return (gradient * factor).to(gradient.dtype)
-    kept = torch._C._autograd._get_current_graph_task_keep_graph()  # backward(retain_graph=True)
-    return torch.mul(gradient, factor, out=torch.empty_like(gradient)) if kept else gradient.mul_(factor)
+    retained = torch._C._autograd._get_current_graph_task_keep_graph()  # backward(retain_graph=True)
+    return torch.mul(gradient, factor, out=torch.empty_like(gradient)) if retained else gradient.mul_(factor)
 
 
-def _scale_gradients(ctx, grad_loss, _grad_hidden, _grad_weight):
-    grad_x = grad_w = None
-    if grad_loss is not None:
-        grad_hidden, grad_weight = ctx.saved_tensors
-        if ctx.needs_input_grad[0]:
-            grad_x = scaled(grad_hidden, grad_loss.reshape(1, 1))
-        if ctx.needs_input_grad[1]:
-            grad_w = scaled(grad_weight, grad_loss.reshape(1, 1))
-    return grad_x, grad_w, *[None] * 8
+def _backward_of_cross_entropy(ctx, grad_loss, _grad_hidden, _grad_weight):
+    return *_scaled_gradients(ctx, grad_loss), *[None] * 8
 
 
-_linear_cross_entropy.register_autograd(_scale_gradients, setup_context=_save_gradients)
+_linear_cross_entropy.register_autograd(_backward_of_cross_entropy, setup_context=_setup_cross_entropy)
 
 
 @torch.library.custom_op("halfbyte::linear_log_probs", mutates_args=())
@@ -100,20 +111,19 @@ def _linear_log_probs(
     need_entropy: bool,
     grad_hidden: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(log p[label] [N], logsumexp [N], entropy [N], dX of the negated log-probabilities' sum)."""
+    """(log p[label] [N], logsumexp [N], entropy [N], dX of the sum of −log p[label])."""
     objective = Objective(scale, softcap, temperature, ignore_index=ignore_index)
     (loss, logsumexp, entropy), grad_x, _ = linear_cross_entropy_forward(
         hidden, weight, labels, objective, need_entropy=need_entropy, grad_hidden=grad_hidden
     )
-    return -loss, logsumexp, or_empty(entropy, loss), or_empty(grad_x, hidden)
+    return -loss, logsumexp, _or_empty(entropy, loss), _or_empty(grad_x, hidden)
 
 
 @_linear_log_probs.register_fake
 def _(hidden, weight, labels, scale, softcap, temperature, ignore_index, need_entropy, grad_hidden):
-    log_probs = hidden.new_empty(hidden.shape[0], dtype=_exact(hidden))
-    entropy = torch.empty_like(log_probs) if need_entropy else log_probs.new_empty(0)
-    grad_x = torch.empty_like(hidden) if grad_hidden else hidden.new_empty(0)
-    return log_probs, torch.empty_like(log_probs), entropy, grad_x
+    log_probs = hidden.new_empty(hidden.shape[0], dtype=_accumulation_dtype(hidden))
+    entropy = _empty_unless(need_entropy, log_probs)
+    return log_probs, torch.empty_like(log_probs), entropy, _empty_unless(grad_hidden, hidden)
 
 
 @torch.library.custom_op("halfbyte::linear_log_probs_backward", mutates_args=())
@@ -145,17 +155,16 @@ def _linear_log_probs_backward(
         grad_hidden=grad_hidden,
         grad_weight=grad_weight,
     )
-    return or_empty(grads[0], hidden), or_empty(grads[1], weight)
+    return _or_empty(grads[0], hidden), _or_empty(grads[1], weight)
 
 
 @_linear_log_probs_backward.register_fake
 def _(hidden, weight, *arguments):
     grad_hidden, grad_weight = arguments[-2:]
-    grad_x = torch.empty_like(hidden) if grad_hidden else hidden.new_empty(0)
-    return grad_x, torch.empty_like(weight) if grad_weight else weight.new_empty(0)
+    return _empty_unless(grad_hidden, hidden), _empty_unless(grad_weight, weight)
 
 
-def _save_for_log_probs(ctx, inputs, output) -> None:
+def _setup_log_probs(ctx, inputs, output) -> None:
     hidden, weight, labels, *ctx.options, _, ctx.scales_rows = inputs
     _, logsumexp, entropy, grad_hidden = output
     ctx.mark_non_differentiable(logsumexp, grad_hidden)
@@ -182,13 +191,13 @@ def _backward_of_log_probs(ctx, grad_log_probs, _logsumexp, grad_entropy, _grad_
     return *grads, *[None] * 7
 
 
-_linear_log_probs.register_autograd(_backward_of_log_probs, setup_context=_save_for_log_probs)
+_linear_log_probs.register_autograd(_backward_of_log_probs, setup_context=_setup_log_probs)
 
 
 def flat_rows(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of hidden states and their labels, in the dtype the product of an nn.Linear would have."""
+    """Hidden states [N, H], weight and labels [N], cast to autocast's dtype or else the weight's."""
     dtype = autocast_dtype(hidden.device.type) or weight.dtype
-    if labels.shape != hidden.shape[:-1]:  # rows and labels would still be paired, one with another's
+    if labels.shape != hidden.shape[:-1]:  # flattening would pair rows with wrong labels
         raise ModelError(f"linear_cross_entropy: labels are {list(labels.shape)}, and hidden {list(hidden.shape)}")
     hidden = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
     return hidden, weight.to(dtype), labels.reshape(-1).to(hidden.device)
@@ -207,15 +216,16 @@ def linear_cross_entropy(
     reduction: Literal["sum", "mean"] = "sum",
     ignore_index: int = IGNORE_INDEX,
 ) -> Tensor:
-    """Cross-entropy of the logits `scale * hidden @ weight.T` (softcapped where asked) without holding them.
+    """Cross-entropy of the logits `scale * hidden @ weight.T`, optionally softcapped, without materializing them.
 
-    Under autocast the product runs in autocast's dtype, as that of an nn.Linear would.
+    Under autocast the GEMM runs in autocast's dtype, like that of an nn.Linear.
 
     Args:
         hidden: [..., T, H] hidden states, after the final norm.
-        weight: [V, H] weight of the head, in 16 or 32 bits; its gradient is made only if it requires one.
-        labels: [..., T] int64, `ignore_index` where nothing is trained.
+        weight: [V, H] weight of the head, in 16 or 32 bits; its gradient is computed only if it requires one.
+        labels: [..., T] int64; `ignore_index` marks untrained positions.
         softcap: logits become softcap · tanh(logits / softcap), as in Gemma 2.
+        scale: factor of the logits.
         label_smoothing: share of the target that is spread over the vocabulary, as in torch.
         z_loss: weight of logsumexp² (`ops.cross_entropy`).
         shift: position t predicts label t+1 (Hugging Face's convention); false: label t.
@@ -231,7 +241,7 @@ def linear_cross_entropy(
     if shift:
         labels = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
     hidden, weight, labels = flat_rows(hidden, weight, labels)
-    needed = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden, weight)]
+    needed = _needed_gradients(hidden, weight)
     loss, _, _ = _linear_cross_entropy(
         hidden, weight, labels, scale, softcap, label_smoothing, z_loss, ignore_index, *needed
     )
@@ -252,20 +262,19 @@ def linear_log_probs(
     entropy_grad: bool = False,
     ignore_index: int = IGNORE_INDEX,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities of `labels` under the logits `scale * hidden @ weight.T` without holding them.
+    """Log-probabilities of `labels` under the logits `scale * hidden @ weight.T`, without materializing these.
 
-    The preference and RL losses are functions of these. With a frozen head and no gradient for the entropy, backward
-    scales the rows of a dX that forward made: three products in all are two. A trained head, or an entropy to train by,
-    makes the logits again in backward.
+    The preference and RL losses are functions of log-probabilities. With a frozen head and no gradient of the entropy,
+    the forward computes dX and the backward scales its rows, which takes two GEMMs in all instead of three. Otherwise
+    the backward recomputes the logits.
 
     Args:
-        hidden: [..., T, H] hidden states, after the final norm.
-        weight: [V, H] weight of the head, in 16 or 32 bits; its gradient is made only if it requires one.
-        labels: [..., T] int64; position t is asked for label t (no shift), and gives 0 where it is `ignore_index`.
+        hidden, weight, scale: as in `linear_cross_entropy`.
+        labels: [..., T] int64, of the same positions as `hidden` (no shift); the result is 0 for `ignore_index`.
         softcap: logits become softcap · tanh(logits / softcap), before the temperature.
         temperature: divides the logits.
         entropy: also return each position's entropy, in nats.
-        entropy_grad: the entropy is differentiable (it is detached otherwise).
+        entropy_grad: make the entropy differentiable; it is detached otherwise.
 
     Returns:
         log-probabilities [..., T], fp32 (fp64 for fp64 input); entropy [..., T], or None.
@@ -276,12 +285,110 @@ def linear_log_probs(
     """
     shape = labels.shape
     hidden, weight, labels = flat_rows(hidden, weight, labels)
-    grads = torch.is_grad_enabled()
     entropy = entropy or entropy_grad
-    unit_gradient = grads and hidden.requires_grad and not weight.requires_grad and not entropy_grad
+    needs_hidden, needs_weight = _needed_gradients(hidden, weight)
+    grad_in_forward = needs_hidden and not needs_weight and not entropy_grad
     log_probs, _, entropies, _ = _linear_log_probs(
-        hidden, weight, labels, scale, softcap, temperature, ignore_index, entropy, unit_gradient
+        hidden, weight, labels, scale, softcap, temperature, ignore_index, entropy, grad_in_forward
     )
     if not entropy:
         return log_probs.view(shape), None
     return log_probs.view(shape), (entropies if entropy_grad else entropies.detach()).view(shape)
+
+
+HeadOptions = Sequence[float]  # scale of the logits[, softcap]
+
+
+def _objective(options: HeadOptions, temperature: float) -> Objective:
+    return Objective(options[0], options[1] if len(options) > 1 else None, temperature)
+
+
+@torch.library.custom_op("halfbyte::linear_generalized_jsd", mutates_args=())
+def _linear_generalized_jsd(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    head: Sequence[float],
+    teacher_head: Sequence[float],
+    temperature: float,
+    beta: float,
+    grad_hidden: bool,
+    grad_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(sum of divergences, sum of entropies, dX, dW)."""
+    objectives = _objective(head, temperature), _objective(teacher_head, temperature)
+    found = linear_divergence(
+        hidden,
+        weight,
+        teacher_hidden,
+        teacher_weight,
+        objectives,
+        beta,
+        grad_hidden=grad_hidden,
+        grad_weight=grad_weight,
+    )
+    grad_x, grad_w = _or_empty(found.grad_hidden, hidden), _or_empty(found.grad_weight, hidden)
+    return found.divergence.sum(), found.entropy.sum(), grad_x, grad_w
+
+
+@_linear_generalized_jsd.register_fake
+def _(hidden, weight, teacher_hidden, teacher_weight, head, teacher_head, temperature, beta, grad_hidden, grad_weight):
+    total = hidden.new_empty((), dtype=_accumulation_dtype(hidden))
+    grads = _empty_unless(grad_hidden, hidden), _empty_unless(grad_weight, weight)
+    return total, torch.empty_like(total), *grads
+
+
+def _setup_divergence(ctx, inputs, output) -> None:
+    _, entropy, grad_hidden, grad_weight = output
+    ctx.save_for_backward(grad_hidden, grad_weight)
+    ctx.mark_non_differentiable(entropy, grad_hidden, grad_weight)
+    ctx.set_materialize_grads(False)
+
+
+def _backward_of_divergence(ctx, grad_loss, *_):
+    return *_scaled_gradients(ctx, grad_loss), *[None] * 8
+
+
+_linear_generalized_jsd.register_autograd(_backward_of_divergence, setup_context=_setup_divergence)
+
+
+def linear_generalized_jsd(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    *,
+    beta: float,
+    temperature: float = 1.0,
+    head: HeadOptions = (1.0,),
+    teacher_head: HeadOptions = (1.0,),
+) -> tuple[Tensor, Tensor]:
+    """The generalized Jensen-Shannon divergence (arXiv:2306.13649, equation 1) of N next-token distributions.
+
+    Both heads compute their logits for a chunk of positions at a time. Under autocast the GEMMs run in autocast's
+    dtype, like those of an nn.Linear.
+
+    Args:
+        hidden: [N, H] hidden states of the student, after its final norm.
+        weight: [V, H] weight of the student's head; its gradient is computed only if it requires one.
+        teacher_hidden, teacher_weight: [N, K] and [V, K] of the teacher, without gradients.
+        beta: 0: KL(teacher ‖ student); 1: KL(student ‖ teacher); between 0 and 1 as in the paper.
+        temperature: divides both models' logits.
+        head, teacher_head: scale of the logits and, if any, their softcap; see `modeling.head.Head`.
+
+    Returns:
+        0-d sums over positions, fp32 (fp64 for fp64 input): the divergence, which is differentiable, and the student's
+        entropy in nats.
+
+    Raises:
+        ModelError: the vocabularies or the numbers of positions differ, or an option is out of range.
+    """
+    autocast = autocast_dtype(hidden.device.type)
+    hidden, weight = (tensor.to(autocast or weight.dtype) for tensor in (hidden, weight))
+    teacher = [tensor.to(autocast or teacher_weight.dtype).detach() for tensor in (teacher_hidden, teacher_weight)]
+    needed = _needed_gradients(hidden, weight)
+    loss, entropy, _, _ = _linear_generalized_jsd(
+        hidden, weight, *teacher, list(head), list(teacher_head), temperature, beta, *needed
+    )
+    return loss, entropy

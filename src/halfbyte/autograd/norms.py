@@ -1,7 +1,7 @@
-"""RMSNorm and LayerNorm as differentiable functions: saved are x and one or two fp32 numbers a row.
+"""RMSNorm and LayerNorm as differentiable functions that save x and one or two fp32 numbers per row.
 
-Under torch.compile the torch reference takes their place, and Inductor fuses it with what surrounds it: an opaque
-kernel there would only hide a memory-bound loop from the compiler. So do `autograd.rope` and `autograd.glu`.
+Under torch.compile they use the torch reference, which Inductor fuses with the surrounding operations. An opaque kernel
+would prevent this fusion. `autograd.rope` and `autograd.lora_mlp.glu` do the same.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 from ..dispatch import on_compiler
 from ..ops import norms as ops
 from .function import OnceFunction
-from .linear_fp8 import Fp8Products
+from .linear_fp8 import Fp8Gemms
 
 
 class _RMSNorm(OnceFunction):
@@ -19,7 +19,7 @@ class _RMSNorm(OnceFunction):
     def forward(ctx, x, weight, eps, offset):
         y, _, rstd = ops.rms_norm(x, None, weight, eps, offset)
         ctx.save_for_backward(x, rstd)
-        # Attributes, as in autograd.linear: hooks that offload saved activations must not carry parameters along.
+        # Attributes, not save_for_backward: hooks that offload saved activations must not offload parameters.
         ctx.weight, ctx.offset = weight, offset
         return y
 
@@ -75,13 +75,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, offset: bool = False)
     Args:
         x: [..., D]; fp32, fp16 or bf16 (fp64 on a CPU).
         weight: [D].
-        offset: Gemma's 1 + weight.
+        offset: multiply by 1 + weight, as in Gemma.
 
     Returns:
         [..., D] in x's dtype; without `offset`, in the dtype that x and weight promote to.
 
     Raises:
-        ModelError: an argument of the wrong dtype, shape or device, by name.
+        ModelError: an argument has the wrong dtype, shape or device; the message names it.
     """
     if on_compiler():
         return ops.rms_norm.reference(x, None, weight, eps, offset)[0]
@@ -94,16 +94,20 @@ def add_rms_norm(
     weight: Tensor,
     eps: float = 1e-6,
     offset: bool = False,
-    recipe: Fp8Products | None = None,
+    recipe: Fp8Gemms | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(norm, sum): RMSNorm of x + residual, and that sum, which the residual stream goes on with.
+    """(RMSNorm(x + residual), x + residual); the sum continues the residual stream.
 
-    In backward the gradients that reach norm and sum meet inside one kernel. That is worth having without anything to
-    add, too: with `residual` None the sum is x itself, and the stream that branches off before a block costs no
-    addition on the way back.
+    In the backward one kernel adds the gradients of both results. With `residual` None the sum is x itself, and the
+    residual branch needs no separate addition of gradients.
 
-    Args, errors: as in `rms_norm`; `residual` has x's shape and dtype. `recipe` is handed the norm in FP8, once it has
-    a scale: the products that read the norm need not cast it.
+    Args:
+        x, weight, eps, offset: as in `rms_norm`.
+        residual: of x's shape and dtype, or None.
+        recipe: FP8 recipe that also receives the norm in FP8, once it has a scale, so that its GEMMs need not cast it.
+
+    Raises:
+        ModelError: see `rms_norm`.
     """
     if on_compiler():
         return ops.rms_norm.reference(x, residual, weight, eps, offset)[:2]
@@ -114,7 +118,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Te
     """LayerNorm over the last dimension of x [..., D], in x's dtype; weight and bias are [D].
 
     Raises:
-        ModelError: an argument of the wrong dtype, shape or device, by name.
+        ModelError: an argument has the wrong dtype, shape or device; the message names it.
     """
     if on_compiler():
         return ops.layer_norm.reference(x, weight, bias, eps)[0]

@@ -1,8 +1,8 @@
 """RoPE, and RMSNorm of q and k with RoPE, as differentiable functions.
 
-A rotation is undone by the opposite one, so RoPE saves cos and sin only, and works in place both ways. The norm before
-it is not undone by anything (weights may be zero): that function writes its results elsewhere and saves q and k; their
-r is cheaper to compute again than to store.
+The inverse of a rotation is the opposite rotation, so RoPE saves only cos and sin and works in place in both passes.
+The norm is not invertible (weights may be zero), so the function with norms writes new tensors and saves q and k. It
+recomputes their reciprocal RMS, which is cheaper than storing it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from .function import OnceFunction
 
 
 def _writable(grad: Tensor) -> Tensor:
-    """The gradient, or a copy where several of its elements share memory, as those of a sum's gradient do."""
+    """The gradient, or a copy if it is an expanded tensor, such as the gradient of a sum."""
     return grad.contiguous() if 0 in grad.stride() else grad
 
 
 class _Rope(OnceFunction):
     @staticmethod
     def forward(ctx, q, k, cos, sin):
-        # Behind autograd's back (.data): it takes no mark_dirty for two results that are views, as transposed
-        # projections are, and a raised version would make it rebuild the history of other views, such as a fused v.
+        # .data hides the change from autograd: mark_dirty does not support several outputs that are views (transposed
+        # projections), and a version bump would rebuild the history of other views of the same base (a fused v).
         ops.rope_(q.data, k.data, cos, sin, False)
         ctx.save_for_backward(cos, sin)
         return q, k
@@ -52,19 +52,19 @@ class _QKNormRope(OnceFunction):
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """q and k rotated by position, in place where autograd runs eagerly.
+    """Rotate q and k by position: in place in eager mode, to new tensors under torch.compile.
 
-    Pass fresh results of projections or norms, whose values nothing has saved, and use only what it returns. Backward
-    overwrites the gradients it is given, so what reads the result must not hand its own gradient on unchanged to others
-    as well (an addition would; attention does not).
+    Pass outputs of projections or norms that nothing else has saved, and use only the returned tensors. The backward
+    overwrites its incoming gradients. So the operation that reads the result must not pass its gradient unchanged to
+    other inputs as well, as an addition does and attention does not.
 
     Args:
         q: [B, Hq, T, D], last stride 1; fp32, fp16 or bf16 (fp64 on a CPU).
         k: [B, Hk, T, D] in q's dtype.
-        cos, sin: [B or 1, T, R] as Hugging Face's rotary embeddings give them; with R < D the last D − R values pass.
+        cos, sin: [B or 1, T, R] from Hugging Face's rotary embeddings; if R < D, the last D − R values do not change.
 
     Raises:
-        ModelError: an argument of the wrong dtype, shape or device, by name.
+        ModelError: an argument has the wrong dtype, shape or device; the message names it.
     """
     if on_compiler():
         ops.check_rope(q, k, cos, sin)
@@ -84,7 +84,7 @@ def qk_norm_rope(
 ) -> tuple[Tensor, Tensor]:
     """RMSNorm over each head of q and k, then RoPE, as in Qwen3 (and, with `offset`, Gemma 3).
 
-    New tensors in the memory order of q and k. Backward overwrites the gradients it is given (see `rope`).
+    Returns new tensors in the memory order of q and k. The backward overwrites its incoming gradients (see `rope`).
 
     Args:
         q, k: as in `rope`.
@@ -92,7 +92,7 @@ def qk_norm_rope(
         cos, sin: [B or 1, T, D].
 
     Raises:
-        ModelError: an argument of the wrong dtype, shape or device, by name.
+        ModelError: an argument has the wrong dtype, shape or device; the message names it.
     """
     if on_compiler():
         return ops.qk_norm_rope.reference(q, k, q_weight, k_weight, cos, sin, eps, offset)

@@ -24,7 +24,7 @@ from ..utils.errors import HalfbyteError, UsageError
 from ..utils.hardware import is_out_of_memory
 from ..utils.processes import was_launched
 from ..utils.signals import Stopped, as_exceptions
-from ..utils.streams import nobody_reads
+from ..utils.streams import discard_stdout
 from ..utils.text import visible
 
 FAILED, WRONG_USAGE, UNREAD = 1, 2, 141
@@ -70,7 +70,7 @@ def _answer(error: BaseException, meta: dict[str, Any]) -> int:
     if isinstance(error, TYPERS_USAGE_ERROR):
         return _say_usage(error)
     if isinstance(error, BrokenPipeError):
-        nobody_reads()
+        discard_stdout()
         return UNREAD
     known = error if isinstance(error, HalfbyteError) else _known(error)
     said = known or _bug(error, meta)
@@ -91,7 +91,7 @@ def _known(error: BaseException) -> HalfbyteError | None:
     if isinstance(error, OSError) and error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
         from ..reading import why
 
-        nobody_reads()
+        discard_stdout()
         return HalfbyteError(f"cannot write the output: {why(error)}", "send it to another place")
     if isinstance(error, FileNotFoundError) and error.filename is None:  # os.getcwd's
         return HalfbyteError("the folder that this command was started in is gone", "change to another one")

@@ -33,7 +33,7 @@ RECIPE_OPTIONS = {
     ),
 }
 
-Level = Literal[  # see memory.levels
+Level = Literal[  # see memory.activations
     "keep", "recompute", "recompute_mlp", "checkpoint", "offload_kept", "offload_attention", "offload", "tiled"
 ]  # fmt: skip
 Axis = Literal["data", "shard", "tensor", "pipeline", "context"]

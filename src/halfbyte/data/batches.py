@@ -12,7 +12,7 @@ from pyarrow import ChunkedArray, compute
 
 from ..config import RunConfig
 from ..config.policy import SAMPLING
-from ..memory.batches import GRAPHS, Batches, Shape
+from ..memory.activations import MAX_GRAPHS, Batches, Shape
 from ..utils.notices import notice
 from .branches import ANSWERS
 from .collate import FINER, WIDTHS, rounds_widths, width_of
@@ -154,7 +154,7 @@ def batches_of_lengths(
         usual=Shape(usual[0].rows, max(length, 1)),
         second=_second(config, lengths, octave),
         evaluation=_largest(config, np.minimum(held_out, config.max_length), evaluated, octave),
-        many=_shapes(config, lengths, octave) > GRAPHS,
+        many=_shapes(config, lengths, octave) > MAX_GRAPHS,
     )
 
 

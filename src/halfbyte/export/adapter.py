@@ -23,7 +23,7 @@ from halfbyte.config.methods import SCORES
 from halfbyte.formats import Format
 from halfbyte.layers.expert_adapters import expert_wrappers
 from halfbyte.layers.plain import read_adapters
-from halfbyte.layers.router_adapters import folded, router_wrappers
+from halfbyte.layers.router_adapters import folded_weight, router_wrappers
 from halfbyte.loading.completeness import meta_model
 from halfbyte.loading.expert_stacks import only_stacks
 from halfbyte.loading.quantizer import HalfbyteConfig, HalfbyteQuantizer
@@ -121,7 +121,7 @@ class AdapterLayers:
             return add_delta(self.experts[name], weight, piece)
         if name in self.routers:
             active: Any = read_adapters(self.routers[name])
-            return folded(weight, active)
+            return folded_weight(weight, active)
         layer: Any = self.layers[name]
         linear = layer.get_base_layer()
         without, linear.weight = linear.weight, nn.Parameter(weight, requires_grad=False)

@@ -82,7 +82,7 @@ class PackedStacks:
         if self._packed is None or self._packed[0] != name:
             self._packed = None  # before the next is there
             try:
-                self._packed = name, QuantizedTensor.join(self._read(name), self.formats[name], shape)
+                self._packed = name, QuantizedTensor.quantize_stack(self._read(name), self.formats[name], shape)
             except ModelError as error:
                 raise ModelError(f"{name}: {error.message}", error.fix) from error
         expert: Any = self._packed[1][at]

@@ -280,7 +280,7 @@ class MergedWeights:
                 yield weight
 
         try:
-            parts = format_.join(experts(), shape)
+            parts = format_.quantize_stack(experts(), shape)
         except ModelError as error:
             raise CheckpointError(f"the merged {name}: {error.message}", error.fix) from error
         return QuantizedTensor(format_, parts, shape, self._packed_dtype(output))

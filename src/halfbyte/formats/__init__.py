@@ -1,4 +1,4 @@
-"""Stored formats. Adding one: a module here with a `Format` subclass, and its import below."""
+"""Quantized storage formats. To add one, write a module here with a `Format` subclass and import it below."""
 
 import difflib
 import functools
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 
-_OF_GGUF = re.compile(r"q\d_(\d|k|k_[sml])", re.IGNORECASE)  # types that llama.cpp's files have
+_GGUF_TYPE = re.compile(r"q\d_(\d|k|k_[sml])", re.IGNORECASE)  # quantization types of llama.cpp
 
 
 @functools.cache
@@ -51,15 +51,15 @@ def from_spec(spec: str) -> Format:
 
 
 def names() -> dict[str, str]:
-    """User-facing name → spec, of every format."""
+    """User-facing name → spec for every format."""
     return {name: spec for cls in FORMATS.values() for name, spec in cls.names.items()}
 
 
 def named(name: str) -> Format:
-    """The format that a user calls `name`: one of `names()`, or a whole spec.
+    """The format for a user-facing `name`: one of `names()`, or a full spec.
 
     Raises:
-        ModelError: there is no such format, or it has no such options.
+        ModelError: there is no such format, or its options do not parse.
     """
     known = names()
     if name in known:
@@ -68,14 +68,14 @@ def named(name: str) -> Format:
         try:
             return from_spec(name)
         except (ModelError, ValueError, KeyError, TypeError, IndexError) as error:
-            reason = error.message if isinstance(error, ModelError) else "its options are not like that"
+            reason = error.message if isinstance(error, ModelError) else "its options do not parse"
             examples = FORMATS[name.partition(":")[0]].examples()
             fix = f"write it like {examples[0].spec}" if examples else f"use one of {', '.join(sorted(known))}"
             reason = reason if examples else "it is only read from checkpoints"
-            raise ModelError(f"no format is spelled {name!r}: {reason}", fix) from error
+            raise ModelError(f"{name!r} is not the spec of a format: {reason}", fix) from error
     near = difflib.get_close_matches(name, known, 3, 0.4)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
-    if _OF_GGUF.fullmatch(name):
+    if _GGUF_TYPE.fullmatch(name):
         hint = f"`halfbyte export RUN --gguf {name.lower()}` writes that type of GGUF files; "
     elif "," in name:
         hint = "write one, or a mapping from layers' names to them, {'*.down_proj': kbit5, '*': nf4}; "
@@ -83,11 +83,11 @@ def named(name: str) -> Format:
 
 
 def recognize(suffixes: Iterable[str], prefer: type[Format]) -> type[Format]:
-    """The format whose checkpoint entries have these suffixes; some may be missing. `prefer` wins a tie."""
+    """The format whose checkpoint suffixes match `suffixes` best; some may be missing. `prefer` wins a tie."""
     found = frozenset(suffixes)
 
-    def fit(cls: type[Format]) -> tuple[int, bool]:
+    def score(cls: type[Format]) -> tuple[int, bool]:
         known = cls.state_suffixes()
         return len(found & known) - len(found - known), cls is prefer
 
-    return max(FORMATS.values(), key=fit)
+    return max(FORMATS.values(), key=score)

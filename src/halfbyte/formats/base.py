@@ -1,4 +1,4 @@
-"""What a stored format is: named parts, and two functions between parts and values.
+"""The interface of a quantized storage format: named parts, and the conversions between parts and values.
 
 A format is a frozen dataclass of its options. It lists its parts once (`part_specs`); the tensor subclass, saving,
 loading, sharding and compiling derive everything from that list.
@@ -10,7 +10,7 @@ import abc
 import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -26,15 +26,41 @@ PartSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 DECODED = (*FLOATS, torch.float64)  # dtypes of dequantized values
 SIDES = ("rows", "columns")
-QUANT_METHOD = "halfbyte"  # what config.json calls a checkpoint whose layers name their formats
+QUANT_METHOD = "halfbyte"  # `quant_method` in config.json of a checkpoint that stores a format per layer
+
+
+class QuantizedLike(Protocol):
+    """The attributes of `tensor.QuantizedTensor` that `autograd` reads; the class is defined above `autograd`."""
+
+    format: Format
+    requires_grad: bool
+
+    @property
+    def parts(self) -> dict[str, Tensor]: ...
+    @property
+    def shape(self) -> torch.Size: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+    def detach(self) -> Tensor: ...
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor: ...
+
+
+Weight = Tensor | QuantizedLike
+
+
+def is_quantized(weight: Any) -> TypeGuard[QuantizedLike]:
+    """Whether `weight` is a `QuantizedTensor`."""
+    return hasattr(weight, "format")
 
 
 class Format(abc.ABC):
     """A way to store a floating-point tensor in fewer bits. Subclasses are frozen dataclasses of their options.
 
     Attributes:
-        name: what `spec` starts with.
-        names: what users call the format in `quantization:`, e.g. "nf4" → the spec that it means.
+        name: prefix of `spec`.
+        names: user-facing name in `quantization:` → spec, e.g. "nf4" → "blockwise4:nf4:64:nested".
     """
 
     name: ClassVar[str]
@@ -43,17 +69,17 @@ class Format(abc.ABC):
     @property
     @abc.abstractmethod
     def spec(self) -> str:
-        """Name and options as one string, read back by `formats.from_spec`; what torch.compile knows a format by."""
+        """Name and options as one string, parsed by `formats.from_spec`. Ops under torch.compile take this string."""
 
     @classmethod
     @abc.abstractmethod
     def parse(cls, options: str) -> Format:
-        """The format from its `spec` after the name."""
+        """The format with these `options`: its `spec` without the name."""
 
     @classmethod
     @abc.abstractmethod
     def examples(cls) -> list[Format]:
-        """A few option sets that together reach every path of the format; the contract test runs each of them."""
+        """A few option sets that together cover every code path of the format; the contract test runs each."""
 
     @abc.abstractmethod
     def part_specs(self, shape: tuple[int, ...]) -> PartSpecs:
@@ -86,63 +112,67 @@ class Format(abc.ABC):
         return self.dequantize(parts, shape, dtype)
 
     def linear(self, x: Tensor, parts: Parts, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
-        """[M, N] = x·Wᵀ + b for x [M, K], no gradient. Formats override it where few rows need no dequantized copy."""
+        """[M, N] = x·Wᵀ + b for x [M, K], without gradient. Formats override it with kernels for small M."""
         return linear_rows(x, self.dequantize(parts, shape, x.dtype), bias)
 
-    def linear_plus(
+    def linear_with_term(
         self, x: Tensor, parts: Parts, shape: tuple[int, int], bias: Tensor | None, term: tuple[Tensor, Tensor] | None
     ) -> Tensor:
-        """`linear` and an adapter's u·Bᵀ, if given: u [M, r], B [N, r]. Formats override it that add it on the way."""
+        """`linear` plus an adapter's u·Bᵀ, u [M, r] and B [N, r]. Formats override it where one kernel adds both."""
         return add_term(self.linear(x, parts, shape, bias), term)
 
     def dequantize_rows(self, parts: Parts, shape: tuple[int, ...], rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """`dtype` [rows, width]: chosen rows of a two-dimensional table. Formats override it to decode only those."""
+        """`dtype` [rows, width]: selected rows of a matrix. Formats override it to decode only these rows."""
         return self.dequantize(parts, shape, dtype)[rows]
 
     def stacked(self) -> Format:
-        """The format of a stack [E, N, K] of matrices, each quantized by itself as this format says."""
+        """The format of a stack [E, N, K] whose matrices are quantized separately in this format."""
         return FORMATS["stack"].parse(self.spec)
 
-    def join(self, weights: Iterable[Tensor], shape: tuple[int, ...]) -> dict[str, Tensor]:
-        """Parts of a stack of `shape` [E, N, K] from its matrices [N, K] in order, one in memory at a time.
+    def quantize_stack(self, weights: Iterable[Tensor], shape: tuple[int, ...]) -> dict[str, Tensor]:
+        """Quantize a stack of `shape` [E, N, K] from its matrices, of which one is in memory at a time.
 
         Raises:
-            ModelError: this is no format of stacks (`stacked`), or a matrix, which is named, has NaN or Inf.
+            ModelError: this format does not store stacks (see `stacked`), or a matrix has NaN or Inf; the message
+                names the matrix.
         """
         raise ModelError(f"{self.spec} stores matrices, not stacks of them", "take its stacked()")
 
-    def fill(self, experts: Iterable[Parts], shape: tuple[int, ...]) -> dict[str, Tensor]:
-        """Parts of a stack of `shape` [E, N, K] from those of its matrices in order, one in memory at a time.
+    def stack_parts(self, experts: Iterable[Parts], shape: tuple[int, ...]) -> dict[str, Tensor]:
+        """Parts of a stack of `shape` [E, N, K] from the parts of its matrices, in order.
 
         Raises:
-            ModelError: this is no format of stacks (`stacked`).
+            ModelError: this format does not store stacks (see `stacked`).
         """
         raise ModelError(f"{self.spec} stores matrices, not stacks of them", "take its stacked()")
 
-    def whole_rows(self, rows: int) -> bool:
-        """Whether the parts of matrices with so many rows, one after another, are those of one matrix of all rows."""
+    def rows_concatenate(self, rows: int) -> bool:
+        """Whether concatenating the parts of matrices of `rows` rows gives the parts of the taller matrix."""
         return False
 
     def dequantize_stack(self, parts: Parts, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor | None:
-        """`dtype` [E, N, K] in one call, of the parts of E matrices with a leading dimension E; None: not in one."""
+        """Dequantize E matrices, whose parts have a leading dimension E, in one call: `dtype` [E, N, K].
+
+        Returns None if the format cannot do this in one call.
+        """
         count, rows, columns = shape
-        if not self.whole_rows(rows):
+        if not self.rows_concatenate(rows):
             return None
         whole = (count * rows, columns)
         flat = {name: parts[name].reshape(size) for name, (size, _) in self.part_specs(whole).items()}
         return self.dequantize(flat, whole, dtype).view(shape)
 
-    def above(self, pieces: Sequence[Parts], shape: tuple[int, int]) -> tuple[Format, dict[str, Tensor]]:
-        """Matrices of `shape` [N, K], one above the other, as a matrix of a stack: its format, and its parts.
+    def concat_rows(self, pieces: Sequence[Parts], shape: tuple[int, int]) -> tuple[Format, dict[str, Tensor]]:
+        """Concatenate matrices of `shape` [N, K] along their rows: the format and the parts of the result.
 
-        The values are the same. Where scales are nested in what matrices do not share, they come apart.
+        The values do not change. Nested scales become plain scales, since each matrix has its own nested ones.
 
         Raises:
-            ModelError: what shares a scale would cross them, or they have different codebooks, scales or orders.
+            ModelError: a block would span two matrices, or their codebooks, scales or group orders differ.
         """
         if len(pieces) == 1:
             return self, dict(pieces[0])
-        if not self.whole_rows(shape[0]):
+        if not self.rows_concatenate(shape[0]):
             raise ModelError(
                 f"{self.spec}: matrices of shape {shape} cannot be stacked: they share no scales", "use 16-bit weights"
             )
@@ -150,10 +180,10 @@ class Format(abc.ABC):
         return self, {name: torch.cat([each[name] for each in pieces]).view(size) for name, (size, _) in specs.items()}
 
     def check_stack(self, shape: tuple[int, ...]) -> None:
-        """Look whether this stores stacks of `shape`.
+        """Check that this format can store a stack of `shape`.
 
         Raises:
-            ModelError: it is none, [E, N, K], or blocks would cross its matrices.
+            ModelError: the shape is not [E, N, K], or a block would span two matrices.
         """
         raise ModelError(f"{self.spec} stores matrices, not stacks of them", "take its stacked()")
 
@@ -161,54 +191,56 @@ class Format(abc.ABC):
         """Matrix `index` of a stack of `shape` [E, N, K]: its format, and its parts as views.
 
         Raises:
-            ModelError: this is no format of stacks.
+            ModelError: this format does not store stacks.
         """
         raise ModelError(f"{self.spec} stores matrices, not stacks of them", "take its stacked()")
 
     def split(self, parts: Parts, shape: tuple[int, ...], dim: int, n: int) -> tuple[Format, list[dict[str, Tensor]]]:
-        """A matrix as `n` equal ones, each in memory of its own; on the meta device, their shapes.
+        """Split a matrix into `n` equal shards along `dim`, each in its own memory; on the meta device, shapes only.
 
-        Together they have the values of the whole, bit for bit. Where one of these does not begin with a block of this
-        format, they are in one with smaller blocks, or with scales that are not nested.
+        The values of the shards are bit-equal to those of the matrix. Where a shard boundary falls inside a block, the
+        shards use a format with smaller blocks or with scales that are not nested.
 
         Args:
-            shape: of the matrix.
-            dim: 0: each has some of its rows; 1: of its columns.
+            shape: shape of the matrix.
+            dim: 0 splits rows, 1 splits columns.
 
         Returns:
-            The format of all, and the parts of each, in order.
+            The format of all shards, and the parts of each shard, in order.
 
         Raises:
-            ModelError: `n` does not divide it, or no block of any size ends where they do.
+            ModelError: `n` does not divide the dimension, or a shard boundary falls inside a block of every size.
         """
         if len(shape) != 2 or dim not in (0, 1):
             raise ModelError(
                 f"{self.spec}: a tensor of shape {tuple(shape)} is not split along {dim}", "split matrices"
             )
         if shape[dim] % n:
-            raise ModelError(f"{self.spec}: {shape[dim]} {SIDES[dim]} are not split {n} ways", "take a divisor of them")
+            raise ModelError(
+                f"{self.spec}: {shape[dim]} {SIDES[dim]} cannot be split {n} ways", f"use a divisor of {shape[dim]}"
+            )
         found = self._split(parts, (shape[0], shape[1]), dim, n)
         if isinstance(found, int):
             message = f"{self.spec}: a matrix of shape {tuple(shape)} is not split into {n} by {SIDES[dim]}"
             raise ModelError(
-                message, f"what each gets must be a multiple of {found}: split it fewer ways, or use another format"
+                message, f"each shard's size must be a multiple of {found}: split it fewer ways, or use another format"
             )
-        format_, parts_of = found
+        format_, shards = found
         sides = tuple(size // n if each == dim else size for each, size in enumerate(shape))
-        return format_, [{name: each[name] for name in format_.part_specs(sides)} for each in parts_of]
+        return format_, [{name: each[name] for name in format_.part_specs(sides)} for each in shards]
 
     def _split(
         self, parts: Parts, shape: tuple[int, int], dim: int, n: int
     ) -> tuple[Format, list[dict[str, Tensor]]] | int:
-        """`split` of sides that divide; or what rows, columns or values of each must be a multiple of."""
+        """`split` along a divisible dimension; or the number that the shard's size must be a multiple of."""
         raise ModelError(f"{self.spec}: nothing splits weights of this format", "use parallel: {data: N} or {shard: N}")
 
     def to_state(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
-        """Checkpoint entries: suffix after the parameter's name ("" for the codes themselves) → tensor.
+        """Checkpoint entries: suffix after the parameter's name ("" for the codes) → tensor.
 
-        A suffix "../SCB" is the entry `SCB` beside the parameter `weight`. Unless a format overrides this for another
-        tool's layout, the first part is the codes, the others go by their names, and `quant_state.halfbyte__<name>`
-        holds JSON: spec, shape, dtype.
+        The suffix "../SCB" means the entry `SCB` of the module that owns the parameter. Unless a format overrides this
+        for another tool's layout, the codes are the first part, the other parts use their own names as suffixes, and
+        `quant_state.halfbyte__<name>` holds JSON with spec, shape and dtype.
         """
         codes, *others = parts
         meta = {"spec": self.spec, "shape": list(shape), "dtype": str(dtype).removeprefix("torch.")}
@@ -217,7 +249,7 @@ class Format(abc.ABC):
 
     @classmethod
     def from_state(cls, state: Parts, name: str) -> tuple[Format, dict[str, Tensor], tuple[int, ...], torch.dtype]:
-        """The reverse of `to_state`: format, parts, shape and dtype.
+        """Format, parts, shape and dtype from checkpoint entries: the inverse of `to_state`.
 
         Raises:
             CheckpointError: an entry of parameter `name` is missing, misshapen or contradicts another.
@@ -243,20 +275,20 @@ class Format(abc.ABC):
         return format_, parts, shape, dtype
 
     def check_values(self, parts: Parts, labels: Mapping[str, str]) -> None:
-        """Look for values in loaded parts that no quantizer writes; parts of a stack have a leading dimension more.
+        """Check loaded parts for values that no quantizer writes. The parts of a stack have one more leading dimension.
 
         Args:
             labels: part → its key in the checkpoint.
 
         Raises:
-            CheckpointError: there is one.
+            CheckpointError: a part holds such a value.
         """
         check_finite(parts, labels)
 
     @classmethod
     @functools.cache
     def state_suffixes(cls) -> frozenset[str]:
-        """Suffixes of all checkpoint entries that some options of the format write; what it is recognised by."""
+        """Suffixes of all checkpoint entries that this format writes with any options; `formats.recognize` reads it."""
         shape, found = (2, 64), set[str]()
         for example in cls.examples():
             parts = example.quantize(torch.ones(shape, device="cpu"))
@@ -265,14 +297,14 @@ class Format(abc.ABC):
 
     @classmethod
     def from_quantization_config(cls, entry: Mapping[str, Any]) -> Format | None:
-        """The format of a checkpoint that another tool quantized, from its config.json's `quantization_config`.
+        """The format of another tool's checkpoint, from the `quantization_config` in its config.json.
 
-        None: not a checkpoint of this format. Its weights are then read by `from_state` of the returned format's class.
+        Returns None if the checkpoint has another format. `from_state` of the returned format reads the weights.
         """
         return None
 
     def bits_per_weight(self, shape: tuple[int, ...]) -> float:
-        """Stored bits over weights, scales included."""
+        """Stored bits per weight, scales included."""
         bytes_ = sum(torch.Size(size).numel() * dtype.itemsize for size, dtype in self.part_specs(shape).values())
         return 8 * bytes_ / max(torch.Size(shape).numel(), 1)
 
@@ -294,18 +326,18 @@ FORMATS: dict[str, type[Format]] = {}
 
 
 def register_format(cls: type[Format]) -> type[Format]:
-    """Make a format known by each of its names, for `from_spec` and for the contract test."""
+    """Register a format for `from_spec`, `names` and the contract test."""
     FORMATS[cls.name] = cls
     return cls
 
 
 def cut(part: Tensor, n: int, dim: int) -> list[Tensor]:
-    """`part` as n equal ones along `dim`, each in memory of its own."""
+    """Split `part` into n equal tensors along `dim`, each in its own memory."""
     return [each.clone(memory_format=torch.contiguous_format) for each in part.tensor_split(n, dim)]
 
 
 def split_parts(n: int, cuts: Mapping[str, Sequence[Tensor]], shared: Parts) -> list[dict[str, Tensor]]:
-    """The parts of each of n matrices: its own of `cuts`, and `shared` ones, by name."""
+    """The parts of each of n shards: its own from `cuts`, and copies of the `shared` ones."""
     return [
         {name: own[i] for name, own in cuts.items()} | {name: part.clone() for name, part in shared.items()}
         for i in range(n)
@@ -318,7 +350,7 @@ def json_entry(value: dict[str, Any]) -> Tensor:
 
 
 def read_json_entry(state: Parts, key: str, name: str) -> dict[str, Any]:
-    """The reverse of `json_entry` for entry `key` of parameter `name`.
+    """Parse entry `key` of parameter `name`: the inverse of `json_entry`.
 
     Raises:
         CheckpointError: the entry is missing or is not a JSON object.
@@ -335,7 +367,7 @@ def read_json_entry(state: Parts, key: str, name: str) -> dict[str, Any]:
 
 
 def check_parts(parts: Parts, specs: PartSpecs, suffixes: Mapping[str, str], name: str) -> None:
-    """Compare loaded parts with what the format lists; `suffixes` names each part's entry in the checkpoint.
+    """Check loaded parts against the format's specs; `suffixes` maps each part to its suffix in the checkpoint.
 
     Raises:
         CheckpointError: a part of parameter `name` is missing, or has another shape or dtype.
@@ -352,10 +384,10 @@ def check_parts(parts: Parts, specs: PartSpecs, suffixes: Mapping[str, str], nam
 
 
 def check_finite(parts: Parts, labels: Mapping[str, str]) -> None:
-    """Look for NaN and Inf in loaded scales.
+    """Check floating-point parts for NaN and Inf.
 
     Raises:
-        CheckpointError: a part, called as `labels` has it, has one.
+        CheckpointError: a part has one; the message uses its name in `labels`.
     """
     for part, found in parts.items():
         if found.dtype in FLOATS and not found.is_meta and not bool(torch.isfinite(found).all()):
@@ -363,17 +395,17 @@ def check_finite(parts: Parts, labels: Mapping[str, str]) -> None:
 
 
 def check_not_negative(scales: Tensor, label: str) -> None:
-    """Compare loaded scales, called `label`, with what every quantizer writes.
+    """Check that loaded scales are not negative.
 
     Raises:
-        CheckpointError: one is negative.
+        CheckpointError: a scale is negative; the message names `label`.
     """
     if not scales.is_meta and bool((scales < 0).any()):
         raise CheckpointError(f"{label} has negative scales", "re-download the checkpoint")
 
 
 def entry_name(name: str, suffix: str) -> str:
-    """Key in a checkpoint of the entry with this suffix of parameter `name`."""
+    """Checkpoint key of the entry with this suffix of parameter `name`."""
     if suffix.startswith("../"):
         return name.rpartition(".")[0] + name.rpartition(".")[1] + suffix[3:]
     if suffix.startswith("_"):
@@ -382,7 +414,7 @@ def entry_name(name: str, suffix: str) -> str:
 
 
 def parameter_of_entry(entry: str, suffix: str) -> str | None:
-    """The parameter (`weight` of a module) whose entry with this suffix is `entry`; None when it cannot be one."""
+    """Name of the parameter that `entry` with this suffix belongs to; None if the suffix does not match."""
     if suffix.startswith("../"):
         module, dot, last = entry.rpartition(".")
         return f"{module}{dot}weight" if last == suffix[3:] else None

@@ -1,7 +1,6 @@
-"""kbit: 2 to 5 bits a weight in bit planes, one byte of scale for 32 weights.
+"""kbit: 2 to 5 bits per weight in bit planes, with one scale byte per 32 weights.
 
-The values are specified in `halfbyte.ops.bitplane`.
-Bits a weight: k + 0.25, the affine variant 2.5.
+`halfbyte.ops.bitplane` specifies the values. A weight takes k + 0.25 bits; in the affine variant, 2.5 bits.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ CODEBOOKS = ("nf", "bnf", "fitted", "affine")
 
 
 def rows_and_width(shape: tuple[int, ...]) -> tuple[int, int]:
-    """A tensor's rows and their length: blocks run along the last dimension and never cross rows."""
+    """Number and length of a tensor's rows. Blocks run along the last dimension and never span rows."""
     return math.prod(shape[:-1]), shape[-1] if shape else 1
 
 
@@ -44,7 +43,7 @@ class KBit(Format):
     Args:
         k: bits of a code, 2 to 5.
         codebook: "nf" (normal quantiles), "bnf" (Lloyd-Max on normalised Gaussian blocks), "fitted" (Lloyd-Max on the
-            tensor, stored beside it), or "affine" (k = 2: four equal steps and a zero per block).
+            tensor, stored as a part), or "affine" (k = 2: four equal steps and a zero per block).
     """
 
     k: int = 4
@@ -124,18 +123,18 @@ class KBit(Format):
         ).view(shape)
 
     def dequantize_stack(self, parts: Parts, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
-        own = ("factor", "codebook")  # of each matrix
-        flat = {name: part if name in own else part.reshape(-1) for name, part in parts.items()}
+        per_matrix = ("factor", "codebook")
+        flat = {name: part if name in per_matrix else part.reshape(-1) for name, part in parts.items()}
         return self.dequantize(flat, shape, dtype)
 
     def linear(self, x: Tensor, parts: Parts, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
         if self.codebook == "affine" or shape[1] % BLOCK:
             return super().linear(x, parts, shape, bias)
-        of_weight = parts["packed"], parts["scales"], parts["factor"], self.levels(parts)
-        return linear_bitplane(x, *of_weight, shape[0], bias)
+        stored = parts["packed"], parts["scales"], parts["factor"], self.levels(parts)
+        return linear_bitplane(x, *stored, shape[0], bias)
 
     def levels(self, parts: Parts) -> Tensor:
-        """fp32 [2^k], ascending: what the codes of these parts stand for, in units of their scales."""
+        """fp32 [2^k], ascending: the value of each code, in units of its scale."""
         if self.codebook == "fitted":
             return parts["codebook"]
         return kbit_codebook(self.codebook, self.k, parts["packed"].device)

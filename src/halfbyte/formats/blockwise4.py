@@ -1,7 +1,7 @@
-"""NF4 and FP4 in bitsandbytes' layout: bytes, nested scales and state-dict keys interchange with it.
+"""NF4 and FP4 in bitsandbytes' layout; bytes, nested scales and state-dict keys are interchangeable with it.
 
-The values are specified in `halfbyte.ops.blockwise4`; this module says which tensors hold them and how they are named
-in a checkpoint. For a parameter `weight`:
+`halfbyte.ops.blockwise4` specifies the values; this module maps them to tensors and checkpoint entries. For a
+parameter `weight`:
 
     weight                                uint8 [(n+1)//2, 1]
     weight.absmax                         fp32 [blocks], or uint8 [blocks] when nested
@@ -121,7 +121,7 @@ class Blockwise4(Format):
         }
 
     def nested_parts(self, parts: Parts) -> tuple[Tensor, Tensor, Tensor] | None:
-        """What the scales are nested in, as `ops.blockwise4` takes it."""
+        """The second-level scales, their code and their offset, as `ops.blockwise4` takes them; None if not nested."""
         return (parts["nested_absmax"], parts["nested_code"], parts["nested_offset"]) if self.nested else None
 
     def dequantize(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -131,25 +131,25 @@ class Blockwise4(Format):
         ).view(shape)
 
     def linear(self, x: Tensor, parts: Parts, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
-        return self.linear_plus(x, parts, shape, bias, None)
+        return self.linear_with_term(x, parts, shape, bias, None)
 
-    def linear_plus(
+    def linear_with_term(
         self, x: Tensor, parts: Parts, shape: tuple[int, int], bias: Tensor | None, term: tuple[Tensor, Tensor] | None
     ) -> Tensor:
         scales = parts["absmax"], self.nested_parts(parts)
         return linear_blockwise4(x, parts["packed"], *scales, self.blocksize, self.quant_type, shape[0], bias, term)
 
     def stacked(self) -> Blockwise4:
-        """Itself: the bytes of a stack are those of the whole tensor, as bitsandbytes has them."""
+        """This format: like bitsandbytes, it stores a stack as one flat tensor."""
         return self
 
-    def join(self, weights: Iterable[Tensor], shape: tuple[int, ...]) -> dict[str, Tensor]:
+    def quantize_stack(self, weights: Iterable[Tensor], shape: tuple[int, ...]) -> dict[str, Tensor]:
         plain = replace(self, nested=False)
-        stored = plain.fill((plain.quantize_expert(weight, at) for at, weight in enumerate(weights)), shape)
+        stored = plain.stack_parts((plain.quantize_expert(weight, at) for at, weight in enumerate(weights)), shape)
         return self._nested(**stored) if self.nested else stored
 
-    def fill(self, experts: Iterable[Parts], shape: tuple[int, ...]) -> dict[str, Tensor]:
-        """As in `Format`, of scales that are not nested."""
+    def stack_parts(self, experts: Iterable[Parts], shape: tuple[int, ...]) -> dict[str, Tensor]:
+        """See `Format`; the matrices' scales must not be nested."""
         self.check_stack(shape)
         stored: dict[str, Tensor] = {}
         for at, parts in enumerate(experts):
@@ -160,7 +160,7 @@ class Blockwise4(Format):
                 stored[name][at * len(part) : (at + 1) * len(part)] = part
         return stored
 
-    def above(self, pieces: Sequence[Parts], shape: tuple[int, int]) -> tuple[Format, dict[str, Tensor]]:
+    def concat_rows(self, pieces: Sequence[Parts], shape: tuple[int, int]) -> tuple[Format, dict[str, Tensor]]:
         plain = replace(self, nested=False)
         plain.check_stack((len(pieces), *shape))
         scales = [
@@ -170,7 +170,7 @@ class Blockwise4(Format):
         return plain, {"packed": torch.cat([each["packed"] for each in pieces]), "absmax": torch.cat(scales)}
 
     def expert(self, parts: Parts, shape: tuple[int, ...], index: int) -> tuple[Format, dict[str, Tensor]]:
-        """As in `Format`; where nested blocks of scales cross experts, the scales are a copy that is not nested."""
+        """See `Format`. Where a block of nested scales spans experts, the scales are a copy that is not nested."""
         self.check_stack(shape)
         run = shape[1] * shape[2]
         blocks = run // self.blocksize
@@ -209,7 +209,7 @@ class Blockwise4(Format):
     def _split(
         self, parts: Parts, shape: tuple[int, int], dim: int, n: int
     ) -> tuple[Format, list[dict[str, Tensor]]] | int:
-        run = shape[1] // n if dim else shape[0] * shape[1] // n  # values that stay together, one after another
+        run = shape[1] // n if dim else shape[0] * shape[1] // n  # contiguous values of one shard
         lines = shape[0] if dim else 1
 
         def cut(part: Tensor) -> list[Tensor]:
@@ -259,7 +259,7 @@ class Blockwise4(Format):
             raise CheckpointError(message, "re-quantize the model")
         parts = {part: state[suffix] for suffix, part in PART_OF_KEY.items() if suffix in state}
         if "packed" in parts:
-            # bitsandbytes can store the bytes as bf16, fp16 or fp32 words (bnb_4bit_quant_storage).
+            # bitsandbytes can store the bytes viewed as bf16, fp16 or fp32 (bnb_4bit_quant_storage).
             parts["packed"] = parts["packed"].contiguous().view(-1).view(torch.uint8).view(-1, 1)
         if nested:
             parts["nested_offset"] = torch.tensor(offset, dtype=torch.float32, device=next(iter(state.values())).device)
@@ -281,7 +281,7 @@ class Blockwise4(Format):
 
     def _check_parts(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> None:
         if min(shape, default=0) < 0:
-            raise CheckpointError(f"{name}: its quant_state says shape {shape}", "re-download the checkpoint")
+            raise CheckpointError(f"{name}: its quant_state has the shape {shape}", "re-download the checkpoint")
         if dtype not in DECODED:
             raise CheckpointError(f"{name}: dtype {dtype} is not a 16- or 32-bit float", "re-quantize the model")
         suffixes = {part: key for key, part in PART_OF_KEY.items()}
@@ -295,7 +295,7 @@ class Blockwise4(Format):
 
 
 def read_quant_state(state: Parts, name: str) -> dict[str, Any]:
-    """The JSON beside a bitsandbytes 4-bit weight, as a dict.
+    """The JSON `quant_state` entry of a bitsandbytes 4-bit weight, as a dict.
 
     Raises:
         CheckpointError: the entry is missing or is not JSON.

@@ -1,12 +1,13 @@
 """FP8 weights: E4M3 codes with fp32 scales per tensor, per row, or per tile of 128×128.
 
-The values are specified in `halfbyte.ops.float8`. In a checkpoint, tiles are those of Hugging Face's block-FP8 models
-(DeepSeek-V3, Qwen3-FP8), which load without quantizing again. For a parameter `weight`:
+`halfbyte.ops.float8` specifies the values. Per-tile weights use the checkpoint layout of Hugging Face's block-FP8
+models (DeepSeek-V3, Qwen3-FP8), which load without requantization. For the parameter `weight` of a module, the module
+has the entries:
 
     weight            float8_e4m3fn [..., N, K]
-    weight_scale_inv  fp32 [..., ⌈N/128⌉, ⌈K/128⌉]; read from bf16 and E8M0 too       (beside `weight`, not below it)
+    weight_scale_inv  fp32 [..., ⌈N/128⌉, ⌈K/128⌉]; bf16 and E8M0 are read too
 
-That layout does not record the dtype of the values: they load as bfloat16. One scale per tensor or row is saved in
+This layout does not record the dtype of the values; they load as bfloat16. Per-tensor and per-row weights use
 halfbyte's own layout (`Format.to_state`).
 """
 
@@ -35,7 +36,7 @@ class Float8(Format):
     """E4M3 weights.
 
     Args:
-        scaling: what shares a scale: the whole "tensor", a "row", or a "tile" of 128×128.
+        scaling: granularity of the scales: "tensor", "row", or "tile" (128×128).
     """
 
     scaling: Scaling = "row"
@@ -60,7 +61,7 @@ class Float8(Format):
         return [cls(scaling) for scaling in SCALINGS]  # type: ignore[arg-type]
 
     def part_specs(self, shape: tuple[int, ...]) -> PartSpecs:
-        # uint8, not float8: pickle, all-gathers and what counts full-precision weights know bytes.
+        # uint8 instead of float8: pickle, all-gathers and counts of full-precision weights handle bytes.
         return {"codes": (tuple(shape), torch.uint8), "scale": (scale_shape(shape, self.scaling), torch.float32)}
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
@@ -70,7 +71,7 @@ class Float8(Format):
             raise ModelError("the weight has NaN or Inf", "repair the checkpoint: a group with one would be lost")
         return {"codes": codes.contiguous().view(torch.uint8), "scale": scale}
 
-    def whole_rows(self, rows: int) -> bool:
+    def rows_concatenate(self, rows: int) -> bool:
         return self.scaling == "row" or (self.scaling == "tile" and rows % TILE == 0)
 
     def dequantize(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -81,7 +82,7 @@ class Float8(Format):
 
     def dequantize_rows(self, parts: Parts, shape: tuple[int, ...], rows: Tensor, dtype: torch.dtype) -> Tensor:
         codes, scale = parts["codes"][rows].view(E4M3), parts["scale"]
-        if self.scaling == "tile":  # the chosen rows share no tiles: their scales, spread over the columns
+        if self.scaling == "tile":  # selected rows do not form tiles: expand the scales over the columns
             scale = scale[rows // TILE].repeat_interleave(TILE, 1)[:, : shape[1]]
         elif self.scaling == "row":
             scale = scale[rows].unsqueeze(1)
@@ -132,7 +133,7 @@ class Float8(Format):
         if "codes" in parts and "scale" in parts and tuple(parts["scale"].shape) != scale_shape(shape, "tile"):
             found, label = tuple(parts["scale"].shape), entry_name(name, SCALE_INV)
             raise CheckpointError(
-                f"{name} is {shape}, and its scales {label} are {found}: not one for each 128×128 weights",
+                f"{name} is {shape} and its scales {label} are {found}, not one per 128×128 tile",
                 "load a checkpoint with weight_block_size [128, 128]",
             )
         check_parts(parts, format_.part_specs(shape), {"codes": "", "scale": SCALE_INV}, name)
@@ -140,7 +141,7 @@ class Float8(Format):
 
     @classmethod
     def from_quantization_config(cls, entry: Mapping[str, Any]) -> Format | None:
-        """Hugging Face's block-FP8: quant_method "fp8". Tiles of another size than 128×128 are refused."""
+        """See `Format`: quant_method "fp8" (Hugging Face's block-FP8). Raises for tiles other than 128×128."""
         if entry.get("quant_method") != "fp8":
             return None
         size = entry.get("weight_block_size")

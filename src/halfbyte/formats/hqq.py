@@ -1,6 +1,6 @@
 """hqq: 8, 4, 3 or 2 bits in affine groups with fitted zero points (`halfbyte.ops.hqq`).
 
-Bits a weight: bits + 32/group, in full groups.
+A weight takes bits + 32/group bits if the row length is a multiple of the group size.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class HQQ(Format):
     """Half-quadratic quantization.
 
     Args:
-        bits: of a code; 8, 4, 3 or 2.
+        bits: bits of a code; 8, 4, 3 or 2.
         group: weights of a row that share a scale and a zero; 32, 64, 128 or 256.
-        fitted: the zeros; otherwise they follow from the groups' ranges, which takes a pass instead of twenty.
-        scale_dtype: of the stored scales, "bfloat16", or "float16" for weights that come so (GGUF's Q8_0).
+        fitted: fit the zeros in 20 iterations; otherwise compute them from each group's range in one pass.
+        scale_dtype: dtype of the stored scales: "bfloat16", or "float16" for GGUF's Q8_0.
     """
 
     bits: int = 4
@@ -85,7 +85,7 @@ class HQQ(Format):
             raise ModelError("the weight has NaN or Inf", "repair the checkpoint: a group with one would hold only NaN")
         table = weight.reshape(rows, width)
         missing = -width % self.group
-        if missing:  # the row's last value again: it widens no range
+        if missing:  # pad with the row's last value, which does not widen the group's range
             table = torch.cat([table, table[:, -1:].expand(rows, missing)], dim=1)
         scale_dtype = getattr(torch, self.scale_dtype)
         packed, scales, zeros = quantize_hqq(table.view(-1, self.group), self.bits, self.fitted, scale_dtype)
@@ -93,7 +93,7 @@ class HQQ(Format):
             raise ModelError(f"{self.spec}: the weight has groups whose scale does not fit float16", "use hqq8")
         return {"packed": packed, "scales": scales, "zeros": zeros}
 
-    def whole_rows(self, rows: int) -> bool:
+    def rows_concatenate(self, rows: int) -> bool:
         return True
 
     def dequantize(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -103,10 +103,10 @@ class HQQ(Format):
         ).view(shape)
 
     def linear(self, x: Tensor, parts: Parts, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
-        if shape[1] % self.group or self.scale_dtype != "bfloat16":  # which the kernel of few rows reads
+        if shape[1] % self.group or self.scale_dtype != "bfloat16":  # the GEMV kernel reads full groups and bf16 scales
             return super().linear(x, parts, shape, bias)
-        of_weight = parts["packed"], parts["scales"], parts["zeros"], self.bits, self.group
-        return linear_hqq(x, *of_weight, shape[0], bias)
+        stored = parts["packed"], parts["scales"], parts["zeros"], self.bits, self.group
+        return linear_hqq(x, *stored, shape[0], bias)
 
     def dequantize_rows(self, parts: Parts, shape: tuple[int, ...], rows: Tensor, dtype: torch.dtype) -> Tensor:
         chosen = {name: part.view(shape[0], -1)[rows].view(-1) for name, part in parts.items()}

@@ -1,15 +1,15 @@
-"""GPTQ, AWQ and compressed-tensors checkpoints with 4-bit weights: read as they are, trained on, and written back with
-the same bytes.
+"""4-bit weights of GPTQ, AWQ and compressed-tensors checkpoints, which are loaded and saved byte for byte.
 
-Entries beside the parameter `weight`, which has K inputs and N outputs in G groups (values: `halfbyte.ops.int4`):
+A module whose parameter `weight` has K inputs and N outputs in G groups has these entries (`halfbyte.ops.int4`
+specifies the values):
 
     qweight  int32 [K/8, N] (GPTQ) or [K, N/8] (AWQ)
     qzeros   int32 [G, N/8]
     scales   fp16 or bf16 [G, N]
-    g_idx    int32 [K], the group of each input: GPTQ only, any order where it was quantized with `desc_act`
+    g_idx    int32 [K], the group of each input: GPTQ only; in any order after quantization with `desc_act`
 
-GPTQ's first format stores zeros minus one; `checkpoint_format: gptq_v2` stores them as they are. compressed-tensors'
-"pack-quantized" is that, turned:
+GPTQ's first format stores zeros minus one; `checkpoint_format: gptq_v2` stores the zeros. The "pack-quantized" layout
+of compressed-tensors is the transpose of gptq_v2:
 
     weight_packed      int32 [N, K/8], codes plus 8
     weight_zero_point  int32 [N/8, G], zeros plus 8; none where all zeros are 0
@@ -38,19 +38,19 @@ PACKED = {
     "qweight": "../weight_packed", "qzeros": "../weight_zero_point", "scales": "../weight_scale",
     "g_idx": "../weight_g_idx", "shape": "../weight_shape",
 }  # fmt: skip
-EIGHTS = -0x77777778  # 0x88888888: eight zeros of 8, the code of 0
+ZERO_CODES = -0x77777778  # 0x88888888: eight codes of 8, the zero point of symmetric weights
 DAMAGED = "re-download the checkpoint"
-OTHERWISE = "use one of int4 weights alone (W4A16, pack-quantized), or the 16-bit model"
+USE_W4A16 = "use a checkpoint with int4 weights and 16-bit activations (W4A16, pack-quantized), or the 16-bit model"
 
 
 @dataclass(frozen=True)
 class Int4(Format):
-    """Affine int4 that another tool quantized.
+    """Affine int4 quantized by another tool.
 
     Args:
         group_size: inputs that share a scale and a zero.
-        scale_dtype: dtype of the stored scales, "float16", "bfloat16" or "float32".
-        indexed: `g_idx` is stored.
+        scale_dtype: dtype of the stored scales: "float16", "bfloat16" or "float32".
+        indexed: whether `g_idx` is stored.
     """
 
     group_size: int = 128
@@ -73,12 +73,12 @@ class Int4(Format):
 
     @classmethod
     def examples(cls) -> list[Format]:
-        """None: the contract begins with quantizing, which these formats leave to the tools that calibrate."""
+        """No examples: the contract test quantizes, and only calibrating tools write these formats."""
         return []
 
     def part_specs(self, shape: tuple[int, ...]) -> PartSpecs:
         if len(shape) != 2 or shape[0] % PACK or shape[1] % PACK:
-            raise ModelError(f"{self.name} stores matrices whose sides are multiples of 8, not {shape}")
+            raise ModelError(f"{self.name} stores matrices whose dimensions are multiples of 8, not {shape}")
         outputs, inputs = shape
         groups = -(-inputs // self.group_size)
         packed = (inputs, outputs // PACK) if self.awq else (inputs // PACK, outputs)
@@ -91,8 +91,8 @@ class Int4(Format):
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         raise ModelError(
-            f"{self.name} weights are read from checkpoints; halfbyte does not calibrate new ones",
-            "load a checkpoint in it, or quantize to another format",
+            f"{self.name} weights are only read from checkpoints: halfbyte has no {self.name} quantizer",
+            f"load a {self.name} checkpoint, or quantize to another format",
         )
 
     def dequantize(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -100,12 +100,12 @@ class Int4(Format):
             parts["qweight"], parts["qzeros"], parts["scales"], parts.get("g_idx"), self.awq, self.zero_shift, dtype
         )
 
-    def above(self, pieces: Sequence[Parts], shape: tuple[int, int]) -> tuple[Format, dict[str, Tensor]]:
+    def concat_rows(self, pieces: Sequence[Parts], shape: tuple[int, int]) -> tuple[Format, dict[str, Tensor]]:
         first = pieces[0]
         orders = [each["g_idx"] for each in pieces if self.indexed and not each["g_idx"].is_meta]
         if any(not torch.equal(each, orders[0]) for each in orders):
             raise ModelError(
-                f"{self.name}: matrices that read one input have their groups in different orders (desc_act)",
+                f"{self.name}: matrices with the same input have different group orders (desc_act)",
                 "use a checkpoint quantized without desc_act",
             )
         return self, {
@@ -123,7 +123,7 @@ class Int4(Format):
             cuts = {name: cut(parts[name], n, 1) for name in ("qweight", "qzeros", "scales")}
             return self, split_parts(n, cuts, {"g_idx": parts["g_idx"]} if self.indexed else {})
         cuts = {"qweight": cut(parts["qweight"], n, 0)}
-        if self.indexed:  # inputs of any group may be in any of them
+        if self.indexed:  # every shard may hold inputs of every group
             groups = len(parts["scales"])
             if each % groups:
                 return math.lcm(groups, PACK)
@@ -153,30 +153,30 @@ class Int4(Format):
             raise CheckpointError(f"{labels['scales']} is {dtype}, not a float", DAMAGED)
         (outputs, inputs), groups = cls._sizes(found, labels)
         if inputs % groups:
-            said = f"{labels['scales']} has {groups} groups, which do not divide {inputs} inputs"
-            raise CheckpointError(said, DAMAGED)
+            message = f"{labels['scales']} has {groups} groups, which do not divide {inputs} inputs"
+            raise CheckpointError(message, DAMAGED)
         format_ = cls(inputs // groups, str(dtype).removeprefix("torch."), "g_idx" in found)
         try:
             specs = format_._stored_specs((outputs, inputs))
         except ModelError as error:
             raise CheckpointError(f"{name}: {error.message}", DAMAGED) from error
         check_parts(found, specs, cls.entries, name)
-        parts = format_._taken(found)
+        parts = format_._parts_from_stored(found)
         _check_values(parts, groups, labels)
         return format_, parts, (outputs, inputs), dtype
 
     @classmethod
     def _sizes(cls, found: Parts, labels: Mapping[str, str]) -> tuple[tuple[int, int], int]:
-        """Shape of the weight, and groups of its inputs, of a checkpoint's entries by part."""
+        """Shape of the weight and number of groups, from checkpoint entries by part."""
         (groups, outputs), rows = found["scales"].shape, found["qweight"].shape[0]
         return (outputs, rows if cls.awq else rows * PACK), groups
 
     def _stored_specs(self, shape: tuple[int, ...]) -> PartSpecs:
-        """`part_specs` of a checkpoint's entries."""
+        """Shape and dtype of each checkpoint entry, by part."""
         return self.part_specs(shape)
 
-    def _taken(self, found: Parts) -> dict[str, Tensor]:
-        """Parts, of a checkpoint's entries by part."""
+    def _parts_from_stored(self, found: Parts) -> dict[str, Tensor]:
+        """Parts in memory from checkpoint entries by part."""
         return dict(found)
 
     @classmethod
@@ -198,7 +198,7 @@ def _check_values(parts: Parts, groups: int, labels: Mapping[str, str]) -> None:
 
 
 def _check_config(entry: Mapping[str, Any], key: str, known: str, default: str) -> None:
-    """Raise for the widths and layouts of a GPTQ or AWQ checkpoint that are not read."""
+    """Raise a CheckpointError for a GPTQ or AWQ checkpoint with an unsupported bit width or layout."""
     method = entry["quant_method"]
     if entry.get("bits", 4) != 4:
         raise CheckpointError(f"this {method} checkpoint has {entry['bits']}-bit weights", "use one with 4 bits")
@@ -207,14 +207,14 @@ def _check_config(entry: Mapping[str, Any], key: str, known: str, default: str) 
         raise CheckpointError(f"this {method} checkpoint has {key} {found!r}", f"use one with {key} {known!r}")
 
 
-def _turned(parts: Parts) -> dict[str, Tensor]:
+def _transposed(parts: Parts) -> dict[str, Tensor]:
     return {part: value.t().contiguous() if value.dim() == 2 else value for part, value in parts.items()}
 
 
 @register_format
 @dataclass(frozen=True)
 class Gptq(Int4):
-    """GPTQ int4 (arXiv:2210.17323), AutoGPTQ's format: zeros are stored minus one, modulo 16."""
+    """GPTQ int4 (arXiv:2210.17323) in AutoGPTQ's format, which stores zeros minus one, modulo 16."""
 
     name: ClassVar[str] = "gptq"
     zero_shift: ClassVar[int] = 1
@@ -230,7 +230,7 @@ class Gptq(Int4):
 @register_format
 @dataclass(frozen=True)
 class GptqV2(Int4):
-    """GPTQ int4, GPTQModel's second format: zeros as they are."""
+    """GPTQ int4 in GPTQModel's second format, which stores the zeros."""
 
     name: ClassVar[str] = "gptq_v2"
 
@@ -261,8 +261,10 @@ class Awq(Int4):
 @register_format
 @dataclass(frozen=True)
 class PackQuantized(Int4):
-    """compressed-tensors' "pack-quantized" int4 with zeros of 0, which are not stored, as llm-compressor writes it and
-    Kimi K2's experts are. In memory it has the parts of `GptqV2`, which it equals value for value."""
+    """Symmetric "pack-quantized" int4 of compressed-tensors, as written by llm-compressor (Kimi K2's experts).
+
+    The zeros are 0 and not stored. In memory it has the parts and values of `GptqV2`.
+    """
 
     name: ClassVar[str] = "pack_quantized"
     entries: ClassVar[dict[str, str]] = {part: key for part, key in PACKED.items() if part != "qzeros"}
@@ -271,19 +273,19 @@ class PackQuantized(Int4):
     scale_dtype: str = "bfloat16"
 
     def to_state(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
-        stored = _turned({part: value for part, value in parts.items() if part in self.entries})
+        stored = _transposed({part: value for part, value in parts.items() if part in self.entries})
         return super().to_state(stored | {"shape": torch.tensor(shape)}, shape, dtype)
 
     @classmethod
     def _sizes(cls, found: Parts, labels: Mapping[str, str]) -> tuple[tuple[int, int], int]:
         outputs, inputs = len(found["qweight"]), found["qweight"].shape[1] * PACK
-        if (said := found.get("shape")) is None:
+        if (recorded := found.get("shape")) is None:
             raise CheckpointError(f"{labels['shape']} is missing from the checkpoint", DAMAGED)
-        if said.numel() != 2 or not (said.is_meta or said.tolist() == [outputs, inputs]):
-            values = "" if said.is_meta else f"{said.tolist()}, "
+        if recorded.numel() != 2 or not (recorded.is_meta or recorded.tolist() == [outputs, inputs]):
+            values = "" if recorded.is_meta else f"{recorded.tolist()}, "
             raise CheckpointError(
-                f"{labels['shape']} is {values}not the shape ({outputs}, {inputs}) of what {labels['qweight']} holds",
-                "use a checkpoint whose weights have sides in multiples of 8",
+                f"{labels['shape']} is {values}not the shape ({outputs}, {inputs}) of the codes {labels['qweight']}",
+                "use a checkpoint whose weights have dimensions that are multiples of 8",
             )
         return (outputs, inputs), found["scales"].shape[1]
 
@@ -291,11 +293,12 @@ class PackQuantized(Int4):
         specs = self.part_specs(shape).items()
         return {part: (size[::-1], dtype) for part, (size, dtype) in specs if part in self.entries}
 
-    def _taken(self, found: Parts) -> dict[str, Tensor]:
-        parts = _turned({part: value for part, value in found.items() if part != "shape"})
+    def _parts_from_stored(self, found: Parts) -> dict[str, Tensor]:
+        parts = _transposed({part: value for part, value in found.items() if part != "shape"})
         groups, outputs = parts["scales"].shape
-        zeros = {} if "qzeros" in parts else {"qzeros": parts["qweight"].new_full((groups, outputs // PACK), EIGHTS)}
-        return {part: value for part in ENTRIES if (value := (parts | zeros).get(part)) is not None}
+        if "qzeros" not in parts:
+            parts["qzeros"] = parts["qweight"].new_full((groups, outputs // PACK), ZERO_CODES)
+        return {part: value for part in ENTRIES if (value := parts.get(part)) is not None}
 
     @classmethod
     def from_quantization_config(cls, entry: Mapping[str, Any]) -> Format | None:
@@ -304,13 +307,13 @@ class PackQuantized(Int4):
         groups = entry.get("config_groups") or {}
         schemes = groups.values() if isinstance(groups, Mapping) else ()
         if len(schemes) != 1:
-            raise CheckpointError(f"this compressed-tensors checkpoint has {len(schemes)} config_groups", OTHERWISE)
+            raise CheckpointError(f"this compressed-tensors checkpoint has {len(schemes)} config_groups", USE_W4A16)
         (scheme,) = schemes
         weights, form = scheme.get("weights") or {}, scheme.get("format") or entry.get("format")
         if bool(weights.get("symmetric", True)) != cls.symmetric:
             return None
         sparse = (entry.get("sparsity_config") or {}).get("format") or "dense"
-        read: dict[str, tuple[Any, list[Any]]] = {
+        supported: dict[str, tuple[Any, list[Any]]] = {
             "format": (form, ["pack-quantized"]),
             "weights.num_bits": (weights.get("num_bits"), [4]),
             "weights.type": (weights.get("type", "int"), ["int"]),
@@ -319,9 +322,9 @@ class PackQuantized(Int4):
             "targets": (scheme.get("targets", ["Linear"]), [["Linear"]]),
             "sparsity_config.format": (sparse, ["dense"]),
         }
-        for key, (found, known) in read.items():
+        for key, (found, known) in supported.items():
             if found not in known:
-                raise CheckpointError(f"this compressed-tensors checkpoint has {key} {found!r}", OTHERWISE)
+                raise CheckpointError(f"this compressed-tensors checkpoint has {key} {found!r}", USE_W4A16)
         size = weights.get("group_size")
         return cls(size if isinstance(size, int) and size > 0 else 128)
 
@@ -329,7 +332,7 @@ class PackQuantized(Int4):
 @register_format
 @dataclass(frozen=True)
 class PackQuantizedZeros(PackQuantized):
-    """The same with zeros of its own for each group."""
+    """Asymmetric "pack-quantized" int4, which stores a zero point per group."""
 
     name: ClassVar[str] = "pack_quantized_zeros"
     entries: ClassVar[dict[str, str]] = PACKED

@@ -1,13 +1,15 @@
 """LLM.int8() weights in the layout of bitsandbytes' Linear8bitLt: int8 codes and one scale per row.
 
-The values are specified in `halfbyte.ops.int8`. For a parameter `weight` of shape [..., K], with N rows in all:
+`halfbyte.ops.int8` specifies the values. A module whose parameter `weight` has shape [..., K] and N rows in all has
+the entries:
 
     weight         int8 [..., K]
-    SCB            fp32 [N], the rows' absmax       (beside `weight`, not below it)
-    weight_format  uint8 [] = 0, row-major          (beside it too; older checkpoints lack it)
+    SCB            fp32 [N], the rows' absmax
+    weight_format  uint8 [] = 0, row-major; missing in older checkpoints
 
-The layout does not record the dtype of the values: they load as bfloat16. bitsandbytes rounds a weight to fp16 before
-it takes codes; halfbyte does not, so that bytes are equal for fp16 weights and at least as close for others.
+The layout does not record the dtype of the values; they load as bfloat16. bitsandbytes rounds a weight to fp16 before
+it computes codes and halfbyte does not: the bytes are equal for fp16 weights, and the values of other weights are at
+least as close.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ class Int8(Format):
     @classmethod
     def parse(cls, options: str) -> Int8:
         if options:
-            raise ModelError(f"int8 has no options, and got {options!r}", "write int8")
+            raise ModelError(f"int8 has no option {options!r}", "write int8")
         return cls()
 
     @classmethod
@@ -61,7 +63,7 @@ class Int8(Format):
             raise ModelError("the weight has NaN or Inf", "repair the checkpoint: a row with one would be lost")
         return {"codes": codes.view(weight.shape), "absmax": absmax}
 
-    def whole_rows(self, rows: int) -> bool:
+    def rows_concatenate(self, rows: int) -> bool:
         return True
 
     def dequantize(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -115,8 +117,8 @@ class Int8(Format):
 
 
 def _check_layout(layout: Tensor | None, label: str) -> None:
-    """Older versions of bitsandbytes could save other orders than row-major, which is 0."""
+    """Raise a CheckpointError unless the layout is row-major (0); older bitsandbytes could save other orders."""
     if layout is None or layout.is_meta:
         return
     if layout.dtype != torch.uint8 or layout.numel() != 1 or layout.item():
-        raise CheckpointError(f"{label} does not say row-major", "save the model again with bitsandbytes 0.45 or newer")
+        raise CheckpointError(f"{label} is not 0 (row-major)", "save the model again with bitsandbytes 0.45 or newer")

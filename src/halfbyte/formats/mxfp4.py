@@ -1,7 +1,7 @@
-"""MXFP4: E2M1 codes with a power of two per 32 values (OCP Microscaling specification 1.0), as in gpt-oss.
+"""MXFP4: E2M1 codes with a power-of-two scale per 32 values (OCP Microscaling specification 1.0), as in gpt-oss.
 
-A matrix is padded with zero columns to a multiple of 32; leading dimensions are rows. Two published layouts are read,
-both with the even element in the low nibble and E8M0 scales 2^(byte − 127):
+A matrix is padded with zero columns to a multiple of 32; leading dimensions count as rows. Two published layouts are
+read, both with the even element in the low nibble and E8M0 scales 2^(byte − 127):
 
     w_blocks  uint8 [..., K/32, 16] and w_scales uint8 [..., K/32]         gpt-oss; a stack of [out, in] matrices
     weight    uint8 [N, K/2]        and weight_scale uint8 [N, K/32]
@@ -55,19 +55,19 @@ class Mxfp4(Format):
         return {"packed": ((rows, blocks * BLOCK // 2), torch.uint8), "scale": ((rows, blocks), torch.uint8)}
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
-        """As the specification, section 6.3: exponent floor(log2 amax) − 2; magnitudes above 6 saturate."""
+        """See `Format`. Specification, section 6.3: exponent floor(log2 amax) − 2; magnitudes above 6 saturate."""
         self.check_weight(weight)
         rows, columns = rows_and_columns(tuple(weight.shape))
         blocks = F.pad(weight.reshape(rows, columns).float(), (0, -columns % BLOCK)).view(rows, -1, BLOCK)
         amax = blocks.abs().amax(2)
         if not bool(torch.isfinite(amax).all()):
             raise ModelError("the weight has NaN or Inf", "repair the checkpoint: a block with one would be lost")
-        # frexp's mantissa lies in [½, 1): floor(log2 amax) is its exponent minus one.
+        # The mantissa of frexp lies in [½, 1), so floor(log2 amax) is the exponent minus one.
         scale = (torch.frexp(amax).exponent - 3 + 127).clamp(0, NAN - 1).to(torch.uint8)
         codes = encode_e2m1(blocks / decode_scales(scale, None).unsqueeze(2))
         return {"packed": pack_e2m1(codes).view(rows, -1), "scale": scale}
 
-    def whole_rows(self, rows: int) -> bool:
+    def rows_concatenate(self, rows: int) -> bool:
         return True
 
     def dequantize(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -85,7 +85,7 @@ class Mxfp4(Format):
         return self, split_parts(n, {name: cut(part, n, dim) for name, part in parts.items()}, {})
 
     def to_state(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
-        """The published layout of a bf16 matrix; with a description beside it for anything else."""
+        """The published layout for a bf16 matrix; halfbyte's own layout for anything else."""
         if len(shape) != 2 or shape[1] % BLOCK or dtype != torch.bfloat16:
             return super().to_state(parts, shape, dtype)
         return {"": parts["packed"], SCALE: parts["scale"]}
@@ -94,7 +94,7 @@ class Mxfp4(Format):
     def from_state(cls, state: Parts, name: str) -> tuple[Format, dict[str, Tensor], tuple[int, ...], torch.dtype]:
         if {BLOCKS, SCALES} & state.keys():
             labels = {"packed": f"{name}{BLOCKS}", "scale": f"{name}{SCALES}"}
-            parts, shape = _stacked(state, labels)
+            parts, shape = _from_gpt_oss(state, labels)
             cls().check_values(parts, labels)
             return (cls().stacked() if len(shape) == 3 else cls()), parts, shape, torch.bfloat16
         elif SCALE in state:
@@ -124,8 +124,8 @@ class Mxfp4(Format):
         return cls() if entry.get("quant_method") == "mxfp4" else None
 
 
-def _stacked(state: Parts, labels: Mapping[str, str]) -> tuple[dict[str, Tensor], tuple[int, ...]]:
-    """Parts and shape [..., K] from gpt-oss' blocks and scales."""
+def _from_gpt_oss(state: Parts, labels: Mapping[str, str]) -> tuple[dict[str, Tensor], tuple[int, ...]]:
+    """Parts and shape [..., K] from the blocks and scales of gpt-oss."""
     for part, key in (("packed", BLOCKS), ("scale", SCALES)):
         if key not in state:
             raise CheckpointError(f"{labels[part]} is missing from the checkpoint", DAMAGED)
@@ -138,6 +138,6 @@ def _stacked(state: Parts, labels: Mapping[str, str]) -> tuple[dict[str, Tensor]
         expected = tuple(blocks.shape[:-1])
         raise CheckpointError(f"{labels['scale']} is {tuple(scales.shape)}, expected {expected}", DAMAGED)
     count = blocks.shape[-2]
-    rows = blocks.shape[:-2] if blocks.dim() == 4 else (-1,)  # of a stack, [E, N]
+    rows = blocks.shape[:-2] if blocks.dim() == 4 else (-1,)  # a stack keeps [E, N]
     parts = {"packed": blocks.reshape(*rows, count * BLOCK // 2), "scale": scales.reshape(*rows, count)}
     return parts, (*blocks.shape[:-2], count * BLOCK)

@@ -1,13 +1,13 @@
-"""NVFP4, and checkpoints that NVIDIA's ModelOpt quantized to it.
+"""NVFP4 weights, quantized here or by NVIDIA's ModelOpt.
 
-The values are specified in `halfbyte.ops.nvfp4`. A matrix is padded with zero columns to a multiple of 16; leading
-dimensions are rows; a vector is one row. ModelOpt's entries of a parameter `weight`, low nibble first:
+`halfbyte.ops.nvfp4` specifies the values. A matrix is padded with zero columns to a multiple of 16; leading dimensions
+count as rows; a vector is one row. ModelOpt's entries for a parameter `weight`, low nibble first:
 
     weight          uint8 [N, K/2]
     weight_scale    float8_e4m3fn [N, K/16]
     weight_scale_2  fp32 []
-    input_scale     fp32 []: a calibrated activation scale, not used, because activations keep 16 bits or, in the
-                    `nvfp4` recipe, are scaled by their own amax
+    input_scale     fp32 []: a calibrated activation scale. halfbyte ignores it: activations are 16-bit or, in the
+                    `nvfp4` recipe, scaled by their own amax
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DAMAGED = "re-download the checkpoint"
 
 
 def rows_and_columns(shape: tuple[int, ...]) -> tuple[int, int]:
-    """The matrix that a tensor of `shape` is stored as."""
+    """Rows and columns of the matrix that stores a tensor of `shape`."""
     columns = shape[-1] if shape else 1
     return torch.Size(shape[:-1]).numel(), columns
 
@@ -43,9 +43,9 @@ class Nvfp4(Format):
     """E2M1 codes with an E4M3 scale per block and one fp32 factor.
 
     Args:
-        tiles: one scale per 16×16 tile (4.03 bits a weight), so that a weight and its transpose are stored alike;
-            otherwise one per 16 values of a row (4.5 bits).
-        metric: four over six, decided by this error of a block; None for plain NVFP4.
+        tiles: one scale per 16×16 tile (4.03 bits per weight), so that a weight and its transpose have equal values;
+            otherwise one scale per 16 values of a row (4.5 bits).
+        metric: error measure of a block that chooses between the scales of four-over-six; None: plain NVFP4.
     """
 
     tiles: bool = True
@@ -105,7 +105,7 @@ class Nvfp4(Format):
         return values.view(shape)
 
     def dequantize_stack(self, parts: Parts, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor | None:
-        if shape[1] % self.tile[0]:  # its last rows have scales of their own
+        if shape[1] % self.tile[0]:  # the last tile of each matrix is partial
             return None
         flat = {name: parts[name].flatten(0, 1) for name in ("packed", "scale")}
         return self.dequantize(flat | {"factor": parts["factor"]}, shape, dtype)
@@ -120,13 +120,13 @@ class Nvfp4(Format):
         if dim and (shape[1] // n) % BLOCK:
             return BLOCK
         format_, scale = self, parts["scale"]
-        if not dim and (shape[0] // n) % self.tile[0]:  # rows that shared a scale part
+        if not dim and (shape[0] // n) % self.tile[0]:  # a shard boundary falls inside a tile
             format_, scale = replace(self, tiles=False), scale.repeat_interleave(self.tile[0], 0)[: shape[0]]
         cuts = {"packed": cut(parts["packed"], n, dim), "scale": cut(scale, n, dim)}
         return format_, split_parts(n, cuts, {"factor": parts["factor"]})
 
     def to_state(self, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
-        """ModelOpt's entries where they say everything: plain, a scale per 16 values, bf16, nothing padded."""
+        """ModelOpt's entries for plain 1-d NVFP4 in bf16 without padding; halfbyte's own layout for anything else."""
         if self != Nvfp4(tiles=False) or len(shape) != 2 or shape[1] % BLOCK or dtype != torch.bfloat16:
             return super().to_state(parts, shape, dtype)
         return {"": parts["packed"], SCALE: parts["scale"].view(torch.float8_e4m3fn), FACTOR: parts["factor"]}

@@ -1,8 +1,8 @@
-"""Stacks: the experts of a layer in one tensor [E, N, K], each matrix quantized by itself.
+"""Stacks: the experts of a layer in one tensor [E, N, K], with each matrix quantized separately.
 
-No block, tile, codebook or scale is shared by two experts, so each is quantized as it is read, and each is a view of
-the whole. A format stores its stacks as `Format.stacked` says: NF4 and FP4 as bitsandbytes stores the whole tensor,
-the others as their own parts with a leading dimension E.
+Experts share no block, tile, codebook or scale, so each matrix is quantized as it is read and is a view of the stack.
+`Format.stacked` gives the format of a stack: NF4 and FP4 use bitsandbytes' layout of a flat tensor, and the other
+formats use their own parts with a leading dimension E (`Stack`).
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ META = "quant_state.halfbyte__stack"
 
 
 def is_mxfp4(format_: Format | None) -> bool:
-    """Whether it is that of stacks in MXFP4, as gpt-oss has them."""
+    """Whether `format_` stores stacks in MXFP4, as in gpt-oss."""
     return isinstance(format_, Stack) and isinstance(format_.each, Mxfp4)
 
 
 @register_format
 @dataclass(frozen=True)
 class Stack(Format):
-    """E matrices in one format: its parts, with a leading dimension E.
+    """E matrices in one format, whose parts get a leading dimension E.
 
     Args:
-        each: the format of one.
+        each: the format of one matrix.
     """
 
     each: Format
@@ -54,7 +54,7 @@ class Stack(Format):
 
     @classmethod
     def examples(cls) -> list[Format]:
-        """None: the contract begins with matrices, and a stack has three dimensions (tests/formats/test_stack.py)."""
+        """No examples: the contract test uses matrices. tests/formats/test_stack.py tests stacks."""
         return []
 
     def part_specs(self, shape: tuple[int, ...]) -> PartSpecs:
@@ -65,16 +65,16 @@ class Stack(Format):
 
     def check_stack(self, shape: tuple[int, ...]) -> None:
         if len(shape) != 3 or math.prod(shape) == 0:
-            said = f"a stack in {self.each.spec} has experts, rows and columns, not the shape {tuple(shape)}"
-            raise ModelError(said, "give all experts' matrices as one tensor [experts, rows, columns]")
+            message = f"a stack in {self.each.spec} cannot have the shape {tuple(shape)}"
+            raise ModelError(message, "give all experts' matrices as one tensor [experts, rows, columns]")
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
-        return self.join(weight, tuple(weight.shape))
+        return self.quantize_stack(weight, tuple(weight.shape))
 
-    def join(self, weights: Iterable[Tensor], shape: tuple[int, ...]) -> dict[str, Tensor]:
-        return self.fill((self.each.quantize_expert(weight, at) for at, weight in enumerate(weights)), shape)
+    def quantize_stack(self, weights: Iterable[Tensor], shape: tuple[int, ...]) -> dict[str, Tensor]:
+        return self.stack_parts((self.each.quantize_expert(weight, at) for at, weight in enumerate(weights)), shape)
 
-    def fill(self, experts: Iterable[Parts], shape: tuple[int, ...]) -> dict[str, Tensor]:
+    def stack_parts(self, experts: Iterable[Parts], shape: tuple[int, ...]) -> dict[str, Tensor]:
         stored: dict[str, Tensor] = {}
         for at, parts in enumerate(experts):
             if not stored:

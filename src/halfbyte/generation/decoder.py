@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..autograd.attention import scored, takes_scores
-from ..layers.plain import hooked, watched
+from ..autograd.attention import score_mod_attention, supports_scores
+from ..layers.plain import has_hooks, hooked
 from ..modeling.adapters import compute_dtype_of
 from ..modeling.families import SILU, scale_of
 from ..modeling.head import configured_head
@@ -259,10 +259,10 @@ def _layer(view: LayerView, given: Given) -> Layer:
 def scored_attention(layer: Attending, q: Tensor, k: Tensor, v: Tensor, documents: Spans) -> Tensor | None:
     """[B, Hq, T, D] within documents of the B·T tokens, of a layer with capped scores or sinks, without building all
     scores; None where no kernel does."""
-    if not layer.scored or not takes_scores(q.device, q.dtype, q.shape[-1]):
+    if not layer.scored or not supports_scores(q.device, q.dtype, q.shape[-1]):
         return None
     query, key, value = (each.transpose(1, 2).flatten(0, 1).contiguous() for each in (q, k, v))
-    out = scored(query, key, value, layer.sinks, documents, layer.scores)
+    out = score_mod_attention(query, key, value, layer.sinks, documents, layer.scores)
     return out.unflatten(0, (len(q), -1)).transpose(1, 2)
 
 
@@ -301,6 +301,6 @@ def _views(causal: Any) -> list[LayerView]:
     if any(is_divided(view.attention_half.inner) for view in views):
         raise Unknown("its products are divided over processes")
     around = causal.lm_head, backbone.embed_tokens, backbone.norm
-    if any(watched(module) if is_bound(module) else hooked(module) for module in around):
+    if any(has_hooks(module) if is_bound(module) else hooked(module) for module in around):
         raise Unknown("it has hooks")
     return views

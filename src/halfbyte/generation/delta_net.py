@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..layers.plain import hooked, watched
+from ..layers.plain import has_hooks, hooked
 from ..modeling.families import family_of
 from ..modeling.layer import TokenMixer, epsilon
 from ..modeling.patch_record import is_bound
@@ -76,7 +76,7 @@ class DeltaNet:
     def __init__(
         self, view: TokenMixer, module: Any, adapters: Sequence[str | None], dtype: torch.dtype, unpacked: bool
     ):
-        if any(watched(each) if is_bound(each) else hooked(each) for each in (module, module.conv1d, view.norm)):
+        if any(has_hooks(each) if is_bound(each) else hooked(each) for each in (module, module.conv1d, view.norm)):
             raise Unknown("it has hooks")
         self.module, self.norm, self.dtype = module, view.norm, dtype
         self.inputs = Linears(view.inputs, adapters, dtype, unpacked)

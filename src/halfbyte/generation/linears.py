@@ -63,7 +63,7 @@ def _product(linear: nn.Linear, plain: _Plain) -> Callable[..., Tensor]:
     weight, bias = plain
     if isinstance(weight, QuantizedTensor):
         shape = linear.out_features, linear.in_features
-        return partial(weight.format.linear_plus, parts=weight.parts, shape=shape, bias=bias)
+        return partial(weight.format.linear_with_term, parts=weight.parts, shape=shape, bias=bias)
     return partial(_linear_plus, weight=weight, bias=bias)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autograd.attention import varying
+from ..autograd.attention import varlen_attention
 from ..modeling.head import Head
 from ..modeling.packed_forwards import groups
 from ..ops.attention import spans
@@ -185,7 +185,7 @@ def _over_documents(layer: Attending, q: Tensor, k: Tensor, v: Tensor, bounds: l
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and not layer.scored:
         longest = max(end - begin for begin, end in pairwise(bounds))
         query, key, value = (each[0].transpose(0, 1).contiguous() for each in (q, k, v))
-        out = varying(query, key, value, on_device, longest, view.scaling, view.window)
+        out = varlen_attention(query, key, value, on_device, longest, view.scaling, view.window)
         return out.transpose(0, 1).unsqueeze(0)
     outs = []
     for begin, end in pairwise(bounds):

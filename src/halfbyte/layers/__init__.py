@@ -7,10 +7,10 @@ from .quantized import (
     LinearNF4,
     QuantizedLinear,
     QuantizedWeight,
+    hold_stacks,
     hold_table,
     quantized_parameter,
 )
-from .stacks import hold_stacks
 
 __all__ = [
     "Embedding4bit",

@@ -1,8 +1,9 @@
-"""A layer's experts by `autograd.experts`: `experts_implementation: halfbyte` in transformers' ExpertsInterface.
+"""`experts_implementation: halfbyte` in transformers' ExpertsInterface, computed by `autograd.experts`.
 
-transformers' decorator says of a module how its stacks lie, whether they have biases and a gate, and what the gate is
-(`_apply_gate`): the default one and those of `GATES` are formulas of ours, any other is the module's own function. So
-whatever the decorator is on runs here, but for what `obstacle` names.
+transformers' decorator records on each experts module the orientation of its stacks, whether they have biases and a
+gate, and the gate function (`_apply_gate`). The default gate and the gates in `GATES` map to formulas of
+`ops.experts_unit`; any other gate is called as the module's own function. Every decorated module runs here except for
+the reasons in `obstacle`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from transformers.activations import ACT2FN
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 from ..autograd.experts import ExpertWeights, Gate, experts
-from ..autograd.lora import LoRA, is_quantized
+from ..autograd.lora import LoRA
+from ..formats.base import is_quantized
 from ..modeling.families import ACTIVATIONS
 from ..ops.experts_unit import Unit
 from ..ops.glu import Activation
@@ -24,7 +26,7 @@ from ..utils.errors import ModelError
 from .plain import Adapter
 
 NAME = "halfbyte"
-HELD = "held_on_host"  # of a module: name → HostStack, where its stacks wait in the host's memory
+HOST_STACKS = "held_on_host"  # attribute of a module whose stacks are offloaded: name → HostStack
 
 _ACTIVATIONS: dict[type, Activation] = {type(ACT2FN[name]): each for name, each in ACTIVATIONS.items()}
 
@@ -33,7 +35,7 @@ def _clamped(interleaved: bool, limit: str, alpha: str) -> Callable[[Any], Unit]
     return lambda module: Unit("silu", interleaved, getattr(module, limit), getattr(module, alpha), 1.0)
 
 
-# Classes with a gate of their own that is a formula of ours.
+# Classes whose own gate equals a formula of `ops.experts_unit`.
 GATES: dict[str, Callable[[Any], Unit]] = {
     "GptOssExperts": _clamped(True, "limit", "alpha"),
     "OpenAIPrivacyFilterExperts": _clamped(False, "limit", "alpha"),
@@ -42,21 +44,21 @@ GATES: dict[str, Callable[[Any], Unit]] = {
 
 
 class Window(Protocol):
-    """What brings the stacks of a layer to the device: `memory.expert_offload`."""
+    """Interface of `memory.expert_offload.ExpertWindow`, which copies the stacks of a layer to the device."""
 
     device: Any
 
-    def arrive(self, at: int) -> Mapping[str, Any]: ...
+    def fetch(self, at: int) -> Mapping[str, Any]: ...
 
 
 @dataclass(frozen=True)
 class HostStack:
-    """A stack that waits in the host's memory, as `autograd.experts` takes it.
+    """An offloaded stack in host memory, as `autograd.experts` takes it.
 
     Attributes:
-        like: the stack, without data.
-        name: of the parameter.
-        at: the layer's number in the window.
+        like: the stack on the meta device.
+        name: name of the parameter.
+        at: index of the layer in the window.
     """
 
     like: Tensor
@@ -70,13 +72,13 @@ class HostStack:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.like.shape)
 
-    def arrived(self) -> Any:
-        """The stack on the device, to be read before another layer's is asked for."""
-        return self.window.arrive(self.at)[self.name]
+    def fetch(self) -> Any:
+        """The stack on the device, valid until another layer is fetched."""
+        return self.window.fetch(self.at)[self.name]
 
 
 def unit_of(module: Any) -> Unit | Gate:
-    """What a module of experts computes between its two products."""
+    """The activation that an experts module computes between its two GEMMs."""
     if not module.has_gate:
         return module.act_fn
     known = GATES.get(type(module).__name__)
@@ -89,13 +91,13 @@ def unit_of(module: Any) -> Unit | Gate:
 
 
 def obstacle(module: Any) -> str | None:
-    """Why this module of experts must compute itself; None if it need not."""
-    if not hasattr(module, "has_gate"):  # what transformers' decorator sets
-        return "transformers' ExpertsInterface does not know its experts"
+    """Return why `experts_forward` cannot compute this experts module, or None."""
+    if not hasattr(module, "has_gate"):  # set by transformers' decorator
+        return "its class does not use transformers' ExpertsInterface"
     if getattr(module, "has_post_expert_norm", False):
         return "its experts have a norm after them"
     if getattr(module, "_is_expert_parallel", False):
-        return "its experts are divided among processes"
+        return "its experts are sharded across processes"
     return None
 
 
@@ -106,10 +108,10 @@ def experts_forward(
     top_k_weights: Tensor,
     adapters: Mapping[str, Adapter] | None = None,
 ) -> Tensor:
-    """The sum over each token's experts, weighted.
+    """The weighted sum over each token's experts.
 
     Args:
-        module: transformers' experts.
+        module: an experts module of transformers.
         hidden_states: [T, H].
         top_k_index: integers [T, k].
         top_k_weights: [T, k].
@@ -119,7 +121,7 @@ def experts_forward(
         [T, H] in the dtype of `hidden_states`.
 
     Raises:
-        ModelError: this module must compute itself, or a stack wants a gradient.
+        ModelError: the module is not supported (`obstacle`), or a stack requires a gradient.
     """
     reason = obstacle(module)
     if reason is not None:
@@ -135,14 +137,14 @@ def experts_forward(
 
 
 def names_of(module: Any) -> tuple[str, str]:
-    """What transformers calls the two stacks of a module of experts."""
+    """Parameter names of the two stacks of an experts module in transformers."""
     return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
 
 
 def weights_of(module: Any) -> ExpertWeights:
-    """What a module of experts has, where there is no `obstacle`."""
+    """The weights, biases and activation of a supported experts module."""
     first, second = names_of(module)
-    held = module.__dict__.get(HELD, {})
+    held = module.__dict__.get(HOST_STACKS, {})
     return ExpertWeights(
         held.get(first) or matrices_of(module, first),
         held.get(second) or matrices_of(module, second),
@@ -153,13 +155,13 @@ def weights_of(module: Any) -> ExpertWeights:
 
 
 def matrices_of(module: Any, name: str) -> Tensor:
-    """[E, N, K], whichever way a plain one lies; a quantized one always lies so."""
+    """[E, N, K]: a quantized stack as stored, a plain one transposed if the module stores [E, K, N]."""
     stack = getattr(module, name)
     return stack.mT if module.is_transposed and not is_quantized(stack) else stack
 
 
 def bias_of(module: Any, name: str) -> Tensor | None:
-    """[E, N], of the products with a stack."""
+    """[E, N]: the bias of a stack's outputs, or None."""
     return getattr(module, f"{name}_bias") if module.has_bias else None
 
 

@@ -1,4 +1,4 @@
-"""Linear8bitLt: LLM.int8() as a drop-in for `nn.Linear`; its state dicts are those of bitsandbytes' Linear8bitLt."""
+"""Linear8bitLt: LLM.int8() as a drop-in for `nn.Linear`, with the state dict of bitsandbytes' Linear8bitLt."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from .quantized import QuantizedLinear
 
 
 class Linear8bitLt(QuantizedLinear):
-    """`QuantizedLinear` in int8, whose product runs in int8 too.
+    """`QuantizedLinear` in int8 with an int8 GEMM.
 
-    Inputs are quantized per row as they come. Gradients of inputs and bias go through the dequantized weight. In
-    training mode on a CPU the product takes the dequantized weight, too, as bitsandbytes' does there: the error of the
-    output is half as large (that of the weight alone).
+    The forward quantizes inputs per row. The backward uses the dequantized weight. In training mode on a CPU the
+    forward uses the dequantized weight too, as in bitsandbytes: the output error is half as large, since only the
+    weight is rounded.
 
     Args:
         in_features, out_features, bias, device, dtype: as in `QuantizedLinear`.
-        threshold: columns of the input that hold a magnitude of at least this are multiplied unquantized; 0: none.
+        threshold: input columns with a magnitude of at least this are multiplied unquantized; 0: none.
 
     Raises:
         ModelError: the threshold is negative or not a number.
@@ -68,7 +68,5 @@ class Linear8bitLt(QuantizedLinear):
 
 def checked_threshold(threshold: float) -> float:
     if not threshold >= 0:
-        raise ModelError(
-            f"threshold is {threshold}", "use 0, which splits nothing off, or a positive magnitude such as 6"
-        )
+        raise ModelError(f"threshold is {threshold}", "use 0 (no outlier columns), or a positive magnitude such as 6")
     return float(threshold)

@@ -1,4 +1,4 @@
-"""Names of modules as users write them: what they match, and what is said where they match nothing."""
+"""Matching of module names that users write, and the error messages for names that match nothing."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from ..reading.bounded import Bounded, Failure
 from ..utils.errors import ConfigError, ModelError
 from ..utils.text import brief
 
-MOST_NAMED = 40  # modules in an error: a model has a dozen or two kinds
+MOST_NAMED = 40  # module names in an error message; models have 12 to 24 distinct ones
 
 
 def named_by(module: str, target: str) -> bool:
-    """PEFT's rule: the whole name, or its end after a dot."""
+    """Whether `target` is `module` or its suffix after a dot (PEFT's rule)."""
     return module == target or module.endswith(f".{target}")
 
 
 def check_names(key: str, wanted: Iterable[str], names: Collection[str], suggest: Collection[str] = ()) -> None:
-    """Whether each name is that of a module, or the end of one.
+    """Check that each wanted name matches a module (see `named_by`).
 
     Args:
-        key: that holds the names.
-        names: of the modules there are.
-        suggest: those of them to suggest; default: all.
+        key: config key of the wanted names, for the message.
+        names: names of the model's modules.
+        suggest: module names to suggest in the message; default: all.
 
     Raises:
-        ModelError: one is not.
+        ModelError: a name matches no module.
     """
     for name in wanted:
         if not any(named_by(known, name) for known in names):
@@ -36,12 +36,12 @@ def check_names(key: str, wanted: Iterable[str], names: Collection[str], suggest
 
 
 def matching(key: str, pattern: str, names: Iterable[str], whole: str = "") -> set[str]:
-    """The names that a regular expression matches, or what PEFT makes `whole` of it.
+    """The names that a regular expression matches; `whole`, if given, is the expression that PEFT derives from it.
 
-    Some take for ever, and PEFT would try them, too: so they are tried in a process that can be ended.
+    Matching runs in a process with a timeout, since some expressions backtrack without end, in PEFT as well.
 
     Raises:
-        ConfigError: it is no regular expression, or takes too long.
+        ConfigError: the pattern is not a regular expression, or matching times out.
     """
     fix = "correct it, or name modules as in a list"
     try:
@@ -58,13 +58,14 @@ def matching(key: str, pattern: str, names: Iterable[str], whole: str = "") -> s
 
 
 def unknown(key: str, wanted: str, names: Collection[str]) -> tuple[str, str]:
-    """Message and fix for a name that matches no module: the closest ones first, then what there is."""
-    said, parts = f"{key}: no module of this model matches {wanted!r}", re.split(r"[\s,]+", wanted.strip())
+    """Message and fix for a name that matches no module: close matches, or else the names in the model."""
+    message, parts = f"{key}: no module of this model matches {wanted!r}", re.split(r"[\s,]+", wanted.strip())
     if wanted == ALL_LINEAR and key == "target_modules":
-        return said, f"write {key}: {ALL_LINEAR}, which stands alone, or name modules without it"
+        return message, f"write {key}: {ALL_LINEAR} without other names, or remove it from the list"
     if key == "target_modules" and len(parts) > 1 and all(any(named_by(n, part) for n in names) for part in parts):
-        return said, f"write several as a list: {key}: [{', '.join(parts)}]"
+        return message, f"write several names as a list: {key}: [{', '.join(parts)}]"
     leaves = sorted({name.rpartition(".")[2] for name in names if not name.rpartition(".")[2].isdigit()})
     known = [*leaves, ALL_LINEAR] if key == "target_modules" else leaves
     close = difflib.get_close_matches(wanted.rpartition(".")[2], known, n=3, cutoff=0.5)
-    return said, f"did you mean {', '.join(close)}?" if close else f"the model has: {', '.join(leaves[:MOST_NAMED])}"
+    fix = f"did you mean {', '.join(close)}?" if close else f"the model has: {', '.join(leaves[:MOST_NAMED])}"
+    return message, fix

@@ -1,8 +1,8 @@
-"""Whether a linear is what it looks like: x·Wᵀ + b, with plain LoRA around it or not.
+"""Plain linears, x·Wᵀ + b with or without plain LoRA, as read from modules of torch and PEFT.
 
-Whoever computes a linear past its own forward asks here: training's fused functions, generation, quantization-aware
-training. What an adapter is made of can change between calls (`set_adapter`, `disable_adapter`, `merge_adapter`), so it
-is read at every call, which is some attribute look-ups.
+Fused training functions, generation and quantization-aware training compute a linear without calling its forward.
+They read it here, at every call, since an adapter can change between calls (`set_adapter`, `disable_adapter`,
+`merge_adapter`).
 """
 
 from __future__ import annotations
@@ -10,17 +10,30 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import torch
+import torch.nn.functional as F
 from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from .frozen import FrozenLinear
+from ..autograd.linear import frozen_linear
+from ..utils.hardware import onednn_beats_mkl
 
-FORWARDS = (nn.Linear.forward, FrozenLinear.forward)  # that compute x·Wᵀ + b
+
+class FrozenLinear(nn.Linear):
+    """`nn.Linear` in float32 whose weight is frozen; on CPUs oneDNN multiplies where torch would call MKL."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(input.device.type) or self.weight.requires_grad:
+            return F.linear(input, self.weight, self.bias)
+        return frozen_linear(input, self.weight, self.bias)
+
+
+FORWARDS = (nn.Linear.forward, FrozenLinear.forward)  # forwards that compute x·Wᵀ + b
 
 
 class Adapter(NamedTuple):
-    """Plain LoRA: scaling · (dropped x · Aᵀ) · Bᵀ.
+    """Plain LoRA: scaling · (dropout(x) · Aᵀ) · Bᵀ.
 
     Attributes:
         a: [r, K].
@@ -36,18 +49,19 @@ class Adapter(NamedTuple):
 
 
 class PlainLinear(NamedTuple):
-    """x·Wᵀ + b of `base`, and the terms of the adapters that were asked for."""
+    """A linear x·Wᵀ + b and the adapters to add to it."""
 
     base: nn.Linear
     adapters: list[Adapter]
 
 
 def read_linear(module: nn.Module, names: Iterable[str] | None = None) -> PlainLinear | str:
-    """What `module` computes, or in words why it must compute that itself.
+    """The base linear and adapters of `module`, or the reason why only its own forward can compute it.
 
     Args:
-        module: a linear, or PEFT's LoRA around one; a class of the latter may say in `own_forward` why it has one.
-        names: the adapters that count, where it has them; None: those that are active.
+        module: a linear, or PEFT's LoRA around one. A subclass of PEFT's LoRA with another forward may give the reason
+            in its attribute `own_forward`.
+        names: names of the adapters to read; None: the active ones.
     """
     base = module
     adapters: list[Adapter] = []
@@ -67,8 +81,10 @@ def read_linear(module: nn.Module, names: Iterable[str] | None = None) -> PlainL
 
 
 def read_adapters(module: Any, names: Iterable[str] | None = None) -> list[Adapter] | str:
-    """The adapters of PEFT's LoRA around a linear, or in words what is not plain about one; `names` as above. Hooks are
-    not looked at."""
+    """The adapters of PEFT's LoRA around a linear, or the reason why one is not plain LoRA.
+
+    `names` as in `read_linear`. Hooks are not checked.
+    """
     if module.merged:
         return "its adapter is merged"
     if names is None:
@@ -90,15 +106,36 @@ def read_adapters(module: Any, names: Iterable[str] | None = None) -> list[Adapt
 
 
 def hooked(module: nn.Module) -> bool:
-    """True where something watches or replaces the module's forward, which a fused function would pass by."""
-    return watched(module) or "forward" in module.__dict__
+    """Whether the module has hooks or an instance forward, which a fused function would bypass."""
+    return has_hooks(module) or "forward" in module.__dict__
 
 
-def watched(module: nn.Module) -> bool:
-    """True where hooks are on the module."""
+def has_hooks(module: nn.Module) -> bool:
+    """Whether the module has hooks."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return any(hooks)
 
 
 def _own_forward(module: nn.Module) -> str:
     return f"{type(module).__module__.partition('.')[0]}'s {type(module).__name__} has a forward of its own"
+
+
+def multiply_by_onednn(model: nn.Module) -> int:
+    """Turn the float32 linears under adapters into `FrozenLinear`s, in place, on a CPU where oneDNN is faster than MKL.
+
+    Returns:
+        The number of changed linears. Their names, weights and adapters do not change.
+    """
+    if not onednn_beats_mkl():
+        return 0
+    bases = [module.get_base_layer() for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    linears = [base for base in bases if type(base) is nn.Linear and "forward" not in vars(base) and _is_frozen(base)]
+    for linear in linears:
+        linear.__class__ = FrozenLinear
+    return len(linears)
+
+
+def _is_frozen(linear: nn.Linear) -> bool:
+    """Whether all parameters are frozen float32 on the CPU."""
+    parameters = [parameter for parameter in (linear.weight, linear.bias) if parameter is not None]
+    return all(each.is_cpu and each.dtype is torch.float32 and not each.requires_grad for each in parameters)

@@ -1,7 +1,7 @@
 """Drop-in modules: `nn.Linear` and `nn.Embedding` whose frozen weight is a `QuantizedTensor`.
 
-Their state dicts are what the format writes (`Format.to_state`), for NF4 and FP4 those of bitsandbytes' modules of the
-same names, in both directions; a full-precision weight in a state dict is quantized as it is loaded.
+The format defines the state-dict entries (`Format.to_state`). For NF4 and FP4 they equal those of bitsandbytes' modules
+of the same names, for saving and loading. Loading a full-precision weight quantizes it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..utils.errors import CheckpointError
 
 
 def quantized_parameter(weight: Tensor, format: Format) -> nn.Parameter:
-    """A frozen parameter holding `weight` in `format`; an already quantized weight is taken as it is."""
+    """A frozen parameter holding `weight` in `format`; a weight that is quantized already keeps its format."""
     if not isinstance(weight, QuantizedTensor):
         weight = QuantizedTensor.quantize(weight, format)
     return nn.Parameter(weight, requires_grad=False)
@@ -32,7 +32,7 @@ class QuantizedWeight:
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
         weight = destination.pop(f"{prefix}weight")
-        if not isinstance(weight, QuantizedTensor) or weight.is_meta or weight.is_freed:  # not here: nothing saves it
+        if not isinstance(weight, QuantizedTensor) or weight.is_meta or weight.is_freed:  # no data to save
             destination[f"{prefix}weight"] = weight
             return
         for suffix, value in weight.format.to_state(weight.parts, tuple(weight.shape), weight.dtype).items():
@@ -69,41 +69,91 @@ class QuantizedWeight:
 
 
 def _entries(state_dict: dict[str, Any], name: str) -> dict[str, Tensor]:
-    """Suffix → entry, of all entries that may belong to the quantized parameter `name`."""
-    entries = {key.removeprefix(name).lstrip("."): key for key in state_dict if f"{key}.".startswith(f"{name}.")}
-    beside = {suffix for cls in FORMATS.values() for suffix in cls.state_suffixes() if suffix.startswith("../")}
-    entries |= {suffix: entry_name(name, suffix) for suffix in beside if entry_name(name, suffix) in state_dict}
+    """Suffix → entry, for all entries that may belong to the quantized parameter `name`."""
+    entries = _keys_below(state_dict, name)
+    of_module = {suffix for cls in FORMATS.values() for suffix in cls.state_suffixes() if suffix.startswith("../")}
+    entries |= {suffix: entry_name(name, suffix) for suffix in of_module if entry_name(name, suffix) in state_dict}
     return {suffix: state_dict[key] for suffix, key in entries.items()}
 
 
-def hold_table(embedding: nn.Embedding) -> None:
-    """Have a frozen embedding, of whatever class, hold a quantized table: a loader sets it.
+def _keys_below(state_dict: dict[str, Any], name: str) -> dict[str, str]:
+    """Suffix → key, for the key `name` and all keys that extend it after a dot."""
+    return {key.removeprefix(name).lstrip("."): key for key in state_dict if f"{key}.".startswith(f"{name}.")}
 
-    Its own forward goes on to run, and `F.embedding` decodes the rows that are looked up. Its class becomes one derived
-    from its own, which knows what a quantized weight is in a state dict.
+
+def hold_stacks(module: nn.Module) -> None:
+    """Have `module` save and load its quantized parameters in the layout of their formats.
+
+    For modules of other packages with quantized stacks. The entries are named like those of a `QuantizedLinear`:
+    `gate_up_proj`, `gate_up_proj.absmax`, ...
     """
-    embedding.__class__ = _holding(type(embedding))
+    module.register_state_dict_post_hook(_write_stacks)
+    module.register_load_state_dict_pre_hook(_read_stacks)
+
+
+def _stacks(module: nn.Module) -> dict[str, Any]:
+    own = module.named_parameters(recurse=False)
+    return {name: parameter for name, parameter in own if isinstance(parameter, QuantizedTensor)}
+
+
+def _write_stacks(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    for name, stack in _stacks(module).items():
+        if stack.is_meta or stack.is_freed:  # no data to save
+            continue
+        del state[f"{prefix}{name}"]
+        entries = stack.format.to_state(stack.parts, tuple(stack.shape), stack.dtype)
+        state |= {entry_name(f"{prefix}{name}", suffix): value for suffix, value in entries.items()}
+
+
+def _read_stacks(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, stack in _stacks(module).items():
+        full = f"{prefix}{name}"
+        found = _keys_below(state, full)
+        if not found.keys() - {""}:
+            continue
+        entries = {suffix: state.pop(key) for suffix, key in found.items()}
+        cls = recognize(entries, prefer=type(stack.format))
+        format_, parts, shape, dtype = cls.from_state(entries, full)
+        if shape != tuple(stack.shape):
+            raise CheckpointError(
+                f"{full} has shape {shape} in the checkpoint, {tuple(stack.shape)} in the model",
+                "load a checkpoint of this model",
+            )
+        loaded = QuantizedTensor(format_, parts, shape, dtype).to(stack.device)
+        setattr(module, name, nn.Parameter(loaded, requires_grad=False))
+        state[full] = getattr(module, name).detach()
+
+
+def hold_table(embedding: nn.Embedding) -> None:
+    """Prepare an embedding of any class for a quantized table, which a loader sets afterwards.
+
+    The embedding's own forward still runs, and `F.embedding` dequantizes the rows that are looked up. The class of the
+    embedding is replaced by a subclass that saves and loads quantized weights.
+    """
+    embedding.__class__ = _quantized_class(type(embedding))
     embedding.weight.requires_grad_(False)
 
 
-_holders: dict[type, type] = {}
+_quantized_classes: dict[type, type] = {}
 
 
-def _holding(cls: type[nn.Embedding]) -> type:
-    if cls not in _holders:
-        _holders[cls] = type(f"Quantized{cls.__name__}", (QuantizedWeight, cls), {"__module__": cls.__module__})
-    return _holders[cls]
+def _quantized_class(cls: type[nn.Embedding]) -> type:
+    """The subclass of an embedding class that saves and loads quantized weights."""
+    if cls not in _quantized_classes:
+        name, bases = f"Quantized{cls.__name__}", (QuantizedWeight, cls)
+        _quantized_classes[cls] = type(name, bases, {"__module__": cls.__module__})
+    return _quantized_classes[cls]
 
 
 class QuantizedLinear(QuantizedWeight, nn.Linear):
     """`nn.Linear` with a frozen weight in any format.
 
-    The product runs in the input's dtype (or autocast's). A new module holds quantized random weights; use
-    `from_linear` or `load_state_dict` for real ones. A state dict in another format changes the module's.
+    The GEMM runs in the input's dtype, or in autocast's. A new module holds quantized random weights; use `from_linear`
+    or `load_state_dict` for trained ones. Loading a state dict in another format changes the module's format.
 
     Args:
         in_features, out_features, bias, device, dtype: as in `nn.Linear`; dtype is that of the dequantized weight.
-        format: how the weight is stored.
+        format: storage format of the weight.
     """
 
     def __init__(
@@ -128,7 +178,7 @@ class QuantizedLinear(QuantizedWeight, nn.Linear):
 
     @classmethod
     def unfilled(cls, linear: nn.Linear) -> Self:
-        """The same layer, its weight not quantized yet: a loader sets it."""
+        """A module for `linear` that still holds its full-precision weight; a loader sets the quantized one."""
         module = cls.__new__(cls)
         nn.Module.__init__(module)
         module.in_features, module.out_features = linear.in_features, linear.out_features

@@ -1,9 +1,9 @@
-"""PEFT's LoRA on routers that hold a matrix of their own, which only a name in a run's targets puts there.
+"""PEFT's LoRA on mixture-of-experts routers. Routers get an adapter only if the run's targets name them.
 
-Such a router is no linear: one forward makes logits, probabilities and a choice of x·Wᵀ. So PEFT adapts its parameter,
-by `ParamWrapper`, which holds A and B and writes the files. Its forward registers a parametrization of the router's
-class in each call; ours calls the router with W + scaling·B·A, added in fp32 and rounded once to W's dtype: the weight
-that a merge writes.
+These routers are not `nn.Linear`s: one forward computes logits, probabilities and the expert choice from their weight.
+PEFT therefore adapts the parameter with `ParamWrapper`, which owns A and B and writes the files. PEFT's own forward
+registers a parametrization in each call. The forward defined here calls the router with W + scaling·B·A instead, added
+in fp32 and rounded once to W's dtype, which equals the merged weight.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ WEIGHT = ".weight"
 
 
 def router_weights(model: nn.Module) -> set[str]:
-    """Names of the matrices of a model's routers, with adapters or without."""
+    """Names of the weights of a model's routers, with or without adapters."""
     return {f"{name.replace('.base_layer', '')}{WEIGHT}" for name, each in model.named_modules() if is_router(each)}
 
 
 def name_routers(lora: Any, model: nn.Module, linears: set[str], routers: set[str]) -> None:
-    """Have PEFT's config name routers by their parameters: as modules it would refuse them.
+    """Move routers in PEFT's config from target modules, which PEFT refuses, to target parameters.
 
     Args:
         linears: names of the modules that get adapters, without routers.
-        routers: names of the matrices that get adapters.
+        routers: names of the router weights that get adapters.
     """
     if not routers:
         return
@@ -46,22 +46,22 @@ def name_routers(lora: Any, model: nn.Module, linears: set[str], routers: set[st
     lora.target_modules = kept | {name for name in linears if not any(named_by(name, each) for each in kept)}
     others = {each for each in lora.target_parameters or () if not any(named_by(name, each) for name in routers)}
     for name in routers:
-        short = ".".join(name.split(".")[-3:])  # mlp.gate.weight, where that is of no other
+        short = ".".join(name.split(".")[-3:])  # mlp.gate.weight, if it matches only routers
         others.add(short if all(each in routers for each in held if named_by(each, short)) else name)
     lora.target_parameters = sorted(others)
-    for patterns in (lora.rank_pattern, lora.alpha_pattern):  # which PEFT compares with the parameter's name
+    for patterns in (lora.rank_pattern, lora.alpha_pattern):  # PEFT matches these against the parameter's name
         patterns |= {rf"({name})\{WEIGHT}": value for name, value in patterns.items()}
 
 
 def router_wrappers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Name of the matrix and module of each of PEFT's wrappers around a router."""
+    """Name of the weight and module, for each PEFT wrapper around a router."""
     for name, module in model.named_modules():
         if isinstance(module, ParamWrapper) and is_router(module.get_base_layer()):
             yield f"{name.replace('.base_layer', '')}.{module.parameter_name}", module
 
 
-def fold_routers(model: nn.Module) -> None:
-    """Have PEFT's wrappers around routers call these with the weight that a merge would give them."""
+def attach_router_forwards(model: nn.Module) -> None:
+    """Replace the forward of PEFT's wrappers around routers by one that uses the merged weight."""
     for _, wrapper in router_wrappers(model):
         wrapper.forward = MethodType(_forward, wrapper)
 
@@ -74,13 +74,13 @@ def _forward(wrapper: Any, *arguments: Any, **keywords: Any) -> Any:
     if not active:
         return router(*arguments, **keywords)
     with torch.autocast(router.weight.device.type, enabled=False):
-        weight = folded(router.weight, active).to(router.weight.dtype)
-    # called, so that hooks on it run: those that balance it, too
+        weight = folded_weight(router.weight, active).to(router.weight.dtype)
+    # called as a module, so that its hooks run, including those for load balancing
     return torch.func.functional_call(router, {"weight": weight}, arguments, keywords)
 
 
-def folded(weight: Tensor, adapters: list[Adapter]) -> Tensor:
-    """`weight` [E, K] and what adapters add to it, in fp32 or wider."""
+def folded_weight(weight: Tensor, adapters: list[Adapter]) -> Tensor:
+    """`weight` [E, K] plus the adapters' s·B·A, in fp32 or wider."""
     dtype = torch.promote_types(weight.dtype, torch.float32)
     found = weight.to(dtype)
     for each in adapters:

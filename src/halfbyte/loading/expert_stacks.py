@@ -189,7 +189,7 @@ class _QuantizeEach(ConversionOps):
 def stacked_parameter(name: str, experts: Iterable[Tensor], format_: Format, shape: tuple[int, ...]) -> nn.Parameter:
     """A frozen stack of `shape` [E, N, K]; errors name the parameter."""
     try:
-        return nn.Parameter(QuantizedTensor.join(experts, format_, shape), requires_grad=False)
+        return nn.Parameter(QuantizedTensor.quantize_stack(experts, format_, shape), requires_grad=False)
     except ModelError as error:
         raise ModelError(f"{name}: {error.message}", error.fix) from error
 

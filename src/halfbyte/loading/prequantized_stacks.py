@@ -84,7 +84,7 @@ class _TakeEach(ConversionOps):
         if next(iter(parts.values())).is_meta:  # another process reads it
             whole = QuantizedTensor.quantize(torch.empty(shape, dtype=dtype, device="meta"), stacked)
         else:
-            whole = QuantizedTensor(stacked, stacked.fill(filled(), shape), shape, dtype)
+            whole = QuantizedTensor(stacked, stacked.stack_parts(filled(), shape), shape, dtype)
         return nn.Parameter(whole, requires_grad=False)
 
     def _experts(
@@ -116,7 +116,7 @@ class _TakeEach(ConversionOps):
             if any(other != first for other, *_ in found):
                 raise CheckpointError(f"{name}: gate and up of expert {at} are stored otherwise", ANOTHER)
             try:
-                yield (*first.above([parts for _, parts, *_ in found], each), dtype)
+                yield (*first.concat_rows([parts for _, parts, *_ in found], each), dtype)
             except ModelError as error:
                 raise ModelError(f"{name}: expert {at}: {error.message}", error.fix) from error
 

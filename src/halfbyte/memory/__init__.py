@@ -1,1 +1,1 @@
-"""Where the memory of a run goes, known before it starts."""
+"""Memory of a run: activation levels, offload to the host, sharded optimizer state and allocator limits."""

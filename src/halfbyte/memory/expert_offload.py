@@ -1,14 +1,13 @@
-"""Packed experts that wait in the host's memory, and the layers of them that are on the device.
+"""Offload of quantized experts: stacks in host memory, with a window of layers on the device.
 
-A layer's stacks lie one after the other in pinned memory of the host, which its parameters are views of. On the device
-there is room for `WINDOW` layers. Whoever multiplies by a stack asks for it at that moment, in forward, in backward or
-as a layer runs again; while its layer computes, the next one in the direction of the pass is on its way. The direction
-is that of the last two layers that were asked for, so a forward ends with the layers that its backward begins with.
+A layer's stacks are contiguous in pinned host memory, and its parameters are views of it. The device has buffers for
+`WINDOW` layers. `autograd.experts` fetches a stack right before its GEMM, in the forward, in the backward and in
+recomputation. While a layer computes, the next layer in the direction of the pass is copied. The direction is given by
+the last two fetched layers. A forward ends with the layers on the device that its backward starts with.
 
-A layer's tiles of rows ask for the same layer one after the other, so it crosses the link once a pass.
+All row tiles of a layer fetch it in succession, so each layer is copied once per pass.
 
-A CUDA graph cannot hold this: its copies belong to a stream of their own, and what is on its way depends on what came
-before.
+CUDA graphs cannot capture this: copies run on a separate stream and depend on which layers are on the device already.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..layers.experts import HELD, HostStack, names_of
+from ..layers.experts import HOST_STACKS, HostStack, names_of
 from ..modeling.architectures import runs_experts
 from ..tensor import QuantizedTensor
 from .pinned import HOST, whole_pages
 
-WINDOW = 2  # layers on the device: the one that computes, and the one that comes
-ALIGNED = 128  # bytes; where a stack begins
+WINDOW = 2  # layers on the device: the computing one and the next one
+ALIGNMENT = 128  # bytes; every stack starts at a multiple of it
 
 
 @dataclass(frozen=True)
@@ -35,15 +34,15 @@ class _Layer:
     """The stacks of one layer.
 
     Attributes:
-        host: uint8 [n], of all of them; pinned where the device is a GPU.
-        stacks: name → a tensor like it, without data, and where in `host` it begins.
+        host: uint8 [n], bytes of all stacks; pinned if the device is a GPU.
+        stacks: name → the stack on the meta device, and its offset in `host`.
     """
 
     host: Tensor
     stacks: dict[str, tuple[QuantizedTensor, int]]
 
-    def of(self, raw: Tensor) -> dict[str, QuantizedTensor]:
-        """The stacks, on bytes that `host` was copied to, or its own."""
+    def views(self, raw: Tensor) -> dict[str, QuantizedTensor]:
+        """The stacks as views of `raw`: `host`, or a copy of it."""
         return {
             name: QuantizedTensor.from_bytes(raw[begin:], like.format, tuple(like.shape), like.dtype)
             for name, (like, begin) in self.stacks.items()
@@ -52,34 +51,35 @@ class _Layer:
 
 @dataclass(eq=False)
 class _Slot:
-    """Room for a layer on the device.
+    """A device buffer for one layer.
 
     Attributes:
-        layer: whose bytes are there, or on their way; None: nobody's.
-        stacks: its stacks there.
-        arrived, read: events: the copy is done; the last kernel that reads it is.
+        layer: index of the layer whose bytes it holds or receives; None: empty.
+        stacks: the layer's stacks as views of `memory`.
+        copied: CUDA event after the copy to `memory`.
+        read: CUDA event after the last kernel that reads `memory`.
     """
 
     memory: Tensor
     layer: int | None = None
     stacks: dict[str, QuantizedTensor] = field(default_factory=dict)
-    arrived: Any = None
+    copied: Any = None
     read: Any = None
 
 
 class ExpertWindow:
-    """The stacks of some layers, of which `WINDOW` are on the device at a time.
+    """The offloaded stacks of some layers, of which `WINDOW` are on the device at a time.
 
     Args:
         layers: in the order of the model.
-        device: that multiplies; a CPU gets copies, too.
+        device: the computing device; a CPU gets copies, too.
 
     Attributes:
-        crossed: layers that were copied so far.
+        copies: number of layers copied so far.
     """
 
     def __init__(self, layers: Sequence[_Layer], device: torch.device):
-        self.layers, self.device, self.crossed = layers, device, 0
+        self.layers, self.device, self.copies = layers, device, 0
         size = max(each.host.nbytes for each in layers)
         self.slots = [
             _Slot(torch.empty(size, dtype=torch.uint8, device=device)) for _ in range(min(WINDOW, len(layers)))
@@ -95,47 +95,49 @@ class ExpertWindow:
 
     @property
     def nbytes(self) -> int:
-        """Of the device."""
+        """Bytes on the device."""
         return sum(slot.memory.nbytes for slot in self.slots)
 
     @property
     def host_bytes(self) -> int:
         return sum(each.host.nbytes for each in self.layers)
 
-    def arrive(self, at: int) -> dict[str, QuantizedTensor]:
-        """The stacks of a layer on the device, to be read by what is launched on the current stream before another
-        layer is asked for; the next layer sets out."""
+    def fetch(self, at: int) -> dict[str, QuantizedTensor]:
+        """The stacks of layer `at` on the device, and start copying the next layer.
+
+        Kernels launched on the current stream may read them until another layer is fetched.
+        """
         compute = None if self.stream is None else torch.cuda.current_stream(self.device)
         if compute is not None and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("experts come from the host's memory on a stream of their own")
+            raise RuntimeError("a CUDA graph cannot capture offloaded experts, which are copied on a separate stream")
         if at != self._current:
-            self._leave(compute)
+            self._record_read(compute)
             if self._current is not None:
                 self._step = 1 if at > self._current else -1
             self._current = at
-        coming = [at + self._step * ahead for ahead in range(len(self.slots))]
-        wanted = [each for each in coming if 0 <= each < len(self.layers)]
-        first, *_ = [self._fetch(each, wanted) for each in wanted]
+        upcoming = [at + self._step * ahead for ahead in range(len(self.slots))]
+        wanted = [each for each in upcoming if 0 <= each < len(self.layers)]
+        first, *_ = [self._load(each, wanted) for each in wanted]
         if compute is not None:
-            compute.wait_event(first.arrived)
+            compute.wait_event(first.copied)
         return first.stacks
 
-    def _leave(self, compute: Any) -> None:
-        """What was launched so far is the last that reads the current layer, for now."""
+    def _record_read(self, compute: Any) -> None:
+        """Record that all kernels that read the current layer have been launched."""
         for slot in self.slots:
             if compute is not None and slot.layer is not None and slot.layer == self._current:
                 slot.read = compute.record_event()
 
-    def _fetch(self, at: int, wanted: Collection[int]) -> _Slot:
-        """Where a layer is, or will be, in the place of one that is not wanted."""
+    def _load(self, at: int, wanted: Collection[int]) -> _Slot:
+        """The slot of layer `at`; starts a copy to a slot whose layer is not `wanted` if it is not loaded."""
         found = next((slot for slot in self.slots if slot.layer == at), None)
         if found is not None:
             return found
         slot = next(slot for slot in self.slots if slot.layer not in wanted)
         layer = self.layers[at]
-        slot.layer, slot.stacks = at, layer.of(slot.memory)
+        slot.layer, slot.stacks = at, layer.views(slot.memory)
         self._copy(layer.host, slot)
-        self.crossed += 1
+        self.copies += 1
         return slot
 
     def _copy(self, host: Tensor, slot: _Slot) -> None:
@@ -143,17 +145,17 @@ class ExpertWindow:
         if self.stream is None:
             into.copy_(host)
             return
-        if slot.read is None:  # made on the computing stream, whose earlier work may still use this memory
+        if slot.read is None:  # allocated on the computing stream, whose earlier work may still use the memory
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
         else:
             self.stream.wait_event(slot.read)
         with torch.cuda.stream(self.stream):
             into.copy_(host, non_blocking=True)
-            slot.arrived = self.stream.record_event()
+            slot.copied = self.stream.record_event()
 
 
 def layers_of_experts(layers: Sequence[nn.Module]) -> Iterator[tuple[int, Any]]:
-    """Number and experts of each decoder layer whose stacks are packed, all of them."""
+    """(index, experts module) of each decoder layer whose stacks are all quantized."""
     for at, layer in enumerate(layers):
         for module in filter(runs_experts, layer.modules()):
             if all(isinstance(getattr(module, name), QuantizedTensor) for name in names_of(module)):
@@ -161,29 +163,29 @@ def layers_of_experts(layers: Sequence[nn.Module]) -> Iterator[tuple[int, Any]]:
 
 
 def offload_experts(layers: Sequence[nn.Module], chosen: Collection[int], device: torch.device) -> ExpertWindow | None:
-    """Have the packed experts of the chosen decoder layers wait in the host's memory; None: they have none.
+    """Move the quantized experts of the chosen decoder layers to host memory; None if these layers have no experts.
 
     Args:
-        layers: of a model, in order.
-        chosen: numbers of some of them.
-        device: that multiplies; the stacks may be there, or in the host's memory already.
+        layers: all decoder layers of a model, in order.
+        chosen: indices of the layers to offload.
+        device: the computing device; the stacks may be there, or in host memory already.
 
     Raises:
-        TrainingError: the host has not that much memory, or may not pin it.
+        TrainingError: the host does not have enough memory, or may not pin it.
     """
     modules = [module for at, module in layers_of_experts(layers) if at in chosen]
     if not modules:
         return None
-    packed = [_pack(module) for module in modules]  # a layer at a time is twice on the host
+    packed = [_pack(module) for module in modules]  # one layer at a time exists twice on the host
     window = ExpertWindow(packed, device)
     for at, module in enumerate(modules):
         stacks = packed[at].stacks
-        module.__dict__[HELD] = {name: HostStack(like, name, at, window) for name, (like, _) in stacks.items()}
+        module.__dict__[HOST_STACKS] = {name: HostStack(like, name, at, window) for name, (like, _) in stacks.items()}
     return window
 
 
 def _pack(module: Any) -> _Layer:
-    """The stacks of a module, which are views of it from now on."""
+    """Copy the stacks of a module to one host buffer and make its parameters views of it."""
     stacks: dict[str, tuple[QuantizedTensor, int]] = {}
     raws, end = [], 0
     for name in names_of(module):
@@ -191,10 +193,10 @@ def _pack(module: Any) -> _Layer:
         raw = stack.to_bytes()[0]
         stacks[name] = stack.map(lambda part: part.to("meta")), end
         raws.append(raw)
-        end += -(-raw.numel() // ALIGNED) * ALIGNED
+        end += -(-raw.numel() // ALIGNMENT) * ALIGNMENT
     layer = _Layer(whole_pages(end), stacks)
     for (_, begin), raw in zip(stacks.values(), raws, strict=True):
         layer.host[begin : begin + raw.numel()] = raw.cpu()
-    for name, stack in layer.of(layer.host).items():
+    for name, stack in layer.views(layer.host).items():
         setattr(module, name, nn.Parameter(stack, requires_grad=False))
     return layer

@@ -1,9 +1,9 @@
-"""Host memory that is registered with CUDA, so that a GPU reads and writes it directly.
+"""Pinned host memory: buffers registered with CUDA for direct access by the GPU.
 
-Garbage collection may come at any moment, that of a capture of a CUDA graph too. Waiting for the device then makes the
-capture fail, and buffers that were freed without being unregistered would have the next buffer at their address refused
-(cudaErrorHostMemoryAlreadyRegistered). So the registry holds each buffer until it is unregistered, and what finalizers
-ask for is done once no graph is being captured.
+Garbage collection may run during the capture of a CUDA graph, where synchronization makes the capture fail. A buffer
+that is freed without being unregistered makes the registration of the next buffer at its address fail
+(cudaErrorHostMemoryAlreadyRegistered). So the registry keeps each buffer alive until it is unregistered, and actions of
+finalizers are deferred while a graph is being captured.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..utils.hardware import is_capturing
 
 
 def whole_pages(nbytes: int) -> Tensor:
-    """Host bytes [nbytes] that share no page with other memory, whose pages CUDA may have registered.
+    """uint8 [nbytes] in host memory that shares no page with other buffers, since CUDA registers full pages.
 
     torch's pinned allocator would round the size up to a power of two.
     """
@@ -33,50 +33,50 @@ def whole_pages(nbytes: int) -> Tensor:
 
 
 def _clear_error() -> None:
-    """Have CUDA forget this thread's last error, which torch's next kernel launch would report as its own.
+    """Clear this thread's last CUDA error, which torch's next kernel launch would report otherwise.
 
-    torch offers no cudaGetLastError; a launch reads the error, raises it and clears it.
+    torch does not expose cudaGetLastError; a launch reads, raises and clears the error.
     """
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device="cuda")
 
 
 class AfterCapture:
-    """Actions of finalizers, run at once or, during a capture of a CUDA graph, after it.
+    """Runs actions of finalizers immediately or, during the capture of a CUDA graph, after it.
 
     Args:
-        capturing: whether a graph is being captured, in any thread.
+        capturing: returns whether a graph is being captured, in any thread.
     """
 
     def __init__(self, capturing: Callable[[], bool] = is_capturing):
         self.capturing = capturing
-        self._waiting: list[Callable[[], Any]] = []
+        self._deferred: list[Callable[[], Any]] = []
 
     def do(self, action: Callable[[], Any]) -> None:
         """Run `action` now, or at the first `settle` after the capture."""
-        self._waiting.append(action)
+        self._deferred.append(action)
         self.settle()
 
     def settle(self) -> None:
-        """Run what waits, unless a graph is being captured. An action that raises waits for the next call."""
-        while self._waiting and not self.capturing():
-            action = self._waiting.pop(0)
+        """Run deferred actions, unless a graph is being captured. The next call retries an action that raises."""
+        while self._deferred and not self.capturing():
+            action = self._deferred.pop(0)
             try:
                 action()
             except BaseException:
-                self._waiting.insert(0, action)
+                self._deferred.insert(0, action)
                 raise
 
 
 class HostMemory:
-    """Registry of the host buffers that are registered with CUDA.
+    """Reference-counted registry of the host buffers that are registered with CUDA.
 
-    Each range is registered once, however often it is asked for, and its buffer is alive until it is unregistered.
+    It keeps a buffer alive until it is unregistered.
 
     Args:
-        runtime: gives the CUDA runtime, `torch.cuda.cudart()`.
-        clear_error: has the thread's last CUDA error forgotten.
-        after: runs what must not happen during a capture.
+        runtime: returns the CUDA runtime, `torch.cuda.cudart()`.
+        clear_error: clears the thread's last CUDA error.
+        after: defers actions that must not run during a capture.
     """
 
     def __init__(
@@ -86,18 +86,18 @@ class HostMemory:
         after: AfterCapture | None = None,
     ):
         self.runtime, self.clear_error, self.after = runtime, clear_error, after or AfterCapture()
-        self._held: dict[int, tuple[Tensor, int]] = {}  # address → buffer, and how often it was asked for
+        self._held: dict[int, tuple[Tensor, int]] = {}  # address → buffer and reference count
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are registered."""
+        """Registered bytes."""
         return sum(buffer.nbytes for buffer, _ in self._held.values())
 
     def pin(self, buffer: Tensor) -> Tensor:
-        """Register `buffer`, or count it where it lies in one that is registered; `unpin` it as often.
+        """Register `buffer`, or add a reference to the registered buffer that contains it; each needs an `unpin`.
 
         Raises:
-            TrainingError: the host has not that much memory, or may not pin it (ulimit -l).
+            TrainingError: the host does not have enough memory, or may not pin it (ulimit -l).
         """
         self.after.settle()
         address = self._holder(buffer)
@@ -116,10 +116,10 @@ class HostMemory:
         return buffer
 
     def unpin(self, buffers: Sequence[Tensor], settle: Callable[[], Any] | None = None) -> None:
-        """Unregister `buffers`, during a capture after it.
+        """Release one reference to each of `buffers`; during the capture of a CUDA graph, after it.
 
         Args:
-            settle: waits until nothing reads or writes them; None: until the device is ready.
+            settle: blocks until nothing reads or writes the buffers; None: synchronize the device.
         """
         self.after.do(partial(self._unpin, list(buffers), settle or torch.cuda.synchronize))
 
@@ -137,7 +137,7 @@ class HostMemory:
             del self._held[address]
 
     def _holder(self, buffer: Tensor) -> int | None:
-        """Address of the registered buffer that has all bytes of `buffer`."""
+        """Address of the registered buffer that contains `buffer`, or None."""
         begin, end = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
         holders = (address for address, (held, _) in self._held.items() if address <= begin)
         return next((address for address in holders if end <= address + self._held[address][0].nbytes), None)

@@ -30,14 +30,14 @@ from torch import nn
 
 from ..config import Adapter, RunConfig
 from ..config.methods import SCORES
-from ..layers.expert_adapters import drop_inputs, parameter_wrappers, run_beside
+from ..layers.expert_adapters import attach_adapter_forwards, parameter_wrappers, set_adapter_dropout
 from ..layers.expert_targets import (
     adapted_experts,
     adapted_routers,
-    by_modules,
-    name_past_experts,
     parameter_targets,
-    say_how_many,
+    report_adapter_sizes,
+    target_by_weight_name,
+    weights_as_modules,
 )
 from ..layers.module_names import check_names, matching, named_by, unknown
 from ..layers.router_adapters import name_routers
@@ -92,22 +92,22 @@ def add_adapter(model: nn.Module, config: RunConfig | Adapter, *, scores: str | 
                 if scores:
                     add_score_head(model, scores)
                     lora.task_type = scores
-                with by_modules(lora, model):
+                with weights_as_modules(lora, model):
                     peft_model = get_peft_model(model, lora, autocast_adapter_dtype=False)
         except ValueError as error:  # PEFT's own checks, e.g. a module type that LoRA does not support
             raise ModelError(f"target_modules: {error}", "name linear layers, or use all-linear") from error
     # PEFT takes the name from the model object, which may have been built in memory.
     peft_model.peft_config["default"].base_model_name_or_path = adapter.origin.name
     round_merged(peft_model)
-    run_beside(peft_model)
+    attach_adapter_forwards(peft_model)
     if adapter.lora_dropout and any(parameter_wrappers(peft_model)):
-        drop_inputs(peft_model, adapter.lora_dropout)
+        set_adapter_dropout(peft_model, adapter.lora_dropout)
     dtype = getattr(torch, adapter.adapter_dtype)
     for name, parameter in peft_model.named_parameters():
         if parameter.requires_grad:  # what is trained whole has no fewer bits than the model computes in
             whole = ".modules_to_save." in name and dtype.itemsize < parameter.dtype.itemsize
             parameter.data = parameter.data.to(parameter.dtype if whole else dtype)
-    say_how_many(peft_model)
+    report_adapter_sizes(peft_model)
     return peft_model
 
 
@@ -166,7 +166,7 @@ def _lora_config(model: nn.Module, adapter: Adapter) -> LoraConfig:
         revision=adapter.origin.revision,
         r=adapter.r,
         lora_alpha=_plain(adapter.lora_alpha),
-        lora_dropout=0.0 if experts | routers else adapter.lora_dropout,  # `drop_inputs`
+        lora_dropout=0.0 if experts | routers else adapter.lora_dropout,  # `set_adapter_dropout`
         use_rslora=adapter.use_rslora,
         use_dora=adapter.use_dora,
         target_modules=all_linear(model) if adapter.target_modules == ALL_LINEAR else adapter.target_modules,
@@ -177,7 +177,7 @@ def _lora_config(model: nn.Module, adapter: Adapter) -> LoraConfig:
         init_lora_weights=adapter.init_lora_weights,
     )
     name_routers(lora, model, linears, routers)
-    name_past_experts(lora, model, linears)
+    target_by_weight_name(lora, model, linears)
     return lora
 
 
@@ -222,8 +222,7 @@ def _say_what_differs(lora: PeftConfig, adapter: Adapter) -> None:
     differing = [
         f"{key} {brief(_listed(getattr(lora, key, None)))} (not {brief(_listed(getattr(adapter, key)))})"
         for key in DECIDED
-        if _listed(getattr(lora, key, None)) != _listed(getattr(adapter, key))
-        and (key in ALWAYS_SAID or key in given)
+        if _listed(getattr(lora, key, None)) != _listed(getattr(adapter, key)) and (key in ALWAYS_SAID or key in given)
     ]
     if differing:
         said = f"continuing from {adapter.adapter_path}, the saved adapter decides: {', '.join(differing)}"
@@ -334,7 +333,7 @@ def place_adapter(model: Any, lora: PeftConfig, folder: Path, name: str = "defau
         CheckpointError: the model has not the modules that it adapts.
     """
     trained_on, lora.base_model_name_or_path = lora.base_model_name_or_path, None  # PEFT warns of another name
-    with answered(str(folder / ADAPTER_CONFIG), ANOTHER_MODEL), quiet_peft(), by_modules(lora, model):
+    with answered(str(folder / ADAPTER_CONFIG), ANOTHER_MODEL), quiet_peft(), weights_as_modules(lora, model):
         base = model.get_base_model() if isinstance(model, PeftModel) else model
         if lora.task_type in SCORES and not hasattr(base, "score"):
             add_score_head(base, str(lora.task_type))
@@ -343,7 +342,7 @@ def place_adapter(model: Any, lora: PeftConfig, folder: Path, name: str = "defau
         else:
             model.add_adapter(name, lora, autocast_adapter_dtype=autocast)
     lora.base_model_name_or_path = trained_on
-    run_beside(model)
+    attach_adapter_forwards(model)
     return model
 
 

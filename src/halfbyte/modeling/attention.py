@@ -1,8 +1,8 @@
 """transformers' attention on a CUDA device without a mask: `autograd.attention`, by whole rows or by documents.
 
 Packed rows and windows take the variable lengths of FlashAttention; capped scores (Gemma 2) FlashAttention 3 where it
-is installed, else they and sinks (gpt-oss) `autograd.attention.scored`, and on other devices and in float32
-`autograd.tiled_attention`, a tile of queries at a time.
+is installed, else they and sinks (gpt-oss) `autograd.attention.score_mod_attention`, and on other devices and in
+float32 `autograd.tiled_attention`, a tile of queries at a time.
 
 Registered with transformers as "halfbyte" (AttentionInterface and AttentionMaskInterface), and chosen by `patch` where
 a model uses "sdpa", or "eager" because its scores are its own (`has_own_scores`). What the layers need to know is
@@ -69,7 +69,7 @@ class Implementation:
         tiles: bytes of the scores that it builds at a time, of a few queries (`autograd.tiled_attention`); 0: it is not
             that.
         own: whether its backward is ours, whose sums are its results.
-        repeatable: whether whole rows may take cuDNN's repeatable backward (`autograd.attention.takes_rows`).
+        repeatable: whether whole rows may take cuDNN's repeatable backward (`autograd.attention.has_repeatable_rows`).
         obstacle: why it is not halfbyte's; "" where it is.
     """
 
@@ -98,8 +98,8 @@ def implementation(
     eager, window = chosen == "eager", getattr(config, "sliding_window", None) is not None
     obstacle = _unbound(config, device) or _unmasked(config, device, dtype)
     if not obstacle and not padded:
-        if has_sinks(config) or (is_capped(config) and not causal.takes_caps(device, dtype)):
-            if causal.takes_scores(device, dtype, widest(config).head_dim):
+        if has_sinks(config) or (is_capped(config) and not causal.supports_softcap(device, dtype)):
+            if causal.supports_scores(device, dtype, widest(config).head_dim):
                 return Implementation("halfbyte's kernel", False, False, own=True)
             return Implementation("tiles of queries", False, False, tiles=tile_bytes(device))
         if packed or window or is_capped(config):
@@ -385,15 +385,15 @@ def attend(
     window = sliding_window if sliding_window is not None and sliding_window < length else None
     if query.shape[-1] > WIDEST:
         return _wide(query, key, value, scaling, window, cu_seq_lens_q), None
-    if s_aux is not None or (softcap is not None and not causal.takes_caps(query.device, query.dtype)):
+    if s_aux is not None or (softcap is not None and not causal.supports_softcap(query.device, query.dtype)):
         scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap)
         return _scored(query, key, value, s_aux, scores, cu_seq_lens_q, max_length_q, document_spans), None
     whole = window is None and softcap is None and cu_seq_lens_q is not None and cu_seq_lens_q.numel() == rows + 1
     if cu_seq_lens_q is None or (whole and _is_planned(length)):
-        return causal.whole(query, key, value, scaling).transpose(1, 2), None
+        return causal.row_attention(query, key, value, scaling).transpose(1, 2), None
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     how = max_length_q or length, scaling, window, softcap, document_spans
-    return causal.varying(query, key, value, cu_seq_lens_q, *how).unflatten(0, (rows, length)), None
+    return causal.varlen_attention(query, key, value, cu_seq_lens_q, *how).unflatten(0, (rows, length)), None
 
 
 def _wide(
@@ -401,7 +401,7 @@ def _wide(
 ) -> Tensor:
     """Attention of heads wider than FlashAttention takes, by torch's memory-efficient kernel; arguments and result as
     `attend` has them. Of packed rows it reads a mask, one of the batch: Gemma 4 has such heads in every sixth layer."""
-    causal.may_differ(query, "torch's memory-efficient attention")
+    causal.warn_unrepeatable(query, "torch's memory-efficient attention")
     rows, heads, length, _ = query.shape
     key, value = (repeat_kv(x, heads // x.shape[1]) for x in (key, value))
     begins = None if bounds is None else _beginnings(bounds, rows, length)
@@ -430,10 +430,10 @@ def _scored(
 ) -> Tensor:
     """Attention with `scores` and sinks; arguments and result as `attend` has them."""
     rows, _, length, size = query.shape
-    if cu_seq_lens_q is not None and causal.takes_scores(query.device, query.dtype, size):
+    if cu_seq_lens_q is not None and causal.supports_scores(query.device, query.dtype, size):
         query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
         found = document_spans or spans(cu_seq_lens_q, rows * length)
-        return causal.scored(query, key, value, s_aux, found, scores).unflatten(0, (rows, length))
+        return causal.score_mod_attention(query, key, value, s_aux, found, scores).unflatten(0, (rows, length))
     begins = None if cu_seq_lens_q is None else _beginnings(cu_seq_lens_q, rows, length)
     return tiled_attention(query, key, value, scores, s_aux, begins, max_length_q).transpose(1, 2)
 
@@ -442,7 +442,7 @@ def _transformers(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softcap: float | None, options: dict
 ) -> tuple[Tensor, None]:
     """What the model was loaded with."""
-    causal.may_differ(query, "transformers' attention")
+    causal.warn_unrepeatable(query, "transformers' attention")
     groups = query.shape[1] // key.shape[1]
     if getattr(module, "num_key_value_groups", groups) != groups:  # of rows that are cut, see `parallel.context.exchange`
         module = copy.copy(module)

@@ -17,11 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..autograd.glu import glu
-from ..autograd.linear_fp8 import Fp8Products
-from ..autograd.lora_mlp import lora_mlp
+from ..autograd.checkpointing import Store, recompute_from
+from ..autograd.linear_fp8 import Fp8Gemms
+from ..autograd.lora_mlp import glu, lora_mlp
 from ..autograd.norms import add_rms_norm, layer_norm, rms_norm
-from ..autograd.recompute import Store, computed_again
 from ..autograd.rope import qk_norm_rope, rope
 from ..layers.plain import hooked
 from ..parallel.tensor.layers import Leaving
@@ -88,7 +87,7 @@ def _enter(half: Half, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tens
         x, residual = x.to(wider), residual.to(wider)
     if _is_fused(norm):
         recipe = recipes_of(half.inner)[0]
-        return add_rms_norm(x, residual, *_numbers(norm), recipe if isinstance(recipe, Fp8Products) else None)
+        return add_rms_norm(x, residual, *_numbers(norm), recipe if isinstance(recipe, Fp8Gemms) else None)
     total = x if residual is None else residual + x
     return (total if norm is None else norm(total)), total
 
@@ -146,7 +145,7 @@ def _again(store: Store | None, norm: Any, normed: Tensor, residual: Tensor) -> 
     """Whoever saves `normed` inside keeps the stream it came from, where the norm is a patched one."""
     if store is None or not torch.is_grad_enabled() or norm is None or not is_bound(norm):
         return contextlib.nullcontext()
-    return computed_again(normed, residual.detach(), partial(_normed, norm), store)
+    return recompute_from(normed, residual.detach(), partial(_normed, norm), store)
 
 
 def _normed(norm: Any, x: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ gradients or without, and used only while that forward runs, or is run again for
 whatever is not listed here (an adapter that came later), the product casts for itself. Copies lie side by side in the
 order of the modules, so that the A of projections that read one input are one stacked matrix.
 
-Where processes step slices of the factors (`parallel.shard.trained`), no factor is whole in fp32: there the copies take the
-factors' places (`in_their_place`).
+Where processes step slices of the factors (`parallel.shard.trained`), no factor is whole in fp32: there the copies
+take the factors' places (`in_their_place`).
 """
 
 from __future__ import annotations

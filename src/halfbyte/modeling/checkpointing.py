@@ -1,4 +1,4 @@
-"""What each decoder layer keeps between forward and backward: the levels of `memory.levels`, carried out.
+"""What each decoder layer keeps between forward and backward: the levels of `memory.activations`, carried out.
 
 A layer's level stands in its record (`patched`). Without one, a layer does as transformers' own gradient checkpointing
 says.
@@ -15,10 +15,10 @@ from typing import Any, cast
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..autograd.recompute import InPlace, Store, recompute
+from ..autograd.checkpointing import OnDevice, Store, recompute
 from ..config import Level
 from ..dispatch import on_compiler
-from ..memory.levels import LEVELS, OFFLOADED, TILE_ROWS
+from ..memory.activations import LEVELS, OFFLOADED, TILE_ROWS
 from ..memory.offload import Offload
 from ..parallel.tensor.layers import stream_in_slices
 from ..utils.errors import ModelError
@@ -121,9 +121,9 @@ def _with_level(self: Any, activations: Activations, hidden_states: Tensor, kwar
             return _block(self, hidden_states, **kwargs)
         kept = OFFLOADED.get(level, level)
         if kept == "checkpoint":
-            with stream_in_slices(mixer_of(self), host or InPlace()):
+            with stream_in_slices(mixer_of(self), host or OnDevice()):
                 return _recomputed(self, hidden_states, level == "tiled", kwargs)
-        store = host or InPlace()
+        store = host or OnDevice()
         if kept == "recompute":
             return _total(_halves(self, hidden_states, store, **kwargs))
         return _then_mlp(self, *attention_half(self, hidden_states, store, **kwargs))

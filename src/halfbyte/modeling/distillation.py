@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ..autograd.divergence import linear_generalized_jsd
+from ..autograd.losses import linear_generalized_jsd
 from ..ops.cross_entropy import Objective
 from ..ops.divergence import divergence_
 from ..utils.errors import ModelError

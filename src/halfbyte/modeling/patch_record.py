@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .families import Family
 
 if TYPE_CHECKING:
-    from ..autograd.lora import Products
+    from ..autograd.lora import GemmRecipe
     from .cast_cache import Copies
     from .checkpointing import Activations
 
@@ -33,7 +33,7 @@ class Patched:
 
     family: Family | None = None
     activations: Activations | None = None
-    products: dict[bool, tuple[Products, Products]] = field(default_factory=dict)
+    products: dict[bool, tuple[GemmRecipe, GemmRecipe]] = field(default_factory=dict)
     implementation: str | None = None
     copies: Copies | None = None
     copied: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)

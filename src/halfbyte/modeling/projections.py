@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from ..autograd.lora import LoRA, Products, lora_linear, lora_qkv
+from ..autograd.lora import GemmRecipe, LoRA, lora_linear, lora_qkv
 from ..dispatch import on_compiler
 from ..layers.plain import hooked, read_linear
 from ..utils.notices import notice
@@ -58,7 +58,7 @@ def dropout_of(projections: Sequence[Projection]) -> float:
     return max(projection.dropout for projection in projections)
 
 
-def project(x: Tensor, *modules: nn.Module, recipe: Products | None = None) -> tuple[Tensor, ...]:
+def project(x: Tensor, *modules: nn.Module, recipe: GemmRecipe | None = None) -> tuple[Tensor, ...]:
     """The linears `modules` of one input x [..., K], each [..., N]: fused where each is plain, else one by one.
 
     `recipe` is what fused products are computed in.
@@ -74,7 +74,7 @@ def project(x: Tensor, *modules: nn.Module, recipe: Products | None = None) -> t
     return lora_qkv(x, weights, biases, loras, dropout_of(read), recipe)
 
 
-def say_unfused(recipe: Products | None) -> None:
+def say_unfused(recipe: GemmRecipe | None) -> None:
     """A module's own forward knows no recipe."""
     if recipe is not None and not on_compiler():
         notice("recipe-unfused", f"linears that run their own forward compute in 16 bits, not in recipe {recipe.name}")

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from ..autograd.linear_fp8 import Fp8Products
-from ..autograd.linear_nvfp4 import Nvfp4Products, Nvfp4Recipe
-from ..autograd.lora import Products
+from ..autograd.linear_fp8 import Fp8Gemms
+from ..autograd.linear_nvfp4 import Nvfp4Gemms, Nvfp4Recipe
+from ..autograd.lora import GemmRecipe
 from ..config import Precision
 from ..ops.float8 import E4M3, E5M2
 from ..ops.fp8_scaling import DelayedScaling, ScalingOptions, Slot
@@ -77,7 +77,7 @@ def set_recipe(modules: Sequence[nn.Module], recipe: Recipe, device: torch.devic
         record(module).products = {}
     if isinstance(recipe, Nvfp4Recipe):
         for module in modules:
-            products = Nvfp4Products(recipe)
+            products = Nvfp4Gemms(recipe)
             record(module).products = dict.fromkeys((True, False), (products, products))
     if not isinstance(recipe, ScalingOptions):
         return None
@@ -85,18 +85,18 @@ def set_recipe(modules: Sequence[nn.Module], recipe: Recipe, device: torch.devic
     for at, module in enumerate(modules):
         for training in (True, False):
             slots = [Slot(scaling, index, training) for index in range(4 * at, 4 * at + 4)]
-            record(module).products[training] = Fp8Products(*slots[:2]), Fp8Products(*slots[2:])
+            record(module).products[training] = Fp8Gemms(*slots[:2]), Fp8Gemms(*slots[2:])
     return scaling
 
 
 def scaled_rows(modules: Iterable[nn.Module]) -> list[int]:
     """Which tensors of the state that `set_recipe` gave are those of `modules`, in their order."""
     products = [found.products[True] for module in modules if (found := patched(module)) and found.products]
-    both = [each for pair in products for each in pair if isinstance(each, Fp8Products)]
+    both = [each for pair in products for each in pair if isinstance(each, Fp8Gemms)]
     return [slot.index for each in both for slot in (each.x, each.grad)]
 
 
-def recipes_of(module: nn.Module) -> tuple[Products | None, Products | None]:
+def recipes_of(module: nn.Module) -> tuple[GemmRecipe | None, GemmRecipe | None]:
     """What computes the first and the second product of an attention or MLP now; None: x's dtype."""
     found = patched(module)
     return (None, None) if found is None else found.products.get(module.training, (None, None))

@@ -4,8 +4,8 @@ document.
 transformers writes every such layer alike: a forward that calls `causal_conv1d_fn`, then a scan, functions of its file.
 Here that very forward runs with others in their place. They take the documents out of their rows for the convolution
 and the scan alone; the linears around these, attention and MLPs see the packed batch. Convolutions on GPUs are
-`autograd.causal_conv`. The delta rule is flash-linear-attention's kernel, which reads where documents begin, where that
-is installed and has a backward (`refuses_backward`), and `autograd.delta_rule` elsewhere. Both are so of whole rows,
+`autograd.recurrent`. The delta rule is flash-linear-attention's kernel, which reads where documents begin, where that
+is installed and has a backward (`refuses_backward`), and `autograd.recurrent` elsewhere. Both are so of whole rows,
 too. For all other functions documents of like length become rows of transformers' own, whatever library that is of.
 
 No layer is listed: what calls one of `STAND_INS` by name is such a layer, and the probe (`isolation`) asks whether that
@@ -27,8 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..autograd.causal_conv import causal_conv
-from ..autograd.delta_rule import delta_rule
+from ..autograd.recurrent import causal_conv, delta_rule
 from ..dispatch import on_compiler
 from ..ops.attention import Spans, spans
 from ..utils.notices import notice
@@ -171,7 +170,7 @@ def _gated(own: Function, query: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_ours(kwargs: Mapping[str, Any]) -> bool:
-    """Whether `autograd.delta_rule` computes what a call of transformers' function asks for."""
+    """Whether `autograd.recurrent` computes what a call of transformers' function asks for."""
     stateless = kwargs.get("initial_state") is None and not kwargs.get("output_final_state")
     return stateless and bool(kwargs.get("use_qk_l2norm_in_kernel")) and not on_compiler()
 

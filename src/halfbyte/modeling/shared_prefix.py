@@ -2,8 +2,8 @@
 
 A batch of `data.branches` has the prompt once before its answers. Its layers get `Sharing` as a keyword argument
 (`attention.share`); so transformers' own forwards do it, too, on any device. In 16 bits on a GPU, and in float32 on a
-CPU, attention is `autograd.attention.branching`, else two calls of torch's: of all prompts, and of all answers, each
-beside the keys of its prompt.
+CPU, attention is `autograd.attention.shared_prefix_attention`, else two calls of torch's: of all prompts, and of all
+answers, each with the keys of its prompt.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, sharing: Sharing, scale: f
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     if sharing.kept is not None:
         key, value = sharing.kept.beside(key, value)
-    if causal.takes_branches(query):
-        out = causal.branching(query, key, value, sharing.branches, scale)
+    if causal.supports_shared_prefix(query):
+        out = causal.shared_prefix_attention(query, key, value, sharing.branches, scale)
     else:
         out = padded(query, key, value, sharing.segments, scale)
     return out.unflatten(0, (rows, length))

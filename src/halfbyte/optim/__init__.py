@@ -1,9 +1,8 @@
-"""Optimizers: one row each says how it is made and what it costs; config, plan and training ask the row.
+"""The table of optimizers: constructor, state size and capabilities, read by config, plan and training.
 
-To add one, add a row: `OPTIMIZERS["nadam"] = Optimizer(make=..., state_bytes=...)`.
+To add an optimizer, add a row: `OPTIMIZERS["nadam"] = Optimizer(make=..., state_bytes=...)`.
 """
 
-from .groups import parameter_groups, trained_parameters
-from .table import OPTIMIZERS, Optimizer, Settings
+from .table import OPTIMIZERS, Optimizer, Settings, parameter_groups, trained_parameters
 
 __all__ = ["OPTIMIZERS", "Optimizer", "Settings", "parameter_groups", "trained_parameters"]

@@ -1,25 +1,42 @@
-"""The table of optimizers, by transformers' `optim` names, made with the arguments that its Trainer gives them."""
+"""Optimizers by transformers' `optim` names, constructed and grouped as in transformers' Trainer."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
-
-from .groups import parameter_groups, trained_parameters
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
 BLOCK = 256  # elements of an 8-bit state with one float32 scale
-FEWEST_IN_8_BITS = 4096  # elements; bitsandbytes keeps the states of smaller parameters in 32 bits
-BETA3 = 0.9999  # of AdEMAMix, as in transformers
+FEWEST_IN_8_BITS = 4096  # elements; bitsandbytes stores the states of smaller parameters in 32 bits
+BETA3 = 0.9999  # AdEMAMix's third beta, as in transformers
+# Parameters without weight decay, matched against lower-case names, as in transformers' Trainer.
+WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Name → parameter that requires a gradient; tied parameters appear once."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """The trained parameters in two groups: with `weight_decay`, and norms and biases without it."""
+    from torch import nn
+
+    norms = {id(p) for module in model.modules() if isinstance(module, nn.LayerNorm) for p in module.parameters()}
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for name, parameter in trained_parameters(model).items():
+        groups[id(parameter) not in norms and WITHOUT_DECAY.search(name.lower()) is None].append(parameter)
+    return [{"params": groups[True], "weight_decay": weight_decay}, {"params": groups[False], "weight_decay": 0.0}]
 
 
 class Settings(Protocol):
-    """What of a run's configuration an optimizer takes."""
+    """The settings of a run that optimizers read."""
 
     @property
     def learning_rate(self) -> float: ...
@@ -37,15 +54,15 @@ class Optimizer:
 
     Attributes:
         make: (model, settings) → the optimizer of the model's trained parameters.
-        state_bytes: model, on the meta device too → bytes that the optimizer keeps between steps; step counts and
-            tables that all parameters share are left out.
-        guarded: reads `found_inf` on the device, as torch.amp.GradScaler asks, and leaves weights and state alone
-            where it is 1.
-        capturable: its step may be part of a CUDA graph, if its groups have `capturable=True`.
-        paged: CUDA moves its state to the host where the device is full.
-        scratch: a step on an accelerator needs as many bytes as the trained parameters have.
-        elementwise: it steps a slice of a parameter as it would in the whole.
-        package: to be installed for it.
+        state_bytes: model (also on the meta device) → bytes of the optimizer's state between steps, excluding step
+            counts and tables shared by all parameters.
+        guarded: whether the step reads `found_inf` on the device, as torch.amp.GradScaler expects, and changes nothing
+            if it is 1.
+        capturable: whether a CUDA graph can capture the step, given `capturable=True` in the groups.
+        paged: whether CUDA pages the state to the host when the device is full.
+        scratch: whether a step on an accelerator allocates temporary memory of the size of the trained parameters.
+        elementwise: whether a step treats each element separately, so that it can step slices of parameters.
+        package: required extra package, or None.
     """
 
     make: Callable[[nn.Module, Settings], torch.optim.Optimizer]
@@ -59,7 +76,7 @@ class Optimizer:
 
 
 def _torch(kind: str, copies: int, betas: bool = False, fused: bool = False, **row: Any) -> Optimizer:
-    """An optimizer of torch that keeps `copies` of each parameter in its own dtype."""
+    """A torch optimizer with `copies` state tensors per parameter, in the parameter's dtype."""
 
     def make(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
         import torch
@@ -84,7 +101,7 @@ def _make_adafactor(model: nn.Module, settings: Settings) -> torch.optim.Optimiz
 
 
 def _adafactor_bytes(model: nn.Module) -> int:
-    """float32 sums of rows and of columns of the last two dimensions; one number an element below two."""
+    """Bytes of Adafactor's fp32 state: row and column sums of matrices, one number per element of vectors."""
 
     def elements(shape: torch.Size) -> int:
         return shape.numel() if len(shape) < 2 else shape[:-1].numel() + (shape[:-2] + shape[-1:]).numel()
@@ -93,7 +110,7 @@ def _adafactor_bytes(model: nn.Module) -> int:
 
 
 def _bitsandbytes(kind: str, copies: int, bits: int, paged: bool = False) -> Optimizer:
-    """An optimizer of bitsandbytes that keeps `copies` of each parameter in 8 or 32 bits; embeddings' in 32."""
+    """A bitsandbytes optimizer with `copies` state tensors per parameter, in `bits` (embeddings: 32 bits)."""
 
     def make(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
         import bitsandbytes
@@ -104,7 +121,7 @@ def _bitsandbytes(kind: str, copies: int, bits: int, paged: bool = False) -> Opt
             options |= {"betas": (settings.adam_beta1, settings.adam_beta2, *third), "is_paged": paged}
         groups = parameter_groups(model, settings.weight_decay)
         made = getattr(bitsandbytes.optim, kind)(groups, **options)
-        # Its own manager: the global one would keep embeddings alive, and take another model's parameters for them.
+        # A separate manager: the global one keeps embeddings alive and can confuse parameters of different models.
         made.mng = object.__new__(bitsandbytes.optim.GlobalOptimManager)
         made.mng.initialize()
         made.mng.override_config(_embeddings(model), "optim_bits", 32)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..config import RunConfig
 from ..config.yaml import dump_value
-from ..memory.batches import Batches
+from ..memory.activations import Batches
 from ..utils.errors import ConfigError
 from ..utils.notices import notice
 from ..utils.terminal import MEMORY_PARTS, as_plan, size

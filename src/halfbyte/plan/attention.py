@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ..autograd.attention import takes_rows
+from ..autograd.attention import has_repeatable_rows
 from ..autograd.tiled_attention import TENSORS
 from ..modeling.attention import Implementation
 from ..ops.attention import parts_of_rows
@@ -43,7 +43,7 @@ class AttentionBytes:
         square, size = rows * length * length, query.element_size()
         if found.own:
             return cls(sums=False)
-        if found.repeatable and takes_rows(query):
+        if found.repeatable and has_repeatable_rows(query):
             at_once, keys = parts_of_rows(query, key) or (0, 0)
             return cls(back=2 * at_once * keys * (heads // key.shape[1]) * length**2, sums=False)
         if found.tiles:

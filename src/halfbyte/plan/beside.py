@@ -20,7 +20,7 @@ from ..auxiliary.find import find_teacher
 from ..config import RunConfig
 from ..config.policy import DISTILLING
 from ..loading.find import ModelFiles
-from ..memory.batches import Batches
+from ..memory.activations import Batches
 from ..reading.tensors import ADAPTER, ADAPTER_AGAIN, read_header, safetensors_files
 from ..rl.rewards.judges import JudgeFiles, find_judges
 from ..rl.rewards.specs import MODEL, read_specs

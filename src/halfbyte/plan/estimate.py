@@ -15,15 +15,15 @@ import torch
 
 from ..config import Level, Parallel, RunConfig, Sliced
 from ..config.policy import DISTILLING, SAMPLING
-from ..memory import host
-from ..memory.batches import Batches, Shape
+from ..memory import allocators
+from ..memory.activations import Batches, Shape
 from ..modeling.packed_forwards import LIKE
 from ..optim import OPTIMIZERS, trained_parameters
 from ..parallel.pipeline.model import cut_model
 from ..parallel.pipeline.simulation import Seconds
 from ..parallel.reduction import BUCKET
 from ..parallel.shard.model import trains_alike
-from ..parallel.shard.trained import AT_ONCE, TOGETHER, slices
+from ..parallel.shard.trained import AT_ONCE, TOGETHER, optimizer_shards
 from ..utils.hardware import best_device, free_bytes, segments_grow
 from ..utils.notices import notice
 from .beside import beside
@@ -168,7 +168,7 @@ class _Planner:
         row = OPTIMIZERS[self.config.optim]
         self.optimizer = row.state_bytes(shapes.model)
         self.scratch = row.scratch and shapes.device.type != "cpu"  # unfused ones work on lists of all parameters
-        self.slices = slices(layout, row.elementwise and shapes.dtype != torch.float16)
+        self.slices = optimizer_shards(layout, row.elementwise and shapes.dtype != torch.float16)
         self.factors = shapes.factors() if self.slices > 1 else (0, 0)
         captures = graphs and {*layout.axes} <= CAPTURED and not self._at_once  # which are reduced in backward
         captures = captures and not waiting.layers
@@ -247,7 +247,7 @@ class _Planner:
     @functools.cached_property
     def host(self) -> int:
         """Bytes of the host's memory that this process may fill."""
-        return int(HOST_MARGIN * host.available_bytes() / self.on_host)
+        return int(HOST_MARGIN * allocators.available_bytes() / self.on_host)
 
     def _hosting(self, choice: Choice) -> Choice:
         """`choice`, with slices of as many layers in the host's memory as there is no room for on the device, which

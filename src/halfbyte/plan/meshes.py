@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..config import Parallel, RunConfig
-from ..memory.batches import Batches
+from ..memory.activations import Batches
 from ..modeling.layer import decoder_layers
 from ..parallel.support import layouts, unsupported_context, unsupported_packing, unsupported_reason
 from ..parallel.tensor.model import check_products

@@ -1,4 +1,4 @@
-"""The times of a decoder layer at each level of `memory.levels`, and the fastest mix of levels within a budget.
+"""The times of a decoder layer at each level of `memory.activations`, and the fastest mix of levels within a budget.
 
 A step's peak is the highest of its moments: each layer's forward, the loss, each layer's backward, over what is stored
 at that moment; `plan.replay` says how many bytes those are. Times are arithmetic over rates measured on an H200, and
@@ -18,8 +18,7 @@ from itertools import combinations
 from typing import Any
 
 from ..config import Level
-from ..memory.batches import Shape
-from ..memory.levels import LEVELS, OFFLOADED, TILE_ROWS
+from ..memory.activations import LEVELS, OFFLOADED, TILE_ROWS, Shape
 from ..modeling.layer_sizes import widest
 from ..modeling.routers import EXPERT_COUNTS, TOP_K
 from .cards import H200, Card

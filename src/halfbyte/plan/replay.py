@@ -37,7 +37,7 @@ from ..modeling.patch import patch
 from ..ops.cross_entropy import Objective
 from ..ops.losses import chunk_rows, cross_entropy_in_chunks
 from ..qat import fake_quantize
-from ..qat.layers import QATLinear
+from ..qat.model import QATLinear
 from ..tensor import QuantizedTensor
 from ..utils.notices import silent
 from .attention import stand_in

@@ -22,7 +22,7 @@ from ..generation.engine_cache import CACHES
 from ..generation.rollouts import CODES_ROWS, READ, pages_for
 from ..generation.schedule import BESIDE, Group, Row, pages_of
 from ..layers import QuantizedLinear
-from ..memory.batches import Batches
+from ..memory.activations import Batches
 from ..modeling.layer_sizes import layer_sizes, widest
 from ..ops.delta_rule import Rows, delta_rule, parts_of
 from ..ops.paged_attention import PAGE

@@ -19,9 +19,8 @@ from ..layers.expert_adapters import expert_wrappers
 from ..layers.experts import names_of
 from ..loading.assignment import left_whole, stored_formats, stored_names
 from ..loading.expert_stacks import store_stacks
-from ..memory.batches import Shape
+from ..memory.activations import TILE_ROWS, Shape
 from ..memory.expert_offload import layers_of_experts
-from ..memory.levels import TILE_ROWS
 from ..modeling import recurrent
 from ..modeling.adapters import add_adapter
 from ..modeling.architectures import auto_class, beside_text, expert_stacks, per_layer_tables, quantizable

@@ -1,18 +1,18 @@
-"""Fake quantization: forward computes with dequantize(quantize(W)), backward as if W had not been rounded.
+"""Fake quantization: the forward uses dequantize(quantize(W)), the backward ignores the rounding.
 
-The straight-through estimator: rounding is a staircase whose derivative is zero almost everywhere, so that backward
-takes the identity in its place (Bengio, Léonard and Courville 2013, arXiv:1308.3432, §4). It is clipped nowhere. Their
-variants with a clip stop the gradient of what lies beyond the format's range; here every scale follows the largest
-weight of its block, in each forward anew, and no weight lies beyond it by more than the rounding of the scale. LLM-QAT
-(Liu et al. 2023, arXiv:2305.17888, §3.2) keeps weights unclipped for the same reason: outliers matter.
+This is the straight-through estimator: rounding has derivative zero almost everywhere, so the backward replaces it by
+the identity (Bengio, Léonard and Courville 2013, arXiv:1308.3432, §4). The gradient is not clipped. Clipped variants
+stop the gradient of weights outside the format's range; here each forward sets every scale from the largest weight of
+its block, so no weight is out of range by more than the rounding of the scale. LLM-QAT (Liu et al. 2023,
+arXiv:2305.17888, §3.2) does not clip weights either, because outliers matter.
 
-y = x·Qᵀ + b with Q = dequantize(quantize(W + s·B·A)), shapes as in `autograd.lora`. Through the estimator ∂L/∂Q is the
-gradient of W, and of the sum W + s·B·A. With G = dyᵀ·x [N, K]:
+y = x·Qᵀ + b with Q = dequantize(quantize(W + s·B·A)), shapes as in `autograd.lora`. Under the estimator, ∂L/∂Q is the
+gradient of W and of the sum W + s·B·A. With G = dyᵀ·x [N, K]:
 
     dW = G      dB = s·G·Aᵀ = s·dyᵀ·(x·Aᵀ)      dA = s·Bᵀ·G = s·(dy·B)ᵀ·x      dx = dy·Q      db = Σ dy over rows
 
-The right-hand forms never make G, so that a frozen W with an adapter costs what LoRA costs, and two quantizations. Q is
-not saved: backward quantizes again, and gets the same bits.
+The right-hand forms avoid G, so a frozen W with an adapter costs as much as LoRA plus two quantizations. Q is not
+saved: the backward quantizes again and gets the same bits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..ops.rows import unviewed
 
 
 def fake_quantize(weight: Tensor, format: Format) -> Tensor:
-    """dequantize(quantize(weight)) in the weight's shape and dtype; its gradient is passed to `weight` unchanged.
+    """dequantize(quantize(weight)) in the weight's shape and dtype; the gradient passes to `weight` unchanged.
 
     Raises:
         ModelError: the weight has NaN or Inf, or a dtype or shape that the format does not take.
@@ -38,13 +38,13 @@ def fake_quantize(weight: Tensor, format: Format) -> Tensor:
 
 
 def round_trip(weight: Tensor, format: Format, dtype: torch.dtype) -> Tensor:
-    """`dtype`, of the weight's shape: dequantize(quantize(weight)), without a gradient and untouched by autocast."""
+    """dequantize(quantize(weight)) in `dtype`, without gradient and with autocast disabled."""
     with torch.autocast(weight.device.type, enabled=False):
         return format.dequantize(format.quantize(weight.detach()), tuple(weight.shape), dtype)
 
 
 def merged_weight(weight: Tensor, lora: LoRA | None) -> Tensor:
-    """W + s·B·A in fp32 [N, K], in the order of operations of PEFT's merge; W as it is without an adapter."""
+    """W + s·B·A in fp32 [N, K], in the order of operations of PEFT's merge; W itself without an adapter."""
     if lora is None:
         return weight.detach()
     with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
@@ -57,21 +57,21 @@ def fake_quantized_linear(
 ) -> Tensor:
     """`F.linear` with the fake-quantized weight, or with the fake-quantized sum of weight and adapter.
 
-    Keeps the input for backward where something of the weight is trained, and nothing else. Under torch.compile it is
-    a break in the graph.
+    Saves only the input for backward, and only if the weight or the adapter is trained. Breaks the graph under
+    torch.compile.
 
     Args:
-        input: [..., K] float; the product runs in its dtype, or autocast's.
+        input: [..., K] float; the GEMM runs in its dtype, or in autocast's.
         weight: [N, K], trained or frozen.
         bias: [N] or None.
-        format: what the weight is rounded to.
-        lora: the adapter that is merged before rounding.
+        format: format to round the weight to.
+        lora: adapter to merge before rounding.
 
     Returns:
-        [..., N] in the dtype of the product.
+        [..., N] in the dtype of the GEMM.
 
     Raises:
-        ModelError: as `fake_quantize`.
+        ModelError: see `fake_quantize`.
     """
     input = to_compute_dtype(input)
     bias = None if bias is None else bias.to(input.dtype)
@@ -92,7 +92,7 @@ class _FakeQuantize(torch.autograd.Function):
 class _FakeQuantizedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, input, weight, bias, format, a, b, scaling):
-        # Attributes, as in `autograd.linear`: parameters outlive the graph, and hooks that offload must not carry them.
+        # Attributes, not save_for_backward: hooks that offload saved activations must not offload parameters.
         ctx.weight, ctx.format = weight, format
         ctx.lora = None if a is None else LoRA(a, b, scaling)
         if any(ctx.needs_input_grad[index] for index in (1, 4, 5)):
@@ -107,7 +107,7 @@ class _FakeQuantizedLinear(torch.autograd.Function):
         grad_input = grad_weight = grad_bias = grad_a = grad_b = None
         if needs[0]:
             grad_input = grad @ _rounded(ctx, grad.dtype)
-        for input in ctx.saved_tensors:  # one or none, unpacked once: checkpointing recomputes it then
+        for input in ctx.saved_tensors:  # one or none; unpacked only once, since checkpointing recomputes it on access
             x = input.reshape(-1, ctx.weight.shape[1])
         if needs[1]:
             grad_weight = (rows.t() @ x).to(ctx.weight.dtype)

@@ -1,12 +1,18 @@
-"""Quantization-aware training of a loaded model: linear layers compute with rounded weights, then store those."""
+"""Quantization-aware training of a loaded model: linears that compute with rounded weights, and their conversion.
+
+On a layer with LoRA, base and adapter are added first and their sum is rounded, since that sum is what merging and
+quantizing deploys. PEFT would add the adapter's output to that of a rounded base. This is another function, whose
+effective weight is not representable in the format.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 from peft.tuners.lora import Linear as LoraLinear
-from torch import nn
+from torch import Tensor, nn
 
+from ..autograd.lora import LoRA
 from ..formats import Format, named, names
 from ..layers import QuantizedLinear, quantized_parameter
 from ..layers.plain import read_adapters
@@ -14,15 +20,75 @@ from ..modeling.architectures import expert_stacks, quantizable
 from ..tensor import QuantizedTensor
 from ..utils.errors import ModelError
 from ..utils.notices import notice
-from .fake_quantize import merged_weight
-from .layers import QATLinear, QATLoraLinear
+from .fake_quantize import fake_quantized_linear, merged_weight
+
+
+class QATLinear(nn.Linear):
+    """`nn.Linear` that rounds its weight to a format in every forward; see `fake_quantize`.
+
+    Weight and bias keep their dtype, names and gradients. The input is not rounded.
+
+    Attributes:
+        format: format to round the weight to.
+    """
+
+    format: Format
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, format: Format) -> Self:
+        """The same layer with the same parameters."""
+        module = cls.__new__(cls)
+        nn.Module.__init__(module)
+        module.in_features, module.out_features, module.format = linear.in_features, linear.out_features, format
+        module.weight, module.bias = linear.weight, linear.bias
+        return module.train(linear.training)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return fake_quantized_linear(input, self.weight, self.bias, self.format)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, format={self.format.spec}"
+
+
+class QATLoraLinear(LoraLinear):
+    """PEFT's LoRA around a `QATLinear`; state dict, saving, merging and unloading are PEFT's own."""
+
+    own_forward = "its weight is rounded with the adapter merged"
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if kwargs.get("adapter_names") is not None:
+            raise ModelError(
+                "quantization-aware training does not support adapter_names", "use one adapter for the whole batch"
+            )
+        lora = self.active_lora()
+        if lora is None:
+            return super().forward(x, *args, **kwargs)
+        base: Any = self.get_base_layer()
+        return fake_quantized_linear(x, base.weight, base.bias, base.format, lora)
+
+    def active_lora(self) -> LoRA | None:
+        """The adapter to merge in each forward; None if it is disabled or merged into the weight already.
+
+        Raises:
+            ModelError: several adapters are active, or the active one is not plain LoRA.
+        """
+        if self.disable_adapters or self.merged:
+            return None
+        found = read_adapters(self)
+        if isinstance(found, str):
+            raise ModelError(f"{found}: it has no merged weight to round", "use plain LoRA")
+        if len(found) > 1:
+            raise ModelError(
+                f"{len(found)} adapters are active at once", "activate one: its sum with the weight is rounded"
+            )
+        return LoRA(found[0].a, found[0].b, found[0].scaling) if found else None
 
 
 def qat_format(scheme: str) -> Format:
-    """The format that `qat_scheme` names; the same name in `halfbyte merge --quantize` stores it.
+    """The format that `qat_scheme` names; `halfbyte merge --quantize` takes the same name.
 
     Raises:
-        ModelError: there is no such format, or it cannot be quantized to.
+        ModelError: there is no such format, or halfbyte cannot quantize to it.
     """
     try:
         format_ = named(scheme)
@@ -36,64 +102,66 @@ def qat_format(scheme: str) -> Format:
 
 
 def fake_quantize_linears(model: Any, format: Format) -> None:
-    """Replace the linear layers that quantizing would store in `format` (not the head) by `QATLinear`, in place.
+    """Replace the linears that quantization would store in `format` (not the head) by `QATLinear`s, in place.
 
     Raises:
-        ModelError: the model has none, or stacks of experts, or a weight has NaN or Inf, or a shape that the format
-            cannot hold.
+        ModelError: the model has no such linears or has stacked experts, or a weight has NaN, Inf or a shape that the
+            format does not support.
     """
     if stacks := expert_stacks(model):
         weights = sum(getattr(module, name.rpartition(".")[2]).numel() for name, module in stacks.items())
-        said = f"{weights / 1e6:.0f}M weights of this model are stacked experts, which are not rounded in training"
-        raise ModelError(f"qat_scheme: {said}", "remove qat_scheme, and store them in few bits: load_in_4bit: true")
+        raise ModelError(
+            f"qat_scheme: quantization-aware training does not support stacked experts ({weights / 1e6:.0f}M weights)",
+            "remove qat_scheme; to store the experts in 4 bits, set load_in_4bit: true",
+        )
     linears = quantizable(model)
     if not linears:
         raise ModelError(f"qat_scheme: {type(model).__name__} has no linear layer to quantize", "remove qat_scheme")
     for name, linear in linears.items():
         try:
-            QuantizedTensor.quantize(linear.weight.detach(), format)  # the first forward would not know the name
+            QuantizedTensor.quantize(linear.weight.detach(), format)  # fail here, where the error can name the layer
         except ModelError as error:
             raise ModelError(f"qat_scheme: {name}.weight: {error.message}", error.fix) from error
         model.set_submodule(name, QATLinear.from_linear(linear, format))
     notice(
         f"qat-{format.spec}",
-        f"quantization-aware: {len(linears)} linear layers compute with weights rounded to {format.spec} in every"
+        f"quantization-aware training: {len(linears)} linear layers round their weights to {format.spec} in every"
         " forward; activations, embeddings and the head are not rounded",
     )
 
 
 def round_merged(model: nn.Module) -> None:
-    """Have each LoRA on a `QATLinear` of `model` merged before rounding. Harmless on a model without any.
+    """Turn each LoRA on a `QATLinear` into a `QATLoraLinear`, in place; does nothing on other models.
 
     Raises:
-        ModelError: an adapter has no merged weight to round: dropout, DoRA, a bias, or another kind than LoRA.
+        ModelError: an adapter has no merged weight to round: it has dropout, DoRA or a bias, or is not LoRA.
     """
     for name, module in model.named_modules():
         if not isinstance(getattr(module, "base_layer", None), QATLinear) or isinstance(module, QATLoraLinear):
             continue
         if obstacle := _obstacle(module):
-            what, fix = obstacle
-            raise ModelError(f"qat_scheme: no merged weight computes {name}: {what}", fix)
+            reason, fix = obstacle
+            raise ModelError(f"qat_scheme: {name} has no merged weight to round: {reason}", fix)
         module.__class__ = QATLoraLinear
 
 
 def _obstacle(module: Any) -> tuple[str, str] | None:
-    """What of an adapter cannot be merged in every forward, and the fix."""
+    """Why an adapter cannot be merged in every forward, and the fix; None if it can."""
     if type(module) is not LoraLinear:
         return f"its adapter is a {type(module).__name__}", "use plain LoRA"
     if any(isinstance(each, nn.Dropout) and each.p > 0 for each in module.lora_dropout.values()):
         return "it has dropout on its adapter's input", "set lora_dropout: 0 (adapter_path: in adapter_config.json)"
     found = read_adapters(module, module.lora_A)
-    return (found, "train one of plain LoRA") if isinstance(found, str) else None
+    return (found, "use plain LoRA") if isinstance(found, str) else None
 
 
 def quantize_trained(model: Any) -> None:
-    """Replace each `QATLinear`, with the adapter on it, in place by a `QuantizedLinear` of what it computes with.
+    """Replace each `QATLinear` and its adapter by a `QuantizedLinear` with the rounded merged weight, in place.
 
-    Adapters on other modules stay.
+    Adapters on other modules do not change.
     """
     done = set()
-    for name, module in list(model.named_modules()):  # an adapter comes before the layer in it
+    for name, module in list(model.named_modules()):  # an adapter precedes the layer that it wraps
         adapted = isinstance(module, QATLoraLinear)
         linear = module.get_base_layer() if adapted else module
         if not isinstance(linear, QATLinear) or linear in done:

@@ -12,8 +12,8 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
-from halfbyte.layers.expert_adapters import changed_experts, run_beside
-from halfbyte.layers.expert_targets import by_modules
+from halfbyte.layers.expert_adapters import attach_adapter_forwards, changed_experts
+from halfbyte.layers.expert_targets import weights_as_modules
 from halfbyte.methods.answers import model_inputs
 from halfbyte.methods.base import Batch
 from halfbyte.modeling.adapters import compute, load_adapter_weights, quiet_peft, saved_adapter_config
@@ -151,13 +151,13 @@ def adapter_reload(model: PeftModel, folder: Path, ids: torch.Tensor, dtype: tor
         lora.inference_mode = True
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters() if parameter.requires_grad}
         base: Any = model.unload()
-        with quiet_peft(), by_modules(lora, base):
+        with quiet_peft(), weights_as_modules(lora, base):
             model = PeftModel.from_pretrained(base, str(folder), config=lora)
         for name, parameter in model.named_parameters():  # PEFT makes adapters float32, which bf16 ones are not
             if name in dtypes:
                 parameter.data = parameter.data.to(dtypes[name])
         round_merged(model)
-        run_beside(model)
+        attach_adapter_forwards(model)
     else:
         parameters = trained_parameters(model).values()
         with whole_inside(parameters):

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte.memory.batches import GRAPHS
+from halfbyte.memory.activations import MAX_GRAPHS
 from halfbyte.memory.pinned import AFTER_CAPTURE
 from halfbyte.utils.errors import TrainingError
 from halfbyte.utils.hardware import capture_stream, free_cached_memory, is_out_of_memory, reservable_bytes
@@ -80,7 +80,7 @@ class _Graphs:
 
     Every call trains, the warm-up too. A shape whose first capture fails is warmed up alone, and what a capture cannot
     hold then (a wait for the device, a shape that depends on values) is said once: that shape stays eager. So does a
-    shape beyond `GRAPHS` until it has come as often as a warm-up: then the graph goes that was not used for longest.
+    shape beyond `MAX_GRAPHS` until it has come as often as a warm-up: then the least recently used graph goes.
     Processes that compute together warm up every shape.
 
     Args:
@@ -130,11 +130,11 @@ class _Graphs:
     def _is_due(self, shapes: Shapes, warm: bool) -> bool:
         if self._eager_only or self._calls <= WARMUP:
             return False
-        return warm or not (self._warm_up_each or shapes in self._to_warm_up or self._graphs >= GRAPHS)
+        return warm or not (self._warm_up_each or shapes in self._to_warm_up or self._graphs >= MAX_GRAPHS)
 
     def _take(self, shapes: Shapes, batch: Batch, warm: bool) -> None:
         """Capture a shape, which may take another's place."""
-        if self._graphs >= GRAPHS:
+        if self._graphs >= MAX_GRAPHS:
             torch.cuda.synchronize(self.stream.device)  # before a graph goes
             del self._captured[next(each for each, captured in self._captured.items() if captured is not None)]
         captured = self._capture(batch, warm)

@@ -41,7 +41,7 @@ from halfbyte.parallel.context.model import slice_of
 from halfbyte.parallel.mesh import ALONE, AXES, ROWS, Mesh
 from halfbyte.parallel.mesh import TOKENS as OTHER_TOKENS
 from halfbyte.parallel.shard.model import trains_alike
-from halfbyte.parallel.shard.trained import trained_units
+from halfbyte.parallel.shard.trained import shard_optimizer
 from halfbyte.parallel.tensor.layers import whole_inside
 from halfbyte.utils.errors import TrainingError
 from halfbyte.utils.files import new_directory
@@ -196,12 +196,12 @@ class TrainingLoop:
         elementwise = self.row.elementwise and self.scaler is None
         alike = self.mesh.ways("shard") > 1 and trains_alike(self.model) and not self.stepper.captures
         narrow = partial(in_their_place, self.model, self.compute_dtype)
-        self.units = trained_units(self.mesh, self.trained, elementwise=elementwise, alike=alike, narrow=narrow)
+        self.units = shard_optimizer(self.mesh, self.trained, elementwise=elementwise, alike=alike, narrow=narrow)
         self.units.adopt(self.optimizer)
         warmup = self.args.get_warmup_steps(steps)
         self.schedule = get_scheduler(self.config.lr_scheduler_type, self.optimizer, warmup, steps)
         if checkpoint is not None:
-            own = partial(split.own_part, self.optimizer) if split else self.units.own_state
+            own = partial(split.own_part, self.optimizer) if split else self.units.local_state
             with whole_inside(self.trained, self.optimizer):
                 load_optimizer(checkpoint, self.optimizer, self.schedule, self.scaler, own)
         by_steps = self.config.max_steps > 0
@@ -332,7 +332,7 @@ class TrainingLoop:
         # a step that the scaler leaves out is none of the schedule's; a fused optimizer leaves it out itself
         if self.scaler is None or math.isfinite(self.records.norm) or self.row.guarded:
             self.schedule.step()
-        self.units.stepped()
+        self.units.after_step()
         return rate
 
     def _finish_step(self, rate: float, epoch: float) -> None:
@@ -410,7 +410,7 @@ class TrainingLoop:
         with whole_inside(self.trained, self.optimizer):
             split = self.pipeline_state
             weights = split.weights() if split else None
-            optimizer = (split.optimizer if split else self.units.whole_state)(self.optimizer)
+            optimizer = (split.optimizer if split else self.units.full_state)(self.optimizer)
             scaling = scaling_state(self.scaling, split)
             with self.units.full():
                 if self.mesh.is_main:

@@ -31,7 +31,7 @@ from halfbyte.optim import OPTIMIZERS
 from halfbyte.parallel.context.model import check_divided_like
 from halfbyte.parallel.mesh import ALONE, ROWS, Mesh
 from halfbyte.parallel.pipeline.model import Cut, check_trained, cut_model
-from halfbyte.parallel.shard.trained import slices
+from halfbyte.parallel.shard.trained import optimizer_shards
 from halfbyte.plan.advice import check_fits
 from halfbyte.plan.cards import Card, card_of
 from halfbyte.plan.estimate import estimate
@@ -234,7 +234,7 @@ def _read_data(
 def _say_whole_states(config: RunConfig, machine: Machine, layout: Parallel) -> None:
     """Say what keeps the optimizer's state from being divided where the frozen weights are."""
     scaled, row = machine.compute_dtype == torch.float16, OPTIMIZERS[config.optim]
-    if slices(layout, True) == slices(layout, row.elementwise and not scaled):
+    if optimizer_shards(layout, True) == optimizer_shards(layout, row.elementwise and not scaled):
         return
     if row.elementwise:
         why, instead = "dtype: float16 scales the loss", "dtype: bfloat16 divides it"

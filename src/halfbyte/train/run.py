@@ -23,11 +23,10 @@ from halfbyte.config import RunConfig, load_config
 from halfbyte.data.collate import make_collator
 from halfbyte.data.paired import answer_collator, apart, first_prompt
 from halfbyte.generation.stops import stop_tokens
-from halfbyte.layers.frozen import multiply_by_onednn
+from halfbyte.layers.plain import multiply_by_onednn
 from halfbyte.loading.load import load_model
+from halfbyte.memory.allocators import FIRST_KERNELS, HEAP_WASTE, memory_cap, return_large_blocks
 from halfbyte.memory.expert_offload import offload_experts
-from halfbyte.memory.host import HEAP_WASTE, return_large_blocks
-from halfbyte.memory.limit import FIRST_KERNELS, held_to
 from halfbyte.methods.answers import turn_dropout_off
 from halfbyte.modeling.adapters import add_adapter, compute, no_input_casts, reads_base
 from halfbyte.modeling.attention import planned_lengths
@@ -172,7 +171,7 @@ def _run_or_report(run: OpenRun, console: Console) -> RunResult:
 def _settings(run: PreparedRun) -> Iterator[None]:
     """What holds for the whole process while a run trains: its share of memory, its algorithms."""
     with (
-        held_to(run.machine.device, _most_bytes(run)),
+        memory_cap(run.machine.device, _most_bytes(run)),
         repeatable(run.config, run.machine.device),
         planned_lengths(lengths_worth_plans(run)),
     ):

@@ -9,7 +9,7 @@ from rich import console as rich_console
 from rich.segment import Segment
 
 from .notices import notice
-from .streams import in_encoding, nobody_reads
+from .streams import discard_stdout, in_encoding
 from .text import visible
 
 
@@ -35,7 +35,7 @@ class Console(rich_console.Console):
                 yield Segment(in_encoding(visible(segment.text), self.encoding), segment.style)
 
     def on_broken_pipe(self) -> None:
-        nobody_reads()
+        discard_stdout()
         if not self.outlives_reader:
             raise BrokenPipeError
         self.quiet = True

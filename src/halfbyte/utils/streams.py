@@ -1,4 +1,4 @@
-"""stdout and stderr of a command: they take any character, may be closed, and hold halfbyte's own words only."""
+"""Setup of stdout and stderr for commands: any character prints, and other libraries' output is suppressed."""
 
 from __future__ import annotations
 
@@ -10,49 +10,49 @@ import warnings
 
 from .text import visible
 
-# Stand-ins for the signs that halfbyte itself prints, where the output's encoding has none of them.
-_SIGNS, _INSTEAD = "·…–—×→≤≥±✓✗█■░━╸╺⟦⟧⏎", "| ... - - x -> <= >= +- ok !! # # . = = - [[ ]] <-|"
-_STAND_INS = dict(zip(_SIGNS, _INSTEAD.split(), strict=True))
+# ASCII replacements for the non-ASCII characters that halfbyte prints.
+_SIGNS, _REPLACEMENTS = "·…–—×→≤≥±✓✗█■░━╸╺⟦⟧⏎", "| ... - - x -> <= >= +- ok !! # # . = = - [[ ]] <-|"
+_ASCII = dict(zip(_SIGNS, _REPLACEMENTS.split(), strict=True))
 ENCODING_ERRORS = "halfbyte.stand-ins"
 
 
 def in_encoding(text: str, encoding: str) -> str:
-    """`text` in the characters that `encoding` has."""
+    """`text` with characters that `encoding` cannot represent replaced by ASCII."""
     return text if text.isascii() else text.encode(encoding, ENCODING_ERRORS).decode(encoding)
 
 
-def _stand_ins(error: UnicodeError) -> tuple[str, int]:
-    r"""A codec's error handler: stand-ins, else \uXXXX in JSON's spelling, so that JSON lines stay JSON."""
+def _replace_unencodable(error: UnicodeError) -> tuple[str, int]:
+    r"""Codec error handler: replace characters by ASCII, or by JSON's \uXXXX escapes so that JSON lines stay valid."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    lacking = error.object[error.start : error.end]
-    return "".join(_STAND_INS.get(character) or _as_json(character) for character in lacking), error.end
+    unencodable = error.object[error.start : error.end]
+    return "".join(_ASCII.get(character) or _json_escape(character) for character in unencodable), error.end
 
 
-def _as_json(character: str) -> str:
+def _json_escape(character: str) -> str:
     units = character.encode("utf-16-be", "surrogatepass").hex()
     return "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4))
 
 
-codecs.register_error(ENCODING_ERRORS, _stand_ins)
+codecs.register_error(ENCODING_ERRORS, _replace_unencodable)
 
 
-class _Visible(logging.Formatter):
+class _VisibleFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record))
 
 
 def settle_streams(everything: bool) -> None:
-    """For a command: its outputs take any character, and stderr holds halfbyte's own words.
+    """Configure the streams of a command: any character prints, and stderr shows halfbyte's log messages only.
 
     Args:
-        everything: let other libraries' warnings and bars through, too.
+        everything: show other libraries' warnings, logs and progress bars too.
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors=ENCODING_ERRORS)
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Visible("%(message)s"))
+    handler.setFormatter(_VisibleFormatter("%(message)s"))
     if not everything:
         handler.addFilter(logging.Filter("halfbyte"))
         warnings.showwarning = lambda *_args, **_named: None
@@ -61,8 +61,10 @@ def settle_streams(everything: bool) -> None:
 
 
 def quiet_libraries() -> None:
-    """Let transformers and datasets say errors only, and let progress bars go when they are done; they are only shown
-    on a terminal. It counts before these libraries are imported."""
+    """Have transformers and datasets log errors only, and show tqdm bars on a terminal only, cleared at their end.
+
+    Call it before these libraries are imported: it sets environment variables.
+    """
     on_terminal = sys.stderr is not None and sys.stderr.isatty()
     for name, value in {
         "TRANSFORMERS_VERBOSITY": "error",
@@ -73,12 +75,12 @@ def quiet_libraries() -> None:
         os.environ.setdefault(name, value)
 
 
-def nobody_reads() -> None:
-    """Let what is still to be flushed to stdout go nowhere, so that Python does not complain at its end."""
+def discard_stdout() -> None:
+    """Redirect stdout to the null device, so that Python's final flush does not fail on a closed pipe."""
     try:
         target = sys.stdout.fileno()
-    except (AttributeError, OSError, ValueError):  # closed, or none of this process's
+    except (AttributeError, OSError, ValueError):  # closed, or not a file
         return
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, target)
-    os.close(nowhere)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, target)
+    os.close(null)

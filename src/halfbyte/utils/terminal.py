@@ -240,7 +240,7 @@ def off_by(predicted: float, measured: float) -> str:
 
 
 def why_above(predicted: float, measured: float, flat: Mapping[str, Any]) -> str:
-    """Of far more than was predicted, on a CPU: the process holds more than live tensors (`memory.host`)."""
+    """Of far more than was predicted, on a CPU: the process holds more than live tensors (`memory.allocators`)."""
     heap = str(flat.get("device")).startswith("cpu") and measured > HEAP * predicted
     return "freed blocks that the C library keeps among it" if heap else ""
 

@@ -49,5 +49,5 @@ def product(
         own, parts = format_.expert(stack.parts, stack.shape, expert)
         beside = None if bias is None else bias[expert]
         term = None if low_rank is None else (low_rank.u[rows] * low_rank.scale, low_rank.factor[expert])
-        out[rows] = own.linear_plus(part, parts, matrix, beside, term)
+        out[rows] = own.linear_with_term(part, parts, matrix, beside, term)
     return out

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...autograd.recompute import gathered, run_ahead
+from ...autograd.checkpointing import pending_recomputes, run_ahead
 from ...utils.errors import ModelError
 from ..mesh import Mesh
 from .schedules import Schedule
@@ -177,7 +177,7 @@ class _Run:
     def compute(self, action: Action) -> None:
         line, stage, number = self.pipeline, action.stage, action.batch
         x = None if stage == 0 else self.take(action).requires_grad_(self.grad)
-        with line.watch("F", stage), gathered() as left:
+        with line.watch("F", stage), pending_recomputes() as left:
             output = self.forward(stage, self.batches[number], x)
         if self.grad:
             self.computed[stage, number] = x, output, left

@@ -1,22 +1,22 @@
-"""Trained parameters between a step's last backward and the next forward: reduced, stepped, and whole again.
+"""Gradient reduction and optimizer step of the trained parameters, replicated or sharded (ZeRO-1).
 
-Modules read whole parameters, and backward leaves whole gradients. Two kinds of what lies between:
+The forward reads full parameters and the backward produces full gradients. Between them:
 
-- `Whole`: every process steps all of them.
-- `Sliced`, along "shard": of each parameter a process steps an equal slice of its elements, and keeps the optimizer's
-  state of no more (ZeRO-1). Once a step gradients are reduced into slices and parameters gathered from them: together
-  at most the traffic of one all-reduce. That is for optimizers that treat each element alone, and gives bit by bit what
-  they would give whole.
+- `ReplicatedOptimizer`: every rank steps all parameters.
+- `ShardedOptimizer`, along "shard": each rank steps an equal slice of each parameter's elements and holds the optimizer
+  state of that slice only (ZeRO-1). A step reduce-scatters gradients to slices and all-gathers parameters from them,
+  which together is at most the traffic of one all-reduce. It requires an elementwise optimizer. Its results are
+  bit-equal to those of `ReplicatedOptimizer`.
 
-What products alone read, as adapters' factors, is whole in the products' dtype only, which is what one process casts it
-to: slices hold its own digits, and it is gathered cast. Its gradients stay as wide as the slices (`grad_dtype`). A
-slice of anything else is memory of the parameter itself.
+Parameters that only GEMMs read, such as adapter factors, are stored in full only in the GEMMs' dtype. Their slices hold
+fp32 master weights, the all-gather runs in the compute dtype, and their gradients have the dtype of the slices
+(`grad_dtype`). The slices of other parameters are views of the parameter.
 
-Where whole gradients are many bytes (`AT_ONCE`), as of a 70B model's adapters, they are reduced in each backward as
-they come, a few layers' together, and added up in slices. All processes must then have gradients of the same
-parameters: of experts, which tokens choose, they may not.
+If full gradients are large (`AT_ONCE` bytes, such as the adapters of a 70B model), each backward reduces them as they
+are produced, in buckets of a few layers, and accumulates them in slices. All ranks must then have gradients of the same
+parameters, which is not guaranteed for experts, since the router selects them.
 
-Checkpoints hold whole states, so that any mesh reads what another has written.
+Checkpoints hold full states, so that they can be loaded on any mesh.
 
 Source: Rajbhandari et al. 2020 (arXiv:1910.02054).
 """
@@ -37,81 +37,80 @@ from ..mesh import TOKENS, Mesh
 from ..reduction import BUCKET, CUT, buckets, clip_gradients, sum_gradients
 
 AXIS = "shard"
-AT_ONCE = 2**29  # bytes of gradients
-TOGETHER = 2**25  # bytes of them that are reduced together then
+AT_ONCE = 2**29  # bytes of full gradients from which on each backward reduces them
+TOGETHER = 2**25  # bytes of a bucket that is reduced during the backward
 
-Narrow = Sequence[tuple[nn.Parameter, Tensor]]
+Narrow = Sequence[tuple[nn.Parameter, Tensor]]  # parameters that only GEMMs read, and their memory in the GEMMs' dtype
 
 
-def trained_units(
+def shard_optimizer(
     mesh: Mesh,
     parameters: Sequence[nn.Parameter],
     *,
     elementwise: bool,
     alike: bool = False,
     narrow: Callable[[], Narrow] = list,
-) -> Whole:
-    """How the `parameters` of a run are reduced and stepped.
+) -> ReplicatedOptimizer:
+    """Choose how the `parameters` of a run are reduced and stepped.
 
     Args:
-        elementwise: whether the optimizer treats each element alone, and nothing scales the loss. Stages of a pipeline
-            and what is cut along "tensor" are stepped as they are.
-        alike: whether each backward gives all parameters a gradient, whatever the tokens, and no graph holds it.
-        narrow: gives those that products alone read, each with memory to hold it in the products' dtype; asked for
-            where parameters are sliced.
+        elementwise: whether the optimizer treats each element separately and there is no loss scaling. With pipeline or
+            tensor parallelism, parameters are not sliced.
+        alike: whether every backward produces gradients of all parameters on all ranks and no CUDA graph captures it.
+        narrow: returns the parameters that only GEMMs read; called only if parameters are sliced.
     """
-    if slices(mesh.layout, elementwise) == 1:
-        return Whole(mesh, parameters)
+    if optimizer_shards(mesh.layout, elementwise) == 1:
+        return ReplicatedOptimizer(mesh, parameters)
     at_once = alike and sum(parameter.nbytes for parameter in parameters) >= AT_ONCE
-    return Sliced(mesh, parameters, at_once=at_once, narrow=narrow())
+    return ShardedOptimizer(mesh, parameters, at_once=at_once, narrow=narrow())
 
 
-def slices(layout: Parallel, elementwise: bool) -> int:
-    """Of how many processes each keeps its part of the optimizer's state; the arguments are those of a run."""
+def optimizer_shards(layout: Parallel, elementwise: bool) -> int:
+    """Number of ranks that the optimizer state is sharded over; 1: replicated."""
     return layout.shard if elementwise and layout.tensor * layout.pipeline == 1 else 1
 
 
-class Whole:
-    """Every process steps all parameters."""
+class ReplicatedOptimizer:
+    """Replicated optimizer: every rank steps all parameters."""
 
     def __init__(self, mesh: Mesh, parameters: Sequence[nn.Parameter]):
         self.mesh, self.parameters = mesh, list(parameters)
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have a new `optimizer` of the parameters step what this process is to step."""
+        """Replace the parameters in a new `optimizer` by the slices that this rank steps."""
 
     def reduce(self, sums: Tensor) -> Tensor:
-        """After the last backward of a step; `sums` as in `reduce.sum_gradients`."""
+        """Reduce the gradients after the last backward of a step; `sums` as in `reduce.sum_gradients`."""
         return sum_gradients(self.mesh, self.parameters, sums)
 
     def clip(self, max_norm: float) -> Tensor:
-        """The norm of all gradients, before they are clipped to `max_norm`."""
+        """Clip the gradients to `max_norm`; returns their norm before clipping."""
         return clip_gradients(self.mesh, self.parameters, max_norm)
 
-    def stepped(self) -> None:
-        """After the optimizer's step: parameters are whole, and gradients gone."""
+    def after_step(self) -> None:
+        """After the optimizer's step, gather the full parameters and drop the gradients."""
         self.drop_gradients()
 
     @contextlib.contextmanager
     def full(self) -> Iterator[None]:
-        """Inside, the main process finds in the parameters what is stepped, whole, in its own dtype; all enter."""
+        """Within the context, parameters on the main rank hold the full master weights; all ranks must enter it."""
         yield
 
     def drop_gradients(self) -> None:
         for parameter in self.parameters:  # nn.Module.zero_grad walks every frozen module: milliseconds a step
             parameter.grad = None
 
-    def whole_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The state of an optimizer of whole parameters, in the main process; all processes call it."""
+    def full_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The full optimizer state, on the main rank; all ranks must call it."""
         return optimizer.state_dict()
 
-    def own_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Of a whole `state`, what this process's optimizer loads."""
+    def local_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """This rank's part of a full optimizer `state`."""
         return state
 
 
-class Sliced(Whole):
-    """Every process steps a slice of each parameter."""
+class ShardedOptimizer(ReplicatedOptimizer):
+    """Sharded optimizer (ZeRO-1): every rank steps a slice of each parameter."""
 
     def __init__(self, mesh: Mesh, parameters: Sequence[nn.Parameter], *, at_once: bool = False, narrow: Narrow = ()):
         super().__init__(mesh, parameters)
@@ -121,17 +120,16 @@ class Sliced(Whole):
         for part in self.slices:
             setattr(part, CUT, (AXIS,))
         self.narrow = self._narrow(narrow)
-        self.order: list[int] = []  # of the parameters in the optimizer
-        # reduced in this order in every process, the last layers' first, as backward comes to them
+        self.order: list[int] = []  # indices of the parameters, in the optimizer's order
+        # Buckets of the backward, the last layers first; all ranks reduce them in this order.
         everything = range(len(self.parameters))
-        self._waiting = list(self._buckets(self.slices, everything, TOGETHER // ways))[::-1] if at_once else []
+        self._ordered = list(self._buckets(self.slices, everything, TOGETHER // ways))[::-1] if at_once else []
         self._next = 0
         for parameter in self.parameters if at_once else ():
-            parameter.register_post_accumulate_grad_hook(self._came)
+            parameter.register_post_accumulate_grad_hook(self._reduce_complete_buckets)
 
     def _narrow(self, narrow: Narrow) -> list[int]:
-        """Let go of what these parameters hold but for this process's slices, and keep them whole as products read
-        them; their numbers."""
+        """Copy the slices of these parameters and replace their full data by a cast copy; returns their indices."""
         numbers = {id(parameter): at for at, parameter in enumerate(self.parameters)}
         chosen = [numbers[id(parameter)] for parameter, _ in narrow]
         for at, (parameter, held) in zip(chosen, narrow, strict=True):
@@ -148,7 +146,7 @@ class Sliced(Whole):
         for at in held:
             (values,) = self._gathered([self.slices[at].detach()], [at])
             if self.mesh.is_main:
-                self.parameters[at].data = values.cpu()  # a device has room for one at a time
+                self.parameters[at].data = values.cpu()  # the device may have memory for only one at a time
         try:
             yield
         finally:
@@ -161,7 +159,7 @@ class Sliced(Whole):
             own = [numbers[id(parameter)] for parameter in group["params"]]
             group["params"] = [self.slices[at] for at in own]
             self.order += own
-        for parameter, values in list(optimizer.state.items()):  # that an optimizer may begin with
+        for parameter, values in list(optimizer.state.items()):  # some optimizers create state in their constructor
             at = numbers[id(parameter)]
             del optimizer.state[parameter]
             optimizer.state[self.slices[at]] = {key: self._part(value, at) for key, value in values.items()}
@@ -176,18 +174,18 @@ class Sliced(Whole):
         self._next = 0
         return self.mesh.sum(sums.clone(), TOKENS)
 
-    def _came(self, _: Tensor) -> None:
-        """A gradient is there: reduce what is complete, in order; what is not waits for the end of the step."""
-        while all(self.parameters[at].grad is not None for at in self._waiting[self._next]):
-            self._reduce(self._waiting[self._next])
-            self._next = (self._next + 1) % len(self._waiting)
+    def _reduce_complete_buckets(self, _: Tensor) -> None:
+        """Hook on gradients: reduce the next buckets in order while they are complete; `reduce` does the rest."""
+        while all(self.parameters[at].grad is not None for at in self._ordered[self._next]):
+            self._reduce(self._ordered[self._next])
+            self._next = (self._next + 1) % len(self._ordered)
 
     @torch.no_grad()
     def _reduce(self, bucket: list[int]) -> None:
-        """Add the sums of whole gradients to those of the slices."""
-        whole = [self._gradient(at) for at in bucket]
-        flat = torch.cat(whole, dim=1) if len(whole) > 1 else whole[0]
-        del whole  # the sum has no need of its memory
+        """Reduce-scatter the full gradients of a bucket and add them to the gradients of the slices."""
+        full = [self._gradient(at) for at in bucket]
+        flat = torch.cat(full, dim=1) if len(full) > 1 else full[0]
+        del full  # free its memory before the collective
         for at in bucket:
             self.parameters[at].grad = None
         own = scattered_sum(flat.view(-1), self.mesh.group(AXIS))
@@ -200,12 +198,12 @@ class Sliced(Whole):
         return clip_gradients(self.mesh, self.slices, max_norm)
 
     @torch.no_grad()
-    def stepped(self) -> None:
+    def after_step(self) -> None:
         self.drop_gradients()
         for bucket in self._buckets(self.parameters, range(len(self.parameters)), BUCKET):
             parameters: list[Tensor] = [self.parameters[at] for at in bucket]
-            whole = self._gathered([self.slices[at].to(parameters[0].dtype) for at in bucket], bucket)
-            torch._foreach_copy_(parameters, whole)
+            full = self._gathered([self.slices[at].to(parameters[0].dtype) for at in bucket], bucket)
+            torch._foreach_copy_(parameters, full)
 
     def drop_gradients(self) -> None:
         super().drop_gradients()
@@ -213,37 +211,37 @@ class Sliced(Whole):
             part.grad = None
 
     @torch.no_grad()
-    def whole_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        def whole(value: Any, at: int) -> Any:
+    def full_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        def gather(value: Any, at: int) -> Any:
             if not isinstance(value, Tensor) or value.shape != self.slices[at].shape:
                 return value
             (values,) = self._gathered([value], [at])
-            return values.cpu() if self.mesh.is_main else None  # a device has room for one at a time
+            return values.cpu() if self.mesh.is_main else None  # the device may have memory for only one at a time
 
-        return self._each(optimizer.state_dict(), whole)
+        return self._map_state(optimizer.state_dict(), gather)
 
-    def own_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        return self._each(state, self._part)
+    def local_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        return self._map_state(state, self._part)
 
-    def _each(self, state: dict[str, Any], change: Callable[[Any, int], Any]) -> dict[str, Any]:
-        """An optimizer's `state` with another value in the place of each, by the number of its parameter."""
+    def _map_state(self, state: dict[str, Any], change: Callable[[Any, int], Any]) -> dict[str, Any]:
+        """An optimizer's `state` with each value replaced by `change(value, index of its parameter)`."""
         changed = {number: {key: change(value, self.order[number]) for key, value in values.items()}
                    for number, values in state["state"].items()}  # fmt: skip
         return {**state, "state": changed}
 
     def _part(self, value: Any, at: int) -> Any:
-        """Of a number of each element of a parameter, those of this process; anything else as it is."""
+        """This rank's slice of a state tensor of a parameter's shape; other values unchanged."""
         if not isinstance(value, Tensor) or value.shape != self.parameters[at].shape:
             return value
         return self._own(value, at).clone()
 
-    def _own(self, whole: Tensor, at: int) -> Tensor:
-        """This process's elements of what has a parameter's shape; a view."""
+    def _own(self, full: Tensor, at: int) -> Tensor:
+        """This rank's slice of a tensor with the shape of parameter `at`, as a view."""
         width = self.widths[at]
-        return whole.reshape(-1)[self.place * width : (self.place + 1) * width]
+        return full.reshape(-1)[self.place * width : (self.place + 1) * width]
 
     def _gradient(self, at: int) -> Tensor:
-        """[ways, width]: a row for each process, zeros where there is none."""
+        """[ways, width]: the gradient of parameter `at`, one row per rank; zeros if it has none."""
         parameter, width = self.parameters[at], self.widths[at]
         gradient = (
             torch.zeros_like(parameter, dtype=self.slices[at].dtype) if parameter.grad is None else parameter.grad
@@ -251,7 +249,7 @@ class Sliced(Whole):
         return _padded(gradient.reshape(-1), width * self.mesh.ways(AXIS)).view(-1, width)
 
     def _gathered(self, parts: Sequence[Tensor], bucket: Sequence[int]) -> list[Tensor]:
-        """What all processes' `parts` are together, in the shapes of the parameters."""
+        """All-gather the ranks' `parts` to tensors with the shapes of the parameters."""
         widths = [self.widths[at] for at in bucket]
         padded = map(_padded, parts, widths)
         columns = gathered(torch.cat([*padded]), self.mesh.group(AXIS)).view(-1, sum(widths)).split(widths, dim=1)
@@ -260,12 +258,12 @@ class Sliced(Whole):
 
     @staticmethod
     def _buckets(tensors: Sequence[Tensor], chosen: Sequence[int], most: int) -> Iterator[list[int]]:
-        """`reduce.buckets` of the chosen ones of `tensors`, by number."""
+        """`reduce.buckets` of the chosen `tensors`, as indices."""
         numbers = {id(tensors[at]): at for at in chosen}
         for bucket in buckets([tensors[at] for at in chosen], most):
             yield [numbers[id(tensor)] for tensor in bucket]
 
 
 def _padded(flat: Tensor, length: int) -> Tensor:
-    """[length], with zeros after what there is; itself where it is as long, of which `F.pad` makes a copy."""
+    """`flat` padded with zeros to [length]; itself without a copy if it has this length."""
     return flat if len(flat) == length else F.pad(flat, (0, length - len(flat)))

@@ -40,8 +40,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...autograd.checkpointing import Store
 from ...autograd.function import OnceFunction
-from ...autograd.recompute import Store
 from ...tensor import QuantizedTensor
 from ..collectives import gathered, members, summed
 from ..mesh import Mesh

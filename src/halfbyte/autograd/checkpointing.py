@@ -1,18 +1,17 @@
-"""Activations that backward computes again instead of finding them saved.
+"""Activation checkpointing: activations that the backward recomputes.
 
-`recompute` keeps the input of a function and nothing else. It differs from `torch.utils.checkpoint` in three ways that
-count in a training step. The last product is left out the second time: a block y = r + W·h needs h for its gradients,
-not y. The rows can go through in tiles, of whose inner tensors only one tile's exist at a time. And it keeps no random
-state unless something draws numbers, so a CUDA graph can hold it.
+`recompute` saves only the input of a function. It differs from `torch.utils.checkpoint` in three ways. Recomputation
+skips the last GEMM: the gradients of a block y = r + W·h need h, not y. It can process rows in tiles, so that inner
+tensors exist for one tile at a time. It saves the random state only if the function draws random numbers, so that a
+CUDA graph can capture it.
 
-A function that waits for a gradient from elsewhere need not wait with running again: what is left for backward is
-`gathered`, and `run_ahead` runs it.
+While a pipeline stage is idle before its backward, it can recompute ahead: `pending_recomputes` collects the pending
+recomputations, and `run_ahead` runs one.
 
-`computed_again` does the same for one tensor that several functions save: the result of a norm, say, which one
-elementwise pass makes again.
+`recompute_from` recomputes a single tensor that several functions save, such as the output of a norm.
 
-Source: Chen et al. 2016 (arXiv:1604.06174) for checkpoints; Korthikanti et al. 2022 (arXiv:2205.05198) for choosing
-what to recompute by its bytes and its time.
+Source: Chen et al. 2016 (arXiv:1604.06174) for checkpointing; Korthikanti et al. 2022 (arXiv:2205.05198) for selecting
+activations by bytes and time.
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ from torch.autograd.function import once_differentiable
 
 from ..dispatch import autocast_dtype
 
-# (x [B, T, H], whether the last part is needed) → one or two parts of the same shape, to be added up
+# (x [B, T, H], whether the values of the last part are needed) → one or two summands of the same shape
 Parts = Callable[[Tensor, bool], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
-class _Surroundings:
-    """Autocast, and the random state where it matters, as the forward found them."""
+class _Context:
+    """Autocast dtype and, if needed, random state of the forward, restored for recomputation."""
 
     device: torch.device
     autocast: torch.dtype | None
     random: Tensor | None
 
     @classmethod
-    def of(cls, device: torch.device, random: bool) -> _Surroundings:
+    def of(cls, device: torch.device, random: bool) -> _Context:
         return cls(device, autocast_dtype(device.type), _random_state(device) if random else None)
 
     @contextlib.contextmanager
@@ -77,16 +76,16 @@ def recompute(
     random: bool = False,
     output: bool = True,
 ) -> Tensor:
-    """The sum of `function(x, True)`, of which only x is kept; backward runs `function(x, False)` for its graph.
+    """The sum of `function(x, True)`, saving only x; the backward runs `function(x, False)` to build its graph.
 
     Args:
-        function: x and a flag → one or two parts to be added up. With the flag False it may leave the values of the
-            last part unwritten, but must save for backward whatever it saves otherwise.
+        function: x and a flag → one or two summands. If the flag is False, it may leave the values of the last summand
+            unwritten, but must save the same tensors for backward.
         x: [B, T, H].
-        parameters: tensors that `function` reads and that want gradients; those it reads beside them get none.
-        rows: run as many rows (of B·T) at a time, as [1, rows, H]: for functions that treat each row alone.
-        random: whether `function` draws random numbers; then backward draws the same.
-        output: False where the caller is itself recomputed for its graph: returns unwritten memory and runs nothing.
+        parameters: tensors read by `function` that require gradients; other tensors that it reads get none.
+        rows: process this many of the B·T rows at a time, as [1, rows, H]; for functions without mixing of rows.
+        random: whether `function` draws random numbers; the backward then draws the same ones.
+        output: False if the caller is being recomputed itself: run nothing and return unwritten memory.
 
     Returns:
         [B, T, H].
@@ -97,13 +96,13 @@ def recompute(
 class _Recompute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, function, rows, random, output, x, *parameters):
-        ctx.function, ctx.rows, ctx.surroundings = function, rows, _Surroundings.of(x.device, random)
+        ctx.function, ctx.rows, ctx.context = function, rows, _Context.of(x.device, random)
         ctx.save_for_backward(x)
-        # An attribute: hooks that offload what is saved must not carry parameters along.
+        # An attribute, not save_for_backward: hooks that offload saved activations must not offload parameters.
         ctx.parameters = parameters
         ctx.graph = None
-        if _gathering is not None and rows is None:
-            _gathering.append(ctx)
+        if _pending is not None and rows is None:
+            _pending.append(ctx)
         if not output:
             return torch.empty_like(x)
         if rows is None:
@@ -118,7 +117,7 @@ class _Recompute(torch.autograd.Function):
     def backward(ctx, grad):
         need_x = ctx.needs_input_grad[4]
         wanted = [p for p, need in zip(ctx.parameters, ctx.needs_input_grad[5:], strict=True) if need]
-        with ctx.surroundings.restored():
+        with ctx.context.restored():
             if ctx.rows is None:
                 graph, ctx.graph = ctx.graph or _graph(ctx.function, ctx.saved_tensors[0], need_x), None
                 dx, found = _gradients(graph, grad, need_x, wanted)
@@ -137,7 +136,7 @@ def _tiles(x: Tensor, rows: int) -> tuple[Tensor, ...]:
     return x.reshape(1, -1, x.shape[-1]).split(rows, dim=1)
 
 
-Graph = tuple[Tensor, list[Tensor]]  # of one run: its input, and the parts that want gradients
+Graph = tuple[Tensor, list[Tensor]]  # input of a recomputation, and its summands that require gradients
 
 
 def _graph(function: Parts, x: Tensor, need_x: bool) -> Graph:
@@ -147,7 +146,7 @@ def _graph(function: Parts, x: Tensor, need_x: bool) -> Graph:
 
 
 def _gradients(graph: Graph, grad: Tensor, need_x: bool, wanted: list[Tensor]):
-    """∂/∂x and ∂/∂parameters of one run."""
+    """Gradients of x and of the parameters from one recomputation."""
     x, parts = graph
     inputs = [x, *wanted] if need_x else wanted
     found = torch.autograd.grad(parts, inputs, [grad] * len(parts), allow_unused=True)
@@ -157,38 +156,38 @@ def _gradients(graph: Graph, grad: Tensor, need_x: bool, wanted: list[Tensor]):
 def _tiled_gradients(function: Parts, x: Tensor, grad: Tensor, need_x: bool, wanted: list[Tensor], rows: int):
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else None
     sums: list[Tensor | None] = [None] * len(wanted)
-    places = _tiles(x if dx is None else dx, rows)
-    for tile, tile_grad, place in zip(_tiles(x, rows), _tiles(grad, rows), places, strict=True):
+    outs = _tiles(x if dx is None else dx, rows)
+    for tile, tile_grad, out in zip(_tiles(x, rows), _tiles(grad, rows), outs, strict=True):
         tile_dx, found = _gradients(_graph(function, tile, need_x), tile_grad, need_x, wanted)
         if dx is not None:
-            place.copy_(tile_dx)
+            out.copy_(tile_dx)
         pairs = zip(sums, found, strict=True)
         sums = [new if old is None else old if new is None else old.add_(new) for old, new in pairs]
     return dx, sums
 
 
-_gathering: list[Any] | None = None
+_pending: list[Any] | None = None
 
 
 @contextlib.contextmanager
-def gathered() -> Iterator[list[Any]]:
-    """Inside, what each `recompute` leaves for backward, in the order of the forwards; not what runs in tiles."""
-    global _gathering
-    before, _gathering = _gathering, []
+def pending_recomputes() -> Iterator[list[Any]]:
+    """Collect the pending recomputations of all untiled `recompute` calls within the context, in forward order."""
+    global _pending
+    before, _pending = _pending, []
     try:
-        yield _gathering
+        yield _pending
     finally:
-        _gathering = before
+        _pending = before
 
 
-def run_ahead(left: Any) -> None:
-    """Run again now what `gathered` gave: its backward finds the graph, and holds until then what the graph saves."""
-    with left.surroundings.restored():
-        left.graph = _graph(left.function, left.saved_tensors[0], left.needs_input_grad[4])
+def run_ahead(pending: Any) -> None:
+    """Run a pending recomputation before its backward, which then uses the graph; the graph's tensors stay alive."""
+    with pending.context.restored():
+        pending.graph = _graph(pending.function, pending.saved_tensors[0], pending.needs_input_grad[4])
 
 
 class Store(Protocol):
-    """Where saved tensors wait: `pack` gives what stands for one, `unpack` the tensor again."""
+    """Storage of saved tensors, as pack and unpack hooks of autograd."""
 
     def pack(self, tensor: Tensor) -> Any: ...
 
@@ -196,55 +195,55 @@ class Store(Protocol):
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _Versioned:
     tensor: Tensor
     version: int
 
 
-class InPlace:
-    """The store that leaves tensors where they are."""
+class OnDevice:
+    """The default store: saved tensors remain on their device."""
 
-    def pack(self, tensor: Tensor) -> _Kept:
-        return _Kept(tensor.detach(), tensor._version)
+    def pack(self, tensor: Tensor) -> _Versioned:
+        return _Versioned(tensor.detach(), tensor._version)
 
-    def unpack(self, packed: _Kept) -> Tensor:
-        if packed.tensor._version != packed.version:  # autograd's own check, which its hooks turn off
+    def unpack(self, packed: _Versioned) -> Tensor:
+        if packed.tensor._version != packed.version:  # autograd skips this check when hooks are installed
             raise RuntimeError("a saved tensor was modified by an in-place operation: backward ran already")
         return packed.tensor
 
 
 @dataclass(frozen=True)
-class _Again:
+class _Recomputable:
     source: Any
     shape: torch.Size
 
 
-def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """What a contiguous tensor and its reshaped views have in common; not an address, which fake tensors lack."""
+def _memory_key(tensor: Tensor) -> tuple[Any, ...]:
+    """Key shared by a contiguous tensor and its reshaped views; fake tensors have one too, unlike an address."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.numel(), tensor.dtype
 
 
 @contextlib.contextmanager
-def computed_again(
+def recompute_from(
     value: Tensor, source: Tensor, function: Callable[[Tensor], Tensor], store: Store | None = None
 ) -> Iterator[None]:
-    """Inside, whoever saves `value` = function(source) for backward, or a reshaped view of it, keeps `source` instead.
+    """Within the context, save `source` wherever `value` = function(source), or a reshaped view of it, would be saved.
 
     Args:
-        value: contiguous; what is saved of it must not change in place.
-        function: makes it again, bit by bit.
-        store: of `source` and all else that is saved inside; default: `InPlace`.
+        value: contiguous, and not modified in place afterwards.
+        function: recomputes the value bit by bit.
+        store: storage of `source` and of all other tensors saved in the context; default: `OnDevice`.
     """
-    store = store or InPlace()
-    where, kept = _place(value), store.pack(source)
+    store = store or OnDevice()
+    key, packed_source = _memory_key(value), store.pack(source)
 
     def pack(tensor: Tensor) -> Any:
-        if _place(tensor) == where:
-            return _Again(kept, tensor.shape)
+        if _memory_key(tensor) == key:
+            return _Recomputable(packed_source, tensor.shape)
         return store.pack(tensor)
 
     def unpack(packed: Any) -> Tensor:
-        if not isinstance(packed, _Again):
+        if not isinstance(packed, _Recomputable):
             return store.unpack(packed)
         with torch.no_grad():
             return function(store.unpack(packed.source)).view(packed.shape)
