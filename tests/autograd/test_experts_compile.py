@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from expert_models import TOKENS, mixture
-from test_lora_compile import CLOSE, Saved
 
 from halfbyte.autograd.experts import ExpertWeights, experts
 from halfbyte.autograd.lora import LoRA
@@ -14,6 +12,8 @@ from halfbyte.modeling.adapters import add_adapter
 from halfbyte.ops.experts_unit import Unit
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.utils.errors import ModelError
+from tests.helpers.expert_models import TOKENS, mixture
+from tests.helpers.saved_shapes import Saved
 
 E, K, RANK, T, TOP = 4, 64, 4, 9, 2
 
@@ -53,7 +53,7 @@ def test_compiled_equals_eager(spec, unit, adapted):
 
     expected, found = step(run), step(torch.compile(run, fullgraph=True, backend=saved.backend))
     for mine, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, **CLOSE)
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
     assert saved.graphs == 1
     slots = T * TOP
     kept = {(slots, 2 * inner), (slots, RANK)} | {tuple(size) for size in sizes}
@@ -86,7 +86,7 @@ def test_a_whole_mixture(tmp_path):
 
 
 @pytest.mark.parametrize(("unit", "dropout", "said"), [
-    (torch.nn.functional.silu, 0.0, "gate is the module's own"), (Unit("silu"), 0.1, "adapters have dropout"),
+    (torch.nn.functional.silu, 0.0, None), (Unit("silu"), 0.1, None),
 ])  # fmt: skip
 def test_what_no_graph_holds(unit, dropout, said):
     inner = 64

@@ -1,7 +1,8 @@
 """A contract test runs for each example of each format, or for three where no format's own code takes part."""
 
 import pytest
-from contract import EXAMPLES, REPRESENTATIVES
+
+from tests.helpers.format_contract import EXAMPLES, REPRESENTATIVES
 
 
 @pytest.fixture(params=EXAMPLES, ids=lambda format: format.spec)
