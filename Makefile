@@ -23,16 +23,16 @@ demo: $(VENV)/installed
 	$(BIN)/halfbyte demo
 
 # Style and types are checked beside the tests, whose summary ends the output. What takes long, and some of the cases of
-# tests with many, is left to test-all (tests/left_to_test_all.txt).
+# tests with many, is marked `slow` or `sampled` and left to test-all.
 test: $(VENV)/installed-dev
 	$(MAKE) --no-print-directory -j2 lint tests
 
 tests: $(VENV)/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu"
 
-# The suite as older CPUs would run it, one variant after the other (tests/cpus.py); CPUS=avx2 chooses.
+# The suite as older CPUs would run it, one variant after the other (tests/helpers/cpus.py); CPUS=avx2 chooses.
 test-cpus: lint
-	$(BIN)/python tests/cpus.py $(CPUS)
+	$(BIN)/python -m tests.helpers.cpus $(CPUS)
 
 test-all: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup

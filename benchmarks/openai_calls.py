@@ -12,7 +12,6 @@ stored chat's message is an assistant's, the only role that the client's types l
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -33,8 +32,7 @@ MARKS = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
 
 def served(place: Path) -> tuple[Served, Path]:
     """A tiny model, its adapter by all the names; and the adapter's folder."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "serve"))
-    import serve_tiny as tiny
+    from tests.helpers import serve_tiny as tiny
 
     torch.manual_seed(0)
     tokenizer: Any = tiny.byte_tokenizer()

@@ -1,4 +1,4 @@
-"""Shared fixtures: where the real data lies, tiny models, the seed, a share of the GPU, and a log of failures."""
+"""Shared fixtures: the folder of real data, tiny models, the seed, the GPU memory limit, and a log of failures."""
 
 import contextlib
 import fcntl
@@ -8,28 +8,30 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from zlib import crc32
 
 import pytest
 
+from tests.helpers.marks import sample
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin until others have had a core take it from them
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads would take cores from other processes
 
 SHARED = Path(os.environ.get("HALFBYTE_SHARED", Path(__file__).resolve().parents[2] / "shared"))
 
 
 GIB = 2**30
-GPU_SHARE = 4  # GiB that a process's tests may take of a GPU, however many processes share it
+GPU_SHARE = 4  # GiB of GPU memory per pytest process, however many processes share the GPU
 
 
 def pytest_addoption(parser):
     parser.addoption("--log-to", metavar="FOLDER", help="append failures and seconds to files there as they happen")
 
 
-# Folders whose tests share processes that cost more to start than to ask; as they are the longest, they go first.
+# Folders whose tests share expensive session fixtures (rank processes, the hostile stage): one xdist worker runs each.
+# They take longest, so they are scheduled first.
 WHOLE = ("tests/hostile/", "tests/parallel/")
-# Then files of over ten seconds, so that no process of xdist is left with one while the others have ended.
+# Files of over ten seconds, scheduled next, so that no long file is left for the end.
 LONG = (
     "tests/kernels/test_interpreted.py",
     "tests/train/test_grpo.py",
@@ -55,13 +57,13 @@ LONG = (
 
 
 def unit(nodeid: str) -> str:
-    """What goes to one process, which makes its fixtures once."""
+    """Return the scheduling unit of a test: its folder if in WHOLE, else its file."""
     return next((folder for folder in WHOLE if nodeid.startswith(folder)), nodeid.partition("::")[0])
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """For --dist loadfile, which otherwise begins with the file of the most tests."""
+    """Schedule `--dist loadfile` by duration; xdist alone starts with the file of the most tests."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadScopeScheduling
@@ -76,27 +78,12 @@ def pytest_xdist_make_scheduler(config, log):
 
 def pytest_configure(config):
     if os.environ.get("PYTEST_XDIST_WORKER", "gw0") != "gw0" and config.args_source == config.ArgsSource.TESTPATHS:
-        # The first process rewrites assertions from the first file on, the others from the last, and where they meet
-        # each finds what the other has written.
+        # Workers collect files in opposite orders, so that each finds assertion rewrites that the other has cached.
         tests = [path for path in sorted(Path(__file__).parent.iterdir(), reverse=True) if path.name[0] not in "._"]
         config.args = [str(path) for path in tests if path.is_dir() or path.match("test_*.py")]
     folder = config.getoption("--log-to")
-    if folder and not hasattr(config, "workerinput"):  # workers send their reports to the one that started them
+    if folder and not hasattr(config, "workerinput"):  # workers send their reports to the controller
         config.pluginmanager.register(Log(Path(folder)))
-
-
-def leave_out(items):
-    """Mark as slow what `left_to_test_all.txt` names."""
-    lines = (Path(__file__).parent / "left_to_test_all.txt").read_text().splitlines()
-    shares = dict(line.split(" 1/") for line in lines if " 1/" in line)
-    whole, seen = tuple(line for line in lines if line and line[0] != "#" and " 1/" not in line), set()
-    for item in items:
-        name = item.nodeid.removeprefix("tests/")
-        test = name.partition("[")[0]
-        another = test in seen and crc32(name.encode()) % int(shares.get(test, 1))
-        if another or name.startswith(whole):
-            item.add_marker(pytest.mark.slow)
-        seen.add(test)
 
 
 _imported = 0
@@ -104,17 +91,18 @@ _imported = 0
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup():
-    """What was imported stays: collections, in the code under test too, need not go through it each time."""
+    """Freeze imported objects, so that later garbage collections skip them."""
     global _imported
-    if len(sys.modules) > _imported + 20:  # tests import, too: the first run of a process half of transformers
+    if len(sys.modules) > _imported + 20:  # tests import lazily, the first run half of transformers
         gc.collect()
         gc.freeze()
         _imported = len(sys.modules)
 
 
 class Log:
-    """`gpu-failures.txt`, `gpu-seconds.txt`, `gpu-skipped.txt`: what is left of a session killed at its time limit; and
-    `gpu-order.txt`: what each process ran, since what breaks a GPU's context may be a test before."""
+    """Append failures, durations and skips to files as they happen, for sessions killed at a time limit.
+
+    `gpu-order.txt` lists the tests of each process in order: an earlier test may have broken the CUDA context."""
 
     def __init__(self, folder: Path):
         self.folder, self.began = folder, time.monotonic()
@@ -141,7 +129,7 @@ class Log:
 
 @contextlib.contextmanager
 def _share_of_gpu(gib: float):
-    """A test that needs more fails alone as it does beside others."""
+    """Limit this process to `gib` of GPU memory, so that results do not depend on the other processes."""
     import torch
 
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
@@ -163,7 +151,7 @@ def _usual_share():
 
 @pytest.fixture(autouse=True)
 def _large_share(request):
-    """For a test marked `large`, while no other process has one."""
+    """Raise the GPU memory limit for a test marked `large`; one such test runs at a time."""
     import torch
 
     marker = request.node.get_closest_marker("large")
@@ -183,8 +171,7 @@ def _large_share(request):
 
 @pytest.fixture(scope="session", autouse=True)
 def drawing():
-    """What a small run does longest is drawing its report, and waiting until the disk has its files, which no test
-    outlives. Here it does neither, but inside of this context it draws."""
+    """Skip plotting and fsync, which dominate tiny runs. Within the returned context manager plots are drawn."""
     from halfbyte.report import plots
 
     own = plots._svg
@@ -211,27 +198,26 @@ def shared() -> Path:
 
 @pytest.fixture(autouse=True)
 def _allocator():
-    """Commands that a test runs in its own process set up torch's allocator there (`utils.hardware.let_segments_grow`), and
-    plans of later tests would count on it."""
+    """Restore PYTORCH_ALLOC_CONF, which commands set in this process (`utils.hardware.let_segments_grow`) and plans read."""
     before = os.environ.get("PYTORCH_ALLOC_CONF")
     yield
     if before is None:
         os.environ.pop("PYTORCH_ALLOC_CONF", None)
 
 
-REPLAYING = ("tests/plan/", "tests/models/", "tests/memory/", "tests/kernels/")  # and what a replay itself does
+REPLAYING = ("tests/plan/", "tests/models/", "tests/memory/", "tests/kernels/")  # these test the replay itself
 
 
 @pytest.fixture(autouse=True)
 def _plans(request):
-    """A tiny run takes half of its time for its plan, which is that of the run before."""
+    """Cache memory plans between tests: planning takes half of a tiny run's time."""
     if request.node.nodeid.startswith(REPLAYING):
         yield
         return
-    import replays
+    from tests.helpers import cached_replays
 
-    with pytest.MonkeyPatch.context() as patch:  # a test's own, made so early, would be undone after other fixtures
-        replays.install(patch)
+    with pytest.MonkeyPatch.context() as patch:  # the `monkeypatch` fixture would be undone too late
+        cached_replays.install(patch)
         yield
 
 
@@ -242,27 +228,27 @@ def _seed():
     try:
         torch.manual_seed(0)
     except RuntimeError:
-        if "PYTEST_XDIST_WORKER" in os.environ:  # a kernel has broken this process's context: xdist starts another
+        if "PYTEST_XDIST_WORKER" in os.environ:  # the CUDA context is broken: xdist starts another worker
             os._exit(1)
         raise
     threads = torch.get_num_threads()
     yield
-    assert torch.get_num_threads() == threads, "the test leaves torch another number of threads, and others other sums"
+    assert torch.get_num_threads() == threads, "the test changed torch's number of threads"
 
 
 @pytest.fixture(scope="module")
 def in_float32():
-    """A model whose dtype nobody names computes in float32, whatever this machine is fast in.
+    """Default the compute dtype to float32 on every machine.
 
-    For tests that compare what is generated: in bfloat16 the two likeliest tokens are often within a rounding of each
-    other, and a row alone and in a batch, or another way to sum, takes either.
+    For tests that compare generated tokens: in bfloat16 the two likeliest tokens are often within a rounding of each
+    other, so another order of sums may choose the other one.
     """
     import torch
 
     from halfbyte.utils.hardware import ComputeDtype
 
     with pytest.MonkeyPatch.context() as patch:
-        chosen = ComputeDtype(torch.float32, "as the test asks")
+        chosen = ComputeDtype(torch.float32, "requested by the test")
         patch.setattr("halfbyte.loading.load.compute_dtype", lambda device: chosen)
         yield
 
@@ -271,7 +257,7 @@ def in_float32():
 def pytest_collection_modifyitems(items):
     import torch
 
-    leave_out(items)
+    sample(items)
     if "PYTEST_XDIST_WORKER" in os.environ:
         first = {name: at for at, name in enumerate((*WHOLE, *LONG))}
         items.sort(key=lambda item: (first.get(unit(item.nodeid), len(first)), item.path))
@@ -298,7 +284,7 @@ TINY = {
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory):
-    """A function from a family's name to the folder of a tiny random model of it, in several safetensors shards."""
+    """Return a function that saves a tiny random model of a family in several safetensors shards, once per session."""
     import torch
     import transformers
 

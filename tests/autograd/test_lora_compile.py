@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from peft_modules import MLP, QKV, assert_steps_close, model, seeds_for, step
-from saved_shapes import Saved
 
 from halfbyte.formats import Blockwise4
 from halfbyte.tensor import QuantizedTensor
+from tests.helpers.peft_modules import MLP, QKV, assert_steps_close, model, seeds_for, step
+from tests.helpers.saved_shapes import Saved
 
 HIDDEN, INNER = 64, 96
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
@@ -27,6 +27,7 @@ def quantized(**keys):
     return module, packed
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("targets", [(*QKV, *MLP), ("q", "v", "down")], ids=len)
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
 def test_compiled_equals_eager_and_saves_no_weight(targets, autocast):

@@ -126,6 +126,7 @@ def folder(tmp_path_factory):
     return place
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_wrong_input_is_said_before_torch_is_imported(folder, command):
     wanted = COMMANDS[command]

@@ -76,7 +76,7 @@ def test_a_prompt_is_shown_once_and_both_answers_in_their_colours():
 def test_an_answer_with_a_label_is_shown_by_it(label, style, said):
     row = {"prompt_ids": [1], "completion_ids": [2], "completion_mask": [1], "label": label}
     _, _, heading, answer = render_answers(row, Letters(), {0}, 0)
-    assert f"completion ({said}): 1 tokens" in heading.plain
+    assert f"completion ({said}): 1" in heading.plain
     assert answer.spans[0].style == style
 
 

@@ -144,6 +144,7 @@ def test_no_command_shows_the_help(capsys):
 PRINTS = "import sys\nfrom halfbyte.cli import main\nmain(sys.argv[1:])"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("command", [["-h"], ["env", "--kernels"], ["train", "--help"]])
 def test_a_reader_that_left_ends_a_command_in_silence(command):
     done = subprocess.run(

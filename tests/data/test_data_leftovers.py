@@ -214,13 +214,13 @@ def test_labels_of_a_csv_are_parsed(config, write, make_tokenizer, good, bad):
 
 def test_a_label_of_a_csv_that_is_none_is_named(config, write, make_tokenizer):
     path = write("prompt,completion,kto_tag\np,a,True\np,b,maybe\n", "d.csv")
-    with pytest.raises(DataError, match=r"d\.csv:3: column 'kto_tag'.*maybe"):
+    with pytest.raises(DataError, match=r"d\.csv:3:.*'kto_tag'.*maybe"):
         prepare_answers(config(path, method="kto"), make_tokenizer("plain"), "unpaired")
 
 
 def test_a_jsonl_label_in_quotes_is_refused(config, write, make_tokenizer):
     path = write([{"prompt": "p", "completion": "a", "label": "True"}])
-    with pytest.raises(DataError, match=r"data\.jsonl:1: column 'label'"):
+    with pytest.raises(DataError, match=r"data\.jsonl:1:.*'label'"):
         prepare_answers(config(path, method="kto"), make_tokenizer("plain"), "unpaired")
 
 
@@ -233,5 +233,5 @@ def test_margins_steps_and_turns_of_a_csv_are_parsed(config, write, make_tokeniz
     turns = json.dumps(TURNS).replace('"', '""')
     assert prepare(config(write(f'messages\n"{turns}"\n', "d.csv")), tokenizer).report["train"]["documents"] == 1
     path = write('prompt,completions,labels\np,"[""a""]",[True]\n', "d.csv")
-    with pytest.raises(DataError, match=r"d\.csv:2, column 'labels'"):
+    with pytest.raises(DataError, match=r"d\.csv:2.*'labels'"):
         prepare_answers(config(path, method="prm"), tokenizer, "stepwise")

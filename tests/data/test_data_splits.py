@@ -78,7 +78,7 @@ def test_another_split_can_be_asked_for(folder):
 
 def test_splits_without_training_rows_are_refused(folder):
     name = folder("validation.jsonl", "test.jsonl")
-    with pytest.raises(DataError, match=r"dataset_split train.*test, validation"):
+    with pytest.raises(DataError, match="dataset_split"):
         read(name)
     with pytest.raises(DataError, match="dataset_split train_sft"):
         read(name, "train_sft")

@@ -6,7 +6,6 @@ import shutil
 
 import gguf
 import pytest
-from merge_runs import byte_tokenizer, save_base, save_run
 from transformers import GenerationConfig
 
 from halfbyte import chat
@@ -24,6 +23,7 @@ from halfbyte.serve.model import load
 from halfbyte.serve.requests import CompletionRequest
 from halfbyte.train.run import train
 from halfbyte.utils import notices
+from tests.helpers.merge_runs import byte_tokenizer, save_base, save_run
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|im_end|>' }}{% endfor %}"

@@ -12,16 +12,16 @@ import gguf
 import pytest
 import torch
 import transformers
-from gguf_models import MODELS, SIZES
-from patch_models import EXPERTS, FAMILIES, MULTIMODAL, SHAPE, TEXT_PARTS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from vision_models import MODELS as VISION
 
 import halfbyte
 from halfbyte.modeling import families
 from halfbyte.modeling.architectures import auto_class
 from halfbyte.modeling.families import ACTIVATIONS, of_config
+from tests.helpers.gguf_models import MODELS, SIZES
+from tests.helpers.patch_models import EXPERTS, FAMILIES, MULTIMODAL, SHAPE, TEXT_PARTS
+from tests.helpers.vision_models import MODELS as VISION
 
 ROWS = {row.name: row for row in families.FAMILIES}
 SCALES = {

@@ -4,11 +4,11 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_models import MODELS, save_model
 
 from halfbyte.export.gguf_model import export_gguf
 from halfbyte.gguf.delta_net import DeltaNet
 from halfbyte.gguf.mixes import MIXES
+from tests.helpers.gguf_models import MODELS, save_model
 
 pytestmark = pytest.mark.llamacpp
 llama_cpp = pytest.importorskip("cyllama.llama.llama_cpp")

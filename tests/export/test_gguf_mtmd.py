@@ -6,9 +6,9 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from vision_models import MODELS, PROCESSOR, save_vision_model
 
 from halfbyte.export.gguf_model import export_gguf
+from tests.helpers.vision_models import MODELS, PROCESSOR, save_vision_model
 
 pytestmark = pytest.mark.llamacpp
 llama_cpp = pytest.importorskip("llama_cpp")

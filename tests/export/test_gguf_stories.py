@@ -6,12 +6,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from test_gguf_llamacpp import QUANTIZED, compare_with_llamacpps_quantizer, load, perplexity
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.llama2c import read_model, read_tokenizer
 from halfbyte.export.gguf_model import export_gguf
 from halfbyte.gguf.unpack import import_gguf
+from tests.helpers.llamacpp import QUANTIZED, compare_with_llamacpps_quantizer, load, perplexity
 
 pytestmark = [pytest.mark.llamacpp, pytest.mark.slow]
 BEGINNINGS = ("Once upon a time", "Lily and Tom went to the park. They", "The dog", "One day,")

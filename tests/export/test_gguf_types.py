@@ -90,7 +90,7 @@ def test_experts_keep_their_shape():
 def test_what_is_not_finite_is_refused(type_, value):
     x = torch.randn(2, 256)
     x[1, 7] = value
-    with pytest.raises(CheckpointError, match="NaN or Inf"):
+    with pytest.raises(CheckpointError, match="NaN"):
         quantize(x, type_)
 
 

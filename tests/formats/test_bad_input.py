@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 import torch
-from contract import EXAMPLES, weight_of
 from safetensors.torch import load_file, save_file
 
 from halfbyte.formats import FORMATS, named
@@ -13,6 +12,7 @@ from halfbyte.formats.base import FLOATS
 from halfbyte.loading.load import load_model
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.utils.errors import CheckpointError, ModelError
+from tests.helpers.format_contract import EXAMPLES, weight_of
 
 NAME = "model.layers.1.mlp.up_proj.weight"
 IMPORTED = {
@@ -40,7 +40,7 @@ def test_a_weight_that_is_not_finite_is_named_while_loading(any_format, tiny_che
         if NAME in tensors:
             tensors[NAME][-1, -1] = float("nan")  # Inf: test_contract.py
             save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=rf"{NAME}: the weight has NaN or Inf"):
+    with pytest.raises(ModelError, match=f"{NAME}:.*NaN"):
         load_model(str(folder), quantization=any_format.spec, device="cpu", dtype="float32")
 
 
@@ -99,16 +99,16 @@ def test_corrupted_scales_in_a_checkpoint_name_the_tensor(format, tiny_checkpoin
 @pytest.mark.parametrize("name", sorted(IMPORTED))
 def test_shapes_and_scales_of_imported_formats(name):
     cls = FORMATS[name]
-    with pytest.raises(ModelError, match=rf"{name} .*\(12, 20\)"):
+    with pytest.raises(ModelError, match=rf"{name} stores.*8.*\(12, 20\)"):
         cls().part_specs((12, 20))
-    with pytest.raises(ModelError, match=name):
+    with pytest.raises(ModelError, match=f"{name} weights"):
         cls().quantize(torch.ones(16, 128))
     specs, shape = cls().part_specs((16, 128)), (16, 128)
     parts = {part: torch.zeros(size, dtype=dtype) for part, (size, dtype) in specs.items()}
     state, scales = cls().to_state(parts, shape, torch.float16), cls.entries["scales"]
     assert cls.from_state(state, "layer.weight")[2] == shape
     for bad in (float("nan"), float("inf")):
-        with pytest.raises(CheckpointError, match=rf"layer\.{scales.removeprefix('../')} has .*NaN or Inf"):
+        with pytest.raises(CheckpointError, match=rf"layer\.{scales.removeprefix('../')}.*NaN"):
             cls.from_state(state | {scales: torch.full_like(state[scales], bad)}, "layer.weight")
 
 

@@ -1,7 +1,7 @@
 """The format contract: tests for every registered format, run for each of its `examples()`.
 
-Rules without format code run for three formats (`any_format`; conftest.py).
-A new format needs nothing here but its golden entry: `python tests/formats/golden.py` prints it for every example.
+Rules that no format's own code takes part in run for three of them (`any_format`; conftest.py).
+A new format needs nothing here but its golden entry, which `python -m tests.helpers.format_golden` prints.
 Compiling and checkpointing are in test_contract_compile.py, slices of weights in parallel/test_shard_formats.py.
 """
 
@@ -14,8 +14,6 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from contract import EXAMPLES, SHAPES, SHORT, linear, plain, quantized, same, weight_of
-from golden import GOLDEN, describe
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -25,6 +23,8 @@ from halfbyte.layers import quantized_parameter
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.utils import notices
 from halfbyte.utils.errors import CheckpointError, ModelError
+from tests.helpers.format_contract import EXAMPLES, SHAPES, SHORT, linear, plain, quantized, same, weight_of
+from tests.helpers.format_golden import GOLDEN, describe
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -79,7 +79,7 @@ def test_a_weight_that_is_not_finite_is_refused(format):
     for bad, at in itertools.product([float("nan"), float("inf"), -float("inf")], [0, 3000, -1]):
         weight = weight_of((65, 129))
         weight.view(-1)[at] = bad
-        with pytest.raises(ModelError, match="NaN or Inf"):  # pytest shows `bad` and `at` if nothing is raised
+        with pytest.raises(ModelError, match="NaN"):  # pytest shows `bad` and `at` where none is raised
             QuantizedTensor.quantize(weight, format)
 
 
@@ -190,7 +190,7 @@ def test_module_takes_a_full_precision_state_dict(any_format):
 
 
 def test_module_refuses_another_shape(format):
-    with pytest.raises(CheckpointError, match=r"weight has shape \(34, 70\)"):
+    with pytest.raises(CheckpointError, match=r"shape \(34, 70\)"):
         linear(format).load_state_dict(linear(format, rows=34).state_dict())
 
 
@@ -320,7 +320,7 @@ def test_views_and_other_writes_are_refused(any_format, operation):
     """A write to a view of a dequantized copy would be lost."""
     tensor = quantized(any_format)
     before = copy.deepcopy(tensor)
-    with pytest.raises(ModelError, match="quantized weight"):
+    with pytest.raises(ModelError):
         operation(tensor)
     same(tensor, before)
 

@@ -4,13 +4,14 @@ import copy
 
 import pytest
 import torch
-from contract import linear
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
-SIZE = 96  # a weight has SIZE² values, more than any activation here
+from tests.helpers.format_contract import linear
+
+SIZE = 96  # SIZE² values in a weight: no activation of these tests is as large
 
 
 @pytest.fixture(autouse=True)
@@ -81,11 +82,13 @@ def check_compiled(format, dtype=torch.float32, checkpointed=False):
     assert saved.weights == 0
 
 
+@pytest.mark.sampled(2)
 def test_compiled_equals_eager_and_saves_no_weight(format):
     """A graph identifies a format by its spec and the order of its parts."""
     check_compiled(format)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("dtype", "checkpointed"),
     [(torch.bfloat16, False), (torch.float32, True), (torch.bfloat16, True)],

@@ -11,72 +11,25 @@ from halfbyte.layers import QuantizedLinear, quantized_parameter
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.utils.errors import CheckpointError, ModelError
 from halfbyte.utils.notices import forget, said
+from tests.helpers.imported_tensors import (
+    CHECKPOINTS,
+    GROUPS,
+    IDS,
+    K,
+    N,
+    awq,
+    gpt_oss,
+    gptq,
+    loaded,
+    modelopt,
+    mxfp4,
+    packed,
+)
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32)
-N, K, GROUPS = 24, 64, 4
 
 
-def words(*shape):
-    return torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32)
-
-
-def gptq(indexed=True):
-    state = {
-        "../qweight": words(K // 8, N),
-        "../qzeros": words(GROUPS, N // 8),
-        "../scales": (torch.rand(GROUPS, N) * 0.02).half(),
-    }
-    order = torch.randperm(K) // (K // GROUPS)  # desc_act: any order
-    return state | {"../g_idx": order.to(torch.int32)} if indexed else state
-
-
-def awq():
-    return gptq(indexed=False) | {"../qweight": words(K, N // 8)}
-
-
-def packed(zeros=False, indexed=False):
-    state = {
-        "../weight_packed": words(N, K // 8),
-        "../weight_scale": (torch.rand(N, GROUPS) * 0.02).bfloat16(),
-        "../weight_shape": torch.tensor([N, K]),
-    }
-    state |= {"../weight_zero_point": words(N // 8, GROUPS)} if zeros else {}
-    return state | ({"../weight_g_idx": gptq()["../g_idx"]} if indexed else {})
-
-
-def modelopt():
-    scale = torch.randint(0, 127, (N, K // 16), dtype=torch.uint8)
-    return {
-        "": torch.randint(0, 256, (N, K // 2), dtype=torch.uint8),
-        "../weight_scale": scale.view(torch.float8_e4m3fn),
-        "../weight_scale_2": torch.tensor(3.21e-5),
-    }
-
-
-def mxfp4():
-    return {
-        "": torch.randint(0, 256, (N, K // 2), dtype=torch.uint8),
-        "../weight_scale": torch.randint(110, 130, (N, K // 32), dtype=torch.uint8),
-    }
-
-
-def gpt_oss(experts=3):
-    return {
-        "_blocks": torch.randint(0, 256, (experts, N, K // 32, 16), dtype=torch.uint8),
-        "_scales": torch.randint(110, 130, (experts, N, K // 32), dtype=torch.uint8),
-    }
-
-
-CHECKPOINTS = [
-    (Gptq, gptq), (GptqV2, gptq), (Gptq, lambda: gptq(False)), (Awq, awq), (Nvfp4, modelopt), (Mxfp4, mxfp4),
-    (PackQuantized, packed), (PackQuantizedZeros, lambda: packed(True, True)),
-]  # fmt: skip
-IDS = ["gptq", "gptq_v2", "gptq-runs", "awq", "modelopt", "mxfp4", "pack-quantized", "pack-quantized-zeros"]
 checkpoints = pytest.mark.parametrize(("cls", "make"), CHECKPOINTS, ids=IDS)
-
-
-def loaded(cls, state):
-    return QuantizedTensor(*cls.from_state(state, "layer.weight"))
 
 
 # ---- the published formulas, read element by element
@@ -246,27 +199,27 @@ def poisoned(state, key, value):
 @pytest.mark.parametrize(
     ("cls", "state", "label"),
     [
-        (Nvfp4, lambda: poisoned(modelopt(), "../weight_scale", float("nan")), r"layer\.weight_scale has 1 scales"),
-        (Nvfp4, lambda: poisoned(modelopt(), "../weight_scale", -0.5), r"layer\.weight_scale has 1 scales"),
-        (Nvfp4, lambda: poisoned(modelopt(), "../weight_scale_2", float("nan")), r"layer\.weight_scale_2 is nan"),
-        (Nvfp4, lambda: poisoned(modelopt(), "../weight_scale_2", float("inf")), r"layer\.weight_scale_2 is inf"),
-        (Nvfp4, lambda: poisoned(modelopt(), "../weight_scale_2", -1.0), r"layer\.weight_scale_2 is -1"),
-        (Mxfp4, lambda: poisoned(mxfp4(), "../weight_scale", 255), r"layer\.weight_scale has 1 scales"),
-        (Mxfp4, lambda: poisoned(gpt_oss(), "_scales", 255), r"layer\.weight_scales has 1 scales"),
-        (Gptq, lambda: poisoned(gptq(), "../scales", float("nan")), r"layer\.scales has 1 scales"),
-        (Awq, lambda: poisoned(awq(), "../scales", float("inf")), r"layer\.scales has 1 scales"),
-        (Gptq, lambda: poisoned(gptq(), "../g_idx", GROUPS), r"layer\.g_idx has groups"),
-        (Gptq, lambda: poisoned(gptq(), "../g_idx", -1), r"layer\.g_idx has groups"),
+        (Nvfp4, lambda: poisoned(modelopt(), "../weight_scale", float("nan")), r"layer\.weight_scale.*1 scales"),
+        (Nvfp4, lambda: poisoned(modelopt(), "../weight_scale", -0.5), r"layer\.weight_scale.*1 scales"),
+        (Nvfp4, lambda: poisoned(modelopt(), "../weight_scale_2", float("nan")), r"layer\.weight_scale_2.*nan"),
+        (Nvfp4, lambda: poisoned(modelopt(), "../weight_scale_2", float("inf")), r"layer\.weight_scale_2.*inf"),
+        (Nvfp4, lambda: poisoned(modelopt(), "../weight_scale_2", -1.0), r"layer\.weight_scale_2.*-1"),
+        (Mxfp4, lambda: poisoned(mxfp4(), "../weight_scale", 255), r"layer\.weight_scale.*1 scales"),
+        (Mxfp4, lambda: poisoned(gpt_oss(), "_scales", 255), r"layer\.weight_scales.*1 scales"),
+        (Gptq, lambda: poisoned(gptq(), "../scales", float("nan")), r"layer\.scales.*1 scales"),
+        (Awq, lambda: poisoned(awq(), "../scales", float("inf")), r"layer\.scales.*1 scales"),
+        (Gptq, lambda: poisoned(gptq(), "../g_idx", GROUPS), r"layer\.g_idx"),
+        (Gptq, lambda: poisoned(gptq(), "../g_idx", -1), r"layer\.g_idx"),
         (
             PackQuantized,
             lambda: poisoned(packed(), "../weight_scale", float("nan")),
-            r"layer\.weight_scale has 1 scales",
+            r"layer\.weight_scale.*1 scales",
         ),
-        (PackQuantized, lambda: poisoned(packed(), "../weight_shape", N - 1), r"layer\.weight_shape is \[23, 64\]"),
+        (PackQuantized, lambda: poisoned(packed(), "../weight_shape", N - 1), r"layer\.weight_shape.*\[23, 64\]"),
         (
             PackQuantized,
             lambda: poisoned(packed(indexed=True), "../weight_g_idx", GROUPS),
-            r"layer\.weight_g_idx has groups",
+            r"layer\.weight_g_idx",
         ),
     ],
 )
@@ -281,7 +234,7 @@ def test_corrupted_scales_of_our_own_files_are_named(byte):
     for format in (Nvfp4(), Mxfp4()):
         state = format.to_state(format.quantize(weight), (48, 40), torch.float32)
         state["scale"].view(-1)[2] = byte if isinstance(format, Nvfp4) else 0xFF
-        with pytest.raises(CheckpointError, match=r"layer\.weight\.scale has 1 scales"):
+        with pytest.raises(CheckpointError, match=r"layer\.weight\.scale.*1 scales"):
             type(format).from_state(state, "layer.weight")
 
 
@@ -293,7 +246,7 @@ def test_unused_activation_scale_is_reported():
 
 def test_int4_formats_cannot_quantize():
     for cls in (Gptq, GptqV2, Awq, PackQuantized):
-        with pytest.raises(ModelError, match=cls.name):
+        with pytest.raises(ModelError, match=f"{cls.name} weights"):
             QuantizedTensor.quantize(torch.randn(8, 8), cls())
 
 
@@ -332,7 +285,7 @@ def test_quantization_config_is_recognised(entry, cls):
         (Gptq, {"quant_method": "gptq", "checkpoint_format": "marlin"}, "'marlin'"),
         (Awq, {"quant_method": "awq", "version": "gemv"}, "'gemv'"),
         (Awq, {"quant_method": "awq", "bits": 3}, "3-bit"),
-        (PackQuantized, compressed("float-quantized"), "format 'float-quantized'"),
+        (PackQuantized, compressed("float-quantized"), "'float-quantized'"),
         (PackQuantized, compressed(weights={"num_bits": 8, "type": "int"}), "weights.num_bits 8"),
         (PackQuantized, compressed(weights={"num_bits": 4, "type": "float"}), "weights.type 'float'"),
         (PackQuantized, compressed(weights={"num_bits": 4, "strategy": "tensor"}), "weights.strategy 'tensor'"),

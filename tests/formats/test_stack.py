@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from contract import EXAMPLES, same, weight_of
 
 from halfbyte.formats import Blockwise4, Stack, from_spec, recognize
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.utils.errors import CheckpointError, ModelError
+from tests.helpers.format_contract import EXAMPLES, same, weight_of
 
 SHAPES = [(3, 64, 64), (1, 32, 192), (5, 128, 320)]  # in the last one, blocks of 256 scales span experts
 ODD = [(2, 33, 70), (3, 17, 129)]
@@ -101,7 +101,7 @@ def test_spec(format):
 def test_non_stacks_are_refused(format):
     weight = weight_of((3, 64, 64))
     weight[2, 5, 7] = float("nan")
-    with pytest.raises(ModelError, match="expert 2: the weight has NaN"):
+    with pytest.raises(ModelError, match=r"expert 2:.*NaN"):
         QuantizedTensor.quantize_stack(weight, format, (3, 64, 64))
     with pytest.raises(ModelError, match="stack"):
         QuantizedTensor.quantize(weight_of((64, 64)), format)[0]

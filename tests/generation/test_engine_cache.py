@@ -5,12 +5,12 @@ import weakref
 
 import pytest
 import torch
-from patch_models import quantize, tiny
 
 from halfbyte import generation
 from halfbyte.generation import engine_cache
 from halfbyte.generation.engine import StaticEngine
 from halfbyte.utils import notices
+from tests.helpers.patch_models import quantize, tiny
 
 PROMPTS = [[5, 9, 17, 33], [7, 64]]
 WIDE = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 32}  # whole blocks of 64 in every row
@@ -107,7 +107,7 @@ def test_other_weights_are_read_anew(built):
     model.merge_adapter()
     greedy(model)
     assert len(built) == 3
-    assert "its adapter is merged" in str(notices.said())
+    assert "merged" in str(notices.said())
 
 
 def test_streams_side_by_side_have_engines_of_their_own(built):

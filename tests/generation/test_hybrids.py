@@ -3,7 +3,6 @@ has beside it, in whatever seat its state is, and after it had to leave."""
 
 import pytest
 import torch
-from patch_models import quantize, tiny
 
 from halfbyte import generation
 from halfbyte.config import RunConfig
@@ -13,6 +12,7 @@ from halfbyte.generation.engine import StaticEngine
 from halfbyte.loading.load import load_model
 from halfbyte.modeling.adapters import add_adapter
 from halfbyte.utils import notices
+from tests.helpers.patch_models import quantize, tiny
 
 # More than a chunk of the recurrence, less than its convolution's kernel, and between.
 PROMPTS = [[5, 9, 17, 33, 2, 71, 8, 90, 44, 3, 21], [7, 64], [50, 51, 52, 53, 54], [at % 97 + 2 for at in range(150)]]
@@ -144,4 +144,4 @@ def test_a_watched_convolution_runs_its_own_forward():
     notices.forget()
     found = generation.generate(model, PROMPTS[:1], max_new_tokens=6, stops=[])
     assert found == [theirs(model, PROMPTS[0], 6)]
-    assert any("it has hooks" in text for text in notices.said().values())
+    assert any("hooks" in text for text in notices.said().values())

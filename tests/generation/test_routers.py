@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from expert_models import mixture
 from torch import nn
 
 from halfbyte.generation.routers import known
+from tests.helpers.expert_models import mixture
 
 
 def routers(model):

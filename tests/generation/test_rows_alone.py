@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from patch_models import quantize, tiny
 
 from halfbyte import generation
 from halfbyte.dispatch import Unavailable
@@ -10,6 +9,7 @@ from halfbyte.generation.engine import StaticEngine
 from halfbyte.ops.gemv4 import linear_blockwise4
 from halfbyte.ops.rows import linear_rows
 from halfbyte.utils.hardware import compute_dtype
+from tests.helpers.patch_models import quantize, tiny
 
 # As real models have them: elementwise functions of what is left over beyond a CPU's vectors round otherwise.
 SHAPE = {
@@ -45,6 +45,7 @@ def logits_of(model, prompts):
     return torch.stack(seen).float()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2"])

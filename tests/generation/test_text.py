@@ -4,9 +4,9 @@ import pytest
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from serve_tiny import byte_tokenizer
 
 from halfbyte.generation.text import UNFINISHED, Text
+from tests.helpers.serve_tiny import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 

@@ -66,5 +66,5 @@ def test_grpo_trainer_with_our_rollouts(tmp_path):
     factors = [tensor for name, tensor in trainer.model.named_parameters() if "lora_B" in name]
     assert any(tensor.abs().max() > 0 for tensor in factors)  # it has learned, and rollouts are of what it became
     trainer.model = tiny(len(tokenizer))
-    with pytest.raises(ConfigError, match="another model"):
+    with pytest.raises(ConfigError):
         trainer.rollout_func(["what"], trainer)

@@ -8,13 +8,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from hostile_inputs import STOPPED, make_common
-from hostile_stage import Stage
 
 import halfbyte
 from halfbyte.utils.files import cache_folder
+from tests.helpers.hostile.inputs import STOPPED, make_common
+from tests.helpers.hostile.stage import Stage
 
-HERE = Path(__file__).parent
+HERE, HELPERS = Path(__file__).parent, Path(__file__).parents[1] / "helpers" / "hostile"
 SOURCE = Path(halfbyte.__file__).parents[1]
 # What the runs below import most of: a child that did would do it for itself alone.
 FIRST = ["transformers.models.llama.modeling_llama", "halfbyte.plan.shapes", "halfbyte.train.run"]
@@ -35,7 +35,7 @@ def environment(tmp_path_factory):
     native = cache_folder() / "native"
     native.mkdir(parents=True, exist_ok=True)
     (home / "cache" / "native").symlink_to(native)
-    paths = os.pathsep.join([str(SOURCE), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    paths = os.pathsep.join([str(SOURCE), str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {
         "CUDA_VISIBLE_DEVICES": "",  # commands answer alike on a machine with a GPU
         "HALFBYTE_CACHE": str(home / "cache"),
@@ -58,7 +58,7 @@ def stage(environment, tmp_path_factory):
     if shutil.which("cc"):
         shim = tmp_path_factory.mktemp("shim") / "full_disk.so"
         subprocess.run(
-            ["cc", "-shared", "-fPIC", "-O1", str(HERE / "full_disk.c"), "-o", str(shim), "-ldl"], check=True
+            ["cc", "-shared", "-fPIC", "-O1", str(HELPERS / "full_disk.c"), "-o", str(shim), "-ldl"], check=True
         )
         preload = {"LD_PRELOAD": str(shim)}
     stage = Stage(environment | preload)
@@ -85,8 +85,8 @@ def base(stage, environment, tmp_path_factory):
 
             make_common(folder)
             stage.import_all(FIRST)
-            stage.warm("hostile_inputs:replay")
-            modules = run("model", call="hostile_inputs:make_model")
+            stage.warm("tests.helpers.hostile.inputs:replay")
+            modules = run("model", call="tests.helpers.hostile.inputs:make_model")
             stage.import_all(modules)
             keys = ["output_dir=run", "max_steps=4", "save_steps=2", "eval_split_size=2", "lora_dropout=0.1"]
             modules += run("train", "run.yaml", *keys)
@@ -99,5 +99,5 @@ def base(stage, environment, tmp_path_factory):
             (root / "modules.json").write_text(json.dumps(list(dict.fromkeys(modules))))
     stage.import_all(json.loads((root / "modules.json").read_text()))
     if not made:
-        stage.warm("hostile_inputs:replay")
+        stage.warm("tests.helpers.hostile.inputs:replay")
     return folder

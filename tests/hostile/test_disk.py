@@ -16,8 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from hostile import Case, judge, snapshot
-from hostile_stage import Ended, Stage
+
+from tests.helpers.hostile.cases import Case, judge, snapshot
+from tests.helpers.hostile.stage import Ended, Stage
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux" or not shutil.which("cc"), reason="forks, and preloads C")
 

@@ -1,4 +1,4 @@
-"""Every row of `rows_*.py`: one command, run where something is wrong. See `hostile.py` for how a row is written."""
+"""Run every row of `tests/helpers/hostile/rows_*.py`, as `cases.py` there describes: one command with bad input."""
 
 import importlib
 import os
@@ -9,12 +9,13 @@ from pathlib import Path
 from zlib import crc32
 
 import pytest
-from hostile import Case, judge, place, snapshot
+
+from tests.helpers import hostile
+from tests.helpers.hostile.cases import Case, judge, place, snapshot
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and reads /proc")
 
-HERE = Path(__file__).parent
-SUBJECTS = sorted(path.stem for path in HERE.glob("rows_*.py"))
+SUBJECTS = sorted(path.stem for path in Path(hostile.__file__).parent.glob("rows_*.py"))
 
 # Of cases off the list `make test` runs one of so many, by its name, and `make test-all` all.
 SAMPLED = {"odd": 5, "preference": 5, "users": 5}
@@ -24,7 +25,7 @@ OTHERS = 3
 def parameters() -> list:
     made = []
     for subject in SUBJECTS:
-        for case in importlib.import_module(subject).ROWS:
+        for case in importlib.import_module(f"{hostile.__name__}.{subject}").ROWS:
             for at, command in enumerate(case.commands()):
                 name = f"{case.name} [{command[0] if command else ''}]" if isinstance(case.run, tuple) else case.name
                 name = f"{subject.removeprefix('rows_')}: {name}"

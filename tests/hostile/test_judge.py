@@ -1,8 +1,9 @@
 """What `judge` finds wrong in a command's answer: each rule, broken once."""
 
 import pytest
-from hostile import Case, judge
-from hostile_stage import Ended
+
+from tests.helpers.hostile.cases import Case, judge
+from tests.helpers.hostile.stage import Ended
 
 CASE = Case("a case", "check run.yaml", says="seed", fix="least 0")
 GOOD = {"code": 1, "seconds": 0.1, "memory": 10.0, "timed_out": False, "modules": [], "out": b""}

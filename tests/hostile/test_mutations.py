@@ -12,13 +12,13 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pytest
-from hostile import COLOURS, Case, place, snapshot
 
 from halfbyte.config import RunConfig
 from halfbyte.config.schema import SCHEDULES
 from halfbyte.config.yaml import dump_value
 from halfbyte.formats import FORMATS
 from halfbyte.optim import OPTIMIZERS
+from tests.helpers.hostile.cases import COLOURS, Case, place, snapshot
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and reads /proc")
 

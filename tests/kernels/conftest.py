@@ -1,14 +1,11 @@
-"""Lets the tests here import the helpers beside them: pytest's importlib mode leaves sys.path alone."""
+"""Fixtures of the kernels' tests, and the sampling of the process that interprets Triton kernels."""
 
 import os
-import sys
 from collections import Counter
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import emulated
 import pytest
+
+from tests.helpers import emulated
 
 
 def pytest_collection_modifyitems(config, items):

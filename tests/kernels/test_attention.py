@@ -2,15 +2,14 @@
 
 import pytest
 import torch
-from parity import DEVICE, INTERPRETED, assert_as_close_as_torch, dtypes, exact, mark, poisoned, random  # noqa: F401
 
 from halfbyte.kernels.device import assumed
 from halfbyte.ops.attention import Scores, attention, attention_backward, spans
+from tests.helpers.parity import DEVICE, INTERPRETED, assert_as_close_as_torch, dtypes, exact, mark, poisoned, random  # noqa: F401
 
 pytest.importorskip("triton")
-from small_devices import compiled_shared_bytes, small
-
 from halfbyte.kernels.triton import attention as kernels
+from tests.helpers.small_devices import compiled_shared_bytes, small
 
 pytestmark = mark
 

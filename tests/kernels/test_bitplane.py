@@ -4,12 +4,12 @@ import importlib
 
 import pytest
 import torch
-from backends import backends, cases
 
 from halfbyte.dispatch import Unavailable
 from halfbyte.formats import HQQ as HQQFormat
 from halfbyte.formats import KBit, from_spec
 from halfbyte.ops.bitplane import dequantize_bitplane, kbit_codebook
+from tests.helpers.kernel_backends import backends, cases
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 KBIT = ("kbit:2:nf", "kbit:2:affine", "kbit:3:bnf", "kbit:4:fitted", "kbit:5:nf")

@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 import torch
-from backends import DEVICES, backends, cases
 
 from halfbyte.dispatch import Unavailable
 from halfbyte.formats import Blockwise4
@@ -14,6 +13,7 @@ from halfbyte.functional import dequantize_4bit, quantize_4bit
 from halfbyte.ops import blockwise4
 from halfbyte.ops.blockwise4 import dequantize_blockwise4, quantize_blockwise4
 from halfbyte.ops.codebooks import dynamic_map
+from tests.helpers.kernel_backends import DEVICES, backends, cases
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 NOT_FINITE = [float("nan"), -float("nan"), float("inf"), -float("inf")]

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from parity import DEVICE, INTERPRETED, mark, poisoned  # noqa: F401
 
 from halfbyte.formats import Blockwise4
 from halfbyte.ops.blockwise4_float8 import float8_of_blockwise4
 from halfbyte.ops.float8 import E4M3
+from tests.helpers.parity import DEVICE, INTERPRETED, mark, poisoned  # noqa: F401
 
 pytest.importorskip("triton")
 from halfbyte.kernels.triton.blockwise4_float8 import float8

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from parity import DEVICE, INTERPRETED, dtypes, mark, random
 
 from halfbyte.ops.attention import spans
 from halfbyte.ops.causal_conv import causal_conv, causal_conv_backward
+from tests.helpers.parity import DEVICE, INTERPRETED, dtypes, mark, random
 
 pytest.importorskip("triton")
 from halfbyte.kernels.triton import causal_conv as kernels

@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from parity import DEVICE, INTERPRETED, assert_as_close_as_torch, dtypes, exact, mark, poisoned, random  # noqa: F401
 
 from halfbyte.ops import ELSEWHERE
 from halfbyte.ops import cross_entropy as reference
 from halfbyte.ops.cross_entropy import Objective
+from tests.helpers.parity import DEVICE, INTERPRETED, assert_as_close_as_torch, dtypes, exact, mark, poisoned, random  # noqa: F401
 
 pytest.importorskip("triton")
 from halfbyte.kernels.triton import cross_entropy as kernels

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from parity import DEVICE, INTERPRETED, dtypes, mark, random
 
 from halfbyte.ops.delta_net import conv_step_, delta_step_
+from tests.helpers.parity import DEVICE, INTERPRETED, dtypes, mark, random
 
 pytest.importorskip("triton")
 from halfbyte.kernels.triton import delta_net as kernels

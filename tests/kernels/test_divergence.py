@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from parity import DEVICE, INTERPRETED, dtypes, exact, mark, poisoned, random  # noqa: F401
 
 from halfbyte.ops import divergence as reference
 from halfbyte.ops.cross_entropy import Objective
+from tests.helpers.parity import DEVICE, INTERPRETED, dtypes, exact, mark, poisoned, random  # noqa: F401
 
 pytest.importorskip("triton")
 from halfbyte.kernels.triton import divergence as kernels

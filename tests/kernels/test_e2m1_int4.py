@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from parity import DEVICE, DTYPES, INTERPRETED, mark, poisoned  # noqa: F401
 
 from halfbyte.ops.e2m1 import dequantize_e2m1
 from halfbyte.ops.int4 import dequantize_int4
+from tests.helpers.parity import DEVICE, DTYPES, INTERPRETED, mark, poisoned  # noqa: F401
 
 if INTERPRETED:
     from halfbyte.kernels.triton.e2m1 import dequantize as e2m1_kernel

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from backends import DEVICES, cases, loaded
 
 from halfbyte.formats import from_spec
 from halfbyte.ops.expert_rows import expert_rows as op
 from halfbyte.ops.experts import StackedWeight
 from halfbyte.ops.experts_unit import Unit
+from tests.helpers.kernel_backends import DEVICES, cases, loaded
 
 pytest.importorskip("triton")
 from halfbyte.kernels.cuda import expert_rows4
@@ -34,6 +34,7 @@ ON_GPU = [
 ]
 
 
+@pytest.mark.sampled(3)
 @cases(
     ("tokens", "experts", "top_k", "sizes", "groups", "dtype", "routed", "nested"), emulated=EMULATED, hopper=ON_GPU
 )  # fmt: skip

@@ -2,7 +2,13 @@
 
 import pytest
 import torch
-from parity import (
+
+from halfbyte.formats import from_spec
+from halfbyte.ops import experts as ops
+from halfbyte.ops import experts_unit as unit_ops
+from halfbyte.ops.experts import LowRank, StackedWeight
+from halfbyte.ops.experts_unit import Unit
+from tests.helpers.parity import (
     DEVICE,
     INTERPRETED,
     assert_as_close_as_torch,
@@ -13,12 +19,6 @@ from parity import (
     poisoned,  # noqa: F401
     random,
 )
-
-from halfbyte.formats import from_spec
-from halfbyte.ops import experts as ops
-from halfbyte.ops import experts_unit as unit_ops
-from halfbyte.ops.experts import LowRank, StackedWeight
-from halfbyte.ops.experts_unit import Unit
 
 pytest.importorskip("triton")
 from halfbyte.kernels.triton import experts as kernels

@@ -4,13 +4,13 @@ import functools
 import itertools
 from functools import partial
 
-import parity
 import pytest
 import torch
-from parity import DEVICE, DTYPES, INTERPRETED, dtypes, poisoned  # noqa: F401
 
 from halfbyte.formats import from_spec
 from halfbyte.ops.gemv8 import linear_float8, linear_int8
+from tests.helpers import parity
+from tests.helpers.parity import DEVICE, DTYPES, INTERPRETED, dtypes, poisoned  # noqa: F401
 
 pytestmark = parity.mark
 pytest.importorskip("triton")

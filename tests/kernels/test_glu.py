@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from parity import INTERPRETED, assert_as_close_as_torch, dtypes, exact, mark, poisoned, random  # noqa: F401
 
 from halfbyte.autograd.lora_mlp import glu
 from halfbyte.ops import glu as reference
+from tests.helpers.parity import INTERPRETED, assert_as_close_as_torch, dtypes, exact, mark, poisoned, random  # noqa: F401
 
 pytest.importorskip("triton")
 from halfbyte.kernels.triton import glu as kernels

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from backends import DEVICES, cases, loaded
 
 from halfbyte.formats import from_spec
 from halfbyte.ops import experts as ops
 from halfbyte.ops.experts import LowRank, StackedWeight
+from tests.helpers.kernel_backends import DEVICES, cases, loaded
 
 pytest.importorskip("triton")
 from halfbyte.kernels.cuda import gemm4, grouped4
@@ -52,6 +52,7 @@ ON_GPU = [
 ]
 
 
+@pytest.mark.sampled(3)
 @cases(
     ("tokens", "experts", "top_k", "shape", "rows", "blocks", "dtype", "nested", "rank", "gather"),
     emulated=EMULATED, hopper=ON_GPU,

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from backends import DEVICES, cases, loaded
 
 from benchmarks.kernel_cases import packed_experts
 from halfbyte.formats import from_spec
 from halfbyte.ops import experts as ops
 from halfbyte.ops.experts import LowRank, StackedWeight
+from tests.helpers.kernel_backends import DEVICES, cases, loaded
 
 pytest.importorskip("triton")
 from halfbyte.kernels.cuda import grouped_gemm4
@@ -44,6 +44,7 @@ ON_GPU = [
 ]
 
 
+@pytest.mark.sampled(3)
 @cases(
     ("tokens", "experts", "top_k", "shape", "tile", "turned", "dtype", "nested", "rank", "gather"),
     emulated=EMULATED, hopper=ON_GPU,

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from parity import DEVICE, INTERPRETED, dtypes, mark, poisoned, random  # noqa: F401
 
 from halfbyte.ops import float8 as float8_reference
 from halfbyte.ops import int8 as int8_reference
+from tests.helpers.parity import DEVICE, INTERPRETED, dtypes, mark, poisoned, random  # noqa: F401
 
 pytest.importorskip("triton")
 from halfbyte.kernels.triton import float8, int8

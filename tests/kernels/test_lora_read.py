@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from backends import DEVICES, backends, cases, loaded
-from lora_glu_cases import assert_cast, slot_of
-from parity import assert_as_close_as_torch, exact, poisoned  # noqa: F401
 
 from halfbyte.dispatch import Unavailable
 from halfbyte.ops.float8 import E4M3, E5M2
 from halfbyte.ops.lora_read import lora_read
 from halfbyte.utils import notices
+from tests.helpers.kernel_backends import DEVICES, backends, cases, loaded
+from tests.helpers.lora_glu_cases import assert_cast, slot_of
+from tests.helpers.parity import assert_as_close_as_torch, exact, poisoned  # noqa: F401
 
 pytest.importorskip("triton")
 from halfbyte.kernels.cuda import lora_read as kernels

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from backends import DEVICES, cases, loaded
 
 from halfbyte.ops.low_rank import low_rank_rows
+from tests.helpers.kernel_backends import DEVICES, cases, loaded
 
 pytest.importorskip("triton")
 from halfbyte.kernels.cuda import low_rank

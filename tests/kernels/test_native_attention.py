@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from backends import MARKS
 
 from halfbyte.data.branches import BranchCollator
 from halfbyte.modeling.shared_prefix import Sharing
 from halfbyte.ops.attention import Scores, attention, attention_backward, spans
+from tests.helpers.kernel_backends import MARKS
 
 pytestmark = MARKS["cpu"]
 SCORES = Scores(0.2)

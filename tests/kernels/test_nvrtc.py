@@ -4,12 +4,12 @@ import ctypes
 import re
 
 import pytest
-from emulated import built, needs_compiler
 
 from benchmarks.kernel_matrix import any_nvrtc
 from halfbyte.dispatch import Unavailable
 from halfbyte.kernels.cuda import gemm4, gemv4, low_rank, nvrtc
 from halfbyte.kernels.device import HOPPER_SHARED_BYTES
+from tests.helpers.emulated import built, needs_compiler
 
 needs_nvrtc = pytest.mark.skipif(any_nvrtc() is None, reason="needs the wheel nvidia-cuda-nvrtc")
 GEMV4 = {"RT": 1, "WR": 2, "WK": 2, "STAGES": 2, "NT": 1, "BF16": 1, "NESTED": 1, "ORIGIN": 1024}
@@ -112,7 +112,7 @@ def test_an_error_has_file_and_line(monkeypatch):
     line = files["warp.cuh"].count("\n") + 1
     files["warp.cuh"] += "__device__ int f() { return zz; }\n"
     options = ["--gpu-architecture=sm_90a", "--std=c++17", *(f"-D{key}={value}" for key, value in GEMV4.items())]
-    with pytest.raises(Unavailable, match=rf'NVRTC failed: warp.cuh\({line}\): error: identifier "zz" is undefined\n'):
+    with pytest.raises(Unavailable, match=rf"(?s)NVRTC.*warp.cuh\({line}\):"):
         nvrtc.compiled(files, options)
 
 

@@ -1,13 +1,13 @@
 """The engine's Triton kernels beside their specifications: attention over pages, and the sampler."""
 
-import parity
 import pytest
 import torch
-from paged_cases import BUNDLES, LENGTHS, WINDOWS_AND_CAPS, case, check_store, exact, shared_case
-from parity import DEVICE, INTERPRETED, dtypes
 
 from halfbyte.ops.paged_attention import PAGE, paged_attention, rope_store_paged_, store_paged
 from halfbyte.ops.sample import draw_tokens
+from tests.helpers import parity
+from tests.helpers.paged_cases import BUNDLES, LENGTHS, WINDOWS_AND_CAPS, case, check_store, exact, shared_case
+from tests.helpers.parity import DEVICE, INTERPRETED, dtypes
 
 pytestmark = parity.mark
 pytest.importorskip("triton")

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from parity import DEVICE, dtypes, mark, poisoned  # noqa: F401
+
+from tests.helpers.parity import DEVICE, dtypes, mark, poisoned  # noqa: F401
 
 pytest.importorskip("triton")
 from halfbyte.kernels.triton.partial_sums import sum_rows

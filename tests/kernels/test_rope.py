@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from parity import DEVICE, INTERPRETED, assert_as_close_as_torch, dtypes, exact, mark, poisoned, random  # noqa: F401
 
 from halfbyte.autograd.rope import qk_norm_rope, rope
 from halfbyte.ops import rope as reference
+from tests.helpers.parity import DEVICE, INTERPRETED, assert_as_close_as_torch, dtypes, exact, mark, poisoned, random  # noqa: F401
 
 pytest.importorskip("triton")
 from halfbyte.kernels.triton import rope as kernels

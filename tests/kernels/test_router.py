@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from parity import DEVICE, dtypes, mark, random
 
 from halfbyte.ops.router import top_experts as op
+from tests.helpers.parity import DEVICE, dtypes, mark, random
 
 pytest.importorskip("triton")
 from halfbyte.kernels.triton import router
@@ -41,7 +41,7 @@ def test_equal_ones():
 
 def test_what_it_does_not_take():
     x, weight = torch.ones(9, 16), torch.ones(6, 16)
-    assert "up to 8 tokens" in router.obstacle(x, weight, 2, True, torch.float32)
-    assert "x's dtype" in router.obstacle(x[:2], weight.half(), 2, True, torch.float32)
+    assert "8 tokens" in router.obstacle(x, weight, 2, True, torch.float32)
+    assert "dtype" in router.obstacle(x[:2], weight.half(), 2, True, torch.float32)
     mine, torchs = op(x, weight, 2, True, torch.float32), op.reference(x, weight, 2, True, torch.float32)
     assert all(map(torch.equal, mine, torchs))

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from lora_glu_cases import assert_close_to, case, moved, run_backward, run_forward, slot_of
-from parity import DEVICE, DTYPES, INTERPRETED, dtypes, mark, poisoned, random  # noqa: F401
-from small_devices import compiled_shared_bytes, refuses, small
 
 from halfbyte.ops import lora_glu as ops
 from halfbyte.ops.decode_attention import decode_attention
 from halfbyte.ops.float8 import E4M3
 from halfbyte.utils import notices
+from tests.helpers.lora_glu_cases import assert_close_to, case, moved, run_backward, run_forward, slot_of
+from tests.helpers.parity import DEVICE, DTYPES, INTERPRETED, dtypes, mark, poisoned, random  # noqa: F401
+from tests.helpers.small_devices import compiled_shared_bytes, refuses, small
 
 pytest.importorskip("triton")
 from halfbyte.kernels.device import assumed
@@ -101,7 +101,7 @@ def test_a_refused_kernel_s_op_gives_the_reference_s_result(monkeypatch):
         return  # on a CPU the op is the reference
     said = notices.said()
     assert len(said) == 2
-    assert all("Hardware limit: 232448" in text for text in said.values())
+    assert all("232448" in text for text in said.values())
     assert all(text.endswith("the torch reference runs instead, more slowly") for text in said.values())
     notices.forget()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from expert_models import TOKENS, mixture, stacks
 
 from halfbyte.config import RunConfig
 from halfbyte.layers.experts import HOST_STACKS
@@ -14,6 +13,7 @@ from halfbyte.modeling.adapters import add_adapter
 from halfbyte.modeling.checkpointing import recompute_as_transformers
 from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.modeling.patch import patch, unpatch
+from tests.helpers.expert_models import TOKENS, mixture, stacks
 
 LAYERS = 5
 BATCH = {"input_ids": TOKENS, "labels": TOKENS}
@@ -63,6 +63,7 @@ class Poisoned:
         window._copy = copy_into
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("level", ["keep", "recompute_mlp", "checkpoint", "tiled", "transformers"])
 def test_numbers_are_those_of_resident_experts(folder, level):
     resident, model = trained(folder), trained(folder)

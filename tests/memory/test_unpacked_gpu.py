@@ -1,7 +1,8 @@
 """Runs on rows of many lengths stay within their memory plan and limit; `unpacked_runs` measures their speed."""
 
 import pytest
-from unpacked_runs import RUNS, measured
+
+from tests.helpers.unpacked_runs import RUNS, measured
 
 STEPS = {"limit6": 40, "rows26": 3, "gemma2": 4, "layers4": 60}
 

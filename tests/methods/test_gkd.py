@@ -5,7 +5,6 @@ from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
-from patch_models import tiny
 from peft import LoraConfig, get_peft_model
 from torch.nn.utils.rnn import pad_sequence
 from trl import DistillationTrainer
@@ -14,6 +13,7 @@ from halfbyte.config import RunConfig
 from halfbyte.methods import method_of
 from halfbyte.methods.answers import as_adapter
 from halfbyte.modeling.distillation import Teacher, taught_by
+from tests.helpers.patch_models import tiny
 
 PROMPTS, ANSWERS = (3, 7, 5, 1), (6, 2, 9, 1)
 

@@ -7,7 +7,6 @@ from itertools import combinations
 import pytest
 import torch
 from datasets import Dataset
-from pair_models import assert_same_gradients, config, gradients, mean_loss, method, model, pairs, tokenizer
 from trl import KTOTrainer
 from trl.data_utils import unpair_preference_dataset
 from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
@@ -20,6 +19,16 @@ from halfbyte.methods.answers import reference_log_probs
 from halfbyte.modeling import shared_prefix
 from halfbyte.train.look_ahead import Ahead, with_numbers
 from halfbyte.utils import notices
+from tests.helpers.pair_models import (
+    assert_same_gradients,
+    config,
+    gradients,
+    mean_loss,
+    method,
+    model,
+    pairs,
+    tokenizer,
+)
 
 OWN = ("completion_ids", "completion_mask")
 

@@ -5,14 +5,24 @@ from dataclasses import replace
 
 import pytest
 import torch
-from pair_models import assert_same_gradients, batch_of, config, documents, gradients, mean_loss, method, model, pairs
-from pair_models import tokenizer as make_tokenizer
 
 from halfbyte.config.methods import LOSS_TYPES
 from halfbyte.data.paired import AnswerCollator, packed, trained_tokens
 from halfbyte.methods.answers import as_reference, log_probs, per_answer, reference_log_probs
 from halfbyte.methods.pair_losses import CPO_LOSSES, DPO_LOSSES, KTO_LOSSES, Options, Pairs, orpo, simpo
 from halfbyte.utils.errors import ModelError
+from tests.helpers.pair_models import (
+    assert_same_gradients,
+    batch_of,
+    config,
+    documents,
+    gradients,
+    mean_loss,
+    method,
+    model,
+    pairs,
+)
+from tests.helpers.pair_models import tokenizer as make_tokenizer
 
 ROWS = pairs(7, seed=1)
 LAYOUTS = [
@@ -117,7 +127,7 @@ def test_the_reference_is_never_silently_the_base():
     assert not torch.allclose(kept, base)
     assert not torch.allclose(kept, own)
     torch.testing.assert_close(log_probs(policy, batch), own)
-    with pytest.raises(ModelError, match="has none"), as_reference(model(adapter=False)):
+    with pytest.raises(ModelError), as_reference(model(adapter=False)):
         pass
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from pair_models import assert_same_gradients, batch_of, config, gradients, mean_loss, method, model, pairs, tokenizer
 from peft import LoraConfig
 from torch.nn.utils.rnn import pad_sequence
 from trl import DPOConfig, DPOTrainer
@@ -16,6 +15,17 @@ from trl.experimental.orpo import ORPOTrainer
 from halfbyte import load_model
 from halfbyte.config.methods import LOSS_TYPES
 from halfbyte.tensor import QuantizedTensor
+from tests.helpers.pair_models import (
+    assert_same_gradients,
+    batch_of,
+    config,
+    gradients,
+    mean_loss,
+    method,
+    model,
+    pairs,
+    tokenizer,
+)
 
 ROWS = pairs(5, seed=3)
 SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")

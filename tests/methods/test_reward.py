@@ -7,9 +7,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from pair_models import PAIRED, assert_same_gradients, batch_of, config, gradients, mean_loss, method, pairs
-from pair_models import tokenizer as make_tokenizer
-from patch_models import tiny
 from peft import get_peft_model
 from transformers import AutoModelForSequenceClassification
 from trl import RewardTrainer
@@ -18,6 +15,18 @@ from halfbyte.config.methods import SCORES
 from halfbyte.data.paired import as_documents, packed
 from halfbyte.methods.answers import score
 from halfbyte.modeling.adapters import add_adapter, add_score_head
+from tests.helpers.pair_models import (
+    PAIRED,
+    assert_same_gradients,
+    batch_of,
+    config,
+    gradients,
+    mean_loss,
+    method,
+    pairs,
+)
+from tests.helpers.pair_models import tokenizer as make_tokenizer
+from tests.helpers.patch_models import tiny
 
 ROWS = pairs(5, seed=2)
 MARGINS = [0.0, 0.3, 1.5, 0.1, 0.7]

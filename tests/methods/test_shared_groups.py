@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from pair_models import VOCABULARY, assert_same_gradients, config, gradients, model
-from pair_models import tokenizer as make_tokenizer
 
 from halfbyte.data.batches import batches_of, longest_row
 from halfbyte.data.branches import GIVEN, as_trees, trees_of
 from halfbyte.data.prepare import PreparedData
 from halfbyte.methods import METHODS
 from halfbyte.modeling.head import _taken
+from tests.helpers.pair_models import VOCABULARY, assert_same_gradients, config, gradients, model
+from tests.helpers.pair_models import tokenizer as make_tokenizer
 
 ASKED = [
     {"method": "grpo", "beta": 0.1},

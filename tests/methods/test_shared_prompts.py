@@ -5,18 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 from datasets import Dataset
-from pair_models import (
-    PAIRED,
-    assert_same_gradients,
-    config,
-    gradients,
-    mean_loss,
-    method,
-    model,
-    pairs,
-)
-from pair_models import tokenizer as make_tokenizer
-from patch_models import FAMILIES, tiny
 from transformers import AutoConfig, GPT2Config
 
 from halfbyte.data.paired import answer_collator, apart, as_documents, first_prompt, packed, trained_tokens
@@ -26,6 +14,18 @@ from halfbyte.modeling.attention import share
 from halfbyte.modeling.patch import unpatch
 from halfbyte.modeling.shared_prefix import Sharing, padded, why_apart
 from halfbyte.ops.attention import Scores, attention
+from tests.helpers.pair_models import (
+    PAIRED,
+    assert_same_gradients,
+    config,
+    gradients,
+    mean_loss,
+    method,
+    model,
+    pairs,
+)
+from tests.helpers.pair_models import tokenizer as make_tokenizer
+from tests.helpers.patch_models import FAMILIES, tiny
 
 ROWS = [row | {"margin": 0.1 * number} for number, row in enumerate(pairs(6, seed=3, longest=20))]
 LAYOUTS = [{}, {"padding_free": True}, {"packing": True}]

@@ -5,8 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from all_families import NAMES, build
-from expert_models import dequantized
 
 from halfbyte.config import RunConfig
 from halfbyte.layers.expert_adapters import expert_wrappers
@@ -14,6 +12,8 @@ from halfbyte.loading.load import load_model
 from halfbyte.modeling.adapters import add_adapter
 from halfbyte.modeling.architectures import expert_stacks, runs_experts
 from halfbyte.tensor import QuantizedTensor
+from tests.helpers.all_families import NAMES, build
+from tests.helpers.expert_models import dequantized
 
 pytestmark = pytest.mark.slow
 

@@ -5,7 +5,6 @@ import weakref
 
 import pytest
 import torch
-from patch_models import assert_same, batch, loss_and_gradients, tiny
 from peft.tuners.lora import Linear as LoraLinear
 
 import halfbyte
@@ -13,6 +12,7 @@ from halfbyte.autograd import lora
 from halfbyte.modeling import attention
 from halfbyte.modeling.cast_cache import copies_of, in_their_place
 from halfbyte.modeling.patch_record import NAME, patched
+from tests.helpers.patch_models import assert_same, batch, loss_and_gradients, tiny
 
 
 @pytest.fixture

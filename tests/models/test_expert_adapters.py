@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from expert_models import MIXTURES, TOKENS, dequantized, mixture
 from peft import PeftModel
 from peft.tuners.lora import Linear as LoraLinear
 from safetensors.torch import load_file
@@ -13,6 +12,7 @@ from halfbyte.loading.load import load_model
 from halfbyte.modeling.adapters import add_adapter, load_adapter, save_adapter
 from halfbyte.utils import notices
 from halfbyte.utils.errors import ModelError
+from tests.helpers.expert_models import MIXTURES, TOKENS, dequantized, mixture
 
 
 def quantized(name, folder):
@@ -81,7 +81,7 @@ def test_all_linear_takes_experts_and_no_router(tmp_path, caplog):
     assert experts[f"{prefix}.base_layer.lora_A.weight"].shape == (4 * 4, 64)
     assert experts[f"{prefix}.base_layer.lora_B.weight"].shape == (64, 4 * 4)
     assert experts[f"{prefix}.lora_A.weight"].shape == (4 * 4, 32)
-    assert f"trained: {sum(t.numel() for t in experts.values()) / 1e6:.3g}M weights on experts" in caplog.text
+    assert f"{sum(t.numel() for t in experts.values()) / 1000000.0:.3g}M" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -167,10 +167,10 @@ def test_experts_no_token_chose_get_zero(tmp_path):
         (
             "Qwen3Moe",
             {"target_parameters": ["experts.gate_proj"]},
-            "experts or router is named 'experts.gate_proj'",
+            "'experts.gate_proj'",
         ),
-        ("Qwen3Moe", {"target_parameters": ["input_layernorm.weight"]}, "no stack of experts or router is named"),
-        ("Qwen3Moe", {"target_parameters": ["gate_up_proj"], "use_dora": True}, "target_parameters: .*DoRA"),
+        ("Qwen3Moe", {"target_parameters": ["input_layernorm.weight"]}, None),
+        ("Qwen3Moe", {"target_parameters": ["gate_up_proj"], "use_dora": True}, "PEFT.*DoRA"),
         ("Qwen3Moe", {"rank_pattern": {"experts.up_proj": 2}}, "rank_pattern"),
     ],
 )

@@ -5,14 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import all_families
 import pytest
 import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from patch_models import FAMILIES as FUSED
-from patch_models import HYBRIDS, STATES, TEXT_PARTS, tiny
 from peft import LoraConfig, get_peft_model
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
@@ -25,6 +22,9 @@ from halfbyte.modeling.packed_forwards import LIKE, groups
 from halfbyte.modeling.packing import isolate, release
 from halfbyte.modeling.patch import patch
 from halfbyte.utils.errors import ConfigError
+from tests.helpers import all_families
+from tests.helpers.patch_models import FAMILIES as FUSED
+from tests.helpers.patch_models import HYBRIDS, STATES, TEXT_PARTS, tiny
 
 SOME = {
     "llama": "positions", "gpt2": "positions", "mixtral": "positions", "gemma2": "positions",
@@ -62,6 +62,7 @@ def asked(model, collate=None, **keys):
     return isolate(model, collate or PackedCollator(0), **keys)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "way"), SOME.items())
 def test_how_a_family_keeps_documents_apart(name, way):
     row = all_families.row_of(name)
@@ -92,6 +93,7 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "one_row"), LAYOUTS)
 def test_loss_and_gradients_are_the_documents_own(name, one_row):
     """Summed over a packed batch they are those of its documents one by one, through adapters."""
@@ -143,6 +145,7 @@ def test_generation_and_padded_batches_run_as_before():
         assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), cached)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", [*FUSED, *TEXT_PARTS])
 def test_packed_documents_are_apart_in_patched_models(family):
     """Layers with a state are told where documents begin."""
@@ -279,10 +282,10 @@ PARTS = 8
 def test_no_causal_lm_leaks_on_a_gpu(part, tmp_path):
     """A share of all families, in a process of its own, since a failed kernel would take the process's other tests
     along. What `isolate` does not refuse, it has found isolated; nothing else may be raised."""
-    script, source = Path(all_families.__file__).with_name("families_on_gpu.py"), Path(packing.__file__).parents[2]
-    folders = [str(source), str(script.parent), os.environ.get("PYTHONPATH", "")]
+    source, root = Path(packing.__file__).parents[2], Path(__file__).parents[2]
+    folders = [str(source), str(root), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
-    command = [sys.executable, str(script), str(part), str(PARTS)]
+    command = [sys.executable, "-m", "tests.helpers.families_on_gpu", str(part), str(PARTS)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
     print(done.stdout)
     assert done.returncode == 0, done.stderr[-2000:]

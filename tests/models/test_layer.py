@@ -3,8 +3,6 @@
 import pytest
 import torch
 import transformers
-from patch_models import EXPERTS, HYBRIDS, MULTIMODAL, OWN_LAYERS, quantize, tiny
-from patch_models import FAMILIES as CONFIGS
 from peft import LoraConfig
 
 from halfbyte import generation
@@ -12,6 +10,8 @@ from halfbyte.layers.plain import read_linear
 from halfbyte.modeling.layer import LayerView, decoder_layers, layer_view
 from halfbyte.utils import notices
 from halfbyte.utils.errors import ModelError
+from tests.helpers.patch_models import EXPERTS, HYBRIDS, MULTIMODAL, OWN_LAYERS, quantize, tiny
+from tests.helpers.patch_models import FAMILIES as CONFIGS
 
 ROLES = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
@@ -68,7 +68,7 @@ def test_layers_of_other_models():
     assert name == "transformer.h"
     assert layer_view(layers[0]) == "GPT2Block is of no family that halfbyte knows"
     model.config.n_layer = 4
-    with pytest.raises(ModelError, match="GPT2LMHeadModel has no list of 4 decoder layers"):
+    with pytest.raises(ModelError, match=r"GPT2LMHeadModel.*4 decoder"):
         decoder_layers(model)
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from expert_models import MIXTURES, TOKENS, mixture
 
 from halfbyte.config import Parallel, RunConfig, load_config
 from halfbyte.methods import method_of
@@ -12,6 +11,7 @@ from halfbyte.modeling.patch import patch, unpatch
 from halfbyte.modeling.routers import REAL, check_balanced, watched
 from halfbyte.parallel.support import unsupported_reason
 from halfbyte.utils.errors import ConfigError
+from tests.helpers.expert_models import MIXTURES, TOKENS, mixture
 
 OTHERS = {
     "GraniteMoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32},
@@ -138,13 +138,13 @@ def test_use():
 
 def test_what_has_no_balancing_loss():
     model = mixture("DeepseekV3")
-    with pytest.raises(ConfigError, match="transformers has no balancing loss for a deepseek_v3"):
+    with pytest.raises(ConfigError, match="deepseek_v3"):
         check_balanced(model, 0.01)
     check_balanced(model, None)
 
 
 def test_balanced_routers_of_cut_rows_are_refused():
     keys = {"model_name_or_path": "m", "dataset": "d", "router_aux_loss_coef": 0.01}
-    with pytest.raises(ConfigError, match="with parallel: pipeline: 2"):
+    with pytest.raises(ConfigError, match=r"parallel:.*2"):
         load_config(None, {**keys, "parallel": {"pipeline": 2}})
     assert unsupported_reason(Parallel(shard=2), load_config(None, keys)) is None

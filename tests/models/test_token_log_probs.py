@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from patch_models import FAMILIES, batch, tiny
 from torch import nn
 
 from halfbyte.modeling.head import log_probs_at, token_log_probs
 from halfbyte.utils import notices
+from tests.helpers.patch_models import FAMILIES, batch, tiny
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma2"])

@@ -92,11 +92,11 @@ def test_float64_stays_float64():
 @pytest.mark.parametrize(
     ("logits", "labels", "message"),
     [
-        (torch.zeros(3, 4, dtype=torch.int32), torch.zeros(3, dtype=torch.int64), "logits is torch.int32"),
-        (torch.zeros(3), torch.zeros(3, dtype=torch.int64), r"\[3\], not \[rows, vocabulary\]"),
-        (torch.zeros(3, 0), torch.zeros(3, dtype=torch.int64), r"\[3, 0\], not"),
-        (torch.zeros(3, 4), torch.zeros(3), "labels are torch.float32"),
-        (torch.zeros(3, 4), torch.zeros(2, dtype=torch.int64), r"labels has shape \[2\]"),
+        (torch.zeros(3, 4, dtype=torch.int32), torch.zeros(3, dtype=torch.int64), "torch.int32"),
+        (torch.zeros(3), torch.zeros(3, dtype=torch.int64), r"\[3\]"),
+        (torch.zeros(3, 0), torch.zeros(3, dtype=torch.int64), r"\[3, 0\]"),
+        (torch.zeros(3, 4), torch.zeros(3), "torch.float32"),
+        (torch.zeros(3, 4), torch.zeros(2, dtype=torch.int64), r"shape \[2\]"),
     ],
 )
 def test_arguments_no_kernel_can_take(logits, labels, message):

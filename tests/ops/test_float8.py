@@ -67,14 +67,14 @@ def test_block_fp8_loads_without_quantizing_again(dtype):
 def test_corrupted_scales_are_found(wrong):
     state, _ = hugging_face_block()
     state["../weight_scale_inv"][1, 2] = wrong
-    with pytest.raises(CheckpointError, match=r"q\.weight_scale_inv has scales"):
+    with pytest.raises(CheckpointError, match=r"q\.weight_scale_inv"):
         Float8.from_state(state, "q.weight")
 
 
 def test_nan_codes_are_found():
     state, _ = hugging_face_block()
     state[""].view(torch.uint8)[7, 7] = 0xFF
-    with pytest.raises(CheckpointError, match=r"q\.weight has NaN"):
+    with pytest.raises(CheckpointError, match=r"q\.weight.*NaN"):
         Float8.from_state(state, "q.weight")
 
 

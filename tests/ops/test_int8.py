@@ -107,7 +107,7 @@ def test_what_is_not_finite_is_not_hidden(bad, threshold):
 
 
 def test_other_arguments_are_refused():
-    with pytest.raises(ModelError, match="x is"):
+    with pytest.raises(ModelError):
         int8.quantize_rows_int8(torch.ones(3), None, 0.0)
     with pytest.raises(ModelError, match=r"torch\.int32"):
         int8.quantize_rows_int8(torch.ones(3, 3, dtype=torch.int32), None, 0.0)

@@ -129,7 +129,7 @@ def test_gradients_only_where_asked():
 def test_label_outside_the_vocabulary(label):
     hidden, weight, labels = example()
     labels[5] = label
-    with pytest.raises(DataError, match=f"label {label} .* vocabulary of 53"):
+    with pytest.raises(DataError, match=f"label {label}.*53"):
         linear_cross_entropy_forward(hidden, weight, labels)
 
 

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from ranks import Ranks
+
+from tests.helpers.ranks import Ranks
 
 HERE = Path(__file__).parent
 

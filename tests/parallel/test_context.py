@@ -8,8 +8,6 @@ from unittest import mock
 import pytest
 import torch
 import transformers
-from patch_models import loop_over_documents, tiny
-from whole import Left, run, trains, write_place
 
 from halfbyte.autograd import attention as causal
 from halfbyte.config import Parallel, Sliced
@@ -26,6 +24,8 @@ from halfbyte.parallel.reduction import sum_gradients
 from halfbyte.train import preflight
 from halfbyte.train.callbacks import noisy_embeddings
 from halfbyte.utils.errors import ConfigError
+from tests.helpers.patch_models import loop_over_documents, tiny
+from tests.helpers.rank_runs import Left, run, trains, write_place
 
 pytestmark = pytest.mark.dist
 
@@ -97,6 +97,7 @@ def compares(mesh, family, inputs, shape=None):
     return farthest(step(mesh, model, inputs), expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", ["whole", "packed"])
 @pytest.mark.parametrize(
     "family", ["Llama", "Mistral", "Qwen3", "Gemma2", "Gemma3Text", "Qwen3Moe", "Qwen2_5_VL", "Gemma3"]
@@ -117,6 +118,7 @@ HEADS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("heads", HEADS)
 def test_four_ranks(four, heads):
     """26 tokens are padded to 28."""
@@ -131,6 +133,7 @@ def rows_and_tokens(mesh):
     return farthest(step(mesh, model, {name: value[row : row + 1] for name, value in inputs.items()}), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", ["data", "shard"])
 def test_rows_are_divided_too(four, axis):
     assert_close(four.run(rows_and_tokens, layout={axis: 2, "context": 2}))
@@ -299,7 +302,7 @@ def place(tmp_path_factory):
     return write_place(tmp_path_factory.mktemp("context"), rows=15, intermediate_size=128)
 
 
-@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("packing", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_run_is_that_of_one_process(place, two, tmp_path, packing):
     """In loss and weights, in evaluations and answers; one process goes on from the other's checkpoint."""
     keys = {"packing": packing, "max_length": 40, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
@@ -352,6 +355,7 @@ def test_noise_is_that_of_whole_rows(two):
         assert found == pytest.approx(5 / numbers**0.5, rel=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", ["shard", "tensor"])
 def test_beside_another_axis(place, four, tmp_path, axis):
     """Pairs of ranks have halves of every row, and of the frozen bytes or the products."""

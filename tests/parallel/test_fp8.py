@@ -6,13 +6,13 @@ from functools import partial
 
 import pytest
 import torch
-import whole
 from safetensors.torch import load_file
 
 from halfbyte.ops.float8 import E4M3
 from halfbyte.ops.fp8_scaling import DelayedScaling, ScalingOptions
 from halfbyte.parallel.mesh import TOKENS
 from halfbyte.train.checkpoint import SCALING
+from tests.helpers import rank_runs
 
 pytestmark = pytest.mark.dist
 AMAXES = ((1.0, 2.0), (math.nan, 1.0), (5.0, math.inf), (8.0, 4.0))  # of each step, on each rank
@@ -45,7 +45,7 @@ def test_apart(two):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    return whole.write_place(tmp_path_factory.mktemp("place"), num_hidden_layers=5)
+    return rank_runs.write_place(tmp_path_factory.mktemp("place"), num_hidden_layers=5)
 
 
 KEYS = {
@@ -57,12 +57,13 @@ KEYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["1f1b", "interleaved"])
 def test_stages_leave_the_scales_of_one_process(two, place, tmp_path, name):
     """Layer by layer; and a run goes on from them, in stages or without."""
-    alone = whole.run(None, place, tmp_path / "alone", **KEYS)
+    alone = rank_runs.run(None, place, tmp_path / "alone", **KEYS)
     stages = {"parallel": {"pipeline": 2}, "pipeline_schedule": name}
-    whole.run(two, place, tmp_path / "run", **KEYS, **stages).same_as(alone, loss=1e-5, weights=1e-3)
+    rank_runs.run(two, place, tmp_path / "run", **KEYS, **stages).same_as(alone, loss=1e-5, weights=1e-3)
     one, staged = (load_file(tmp_path / each / "checkpoint-2" / SCALING) for each in ("alone", "run"))
     for key, value in one.items():
         torch.testing.assert_close(staged[key], value, rtol=1e-3, atol=1e-6)
@@ -71,5 +72,5 @@ def test_stages_leave_the_scales_of_one_process(two, place, tmp_path, name):
         shutil.copytree(tmp_path / "run", folder)
         for gone in ("checkpoint-4", "checkpoint-5", "adapter"):
             shutil.rmtree(folder / gone, ignore_errors=True)
-        again = whole.run(ranks, place, folder, resume=True, **KEYS, **keys)
+        again = rank_runs.run(ranks, place, folder, resume=True, **KEYS, **keys)
         assert [each["loss"] for each in again.trained] == pytest.approx([e["loss"] for e in alone.trained], rel=1e-5)

@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
-from ranks import Ranks
-from whole import Left, run, trains, write_place
 
 from halfbyte.plan import estimate
+from tests.helpers.rank_runs import Left, run, trains, write_place
+from tests.helpers.ranks import Ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}

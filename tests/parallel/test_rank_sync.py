@@ -5,8 +5,6 @@ import itertools
 
 import pytest
 import torch
-from graph_stand_in import StandIn
-from patch_models import quantize, tiny
 
 import halfbyte
 from halfbyte.batch import COUNTS, SYNCED_SHAPE
@@ -17,6 +15,8 @@ from halfbyte.parallel.rank_sync import RankSync
 from halfbyte.parallel.shard.model import shard_model
 from halfbyte.train import stepper
 from halfbyte.train.graph import WARMUP
+from tests.helpers.graph_stand_in import StandIn
+from tests.helpers.patch_models import quantize, tiny
 
 pytestmark = pytest.mark.dist
 
@@ -117,6 +117,7 @@ def case_trains(mesh, free):
         return trains(model, graphed, mesh)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("free", [(10, 10), (10, 9)])
 def test_graphs_of_processes_that_gather_together(two, free):
     """Each of two shapes has a graph once it is warm; where one process lacks room for it, no process has any."""

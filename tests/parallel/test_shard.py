@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from patch_models import batch, quantize, tiny
 
 import halfbyte
 from halfbyte.memory.activations import LEVELS
@@ -13,6 +12,8 @@ from halfbyte.parallel import collectives
 from halfbyte.parallel.shard.model import shard_model, sharded
 from halfbyte.parallel.shard.weights import BYTES
 from halfbyte.tensor import QuantizedTensor
+from tests.helpers.marks import slow_except
+from tests.helpers.patch_models import batch, quantize, tiny
 
 pytestmark = pytest.mark.dist
 
@@ -133,7 +134,12 @@ def gathered_as_due(results, stays, micro_batches=2, steps=3):
 
 
 @pytest.mark.parametrize(
-    "stays", [["call"] * 4, ["backward"] * 4, ["always"] * 4, ["always", "call", "always", "backward"]]
+    "stays",
+    [
+        ["call"] * 4,
+        ["always", "call", "always", "backward"],
+        *(pytest.param([stay] * 4, marks=pytest.mark.slow) for stay in ("backward", "always")),
+    ],
 )
 def test_three_steps(two, stays):
     results = two.run(case_trains, "keep", stays, layout={"shard": 2})
@@ -141,7 +147,7 @@ def test_three_steps(two, stays):
     gathered_as_due(results, stays)
 
 
-@pytest.mark.parametrize("levels", [*(level for level in LEVELS if level != "keep"), None])
+@pytest.mark.parametrize("levels", slow_except([*LEVELS[1:], None], ["recompute"]))
 def test_every_activation_level(two, levels):
     """Backward recomputes with the weights that its block has gathered; None: transformers' own layers."""
     results = two.run(case_trains, levels, CALL, layout={"shard": 2})
@@ -149,18 +155,20 @@ def test_every_activation_level(two, levels):
     gathered_as_due(results, CALL)
 
 
-@pytest.mark.parametrize("layout", [{"shard": 4}, {"data": 2, "shard": 2}])
+@pytest.mark.parametrize("layout", [{"shard": 4}, pytest.param({"data": 2, "shard": 2}, marks=pytest.mark.slow)])
 def test_four_ranks(four, layout):
     results = four.run(case_trains, "recompute", ["call", "always"] * 2, layout=layout)
     check(results, expected("recompute", ranks=4))
     gathered_as_due(results, ["call", "always"] * 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["Gemma2", "Qwen3Moe"])
 def test_families(two, family):
     check(two.run(case_trains, "checkpoint", CALL, family, layout={"shard": 2}), expected("checkpoint", family))
 
 
+@pytest.mark.slow
 def test_patched_before_or_after(two):
     results = two.run(case_trains, "recompute_mlp", CALL, "Llama", None, (), "after", layout={"shard": 2})
     check(results, expected("recompute_mlp"))
@@ -179,6 +187,7 @@ def test_slices_that_are_read_from_their_owners(two):
     gathered_as_due(results, CALL)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("on_host", [(0, 1, 2, 3), (1, 3)])
 def test_slices_on_the_host(two, on_host):
     check(two.run(case_trains, "keep", CALL, "Llama", None, on_host, layout={"shard": 2}), expected("keep"))

@@ -7,12 +7,12 @@ import copy
 
 import pytest
 import torch
-from contract import EXAMPLES, REPRESENTATIVES, linear
 from torch import nn
 
 from halfbyte.formats import from_spec
 from halfbyte.parallel.shard.weights import ALIGNMENT, shard_blocks
 from halfbyte.tensor import BlockShard
+from tests.helpers.format_contract import EXAMPLES, REPRESENTATIVES, linear
 
 pytestmark = pytest.mark.dist
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from patch_models import batch, quantize, tiny
 
 import halfbyte
 from halfbyte.config import Parallel
@@ -20,6 +19,7 @@ from halfbyte.parallel.shard import weights
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.train.graph import WARMUP
 from halfbyte.train.stepper import GraphedStepper, Stepper
+from tests.helpers.patch_models import batch, quantize, tiny
 
 LAYERS = 6
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": LAYERS, "head_dim": 64}

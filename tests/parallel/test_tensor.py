@@ -4,7 +4,6 @@ from unittest import mock
 
 import pytest
 import torch
-from patch_models import batch, tiny
 from torch import nn
 
 from halfbyte.autograd.checkpointing import OnDevice
@@ -18,6 +17,7 @@ from halfbyte.parallel.reduction import clip_gradients, cut_along, sum_gradients
 from halfbyte.parallel.tensor.layers import InSlices, part_of, whole_inside
 from halfbyte.parallel.tensor.model import check_products, divide_products
 from halfbyte.utils.errors import ModelError
+from tests.helpers.patch_models import batch, tiny
 
 pytestmark = pytest.mark.dist
 
@@ -95,6 +95,7 @@ def assert_same_training(results, expected, loss_error=1e-6, error=1e-5):
         assert answer == expected[2]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2"])
 def test_families(two, family, fused):
@@ -104,6 +105,7 @@ def test_families(two, family, fused):
     assert_same_training(results, trained(ALONE, family, None, fused), 1e-8, 1e-6)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("spec", KINDS)
 def test_formats(two, spec):
     assert_same_training(
@@ -120,6 +122,7 @@ def test_linears_without_adapters(two):
     assert_same_training(two.run(few_adapters, layout={"tensor": 2}), few_adapters(ALONE))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("level", ["recompute", "recompute_mlp", "checkpoint", "tiled"])
 def test_levels(two, level):
     results = two.run(trained, "Mistral", KINDS[0], True, level, layout={"tensor": 2})
@@ -159,6 +162,7 @@ def test_what_slices_come_to(four):
         assert [each.tolist() for each in found] == [[[0, 1, 2, 3, 4, 5, 6]], [[0]]]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", [{"tensor": 4}, {"shard": 2, "tensor": 2}], ids=str)
 def test_four_processes(four, layout):
     results = four.run(trained, "Llama", KINDS[0], True, layout=layout)
@@ -203,7 +207,7 @@ def test_models_that_are_not_divided(family, shape, ways, named):
 
 def test_a_format_whose_blocks_do_not_divide():
     model = stored(tiny("Llama", shape=SHAPE | {"intermediate_size": 160}), "kbit:4:bnf")
-    with pytest.raises(ModelError, match=r"parallel: {tensor: 2}: down_proj: kbit:4:bnf: .*\(64, 160\).*by columns"):
+    with pytest.raises(ModelError, match=r"parallel: {tensor: 2}: down_proj: kbit:4:bnf:.*\(64, 160\).*by"):
         check_products(model, 2)
     check_products(stored(tiny("Llama", shape=SHAPE), "kbit:4:bnf"), 2)
 
@@ -211,7 +215,7 @@ def test_a_format_whose_blocks_do_not_divide():
 @pytest.mark.parametrize(
     ("lora", "said"),
     [
-        ({"use_dora": True}, "q_proj: its LoRA is a variant"),
+        ({"use_dora": True}, "q_proj:.*LoRA"),
         ({"lora_dropout": 0.1}, "q_proj: .*lora_dropout"),
         ({"modules_to_save": ["lm_head"]}, "lm_head"),
         ({"target_modules": ["q_proj", "lm_head"]}, "lm_head"),

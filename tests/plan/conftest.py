@@ -1,7 +1,8 @@
 """What several tests of plans ask about."""
 
 import pytest
-from replayed import layer_of
+
+from tests.helpers.planned_steps import layer_of
 
 
 @pytest.fixture(scope="module")

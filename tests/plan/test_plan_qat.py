@@ -3,7 +3,6 @@
 import pytest
 import torch
 import transformers
-from replayed import moving
 
 from halfbyte.autograd.losses import linear_cross_entropy
 from halfbyte.config import RunConfig
@@ -14,6 +13,7 @@ from halfbyte.plan.estimate import GIB, estimate
 from halfbyte.plan.ledger import Ledger
 from halfbyte.qat.model import fake_quantize_linears
 from halfbyte.utils.errors import ModelError
+from tests.helpers.planned_steps import moving
 
 WIDE = transformers.LlamaConfig(
     vocab_size=115,
@@ -51,6 +51,7 @@ def real_peak(config):
     return ledger.peak
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("scheme", "dtype", "use_peft"),
     [
@@ -88,5 +89,5 @@ def test_fused_forwards_are_not_planned_with():
 
 
 def test_an_unknown_scheme_is_refused():
-    with pytest.raises(ModelError, match="qat_scheme: there is no format 'nf3'"):
+    with pytest.raises(ModelError, match=r"qat_scheme:.*'nf3'"):
         estimate(config(qat_scheme="nf3"), WIDE, capacity_bytes=GIB)

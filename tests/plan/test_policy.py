@@ -4,10 +4,10 @@ import functools
 import itertools
 
 import pytest
-from replayed import layer_of
 
 from halfbyte.plan.policy import LEVELS, OFFLOADED, Choice, LayerCost, choose, cost, in_words, mixes, peak
 from halfbyte.plan.replay import LayerBytes
+from tests.helpers.planned_steps import layer_of
 
 GIB = 2**30
 GRADIENTS = 5 * 2**20  # of a layer
@@ -30,6 +30,7 @@ def fastest(shape: LayerCost, layers: int, budget: float, host: int = 100 * GIB,
     return choose(layers, int(budget), need, usual=shape, largest=shape, host=host)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2", "Phi3"])
 def test_each_level_keeps_less_and_takes_longer(family):
     """On the device, and likewise in host memory."""
@@ -112,6 +113,7 @@ def test_what_fits_nowhere_gets_the_smallest_plan(layer_8b):
     assert peak_of(layer_8b, least) == min(peak_of(layer_8b, levels) for levels in mixes(8))
 
 
+@pytest.mark.slow
 def test_longest_8b_context():
     """360k tokens within 80 GiB, with inputs in 128 GiB of host memory: what is 2.8 GiB a layer input."""
     long, levels = layer_of("Llama", 1, 368_640), ("tiled",) * 32
@@ -120,6 +122,7 @@ def test_longest_8b_context():
     assert peak_of(long, ("checkpoint",) * 32) > 74 * GIB
 
 
+@pytest.mark.slow
 def test_bytes_of_long_rows_lie_on_a_line(monkeypatch):
     """What is drawn from two shorter rows is what the row itself allocates."""
     from halfbyte.plan import shapes

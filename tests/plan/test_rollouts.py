@@ -79,7 +79,7 @@ def test_what_an_engine_of_this_shape_takes():
 
 def test_states_beside_pages():
     """Of a hybrid, byte for byte of its engine's tensors; a CPU's batch is never filled up."""
-    from patch_models import tiny
+    from tests.helpers.patch_models import tiny
 
     model, new = tiny("Qwen3_5Text", adapter=False, shape={"linear_key_head_dim": 32}).eval(), 30
     keys = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "num_generations": 4}
@@ -113,6 +113,7 @@ def test_the_8b_within_40_gib():
     assert not plan.use_graphs  # whose pool would stay
 
 
+@pytest.mark.slow
 def test_graphs_stay_where_rollouts_lack_nothing_beside_them():
     roomy, tight = plan_8b(130), plan_8b(40)
     assert roomy.use_graphs
@@ -164,7 +165,7 @@ def test_what_is_chosen_for_want_of_memory():
     assert plan_8b(40, rollout_memory_gib=2.0).answering.pages == 2 * GIB
     few = plan_8b(40, per_device_train_batch_size=4, prompts=(128,) * 8)  # read from codes
     assert few.answering.weights == "packed"
-    with pytest.raises(ConfigError, match=r"rollout_memory_gib: 0\.01 has no room"):
+    with pytest.raises(ConfigError, match=r"rollout_memory_gib: 0\.01"):
         plan_8b(40, rollout_memory_gib=0.01)
 
 

@@ -2,11 +2,12 @@
 
 import resource
 
-import fuzz
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from tests.helpers import fuzz
 
 KINDS = {
     "yaml": (fuzz.read_yaml, fuzz.yaml_text, 150),

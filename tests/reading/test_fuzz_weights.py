@@ -193,7 +193,7 @@ def test_model_configs(count, model):
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_gguf_files(count, tmp_path):
-    gguf_models = pytest.importorskip("gguf_models")
+    gguf_models = pytest.importorskip("tests.helpers.gguf_models")
     from halfbyte.export.gguf_model import export_gguf
     from halfbyte.gguf.unpack import import_gguf
     from halfbyte.reading.gguf import read_head

@@ -36,6 +36,7 @@ def test_an_honest_program():
     assert (outcome.output, outcome.ended, outcome.code) == (b"42\n", "exit", 0)
 
 
+@pytest.mark.slow
 def test_endless_loop():
     assert contained("while True: pass").ended in ("time", "exit")
 

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from serve_tiny import byte_tokenizer, random_adapter, random_model
+
+from tests.helpers.serve_tiny import byte_tokenizer, random_adapter, random_model
 
 
 @pytest.fixture(scope="session")

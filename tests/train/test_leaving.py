@@ -6,13 +6,12 @@ import signal
 import time
 
 import pytest
-from test_checkpoint import comparable
-from tiny_runs import make_loop, rows, run_config
 
 from halfbyte.train import checkpoint as checkpoints
 from halfbyte.train import loop as loops
 from halfbyte.utils.files import new_directory
 from halfbyte.utils.signals import Stopped, as_exceptions, as_requests
+from tests.helpers.tiny_runs import comparable, make_loop, rows, run_config
 
 # 20 rows, 2 a batch, 3 batches a step: 4 steps an epoch
 KEYS = {"num_train_epochs": 3, "gradient_accumulation_steps": 3, "per_device_train_batch_size": 2}

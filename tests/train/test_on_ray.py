@@ -51,7 +51,7 @@ def test_a_worker_for_each_process_of_the_mesh(asked, tmp_path, device, gpus, ba
 
 def test_auto_wants_a_number(asked, tmp_path):
     config = config_of(tmp_path, parallel="auto")
-    with pytest.raises(ConfigError, match="how many workers") as refused:
+    with pytest.raises(ConfigError) as refused:
         train_on_ray(config)
     assert "num_workers" in refused.value.fix
     train_on_ray(config, num_workers=8)

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from whole_runs import VOCABULARY, WORDS, write_model
 
 from halfbyte.train.run import finetune
+from tests.helpers.run_inputs import VOCABULARY, WORDS, write_model
 
 pytestmark = pytest.mark.gpu
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_runs import losses, make_loop, rows, run_config
 
 from halfbyte.modeling.recipes import configured_recipe
 from halfbyte.train import checkpoint as checkpoints
 from halfbyte.utils.errors import CheckpointError
+from tests.helpers.tiny_runs import losses, make_loop, rows, run_config
 
 KEYS = {"recipe": "fp8-hybrid", "amax_history_len": 4, "num_train_epochs": 1, "save_steps": 2, "lora_dropout": 0.0}
 KEYS |= {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 1}

@@ -6,10 +6,10 @@ import weakref
 import psutil
 import pytest
 import torch
-from tiny_runs import tiny_llama
-from whole_runs import VOCABULARY, write_model, write_rows
 
 from halfbyte.train import run as sft
+from tests.helpers.run_inputs import VOCABULARY, write_model, write_rows
+from tests.helpers.tiny_runs import tiny_llama
 
 RUNS = 10
 MIB = 2**20

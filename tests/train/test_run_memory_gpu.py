@@ -6,12 +6,12 @@ import psutil
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
-from whole_runs import VOCABULARY, write_model, write_rows
 
 from halfbyte.config import load_config
 from halfbyte.train import run
 from halfbyte.utils.notices import forget
 from halfbyte.utils.notices import said as said_by_now
+from tests.helpers.run_inputs import VOCABULARY, write_model, write_rows
 
 pytestmark = pytest.mark.gpu
 

@@ -4,8 +4,6 @@ import json
 
 import pytest
 import torch
-import whole_runs
-from tiny_runs import VOCABULARY, run_config, tiny_llama
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from halfbyte.config import load_config
@@ -14,6 +12,8 @@ from halfbyte.modeling.adapters import add_adapter
 from halfbyte.train.run import train
 from halfbyte.train.samples import Prompt, answer
 from halfbyte.utils import notices
+from tests.helpers import run_inputs
+from tests.helpers.tiny_runs import VOCABULARY, run_config, tiny_llama
 
 
 class Numbers:
@@ -59,13 +59,14 @@ def test_a_prompt_gets_what_the_context_has_room_for():
 CHECKPOINTED = {"theirs": {"use_kernels": False}, "whole": {"use_peft": False, "load_in_4bit": False}, "ours": {}}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("keys", CHECKPOINTED.values(), ids=CHECKPOINTED)
 def test_the_engine_answers_in_checkpointed_runs(tmp_path, keys):
     """transformers' checkpointing hooks the embeddings, and another forward, much slower, would answer."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(**sizes, vocab_size=whole_runs.VOCABULARY, pad_token_id=1, eos_token_id=0, bos_token_id=None)
-    whole_runs.write_model(tmp_path / "model", LlamaForCausalLM(config))
-    whole_runs.write_rows(tmp_path / "rows.jsonl", [20] * 12)
+    config = LlamaConfig(**sizes, vocab_size=run_inputs.VOCABULARY, pad_token_id=1, eos_token_id=0, bos_token_id=None)
+    run_inputs.write_model(tmp_path / "model", LlamaForCausalLM(config))
+    run_inputs.write_rows(tmp_path / "rows.jsonl", [20] * 12)
     keys = {"activation_checkpointing": True, "max_steps": 1, "max_length": 64, "sample_max_new_tokens": 4} | keys
     keys |= {"output_dir": str(tmp_path / "out"), "device": "cpu", "sample_prompts": 1}
     places = {"model_name_or_path": str(tmp_path / "model"), "dataset": str(tmp_path / "rows.jsonl")}

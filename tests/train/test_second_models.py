@@ -108,6 +108,7 @@ def mistral(folder, **more):
     model.save_pretrained(folder / "model")
 
 
+@pytest.mark.slow
 def test_a_kept_reference_does_not_serve_weights_with_another_config(talks, tmp_path):
     """sliding_window 60, then 8, with equal weights: the second run computes its own reference, and begins at ln 2."""
     folder = tmp_path / "mistral"
@@ -122,6 +123,7 @@ def test_a_kept_reference_does_not_serve_weights_with_another_config(talks, tmp_
         assert losses(tmp_path / f"out{window}")[0] == pytest.approx(0.693147, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_reference_of_each_step_has_no_noise_and_no_dropout(talks, tmp_path):
     train(load_config(None, keys(talks, tmp_path / "out", method="dpo", max_steps=1, neftune_noise_alpha=50.0,
                                  precompute_ref_log_probs=False)))  # fmt: skip
@@ -144,7 +146,9 @@ def gpt2(folder):
     model.save_pretrained(folder / "model")
 
 
-@pytest.mark.parametrize(("asked", "exact"), [({}, True), ({"disable_dropout": False}, False)])
+@pytest.mark.parametrize(
+    ("asked", "exact"), [({}, True), pytest.param({"disable_dropout": False}, False, marks=pytest.mark.slow)]
+)
 def test_the_dropout_of_the_base_is_off_where_models_are_compared(talks, tmp_path, asked, exact):
     folder = tmp_path / "gpt2"
     shutil.copytree(talks, folder)
@@ -167,6 +171,7 @@ def teacher_of(talks, folder, dropout):
     return str(folder)
 
 
+@pytest.mark.slow
 def test_a_teacher_on_shared_weights_draws_no_dropout(talks, tmp_path):
     if not (talks / "taught").is_dir():
         train(load_config(None, keys(talks, talks / "taught", method="sft", dataset=str(talks / "sft.jsonl"),
@@ -200,6 +205,7 @@ def test_a_swapped_dataset_of_one_size_is_not_resumed_with(talks, tmp_path):
     assert found.value.message.startswith("dataset")
 
 
+@pytest.mark.slow
 def test_a_changed_column_of_rewards_is_not_resumed_with(talks, tmp_path):
     folder = tmp_path / "data"
     shutil.copytree(talks, folder)
@@ -219,6 +225,7 @@ def test_a_changed_column_of_rewards_is_not_resumed_with(talks, tmp_path):
     assert found.value.message.startswith("dataset")
 
 
+@pytest.mark.slow
 def test_a_changed_adapter_that_a_run_began_with_is_not_resumed_with(talks, tmp_path):
     train(load_config(None, keys(talks, tmp_path / "first", method="dpo", max_steps=1)))
     config = keys(talks, tmp_path / "out", method="dpo", max_steps=2, save_steps=1,
@@ -252,6 +259,7 @@ def test_a_dtype_that_was_asked_for_is_the_one_that_is_named(talks, tmp_path):
     assert found["dtype"] == "float32"
 
 
+@pytest.mark.slow
 def test_a_run_that_balances_its_routers_is_evaluated(talks, tmp_path):
     from transformers import MixtralConfig, MixtralForCausalLM
 

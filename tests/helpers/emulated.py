@@ -1,0 +1,101 @@
+"""The CUDA kernels' own code, compiled for a CPU against emulated warps (`emulation/warp.cuh`)."""
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import hashlib
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from halfbyte.kernels import device
+from halfbyte.kernels.cuda import nvrtc
+
+SOURCES, EMULATION = nvrtc.FOLDER, Path(__file__).parent / "emulation"
+ROOT = Path()  # the folder of all processes of a test run: see `conftest`
+FLAGS = ["-std=c++17", "-O1", "-w", "-fPIC"]
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+def on_hopper(monkeypatch, multiprocessors=3):
+    """Let kernels think that they are on one with so few multiprocessors."""
+    monkeypatch.setattr(device, "_assumed", device.Device("Hopper", "cuda", (9, 0), 232448, 1024, multiprocessors))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+
+
+@functools.cache
+def workshop():
+    """The folder of sources and of what was built of them, with the standard headers compiled once."""
+    folder = ROOT / "emulated"
+    folder.mkdir(exist_ok=True)
+    with _alone(folder / "sources"):
+        if not (standard := folder / "standard.h").exists():
+            for name, source in {path.name: path for path in (*SOURCES.glob("*.cu*"), *EMULATION.iterdir())}.items():
+                (folder / name).symlink_to(source)
+            headers = re.findall(r"^#include <.*", (EMULATION / "warp.cuh").read_text(), re.MULTILINE)
+            standard.write_text("\n".join(headers))
+            subprocess.run(["g++", *FLAGS, "-x", "c++-header", str(standard), "-o", f"{standard}.gch"], check=True)
+    return folder
+
+
+@contextlib.contextmanager
+def _alone(path):
+    """No other process makes it at the same time."""
+    with open(f"{path}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def built(name, constants, runner=""):
+    """`<name>.cu` and C++ that runs it, compiled for a CPU: the folder's headers, but for those that emulation has."""
+    folder = workshop()
+    key = hashlib.sha256(repr((name, constants, runner)).encode()).hexdigest()[:16]
+    library = folder / f"{key}.so"
+    with _alone(library):
+        if not library.exists():
+            (folder / f"{key}.cpp").write_text(f'#include "{name}.cu"\n{runner}')
+            flags = [*FLAGS, "-include", str(folder / "standard.h"), *(f"-D{k}={v}" for k, v in constants.items())]
+            subprocess.run(["g++", *flags, "-shared", str(folder / f"{key}.cpp"), "-o", str(library)], check=True)
+    return library
+
+
+def image_of(runner=""):
+    """Replace `nvrtc.cubin`: return the path of a library instead of a cubin."""
+
+    def cubin(name, capability, constants, structs=()):
+        library = built(name, constants, runner)
+        return nvrtc.Image(library, *nvrtc.checked(nvrtc.exported(library.read_bytes()), name, structs))
+
+    return cubin
+
+
+class Emulated:
+    """A `Kernel` that runs on a CPU."""
+
+    def __init__(self, image, name, size=None):
+        library, self.size = ctypes.CDLL(str(image.code)), image.shared if size is None else size
+        self.run = getattr(library, f"run_{name}", None) or library.run
+
+    def __call__(self, blocks, threads, arguments, together=False):
+        self.run(blocks, threads, self.size, *[ctypes.byref(argument) for argument in arguments])
+
+
+def emulate(module, monkeypatch, runner):
+    """Let the kernels of `module` run here, on three multiprocessors of a Hopper GPU.
+
+    Args:
+        module: of halfbyte.kernels.cuda, with a cached `_kernel` that takes `cubin` to `Kernel`.
+        runner: C++ of `run(blocks, threads, bytes, *pointers to the arguments)`, or of `run_NAME` for each kernel.
+    """
+    for name in ("_kernel", "_image"):
+        if cached := getattr(module, name, None):
+            monkeypatch.setattr(module, name, getattr(cached, "__wrapped__", cached))
+    monkeypatch.setattr(module, "Kernel", Emulated)
+    monkeypatch.setattr(module, "cubin", image_of(runner))
+    on_hopper(monkeypatch)
+    return module

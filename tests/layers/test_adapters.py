@@ -1,0 +1,239 @@
+"""Adapters: what is trained, in which dtype, and that plain PEFT reads what is saved."""
+
+import json
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from halfbyte.config import RunConfig
+from halfbyte.modeling.adapters import (
+    add_adapter,
+    compute,
+    load_adapter_weights,
+    no_input_casts,
+    reads_base,
+    save_adapter,
+)
+from halfbyte.utils.errors import CheckpointError, ConfigError, ModelError
+
+LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def tiny_llama(dtype=torch.float32, **keys):
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64} | keys
+    return LlamaForCausalLM(LlamaConfig(num_attention_heads=2, num_key_value_heads=1, **sizes)).to(dtype)
+
+
+def adapted(model=None, **keys):
+    torch.manual_seed(2)
+    keys = {"model_name_or_path": "org/tiny", "dataset": "d", "r": 4} | keys
+    return add_adapter(model if model is not None else tiny_llama(), RunConfig(**keys))
+
+
+def randomize(model):
+    """Adapters start as the identity; give every trained weight a value that shows."""
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def logits(model):
+    ids = torch.arange(12).reshape(2, 6)
+    with torch.no_grad(), no_input_casts(model), compute(model):
+        return model.eval()(input_ids=ids).logits
+
+
+def targets(model):
+    return {name.rpartition(".")[2] for name, module in model.named_modules() if hasattr(module, "lora_A")}
+
+
+def test_all_linear_takes_every_linear_but_the_head_and_freezes_the_rest():
+    model = adapted()
+    assert targets(model) == LINEARS
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained
+    assert all(".lora_" in name for name in trained)
+    assert len(trained) == 2 * 2 * len(LINEARS)
+
+
+def test_all_linear_on_a_family_with_other_names():
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 64}
+    model = adapted(GPTNeoXForCausalLM(GPTNeoXConfig(num_attention_heads=2, **sizes)))
+    assert targets(model) == {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        (["q_proj", "v_proj"], {"q_proj", "v_proj"}),
+        (["layers.1.mlp.up_proj"], {"up_proj"}),
+        (r".*layers\.0\.self_attn\.[kv]_proj", {"k_proj", "v_proj"}),
+    ],
+)
+def test_lists_and_patterns(wanted, found):
+    assert targets(adapted(target_modules=wanted)) == found
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"target_modules": ["q_prj"]}, "q_proj"),
+        ({"target_modules": ["q_proj", "gate"]}, "gate_proj"),
+        ({"target_modules": r".*\.up_porj"}, "up_proj"),
+        ({"modules_to_save": ["lm_hed"]}, "lm_head"),
+        ({"rank_pattern": {"down_pro": 2}}, "down_proj"),
+        ({"alpha_pattern": {"o_projj": 2.0}}, "o_proj"),
+        ({"target_modules": ["input_layernorm"]}, None),
+        ({"target_modules": ["q_proj"], "rank_pattern": {"v_proj": 2}}, "target_modules"),
+        (
+            {"target_modules": r".*\.0\.self_attn\.q_proj", "alpha_pattern": {r"layers\.1\..*": 2.0}},
+            "target_modules",
+        ),
+        ({"alpha_pattern": {"lm_head": 2.0}}, "target_modules"),
+    ],
+)
+def test_a_name_that_matches_nothing_names_the_closest(keys, named):
+    with pytest.raises(ModelError, match=named):
+        adapted(**keys)
+
+
+def test_an_invalid_pattern_is_a_config_error():
+    with pytest.raises(ConfigError):
+        adapted(target_modules="*.q_proj")
+
+
+def test_scaling_rank_and_alpha_patterns():
+    layer = adapted(lora_alpha=8, use_rslora=True).base_model.model.model.layers[0].self_attn.q_proj
+    assert layer.scaling["default"] == pytest.approx(8 / 4**0.5)
+    model = adapted(lora_alpha=8, rank_pattern={r"layers\.1\.self_attn\.q_proj": 2}, alpha_pattern={"q_proj": 6.0})
+    first, second = (layer.self_attn.q_proj for layer in model.base_model.model.model.layers)
+    assert (first.lora_A["default"].weight.shape[0], second.lora_A["default"].weight.shape[0]) == (4, 2)
+    assert (first.scaling["default"], second.scaling["default"]) == (6 / 4, 6 / 2)
+
+
+def test_gaussian_initialisation_differs_and_keeps_the_function():
+    base = logits(tiny_llama())
+    for init in (True, "gaussian"):
+        assert torch.equal(logits(adapted(init_lora_weights=init)), base)
+    uniform, gaussian = (adapted(init_lora_weights=init).state_dict() for init in (True, "gaussian"))
+    name = next(name for name in uniform if "lora_A" in name)
+    assert not torch.equal(uniform[name], gaussian[name])
+
+
+@pytest.mark.parametrize("base", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_trained_weights_have_the_dtype_asked_for_whatever_the_base(base, dtype):
+    model = adapted(tiny_llama(base), adapter_dtype=dtype, modules_to_save=["embed_tokens"], use_dora=True)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    wanted = getattr(torch, dtype)
+    whole = [parameter for name, parameter in model.named_parameters() if ".modules_to_save." in name]
+    # what is trained whole has no fewer bits than the model computes in
+    assert {parameter.dtype for parameter in whole} == {max(base, wanted, key=lambda each: each.itemsize)}
+    assert {parameter.dtype for parameter in trained} - {each.dtype for each in whole} <= {wanted}
+    assert {parameter.dtype for parameter in model.parameters() if not parameter.requires_grad} == {base}
+
+
+def test_float32_adapters_on_a_bfloat16_base_compute_in_bfloat16():
+    model = adapted(tiny_llama(torch.bfloat16))
+    seen = []
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj.lora_A["default"]
+    layer.register_forward_hook(lambda module, inputs, output: seen.append((inputs[0].dtype, output.dtype)))
+    assert logits(model).dtype == torch.bfloat16
+    assert seen == [(torch.bfloat16, torch.bfloat16)]
+    with no_input_casts(model), compute(model):
+        model(input_ids=torch.arange(6)[None]).logits.float().sum().backward()
+    assert layer.weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("base", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"use_dora": True},
+        {"use_rslora": True, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"o_proj": 3.0}},
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"adapter_dtype": "bfloat16"},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+    ],
+)
+def test_plain_peft_loads_what_is_saved_with_equal_logits(tmp_path, base, keys):
+    model = randomize(adapted(tiny_llama(base), **keys))
+    save_adapter(model, tmp_path / "adapter")
+    again = PeftModel.from_pretrained(tiny_llama(base), tmp_path / "adapter")
+    # Plain PEFT reads adapters as float32 and whole modules in the base's dtype, so these two round differently.
+    rounded = {"adapter_dtype"} if base == torch.float32 else {"modules_to_save"}
+    exact = not rounded & keys.keys()
+    torch.testing.assert_close(logits(model), logits(again), rtol=0, atol=0 if exact else 0.05)
+    assert not torch.equal(logits(model), logits(tiny_llama(base)))
+
+
+def test_the_saved_configuration_is_plain_peft(tmp_path):
+    save_adapter(adapted(lora_alpha=16, model_revision="v2"), tmp_path)
+    saved = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert saved["base_model_name_or_path"] == "org/tiny"
+    assert saved["revision"] == "v2"
+    assert saved["lora_alpha"] == 16
+    assert set(saved["target_modules"]) == LINEARS
+    assert "halfbyte" not in json.dumps(saved)
+
+
+def test_adapter_path_continues_from_a_saved_adapter(tmp_path):
+    model = randomize(adapted(r=4, lora_alpha=12))
+    save_adapter(model, tmp_path)
+    again = adapted(r=8, adapter_path=str(tmp_path))
+    assert torch.equal(logits(model), logits(again))
+    assert {p.dtype for p in again.parameters() if p.requires_grad} == {torch.float32}
+    assert sum(p.numel() for p in again.parameters() if p.requires_grad) > 0
+
+
+def test_an_adapter_to_continue_is_not_rounded_to_the_bases_dtype(tmp_path):
+    save_adapter(randomize(adapted(r=4)), tmp_path)
+    again = adapted(tiny_llama().to(torch.bfloat16), adapter_path=str(tmp_path))
+    own = {key.replace(".default", ""): value for key, value in again.named_parameters()}
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    assert all(torch.equal(own[key], value) for key, value in saved.items())
+    assert any((value != value.bfloat16()).any() for value in saved.values())
+
+
+def test_adapters_that_look_at_whole_weights(tmp_path):
+    """Loading cuts layers into pieces before others are added; what a saved adapter says counts, not the key."""
+
+    def reads(**keys):
+        return reads_base(RunConfig(model_name_or_path="m", dataset="d", **keys).adapter)
+
+    assert [reads(), reads(use_dora=True), reads(modules_to_save=["lm_head"])] == [False, True, True]
+    save_adapter(adapted(use_dora=True), tmp_path)
+    assert reads(adapter_path=str(tmp_path))
+    save_adapter(adapted(), tmp_path)
+    assert not reads(adapter_path=str(tmp_path), use_dora=True)
+
+
+def test_adapter_path_for_another_model_names_the_tensor(tmp_path):
+    save_adapter(adapted(), tmp_path)
+    with pytest.raises(CheckpointError, match=r"gate_proj.*shape"):
+        adapted(tiny_llama(intermediate_size=40), adapter_path=str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"lacks.*layers\.2"):
+        adapted(tiny_llama(num_hidden_layers=3), adapter_path=str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"holds.*layers\.1"):
+        adapted(tiny_llama(num_hidden_layers=1), adapter_path=str(tmp_path))
+
+
+def test_missing_and_truncated_adapters(tmp_path):
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json"):
+        adapted(adapter_path=str(tmp_path))
+    save_adapter(adapted(), tmp_path)
+    weights = tmp_path / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors"):
+        load_adapter_weights(adapted(), tmp_path)
+    weights.unlink()
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors"):
+        adapted(adapter_path=str(tmp_path))

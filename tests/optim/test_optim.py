@@ -1,0 +1,166 @@
+"""The optimizer table against transformers' Trainer: optimizers, state bytes, and adding a row."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+from typer.testing import CliRunner
+
+from halfbyte.cli.app import app
+from halfbyte.config import dump_config, load_config
+from halfbyte.modeling.adapters import add_adapter
+from halfbyte.optim import OPTIMIZERS, Optimizer, parameter_groups, trained_parameters
+from halfbyte.train.run import finetune
+from halfbyte.utils.errors import ConfigError
+from tests.helpers.run_inputs import VOCABULARY, write_model, write_rows
+from tests.helpers.tiny_runs import run_config, tiny_llama
+
+SETTINGS = {"learning_rate": 3e-3, "weight_decay": 0.1, "adam_beta1": 0.8, "adam_beta2": 0.99}
+
+
+class Model(nn.Module):
+    """Parameters of every kind: large and small, in two dtypes, embeddings, norms, biases, frozen ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(100, 64)
+        self.up = nn.Linear(64, 300, dtype=torch.bfloat16)
+        self.norm = nn.LayerNorm(300, elementwise_affine=True)
+        self.scaled = nn.Linear(5, 3, bias=False)
+        self.experts = nn.Parameter(torch.ones(3, 40, 50))
+        self.frozen = nn.Parameter(torch.ones(40, 50), requires_grad=False)
+
+
+def settings(name, tmp_path):
+    row = OPTIMIZERS[name]
+    if row.package is not None:
+        pytest.importorskip(row.package)
+    return run_config(tmp_path, optim=name, **SETTINGS)
+
+
+def known(groups, model):
+    """The parameter groups with names instead of parameters."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [group | {"params": [names[id(parameter)] for parameter in group["params"]]} for group in groups]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("whole", [False, True])
+def test_equals_the_optimizer_of_transformers(whole, name, tmp_path):
+    config = settings(name, tmp_path)
+    model = tiny_llama() if whole else add_adapter(tiny_llama(), config)
+    arguments = TrainingArguments(str(tmp_path), optim=name, use_cpu=True, report_to="none", **SETTINGS)
+    theirs = Trainer(model, arguments).create_optimizer()
+    ours = OPTIMIZERS[name].make(model, config)
+    assert type(ours) is type(theirs)
+    assert ours.defaults == theirs.defaults
+    assert known(ours.param_groups, model) == known(theirs.param_groups, model)
+    of_bitsandbytes = [{key: vars(o).get(key) for key in ("optimizer_name", "is_paged")} for o in (ours, theirs)]
+    assert of_bitsandbytes[0] == of_bitsandbytes[1]
+    assert vars(getattr(ours, "args", SimpleNamespace())) == vars(getattr(theirs, "args", SimpleNamespace()))
+
+
+def test_norms_and_biases_do_not_decay():
+    model = Model()
+    decaying, others = known(parameter_groups(model, 0.1), model)
+    assert decaying == {"params": ["experts", "embed.weight", "up.weight", "scaled.weight"], "weight_decay": 0.1}
+    assert others == {"params": ["up.bias", "norm.weight", "norm.bias"], "weight_decay": 0.0}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_bytes_match_the_row(name, tmp_path):
+    model = Model()
+    optimizer = OPTIMIZERS[name].make(model, settings(name, tmp_path))
+    for parameter in trained_parameters(model).values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    kept = [value for state in optimizer.state.values() for key, value in state.items() if not key.startswith("qmap")]
+    measured = sum(value.nbytes for value in kept if isinstance(value, torch.Tensor) and value.dim())
+    assert OPTIMIZERS[name].state_bytes(model) == measured
+    with torch.device("meta"):
+        assert OPTIMIZERS[name].state_bytes(Model()) == measured
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_capabilities_match_the_optimizer(name, tmp_path):
+    row = OPTIMIZERS[name]
+    optimizer = row.make(Model(), settings(name, tmp_path))
+    assert row.guarded == getattr(optimizer, "_step_supports_amp_scaling", False)  # the protocol of GradScaler
+    assert row.capturable == all("capturable" in group for group in optimizer.param_groups)
+    assert row.paged == getattr(optimizer, "is_paged", False)
+    assert (row.package or "torch transformers").find(type(optimizer).__module__.partition(".")[0]) >= 0
+
+
+def test_config_takes_the_rows_and_nothing_else():
+    keys = {"model_name_or_path": "m", "dataset": "d"}
+    for name in OPTIMIZERS:
+        assert load_config(None, keys | {"optim": name}).optim == name
+    with pytest.raises(ConfigError, match=f"{', '.join(OPTIMIZERS)}.*'adamw_torch_4bit'"):
+        load_config(None, keys | {"optim": "adamw_torch_4bit"})
+
+
+def test_two_models_in_a_process_share_no_8_bit_settings(tmp_path):
+    """bitsandbytes' global manager would apply the first model's 32-bit override to the second model."""
+    config = settings("adamw_8bit", tmp_path)
+    for make in (Model, lambda: nn.Linear(64, 300, bias=False)):
+        model = make()
+        optimizer = OPTIMIZERS["adamw_8bit"].make(model, config)
+        for parameter in trained_parameters(model).values():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    (state,) = optimizer.state.values()
+    assert state["state1"].dtype == torch.uint8
+
+
+class Signed(torch.optim.Optimizer):
+    """Steps of a fixed size against the sign of a running sum of gradients."""
+
+    def __init__(self, groups, lr):
+        super().__init__(groups, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                total = state["sum"] = state.get("sum", 0) + parameter.grad
+                parameter -= group["lr"] * (total.sign() + group["weight_decay"] * parameter)
+
+
+@pytest.fixture
+def signed(monkeypatch):
+    """The name of a row that this test adds."""
+    row = Optimizer(
+        make=lambda model, settings: Signed(parameter_groups(model, settings.weight_decay), settings.learning_rate),
+        state_bytes=lambda model: sum(parameter.nbytes for parameter in trained_parameters(model).values()),
+    )
+    monkeypatch.setitem(OPTIMIZERS, "signed", row)
+    return "signed"
+
+
+def test_an_optimizer_is_one_row(signed, tmp_path):
+    """An added optimizer trains, resumes and is planned for, from Python and from the command line."""
+    tokens = {"vocab_size": VOCABULARY, "pad_token_id": 1, "eos_token_id": 0, "bos_token_id": None}
+    model = str(write_model(tmp_path / "model", tiny_llama(**tokens)))
+    data = str(write_rows(tmp_path / "rows.jsonl", [20, 60, 30, 40] * 4))
+    keys = {"device": "cpu", "dtype": "float32", "r": 4, "learning_rate": 1e-3, "sample_prompts": 0, "optim": signed}
+    keys |= {"max_steps": 4, "save_steps": 2, "lr_scheduler_type": "constant", "eval_split_size": 0.0}
+    first = finetune(model, data, **keys, output_dir=str(tmp_path / "first"))
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "first/metrics.jsonl").read_text().splitlines()]
+    assert losses[-1] < losses[0]
+    planned = json.loads((tmp_path / "first/memory.json").read_text())["predicted"]
+    assert planned["optimizer"] == planned["adapters"]
+
+    config = tmp_path / "second.yaml"
+    config.write_text(dump_config(load_config(None, keys | {"model_name_or_path": model, "dataset": data})))
+    second = tmp_path / "second"
+    for more in ([], ["--resume"]):
+        shutil.rmtree(second / "checkpoint-4", ignore_errors=True)
+        result = CliRunner().invoke(app, ["train", str(config), f"output_dir={second}", *more])
+        assert result.exit_code == 0, result.output
+    weights = [(folder / "adapter/adapter_model.safetensors").read_bytes() for folder in (first.output_dir, second)]
+    assert weights[0] == weights[1]

@@ -1,0 +1,45 @@
+"""One process: every verb of the mesh is the identity, and nobody asks for ranks elsewhere."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import halfbyte
+from halfbyte.config import Parallel
+from halfbyte.parallel.mesh import ALONE, present_mesh
+from halfbyte.utils.errors import ConfigError
+
+PACKAGE = Path(halfbyte.__file__).parent
+ASKS = re.compile(r"WORLD_SIZE|LOCAL_RANK|[\"']RANK[\"']|get_rank|get_world_size|process_index|num_processes")
+
+
+def test_alone_every_verb_is_the_identity():
+    value = torch.ones(3)
+    assert ALONE.sum(value) is value
+    assert ALONE.max(7) == 7
+    assert ALONE.every([7, 8]) == [[7, 8]]
+    assert ALONE.first(lambda: "made") == "made"
+    assert ALONE.equal({"rows": 3})
+    assert (ALONE.rank, ALONE.size, ALONE.is_main) == (0, 1, True)
+
+
+def test_one_process_is_a_mesh_of_one(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with present_mesh(None) as mesh:
+        assert mesh == ALONE
+    with (
+        pytest.raises(ConfigError, match=r"\{shard: 2\}.*2 processes.*1 were"),
+        present_mesh(Parallel(shard=2)),
+    ):
+        pass
+
+
+def test_nothing_else_asks_for_rank_or_world_size():
+    asking = [
+        str(path.relative_to(PACKAGE))
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if ASKS.search(path.read_text(encoding="utf-8")) and path.parent.name != "parallel"
+    ]
+    assert asking == []

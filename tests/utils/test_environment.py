@@ -1,0 +1,118 @@
+"""environment(): serialisable everywhere, honest about what is missing, lean to import."""
+
+import json
+import subprocess
+import sys
+from importlib import metadata
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+import halfbyte
+from halfbyte.utils import environment as module
+from halfbyte.utils.environment import environment
+from halfbyte.utils.errors import ConfigError
+from halfbyte.utils.hardware import best_device, chosen_device, compute_dtype
+
+
+def test_report_is_json_and_tells_this_machine():
+    report = json.loads(json.dumps(environment()))
+    assert report["halfbyte"]["version"] == halfbyte.__version__
+    assert report["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert report["versions"]["torch"] == metadata.version("torch")
+    assert report["cpu"]["memory_bytes"] == psutil.virtual_memory().total
+    assert report["cpu"]["threads"] >= 1
+    assert report["compute_dtype"]["dtype"] == str(compute_dtype(best_device()).dtype).removeprefix("torch.")
+    assert len(report["gpus"]) == torch.cuda.device_count() + torch.xpu.device_count()
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        ("", torch.bfloat16),
+        ("DEFAULT", torch.bfloat16),
+        ("avx512_core_amx", torch.bfloat16),
+        ("AVX512_CORE_BF16", torch.bfloat16),
+        ("AVX512_CORE_VNNI", torch.float32),
+        ("AVX2", torch.float32),
+    ],
+)
+def test_the_dtype_is_one_that_onednn_may_be_fast_in(monkeypatch, limit, expected):
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    assert compute_dtype(torch.device("cpu")).dtype is expected
+
+
+def test_kernels_are_off_on_a_cpu_and_say_why():
+    kernels = environment("cpu")["kernels"]
+    assert kernels["enabled"] is False
+    assert "CPU" in kernels["reason"]
+
+
+def test_kernels_follow_triton_on_a_gpu(monkeypatch):
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    assert module._kernels(gpu) == {
+        "enabled": False,
+        "reason": "triton is not installed, so the PyTorch reference does the work",
+    }
+    monkeypatch.setattr(module, "find_spec", lambda name: SimpleNamespace())
+    monkeypatch.setattr(module, "_version", lambda name: "3.9.0")
+    assert module._kernels(gpu) == {"enabled": True, "reason": "triton 3.9.0 drives cuda"}
+
+
+def test_missing_things_are_null(monkeypatch):
+    monkeypatch.setattr(module.shutil, "which", lambda name: None)
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr(module, "PACKAGES", ("torch", "no-such-package"))
+    monkeypatch.setattr(module, "_cpuinfo", dict)
+    report = environment()
+    assert report["halfbyte"]["commit"] is None
+    assert report["versions"]["no-such-package"] is None
+    assert report["device"] is None
+    assert report["gpus"] == report["cpu"]["instruction_sets"] == []
+    assert report["kernels"]["reason"] == "torch is not installed"
+
+
+def test_failing_and_hanging_commands_are_null(monkeypatch):
+    assert module._output("false") is None
+    assert module._output("true") is None  # prints nothing
+    assert module._output("echo", "x") == "x"
+
+    def hang(*arguments, **options):
+        raise subprocess.TimeoutExpired("nvidia-smi", 10)
+
+    monkeypatch.setattr(module.subprocess, "run", hang)
+    assert module._output("echo", "x") is None
+
+
+def test_instruction_sets_are_read_from_cpuinfo(monkeypatch):
+    monkeypatch.setattr(module, "_cpuinfo", lambda: {"model name": "Xeon", "flags": "sse avx2 avx512f amx_bf16"})
+    cpu = module._cpu()
+    assert cpu["model"] == "Xeon"
+    assert cpu["instruction_sets"] == ["AMX-BF16", "AVX512", "AVX2"]
+
+
+def test_importing_touches_neither_torch_nor_transformers():
+    code = "import sys, halfbyte.utils.environment, halfbyte.utils.terminal, halfbyte.report; print([m for m in sys.modules])"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "'halfbyte.report.plots'" in loaded
+    for heavy in ("'torch'", "'transformers'", "'matplotlib'"):
+        assert heavy not in loaded
+
+
+def test_a_device_by_name():
+    assert chosen_device(None) == best_device()
+    assert chosen_device("cpu").type == "cpu"
+    with pytest.raises(ConfigError, match="cuda:99"):
+        chosen_device("cuda:99")
+    with pytest.raises(ConfigError, match="'gpu'"):
+        chosen_device("gpu")
+
+
+@pytest.mark.gpu
+def test_cuda_means_the_current_device():
+    assert chosen_device("cuda") == torch.device("cuda", torch.cuda.current_device())
