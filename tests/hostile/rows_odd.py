@@ -148,7 +148,7 @@ DATASETS = [
         "[]", "null", '"a"', "[1]", '[{"role": "user"}]', '[{"content": "a"}]', '[{"role": "user", "content": 3}]',
         '[{"role": "martian", "content": "a"}]', '[{"role": "user", "content": {"a": [1]}}]',
         '[{"role": ["user"], "content": "a"}]')), 3),
-    refused("+ a picture in a turn", "data.jsonl:1, turn 1", fix="leave that part out", files=data(MESSAGES.format(
+    refused("+ a picture in a turn", "data.jsonl:1, turn 1", fix="remove that part", files=data(MESSAGES.format(
         '[{"role": "user", "content": [{"type": "image"}]}, {"role": "assistant", "content": "b"}]'))),
     refused("+ arguments of a call in a list", "data.jsonl:1, turn 2", fix="arguments", files=data(MESSAGES.format(
         '[{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [{"function":'

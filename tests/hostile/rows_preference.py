@@ -59,7 +59,7 @@ ROWS = [
     Case(
         "+ equal pairs",
         dpo(),
-        says="answers that are the same",
+        says="two equal answers",
         fix="column_mapping",
         files=lines(pair(rejected=[GOOD])),
     ),
@@ -225,7 +225,7 @@ ROWS = [
         "+ steps without labels",
         prm(),
         says=("data.jsonl:2", "'labels'", "nothing"),
-        fix="for each step",
+        fix="step",
         files=lines(stepwise(), {"prompt": "a", "completions": ["b"]}),
     ),
     Case(

@@ -1,8 +1,8 @@
-"""Columns that reward functions compare with, before anything is answered."""
+"""Columns that reward functions compare with are checked before sampling."""
 
 import pytest
 
-from halfbyte.rl.rewards import RewardSpec, check_columns, read_specs
+from halfbyte.rl.rewards.specs import RewardSpec, check_columns, read_specs
 from halfbyte.utils.errors import ConfigError, DataError
 
 TEST = {"input": "1", "output": "2"}
@@ -17,7 +17,7 @@ def test_tests_of_programs():
     check_columns(CODE, rows([TEST], None, '[{"input": 1, "output": 2}]'))
     for tests, words in (
         ("what", "column 'tests'"),
-        ({"input": "1"}, "no list of tests"),
+        ({"input": "1"}, "'tests' holds"),
         ([TEST, {"input": "1"}], "test 2 has no output"),
         ([3], "test 1 has no input and no output"),
     ):
@@ -26,7 +26,7 @@ def test_tests_of_programs():
         assert "prompt 2 (add one)" in str(error.value).replace("'", "")
 
 
-def test_a_column_that_says_nothing():
+def test_empty_column_is_refused():
     specs = read_specs(["exact"], ["solution"])
     check_columns(specs, [{"prompt": "a", "columns": {"solution": each}} for each in (None, "b")])
     with pytest.raises(DataError, match="column 'solution' is empty in every row"):
@@ -49,6 +49,6 @@ def test_options_out_of_range(entry, words):
         read_specs([entry], [])
 
 
-def test_a_column_named_as_what_functions_are_called_with():
+def test_column_named_like_an_argument_is_refused():
     with pytest.raises(ConfigError, match="a column 'completions'"):
         read_specs(["repetition"], ["answer", "completions"])

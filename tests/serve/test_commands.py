@@ -86,7 +86,7 @@ def test_a_template_that_refuses(base_folder, template):
     conversation = chatting.Conversation(saved, Sampling())
     saved.tokenizer.chat_template = template
     for refused in (lambda: conversation.prompt("Hello"), lambda: chatting.Conversation(saved, Sampling())):
-        with pytest.raises(DataError, match=r"the model's chat template says: (no turns|integer division|'nothing')"):
+        with pytest.raises(DataError, match=r"refuses the conversation: (no turns|integer division|'nothing')"):
             refused()
 
 

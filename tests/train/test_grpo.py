@@ -306,7 +306,7 @@ def test_a_function_that_hangs_and_one_that_gives_nonsense(prompts, tmp_path):
         ({"delta": 1.1}, "within what is clipped anyway"),
         ({"reward_funcs": ["exact"]}, "further columns are: kind, n"),
         ({"max_completion_length": 60}, "leaves no room for an answer"),
-        ({"per_device_train_batch_size": 64}, "a generation takes 32 prompts, and there are 24"),
+        ({"per_device_train_batch_size": 64}, "a generation takes 32 prompts, but the data have 24"),
     ],
 )
 def test_what_is_refused_before_anything_runs(prompts, tmp_path, more, why):

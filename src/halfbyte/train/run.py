@@ -20,7 +20,7 @@ from transformers import set_seed
 
 from halfbyte.config import RunConfig, load_config, resolve
 from halfbyte.data.collate import make_collator
-from halfbyte.data.paired import answer_collator, apart, first_prompt
+from halfbyte.data.collate_answers import answer_collator, first_prompt, with_own_prompts
 from halfbyte.generation.stops import stop_tokens
 from halfbyte.layers.frozen import multiply_by_onednn
 from halfbyte.loading.load import load_model
@@ -48,7 +48,7 @@ from halfbyte.parallel.tensor.model import divide_products
 from halfbyte.plan.advice import advise_out_of_memory
 from halfbyte.plan.estimate import GIB
 from halfbyte.reading.model_config import GENERATION
-from halfbyte.rl.rewards import named
+from halfbyte.rl.rewards.specs import named
 from halfbyte.utils.console import Console
 from halfbyte.utils.errors import TrainingError
 from halfbyte.utils.files import new_directory, write_json
@@ -291,7 +291,7 @@ def _shared_and_apart(run: PreparedRun, device: torch.device) -> tuple[dict[str,
     """Batches of the answers to the first prompt, sharing it and apart."""
     collate = answer_collator(run.config, run.tokenizer, device, answers=run.data.answers)
     row = first_prompt(run.data.train[0])
-    return on_device(collate([row]), device), on_device(collate([apart(row)]), device)
+    return on_device(collate([row]), device), on_device(collate([with_own_prompts(row)]), device)
 
 
 def _peaks(device: torch.device, loop: TrainingLoop, base_bytes: int) -> dict[str, int]:
