@@ -135,7 +135,7 @@ def peer(given: Settings, work: Path) -> dict[str, Any]:
 
 def _rows(given: Settings, config: Any, tokenizer: Any) -> tuple[Any, Any]:
     """The rows that halfbyte prepares, in the columns of TRL's prepared ones, and those held out."""
-    from halfbyte.data.paired import mismatched
+    from halfbyte.data.collate_answers import mismatched
     from halfbyte.methods import method_of
 
     data = method_of(config).prepare(config, tokenizer)

@@ -33,7 +33,7 @@ def batch_of(name: str, pairs: int, prompt: int, answer: int, *, shared: bool = 
     from datasets import Dataset
 
     from halfbyte.data.collate import PaddedCollator
-    from halfbyte.data.paired import AnswerCollator, as_documents
+    from halfbyte.data.collate_answers import AnswerCollator, as_documents
     from halfbyte.methods.preference import ANSWERS
 
     generator = torch.Generator().manual_seed(1)

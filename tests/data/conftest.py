@@ -1,4 +1,4 @@
-"""Tokenizers: a byte-level one made here, and the real ones of the shared data."""
+"""Tokenizers: a synthetic byte-level one, and the real ones of the shared data."""
 
 import functools
 import json
@@ -26,7 +26,8 @@ TEMPLATES = {"plain": CHATML, "marked": MARKED, None: None}
 
 
 def byte_tokenizer(template: str | None = "plain") -> PreTrainedTokenizerFast:
-    """One token per byte, plus the ChatML tokens; EOS is <|im_end|>. `template`: a name in TEMPLATES, or Jinja."""
+    """Return a tokenizer with one token per byte plus the ChatML tokens; EOS is <|im_end|>. `template`: a name in
+    TEMPLATES, or Jinja."""
     vocabulary = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

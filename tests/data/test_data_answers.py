@@ -1,4 +1,4 @@
-"""Rows of preference and RL training: what they are read as, the ids and masks made of them, and what is refused."""
+"""Rows of preference and RL training: their layouts, ids and masks, and refused rows."""
 
 import copy
 import json
@@ -71,7 +71,7 @@ def supervised(config, write, tokenizer, rows, **keys):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ALL_PAIRS)
 @pytest.mark.parametrize("template", ["plain", "marked"])
-def test_a_pair_is_what_supervised_fine_tuning_makes_of_both(name, template, config, write, make_tokenizer):
+def test_pair_has_the_tokens_of_supervised_fine_tuning(name, template, config, write, make_tokenizer):
     tokenizer = make_tokenizer(template)
     [row] = prepare_answers(config(write([ALL_PAIRS[name]])), tokenizer, "pairs").train
     as_texts = supervised(config, write, tokenizer, [{"messages": [QUESTION, each]} for each in (GOOD, BAD)])
@@ -82,7 +82,7 @@ def test_a_pair_is_what_supervised_fine_tuning_makes_of_both(name, template, con
 
 
 @pytest.mark.parametrize("name", ALL_LABELLED)
-def test_a_labelled_answer_is_what_supervised_fine_tuning_makes_of_it(name, config, write, make_tokenizer):
+def test_labelled_answer_has_the_tokens_of_supervised_fine_tuning(name, config, write, make_tokenizer):
     tokenizer = make_tokenizer("plain")
     other = {"label": False, "kto_tag": False}
     wrong = ALL_LABELLED[name] | {key: value for key, value in other.items() if key in ALL_LABELLED[name]}
@@ -93,7 +93,7 @@ def test_a_labelled_answer_is_what_supervised_fine_tuning_makes_of_it(name, conf
     assert bad == {**good, "label": False}
 
 
-def test_an_answer_of_several_turns_trains_the_assistants_alone(config, write, make_tokenizer):
+def test_only_assistant_turns_of_an_answer_are_trained(config, write, make_tokenizer):
     tokenizer, more = (
         make_tokenizer("plain"),
         [{"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes."}],
@@ -108,7 +108,7 @@ def test_an_answer_of_several_turns_trains_the_assistants_alone(config, write, m
     assert not all(row["chosen_mask"])
 
 
-def test_an_implicit_prompt_ends_where_messages_begin_to_differ(config, write, make_tokenizer):
+def test_implicit_prompt_ends_at_the_first_different_message(config, write, make_tokenizer):
     history = [QUESTION, GOOD, {"role": "user", "content": "And 2 + 2?"}]
     answers = [{"role": "assistant", "content": f"It is {number}."} for number in (4, 5)]
     [row] = prepare_answers(
@@ -129,9 +129,7 @@ def test_an_implicit_prompt_ends_where_messages_begin_to_differ(config, write, m
         ("Human: one\n\nAssistant: two", "Human: one\n\nAssistant: twelve", "Human: one\n\nAssistant:"),
     ],
 )
-def test_an_implicit_prompt_of_text_ends_at_white_space_or_a_turn(
-    chosen, rejected, prompt, config, write, make_tokenizer
-):
+def test_implicit_text_prompt_ends_at_white_space_or_a_turn(chosen, rejected, prompt, config, write, make_tokenizer):
     tokenizer = make_tokenizer(None)
     [row] = prepare_answers(config(write([{"chosen": chosen, "rejected": rejected}])), tokenizer, "pairs").train
     assert tokenizer.decode(row["prompt_ids"]) == prompt
@@ -142,7 +140,7 @@ def test_an_implicit_prompt_of_text_ends_at_white_space_or_a_turn(
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("template", ["llama-40m", "qwen2.5", "qwen3", "phi-3"])
-def test_real_templates_give_pairs_the_ids_of_supervised_fine_tuning(template, config, write, real_tokenizer):
+def test_pairs_match_supervised_fine_tuning_with_real_templates(template, config, write, real_tokenizer):
     tokenizer = real_tokenizer(template)
     history = [
         QUESTION,
@@ -161,7 +159,7 @@ def test_real_templates_give_pairs_the_ids_of_supervised_fine_tuning(template, c
     assert row["chosen_mask"][0] == row["rejected_mask"][0] == 1
 
 
-def test_a_token_before_every_text_is_the_prompts(config, write, real_tokenizer):
+def test_bos_belongs_to_the_prompt(config, write, real_tokenizer):
     tokenizer = real_tokenizer("llama-2")
     texts = {"prompt": "One and one?", "chosen": "It is two.", "rejected": "It is three."}
     [row] = prepare_answers(config(write([texts])), tokenizer, "pairs").train
@@ -172,7 +170,7 @@ def test_a_token_before_every_text_is_the_prompts(config, write, real_tokenizer)
     assert row["chosen_mask"][0] == 1
 
 
-def test_a_conversation_that_goes_on_after_another_ended(config, write, make_tokenizer):
+def test_conversations_of_different_lengths(config, write, make_tokenizer):
     tokenizer, more = make_tokenizer("plain"), [QUESTION, BAD]
     [row] = prepare_answers(
         config(write([{"chosen": [QUESTION, GOOD], "rejected": [QUESTION, GOOD, *more]}])), tokenizer, "pairs"
@@ -181,14 +179,14 @@ def test_a_conversation_that_goes_on_after_another_ended(config, write, make_tok
     assert tokenizer.decode(row["rejected_ids"]).endswith("Hm, 3!<|im_end|>\n")
 
 
-def test_tools_of_a_row_are_in_its_prompt(config, write, real_tokenizer):
+def test_tools_are_in_the_prompt(config, write, real_tokenizer):
     tokenizer = real_tokenizer("qwen2.5")
     tool = {"type": "function", "function": {"name": "add_up", "description": "adds", "parameters": {}}}
     [row] = prepare_answers(config(write([{**PAIR, "tools": [tool]}])), tokenizer, "pairs").train
     assert "add_up" in tokenizer.decode(row["prompt_ids"])
 
 
-def test_a_token_across_the_border_is_the_answers(config, write, real_tokenizer):
+def test_token_across_the_border_belongs_to_the_answer(config, write, real_tokenizer):
     tokenizer = real_tokenizer("llama-40m")
     tokenizer = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer, eos_token=tokenizer.eos_token)
     texts = {"chosen": "Say it: unbelievable", "rejected": "Say it: un"}
@@ -197,7 +195,7 @@ def test_a_token_across_the_border_is_the_answers(config, write, real_tokenizer)
     assert row["chosen_mask"][0] == row["rejected_mask"][0] == 1
 
 
-def test_margins_are_numbers_of_each_row(config, write, make_tokenizer):
+def test_margins_are_kept_per_row(config, write, make_tokenizer):
     path = write([{**PAIR, "margin": 1}, {**PAIR, "chosen": [BAD], "rejected": [GOOD], "margin": 0.5}])
     rows = prepare_answers(config(path), make_tokenizer("plain"), "pairs")
     assert rows.train["margin"][:] == [1.0, 0.5]
@@ -210,7 +208,7 @@ def test_files_with_and_without_margins_do_not_mix(config, write, make_tokenizer
         prepare_answers(config(files), make_tokenizer("plain"), "pairs")
 
 
-def test_several_processes_make_the_same_rows(config, write, make_tokenizer):
+def test_rows_do_not_depend_on_dataset_num_proc(config, write, make_tokenizer):
     rows = [{**PAIR, "chosen": [{"role": "assistant", "content": str(number)}]} for number in range(300)]
     one, two = (
         prepare_answers(config(write(rows), dataset_num_proc=processes), make_tokenizer("plain"), "pairs")
@@ -219,7 +217,7 @@ def test_several_processes_make_the_same_rows(config, write, make_tokenizer):
     assert one.train[:] == two.train[:]
 
 
-def test_pairs_are_taken_apart_for_labels(config, write, make_tokenizer):
+def test_pairs_are_split_into_labelled_answers(config, write, make_tokenizer):
     rows = prepare_answers(config(write([PAIR])), make_tokenizer("plain"), "unpaired").train
     [pair] = prepare_answers(config(write([PAIR])), make_tokenizer("plain"), "pairs").train
     assert [(row["label"], row["completion_ids"]) for row in rows] == [
@@ -229,7 +227,7 @@ def test_pairs_are_taken_apart_for_labels(config, write, make_tokenizer):
     assert notices.said()
 
 
-def test_prompts_keep_what_else_their_rows_hold(config, write, make_tokenizer):
+def test_prompts_keep_further_columns(config, write, make_tokenizer):
     tokenizer = make_tokenizer("plain")
     further = [{"answer": "2", "test": {"a": [1, None]}}, {"answer": 3, "test": "5"}]
     path = write([{"prompt": "1 + 1", **further[0]}, {"prompt": [QUESTION], **further[1]}])
@@ -241,7 +239,7 @@ def test_prompts_keep_what_else_their_rows_hold(config, write, make_tokenizer):
     )
 
 
-def test_prompts_without_template_are_in_the_format_of_instructions(config, write, make_tokenizer):
+def test_prompts_without_template_use_the_instruction_format(config, write, make_tokenizer):
     tokenizer = make_tokenizer(None)
     [row] = prepare_answers(config(write([{"question": "1 + 1"}])), tokenizer, "prompts").train
     assert tokenizer.decode(row["prompt_ids"]) == "### Instruction:\n1 + 1\n\n### Response:\n"
@@ -249,7 +247,7 @@ def test_prompts_without_template_are_in_the_format_of_instructions(config, writ
 
 @pytest.mark.parametrize("separator", ["\n", "\n\n", ""])
 def test_each_step_has_its_label_at_its_last_token(separator, config, write, make_tokenizer):
-    """Prompt as for generation, then steps and separators tokenized apart, as TRL's PRMTrainer had it."""
+    """Rows are the prompt as in generation, then steps and separators tokenized separately, as in TRL's PRMTrainer."""
     tokenizer, further = make_tokenizer("plain"), {**STEPS, "prompt": [QUESTION], "labels": [False, True]}
     prepared = prepare_answers(
         config(write([STEPS, further]), method="prm", step_separator=separator), tokenizer, "stepwise"
@@ -298,8 +296,8 @@ def test_steps_are_cut_with_their_labels(config, write, make_tokenizer):
         ("prm", "stepwise", {**STEPS}, {**STEPS, "completions": ["1", "x" * 90]}),
     ],
 )
-def test_a_cut_answer_trains_no_reward_model(config, write, make_tokenizer, method, kind, short, long):
-    """As in TRL's RewardTrainer: a score is of a whole answer."""
+def test_reward_models_drop_truncated_answers(config, write, make_tokenizer, method, kind, short, long):
+    """Reward models score complete answers, as in TRL's RewardTrainer."""
     tokenizer = make_tokenizer("plain")
     data = prepare_answers(config(write([short, long]), method=method, max_length=80), tokenizer, kind)
     assert data.report["train"]["dropped"] == {"with an answer cut at max_length": 1}
@@ -312,7 +310,7 @@ def test_a_cut_answer_trains_no_reward_model(config, write, make_tokenizer, meth
         assert (other.report["train"]["rows"], other.report["train"]["truncated"]) == (2, 1)
 
 
-def test_a_pair_stays_where_both_keep_trained_tokens(config, write, make_tokenizer):
+def test_truncated_pair_is_kept_if_both_answers_have_trained_tokens(config, write, make_tokenizer):
     tokenizer, long = make_tokenizer("plain"), {"role": "assistant", "content": "x" * 50}
     rows = [
         {**PAIR, "chosen": [long]},
@@ -396,7 +394,7 @@ REFUSED = {
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_is_named(name, config, write, make_tokenizer):
+def test_refused_rows_are_named(name, config, write, make_tokenizer):
     rows, kind, said = REFUSED[name]
     with pytest.raises(DataError, match=said and re.escape(said)) as caught:
         prepare_answers(config(write(rows), max_length=200), make_tokenizer("plain"), kind)
@@ -409,20 +407,20 @@ def test_steps_for_imitation_name_the_method_that_takes_them(config, write, make
     assert "method: prm" in caught.value.fix
 
 
-def test_pairs_for_imitation_name_the_methods_that_take_them(config, write, make_tokenizer):
+def test_sft_on_pairs_names_dpo(config, write, make_tokenizer):
     for name in ("explicit", "v1"):
         with pytest.raises(DataError) as caught:
             prepare(config(write([ALL_PAIRS[name]])), make_tokenizer("plain"))
         assert "method: dpo" in caught.value.fix
 
 
-def test_a_template_that_ends_no_answer_is_refused_for_rollouts(config, write, make_tokenizer):
+def test_rollouts_need_a_template_with_an_end_token(config, write, make_tokenizer):
     endless = "{%- for m in messages %}{{- m['role'] + ': ' + m['content'] + '\\n' }}{%- endfor %}"
     with pytest.raises(DataError):
         prepare_answers(config(write([{"prompt": "a"}])), make_tokenizer(endless), "prompts")
 
 
-def test_a_template_that_writes_the_prompt_otherwise_alone_is_said(config, write, make_tokenizer):
+def test_template_that_changes_the_prompt_without_answer_is_reported(config, write, make_tokenizer):
     last = "{%- for m in messages %}{{- '<|im_start|>' + m['role'] + ' of ' + messages|length|string + m['content'] "
     template = last + "+ '<|im_end|>' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>a' }}{%- endif %}"
     prepared = prepare_answers(config(write([PAIR])), make_tokenizer(template), "pairs")
@@ -449,7 +447,7 @@ def test_held_out_rows_are_split_off(config, write, make_tokenizer):
     [("dpo_en_demo.json", "pairs", 300), ("v1_dpo_demo.jsonl", "pairs", 10), ("kto_en_demo.json", "unpaired", 300)],
 )
 def test_real_data_loses_no_row(file, kind, rows, shared, config, real_tokenizer):
-    """Of LLaMA-Factory's; with ids that are supervised fine-tuning's (checked for a few)."""
+    """LLaMA-Factory's demo data; the ids are those of supervised fine-tuning (checked for a few rows)."""
     tokenizer = real_tokenizer("llama-40m")
     path = shared / "data" / "datasets" / "llamafactory" / file
     prepared = prepare_answers(config(str(path), max_length=8192), tokenizer, kind)

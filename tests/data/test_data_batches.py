@@ -1,4 +1,4 @@
-"""Batches of a run from the lengths of its rows: what collators make is never larger, and few widths occur."""
+"""Planned batches: collators make no larger ones, and there are few widths."""
 
 from types import SimpleNamespace
 
@@ -20,7 +20,7 @@ def run_config(**keys) -> RunConfig:
     return RunConfig(**{"model_name_or_path": "m", "dataset": "d", "max_length": 4096} | keys)
 
 
-def test_widths_are_few_and_little_is_padding():
+def test_widths_are_few_with_little_padding():
     widths = {width_of(length) for length in range(1, 4097)}
     assert len(widths) == 16
     assert all(width_of(length) <= max(1.25 * length, length + 127) for length in range(1, 100_000, 7))

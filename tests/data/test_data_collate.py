@@ -1,4 +1,4 @@
-"""Batches, and the isolation of packed documents on real model classes of transformers."""
+"""Batches, and the isolation of packed documents in real model classes of transformers."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ SIZES = {
     "max_position_embeddings": 128,
     "pad_token_id": PAD,
 }
-# A window of 8 tokens is shorter than some documents below, so that sliding layers are tried at work.
+# A window of 8 tokens is shorter than some documents below, which tests sliding layers.
 FAMILIES = {
     "llama": {},
     "qwen3": {},
@@ -71,7 +71,7 @@ def test_padded():
     assert batch["labels"].tolist() == [[-100, 6, 7], [-100, -100, -100]]
 
 
-def test_packed_rows_restart_positions_and_pad_with_a_document_of_its_own():
+def test_packed_rows_restart_positions_and_pad_with_another_document():
     rows = [
         {"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8], "seq_lengths": [3, 1]},
         {"input_ids": [9, 4], "labels": [9, 4], "seq_lengths": [2]},
@@ -103,7 +103,7 @@ def test_fused_batches_come_in_few_shapes_and_without_a_mask():
     assert batch["labels"][:, 3:].eq(-100).all()
 
 
-def test_fused_flat_batches_say_where_documents_begin():
+def test_fused_flat_batches_have_document_bounds():
     rows = [
         {"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8], "seq_lengths": [3, 1]},
         {"input_ids": [9, 4], "labels": [9, 4], "seq_lengths": [2]},
@@ -165,8 +165,8 @@ def test_documents_of_a_row_do_not_see_each_other(family, attention, one_row):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("extra", [{"attention_mask": torch.ones(1, 28, dtype=torch.int64)}, {"use_cache": True}])
-def test_a_mask_of_ones_or_a_cache_would_leak(attention, extra):
-    """Why a flat batch has neither: with one, transformers no longer tells the documents apart."""
+def test_mask_of_ones_or_cache_leaks_between_documents(attention, extra):
+    """A flat batch has neither, because transformers then does not isolate documents."""
     model, [row, _] = tiny_model("llama", attention), packed_rows()
     batch = PackedCollator(PAD)([row]) | extra
     before = logits(model, batch)
@@ -175,7 +175,7 @@ def test_a_mask_of_ones_or_a_cache_would_leak(attention, extra):
 
 
 def test_packed_loss_is_the_sum_of_the_documents_losses():
-    """Nothing is trained across a joint: the summed loss equals that of the documents one by one."""
+    """No token is trained across documents: the summed loss equals the sum over separate documents."""
     model, rows = tiny_model("llama", "sdpa"), packed_rows()
     with torch.no_grad():
         whole = model(**PackedCollator(PAD)(rows), use_cache=False, num_items_in_batch=1).loss

@@ -1,4 +1,4 @@
-"""Formats are recognised from columns, rows become documents, and what does not fit is named with its row."""
+"""Formats are recognised from columns, rows become documents, and errors name the row."""
 
 import json
 
@@ -51,7 +51,7 @@ def test_sharegpt_with_tools():
     assert document["messages"][2]["call_text"] == json.dumps(call)
 
 
-def test_a_call_that_is_no_json_stays_text():
+def test_call_that_is_not_json_stays_text():
     row = {"conversations": [{"from": "human", "value": "q"}, {"from": "function_call", "value": "f(1)"}]}
     assert read(row)[1][0]["messages"][1] == {"role": "assistant", "content": "f(1)"}
 
@@ -100,14 +100,14 @@ def test_text_and_text_field():
     assert read({"body": "t", "text": 5}, text_field="body")[1] == [{"text": "t"}]
 
 
-def test_mapping_wins_over_recognition():
+def test_column_mapping_overrides_recognition():
     row = {"question": "q", "answer": "a", "q": "Q", "a": "A"}
     assert read(row, mapping={"prompt": "q", "completion": "a"})[1] == [{"prompt": "Q", "completion": "A"}]
     assert read(row, mapping={"completion": "a", "prompt": "question"})[1] == [{"prompt": "q", "completion": "A"}]
     assert read({"talk": TURNS}, mapping={"messages": "talk"})[0].format == "messages"
 
 
-def test_format_can_be_insisted_on():
+def test_dataset_format_overrides_recognition():
     row = {"messages": TURNS, "text": "t"}
     assert read(row)[0].format == "messages"
     assert read(row, format="text")[1] == [{"text": "t"}]

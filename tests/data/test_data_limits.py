@@ -1,11 +1,11 @@
-"""Templates that run away are ended; of a text that is far longer than a row, only the beginning is tokenized."""
+"""Runaway templates are stopped, and only the beginning of a very long text is tokenized."""
 
 import copy
 import json
 
 import pytest
 
-from halfbyte.data.chat import ChatTemplate, _more, prompt_text
+from halfbyte.data.chat import ChatTemplate, _extra_seconds, prompt_text
 from halfbyte.data.encode import CUT_AWAY, Encoder, _Text
 from halfbyte.utils.errors import DataError
 
@@ -30,14 +30,14 @@ RUNAWAYS = [
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("text", "said"), RUNAWAYS)
-def test_a_template_that_runs_away_is_ended(make_tokenizer, text, said):
+def test_runaway_template_is_stopped(make_tokenizer, text, said):
     with pytest.raises(DataError) as caught:
         ChatTemplate(make_tokenizer(text))
     assert said in caught.value.message
     assert "chat_template_path" in caught.value.fix
 
 
-def test_a_template_that_runs_away_in_one_row_names_it(make_tokenizer):
+def test_runaway_template_names_the_row(make_tokenizer):
     text = CHATML + "{% if messages[0]['content'] == 'now' %}{{ 'x' * 10 ** 10 }}{% endif %}"
     tokenizer = make_tokenizer(text)
     rows = [
@@ -49,8 +49,8 @@ def test_a_template_that_runs_away_in_one_row_names_it(make_tokenizer):
 
 
 @pytest.mark.parametrize("name", ["llama-40m", "llama-2", "qwen2.5", "phi-3"])
-def test_of_a_long_text_the_first_tokens_alone_are_made_and_are_the_same(real_tokenizer, name, monkeypatch):
-    """Words, runs of spaces, and one word that is longer than what is looked at first."""
+def test_long_text_has_the_first_tokens_of_the_full_text(real_tokenizer, name, monkeypatch):
+    """Words, runs of spaces, and one word that is longer than the tokenized beginning."""
     monkeypatch.setattr("halfbyte.data.encode.READ_BEYOND", 100)
     tokenizer = real_tokenizer(name)
     encoder = Encoder(tokenizer, None, max_length=20)
@@ -73,8 +73,8 @@ def test_a_very_long_row_is_quick_and_quiet(make_tokenizer, caplog, word):
     assert caplog.text == ""
 
 
-def test_a_begun_answer_is_rendered_under_the_same_limits(make_tokenizer):
-    """As lm-evaluation-harness asks for it."""
+def test_prompt_text_has_the_same_limits(make_tokenizer):
+    """With the options of lm-evaluation-harness."""
     tokenizer, how = make_tokenizer("marked"), {"add_generation_prompt": False, "continue_final_message": True}
     talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "begun"}]
     text = prompt_text(tokenizer, talk, **how)
@@ -86,7 +86,7 @@ def test_a_begun_answer_is_rendered_under_the_same_limits(make_tokenizer):
         prompt_text(runaway, talk, **how)
 
 
-def test_a_long_conversation_may_take_longer():
+def test_long_conversation_has_a_higher_limit():
     turns = [{"role": "user", "content": "a" * 100}] * 1_000
-    assert _more(turns) == 1.5
-    assert _more(turns[:10]) < 0.02
+    assert _extra_seconds(turns) == 1.5
+    assert _extra_seconds(turns[:10]) < 0.02

@@ -1,4 +1,4 @@
-"""Marks of single turns say which are trained; the others are shown as context."""
+"""Marks of single turns exclude them from training; they are shown as context."""
 
 import pytest
 
@@ -44,11 +44,11 @@ def test_a_turn_that_is_marked_untrained_is_context(prepared, template, key, off
     assert "loss-weight" not in said()
 
 
-def test_one_mark_of_several_suffices(prepared):
+def test_one_untrained_mark_suffices(prepared):
     assert shown_and_trained(prepared(turns({"train": True, "weight": 0})))[1] == "good<|im_end|>"
 
 
-def test_marks_hold_where_everything_else_is_trained(prepared):
+def test_marks_apply_when_every_token_is_trained(prepared):
     shown, trained = shown_and_trained(prepared(turns({"train": False}), assistant_only_loss=False))
     first = "<|im_start|>"  # which nothing predicts
     assert trained == shown.replace("bad<|im_end|>", "").removeprefix(first)
@@ -62,14 +62,14 @@ def test_a_row_without_a_trained_turn_is_dropped_by_name(config, write, make_tok
     assert data.report["train"]["dropped"] == {"no trained tokens": 1}
 
 
-def test_system_texts_and_tools_do_not_move_marks(config, write, make_tokenizer):
+def test_system_texts_and_tools_do_not_shift_marks(config, write, make_tokenizer):
     tool = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
     rows = [{"messages": turns({"train": False}), "system": "s", "tools": [tool]}]
     assert shown_and_trained(prepare(config(write(rows)), make_tokenizer("plain")))[1] == "good<|im_end|>"
 
 
 @pytest.mark.parametrize("keys", [{}, {"assistant_only_loss": False}])
-def test_marks_hold_in_pairs_and_labels(config, write, make_tokenizer, keys):
+def test_marks_apply_to_pairs_and_labelled_answers(config, write, make_tokenizer, keys):
     tokenizer = make_tokenizer("plain")
 
     def trained(row, name):
@@ -96,7 +96,7 @@ def test_a_mark_of_another_kind_is_refused_by_turn_and_key(prepared, value):
         prepared(turns({"loss_mask": value}))
 
 
-def test_fractions_and_marks_of_others_are_named(prepared):
+def test_fractional_and_other_roles_marks_are_reported(prepared):
     assert shown_and_trained(prepared(turns({"weight": 0.5})))[1] == "bad<|im_end|>good<|im_end|>"
     assert "loss-weight" in said()
     messages = turns()

@@ -1,4 +1,4 @@
-"""Masks, token by token: what is trained is what the assistant wrote and the token that ends its turn, nothing else."""
+"""Masks: exactly the assistant's text and its end-of-turn tokens are trained."""
 
 import copy
 import functools
@@ -55,10 +55,10 @@ def runs(tokenizer, row):
 
 
 def expected_runs(name, answers):
-    """What each real template trains for these answers."""
+    """Return the trained texts of these answers with each real template."""
     if name == "phi-3":  # the template closes the text with EOS; the line break between belongs to the <|end|> token
         return [f"{answer}<|end|>" for answer in answers[:-1]] + [f"{answers[-1]}<|end|><|endoftext|>"]
-    if name == "qwen3":  # the template itself writes empty thoughts into the last answer, behind the prompt
+    if name == "qwen3":  # the template writes empty thoughts into the last answer, after the generation prompt
         return [f"{answer}<|im_end|>" for answer in answers[:-1]] + [f"<think>\n\n</think>\n\n{answers[-1]}<|im_end|>"]
     return [f"{answer}<|im_end|>" for answer in answers]
 
@@ -77,7 +77,7 @@ def test_every_token_of_a_real_conversation(real_tokenizer):
 
 
 def test_token_ids_may_have_gaps():
-    """An end-of-text token whose id lies behind a gap, as in ports of cl100k."""
+    """An end-of-text token whose id follows a gap, as in ports of cl100k."""
     vocabulary = {"a": 0, "b": 1, "</s>": 9}
     bare = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
     bare.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -133,7 +133,7 @@ def test_marks_give_the_mask_of_transformers(real_tokenizer, shared):
         assert [int(label != IGNORE_INDEX) for label in row["labels"]] == reference["assistant_masks"]
 
 
-def test_difference_finds_what_marks_say(real_tokenizer, shared):
+def test_difference_finds_the_marked_text(real_tokenizer, shared):
     """The same template with and without its marks, on real tool-call chats."""
     marked = real_tokenizer("llama-40m")
     unmarked = type(marked)(tokenizer_object=marked.backend_tokenizer, eos_token=marked.eos_token)
@@ -188,7 +188,7 @@ def test_marks_around_the_content_alone_still_train_the_end_of_turn(make_tokeniz
     assert runs(tokenizer, encode(tokenizer, {"messages": chat("a", "b", "c", "")})) == ["b<|im_end|>", "<|im_end|>"]
 
 
-def test_a_role_header_right_behind_an_answer_is_not_trained(make_tokenizer):
+def test_role_header_after_an_answer_is_not_trained(make_tokenizer):
     tokenizer = make_tokenizer(
         "{%- for m in messages %}{{- '<|im_start|>' + m['role'] + '\\n' + m['content'] }}{%- endfor %}"
     )
@@ -207,7 +207,7 @@ GEMMA = (
 )
 
 
-def test_a_strict_template_in_the_way_of_gemma(make_tokenizer):
+def test_strict_template_like_gemma(make_tokenizer):
     """It refuses the role system and partial conversations, and trims: the difference still finds the answers."""
     tokenizer = make_tokenizer(GEMMA)
     tokenizer.bos_token = "<|im_start|>"
@@ -263,7 +263,7 @@ def test_bos_comes_once_and_eos_is_appended(real_tokenizer):
         assert row["ends"] == [tokenizer.eos_token_id]
 
 
-def test_a_template_that_writes_bos_is_not_given_another(real_tokenizer):
+def test_template_with_bos_gets_no_second_bos(real_tokenizer):
     tokenizer = real_tokenizer("llama-2")
     template = (
         "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
@@ -334,7 +334,7 @@ def test_prompt_and_completion_of_turns_are_masked_as_trl_does(real_tokenizer, t
     mine = {at for at, label in enumerate(row["labels"]) if label != IGNORE_INDEX}
     trained = {at for at, label in enumerate(theirs["labels"]) if label != -100}
     assert mine <= trained
-    # Beside the answers, TRL trains what the template writes around them, and what users say within a completion.
+    # In addition to the answers, TRL trains the template's text around them and user turns within a completion.
     left = tokenizer.decode([theirs["input_ids"][at] for at in sorted(trained - mine)])
     between = "When?" if case == "several answers" else ""
     assert [
@@ -344,7 +344,7 @@ def test_prompt_and_completion_of_turns_are_masked_as_trl_does(real_tokenizer, t
     assert [text.strip() for text in runs(tokenizer, row)] == expected_runs(name, answers)
 
 
-def test_marked_templates_leave_out_the_prompts_answers(real_tokenizer):
+def test_answers_in_the_prompt_are_not_trained_with_marks(real_tokenizer):
     tokenizer = real_tokenizer("llama-40m")
     prompt, completion = PAIRS_OF_TURNS["several answers"]
     document = pair_of_turns({"prompt": prompt, "completion": completion})

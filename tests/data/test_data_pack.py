@@ -1,11 +1,11 @@
-"""Packing: every document once, no row too long, and as few rows as best-fit-decreasing promises."""
+"""Packing: every document once, no row too long, and few rows."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfbyte.data.pack import pack
+from halfbyte.data.tables import pack
 
 
 def first_fit(lengths, max_length):
@@ -41,13 +41,13 @@ def test_no_more_rows_than_first_fit_on_realistic_lengths(seed, mean):
         assert sum(lengths) / (len(rows) * 2048) > 0.98
 
 
-def test_full_rows_stand_alone_and_best_fit_is_chosen():
+def test_best_fit_is_chosen():
     assert pack([10, 10], 10) == [[0], [1]]
     assert pack([6, 7, 3, 4], 10) == [[0, 3], [1, 2]]
     assert pack([], 10) == []
 
 
 @pytest.mark.parametrize("length", [0, 11])
-def test_a_length_that_cannot_be(length):
+def test_length_out_of_range_is_refused(length):
     with pytest.raises(ValueError, match=r"1\.\.10"):
         pack([5, length], 10)

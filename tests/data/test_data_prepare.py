@@ -1,4 +1,4 @@
-"""From a configuration to data and report: what is counted is what happened, and what is left out is said."""
+"""Preparation: tokenized rows, and a report that counts and names everything that was dropped."""
 
 import json
 import random
@@ -58,7 +58,7 @@ def test_report(config, make_tokenizer, write):
     json.dumps(report)
 
 
-def test_the_split_depends_on_seed_alone(config, make_tokenizer, write):
+def test_split_depends_only_on_the_seed(config, make_tokenizer, write):
     path, tokenizer = write(PAIRS), make_tokenizer("marked")
     one, again, other = (
         prepare(config(path, eval_split_size=5, seed=seed, max_length=length, packing=packing), tokenizer)
@@ -83,7 +83,7 @@ STEPS = {"prompt": "1 + 1", "completions": ["It is", "3."], "labels": [True, Fal
     ],
 )
 def test_no_rows_are_pickled_for_a_hash(config, make_tokenizer, write, monkeypatch, row, keys):
-    """Where libraries lie in a folder of one's own, dill takes them for the user's, and fails to pickle them."""
+    """With libraries in a user's folder, dill treats them as user code and fails to pickle them."""
 
     def fail(dataset):
         raise AssertionError("hashed")
@@ -134,7 +134,7 @@ def test_packing(config, make_tokenizer, write):
     assert part["trained_tokens"] == loose.report["train"]["trained_tokens"]
 
 
-def test_overlong_rows_are_counted_and_said(config, make_tokenizer, write):
+def test_overlong_rows_are_counted_and_reported(config, make_tokenizer, write):
     rows = [{"prompt": "p", "completion": "c" * n} for n in (5, 100)] + [{"prompt": "p" * 200, "completion": "c"}]
     path, tokenizer = write(rows), make_tokenizer("marked")
     cut = prepare(config(path, max_length=80), tokenizer)
@@ -150,7 +150,7 @@ def test_overlong_rows_are_counted_and_said(config, make_tokenizer, write):
 
 
 @pytest.mark.parametrize("template", ["marked", None])
-def test_empty_answers_are_counted_and_said(config, make_tokenizer, write, template):
+def test_empty_answers_are_counted_and_reported(config, make_tokenizer, write, template):
     tokenizer = make_tokenizer(template)
     empty, full = {"prompt": "p", "completion": " \n"}, {"prompt": "p", "completion": "c"}
     prepared = prepare(config(write([empty, full, empty])), tokenizer)
@@ -163,8 +163,8 @@ def test_empty_answers_are_counted_and_said(config, make_tokenizer, write, templ
     assert everything.report["train"]["empty_answers"] == 0
 
 
-def test_answers_that_say_something_otherwise(config, make_tokenizer, write):
-    """Calls of tools, and turns of which one is empty. What is given before a completion is no answer."""
+def test_tool_calls_and_other_turns_count_as_answers(config, make_tokenizer, write):
+    """Tool calls, and turns of which one is empty. Turns before a completion are not answers."""
     user, nothing = {"role": "user", "content": "q"}, {"role": "assistant", "content": ""}
     call = {
         "role": "assistant",
@@ -220,14 +220,14 @@ def test_eos_is_appended_where_the_template_writes_no_end(config, make_tokenizer
     assert "eos-trained" not in said()
 
 
-def test_an_earlier_turn_without_an_end_is_said(config, make_tokenizer, write):
+def test_earlier_turn_without_an_end_is_reported(config, make_tokenizer, write):
     turns = [{"role": role, "content": "a"} for role in ("user", "assistant") * 2]
     data = prepare(config(write([{"messages": turns}])), make_tokenizer(ENDLESS))
     assert not data.report["eos_trained"]
     assert "eos-trained" in said()
 
 
-def test_an_end_of_turn_that_is_not_eos_is_said(config, real_tokenizer, write):
+def test_end_of_turn_that_is_not_eos_is_reported(config, real_tokenizer, write):
     data = prepare(config(write(PAIRS)), real_tokenizer("llama-40m"))
     assert (data.report["eos_trained"], data.report["stop_tokens"]) == (True, ["<|im_end|>"])
     assert "not the tokenizer's EOS <|endoftext|>" in said()["stop-token"]

@@ -1,4 +1,4 @@
-"""Every kind of file gives its rows, and everything malformed is named by file and line."""
+"""Every kind of file is read, and errors name file and line."""
 
 import errno
 import functools
@@ -70,7 +70,7 @@ def test_text_documents(write, text, documents, unit):
     assert unit in source.note
 
 
-def test_folder_reads_known_files_in_order_and_says_what_it_left_out(write, tmp_path):
+def test_folder_reads_known_files_in_order_and_names_skipped_ones(write, tmp_path):
     write([{"text": "b"}], "folder/b.jsonl")
     write("a", "folder/a.txt")
     write("?", "folder/c.xlsx")
@@ -121,7 +121,7 @@ def test_not_utf8(tmp_path):
         read_sources(str(tmp_path / "d.jsonl"))
 
 
-def test_a_table_with_two_columns_of_one_name(tmp_path):
+def test_duplicate_column_names_are_refused(tmp_path):
     column = pyarrow.array(["a"])
     parquet.write_table(pyarrow.Table.from_arrays([column, column], ["text", "text"]), tmp_path / "d.parquet")
     with pytest.raises(DataError, match=r"d\.parquet:.*'text'"):
@@ -139,7 +139,7 @@ def test_a_table_with_two_columns_of_one_name(tmp_path):
         ("~nobody-of-this-name/x.jsonl", None),
     ],
 )
-def test_paths_that_are_none(tmp_path, monkeypatch, name, message):
+def test_unusable_paths_are_named(tmp_path, monkeypatch, name, message):
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe.jsonl")
     os.symlink("loop.jsonl", "loop.jsonl")
@@ -149,7 +149,7 @@ def test_paths_that_are_none(tmp_path, monkeypatch, name, message):
 
 
 def test_a_folder_that_may_not_be_read(tmp_path, monkeypatch):
-    """Tests run as root, who may."""
+    """The error is simulated, because tests run as root."""
 
     def refuse(path):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
@@ -159,7 +159,7 @@ def test_a_folder_that_may_not_be_read(tmp_path, monkeypatch):
         read_sources(str(tmp_path))
 
 
-def test_a_folder_of_everything_is_not_walked_to_its_end(tmp_path, monkeypatch):
+def test_folder_with_too_many_files_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("halfbyte.data.sources.MOST_FILES", 3)
     for number in range(4):
         (tmp_path / f"{number}.txt").write_text("a")
@@ -173,7 +173,7 @@ def test_hidden_folders_hold_no_data(write, tmp_path):
     assert rows_of(str(tmp_path / "folder")) == [[{"text": "a"}]]
 
 
-def test_a_long_file_shows_how_far_it_is(write, tmp_path, monkeypatch, capsys):
+def test_long_file_shows_progress(write, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("halfbyte.data.sources.LONG", 1)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setattr("tqdm.tqdm", functools.partial(tqdm.tqdm, mininterval=0))

@@ -1,4 +1,4 @@
-"""A folder with files of several splits trains on one of them, and names the rest."""
+"""A folder with files of several splits trains on one of them and names the others."""
 
 import json
 

@@ -1,6 +1,6 @@
-"""Conversations of sentinel words through one reduction of each kind of chat template.
+"""Conversations of sentinel words, rendered with one minimal template of each kind.
 
-The assistant's words are trained, the others' are not, and what a template leaves out is named.
+The assistant's words are trained, other words are not, and words that a template omits are named.
 """
 
 import json
@@ -138,7 +138,7 @@ def with_template(make_tokenizer, template):
 
 
 def encoded(tokenizer, messages):
-    """The trained text, the whole text, and the row of a conversation."""
+    """Return the trained texts, the rendered text, and the row of a conversation."""
     template = ChatTemplate(tokenizer)
     document = {"messages": json.loads(json.dumps(messages))}
     document |= {"tools": [TOOL]} if any("tool_calls" in message for message in messages) else {}
@@ -153,7 +153,7 @@ def encoded(tokenizer, messages):
 
 @pytest.mark.parametrize("talk", TALKS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_words_are_trained_by_who_says_them(make_tokenizer, kind, talk):
+def test_only_the_assistants_words_are_trained(make_tokenizer, kind, talk):
     tokenizer, messages = with_template(make_tokenizer, KINDS[kind]), TALKS[talk]
     spans, whole, row = encoded(tokenizer, messages)
     trained = " ".join(spans)
@@ -179,7 +179,7 @@ def test_words_are_trained_by_who_says_them(make_tokenizer, kind, talk):
         ("no text beside a call", "text and call", ["assistant content"]),
     ],
 )
-def test_what_a_template_leaves_out_is_named(make_tokenizer, kind, talk, names):
+def test_parts_that_a_template_omits_are_named(make_tokenizer, kind, talk, names):
     assert encoded(with_template(make_tokenizer, KINDS[kind]), TALKS[talk])[2]["not_shown"] == names
 
 
@@ -188,18 +188,18 @@ def test_calls_are_trained_with_their_marks(make_tokenizer):
     assert spans == ["<call>f(CALL1)</call>", "<call>f(CALL2)</call>", "SAID1<|im_end|>"]
 
 
-def test_turns_behind_the_last_answer_are_named(make_tokenizer):
+def test_turns_after_the_last_answer_are_named(make_tokenizer):
     tokenizer = with_template(make_tokenizer, KINDS["chatml"])
-    assert encoded(tokenizer, [*TALKS["plain"], user("USER3")])[2]["not_shown"] == ["turns behind the last answer"]
+    assert encoded(tokenizer, [*TALKS["plain"], user("USER3")])[2]["not_shown"] == ["turns after the last answer"]
 
 
-def test_an_open_prompt_is_not_what_ends_an_answer(make_tokenizer):
+def test_generation_prompt_at_the_end_does_not_end_an_answer(make_tokenizer):
     spans, _, row = encoded(with_template(make_tokenizer, KINDS["an open prompt behind the end"]), TALKS["plain"])
     assert spans == ["SAID1<|im_end|>", "SAID2<|im_end|>"]
     assert len(set(row["ends"])) == 1
 
 
-def test_an_end_that_stands_between_turns_alone_is_appended(make_tokenizer):
+def test_end_token_only_between_turns_is_appended(make_tokenizer):
     spans, whole, _ = encoded(with_template(make_tokenizer, KINDS["no end at the end"]), TALKS["plain"])
     assert spans == ["SAID1<|im_end|>", "SAID2<|im_end|>"]
     first, second = (f"<|user|>USER{n}<|im_end|><|assistant|>SAID{n}<|im_end|>" for n in (1, 2))
@@ -218,7 +218,7 @@ def test_a_prompt_that_opens_the_thought_is_not_trained(make_tokenizer):
     assert spans == ["THOUGHT1\n</think>\n\nSAID1<|im_end|>"]
 
 
-def test_named_templates_are_asked_for_what_they_write(make_tokenizer):
+def test_named_templates_are_selected_by_tools(make_tokenizer):
     plain = f"{EACH}{HEAD}{{{{ m.content }}}}<|im_end|>\n{{% endfor %}}{PROMPT}"
     tools = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
     tokenizer = with_template(make_tokenizer, {"default": plain, "tool_use": tools + KINDS["chatml"]})
@@ -226,8 +226,8 @@ def test_named_templates_are_asked_for_what_they_write(make_tokenizer):
     assert encoded(tokenizer, TALKS["plain"])[0] == ["SAID1<|im_end|>", "SAID2<|im_end|>"]
 
 
-def test_results_that_cannot_be_told_from_calls_are_refused(make_tokenizer):
-    """Calls written by the results alone: neither way of rendering tells them apart."""
+def test_results_that_cannot_be_separated_from_calls_are_refused(make_tokenizer):
+    """The template writes calls only inside results, so neither way of rendering separates them."""
     template = (
         f"{EACH}{{% if m.role == 'tool' %}}{{% set f = messages[loop.index0 - 1].tool_calls[0].function %}}"
         f"{{{{ f.name }}}}{{{{ f.arguments.x }}}}{{{{ m.content }}}}{{{{ f.arguments.x }}}}"
@@ -239,10 +239,8 @@ def test_results_that_cannot_be_told_from_calls_are_refused(make_tokenizer):
 
 @pytest.mark.parametrize("declared", [[0], [0, 1]])
 def test_the_next_roles_token_ends_an_answer_that_generation_stops_at(make_tokenizer, tmp_path, declared):
-    """GLM-4's way: no token ends an answer, and generation_config.json stops at what begins the user's turn."""
-    tokenizer = with_template(
-        make_tokenizer, f"{EACH}<|{{{{ m.role }}}}|>{{{{ m.content }}}}{{% endfor %}}"
-    )
+    """GLM-4: no token ends an answer, and generation_config.json stops at the first token of the user's turn."""
+    tokenizer = with_template(make_tokenizer, f"{EACH}<|{{{{ m.role }}}}|>{{{{ m.content }}}}{{% endfor %}}")
     ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|user|>"])
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [ends[place] for place in declared]}))
     tokenizer.name_or_path = str(tmp_path)

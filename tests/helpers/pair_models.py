@@ -1,4 +1,4 @@
-"""Tiny models with adapters that matter, pairs of answers for them, and TRL's trainers beside."""
+"""Tiny models with non-zero adapters, pairs of answers for them, and TRL's trainers."""
 
 import torch
 from datasets import Dataset
@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from halfbyte.config import RunConfig
-from halfbyte.data.paired import as_documents
+from halfbyte.data.collate_answers import as_documents
 from halfbyte.methods import METHODS
 from halfbyte.train.look_ahead import Ahead
 from tests.helpers.patch_models import tiny
@@ -16,14 +16,14 @@ PAIRED = (("chosen_ids", "chosen_mask"), ("rejected_ids", "rejected_mask"))
 
 
 def tokenizer():
-    """One word a token: the numbers from 0."""
+    """Return a tokenizer with one token per word: the numbers from 0."""
     words = Tokenizer(models.WordLevel({str(number): number for number in range(VOCABULARY)}, unk_token="1"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="2")
 
 
 def pairs(count, seed=0, longest=9):
-    """Rows with prompts and answers of uneven lengths, all tokens of the answers trained."""
+    """Return rows with prompts and answers of uneven lengths; every token of the answers is trained."""
     generator = torch.Generator().manual_seed(seed)
 
     def ids():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from halfbyte.data.branches import BranchCollator
+from halfbyte.data.shared_prefix import BranchCollator
 from halfbyte.modeling.shared_prefix import Sharing
 from halfbyte.ops.attention import Scores, attention, attention_backward, spans
 from tests.helpers.kernel_backends import MARKS

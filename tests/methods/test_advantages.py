@@ -1,4 +1,4 @@
-"""Advantages beside what TRL's trainers make of the same rewards."""
+"""Advantages equal those of TRL's trainers for the same rewards."""
 
 import ast
 import inspect
@@ -10,7 +10,7 @@ import torch
 from trl import GRPOTrainer, RLOOTrainer
 from trl.trainer.utils import nanstd
 
-from halfbyte.methods.advantages import combined, group_relative, leave_one_out, without_spread
+from halfbyte.methods.policy_losses import combined, group_relative, leave_one_out, without_spread
 
 GROUP, NAN = 4, float("nan")
 REWARDS = torch.tensor(
@@ -62,6 +62,6 @@ def test_rloo_equals_trl(normalize):
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_group_of_one_reward_teaches_nothing():
+def test_group_with_equal_rewards_has_no_advantage():
     assert without_spread(combined(REWARDS, WEIGHTS), GROUP).tolist() == [False, False, True, False]
     assert group_relative(REWARDS, WEIGHTS, GROUP)[8:12].tolist() == [0.0] * 4

@@ -1,4 +1,4 @@
-"""Distillation beside TRL's DistillationTrainer, whose own loss is computed here on the same answers."""
+"""Distillation equals TRL's DistillationTrainer, whose own loss is computed here on the same answers."""
 
 from copy import deepcopy
 from types import MethodType, SimpleNamespace

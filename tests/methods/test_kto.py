@@ -1,4 +1,4 @@
-"""KTO beside TRL's trainer in the same process, and z over a whole step."""
+"""KTO equals TRL's trainer in the same process, with z over a whole step."""
 
 import json
 from dataclasses import replace
@@ -12,7 +12,7 @@ from trl.data_utils import unpair_preference_dataset
 from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
 from halfbyte.data.batches import batches_of
-from halfbyte.data.paired import MISMATCHED, answer_collator, as_documents, mismatched, trained_tokens
+from halfbyte.data.collate_answers import MISMATCHED, answer_collator, as_documents, mismatched, trained_tokens
 from halfbyte.data.prepare import PreparedData
 from halfbyte.data.prepare_answers import prepare_answers
 from halfbyte.methods.answers import reference_log_probs
@@ -61,7 +61,7 @@ def step(asked, policy, parts, **keys):
 
 
 def theirs(policy, rows, **keys):
-    """Of TRL's trainer only what computes the loss is made."""
+    """Return TRL's trainer with only the parts that compute the loss."""
     from collections import defaultdict
 
     from accelerate import Accelerator
@@ -87,7 +87,7 @@ def theirs(policy, rows, **keys):
 @pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
 @pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared"])
 @pytest.mark.parametrize("layout", [{}, {"padding_free": True}], ids=["padded", "flat"])
-def test_it_is_trls(family, loss, layout, shared):
+def test_loss_and_gradients_equal_trl(family, loss, layout, shared):
     policy = model(family, seed=11)  # with which z is above 0
     keys = {"beta": 0.3, "desirable_weight": 1.3, "undesirable_weight": 0.6}
     asked = method(method="kto", loss_type=loss, **keys)
@@ -103,7 +103,7 @@ def test_it_is_trls(family, loss, layout, shared):
 
 
 @pytest.mark.parametrize("layout", [{}, {"padding_free": True}], ids=["padded", "flat"])
-def test_z_is_of_the_whole_step(layout):
+def test_z_is_computed_over_the_whole_step(layout):
     """In uneven micro-batches, one of them of a single label and one blank: the large batch."""
     asked = method(method="kto", beta=0.3)
     for seed in (0, 11):  # z is 0 with the one, and above with the other
@@ -119,9 +119,9 @@ def test_z_is_of_the_whole_step(layout):
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "computed again"])
 @pytest.mark.parametrize("rounded", [False, True], ids=["exact", "rounded"])
 @pytest.mark.parametrize("layout", [{}, {"padding_free": True}], ids=["padded", "flat"])
-def test_mismatched_answers_behind_the_others(layout, rounded, checkpointing):
-    """Prompts once: the loss and gradients of documents apart, in fewer tokens, from the reference that a batch brings
-    or from its forward; and evaluations, which look ahead."""
+def test_joined_mismatched_answers_give_the_same_losses(layout, rounded, checkpointing):
+    """Shared prompts: same loss and gradients as separate documents, in fewer tokens, with a precomputed or computed
+    reference; and evaluations with a look-ahead forward."""
     policy, chosen = model(seed=11), config(method="kto", **layout)
     asked = method(method="kto", beta=0.3, device="cpu")
     expected, sums, counts = step(asked, policy, [prepared(ROWS, asked)])
@@ -163,7 +163,7 @@ def test_without_a_kernel_for_it(monkeypatch):
     assert float(found_sums["kl"]) == pytest.approx(float(sums["kl"]), rel=1e-5)
 
 
-def test_mismatched_answers_go_apart_on_gpus_and_in_several_micro_batches():
+def test_mismatched_answers_are_separate_on_gpus_and_in_several_micro_batches():
     rows = prepared(ROWS, method(method="kto"), shared=True)
     for keys in ({"device": "cuda"}, {"device": "cpu", "gradient_accumulation_steps": 2}):
         asked = method(method="kto", **keys)
@@ -172,7 +172,7 @@ def test_mismatched_answers_go_apart_on_gpus_and_in_several_micro_batches():
         assert asked.tokens(rows) > method(method="kto", device="cpu").tokens(rows)
 
 
-def test_a_blank_micro_batch_counts_for_nothing():
+def test_blank_micro_batch_does_not_count():
     asked, policy = method(method="kto"), model()
     batch = asked.collator(config(method="kto"), tokenizer())(prepared(ROWS, asked))
     blank = asked.blank(batch)
@@ -215,8 +215,8 @@ def test_mismatched_answers_are_to_another_prompt(prompts, others):
     assert ("one-prompt" in notices.said()) == (len(set(prompts)) == 1)
 
 
-def test_mismatched_answers_of_pairs_are_trls(tmp_path):
-    """Taken apart by TRL all chosen answers come first, so that the row before is of another prompt."""
+def test_mismatched_answers_of_pairs_match_trl(tmp_path):
+    """TRL splits pairs so that all chosen answers come first, so the previous row has another prompt."""
     numbers = "34567"  # 0 and 2 are special tokens
     rows = [{"prompt": f"1{n}", "chosen": f" 5{n}", "rejected": f" 6{n}"} for n in numbers]
     apart = unpair_preference_dataset(Dataset.from_list(rows)).to_list()
@@ -232,8 +232,8 @@ def test_mismatched_answers_of_pairs_are_trls(tmp_path):
     assert len(ours) == 10
 
 
-def test_planned_batches_are_those_of_a_step():
-    """Answers and mismatched ones go through the model apart; chosen and rejected ones together."""
+def test_planned_batches_match_a_step():
+    """Answers and mismatched answers go through the model separately; chosen and rejected answers together."""
     device = torch.device("cpu")
     single, paired = method(method="kto"), method()
     for layout in ({}, {"padding_free": True}):

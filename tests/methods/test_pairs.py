@@ -1,4 +1,4 @@
-"""Pairs in every layout of a batch and in several micro-batches, and their losses in fp64 as the papers write them."""
+"""Pairs in every batch layout and in several micro-batches, and their losses in fp64 from the papers' equations."""
 
 import math
 from dataclasses import replace
@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from halfbyte.config.methods import LOSS_TYPES
-from halfbyte.data.paired import AnswerCollator, packed, trained_tokens
+from halfbyte.data.collate_answers import AnswerCollator, trained_tokens
+from halfbyte.data.tables import packed
 from halfbyte.methods.answers import as_reference, log_probs, per_answer, reference_log_probs
 from halfbyte.methods.pair_losses import CPO_LOSSES, DPO_LOSSES, KTO_LOSSES, Options, Pairs, orpo, simpo
 from halfbyte.utils.errors import ModelError
@@ -48,7 +49,7 @@ def collated(rows, asked, **layout):
 
 @pytest.mark.parametrize("asked", METHODS, ids=lambda asked: asked["method"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=" and ".join)
-def test_layouts_of_a_batch_are_one_step(asked, layout):
+def test_batch_layouts_give_the_same_step(asked, layout):
     policy = model()
     expected, sums, counts = mean_loss(method(**asked), policy, [batch_of(ROWS, **asked)])
     batch = collated(ROWS, asked, **layout)
@@ -65,7 +66,7 @@ def test_layouts_of_a_batch_are_one_step(asked, layout):
 
 
 @pytest.mark.parametrize("asked", METHODS, ids=lambda asked: asked["method"])
-def test_accumulation_with_an_uneven_last_micro_batch_is_the_large_batch(asked):
+def test_accumulation_equals_the_large_batch(asked):
     policy = model()
     expected, _, counts = mean_loss(method(**asked), policy, [batch_of(ROWS, **asked)])
     parts = [batch_of(ROWS[:3], **asked), batch_of(ROWS[3:6], **asked), batch_of(ROWS[6:], **asked)]
@@ -77,7 +78,7 @@ def test_accumulation_with_an_uneven_last_micro_batch_is_the_large_batch(asked):
 
 
 @pytest.mark.parametrize("name", ["aot", "aot_unpaired"])
-def test_sorting_leaves_out_what_fills_up_a_batch(name):
+def test_sorting_ignores_padding(name):
     policy, asked = model(), {"loss_type": name, "beta": 0.5}
     expected, _, _ = mean_loss(method(**asked), policy, [batch_of(ROWS, **asked)])
     batch = collated(ROWS, asked, packing=True, rounded=True)
@@ -131,7 +132,7 @@ def test_the_reference_is_never_silently_the_base():
         pass
 
 
-def test_sums_are_of_equal_bytes():
+def test_sums_are_bit_equal():
     values, answer = torch.randn(10_000), torch.randint(-1, 30, (10_000,))
     assert torch.equal(per_answer(values, answer, 30), per_answer(values, answer, 30))
     expected = torch.stack([values[answer == number].sum() for number in range(30)])
@@ -213,13 +214,13 @@ def test_formulas_of_alpha_and_of_single_answers():
         assert loss(ratios, good, z, BETA).tolist() == pytest.approx(expected[name], rel=1e-12)
 
 
-def test_every_loss_that_the_keys_name_is_there():
+def test_every_loss_type_is_implemented():
     assert {*DPO_LOSSES, "sft"} == set(LOSS_TYPES["dpo"])
     assert set(CPO_LOSSES) == set(LOSS_TYPES["cpo"])
     assert set(KTO_LOSSES) == set(LOSS_TYPES["kto"])
 
 
-def test_rows_may_hold_several_pairs_and_prompts_are_not_asked_about():
+def test_rows_with_several_pairs_list_no_prompt_tokens():
     batch = AnswerCollator(method().collator(config(packing=True), make_tokenizer()).collate)(
         list(packed(documents(ROWS[:3]), 64))
     )

@@ -1,4 +1,4 @@
-"""Each loss of preference training beside TRL's trainer in the same process: loss and adapter gradients."""
+"""Each preference loss equals TRL's trainer in the same process: loss and adapter gradients."""
 
 import warnings
 
@@ -160,8 +160,8 @@ def test_methods_without_a_reference(family, keys):
         assert float(sums[metric.name]) / counts[metric.over] == pytest.approx(logged[metric.name], rel=1e-5)
 
 
-def test_trls_trainer_takes_a_packed_model(tmp_path):
-    """As docs/preference.md shows it."""
+def test_trl_trains_a_packed_model(tmp_path):
+    """The example of docs/preference.md."""
     model(adapter=False).eval().save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
     packed = load_model(str(tmp_path / "model"), bnb_4bit_quant_type="nf4", device="cpu", dtype="float32")

@@ -1,4 +1,4 @@
-"""Losses of policy optimization beside TRL's trainers, whose own methods compute them here from the same numbers."""
+"""Losses of policy optimization equal TRL's trainers, whose own methods compute them here from the same numbers."""
 
 from types import MethodType, SimpleNamespace
 
@@ -53,7 +53,7 @@ def numbers(seed=0):
 
 
 def trainer(policy: Policy, found, log_probs, entropy):
-    """What TRL's methods look at, with the log-probabilities given."""
+    """Return the inputs of TRL's methods, with given log-probabilities."""
     keys = {name: getattr(policy, name) for name in Policy.__dataclass_fields__ if name != "loss_type"}
     theirs = SimpleNamespace(
         **keys,
@@ -162,7 +162,7 @@ CORRECTIONS = {
 
 @pytest.mark.parametrize("mode", CORRECTIONS)
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "cispo", "vespo"])
-def test_corrected_for_the_mismatch_as_trl_does(loss_type, mode):
+def test_importance_sampling_correction_equals_trl(loss_type, mode):
     if loss_type == "vespo" and mode.startswith("sequence"):
         pytest.skip("TRL refuses it, and so do we")
     found = numbers(4)
@@ -206,8 +206,8 @@ def equal_with_fill(policy, found, fill):
     return sums
 
 
-def test_the_policy_that_drew_the_answers_has_ratio_one():
-    """Without `old`, a window's first step: the gradient is that of −A log π."""
+def test_sampling_policy_has_ratio_one():
+    """Without `old`, as in a generation's first step: the gradient is that of −A log π."""
     found, policy = numbers(1), Policy("dapo")
     kept = found.mask.bool()
     log_probs = found.log_probs[kept].requires_grad_()
@@ -249,7 +249,7 @@ def test_rloo_equals_trl():
     assert float(sums["low"]) / ROWS == pytest.approx(other._metrics["train"]["clip_ratio/low_mean"][0])
 
 
-def test_vespo_weights_one_where_nothing_moved():
+def test_vespo_weights_are_one_for_an_unchanged_policy():
     """φ(1) = 1, whatever the sign."""
     found = numbers()
     answers = Answers(torch.arange(ROWS), found.advantages, None, torch.zeros(ROWS), None)
@@ -265,7 +265,7 @@ def test_the_most_uncertain_tokens():
     assert most_uncertain(more, real, 0.4).tolist() == [False, True, False, True, False, False, False]
 
 
-def test_defaults_are_trl_s(tmp_path):
+def test_defaults_equal_trl(tmp_path):
     theirs, ours = GRPOConfig(output_dir=str(tmp_path), bf16=False, use_cpu=True), Policy()
     assert ours.sampling_mode == theirs.vllm_importance_sampling_mode
     for name in set(Policy.__dataclass_fields__) - {"importance_sampling_mode"}:

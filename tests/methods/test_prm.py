@@ -1,4 +1,4 @@
-"""Process reward models beside the formula in float64, on transformers' own token classification."""
+"""Process reward models equal the formula in float64 with transformers' token classification."""
 
 import copy
 
@@ -95,7 +95,7 @@ def test_loss_gradients_and_metrics_are_the_formulas(family):
 
 
 @pytest.mark.parametrize("layout", [{"padding_free": True}, {"packing": True}], ids=["flat", "packed"])
-def test_layouts_and_micro_batches_score_alike(layout):
+def test_layouts_and_micro_batches_give_the_same_scores(layout):
     policy, _ = both("Llama")
     asked = method(method="prm")
     expected, sums, counts = mean_loss(asked, policy, [batch_of(ROWS)])
@@ -109,7 +109,7 @@ def test_layouts_and_micro_batches_score_alike(layout):
     assert_same_gradients(gradients(found, policy), gradients(expected, policy), 5e-6)
 
 
-def test_what_fills_up_counts_for_nothing():
+def test_padding_does_not_count():
     policy, _ = both("Llama")
     asked, batch = method(method="prm"), batch_of(ROWS)
     expected = asked.sums(policy, batch)

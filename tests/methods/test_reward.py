@@ -1,4 +1,4 @@
-"""Reward models beside TRL's trainer on transformers' own sequence classification."""
+"""Reward models equal TRL's trainer with transformers' sequence classification."""
 
 import copy
 from collections import defaultdict
@@ -12,7 +12,8 @@ from transformers import AutoModelForSequenceClassification
 from trl import RewardTrainer
 
 from halfbyte.config.methods import SCORES
-from halfbyte.data.paired import as_documents, packed
+from halfbyte.data.collate_answers import as_documents
+from halfbyte.data.tables import packed
 from halfbyte.methods.answers import score
 from halfbyte.modeling.adapters import add_adapter, add_score_head
 from tests.helpers.pair_models import (
@@ -55,7 +56,7 @@ def both(family):
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
 @pytest.mark.parametrize("center", [None, 0.05])
 @pytest.mark.parametrize("margins", [False, True])
-def test_loss_gradients_and_metrics_are_trls(family, center, margins):
+def test_loss_gradients_and_metrics_equal_trl(family, center, margins):
     policy, theirs = both(family)
     asked = method(method="reward", center_rewards_coefficient=center)
     rows = [row | {"margin": margin} for row, margin in zip(ROWS, MARGINS, strict=True)] if margins else ROWS
@@ -81,7 +82,7 @@ def test_loss_gradients_and_metrics_are_trls(family, center, margins):
 
 
 @pytest.mark.parametrize("layout", [{"padding_free": True}, {"packing": True}], ids=["flat", "packed"])
-def test_layouts_score_alike(layout):
+def test_layouts_give_the_same_scores(layout):
     policy, _ = both("Llama")
     asked, chosen = method(method="reward"), config(method="reward", **layout)
     rows = as_documents(Dataset.from_list(ROWS), PAIRED)
@@ -96,8 +97,8 @@ def test_layouts_score_alike(layout):
 
 
 @pytest.mark.parametrize("scores", SCORES)
-def test_a_head_takes_the_same_draws_wherever_the_model_is(scores):
-    """So that adapters, which PEFT draws on the CPU after it, are the same, too."""
+def test_head_initialization_does_not_depend_on_the_device(scores):
+    """Adapters, which PEFT initializes on the CPU after the head, are then equal, too."""
     after = []
     for device in ("cpu", "meta"):
         model = tiny("Llama", adapter=False).to(device)

@@ -1,11 +1,11 @@
-"""Groups of sampled answers that share their prompt beside answers with one each."""
+"""Groups of sampled answers that share their prompt equal answers with separate prompts."""
 
 import pytest
 import torch
 
 from halfbyte.data.batches import batches_of, longest_row
-from halfbyte.data.branches import GIVEN, as_trees, trees_of
 from halfbyte.data.prepare import PreparedData
+from halfbyte.data.shared_prefix import GIVEN, as_trees, trees_of
 from halfbyte.methods import METHODS
 from halfbyte.modeling.head import _taken
 from tests.helpers.pair_models import VOCABULARY, assert_same_gradients, config, gradients, model
@@ -52,7 +52,7 @@ def answers(shared, seed=0, other=False):
 
 @pytest.mark.parametrize("asked", ASKED, ids=lambda asked: "-".join(map(str, asked.values())))
 @pytest.mark.parametrize("layout", [{}, {"padding_free": True}], ids=["padded", "flat"])
-def test_losses_and_gradients_are_those_of_answers_apart(asked, layout):
+def test_losses_and_gradients_equal_those_of_separate_prompts(asked, layout):
     policy, (own, chosen) = model(), method(**asked, **layout)
     collate = own.collator(chosen, make_tokenizer())
     found, expected = (collate(answers(shared)) for shared in (True, False))
@@ -69,8 +69,8 @@ def test_losses_and_gradients_are_those_of_answers_apart(asked, layout):
 
 @pytest.mark.parametrize("asked", ASKED, ids=lambda asked: "-".join(map(str, asked.values())))
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "apart"])
-def test_what_fills_a_gpu_s_batch_up_is_not_trained(asked, shared):
-    """Batches of few shapes, as CUDA graphs want them, beside exact ones; and of other answers, in the same shapes."""
+def test_padding_of_gpu_batches_is_not_trained(asked, shared):
+    """Rounded batches, as for CUDA graphs, equal exact ones; and batches of other answers have the same shapes."""
     policy, (own, chosen) = model(), method(**asked)
     exact, filled = (own.collator(chosen, make_tokenizer(), where) for where in (None, torch.device("cuda")))
     rows = answers(shared)
@@ -88,7 +88,7 @@ def test_what_fills_a_gpu_s_batch_up_is_not_trained(asked, shared):
     assert shapes[0] == shapes[1]
 
 
-def test_another_answer_changes_no_bit_of_its_siblings():
+def test_another_answer_does_not_change_a_bit_of_its_siblings():
     policy, (own, chosen) = model(), method(method="grpo")
     collate = own.collator(chosen, make_tokenizer())
     before, after = (collate(answers(True, other=other)) for other in (False, True))
@@ -98,8 +98,8 @@ def test_another_answer_changes_no_bit_of_its_siblings():
     assert not torch.equal(found[its], changed[its])
 
 
-def test_gradients_of_a_prompts_last_token_are_added_in_one_order():
-    """Of eight answers, on two threads."""
+def test_gradients_of_the_last_prompt_token_are_bit_equal():
+    """Eight answers, on two threads."""
     hidden, at = torch.randn(1, 800, 512, requires_grad=True), torch.cat([torch.arange(800), torch.full((8,), 5)])
     at, given = at[torch.randperm(len(at))], torch.randn(len(at), 512)
     threads = torch.get_num_threads()
@@ -123,7 +123,7 @@ def test_only_adjacent_answers_share_and_all_are_counted():
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [(6, 2 * (10 + 3 * 12)), (3, 10 + 3 * 12), (2, 10 + 2 * 12), (1, 22)])
-def test_planned_are_groups_of_as_many_answers_as_a_micro_batch_has(rows, tokens):
+def test_plan_uses_groups_that_fit_a_micro_batch(rows, tokens):
     from datasets import Dataset
 
     own, chosen = method(

@@ -1,4 +1,4 @@
-"""Answers that share a prompt beside answers with one each: losses, gradients, references; and who sees whom."""
+"""Answers that share a prompt equal answers with separate prompts: losses, gradients, references and attention."""
 
 from dataclasses import replace
 
@@ -7,7 +7,8 @@ import torch
 from datasets import Dataset
 from transformers import AutoConfig, GPT2Config
 
-from halfbyte.data.paired import answer_collator, apart, as_documents, first_prompt, packed, trained_tokens
+from halfbyte.data.collate_answers import answer_collator, as_documents, first_prompt, trained_tokens, with_own_prompts
+from halfbyte.data.tables import packed
 from halfbyte.methods.answers import as_reference, log_probs, reference_log_probs
 from halfbyte.modeling.adapters import add_adapter
 from halfbyte.modeling.attention import share
@@ -79,7 +80,7 @@ def assert_alike(asked, policy, batch, expected, tolerance=2e-6):
 
 @pytest.mark.parametrize("asked", METHODS, ids=lambda asked: "-".join(map(str, asked.values())))
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["padded", "flat", "packed"])
-def test_losses_and_gradients_are_those_of_answers_apart(asked, layout):
+def test_losses_and_gradients_equal_those_of_separate_prompts(asked, layout):
     policy = policy_of(asked)
     batch, expected = (collated(asked, shared=shared, **layout) for shared in (True, False))
     assert batch["input_ids"].numel() < expected["input_ids"].numel()
@@ -93,7 +94,7 @@ def test_families(family):
     assert_alike(METHODS[0], policy, *(collated(METHODS[0], shared=shared) for shared in (True, False)))
 
 
-def test_a_rounded_batch_and_layers_that_are_computed_again():
+def test_rounded_batch_with_activation_checkpointing():
     policy = model("Qwen3")
     policy.get_base_model().gradient_checkpointing_enable({"use_reentrant": False})
     batch = collated(METHODS[0], shared=True, rounded=True)
@@ -102,15 +103,15 @@ def test_a_rounded_batch_and_layers_that_are_computed_again():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_a_gpu_compares_before_training_lies_in_its_batch(layout):
-    """Apart, the answers of a packed row have more tokens than a row: its last document had less than none."""
+def test_rows_of_the_isolation_check_fit_a_batch(layout):
+    """With separate prompts, the answers of a packed row can exceed the row's tokens."""
     rows = prepared({"method": "dpo"}, shared=True, rows=pairs(60, seed=3, longest=20))
     chosen = config(method="dpo", max_length=512, **layout)
     rows = packed(rows, 2 * chosen.max_length) if layout.get("packing") else rows
     collate = answer_collator(chosen, make_tokenizer(), torch.device("cuda"))
     for row in rows:
         first = first_prompt(row)
-        batches = [collate([each]) for each in (first, apart(first))]
+        batches = [collate([each]) for each in (first, with_own_prompts(first))]
         tokens = [batch["input_ids"].flatten()[batch["at"]] for batch in batches]
         for batch in (batch for batch in batches if "cu_seq_lens_q" in batch):
             bounds = batch["cu_seq_lens_q"]
@@ -122,7 +123,7 @@ def test_what_a_gpu_compares_before_training_lies_in_its_batch(layout):
 
 
 @pytest.mark.parametrize("rounded", [False, True])
-def test_another_answer_changes_no_bit_of_its_sibling(rounded):
+def test_another_answer_does_not_change_a_bit_of_its_sibling(rounded):
     policy, changed = model(), [dict(row) for row in ROWS]
     changed[2]["rejected_ids"] = [(token + 1) % 97 + 3 for token in ROWS[2]["rejected_ids"]]
     before, after = (collated(METHODS[0], shared=True, rounded=rounded, rows=rows) for rows in (ROWS, changed))
@@ -133,7 +134,7 @@ def test_another_answer_changes_no_bit_of_its_sibling(rounded):
     assert not torch.equal(found[its], other[its])
 
 
-def test_an_answer_sees_its_prompt():
+def test_answer_attends_to_its_prompt():
     policy, changed = model(), [dict(row) for row in ROWS]
     changed[2]["prompt_ids"] = [*changed[2]["prompt_ids"][:-1], 50]
     assert ROWS[2]["prompt_ids"][-1] != 50
@@ -144,8 +145,8 @@ def test_an_answer_sees_its_prompt():
     assert not moved[~own].any()
 
 
-def test_attention_is_that_of_the_mask():
-    """Of all tokens but those that fill up, in heads that share keys."""
+def test_attention_equals_that_of_the_mask():
+    """All tokens except padding, with heads that share keys."""
     batch = collated(METHODS[0], shared=True, rounded=True)
     sharing, tokens = Sharing.of(batch), batch["input_ids"].numel()
     query, key, value = (torch.randn(tokens, heads, 16) for heads in (4, 2, 2))
@@ -157,11 +158,11 @@ def test_attention_is_that_of_the_mask():
     torch.testing.assert_close(found[real], expected[real], rtol=2e-6, atol=2e-6)
 
 
-def test_a_reference_computed_once_is_that_of_answers_apart():
+def test_precomputed_reference_equals_that_of_separate_prompts():
     policy, rows = model(), list(prepared(METHODS[0], shared=True))
     collate = answer_collator(config(), make_tokenizer())
     reference = reference_log_probs(policy, collate(rows))
-    expected = reference_log_probs(policy, collate([apart(row) for row in rows]))
+    expected = reference_log_probs(policy, collate([with_own_prompts(row) for row in rows]))
     torch.testing.assert_close(reference, expected, rtol=2e-6, atol=2e-6)
     with torch.no_grad(), as_reference(policy):
         assert torch.equal(log_probs(policy, collate(rows)), reference)
@@ -170,8 +171,8 @@ def test_a_reference_computed_once_is_that_of_answers_apart():
     assert torch.equal(collate(kept)["reference"], reference)
 
 
-def test_single_answers_of_several_micro_batches_take_mismatched_ones_apart_and_refer_to_both_at_once():
-    """In steps of one micro-batch they are laid out behind the others: test_kto."""
+def test_kto_with_several_micro_batches_uses_separate_mismatched_answers():
+    """Steps of one micro-batch use the joined layout: see test_kto."""
     rows = [{**row, "label": number % 2 == 0} for number, row in enumerate(ROWS)]
     asked = method(method="kto", gradient_accumulation_steps=2)
     made = {
@@ -188,7 +189,7 @@ def test_single_answers_of_several_micro_batches_take_mismatched_ones_apart_and_
     assert both(made[True])["input_ids"].numel() < both(made[False])["input_ids"].numel()
 
 
-def test_what_was_loaded_comes_back():
+def test_restored_model_is_unpatched():
     policy, batch = model(), collated(METHODS[0], shared=True)
     configured = policy.get_base_model().config
     log_probs(policy, batch)
@@ -215,12 +216,12 @@ def test_what_was_loaded_comes_back():
         ("Llama", {}, {}, ""),
     ],
 )
-def test_models_whose_prompts_are_not_shared(family, keys, asked, why):
+def test_unsupported_models_do_not_share_prompts(family, keys, asked, why):
     found = why_apart(config(**asked), AutoConfig.for_model(family.lower(), **keys))
     assert why in found
     assert bool(found) == bool(why)
 
 
-def test_models_that_nobody_knows():
+def test_unknown_models_do_not_share_prompts():
     assert why_apart(config(), GPT2Config()) == "halfbyte does not know the layers of gpt2"
     assert set(SHARING) < set(FAMILIES)

@@ -28,8 +28,7 @@ OWN = {
     "utils/processes.py": "the kernel's files",
     "rl/rewards/jail.py": "what the run has asked of it",
     "rl/rewards/sandbox.py": "the kernel's files",
-    "rl/rewards/process.py": "what a process of this run answers",
-    "rl/rewards/worker.py": "what the run asks",
+    "rl/rewards/process.py": "requests and answers between processes of this run",
     "serve/stored.py": "answers that it stored as JSON",
 }
 WRITING = [["'w'"], ["'wb'"], ["'a'"], ["'x'"]]

@@ -1,8 +1,8 @@
-"""Columns that reward functions compare with, before anything is answered."""
+"""Columns that reward functions compare with are checked before sampling."""
 
 import pytest
 
-from halfbyte.rl.rewards import RewardSpec, check_columns, read_specs
+from halfbyte.rl.rewards.specs import RewardSpec, check_columns, read_specs
 from halfbyte.utils.errors import ConfigError, DataError
 
 TEST = {"input": "1", "output": "2"}
@@ -26,7 +26,7 @@ def test_tests_of_programs():
         assert "prompt 2" in str(error.value).replace("'", "")
 
 
-def test_a_column_that_says_nothing():
+def test_empty_column_is_refused():
     specs = read_specs(["exact"], ["solution"])
     check_columns(specs, [{"prompt": "a", "columns": {"solution": each}} for each in (None, "b")])
     with pytest.raises(DataError, match="'solution'"):

@@ -1,4 +1,4 @@
-"""halfbyte's own reward functions, beside TRL's where it has them."""
+"""Reward functions of halfbyte, compared with TRL's where they exist."""
 
 import json
 
@@ -21,7 +21,7 @@ def test_think_equals_trl():
 
 
 @pytest.mark.parametrize("opening", ["<think>", "<think>\n", "<think>\n\n "])
-def test_think_goes_on_from_what_the_prompt_opened(opening):
+def test_think_continues_a_thought_opened_in_the_prompt(opening):
     prompt = f"<|im_start|>user\nwrite <think> first<|im_end|>\n<|im_start|>assistant\n{opening}"
     answers = ["so\n</think>\n\n4", "</think>4", "so", "<think>so</think>4", "so</think>4<think>"]
     turns = [[{"role": "assistant", "content": text}] for text in answers]
@@ -29,7 +29,7 @@ def test_think_goes_on_from_what_the_prompt_opened(opening):
         assert functions.think(completions, prompts=[prompt] * 5) == [1.0, 1.0, 0.0, 0.0, 0.0]
 
 
-def test_think_takes_a_thought_that_the_prompt_closed_for_no_opening():
+def test_think_ignores_a_thought_closed_in_the_prompt():
     asked = "user\nwrite <think>\nassistant\n"
     prompts = [f"{asked}<think>\n\n</think>\n\n", asked, [{"role": "user", "content": "<think>"}]]
     assert functions.think(["a</think>b"] * 3, prompts=prompts) == [0.0] * 3
@@ -46,7 +46,7 @@ def test_repetition_equals_trl(size):
     assert functions.repetition(size, -0.5, IDS) == pytest.approx(get_repetition_penalty_reward(size, -0.5)(IDS))
 
 
-def test_regex_looks_at_the_end():
+def test_regex_matches_the_stripped_end():
     texts = ["so\n#### 72\n", "#### 72 clips", [{"role": "assistant", "content": "#### -1,200.5"}]]
     assert functions.matches(r"#### -?[\d.,]+$", texts) == [1.0, 0.0, 1.0]
 
@@ -64,8 +64,8 @@ def test_math_understands_gsm8k():
     assert rewards == [1.0, 1.0, 1.0, 0.0, 0.0, 1.0]
 
 
-@pytest.mark.skipif(sandbox.obstacle() is not None, reason=f"no sandbox here: {sandbox.obstacle()}")
-def test_code_compares_what_programs_print():
+@pytest.mark.skipif(sandbox.unsupported_reason() is not None, reason=f"no sandbox here: {sandbox.unsupported_reason()}")
+def test_code_compares_printed_output():
     tests = [{"input": "2 3", "output": "5"}, {"input": "10 -4", "output": "6\n"}]
 
     def block(program):
@@ -94,7 +94,7 @@ def test_code_compares_what_programs_print():
         ({}, True, [{"repetition": {"ngram_size": 3}}], ""),
     ],
 )
-def test_rewards_to_begin_with_follow_from_the_columns(monkeypatch, columns, library, entries, words):
+def test_first_entries_follow_from_the_columns(monkeypatch, columns, library, entries, words):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: library or None)
     found, reason = first_entries(columns)
     assert found == entries

@@ -1,4 +1,4 @@
-"""Programs that want out, or want more than they may have: each is contained within its time, and nothing is left."""
+"""Hostile programs are contained, end in time, and leave nothing behind."""
 
 import os
 import struct
@@ -14,7 +14,9 @@ import pytest
 from halfbyte.rl.rewards import sandbox
 from halfbyte.rl.rewards.sandbox import Limits, run
 
-pytestmark = pytest.mark.skipif(sandbox.obstacle() is not None, reason=f"no sandbox here: {sandbox.obstacle()}")
+pytestmark = pytest.mark.skipif(
+    sandbox.unsupported_reason() is not None, reason=f"no sandbox here: {sandbox.unsupported_reason()}"
+)
 
 MIB = 2**20
 LIMITS = Limits(seconds=2)
@@ -95,7 +97,7 @@ for address in (("127.0.0.1", {port}), ("1.1.1.1", 53)):
     assert outcome.output.count(b"no") == 2
 
 
-def test_home_and_the_parent_s_files(tmp_path):
+def test_home_and_parent_files_are_hidden(tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("tell nobody")
     places = [secret, Path.home(), Path(__file__), "/etc/passwd", f"/proc/{os.getpid()}/environ", "/proc/self", "/sys"]
@@ -132,7 +134,7 @@ for path in ("/x", "/usr/x", "/bin/x", "/lib/x", "/dev/x", os.path.dirname(os.__
     assert outcome.output.count(b"no") == 7
 
 
-def test_rights_are_not_won_back():
+def test_privileges_cannot_be_regained():
     program = """
 import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
@@ -146,7 +148,7 @@ print(libc.unshare(0x10000000) == 0 and libc.mount(None, b"/usr", None, 32 | 409
 
 
 def test_a_daemon_ends_with_its_program():
-    name = f"daemon-{uuid.uuid4().hex}"  # other tests' programs may run beside this one
+    name = f"daemon-{uuid.uuid4().hex}"  # other tests' programs may run concurrently
     program = f"""
 import os, sys
 if os.fork() == 0:
@@ -162,14 +164,14 @@ print("gone")
     assert not [p for p in psutil.process_iter(["cmdline"]) if name in (p.info["cmdline"] or [])]
 
 
-def test_killing_everybody():
+def test_program_cannot_kill_other_processes():
     program = "import os, signal\nfor pid in (1, -1, os.getppid(), 0):\n    try: os.kill(pid, signal.SIGKILL)\n"
     contained(f"{program}    except OSError: pass\nprint('alive')")
     assert psutil.Process().is_running()
 
 
-def test_the_parent_s_death_is_the_sandbox_s():
-    """Killed with SIGKILL, whoever runs a program leaves nothing behind."""
+def test_sandbox_ends_with_its_parent():
+    """After SIGKILL of the caller, no process of the sandbox remains."""
     script = "from halfbyte.rl.rewards.sandbox import Limits, run\nrun('import time; time.sleep(600)', b'', Limits(600))"
     process = subprocess.Popen([sys.executable, "-c", script])
     end = time.monotonic() + 20
@@ -218,7 +220,7 @@ for n in range(8):
     assert outcome.output.split(b"\n")[:8] == [b"(-1, 1)"] * 8
 
 
-def test_anonymous_shared_memory_cannot_be_left_behind():
+def test_anonymous_shared_memory_is_refused():
     """Pages of a shared mapping stay when a process drops them from its resident set (madvise MADV_DONTNEED)."""
     program = """
 import mmap
@@ -266,7 +268,7 @@ def test_every_refused_call_is_refused():
     assert contained(program, Limits(seconds=5)).output.split() == [b"True"] * len(numbers)
 
 
-def test_clone3_is_said_to_be_missing():
+def test_clone3_is_not_implemented():
     assert contained(f"{CALL}\nprint(call(435, 0, 0))").output.strip() == b"(-1, 38)"
 
 
@@ -278,12 +280,12 @@ def test_filter_names_each_call_once(machine):
         assert compared.count(number) == 1
 
 
-def test_no_filter_for_a_machine_whose_calls_are_unknown():
+def test_unknown_machine_has_no_filter():
     with pytest.raises(OSError):
         sandbox.jail.filter_of("pdp11")
 
 
-def test_a_control_group_bounds_memory_where_it_can_be_had(tmp_path):
+def test_control_group_bounds_memory(tmp_path):
     own = tmp_path / "own"
     own.mkdir()
     (tmp_path / "cgroup.subtree_control").write_text("cpu memory pids\n")
@@ -297,7 +299,7 @@ def test_a_control_group_bounds_memory_where_it_can_be_had(tmp_path):
     assert not group.exists()
 
 
-def test_without_the_right_to_a_control_group_there_is_none(tmp_path):
+def test_no_control_group_without_permission(tmp_path):
     (tmp_path / "own").mkdir()
     (tmp_path / "cgroup.subtree_control").write_text("cpu\n")
     with sandbox.control_group(LIMITS, tmp_path / "own") as group:

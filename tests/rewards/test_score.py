@@ -1,12 +1,12 @@
-"""Reward functions of a user: TRL's signature, and whatever may go wrong with them."""
+"""Reward functions of users: TRL's signature, and every way they can fail."""
 
 import sys
 import time
 
 import pytest
 
-from halfbyte.rl.rewards import Rewards, named, read_specs
-from halfbyte.rl.rewards.score import BATCHES
+from halfbyte.rl.rewards.score import BATCHES, Rewards
+from halfbyte.rl.rewards.specs import named, read_specs
 from halfbyte.utils.errors import ConfigError, TrainingError
 from halfbyte.utils.notices import said
 
@@ -85,7 +85,7 @@ def test_sync_and_async(file, rewards_of):
     assert list(rewards.files) == [str(file)]
 
 
-def test_the_format_is_judged_on_what_the_model_read_and_other_functions_on_the_datas_prompts(file, rewards_of):
+def test_format_reads_rendered_prompts_and_other_functions_the_datas(file, rewards_of):
     rewards = rewards_of({"format": "think"}, f"{file}:correct")
     texts, read = ["a</think>b"] * 2, ["assistant\n<think>\n", "assistant\n"]
     scored = rewards.score(["p", "q<think>"], texts, [[1], [1]], {"answer": texts}, {"global_step": 1}, (), read)
@@ -103,7 +103,7 @@ def test_functions_given_in_python(rewards_of):
         read_specs(["python:nobody_gave_this"], [])
 
 
-def test_a_function_that_hangs_costs_its_batch(file, rewards_of):
+def test_hanging_function_fails_its_batch(file, rewards_of):
     rewards = rewards_of(f"{file}:hangs", {"regex": "x"}, timeout=1.0)
     assert ask(rewards, ["x"]).rewards["hangs"] == [1.0]
     began = time.monotonic()
@@ -187,7 +187,7 @@ def test_entries_that_are_refused(entry, why):
         read_specs([entry], ["answer"])
 
 
-def test_a_file_that_anybody_may_change(file):
+def test_world_writable_file_is_refused(file):
     file.chmod(0o666)
     with pytest.raises(ConfigError):
         read_specs([f"{file}:correct"], [])

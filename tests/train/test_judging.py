@@ -20,7 +20,8 @@ from halfbyte.auxiliary.reward_model import judging
 from halfbyte.cli import app
 from halfbyte.config import load_config
 from halfbyte.modeling.adapters import add_adapter
-from halfbyte.rl.rewards import Rewards, read_specs
+from halfbyte.rl.rewards.score import Rewards
+from halfbyte.rl.rewards.specs import read_specs
 from halfbyte.train.preflight import prepare_run
 from halfbyte.train.run import train
 from halfbyte.utils.errors import ConfigError, HalfbyteError
@@ -75,7 +76,7 @@ def scored(judges, rewards, *, model, prompts, answers):
     asked = Rewards(read_specs(rewards, []), [], 1.0, 8)
     tokenizer = AutoTokenizer.from_pretrained(judges / "model")
     with judging(config, asked, model, tokenizer, torch.device("cpu"), torch.float32):
-        return [judge(prompts, answers) for judge in asked.judges.values()]
+        return [judge(prompts, answers) for judge in asked.models.values()]
 
 
 def policy(judges):

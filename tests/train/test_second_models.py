@@ -13,7 +13,8 @@ from halfbyte.config import load_config
 from halfbyte.evaluate import evaluate
 from halfbyte.methods import method_of
 from halfbyte.methods.answers import as_adapter, in_eval_mode, score, turn_dropout_off
-from halfbyte.rl.rewards import Rewards, read_specs
+from halfbyte.rl.rewards.score import Rewards
+from halfbyte.rl.rewards.specs import read_specs
 from halfbyte.runs.saved import load_saved
 from halfbyte.train.run import finetune, train
 from halfbyte.utils.errors import ConfigError
@@ -85,7 +86,7 @@ def test_a_reward_model_scores_a_rollout_as_the_row_it_was_trained_on(talks, tmp
         text = row["chosen"][0]["content"]
         answers.append([*saved.tokenizer(text, add_special_tokens=False)["input_ids"], end])
     with torch.no_grad(), judging(config, asked, saved.model, saved.tokenizer, torch.device("cpu"), torch.float32):
-        [judge] = asked.judges.values()
+        [judge] = asked.models.values()
         found = judge(prompts, answers)
         cut = judge(prompts, [answer[:-1] for answer in answers])
     assert found == pytest.approx(wanted, abs=1e-5)

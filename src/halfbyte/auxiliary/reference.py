@@ -20,10 +20,10 @@ from datasets import Dataset, List, Value
 from safetensors.torch import save_file
 
 from halfbyte import __version__
-from halfbyte.data.paired import answer_collator, trained_tokens
-from halfbyte.data.tables import new_name
+from halfbyte.data.collate_answers import answer_collator, trained_tokens
+from halfbyte.data.tables import new_fingerprint
 from halfbyte.methods.answers import REFERENCE, as_reference, log_probs
-from halfbyte.methods.preference import with_all_it_has
+from halfbyte.methods.preference import reference_is_initial_model
 from halfbyte.modeling.adapters import compute
 from halfbyte.modeling.layer import causal_lm_of
 from halfbyte.parallel.mesh import ROWS
@@ -71,7 +71,7 @@ def add_reference(run: PreparedRun, model: Any, console: Console) -> tuple[Any, 
 @contextlib.contextmanager
 def _forwards(run: PreparedRun, model: Any) -> Iterator[None]:
     """Around forwards of the reference."""
-    with contextlib.nullcontext() if with_all_it_has(run.config) else as_reference(model):
+    with contextlib.nullcontext() if reference_is_initial_model(run.config) else as_reference(model):
         yield
 
 
@@ -79,7 +79,7 @@ def _with_reference(rows: Any, values: torch.Tensor) -> Dataset:
     """`rows` with a column of their trained tokens' log-probabilities."""
     parts = values.split([trained_tokens(row) for row in rows])
     return rows.add_column(
-        REFERENCE, [part.numpy() for part in parts], new_fingerprint=new_name(), feature=List(Value("float32"))
+        REFERENCE, [part.numpy() for part in parts], new_fingerprint=new_fingerprint(), feature=List(Value("float32"))
     )
 
 
@@ -202,7 +202,7 @@ def _file(run: PreparedRun, model: Any, splits: dict[str, Any]) -> Path | None:
                 digest.update(np.ascontiguousarray(chunk.offsets.to_numpy()).data)
                 digest.update(np.ascontiguousarray(chunk.flatten().to_numpy()).data)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if with_all_it_has(config) or not tensor.requires_grad:
+        if reference_is_initial_model(config) or not tensor.requires_grad:
             digest.update(name.encode())
             for part in _parts(tensor.detach()):
                 digest.update(part.cpu().contiguous().flatten().view(torch.uint8).numpy().data)

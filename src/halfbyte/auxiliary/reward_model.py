@@ -23,8 +23,8 @@ from halfbyte.loading.load import check_stored, load_model
 from halfbyte.methods.answers import as_adapter, score
 from halfbyte.modeling.adapters import check_adapter_files, compute, load_adapter
 from halfbyte.reading.boundary import answered
-from halfbyte.rl.rewards.judges import JudgeFiles, find_judges, key_of
-from halfbyte.rl.rewards.score import Judge, Rewards
+from halfbyte.rl.rewards.reward_models import RewardModelFiles, find_reward_models, key_of
+from halfbyte.rl.rewards.score import RewardModel, Rewards
 from halfbyte.utils.console import Console
 from halfbyte.utils.errors import ModelError, of_key
 from halfbyte.utils.transformers_logging import quiet
@@ -49,7 +49,7 @@ def check_judges(
     Raises:
         HalfbyteError: one is not, and why.
     """
-    for found in find_judges(config, rewards.specs):
+    for found in find_reward_models(config, rewards.specs):
         name = key_of(str(found.spec.options["path"]))
         with of_key(name):
             if found.adapter is not None:
@@ -66,7 +66,7 @@ def check_judges(
 def judge_files(config: RunConfig, rewards: Rewards) -> dict[str, str]:
     """SHA-256 of the reward models of a run that have weights of their own, by their paths or hub ids; their adapters
     are among the files of `rewards`."""
-    found = [each.files for each in find_judges(config, rewards.specs) if each.files is not None]
+    found = [each.files for each in find_reward_models(config, rewards.specs) if each.files is not None]
     return {name: digest for files in found for name, digest in digest_of_model(files).items()}
 
 
@@ -89,18 +89,18 @@ def judging(
         HalfbyteError: one cannot be loaded.
     """
     with ExitStack() as stack:
-        for number, found in enumerate(find_judges(config, rewards.specs)):
+        for number, found in enumerate(find_reward_models(config, rewards.specs)):
             asked = stack.enter_context(_asked(config, found, model, device, dtype, f"reward-{number}"))
             size = config.per_device_eval_batch_size or config.per_device_train_batch_size
             scores = Scores(*asked, size, device, *behind_answers(tokenizer))
-            judge: Judge = scores.of_answers
+            judge: RewardModel = scores.of_answers
             if found.scores == "TOKEN_CLS":
                 judge = partial(scores.of_steps, tokenizer, found.separator)
-            rewards.judges[found.spec.name] = judge
+            rewards.models[found.spec.name] = judge
         try:
             yield
         finally:
-            rewards.judges.clear()
+            rewards.models.clear()
 
 
 Around = Callable[[], AbstractContextManager[Any]]
@@ -109,7 +109,7 @@ Scorer = Callable[[dict[str, Tensor]], Tensor]
 
 @contextlib.contextmanager
 def _asked(
-    config: RunConfig, found: JudgeFiles, model: Any, device: torch.device, dtype: torch.dtype, name: str
+    config: RunConfig, found: RewardModelFiles, model: Any, device: torch.device, dtype: torch.dtype, name: str
 ) -> Iterator[tuple[Scorer, Around]]:
     """What scores a batch, and what is around it."""
     if found.adapter is None:
@@ -145,7 +145,7 @@ def _as_judge(model: Any, name: str, dtype: torch.dtype) -> Iterator[None]:
     _freeze(model, name)
 
 
-def _load_whole(found: JudgeFiles, device: torch.device, dtype: torch.dtype) -> Any:
+def _load_whole(found: RewardModelFiles, device: torch.device, dtype: torch.dtype) -> Any:
     """A classification model as transformers loads it, in the run's dtype."""
     assert found.files is not None
     place = found.files.place

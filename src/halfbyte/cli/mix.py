@@ -44,14 +44,14 @@ def mix_formats(
     look_over(Origin(place.base))
     look_over_datasets(dataset)
     import_models()
-    from ..data.calibration import ROW, batched, packed_rows
     from ..data.collate import make_collator
+    from ..data.prepare import CALIBRATION_ROW, collated_rows, packed_rows
     from ..loading.load import load_model, load_tokenizer
     from ..loading.mixed_formats import best, measure
     from ..modeling.packing import isolate_run
 
     candidates = _candidates(formats)
-    config = saved_config(place, [f"max_length={ROW}", "packing=true", "load_in_4bit=false"], dataset)
+    config = saved_config(place, [f"max_length={CALIBRATION_ROW}", "packing=true", "load_in_4bit=false"], dataset)
     files = find_model(config.origin)
     how: dict[str, Any] = {"device": config.device, "attn_implementation": config.attn_implementation}
     model = load_model(files, config.storage, dtype=config.precision.compute, **how)
@@ -59,10 +59,14 @@ def mix_formats(
     collate = make_collator(config, tokenizer)
     rows = packed_rows(config, tokenizer, 2 * max(tokens, HELD_BACK))
     if len(rows) < 2:
-        raise DataError(f"{dataset}: there are not two rows of {ROW} tokens, and one is held back", "give more text")
+        raise DataError(
+            f"{dataset}: there are not two rows of {CALIBRATION_ROW} tokens, and one is held back", "give more text"
+        )
     isolate_run(model, config, collate, rows)
-    options = measure(model, candidates, batched(rows[::2][: max(1, tokens // ROW)], collate, model.device))
-    return best(model, candidates, options, bits, list(batched(rows[1::2], collate, model.device, TOGETHER)))
+    options = measure(
+        model, candidates, collated_rows(rows[::2][: max(1, tokens // CALIBRATION_ROW)], collate, model.device)
+    )
+    return best(model, candidates, options, bits, list(collated_rows(rows[1::2], collate, model.device, TOGETHER)))
 
 
 def _candidates(formats: str | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How large the micro-batches of a run are, known from the lengths of its rows before any is collated."""
+"""Sizes of a run's micro-batches, computed from row lengths before any row is collated."""
 
 from __future__ import annotations
 
@@ -14,18 +14,22 @@ from ..config import RunConfig
 from ..config.policy import SAMPLING
 from ..memory.activations import MAX_GRAPHS, Batches, Shape
 from ..utils.notices import notice
-from .branches import ANSWERS
 from .collate import FINER, WIDTHS, rounds_widths, width_of
 from .prepare import PreparedData
+from .shared_prefix import ANSWERS
 
-SAMPLES = 64  # batches that the usual one is the mean of
+SAMPLES = 64  # random batches that the typical shape averages over
 
 
 def batches_of(config: RunConfig, data: PreparedData, device: torch.device) -> Batches:
-    """The micro-batches of a run on `device`; `config` may be another than `data` was prepared for, with shorter rows,
-    or packed ones, which are taken to be full."""
+    """Return the shapes of a run's micro-batches on `device`.
+
+    Args:
+        config: may differ from the one that `data` was prepared with: a smaller max_length cuts rows, and packed rows
+            count as full.
+    """
     train, held_out = (_lengths_for(config, rows, data) for rows in (data.train, data.eval))
-    asked = config.answers_per_generation // config.group_size  # prompts; the config below is of rows
+    asked = config.answers_per_generation // config.group_size  # prompts; below, batch sizes count rows
     if data.counted > 1:
         rows = -(-config.per_device_train_batch_size // data.counted)
         config = config.model_copy(update={"per_device_train_batch_size": rows})
@@ -33,39 +37,41 @@ def batches_of(config: RunConfig, data: PreparedData, device: torch.device) -> B
         config = _of_documents(config, data.together, data.shared)
     widths = FINER if config.method in SAMPLING and data.shared else WIDTHS
     found = batches_of_lengths(config, train, held_out, rounded=rounds_widths(device), widths=widths)
-    found = replace(found, many=found.many or data.shared)  # which have bounds of prompts and answers, too
+    found = replace(found, many=found.many or data.shared)  # shapes also depend on the bounds of prompts and answers
     if config.method not in SAMPLING:
         return found
     return replace(
         found,
-        second=found.largest,  # answers have any lengths
+        second=found.largest,  # answers can have any length
         many=True,
-        evaluation=Shape(0, 0),  # which answers, too
+        evaluation=Shape(0, 0),  # evaluation samples answers instead of reading rows
         prompts=_longest_prompts(data.train, asked),
         held_out_prompts=() if data.eval is None else _longest_prompts(data.eval, len(data.eval)),
     )
 
 
 def _longest_prompts(rows: Dataset, count: int) -> tuple[int, ...]:
-    """Tokens of so many of the longest prompts, the longest first."""
+    """Return the token counts of the `count` longest prompts, in descending order."""
     return tuple(sorted(map(len, rows["prompt_ids"]), reverse=True)[:count])
 
 
 def width_shares(config: RunConfig, data: PreparedData) -> dict[int, float]:
-    """The widths that rounded micro-batches of unpacked training rows can have, and the share of them that has each,
-    as drawing rows without putting them back makes them."""
+    """Return the widths of rounded micro-batches of unpacked training rows, and the share of batches with each width.
+
+    Rows are drawn without replacement.
+    """
     lengths = np.sort(row_lengths(data.train) if data.answers == 1 else document_lengths(data.train))
     widths = sorted({width_of(int(length), config.max_length) for length in np.unique(lengths)})
     drawn = min(config.per_device_train_batch_size * data.answers, len(lengths))
     within = [int(np.searchsorted(lengths, width, side="right")) for width in widths]  # rows that are no wider
-    within[-1] = len(lengths)  # longer ones are cut
+    within[-1] = len(lengths)  # longer rows are cut
     places = np.arange(drawn)
     no_wider = [float(np.prod(np.maximum(rows - places, 0) / (len(lengths) - places))) for rows in within]
     return {width: share - below for width, share, below in zip(widths, no_wider, [0.0, *no_wider], strict=False)}
 
 
 def _of_documents(config: RunConfig, answers: int, shared: bool) -> RunConfig:
-    """`config` as batches of rows with several documents have it: wider rows, or more of them."""
+    """Return `config` for batches whose rows hold several documents: wider rows, or more of them."""
     if config.packing or config.padding_free or shared:
         return config.model_copy(update={"max_length": answers * config.max_length})
     rows = {"per_device_train_batch_size": answers * config.per_device_train_batch_size}
@@ -75,8 +81,11 @@ def _of_documents(config: RunConfig, answers: int, shared: bool) -> RunConfig:
 
 
 def _lengths_for(config: RunConfig, rows: Dataset | None, data: PreparedData) -> np.ndarray:
-    """Tokens of each row under `config`; padded or apart, each of several documents is a row of its own, unless they
-    share their prompt."""
+    """Return the tokens of each row under `config`.
+
+    Rows with several documents count once per document if batches are padded or the answers go through separate
+    forwards, unless answers share their prompt.
+    """
     in_a_row = config.packing or config.padding_free or data.shared
     if data.answers > 1 and not (in_a_row and data.together > 1):
         return document_lengths(rows)
@@ -88,60 +97,60 @@ def _lengths_for(config: RunConfig, rows: Dataset | None, data: PreparedData) ->
 
 
 def row_lengths(rows: Dataset | None) -> np.ndarray:
-    """Tokens of each row, from Arrow's offsets: no row is read."""
+    """Return the tokens of each row from Arrow's offsets, without reading any row."""
     if rows is None or not len(rows):
         return np.zeros(0, dtype=np.int64)
     return np.asarray(compute.list_value_length(_ids(rows)).to_numpy(), dtype=np.int64)
 
 
 def document_lengths(rows: Dataset | None) -> np.ndarray:
-    """Tokens of each document, a prompt that several share among each one's."""
+    """Return the tokens of each document; a shared prompt counts for each of its answers."""
     if rows is None or not len(rows):
         return np.zeros(0, dtype=np.int64)
     lengths = _numbers(rows, "seq_lengths")
     if ANSWERS not in rows.column_names:
         return lengths
     counts = _numbers(rows, ANSWERS)
-    prompts = np.concatenate([[0], (counts + 1).cumsum()[:-1]])  # their numbers among the parts
+    prompts = np.concatenate([[0], (counts + 1).cumsum()[:-1]])  # indices of prompts in seq_lengths
     return np.delete(lengths, prompts) + lengths[prompts].repeat(counts)
 
 
 def _numbers(rows: Dataset, column: str) -> np.ndarray:
-    """All numbers of a column of lists, int64."""
+    """Return all numbers of a column of lists, int64."""
     chunks = rows.with_format("arrow")[:][column].chunks
     return np.concatenate([chunk.flatten().to_numpy() for chunk in chunks]).astype(np.int64)
 
 
 def _ids(rows: Dataset) -> ChunkedArray:
-    """The token ids of the rows that there are; the table under them may have more."""
+    """Return the token ids of the selected rows; the table below them may have more."""
     return rows.with_format("arrow")[:]["input_ids"]
 
 
 def longest_row(rows: Dataset, answers: int = 1) -> int:
-    """Tokens of the longest of `rows`, or of their documents where they have several."""
+    """Return the tokens of the longest row, or of the longest document if rows have several."""
     return int((row_lengths(rows) if answers == 1 else document_lengths(rows)).max(initial=0))
 
 
 def largest_id(rows: Dataset) -> int:
-    """The largest token id in `rows`."""
+    """Return the largest token id in `rows`."""
     return max((compute.max(chunk.flatten()).as_py() or 0 for chunk in _ids(rows).chunks), default=0)
 
 
 def batches_of_lengths(
     config: RunConfig, train: np.ndarray, held_out: np.ndarray, *, rounded: bool, widths: int = WIDTHS
 ) -> Batches:
-    """The largest micro-batch that shuffled rows can make, the usual one, and the largest of an evaluation.
+    """Return the largest and the typical micro-batch of shuffled rows, and the largest one of an evaluation.
 
     Args:
-        train, held_out: tokens of each row; more than `max_length` are cut to it.
+        train, held_out: tokens of each row; rows over `max_length` are cut to it.
         rounded: whether the collator rounds widths up, see `data.collate`.
-        widths: that an octave has then.
+        widths: number of widths per octave if `rounded`.
     """
     rows = config.per_device_train_batch_size
     if rows > len(train):
         notice(
             "batch-rows",
-            f"per_device_train_batch_size: {rows} is more than the data's {len(train)} rows: a step takes them all",
+            f"per_device_train_batch_size: {rows} exceeds the {len(train)} rows of the data; each step takes all rows",
         )
     evaluated = config.per_device_eval_batch_size or rows
     drawn = np.random.default_rng(0)
@@ -159,11 +168,11 @@ def batches_of_lengths(
 
 
 def _shapes(config: RunConfig, lengths: np.ndarray, octave: int) -> float:
-    """How many shapes micro-batches can have, all of whose rows are packed or padded; without padding, any number."""
+    """Return the number of shapes that micro-batches can have; unbounded for padding-free rows of different lengths."""
     different = np.unique(lengths)
     if config.padding_free:
         return math.inf if len(different) > 1 else 2
-    last = bool(len(lengths) % min(config.per_device_train_batch_size, len(lengths)))  # of an epoch, of fewer rows
+    last = bool(len(lengths) % min(config.per_device_train_batch_size, len(lengths)))  # an epoch's last, smaller batch
     return len({_shape(config, np.array([length]), octave).length for length in different}) * (1 + last)
 
 
@@ -173,11 +182,11 @@ def _largest(config: RunConfig, lengths: np.ndarray, rows: int, octave: int) -> 
 
 
 def _second(config: RunConfig, lengths: np.ndarray, octave: int) -> Shape:
-    """The largest shape but one: of shorter rows, or of the rows that are left at the end of an epoch."""
+    """Return the second largest shape: shorter rows, or the last, smaller batch of an epoch."""
     rows = min(config.per_device_train_batch_size, len(lengths))
     left = len(lengths) % rows
     largest = _largest(config, lengths, rows, octave)
-    if config.padding_free:  # sums of lengths
+    if config.padding_free:  # widths are sums of lengths
         return largest if lengths.min() < lengths.max() else Shape(1, left * largest.length // rows)
     alone = (_shape(config, np.array([length]), octave) for length in np.unique(lengths))
     shorter = max((shape.length for shape in alone if shape.length < largest.length), default=0)
@@ -185,7 +194,8 @@ def _second(config: RunConfig, lengths: np.ndarray, octave: int) -> Shape:
 
 
 def _shape(config: RunConfig, lengths: np.ndarray, octave: int) -> Shape:
-    """Of one micro-batch of rows of these lengths; `octave`: widths that one has, 0 where they are not rounded."""
+    """Return the shape of a micro-batch with rows of these lengths; `octave` is the number of widths per octave, 0
+    if unrounded."""
     rows, longest, most = len(lengths), int(lengths.max()), config.max_length
     if config.padding_free:
         rows, longest, most = 1, int(lengths.sum()), most * len(lengths)

@@ -1,8 +1,9 @@
-"""Chat templates: what a template understands, and which characters of a rendered conversation the assistant wrote.
+"""Chat templates: which features a template supports, and which characters of a rendered conversation the assistant
+wrote.
 
-Where a template has `{% generation %}` marks, they say what the assistant wrote. Elsewhere it is found by difference
-(`turns`), which holds for templates that rewrite earlier turns (Qwen3 drops their thinking), append a token at the very
-end (Phi-3), refuse partial conversations, or write the results of calls inside the model's turn (Gemma 4).
+If a template has `{% generation %}` marks, they give the assistant's text. Otherwise it is found by comparing
+renderings (`turns`). This works for templates that rewrite earlier turns (Qwen3 drops their thinking), append a token
+at the very end (Phi-3), refuse partial conversations, or write tool results inside the model's turn (Gemma 4).
 """
 
 from __future__ import annotations
@@ -27,25 +28,25 @@ from .turns import Turn, Turns, common_prefix, not_shown, with_ends
 
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PROBE = "halfbyte_probe"
-CALL_ID = "abcdefghi"  # nine letters or digits, as Mistral's templates want it
-ANOTHER = "give another one with chat_template_path"
-CHANGE = "change the row, or give another template with chat_template_path"
-LONGEST = 2**20  # characters that a template may add to a conversation; beside 16 for each of its own
+CALL_ID = "abcdefghi"  # nine letters or digits, as Mistral's templates require
+FIX_TEMPLATE = "give another template with chat_template_path"
+FIX_ROW = "change the row, or give another template with chat_template_path"
+MOST_ADDED = 2**20  # characters that a template may add to a conversation, in addition to 16 per input character
 MASK_BY_MARKS = "the {% generation %} marks of the chat template"
 MASK_BY_DIFFERENCE = "difference of two renderings, one with the assistant turn replaced"
 
 
-class Known(NamedTuple):
-    """What a template was found to understand, by rendering small conversations.
+class Features(NamedTuple):
+    """Features of a chat template, found by rendering small conversations.
 
     Attributes:
-        tools, tool_calls, tool_results, system: whether it shows them.
-        prompts: whether it writes a generation prompt when asked.
-        parts: whether it takes the content of messages as a list of parts.
+        tools, tool_calls, tool_results, system: whether the template writes them.
+        prompts: whether it writes a generation prompt on request.
+        parts: whether it takes message content as a list of parts.
         alternating: whether it refuses two user turns in a row.
-        closing: what it writes behind the last answer, without white space.
-        ending: the special token that ends an answer, by earlier turns where the last has none; empty: there is none.
-        opening: the first special token of a generation prompt; empty: it has none.
+        closing: the text after the last answer, stripped.
+        ending: the special token that ends an answer (of earlier turns, if the last has none); empty without one.
+        opening: the first special token of a generation prompt; empty without one.
     """
 
     tools: bool
@@ -61,13 +62,13 @@ class Known(NamedTuple):
 
 
 class ChatTemplate:
-    """A tokenizer's chat template and what it was found to understand (by rendering small probes).
+    """A tokenizer's chat template and its features, probed by rendering small conversations.
 
     Args:
         tokenizer: with a chat template.
 
     Raises:
-        DataError: the template cannot render even one user and one assistant turn.
+        DataError: the template cannot render one user and one assistant turn.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
@@ -75,41 +76,41 @@ class ChatTemplate:
         self.ends = declared_end_tokens(tokenizer)
         special = {*map(str, tokenizer.added_tokens_decoder.values()), *self.ends}
         self.marks = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
-        self._known: dict[bool, Known] = {}
+        self._features: dict[bool, Features] = {}
         self.parts = False
-        self._bounded = Bounded(self._answer)
+        self._bounded = Bounded(self._render_in_child)
         [found] = self._bounded([None])
         if isinstance(found, Failure):
-            raise DataError(f"the chat template fails on a plain conversation: {found.said}", ANOTHER)
+            raise DataError(f"the chat template fails on a conversation of plain text: {found.said}", FIX_TEMPLATE)
         if isinstance(found, HalfbyteError):
             raise found
-        self._know(found)
+        self._set_features(found)
 
-    def _answer(self, document: Document | None) -> Any:
-        """What the child process computes: the turns of a conversation, or the text of one that is open; at first, what
-        the template understands."""
+    def _render_in_child(self, document: Document | None) -> Any:
+        """Run in the child process: probe the template (None), else return a conversation's turns, or its text if it
+        is open."""
         if document is not None and document.get("open"):
-            self._choose(document.get("tools"))
+            self._use_features(document.get("tools"))
             return self.render(document["messages"], document.get("tools"), add_generation_prompt=True)
         if document is not None:
             return self.assistant_turns(document)
-        named = isinstance(self.tokenizer.chat_template, dict)  # which is written depends on whether there are tools
+        named = isinstance(self.tokenizer.chat_template, dict)  # tools select another template
         found = {with_tools: self._probe(with_tools) for with_tools in ((False, True) if named else (False,))}
-        self._know(found)
+        self._set_features(found)
         return found
 
-    def _know(self, found: dict[bool, Known]) -> None:
-        self._known = found
-        self._choose(None)
+    def _set_features(self, found: dict[bool, Features]) -> None:
+        self._features = found
+        self._use_features(None)
 
-    def _choose(self, tools: list[Any] | None) -> None:
-        """Take what is known of the template that writes conversations with these tools."""
-        known = self._known.get(bool(tools)) or self._known[False]
-        self.shows_tools, self.shows_tool_calls, self.shows_tool_results, self.shows_system = known[:4]
-        self.prompts, self.parts, self.alternating, self.closing, self.ending, self.opening = known[4:]
+    def _use_features(self, tools: list[Any] | None) -> None:
+        """Set the features of the template that renders conversations with these tools."""
+        features = self._features.get(bool(tools)) or self._features[False]
+        self.shows_tools, self.shows_tool_calls, self.shows_tool_results, self.shows_system = features[:4]
+        self.prompts, self.parts, self.alternating, self.closing, self.ending, self.opening = features[4:]
         self.marked = bool(MARKS.search(self.tokenizer.get_chat_template(tools=tools)))
 
-    def _probe(self, with_tools: bool) -> Known:
+    def _probe(self, with_tools: bool) -> Features:
         user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
         given = [_tool("t")] if with_tools else None
         self.parts = False
@@ -128,12 +129,12 @@ class ChatTemplate:
         added = prompt[common_prefix(prompt, bare or "") :] if prompt is not None and prompts else ""
         opening = found[0] if bare is not None and (found := self.marks.search(added)) else ""
         closing, ending = self._closing(given)
-        return Known(
+        return Features(
             tools, tool_calls, tool_results, system, prompts, self.parts, alternating, closing, ending, opening
         )
 
     def _closing(self, given: list[Any] | None) -> tuple[str, str]:
-        """What the template writes behind the last answer, and the special token that ends answers."""
+        """Return the text that the template writes after the last answer, and the special token that ends answers."""
         asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}]
         last = (self.attempt(asked, given) or "").rpartition(PROBE)[2].strip()
         follow = [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
@@ -148,15 +149,15 @@ class ChatTemplate:
     def attempt(
         self, messages: list[Message], tools: list[Any] | None = None, *, add_generation_prompt: bool = False
     ) -> str | None:
-        """Render, or None where the template refuses: what a probe asks, or a part of a conversation."""
+        """Render a probe or part of a conversation; return None if the template refuses it."""
         try:
             return self.render(messages, tools, add_generation_prompt=add_generation_prompt)
-        except Exception:  # a template is a program, and may raise anything
+        except Exception:  # a template is a program and can raise anything
             return None
 
     @property
     def mask(self) -> str:
-        """How assistant turns are found, for the data report."""
+        """Return how assistant turns are found, for the data report."""
         return MASK_BY_MARKS if self.marked else MASK_BY_DIFFERENCE
 
     def render(
@@ -166,30 +167,31 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = False,
     ) -> str:
-        """The conversation as one string. Not bounded: called by what is."""
-        return _render(self.tokenizer, self._as_taken(messages), tools, add_generation_prompt)
+        """Return the conversation as one string. Has no limits of its own: callers run in the bounded child process."""
+        return _render(self.tokenizer, self._in_content_form(messages), tools, add_generation_prompt)
 
-    def _as_taken(self, messages: Sequence[Message]) -> list[Message]:
+    def _in_content_form(self, messages: Sequence[Message]) -> list[Message]:
         return in_parts(messages) if self.parts else list(messages)
 
     def adapt(self, document: Document) -> Document:
-        """Put what the template would ignore or refuse into a form it shows, and say so.
+        """Rewrite parts that the template would ignore or refuse into a form that it writes, with a notice for each
+        change.
 
-        A list of tools goes into the system message, tool calls become the assistant's text, tool results and system
-        messages become the user's. Turns after the last assistant turn are left out: nothing in them is trained.
+        Tools move into the system message, tool calls become assistant text, tool results and system messages become
+        user text. Turns after the last assistant turn are removed, since they contain no trained text.
         """
         messages = document["messages"]
         roles = [message["role"] for message in messages]
         messages = messages[: len(roles) - roles[::-1].index("assistant")] if "assistant" in roles else []
-        behind = {"behind": len(roles) - len(messages)} if messages and len(roles) > len(messages) else {}
-        messages, tools = self.understood(messages, document.get("tools"))
-        return {**document, "messages": messages, "tools": tools, **behind}
+        removed = {"removed": len(roles) - len(messages)} if messages and len(roles) > len(messages) else {}
+        messages, tools = self.adapt_messages(messages, document.get("tools"))
+        return {**document, "messages": messages, "tools": tools, **removed}
 
-    def understood(
+    def adapt_messages(
         self, messages: Sequence[Message], tools: list[Any] | None = None
     ) -> tuple[list[Message], list[Any] | None]:
-        """The same conversation and tools in a form that the template shows; says what it changes."""
-        self._choose(tools)
+        """Return the conversation and tools in a form that the template writes, with a notice for each change."""
+        self._use_features(tools)
         messages = [dict(message) for message in messages]
         results = [message["role"] == "tool" for message in messages]
         for message in messages:
@@ -197,77 +199,82 @@ class ChatTemplate:
             if "tool_calls" in message and not self.shows_tool_calls:
                 calls = message.pop("tool_calls")
                 message["content"] += call_text or "\n".join(_json(call["function"]) for call in calls)
-                notice("tool-calls", "the chat template knows no tool calls: they become the assistant's text")
+                notice("tool-calls", "the chat template does not support tool calls: writing them as assistant text")
             if message["role"] == "tool" and not self.shows_tool_results:
                 message["role"] = "user"
-                notice("tool-results", "the chat template knows no role tool: tool results are given as user turns")
+                notice(
+                    "tool-results", "the chat template does not support role tool: writing tool results as user turns"
+                )
         if self.alternating and not self.shows_tool_results:
-            messages = _joined(messages, results)
+            messages = _merge_user_turns(messages, results)
         if tools and messages and not self.shows_tools:
             _prepend_system(messages, tool_text(tools))
-            notice("tools", "the chat template ignores tools: their descriptions go into the system message")
+            notice("tools", "the chat template ignores tools: writing their descriptions into the system message")
             tools = None
         if messages and messages[0]["role"] == "system" and not self.shows_system:
             messages = _system_into_user(messages)
-            notice("system", "the chat template knows no role system: that text goes in front of the first user turn")
+            notice("system", "the chat template does not support role system: writing it before the first user turn")
         return messages, tools
 
     def turns_of(self, conversations: Sequence[Document]) -> list[tuple[str, list[Turn]] | HalfbyteError]:
-        """`assistant_turns` of each, in a child process under limits of time and memory (see `reading.bounded`)."""
-        return self._asked(conversations)
+        """Return `assistant_turns` of each conversation, from a child process with time and memory limits
+        (`reading.bounded`)."""
+        return self._in_child(conversations)
 
     def prompts_of(self, conversations: Sequence[Document]) -> list[str | HalfbyteError]:
-        """Each as text up to where an answer begins, in a child process like `turns_of`."""
-        return self._asked([{**conversation, "open": True} for conversation in conversations])
+        """Return each conversation as text up to the start of an answer, from the child process of `turns_of`."""
+        return self._in_child([{**conversation, "open": True} for conversation in conversations])
 
-    def _asked(self, conversations: Sequence[Document]) -> list[Any]:
+    def _in_child(self, conversations: Sequence[Document]) -> list[Any]:
         return [
-            DataError(f"the chat template refuses the conversation: {found.said}", CHANGE)
+            DataError(f"the chat template refuses the conversation: {found.said}", FIX_ROW)
             if isinstance(found, Failure)
             else found
             for found in self._bounded(conversations)
         ]
 
     def assistant_turns(self, document: Document) -> tuple[str, list[Turn], list[str]]:
-        """Render an adapted conversation and find what the assistant wrote, but for the turns that are given.
+        """Render an adapted conversation and find the assistant's turns, without the first `given` turns, which belong
+        to the prompt.
 
         Returns:
-            The text, its assistant turns in order (none where no assistant speaks), and the names of what the
-            messages say that the text does not hold.
+            The text, its assistant turns in order (empty without an assistant), and the names of message parts that the
+            text does not contain.
 
         Raises:
-            DataError: the template refuses the conversation, does not show an assistant turn, or marks other parts than
-                turns where some of them are given.
+            DataError: the template refuses the conversation, does not write an assistant turn, or marks other parts
+                than turns although some turns are not trained.
         """
         messages, tools = document["messages"], document.get("tools")
         if not messages:
             return "", [], []
-        self._choose(tools)
+        self._use_features(tools)
         try:
             text, spans = self._marked(messages, tools) if self.marked else self._differing(messages, tools)
         except (HalfbyteError, MemoryError):
             raise
-        except Exception as error:  # a template is a program, and may raise anything
-            raise DataError(f"the chat template refuses the conversation: {error}", CHANGE) from error
+        except Exception as error:  # a template is a program and can raise anything
+            raise DataError(f"the chat template refuses the conversation: {error}", FIX_ROW) from error
         given, untrained = document.get("given", 0), document.get("untrained", ())
-        said = sum(message["role"] == "assistant" for message in messages)
-        if (given or untrained) and len(spans) != said:
+        count = sum(message["role"] == "assistant" for message in messages)
+        if (given or untrained) and len(spans) != count:
             raise DataError(
-                f"the chat template marks {len(spans)} parts of {said} assistant turns, so it cannot be told which of"
-                " them are trained",
+                f"the chat template marks {len(spans)} parts in {count} assistant turns, so halfbyte cannot match parts"
+                " with the turns to train",
                 "mark each assistant turn with {% generation %} ... {% endgeneration %}",
             )
         turns = with_ends(self, text, spans)
         turns = [replace(turn, trained=i not in untrained) for i, turn in enumerate(turns)][given:]
-        return text, turns, not_shown(messages, text) + ["turns behind the last answer"] * bool(document.get("behind"))
+        lost = not_shown(messages, text) + ["turns after the last answer"] * bool(document.get("removed"))
+        return text, turns, lost
 
     def _marked(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, list[Turn]]:
-        restart_clock(_more(messages))
-        # The renderer behind apply_chat_template(return_assistant_tokens_mask=True): it gives characters, which are
-        # needed to look behind a block for the end-of-turn token.
-        render: Any = render_jinja_template  # annotated to return one string, but gives texts and blocks
+        restart_clock(_extra_seconds(messages))
+        # The renderer of apply_chat_template(return_assistant_tokens_mask=True). It returns character positions, which
+        # are needed to find the end-of-turn token after a block.
+        render: Any = render_jinja_template  # annotated to return one string, but returns texts and blocks
         rendered, blocks = render(
-            conversations=[self._as_taken(messages)],
+            conversations=[self._in_content_form(messages)],
             tools=tools,
             chat_template=self.tokenizer.get_chat_template(tools=tools),
             return_assistant_tokens_mask=True,
@@ -278,15 +285,15 @@ class ChatTemplate:
                 "the chat template has {% generation %} marks, but none around this conversation's assistant turns",
                 "mark every assistant turn in the template, or remove the marks",
             )
-        return rendered[0], Turns(self, messages, tools, rendered[0]).grouped(blocks[0])
+        return rendered[0], Turns(self, messages, tools, rendered[0]).by_marks(blocks[0])
 
     def _differing(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, list[Turn]]:
         text = self.render(messages, tools)
-        return text, Turns(self, messages, tools, text).found()
+        return text, Turns(self, messages, tools, text).by_difference()
 
 
 def declared_end_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """The tokens that a tokenizer, and the generation_config.json beside its files, say an answer ends with."""
+    """Return the tokens that end an answer according to the tokenizer and the generation_config.json in its folder."""
     folder = Path(tokenizer.name_or_path or "")
     stored = declared_ends(folder) if tokenizer.name_or_path and folder.is_dir() else []
     names = tokenizer.convert_ids_to_tokens([each for each in stored if each < len(tokenizer)])
@@ -294,12 +301,12 @@ def declared_end_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
 
 
 def takes_parts(tokenizer: Any, tools: list[Any] | None = None) -> bool:
-    """Whether a chat template shows the content of a message as a list of parts, and as a text does not (LLaVA's)."""
+    """Return whether a chat template writes message content given as a list of parts but not as text (LLaVA)."""
     messages = [{"role": "user", "content": PROBE}, {"role": "assistant", "content": PROBE}]
     for parts in (False, True):
         try:
             text = _render(tokenizer, in_parts(messages) if parts else messages, tools, False)
-        except Exception:  # a template is a program, and may raise anything
+        except Exception:  # a template is a program and can raise anything
             continue
         if PROBE in text:
             return parts
@@ -307,7 +314,7 @@ def takes_parts(tokenizer: Any, tools: list[Any] | None = None) -> bool:
 
 
 def in_parts(messages: Sequence[Message]) -> list[Message]:
-    """Messages whose texts are lists of one part."""
+    """Return the messages with each text content as a list of one part."""
     return [
         {**message, "content": [{"type": "text", "text": content}]}
         if isinstance(content := message.get("content"), str)
@@ -326,23 +333,23 @@ def prompt_text(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
 ) -> str:
-    """A conversation as the tokenizer's chat template writes it, up to where an answer begins, under the same limits.
+    """Render a conversation with the tokenizer's chat template up to the start of an answer, under the same limits.
 
     Args:
-        add_generation_prompt, continue_final_message: as `apply_chat_template` takes them; the latter leaves out what
-            the template puts behind the last message.
+        add_generation_prompt, continue_final_message: as in `apply_chat_template`; the latter drops the text that the
+            template writes after the last message.
 
     Raises:
-        DataError: the template refuses the conversation, or takes more time or memory than it may.
+        DataError: the template refuses the conversation, or exceeds its limits of time or memory.
     """
     template, renderer = _renderers.get(tokenizer, (None, None))
     if renderer is None or template != tokenizer.chat_template:
-        held = weakref.ref(tokenizer)  # so that the entry does not keep its own key
+        held = weakref.ref(tokenizer)  # a strong reference would keep the dictionary's key alive
         renderer = Bounded(lambda item: _prompt(held(), *item))
         _renderers[tokenizer] = tokenizer.chat_template, renderer
     [found] = renderer([(list(messages), None, add_generation_prompt, continue_final_message)])
     if isinstance(found, Failure):
-        raise DataError(f"the model's chat template says: {found.said}", "give turns that it takes")
+        raise DataError(f"the chat template refuses the conversation: {found.said}", "change the turns")
     if isinstance(found, HalfbyteError):
         raise found
     return found
@@ -359,8 +366,8 @@ def _render(
     add_generation_prompt: bool,
     continue_final_message: bool = False,
 ) -> str:
-    """A conversation as one string. Not bounded: called by what is."""
-    restart_clock(_more(messages))
+    """Return a conversation as one string, without limits."""
+    restart_clock(_extra_seconds(messages))
     text = tokenizer.apply_chat_template(
         list(messages),
         tools=tools,
@@ -369,13 +376,13 @@ def _render(
         continue_final_message=continue_final_message,
     )
     assert isinstance(text, str)
-    if len(text) > LONGEST and len(text) > LONGEST + 16 * len(_json([messages, tools])):
-        raise DataError(f"the chat template makes {len(text):,} characters of one conversation", ANOTHER)
+    if len(text) > MOST_ADDED and len(text) > MOST_ADDED + 16 * len(_json([messages, tools])):
+        raise DataError(f"the chat template writes {len(text):,} characters for one conversation", FIX_TEMPLATE)
     return text
 
 
-def _more(messages: Sequence[Mapping[str, Any]]) -> float:
-    """Seconds that rendering so much may take beyond what every rendering may."""
+def _extra_seconds(messages: Sequence[Mapping[str, Any]]) -> float:
+    """Return the seconds that rendering long messages may take in addition to the fixed limit."""
     characters = sum(len(content) for message in messages if isinstance(content := message.get("content"), str))
     return len(messages) / 1_000 + characters / 200_000
 
@@ -393,7 +400,7 @@ def _json(value: Any) -> str:
 
 
 def tool_text(tools: list[dict[str, Any]]) -> str:
-    """The tools as plain text, one JSON object a line."""
+    """Return the tools as plain text, one JSON object per line."""
     lines = "\n".join(_json(tool.get("function", tool)) for tool in tools)
     return f"You can call these functions by answering with their name and arguments as JSON:\n{lines}"
 
@@ -412,10 +419,10 @@ def _system_into_user(messages: list[Message]) -> list[Message]:
     return [{**rest[0], "content": f"{system['content']}\n\n{rest[0]['content']}"}, *rest[1:]]
 
 
-def _joined(messages: list[Message], results: Sequence[bool]) -> list[Message]:
-    """Messages in which results of calls, which are user turns here, are one turn with the user turns around them."""
+def _merge_user_turns(messages: list[Message], results: Sequence[bool]) -> list[Message]:
+    """Merge tool results, which are user turns here, with the user turns next to them."""
     joined: list[Message] = []
-    before = False  # whether the last message holds a result
+    before = False  # whether the last message contains a result
     for message, result in zip(messages, results, strict=True):
         if joined and message["role"] == joined[-1]["role"] == "user" and (result or before):
             joined[-1]["content"] += f"\n\n{message['content']}"

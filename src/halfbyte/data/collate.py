@@ -1,14 +1,14 @@
-"""Batches: padded with an attention mask, or flat with positions that restart at every document.
+"""Collators: batches padded with an attention mask, or flat with position_ids that restart at every document.
 
-transformers keeps the documents of a row apart when it is given `position_ids` that restart, *no* attention mask and no
-key-value cache (masking_utils, 5.23). With a mask of ones beside them, or with the cache that a model makes by default
-outside of Trainer, documents would see each other, silently. So a batch has a mask or positions, never both, and a
-model must be given a flat batch with `use_cache=False`.
+transformers isolates the documents of a row if it gets `position_ids` that restart, *no* attention mask and no
+key-value cache (masking_utils, 5.23). With a mask of ones, or with the cache that a model creates by default outside of
+Trainer, documents would attend to each other without an error. So a batch has a mask or positions, never both, and a
+model needs `use_cache=False` for a flat batch.
 
-On a GPU batches come in few widths (`rounded`): up to four in each octave above 512, since every width costs a CUDA
-graph, its first steps, and plans that cuDNN makes and keeps. For the fused step (`fused`, which rounds, too) they need
-no mask: a row is padded on its right, which causal attention never looks at from the left, and the padding is not
-trained. And they say where documents begin, so that no layer waits for the device for it.
+On a GPU widths are rounded up (`rounded`) to four per octave above 512, since each width costs a CUDA graph, its
+warm-up steps, and cached cuDNN plans. Batches of the fused step (`fused`, which also rounds) have no mask: rows are
+padded on the right, where causal attention cannot look, and padding is not trained. They include the documents' bounds,
+so that no layer has to synchronise with the device to compute them.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from ..ops import IGNORE_INDEX
 
 Batch = dict[str, Any]  # tensors, and two numbers of a fused flat batch
 
-LENGTHS, DOCUMENTS = 128, 32  # lengths of fused batches, and their numbers of documents, are multiples of these
-WIDTHS, FINER = 4, 8  # that an octave has; finer where rows hold several sampled answers, whose sums vary little
+LENGTHS, DOCUMENTS = 128, 32  # fused batches have a multiple of these tokens per row, and of these documents
+WIDTHS, FINER = 4, 8  # widths per octave; finer for rows of several sampled answers, whose total lengths vary little
 
 
 def make_collator(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
 ) -> Collator:
-    """The collator that `config` asks for: flat for packing or padding_free, else padded.
+    """Return the collator that `config` asks for: flat for packing or padding_free, else padded.
 
     Args:
-        device: where a run trains; None: batches are neither fused nor rounded.
+        device: the training device; None: batches are neither fused nor rounded.
     """
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     rounded = device is not None and rounds_widths(device)
@@ -46,16 +46,16 @@ def make_collator(
 
 
 def rounds_widths(device: torch.device) -> bool:
-    """Whether a run on `device` gets batches of few widths."""
+    """Return whether a run on `device` rounds batch widths."""
     return device.type == "cuda"
 
 
 def width_of(longest: int, most: int | None = None, widths: int = WIDTHS) -> int:
-    """The width, one of few, of a batch whose longest row has `longest` tokens.
+    """Return the rounded width of a batch whose longest row has `longest` tokens.
 
     Args:
-        most: tokens that no row exceeds, if that is known: then no wider than needed for them.
-        widths: of an octave, a power of two.
+        most: upper bound of a row's tokens, if known; the width does not exceed it (rounded up to `LENGTHS`).
+        widths: number of widths per octave, a power of two.
     """
     octave = (longest - 1).bit_length()
     width = _up(longest, max(LENGTHS, 1 << max(octave - widths.bit_length(), 0)))
@@ -64,9 +64,9 @@ def width_of(longest: int, most: int | None = None, widths: int = WIDTHS) -> int
 
 @dataclass(frozen=True)
 class PaddedCollator:
-    """One document a row, padded on the right to the longest.
+    """Collate one document per row, padded on the right to the longest.
 
-    Gives input_ids, labels and attention_mask, int64 of shape [rows, longest]; no mask when `fused`.
+    Returns input_ids, labels and attention_mask, int64 [rows, longest]; no mask if `fused`.
     """
 
     pad_token_id: int
@@ -88,16 +88,16 @@ class PaddedCollator:
 
 @dataclass(frozen=True)
 class PackedCollator:
-    """Documents one after the other, each with positions from 0 and no label on its first token.
+    """Collate concatenated documents, each with positions from 0 and no label on its first token.
 
-    Gives input_ids, labels and position_ids, int64 of shape [rows, longest], or [1, all tokens] when `one_row`. What a
-    shorter row lacks is padded with a document of its own, which is not trained. Use with `use_cache=False`, see above.
+    Returns input_ids, labels and position_ids, int64 [rows, longest], or [1, all tokens] if `one_row`. Shorter rows are
+    padded with one more document, which is not trained. Use with `use_cache=False`, see the module docstring.
 
     Rows may carry `seq_lengths` (the lengths of their documents); without it a row is one document.
 
-    When `fused`, also what transformers' flash attention reads: cu_seq_lens_q and cu_seq_lens_k (int32, where each
-    document begins in the flattened batch; repeated at the end, where they stand for documents of no tokens), and
-    max_length_q and max_length_k (a power of two that no document exceeds).
+    If `fused`, the batch also has the arguments of transformers' flash attention: cu_seq_lens_q and cu_seq_lens_k
+    (int32, start of each document in the flattened batch; the last value repeats as padding, which means empty
+    documents), and max_length_q and max_length_k (a power of two that no document exceeds).
     """
 
     pad_token_id: int
@@ -130,7 +130,7 @@ Collator = PaddedCollator | PackedCollator
 
 
 def _bounds(lengths: list[int]) -> Batch:
-    """Where documents of these lengths begin, in one of few shapes."""
+    """Return cu_seq_lens and max_length of documents of these lengths, padded to one of few shapes."""
     ends = torch.tensor(lengths).cumsum(0)
     bounds = F.pad(ends, (1, 0))
     bounds = F.pad(bounds, (0, _up(len(lengths), DOCUMENTS) - len(lengths)), value=int(ends[-1])).to(torch.int32)
@@ -139,7 +139,7 @@ def _bounds(lengths: list[int]) -> Batch:
 
 
 def _up(size: int, step: int) -> int:
-    """`size` rounded up to a multiple of `step`."""
+    """Round `size` up to a multiple of `step`."""
     return -(-size // step) * step
 
 

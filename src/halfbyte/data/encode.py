@@ -1,8 +1,8 @@
-"""From documents to token ids and labels.
+"""Convert documents to token ids and labels.
 
-Every text is tokenized once, whole. A token is trained when it overlaps what has to be learned, by the tokenizer's own
-character offsets. Labels are in Hugging Face's convention: unshifted, -100 where nothing is trained, and always -100 on
-the first token of a document, which nothing predicts.
+Every text is tokenized once, in one piece. A token is trained if its character offsets overlap a trained span. Labels
+follow Hugging Face's convention: unshifted, -100 on untrained tokens, and always -100 on the first token of a document,
+which no position predicts.
 """
 
 from __future__ import annotations
@@ -25,15 +25,21 @@ from .turns import Turn
 TOO_LONG = "longer than max_length"
 CUT_AWAY = "no trained tokens left after truncation"
 UNTRAINED = "no trained tokens"
-CHARACTERS_A_TOKEN, READ_BEYOND, WORDS_BEYOND, VAST = 16, 10_000, 8, 2**20  # of a long text, see Encoder._tokenize
-# The instruction format of a tokenizer without chat template.
+CHARACTERS_A_TOKEN, READ_BEYOND, WORDS_BEYOND, VAST = 16, 10_000, 8, 2**20  # for long texts, see Encoder._tokenize
+# The instruction format for tokenizers without a chat template.
 INSTRUCTION = "### Instruction:\n{prompt}\n\n### Response:\n"
 
 
 @dataclass(frozen=True)
 class _Text:
-    """A rendered document: its text, what to train (None: everything), whether BOS and EOS are yet to be added, the
-    turns that its row says not to train, and the names of what its messages say that the text does not hold."""
+    """A rendered document.
+
+    Attributes:
+        turns: what to train; None: everything.
+        bare: whether BOS and EOS are still missing.
+        untrained: turns that the row excludes from training.
+        not_shown: names of message parts that the text does not contain.
+    """
 
     text: str
     turns: list[Turn] | None
@@ -43,14 +49,14 @@ class _Text:
 
 
 class Encoder:
-    """Turns a batch of documents (JSON text, see formats.py) into columns of ids and labels.
+    """Converter from documents (JSON text, see formats.py) to columns of ids and labels.
 
-    Instances are pickled into the processes that tokenize.
+    Instances are pickled into the tokenizing processes.
 
     Args:
         tokenizer: a fast one (with offsets), with an EOS token.
-        template: how conversations are rendered; None when no document is one.
-        max_length: tokens a document may have.
+        template: renders conversations; None if no document is one.
+        max_length: tokens that a document may have.
         overlong: truncate or drop longer documents.
 
     Raises:
@@ -67,31 +73,31 @@ class Encoder:
     ):
         if not tokenizer.is_fast:
             raise ModelError(
-                f"{type(tokenizer).__name__} gives no character offsets, which exact masks need",
+                f"{type(tokenizer).__name__} has no character offsets, which exact masks need",
                 "use a checkpoint with a tokenizer.json",
             )
         if tokenizer.eos_token_id is None:
             raise ModelError("the tokenizer has no EOS token", "set eos_token in its tokenizer_config.json")
         self.tokenizer, self.template = tokenizer, template
         self.max_length, self.overlong = max_length, overlong
-        largest = max(tokenizer.get_vocab().values())  # ids may have gaps: there can be fewer than this
+        largest = max(tokenizer.get_vocab().values())  # more than the number of tokens if ids have gaps
         self.is_marker = np.zeros(largest + 1, dtype=bool)  # by token id: control tokens, not pieces of text
         self.is_marker[[*tokenizer.added_tokens_decoder, tokenizer.eos_token_id]] = True
-        # Marks such as </tool_call> are added tokens, too; what ends an answer is a special one.
+        # Marks such as </tool_call> are added tokens, too; only special tokens end an answer.
         special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.is_end = np.zeros(largest + 1, dtype=bool)
         self.is_end[[*special, tokenizer.eos_token_id]] = True
-        self.prefix = _written_before(tokenizer)
+        self.prefix = _prefix_of(tokenizer)
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        """`document` and `where` to input_ids, labels, length (before cutting), dropped (reason or ""), ends, empty and
-        not_shown.
+        """Convert `document` and `where` to columns.
 
-        A document's `numbers` become columns of lists of one.
+        The columns are input_ids, labels, length (before truncation), dropped (the reason, or ""), ends, empty and
+        not_shown. A document's `numbers` become columns of lists with one number.
 
-        `ends` holds, for each trained turn that was not cut, the id of the token that ends it, -1 when none does.
-        `empty` is whether no answer says anything: all that is trained is where to stop.
-        `not_shown` names what messages say that the chat template does not write.
+        `ends` holds, for each trained turn that was not truncated, the id of the token that ends it, or -1 without one.
+        `empty` says that all answers are empty, so that only the end token is trained. `not_shown` names message parts
+        that the chat template does not write.
         """
         documents = [json.loads(document) for document in batch["document"]]
         texts = self._texts(documents, batch["where"])
@@ -99,15 +105,15 @@ class Encoder:
         for row, document, text in zip(rows, documents, texts, strict=True):
             row["not_shown"] = text.not_shown
             row |= {name: [number] for name, number in document.get("numbers", {}).items()}
-            row["empty"] = not document.get("train_all") and not says_anything(document)
+            row["empty"] = not document.get("train_all") and not has_answer(document)
         return {key: [row[key] for row in rows] for key in rows[0]}
 
     def _texts(self, documents: list[Document], places: list[str]) -> list[_Text]:
-        """What each document is as text. Conversations are rendered together: their template has a child process."""
-        talks = [index for index, document in enumerate(documents) if "messages" in document]
-        rendered = self.template.turns_of([documents[index] for index in talks]) if self.template else []
-        check_rendered(rendered, [places[index] for index in talks])
-        found = dict(zip(talks, rendered, strict=True))
+        """Render all documents. Conversations are rendered together, in the template's child process."""
+        chats = [index for index, document in enumerate(documents) if "messages" in document]
+        rendered = self.template.turns_of([documents[index] for index in chats]) if self.template else []
+        check_rendered(rendered, [places[index] for index in chats])
+        found = dict(zip(chats, rendered, strict=True))
         return [self._text(document, found.get(index)) for index, document in enumerate(documents)]
 
     def _text(self, document: Document, rendered: Any) -> _Text:
@@ -124,12 +130,12 @@ class Encoder:
         return _Text(text, None if everything else [Turn(len(prompt), len(text), len(text))], bare=True)
 
     def _tokenize(self, texts: list[_Text]) -> list[tuple[np.ndarray, np.ndarray, int]]:
-        """Ids, offsets (start, stop, start, ...) and length in tokens of each text.
+        """Return ids, offsets (start, stop, start, ...) and length in tokens of each text.
 
-        Of a text that is many times as long as a row, only a beginning is tokenized, and its length is estimated from
-        that. The tokens kept are those of the whole text: words are tokenized one by one, and those at the end of the
-        beginning, which might go on, are not among them. Only where one word goes on for ever (a million characters
-        without a space) they are those of its beginning, cut far behind them.
+        Only the beginning of a very long text is tokenized; its length is extrapolated. The first max_length tokens
+        equal those of the full text: words are tokenized independently, and the last words of the beginning, which
+        might be cut, are never used. The exception is a text of over a million characters that is one word (no spaces):
+        its tokens are those of its beginning.
         """
         first = READ_BEYOND + self.max_length * CHARACTERS_A_TOKEN
         found: list[tuple[np.ndarray, np.ndarray, int] | None] = [None] * len(texts)
@@ -150,13 +156,13 @@ class Encoder:
         return [answer for answer in found if answer is not None]
 
     def _is_enough(self, words: list[int | None]) -> bool:
-        """Whether a row's tokens are of words that end well before the last ones of these."""
+        """Return whether the first max_length tokens belong to words well before the end of the tokenized text."""
         last = words[self.max_length] if self.max_length < len(words) else None
         return last is not None and words[-1] is not None and last + WORDS_BEYOND < words[-1]
 
     def _label(self, text: _Text, ids: np.ndarray, offsets: np.ndarray, length: int) -> dict[str, Any]:
-        beyond = length - len(ids)  # tokens behind those that were made
-        ids, trained, ends, _ = self._whole(text, ids, offsets)
+        beyond = length - len(ids)  # estimated tokens after the tokenized beginning
+        ids, trained, ends, _ = self._with_bos_and_eos(text, ids, offsets)
         length = len(ids) + beyond
         dropped = "" if trained.any() or (beyond and text.turns != []) else UNTRAINED
         if length > self.max_length and not dropped:
@@ -171,24 +177,24 @@ class Encoder:
             "ends": self._end_tokens(ids, ends),
         }
 
-    def _whole(
+    def _with_bos_and_eos(
         self, text: _Text, ids: np.ndarray, offsets: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, list[int], int]:
-        """The ids of a text with BOS and EOS, which are trained (bool), the index of the last one of each trained turn,
-        and how many were added in front."""
+        """Return the ids of a text with BOS and EOS, their mask (bool, trained), the index of each trained turn's
+        last token, and the number of ids added in front."""
         trained, ends = self._mask(text, ids, offsets)
         added = 0
         if not text.bare and (end := self._missing_end(text, ids, ends)) is not None:
             ids, trained = np.append(ids[: ends[-1] + 1], end), np.append(trained[: ends[-1] + 1], True)
             ends = [*ends[:-1], len(ids) - 1]
         if text.bare and len(ids):
-            ids, trained, added = self._closed(ids, trained)
+            ids, trained, added = self._add_bos_and_eos(ids, trained)
             ends = [len(ids) - 1]
         trained[:1] = False
         return ids, trained, ends, added
 
     def _missing_end(self, text: _Text, ids: np.ndarray, ends: list[int]) -> int | None:
-        """Return the token that ends the last answer where the template writes nothing behind it, else None."""
+        """Return the token that ends the last answer if the template writes nothing after it, else None."""
         last = text.turns[-1] if text.turns else None
         if last is None or not last.trained or not ends:
             return None
@@ -198,34 +204,34 @@ class Encoder:
         return int(self.tokenizer.convert_tokens_to_ids(ending) if ending else self.tokenizer.eos_token_id)
 
     def _end_tokens(self, ids: np.ndarray, ends: list[int]) -> list[int]:
-        """The ids that end trained turns, -1 for a piece of text."""
+        """Return the ids that end trained turns, -1 for ordinary text."""
         return [int(ids[end]) if self.is_end[ids[end]] else -1 for end in ends]
 
     def _mask(self, text: _Text, ids: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, list[int]]:
-        """Which tokens are trained (bool), and the index of the last one of each turn."""
+        """Return the mask of trained tokens (bool), and the index of each turn's last token."""
         starts, stops = offsets[::2], offsets[1::2]
         if text.turns is None:
-            visible = next((i for i in reversed(range(len(ids))) if text.text[starts[i] : stops[i]].strip()), None)
+            last = next((i for i in reversed(range(len(ids))) if text.text[starts[i] : stops[i]].strip()), None)
             trained = ~self._untrained(text, ids, offsets)
-            return trained, [] if visible is None or not trained[visible] else [visible]
+            return trained, [] if last is None or not trained[last] else [last]
         trained, ends = np.zeros(len(ids), dtype=bool), list[int]()
         for turn in text.turns:
             if turn.trained:
                 answer = self._tokens_of(turn, text.text, ids, offsets)
                 trained |= answer
-                said = [i for i in np.flatnonzero(answer)[::-1][:8] if text.text[starts[i] : stops[i]].strip()]
-                ends += said[:1] or np.flatnonzero(answer)[-1:].tolist()
+                visible = [i for i in np.flatnonzero(answer)[::-1][:8] if text.text[starts[i] : stops[i]].strip()]
+                ends += visible[:1] or np.flatnonzero(answer)[-1:].tolist()
         return trained, ends
 
     def _untrained(self, text: _Text, ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-        """Which tokens (bool) are of turns that the row says not to train."""
+        """Return the mask (bool) of tokens in turns that the row excludes from training."""
         found = np.zeros(len(ids), dtype=bool)
         for turn in text.untrained:
             found |= self._tokens_of(turn, text.text, ids, offsets)
         return found
 
     def _tokens_of(self, turn: Turn, text: str, ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-        """Which tokens (bool) are a turn's answer and what ends it."""
+        """Return the mask (bool) of a turn's answer and its end tokens."""
         starts, stops = offsets[::2], offsets[1::2]
         answer = np.zeros(len(ids), dtype=bool)
         for start, end in turn.parts or ((turn.start, turn.end),):
@@ -240,13 +246,13 @@ class Encoder:
         return answer
 
     def _from(self, character: int, ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-        """Which tokens (bool) hold anything of a text from `character` on."""
+        """Return the mask (bool) of tokens that overlap the text from `character` on."""
         starts, stops = offsets[::2], offsets[1::2]
-        # A special token before an answer may own the white space it swallowed (Phi-3); it is no part of it.
+        # A special token before an answer may include the white space after it (Phi-3); it is not part of the answer.
         return (stops > character) & ~(self.is_marker[ids] & (starts < character))
 
-    def _closed(self, ids: np.ndarray, trained: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-        """Add the tokens that the tokenizer writes before a text (and how many), and EOS, where it has none."""
+    def _add_bos_and_eos(self, ids: np.ndarray, trained: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+        """Add the tokenizer's prefix and EOS unless the ids have them; also return the number of prefix ids."""
         prefix = [] if self.prefix and ids[0] == self.prefix[0] else self.prefix
         suffix = [] if ids[-1] == self.tokenizer.eos_token_id else [self.tokenizer.eos_token_id]
         ids = np.concatenate([np.array(prefix, dtype=np.int64), ids, np.array(suffix, dtype=np.int64)])
@@ -255,7 +261,7 @@ class Encoder:
 
 
 def instruction_of(document: Document) -> str:
-    """The text of a document with a prompt up to its answer, where there is no chat template."""
+    """Return the prompt of a document as text up to its answer, for tokenizers without a chat template."""
     system = f"{document['system']}\n\n" if "system" in document else ""
     turns = [turn["content"] for turn in document.get("history", ())]
     earlier = "".join(
@@ -265,23 +271,23 @@ def instruction_of(document: Document) -> str:
 
 
 def check_rendered(rendered: Sequence[Any], places: Sequence[str]) -> None:
-    """Whether the chat template has written all conversations.
+    """Raise the first error in `rendered`, with the row's place.
 
     Raises:
-        DataError: it refuses one; its place is named.
+        DataError: the chat template refuses a conversation.
     """
     for found, place in zip(rendered, places, strict=True):
         if isinstance(found, HalfbyteError):
             raise DataError(f"{place}: {found.message}", found.fix) from found
 
 
-def says_anything(document: Document) -> bool:
-    """Whether there is anything to learn from a document but where to stop."""
-    return any(map(_says, _answers(document)))
+def has_answer(document: Document) -> bool:
+    """Return whether any trained message of a document is not empty."""
+    return any(map(_has_content, _answers(document)))
 
 
 def _answers(document: Document) -> list[dict[str, Any]]:
-    """The messages that are trained on."""
+    """Return the messages that are trained."""
     if "messages" not in document:
         return [
             {
@@ -290,21 +296,21 @@ def _answers(document: Document) -> list[dict[str, Any]]:
                 else document["completion"]
             }
         ]
-    said = [message for message in document["messages"] if message["role"] == "assistant"]
+    answers = [message for message in document["messages"] if message["role"] == "assistant"]
     given, untrained = document.get("given", 0), document.get("untrained", ())
-    return [message for number, message in enumerate(said) if number >= given and number not in untrained]
+    return [message for number, message in enumerate(answers) if number >= given and number not in untrained]
 
 
-def _says(message: dict[str, Any]) -> bool:
-    """Whether there is anything in a message but white space."""
+def _has_content(message: dict[str, Any]) -> bool:
+    """Return whether a message contains anything but white space."""
     content = message.get("content")
-    said = content if isinstance(content, list) else [content]
+    parts = content if isinstance(content, list) else [content]
     more = [value for key, value in message.items() if key not in ("role", "content")]  # calls, thoughts
-    return any(part.strip() if isinstance(part, str) else part for part in (*said, *more))
+    return any(part.strip() if isinstance(part, str) else part for part in (*parts, *more))
 
 
-def _written_before(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids a tokenizer puts in front of every text: [BOS] or nothing."""
+def _prefix_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the ids that a tokenizer puts before every text: [BOS] or nothing."""
     alone, whole = (tokenizer("a", add_special_tokens=flag)["input_ids"] for flag in (False, True))
     for start in range(len(whole) - len(alone) + 1):
         if whole[start : start + len(alone)] == alone:

@@ -1,8 +1,8 @@
-"""From rows of `data.answers` to token ids of prompts and answers, and masks of what is trained.
+"""Convert rows of preference and RL training to token ids of prompts and answers, and masks of trained tokens.
 
-A prompt and an answer are tokenized whole, as supervised fine-tuning does it, and cut where the answer begins. A token
-that holds the end of the prompt and the beginning of an answer is the answer's. What the answers of a row do not share
-is theirs, too, without being trained.
+A prompt and an answer are tokenized together, as in supervised fine-tuning, and split where the answer starts. A token
+across the border belongs to the answer. Tokens on which a row's answers differ belong to the answers, even before the
+first trained token.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy as np
 
 from ..utils.errors import DataError
 from ..utils.text import brief
-from .encode import CUT_AWAY, TOO_LONG, UNTRAINED, Encoder, check_rendered, instruction_of, says_anything
+from .encode import CUT_AWAY, TOO_LONG, UNTRAINED, Encoder, check_rendered, has_answer, instruction_of
 from .formats import Document
 from .preference import Kind
 
-ALIKE = "with two answers that are the same"
-NO_PROMPT = "without a token that is the prompt's alone"
+EQUAL = "with two equal answers"
+NO_PROMPT = "without a token that belongs to the prompt only"
 CUT = "with an answer cut at max_length"
 NO_ROOM = "with a prompt that leaves no room for an answer"
 NAMES: dict[Kind, tuple[str, ...]] = {
@@ -32,9 +32,15 @@ NAMES: dict[Kind, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class _Whole:
-    """A prompt with one answer: its ids, which are trained (bool), the ids that end its trained turns with their
-    places, where the answer begins, and the tokens behind those that were made."""
+class _Encoded:
+    """A prompt with one answer.
+
+    Attributes:
+        trained: bool, one per id.
+        ends: index and id of the token that ends each trained turn.
+        begin: index of the answer's first token.
+        beyond: estimated tokens after the tokenized beginning.
+    """
 
     ids: np.ndarray
     trained: np.ndarray
@@ -44,16 +50,15 @@ class _Whole:
 
 
 class AnswerEncoder(Encoder):
-    """Turns a batch of rows (JSON text, see `data.answers`) into columns of ids and masks.
+    """Converter from rows (JSON text, see `data.preference`) to columns of ids and masks.
 
     Args:
-        tokenizer, template, max_length, overlong: as of `Encoder`; `max_length` is of a prompt with one answer.
-        kind: of the rows.
-        everything: whether all tokens of an answer are trained, turns of others in it, too.
-        room: tokens that a prompt without answers has to leave for one.
-        separator: behind each step.
-        uncut: whether rows with an answer that would be cut are dropped: a reward model learns the score of an answer's
-            end, and half an answer has another one.
+        tokenizer, template, max_length, overlong: as in `Encoder`; `max_length` bounds a prompt with one answer.
+        kind: kind of the rows.
+        everything: train every token of an answer, including turns of other roles.
+        room: tokens that a prompt without answers must leave for an answer.
+        separator: text after each step.
+        uncut: drop rows with a truncated answer: a reward model scores the end of an answer, which truncation changes.
     """
 
     def __init__(
@@ -70,9 +75,11 @@ class AnswerEncoder(Encoder):
         self.kind, self.everything, self.room, self.separator, self.uncut = kind, everything, room, separator, uncut
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        """`document` and `where` to prompt_ids; of each answer (see `NAMES`) `_ids` and `_mask`; and the row's own
-        columns. Beside them `length` (of the longest, before cutting), `dropped`, `ends` and `empty` as of `Encoder`,
-        and `otherwise`: whether the chat template writes the prompt otherwise where no answer follows.
+        """Convert `document` and `where` to columns.
+
+        The columns are prompt_ids; `_ids` and `_mask` of each answer (see `NAMES`); the row's own columns; `length` (of
+        the longest answer with its prompt, before truncation); `dropped`, `ends`, `empty` and `not_shown` as in
+        `Encoder`; and `otherwise`: whether the chat template writes the prompt differently without an answer after it.
         """
         rows = [json.loads(row) for row in batch["document"]]
         if self.kind == "prompts":
@@ -95,7 +102,7 @@ class AnswerEncoder(Encoder):
         found = []
         for index, row in enumerate(rows):
             own = slice(index * each, (index + 1) * each)
-            empty = not all(map(says_anything, documents[own]))
+            empty = not all(map(has_answer, documents[own]))
             further = {key: value for key, value in row.items() if key in ("margin", "label")}
             lost = sorted({name for text in texts[own] for name in text.not_shown})
             found.append(
@@ -104,32 +111,33 @@ class AnswerEncoder(Encoder):
         return found
 
     def _otherwise(self, documents: list[Document], texts: list[str]) -> list[bool]:
-        """Whether the chat template writes the prompt of each otherwise where no answer follows, as for generation."""
-        talks = [index for index, document in enumerate(documents) if document.get("messages")]
-        prompts = [_prompt_of(documents[index]) for index in talks]
+        """Return for each document whether the chat template writes its prompt differently without an answer, as in
+        generation."""
+        chats = [index for index, document in enumerate(documents) if document.get("messages")]
+        prompts = [_prompt_of(documents[index]) for index in chats]
         alone = self.template.prompts_of(prompts) if self.template else []
         differ = {
             index
-            for index, prompt in zip(talks, alone, strict=True)
+            for index, prompt in zip(chats, alone, strict=True)
             if not (isinstance(prompt, str) and texts[index].startswith(prompt))
         }
         return [index in differ for index in range(len(documents))]
 
-    def _answer(self, document: Document, text: Any, ids: np.ndarray, offsets: np.ndarray, length: int) -> _Whole:
+    def _answer(self, document: Document, text: Any, ids: np.ndarray, offsets: np.ndarray, length: int) -> _Encoded:
         beyond, begin = length - len(ids), len(ids)
         if text.turns:
             answer = np.flatnonzero(self._from(text.turns[0].start, ids, offsets))
             begin = int(answer[0]) if len(answer) else begin
         untrained = self._untrained(text, ids, offsets)
-        ids, trained, ends, added = self._whole(text, ids, offsets)
+        ids, trained, ends, added = self._with_bos_and_eos(text, ids, offsets)
         begin += added
         if self.everything:
             trained[begin:] = True
             trained[added : added + len(untrained)] &= ~untrained
-        return _Whole(ids, trained, list(zip(ends, self._end_tokens(ids, ends), strict=True)), begin, beyond)
+        return _Encoded(ids, trained, list(zip(ends, self._end_tokens(ids, ends), strict=True)), begin, beyond)
 
-    def _row(self, answers: list[_Whole]) -> dict[str, Any]:
-        """A row of answers to one prompt, each cut to max_length together with it."""
+    def _row(self, answers: list[_Encoded]) -> dict[str, Any]:
+        """Return the row of a prompt and its answers, each truncated to max_length together with the prompt."""
         first = answers[0].ids
         begin = min(answer.begin for answer in answers)
         for answer in answers[1:]:
@@ -145,7 +153,7 @@ class AnswerEncoder(Encoder):
         row["dropped"] = self._why_dropped(row, answers)
         return row
 
-    def _why_dropped(self, row: dict[str, Any], answers: list[_Whole]) -> str:
+    def _why_dropped(self, row: dict[str, Any], answers: list[_Encoded]) -> str:
         names = NAMES[self.kind]
         if not all(answer.trained.any() or answer.beyond for answer in answers):
             return UNTRAINED
@@ -155,12 +163,12 @@ class AnswerEncoder(Encoder):
             return too_long
         if not all(row[f"{name}_mask"].any() for name in names):
             return CUT_AWAY
-        alike = len(names) > 1 and np.array_equal(*(row[f"{name}_ids"] for name in names))
-        return ALIKE if alike else ""
+        equal = len(names) > 1 and np.array_equal(*(row[f"{name}_ids"] for name in names))
+        return EQUAL if equal else ""
 
     def _prompts(self, rows: list[dict[str, Any]], places: list[str]) -> list[dict[str, Any]]:
         found = []
-        for row, ids in zip(rows, self._asked([row["prompt"] for row in rows], places), strict=True):
+        for row, ids in zip(rows, self._prompt_ids([row["prompt"] for row in rows], places), strict=True):
             full = len(ids) > self.max_length - self.room
             found.append(
                 {
@@ -178,13 +186,14 @@ class AnswerEncoder(Encoder):
         return found
 
     def _steps(self, rows: list[dict[str, Any]], places: list[str]) -> list[dict[str, Any]]:
-        """A prompt as for generation; behind it each step and the separator, tokenized apart as in TRL, so that a step
-        has a last token of its own, which is the one with the label.
+        """Return rows of a prompt (as in generation) and its steps, each followed by the separator.
+
+        Steps are tokenized separately, as in TRL, so that each has its own last token, which carries the label.
 
         Raises:
-            DataError: a step with its separator is no token.
+            DataError: a step with its separator has no token.
         """
-        prompts = self._asked([row["prompt"] for row in rows], places)
+        prompts = self._prompt_ids([row["prompt"] for row in rows], places)
         texts = [step for row in rows for step in row["steps"]]
         encoded = self.tokenizer([self.separator, *texts], add_special_tokens=False, verbose=False)["input_ids"]
         separator, steps = encoded[0], iter(encoded[1:])
@@ -194,8 +203,8 @@ class AnswerEncoder(Encoder):
             mask: list[int] = []
             for text, step in zip(row["steps"], steps, strict=False):
                 if not (step or separator):
-                    wrong = f"{place}: the tokenizer makes no token of the step {brief(text)}"
-                    raise DataError(wrong, "write what the step says, or set a step_separator")
+                    wrong = f"{place}: the step {brief(text)} has no token"
+                    raise DataError(wrong, "write the step's text, or set step_separator")
                 ids += [*step, *separator]
                 mask += [0] * (len(ids) - len(mask) - 1) + [1]
             length, room = len(prompt) + len(ids), max(self.max_length - len(prompt), 0)
@@ -222,13 +231,13 @@ class AnswerEncoder(Encoder):
         return self._why_too_long(length) or ("" if any(mask) else CUT_AWAY)
 
     def _why_too_long(self, length: int) -> str:
-        """Why a row with an answer is dropped for its length; empty: it is not."""
+        """Return why a row with an answer is dropped for its length, or ""."""
         if length <= self.max_length:
             return ""
         return TOO_LONG if self.overlong == "drop" else CUT if self.uncut else ""
 
-    def _asked(self, documents: list[Document], places: list[str]) -> list[list[int]]:
-        """The ids of prompts as for generation."""
+    def _prompt_ids(self, documents: list[Document], places: list[str]) -> list[list[int]]:
+        """Return the ids of prompts as in generation."""
         if self.template is not None:
             texts = self.template.prompts_of(documents)
             check_rendered(texts, places)
@@ -240,6 +249,6 @@ class AnswerEncoder(Encoder):
 
 
 def _prompt_of(document: Document) -> Document:
-    """A conversation up to its answer."""
-    said = [index for index, message in enumerate(document["messages"]) if message["role"] == "assistant"]
-    return {**document, "messages": document["messages"][: said[document.get("given", 0)]]}
+    """Return a conversation up to its answer."""
+    answers = [index for index, message in enumerate(document["messages"]) if message["role"] == "assistant"]
+    return {**document, "messages": document["messages"][: answers[document.get("given", 0)]]}

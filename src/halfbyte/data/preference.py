@@ -1,11 +1,18 @@
-"""Recognising rows of preference and RL training from their columns.
+"""Recognise and read rows of preference and RL training.
 
-Rows are one of four kinds, whatever the file called its columns (`data.answers` reads them):
+`recognise_rows` finds which kind a source holds, from its columns, and `rows_in` reads it. Each kind becomes
 
-- pairs: a prompt, explicit or not, with a chosen and a rejected answer;
-- unpaired: a prompt with one answer and a label that says whether it is desirable;
-- prompts: a prompt alone, with any further columns;
-- stepwise: a prompt with the steps of an answer, each with a label that says whether it is right.
+- pairs (a prompt, in its own column or inside the answers, with a chosen and a rejected answer): `{"answers":
+  [document, document]}`, chosen then rejected, with `"margin": x` if the data has a margin;
+- unpaired (a prompt with one answer and a label that says whether it is desirable): `{"answers": [document], "label":
+  bool}`;
+- prompts (a prompt alone, with any further columns): `{"prompt": document, "asked": the prompt as in the data,
+  "columns": {...}}`; the document has no answer;
+- stepwise (a prompt with the steps of an answer, each with a label that says whether it is right): `{"prompt":
+  document, "steps": [text, ...], "labels": [bool, ...]}`; the document has no answer.
+
+A document is one of `data.formats`. Its answer starts after its first `given` assistant turns, after its prompt, or, in
+plain text, at the character `answer_from`.
 
 Sources: preference, unpaired preference, prompt-only and stepwise rows as in TRL; ranking and `kto_tag` rows and
 `chosen_messages` as in LLaMA-Factory; dialogues as text as in Anthropic's HH (Bai et al., 2204.05862).
@@ -14,13 +21,14 @@ Sources: preference, unpaired preference, prompt-only and stepwise rows as in TR
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ..utils.errors import DataError
 from ..utils.notices import notice
-from .context import instructing, shown_beside
+from .chat import common_prefix
 from .formats import (
     CHAT_COLUMNS,
     METHODS_FOR,
@@ -28,20 +36,31 @@ from .formats import (
     PAIRS,
     STEP_COLUMNS,
     WORDS,
+    Document,
+    Message,
     check_mapping,
     columns_of,
+    conversation,
+    described,
+    find_context,
+    find_system_and_tools,
+    message_of,
+    number_in,
+    prompt_parts,
+    text_in,
+    turns_in,
 )
-from .sources import Source
+from .sources import Row, Source
 
 Kind = Literal["pairs", "unpaired", "prompts", "stepwise"]
-# What `column_mapping` may name.
+# Parts that `column_mapping` may name.
 PARTS = (
     *("prompt", "completion", "chosen", "rejected", "label", "margin"),
     *("completions", "labels", "messages", "instruction", "input", "output", "system", "tools", "context", "history"),
 )
 CHOSEN, REJECTED = zip(*PAIR_COLUMNS, strict=True)
 LABELS = ("label", "kto_tag")
-# An `input` is a prompt beside an output only: elsewhere it goes with an instruction.
+# `input` is a prompt only with an `output` column; otherwise it belongs to an instruction.
 PROMPTS = tuple(dict.fromkeys(prompt for prompt, _ in PAIRS if prompt != "input"))
 ANSWERS = tuple(dict.fromkeys(answer for _, answer in PAIRS))
 EXAMPLES = {
@@ -50,17 +69,22 @@ EXAMPLES = {
     "prompts": "column_mapping: {prompt: your_column}",
     "stepwise": "column_mapping: {prompt: your_column, completions: the_steps, labels: which_are_right}",
 }
+Columns = Mapping[str, str]
+Side = str | list[Message]
+ANSWER_RULE = "start each answer with a turn of role assistant; the turns before it are the prompt"
+# Start of a turn in Anthropic's HH, which stores a dialogue as one text.
+SPEAKER = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """How the rows of one source are read.
+    """Layout of the rows of one source.
 
     Attributes:
-        kind: of the rows that are wanted.
-        columns: part (of `PARTS`) to the column that plays it.
-        why: what it was recognised by.
-        paired: whether the rows are pairs; wanted unpaired, each is taken apart.
+        kind: the kind of rows that the method asks for.
+        columns: part (see `PARTS`) to column name.
+        why: which columns the layout was recognised by.
+        paired: whether the rows are pairs. If `kind` is unpaired, each pair becomes two rows.
     """
 
     kind: Kind
@@ -70,14 +94,14 @@ class RowLayout:
 
 
 def recognise_rows(source: Source, kind: Kind, mapping: Mapping[str, str] | None = None) -> RowLayout:
-    """Find the columns of `source` (those of its first 100 rows) that rows of `kind` are made of.
+    """Find the columns of `source` that rows of `kind` consist of, by the first 100 rows.
 
     Args:
         source: at least one row.
-        mapping: part (see `PARTS`) to column name, for columns with names of their own.
+        mapping: part (see `PARTS`) to column name, for other column names.
 
     Raises:
-        DataError: a mapped column does not exist, or the columns are of rows that another method takes.
+        DataError: a mapped column does not exist, or the columns belong to another method's rows.
     """
     mapped = dict(mapping or {})
     check_mapping(source, mapped, PARTS, mapped)
@@ -86,19 +110,22 @@ def recognise_rows(source: Source, kind: Kind, mapping: Mapping[str, str] | None
     parts = _parts(columns, "pairs" if kind == "unpaired" and found == "pairs" else kind)
     if parts is None or (kind == "prompts" and found in ("pairs", "stepwise")):
         raise _misfit(source, kind, found)
-    parts |= instructing(source, parts, mapped)
-    parts |= shown_beside(source, parts, mapped)
+    parts |= find_system_and_tools(source, parts, mapped)
+    parts |= find_context(source, parts, mapped)
     for part in ("prompt", "completion", "label"):
         if parts.get(part, part) != part and part not in mapped:
-            notice(f"columns:{source.path}:{part}", f"{source.path}: {parts[part]} is read as the {part}")
+            notice(f"columns:{source.path}:{part}", f"{source.path}: reading column {parts[part]} as the {part}")
     paired = "chosen" in parts
     if kind == "unpaired" and paired:
-        notice(f"unpaired:{source.path}", f"{source.path}: each pair is taken apart: chosen desirable, rejected not")
+        notice(
+            f"unpaired:{source.path}",
+            f"{source.path}: splitting each pair into two rows: chosen is desirable, rejected is not",
+        )
     return RowLayout(kind, parts, f"columns {', '.join(parts.values())}", paired)
 
 
 def _kind_of(columns: Mapping[str, str]) -> str | None:
-    """The kind of rows that have these parts; None: of none."""
+    """Return the kind of rows that have these parts, or None."""
     for kind in ("stepwise", "pairs", "unpaired"):
         if _parts(columns, kind) is not None:
             return kind
@@ -109,8 +136,8 @@ def _kind_of(columns: Mapping[str, str]) -> str | None:
 
 
 def _parts(columns: Mapping[str, str], kind: str) -> dict[str, str] | None:
-    """The columns that rows of `kind` are made of, by part; None where one is missing."""
-    prompt = _prompt(columns)
+    """Return the columns of rows of `kind`, by part, or None if one is missing."""
+    prompt = _prompt_columns(columns)
     if kind == "prompts":
         return prompt or None
     if kind == "stepwise":
@@ -129,8 +156,8 @@ def _parts(columns: Mapping[str, str], kind: str) -> dict[str, str] | None:
     return {**prompt, **completion, "label": columns[label]}
 
 
-def _prompt(columns: Mapping[str, str]) -> dict[str, str]:
-    """The columns of the prompt, by part; none where it is part of the answers."""
+def _prompt_columns(columns: Mapping[str, str]) -> dict[str, str]:
+    """Return the columns of the prompt, by part; empty if the answers contain the prompt."""
     if "instruction" in columns and "input" in columns and "prompt" not in columns:
         return {part: columns[part] for part in ("instruction", "input")}
     if found := _first(PROMPTS, columns):
@@ -144,13 +171,245 @@ def _first(names: Sequence[str], columns: Mapping[str, str]) -> str:
 
 
 def _misfit(source: Source, kind: Kind, found: str | None) -> DataError:
-    """What is said of rows that are not of `kind`."""
+    """Return the error for rows that are not of `kind`."""
     present = columns_of(source)
     what = f"{source.path} (columns {', '.join(present)})"
     known = sorted({*PARTS, *CHAT_COLUMNS, *PROMPTS, *ANSWERS, *CHOSEN, *REJECTED, *LABELS})
     near = ((column, difflib.get_close_matches(column, known, n=1)) for column in present if column not in known)
-    hint = next((f"; did you mean {names[0]!r} by {column!r}?" for column, names in near if names), "")
+    hint = next((f"; did you mean {names[0]!r} for {column!r}?" for column, names in near if names), "")
     if found is not None and found != kind:
-        fix = f"set method: {METHODS_FOR[found]}, or name other columns, e.g. {EXAMPLES[kind]}"
+        fix = f"set method: {METHODS_FOR[found]}, or map other columns, e.g. {EXAMPLES[kind]}"
         return DataError(f"{what} holds {WORDS[found]}, not {WORDS[kind]}{hint}", fix)
-    return DataError(f"{what} holds no {WORDS[kind]}{hint}", f"name its columns, e.g. {EXAMPLES[kind]}")
+    return DataError(f"{what} holds no {WORDS[kind]}{hint}", f"map its columns, e.g. {EXAMPLES[kind]}")
+
+
+def rows_in(source: Source, layout: RowLayout, *, templated: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield `(where, row)` in order; `where` names file and line. A pair read as unpaired answers yields two rows.
+
+    Args:
+        templated: whether there is a chat template, so that dialogues written as text become conversations.
+
+    Raises:
+        DataError: a row lacks a column, holds the wrong type in it, or has no answer to a prompt. The message names the
+            row.
+    """
+    columns = layout.columns
+    for index, row in enumerate(source.rows):
+        where = source.where(index)
+        if layout.kind == "prompts":
+            yield where, _prompt_row(row, columns, where)
+            continue
+        if layout.kind == "stepwise":
+            yield where, _stepwise_row(row, columns, where)
+            continue
+        names = [columns[part] for part in ("chosen", "rejected", "completion") if part in columns]
+        documents = _answer_documents(row, columns, names, where, templated)
+        if layout.kind == "pairs":
+            margin = {"margin": number_in(row, columns["margin"], where)} if "margin" in columns else {}
+            yield where, {"answers": documents, **margin}
+        elif layout.paired:
+            yield from ((where, {"answers": [document], "label": i == 0}) for i, document in enumerate(documents))
+        else:
+            yield where, {"answers": documents, "label": _label(row, columns["label"], where)}
+
+
+def _prompt_row(row: Row, columns: Columns, where: str) -> dict[str, Any]:
+    parts = ("prompt", "messages", "instruction", *(["input"] if "instruction" in columns else []))
+    own = {columns[part] for part in parts if part in columns}
+    document = _prompt_document(row, columns, where)
+    turns = columns.get("prompt", columns.get("messages", ""))
+    return {
+        "prompt": document,
+        "asked": document["prompt"] if "prompt" in document else row[turns],
+        "columns": {name: value for name, value in row.items() if name not in own},
+    }
+
+
+def _prompt_document(row: Row, columns: Columns, where: str) -> Document:
+    """Return the document of a prompt without an answer."""
+    prompt = _prompt_in(row, columns, where)
+    if isinstance(prompt, str):
+        return {"completion": "", **prompt_parts(prompt, row, columns, where)}
+    _check_prompt_in(prompt or [], where)
+    return conversation(list(prompt or []), row, columns, where)
+
+
+def _stepwise_row(row: Row, columns: Columns, where: str) -> dict[str, Any]:
+    prompt = _prompt_document(row, columns, where)
+    steps, labels = (_list_in(row, columns[part], where) for part in ("completions", "labels"))
+    names = f"columns {columns['completions']!r} and {columns['labels']!r}"
+    if len(steps) != len(labels):
+        wrong = f"{where}: {names} hold {len(steps)} steps and {len(labels)} labels"
+        raise DataError(wrong, "give each step a label, true or false")
+    for number, step in enumerate(steps, 1):
+        if not (isinstance(step, str) and step.strip()):
+            wrong = f"{where}: step {number} in column {columns['completions']!r} is {described(step)}, not a text"
+            raise DataError(wrong, "write the step's text")
+    return {"prompt": prompt, "steps": steps, "labels": [_bool_in(each, columns["labels"], where) for each in labels]}
+
+
+def _list_in(row: Row, column: str, where: str) -> list[Any]:
+    value = row.get(column)
+    if isinstance(value, list) and value:
+        return value
+    found = "nothing" if column not in row else "no steps" if value == [] else described(value)
+    raise DataError(f"{where}: column {column!r} holds {found}, not a list", "give a list with one entry per step")
+
+
+def _prompt_in(row: Row, columns: Columns, where: str) -> Side | None:
+    """Return the prompt of a row, or None if the answers contain it."""
+    if "instruction" in columns:
+        return text_in(row, columns["instruction"], where)
+    if "prompt" in columns:
+        return _side(row, columns["prompt"], where)
+    return turns_in(row, columns["messages"], where) if "messages" in columns else None
+
+
+def _side(row: Row, column: str, where: str) -> Side:
+    """Return a column's text or turns; LLaMA-Factory stores a single turn without a list."""
+    value = row.get(column)
+    if isinstance(value, dict):
+        return [message_of(value, f"{where}, {column}")]
+    if isinstance(value, list):
+        return turns_in(row, column, where, f"{column}, ")
+    return text_in(row, column, where)
+
+
+def _answer_documents(row: Row, columns: Columns, names: Sequence[str], where: str, templated: bool) -> list[Document]:
+    """Return one document per answer column in `names`: the prompt followed by that answer."""
+    prompt = _prompt_in(row, columns, where)
+    if not names:  # a conversation that contains its answer, with a label
+        names, answers, prompt = [columns["messages"]], [prompt or ""], None
+    else:
+        answers = [_side(row, name, where) for name in names]
+    if any(isinstance(side, list) for side in (prompt, *answers)):
+        return _conversation_documents(prompt, answers, row, columns, names, where)
+    texts = [side for side in answers if isinstance(side, str)]
+    return _text_documents(prompt if isinstance(prompt, str) else None, texts, row, columns, where, templated)
+
+
+def _conversation_documents(
+    prompt: Side | None, answers: Sequence[Side], row: Row, columns: Columns, names: Sequence[str], where: str
+) -> list[Document]:
+    sides = [[{"role": "assistant", "content": side}] if isinstance(side, str) else side for side in answers]
+    hold_prompt = all(side[0]["role"] in ("system", "user") for side in sides)
+    if prompt is None or (isinstance(prompt, str) and hold_prompt):
+        prompt, sides = _split_prompt_in(sides, names, where)
+    elif isinstance(prompt, str):
+        asked = prompt_parts(prompt, row, columns, where)
+        prompt = [*asked.get("history", []), {"role": "user", "content": asked["prompt"]}]
+    else:
+        sides = [side[len(prompt) :] if side[: len(prompt)] == prompt else side for side in sides]
+    _check_prompt_in(prompt, where)
+    for name, side in zip(names, sides, strict=True):
+        if not side or side[0]["role"] != "assistant":
+            wrong = f"starts with a turn of role {side[0]['role']}" if side else "ends with the prompt"
+            raise DataError(f"{where}: column {name!r} {wrong}, so it is not an answer", ANSWER_RULE)
+    given = sum(message["role"] == "assistant" for message in prompt)
+    return [{**conversation([*prompt, *side], row, columns, where), "given": given} for side in sides]
+
+
+def _split_prompt_in(
+    sides: Sequence[list[Message]], names: Sequence[str], where: str
+) -> tuple[list[Message], list[list[Message]]]:
+    """Split conversations into the turns that all share and the rest of each; one conversation alone at its last
+    assistant turn."""
+    if len(sides) == 1:
+        roles = [message["role"] for message in sides[0]]
+        if "assistant" not in roles:
+            raise DataError(f"{where}: column {names[0]!r} has no assistant turn", ANSWER_RULE)
+        common = len(roles) - 1 - roles[::-1].index("assistant")
+    else:
+        first, *others = sides
+        common = min(map(len, sides)) - 1  # every side keeps at least one turn as its answer
+        common = next((i for i in range(common) if any(side[i] != first[i] for side in others)), common)
+    if not common:
+        raise DataError(
+            f"{where}: columns {' and '.join(map(repr, names))} differ in their first turn, so they share no prompt",
+            "give both the same turns up to the answer, or add a column prompt",
+        )
+    return sides[0][:common], [side[common:] for side in sides]
+
+
+def _check_prompt_in(prompt: Sequence[Message], where: str) -> None:
+    if prompt and prompt[-1]["role"] == "assistant":
+        raise DataError(f"{where}: the prompt ends with an assistant turn", ANSWER_RULE)
+
+
+def _text_documents(
+    prompt: str | None, answers: Sequence[str], row: Row, columns: Columns, where: str, templated: bool
+) -> list[Document]:
+    """Return the documents of answers that are texts: an HH dialogue, a prompt with an answer, or texts with a
+    common prefix."""
+    whole = [(prompt or "") + answer for answer in answers]
+    if all(text.lstrip().startswith("Human:") and "\n\nAssistant:" in text for text in whole):
+        return _dialogue_documents([text.lstrip() for text in whole], row, columns, where, templated)
+    if prompt is not None:
+        asked = prompt_parts(prompt, row, columns, where)
+        return [{**asked, "completion": answer} for answer in answers]
+    start = _common_prompt_end(whole)
+    if not start:
+        raise DataError(
+            f"{where}: the answers share no prompt (column {columns.get('chosen', columns.get('completion'))!r} starts"
+            f" with {described(whole[0])})",
+            "give the prompt in a separate column, named prompt",
+        )
+    return [{"text": text, "answer_from": start} for text in whole]
+
+
+def _dialogue_documents(
+    texts: Sequence[str], row: Row, columns: Columns, where: str, templated: bool
+) -> list[Document]:
+    """Return HH's dialogues as conversations if there is a chat template, else as plain texts."""
+    if templated:
+        notice("dialogues", "reading texts with Human: and Assistant: turns as conversations")
+        sides = [_dialogue_turns(text) for text in texts]
+        names = [columns[part] for part in ("chosen", "rejected", "completion") if part in columns]
+        return _conversation_documents(None, sides, row, columns, names, where)
+    shared = common_prefix(*texts) if len(texts) > 1 else len(texts[0])
+    ends = [found.end() for found in SPEAKER.finditer(texts[0]) if found[1] == "Assistant" and found.end() <= shared]
+    if not ends:
+        wrong = f"{where}: the dialogues differ in their first question, so they share no prompt"
+        raise DataError(wrong, "give both answers to one question, or add a column prompt")
+    return [{"text": text, "answer_from": ends[-1]} for text in texts]
+
+
+def _dialogue_turns(text: str) -> list[Message]:
+    """Return the turns of an HH dialogue."""
+    found = list(SPEAKER.finditer(text))
+    stops = [each.start() for each in found[1:]] + [len(text)]
+    roles = {"Human": "user", "Assistant": "assistant"}
+    return [
+        {"role": roles[each[1]], "content": text[each.end() : stop].strip()}
+        for each, stop in zip(found, stops, strict=True)
+    ]
+
+
+def _common_prompt_end(texts: Sequence[str]) -> int:
+    """Return where the answers start in texts with a common prefix: at the last white space before they differ."""
+    if len(texts) < 2:
+        return 0
+    shared = common_prefix(*texts)
+    before = texts[0][:shared]
+    if all(text[shared : shared + 1].isspace() for text in texts):  # the texts differ in the white space itself
+        return len(before.rstrip())
+    return len(before[: max((at for at, char in enumerate(before) if char.isspace()), default=0)].rstrip())
+
+
+def _label(row: Row, column: str, where: str) -> bool:
+    if column in row:
+        return _bool_in(row[column], column, where)
+    raise _not_a_bool("nothing", column, where)
+
+
+def _bool_in(value: Any, column: str, where: str) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise _not_a_bool(described(value), column, where)
+
+
+def _not_a_bool(found: str, column: str, where: str) -> DataError:
+    return DataError(
+        f"{where}: column {column!r} holds {found}, not true or false",
+        "write true for a good answer or step and false for a bad one, without quotes",
+    )

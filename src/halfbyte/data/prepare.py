@@ -1,13 +1,14 @@
-"""From a run's configuration to tokenized training and evaluation data, and a report of what became of every row."""
+"""Prepare a run's data: from the configuration to tokenized training and evaluation rows, and a report on every row."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import torch
 from datasets import Dataset, Features, Value
 from transformers import PreTrainedTokenizerBase
 
@@ -22,16 +24,14 @@ from ..config import RunConfig
 from ..utils.errors import ConfigError, DataError
 from ..utils.notices import notice
 from .chat import ChatTemplate, tool_text
-from .csv_values import with_values
+from .collate import Collator, make_collator
 from .encode import CUT_AWAY, INSTRUCTION, TOO_LONG, UNTRAINED, Encoder
 from .formats import Document, documents, number_in, recognise
-from .leftovers import leftovers, say_leftovers
-from .pack import pack
-from .report import endings, held_out, ragged, samples, split_report
-from .sources import read_sources
-from .tables import Table
+from .report import count_unread, endings, held_out, ragged, report_unread, samples, split_report
+from .sources import parse_csv_values, read_sources
+from .tables import Table, pack
 
-ROWS_PER_PROCESS = 5_000  # with fewer, a process costs more to start than it saves
+ROWS_PER_PROCESS = 5_000  # with fewer rows, starting a process costs more time than it saves
 ROWS_WITH_PROGRESS = 2_000
 IDS, NUMBERS = datasets.List(Value("int32")), datasets.List(Value("float64"))
 ENCODED = Features(
@@ -47,9 +47,10 @@ ENCODED = Features(
 )
 REMEDY = {
     TOO_LONG: "raise max_length, or set overlong: truncate",
-    CUT_AWAY: "raise max_length: the answers begin behind it",
-    UNTRAINED: "check the roles and columns of the data (column_mapping, dataset_format): no answers were found",
+    CUT_AWAY: "raise max_length: the answers start after it",
+    UNTRAINED: "check the roles and columns of the data (column_mapping, dataset_format): the rows have no answers",
 }
+CALIBRATION_ROW = 512  # tokens per row
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,12 @@ class PreparedData:
     """Tokenized data.
 
     Attributes:
-        train, eval: columns input_ids and labels (unshifted, -100 where untrained) and, when packed, seq_lengths.
+        train, eval: columns input_ids and labels (unshifted, -100 on untrained tokens) and, if packed, seq_lengths.
         report: the contents of data_report.json.
-        answers: documents that each row of the data stands for; rows of several have seq_lengths, packed or not.
-        together: how many of these one forward takes.
-        counted: what each row is of per_device_train_batch_size.
-        shared: whether the documents of a row share their prompt, which stands once before them (`branches`).
+        answers: documents per row of the data; rows with several documents have seq_lengths, packed or not.
+        together: how many of these documents one forward takes.
+        counted: how many units of per_device_train_batch_size a row counts for.
+        shared: whether the documents of a row share their prompt, stored once before them (`shared_prefix`).
     """
 
     train: Dataset
@@ -76,7 +77,7 @@ class PreparedData:
 
 @dataclass
 class Documents:
-    """Documents as JSON text (Arrow would merge the keys of all rows), their places, and how they were read."""
+    """Documents as JSON text (Arrow would merge the keys of all rows), with their places and sources."""
 
     texts: list[str] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
@@ -86,7 +87,7 @@ class Documents:
 
     @property
     def left_out(self) -> Counter[str]:
-        """Rows with a value in each column or key that is neither trained nor shown (`leftovers`)."""
+        """Rows with a value in each column or key that is neither trained nor shown (`count_unread`)."""
         return sum((Counter(source.get("left_out", {})) for source in self.sources), Counter())
 
     def select(self, indices: np.ndarray) -> Documents:
@@ -96,7 +97,7 @@ class Documents:
 
 @dataclass(frozen=True)
 class _Split:
-    """One finished split: the documents kept, the rows made of them, and its part of the report."""
+    """One finished split: its documents, the rows made of them, and its part of the report."""
 
     kept: Dataset
     rows: Dataset
@@ -104,16 +105,16 @@ class _Split:
 
 
 def prepare(config: RunConfig, tokenizer: PreTrainedTokenizerBase, columns: Sequence[str] = ()) -> PreparedData:
-    """Read, recognise, split, mask, tokenize and (when asked) pack the data of a run.
+    """Read, recognise, split, mask, tokenize and (if configured) pack the data of a run.
 
-    Conversations, and with a chat template also prompt-completion and alpaca rows, are rendered with the template and
-    trained on assistant turns. Without a template the latter take a plain instruction format. Plain text is trained
-    whole. EOS is appended wherever no template writes it.
+    Conversations, and with a chat template also prompt-completion and Alpaca rows, are rendered with the template and
+    trained on assistant turns. Without a template, prompt-completion and Alpaca rows use a plain instruction format.
+    Every token of plain text is trained. EOS is appended wherever no template writes it.
 
     Args:
         config: the keys of `DataSection`, and seed.
-        tokenizer: a fast one with EOS. Its chat template counts; chat_template_path is the loader's business.
-        columns: of the data, with a number in each row, that the prepared rows keep: as lists, a number a document.
+        tokenizer: a fast one with EOS, with its final chat template: the loader applies chat_template_path.
+        columns: number columns of the data that the prepared rows keep as lists, one number per document.
 
     Raises:
         DataError: the data are missing, malformed, of unknown layout, or leave nothing to train on.
@@ -139,7 +140,7 @@ def prepare(config: RunConfig, tokenizer: PreTrainedTokenizerBase, columns: Sequ
 
 
 def template_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate | None:
-    """The tokenizer's chat template; errors name where it comes from."""
+    """Return the tokenizer's chat template; errors name its file or key."""
     path = config.chat_template_path
     if not tokenizer.chat_template:
         if path is not None:
@@ -170,7 +171,7 @@ def _read(
             mapping=config.column_mapping,
             text_field=config.dataset_text_field,
         )
-        source = with_values(source, layout.columns, columns)
+        source = parse_csv_values(source, layout.columns, columns)
         pairs = layout.format in ("prompt-completion", "alpaca")
         everything = not (config.completion_only_loss if pairs else config.assistant_only_loss)
         for (where, document), row in zip(documents(source, layout), source.rows, strict=True):
@@ -183,22 +184,23 @@ def _read(
             found.texts.append(text)
             found.places.append(where)
         found.masks[mask_of(layout.format, everything, template)] = None
-        left_out = leftovers(source, layout.columns, columns)
+        left_out = count_unread(source, layout.columns, columns)
         summary = {"path": source.path, "format": layout.format, "why": layout.why, "rows": len(source.rows)}
         found.sources.append(summary | ({"left_out": dict(left_out)} if left_out else {}))
-    say_leftovers(names, found.left_out)
+    report_unread(names, found.left_out)
     return found
 
 
 def for_template(document: Document, template: ChatTemplate | None, where: str) -> Document:
-    """Make what the template can render of a document: pairs become a conversation where there is a template."""
+    """Convert a document to a form that the template can render: with a template, prompt and completion become a
+    conversation."""
     if "prompt" in document:
         if template is None:
-            notice("no-template", f"no chat template: rows are written as {INSTRUCTION!r} and the completion")
+            notice("no-template", f"no chat template: writing rows as {INSTRUCTION!r} and the completion")
             before = [document["system"]] if "system" in document else []
             before += [tool_text(document["tools"])] if "tools" in document else []
             return document | ({"system": "\n\n".join(before)} if before else {})
-        earlier, answer = asked_turns(document), {"role": "assistant", "content": document["completion"]}
+        earlier, answer = prompt_turns(document), {"role": "assistant", "content": document["completion"]}
         given = len(document.get("history", ())) // 2
         tools = {"tools": document["tools"]} if "tools" in document else {}
         document = {"messages": [*earlier, answer]} | ({"given": given} if given else {}) | tools
@@ -212,8 +214,8 @@ def for_template(document: Document, template: ChatTemplate | None, where: str) 
     return template.adapt(document)
 
 
-def asked_turns(document: Document) -> list[dict[str, Any]]:
-    """The turns of a document with a prompt, up to its answer."""
+def prompt_turns(document: Document) -> list[dict[str, Any]]:
+    """Return the turns of a document with a prompt, up to its answer."""
     system = [{"role": "system", "content": document["system"]}] if "system" in document else []
     return [*system, *document.get("history", ()), {"role": "user", "content": document["prompt"]}]
 
@@ -222,7 +224,7 @@ def check_unicode(text: str, where: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        wrong = f"{where}: half a surrogate pair ({error.object[error.start]!r}) is no character"
+        wrong = f"{where}: half a surrogate pair ({error.object[error.start]!r}) is not a character"
         raise DataError(wrong, "remove it, or write both halves") from error
 
 
@@ -234,7 +236,7 @@ def mask_of(format: str, everything: bool, template: ChatTemplate | None) -> str
     if not template.marked:
         notice(
             "generation-marks",
-            "the chat template has no {% generation %} marks: assistant turns are found by rendering each "
+            "the chat template has no {% generation %} marks: finding assistant turns by rendering each "
             "conversation again with one turn replaced",
         )
     return f"assistant turns, by {template.mask}"
@@ -243,10 +245,10 @@ def mask_of(format: str, everything: bool, template: ChatTemplate | None) -> str
 def read_parts(
     config: RunConfig, read: Callable[[str | list[str], bool], Documents]
 ) -> tuple[Documents, Documents | None, list[dict[str, Any]]]:
-    """What a run trains on, what it is evaluated on if anything, and the sources of both.
+    """Return the training documents, the evaluation documents (None without evaluation), and the sources of both.
 
     Args:
-        read: takes the names of datasets, and whether the run is evaluated on them.
+        read: takes the names of datasets, and whether they are for evaluation.
 
     Raises:
         ConfigError: eval_split_size leaves nothing to train on.
@@ -255,7 +257,7 @@ def read_parts(
     if config.eval_dataset is not None:
         evaluated = read(config.eval_dataset, True)
         if evaluated.sources == training.sources:
-            notice("same-data", "eval_dataset is the dataset that is trained on: its loss says nothing of other rows")
+            notice("same-data", "eval_dataset is the training dataset: its loss does not measure generalization")
         return training, evaluated, training.sources + evaluated.sources
     if config.eval_split_size:
         return *_split_off(training, config.eval_split_size, config.seed), training.sources
@@ -263,12 +265,12 @@ def read_parts(
 
 
 def _split_off(found: Documents, size: float, seed: int) -> tuple[Documents, Documents]:
-    """Hold out a share (below 1) or a count of documents: the same ones for the same data and seed."""
+    """Hold out a share (below 1) or a count of documents; the same data and seed give the same split."""
     total = len(found.texts)
     count = int(size) if size >= 1 else max(1, round(size * total))
     if count >= total:
         raise ConfigError(
-            f"eval_split_size {size:g} holds out {count} of {total} documents, which leaves none to train on",
+            f"eval_split_size {size:g} holds out {count} of {total} documents and leaves none to train on",
             "lower eval_split_size, or give eval_dataset",
         )
     order = np.random.default_rng(seed).permutation(total)
@@ -280,17 +282,23 @@ def _finish(found: Documents, encoder: Encoder, config: RunConfig, name: str) ->
     total, kept = len(found.texts), kept_rows(encoded, f"{name} documents", config.max_length, REMEDY)
     truncated = sum(length > config.max_length for length in kept["length"])
     if truncated:
-        words = f"cut to max_length {config.max_length}: the longest has {max(kept['length']):,} tokens"
-        notice(f"truncated:{name}", f"{truncated} of {total} {name} documents {words}")
+        longest = f"the longest has {max(kept['length']):,} tokens"
+        notice(
+            f"truncated:{name}",
+            f"{truncated} of {total} {name} documents cut to max_length {config.max_length}: {longest}",
+        )
     not_shown = not_shown_of(kept, f"{name} documents")
     empty = sum(kept["empty"])
     if empty == len(kept) and name == "training":
         raise DataError(
-            f"all answers are empty: of {total} training documents, nothing is trained but where to stop",
+            f"all answers are empty: {total} training documents would train only the end token",
             "check the rows and columns of the data (column_mapping, dataset_format)",
         )
     if empty:
-        notice(f"empty:{name}", f"{empty} of {total} {name} documents have empty answers: they teach to say nothing")
+        notice(
+            f"empty:{name}",
+            f"{empty} of {total} {name} documents have empty answers and train the model to answer nothing",
+        )
     columns = ["input_ids", "labels", *found.columns]
     rows = _pack(kept, config.max_length, found.columns) if config.packing else kept.select_columns(columns)
     capacity = config.max_length if config.packing else None
@@ -299,14 +307,14 @@ def _finish(found: Documents, encoder: Encoder, config: RunConfig, name: str) ->
 
 
 def kept_rows(encoded: Dataset, name: str, max_length: int, remedies: Mapping[str, str]) -> Dataset:
-    """The rows that are not dropped; says why the others are.
+    """Return the rows that are not dropped, with a notice for each reason.
 
     Args:
-        name: of the rows, as in "training rows".
-        remedies: by the reason why a row is dropped.
+        name: what the rows are called, as in "training rows".
+        remedies: reason to fix.
 
     Raises:
-        DataError: all are dropped.
+        DataError: all rows are dropped.
     """
     reasons = np.array(list(encoded["dropped"]))
     dropped = Counter(reason for reason in reasons.tolist() if reason)
@@ -322,24 +330,24 @@ def kept_rows(encoded: Dataset, name: str, max_length: int, remedies: Mapping[st
 
 
 def not_shown_of(kept: Dataset, name: str) -> dict[str, int]:
-    """Count the rows with each part that the chat template does not write, and name them in one notice.
+    """Count the rows by message part that the chat template does not write, with one notice.
 
     Args:
-        name: of the rows, as in "training rows".
+        name: what the rows are called, as in "training rows".
     """
     found = Counter(each for names in kept["not_shown"] for each in set(names))
     if found:
         counts = ", ".join(f"{part} ({count:,} of {len(kept):,})" for part, count in found.most_common())
         notice(
             f"not-shown:{name}",
-            f"{name}: the chat template does not show {counts}, so it is left out; a chat_template_path that writes it"
-            " would train it",
+            f"{name}: the chat template does not write {counts}, so these parts are not trained; to train them, give a"
+            " template that writes them with chat_template_path",
         )
     return dict(found)
 
 
 def encode(found: Documents, encoder: Encoder, config: RunConfig, features: Mapping[str, Any]) -> Dataset:
-    """The columns that `encoder` makes of documents, in as many processes as are worth their start."""
+    """Return the columns that `encoder` makes of documents, in parallel if there are enough rows."""
     rows = len(found.texts)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     processes = min(config.dataset_num_proc or max(1, rows // ROWS_PER_PROCESS), cores)
@@ -353,14 +361,14 @@ def encode(found: Documents, encoder: Encoder, config: RunConfig, features: Mapp
             features=Features(features),
             keep_in_memory=True,
             load_from_cache_file=False,
-            new_fingerprint="tokenized",  # nothing is cached, so there is no need to hash the tokenizer
+            new_fingerprint="tokenized",  # nothing is cached, so hashing the tokenizer would be wasted
             desc="tokenizing",
         )
 
 
 @contextlib.contextmanager
 def _progress(wanted: bool) -> Iterator[None]:
-    """Hide the progress bars of datasets where the work is short or nobody watches."""
+    """Hide the progress bars of datasets for short work or without a terminal."""
     if (wanted and sys.stderr.isatty()) or datasets.are_progress_bars_disabled():
         yield
         return
@@ -385,3 +393,35 @@ def _pack(kept: Dataset, max_length: int, columns: Sequence[str]) -> Dataset:
         numbers, _ = ragged(kept, name)  # one of each document
         made[name] = [numbers[row] for row in rows]
     return Table.from_dict(made, features=Features(features))
+
+
+# --- calibration text -------------------------------------------------------------------------------------------------
+
+
+def calibration_rows(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, tokens: int, device: torch.device
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the model's forward arguments and `labels`, one row at a time; see `packed_rows`."""
+    return collated_rows(packed_rows(config, tokenizer, tokens), make_collator(config, tokenizer), device)
+
+
+def packed_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase, tokens: int) -> list[dict[str, Any]]:
+    """Return rows for a packing collator, up to `tokens` tokens or the end of the text; every token is a label.
+
+    Args:
+        config: names the dataset; it needs packing and a max_length of `CALIBRATION_ROW`.
+
+    Raises:
+        DataError: no text.
+    """
+    rows = itertools.islice(prepare(config, tokenizer).train, max(1, tokens // CALIBRATION_ROW))
+    return [{**row, "labels": row["input_ids"]} for row in rows]
+
+
+def collated_rows(
+    rows: Iterable[dict[str, Any]], collate: Collator, device: torch.device, together: int = 1
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the model's forward arguments and `labels` on `device`, `together` rows of `packed_rows` at a time."""
+    rest = iter(rows)
+    while group := list(itertools.islice(rest, together)):
+        yield {key: value.to(device) for key, value in collate(group).items() if torch.is_tensor(value)}

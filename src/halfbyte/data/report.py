@@ -1,9 +1,10 @@
-"""What became of the data: the numbers of data_report.json, and samples that show what is trained."""
+"""The numbers of data_report.json: counts per split, samples that show which tokens are trained, and values that
+nothing reads."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,24 +13,32 @@ from transformers import PreTrainedTokenizerBase
 
 from ..ops import IGNORE_INDEX
 from ..utils.notices import notice
+from ..utils.text import brief
+from .formats import MARKS, MESSAGE_KEYS, ROLES
+from .sources import Row, Source
 
 SAMPLES, SAMPLE_TOKENS = 3, 400
-HELD_OUT_TOKENS = 4096  # enough to tell 0.01 nats between two models that are nearly the same
+HELD_OUT_TOKENS = 4096  # enough to measure 0.01 nats between two similar models
 BINS = 30
+TURN_PARTS = ("messages", "prompt", "completion", "chosen", "rejected")  # parts that may hold turns
+TEXT_PROMPT_PARTS = ("context", "input", "history")  # parts that are shown with a text prompt only
+CALL_KEYS, FUNCTION_KEYS = {"id", "type", "function", "name", "arguments"}, {"name", "arguments"}
+EMPTY: tuple[Any, ...] = (None, "", [], {})
+MOST_NAMED = 20
 
 
 def split_report(
     encoded: Dataset, kept: Dataset, rows: Dataset, truncated: int, empty: int, row_capacity: int | None
 ) -> dict[str, Any]:
-    """The report's part on one split.
+    """Return the report's part on one split.
 
     Args:
-        encoded: every document, with its length in tokens before cutting and the reason it was dropped, if any.
+        encoded: every document, with its length in tokens before truncation and the reason for dropping it, if any.
         kept: the documents that are trained on.
-        rows: what they became; packed rows, or the same.
-        truncated: how many of them were cut.
-        empty: how many of them have empty answers.
-        row_capacity: tokens a packed row may hold; None when rows are not packed.
+        rows: the rows made of `kept`, packed or not.
+        truncated: number of truncated documents.
+        empty: number of documents with empty answers.
+        row_capacity: tokens that a packed row may hold; None if rows are not packed.
     """
     labels, lengths = ragged(kept, "labels")
     tokens = int(lengths.sum())
@@ -47,14 +56,14 @@ def split_report(
 
 
 def answers_report(encoded: Dataset, kept: Dataset, names: Sequence[str], truncated: int) -> dict[str, Any]:
-    """The report's part on one split of rows with prompts and answers.
+    """Return the report's part on one split of rows with prompts and answers.
 
     Args:
-        encoded: every row, with the length in tokens of its prompt with its longest answer, before cutting, and the
-            reason it was dropped, if any.
+        encoded: every row, with the tokens of its prompt and longest answer before truncation and the reason for
+            dropping it, if any.
         kept: the rows that are trained on.
-        names: of their answers: `NAME_ids` and `NAME_mask` are columns.
-        truncated: how many of them have answers that were cut.
+        names: names of the answers: `NAME_ids` and `NAME_mask` are columns.
+        truncated: number of rows with truncated answers.
     """
     prompts = ragged(kept, "prompt_ids")[1]
     lengths = {name: ragged(kept, f"{name}_ids")[1] for name in names}
@@ -86,14 +95,15 @@ def answers_report(encoded: Dataset, kept: Dataset, names: Sequence[str], trunca
 
 
 def ragged(dataset: Dataset, column: str) -> tuple[np.ndarray, np.ndarray]:
-    """A column of lists as all values one after the other, and the length of each list; quicker than row by row."""
+    """Return all values of a column of lists, concatenated, and the length of each list; faster than row by row."""
     chunks = dataset.select_columns(column).with_format("arrow")[:][column].chunks
     values = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in chunks]
     return np.concatenate(values), np.concatenate([chunk.value_lengths().to_numpy() for chunk in chunks])
 
 
 def _histogram(lengths: np.ndarray) -> dict[str, list[int]]:
-    """Counts of document lengths, before cutting, in whole-token bins [edge, next edge); the last edge is included."""
+    """Count document lengths before truncation in bins of whole tokens, [edge, next edge); the last edge is
+    included."""
     low, high = int(lengths.min()), int(lengths.max())
     step = max(1, -(-(high - low) // BINS))
     edges = np.arange(low, high + step + 1, step) if high > low else np.array([low, low + 1])
@@ -102,9 +112,9 @@ def _histogram(lengths: np.ndarray) -> dict[str, list[int]]:
 
 
 def endings(kept: Dataset, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Whether the model is taught to stop: `eos_trained`, and `stop_tokens`, the tokens that end trained turns.
+    """Return whether the model learns to stop: `eos_trained`, and `stop_tokens`, the tokens that end trained turns.
 
-    Warns where a trained turn has no end token, and where the token is not the tokenizer's EOS.
+    Warns if a trained turn has no end token, or another one than the tokenizer's EOS.
     """
     ends = Counter(ragged(kept, "ends")[0].tolist())
     total, open_turns = ends.total(), ends.pop(-1, 0)
@@ -113,21 +123,21 @@ def endings(kept: Dataset, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]
         notice(
             "eos-trained",
             f"{open_turns} of {total} trained turns end without EOS or another special token, so the model does not "
-            "learn to stop there; let the chat template write one after every assistant turn",
+            "learn to stop there; use a chat template that writes one after every assistant turn",
         )
     elif not ends:
-        notice("eos-trained", "every document was cut, so no end of text is trained; raise max_length")
+        notice("eos-trained", "every document was truncated, so no end of text is trained; raise max_length")
     elif tokenizer.eos_token_id not in ends:
         notice(
             "stop-token",
             f"trained turns end with {', '.join(names)}, which is not the tokenizer's EOS {tokenizer.eos_token}: "
-            "generation has to stop there too",
+            "generation must stop at that token, too",
         )
     return {"eos_trained": bool(ends) and not open_turns, "stop_tokens": names}
 
 
 def samples(kept: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, list[Any]]]:
-    """The first three documents as strings of tokens and whether each is trained, at most 400 tokens each."""
+    """Return the first three documents, at most 400 tokens each, as token strings and whether each token is trained."""
     shown = []
     for row in kept.select(range(min(SAMPLES, len(kept)))):
         ids, labels = row["input_ids"][:SAMPLE_TOKENS], row["labels"][:SAMPLE_TOKENS]
@@ -136,8 +146,11 @@ def samples(kept: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[dict[str,
 
 
 def held_out(kept: Dataset) -> list[dict[str, list[Any]]]:
-    """The first held-out documents as ids and whether each counts in the loss, `HELD_OUT_TOKENS` in all: what `merge`
-    compares losses on, wherever the data are by then."""
+    """Return the first held-out documents, `HELD_OUT_TOKENS` tokens in total, as ids and whether each counts in the
+    loss.
+
+    `merge` compares losses on them, even if the data have moved since.
+    """
     found: list[dict[str, list[Any]]] = []
     left = HELD_OUT_TOKENS
     for row in kept:
@@ -151,9 +164,9 @@ def held_out(kept: Dataset) -> list[dict[str, list[Any]]]:
 
 
 def token_strings(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
-    """One readable string per token; joined, they are the decoded text.
+    """Return one readable string per token; concatenated, they are the decoded text.
 
-    A character spread over several tokens is shown at its last one, the others are empty.
+    A character that spans several tokens is shown at its last token; the other strings are empty.
     """
     strings, shown = [], ""
     for count in range(1, len(ids) + 1):
@@ -164,3 +177,86 @@ def token_strings(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[st
         strings.append(text[len(shown) :])
         shown = text
     return strings
+
+
+# --- columns and keys that nothing reads ------------------------------------------------------------------------------
+
+
+def count_unread(source: Source, columns: Mapping[str, str], further: Collection[str] | None = ()) -> Counter[str]:
+    """Count the rows of `source` with a value in each column, and in each key of turns, that nothing reads.
+
+    A key of turns is written `column[].key`.
+
+    Args:
+        columns: part to column.
+        further: other columns that are read; None: all of them.
+    """
+    read = {*columns.values(), *(further or ())}
+    with_turns = [columns[part] for part in TURN_PARTS if part in columns]
+    found: Counter[str] = Counter()
+    for row in source.rows:
+        names = {name for name, value in row.items() if name not in read and value not in EMPTY}
+        names = set() if further is None else names
+        for column in with_turns:
+            names |= {f"{column}[].{key}" for turn in _turns(row, column) for key in _unread_keys(turn)}
+        found.update(names | _shadowed(row, columns))
+    return found
+
+
+def _turns(row: Row, column: str) -> list[dict[str, Any]]:
+    value = row.get(column)
+    several = value if isinstance(value, list) else [value]  # LLaMA-Factory stores a single turn without a list
+    return [turn for turn in several if isinstance(turn, dict)]
+
+
+def _unread_keys(turn: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the keys of a turn that are not part of its message."""
+    read = {"role" if "role" in turn else "from", "content" if "content" in turn else "value", *MESSAGE_KEYS, *MARKS}
+    yield from (key for key, value in turn.items() if key not in read and value not in EMPTY)
+    calls = turn.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        for read_here, place, value in ((CALL_KEYS, "", call), (FUNCTION_KEYS, "function.", _function(call))):
+            yield from (f"tool_calls[].{place}{key}" for key in value if key not in read_here)
+
+
+def _function(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    return function if isinstance(function, dict) else {}
+
+
+def _shadowed(row: Row, columns: Mapping[str, str]) -> set[str]:
+    """Return the columns that a row's turns replace.
+
+    A system turn replaces a system column. A conversation in the answers replaces a text prompt that is not in it, and
+    the columns shown with that prompt.
+    """
+    turns = [turn for part in TURN_PARTS if part in columns for turn in _turns(row, columns[part])]
+    texts = {text.strip() for turn in turns if isinstance(text := turn.get("content", turn.get("value")), str)}
+    found = set()
+    system, prompt = columns.get("system", ""), columns.get("prompt", "")
+    if any(_role(turn) == "system" for turn in turns[:1]) and row.get(system):
+        found |= {system} if str(row[system]).strip() not in texts else set()
+    with_prompt = {columns[part] for part in TEXT_PROMPT_PARTS if row.get(columns.get(part, ""))}
+    if isinstance(row.get(prompt), list):
+        found |= with_prompt
+    elif isinstance(row.get(prompt), str) and any(_role(turn) != "assistant" for turn in turns[:1]):
+        found |= with_prompt | ({prompt} if row[prompt].strip() not in texts else set())
+    return found
+
+
+def _role(turn: Mapping[str, Any]) -> str | None:
+    return ROLES.get(str(turn.get("role", turn.get("from"))))
+
+
+def report_unread(names: str | Sequence[str], found: Mapping[str, int]) -> None:
+    """Log one notice with the columns and keys of a dataset that nothing reads."""
+    if not found:
+        return
+    dataset = names if isinstance(names, str) else ", ".join(names)
+    counts = sorted(found.items(), key=lambda each: -each[1])
+    shown = ", ".join(f"{brief(name)} ({count:,} row{'s' * (count > 1)})" for name, count in counts[:MOST_NAMED])
+    more = f" and {len(counts) - MOST_NAMED} more" if len(counts) > MOST_NAMED else ""
+    notice(
+        f"left-out:{dataset}",
+        f"{dataset}: ignoring {shown}{more}; to use a column, map its part with column_mapping",
+    )

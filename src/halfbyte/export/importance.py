@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from halfbyte.config import load_config
-from halfbyte.data.calibration import ROW, calibration_rows
+from halfbyte.data.prepare import CALIBRATION_ROW, calibration_rows
 from halfbyte.gguf.imatrix import Seen, write_importances
 from halfbyte.gguf.tensors import BESIDE_TEXT, STACKED_EXPERTS, Layout, experts_name, layer_of
 from halfbyte.modeling.architectures import runs_experts
@@ -44,7 +44,7 @@ def collect(
     """
     saved = load_saved(run_or_model, [f"device={device}", f"trust_remote_code={trust_remote_code}"])
     keys = {"model_name_or_path": saved.config.model_name_or_path, "dataset": text}
-    config = load_config(None, [], keys | {"max_length": ROW, "packing": True, "device": str(device)})
+    config = load_config(None, [], keys | {"max_length": CALIBRATION_ROW, "packing": True, "device": str(device)})
     rows = list(calibration_rows(config, saved.tokenizer, TOKENS, torch.device("cpu")))
     model_config: Any = saved.model.config
     layout = Layout(model_config.get_text_config(), family)
@@ -59,7 +59,7 @@ def collect(
     if missed := sorted(names - seen.keys() - UNWEIGHED):
         said = f"{len(missed)} matrices met no text, such as {missed[0]}"
         notice("importance-missed", f"{said}: their errors are not weighed")
-    write_importances(out, seen, text, len(rows), ROW)
+    write_importances(out, seen, text, len(rows), CALIBRATION_ROW)
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
-"""What runs are trained for. A method is a row of `METHODS`, by the name that the key `method` gives.
+"""Training methods: `METHODS` maps each value of the key `method` to its implementation.
 
-To add one, add a row: `METHODS["mine"] = Mine()`, an instance of a subclass of `Method`.
+To add a method, add a row: `METHODS["mine"] = Mine()`, an instance of a subclass of `Method`.
 """
 
 from ..config import RunConfig
@@ -9,10 +9,10 @@ from ..utils.errors import ConfigError
 from .base import Method, Metric, Numbers
 from .gkd import Distillation
 from .grpo import PolicyOptimization
-from .kto import KahnemanTverskyOptimization
 from .preference import (
     ContrastivePreferenceOptimization,
     DirectPreferenceOptimization,
+    KahnemanTverskyOptimization,
     OddsRatioPreferenceOptimization,
 )
 from .reward import ProcessRewardModelling, RewardModelling
@@ -34,10 +34,10 @@ METHODS: dict[str, Method] = {
 
 
 def method_of(config: RunConfig) -> Method:
-    """The method that a run asks for, with the keys of that run.
+    """Return the method of a run, configured with its keys.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: no method has that name.
     """
     if config.method not in METHODS:
         near = nearest(config.method, METHODS)

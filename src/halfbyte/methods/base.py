@@ -1,6 +1,6 @@
-"""What a method of training says of itself; the loop, metrics, report and terminal ask for nothing else.
+"""The interface of a training method; the loop, metrics, report and terminal use nothing else.
 
-Nothing here imports torch before it is needed, because reports read the names, too.
+Nothing here imports torch at module level, because reports read the names, too.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Metric:
     """A number in the records of a run.
 
     Attributes:
-        name: in the records.
-        label: for people.
-        format: how it is shown, as in `format(value, ".4f")`.
-        over: the count that its sum is divided by.
-        brief: whether the terminal shows it while a run trains.
+        name: key in the records.
+        label: name for people.
+        format: format specification, as in `format(value, ".4f")`.
+        over: name of the count that its sum is divided by.
+        brief: whether the terminal shows it during training.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Metric:
     brief: bool = True
 
     def shown(self, record: Mapping[str, Any]) -> str:
-        """The number of a record, in words; a dash where there is none."""
+        """Return the formatted number of a record, or a dash without one."""
         value = record.get(self.name)
         return "–" if value is None else format(value, self.format)
 
@@ -56,12 +56,12 @@ LOSS = Metric("loss", "loss")
 
 @dataclass(frozen=True)
 class Numbers:
-    """The numbers of a method.
+    """The metrics of a method.
 
     Attributes:
-        trained: of training records, the loss first.
-        evaluated: of evaluations, the most telling one first.
-        beside: of training records, what the host knows of their rows.
+        trained: in training records, the loss first.
+        evaluated: in evaluations, the most informative one first.
+        beside: in training records, computed on the host from the step's rows.
     """
 
     trained: tuple[Metric, ...] = (LOSS,)
@@ -69,7 +69,7 @@ class Numbers:
     beside: tuple[Metric, ...] = ()
 
     def document(self) -> dict[str, list[dict[str, Any]]]:
-        """As environment.json has them."""
+        """Return the metrics as environment.json stores them."""
         return {name: [asdict(metric) for metric in getattr(self, name)] for name in ("trained", "evaluated", "beside")}
 
     @classmethod
@@ -78,19 +78,18 @@ class Numbers:
 
 
 class Method(ABC):
-    """A method of training.
+    """A training method.
 
     Attributes:
-        rows: what its rows are: text (`input_ids`, `labels` and the number columns that it asks for), or pairs,
-            unpaired, prompts or stepwise (see `data.prepare_answers`).
-        numbers: what its records hold.
-        scores: of a method that trains a head that scores texts or tokens, so that the model answers nothing, which of
-            `config.methods.SCORES`.
-        looks_ahead: whether its losses need something of the whole step before any is taken, see `ahead`.
-        reference: whether its losses compare the model with what it was before training.
-        shares: whether the answers of a row can share its prompt, see `data.branches`.
-        columns: of text, the columns of the data with a number in each row; a prepared row has them as lists, a number
-            a document.
+        rows: kind of rows: text (`input_ids`, `labels` and number columns), or pairs, unpaired, prompts or stepwise
+            (see `data.prepare_answers`).
+        numbers: metrics of its records.
+        scores: task type (a key of `config.methods.SCORES`) if it trains a head that scores texts or tokens; such a
+            model generates nothing.
+        looks_ahead: whether its losses need sums over the complete step first, see `ahead`.
+        reference: whether its losses compare the model with its state before training.
+        shares: whether the answers of a row can share their prompt, see `data.shared_prefix`.
+        columns: for text, number columns of the data; a prepared row has them as lists, one number per document.
     """
 
     rows: Literal["text", "pairs", "unpaired", "prompts", "stepwise"] = "text"
@@ -102,11 +101,11 @@ class Method(ABC):
     columns: tuple[str, ...] = ()
 
     def of(self, config: RunConfig) -> Method:
-        """This method as `config` asks for it: a method with keys of its own gives one that has read them."""
+        """Return this method configured with the keys of `config`."""
         return self
 
     def prepare(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PreparedData:
-        """The rows of a run, and what became of its data."""
+        """Return the prepared rows of a run, with the data report."""
         if self.rows != "text":
             from ..data.prepare_answers import prepare_answers
 
@@ -116,83 +115,83 @@ class Method(ABC):
         return prepare(config, tokenizer, self.columns)
 
     def documents(self, config: RunConfig, data: PreparedData) -> PreparedData:
-        """Prepared rows as a run sees them: documents, one or several in a row, with `input_ids` and `labels`."""
+        """Convert prepared rows to documents, one or several per row, with `input_ids` and `labels`."""
         return data
 
     def ready(
         self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, model_config: Any | None = None
     ) -> PreparedData:
-        """`prepare`, and `documents` of what it gives.
+        """Return the result of `prepare`, converted by `documents`.
 
         Args:
-            model_config: transformers', which says whether answers share prompts; None: they do not.
+            model_config: transformers' config, which decides whether answers share prompts; None: they do not.
         """
         data = self.prepare(config, tokenizer)
         if self.shares and model_config is not None:
             from ..modeling.shared_prefix import why_apart
 
             if why := why_apart(config, model_config):
-                notice("prompts-apart", f"each answer is computed with a prompt of its own: {why}")
+                notice("prompts-apart", f"computing the prompt once per answer instead of once per row: {why}")
             data = replace(data, shared=not why)
         return self.documents(config, data)
 
     def micro_batches(self, config: RunConfig, rows: int, ways: int = 1) -> int:
-        """Micro-batches that an epoch of `rows` has, in all of `ways` processes."""
+        """Return the micro-batches in an epoch of `rows`, over all `ways` ranks."""
         return math.ceil(rows / config.per_device_train_batch_size)
 
     def collator(
         self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
     ) -> Collate:
-        """Prepared rows → a batch of tensors on the host (and numbers).
+        """Return the collator from prepared rows to a batch of host tensors (and numbers).
 
         Args:
-            device: where a run trains; None: nowhere, so the batch need not suit its kernels.
+            device: the training device; None: no device, so the batch need not suit its kernels.
         """
         from ..data.collate import make_collator
 
         return make_collator(config, tokenizer, device)
 
     def tokens(self, rows: Rows) -> int:
-        """Tokens that training on `rows` processes."""
+        """Return the tokens that training on `rows` processes."""
         return sum(len(row["input_ids"]) for row in rows)
 
     @abstractmethod
     def counts(self, batch: Batch) -> dict[str, float]:
-        """What the sums of a batch are divided by, name → number, known before its forward."""
+        """Return the divisors of a batch's sums by name, known before its forward."""
 
     def blank(self, batch: Batch) -> dict[str, Any]:
-        """The batch with nothing left to train on: for a process that has no rows where others have."""
+        """Return the batch with nothing to train, for a rank that has no rows left while others do."""
         return {**batch, "labels": batch["labels"].new_full(batch["labels"].shape, IGNORE_INDEX)}
 
     def ahead(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Sums that the losses of a step need of all its micro-batches, of those that `looks_ahead`; no gradient."""
+        """Return sums over all micro-batches that the losses of a step need (if `looks_ahead`), without a gradient."""
         return {}
 
     def needs_ahead(self, taken: Sequence[Batch]) -> bool:
-        """Whether the step of these micro-batches, all that it has, needs it."""
+        """Return whether a step of these micro-batches needs a separate look-ahead forward."""
         return self.looks_ahead
 
     def shared(self, counts: Mapping[str, float], ahead: Mapping[str, Tensor]) -> dict[str, float | Tensor]:
-        """Numbers that each micro-batch of a step gets, by their keys in the batch.
+        """Return numbers that every micro-batch of a step gets, by their keys in the batch.
 
-        So a loss can weigh means over different counts: accumulated they equal the large batch.
+        They let a loss weigh means over different counts, so that accumulated gradients equal those of one large batch.
 
         Args:
-            counts: of all the step; empty in evaluations, whose counts are known at their end.
-            ahead: what `ahead` gave, summed over all the step, or all held-out rows.
+            counts: of the complete step; empty in evaluations, whose counts are known only at their end.
+            ahead: results of `ahead`, summed over the step or over all held-out rows.
         """
         return {}
 
     @abstractmethod
     def sums(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Forward: the sums of a batch, 0-d float32, by name and in the order of `numbers.trained`.
+        """Run the forward and return the sums of a batch, 0-d float32, by name in the order of `numbers.trained`.
 
-        The one called "loss" is differentiable. The forward of a frozen model in 16 bits runs inside `compute`.
+        The sum "loss" is differentiable. The forward of a frozen 16-bit model runs inside `compute`.
 
         Args:
             batch: on the model's device.
         """
 
     def evaluation(self, means: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
-        """The numbers of an evaluation, from the means and counts over all its rows."""
+        """Return the numbers of an evaluation from the means and counts over all its rows."""
         return {**means, **counts}

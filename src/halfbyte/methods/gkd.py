@@ -1,4 +1,5 @@
-"""Distillation on a model's own answers: at each token it comes nearer to a teacher, over the whole vocabulary."""
+"""Generalised knowledge distillation: minimise the divergence to a teacher on the model's own answers, over the
+vocabulary."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from ..data.preference import ANSWERS
 from ..utils.errors import DataError
 from ..utils.text import brief
 from .base import Batch, Method, Metric, Numbers
-from .grpo import BESIDE, TOKENS, PolicyOptimization
+from .grpo import REWARD_METRICS, TOKENS, PolicyOptimization
 
 if TYPE_CHECKING:
     import torch
@@ -20,38 +21,36 @@ if TYPE_CHECKING:
     from ..data.prepare import PreparedData
     from .base import Collate
 
-LENGTHS = tuple(metric for metric in BESIDE if metric.name.startswith("completions/"))
+LENGTHS = tuple(metric for metric in REWARD_METRICS if metric.name.startswith("completions/"))
 METRICS = (Metric("loss", "divergence", ".4f", TOKENS), Metric("entropy", "entropy", ".3f", TOKENS))
 
 
 def given_answer(config: RunConfig, columns: Mapping[str, Any], number: int) -> str:
-    """The answer that the data has to a prompt, as a text; `columns` are those beside the prompt in row `number`.
+    """Return the answer in the data to prompt `number`, as text; `columns` are the row's columns without the prompt.
 
     Raises:
-        DataError: there is none.
+        DataError: there is no answer.
     """
     name = (config.column_mapping or {}).get("completion") or next((each for each in ANSWERS if each in columns), None)
-    fix = "name the answers' column, column_mapping: {completion: COLUMN}, or set lmbda: 1"
+    fix = "map the answers' column, column_mapping: {completion: COLUMN}, or set lmbda: 1"
     if name is None or name not in columns:
-        said = (
-            f"column {name!r}" if name else f"completions beside its prompts (columns {', '.join(columns) or 'none'})"
-        )
-        raise DataError(f"lmbda: {config.lmbda:g} takes answers from the data, which has no {said}", fix)
+        missing = f"column {name!r}" if name else f"column of answers (columns {', '.join(columns) or 'none'})"
+        raise DataError(f"lmbda: {config.lmbda:g} takes answers from the data, which has no {missing}", fix)
     found = columns[name]
     if isinstance(found, list) and all(isinstance(turn, Mapping) for turn in found):
         found = "".join(str(turn.get("content") or "") for turn in found)
     if not isinstance(found, str) or not found.strip():
-        said = f"in prompt {number + 1} column {name!r} is {brief(found)}"
-        raise DataError(f"lmbda: {config.lmbda:g} takes answers from the data, and {said}", fix)
+        wrong = f"in prompt {number + 1} column {name!r} is {brief(found)}"
+        raise DataError(f"lmbda: {config.lmbda:g} takes answers from the data, but {wrong}", fix)
     return found
 
 
 class Distillation(PolicyOptimization):
-    """Generalised knowledge distillation (arXiv:2306.13649, algorithm 1): the divergence of `modeling.distillation`, its
-    mean over the tokens of a step's answers.
+    """Generalised knowledge distillation (arXiv:2306.13649, algorithm 1): the mean of the divergence in
+    `modeling.distillation` over the tokens of a step's answers.
 
-    Prompts, generations and their rows are those of policy optimization, with one answer to a prompt and no rewards. A
-    row of a micro-batch is a text: `input_ids`, and `labels` where the answer's tokens are.
+    Prompts, generations and rows are those of policy optimization, with one answer per prompt and no rewards. A row of
+    a micro-batch is a text: `input_ids`, and `labels` on the answer's tokens.
     """
 
     shares = False
@@ -63,10 +62,11 @@ class Distillation(PolicyOptimization):
             self.beta, self.temperature = config.beta or 0.0, config.temperature
 
     def documents(self, config: RunConfig, data: PreparedData) -> PreparedData:
-        """As in policy optimization; and each prompt has an answer, where any are taken from the data.
+        """Convert rows as in policy optimization, and check that each prompt has an answer if any are taken from the
+        data.
 
         Raises:
-            DataError: one has not.
+            DataError: a prompt has no answer.
         """
         if config.lmbda < 1:
             for number, columns in enumerate(data.train["columns"]):
@@ -76,7 +76,8 @@ class Distillation(PolicyOptimization):
     def collator(
         self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
     ) -> Collate:
-        """Texts → tensors: `at` [N] are the positions whose next token is an answer's."""
+        """Return the collator from texts to tensors; `at` [N] are the positions whose next token belongs to an
+        answer."""
         import torch
 
         from ..ops import IGNORE_INDEX
@@ -85,8 +86,8 @@ class Distillation(PolicyOptimization):
 
         def collate(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
             batch = base(rows)
-            behind = torch.nn.functional.pad(batch.pop("labels")[:, 1:], (0, 1), value=IGNORE_INDEX).flatten()
-            return {**batch, "at": (behind != IGNORE_INDEX).nonzero().flatten()}
+            following = torch.nn.functional.pad(batch.pop("labels")[:, 1:], (0, 1), value=IGNORE_INDEX).flatten()
+            return {**batch, "at": (following != IGNORE_INDEX).nonzero().flatten()}
 
         return collate
 

@@ -1,7 +1,7 @@
-"""Policy optimization: answers are sampled, rewarded, and made more or less likely by how they compare.
+"""Policy optimization: sample answers, reward them, and raise or lower their probability by comparison.
 
-GRPO (arXiv:2402.03300) and its kin compare an answer with its group, RLOO (arXiv:2402.14740) with the others of it.
-What is sampled is the loop's business (`rl.rollouts`); here is what a row of it is, and the loss.
+GRPO (arXiv:2402.03300) and its variants compare an answer with its group, RLOO (arXiv:2402.14740) with the group's
+other answers. `rl.rollouts` samples; this file defines the rows of sampled answers and the loss.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 ITEMS, TOKENS, ANSWERS, BATCHES = "loss_items", "trained_tokens", "answers", "micro_batches"
 WEIGHT = "sampling/importance_sampling_ratio/mean"
-APART = 0.1  # how far from 1 a ratio is that is counted as outside
+FAR = 0.1  # ratios further from 1 count as outside
 BONUS, CORRECTS = "bonus_weight", "corrects"
-BESIDE = (
+REWARD_METRICS = (
     Metric("reward", "reward", ".3f"),
     Metric("reward_std", "spread of rewards", ".3f"),
     Metric("frac_reward_zero_std", "groups without spread", ".0%"),
@@ -36,11 +36,11 @@ BESIDE = (
 
 
 class PolicyOptimization(Method):
-    """`grpo` or `rloo`, as a run asks for it.
+    """`grpo` or `rloo`.
 
     A row of a micro-batch is a sampled answer: `input_ids` and `labels` (the answer's tokens), `advantage`, `sampled`,
-    and where they are needed `old` and `reference`: a log-probability for each label. `items` is its part of what the
-    loss is divided by, `corrects` whether the loss is weighed against the mismatch of rollouts and training.
+    and, if needed, `old` and `reference`: one log-probability per label. `items` is its share of the loss's divisor,
+    `corrects` whether importance-sampling correction is on.
     """
 
     rows = "prompts"
@@ -52,8 +52,8 @@ class PolicyOptimization(Method):
         names = [name for name in Policy.__dataclass_fields__ if name != "loss_type"]
         own = "rloo" if config.method == "rloo" else str(config.loss_type)
         keys = {name: getattr(config, name) for name in names}
-        keys["beta"] = 0.0 if own == "rloo" else config.beta  # RLOO's is part of the reward
-        if config.kv_cache == "fp8":  # whole answers' ratios are products of hundreds that are off by 8%
+        keys["beta"] = 0.0 if own == "rloo" else config.beta  # in RLOO the KL is part of the reward
+        if config.kv_cache == "fp8":  # an answer's ratio multiplies hundreds of token ratios with errors of 8%
             keys["importance_sampling_mode"] = config.importance_sampling_mode or "token_truncate"
         self.policy = Policy(loss_type=own, **keys)
         self.config, self.temperature, self.longest = config, config.temperature, config.max_completion_length
@@ -70,10 +70,10 @@ class PolicyOptimization(Method):
             Metric("clip_ratio/high_mean", "ratios clipped above", ".2%", ratios, brief=False),
             Metric("clip_ratio/region_mean", "ratios clipped", ".2%", ratios, brief=False),
         ]
-        apart = "sampling/sampling_logp_difference"
+        difference = "sampling/sampling_logp_difference"
         mismatch = [
-            Metric(f"{apart}/mean", "|Δ log p|, rollout against training", ".2g", TOKENS, brief=False),
-            Metric(f"{apart}/max", "its largest in a micro-batch", ".2g", BATCHES, brief=False),
+            Metric(f"{difference}/mean", "|Δ log p|, rollout against training", ".2g", TOKENS, brief=False),
+            Metric(f"{difference}/max", "its largest in a micro-batch", ".2g", BATCHES, brief=False),
             Metric("sampling/outside", "ratios outside 0.9 to 1.1", ".2%", TOKENS, brief=False),
         ]
         if self.config.importance_sampling_correction and self.config.method == "grpo":
@@ -82,12 +82,12 @@ class PolicyOptimization(Method):
         trained = (Metric("loss", "loss", ".4f", ITEMS), *kl, entropy, *clipped, *mismatch)
         each = self.config.num_generations_eval or self.config.num_generations or 2
         passed = [Metric(f"pass@{k}", f"pass@{k}", ".1%") for k in dict.fromkeys((1, each))]
-        return Numbers(trained, (*BESIDE[:1], *passed, *BESIDE[1:]), BESIDE)
+        return Numbers(trained, (*REWARD_METRICS[:1], *passed, *REWARD_METRICS[1:]), REWARD_METRICS)
 
     # --- rows --------------------------------------------------------------------------------------------------------
 
     def documents(self, config: RunConfig, data: PreparedData) -> PreparedData:
-        """Each prompt beside a text as long as it may become with an answer: what memory is planned for."""
+        """Add to each prompt a text of the length that it may reach with an answer, for memory planning."""
         from dataclasses import replace
 
         together = min(config.per_device_train_batch_size, config.num_generations or 2) if data.shared else 1
@@ -96,7 +96,7 @@ class PolicyOptimization(Method):
         needed = config.answers_per_generation // (config.num_generations or 1)
         if len(train) < needed:
             raise DataError(
-                f"a generation takes {needed} prompts, and there are {len(train)}",
+                f"a generation takes {needed} prompts, but the data have {len(train)}",
                 "give more data, or lower per_device_train_batch_size or gradient_accumulation_steps",
             )
         longest = config.max_completion_length * len(train)
@@ -109,19 +109,20 @@ class PolicyOptimization(Method):
         return replace(data, answers=together, together=together, counted=together)
 
     def micro_batches(self, config: RunConfig, rows: int, ways: int = 1) -> int:
-        """Of an epoch: each generation's, as often as it is trained on; prompts that fill none are left out."""
+        """Return the micro-batches of an epoch: those of each generation, times `num_iterations`; prompts that fill
+        no generation are skipped."""
         prompts = config.answers_per_generation // (config.num_generations or 1)
         return rows // prompts * config.micro_batches_per_generation * config.num_iterations
 
     def advantages(self, rewards: Tensor, divergence: Tensor | None) -> Tensor:
-        """Advantages [N] of the answers of a generation, from their rewards [N, F].
+        """Return the advantages [N] of a generation's answers from their rewards [N, F].
 
         Args:
-            divergence: [N], log π/π_ref of whole answers: RLOO's part of the reward; None where `beta` is 0.
+            divergence: [N], log π/π_ref of whole answers, for RLOO's reward; None if `beta` is 0.
         """
         import torch
 
-        from .advantages import combined, group_relative, leave_one_out
+        from .policy_losses import combined, group_relative, leave_one_out
 
         config = self.config
         weights, group = torch.tensor(config.reward_weights or [1.0] * rewards.shape[1]), config.num_generations or 2
@@ -138,15 +139,17 @@ class PolicyOptimization(Method):
     def collator(
         self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
     ) -> Collate:
-        """Answers → tensors: the base's, and flat ones (N tokens, R answers) beside them; on a GPU N is one of few
-        sizes, since each costs a CUDA graph."""
+        """Return the collator from answers to tensors: the base collator's, and flat ones for N tokens and R answers.
+
+        On a GPU N is rounded to few sizes, since each costs a CUDA graph.
+        """
         from dataclasses import replace
 
         import torch
 
-        from ..data.branches import GIVEN, BranchCollator, as_trees
         from ..data.collate import FINER
-        from ..data.paired import filled_size
+        from ..data.collate_answers import filled_size
+        from ..data.shared_prefix import GIVEN, BranchCollator, as_trees
 
         base: Any = super().collator(config, tokenizer, device)
         trees = replace(BranchCollator.like(base, 1), max_length=None, widths=FINER)
@@ -156,22 +159,22 @@ class PolicyOptimization(Method):
                 batch, places = trees(as_trees(rows))
                 labels = [torch.tensor(row["labels"][1:]) for row in rows]
                 each = zip(labels, map(torch.from_numpy, places), strict=True)
-                at = torch.cat([where[:-1][behind != IGNORE_INDEX] for behind, where in each])
-                wanted = torch.cat([behind[behind != IGNORE_INDEX] for behind in labels])
+                at = torch.cat([where[:-1][following != IGNORE_INDEX] for following, where in each])
+                wanted = torch.cat([following[following != IGNORE_INDEX] for following in labels])
             else:
                 batch = base(rows)
-                behind = torch.nn.functional.pad(batch.pop("labels")[:, 1:], (0, 1), value=IGNORE_INDEX).flatten()
-                at = (behind != IGNORE_INDEX).nonzero().flatten()
-                wanted = behind[at]
+                following = torch.nn.functional.pad(batch.pop("labels")[:, 1:], (0, 1), value=IGNORE_INDEX).flatten()
+                at = (following != IGNORE_INDEX).nonzero().flatten()
+                wanted = following[at]
             lengths = torch.tensor([len(row["sampled"]) for row in rows])
             flat = {"sampled": [x for row in rows for x in row["sampled"]]}
             for name in ("old", "reference"):
                 if row_has(rows, name):
                     flat[name] = [x for row in rows for x in row[name]]
-            lacking = (filled_size(len(at), batch["input_ids"].numel()) if base.rounded else len(at)) - len(at)
+            padding = (filled_size(len(at), batch["input_ids"].numel()) if base.rounded else len(at)) - len(at)
 
             def filled(values: Any, fill: float) -> torch.Tensor:
-                return torch.nn.functional.pad(torch.as_tensor(values), (0, lacking), value=fill)
+                return torch.nn.functional.pad(torch.as_tensor(values), (0, padding), value=fill)
 
             return {
                 **batch,
@@ -188,7 +191,7 @@ class PolicyOptimization(Method):
         return collate
 
     def tokens(self, rows: Rows) -> int:
-        from ..data.branches import GIVEN, as_trees
+        from ..data.shared_prefix import GIVEN, as_trees
 
         return super().tokens(as_trees(rows) if GIVEN in rows[0] else rows)
 
@@ -197,10 +200,10 @@ class PolicyOptimization(Method):
         return {ITEMS: items, TOKENS: int((batch["answer"] >= 0).sum()), ANSWERS: len(batch["advantages"]), BATCHES: 1}
 
     def items(self, tokens: int, share: float) -> float:
-        """What an answer of so many trained tokens adds to what the loss is divided by.
+        """Return the share of an answer with `tokens` trained tokens in the loss's divisor.
 
         Args:
-            share: the trained tokens of its generation over the answers of it.
+            share: trained tokens per answer of its generation.
         """
         of = {"generated": share, "tokens": float(tokens), "answers": 1.0, "longest": float(self.longest)}
         return of[self.policy.divisor]
@@ -208,8 +211,11 @@ class PolicyOptimization(Method):
     # --- the loss ----------------------------------------------------------------------------------------------------
 
     def log_probs(self, model: nn.Module, batch: Batch, *, train: bool = False) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies [N] of a micro-batch's answers, 0 of what fills up; `train`: with a gradient
-        of the entropy."""
+        """Return log-probabilities and entropies [N] of a micro-batch's answers, 0 for padding.
+
+        Args:
+            train: keep the gradient of the entropy.
+        """
         from ..modeling.head import log_probs_at
 
         inputs = {name: value for name, value in batch.items() if name not in OWN}
@@ -217,7 +223,7 @@ class PolicyOptimization(Method):
         how: dict[str, Any] = {"temperature": self.temperature, "entropy": True, "entropy_grad": trains}
         log_probs, entropy = log_probs_at(model, inputs, batch["at"], batch["wanted"], **how)
         assert entropy is not None
-        return log_probs, entropy.masked_fill(batch["answer"] < 0, 0.0)  # a head with full logits gives it any
+        return log_probs, entropy.masked_fill(batch["answer"] < 0, 0.0)  # with full logits, padding has an entropy
 
     def sums(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         from .policy_losses import Answers, policy_loss
@@ -242,23 +248,22 @@ def row_has(rows: list[dict[str, Any]], name: str) -> bool:
     return rows[0].get(name) is not None
 
 
-def _mismatch(apart: Tensor) -> dict[str, Tensor]:
-    """How far the log-probabilities [N] of training are from those that the tokens were drawn with, as sums."""
-    size = apart.abs()
-    outside = (apart.exp() - 1).abs() > APART
+def _mismatch(difference: Tensor) -> dict[str, Tensor]:
+    """Return sums over the differences [N] of log-probabilities, training minus sampling."""
+    size = difference.abs()
+    outside = (difference.exp() - 1).abs() > FAR
     name = "sampling/sampling_logp_difference"
     largest = size.max() if len(size) else size.sum()
     return {f"{name}/mean": size.sum(), f"{name}/max": largest, "sampling/outside": outside.to(size).sum()}
 
 
 def _with_room(rows: Dataset, config: RunConfig, answers: int) -> Dataset:
-    """`rows`, each with `input_ids` and `labels` as long as its prompt with its longest answers, several of which share
-    it."""
-    from ..data.branches import ANSWERS
+    """Return `rows` with `input_ids` and `labels` as long as each prompt with `answers` answers of maximal length."""
     from ..data.prepare_answers import as_read
-    from ..data.tables import new_name
+    from ..data.shared_prefix import ANSWERS
+    from ..data.tables import new_fingerprint
 
-    rows = rows.with_format(None)  # or a column that is added to part of a table would have all stored as they are read
+    rows = rows.with_format(None)  # with a transform, add_column on a selection would store transformed columns
     new, prompts = answers * config.max_completion_length, rows["prompt_ids"]
     ids = [[*prompt, *prompt[-1:] * new] for prompt in prompts]
     labels = [[IGNORE_INDEX] * (len(each) - new) + each[-new:] for each in ids]
@@ -267,5 +272,5 @@ def _with_room(rows: Dataset, config: RunConfig, answers: int) -> Dataset:
         lengths = [[len(prompt), *[config.max_completion_length] * answers] for prompt in prompts]
         columns |= {"seq_lengths": lengths, ANSWERS: [[answers]] * len(rows)}
     for name, values in columns.items():
-        rows = rows.add_column(name, values, new_fingerprint=new_name())
+        rows = rows.add_column(name, values, new_fingerprint=new_fingerprint())
     return rows.with_transform(as_read)

@@ -1,8 +1,8 @@
 """Losses of preference training, as functions of the log-probabilities of answers.
 
-Written with ℓ(y) for the summed log-probability of an answer's trained tokens and Δ = ℓ − ℓ_ref, the log-ratio to the
-reference; w is the chosen answer of a pair, l the rejected one. Numbers in brackets are equations of the arXiv paper.
-Names, signs and what is averaged over tokens are TRL's (1.16), with which each loss is compared in the tests.
+ℓ(y) is the summed log-probability of an answer's trained tokens and Δ = ℓ − ℓ_ref the log-ratio to the reference; a bar
+means an average over tokens. w is the chosen answer of a pair, l the rejected one. Numbers in brackets are equations of
+the arXiv paper. Names, signs and averages over tokens follow TRL (1.16); the tests compare every loss with it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-EXPONENT = 80.0  # the largest whose exponential float32 holds with room to spare
-CERTAIN = -1e-7  # the largest mean log-prob whose odds are finite in fp32
-NOWHERE = 1e9  # where pairs that fill up a batch are sorted to
+EXPONENT = 80.0  # largest exponent, well below float32's overflow
+CERTAIN = -1e-7  # largest mean log-prob with finite odds in fp32
+LAST = 1e9  # sort key of padding
 
 
 @dataclass(frozen=True)
 class Options:
-    """Numbers of the losses, by TRL's names."""
+    """Parameters of the losses, with TRL's names."""
 
     beta: float = 0.1
     label_smoothing: float = 0.0
@@ -35,13 +35,13 @@ class Options:
 
 @dataclass(frozen=True)
 class Pairs:
-    """What the losses know of a batch of P pairs; float tensors [P], of the reference constant.
+    """Log-probabilities and lengths of P pairs; float tensors [P], constant for the reference.
 
     Attributes:
         chosen, rejected: ℓ of the policy.
         ref_chosen, ref_rejected: ℓ of the reference; 0 for methods without one.
         chosen_tokens, rejected_tokens: trained tokens of the answers, at least 1.
-        real: 1 for pairs, 0 for what fills up a batch.
+        real: 1 for pairs, 0 for padding.
     """
 
     chosen: Tensor
@@ -58,7 +58,7 @@ class Pairs:
         return self.chosen - self.ref_chosen, self.rejected - self.ref_rejected
 
     def scores(self, options: Options) -> tuple[Tensor, Tensor]:
-        """What the difference is taken of: f'(π/π_ref) of the divergence f; log(π/π_ref) for the reverse KL.
+        """Return f'(π/π_ref) of the divergence f for both answers; log(π/π_ref) for the reverse KL.
 
         Source: arXiv:2309.16240, table 1.
         """
@@ -67,12 +67,12 @@ class Pairs:
         return score(chosen, options), score(rejected, options)
 
     def differences(self, options: Options) -> Tensor:
-        """δ: of the scores."""
+        """Return δ, the difference of the scores."""
         chosen, rejected = self.scores(options)
         return chosen - rejected
 
     def mean_differences(self, options: Options) -> Tensor:
-        """δ̄: of the scores over their answers' tokens."""
+        """Return δ̄, the difference of the scores per token."""
         chosen, rejected = self.scores(options)
         return chosen / self.chosen_tokens - rejected / self.rejected_tokens
 
@@ -103,7 +103,7 @@ DIVERGENCES: dict[str, Callable[[Tensor, Options], Tensor]] = {
 
 
 def smoothed(logits: Tensor, smoothing: float) -> Tensor:
-    """−log σ, with a share of the labels the other way round. cDPO: Mitchell 2023, arXiv:2305.18290."""
+    """−log σ with a share of the labels swapped. cDPO: Mitchell 2023, arXiv:2305.18290."""
     return -F.logsigmoid(logits) * (1 - smoothing) - F.logsigmoid(-logits) * smoothing
 
 
@@ -128,7 +128,7 @@ def sigmoid_norm(pairs: Pairs, options: Options) -> Tensor:
 
 
 def robust(pairs: Pairs, options: Options) -> Tensor:
-    """[−(1−ε) log σ(βδ) + ε log σ(−βδ)]/(1 − 2ε), ε labels being wrong: arXiv:2403.00409 (12)."""
+    """[−(1−ε) log σ(βδ) + ε log σ(−βδ)]/(1 − 2ε) for a share ε of wrong labels: arXiv:2403.00409 (12)."""
     logits, wrong = options.beta * pairs.differences(options), options.label_smoothing
     return (-(1 - wrong) * F.logsigmoid(logits) + wrong * F.logsigmoid(-logits)) / (1 - 2 * wrong)
 
@@ -159,14 +159,14 @@ def sppo_hard(pairs: Pairs, options: Options) -> Tensor:
 
 
 def _sorted(values: Tensor, real: Tensor) -> Tensor:
-    """Ascending; what fills up the batch comes last, where both sides of a difference are alike."""
-    return torch.where(real > 0, values, NOWHERE).sort().values
+    """Return the values in ascending order; padding comes last on both sides of a difference."""
+    return torch.where(real > 0, values, LAST).sort().values
 
 
 def aot(pairs: Pairs, options: Options) -> Tensor:
-    """DPO of sorted ℓ_w − ℓ_l against the reference's, sorted too: AOT, arXiv:2406.05882, algorithm 1.
+    """DPO of sorted ℓ_w − ℓ_l against the sorted values of the reference: AOT, arXiv:2406.05882, algorithm 1.
 
-    The order is that of a micro-batch, so of all losses only this one and `aot_unpaired` depend on it.
+    Values are sorted within a micro-batch, so only this loss and `aot_unpaired` depend on the micro-batch size.
     """
     margins = _sorted(pairs.chosen - pairs.rejected, pairs.real)
     references = _sorted(pairs.ref_chosen - pairs.ref_rejected, pairs.real)
@@ -220,13 +220,13 @@ DPO_LOSSES: dict[str, PairLoss] = {
 
 
 def log_odds(mean_log_prob: Tensor) -> Tensor:
-    """log(p/(1 − p)) of p = e^ℓ̄: ORPO, arXiv:2403.07691 (4). Of certain answers the odds of `CERTAIN`."""
+    """log(p/(1 − p)) of p = e^ℓ̄: ORPO, arXiv:2403.07691 (4), clamped at `CERTAIN`."""
     mean_log_prob = mean_log_prob.clamp(max=CERTAIN)
     return mean_log_prob - torch.log(-torch.expm1(mean_log_prob))
 
 
 def orpo(pairs: Pairs, options: Options) -> Tensor:
-    """−β log σ(log odds_w − log odds_l): ORPO, arXiv:2403.07691 (7); its likelihood term (6) is the method's."""
+    """−β log σ(log odds_w − log odds_l): ORPO, arXiv:2403.07691 (7); the method adds the likelihood term (6)."""
     chosen, rejected = pairs.chosen / pairs.chosen_tokens, pairs.rejected / pairs.rejected_tokens
     return -options.beta * F.logsigmoid(log_odds(chosen) - log_odds(rejected))
 
@@ -250,7 +250,7 @@ def simpo(pairs: Pairs, options: Options) -> Tensor:
 
 
 def cpo(pairs: Pairs, options: Options) -> Tensor:
-    """−log σ(β(ℓ_w − ℓ_l)): CPO, arXiv:2401.08417 (3); its likelihood term is the method's."""
+    """−log σ(β(ℓ_w − ℓ_l)): CPO, arXiv:2401.08417 (3); the method adds the likelihood term."""
     return smoothed(options.beta * _reward_difference(pairs, options, mean=False), options.label_smoothing)
 
 
@@ -271,19 +271,19 @@ CPO_LOSSES: dict[str, PairLoss] = {"sigmoid": cpo, "hinge": cpo_hinge, "ipo": cp
 
 
 def kto(ratios: Tensor, desirable: Tensor, z: Tensor, beta: float) -> Tensor:
-    """1 − σ(β(Δ − z)) of desirable answers, 1 − σ(β(z − Δ)) of others: KTO, arXiv:2402.01306 (7, 8).
+    """1 − σ(β(Δ − z)) for desirable answers, 1 − σ(β(z − Δ)) for others: KTO, arXiv:2402.01306 (7, 8).
 
     Args:
         ratios: Δ [N].
         desirable: bool [N].
-        z: 0-d, the mean Δ of mismatched prompts and answers, not below 0.
+        z: 0-d, the mean Δ of mismatched prompts and answers, at least 0.
     """
     away = beta * (ratios - z)
     return torch.where(desirable, -away, away).sigmoid()
 
 
 def apo_zero_unpaired(ratios: Tensor, desirable: Tensor, z: Tensor, beta: float) -> Tensor:
-    """1 − σ(βΔ) of desirable answers, σ(βΔ) of others: APO, arXiv:2408.06266 (7), without pairs; z is not used."""
+    """1 − σ(βΔ) for desirable answers, σ(βΔ) for others: APO, arXiv:2408.06266 (7), without pairs; z is not used."""
     return kto(ratios, desirable, torch.zeros_like(z), beta)
 
 

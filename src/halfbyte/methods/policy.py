@@ -1,4 +1,4 @@
-"""What a loss of policy optimization is asked for; without torch, since reports read the names of methods."""
+"""Options of the policy-optimization loss; without torch, since reports read the names of methods."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Policy:
-    """Options of the loss, by their names in TRL's GRPOConfig; see there and in `config`."""
+    """Options of the loss, with their names in TRL's GRPOConfig; see there and in `config`."""
 
     loss_type: str = "dapo"
     importance_sampling_level: str = "token"
@@ -31,26 +31,27 @@ class Policy:
 
     @property
     def high(self) -> float:
-        """ε_high, which is ε where nothing else is said."""
+        """ε_high, by default ε."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     @property
     def sampling_mode(self) -> str:
-        """How ratios to the probabilities that answers were drawn with are bounded."""
+        """Bounds of importance-sampling ratios, as LEVEL_truncate or LEVEL_mask."""
         return self.importance_sampling_mode or ("token_truncate" if self.loss_type == "vespo" else "sequence_mask")
 
     @property
     def by_answers(self) -> bool:
-        """Whether a ratio is of a whole answer."""
+        """Return whether a ratio belongs to a whole answer."""
         return self.importance_sampling_level == "sequence" or self.loss_type == "rloo"
 
     @property
     def divisor(self) -> str:
-        """What the summed loss is divided by.
+        """The divisor of the summed loss.
 
         Returns:
-            "generated": tokens of all answers of the generation, as a share for each of its micro-batches; "tokens":
-            those of the step; "answers": answers of the step; "longest": those times the most tokens of an answer.
+            "generated": tokens of all answers of the generation, divided among its micro-batches; "tokens": tokens of
+            the step; "answers": answers of the step; "longest": answers of the step times the maximal tokens of an
+            answer.
         """
         named = {"bnpo": "tokens", "dr_grpo": "longest", "grpo": "answers", "sapo": "answers", "luspo": "answers"}
         return named.get(self.loss_type, "answers" if self.loss_type == "rloo" else "generated")

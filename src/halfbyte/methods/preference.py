@@ -1,15 +1,16 @@
-"""Methods that learn from pairs of answers: DPO against a reference; ORPO, SimPO and CPO without one."""
+"""Preference methods. Pairs of answers: DPO with a reference; ORPO, SimPO and CPO without one. Single labelled
+answers: KTO."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from ..ops import IGNORE_INDEX
 from ..utils.errors import ConfigError
-from .base import LOSS, Batch, Collate, Method, Metric, Numbers
+from .base import LOSS, Batch, Collate, Method, Metric, Numbers, Rows
 
 if TYPE_CHECKING:
     import torch
@@ -31,20 +32,30 @@ REWARDS = (
     Metric("logps/rejected", "rejected log-prob", ".2f", over="pairs"),
 )
 NLL = Metric("nll_loss", "NLL of chosen", over="likelihood_tokens")
-NLL_SCALE = "nll_scale"  # in a micro-batch: pairs of the step over tokens of its likelihood, 0-d; not in evaluations
+NLL_SCALE = "nll_scale"  # key of a micro-batch: pairs per likelihood token of the step, 0-d; not in evaluations
+KTO_METRICS = (
+    replace(LOSS, over="answers"),
+    Metric("rewards/chosen", "desirable reward", over="desirable"),
+    Metric("rewards/rejected", "undesirable reward", over="undesirable"),
+    Metric("logps/chosen", "desirable log-prob", ".2f", over="desirable"),
+    Metric("logps/rejected", "undesirable log-prob", ".2f", over="undesirable"),
+    Metric("kl", "KL", over="answers"),
+)
+MARGINS = Metric("rewards/margins", "margin", over="answers")
+Z = "z"  # key of a micro-batch: mean log-ratio of mismatched prompts and answers, at least 0; 0-d
 
 
 @dataclass(frozen=True)
 class PairedMethod(Method):
     """A method whose rows are pairs: a chosen and a rejected answer to a prompt.
 
-    The loss of a step is the mean over its pairs, plus, where the method has it, `nll_weight` times the mean negative
-    log-likelihood of the chosen answers' tokens; both means are over the whole step.
+    The loss of a step is the mean over its pairs plus `nll_weight` times the mean negative log-likelihood of the chosen
+    answers' tokens; both means are over the complete step.
 
     Attributes:
         losses: names in the method's table of losses, each with its weight.
-        options: their numbers; None before a run's keys are read.
-        nll_of_prompts: the likelihood is of the prompts, too.
+        options: parameters of the losses; None until a run's keys are read.
+        nll_of_prompts: whether the likelihood includes the prompts.
     """
 
     losses: tuple[tuple[str, float], ...] = ()
@@ -66,14 +77,14 @@ class PairedMethod(Method):
         return Numbers(metrics, metrics)
 
     def documents(self, config: RunConfig, data: PreparedData) -> PreparedData:
-        from ..data.paired import documents_in
+        from ..data.collate_answers import documents_in
 
         return documents_in(config, data, ANSWERS)
 
     def collator(
         self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
     ) -> Collate:
-        from ..data.paired import answer_collator
+        from ..data.collate_answers import answer_collator
 
         return answer_collator(config, tokenizer, device, prompts=self.nll_of_prompts)
 
@@ -100,14 +111,14 @@ class PairedMethod(Method):
         loss = (self.pair_losses(pairs) * weights).sum()
         sums = {"loss": loss, **_rewards(*self.rewards(pairs), *self.shown(pairs), pairs.real)}
         if self.nll_weight:
-            # what fills up has a log-probability of 0
+            # padding has a log-probability of 0
             nll = -(policy * self._likely(batch["answer"])).sum()
             sums["nll_loss"] = nll.detach()
             sums["loss"] = loss + self.nll_weight * batch.get(NLL_SCALE, 0.0) * nll
         return sums
 
     def forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Pairs, Tensor]:
-        """Log-probabilities of tokens [M], of answers, and the weight of each pair [P], 0 of what fills up."""
+        """Return log-probabilities of tokens [M], of answers, and the weight of each pair [P], 0 for padding."""
         from .answers import log_probs
 
         policy = log_probs(model, batch)
@@ -115,14 +126,14 @@ class PairedMethod(Method):
 
     @abstractmethod
     def pair_losses(self, pairs: Pairs) -> Tensor:
-        """[P]."""
+        """Return the losses [P]."""
 
     @abstractmethod
     def rewards(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        """Of the chosen and the rejected answers, [P] each."""
+        """Return the implicit rewards of the chosen and the rejected answers, [P] each."""
 
     def shown(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        """Their log-probabilities as the records have them, [P] each."""
+        """Return the log-probabilities of both answers as the records show them, [P] each."""
         return pairs.chosen, pairs.rejected
 
     def evaluation(self, means: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
@@ -132,16 +143,16 @@ class PairedMethod(Method):
         return found
 
     def _likely(self, answer: Tensor) -> Tensor:
-        """Bool [M]: tokens of the likelihood, of chosen answers and perhaps prompts, with what fills up."""
+        """Return bool [M]: tokens of the likelihood term (chosen answers, or prompts with them), and padding."""
         chosen = answer % 2 == 0  # -1 is odd, too
         return chosen | (answer < 0) if self.nll_of_prompts else chosen
 
 
 def pairs_of(batch: Batch, policy: Tensor, reference: Tensor | None = None, ld_alpha: float | None = None) -> Pairs:
-    """The pairs of a batch, from log-probabilities of tokens [M].
+    """Return the pairs of a batch from log-probabilities of tokens [M].
 
     Args:
-        ld_alpha: weight of an answer's tokens beyond the length of the shorter one of its pair; default: 1. LD-DPO,
+        ld_alpha: weight of an answer's tokens beyond the length of the pair's shorter answer; default: 1. LD-DPO,
             arXiv:2409.06411 (10).
     """
     import torch
@@ -165,35 +176,35 @@ def pairs_of(batch: Batch, policy: Tensor, reference: Tensor | None = None, ld_a
 def _rewards(
     chosen: Tensor, rejected: Tensor, chosen_log_probs: Tensor, rejected_log_probs: Tensor, real: Tensor
 ) -> dict[str, Tensor]:
-    """The sums of `REWARDS`, in their order."""
+    """Return the sums of `REWARDS`, in their order."""
     values = [chosen, rejected, (chosen > rejected).float(), chosen - rejected, chosen_log_probs, rejected_log_probs]
     return {metric.name: (value.detach() * real).sum() for metric, value in zip(REWARDS, values, strict=True)}
 
 
-def with_all_it_has(config: RunConfig) -> bool:
-    """Whether the reference is the model with all that it has before the first step, not the one without an adapter."""
+def reference_is_initial_model(config: RunConfig) -> bool:
+    """Return whether the reference is the model before the first step, and not the base model without its adapter."""
     return bool(not config.use_peft or config.adapter_path or config.qat_scheme)
 
 
 def check_reference(config: RunConfig) -> None:
-    """Raise a ConfigError where a reference is wanted in each step that is not there any more, or is not what is
-    trained before the first."""
-    if config.init_lora_weights is False and not with_all_it_has(config):
+    """Raise a ConfigError if the reference cannot be recomputed in each step, or differs from the policy before the
+    first step."""
+    if config.init_lora_weights is False and not reference_is_initial_model(config):
         wrong = f"init_lora_weights: false with method: {config.method}: the reference is the model without its adapter"
-        raise ConfigError(f"{wrong}, which must add nothing at first", "set init_lora_weights: true")
-    if config.precompute_ref_log_probs is not False or not with_all_it_has(config):
+        raise ConfigError(f"{wrong}, so the initial adapter must be zero", "set init_lora_weights: true")
+    if config.precompute_ref_log_probs is not False or not reference_is_initial_model(config):
         return
     why = "adapter_path" if config.adapter_path else "qat_scheme" if config.qat_scheme else "use_peft: false"
     raise ConfigError(
-        f"precompute_ref_log_probs: false with {why}: the reference is the model as it was before training, and"
-        " taking the adapter off does not give it back",
+        f"precompute_ref_log_probs: false with {why}: the reference is the model before training, and disabling the"
+        " adapter does not restore it",
         "set precompute_ref_log_probs: true",
     )
 
 
 @dataclass(frozen=True)
 class DirectPreferenceOptimization(PairedMethod):
-    """DPO and its relatives: the policy against a frozen reference."""
+    """DPO and its variants: the policy against a frozen reference."""
 
     ld_alpha: float | None = None
     use_weighting: bool = False
@@ -229,7 +240,7 @@ class DirectPreferenceOptimization(PairedMethod):
         return sum(losses[1:], losses[0]) if losses else pairs.real.new_zeros(len(pairs.real))
 
     def rewards(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        """βΔ: arXiv:2305.18290 (5), without its constant."""
+        """Return βΔ: arXiv:2305.18290 (5), without its constant."""
         assert self.options is not None
         chosen, rejected = pairs.ratios
         return self.options.beta * chosen, self.options.beta * rejected
@@ -260,16 +271,16 @@ class OddsRatioPreferenceOptimization(PairedMethod):
         return self.options.beta * chosen, self.options.beta * rejected
 
     def shown(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        """Means over tokens."""
+        """Return the means over tokens."""
         return pairs.chosen / pairs.chosen_tokens, pairs.rejected / pairs.rejected_tokens
 
 
 @dataclass(frozen=True)
 class ContrastivePreferenceOptimization(PairedMethod):
-    """CPO, and SimPO, which takes means over tokens: the policy's own log-probabilities are the rewards.
+    """CPO, and SimPO with means over tokens: the policy's own log-probabilities are the rewards.
 
     Attributes:
-        loss: its name in the tables; "simpo" is SimPO's.
+        loss: name in the tables of losses; "simpo" for SimPO.
     """
 
     loss: str = "sigmoid"
@@ -293,7 +304,181 @@ class ContrastivePreferenceOptimization(PairedMethod):
         return options.beta * chosen, options.beta * rejected
 
     def shown(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        """Sums, or means over tokens where the loss takes those."""
+        """Return sums, or means over tokens if the loss uses means."""
         if self.loss not in ("ipo", "simpo"):
             return pairs.chosen, pairs.rejected
         return pairs.chosen / pairs.chosen_tokens, pairs.rejected / pairs.rejected_tokens
+
+
+# --- KTO --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KahnemanTverskyOptimization(Method):
+    """KTO, and APO of single answers: arXiv:2402.01306 (7, 8), arXiv:2408.06266.
+
+    z is the mean over all rows of a step, computed before its losses: each prompt with an answer to the previous prompt
+    of the data. (TRL computes it per micro-batch, with the answer of the previous row, which may have the same prompt.)
+
+    Attributes:
+        loss: name in the table of losses.
+        weights: of desirable and of undesirable answers.
+        whole: whether a step is one micro-batch.
+        device: the configured device.
+    """
+
+    loss: str = "kto"
+    beta: float = 0.1
+    weights: tuple[float, float] = (1.0, 1.0)
+    whole: bool = False
+    device: str | None = None
+
+    rows = "unpaired"
+    shares = True
+    reference = True
+    numbers = Numbers(KTO_METRICS, (*KTO_METRICS, MARGINS))
+
+    @property
+    def looks_ahead(self) -> bool:  # type: ignore[override]
+        return self.loss == "kto"
+
+    @property
+    def joined(self) -> bool:
+        """Return whether one forward pass computes z and the losses, if the two answers of a row share its prompt.
+
+        The mismatched answers then reuse the keys and values of the rows' own prompts, and the losses follow. Only on
+        CPUs: on GPUs it needs more shapes of CUDA graphs, and its speed there has not been measured.
+        """
+        from ..utils.hardware import best_device
+
+        return self.looks_ahead and self.whole and (self.device or best_device().type) == "cpu"
+
+    def of(self, config: RunConfig) -> Self:
+        check_reference(config)
+        if config.packing:
+            raise ConfigError(
+                "packing: true with method: kto: a step takes a fixed number of answers, so rows cannot be packed",
+                "set padding_free: true, which needs as little padding",
+            )
+        weights = config.desirable_weight, config.undesirable_weight
+        found = replace(self, loss=str(config.loss_type), beta=config.beta or 0.0, weights=weights)
+        return replace(found, whole=config.gradient_accumulation_steps == 1, device=config.device)
+
+    def documents(self, config: RunConfig, data: PreparedData) -> PreparedData:
+        from ..data.collate_answers import MISMATCHED, documents_in, mismatched
+
+        answers = [("completion_ids", "completion_mask")]
+        if self.looks_ahead:
+            held_out = None if data.eval is None else mismatched(data.eval, config.max_length)
+            data = replace(data, train=mismatched(data.train, config.max_length), eval=held_out)
+            answers.append(MISMATCHED)
+        return documents_in(config, data, answers, together=False, joined=self.joined)
+
+    def collator(
+        self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
+    ) -> Collate:
+        from ..data.collate_answers import unpaired_collator
+
+        return unpaired_collator(config, tokenizer, device, joined=self.joined)
+
+    def tokens(self, rows: Rows) -> int:
+        from ..data.collate_answers import documents_of
+        from ..data.shared_prefix import ANSWERS
+
+        if self.joined and rows and ANSWERS in rows[0]:
+            return super().tokens(rows)
+        return sum(len(document["input_ids"]) for row in rows for document in documents_of(row))
+
+    def counts(self, batch: Batch) -> dict[str, float]:
+        answers, desirable = int(batch["real"].sum()), int((batch["label"] * batch["real"]).sum())
+        numbers = {"answers": answers, "desirable": desirable, "undesirable": answers - desirable}
+        return {**numbers, "trained_tokens": int((batch["answer"] >= 0).sum())}
+
+    def blank(self, batch: Batch) -> dict[str, Any]:
+        nothing = {"wanted": IGNORE_INDEX, "answer": -1, "real": 0}
+        nothing |= {f"ahead_{name}": fill for name, fill in nothing.items() if f"ahead_{name}" in batch}
+        return {**batch, **{name: batch[name].new_full(batch[name].shape, fill) for name, fill in nothing.items()}}
+
+    def ahead(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """Return the sum of Δ over mismatched prompts and answers, and their number."""
+        own, others = _split(batch)
+        ratios = (_joint_ratios(model, own, others)[2] if _is_joined(others) else _ratios(model, others)[0]).detach()
+        return _look_ahead_sums(ratios, others)
+
+    def needs_ahead(self, taken: Sequence[Batch]) -> bool:
+        return len(taken) > 1 or not _is_joined(_split(taken[0])[1])
+
+    def shared(self, counts: Mapping[str, float], ahead: Mapping[str, Tensor]) -> dict[str, float | Tensor]:
+        if not ahead:
+            return {}
+        return {Z: (ahead["ratios"] / ahead["answers"].clamp(min=1)).clamp(min=0)}
+
+    def sums(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        import torch
+
+        from .pair_losses import KTO_LOSSES
+
+        batch, others = _split(batch)
+        z = batch.pop(Z, None)
+        real, desirable = batch["real"], batch["label"] > 0
+        if z is None and _is_joined(others):
+            ratios, log_probs, other_ratios = _joint_ratios(model, batch, others)
+            z = self.shared({}, _look_ahead_sums(other_ratios, others))[Z]
+        else:
+            z = real.new_zeros(()) if z is None else z
+            ratios, log_probs = _ratios(model, batch)
+        losses = KTO_LOSSES[self.loss](ratios, desirable, z, self.beta)
+        good, bad = self.weights
+        sums = {"loss": (losses * real * torch.where(desirable, good, bad)).sum()}
+        for name, values in (("rewards", self.beta * ratios), ("logps", log_probs)):
+            values = values.detach() * real
+            sums[f"{name}/chosen"] = (values * desirable).sum()
+            sums[f"{name}/rejected"] = (values * ~desirable).sum()
+        return {**sums, "kl": z.detach() * real.sum()}
+
+    def evaluation(self, means: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
+        found = {**means, **counts}
+        if {"rewards/chosen", "rewards/rejected"} <= means.keys():
+            found["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
+        return found
+
+
+def _split(batch: Batch) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split a batch into the entries of the rows' own answers and of the mismatched ones."""
+    from ..data.collate_answers import AHEAD
+
+    others = {key.removeprefix(AHEAD): value for key, value in batch.items() if key.startswith(AHEAD)}
+    return {key: value for key, value in batch.items() if not key.startswith(AHEAD)}, others
+
+
+def _is_joined(others: Batch) -> bool:
+    """Return whether the mismatched answers reuse the prompts of the rows' own answers."""
+    from ..modeling.shared_prefix import BRANCHES
+
+    return BRANCHES in others
+
+
+def _look_ahead_sums(ratios: Tensor, others: Batch) -> dict[str, Tensor]:
+    return {"ratios": (ratios * others["real"]).sum(), "answers": others["real"].sum()}
+
+
+def _joint_ratios(model: nn.Module, batch: Batch, others: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Return Δ and ℓ [N] of the answers of a batch, and Δ [N] of the mismatched ones."""
+    from .answers import joint_log_probs, joint_reference_log_probs, per_answer
+
+    answers = len(batch["real"])
+    own, theirs = zip(joint_log_probs(model, batch, others), joint_reference_log_probs(model, batch, others),
+                      strict=True)  # fmt: skip
+    log_probs = per_answer(own[0], batch["answer"], answers)
+    found = (per_answer(each[0] - each[1], part["answer"], answers) for each, part in ((own, batch), (theirs, others)))
+    ratios, other_ratios = found
+    return ratios, log_probs, other_ratios
+
+
+def _ratios(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return Δ and ℓ [N] of the answers of a batch."""
+    from .answers import log_probs, per_answer, reference_log_probs
+
+    policy, reference = log_probs(model, batch), reference_log_probs(model, batch)
+    answers = len(batch["real"])
+    return per_answer(policy - reference, batch["answer"], answers), per_answer(policy, batch["answer"], answers)

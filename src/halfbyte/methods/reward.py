@@ -1,4 +1,4 @@
-"""Reward models: a head that scores a prompt with its answer, learned from pairs, or each step of an answer."""
+"""Reward models: a head that scores a prompt with its answer, trained on pairs, or each step of an answer."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ METRICS = (
 
 @dataclass(frozen=True)
 class RewardModelling(Method):
-    """−log σ(r_w − r_l − margin), r the score of a document's last token: arXiv:2203.02155 (1).
+    """−log σ(r_w − r_l − margin), where r is the score of a document's last token: arXiv:2203.02155 (1).
 
-    The head is saved with the adapter, which plain transformers and PEFT load as sequence classification.
+    The head is saved with the adapter; plain transformers and PEFT load it as sequence classification.
 
     Attributes:
         center: weight of (r_w + r_l)².
@@ -47,14 +47,14 @@ class RewardModelling(Method):
         return replace(self, center=config.center_rewards_coefficient or 0.0)
 
     def documents(self, config: RunConfig, data: PreparedData) -> PreparedData:
-        from ..data.paired import documents_in
+        from ..data.collate_answers import documents_in
 
         return documents_in(config, data, ANSWERS)
 
     def collator(
         self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
     ) -> Collate:
-        from ..data.paired import answer_collator
+        from ..data.collate_answers import answer_collator
 
         collate = answer_collator(config, tokenizer, device, numbers=("margin",))
 
@@ -86,7 +86,7 @@ class RewardModelling(Method):
 def _check_adapter(config: RunConfig) -> None:
     if not config.use_peft:
         raise ConfigError(
-            f"use_peft: false with method: {config.method}: the head that scores is saved with an adapter",
+            f"use_peft: false with method: {config.method}: the score head is saved with an adapter",
             "set use_peft: true",
         )
 
@@ -100,10 +100,10 @@ STEP_METRICS = (
 
 @dataclass(frozen=True)
 class ProcessRewardModelling(Method):
-    """−log p(label) of each step by a head of two classes (wrong, right) at its last token: the process supervision of
-    arXiv:2305.20050 (section 2.6, appendix F) and arXiv:2211.14275 (section 2.5).
+    """Cross-entropy of each step's label with a head of two classes (wrong, right) at the step's last token.
 
-    The head is saved with the adapter, which plain transformers and PEFT load as token classification.
+    Process supervision: arXiv:2305.20050 (section 2.6, appendix F) and arXiv:2211.14275 (section 2.5). The head is
+    saved with the adapter; plain transformers and PEFT load it as token classification.
     """
 
     rows = "stepwise"
@@ -115,14 +115,14 @@ class ProcessRewardModelling(Method):
         return self
 
     def documents(self, config: RunConfig, data: PreparedData) -> PreparedData:
-        from ..data.stepwise import steps_in
+        from ..data.collate_answers import steps_in
 
         return steps_in(config, data)
 
     def collator(
         self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
     ) -> Collate:
-        from ..data.stepwise import step_collator
+        from ..data.collate_answers import step_collator
 
         return step_collator(config, tokenizer, device)
 

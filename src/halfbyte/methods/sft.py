@@ -23,13 +23,13 @@ PERPLEXITY = Metric("perplexity", "perplexity", ".2f")
 
 @dataclass(frozen=True)
 class SupervisedFineTuning(Method):
-    """Trains on the tokens with a label, each weighed alike. The loss never goes through full logits.
+    """Supervised fine-tuning on the labelled tokens, with equal weights. The loss never materialises full logits.
 
-    Where routers are balanced, each micro-batch's balancing loss counts by its share of the step's trained tokens: of
-    a step of one micro-batch that is transformers' loss. Evaluations leave it out of their loss.
+    With a router balancing loss, each micro-batch's balancing loss is weighted by its share of the step's trained
+    tokens; for a step of one micro-batch this is transformers' loss. Evaluations exclude it from their loss.
 
     Attributes:
-        balance: what the balancing loss of a mixture's routers is multiplied by; 0: there is none.
+        balance: coefficient of the routers' balancing loss; 0: none.
     """
 
     balance: float = 0.0
@@ -49,7 +49,7 @@ class SupervisedFineTuning(Method):
         return _with_real(plain) if self.balance else plain
 
     def counts(self, batch: Batch) -> dict[str, float]:
-        # the first position predicts nothing, wherever its label points
+        # a label at the first position is never predicted
         return {"trained_tokens": int((batch["labels"][..., 1:] != IGNORE_INDEX).sum())}
 
     def sums(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -69,7 +69,7 @@ class SupervisedFineTuning(Method):
 
 
 def _with_real(collate: Collate) -> Collate:
-    """Batches that say, too, which of their tokens are no padding: int64 [B, T]."""
+    """Return a collator whose batches also mark the tokens that are not padding: int64 [B, T]."""
 
     def collated(rows: list[dict[str, Any]]) -> dict[str, Any]:
         import torch

@@ -228,7 +228,7 @@ def log_probs_beside(
 
     Args:
         asked: `at` and `wanted`, of `inputs`.
-        beside: the further answers, as `data.branches.BranchCollator.beside` lays them out.
+        beside: the further answers, as `data.shared_prefix.BranchCollator.further_answers` lays them out.
         asked_beside: the same of them; positions are of the tokens of `inputs` with these behind them.
 
     Returns:

@@ -1,6 +1,6 @@
 """Attention of answers that share a prompt, and in which models prompts are shared.
 
-A batch of `data.branches` has the prompt once before its answers. Its layers get `Sharing` as a keyword argument
+A batch of `data.shared_prefix` has the prompt once before its answers. Its layers get `Sharing` as a keyword argument
 (`attention.share`); so transformers' own forwards do it, too, on any device. In 16 bits on a GPU, and in float32 on a
 CPU, attention is `autograd.attention.shared_prefix_attention`, else two calls of torch's: of all prompts, and of all
 answers, each with the keys of its prompt.
@@ -23,7 +23,7 @@ from ..config import RunConfig
 from ..ops.attention import Branches
 from .families import of_config
 
-BRANCHES, KEY_PLACES = "branches", "key_places"  # in a batch, see `data.branches`
+BRANCHES, KEY_PLACES = "branches", "key_places"  # in a batch, see `data.shared_prefix`
 BOUNDS, LONGEST = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k")
 OWN = (BRANCHES, KEY_PLACES, *BOUNDS, *LONGEST)
 
@@ -109,7 +109,7 @@ class Sharing:
 
     @classmethod
     def of(cls, batch: Mapping[str, Any], kept: Kept | None = None) -> Sharing:
-        """Of a batch's tensors, see `data.branches`."""
+        """Of a batch's tensors, see `data.shared_prefix`."""
         begins, lasts, openings, closings = batch[BRANCHES].unbind()
         places = (batch[name] for name in (KEY_PLACES, *BOUNDS, *LONGEST))
         return cls(Branches((begins, lasts), (openings, closings), *places), kept)

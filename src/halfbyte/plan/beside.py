@@ -22,7 +22,7 @@ from ..config.policy import DISTILLING
 from ..loading.find import ModelFiles
 from ..memory.activations import Batches
 from ..reading.tensors import ADAPTER, ADAPTER_AGAIN, read_header, safetensors_files
-from ..rl.rewards.judges import JudgeFiles, find_judges
+from ..rl.rewards.reward_models import RewardModelFiles, find_reward_models
 from ..rl.rewards.specs import MODEL, read_specs
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def beside(config: RunConfig, device: torch.device, itemsize: int = 4) -> Beside
         HalfbyteError: one cannot be found.
     """
     models = [entry for entry in config.reward_funcs or [] if isinstance(entry, dict) and MODEL in entry]
-    judges = find_judges(config, read_specs(models, []))
+    judges = find_reward_models(config, read_specs(models, []))
     held = sum(_judge_bytes(config, judge, device, itemsize) for judge in judges)
     if config.method not in DISTILLING:
         return Beside(held)
@@ -93,7 +93,7 @@ def _shapes(config: RunConfig, files: ModelFiles | None, device: torch.device) -
     )
 
 
-def _judge_bytes(config: RunConfig, found: JudgeFiles, device: torch.device, itemsize: int) -> int:
+def _judge_bytes(config: RunConfig, found: RewardModelFiles, device: torch.device, itemsize: int) -> int:
     if found.adapter is None:
         assert found.files is not None
         return itemsize * _numbers(safetensors_files(Path(found.files.place.name)))

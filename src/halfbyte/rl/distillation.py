@@ -12,7 +12,7 @@ from halfbyte.batch import take_counts, to_device
 from halfbyte.generation import Completion
 from halfbyte.generation.stops import turn_end
 from halfbyte.methods.gkd import given_answer
-from halfbyte.rl.rewards import Scored
+from halfbyte.rl.rewards.score import Scored
 
 from ..train.metrics import Window
 from ..train.sampler import Counting

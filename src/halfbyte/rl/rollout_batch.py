@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from halfbyte.generation import Completion
-from halfbyte.methods.advantages import combined, without_spread
-from halfbyte.rl.rewards import Scored
+from halfbyte.methods.policy_losses import combined, without_spread
+from halfbyte.rl.rewards.score import Scored
 from halfbyte.utils.notices import notice
 
 from ..utils.text import brief

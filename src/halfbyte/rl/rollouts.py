@@ -22,13 +22,13 @@ from torch import Tensor
 
 from halfbyte.batch import to_device
 from halfbyte.config import RunConfig
-from halfbyte.data.branches import GIVEN
+from halfbyte.data.shared_prefix import GIVEN
 from halfbyte.generation import Completion, Sampling
 from halfbyte.methods.answers import as_reference
 from halfbyte.methods.grpo import BONUS, CORRECTS, PolicyOptimization
 from halfbyte.ops import IGNORE_INDEX
 from halfbyte.plan.rollouts import RolloutPlan
-from halfbyte.rl.rewards import Rewards
+from halfbyte.rl.rewards.score import Rewards
 from halfbyte.utils.errors import CheckpointError, ConfigError
 from halfbyte.utils.files import write_json
 

@@ -15,7 +15,8 @@ from halfbyte.generation.stops import stop_tokens
 from halfbyte.methods.answers import REFERENCE
 from halfbyte.methods.grpo import PolicyOptimization
 from halfbyte.modeling.adapters import compute, load_adapter
-from halfbyte.rl.rewards import Rewards, check_columns, read_specs
+from halfbyte.rl.rewards.score import Rewards
+from halfbyte.rl.rewards.specs import check_columns, read_specs
 from halfbyte.utils.console import Console
 from halfbyte.utils.notices import notice
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 
 from halfbyte.generation import Completion
-from halfbyte.methods.advantages import combined, without_spread
-from halfbyte.rl.rewards import Scored
+from halfbyte.methods.policy_losses import combined, without_spread
+from halfbyte.rl.rewards.score import Scored
 
 
 def numbers_of(

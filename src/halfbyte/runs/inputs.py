@@ -18,8 +18,8 @@ from ..parallel.support import unsupported_sizes
 from ..reading import look, why
 from ..reading.model_config import CONFIG, read_config
 from ..reading.tensors import ADAPTER, ADAPTER_AGAIN, ADAPTER_CONFIG, read_adapter_config, read_header
-from ..rl.rewards import read_specs
-from ..rl.rewards.judges import look_over_judges
+from ..rl.rewards.reward_models import check_reward_models
+from ..rl.rewards.specs import read_specs
 from ..utils import hub
 from ..utils.errors import ConfigError, of_key
 from ..utils.text import brief
@@ -64,7 +64,7 @@ def look_over_inputs(config: RunConfig) -> None:
     if config.chat_template_path is not None:
         with of_key("chat_template_path"):
             _look_over_template(config.chat_template_path)
-    look_over_judges(config, read_specs(config.reward_funcs or [], None))
+    check_reward_models(config, read_specs(config.reward_funcs or [], None))
     look_over_datasets(config.dataset, config.eval_dataset)
     _look_over_apart(config)
 

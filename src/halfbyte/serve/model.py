@@ -226,7 +226,7 @@ class Served:
                 raise RequestError(400, f"messages: {reason}", "messages")
             return self.talk.prompt_ids(messages[0].content or "")
         try:
-            turns, _ = self.template.understood([message.turn() for message in messages])
+            turns, _ = self.template.adapt_messages([message.turn() for message in messages])
             text = self.talk.render(turns)
         except DataError as error:
             raise RequestError(400, f"messages: {error.message}", "messages") from None

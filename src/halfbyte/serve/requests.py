@@ -138,7 +138,7 @@ class ToolCall(Strict):
 
 
 class Message(Strict):
-    """A turn. Which roles a model knows is for its template to say; see `data.chat.ChatTemplate.understood`."""
+    """A turn. Which roles a model knows is for its template to say; see `data.chat.ChatTemplate.adapt_messages`."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[str | None, BeforeValidator(_content)] = None

@@ -93,7 +93,7 @@ def shared_check(model: nn.Module, shared: Batch, apart: Batch, dtype: torch.dty
     """Hidden states of answers that share prompts against those of each answer with a prompt of its own.
 
     Args:
-        shared, apart: batches of the same answers, of `data.paired`.
+        shared, apart: batches of the same answers, of `data.collate_answers`.
 
     Raises:
         TrainingError: they differ by more than rounding.

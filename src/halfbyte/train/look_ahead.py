@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfbyte.data.paired import AHEAD
+from halfbyte.data.collate_answers import AHEAD
 from halfbyte.methods.base import Batch, Method
 from halfbyte.modeling.adapters import compute
 from halfbyte.parallel.mesh import ALONE, Mesh

@@ -22,7 +22,7 @@ from halfbyte.data.tables import digest_of_rows
 from halfbyte.loading.find import ModelFiles, find_model
 from halfbyte.loading.load import check_attention, check_stored, load_tokenizer, resolve_dtype
 from halfbyte.methods import Method, method_of
-from halfbyte.methods.preference import with_all_it_has
+from halfbyte.methods.preference import reference_is_initial_model
 from halfbyte.modeling.adapters import check_adapter_files, check_base_kept
 from halfbyte.modeling.limits import check_positions, check_token_ids
 from halfbyte.modeling.recipes import check_recipe, configured_recipe
@@ -118,7 +118,7 @@ class PreparedRun:
         if asked != "auto":
             return bool(asked)
         rows = config.per_device_train_batch_size * config.gradient_accumulation_steps * self.mesh.ways(*ROWS)
-        return with_all_it_has(config) or self.total_steps * rows >= len(self.data.train)
+        return reference_is_initial_model(config) or self.total_steps * rows >= len(self.data.train)
 
     @property
     def total_steps(self) -> int:

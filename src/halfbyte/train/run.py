@@ -21,7 +21,7 @@ from transformers import set_seed
 from halfbyte.batch import to_device
 from halfbyte.config import RunConfig, load_config
 from halfbyte.data.collate import make_collator
-from halfbyte.data.paired import answer_collator, apart, first_prompt
+from halfbyte.data.collate_answers import answer_collator, first_prompt, with_own_prompts
 from halfbyte.generation.stops import stop_tokens
 from halfbyte.layers.plain import multiply_by_onednn
 from halfbyte.loading.load import load_model
@@ -47,7 +47,7 @@ from halfbyte.parallel.tensor.model import divide_products
 from halfbyte.plan.advice import advise_out_of_memory
 from halfbyte.plan.estimate import GIB
 from halfbyte.reading.model_config import GENERATION
-from halfbyte.rl.rewards import named
+from halfbyte.rl.rewards.specs import named
 from halfbyte.utils.console import Console
 from halfbyte.utils.errors import TrainingError
 from halfbyte.utils.files import new_directory, write_json
@@ -321,7 +321,7 @@ def _shared_and_apart(run: PreparedRun, device: torch.device) -> tuple[dict[str,
     """Batches of the answers to the first prompt, sharing it and apart."""
     collate = answer_collator(run.config, run.tokenizer, device, answers=run.data.answers)
     row = first_prompt(run.data.train[0])
-    return to_device(collate([row]), device), to_device(collate([apart(row)]), device)
+    return to_device(collate([row]), device), to_device(collate([with_own_prompts(row)]), device)
 
 
 def _peaks(device: torch.device, stepper: Stepper, base_bytes: int) -> dict[str, int]:

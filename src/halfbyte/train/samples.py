@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..config import RunConfig
 from ..data.chat import prompt_text
-from ..data.paired import documents_of
+from ..data.collate_answers import documents_of
 from ..generation import forget, generate
 from ..generation.decoder import context_length
 from ..ops import IGNORE_INDEX

@@ -101,7 +101,7 @@ REWARDS = [
     rewarded("+ a pipe of rewards", "r.py:f", files={"r.py": fifo}, says="r.py"),
     rewarded("+ rewards that leave as they are read", "r.py:f", body="raise SystemExit(3)\n", says="r.py", seconds=4),
     rewarded("+ rewards that are never read", "r.py:f",
-             body="while True: pass\n", says="r.py", fix="imported within", seconds=70),
+             body="while True: pass\n", says="r.py", fix="within", seconds=70),
     rewarded("+ rewards that ask", "r.py:f", body="input()\n\ndef f(**_): return []\n", says="r.py", seconds=4),
     rewarded("+ rewards that chatter", "r.py:g", body="print('x' * 10_000_000)\ndef f(**_): return []\n",
              says=("r.py", "g"), seconds=4),

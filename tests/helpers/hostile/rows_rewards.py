@@ -18,7 +18,7 @@ def policy(name: str, keys: str, **wishes) -> Case:
 def reward(name: str, body: str, says, keys: str = "", **wishes) -> Case:
     """A function of the user's, which training calls."""
     return Case(name, f"train run.yaml {GRPO} reward_funcs=r.py:f {keys}", says=says, files={**PROMPTS, "r.py": body},
-                **({"seconds": 6, "fix": "mend the function"} | wishes))  # fmt: skip
+                **({"seconds": 6, "fix": "correct the function"} | wishes))  # fmt: skip
 
 
 ROWS = [
@@ -47,7 +47,7 @@ ROWS = [
         "+ a reward from a hub", "reward_funcs=someone/rewards", says="someone/rewards", fix=""
     ),
     policy("+ a reward model that is not there", "'reward_funcs={model: no/such/judge}'", says="no/such/judge"),
-    policy("+ a reward model that scores nothing", "'reward_funcs={model: model}'", says="scores nothing", fix="prm"),
+    policy("+ a reward model that scores nothing", "'reward_funcs={model: model}'", says="no score head", fix="prm"),
     policy(
         "+ a reward model of an adapter without head",
         "'reward_funcs={model: run}'",

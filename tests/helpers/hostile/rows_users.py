@@ -87,7 +87,7 @@ SECOND = [
     Case("+ more rows a step than there are", "check run.yaml gradient_accumulation_steps=1000000", code=0,
          says=("gradient_accumulation_steps", "1,000,000", "17", "")),
     Case("+ a name whose letters are composed otherwise", ["check", "run.yaml", "dataset=caf\u00e9.jsonl"],
-         says="looks alike", fix="rename", files={"cafe\u0301.jsonl": DATA}),
+         says="Unicode normalization", fix="rename", files={"cafe\u0301.jsonl": DATA}),
     Case("+ a blank that does not break", both(), says=("run.yaml:6", "U+00A0"), fix="plain blanks",
          files={"run.yaml": RUN.replace("r: 2", "r:\u00a02")}),
     Case("+ an indent of another blank", both(), says=("run.yaml:10", "U+3000"), fix="plain blanks",

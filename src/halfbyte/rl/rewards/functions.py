@@ -1,7 +1,7 @@
-"""Reward functions that come with halfbyte, by name. Each takes TRL's arguments and gives a number an answer.
+"""Reward functions of halfbyte, by name. Each takes TRL's arguments and returns one number per answer.
 
-A completion is a text, or a list of turns where the prompt is one; `text_of` reads either. Those whose name has an
-oracle there equal `trl.rewards` 1.16 (tests/rewards/test_functions.py).
+A completion is a text, or a list of turns if the prompt is one; `text_of` reads both. Functions that exist in
+`trl.rewards` 1.16 return the same numbers (tests/rewards/test_functions.py).
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ THINK = re.compile(r"^<think>(?!.*<think>)(.*?)</think>.*$", re.DOTALL | re.MULT
 
 
 def text_of(completion: Completion) -> str:
-    """The text of an answer."""
+    """Return the text of an answer."""
     return completion if isinstance(completion, str) else "".join(turn.get("content") or "" for turn in completion)
 
 
 def matches(pattern: str, completions: Sequence[Completion], **_: Any) -> Rewards:
-    """1 where `pattern` is found in the answer, without the white space at its ends."""
+    """Return 1 if `pattern` is found in the stripped answer, else 0."""
     found = re.compile(pattern)
     return [float(found.search(text_of(each).strip()) is not None) for each in completions]
 
 
 def think(completions: Sequence[Completion], prompts: Sequence[Any] = (), **_: Any) -> Rewards:
-    """1 for an answer that begins with one <think> … </think>.
+    """Return 1 for an answer that starts with exactly one <think> … </think>, else 0.
 
     Args:
-        prompts: as texts that the model reads: where one ends with <think>, as chat templates open a thought, the
-            answer goes on from there. TRL 1.16 gives 0 to every such answer (trl#6966).
+        prompts: as the texts that the model reads. If a prompt ends with <think>, because the chat template opens a
+            thought, the answer continues from there. TRL 1.16 returns 0 for such answers (trl#6966).
     """
     opened = [_opened(prompt) for prompt in prompts] or [""] * len(completions)
-    whole = (start + text_of(each) for start, each in zip(opened, completions, strict=True))
-    return [float(THINK.match(text) is not None) for text in whole]
+    texts = (start + text_of(each) for start, each in zip(opened, completions, strict=True))
+    return [float(THINK.match(text) is not None) for text in texts]
 
 
 def _opened(prompt: Any) -> str:
-    """The <think> that a prompt ends with, if it does."""
+    """Return the <think> at the end of a prompt, or ""."""
     found = OPENED.search(prompt) if isinstance(prompt, str) else None
     return found[0] if found else ""
 
 
 def exact(column: str, completions: Sequence[Completion], **columns: Any) -> Rewards:
-    """1 for an answer equal to `column`, but for white space at its ends."""
+    """Return 1 for an answer equal to `column`, ignoring white space at both ends, else 0."""
     return [
         None if wanted is None else float(text_of(each).strip() == str(wanted).strip())
         for each, wanted in zip(completions, columns[column], strict=True)
@@ -65,18 +65,19 @@ def exact(column: str, completions: Sequence[Completion], **columns: Any) -> Rew
 
 
 def length(most: int, completion_ids: Sequence[Sequence[int]], **_: Any) -> Rewards:
-    """0 for an answer of up to `most` tokens, −1 for a longer one."""
+    """Return 0 for an answer of up to `most` tokens, −1 for a longer one."""
     return [-float(len(ids) > most) for ids in completion_ids]
 
 
 def soft_overlong(longest: int, cache: int, completion_ids: Sequence[Sequence[int]], **_: Any) -> Rewards:
-    """From 0 down to −1 over the last `cache` of `longest` tokens (DAPO, arXiv:2503.14476, equation 13)."""
+    """Return a penalty from 0 down to −1 over the last `cache` of `longest` tokens (DAPO, arXiv:2503.14476, equation
+    13)."""
     over = [max(len(ids) - (longest - cache), 0) for ids in completion_ids]
     return [-min(each / cache, 1.0) if cache else -float(each > 0) for each in over]
 
 
 def repetition(size: int, most: float, completion_ids: Sequence[Sequence[int]], **_: Any) -> Rewards:
-    """`most` (at most 0) times the share of the answer's `size`-grams that it has had (arXiv:2502.03373, C.2)."""
+    """Return `most` (at most 0) times the share of repeated `size`-grams in the answer (arXiv:2502.03373, C.2)."""
     rewards: Rewards = []
     for ids in completion_ids:
         grams = [tuple(ids[at : at + size]) for at in range(len(ids) - size + 1)]
@@ -85,9 +86,9 @@ def repetition(size: int, most: float, completion_ids: Sequence[Sequence[int]], 
 
 
 def math(column: str, completions: Sequence[Completion], **columns: Any) -> Rewards:
-    """1 for an answer whose last result equals that of `column`, by math-verify; None where that one has no result.
+    """Return 1 for an answer whose last result equals that of `column`, by math-verify; None if `column` has no result.
 
-    A result is in \\boxed{}, or behind GSM8K's ####.
+    A result is in \\boxed{}, or after GSM8K's ####.
     """
     from math_verify import parse, verify
 
@@ -99,21 +100,21 @@ def math(column: str, completions: Sequence[Completion], **columns: Any) -> Rewa
 
 
 def has_result(text: str) -> bool:
-    """Whether `math` finds a result in a text: in a box, behind ####, or because it is a number and nothing else."""
+    """Return whether `math` finds a result in a text: in a box, after ####, or because the text is just a number."""
     return bool("\\boxed{" in text or GSM8K.search(text) or NUMBER.fullmatch(text.strip()))
 
 
 def _boxed(text: str) -> str:
-    """The last #### of `text` as a box."""
+    """Return `text` with its last #### result as a box."""
     found = GSM8K.findall(text)
     return f"\\boxed{{{found[-1].strip().replace(',', '')}}}" if found else text
 
 
 def code(column: str, seconds: int, completions: Sequence[Completion], **columns: Any) -> Rewards:
-    """The share of a column's tests that the answer's last Python block passes, each in a sandbox of its own.
+    """Return the share of a column's tests that the answer's last Python block passes, each test in its own sandbox.
 
-    The column has `[{"input": …, "output": …}, …]`, or that as JSON. A program reads a test's input, and what it
-    prints is compared here, line by line, without the white space at lines' ends: nothing else that it does counts.
+    The column has `[{"input": …, "output": …}, …]`, or its JSON text. A program reads a test's input from stdin; its
+    stdout is compared here, line by line, without trailing white space. Nothing else counts.
     """
     limits = sandbox.Limits(seconds=seconds)
     rewards: Rewards = []
@@ -147,7 +148,7 @@ OPTIONS: dict[str, dict[str, tuple[type, ...]]] = {
     "soft_overlong": {"max": (int,), "cache": (int,)},
     "repetition": {"ngram_size": (int,), "max_penalty": (int, float)},
 }
-# The least and the most of numbers; None: none.
+# Minimum and maximum of number options; None: unbounded.
 RANGES: dict[tuple[str, str], tuple[int | None, int | None]] = {
     ("code", "seconds"): (1, None),
     ("length", "max"): (1, None),
@@ -169,10 +170,10 @@ SHORT = {
 
 
 def options_of(name: str, given: Any) -> dict[str, Any]:
-    """What is written beside a name of `OPTIONS`: a mapping, or the value of the first option alone.
+    """Return the options given with a name of `OPTIONS`: a mapping, or just the value of the first option.
 
     Raises:
-        ConfigError: an option that the function does not have, or a value of another type or out of its range.
+        ConfigError: an option is unknown, or its value has another type or is out of range.
     """
     options: dict[str, Any] = (
         given if isinstance(given, dict) else {} if given is None else {SHORT.get(name, "max"): given}
@@ -190,13 +191,18 @@ def options_of(name: str, given: Any) -> dict[str, Any]:
             bound = f"{least} or more" if least is not None else f"at most {most}"
             raise ConfigError(f"reward_funcs: {key} of {name} is {brief(value)}", f"give {KINDS[types[-1]]}, {bound}")
     if name == "soft_overlong" and options.get("cache", 0) > options.get("max", options.get("cache", 0)):
-        said = f"reward_funcs: soft_overlong: cache {options['cache']} is more than max {options['max']}"
-        raise ConfigError(said, "cache is the part of max over which the reward falls: give less")
+        wrong = f"reward_funcs: soft_overlong: cache {options['cache']} is more than max {options['max']}"
+        raise ConfigError(wrong, "lower cache: it is the part of max over which the reward falls")
     return options
 
 
 def built_in(name: str, options: Mapping[str, Any], longest: int) -> Function:
-    """The function of a name in `OPTIONS`; `longest`: the most tokens of an answer. `column` is known by then."""
+    """Return the function of a name in `OPTIONS`.
+
+    Args:
+        options: must contain `column` for functions that compare with one.
+        longest: maximal tokens of an answer.
+    """
     match name:
         case "regex":
             return partial(matches, options["pattern"])

@@ -1,15 +1,15 @@
-"""What stands between a program that a model has written and this machine; the first process of a sandbox.
+"""Isolation of a program that a model has written: the first process of a sandbox.
 
-Run as a script of its own by `sandbox`, with nothing but the standard library: its source goes to a fresh interpreter.
-It needs no rights. In namespaces of their own (user, mount, process, network, IPC, host name, cgroup) it builds a root
-of a few read-only folders and a small /tmp in memory, leaves everything else behind, and starts the program without
-capabilities, under limits and a seccomp filter. It stays the first process there: when it ends, or is killed, the
-kernel kills whatever is left, daemons too.
+`sandbox` passes this file's source to a fresh interpreter, so it uses only the standard library. It needs no
+privileges. In its own namespaces (user, mount, process, network, IPC, host name, cgroup) it builds a root of a few
+read-only folders and a small /tmp in memory, detaches everything else, and starts the program without capabilities,
+under limits and a seccomp filter. It stays the init process of the namespace: when it ends or is killed, the kernel
+kills all remaining processes, including daemons.
 
 The filter refuses system calls that hold memory outside of any process' resident set (memfd_create, System V and
-anonymous shared memory, message queues, vmsplice, io_uring), that make namespaces or mounts, and that reach other
-processes or the kernel (ptrace, bpf, perf, keyrings, modules). What remains is bounded: private memory by the resident
-set of all processes, files by the size of /tmp.
+anonymous shared memory, message queues, vmsplice, io_uring), that create namespaces or mounts, and that reach other
+processes or the kernel (ptrace, bpf, perf, keyrings, modules). The remaining resources are bounded: private memory by
+the resident set of all processes, files by the size of /tmp.
 """
 
 import ctypes
@@ -27,13 +27,13 @@ NEW_NS, NEW_CGROUP, NEW_UTS, NEW_IPC, NEW_USER, NEW_PID, NEW_NET = (
 READ_ONLY, NO_SUID, NO_DEV, NO_EXEC, REMOUNT, BIND, RECURSIVE, PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
 DETACH, DEATH_SIGNAL, DUMPABLE, NO_NEW_PRIVILEGES, KILL = 2, 1, 4, 38, 9
 NOBODY = 65534
-REFUSED = 125  # the exit code where no sandbox can be built
-ROOT = "/tmp"  # where the new root is built: every machine has it, and it is empty for whoever is inside
-DEVICES = ("null", "urandom")  # not /dev/zero: mapped shared, it is memory that no process need have resident
+REFUSED = 125  # exit code if no sandbox can be built
+ROOT = "/tmp"  # mount point of the new root: exists on every machine
+DEVICES = ("null", "urandom")  # not /dev/zero: a shared mapping of it is memory outside of any resident set
 PROGRAM = "/tmp/program.py"
 LIMITS = ("seconds", "memory", "processes", "file_bytes", "files")
 
-# System calls that are refused, by machine: asm/unistd_64.h, asm-generic/unistd.h. From 424 on all machines agree.
+# Refused system calls, by machine: asm/unistd_64.h, asm-generic/unistd.h. From 424 on the numbers are the same.
 REFUSED_CALLS = {
     "x86_64": {
         "memfd_create": 319, "shmget": 29, "shmat": 30, "semget": 64, "msgget": 68, "mq_open": 240, "vmsplice": 278,
@@ -59,7 +59,7 @@ REFUSED_EVERYWHERE = {
     "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433, "pidfd_getfd": 438, "mount_setattr": 442,
     "quotactl_fd": 443, "memfd_secret": 447, "open_tree_attr": 467,
 }  # fmt: skip
-# The number in linux/audit.h, and those of clone and mmap, whose arguments decide.
+# The machine's number in linux/audit.h, and the numbers of clone and mmap, which are filtered by their arguments.
 MACHINES = {"x86_64": (0xC000003E, 56, 9), "aarch64": (0xC00000B7, 220, 222)}
 CLONE3 = 435
 NEW_ANY = 0x7E020080  # CLONE_NEW* of clone's flags
@@ -68,13 +68,13 @@ SHARED_ANONYMOUS = 0x01 | 0x20  # MAP_SHARED (or MAP_SHARED_VALIDATE) and MAP_AN
 LOAD, AND, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 KILL_PROCESS, ERRNO, ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
 SET_SECCOMP, SECCOMP_FILTER = 22, 2
-NUMBER, ARCHITECTURE, FIRST_ARGUMENT, FOURTH_ARGUMENT = 0, 4, 16, 40  # offsets in seccomp_data, the low halves
+NUMBER, ARCHITECTURE, FIRST_ARGUMENT, FOURTH_ARGUMENT = 0, 4, 16, 40  # offsets in seccomp_data (low 32 bits)
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 def call(name, *arguments):
-    """A function of the C library; raises OSError with its name."""
+    """Call a function of the C library; raises OSError with its name."""
     made = [a.encode() if isinstance(a, str) else ctypes.c_ulong(a) if isinstance(a, int) else a for a in arguments]
     if getattr(libc, name)(*made) != 0:
         number = ctypes.get_errno()
@@ -90,9 +90,9 @@ def write(path, text):
 
 
 def enter(process):
-    """Give `process`, which has left for namespaces of its own, its users: nobody, and root where this one is.
+    """Map users in the namespaces of `process`: nobody, and root if this process is root.
 
-    Root is needed there to read what root alone may read (its interpreter); the program is nobody's.
+    Root is needed there to read files that only root may read (its interpreter); the program runs as nobody.
     """
     user, group = os.geteuid(), os.getegid()
     if user == 0:
@@ -105,7 +105,7 @@ def enter(process):
 
 
 def bind(source, target, flags):
-    """`source` at `target`; flags that its file system has already cannot be taken off here, so they stay."""
+    """Bind-mount `source` at `target`; mount flags of its file system cannot be removed here, so they are repeated."""
     call("mount", source, target, None, BIND | RECURSIVE, None)
     there = os.statvfs(source).f_flag & (NO_SUID | NO_DEV | NO_EXEC | READ_ONLY)
     relatime = os.statvfs(source).f_flag & (1024 | 2048 | 4096)  # ST_NOATIME, ST_NODIRATIME, ST_RELATIME
@@ -114,7 +114,7 @@ def bind(source, target, flags):
 
 
 def build(folders, temporary_bytes):
-    """The new root, and nothing behind it."""
+    """Build the new root and detach the old one."""
     call("mount", None, "/", None, RECURSIVE | PRIVATE, None)
     call("mount", "root", ROOT, "tmpfs", NO_SUID | NO_DEV, "size=1m,mode=755")
     os.chdir(ROOT)
@@ -131,18 +131,18 @@ def build(folders, temporary_bytes):
         bind(f"/dev/{name}", f"{ROOT}/dev/{name}", NO_SUID | NO_EXEC)
     os.mkdir(ROOT + "/tmp")
     call("mount", "tmp", ROOT + "/tmp", "tmpfs", NO_SUID | NO_DEV, f"size={temporary_bytes},nr_inodes=4096,mode=777")
-    call("pivot_root", ".", ".")  # the old root is now over the new one
+    call("pivot_root", ".", ".")  # the old root is now mounted over the new one
     call("umount2", ".", DETACH)
     os.chdir("/")
     call("mount", None, "/", None, BIND | REMOUNT | READ_ONLY | NO_SUID | NO_DEV, None)
 
 
 def limit(limits):
-    """What the program's processes may take, each; `processes` is of all together."""
+    """Set the limits of each process of the program; `processes` counts all of them."""
     for kind, most in (
         (resource.RLIMIT_CPU, limits["seconds"]),
         (resource.RLIMIT_AS, limits["memory"]),
-        (resource.RLIMIT_NPROC, limits["processes"] + 1),  # and this one
+        (resource.RLIMIT_NPROC, limits["processes"] + 1),  # plus this process
         (resource.RLIMIT_FSIZE, limits["file_bytes"]),
         (resource.RLIMIT_NOFILE, limits["files"]),
         (resource.RLIMIT_CORE, 0),
@@ -152,9 +152,9 @@ def limit(limits):
 
 
 def filter_of(machine):
-    """Return the seccomp filter for a machine as a classic BPF program, 8 bytes an instruction.
+    """Return the seccomp filter for a machine as a classic BPF program, 8 bytes per instruction.
 
-    Raises OSError where the machine's system calls are not known here.
+    Raises OSError for machines without a table of system calls.
     """
     if machine not in MACHINES:
         raise OSError(errno.ENOSYS, f"no system-call filter is known for {machine}")
@@ -178,7 +178,7 @@ def filter_of(machine):
         add(EQUAL, number, otherwise=1)
         refuse()
     add(EQUAL, CLONE3, otherwise=1)
-    refuse(errno.ENOSYS)  # its flags are in memory, which a filter cannot read; the C library goes on to clone
+    refuse(errno.ENOSYS)  # its flags are in memory, which a filter cannot read; the C library falls back to clone
     add(EQUAL, clone, otherwise=4)
     add(LOAD, FIRST_ARGUMENT)
     add(ANY_BIT, NEW_ANY, otherwise=1)
@@ -194,7 +194,7 @@ def filter_of(machine):
 
 
 def filter_calls():
-    """Put this process, and all that it starts, under the filter; needs PR_SET_NO_NEW_PRIVS."""
+    """Install the filter for this process and its children; needs PR_SET_NO_NEW_PRIVS."""
     program = filter_of(os.uname().machine)
     steps = ctypes.create_string_buffer(program, len(program))
     pointer = struct.pack("HP", len(program) // 8, ctypes.addressof(steps))  # struct sock_fprog
@@ -202,7 +202,7 @@ def filter_calls():
 
 
 def begin(command, limits):
-    """Become the program, as nobody: the capabilities that a process has in its own namespaces end with the call."""
+    """Execute the program as nobody; execve drops the capabilities that a process has in its own namespaces."""
     os.setsid()
     if os.geteuid() == 0:
         os.setgroups([])
@@ -215,10 +215,10 @@ def begin(command, limits):
     os.execve(command[0], [*command, PROGRAM], {})
 
 
-def first(asked):
-    """The first process inside: sets up, runs the program, and ends with what it ended with."""
+def run_init(asked):
+    """Run as the init process: set up, run the program, and return its wait status."""
     call("prctl", DEATH_SIGNAL, KILL, 0, 0, 0)
-    call("prctl", DUMPABLE, 0, 0, 0, 0)  # the program is of the same user, and may not look into this process
+    call("prctl", DUMPABLE, 0, 0, 0, 0)  # the program has the same user, and must not inspect this process
     build(asked["folders"], asked["temporary_bytes"])
     os.umask(0o022)
     with open(PROGRAM, "w", encoding="utf-8", errors="replace") as file:
@@ -233,13 +233,13 @@ def first(asked):
         finally:
             os._exit(126)
     while True:
-        pid, status = os.wait()  # of orphans, too
+        pid, status = os.wait()  # also reaps orphans
         if pid == child:
             return status
 
 
-def inside(asked, leaving, entered):
-    """What becomes of the program, from within: an exit code."""
+def run_inside(asked, leaving, entered):
+    """Create the namespaces, run the program in them and return its exit code."""
     call("unshare", NEW_USER | NEW_NS | NEW_PID | NEW_NET | NEW_IPC | NEW_UTS | NEW_CGROUP)
     os.write(leaving, b"u")
     if os.read(entered, 1) != b"e":
@@ -248,14 +248,14 @@ def inside(asked, leaving, entered):
     if child == 0:
         code = REFUSED
         try:
-            code = ended(first(asked))
+            code = exit_code(run_init(asked))
         except BaseException as error:
             print(f"sandbox: {error}", file=sys.stderr)
         os._exit(code)
-    return ended(os.waitpid(child, 0)[1])
+    return exit_code(os.waitpid(child, 0)[1])
 
 
-def ended(status):
+def exit_code(status):
     return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
 
 
@@ -272,7 +272,7 @@ def main():
         code = REFUSED
         try:
             call("prctl", DEATH_SIGNAL, KILL, 0, 0, 0)
-            code = inside(asked, leaving, entered)
+            code = run_inside(asked, leaving, entered)
         except OSError as error:
             print(f"sandbox: {error}", file=sys.stderr)
         os._exit(code)
@@ -281,7 +281,7 @@ def main():
     if os.read(left, 1):
         enter(child)
         os.write(entering, b"e")
-    sys.exit(ended(os.waitpid(child, 0)[1]))
+    sys.exit(exit_code(os.waitpid(child, 0)[1]))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Running a program that nobody has read: without network, files or time to spare, and killed at the end.
+"""Run an untrusted program: without network or files, with limits, and killed at the end.
 
-`jail` says what keeps it in. From outside come the bounds that a process cannot be trusted to keep: wall-clock time,
-the memory of all its processes together, and the length of what it prints. Where this user may make a control group
-(cgroup v2), the kernel bounds memory and processes too, between two looks.
+`jail` isolates it. This side enforces the bounds that a process cannot be trusted to keep: wall-clock time, the total
+memory of its processes, and the length of its output. If this user may create a control group (cgroup v2), the kernel
+also bounds memory and processes, without polling.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from ...reading.files import MEBIBYTE
 from ...utils.errors import ConfigError
 from . import jail
 
-LOOK = 0.05  # seconds between looks at a program's memory
+POLL_SECONDS = 0.05  # between measurements of a program's memory
 FOLDERS = ("/usr", "/lib", "/lib64", "/bin")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program may take.
+    """Limits of a program.
 
     Attributes:
-        seconds: of wall-clock time, and of CPU time for each process.
-        memory: bytes, of each process' addresses and of what all have resident or swapped out together.
-        processes: at once.
-        file_bytes: of one file; /tmp holds `temporary_bytes`, in memory.
-        files: open at once, in each process.
-        output_bytes: of what it prints.
+        seconds: wall-clock time, and CPU time of each process.
+        memory: bytes of each process' address space, and of the resident and swapped memory of all processes together.
+        processes: number of concurrent processes.
+        file_bytes: size of one file; /tmp holds `temporary_bytes`, in memory.
+        files: open files of each process.
+        output_bytes: length of its output.
     """
 
     seconds: int = 5
@@ -55,12 +55,12 @@ class Limits:
 
 
 class Outcome(NamedTuple):
-    """How a program ended.
+    """Result of a program.
 
     Attributes:
-        output: what it printed, as far as that was read.
+        output: its output, as far as it was read.
         ended: "exit", or the limit that it was killed for: "time", "memory", "output".
-        code: what it exited with; 128 + the signal that ended it.
+        code: its exit code; 128 + the signal that ended it.
     """
 
     output: bytes
@@ -69,42 +69,42 @@ class Outcome(NamedTuple):
 
 
 def run(program: str, given: bytes = b"", limits: Limits | None = None) -> Outcome:
-    """Run a Python program (standard library alone) with `given` on its standard input.
+    """Run a Python program (standard library only) with `given` on its standard input.
 
     Raises:
         ConfigError: this machine has no sandbox.
     """
-    if why := obstacle():
-        raise ConfigError(f"reward_funcs: code runs programs in a sandbox alone, and {why}", FIX)
+    if why := unsupported_reason():
+        raise ConfigError(f"reward_funcs: code runs programs only in a sandbox, but {why}", FIX)
     return _run(program, given, limits or Limits())
 
 
-FIX = "allow user namespaces (sysctl kernel.unprivileged_userns_clone=1), or leave code out of reward_funcs"
+FIX = "allow user namespaces (sysctl kernel.unprivileged_userns_clone=1), or remove code from reward_funcs"
 
 
 @functools.cache
-def obstacle() -> str | None:
-    """Why this machine has no sandbox; None where it has one: it is tried."""
+def unsupported_reason() -> str | None:
+    """Return why this machine has no sandbox, or None, by running a program in one."""
     if sys.platform != "linux":
-        return f"{sys.platform} has none"
+        return f"{sys.platform} has no sandbox"
     if (machine := os.uname().machine) not in jail.MACHINES:
-        return f"none is written for {machine} processors"
+        return f"halfbyte has no sandbox for {machine} processors"
     try:
         outcome = _run("print(6 * 7)", b"", Limits(seconds=10))
     except OSError as error:
-        return f"none can be started: {why(error)}"
+        return f"the sandbox does not start: {why(error)}"
     if outcome.code == jail.REFUSED:
         return "user namespaces are not permitted here"
-    return None if outcome.output == b"42\n" else f"it does not run a program: it ends with {outcome.code}"
+    return None if outcome.output == b"42\n" else f"a test program in it ends with {outcome.code}"
 
 
 @contextlib.contextmanager
 def control_group(limits: Limits, own: Path | None = None) -> Iterator[Path | None]:
-    """Make a cgroup v2 beside this process' own that bounds memory and processes; None where that is not permitted.
+    """Create a sibling cgroup v2 that bounds memory and processes; yields None if that is not permitted.
 
     Args:
-        limits: its bounds; /tmp counts as memory there.
-        own: this process' group; default: as /proc/self/cgroup names it.
+        limits: its bounds; /tmp counts as memory.
+        own: this process' group; default: from /proc/self/cgroup.
     """
     made = None
     try:
@@ -113,8 +113,8 @@ def control_group(limits: Limits, own: Path | None = None) -> Iterator[Path | No
             made = Path(tempfile.mkdtemp(prefix="halfbyte-", dir=parent))
             (made / "memory.max").write_text(str(limits.memory + limits.temporary_bytes))
             (made / "memory.swap.max").write_text("0")
-            (made / "pids.max").write_text(str(limits.processes + 4))  # and those of `jail`
-    except OSError:  # as a rule a user may not; the other bounds hold all the same
+            (made / "pids.max").write_text(str(limits.processes + 4))  # plus the processes of `jail`
+    except OSError:  # most users may not create one; the other bounds apply anyway
         _remove(made)
         made = None
     try:
@@ -124,23 +124,23 @@ def control_group(limits: Limits, own: Path | None = None) -> Iterator[Path | No
 
 
 def _own_group() -> Path:
-    """Return the folder of this process' cgroup v2; it does not exist where the machine has none."""
+    """Return the folder of this process' cgroup v2; it does not exist on machines without cgroup v2."""
     lines = Path("/proc/self/cgroup").read_text().splitlines()
     named = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
     return Path("/sys/fs/cgroup") / named
 
 
 def _remove(group: Path | None) -> None:
-    """Remove a control group whose processes have been killed; the kernel may take a moment to see that it is empty."""
+    """Remove a control group after its processes were killed; retries, since the kernel empties it asynchronously."""
     for _ in range(20 if group else 0):
         with contextlib.suppress(OSError):
             group.rmdir()  # type: ignore[union-attr]
             return
-        time.sleep(LOOK / 10)
+        time.sleep(POLL_SECONDS / 10)
 
 
-def _asked(program: str, limits: Limits, group: Path | None) -> int:
-    """What `jail` is to do, as a file in memory."""
+def _request_file(program: str, limits: Limits, group: Path | None) -> int:
+    """Return a descriptor of an in-memory file with the request to `jail`."""
     python = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
     folders = [folder for folder in FOLDERS if os.path.isdir(folder)]
     if not python.startswith("/usr/"):
@@ -166,7 +166,7 @@ def _run(program: str, given: bytes, limits: Limits) -> Outcome:
 
 
 def _run_in(group: Path | None, program: str, given: bytes, limits: Limits) -> Outcome:
-    asked = _asked(program, limits, group)
+    asked = _request_file(program, limits, group)
     python = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
     try:
         process = subprocess.Popen(
@@ -188,7 +188,7 @@ def _run_in(group: Path | None, program: str, given: bytes, limits: Limits) -> O
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill what is left: the first process of a sandbox takes all others with it."""
+    """Kill the sandbox's init process, and with it all others."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     for pipe in (process.stdin, process.stdout):
@@ -198,7 +198,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _watch(process: subprocess.Popen[bytes], given: bytes, limits: Limits) -> Outcome:
-    """Feed and read a program until it ends, or passes a limit."""
+    """Write the input and read the output of a program until it ends or exceeds a limit."""
     assert process.stdin is not None
     assert process.stdout is not None
     output, waiting = bytearray(), memoryview(given)
@@ -208,7 +208,7 @@ def _watch(process: subprocess.Popen[bytes], given: bytes, limits: Limits) -> Ou
         selector.register(process.stdout, selectors.EVENT_READ)
         selector.register(process.stdin, selectors.EVENT_WRITE)
         while True:
-            for key, _ in selector.select(LOOK):
+            for key, _ in selector.select(POLL_SECONDS):
                 if key.fileobj is process.stdin:
                     waiting = _feed(process.stdin.fileno(), waiting)
                     if not waiting:
@@ -224,7 +224,7 @@ def _watch(process: subprocess.Popen[bytes], given: bytes, limits: Limits) -> Ou
                 return Outcome(bytes(output) + _rest(process, limits), "exit", process.returncode)
             if time.monotonic() > end:
                 return Outcome(bytes(output), "time", 0)
-            if _resident(process.pid) > limits.memory:
+            if _used_memory(process.pid) > limits.memory:
                 return Outcome(bytes(output), "memory", 0)
 
 
@@ -238,13 +238,13 @@ def _feed(descriptor: int, waiting: memoryview) -> memoryview:
 
 
 def _rest(process: subprocess.Popen[bytes], limits: Limits) -> bytes:
-    """What was printed and not read yet, once all its writers are gone."""
+    """Return the unread output, after all its writers have ended."""
     assert process.stdout is not None
     return process.stdout.read(limits.output_bytes)
 
 
-def _resident(pid: int) -> int:
-    """Return the bytes that a process and those under it have resident or swapped out."""
+def _used_memory(pid: int) -> int:
+    """Return the resident and swapped bytes of a process and its descendants."""
     import psutil
 
     try:
@@ -252,10 +252,10 @@ def _resident(pid: int) -> int:
         processes = [first, *first.children(recursive=True)]
     except psutil.NoSuchProcess:
         return 0
-    return sum(_held(process.pid) for process in processes)
+    return sum(_used_by(process.pid) for process in processes)
 
 
-def _held(pid: int) -> int:
+def _used_by(pid: int) -> int:
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:  # it has ended

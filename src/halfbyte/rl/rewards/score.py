@@ -1,4 +1,4 @@
-"""All reward functions of a run, asked about a batch of completions."""
+"""Score completions with all reward functions of a run."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ from typing import Any
 
 from ...utils.errors import ConfigError, TrainingError
 from ...utils.notices import notice
-from .process import LOADING, Failed, RewardProcess
+from .process import LOADING, Failed, RewardProcess, WrongRewards, call, check_arguments
 from .specs import CALLED_WITH, MODEL, RewardSpec
-from .worker import WrongRewards, call, check_arguments
 
-Judge = Callable[[Sequence[Sequence[int]], Sequence[Sequence[int]]], list[float | None]]
-MEND = f"mend the function: it takes **kwargs, and its file is imported within {LOADING:.0f} s"
-BATCHES, SHARE = 20, 0.05  # a run stops where more than this share of the rows of so many batches has failed
+RewardModel = Callable[[Sequence[Sequence[int]], Sequence[Sequence[int]]], list[float | None]]
+FIX = f"correct the function: it must take **kwargs, and its file must import within {LOADING:.0f} s"
+BATCHES, SHARE = 20, 0.05  # a run stops if more than SHARE of the rows of the last BATCHES batches have failed
 
 
 @dataclass(frozen=True)
 class Scored:
-    """What the functions said of N completions.
+    """The rewards of N completions.
 
     Attributes:
-        rewards: a list [N] for each function, None where it says nothing.
+        rewards: a list [N] for each function, with None for no reward.
         extra: columns [N] that functions logged.
-        metrics: numbers that functions logged, their mean.
-        failed: completions that a function, by name, gave no answer about because it hung, crashed or exited.
+        metrics: means of numbers that functions logged.
+        failed: function name to completions without a reward because it hung, crashed, exited or raised.
     """
 
     rewards: dict[str, list[float | None]]
@@ -38,38 +37,38 @@ class Scored:
 
 
 class Rewards:
-    """Asks every function about each batch, those in processes at once.
+    """All reward functions of a run, called on each batch; those in processes run in parallel.
 
     Attributes:
-        judges: the models among them, by name; whoever has them puts them here before rewards are asked for.
+        models: the reward models by name; set by the caller that loads them, before `score`.
 
     Args:
-        timeout: seconds that a function may take for a batch; one that is given in Python is not interrupted.
-        longest: the most tokens of a completion.
+        timeout: seconds that a function may take per batch; functions given in Python have no timeout.
+        longest: maximal tokens of a completion.
     """
 
     def __init__(self, specs: Sequence[RewardSpec], columns: Sequence[str], timeout: float, longest: int):
         self.specs, self.columns, self.timeout = specs, columns, timeout
         names = [*CALLED_WITH, *columns]
         self._processes = {
-            spec.name: RewardProcess(_asked(spec, longest) | {"names": names})
+            spec.name: RewardProcess(_request(spec, longest) | {"names": names})
             for spec in specs
             if spec.function is None and spec.kind != MODEL
         }
         self._on_texts = {spec.name for spec in specs if spec.kind == "format" and spec.file is None}
-        self.judges: dict[str, Judge] = {}
+        self.models: dict[str, RewardModel] = {}
         self._failures = {spec.name: deque[int]([], BATCHES) for spec in specs}
 
     @property
     def files(self) -> dict[str, str]:
-        """SHA-256 of each user's file, and of each model's adapter."""
+        """SHA-256 of each user's file and of each reward model's adapter."""
         return {str(spec.file): spec.sha256 for spec in self.specs if spec.file is not None}
 
     def check(self) -> None:
         """Load every function.
 
         Raises:
-            ConfigError: one cannot be, or does not take the columns that there are.
+            ConfigError: a function does not load, or does not take the columns.
         """
         for spec in self.specs:
             if spec.kind == MODEL:
@@ -83,7 +82,7 @@ class Rewards:
                 wrong = str(error)
             if wrong is not None:
                 where = f"{spec.file}:{spec.name}" if spec.file else spec.name
-                raise ConfigError(f"reward_funcs: {where}: {wrong}", MEND)
+                raise ConfigError(f"reward_funcs: {where}: {wrong}", FIX)
 
     def score(
         self,
@@ -95,14 +94,16 @@ class Rewards:
         prompt_ids: Sequence[Sequence[int]] = (),
         prompt_texts: Sequence[str] = (),
     ) -> Scored:
-        """Rewards of N completions, each with its prompt, its token ids and what the further columns say.
+        """Return the rewards of N completions.
 
         Args:
-            prompt_ids: of each, for models.
-            prompt_texts: what the model read of each, for what looks at how an answer was opened; default: `prompts`.
+            columns: further columns of the data, [N] each.
+            prompt_ids: token ids of each prompt, for reward models.
+            prompt_texts: the text that the model read for each prompt, for functions that check how an answer starts;
+                default: `prompts`.
 
         Raises:
-            TrainingError: a function gave something else than rewards, or has failed for too many completions.
+            TrainingError: a function returned something else than rewards, or has failed for too many completions.
         """
         given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
         scored = Scored({})
@@ -116,13 +117,14 @@ class Rewards:
         end = time.monotonic() + self.timeout
         for spec in self.specs:
             if spec.kind == MODEL:
-                answer = {"rewards": self.judges[spec.name](prompt_ids, completion_ids)}
+                answer = {"rewards": self.models[spec.name](prompt_ids, completion_ids)}
             else:
-                answer = self._own(spec, given, state) if spec.function else self._theirs(spec.name, sent, end)
-            self._take(spec, answer, len(completions), scored)
+                in_process = spec.function is None
+                answer = self._receive(spec.name, sent, end) if in_process else self._call(spec, given, state)
+            self._add(spec, answer, len(completions), scored)
         return scored
 
-    def _theirs(self, name: str, sent: Mapping[str, str], end: float) -> dict[str, Any]:
+    def _receive(self, name: str, sent: Mapping[str, str], end: float) -> dict[str, Any]:
         if name in sent:
             return {"failed": sent[name]}
         try:
@@ -130,19 +132,19 @@ class Rewards:
         except Failed as error:
             return {"failed": str(error)}
 
-    def _own(self, spec: RewardSpec, given: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+    def _call(self, spec: RewardSpec, given: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
         assert spec.function is not None
         try:
             return call(spec.function, dict(given), SimpleNamespace(**state))
         except WrongRewards as error:
             return {"wrong": str(error)}
-        except Exception as error:  # what a user's function raises costs its rows, as in a process
+        except Exception as error:  # fails the batch for this function only, as in a process
             return {"failed": f"{type(error).__name__}: {error}"}
 
-    def _take(self, spec: RewardSpec, answer: Mapping[str, Any], rows: int, scored: Scored) -> None:
-        """Put one function's answer beside the others'."""
+    def _add(self, spec: RewardSpec, answer: Mapping[str, Any], rows: int, scored: Scored) -> None:
+        """Add one function's result to `scored`."""
         if "wrong" in answer:
-            raise TrainingError(f"reward function {spec.name} {answer['wrong']}", "mend the function")
+            raise TrainingError(f"reward function {spec.name} {answer['wrong']}", "correct the function")
         failed = "failed" in answer
         self._failures[spec.name].append(rows if failed else 0)
         if failed:
@@ -152,8 +154,8 @@ class Rewards:
             if lost > SHARE * BATCHES * rows:
                 raise TrainingError(
                     f"reward function {spec.name} gave no rewards for {lost} of its last completions, more than"
-                    f" {SHARE:.0%} of {BATCHES} batches; the last time: {answer['failed']}",
-                    "mend the function, or raise reward_timeout_s where it is slow",
+                    f" {SHARE:.0%} of {BATCHES} batches; the last failure: {answer['failed']}",
+                    "correct the function, or raise reward_timeout_s if it is slow",
                 )
         scored.rewards[spec.name] = [None] * rows if failed else list(answer["rewards"])
         for column, values in answer.get("extra", {}).items():
@@ -168,7 +170,7 @@ class Rewards:
             process.close()
 
 
-def _asked(spec: RewardSpec, longest: int) -> dict[str, Any]:
+def _request(spec: RewardSpec, longest: int) -> dict[str, Any]:
     if spec.file is not None:
         return {"file": str(spec.file), "name": spec.kind}
     return {"name": spec.kind, "options": dict(spec.options), "longest": longest}

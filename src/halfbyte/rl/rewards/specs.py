@@ -1,28 +1,31 @@
-"""What the key `reward_funcs` asks for: names, options, files; looked over before anything runs."""
+"""Parse the key `reward_funcs`: names, options and files, and check them and the columns they read before anything
+runs."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ...auxiliary.find import adapter_in
+from ...reading import parse_json
 from ...reading.files import look, open_bytes
 from ...reading.tensors import ADAPTER, ADAPTER_AGAIN, read_adapter_config, read_header
-from ...utils.errors import ConfigError, of_key
+from ...utils.errors import ConfigError, DataError, of_key
 from ...utils.text import brief
 from . import sandbox
 from .functions import COLUMN, OPTIONS, has_result, options_of
 
 FORMATS = ("think",)
-MODEL = "model"  # the kind that is asked where the model is that trains
-HERE = "python:"  # before the name of a function that was given in Python
+MODEL = "model"  # kind of reward models, which run in the training process
+HERE = "python:"  # prefix of the name of a function that was given in Python
 CALLED_WITH = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 _given: dict[str, Callable[..., Any]] = {}
+TESTS = 'write a list of tests, [{"input": TEXT, "output": TEXT}], or that as JSON text; null for none'
 
 
 @dataclass(frozen=True)
@@ -30,12 +33,13 @@ class RewardSpec:
     """A reward function.
 
     Attributes:
-        name: in records, as TRL names it: the function's own.
-        file: of a user's function; None for one of halfbyte's, or one given in Python.
+        name: in records, as in TRL: the function's name.
+        file: of a user's function, or a reward model's adapter; None for halfbyte's functions and those given in
+            Python.
         sha256: of that file.
-        options: of one of halfbyte's.
+        options: of halfbyte's functions.
         function: one given in Python.
-        kind: which of halfbyte's it is, or the function's name in its file.
+        kind: name of halfbyte's function, or of the function in its file.
     """
 
     name: str
@@ -47,27 +51,25 @@ class RewardSpec:
 
 
 def named(function: Callable[..., Any]) -> str:
-    """What stands for a function that is given in Python, in a configuration."""
+    """Register a function given in Python and return its entry in a configuration."""
     name = getattr(function, "__name__", type(function).__name__)
     _given[name] = function
     return HERE + name
 
 
 def read_specs(entries: Sequence[Any], columns: Sequence[str] | None) -> list[RewardSpec]:
-    """The functions that `reward_funcs` names, for prompts with these further columns.
+    """Return the functions that `reward_funcs` names, for prompts with these further columns.
 
     Args:
-        columns: None while the data are not read: which column is compared with stays open.
+        columns: None before the data are read: the compared columns stay open.
 
     Raises:
-        ConfigError: an entry is none, a file is not to be trusted, a library or the sandbox is missing.
+        ConfigError: an entry is not a function, a file is not trustworthy, or a library or the sandbox is missing.
     """
     for name in columns or ():
         if name in CALLED_WITH:
-            said = (
-                f"reward_funcs: functions are called with {name} of their own, and the prompts have a column {name!r}"
-            )
-            raise ConfigError(said, "rename that column of the data")
+            wrong = f"reward_funcs: the data have a column {name!r}, which is also an argument of every reward function"
+            raise ConfigError(wrong, "rename that column of the data")
     specs: list[RewardSpec] = []
     for entry in entries:
         with of_key("reward_funcs"):
@@ -81,42 +83,43 @@ def read_specs(entries: Sequence[Any], columns: Sequence[str] | None) -> list[Re
 def _read(entry: Any, columns: Sequence[str] | None) -> RewardSpec:
     if isinstance(entry, dict):
         if len(entry) != 1:
-            raise ConfigError(f"reward_funcs: {brief(entry)} is several in one", "write one function an entry")
+            raise ConfigError(f"reward_funcs: {brief(entry)} has several functions", "write one function per entry")
         ((name, given),) = entry.items()
         return _built_in(str(name), given, columns)
     if not isinstance(entry, str):
-        raise ConfigError(f"reward_funcs: {brief(entry)} is no function", _KNOWN)
+        raise ConfigError(f"reward_funcs: {brief(entry)} is not a function", _KNOWN)
     if entry.startswith(HERE):
         return _in_python(entry.removeprefix(HERE))
     path, colon, function = entry.rpartition(":")
     if "://" in entry:
-        raise ConfigError(f"reward_funcs: {brief(entry)} is a URL", "download the file, read it, and name that")
+        raise ConfigError(f"reward_funcs: {brief(entry)} is a URL", "download the file, review it, and give its path")
     if colon:
         return _in_file(Path(path), function, entry)
     if entry in OPTIONS:
         return _built_in(entry, None, columns)
     if entry.endswith(".py"):
         raise ConfigError(f"reward_funcs: {brief(entry)} names no function", f"write {entry}:FUNCTION")
-    raise ConfigError(f"reward_funcs: there is no {brief(entry)}", f"{_KNOWN}; hub ids are not taken")
+    raise ConfigError(f"reward_funcs: there is no {brief(entry)}", f"{_KNOWN}; Hub ids are not supported")
 
 
 def first_entries(columns: Mapping[str, Any]) -> tuple[list[Any], str]:
-    """`reward_funcs` to begin with, for prompts with such further columns, of one row; and what to know of them.
+    """Return `reward_funcs` for a new configuration, and a remark on the choice.
 
-    A column that a function of halfbyte's can judge by is taken; without one, what needs no column.
+    Uses a function of halfbyte that fits one of the further columns (given with the values of one row); otherwise
+    `repetition`, which needs no column.
     """
     fallback: list[Any] = [{"repetition": {"ngram_size": 3}}]
     fits = {"code": lambda value: isinstance(value, str | list), "math": lambda value: has_result(str(value))}
-    for name, judges in fits.items():
-        column = next((each for each in COLUMN[name] if each in columns and judges(columns[each])), None)
+    for name, is_usable in fits.items():
+        column = next((each for each in COLUMN[name] if each in columns and is_usable(columns[each])), None)
         if column is None:
             continue
         try:
             _read(name, [column])
         except ConfigError as error:
-            return fallback, f"{name} would judge by column {column!r}: {error.fix}"
-        return [name], f"{name} judges by column {column!r}"
-    return fallback, "no column says what is right: name a function that judges"
+            return fallback, f"{name} would compare answers with column {column!r}: {error.fix}"
+        return [name], f"{name} compares answers with column {column!r}"
+    return fallback, "no column holds solutions: add a function that scores answers"
 
 
 _KNOWN = f"write FILE.py:FUNCTION, or one of {', '.join(OPTIONS)}"
@@ -125,8 +128,8 @@ _KNOWN = f"write FILE.py:FUNCTION, or one of {', '.join(OPTIONS)}"
 def _in_python(name: str) -> RewardSpec:
     if name not in _given:
         raise ConfigError(
-            f"reward_funcs: {name} was given in Python, and this process does not have it",
-            "give it again to finetune(reward_funcs=...), or put it into a file: FILE.py:FUNCTION",
+            f"reward_funcs: {name} was given in Python, but this process does not have it",
+            "pass it to finetune(reward_funcs=...) again, or put it into a file: FILE.py:FUNCTION",
         )
     return RewardSpec(name, function=_given[name])
 
@@ -141,7 +144,7 @@ def _in_file(path: Path, function: str, entry: str) -> RewardSpec:
         mode = place.stat().st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             raise ConfigError(
-                f"reward_funcs: everybody on this machine may change {place}, and this run would run it",
+                f"reward_funcs: every user of this machine may change {place}, which this run would execute",
                 f"chmod o-w {place}",
             )
     with open_bytes(path) as file:
@@ -160,8 +163,8 @@ def _built_in(name: str, given: Any, columns: Sequence[str] | None) -> RewardSpe
             wanted = repr(column) if column else " or ".join(map(repr, COLUMN[name]))
             there = ", ".join(columns) or "none"
             raise ConfigError(
-                f"reward_funcs: {name} compares with column {wanted}, and the prompts' further columns are: {there}",
-                f"name the column: {{{name}: COLUMN}}",
+                f"reward_funcs: {name} compares with column {wanted}, but the prompts' further columns are: {there}",
+                f"give the column: {{{name}: COLUMN}}",
             )
         options["column"] = column
     match name:
@@ -179,16 +182,17 @@ def _built_in(name: str, given: Any, columns: Sequence[str] | None) -> RewardSpe
         case "math":
             _check_math()
         case "code":
-            if why := sandbox.obstacle():
-                raise ConfigError(f"reward_funcs: code runs programs in a sandbox alone, and {why}", sandbox.FIX)
+            if why := sandbox.unsupported_reason():
+                raise ConfigError(f"reward_funcs: code runs programs only in a sandbox, but {why}", sandbox.FIX)
     return RewardSpec(label, options=options, kind=name)
 
 
 def _model(options: Mapping[str, Any]) -> RewardSpec:
-    """Named as in TRL, by the last part of its path; of an adapter, which it mostly is, with the file's hash."""
+    """Return the spec of a reward model, named by the last part of its path as in TRL; an adapter's includes its
+    SHA-256."""
     path = str(options.get("path", "")).rstrip("/")
     if not path:
-        raise ConfigError("reward_funcs: model names none", "write {model: PATH}")
+        raise ConfigError("reward_funcs: model has no path", "write {model: PATH}")
     adapter = adapter_in(path)
     if adapter is None:
         return RewardSpec(Path(path).name, options=options, kind=MODEL)
@@ -205,7 +209,7 @@ def _check_pattern(options: Mapping[str, Any]) -> None:
     except KeyError:
         raise ConfigError("reward_funcs: regex has no pattern", "write {regex: PATTERN}") from None
     except re.error as error:
-        raise ConfigError(f"reward_funcs: regex {brief(options['pattern'])}: {error}", "mend the pattern") from None
+        raise ConfigError(f"reward_funcs: regex {brief(options['pattern'])}: {error}", "correct the pattern") from None
 
 
 def _check_math() -> None:
@@ -213,3 +217,39 @@ def _check_math() -> None:
 
     if find_spec("math_verify") is None:
         raise ConfigError("reward_funcs: math needs math-verify", "pip install 'halfbyte[rl]'")
+
+
+def check_columns(specs: Sequence[RewardSpec], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Check that the columns which halfbyte's own functions compare with hold usable values.
+
+    Args:
+        rows: prepared prompts, with `prompt` and `columns`.
+
+    Raises:
+        DataError: a column is empty in every row, or does not hold tests for programs.
+    """
+    compared = {str(spec.options["column"]): spec.kind for spec in specs if spec.kind in COLUMN and spec.file is None}
+    if not compared:
+        return
+    empty = set(compared)
+    for number, row in enumerate(rows, 1):
+        for column, kind in compared.items():
+            value = row["columns"].get(column)
+            if value is None:
+                continue
+            empty.discard(column)
+            if kind == "code":
+                where = f"prompt {number} ({brief(row['prompt'])}): column {column!r}"
+                _check_tests(parse_json(value, where, DataError, TESTS) if isinstance(value, str) else value, where)
+    for column in sorted(empty):
+        wrong = f"column {column!r} is empty in every row, but reward {compared[column]} compares answers with it"
+        raise DataError(wrong, "give the solution to each prompt, or name another column")
+
+
+def _check_tests(tests: Any, where: str) -> None:
+    if not isinstance(tests, list):
+        raise DataError(f"{where} holds {brief(tests)}, not a list of tests", TESTS)
+    for number, test in enumerate(tests, 1):
+        missing = [key for key in ("input", "output") if not isinstance(test, Mapping) or key not in test]
+        if missing:
+            raise DataError(f"{where}: test {number} has no {' and no '.join(missing)}", TESTS)

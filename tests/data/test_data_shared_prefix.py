@@ -1,4 +1,4 @@
-"""Rows whose prompts stand once before their answers: what they hold, how a batch lays them out, how much is saved."""
+"""Rows that store a prompt once before its answers: contents, batch layout, and saved tokens."""
 
 import pytest
 import torch
@@ -6,9 +6,10 @@ from datasets import Dataset
 
 from halfbyte.config import RunConfig
 from halfbyte.data.batches import batches_of, document_lengths, longest_row
-from halfbyte.data.branches import BranchCollator, Tree, trees_of
-from halfbyte.data.paired import apart, as_documents, documents_in, documents_of, packed, trained_tokens
+from halfbyte.data.collate_answers import as_documents, documents_in, documents_of, trained_tokens, with_own_prompts
 from halfbyte.data.prepare import PreparedData
+from halfbyte.data.shared_prefix import BranchCollator, Tree, trees_of
+from halfbyte.data.tables import packed
 
 ANSWERS = (("chosen_ids", "chosen_mask"), ("rejected_ids", "rejected_mask"))
 COLUMNS = ("prompt_ids", *(name for answer in ANSWERS for name in answer))
@@ -24,7 +25,7 @@ def rows(shared=True):
     return as_documents(ROWS, ANSWERS, shared=shared)
 
 
-def test_a_prompt_stands_once_and_documents_are_those_of_rows_apart():
+def test_shared_rows_have_the_documents_of_separate_rows():
     first, second = rows()
     assert first["input_ids"] == [11, 12, 13, 21, 22, 31]
     assert first["labels"] == [-100, -100, -100, 21, 22, 31]
@@ -33,7 +34,7 @@ def test_a_prompt_stands_once_and_documents_are_those_of_rows_apart():
     assert [trees_of(row) for row in both] == [[Tree(3, (2, 1)), Tree(1, (1, 3))]]
     for shared, alone in zip((first, second), rows(shared=False), strict=True):
         assert documents_of(shared) == documents_of(alone)
-        assert apart(shared) == alone
+        assert with_own_prompts(shared) == alone
         assert trained_tokens(shared) == trained_tokens(alone)
     assert documents_of(both[0]) == documents_of(first) + documents_of(second)
     assert document_lengths(rows()).tolist() == document_lengths(rows(shared=False)).tolist() == [5, 4, 2, 4]
@@ -41,14 +42,14 @@ def test_a_prompt_stands_once_and_documents_are_those_of_rows_apart():
 
 
 def sees(batch):
-    """Which token sees which, as the columns of a batch say: bool [N, N]."""
+    """Return which token attends to which, from the columns of a batch: bool [N, N]."""
     begins, _, openings, closings = batch["branches"]
     at = torch.arange(len(begins))
     return ((at <= at[:, None]) & (at >= begins[:, None])) | ((at >= openings[:, None]) & (at < closings[:, None]))
 
 
 def by_hand(width):
-    """The same of both rows, padded, from what a prompt and an answer are."""
+    """Return the expected attention of both padded rows: bool [N, N]."""
     whose = [["p", "p", "p", "a", "a", "b"], ["p", "a", "b", "b", "b"]]
     whose = [f"{row}{kind}" for row, kinds in enumerate(whose) for kind in [*kinds, *["-"] * (width - len(kinds))]]
     made = torch.zeros(len(whose), len(whose), dtype=torch.bool)
@@ -59,7 +60,7 @@ def by_hand(width):
 
 
 @pytest.mark.parametrize("rounded", [False, True])
-def test_a_padded_batch(rounded):
+def test_padded_batch_attends_like_the_mask(rounded):
     batch, places = BranchCollator(0, rounded=rounded)(list(rows()))
     width = 128 if rounded else 6
     assert batch["input_ids"].shape == batch["position_ids"].shape == (2, width)
@@ -72,7 +73,7 @@ def test_a_padded_batch(rounded):
     assert torch.equal(sees(batch), by_hand(width))
 
 
-def test_what_a_batch_says_in_different_words_is_the_same():
+def test_bounds_key_places_and_branches_agree():
     batch, _ = BranchCollator(0, rounded=True)(list(rows()))
     seen, (bounds, keys) = sees(batch), (batch[f"cu_seq_lens_{name}"] for name in "qk")
     assert len(bounds) == len(keys) == 33
@@ -88,7 +89,7 @@ def test_what_a_batch_says_in_different_words_is_the_same():
         assert seen[:, key].nonzero().max() == last - 1
 
 
-def test_all_rows_in_one():
+def test_padding_free_batch_is_one_row():
     batch, places = BranchCollator(0, one_row=True)(list(rows()))
     assert batch["input_ids"].tolist() == [[11, 12, 13, 21, 22, 31, 14, 23, 32, 33, 34]]
     assert places[3].tolist() == [6, 8, 9, 10]
@@ -96,7 +97,7 @@ def test_all_rows_in_one():
 
 
 @pytest.mark.parametrize("layout", [{}, {"padding_free": True}, {"packing": True}], ids=["padded", "flat", "packed"])
-def test_planned_and_reported_are_the_tokens_that_are_computed(layout):
+def test_plan_and_report_count_computed_tokens(layout):
     config = RunConfig(model_name_or_path="m", dataset="d", max_length=8, per_device_train_batch_size=2, **layout)
     report = {"train": {"tokens": 1}, "eval": None}
     data = documents_in(config, PreparedData(ROWS, None, report, shared=True), ANSWERS)

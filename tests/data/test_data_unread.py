@@ -1,4 +1,4 @@
-"""Every column and key of a row is trained, shown as context, or named once with its count of rows."""
+"""Every column and key of a row is trained, shown as context, or named once with its number of rows."""
 
 import json
 
@@ -14,7 +14,7 @@ TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "he
 
 @pytest.fixture
 def prepared(config, write, make_tokenizer):
-    """Prepare rows: the report, and the ids of the first row as text with what of it is trained."""
+    """Prepare rows; return the report, the first row as text, and its trained text."""
 
     def _prepared(rows, *, kind=None, template="plain", **keys):
         tokenizer, asked = make_tokenizer(template), config(write(rows), **keys)
@@ -45,7 +45,7 @@ def left_out(report):
         ({"prompt": "p", "completion": "r", "context": "c", "source": None}, "p", {"context": 1}),
     ],
 )
-def test_contexts_are_shown_and_the_rest_is_named(prepared, row, asked, named):
+def test_contexts_are_shown_and_unread_columns_named(prepared, row, asked, named):
     report, text, trained = prepared([row])
     assert text == f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\nr<|im_end|>\n"
     assert trained == "r<|im_end|>"
@@ -80,7 +80,7 @@ def test_history_is_shown_as_earlier_turns(prepared, names):
     assert trained == "r<|im_end|>"
 
 
-def test_history_without_a_template_stands_before_the_question(prepared):
+def test_history_without_a_template_precedes_the_question(prepared):
     _, text, trained = prepared([{"instruction": "q", "output": "r", "history": [["q1", "r1"]]}], template=None)
     first = "### Instruction:\nq1\n\n### Response:\nr1\n\n"
     assert text == f"{first}### Instruction:\nq\n\n### Response:\nr<|im_end|>"
@@ -104,11 +104,11 @@ def test_a_malformed_history_is_named(prepared, history):
         prepared([{"instruction": "q", "output": "r", "history": history}])
 
 
-def test_a_column_called_history_that_is_a_text_is_named(prepared):
+def test_text_column_named_history_is_unread(prepared):
     assert left_out(prepared([{"question": "q", "answer": "r", "history": "of Rome"}])[0]) == {"history": 1}
 
 
-def test_leftover_columns_of_every_layout_are_named_once_with_their_rows(prepared):
+def test_unread_columns_of_every_layout_are_named_once(prepared):
     for rows, keys in (
         ([{"messages": TURNS, "id": i, "tag": "" if i else "x"} for i in range(3)], {}),
         ([{"text": "t", "id": i, "tag": None if i else "x"} for i in range(3)], {}),
@@ -124,13 +124,13 @@ def test_leftover_columns_of_every_layout_are_named_once_with_their_rows(prepare
         assert sum(key.startswith("left-out:") for key in said()) == 1
 
 
-def test_a_margin_is_named_where_no_reward_model_learns_it(prepared):
+def test_margin_is_unread_without_a_reward_model(prepared):
     rows = [{"prompt": "p", "chosen": "a", "rejected": "b", "margin": 0.5}]
     assert left_out(prepared(rows, kind="pairs", method="dpo")[0]) == {"margin": 1}
     assert left_out(prepared(rows, kind="pairs", method="reward")[0]) == {}
 
 
-def test_reward_functions_get_further_columns_so_these_are_not_named(prepared):
+def test_columns_of_reward_functions_are_not_unread(prepared):
     rows = [{"question": "q", "context": "c", "answer": "4", "level": 3}]
     keys = {"method": "grpo", "reward_funcs": ["exact"], "per_device_train_batch_size": 8}
     report, text, _ = prepared(rows, kind="prompts", **keys)
@@ -145,7 +145,7 @@ TOOL = {"name": "f", "description": "d", "parameters": {"type": "object", "prope
 
 
 @pytest.mark.parametrize("template", ["plain", None])
-def test_tools_beside_texts_are_shown(prepared, template):
+def test_tools_with_text_prompts_are_shown(prepared, template):
     rows = [{"prompt": "q", "completion": "r", "system": "s", "tools": json.dumps([TOOL])}]
     report, text, trained = prepared(rows, template=template)
     assert left_out(report) == {}
@@ -156,11 +156,11 @@ def test_tools_beside_texts_are_shown(prepared, template):
     assert json.dumps(TOOL) in prepared(pairs, kind="pairs", method="dpo", template=template)[1]
 
 
-def test_what_only_is_called_tools_is_named(prepared):
+def test_column_named_tools_without_tools_is_unread(prepared):
     assert left_out(prepared([{"question": "q", "answer": "r", "tools": ["hammer"]}])[0]) == {"tools": 1}
 
 
-def test_systems_that_texts_do_not_show_are_named(prepared):
+def test_system_text_not_shown_with_plain_text_is_unread(prepared):
     assert left_out(prepared([{"text": "t", "system": "s", "tools": [TOOL]}])[0]) == {"system": 1, "tools": 1}
     pairs = [{"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c", "system": "s"}]
     report, text, _ = prepared(pairs, kind="pairs", method="dpo", template=None)
@@ -171,7 +171,7 @@ def test_systems_that_texts_do_not_show_are_named(prepared):
     assert left_out(report) == {}
 
 
-def test_keys_of_turns_and_calls_are_named(prepared):
+def test_unread_keys_of_turns_and_calls_are_named(prepared):
     call = {"id": "1", "index": 0, "type": "function", "function": {"name": "f", "arguments": {}, "strict": True}}
     turns = [
         {"role": "user", "content": "hi", "time": 5, "name": None},
@@ -186,13 +186,13 @@ def test_keys_of_turns_and_calls_are_named(prepared):
     }
 
 
-def test_keys_of_a_turn_that_stands_alone_are_named(prepared):
+def test_unread_keys_of_a_single_turn_are_named(prepared):
     answers = {"chosen": TURNS[1], "rejected": {"role": "assistant", "content": "no", "score": 0.1}}
     report, _, _ = prepared([{"conversations": TURNS[:1], **answers}], kind="pairs", method="dpo")
     assert left_out(report) == {"rejected[].score": 1}
 
 
-def test_texts_that_turns_take_the_place_of_are_named(prepared):
+def test_columns_replaced_by_turns_are_named(prepared):
     system = [{"role": "system", "content": "s"}, *TURNS]
     rows = [{"messages": system, "system": "other"}, {"messages": system, "system": "s"}]
     assert left_out(prepared(rows)[0]) == {"system": 1}
@@ -212,7 +212,7 @@ def test_labels_of_a_csv_are_parsed(config, write, make_tokenizer, good, bad):
     assert list(data.train["label"]) == [True, False]
 
 
-def test_a_label_of_a_csv_that_is_none_is_named(config, write, make_tokenizer):
+def test_csv_label_that_is_no_label_is_named(config, write, make_tokenizer):
     path = write("prompt,completion,kto_tag\np,a,True\np,b,maybe\n", "d.csv")
     with pytest.raises(DataError, match=r"d\.csv:3:.*'kto_tag'.*maybe"):
         prepare_answers(config(path, method="kto"), make_tokenizer("plain"), "unpaired")

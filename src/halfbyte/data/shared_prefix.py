@@ -1,9 +1,10 @@
-"""Prompts that stand once before all of their answers: where each token of a batch lies, and what it sees.
+"""Shared-prefix rows: a prompt stored once before all of its answers, with the layout that attention needs.
 
-A row holds trees: a prompt, then its answers, one behind the other (Wang & Hegde 2024, arXiv:2410.20305). Positions of
-each answer continue the prompt's, and an answer sees its prompt and itself, so every document, a prompt with one
-answer, is computed as in a row of its own, but its prompt once. The log-probability of any answer's first token comes
-from the prompt's last position. This file alone knows how a row is laid out; `modeling.shared_prefix` has attention follow it.
+A row holds trees: a prompt followed by its answers (Wang & Hegde 2024, arXiv:2410.20305). The positions of each answer
+continue the prompt's, and an answer attends to its prompt and itself. Every document, a prompt with one answer, gives
+the same results as in its own row, but the prompt is computed once. The log-probability of an answer's first token
+comes from the prompt's last position. Only this file knows how a row is laid out; `modeling.shared_prefix` implements the
+attention.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ import torch
 from ..modeling.shared_prefix import BOUNDS, BRANCHES, KEY_PLACES, LONGEST
 from .collate import DOCUMENTS, WIDTHS, Batch, Collator, PackedCollator, width_of
 
-ANSWERS = "answers"  # a row's column: how many answers follow each of its prompts
-GIVEN = "given"  # of a row that is one document: tokens of its prompt
+ANSWERS = "answers"  # column of a row: number of answers after each of its prompts
+GIVEN = "given"  # key of a row with one document: number of prompt tokens
 
 Row = dict[str, Any]
 
 
 class Tree(NamedTuple):
-    """Tokens of a prompt and of its answers."""
+    """Token counts of a prompt and of its answers."""
 
     prompt: int
     answers: tuple[int, ...]
@@ -36,8 +37,10 @@ class Tree(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A prompt, an answer or what fills up a row: `tokens` from `begin` on, which those before `last` may see, and
-    which see `prompt` tokens from `opening` on."""
+    """A prompt, an answer or padding: `tokens` tokens from `begin` on.
+
+    Tokens before `last` may attend to the part; the part attends to the `prompt` tokens from `opening` on.
+    """
 
     begin: int
     tokens: int
@@ -47,13 +50,15 @@ class Part(NamedTuple):
 
 
 def trees_of(row: Row) -> list[Tree]:
-    """The trees of a row with the columns `ANSWERS` and seq_lengths (each prompt's tokens, then its answers')."""
+    """Return the trees of a row from its columns `ANSWERS` and seq_lengths (tokens of each prompt, then of its
+    answers)."""
     lengths = iter(row["seq_lengths"])
     return [Tree(next(lengths), tuple(next(lengths) for _ in range(count))) for count in row[ANSWERS]]
 
 
 def as_trees(rows: Sequence[Row]) -> list[Row]:
-    """Rows of trees from rows of a prompt, of `GIVEN` tokens, with an answer each; adjacent ones share theirs."""
+    """Convert rows of one prompt (`GIVEN` tokens) and one answer to rows of trees; adjacent rows with equal prompts
+    share one."""
     found: list[Row] = []
     last: list[int] | None = None
     for row in rows:
@@ -69,7 +74,7 @@ def as_trees(rows: Sequence[Row]) -> list[Row]:
 
 
 def document_places(tree: Tree, begin: int) -> Iterator[np.ndarray]:
-    """Where the tokens of the prompt with each answer lie, of a tree that begins at `begin`."""
+    """Yield the token positions of the prompt plus each answer, for a tree that starts at `begin`."""
     prompt, at = np.arange(begin, begin + tree.prompt), begin + tree.prompt
     for answer in tree.answers:
         yield np.concatenate([prompt, np.arange(at, at + answer)])
@@ -86,22 +91,22 @@ def _parts(tree: Tree, begin: int) -> Iterator[Part]:
 
 @dataclass(frozen=True)
 class BranchCollator:
-    """Rows of trees, padded on the right to the longest, or all in one row.
+    """Collate rows of trees, padded on the right to the longest row, or concatenated to one row.
 
-    Gives input_ids and position_ids, int64 [rows, width], and of the N = rows · width tokens
+    Returns input_ids and position_ids, int64 [rows, width], and for the N = rows · width tokens
 
-    - branches: int32 [4, N]: where the part of a token begins; where the last part ends that sees it; where the prompt
-      that it sees beside its part begins and ends (0 and 0 where there is none);
-    - cu_seq_lens_q: int32 [parts + 1], where each part begins; repeated at the end;
-    - key_places, cu_seq_lens_k: int64 [K] and int32 [parts + 1]: the tokens that each part sees, its prompt's first,
-      and where they begin;
-    - max_length_q, max_length_k: numbers that no part's tokens and keys exceed.
+    - branches: int32 [4, N]: start of the token's part; end of the last part that attends to it; start and end of the
+      prompt that it attends to in addition (0 and 0 without one);
+    - cu_seq_lens_q: int32 [parts + 1]: start of each part; the last value repeats as padding;
+    - key_places, cu_seq_lens_k: int64 [K] and int32 [parts + 1]: the tokens that each part attends to, its prompt's
+      first, and where each part's keys start;
+    - max_length_q, max_length_k: upper bounds of a part's queries and keys.
 
     Args:
-        one_row: all rows in one.
-        max_length: tokens that no row exceeds.
-        rounded: in few shapes, since each costs a CUDA graph.
-        widths: that an octave has then.
+        one_row: concatenate all rows.
+        max_length: upper bound of a row's tokens.
+        rounded: round sizes up to few shapes, since each shape costs a CUDA graph.
+        widths: number of widths per octave if `rounded`.
     """
 
     pad_token_id: int
@@ -112,14 +117,14 @@ class BranchCollator:
 
     @classmethod
     def like(cls, collate: Collator, answers: int) -> BranchCollator:
-        """As `collate` lays out single documents, where a row holds a prompt with up to so many answers."""
+        """Return the equivalent of `collate` for rows that hold a prompt with up to `answers` answers."""
         one_row = isinstance(collate, PackedCollator) and collate.one_row
-        flat = isinstance(collate, PackedCollator)  # whose max_length is of whole rows
+        flat = isinstance(collate, PackedCollator)  # its max_length already bounds whole rows
         most = collate.max_length if flat or collate.max_length is None else answers * collate.max_length
         return cls(collate.pad_token_id, one_row, most, collate.rounded)
 
     def __call__(self, rows: Sequence[Row]) -> tuple[Batch, list[np.ndarray]]:
-        """The batch, and where the tokens of every document lie in it, flattened."""
+        """Return the batch, and the positions of every document's tokens in the flattened batch."""
         ids = [np.asarray(row["input_ids"], dtype=np.int64) for row in rows]
         trees = [trees_of(row) for row in rows]
         if self.one_row:
@@ -139,19 +144,18 @@ class BranchCollator:
             parts += [Part(at, left, at + left)] * bool(left)
         return self._laid_out(ids, width, parts), places
 
-    def beside(
+    def further_answers(
         self, answers: Sequence[Sequence[int]], prompts: Sequence[np.ndarray], tokens: int
     ) -> tuple[Batch, list[np.ndarray]]:
-        """Further answers to the prompts of a batch, in a row of their own, as a forward takes them that sees the keys
-        and values of that batch (`modeling.shared_prefix.Kept`).
+        """Lay out further answers to the prompts of a batch, in one row, for a forward that reuses that batch's keys
+        and values (`modeling.shared_prefix.Kept`).
 
         Args:
-            prompts: where the tokens of each one's prompt lie in that batch, one behind the other.
-            tokens: of that batch, in all.
+            prompts: positions of each answer's prompt tokens in the flattened batch.
+            tokens: number of tokens of the batch.
 
         Returns:
-            As a call gives it, but that branches and key_places are of the batch's tokens with these behind them, and
-            so are the places of documents.
+            As `__call__`, but branches, key_places and the documents' positions count from the batch's first token.
         """
         ids = np.concatenate([np.asarray(answer, dtype=np.int64) for answer in answers])
         width = width_of(len(ids), widths=self.widths) if self.rounded else len(ids)
@@ -179,7 +183,7 @@ class BranchCollator:
         bounds, key_bounds = (np.concatenate([[0], each.cumsum()]) for each in (lengths, keys))
         spans = [begins, np.array([part.last for part in parts]), openings, openings + prompts]
         branches = np.stack([span.repeat(lengths) for span in spans])
-        seen = np.arange(keys.sum()) - key_bounds[:-1].repeat(keys)  # its number among what the part sees
+        seen = np.arange(keys.sum()) - key_bounds[:-1].repeat(keys)  # index among the keys of its part
         first = np.where(seen < prompts.repeat(keys), openings.repeat(keys), (begins - prompts).repeat(keys))
         positions = begins[0] + np.arange(lengths.sum()) + (prompts - begins).repeat(lengths)
         longest, longest_keys = int(lengths.max()), int(keys.max())

@@ -1,0 +1,122 @@
+"""Reward models in `reward_funcs`: find them and compare them with the model that trains, before reading any
+weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...auxiliary.find import adapter_in, look_over_origin, origin_of
+from ...config import Origin, RunConfig
+from ...config.methods import SCORES
+from ...loading.find import ModelFiles, find_model, look_over, place_of, read_model_config
+from ...reading.tensors import read_adapter_config
+from ...utils.errors import ConfigError, of_key
+from .specs import MODEL, RewardSpec
+
+SEPARATOR = "\n"  # text after each step, the default of method: prm
+CLASSES = {"ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}  # suffixes of class names
+
+
+@dataclass(frozen=True)
+class RewardModelFiles:
+    """The files of a reward model.
+
+    Attributes:
+        scores: task type, a key of `SCORES`: one score of the whole answer, or classes of each step.
+        adapter: the adapter with the head; None if the model itself has the head.
+        files: the model, or the adapter's base model; None if that is the training model: one set of weights.
+    """
+
+    spec: RewardSpec
+    scores: str
+    adapter: Path | None
+    files: ModelFiles | None
+
+    @property
+    def separator(self) -> str:
+        return str(self.spec.options.get("step_separator", SEPARATOR))
+
+
+def check_reward_models(config: RunConfig, specs: Sequence[RewardSpec]) -> None:
+    """Check the reward models of a run as far as possible without importing libraries that read them.
+
+    Raises:
+        HalfbyteError: a model is missing or damaged, or is an adapter without a score head.
+    """
+    for spec in specs:
+        if spec.kind != MODEL:
+            continue
+        path = str(spec.options["path"])
+        with of_key(key_of(path)):
+            adapter = adapter_in(path)
+            if adapter is None:
+                look_over(_model_origin(config, path))
+                continue
+            _task_type(adapter)
+            look_over_origin(origin_of(config, path, adapter), adapter)
+
+
+def key_of(path: str) -> str:
+    """Return the prefix of errors about the reward model at `path`."""
+    return f"reward_funcs: model: {path}"
+
+
+def find_reward_models(config: RunConfig, specs: Sequence[RewardSpec]) -> list[RewardModelFiles]:
+    """Return the reward models of a run.
+
+    Raises:
+        HalfbyteError: a model is missing or damaged, or has no score head; or two models on the training weights have
+            heads of different kinds.
+    """
+    found = [_find(config, spec) for spec in specs if spec.kind == MODEL]
+    kinds = {each.scores for each in found if each.files is None}
+    if len(kinds) > 1:
+        raise ConfigError(
+            "reward_funcs: one model scores answers and one scores steps, but both share the training model's weights,"
+            " which have one head",
+            "remove one of them",
+        )
+    return found
+
+
+def _find(config: RunConfig, spec: RewardSpec) -> RewardModelFiles:
+    path = str(spec.options["path"])
+    adapter = adapter_in(path)
+    with of_key(key_of(path)):
+        if adapter is None:
+            return _find_checkpoint(config, spec, path)
+        kind, origin = _task_type(adapter), origin_of(config, path, adapter)
+        return RewardModelFiles(spec, kind, adapter, None if origin is None else find_model(origin))
+
+
+def _task_type(adapter: Path) -> str:
+    """Return the task type of an adapter's head, a key of `SCORES`."""
+    kind = read_adapter_config(adapter).get("task_type")
+    if kind not in SCORES:
+        raise ConfigError(
+            f"{adapter} has no score head (its task_type is {kind})",
+            "give an adapter trained with method: reward or method: prm",
+        )
+    return str(kind)
+
+
+def _model_origin(config: RunConfig, path: str) -> Origin:
+    return Origin(path, trust_remote_code=config.trust_remote_code)
+
+
+def _find_checkpoint(config: RunConfig, spec: RewardSpec, path: str) -> RewardModelFiles:
+    origin = _model_origin(config, path)
+    place, model_config = place_of(origin), read_model_config(origin)
+    classes = getattr(model_config, "architectures", None) or [""]
+    kind = next((scores for end, scores in CLASSES.items() if str(classes[0]).endswith(end)), None)
+    if kind is None:
+        raise ConfigError(
+            f"{path} is a {classes[0] or 'model'}, which has no score head",
+            f"give a model for {' or '.join(CLASSES)}, or one trained with method: reward or method: prm",
+        )
+    labels, wanted = model_config.num_labels, SCORES[kind][0]
+    if labels != wanted:
+        raise ConfigError(f"{path} has {labels} labels", f"give a model with {wanted}")
+    return RewardModelFiles(spec, kind, None, ModelFiles(path, place, model_config))
