@@ -1,4 +1,4 @@
-"""halfbyte in lm-evaluation-harness: scores beside its own Hugging Face class and beside full logits."""
+"""halfbyte in lm-evaluation-harness: scores compared with HFLM and with full logits."""
 
 import sys
 from types import SimpleNamespace
@@ -31,7 +31,8 @@ LONG = "".join(chr(97 + at % 26) for at in range(3 * CONTEXT + 5))
 @pytest.mark.skipif("lm_eval" in sys.modules, reason="it is installed")
 def test_without_the_harness_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    monkeypatch.delitem(sys.modules, "halfbyte.lm_eval", raising=False)
+    for name in ("halfbyte.lm_eval", "halfbyte.evaluation.lm_eval"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(ConfigError, match=r"lm-evaluation-harness cannot be imported.*\s+fix: pip install lm_eval"):
         import halfbyte.lm_eval  # noqa: F401
 
@@ -129,7 +130,7 @@ def test_options_that_cannot_be_kept(ours, options, message):
 
 
 def test_a_continuation_longer_than_the_context(ours):
-    with pytest.raises(ModelError, match="129 tokens passes max_length 128"):
+    with pytest.raises(ModelError, match="129 tokens exceeds max_length 128"):
         ours._scores([([1], [2] * 129)])
 
 

@@ -22,7 +22,7 @@ SOURCES = {
 
 
 def write_vocabulary(shared, fixture, path):
-    """A GGUF file with the tokenizer alone, the other keys those of the fixture."""
+    """Write a GGUF file with only the tokenizer; other keys are the fixture's."""
     file, keys, size = SOURCES[fixture]
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(shared / "data/tokenizers" / file), **keys)
     reader = gguf.GGUFReader(shared / f"data/gguf/ggml-vocab-{fixture}.gguf")

@@ -18,7 +18,7 @@ OWN = {
     "export/weights.py": "a copy of a value",
     "utils/files.py": "writes",
     "utils/hardware.py": "the kernel's files",
-    "lm_eval.py": "options written as JSON to compare them",
+    "evaluation/lm_eval.py": "options written as JSON to compare them",
     "memory/host.py": "the kernel's files",
     "loading/sharded.py": "slices of safetensors whose heads were looked over",
     "parallel/launch/launcher.py": "what a process of this run has written",
@@ -30,7 +30,6 @@ OWN = {
     "rl/rewards/sandbox.py": "the kernel's files",
     "rl/rewards/process.py": "what a process of this run answers",
     "rl/rewards/worker.py": "what the run asks",
-    "serve/stored.py": "answers that it stored as JSON",
 }
 WRITING = [["'w'"], ["'wb'"], ["'a'"], ["'x'"]]
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from halfbyte.cli import app
 from halfbyte.config import load_config
-from halfbyte.evaluate import evaluate
+from halfbyte.evaluation.held_out import evaluate
 from halfbyte.rl.importance import Mismatch
 from halfbyte.rl.rollouts import Generations
 from halfbyte.rl.statistics import passes
@@ -349,7 +349,7 @@ def test_checked_and_not_evaluated_by_a_loss(prompts, tmp_path):
     assert found.exit_code == 0, found.output
     assert "SHA-256" in found.output
     run(prompts, tmp_path / "out", max_steps=1)
-    with pytest.raises(ConfigError, match="of answers that it samples"):
+    with pytest.raises(ConfigError, match="eval_dataset"):
         evaluate(str(tmp_path / "out"), str(prompts / "data.jsonl"))
 
 

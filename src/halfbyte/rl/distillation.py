@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from halfbyte.generation import Completion
-from halfbyte.generation.stops import turn_end
+from halfbyte.generation.sampling import turn_end
 from halfbyte.methods.gkd import given_answer
 from halfbyte.rl.rewards import Scored
 

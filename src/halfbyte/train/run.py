@@ -21,7 +21,7 @@ from transformers import set_seed
 from halfbyte.config import RunConfig, load_config, resolve
 from halfbyte.data.collate import make_collator
 from halfbyte.data.paired import answer_collator, apart, first_prompt
-from halfbyte.generation.stops import stop_tokens
+from halfbyte.generation.sampling import stop_tokens
 from halfbyte.layers.frozen import multiply_by_onednn
 from halfbyte.loading.load import load_model
 from halfbyte.memory.expert_offload import offload_experts
