@@ -34,10 +34,10 @@ def adapted(name: str) -> Any:
 def transformers_forward() -> Iterator[None]:
     """Within, our engines know no family."""
     from halfbyte.generation import decoder
-    from halfbyte.generation.linears import Unknown
+    from halfbyte.generation.linears import Unsupported
 
     def unknown(causal: Any) -> Any:
-        raise Unknown("asked for")
+        raise Unsupported("asked for")
 
     own, decoder._views = decoder._views, unknown
     try:
@@ -60,7 +60,7 @@ def rate(model: Any, batch: int, vocabulary: int, new: int, warm: int) -> float:
 
 def measured(name: str, batches: list[int], rows: list[int]) -> dict[str, Any]:
     from benchmarks.rollouts import seconds
-    from halfbyte.generation.engine_cache import forget
+    from halfbyte.generation.engine import forget
 
     model = adapted(name)
     vocabulary = model.config.get_text_config().vocab_size

@@ -10,11 +10,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from halfbyte import chat, evaluate
+from halfbyte.cli.chat import chat
 from halfbyte.config import dump_config, load_config
 from halfbyte.data.encode import INSTRUCTION
+from halfbyte.evaluation.held_out import evaluate, measure
 from halfbyte.generation import Sampling
 from halfbyte.runs import saved
+from halfbyte.serve import conversation
 from halfbyte.utils import notices
 from halfbyte.utils.errors import CheckpointError, DataError, ModelError
 
@@ -106,14 +108,14 @@ class TestEvaluating:
             total += float(model(input_ids=ids, labels=ids).loss) * (ids.shape[1] - 1)
             count += ids.shape[1] - 1
         for keys in (["per_device_eval_batch_size=1"], ["per_device_eval_batch_size=2"], ["packing=true"]):
-            result = evaluate.evaluate(str(model_folder), texts, ["dtype=float32", *keys])
+            result = evaluate(str(model_folder), texts, ["dtype=float32", *keys])
             assert result.tokens == count
             assert result.loss == pytest.approx(total / count, rel=1e-5)
             assert result.perplexity == pytest.approx(math.exp(total / count), rel=1e-4)
 
     def test_a_run_is_evaluated_with_its_adapter(self, run_folder, model_folder, texts):
-        base = evaluate.evaluate(str(model_folder), texts, ["dtype=float32"])
-        assert abs(evaluate.evaluate(str(run_folder), texts).loss - base.loss) > 1e-3
+        base = evaluate(str(model_folder), texts, ["dtype=float32"])
+        assert abs(evaluate(str(run_folder), texts).loss - base.loss) > 1e-3
 
     def test_no_tensor_is_as_large_as_the_logits(self):
         """So that evaluating needs no more memory than training."""
@@ -130,7 +132,7 @@ class TestEvaluating:
                 return result
 
         with Sizes():
-            result = evaluate.measure(model, [{"input_ids": ids, "labels": ids}], lambda group: dict(group[0]), 1)
+            result = measure(model, [{"input_ids": ids, "labels": ids}], lambda group: dict(group[0]), 1)
         assert result.loss == pytest.approx(float(model(input_ids=ids, labels=ids).loss), rel=1e-5)
         assert largest <= ids.numel() * 20_000 // 4
 
@@ -143,7 +145,7 @@ class TestEvaluating:
 
 class TestTalking:
     def conversation(self, folder, tokens=6):
-        return chat.Conversation(saved.load_saved(str(folder)), Sampling(), tokens)
+        return conversation.Conversation(saved.load_saved(str(folder)), Sampling(), tokens)
 
     def test_an_answer_equals_generate_and_the_adapter_can_be_left_out(self, run_folder):
         talk = self.conversation(run_folder)
@@ -187,15 +189,15 @@ class TestTalking:
         notices.forget()
         loaded = saved.load_saved(str(run_folder))
         monkeypatch.setattr(loaded.tokenizer, "chat_template", None)
-        monkeypatch.setattr(chat, "_data_report", lambda place: {"sources": [{"format": format}]})
-        talk = chat.Conversation(loaded, Sampling())
+        monkeypatch.setattr(conversation, "_data_report", lambda place: {"sources": [{"format": format}]})
+        talk = conversation.Conversation(loaded, Sampling())
         assert talk.prompt("Hi") == prompt
         assert "chat" in notices.said()
 
     def test_a_piped_conversation(self, run_folder, monkeypatch, capsys):
         lines = iter(["Hello", "", "/reset", "Again", "/quit", "never read"])
         monkeypatch.setattr("builtins.input", lambda *prompt: next(lines))
-        chat.chat(str(run_folder), compare_base=True, max_new_tokens=3, temperature=0.0)
+        chat(str(run_folder), compare_base=True, max_new_tokens=3, temperature=0.0)
         starts = [line.split(": ")[0] for line in capsys.readouterr().out.splitlines() if ": " in line]
         assert starts[:2] == ["base", "adapter"]
         assert starts.count("adapter") == 2

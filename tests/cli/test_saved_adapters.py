@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import halfbyte
-from halfbyte import chat
+from halfbyte.cli.chat import chat
 from halfbyte.cli.generate import answer_file
 from halfbyte.config import dump_config, load_config
-from halfbyte.evaluate import evaluate
+from halfbyte.evaluation.held_out import evaluate
 from halfbyte.export.gguf_adapter import export_adapter
 from halfbyte.export.gguf_model import export_gguf
 from halfbyte.export.merge import merge
@@ -76,7 +76,7 @@ def continued(run, base, inputs):
 
 WAYS = {
     "generate": lambda run, base, inputs: list(answer_file(str(run), inputs / "prompts.txt", 2, 0.0, 8)),
-    "chat": lambda run, base, inputs: chat.chat(str(run), compare_base=False, max_new_tokens=2, temperature=0.0),
+    "chat": lambda run, base, inputs: chat(str(run), compare_base=False, max_new_tokens=2, temperature=0.0),
     "eval": lambda run, base, inputs: evaluate(str(run), str(inputs / "rows.jsonl")),
     "serve": lambda run, base, inputs: load(str(run), {}),
     "serve --adapter": lambda run, base, inputs: load(str(base), {"more": str(run)}),

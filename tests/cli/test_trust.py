@@ -6,11 +6,11 @@ import shutil
 import pytest
 import torch
 
-from halfbyte import chat
 from halfbyte.cli.app import app
+from halfbyte.cli.chat import chat
 from halfbyte.cli.generate import answer_file
 from halfbyte.config import dump_config, load_config
-from halfbyte.evaluate import evaluate
+from halfbyte.evaluation.held_out import evaluate
 from halfbyte.export.gguf_adapter import export_adapter
 from halfbyte.export.gguf_model import export_gguf
 from halfbyte.export.merge import merge
@@ -73,7 +73,7 @@ def run(base, tmp_path):
 
 
 def talk(run, place, trust):
-    chat.chat(str(run), compare_base=False, max_new_tokens=2, temperature=0.0, trust_remote_code=trust)
+    chat(str(run), compare_base=False, max_new_tokens=2, temperature=0.0, trust_remote_code=trust)
 
 
 WAYS = {
@@ -142,7 +142,7 @@ def test_eval_passes_it_on(monkeypatch, tmp_path):
     looked, seen, data = [], [], tmp_path / "data.jsonl"
     data.write_text("{}\n")
     monkeypatch.setattr("halfbyte.runs.saved.look_up", lambda name, given, *_: looked.append(given))
-    monkeypatch.setattr("halfbyte.evaluate.evaluate", lambda *words: seen.append(words) or 1 / 0)
+    monkeypatch.setattr("halfbyte.evaluation.held_out.evaluate", lambda *words: seen.append(words) or 1 / 0)
     for words in (["dtype=float32", "--trust-remote-code"], ["trust_remote_code=true"]):
         CliRunner().invoke(app, ["eval", "run", str(data), *words])
     given = [["dtype=float32", "trust_remote_code=true"], ["trust_remote_code=true"]]

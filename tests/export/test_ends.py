@@ -1,4 +1,4 @@
-"""Generation here, and in every program that is exported to, stops at what was trained and at what is declared."""
+"""Generation and exported files stop at every trained and every declared end token."""
 
 import json
 import re
@@ -8,7 +8,6 @@ import gguf
 import pytest
 from transformers import GenerationConfig
 
-from halfbyte import chat
 from halfbyte.cli.export import export_for_servers
 from halfbyte.config import load_config
 from halfbyte.export.gguf_adapter import export_adapter
@@ -19,6 +18,7 @@ from halfbyte.generation import Sampling
 from halfbyte.gguf.unpack import import_gguf
 from halfbyte.runs.saved import load_saved
 from halfbyte.serve import model
+from halfbyte.serve.conversation import Conversation
 from halfbyte.serve.model import load
 from halfbyte.serve.requests import CompletionRequest
 from halfbyte.train.run import train
@@ -113,7 +113,7 @@ def test_a_merge_onto_a_base_without_a_generation_config_writes_one(copied, tmp_
     assert ends_of(tmp_path / "merged") == [*dict.fromkeys([declared, ids["</s>"], ids["<|im_end|>"]])]
 
 
-def test_an_adapter_without_a_record_ends_as_its_chat_template_does(copied, tmp_path):
+def test_without_a_record_the_chat_template_gives_the_end(copied, tmp_path):
     base, run, ids = copied
     alone = shutil.copytree(run / "adapter", tmp_path / "alone")
     config = alone / "adapter_config.json"
@@ -132,7 +132,7 @@ def test_a_gguf_file_and_its_modelfile_name_all_ends(made, tmp_path):
     assert set(ends_of(imported)) == {ids["</s>"], ids["<|im_end|>"], ids["<|eom|>"]}
 
 
-def test_an_end_that_a_gguf_file_has_no_place_for_is_named(copied, tmp_path):
+def test_ends_that_gguf_cannot_store_are_reported(copied, tmp_path):
     _, run, _ = copied
     learn(run, "<|im_end|>", "<|other|>")
     notices.forget()
@@ -168,7 +168,7 @@ def test_an_adapter_for_servers_brings_a_generation_config(made, tmp_path, capsy
     assert f"--generation-config {tmp_path / 'again'}" in capsys.readouterr().out
 
 
-def test_an_adapter_for_llamacpp_names_the_ends_that_its_base_lacks(made, copied, tmp_path):
+def test_a_gguf_adapter_reports_ends_missing_in_its_base(made, copied, tmp_path):
     notices.forget()
     export_adapter(made[1], "f32", tmp_path / "adapter.gguf")
     assert "<|im_end|>" in notices.said()["adapter-ends"]
@@ -183,7 +183,7 @@ def test_loaded_models_and_conversations_stop_at_all_ends(made):
     ends = {ids["</s>"], ids["<|eom|>"], ids["<|im_end|>"]}
     saved = load_saved(str(run))
     assert set(saved.model.generation_config.eos_token_id) == ends
-    assert set(chat.Conversation(saved, Sampling()).stops) == ends
+    assert set(Conversation(saved, Sampling()).stops) == ends
 
 
 def test_serve_stops_each_adapter_at_its_own_ends(made, tmp_path, monkeypatch):

@@ -29,7 +29,7 @@ SCALES = {
     "query_multiplier": "qk_scale_factor",
 }  # fmt: skip
 TEXT_ALONE = ("Qwen3_5", "Qwen3_5Moe")  # their vision towers are not exported, which a notice says
-# What a row leaves out that is so, or says that is not.
+# Known differences between a row and transformers.
 WRONG = {
     "Llama": {"norm_offset": True},
     "Mistral": {"window": None},
@@ -78,7 +78,7 @@ def models() -> dict[str, object]:
 
 
 def departures(row, model) -> dict[str, object]:
-    """What the classes and configs of transformers say of the fields of a row."""
+    """Return the fields of a family row as transformers' classes and configs define them."""
     config, module = model.config.get_text_config(), importlib.import_module(row.module)
     backbone = getattr(model.base_model, "language_model", model.base_model)
     parts = [(layer, part) for layer in backbone.layers for part in layer.children()]
@@ -204,7 +204,7 @@ def test_a_row_says_what_transformers_has(name):
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_row_that_is_wrong_is_seen(name):
+def test_a_wrong_family_row_is_detected(name):
     row = replace(ROWS[name], **WRONG[name])
     assert stated(row) != departures(ROWS[name], models()[name])
 

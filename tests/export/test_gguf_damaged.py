@@ -1,4 +1,4 @@
-"""GGUF files whose keys cannot be what they say: named, before anything is built from them."""
+"""GGUF files with impossible keys are refused before anything is built from them."""
 
 import struct
 

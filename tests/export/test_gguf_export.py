@@ -1,4 +1,4 @@
-"""Exporting whole models: what the file holds, what is refused, and that nothing half-written stays."""
+"""Exporting full models: file contents, refusals, and no partial files."""
 
 import shutil
 
@@ -49,7 +49,7 @@ def in_file(name, key, value):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_value_of_every_family_is_in_the_file(tmp_path, name):
-    """Sorted values: what a file holds is the checkpoint in another order, with norms shifted."""
+    """The file holds the checkpoint's values in another order, with shifted norms."""
     save_model(tmp_path / "m", name)
     report = export_gguf(tmp_path / "m", "f32", tmp_path / "m.gguf", device="cpu")
     assert report.errors == {"F32": 0.0}
@@ -119,7 +119,7 @@ def test_the_command_writes_file_and_modelfile(tmp_path, llama):
     assert 'PARAMETER stop "</s>"' in text
 
 
-def test_nothing_is_overwritten_and_no_half_file_stays(tmp_path, llama, monkeypatch):
+def test_nothing_is_overwritten_and_no_partial_file_remains(tmp_path, llama, monkeypatch):
     out = tmp_path / "m.gguf"
     out.write_text("mine")
     with pytest.raises(ConfigError):
@@ -135,13 +135,13 @@ def test_nothing_is_overwritten_and_no_half_file_stays(tmp_path, llama, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_space_is_said_before_starting(tmp_path, llama, monkeypatch):
+def test_a_full_disk_is_reported_before_starting(tmp_path, llama, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(10, 9, 1))
     with pytest.raises(TrainingError, match=r"\d\.\d MiB, 1"):
         export_gguf(llama, "f32", tmp_path / "m.gguf")
 
 
-def test_bytes_that_change_on_disk_are_noticed(tmp_path, llama, monkeypatch):
+def test_changed_bytes_on_disk_are_detected(tmp_path, llama, monkeypatch):
     honest = write_file.check_file
 
     def corrupted(path, *arguments):

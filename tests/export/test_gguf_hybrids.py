@@ -1,4 +1,4 @@
-"""Gated DeltaNets in GGUF: order of heads, adapters, importances, kept layers, and what is refused."""
+"""Gated DeltaNets in GGUF: order of heads, adapters, importances, preserved types, and refusals."""
 
 import json
 
@@ -114,7 +114,7 @@ def edited(folder, **keys):
         ({"rope_parameters": MODELS["qwen3_5"][1]["rope_parameters"] | {"mrope_section": [11, 11, 10]}}, "8 pairs"),
     ],
 )
-def test_what_the_graph_has_not_is_refused_by_its_key(tmp_path, keys, said):
+def test_unsupported_structures_are_refused_by_key(tmp_path, keys, said):
     save_model(tmp_path / "m", "qwen3_5")
     edited(tmp_path / "m", **keys)
     with pytest.raises(ModelError, match=said):
@@ -142,8 +142,8 @@ def test_another_interval_in_a_file_is_refused(tmp_path):
     assert not (tmp_path / "back").exists()
 
 
-def test_layers_that_guess_tokens_and_the_vision_part_stay_out(tmp_path, monkeypatch):
-    """The whole model's file is that of its language model; what it lacks of the vision part is said."""
+def test_mtp_layers_and_the_vision_part_are_left_out(tmp_path, monkeypatch):
+    """A vision model exports its language model; the missing vision part is reported."""
     said = {}
     monkeypatch.setattr(vision, "notice", said.__setitem__)
     text = save_model(tmp_path / "text", "qwen3_5")

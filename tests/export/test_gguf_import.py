@@ -1,4 +1,4 @@
-"""GGUF files as models: what is exported comes back, weights, config and tokenizer; what cannot is said by name."""
+"""GGUF files as base models: exported weights, config and tokenizer are read back; others are refused by name."""
 
 import json
 import shutil
@@ -74,7 +74,7 @@ def test_an_f32_file_gives_the_model_back(tmp_path, name):
     back = found.state_dict()
     assert all(torch.equal(back[key], value) for key, value in model.state_dict().items() if value.ndim > 1)
     one, two = model.config.to_dict(), found.config.to_dict()
-    same = [key for key in SAME if key in two]  # a mixture may have no MLP beside, and no size of one
+    same = [key for key in SAME if key in two]  # a mixture may have no dense MLP, and no size of one
     assert {key: two[key] or None for key in same} == {key: one.get(key) or None for key in same}
     own, back = (AutoTokenizer.from_pretrained(tmp_path / each) for each in ("model", "back"))
     assert back(TEXT)["input_ids"] == own(TEXT)["input_ids"]
@@ -220,7 +220,7 @@ def test_a_file_is_unpacked_again_by_another_version(tmp_path, llama, monkeypatc
     assert all((Path(folder) / "config.json").is_file() for folder in found)
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def damaged(llama, out, old, new):
@@ -293,7 +293,7 @@ def test_a_tokenizer_that_cannot_be_built_is_taken_from_beside_the_file(tmp_path
         load_tokenizer(str(path))
 
 
-def test_no_space_and_no_library_are_said_before_starting(tmp_path, llama, monkeypatch):
+def test_missing_space_or_library_is_reported_before_starting(tmp_path, llama, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(10, 9, 1))
         with pytest.raises(TrainingError):

@@ -1,4 +1,4 @@
-"""Importances of our own: what is collected, the file, and what they do to a quantized model."""
+"""Importances: how they are computed, the file, and their effect on a quantized model."""
 
 import shutil
 
@@ -53,8 +53,8 @@ def test_sums_are_those_of_the_inputs(tmp_path):
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe"])
 def test_each_expert_has_its_own(tmp_path, name):
-    """Sums over all experts are those of a token's input as often as it is routed; the down projection's, from its
-    weights set to the identity, are those of the experts' outputs."""
+    """Summed over experts, importances equal a token's input times its number of experts; those of an identity down
+    projection equal the experts' outputs."""
     model = save_model(tmp_path / "m", name)
     ids = torch.arange(40, 80).view(1, 40)
     inputs = []
@@ -90,7 +90,7 @@ def test_every_quantized_matrix_but_the_embedding_has_importances(tmp_path, text
 
 
 def test_the_file_is_llamacpps(tmp_path):
-    """As tools/imatrix writes it: names, shapes and keys."""
+    """The file has the names, shapes and keys of tools/imatrix."""
     seen = {"blk.0.attn_q.weight": Seen(torch.tensor([[8.0, 2.0]]), torch.tensor([4.0]))}
     seen["blk.0.ffn_up_exps.weight"] = Seen(torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]]), torch.tensor([1.0, 0.0]))
     write_importances(tmp_path / "i.gguf", seen, "some text", 3, 512)
@@ -141,13 +141,13 @@ def test_a_runs_importances_are_those_of_its_adapter(tmp_path, text, name):
     assert (merged[down] - mine[down]).norm() < 0.05 * mine[down].norm()
 
 
-def test_of_a_vision_model_the_language_model_is_weighed(tmp_path, text):
+def test_vision_models_have_importances_of_the_language_model(tmp_path, text):
     save_vision_model(tmp_path / "m", "gemma3")
     export_gguf(tmp_path / "m", "q4_0", importances=text, device="cpu")
     assert "blk.6.ffn_down.weight" in read_importances(tmp_path / "m/m.imatrix.gguf")
 
 
-def test_a_file_is_used_by_the_command_and_not_made_twice(tmp_path, text):
+def test_a_saved_importance_file_is_reused(tmp_path, text):
     save_model(tmp_path / "m", "llama")
     arguments = ["export", str(tmp_path / "m"), "--gguf", "q4_0", "--importance"]
     done = CliRunner().invoke(app, [*arguments, str(text)])
@@ -177,7 +177,7 @@ def test_bad_importances_are_refused(tmp_path, text):
     assert sorted(each.suffix for each in (tmp_path / "m").iterdir() if "gguf" in each.name) == [".gguf"]
 
 
-def test_an_expert_that_met_no_text_is_weighed_as_the_others(tmp_path):
+def test_an_expert_without_tokens_gets_average_importances(tmp_path):
     """With no weight at all its codes would be anything."""
     notices.forget()
     seen = {"blk.0.ffn_up_exps.weight": Seen(torch.tensor([[4.0, 8.0], [0, 0], [2.0, 0]]), torch.tensor([2.0, 0, 2]))}

@@ -157,7 +157,7 @@ def test_layers_of_a_file_hold_its_values(mixed):
     assert f"{notice} 2 Q4_1, 2 Q5_0" in said().values()
 
 
-def test_the_others_are_what_the_usual_import_makes_of_them(mixed):
+def test_other_layers_equal_the_default_import(mixed):
     keys = {"bnb_4bit_blocksize": 128, "bnb_4bit_use_double_quant": False, "bnb_4bit_quant_type": "fp4"}
     kept, usual = (load_model(str(mixed), quantization=each, **keys, **OPTIONS) for each in ("keep", None))
     for name in ("model.layers.0.self_attn.o_proj", "model.layers.1.mlp.up_proj"):
@@ -167,7 +167,7 @@ def test_the_others_are_what_the_usual_import_makes_of_them(mixed):
         assert all(torch.equal(part, other.parts[key]) for key, part in one.parts.items())
 
 
-def test_the_usual_import_says_what_could_be_kept(mixed, exact, tmp_path):
+def test_the_default_import_lists_what_keep_preserves(mixed, exact, tmp_path):
     load_model(str(mixed), **OPTIONS)
     load_model(str(exact), **OPTIONS)
     hints = [each for each in said().values() if str(tmp_path) in each and "keep` would hold" in each]
@@ -281,7 +281,7 @@ def test_a_run_is_saved_merged_and_exported(mixed, tmp_path, data):
 @pytest.mark.llamacpp
 @pytest.mark.parametrize("mix", ["q4_0", "q8_0"])
 def test_an_adapter_of_a_kept_base_fits_the_file_in_llamacpp(exact, tmp_path, data, mix):
-    """What llama.cpp's 8-bit activations change, 2.5%, is all that there is; the adapter moves logits by their size."""
+    """Logits differ only by llama.cpp's 8-bit activations (2.5%); the adapter changes them by their own size."""
     llama_cpp = pytest.importorskip("llama_cpp")
     types = dict.fromkeys(("attn", "ffn", "token_embd", "output."), Type[mix.upper()])
     base, out = rewritten(exact, tmp_path / "m.gguf", types), tmp_path / "out"
@@ -359,7 +359,7 @@ def test_kept_weights_come_in_shards(mixed, tmp_path, monkeypatch):
     assert index["weight_map"] == stored
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def test_rows_that_do_not_fit_are_decoded(tmp_path):
@@ -368,7 +368,7 @@ def test_rows_that_do_not_fit_are_decoded(tmp_path):
     assert kept_format(Type.Q8_0, (12, 32)) is not None
 
 
-def test_a_file_with_nothing_to_keep(exact, tmp_path):
+def test_keep_without_any_preserved_type_is_refused(exact, tmp_path):
     path = rewritten(exact, tmp_path / "m.gguf", {"ffn": Type.Q4_1, "attn": Type.Q5_1})
     message = r"m\.gguf.*8 Q5_1, 6 Q4_1.*Q4_0, Q8_0, MXFP4"
     with pytest.raises(ConfigError, match=message) as refused:

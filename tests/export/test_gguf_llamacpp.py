@@ -1,4 +1,4 @@
-"""Against a real llama.cpp: what it computes from our files, and what its own quantizer would have written."""
+"""Compared with llama.cpp: the logits of exported files, and the bytes of its own quantizer."""
 
 import ctypes
 import json

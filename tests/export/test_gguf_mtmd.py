@@ -1,4 +1,4 @@
-"""Against llama.cpp's own reader of mmproj files: what it computes from an image is what transformers computes."""
+"""Compared with llama.cpp's reader of mmproj files: it computes transformers' image features."""
 
 import ctypes
 
@@ -76,8 +76,8 @@ def test_embeddings_of_an_image_are_those_of_transformers(tmp_path, name, mix, b
 
 @pytest.mark.parametrize("layers", [-2, -1, [1, -2]])
 def test_embeddings_of_llava_but_for_the_readers_shift(tmp_path, layers):
-    """llama.cpp puts the class token last, where positions and the choice of rows expect it first (its issue 25814).
-    With positions in the order it takes them, all patches but the lost one are those of transformers."""
+    """llama.cpp appends the class token, but positions and row selection expect it first (its issue 25814). With
+    positions in llama.cpp's order, all patches but the lost one equal transformers'."""
     model = save_vision_model(tmp_path / "model", "llava", vision_feature_layer=layers)
     report = export_gguf(tmp_path / "model", "f32", tmp_path / "m.gguf", device="cpu")
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(report.mmproj, "r+").tensors}

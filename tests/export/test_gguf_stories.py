@@ -1,4 +1,4 @@
-"""stories260K, a real model that llama.cpp computes in no time: in every type, beside its own quantizer."""
+"""stories260K, a small real model: every type compared with llama.cpp's own quantizer."""
 
 import re
 

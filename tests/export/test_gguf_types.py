@@ -61,7 +61,7 @@ def test_the_error_on_normal_weights(type_):
 
 
 @pytest.mark.parametrize("type_", ENCODERS, ids=lambda type_: type_.name)
-def test_ugly_rows_decode_to_about_what_they_were(type_):
+def test_outlier_rows_decode_to_similar_values(type_):
     x = ugly()
     for row in range(len(x)):
         if row not in (0, 5):  # zeros; values for which fp16 has no scale
@@ -87,7 +87,7 @@ def test_experts_keep_their_shape():
 
 @pytest.mark.parametrize("type_", [Type.Q4_K, Type.Q8_0])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_refused(type_, value):
+def test_non_finite_values_are_refused(type_, value):
     x = torch.randn(2, 256)
     x[1, 7] = value
     with pytest.raises(CheckpointError, match="NaN"):

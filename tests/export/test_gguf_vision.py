@@ -1,4 +1,4 @@
-"""The mmproj file of models that take images: what it holds, and what is refused."""
+"""The mmproj file of vision models: its contents and refusals."""
 
 import json
 
@@ -27,7 +27,7 @@ def values_of(path):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_value_of_the_vision_part_is_in_its_file(tmp_path, name):
-    """Sorted values: what the file holds is the checkpoint with other names, cut in parts, one norm shifted."""
+    """The file holds the checkpoint's values under other names, in parts, with one norm shifted."""
     save_vision_model(tmp_path / "m", name)
     report = export_gguf(tmp_path / "m", "f32", tmp_path / "x.gguf", device="cpu")
     assert report.mmproj == tmp_path / "mmproj-x.gguf"

@@ -1,4 +1,4 @@
-"""Merging: the numbers against PEFT's own merge, what is carried along, and what verification catches."""
+"""Merging: numbers equal PEFT's merge, side files are copied, and verification catches damage."""
 
 import json
 from dataclasses import replace
@@ -58,7 +58,7 @@ def test_merged_weights_are_pefts_rounded_once(tmp_path, base, kind, target):
 
 
 def test_an_update_below_the_resolution_of_bf16_is_explained_and_said(tmp_path, base):
-    """After a few steps ΔW is under half a unit of a bf16 base, which rounds most of it away, in every weight alike."""
+    """After a few steps ΔW is below half an ulp of a bf16 base, which rounds most of it away."""
     run = save_run(tmp_path / "run", base, scale=2e-4, load_in_4bit=False)
     report = merge(run, tmp_path / "merged")
     written = report.targets["original"]
@@ -168,7 +168,7 @@ def test_a_plain_reload_computes_what_base_and_adapter_compute(tmp_path, base, r
         {"target_modules": ["lm_head", "q_proj"]},
     ],
 )
-def test_tied_weights_part_when_the_adapter_changes_one(tmp_path, keys):
+def test_tied_weights_are_untied_if_the_adapter_changes_one(tmp_path, keys):
     base = save_base(tmp_path / "base", tie_word_embeddings=True)
     assert "lm_head.weight" not in tensors(base)
     run = save_run(tmp_path / "run", base, **keys)
@@ -256,7 +256,7 @@ def test_a_wrong_tensor_is_caught_by_the_logits(tmp_path, run, monkeypatch, name
     assert not list(tmp_path.iterdir())
 
 
-def test_a_forgotten_adapter_on_one_layer_is_caught(tmp_path, base, run, monkeypatch):
+def test_a_missing_adapter_on_one_layer_is_caught(tmp_path, base, run, monkeypatch):
     name = "model.layers.0.self_attn.v_proj.weight"
     without = tensors(base)[name]
     honest = MergedWeights.tensor
@@ -285,8 +285,8 @@ def test_one_changed_bit_on_disk_is_caught_and_named(tmp_path, run, monkeypatch)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_merge_that_its_run_cannot_note_is_whole_all_the_same(tmp_path, run, monkeypatch, capsys):
-    """A disk that is full behind the model: what was asked for is there."""
+def test_a_merge_is_complete_without_its_report(tmp_path, run, monkeypatch, capsys):
+    """If the disk is full after the model is written, the model remains."""
 
     def full(path, *content):
         if path.name == "config.json":

@@ -1,4 +1,4 @@
-"""Merges that cannot be: each stops with one error that names what is wrong, and leaves nothing under the new name."""
+"""Impossible merges raise one error that names the cause, and leave nothing under the new name."""
 
 import errno
 import json
@@ -91,7 +91,7 @@ def test_adapters_that_cannot_be_merged_are_named(tmp_path, run, keys, words):
     fails(run, tmp_path / "out" / "merged", CheckpointError, words)
 
 
-def test_a_missing_base_says_where_it_was_looked_for(tmp_path, run):
+def test_a_missing_base_names_the_searched_paths(tmp_path, run):
     said = r"config\.resolved\.yaml names: there is no .*moved"
     fails(on_base(run, tmp_path / "moved"), tmp_path / "out" / "merged", ModelError, said)
 
@@ -109,7 +109,7 @@ def test_a_base_that_lost_a_tensor(tmp_path, run, base):
     fails(run, tmp_path / "out" / "merged", CheckpointError, "truncated")
 
 
-def test_full_fine_tuning_leaves_nothing_to_merge(tmp_path, base):
+def test_full_fine_tuning_has_nothing_to_merge(tmp_path, base):
     run = tmp_path / "run"
     shutil.copytree(base, run / "model")
     with pytest.raises(CheckpointError):
@@ -124,7 +124,7 @@ def test_an_unfinished_run_and_a_folder_that_is_not_there(tmp_path):
         merge(tmp_path / "run", tmp_path / "merged")
 
 
-def test_no_space_is_said_before_and_survived_while_writing(tmp_path, run, monkeypatch):
+def test_a_full_disk_is_reported_before_and_while_writing(tmp_path, run, monkeypatch):
     out = tmp_path / "out" / "merged"
     out.parent.mkdir()
 
@@ -163,7 +163,7 @@ def test_a_merged_weight_that_does_not_fit_float16(tmp_path):
         merge(run, tmp_path / "merged", verify=False)
 
 
-def test_the_command_says_how_close_it_is_and_renews_the_report(tmp_path, run, capsys):
+def test_the_command_prints_the_distance_and_rewrites_the_report(tmp_path, run, capsys):
     merge_run(run, None, "auto", True)
     printed = capsys.readouterr().out
     assert "bfloat16:" in printed

@@ -1,4 +1,4 @@
-"""Merging adapters on stacked experts: PEFT's own numbers, one expert at a time, and what is refused."""
+"""Merging adapters on stacked experts: equal to PEFT, one expert at a time; refusals."""
 
 import pytest
 import torch
@@ -70,9 +70,8 @@ def test_an_adapter_of_experts_is_no_gguf_adapter(trained):
         export_adapter(run)
 
 
-def test_rounding_that_reroutes_tokens_is_no_reason_to_refuse(tmp_path):
-    """Two experts whose routers nearly tie, and which compute different things: which of them a token takes is decided
-    by the last bits of what comes before."""
+def test_rerouting_by_rounding_passes(tmp_path):
+    """Two different experts with nearly tied routers: the last bits decide which one a token takes."""
     model = mixture("Qwen3Moe", **SIZES, num_experts_per_tok=1).to(torch.bfloat16)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -92,7 +91,7 @@ def test_rounding_that_reroutes_tokens_is_no_reason_to_refuse(tmp_path):
     assert report.as_dict()["targets"]["original"]["choices_held"] == found.moved[0]
 
 
-def test_a_router_that_sends_tokens_elsewhere_is_found(trained, tmp_path, monkeypatch):
+def test_a_wrong_router_is_caught(trained, tmp_path, monkeypatch):
     _, _, run = trained("Qwen3Moe")
     whole = verify.reload
 
@@ -111,10 +110,10 @@ def test_a_router_that_sends_tokens_elsewhere_is_found(trained, tmp_path, monkey
     [("Qwen3Moe", "hqq8"), ("Qwen3Moe", "nf4"), ("Mixtral", "fp8"), ("GptOss", "mxfp4"), ("Qwen3Moe", "kbit5")],
 )
 def test_experts_are_quantized_again(name, stored, trained, tmp_path):
-    """A stack at a time, an expert after another; what is loaded is what the fp32 merge comes to in the format."""
+    """Packed stacks are merged one expert at a time; the loaded model equals the fp32 merge in the format."""
     _, base, run = trained(name)
     report = merge(run, tmp_path / "merged", base="original", quantize=stored, verify=False)
-    forget()  # what few bits lose is said
+    forget()  # the loss of few bits is reported
     experts = 3 if name == "Mixtral" else 4
     assert report.experts == (4 * experts, 4 * experts)  # two stacks in each of two layers
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)

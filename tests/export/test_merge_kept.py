@@ -1,4 +1,4 @@
-"""What leaves the trainer is what was trained: how much of the update and of the loss survives in every target."""
+"""How much of the update and of the loss survives in every target."""
 
 import json
 import re
@@ -9,12 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from halfbyte.cli.merge import merge_run
-from halfbyte.export import judge
-from halfbyte.export.fidelity import Loss
-from halfbyte.export.judge import EXCESS
-from halfbyte.export.kept import Kept
-from halfbyte.export.merge import merge
-from halfbyte.export.reload import stored_values
+from halfbyte.export.fidelity import Loss, RetainedUpdate
+from halfbyte.export.merge import EXCESS, higher_loss_error, merge
+from halfbyte.export.verify import stored_values
 from halfbyte.formats import named
 from halfbyte.layers import QuantizedLinear
 from halfbyte.loading.load import load_model
@@ -71,9 +68,9 @@ def test_the_command_of_the_readme_keeps_the_adapter(tmp_path, base, run, capsys
         if not torch.equal(weight, merged[name]):
             stored = QuantizedTensor.quantize(weight.data, named("nf4")).dequantize()
             found = stored_values(model.get_submodule(name.removesuffix(".weight")))
-            kept.append(Kept.of(found, stored, merged[name] - weight.data))
+            kept.append(RetainedUpdate.of(found, stored, merged[name] - weight.data))
     assert len(kept) == 14
-    share = Kept.sum(kept).share
+    share = RetainedUpdate.sum(kept).share
     assert share >= 0.98
     saved = json.loads((run / "merge-bnb-nf4.json").read_text())
     assert saved["written"] == "original"
@@ -95,7 +92,7 @@ def test_the_grid_of_the_base_takes_the_update_back_and_that_is_refused(tmp_path
     assert not (tmp_path / "merged").exists()
 
 
-def test_without_verifying_the_share_is_printed_all_the_same(tmp_path, run, capsys):
+def test_the_retained_share_is_printed_without_verification(tmp_path, run, capsys):
     merge_run(run, tmp_path / "kept", "auto", False, "bnb-nf4")
     assert "original" in (out := capsys.readouterr().out)
     assert re.search(r"\d%", out)
@@ -118,16 +115,16 @@ def test_what_costs_more_than_training_did_is_refused_in_the_runs_own_format_too
     ("merged", "bits", "quantized", "refused"),
     [(1.02, 4, True, True), (1.011, 4, True, False), (1.02, 4, False, False), (1.02, 3, True, False)],
 )
-def test_a_hundredth_of_a_nat_beyond_doubt(merged, bits, quantized, refused):
-    """In doubt are two standard errors. Below 4 bits, and of a run on 16-bit weights, the loss is only said."""
+def test_the_loss_may_increase_by_a_hundredth_of_a_nat(merged, bits, quantized, refused):
+    """Two standard errors are allowed. Below 4 bits, and for runs on 16-bit weights, the loss is only reported."""
     loss, packing = Loss(merged, 1.0, 0.002, 4000, True), SimpleNamespace(bits=bits, name="nf4")
-    assert (judge.loss_is_higher(loss, packing, quantized) is not None) == refused
+    assert (higher_loss_error(loss, packing, quantized) is not None) == refused
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("onto", ["original", pytest.param("dequantized", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("target", [*QUICK, *SLOW])
-def test_every_target_keeps_what_was_trained_or_is_refused(tmp_path, run, target, onto):
+def test_every_target_retains_the_update_or_is_refused(tmp_path, run, target, onto):
     needed = 0.99 if target in EIGHT_BITS else 0.98
     try:
         report = merge(run, tmp_path / "merged", base=onto, quantize=target)
@@ -145,14 +142,14 @@ def test_every_target_keeps_what_was_trained_or_is_refused(tmp_path, run, target
 
 
 @pytest.mark.parametrize("target", ["bnb-int8", pytest.param("fp8-block", marks=pytest.mark.slow)])
-def test_eight_bits_keep_the_update_of_a_base_in_four(tmp_path, packed_run, target):
+def test_8_bits_retain_the_update_of_a_4_bit_base(tmp_path, packed_run, target):
     report = merge(packed_run, tmp_path / "merged", quantize=target)
     assert report.kept["dequantized"].share >= 0.99
     assert abs(report.targets["dequantized"].loss.excess) <= EXCESS
 
 
 def test_the_bnb_int8_folder_is_loaded_trained_on_and_merged(tmp_path, run):
-    """What merge writes for bitsandbytes is a base like any other, its bytes kept."""
+    """A merge for bitsandbytes is a base like any other; its bytes are kept."""
     merge(run, tmp_path / "int8", base="original", quantize="bnb-int8", verify=False)
     stored, model = tensors(tmp_path / "int8"), load_model(str(tmp_path / "int8"), dtype="float32", device="cpu")
     linears = {name: each.weight for name, each in model.named_modules() if isinstance(each, QuantizedLinear)}

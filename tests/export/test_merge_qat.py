@@ -126,7 +126,7 @@ def test_a_base_in_32_bits_trained_in_16(tmp_path):
     assert found.noise.kl > 100 * found.trained.kl
 
 
-def test_other_targets_are_merged_and_said(place, tmp_path):
+def test_other_targets_are_merged_with_a_notice(place, tmp_path):
     run = save_run(tmp_path / "run", place / "model", **QAT, qat_scheme="nf4")
     report = merge(run, tmp_path / "merged", quantize="16bit")
     assert report.quantize == "16bit"
@@ -182,7 +182,7 @@ def test_an_unknown_scheme_is_found_before_anything_is_written(place, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_that_no_run_left_is_quantized_too(place, tmp_path):
+def test_a_model_without_a_run_can_be_quantized(place, tmp_path):
     report = merge(place / "model", tmp_path / "merged", quantize="int8")
     assert report.targets["original"].explained
     merged = load_model(str(tmp_path / "merged"), dtype="float32", device="cpu")

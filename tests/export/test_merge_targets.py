@@ -1,4 +1,4 @@
-"""Merged models that are quantized again: what other tools load, what verification catches, and what is refused."""
+"""Quantized merges: other tools load them, verification catches damage; refusals."""
 
 import json
 from pathlib import Path
@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from halfbyte.cli.merge import merge_run
 from halfbyte.export.merge import merge
 from halfbyte.export.packing import FOREIGN
-from halfbyte.export.reload import stored_values
-from halfbyte.export.verify import Verifier
+from halfbyte.export.verify import Verifier, stored_values
 from halfbyte.formats import named
 from halfbyte.loading.load import load_model
 from halfbyte.tensor import QuantizedTensor
@@ -65,7 +64,7 @@ def test_the_tool_reads_the_merged_weights_quantized_once(tmp_path, base, run, t
     format_ = named(spec(target))
     for name in (LAYER, "model.layers.0.self_attn.k_proj"):
         values = stored_values(model.get_submodule(name))
-        if target != "nvfp4-modelopt":  # its factor is that of q, k and v together, tested below
+        if target != "nvfp4-modelopt":  # its factor is shared by q, k and v, tested below
             quantized = QuantizedTensor.quantize(expected[f"{name}.weight"], format_).dequantize()
             torch.testing.assert_close(values, quantized, rtol=2**-8, atol=0)
         assert (values - expected[f"{name}.weight"]).norm() < 0.3 * expected[f"{name}.weight"].norm()
@@ -109,7 +108,7 @@ def test_every_kind_of_adapter_is_in_the_quantized_weights(tmp_path, kind, tied,
 def test_patterns_decide_layer_by_layer(tmp_path, run):
     forget()
     merge(run, tmp_path / "merged", quantize={"*.1.mlp.down_proj": "kbit5", "*.q_proj": "16bit", "*": "hqq4"})
-    assert "prequantized" not in said()  # reading back what was written is no news, least of all its folder's name
+    assert "prequantized" not in said()  # reloading the written model gives no notice, e.g. about its folder
     model = load_model(str(tmp_path / "merged"), dtype="bfloat16", device="cpu")
     assert model.get_submodule(LAYER).weight.data.format.spec == named("kbit5").spec
     assert model.get_submodule("model.layers.0.mlp.down_proj").weight.data.format.spec == named("hqq4").spec
@@ -181,7 +180,7 @@ def test_an_update_that_was_not_applied_is_caught(tmp_path, base, monkeypatch, t
         ("kbit:9:nf", None),
     ],
 )
-def test_targets_that_there_are_not(tmp_path, run, quantize, words):
+def test_unknown_targets_are_refused(tmp_path, run, quantize, words):
     with pytest.raises(ConfigError, match=words):
         merge(run, tmp_path / "merged", quantize=quantize)
     assert not list(tmp_path.iterdir())
@@ -205,7 +204,7 @@ def test_shapes_that_a_target_cannot_hold_are_named(tmp_path, target, sizes, wor
     assert not (tmp_path / "merged").exists()
 
 
-def test_a_tool_that_is_not_installed_is_asked_for_only_to_verify(tmp_path, run, monkeypatch):
+def test_a_missing_tool_is_required_only_to_verify(tmp_path, run, monkeypatch):
     monkeypatch.setattr("halfbyte.export.packing.importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError):
         merge(run, tmp_path / "merged", quantize="bnb-nf4")

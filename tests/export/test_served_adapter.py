@@ -75,7 +75,7 @@ def test_dense_models_and_shared_experts(tmp_path):
 
 @pytest.mark.parametrize("name", ["Qwen3Moe", "dense"])
 def test_an_adapter_that_trains_is_written_as_the_saved_one(name, tmp_path):
-    """On packed weights, with a frozen copy of another adapter beside it."""
+    """On packed weights, with a frozen copy of another adapter loaded."""
     keys = {"load_in_4bit": True, "rank_pattern": {"q_proj": 2}}
     if name == "dense":
         run = save_run(tmp_path / "run", save_base(tmp_path / "base"), **keys)

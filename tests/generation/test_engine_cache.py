@@ -1,4 +1,4 @@
-"""What generation keeps from call to call, and when it must not be used."""
+"""Cached engines: what the next call reuses, and when the cache is invalid."""
 
 import gc
 import weakref
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from halfbyte import generation
-from halfbyte.generation import engine_cache
+from halfbyte.generation import engine
 from halfbyte.generation.engine import StaticEngine
 from halfbyte.utils import notices
 from tests.helpers.patch_models import quantize, tiny
@@ -26,7 +26,7 @@ def built(monkeypatch):
             sizes.append(slots)
             super().__init__(model, adapters, slots, cache_dtype)
 
-    monkeypatch.setattr(engine_cache, "StaticEngine", Counted)
+    monkeypatch.setattr(engine, "StaticEngine", Counted)
     return sizes
 
 
@@ -39,7 +39,7 @@ def fresh(model, *args, **keys):
     return greedy(model, *args, **keys)
 
 
-def test_a_second_call_uses_the_first_ones_engine(built):
+def test_a_second_call_reuses_the_engine(built):
     model = tiny("Llama").eval()
     first, longer = greedy(model), greedy(model, [[8, 9, 3, 4, 5, 6], [1]])
     assert (len(built), greedy(model)) == (1, first)
@@ -49,14 +49,14 @@ def test_a_second_call_uses_the_first_ones_engine(built):
     assert len(built) == 4  # the base, and one row, have their own
 
 
-def test_a_longer_chat_gets_twice_the_room(built):
+def test_a_growing_chat_doubles_the_cache(built):
     model = tiny("Llama").eval()
     for length in (10, 60, 100, 300):
         greedy(model, [[3 + i % 80 for i in range(length)]])
     assert built == [64, 128, 256, 512]
 
 
-def test_adapters_that_were_trained_on_are_read_again(built):
+def test_trained_adapters_are_refreshed(built):
     model = tiny("Llama").eval()
     before = greedy(model, new=20)
     for name, parameter in model.named_parameters():
@@ -67,11 +67,11 @@ def test_adapters_that_were_trained_on_are_read_again(built):
     assert after == fresh(model, new=20) != before
 
 
-def test_adapters_in_16_bits_are_read_again_by_the_kernel_of_all_layers(built):
+def test_16_bit_adapters_are_refreshed_in_the_persistent_kernel(built):
     """It has copies in float32."""
     model = quantize(tiny("Llama", shape=WIDE).eval()).to(torch.bfloat16)
     before = greedy(model, new=20)
-    if next(iter(engine_cache._engines[model].values())).one_launch is None:
+    if next(iter(engine._engines[model].values())).one_launch is None:
         pytest.skip("there is no C compiler")
     for name, parameter in model.named_parameters():
         if "lora_" in name:
@@ -81,10 +81,10 @@ def test_adapters_in_16_bits_are_read_again_by_the_kernel_of_all_layers(built):
     assert after == fresh(model, new=20) != before
 
 
-def test_weights_that_a_fused_optimizer_trained_are_read_again(built):
+def test_weights_trained_by_a_fused_optimizer_are_refreshed(built):
     model = tiny("Llama", adapter=False).eval().to(torch.bfloat16).requires_grad_(False)
     trained = [layer.mlp.down_proj for layer in model.model.layers]
-    for module in trained:  # in float32 beside frozen bfloat16: a copy of each is kept
+    for module in trained:  # trained in float32 on a frozen bfloat16 base; each has a copy in the compute dtype
         module.float().requires_grad_(True)
         module.bias.grad, module.weight.grad = torch.ones_like(module.bias), torch.randn_like(module.weight)
     before = greedy(model, new=20)
@@ -97,7 +97,7 @@ def test_weights_that_a_fused_optimizer_trained_are_read_again(built):
     assert after == fresh(model, new=20) != before
 
 
-def test_other_weights_are_read_anew(built):
+def test_replaced_weights_rebuild_the_engine(built):
     model = tiny("Llama").eval()
     greedy(model)
     mlp = model.get_base_model().model.layers[0].mlp.down_proj.base_layer
@@ -110,7 +110,7 @@ def test_other_weights_are_read_anew(built):
     assert "merged" in str(notices.said())
 
 
-def test_streams_side_by_side_have_engines_of_their_own(built):
+def test_concurrent_streams_have_separate_engines(built):
     model = tiny("Llama").eval()
     expected = [greedy(model), greedy(model, [[90, 3], [44, 12, 8]])]
     streams = [generation.stream(model, ids, max_new_tokens=8, stops=[]) for ids in (PROMPTS, [[90, 3], [44, 12, 8]])]
@@ -122,7 +122,7 @@ def test_streams_side_by_side_have_engines_of_their_own(built):
     assert (found, len(built)) == (expected, 2)
 
 
-def test_a_stream_that_is_left_early_keeps_its_engine_and_an_error_does_not(built):
+def test_a_closed_stream_caches_its_engine_and_an_error_does_not(built):
     model = tiny("Llama").eval()
     expected = greedy(model)
     next(tokens := generation.stream(model, PROMPTS, max_new_tokens=8, stops=[]))
@@ -133,11 +133,11 @@ def test_a_stream_that_is_left_early_keeps_its_engine_and_an_error_does_not(buil
     assert greedy(model) == expected
 
 
-def test_engines_go_with_their_model():
+def test_engines_are_freed_with_their_model():
     model = tiny("Llama").eval()
     greedy(model)
     gone = weakref.ref(model)
-    assert model in engine_cache._engines
+    assert model in engine._engines
     del model
     gc.collect()
     assert gone() is None

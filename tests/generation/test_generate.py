@@ -1,4 +1,4 @@
-"""Generation beside transformers' own, token by token: families, padding, adapters, caches, sampling, errors."""
+"""Generation compared with transformers token by token: families, padding, adapters, caches, sampling, errors."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ STOCK = (*OWN_LAYERS, "GptOss")
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_are_those_of_transformers(family):
+def test_greedy_tokens_equal_transformers(family):
     model = tiny(family).eval()
     if family == "Gemma2":
         model.get_base_model().set_attn_implementation("eager")
@@ -58,7 +58,7 @@ def adapted():
     return model
 
 
-def test_each_row_its_adapter():
+def test_each_row_uses_its_own_adapter():
     model = adapted()
     mixed = generation.generate(
         model, [PROMPTS[0]] * 4, max_new_tokens=12, stops=[], adapter=["other", None, "default", "active"]
@@ -75,7 +75,7 @@ def test_each_row_its_adapter():
         assert generation.generate(model, [PROMPTS[0]], max_new_tokens=12, stops=[], adapter=name) == [expected[name]]
 
 
-def test_a_model_of_no_known_family_runs_its_own_forward():
+def test_an_unsupported_family_runs_transformers_forward():
     notices.forget()
     config = transformers.GPT2Config(vocab_size=101, n_embd=32, n_layer=2, n_head=2, n_positions=64)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -86,7 +86,7 @@ def test_a_model_of_no_known_family_runs_its_own_forward():
         generation.generate(model, PROMPTS, kv_cache="fp8", max_new_tokens=2)
 
 
-def test_a_model_without_a_cache_in_its_output_reads_everything_again():
+def test_a_model_without_a_cache_recomputes_all_tokens():
     """State-space models hold theirs under another name."""
     config = transformers.MambaConfig(vocab_size=101, hidden_size=32, num_hidden_layers=2, state_size=4)
     model = transformers.MambaForCausalLM(config).eval()
@@ -94,14 +94,14 @@ def test_a_model_without_a_cache_in_its_output_reads_everything_again():
 
 
 @pytest.mark.parametrize("quantized", [False, True])
-def test_dora_runs_its_own_forward(quantized):
+def test_dora_runs_transformers_forward(quantized):
     model = tiny("Llama", use_dora=True).eval()
     model = quantize(model) if quantized else model
     found = generation.generate(model, PROMPTS[:2], max_new_tokens=8, stops=[])
     assert found == [theirs(model, ids, 8) for ids in PROMPTS[:2]]
 
 
-def test_rows_stop_on_their_own_and_tokens_are_called_back():
+def test_rows_stop_independently_and_on_token_is_called():
     model = tiny("Llama", adapter=False).eval()
     whole = generation.generate(model, PROMPTS, max_new_tokens=16, stops=[])
     stop = next(token for token in whole[0][2:8] if token not in whole[0][:2])
@@ -178,11 +178,11 @@ def test_an_empty_prompt_and_none():
 
 
 @pytest.mark.parametrize("family", ["Llama", "GPT2"])
-def test_by_default_an_answer_ends_where_the_positions_do(family):
+def test_by_default_answers_end_at_the_last_position(family):
     """Each row at its own end: a prompt's answer does not depend on its neighbours."""
     if family == "Llama":
         model = tiny("Llama", adapter=False, shape={"max_position_embeddings": 32}).eval()
-    else:  # positions are a table: a row that has ended must not read behind it
+    else:  # learned positions: a finished row must not read past the table
         config = transformers.GPT2Config(vocab_size=101, n_embd=32, n_layer=2, n_head=2, n_positions=32)
         model = transformers.AutoModelForCausalLM.from_config(config).eval()
     prompts = [*PROMPTS, [5] * 31]
@@ -198,7 +198,7 @@ def test_by_default_an_answer_ends_where_the_positions_do(family):
         generation.generate(model, PROMPTS, max_new_tokens=22)
 
 
-def test_nan_is_no_answer():
+def test_nan_logits_raise():
     model = tiny("Llama", adapter=False).eval()
     model.model.norm.weight.data[3] = float("nan")
     with pytest.raises(ModelError, match="NaN"):

@@ -1,5 +1,4 @@
-"""Layers with a state, and heads with sinks, in generation's engines: tokens are those of transformers, whatever a row
-has beside it, in whatever seat its state is, and after it had to leave."""
+"""Layers with recurrent state, and sinks: tokens equal transformers', independent of batch, seat and preemption."""
 
 import pytest
 import torch
@@ -7,7 +6,7 @@ import torch
 from halfbyte import generation
 from halfbyte.config import RunConfig
 from halfbyte.generation import Rollouts, Sampling
-from halfbyte.generation.decoder import Recurring
+from halfbyte.generation.decoder import DeltaNetLayer
 from halfbyte.generation.engine import StaticEngine
 from halfbyte.loading.load import load_model
 from halfbyte.modeling.adapters import add_adapter
@@ -53,7 +52,7 @@ def sharp(model):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_tokens_are_those_of_transformers(name, device):
+def test_tokens_equal_transformers(name, device):
     """Packed weights and an adapter; on a GPU the steps of both engines are graphs."""
     model = sharp(quantize(tiny(name))).to(device)
     expected = [theirs(model, ids) for ids in PROMPTS]
@@ -98,14 +97,14 @@ def test_sinks(device, tmp_path):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_rows_that_had_to_leave_go_on_as_before(device):
+def test_preempted_rows_continue_unchanged(device):
     wide = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}  # whose state is more than a page
     model = sharp(quantize(tiny("Qwen3_5Text", shape=wide))).to(device)
     keys = {"new": 60, "n": 4, "sampling": Sampling(1.0, seed=3)}
     roomy = Rollouts(model, rows=16)
     expected = answered(model, roomy, **keys)
     decoder = roomy._decoder
-    assert decoder.seats == 18  # one for each row, one for a prompt, and one that is nobody's
+    assert decoder.seats == 18  # one for each row, one for a cached prompt, and seat 0
     few = Rollouts(model, rows=16, memory_gib=2 * 8 * decoder.state_bytes / 2**30)
     found = answered(model, few, **keys)
     assert few._decoder.seats == 8  # states take half of the memory at most
@@ -117,8 +116,8 @@ def test_rows_that_had_to_leave_go_on_as_before(device):
     assert [each.ids[:60] for each in longer] == [each.ids for each in expected]
 
 
-def test_log_probabilities_are_those_of_training():
-    """The chunked recurrence behind prompts, the single steps from there on: one model."""
+def test_log_probabilities_equal_the_training_forward():
+    """The chunked recurrence of prompts and the single steps of decoding compute the same model."""
     model = sharp(quantize(tiny("Qwen3Next")))
     for found, ids in zip(answered(model, Rollouts(model), n=1), PROMPTS, strict=True):
         whole = torch.tensor([[*ids, *found.ids]])
@@ -128,17 +127,17 @@ def test_log_probabilities_are_those_of_training():
         torch.testing.assert_close(found.log_probs, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_adapters_are_read_anew_and_states_begin_anew():
+def test_adapters_and_states_are_reset_in_each_call():
     model = sharp(quantize(tiny("Qwen3_5Text")))
     first = mine(model)
     engine = StaticEngine(model, ["default"], 32, None)
-    assert sum(isinstance(layer, Recurring) for layer in engine.layers) == 1
+    assert sum(isinstance(layer, DeltaNetLayer) for layer in engine.layers) == 1
     sharp(model)
     assert engine.renew()
     assert first != mine(model) == [theirs(model, ids) for ids in PROMPTS]
 
 
-def test_a_watched_convolution_runs_its_own_forward():
+def test_a_hooked_convolution_runs_transformers_forward():
     model = tiny("Qwen3_5Text", adapter=False).eval()
     model.model.layers[0].linear_attn.conv1d.register_forward_hook(lambda *_: None)
     notices.forget()

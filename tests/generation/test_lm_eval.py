@@ -1,4 +1,4 @@
-"""halfbyte in lm-evaluation-harness: scores beside its own Hugging Face class and beside full logits."""
+"""halfbyte in lm-evaluation-harness: scores compared with HFLM and with full logits."""
 
 import sys
 from types import SimpleNamespace

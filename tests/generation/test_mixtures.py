@@ -1,4 +1,4 @@
-"""Mixtures in generation's engines: tokens are those of transformers, stacks packed, adapters beside them by row."""
+"""Mixtures in the engines: tokens equal transformers' with packed stacks and an adapter per row."""
 
 import pytest
 import torch
@@ -71,7 +71,7 @@ def test_packed_experts_with_adapters(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["Qwen3Moe", "Glm4Moe"])
-def test_each_row_its_adapter(name, tmp_path):
+def test_each_row_uses_its_own_adapter(name, tmp_path):
     model = made(name, tmp_path / "model")
     save_adapter(model, tmp_path / "adapter")
     model = load_adapter(model, tmp_path / "adapter", "m", "second").eval()
@@ -109,7 +109,7 @@ def test_a_captured_step_sees_new_adapters_in_the_same_memory(tmp_path):
     """A graph holds addresses: nothing that it reads may move."""
     model = made("Qwen3Moe", tmp_path)
     engine = StaticEngine(model, ["default"], 32, None)
-    low = [each for layer in engine.layers for each in layer.mixer.experts.low.values()]
+    low = [each for layer in engine.layers for each in layer.mlp.experts.adapters_of.values()]
     places = [(each.a.data_ptr(), each.b.data_ptr()) for each in low]
     assert len(places) == 4
     assert engine.renew()
@@ -124,7 +124,7 @@ def falls_back(model):
     return said
 
 
-def test_what_runs_transformers_forward():
+def test_unsupported_models_run_transformers_forward():
     """Hooks of others on experts, and a router that has been trained."""
     model = mixture("Qwen3Moe")
     hook = model.model.layers[1].mlp.experts.register_forward_hook(lambda *_: None)

@@ -1,5 +1,5 @@
-"""The engine of many rows: tokens and log-probabilities are those of a row alone, of the training forward, and of the
-model itself, whatever runs beside a row and however few pages there are."""
+"""Rollouts: tokens and log-probabilities equal a single row's, the training forward's and the model's, in any batch
+and with any number of pages."""
 
 import copy
 import math
@@ -48,7 +48,7 @@ def log_probs_of(model, prompt, ids, temperature=1.0):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", DENSE)
-def test_greedy_tokens_are_those_of_generate(family):
+def test_greedy_rollouts_equal_generate(family):
     model, prompts = model_of(family), prompts_of(11, 2, 70, 64, 5)
     notices.forget()
     found = Rollouts(model, rows=3).generate(prompts, max_new_tokens=20, sampling=Sampling(), stops=[])
@@ -58,7 +58,7 @@ def test_greedy_tokens_are_those_of_generate(family):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", DENSE)
-def test_a_model_that_trains_fused_is_answered_by_the_engine(family):
+def test_a_patched_model_uses_the_engine(family):
     """On a GPU, where runs have a patched model, completions and samples would take ten times as long without."""
     model, prompts = quantize(model_of(family)), prompts_of(11, 2, 70)
     wanted = Rollouts(model, rows=3).generate(prompts, max_new_tokens=12, sampling=Sampling(), stops=[])
@@ -74,7 +74,7 @@ def test_a_model_that_trains_fused_is_answered_by_the_engine(family):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Mistral", "Gemma2", "Gemma3Text"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_log_probs_are_the_models_own(family, temperature):
+def test_log_probs_equal_the_models(family, temperature):
     model, prompts = model_of(family), prompts_of(70, 3, 130)
     if family == "Gemma2":
         model.get_base_model().set_attn_implementation("eager")
@@ -89,7 +89,7 @@ def test_log_probs_are_the_models_own(family, temperature):
 
 @pytest.fixture
 def bound(request):
-    """How far log-probabilities may be apart: with several threads MKL splits sums by the number of rows."""
+    """Return the tolerance for log-probabilities: with several threads MKL splits sums by the number of rows."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield 0 if request.param == 1 else 1e-5
@@ -101,7 +101,7 @@ EACH = [(1, "Llama"), *(pytest.param(*case, marks=SLOW) for case in [(2, "Gemma2
 
 
 @pytest.mark.parametrize(("bound", "family"), EACH, indirect=["bound"])
-def test_a_completion_is_the_same_alone_in_a_batch_and_beside_others(family, bound):
+def test_a_completion_does_not_depend_on_the_batch(family, bound):
     """To the bit, on one thread of a CPU."""
     model, prompts = model_of(family), prompts_of(70, 3, 130, 64, 1, 20, 33, 90)
     options = {"max_new_tokens": 80, "sampling": Sampling(1.0, seed=11), "stops": [7]}
@@ -121,14 +121,14 @@ def test_a_completion_is_the_same_alone_in_a_batch_and_beside_others(family, bou
     assert all((each.ids[-1] == 7) == each.ended and 7 not in each.ids[:-1] for each in together)
 
 
-def test_rows_that_had_to_leave_come_back_as_they_were(monkeypatch):
+def test_preempted_rows_continue_unchanged(monkeypatch):
     model, prompts = model_of(), prompts_of(70, 3, 130, 64)
     options = {"max_new_tokens": 150, "sampling": Sampling(1.0, seed=11), "stops": [7]}
     plenty = Rollouts(model).generate(prompts, 4, **options)
     sent_back = []
-    send_back = generation.rollouts.Schedule._send_back
+    send_back = generation.rollouts.Schedule._preempt
     monkeypatch.setattr(
-        generation.rollouts.Schedule, "_send_back", lambda self, row: sent_back.append(row) or send_back(self, row)
+        generation.rollouts.Schedule, "_preempt", lambda self, row: sent_back.append(row) or send_back(self, row)
     )
     engine = Rollouts(model)
     engine.generate(prompts, max_new_tokens=1)  # makes a decoder
@@ -167,7 +167,7 @@ def test_llama_40m_in_nf4_equals_the_training_forward(shared, weights):
         assert (log_probs - each.log_probs).abs().max() <= 1e-4
 
 
-def test_adapters_are_live():
+def test_current_adapter_values_are_used():
     model, prompts = model_of(), prompts_of(20, 9)
     engine, options = Rollouts(model), {"max_new_tokens": 12, "sampling": Sampling(1.0, seed=2), "stops": []}
     before = engine.generate(prompts, 2, **options)
@@ -189,7 +189,7 @@ def test_adapters_are_live():
     assert [each.ids for each in engine.generate(prompts, 2, **options)] == [each.ids for each in after]
 
 
-def test_decoded_weights_are_decoded_again_in_each_call():
+def test_unpacked_weights_are_refreshed_in_each_call():
     model = quantize(model_of())
     engine, options = Rollouts(model, weights="unpacked"), {"max_new_tokens": 6, "sampling": Sampling(), "stops": []}
     prompts = prompts_of(9, 4)
@@ -204,7 +204,7 @@ def test_decoded_weights_are_decoded_again_in_each_call():
 
 
 @pytest.mark.parametrize(("keys", "most"), [({"top_k": 3}, 3), ({"top_p": 0.2}, None), ({"min_p": 0.5}, None)])
-def test_what_is_left_out_is_never_drawn_and_log_probs_are_over_all(keys, most):
+def test_filtered_tokens_are_never_drawn_and_log_probs_cover_the_vocabulary(keys, most):
     model, prompts = model_of(), prompts_of(9)
     sampling = Sampling(1.0, seed=3, **keys)
     found = Rollouts(model).generate(prompts, 40, max_new_tokens=3, sampling=sampling, stops=[])
@@ -217,7 +217,7 @@ def test_what_is_left_out_is_never_drawn_and_log_probs_are_over_all(keys, most):
         assert (sampling.probabilities(logits).gather(1, torch.tensor(each.ids)[:, None]) > 0).all()
 
 
-def test_an_unknown_family_runs_its_own_forward():
+def test_an_unsupported_family_runs_transformers_forward():
     config = transformers.GPT2Config(vocab_size=101, n_embd=32, n_layer=2, n_head=2, n_positions=64)
     model, prompts = transformers.AutoModelForCausalLM.from_config(config).eval(), prompts_of(11, 2, 5)
     notices.forget()
@@ -235,7 +235,7 @@ def test_an_unknown_family_runs_its_own_forward():
         assert len(each.ids) == 12 or each.ended
 
 
-def test_each_prompt_its_own_length():
+def test_each_prompt_has_its_own_max_new_tokens():
     model, prompts = model_of(), prompts_of(9, 70, 3)
     found = Rollouts(model, rows=4).generate(prompts, 2, max_new_tokens=[5, 1, 70], stops=[])
     assert [len(each.ids) for each in found] == [5, 5, 1, 1, 70, 70]
@@ -243,7 +243,7 @@ def test_each_prompt_its_own_length():
     assert [len(each.ids) for each in Rollouts(short).generate(prompts_of(9, 31), stops=[])] == [23, 1]
 
 
-def test_rows_that_may_be_longest_begin_first(monkeypatch):
+def test_longest_rows_start_first(monkeypatch):
     begun = []
 
     class Seen(generation.rollouts.Schedule):
@@ -256,7 +256,7 @@ def test_rows_that_may_be_longest_begin_first(monkeypatch):
     assert begun == [30, 30, 5, 5, 1, 1]
 
 
-def test_without_a_seed_torch_gives_one():
+def test_without_a_seed_torch_provides_one():
     model, prompts = model_of(), prompts_of(9)
 
     def ids(seed):
@@ -288,7 +288,7 @@ def test_bad_requests(make, keys, message):
         Rollouts(model_of(), **make).generate(**options)
 
 
-def test_nan_is_no_completion():
+def test_nan_logits_raise():
     model = model_of()
     assert Rollouts(model).generate([], max_new_tokens=2) == []
     model.get_base_model().model.norm.weight.data[3] = float("nan")
@@ -308,7 +308,7 @@ def on_gpu(dtype, family="Llama", shape=None):
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Mistral", "Gemma2", "Gemma3Text"])
 @pytest.mark.parametrize("weights", ["packed", "unpacked"])
-def test_on_a_gpu_log_probs_are_the_models_own(family, weights):
+def test_on_a_gpu_log_probs_equal_the_models(family, weights):
     """Graphs of several sizes, rows that come and go a step late; in float32."""
     model, prompts = on_gpu(torch.float32, family), prompts_of(70, 3, 130, 64, 1, 20, 33, 90)
     if family == "Gemma2":
@@ -333,7 +333,7 @@ def log_probs_of_cuda(model, prompt, ids):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_completion_is_the_same_beside_others_and_after_it_had_to_leave():
+def test_on_a_gpu_a_completion_does_not_depend_on_batch_or_preemption():
     model, prompts = on_gpu(torch.float32), prompts_of(70, 3, 130, 64, 1, 20, 33, 90)
     options = {"max_new_tokens": 150, "sampling": Sampling(1.0, seed=11), "stops": [7]}
     engine = Rollouts(model, rows=32)
@@ -351,10 +351,9 @@ def test_on_a_gpu_a_completion_is_the_same_beside_others_and_after_it_had_to_lea
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("rows", "saved"), [(8, 10**6), (96, 10**6), (96, 0)])
-def test_on_a_gpu_in_16_bits_log_probs_are_the_training_forwards(rows, saved, monkeypatch):
-    """As near to float32 as the model's own forward comes in bfloat16; products from codes take fewer than 96 rows.
-    With pages that are read for several rows, and without."""
-    monkeypatch.setattr(generation.batch, "SAVED", saved)
+def test_on_a_gpu_in_16_bits_log_probs_equal_the_training_forward(rows, saved, monkeypatch):
+    """Rollouts in bfloat16 are as close to float32 as the model's own forward; packed GEMMs take fewer than 96 rows."""
+    monkeypatch.setattr(generation.batch, "MIN_SAVED_READS", saved)
     wide = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 64, "vocab_size": 512}
     model, prompts = on_gpu(torch.bfloat16, shape=wide), prompts_of(70, 3, 130, 64, vocabulary=500)
     engine = Rollouts(model, rows=rows)
@@ -379,7 +378,7 @@ def test_on_a_gpu_an_8_bit_cache_stays_close():
         assert (each.log_probs.double() - truth).abs().mean() < 0.25
 
 
-def test_somebodys_hook_is_not_passed_by():
+def test_foreign_hooks_are_run():
     model = model_of()
     halfbyte.patch(model)
     notices.forget()

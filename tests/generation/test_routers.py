@@ -1,10 +1,9 @@
-"""Which routers are one op: what these compute is what their modules do."""
+"""Routers with a fused op: it computes the same as the module."""
 
 import pytest
 import torch
 from torch import nn
 
-from halfbyte.generation.routers import known
 from tests.helpers.expert_models import mixture
 
 
@@ -14,26 +13,26 @@ def routers(model):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["Qwen3Moe", "Mixtral", "Olmoe", "Qwen2Moe"])
-def test_known_ones(name, dtype):
+def test_known_routers_equal_their_modules(name, dtype):
     found = routers(mixture(name).to(dtype))
     assert found
     for router in found:
         with torch.no_grad():
             router.weight.normal_()
             x = torch.randn(2, 5, router.weight.shape[1], dtype=dtype)
-            mine, theirs = known(router, dtype)(x), router(x)
+            mine, theirs = known_router(router, dtype)(x), router(x)
         for ours, own in zip(mine, theirs, strict=True):
             assert ours.dtype is own.dtype
             assert torch.equal(ours, own)
 
 
-def test_others_run_their_own():
-    """Other formulas, weights in another dtype, and a forward that somebody has put on the module."""
+def test_other_routers_run_their_own_forward():
+    """Other formulas, weights in another dtype, and a patched forward have no fused op."""
     router = routers(mixture("Qwen3Moe"))[0]
-    assert known(router, torch.float32) is not None
-    assert known(router, torch.bfloat16) is None
-    assert known(nn.Linear(4, 4), torch.float32) is None
+    assert known_router(router, torch.float32) is not None
+    assert known_router(router, torch.bfloat16) is None
+    assert known_router(nn.Linear(4, 4), torch.float32) is None
     keys = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-    assert all(known(each, torch.float32) is None for each in routers(mixture("Glm4Moe", **keys)))
+    assert all(known_router(each, torch.float32) is None for each in routers(mixture("Glm4Moe", **keys)))
     router.forward = router.forward
-    assert known(router, torch.float32) is None
+    assert known_router(router, torch.float32) is None

@@ -1,4 +1,4 @@
-"""On a CPU an answer does not depend on the prompts beside it: the same logits, to the bit in bfloat16."""
+"""On a CPU in bfloat16 logits are bit-equal with and without other prompts in the batch."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from halfbyte.ops.rows import linear_rows
 from halfbyte.utils.hardware import compute_dtype
 from tests.helpers.patch_models import quantize, tiny
 
-# As real models have them: elementwise functions of what is left over beyond a CPU's vectors round otherwise.
+# Sizes of real models: elementwise ops round remainders beyond the CPU's vector width differently.
 SHAPE = {
     "hidden_size": 64,
     "intermediate_size": 192,
@@ -49,7 +49,7 @@ def logits_of(model, prompts):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2"])
-def test_a_rows_logits_are_those_it_has_alone(family, quantized, dtype):
+def test_logits_do_not_depend_on_the_batch(family, quantized, dtype):
     if dtype is torch.bfloat16:
         needs_bfloat16()
     torch.manual_seed(1)
@@ -71,7 +71,7 @@ def test_a_rows_logits_are_those_it_has_alone(family, quantized, dtype):
 
 
 @pytest.mark.parametrize("columns", [128, 192, 1024])  # one step of a row's sum, a step and a part, and many
-def test_4_bit_rows_are_multiplied_alike(columns):
+def test_4_bit_gemm_rows_do_not_depend_on_the_batch(columns):
     from halfbyte.formats import Blockwise4
 
     format_, weight = Blockwise4("nf4", 64, True), torch.randn(48, columns)
@@ -87,7 +87,7 @@ def test_4_bit_rows_are_multiplied_alike(columns):
 
 
 @pytest.mark.parametrize(("columns", "width"), [(64, 16), (64, 32), (8, 64), (1536, 512), (2048, 64)])
-def test_16_bit_rows_are_multiplied_alike(columns, width):
+def test_16_bit_gemm_rows_do_not_depend_on_the_batch(columns, width):
     """torch itself has another order of sums for one row, and for several of a small product."""
     needs_bfloat16()
     x, weight = torch.randn(64, columns).bfloat16(), torch.randn(width, columns).bfloat16()

@@ -1,5 +1,5 @@
-"""Continuous batching without a model: whatever rows come, and however few pages there are, each row finds its own
-tokens in its pages, and at the end no page is missing."""
+"""Continuous batching without a model: for any rows and any number of pages, each row finds its own tokens in its
+pages, and no page is leaked."""
 
 from collections import Counter
 
@@ -7,20 +7,20 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfbyte.generation.batch import FEWEST, bundles_of
-from halfbyte.generation.schedule import BESIDE, PAGE, Group, Pages, Row, Schedule, pages_of
+from halfbyte.generation.batch import MIN_BUNDLE_ROWS, bundles_of
+from halfbyte.generation.schedule import PAGE, RESERVED_SEATS, Group, Pages, Row, Schedule, page_count
 from halfbyte.ops.paged_attention import BUNDLE
 
 LONGEST, MOST = 3 * PAGE, 2 * PAGE
 
 
 class Cache:
-    """What the device would hold: the token in each slot of each page; every step as late as a GPU's."""
+    """A model of the device: the token in each slot of each page; results arrive as late as a GPU's."""
 
     def __init__(self, schedule, pages, late):
         self.schedule, self.pages, self.late = schedule, pages, late
         self.slots = {}
-        self.states = {}  # by seat: what was read there, which is all that a state is made of
+        self.states = {}  # by seat: the tokens that formed the state
         self.unread = []
         self.sent_back = 0
         self.read = Counter()
@@ -87,8 +87,8 @@ class Cache:
         assert 0 not in readers
         assert len(readers) + self.pages.free == self.pages.count - 1
         seats = [row.seat for row in schedule.seated] + [document.seat for document in kept.values()]
-        assert len(set(seats)) == len(seats) <= schedule.seats + BESIDE - 1
-        assert all(0 < seat < schedule.seats + BESIDE for seat in seats)
+        assert len(set(seats)) == len(seats) <= schedule.seats + RESERVED_SEATS - 1
+        assert all(0 < seat < schedule.seats + RESERVED_SEATS for seat in seats)
         for row in schedule.seated:
             assert row.length <= len(row.pages) * PAGE
             known = [*row.group.prompt, *row.ids][: row.length]
@@ -97,20 +97,20 @@ class Cache:
             for at, token in enumerate(known):
                 assert self.slots[row.pages[at // PAGE], at % PAGE] == token
             for page in row.pages[len(row.group.prompt) // PAGE :]:
-                assert readers[page] == 1  # nobody writes to a page that somebody else reads
+                assert readers[page] == 1  # no row writes to a shared page
         self.check_bundles(schedule.seated)
 
     @staticmethod
     def check_bundles(rows):
-        """Their rows begin with the same pages, and end with others."""
+        """Rows of a bundle start with the same pages and differ after them."""
         table = np.zeros((len(rows) + 2, 1 + max((len(row.pages) for row in rows), default=0)), dtype=np.int32)
         for line, row in zip(table, rows, strict=False):
             line[: len(row.pages)] = row.pages
         bundles, common = bundles_of(table)
-        assert FEWEST * len(bundles) <= len(table)
+        assert MIN_BUNDLE_ROWS * len(bundles) <= len(table)
         found = np.zeros_like(common)
         for begin, count, pages in bundles:
-            assert FEWEST <= count <= BUNDLE
+            assert MIN_BUNDLE_ROWS <= count <= BUNDLE
             assert pages > 0
             assert not found[begin : begin + count].any()
             found[begin : begin + count] = pages
@@ -126,14 +126,14 @@ groups_of = st.lists(
 
 @settings(deadline=None, max_examples=60)
 @given(groups_of, st.integers(1, 9) | st.just(40), st.integers(0, 12), st.integers(0, 2), st.integers(1, MOST))
-def test_every_row_finds_its_tokens_and_no_page_leaks(shapes, seats, spare, late, most):
+def test_rows_find_their_tokens_and_no_page_leaks(shapes, seats, spare, late, most):
     rows, ends = [], {}
     for key, (length, lengths) in enumerate(shapes):
         group = Group(key, [(key, "prompt", at) for at in range(length)], len(lengths))
         for generation, wanted in enumerate(lengths):
             rows.append(Row(group, generation, most))
             ends[rows[-1]] = wanted
-    longest = max(pages_of(len(row.group.prompt) + row.most) for row in rows)
+    longest = max(page_count(len(row.group.prompt) + row.most) for row in rows)
     pages = Pages(longest + spare + 1)
     cache = Cache(Schedule(rows, pages, seats), pages, late)
     cache.run(ends)
@@ -146,7 +146,7 @@ def test_every_row_finds_its_tokens_and_no_page_leaks(shapes, seats, spare, late
 
 
 def test_rows_join_several_at_a_time():
-    """Of 64 seats four are empty before others are read, but for the last, and no more than four."""
+    """With 64 seats, rows join once four are empty, except for the last rows."""
     rows = [Row(Group(key, [(key, "prompt", 0)], 1), 0, PAGE) for key in range(150)]
     pages = Pages(300)
     cache = Cache(Schedule(rows, pages, 64), pages, 0)
@@ -158,8 +158,8 @@ def test_rows_join_several_at_a_time():
     assert len(later) > 10
 
 
-def test_rows_with_a_common_beginning_make_bundles():
-    """Of 4 to 16 rows: one row more is alone. A row's own pages, and rows that are not there, are in none."""
+def test_rows_with_a_common_prefix_form_bundles():
+    """Bundles have 4 to 16 rows; single rows, unshared pages and padding rows are in none."""
     table = np.zeros((35, 5), dtype=np.int32)
     table[:17, :3] = 3, 9, 0
     table[:17, 2] = 20 + np.arange(17)
@@ -175,7 +175,7 @@ def test_rows_with_a_common_beginning_make_bundles():
     assert [each.tolist() for each in bundles_of(table[:1])] == [[], [0]]
 
 
-def test_a_prompt_is_read_once_for_all_rows_and_again_only_where_pages_are_short():
+def test_a_prompt_is_prefilled_once_unless_pages_run_out():
     def run(count):
         group = Group(0, list(range(PAGE + 5)), 6)
         rows = [Row(group, generation, PAGE) for generation in range(6)]

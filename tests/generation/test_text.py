@@ -1,4 +1,4 @@
-"""Text of a stream: the whole text in the end, characters never in halves, stop sequences never shown."""
+"""Streamed text: complete at the end, without partial characters, cut before stop sequences."""
 
 import pytest
 import transformers
@@ -21,7 +21,7 @@ def pieces_of(text: Text, ids) -> list[str]:
         pieces.append(text.add(token))
         if text.stopped:
             return pieces
-    return [*pieces, text.rest()]
+    return [*pieces, text.flush()]
 
 
 @given(st.text(max_size=20))
@@ -37,13 +37,13 @@ def test_text_ends_before_the_first_stop_sequence(words, stops):
     said = "".join(pieces_of(text, TOKENIZER(words)["input_ids"]))
     ends = [words.find(stop) for stop in stops if stop in words]
     assert text.stopped == bool(ends)
-    # Of two stop sequences in one place, the one that is complete first ends the text.
+    # If two stop sequences overlap, the one that is complete first ends the text.
     finished = min((words.find(stop) + len(stop) for stop in stops if stop in words), default=len(words))
     expected = min((words[:finished].find(stop) for stop in stops if stop in words[:finished]), default=len(words))
     assert said == words[:expected]
 
 
-def test_bytes_that_are_no_text_come_out_in_the_end():
+def test_undecodable_bytes_are_flushed_at_the_end():
     ids = TOKENIZER("é")["input_ids"]
     assert pieces_of(Text(decode), [ids[0]]) == ["", UNFINISHED]
 

@@ -26,8 +26,8 @@ def tiny(vocabulary):
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=64))
 
 
-def test_grpo_trainer_with_our_rollouts(tmp_path):
-    """What it trains with are the log-probabilities that tokens were drawn with: its own differ by rounding."""
+def test_grpo_trainer_with_rollout_func(tmp_path):
+    """The trainer's old log-probabilities are those of the rollouts; its own differ by rounding."""
     tokenizer = tokenizer_of()
     model = tiny(len(tokenizer))
     seen = []
@@ -64,7 +64,7 @@ def test_grpo_trainer_with_our_rollouts(tmp_path):
         assert all(len({prompts[at] for at in range(start, start + 4)}) == 1 for start in (0, 4))
         assert len({tuple(each) for each in ids}) > 4
     factors = [tensor for name, tensor in trainer.model.named_parameters() if "lora_B" in name]
-    assert any(tensor.abs().max() > 0 for tensor in factors)  # it has learned, and rollouts are of what it became
+    assert any(tensor.abs().max() > 0 for tensor in factors)  # the model changed, and rollouts use the new weights
     trainer.model = tiny(len(tokenizer))
     with pytest.raises(ConfigError):
         trainer.rollout_func(["what"], trainer)

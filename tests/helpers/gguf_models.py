@@ -100,7 +100,7 @@ def save_model(folder, name, **keys):
     for parameter in model.parameters():  # norms start at one and biases at zero: make them matter
         parameter.data += 0.03 * torch.randn_like(parameter)
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):  # which decides who is chosen, and not how much it counts
+        if name.endswith("e_score_correction_bias"):  # selects experts without weighting them
             buffer += 0.3 * torch.randn_like(buffer)
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)

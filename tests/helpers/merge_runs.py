@@ -1,5 +1,4 @@
-"""Tiny bases and the run directories that training on them leaves; adapters are random, where it is not said that they
-learned."""
+"""Tiny bases and run directories; adapters are random unless they were trained."""
 
 import json
 
@@ -40,10 +39,8 @@ def save_base(folder, dtype=torch.bfloat16, *, shard="120KB", **keys):
 
 
 def save_run(folder, base, *, text=TEXT, scale=0.05, tokenizer=None, **keys):
-    """output_dir of a run on `base`: adapter/, config.resolved.yaml, data_report.json.
-
-    `tokenizer`: folder of the one to save; default: one token per byte, with a chat template that the base lacks.
-    """
+    """Create the output_dir of a run on `base`: adapter/, config.resolved.yaml, data_report.json. `tokenizer`:
+    folder of the one to save; default: one token per byte, with a chat template that the base does not have."""
     config = RunConfig(**{"model_name_or_path": str(base), "dataset": "d", "r": 4, "device": "cpu"} | keys)
     model = load_model(str(base), load_in_4bit=config.load_in_4bit, device="cpu")
     model = add_adapter(model, config)

@@ -8,7 +8,7 @@ import transformers
 from halfbyte.modeling.architectures import auto_class
 from tests.helpers.gguf_models import SIZES, byte_tokenizer
 
-IMAGE = 271  # the token that stands for a piece of an image
+IMAGE = 271  # placeholder token of an image patch
 TOWER = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2, "patch_size": 14,
     "image_size": 112, "initializer_range": 0.15,

@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 from halfbyte.data.collate import PackedCollator
-from halfbyte.evaluate import measure
+from halfbyte.evaluation.held_out import measure
 from halfbyte.modeling import packing
 from halfbyte.modeling.adapters import all_linear
 from halfbyte.modeling.head import causal_lm_loss

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import halfbyte
-from halfbyte.generation import engine_cache
+from halfbyte.generation.engine import engine_for
 from halfbyte.modeling.adapters import compute, no_input_casts
 from halfbyte.modeling.head import causal_lm_loss, token_log_probs
 from halfbyte.optim import OPTIMIZERS
@@ -77,7 +77,7 @@ def answers(model, inputs: dict, adapter: str = "default") -> dict[str, torch.Te
             keys = {"past_key_values": first.past_key_values, "use_cache": True}
             logits.append(model(input_ids=ids[:, at : at + 1], **keys).logits)
         found["a cache"] = torch.cat(logits, 1).float().log_softmax(-1)
-        with engine_cache.engine_for(model, [adapter] * len(ids), 64, "auto") as engine:
+        with engine_for(model, [adapter] * len(ids), 64, "auto") as engine:
             none = torch.zeros(len(ids), dtype=torch.int64, device=DEVICE)
             steps = [engine.prefill(ids[:, :-3], none).clone()]
             steps += [engine.step(ids[:, at]).clone() for at in range(ids.shape[1] - 3, ids.shape[1])]

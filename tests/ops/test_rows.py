@@ -48,7 +48,7 @@ def test_products_by_onednn_are_right(by_onednn, count, transposed):
 @needs_onednn
 @pytest.mark.parametrize("inner", [64, 512, 1536])
 def test_a_row_has_the_same_bits_beside_any_others(by_onednn, inner):
-    """So completions do not depend on who is answered beside, from two rows on (`generation.paged.LEAST_ROWS`)."""
+    """So completions do not depend on who is answered beside, from two rows on (`generation.paged.MIN_CPU_ROWS`)."""
     x, weight = numbers(300, inner), numbers(1100, inner, seed=1)
     whole = rows.linear_rows(x, weight)
     for count in (2, 3, 4, 5, 31, 64, 257):

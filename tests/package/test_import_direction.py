@@ -50,7 +50,7 @@ ORDER = [
     ["report"],  # reads only the files of a run, so a run may end by writing its report
     ["export"],  # reads only saved runs, so a finished run can offer to merge itself
     ["train"],
-    ["evaluate", "chat"],
+    ["evaluation"],
     ["serve"],
     ["lm_eval"],
     ["demo"],

@@ -71,9 +71,9 @@ def test_what_an_engine_of_this_shape_takes():
     assert decoder.unpacked == (plan.weights == "unpacked") is True
     assert plan.pages == sum(cache.nbytes for pair in decoder.caches for cache in pair)
     linears = [
-        each for layer in decoder.layers for each in (layer.inputs, layer.out, layer.mixer.gate_up, layer.mixer.down)
+        each for layer in decoder.layers for each in (layer.inputs, layer.out, layer.mlp.gate_up, layer.mlp.down)
     ]
-    weights = [each.stacked.weight.nbytes for each in linears]
+    weights = [each.fused.weight.nbytes for each in linears]
     assert sum(weights) <= plan.decoded == pytest.approx(sum(weights), rel=0.25)  # this one has no adapter
 
 

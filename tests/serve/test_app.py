@@ -1,4 +1,4 @@
-"""The server in this process: answers beside transformers' own, streams, adapters, limits, refusals."""
+"""The server in this process: answers compared with transformers', streams, adapters, limits, refusals."""
 
 import asyncio
 import json
@@ -92,7 +92,7 @@ class TestAnswers:
     def test_an_end_token_ends_the_answer(self, client, served, monkeypatch):
         ids = served.saved.tokenizer("Once")["input_ids"]
         (tokens,) = generate(served.saved.model, [ids], max_new_tokens=12, stops=[], adapter=None)
-        monkeypatch.setattr(served.talk, "stops", [tokens[2]])
+        monkeypatch.setattr(served.conversation, "stops", [tokens[2]])
         answer = client.post(TEXT, json=ONCE | GREEDY).json()
         assert answer["choices"][0]["finish_reason"] == "stop"
         assert answer["usage"]["completion_tokens"] == tokens.index(tokens[2]) + 1
@@ -104,7 +104,7 @@ class TestAnswers:
 
         assert answer(1) == answer(1) != answer(2)
 
-    def test_parts_of_text_and_options_that_ask_for_nothing(self, client):
+    def test_text_parts_and_neutral_options(self, client):
         plain = client.post(CHAT, json=HELLO | GREEDY).json()["choices"]
         parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
         nothing = {"n": 1, "logprobs": False, "presence_penalty": 0.0, "stop": None, "tools": [], "user": "me"}
@@ -122,12 +122,12 @@ class TestAnswers:
         body = HELLO | GREEDY | nothing | {"messages": [{"role": "user", "content": parts, "name": None}]}
         assert client.post(CHAT, json=body).json()["choices"] == plain
 
-    def test_no_bound_is_what_the_context_has_room_for(self, client):
+    def test_minus_one_generates_to_the_end_of_the_context(self, client):
         for field in ("max_tokens", "max_completion_tokens"):
             usage = client.post(CHAT, json=HELLO | {"temperature": 0, field: -1}).json()["usage"]
             assert usage["total_tokens"] == CONTEXT
 
-    def test_nothing_to_generate_counts_the_prompt(self, client):
+    def test_max_tokens_0_counts_the_prompt(self, client):
         body = {"model": "tiny", "prompt": ["Once", "Hello you"], "max_tokens": 0, "best_of": 0}
         answer = client.post(TEXT, json=body).json()
         assert [(choice["text"], choice["finish_reason"]) for choice in answer["choices"]] == [("", "length")] * 2
@@ -135,7 +135,7 @@ class TestAnswers:
         streamed = events(client.post(TEXT, json=body | {"stream": True, "stream_options": {"include_usage": True}}))
         assert streamed[-1]["usage"] == answer["usage"]
         assert [choice["text"] for each in streamed for choice in each["choices"]] == ["", ""]
-        full = {"model": "tiny", "prompt": "a" * CONTEXT, "max_tokens": 0}  # where nothing has room behind it
+        full = {"model": "tiny", "prompt": "a" * CONTEXT, "max_tokens": 0}  # at the end of the context
         assert client.post(TEXT, json=full).json()["usage"]["prompt_tokens"] == CONTEXT
 
     def test_several_answers(self, client):
@@ -159,8 +159,8 @@ class TestAnswers:
         once, again, twice, _ = (choice["text"] for choice in client.post(TEXT, json=body).json()["choices"])
         assert once == again != twice
 
-    def test_each_prompt_is_answered_as_far_as_the_context_goes(self, client):
-        """As it is alone: what its neighbours are does not matter."""
+    def test_each_prompt_is_limited_by_the_context(self, client):
+        """A request's answer does not depend on the other requests."""
         body = {"model": "tiny", "temperature": 0}
         prompts = ["Once", "x" * 100, "A longer prompt"]
         together = client.post(TEXT, json=body | {"prompt": prompts}).json()
@@ -168,11 +168,11 @@ class TestAnswers:
         assert [each["text"] for each in together["choices"]] == [each["choices"][0]["text"] for each in alone]
         assert together["usage"]["completion_tokens"] == sum(each["usage"]["completion_tokens"] for each in alone)
 
-    def test_log_probabilities_are_the_models(self, client, served):
+    def test_log_probabilities_equal_the_models(self, client, served):
         tokenizer, model = served.saved.tokenizer, served.saved.model
         asked = HELLO | GREEDY | {"logprobs": True, "top_logprobs": 3}
         content = client.post(CHAT, json=asked).json()["choices"][0]["logprobs"]["content"]
-        ids = served._chat(ChatRequest(**HELLO).messages)
+        ids = served._chat_prompt(ChatRequest(**HELLO).messages)
         with torch.no_grad(), model.disable_adapter():
             logs = model(torch.tensor([ids])).logits[0, -1].float().log_softmax(-1)
         best, first = logs.topk(3), content[0]
@@ -213,7 +213,7 @@ class TestAnswers:
             {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "two"}]},
         ]
         assert client.post(CHAT, json=HELLO | GREEDY | {"messages": turns}).status_code in (200, 400)
-        rendered = served.saved.tokenizer.decode(served._chat(ChatRequest(model="", messages=turns).messages))
+        rendered = served.saved.tokenizer.decode(served._chat_prompt(ChatRequest(model="", messages=turns).messages))
         assert rendered == (
             "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nadd<|im_end|>\n"
             '<|im_start|>assistant\n{"name": "f", "arguments": {"a": 1}}<|im_end|>\n'
@@ -246,7 +246,7 @@ class TestStreams:
                 texts[choice["index"]] += choice["text"]
         assert texts == [choice["text"] for choice in client.post(TEXT, json=body).json()["choices"]]
 
-    def test_what_is_refused_has_its_status(self, client):
+    def test_refusals_have_their_status(self, client):
         assert error_of(client.post(CHAT, json=HELLO | {"stream": True, "max_tokens": 10_000}), 400)
 
 
@@ -348,14 +348,14 @@ def test_limits_name_the_numbers(base_folder):
         assert client.post(TEXT, json=ONCE | {"temperature": 0}).json()["usage"]["completion_tokens"] == 5
 
 
-def test_the_default_length_is_what_the_context_has_room_for(client):
+def test_the_default_length_is_limited_by_the_context(client):
     prompt = [5] * (CONTEXT - 3)
     usage = client.post(TEXT, json={"model": "tiny", "prompt": prompt, "temperature": 0}).json()["usage"]
     assert usage["completion_tokens"] == 3
 
 
 class Endless:
-    """Stands for a model: an answer that goes on until it is closed."""
+    """A fake model whose answer continues until it is closed."""
 
     def __init__(self):
         self.running, self.closed = threading.Event(), threading.Event()
@@ -394,7 +394,7 @@ async def ask(app, body: dict, gone: asyncio.Event, path=TEXT) -> list[dict]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_stops_the_generation(served, monkeypatch, stream):
+def test_a_disconnect_stops_the_generation(served, monkeypatch, stream):
     async def scenario():
         endless, gone = Endless(), asyncio.Event()
         monkeypatch.setattr(served, "answer", endless)
@@ -410,7 +410,7 @@ def test_a_client_that_leaves_stops_the_generation(served, monkeypatch, stream):
     asyncio.run(scenario())
 
 
-def test_a_full_queue_refuses_and_the_next_one_gets_its_turn(served, monkeypatch):
+def test_a_full_queue_returns_429(served, monkeypatch):
     async def scenario():
         monkeypatch.setattr(served, "limits", Limits(queue=1))
         app = application(Endpoints(served))
@@ -433,7 +433,7 @@ def test_a_full_queue_refuses_and_the_next_one_gets_its_turn(served, monkeypatch
     asyncio.run(scenario())
 
 
-def test_stopping_ends_what_runs_and_what_waits(served, monkeypatch):
+def test_stop_ends_running_and_queued_requests(served, monkeypatch):
     async def scenario():
         endless, stays = Endless(), asyncio.Event()
         monkeypatch.setattr(served, "answer", endless)
@@ -451,7 +451,7 @@ def test_stopping_ends_what_runs_and_what_waits(served, monkeypatch):
     asyncio.run(scenario())
 
 
-def test_time_runs_out(served, monkeypatch):
+def test_deadlines_end_requests(served, monkeypatch):
     monkeypatch.setattr(served, "limits", Limits(seconds=0.3))
     endless = Endless()
     monkeypatch.setattr(served, "answer", endless)
@@ -464,7 +464,7 @@ def test_time_runs_out(served, monkeypatch):
         assert end == ""
 
 
-def test_out_of_memory_and_bugs(served, client, monkeypatch):
+def test_out_of_memory_and_internal_errors(served, client, monkeypatch):
     def failing(error):
         def answer(work):
             raise error
@@ -485,11 +485,12 @@ class TestLoading:
         assert served.names == {"poet": "default", "tiny": None, "clerk": "adapter_2"}
 
     def test_no_template_takes_one_user_message(self, base_folder, served, monkeypatch):
-        monkeypatch.setattr(served.talk, "style", "instruction")
+        monkeypatch.setattr(served.conversation, "style", "instruction")
         monkeypatch.setattr(served, "template", None)
         with client_of(served) as client:
             answer = client.post(CHAT, json=HELLO | GREEDY).json()
-            assert answer["choices"][0]["message"]["content"] == theirs(base_folder, served.talk.prompt("Hello"))
+            expected = theirs(base_folder, served.conversation.prompt("Hello"))
+            assert answer["choices"][0]["message"]["content"] == expected
             turns = [{"role": "system", "content": "x"}, *HELLO["messages"]]
             assert "template" in error_of(client.post(CHAT, json=HELLO | {"messages": turns}), 400)["message"]
 

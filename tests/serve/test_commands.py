@@ -1,4 +1,4 @@
-"""`halfbyte chat` and `halfbyte generate`: what people type and pipe in, and files of prompts."""
+"""`halfbyte chat` and `halfbyte generate`: typed and piped input, and files of prompts."""
 
 import contextlib
 import io
@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from halfbyte import chat as chatting
-from halfbyte.chat import chat
+from halfbyte.cli.chat import chat
 from halfbyte.cli.generate import answer_file
 from halfbyte.generation import Sampling
 from halfbyte.runs.saved import Place, load_saved
+from halfbyte.serve.conversation import Conversation, _data_report
 from halfbyte.utils.errors import CheckpointError, ConfigError, DataError
 from tests.helpers.serve_tiny import CONTEXT
 
@@ -19,8 +19,8 @@ GREEDY = {"compare_base": False, "max_new_tokens": 4, "temperature": 0.0}
 
 @pytest.fixture
 def talk(base_folder, monkeypatch, capsys):
-    """Talks to the tiny model with the bytes of stdin, as from a terminal or, where `lost` names what gets no answer, a
-    pipe; what is printed."""
+    """Chat with the tiny model over the bytes of stdin and return the output; `lost`: from a pipe, with these lines
+    unanswered."""
 
     def talk(given: bytes, lost: str | None = None, **keys):
         stdin = io.TextIOWrapper(io.BytesIO(given), encoding="utf-8")
@@ -43,7 +43,7 @@ def test_lines_are_answered_until_the_end_or_quit(talk):
 
 
 @pytest.mark.parametrize("lost", [None, "lines 2, 4 of the input have"])
-def test_bytes_that_are_no_text_cost_their_line_alone(talk, lost):
+def test_undecodable_bytes_fail_only_their_line(talk, lost):
     said = talk(b"Hello\n\xff\xfe\nHello\nG\xc3\n", lost)
     assert said.count("model: ") == 2
     assert "utf-8" in said
@@ -51,13 +51,13 @@ def test_bytes_that_are_no_text_cost_their_line_alone(talk, lost):
 
 
 @pytest.mark.parametrize("line", ["/rest", "/exit", "/Resett"])
-def test_commands_misspelt(talk, line):
+def test_misspelt_commands(talk, line):
     said = talk(f"{line}\n/etc/passwd is a file\n".encode(), "line 1 of the input has")
     assert "line 1:" in said
     assert said.count("model: ") == 1
 
 
-def test_a_conversation_beyond_the_positions(talk):
+def test_a_conversation_that_exceeds_the_positions(talk):
     said = talk(b"x" * 2 * CONTEXT + b"\n/reset\nHello\n", max_new_tokens=None)
     assert f"{CONTEXT} positions" in said
     assert "(/reset" in said
@@ -67,12 +67,12 @@ def test_a_conversation_beyond_the_positions(talk):
 
 
 @pytest.mark.parametrize("typed", [True, False])
-def test_ctrl_c_ends_the_answer_where_somebody_types(talk, monkeypatch, typed):
+def test_ctrl_c_stops_only_the_answer_in_a_terminal(talk, monkeypatch, typed):
     def answer(self, text, adapter=True):
         yield "be"
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(chatting.Conversation, "answer", answer)
+    monkeypatch.setattr(Conversation, "answer", answer)
     if typed:
         assert talk(b"Hello\nHello\n").count("model: be (stopped)\n") == 2
     else:
@@ -81,9 +81,9 @@ def test_ctrl_c_ends_the_answer_where_somebody_types(talk, monkeypatch, typed):
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('no turns') }}", "{{ 1 // 0 }}", "{{ nothing.of.this }}"])
-def test_a_template_that_refuses(base_folder, template):
+def test_a_raising_template_is_reported(base_folder, template):
     saved = load_saved(str(base_folder))
-    conversation = chatting.Conversation(saved, Sampling())
+    conversation = Conversation(saved, Sampling())
     saved.tokenizer.chat_template = template
     for refused in (lambda: conversation.prompt("Hello"), lambda: chatting.Conversation(saved, Sampling())):
         with pytest.raises(DataError):
@@ -104,7 +104,7 @@ def answers(base_folder, file, new=None, batch=8):
     return [json.loads(line) for line in answer_file(str(base_folder), file, new, 0.0, batch)]
 
 
-def test_by_default_answers_end_where_the_positions_do(base_folder, tmp_path, in_float32):
+def test_by_default_answers_end_at_the_last_position(base_folder, tmp_path, in_float32):
     file = tmp_path / "prompts.jsonl"
     texts = ["Hello", "x" * (CONTEXT - 40), "with a line\u2028separator, and\x85another"]
     lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in texts]
@@ -159,4 +159,4 @@ def test_files_that_hold_no_prompts(base_folder, tmp_path, content, message):
 def test_a_damaged_data_report(base_folder, tmp_path, report):
     (tmp_path / "data_report.json").write_text(report)
     with pytest.raises(CheckpointError, match=r"data_report\.json"):
-        chatting._data_report(Place("", None, tmp_path / "config.resolved.yaml"))
+        _data_report(Place("", None, tmp_path / "config.resolved.yaml"))

@@ -1,4 +1,4 @@
-"""What OpenAI's interface has beside a prompt and its continuation: echoes, rankings, penalties, suffixes."""
+"""OpenAI request fields of completions: echo, best_of, penalties and logit_bias."""
 
 import math
 
@@ -6,13 +6,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from halfbyte.generation import Sampling, stream
-from halfbyte.generation.sampling import Draws, Penalties
+from halfbyte.generation import Sampling
+from halfbyte.generation.sampling import Penalties, Sampler
 from halfbyte.serve.model import load
 from tests.helpers.openai_client import CHAT, GREEDY, HELLO, ONCE, TEXT, client_of, error_of, events
-from tests.helpers.serve_tiny import byte_tokenizer, random_model
-
-MARKS = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
+from tests.helpers.serve_tiny import byte_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +38,7 @@ def choice(client, **keys):
 
 
 class TestEcho:
-    def test_the_prompt_stands_before_the_answer(self, client):
+    def test_echo_returns_the_prompt_before_the_answer(self, client):
         answer = choice(client)["text"]
         assert choice(client, echo=True)["text"] == "Once" + answer
         streamed = events(client.post(TEXT, json=ONCE | GREEDY | {"echo": True, "stream": True}))
@@ -48,7 +46,7 @@ class TestEcho:
         assert choice(client, echo=True, prompt=[5, 6])["text"].endswith(choice(client, prompt=[5, 6])["text"])
 
     @pytest.mark.parametrize("new", [0, 3])
-    def test_its_log_probabilities_are_transformers(self, client, theirs, new):
+    def test_echoed_log_probabilities_equal_transformers(self, client, theirs, new):
         found = choice(client, prompt="Once upon", echo=True, logprobs=2, max_tokens=new)
         scores = found["logprobs"]
         logs, ids = theirs("Once upon")
@@ -77,7 +75,7 @@ class TestEcho:
         assert error_of(client.post(TEXT, json=body | {"logprobs": 1}), 400)["code"] == "context_length_exceeded"
 
 
-def test_the_best_of_several(client):
+def test_best_of_returns_the_most_likely_answers(client):
     keys = {"temperature": 1.5, "seed": 3, "max_tokens": 6}
     several = client.post(TEXT, json=ONCE | keys | {"n": 5, "logprobs": 0}).json()["choices"]
     means = {each["text"]: math.fsum(each["logprobs"]["token_logprobs"]) / 6 for each in several}
@@ -92,7 +90,7 @@ def test_the_best_of_several(client):
 
 
 class TestPenalties:
-    def test_as_openai_defines_them(self, client, theirs):
+    def test_penalties_follow_openais_definition(self, client, theirs):
         """Greedy decoding with logits that lose by how often the answer has each token, by transformers' logits."""
         ids = theirs("Once")[1].tolist()
         counts = torch.zeros(len(theirs("a")[0][0]))
@@ -110,7 +108,7 @@ class TestPenalties:
         assert len(set(found["logprobs"]["tokens"])) == 1
         assert found["logprobs"]["token_logprobs"][0] < 0
 
-    def test_nothing_is_changed_for_nothing(self):
+    def test_neutral_penalties_change_nothing(self):
         assert not Penalties()
         assert Penalties(bias={3: 1.0})
         assert Penalties(presence=-1.0)
@@ -120,31 +118,14 @@ class TestPenalties:
         assert logits.tolist() == [[1.0, 2.0, 3.0]]
 
 
-def test_a_suffix_is_what_models_for_it_read(tmp_path):
-    torch.manual_seed(0)
-    tokenizer = byte_tokenizer()
-    tokenizer.add_tokens(MARKS, special_tokens=True)
-    random_model(tokenizer).save_pretrained(tmp_path / "tiny")
-    tokenizer.save_pretrained(tmp_path / "tiny")
-    served = load(str(tmp_path / "tiny"), {})
-    with client_of(served) as client:
-        before, behind, middle = tokenizer.convert_tokens_to_ids(MARKS)
-        ids = [before, *tokenizer("Once")["input_ids"], behind, *tokenizer("end")["input_ids"], middle]
-        found = choice(client, suffix="end", echo=True, logprobs=0)
-        (tokens,) = zip(*stream(served.saved.model, [ids], max_new_tokens=12, stops=[]), strict=True)
-        assert found["text"] == "Once" + tokenizer.decode(tokens, skip_special_tokens=True)
-        assert found["logprobs"]["tokens"][:4] == list("Once")
-        assert None not in found["logprobs"]["token_logprobs"]
-
-
-def test_a_chat_of_no_tokens_counts_its_prompt(client):
+def test_a_chat_with_max_tokens_0_counts_its_prompt(client):
     for keys in ({"max_tokens": 0}, {"max_completion_tokens": 0}):
         answer = client.post(CHAT, json=HELLO | keys).json()
         assert answer["usage"] == {"prompt_tokens": 24, "completion_tokens": 0, "total_tokens": 24}
         assert answer["choices"][0]["finish_reason"] == "length"
 
 
-def test_an_adapter_is_taken_off(base_folder, adapters, client):
+def test_an_adapter_is_unloaded(base_folder, adapters, client):
     with client_of(load(str(base_folder), {name: str(path) for name, path in adapters.items()})) as other:
         assert other.delete("/v1/models/poet").json() == {"id": "poet", "object": "model", "deleted": True}
         assert [each["id"] for each in other.get("/v1/models").json()["data"]] == ["tiny", "clerk"]
@@ -157,13 +138,13 @@ def test_an_adapter_is_taken_off(base_folder, adapters, client):
 
 
 @pytest.mark.parametrize("keys", [{}, {"stream": True}, {"max_tokens": 0}])
-def test_an_adapter_is_taken_off_while_a_request_for_it_waits(base_folder, adapters, monkeypatch, keys):
+def test_an_adapter_is_unloaded_while_its_request_is_queued(base_folder, adapters, monkeypatch, keys):
     served = load(str(base_folder), {name: str(path) for name, path in adapters.items()})
     prepare = served.prepare
 
     def prepared(request):
         work = prepare(request)
-        served.take_off("poet")
+        served.unload("poet")
         return work
 
     monkeypatch.setattr(served, "prepare", prepared)
@@ -173,7 +154,7 @@ def test_an_adapter_is_taken_off_while_a_request_for_it_waits(base_folder, adapt
         assert other.post(TEXT, json=ONCE | {"model": "clerk"}).status_code == 200
 
 
-def test_draws_count_what_they_drew():
-    draw = Draws(Sampling(), Penalties(frequency=10.0), torch.device("cpu"))
+def test_the_sampler_counts_drawn_tokens():
+    draw = Sampler(Sampling(), Penalties(frequency=10.0), torch.device("cpu"))
     logits = torch.tensor([[3.0, 2.0, 1.0], [0.0, 5.0, 0.0]])
     assert [draw(logits).tolist() for _ in range(3)] == [[0, 1], [1, 0], [2, 2]]

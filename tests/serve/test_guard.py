@@ -1,4 +1,4 @@
-"""Who is answered: clients that know the server's name and key, and no page of another site."""
+"""Access control: clients must know the server's name and key; pages of other sites are refused."""
 
 import socket
 
@@ -27,7 +27,7 @@ def client_of(served, access=LOCAL, host="127.0.0.1:8000"):
 
 
 @pytest.mark.parametrize("host", ["localhost:8000", "127.0.0.1", "[::1]:8000", "LOCALHOST"])
-def test_names_of_this_machine_are_answered(served, host):
+def test_loopback_names_are_allowed(served, host):
     client = client_of(served, host=host)
     assert client.get(MODELS).status_code == 200
     assert client.post(CHAT, json=HELLO, headers={"origin": f"http://{host}"}).status_code == 200
@@ -46,7 +46,7 @@ def test_names_of_this_machine_are_answered(served, host):
         "localhost/a",
     ],
 )
-def test_other_names_are_not(served, host):
+def test_other_names_are_refused(served, host):
     """A page whose name leads to 127.0.0.1 is the browser's same origin: it could post JSON and read the answer."""
     client = client_of(served)
     for answer in (client.get(MODELS, headers={"host": host}), client.post(CHAT, json=HELLO, headers={"host": host})):
@@ -56,7 +56,7 @@ def test_other_names_are_not(served, host):
 @pytest.mark.parametrize(
     "origin", ["http://evil.example:8000", "https://localhost.evil", "null", "file://", "http://[::1", ""]
 )
-def test_pages_of_other_sites_are_not(served, origin):
+def test_pages_of_other_sites_are_refused(served, origin):
     for answer in (
         client_of(served).post(CHAT, json=HELLO, headers={"origin": origin}),
         client_of(served).get(MODELS, headers={"origin": origin}),
@@ -66,20 +66,20 @@ def test_pages_of_other_sites_are_not(served, origin):
         assert answer.json()["error"]["code"] == "origin_not_allowed"
 
 
-def test_rebinding_gets_nothing(served):
+def test_dns_rebinding_is_refused(served):
     for method, path in (("GET", MODELS), ("POST", CHAT)):
         assert client_of(served).request(method, path, json=HELLO, headers=EVIL).status_code == 400
 
 
-def test_anyone_may_ask_whether_the_server_is_well(served):
-    """What watches over servers asks by their address, and without a key."""
+def test_health_needs_no_name_or_key(served):
+    """Health probes use an address and no key."""
     client = client_of(served, Access(api_key="secret"), host="10.1.2.3:8000")
     answer = client.get("/health")
     assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
     assert client.get("/health/", headers=EVIL).status_code == 400
 
 
-def test_named_hosts_are_answered(served):
+def test_allowed_hosts_are_answered(served):
     access = access_to("127.0.0.1", "127.0.0.1", ["gpu.lan", "*.example.com"], None)
     for host, status in (("gpu.lan", 200), ("a.example.com", 200), ("localhost", 200), ("example.org", 400)):
         found = client_of(served, access).get(MODELS, headers={"host": host, "origin": f"https://{host}"})
@@ -92,7 +92,7 @@ def test_named_hosts_are_answered(served):
 @pytest.mark.parametrize(
     "header", [None, "", "Bearer", "Bearer ", "Bearer wrong", "secret", "Basic secret", "Bearer secret2"]
 )
-def test_without_the_key_nothing_is_answered(served, path, header):
+def test_requests_without_the_key_are_refused(served, path, header):
     client = client_of(served, Access(api_key="secret"))
     headers = {} if header is None else {"authorization": header}
     for answer in (client.get(path, headers=headers), client.post(path, json=HELLO, headers=headers)):
@@ -102,7 +102,7 @@ def test_without_the_key_nothing_is_answered(served, path, header):
         assert "secret" not in answer.text
 
 
-def test_with_the_key_it_is(served, monkeypatch):
+def test_requests_with_the_key_are_answered(served, monkeypatch):
     compared = []
     honest = guard.hmac.compare_digest
     monkeypatch.setattr(guard.hmac, "compare_digest", lambda *both: compared.append(both) or honest(*both))
@@ -127,7 +127,7 @@ def test_with_the_key_it_is(served, monkeypatch):
         ("fe80::1%eth0", "fe80::1%eth0", True),
     ],
 )
-def test_hosts_that_others_reach_need_a_key(host, address, needed):
+def test_reachable_hosts_need_a_key(host, address, needed):
     if needed:
         with pytest.raises(ConfigError) as refused:
             access_to(host, address, [], None)
@@ -137,7 +137,7 @@ def test_hosts_that_others_reach_need_a_key(host, address, needed):
     assert access.hosts == tuple(dict.fromkeys([*guard.LOOPBACK, named]))
 
 
-def test_it_is_refused_before_the_model_is_loaded(base_folder, monkeypatch):
+def test_a_missing_key_is_reported_before_loading(base_folder, monkeypatch):
     monkeypatch.setattr(run, "load", lambda *_: pytest.fail("it was loaded"))
     with pytest.raises(ConfigError, match=r"--host 0\.0\.0\.0:"):
         command.serve_model(str(base_folder), "0.0.0.0", 0, [])
@@ -146,18 +146,18 @@ def test_it_is_refused_before_the_model_is_loaded(base_folder, monkeypatch):
 
 
 @pytest.mark.parametrize("key", ["", " ", "schlüssel", "a\nb", " a"])
-def test_keys_that_no_client_can_send(key):
+def test_invalid_keys(key):
     with pytest.raises(ConfigError, match="--api-key"):
         access_to("127.0.0.1", "127.0.0.1", [], key)
 
 
 @pytest.mark.parametrize("name", ["a*", "*a.com", "http://a.com", "a/b"])
-def test_names_that_are_none(name):
+def test_invalid_allowed_hosts(name):
     with pytest.raises(ConfigError, match="--allowed-host"):
         access_to("127.0.0.1", "127.0.0.1", [name], None)
 
 
-def test_the_command_line_hands_it_on(base_folder, monkeypatch):
+def test_the_command_line_passes_hosts_and_key(base_folder, monkeypatch):
     from typer.testing import CliRunner
 
     from halfbyte.cli.app import app

@@ -1,4 +1,4 @@
-"""The server at a socket: what is no request, what comes slowly or in halves, and answers that arrive."""
+"""The server at a socket: malformed, slow and partial requests, and responses that arrive."""
 
 import contextlib
 import json
@@ -63,7 +63,7 @@ def ask(port):
 
 
 def answers(received: bytes) -> list[tuple[int, dict]]:
-    """Status and JSON of each response in what was received."""
+    """Return status and JSON of each response in the received bytes."""
     found = []
     while received:
         head, _, received = received.partition(b"\r\n\r\n")
@@ -120,13 +120,13 @@ def test_a_request_is_answered(ask):
         (whole(BODY, HEAD.replace(b"application/json", b"text/plain")), 415, "application/json"),
     ],
 )
-def test_what_is_no_request_has_an_answer_in_openais_shape(ask, sent, status, message):
+def test_malformed_http_gets_an_error_in_openais_format(ask, sent, status, message):
     found = refused(ask(sent))
     assert found[0] == status
     assert message in found[1]
 
 
-def test_half_requests_end_without_a_word(ask):
+def test_partial_requests_are_closed_silently(ask):
     for cut in (1, 20, len(HEAD), len(whole(BODY)) - 1):
         assert b"200 OK" not in ask(whole(BODY)[:cut], leave=True)
     ((status, _),) = answers(ask(*(bytes([byte]) for byte in whole(BODY)[:60]), whole(BODY)[60:]))
@@ -141,15 +141,15 @@ def test_pipelined_requests_are_answered_in_order(ask):
 
 
 @pytest.mark.parametrize("close", [b"", CLOSE])
-def test_a_body_that_is_too_long_is_answered_once_it_has_been_sent(ask, close):
+def test_a_body_that_is_too_long_is_drained_before_the_response(ask, close):
     body = b"[" + b" " * 20_000_000 + b"]"
     chunked = b"transfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
     for sent in (whole(body, more=close), HEAD + close + chunked):
         assert refused(ask(sent)) == (413, "the body is longer than 100000 bytes")
 
 
-def test_clients_that_send_all_before_they_read_get_the_refusal(port):
-    """As urllib does, which asks to close the connection."""
+def test_clients_that_send_everything_first_get_the_refusal(port):
+    """Connection: close, as urllib sends."""
     for headers, status in (({"content-type": "application/json"}, 413), ({"content-type": "text/plain"}, 415)):
         request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", b" " * 20_000_000, headers)
         with pytest.raises(urllib.error.HTTPError) as error:
@@ -159,13 +159,13 @@ def test_clients_that_send_all_before_they_read_get_the_refusal(port):
         error.value.close()
 
 
-def test_a_body_that_comes_slowly(ask, monkeypatch):
+def test_slow_bodies_time_out(ask, monkeypatch):
     monkeypatch.setattr(protocol, "REST_SECONDS", 0.1)
     status, message = refused(ask(whole(BODY)[:-5]))
     assert (status, message) == (408, "the request ran out of time before its body had arrived")
 
 
-def test_slow_clients_block_nobody(base_folder, monkeypatch):
+def test_slow_clients_do_not_block_others(base_folder, monkeypatch):
     monkeypatch.setattr(protocol, "HEAD_SECONDS", 1.0)
     monkeypatch.setattr(protocol, "CONNECTIONS", 110)
     with running(load(str(base_folder), {}, Limits(body_seconds=2.0))) as port, contextlib.ExitStack() as clients:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from halfbyte.cli import app
 from halfbyte.config import load_config
-from halfbyte.evaluate import evaluate
+from halfbyte.evaluation.held_out import evaluate
 from halfbyte.train.preflight import prepare_run
 from halfbyte.train.run import train
 from halfbyte.utils.errors import ConfigError, DataError

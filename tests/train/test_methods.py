@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from halfbyte.cli import app
 from halfbyte.config import load_config
-from halfbyte.evaluate import evaluate
+from halfbyte.evaluation.held_out import evaluate
 from halfbyte.methods import METHODS, Method, Metric, Numbers
 from halfbyte.modeling.head import IGNORE_INDEX, backbone_inputs, token_log_probs
 from halfbyte.train.metrics import Window

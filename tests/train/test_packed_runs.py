@@ -9,7 +9,7 @@ from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from halfbyte.config import load_config
-from halfbyte.evaluate import evaluate
+from halfbyte.evaluation.held_out import evaluate
 from halfbyte.train.run import train
 from halfbyte.utils.errors import ConfigError
 from halfbyte.utils.files import write_text

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from halfbyte.cli import app
-from halfbyte.evaluate import evaluate
+from halfbyte.evaluation.held_out import evaluate
 from halfbyte.methods import method_of
 from halfbyte.methods.answers import score
 from halfbyte.runs.saved import load_saved

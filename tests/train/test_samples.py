@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from halfbyte.config import load_config
-from halfbyte.generation import engine_cache
+from halfbyte.generation import engine
 from halfbyte.modeling.adapters import add_adapter
 from halfbyte.train.run import train
 from halfbyte.train.samples import Prompt, answer
@@ -40,7 +40,7 @@ def test_answers_are_transformers_greedy_ones_and_end_with_a_stop(tmp_path, keys
                 parameter.data += torch.randn_like(parameter)
     prompts, whole = answers(model, [3, 9])
     assert not trained or whole != base
-    assert model not in engine_cache._engines  # no cache stays beside training
+    assert model not in engine._engines  # no cache stays beside training
     for prompt, text in zip(prompts, whole, strict=True):
         ids = torch.tensor([prompt.ids])
         keys = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}

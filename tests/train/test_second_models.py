@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, MistralConf
 
 from halfbyte.auxiliary.reward_model import behind_answers, judging
 from halfbyte.config import load_config
-from halfbyte.evaluate import evaluate
+from halfbyte.evaluation.held_out import evaluate
 from halfbyte.methods import method_of
 from halfbyte.methods.answers import as_adapter, in_eval_mode, score, turn_dropout_off
 from halfbyte.rl.rewards.score import Rewards

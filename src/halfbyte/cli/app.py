@@ -148,7 +148,7 @@ def evaluate(
     look_over_datasets(data)
     look_up(model, given, data)
     import_models()
-    from ..evaluate import evaluate as measure
+    from ..evaluation.held_out import evaluate as measure
 
     result = measure(model, data, given)
     typer.echo(f"{result.shown} · {result.tokens:,} tokens in {result.rows:,} rows · {result.seconds:.1f} s")
@@ -170,7 +170,7 @@ def chat(
 
     look_up(model, [f"trust_remote_code={trust_remote_code}"])
     import_models()
-    from ..chat import chat as talk
+    from .chat import chat as talk
 
     talk(
         model,

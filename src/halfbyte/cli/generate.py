@@ -12,7 +12,7 @@ from ..utils.text import json_line
 from .imports import import_models
 
 if TYPE_CHECKING:
-    from ..chat import Conversation
+    from ..serve.conversation import Conversation
 
 FIX = 'write one prompt a line, in a .jsonl as {"prompt": "..."}'
 TABLES = (".csv", ".tsv", ".parquet", ".json")  # whose lines are no prompts
@@ -31,7 +31,7 @@ def answer_file(
     Args:
         name: a run's output_dir, an adapter, or a model.
         file: one prompt a line; of a .jsonl, the value of "prompt". Each is asked as in `halfbyte chat`, on its own.
-        max_new_tokens: None for `generation.run.MOST`, or what the model has positions for.
+        max_new_tokens: None for `generation.run.DEFAULT_MAX_NEW_TOKENS`, or what the model has positions for.
 
     Raises:
         DataError: the file cannot be read, has no prompt, or lines that are too long for the model; before any answer.
@@ -42,9 +42,9 @@ def answer_file(
     trusting = [f"trust_remote_code={trust_remote_code}"]
     look_up(name, trusting)
     import_models()
-    from ..chat import Conversation
     from ..generation import Sampling
     from ..generation import generate as continue_prompts
+    from ..serve.conversation import Conversation
 
     sampling = Sampling(temperature)
     saved = load_saved(name, trusting)

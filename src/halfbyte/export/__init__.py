@@ -1,1 +1,1 @@
-"""Out of the trainer: models that run without halfbyte."""
+"""Exporting trained models: merged checkpoints, GGUF files and adapters for inference servers."""

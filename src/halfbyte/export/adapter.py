@@ -1,11 +1,15 @@
-"""An adapter on a model without weights: PEFT's own layers merge one weight at a time, in fp32.
+"""A saved adapter on a model without weights, to merge one weight at a time in fp32 with PEFT's own layers.
 
-The model is built on torch's meta device, so that its size is that of the adapter. A layer gets its base weight when
-its turn comes, merges as PEFT does (LoRA, rsLoRA, DoRA, rank and alpha patterns, embeddings), and gives it back.
+The model is on torch's meta device, so only the adapter takes memory. A layer gets its base weight for one merge (LoRA,
+rsLoRA, DoRA, rank and alpha patterns, embeddings) and drops it afterwards. Experts are merged one tensor of the
+checkpoint at a time, so a stack never exists in 16 bits.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +25,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from halfbyte.config import Origin, RunConfig, Storage
 from halfbyte.config.methods import SCORES
 from halfbyte.formats import Format
-from halfbyte.layers.expert_adapters import expert_wrappers
+from halfbyte.layers.expert_adapters import by_expert, expert_wrappers
 from halfbyte.layers.plain import read_adapters
 from halfbyte.layers.router_adapters import folded_weight, router_wrappers
 from halfbyte.loading.completeness import meta_model
@@ -31,30 +35,73 @@ from halfbyte.modeling.adapters import KEEPS_BASE, load_adapter_weights, place_a
 from halfbyte.modeling.architectures import expert_stacks
 from halfbyte.utils.errors import CheckpointError
 
-from .experts import Piece, add_delta
-
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
 UNMERGED = (
     "trainable_token_indices", "layer_replication", "alora_invocation_tokens", "arrow_config",
     "lora_bias",
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Piece:
+    """A checkpoint tensor that holds some rows of one expert.
+
+    Attributes:
+        expert: index of the expert.
+        part: which of `parts` equal row ranges it holds, in the order gate, up.
+    """
+
+    expert: int
+    part: int
+    parts: int
+
+    @classmethod
+    def of(cls, key: str, pattern: str, sources: Sequence[str]) -> Piece | None:
+        """Return the piece for tensor `key`, which matched `pattern` among `sources`; None if it names no expert."""
+        found = EXPERT.search(key)
+        return cls(int(found[1]), list(sources).index(pattern), len(sources)) if found else None
+
+    def rows(self, count: int) -> slice:
+        """Return the piece's rows among an expert's `count` rows."""
+        each = count // self.parts
+        return slice(self.part * each, (self.part + 1) * each)
+
+    def shape(self, stack: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the tensor, given the stack's shape [E, N, K]."""
+        return (stack[1] // self.parts, stack[2])
+
+
+@torch.no_grad()
+def add_delta(wrapper: Any, weight: Tensor, piece: Piece | None) -> Tensor:
+    """Add the adapter's update to `weight` in place, fp32; the weight is a stack in the model's layout, or a piece."""
+    a, b = by_expert(wrapper.lora_A["default"].weight, wrapper.lora_B["default"].weight, wrapper.num_experts)
+    scaling = wrapper.scaling["default"]
+    if piece is not None:
+        rows = piece.rows(b.shape[1])
+        return weight.addmm_(b[piece.expert, rows], a[piece.expert], alpha=scaling)
+    transposed = wrapper.get_base_layer().is_transposed
+    for at, matrix in enumerate(weight):
+        (matrix.mT if transposed else matrix).add_(b[at] @ a[at], alpha=scaling)
+    return weight
+
+
 class AdapterLayers:
-    """The layers of an adapter, ready to merge weights of the base; none without a folder, for a whole model.
+    """The layers of an adapter, ready to merge base weights; empty without a folder, for a model without an adapter.
 
     Args:
         folder: of a saved adapter.
-        trained: a model with its adapter as it is, in place of a folder; its layers cannot merge here.
+        trained: a model with its adapter, instead of a folder; its layers cannot merge here.
 
     Attributes:
-        layers: parameter name → the PEFT layer over it.
-        routers: the same of PEFT's wrappers around routers.
-        whole: parameter name → the trained tensor that replaces it (modules_to_save).
+        layers: parameter name → PEFT's layer around it.
+        experts: stack name → PEFT's wrapper around the stacked experts.
+        routers: parameter name → PEFT's wrapper around the router.
+        replaced: parameter name → the trained tensor that replaces it (modules_to_save).
         quantized: parameter name → the format that `load_model` stores it in.
-        stacks: the same of stacked experts, and `experts` → PEFT's wrapper around one.
+        stacks: stack name → the format that `load_model` stores its experts in.
         shapes: parameter name → shape.
-        whole_model: there is no adapter.
-        transposed: names of stacked experts that lie [E, K, N].
+        is_full_model: whether there is no adapter.
+        transposed: names of stacks in [E, K, N] layout.
         tied: parameter name → name of the parameter it shares its weight with.
 
     Raises:
@@ -62,7 +109,7 @@ class AdapterLayers:
     """
 
     def __init__(self, run: RunConfig, folder: Path | None, device: torch.device, *, trained: PeftModel | None = None):
-        self.device, self.whole_model = device, folder is None and trained is None
+        self.device, self.is_full_model = device, folder is None and trained is None
         model = meta_model(run.origin)
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
         self.tied: dict[str, str] = dict(model.all_tied_weights_keys)
@@ -75,29 +122,32 @@ class AdapterLayers:
         with_adapter = trained if folder is None else _with_adapter(model, folder, device)
         root = model if with_adapter is None else with_adapter.get_base_model()
         self.layers: dict[str, BaseTunerLayer] = {}
-        self.whole: dict[str, Tensor] = {}
+        self.replaced: dict[str, Tensor] = {}
         self.experts: dict[str, Any] = dict(expert_wrappers(root))
         self.routers: dict[str, Any] = dict(router_wrappers(root))
         for name, module in root.named_modules():
             if isinstance(module, ParamWrapper):
                 adapted = f"{name.replace('.base_layer', '')}.{module.parameter_name}"
                 if adapted not in self.experts.keys() | self.routers.keys():
-                    said = f"{folder}: the adapter changes {adapted}, which is no stack of experts and no router"
-                    raise CheckpointError(said, "merge it with PEFT (merge_and_unload)")
+                    message = f"{folder}: the adapter changes {adapted}, neither a stack of experts nor a router"
+                    raise CheckpointError(message, "merge it with PEFT (merge_and_unload)")
             elif isinstance(module, BaseTunerLayer):
                 self.layers[f"{name}.weight"] = module
             elif isinstance(module, ModulesToSaveWrapper):
                 for part, parameter in module.modules_to_save["default"].named_parameters():
-                    self.whole[f"{name}.{part}"] = parameter.detach()
+                    self.replaced[f"{name}.{part}"] = parameter.detach()
 
     @property
     def changed(self) -> set[str]:
         """Names of the parameters that the adapter changes."""
-        return self.layers.keys() | self.whole.keys() | self.experts.keys() | self.routers.keys()
+        return self.layers.keys() | self.replaced.keys() | self.experts.keys() | self.routers.keys()
 
     def parameter_of(self, key: str) -> tuple[str, bool, Piece | None]:
-        """The model's parameter that a checkpoint tensor becomes, as transformers' loader names it; whether the tensor
-        is the whole of it; and if not, which rows of which expert."""
+        """Return the parameter that a checkpoint tensor becomes, as transformers' loader names it.
+
+        Returns:
+            The parameter's name; whether the tensor is all of it; otherwise the piece of a stack, if it is one.
+        """
         known: Any = self.shapes
         name, pattern = rename_source_key(key, self._renamings, self._converters, self._prefix, known)
         if name not in known and key in known:
@@ -110,13 +160,13 @@ class AdapterLayers:
 
     @torch.no_grad()
     def merged(self, name: str, weight: Tensor, piece: Piece | None = None) -> Tensor:
-        """The parameter `name` with the adapter merged, in fp32, or a piece of it.
+        """Return the parameter `name`, or a piece of it, with the adapter merged, in fp32.
 
         Args:
-            weight: fp32, the base's values, which may be overwritten.
+            weight: the base's values, fp32; may be overwritten.
         """
-        if name in self.whole:
-            return self.whole[name]
+        if name in self.replaced:
+            return self.replaced[name]
         if name in self.experts:
             return add_delta(self.experts[name], weight, piece)
         if name in self.routers:
@@ -132,7 +182,7 @@ class AdapterLayers:
 
 
 def _formats(origin: Origin, storage: Storage) -> tuple[dict[str, Format], dict[str, Format]]:
-    """Parameter → format, of linear layers and of stacked experts."""
+    """Return parameter name → format, for linear layers and for stacked experts."""
     quantization = HalfbyteConfig(storage)
     quantizer = HalfbyteQuantizer(quantization, pre_quantized=False)
     quantizer.preprocess_model(meta_model(origin))
@@ -154,7 +204,7 @@ def _with_adapter(model: nn.Module, folder: Path, device: torch.device) -> PeftM
 def _check_mergeable(lora: Any, folder: Path) -> None:
     if lora.task_type in SCORES:
         raise CheckpointError(
-            f"{folder} holds a reward model: its head scores texts, and a language model has no place for it",
+            f"{folder} holds a reward model, whose scoring head cannot be merged into a language model",
             f"load it with PEFT and {SCORES[lora.task_type][1]}",
         )
     if lora.init_lora_weights not in KEEPS_BASE:
@@ -164,12 +214,12 @@ def _check_mergeable(lora: Any, folder: Path) -> None:
         )
     beyond = [key for key in UNMERGED if getattr(lora, key, None)] + ["bias"] * (lora.bias != "none")
     if beyond:
-        wrong = f"{folder}: the adapter uses {beyond[0]}, which merge does not cover"
+        wrong = f"{folder}: the adapter uses {beyond[0]}, which merge does not support"
         raise CheckpointError(wrong, "merge it with PEFT (merge_and_unload)")
 
 
 def _materialize(model: nn.Module, device: torch.device) -> None:
-    """Give the trained parameters, and only those, memory: fp32, to be filled from the adapter's file."""
+    """Allocate fp32 memory for the trained parameters only; their values are then read from the adapter's file."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for key, parameter in list(module._parameters.items()):

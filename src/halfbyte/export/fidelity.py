@@ -1,56 +1,57 @@
-"""How far a merged model is from its base with the adapter, and whether rounding explains it.
+"""How far a merged model is from its base with the adapter, and whether rounding explains the difference.
 
-All logits are computed in fp32 from the weights as they are stored, so that two models differ by their weights alone.
+All logits are computed in fp32 from the stored weights, so two models differ only by their weights.
 
-The bound. Every merged weight is rounded once, which moves it by at most half a unit in the last place (ulp). What
-that does to the logits is measured, not guessed: the merged weights are moved again, by uniform noise of up to half an
-ulp, and the logits compared with those before. Rounding errors and this noise have the same size and distribution: on
-a trained 40M model the largest differences agree within 4% and the KLs within 3%. A merge passes while it is within
-`MARGIN` times what the noise does (KL, which grows with the square, within its square). A damaged tensor is off by
-factors of hundreds.
+**Bound.** A merge rounds every weight once, by at most half a unit in the last place (ulp). The effect on the logits is
+measured: the merged weights are perturbed by uniform noise of up to half an ulp, and the logits compared with those
+before. On a trained 40M model the largest differences of rounding and of this noise agree within 4%, the KLs within 3%.
+A merge passes if its difference is at most `MARGIN` times the noise's (KL grows with the square, so its factor is
+squared). A damaged tensor exceeds the bound by factors of hundreds.
 
-Noise is not all that rounding does. Where the base's weights are exact in the written dtype (a bf16 base merged in
-bf16), an update below half an ulp rounds away, in every weight alike. What share of the update was lost is summed while
-writing, and that share of the adapter's own effect is added to the bound: nearly nothing after a full training run.
+**Lost updates.** If the base's weights are exact in the written dtype (a bf16 base merged in bf16), updates below half
+an ulp round away in all weights. The lost share of the update is summed while writing, and the same share of the
+adapter's own effect is added to the bound.
 
-A weight that is stored quantized is moved again by normal noise with the size that its quantization error has in each
-row. The logits' bound is the same then, but wide where bits are few; so that verify.py also compares every weight.
+**Quantized weights** are perturbed by normal noise with the RMS quantization error of each row. With few bits this
+bound is wide, so verify.py also compares every weight.
 
-Where tokens choose experts, rounding sends one elsewhere now and then, which few draws of the noise would show. Such
-tokens are held to the other model's choice and counted (routing.py); as many as the noise moves are rounding's.
+**Experts.** Rounding sometimes routes a token to another expert, which changes its logits far more than rounding does
+and which few noise draws would show. Such tokens take the other model's experts and weights, and are counted; the noise
+determines how many are allowed. All other tokens are routed by the model's own routers.
 
-What is not quantized may have been cast for training: an fp16 checkpoint's embeddings and norms, say, in a run that
-computed in bf16. The merged model keeps the checkpoint's values, so that the cast lies between the two models. It is
-rounding, too, and known: the noisy model takes these weights as they were cast.
+**Casts.** Weights that are not quantized may have been cast for training (an fp16 checkpoint's norms in a bf16 run).
+The merged model keeps the checkpoint's values, so the noisy model uses the cast ones.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from halfbyte.modeling.architectures import runs_experts
 from halfbyte.modeling.layer import decoder_layers
 from halfbyte.tensor import QuantizedTensor
 
-from .kept import Kept
-
 MARGIN = 2.0
-FLOAT32_ERROR = 2e-5  # of the largest logit: the order of summation differs between x·W + (x·A)·B and x·(W + A·B)
-Document = tuple[Tensor, Tensor]  # int64 [T] ids; bool [T], which of them count
-BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}  # of the significand, the implied one included
-DRAWS = 2  # of the noise; the larger effect counts
-MOVED = 0.01  # share of the choices of experts that may be other ones beside what the noise moves
+FLOAT32_ERROR = 2e-5  # relative to the largest logit: x·W + (x·A)·B and x·(W + A·B) sum in different orders
+Document = tuple[Tensor, Tensor]  # int64 [T] ids; bool [T], the counted tokens
+Choices = list[tuple[Tensor, Tensor]]  # per layer: experts int [T, k] and weights [T, k]
+SIGNIFICAND_BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}  # including the implied bit
+DRAWS = 2  # noise draws; the larger effect counts
+MAX_MOVED_SHARE = 0.01  # share of expert choices that may differ in addition to those moved by the noise
 
 
 @dataclass(frozen=True)
 class Distance:
-    """Between the next-token distributions of two models on the same text.
+    """Difference of the next-token distributions of two models on the same text.
 
     Attributes:
         kl: mean over tokens of KL(first ‖ second), in nats.
@@ -63,16 +64,16 @@ class Distance:
 
 @dataclass(frozen=True)
 class Loss:
-    """Cross-entropy of a merged model and of the 16-bit merge, on the same tokens.
+    """Cross-entropy of a quantized merge and of the 16-bit merge on the same tokens.
 
-    There are two of those, onto the base trained on and onto the original one, either of them a fair result of the run:
-    the worse one counts.
+    The 16-bit merge onto the trained base and the one onto the original base are both valid results of the run; the one
+    with the higher loss is the reference.
 
     Attributes:
         merged, in_16_bits: means over the tokens, in nats.
         error: standard error of their difference.
-        tokens: how many there are.
-        held_out: the run was not trained on them.
+        tokens: number of tokens.
+        held_out: whether the run was not trained on them.
     """
 
     merged: float
@@ -83,14 +84,14 @@ class Loss:
 
     @classmethod
     def between(cls, merged: Tensor, in_16_bits: Iterable[Tensor], held_out: bool) -> Loss:
-        """Of the models' losses of each token, fp64 [tokens]."""
+        """Compare losses per token, fp64 [tokens]."""
         worse = max(in_16_bits, key=lambda losses: float(losses.mean()))
         error = float((merged - worse).std(correction=0)) / len(merged) ** 0.5
         return cls(float(merged.mean()), float(worse.mean()), error, len(merged), held_out)
 
     @property
     def excess(self) -> float:
-        """What the merged model loses, in nats per token."""
+        """Increase of the loss over the 16-bit merge, in nats per token."""
         return self.merged - self.in_16_bits
 
     def __str__(self) -> str:
@@ -102,20 +103,71 @@ class Loss:
 
 
 @dataclass(frozen=True)
+class RetainedUpdate:
+    """How much of the adapter's update the stored weights contain; sums over weights.
+
+    The update of a weight is ΔW = merged - base. Rounding may drop it: if the base's weights lie on the format's grid,
+    as a dequantized NF4 base does on NF4's, updates below half a step snap back. The retained share is
+
+        ⟨stored(base + ΔW) - stored(base), ΔW⟩ / ⟨ΔW, ΔW⟩
+
+    over all weights that the adapter changes: 1 if rounding is unbiased, 0 if nothing is left. Rounding errors of
+        single
+    weights add noise, whose standard error is `error`.
+
+    Attributes:
+        along, total: sums of stored·ΔW and of ΔW².
+        spread: sum of the squared deviations from the share.
+    """
+
+    along: float = 0.0
+    total: float = 0.0
+    spread: float = 0.0
+
+    @classmethod
+    def of(cls, stored: Tensor, without: Tensor, update: Tensor) -> RetainedUpdate:
+        """Compare fp32 tensors: the stored weight, the stored weight without the update, and the update."""
+        step = stored - without
+        return cls(
+            float((step * update).sum(dtype=torch.float64)),
+            float(update.square().sum(dtype=torch.float64)),
+            float(((step - update) * update).square().sum(dtype=torch.float64)),
+        )
+
+    @classmethod
+    def sum(cls, parts: Iterable[RetainedUpdate]) -> RetainedUpdate:
+        found = list(parts)
+        return cls(*(math.fsum(getattr(each, name) for each in found) for name in ("along", "total", "spread")))
+
+    @property
+    def share(self) -> float:
+        """Retained share of the update; 1.0 without an update."""
+        return self.along / self.total if self.total else 1.0
+
+    @property
+    def error(self) -> float:
+        """Standard error of `share`."""
+        return math.sqrt(self.spread) / self.total if self.total else 0.0
+
+    def __str__(self) -> str:
+        return f"{self.share:.1%} of the update is kept (± {self.error:.1%})"
+
+
+@dataclass(frozen=True)
 class Fidelity:
-    """A merged model against what it was merged from.
+    """A merged model compared with the models that it was merged from.
 
     Attributes:
         trained: distance from the model as it was trained: the quantized base with the adapter.
-        exact: distance from the same merge without rounding: the base merged onto, with the adapter unmerged.
-        noise: what moving each rounded weight by up to half an ulp does, the most of `DRAWS` draws.
-        adapter: what the adapter does, unmerged: distance of the base from the base with it.
-        lost: share of the update that rounding dropped, or added.
-        largest_logit: the scale of the logits.
-        kept: what of the update is in the weights as they are stored.
-        loss: where weights are quantized, that of the merged model beside the 16-bit merge's.
-        moved: of a mixture, how many choices of experts were other ones, and held, in `exact`; how many the noise
-            changes, the most of a draw; and how many choices there are.
+        exact: distance from the same merge without rounding: its base with the adapter unmerged.
+        noise: effect of perturbing each rounded weight by up to half an ulp; the maximum of `DRAWS` draws.
+        adapter: effect of the unmerged adapter: distance between the base with and without it.
+        lost: share of the update that rounding dropped or added.
+        largest_logit: scale of the logits.
+        kept: the retained update.
+        loss: of a quantized merge, compared with the 16-bit merge.
+        moved: for mixtures: number of expert choices that differed in `exact`; the maximum that a noise draw changes;
+            and the number of choices.
     """
 
     trained: Distance
@@ -124,7 +176,7 @@ class Fidelity:
     adapter: Distance
     lost: float
     largest_logit: float
-    kept: Kept
+    kept: RetainedUpdate
     loss: Loss | None = None
     moved: tuple[int, int, int] = (0, 0, 0)
 
@@ -141,14 +193,14 @@ class Fidelity:
 
     @property
     def explained(self) -> bool:
-        """Whether `exact` is within what rounding does (False for NaN, too)."""
+        """Whether rounding explains `exact` (False for NaN)."""
         own, noise, choices = self.moved
-        routed = own <= MARGIN**2 * noise + MOVED * choices
+        routed = own <= MARGIN**2 * noise + MAX_MOVED_SHARE * choices
         return routed and self.exact.max_logit_difference <= self.bound and self.exact.kl <= self.kl_bound
 
 
 def distance(first: Tensor, second: Tensor) -> Distance:
-    """Between logits [rows, T, vocabulary], fp32; computed row by row in fp64."""
+    """Return the distance of logits [rows, T, vocabulary], fp32; computed row by row in fp64."""
     total, largest = 0.0, 0.0
     for p, q in zip(first, second, strict=True):
         log_p, log_q = p.double().log_softmax(-1), q.double().log_softmax(-1)
@@ -157,20 +209,20 @@ def distance(first: Tensor, second: Tensor) -> Distance:
     return Distance(total / len(first), largest)
 
 
-def most(distances: Iterable[Distance]) -> Distance:
-    """The largest of each measure."""
+def elementwise_max(distances: Iterable[Distance]) -> Distance:
+    """Return the maximum of each measure."""
     found = list(distances)
     return Distance(max(each.kl for each in found), max(each.max_logit_difference for each in found))
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """What lies between the weights of a merged model and those that it is compared with.
+    """Differences to reproduce between a merged model's weights and those of its reference.
 
     Attributes:
-        noise_on: names of the parameters that were rounded, to move by up to half an ulp.
-        cast: name of a parameter that the other model has in another dtype → that dtype.
-        errors: stack of experts → fp32 [E, N]: root mean square of each row's quantization error.
+        noise_on: names of the rounded parameters, to perturb by up to half an ulp.
+        cast: parameter name → dtype that the reference casts it to.
+        errors: stack of experts → fp32 [E, N], RMS quantization error of each row.
     """
 
     noise_on: Collection[str] = ()
@@ -178,15 +230,15 @@ class Rounding:
     errors: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-NONE = Rounding()
+NO_ROUNDING = Rounding()
 
 
 @torch.no_grad()
-def logits(model: nn.Module, ids: Tensor, rounding: Rounding = NONE, seed: int = 0) -> Tensor:
-    """fp32 logits [rows, T, vocabulary] of `ids` [rows, T], on the CPU.
+def logits(model: nn.Module, ids: Tensor, rounding: Rounding = NO_ROUNDING, seed: int = 0) -> Tensor:
+    """Return fp32 logits [rows, T, vocabulary] of `ids` [rows, T], on the CPU.
 
     Args:
-        rounding: to be done once more; `seed`: of its noise.
+        rounding: differences to apply to the weights; `seed` is for its noise.
     """
     device = next(model.parameters()).device
     with in_float32(model.eval(), rounding, seed):
@@ -195,7 +247,7 @@ def logits(model: nn.Module, ids: Tensor, rounding: Rounding = NONE, seed: int =
 
 @torch.no_grad()
 def token_losses(model: nn.Module, documents: Iterable[Document]) -> Tensor:
-    """fp64 [tokens], on the CPU: the loss of each token of `documents` that counts, one document at a time."""
+    """Return the loss of each counted token of `documents`, fp64 [tokens] on the CPU, one document at a time."""
     device, found = next(model.parameters()).device, []
     with in_float32(model.eval()):
         for ids, counts in documents:
@@ -206,10 +258,10 @@ def token_losses(model: nn.Module, documents: Iterable[Document]) -> Tensor:
 
 
 @contextlib.contextmanager
-def in_float32(model: nn.Module, rounding: Rounding = NONE, seed: int = 0) -> Iterator[None]:
-    """Within it, `model` computes in fp32; each module's weights are widened only while it runs.
+def in_float32(model: nn.Module, rounding: Rounding = NO_ROUNDING, seed: int = 0) -> Iterator[None]:
+    """Compute in fp32 inside this context; each module's weights are widened only while it runs.
 
-    Layers of hybrids read the weights of modules that they do not call (a convolution's, the dtype of a norm's), so all
+    Layers of hybrids read weights of modules that they do not call (a convolution's weight, a norm's dtype), so all
     weights of such a layer are widened while it runs.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -220,7 +272,7 @@ def in_float32(model: nn.Module, rounding: Rounding = NONE, seed: int = 0) -> It
     def widen(module: nn.Module, _inputs: Any) -> None:
         inside = module.modules() if module in layers else [module]
         inside = [] if module in in_layers else inside
-        stored[module] = [(parameter, parameter.data) for each in inside for parameter in _own(each)]
+        stored[module] = [(parameter, parameter.data) for each in inside for parameter in _parameters_to_widen(each)]
         for parameter, data in stored[module]:
             name = names.get(id(parameter), "")
             values = data.to(rounding.cast.get(name, data.dtype)).float()
@@ -246,7 +298,7 @@ def in_float32(model: nn.Module, rounding: Rounding = NONE, seed: int = 0) -> It
     for module in model.modules():
         if isinstance(module, StoredLinear):
             module.generator = generator if f"{module.name}.weight" in rounding.noise_on else None
-        elif module in layers or any(True for _ in _own(module)) or _stacks(module):
+        elif module in layers or any(True for _ in _parameters_to_widen(module)) or _stacks(module):
             if module in in_layers and not _stacks(module):
                 continue
             hooks.append(module.register_forward_pre_hook(widen))
@@ -259,19 +311,19 @@ def in_float32(model: nn.Module, rounding: Rounding = NONE, seed: int = 0) -> It
 
 
 class StoredLinear(nn.Module):
-    """A linear layer that another module stores, computed in fp32 from the values that are stored.
+    """A linear layer of another module, computed in fp32 from its stored values.
 
     Args:
         name: of the layer in its model.
-        values: the weight [N, K], fp32, made anew for every product.
-        error: fp32 [N]: root mean square of each row's quantization error.
+        values: returns the weight [N, K], fp32; called in every forward.
+        error: fp32 [N], RMS quantization error of each row.
         bias: of the layer.
     """
 
     def __init__(self, name: str, values: Callable[[], Tensor], error: Tensor, bias: Tensor | None):
         super().__init__()
         self.name, self._values, self._error, self._bias = name, values, error, bias
-        self.generator: torch.Generator | None = None  # of the noise; none is added without it
+        self.generator: torch.Generator | None = None  # noise source; None: no noise
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self._values()
@@ -281,21 +333,94 @@ class StoredLinear(nn.Module):
         return F.linear(x.float(), weight, None if self._bias is None else self._bias.float())
 
 
-def _own(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters to widen; quantized ones are dequantized in the dtype of the input, fp32, by themselves."""
+def _parameters_to_widen(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the floating-point parameters; quantized ones dequantize themselves in the input's dtype, fp32."""
     for parameter in module.parameters(recurse=False):
         if not isinstance(parameter.data, QuantizedTensor) and parameter.is_floating_point():
             yield parameter
 
 
 def _stacks(module: nn.Module) -> list[tuple[str, Any]]:
-    """The stacks of experts among a module's own parameters, by name."""
+    """Return the quantized stacks of experts among a module's own parameters, with their names."""
     own = module.named_parameters(recurse=False)
     return [(key, each) for key, each in own if isinstance(each.data, QuantizedTensor) and each.dim() == 3]
 
 
 def _half_ulp_noise(weight: Tensor, generator: torch.Generator) -> Tensor:
-    """Uniform in ± half the distance between neighbouring values of `weight`'s dtype; fp32."""
+    """Return fp32 noise, uniform within half the spacing of `weight`'s dtype at each value."""
     _, exponent = torch.frexp(weight.float())
-    ulp = torch.exp2((exponent - BITS[weight.dtype]).float())
+    ulp = torch.exp2((exponent - SIGNIFICAND_BITS[weight.dtype]).float())
     return ulp * (torch.rand(weight.shape, generator=generator, device=weight.device) - 0.5)
+
+
+# --- routing of experts -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Routing:
+    """The expert choices of the tokens of one forward, per layer.
+
+    Attributes:
+        chosen: choices of the reference model, on the CPU.
+        own: choices that tokens would have made in the last forward inside `held`, as `chosen`.
+    """
+
+    chosen: Choices = field(default_factory=list)
+    own: Choices = field(default_factory=list)
+
+    @property
+    def choices(self) -> int:
+        """Number of tokens times layers."""
+        return sum(len(index) for index, _ in self.chosen)
+
+    @contextlib.contextmanager
+    def recorded(self, model: nn.Module) -> Iterator[None]:
+        """Record the choices of a forward of the reference model."""
+
+        def note(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            self.chosen.append((inputs[1].cpu(), inputs[2].cpu()))
+
+        self.chosen.clear()
+        with _hooked(_experts(model), [note] * len(_experts(model))):
+            yield
+
+    @contextlib.contextmanager
+    def held(self, model: nn.Module) -> Iterator[None]:
+        """Apply the recorded choices to a forward of another model on the same tokens."""
+
+        def hold(layer: int, _module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            hidden, index, weights, *rest = inputs
+            self.own.append((index.cpu(), weights.cpu()))
+            theirs, their_weights = (each.to(index.device) for each in self.chosen[layer])
+            other = _differ(index, theirs)[:, None]
+            own = torch.where(other, theirs.to(index.dtype), index)
+            return hidden, own, torch.where(other, their_weights.to(weights), weights), *rest
+
+        self.own = []
+        modules = _experts(model) if self.chosen else []
+        with _hooked(modules, [partial(hold, layer) for layer in range(len(modules))]):
+            yield
+
+
+def count_moved(one: Choices, other: Choices) -> int:
+    """Count the tokens with different experts, over all layers."""
+    return sum(int(_differ(mine, theirs).sum()) for (mine, _), (theirs, _) in zip(one, other, strict=True))
+
+
+def _differ(index: Tensor, other: Tensor) -> Tensor:
+    """Return bool [T]: whether index and other, int [T, k], differ as sets."""
+    return (index.sort(1).values != other.to(index.dtype).sort(1).values).any(1)
+
+
+def _experts(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if runs_experts(module)]
+
+
+@contextlib.contextmanager
+def _hooked(modules: list[nn.Module], hooks: list[Any]) -> Iterator[None]:
+    handles = [module.register_forward_pre_hook(hook) for module, hook in zip(modules, hooks, strict=True)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

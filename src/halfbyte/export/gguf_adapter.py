@@ -1,7 +1,7 @@
-"""An adapter alone as GGUF, for llama.cpp's --lora over a base in GGUF.
+"""An adapter as a GGUF file, for llama.cpp's --lora with a base in GGUF.
 
-llama.cpp scales a product by alpha/rank, one alpha for the file. PEFT's scaling (rsLoRA, patterns of ranks and alphas)
-is brought to that form by scaling B.
+llama.cpp scales an adapter by alpha/rank with one alpha per file; B is scaled to match PEFT's scaling (rsLoRA, patterns
+of ranks and alphas).
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from halfbyte.utils.notices import notice
 
 from ..loading.checkpoint import BaseCheckpoint
 from .adapter import AdapterLayers
-from .gguf_model import output_path
-from .gguf_source import text_config
+from .gguf_model import output_path, text_config
 
 
 def export_adapter(
@@ -64,32 +63,32 @@ def export_adapter(
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-    _say_ends(config, place)
+    _report_ends(config, place)
     return path
 
 
-def _say_ends(config: RunConfig, place: Place) -> None:
-    """Name the tokens that answers were trained to end with and the base does not declare: its file decides here."""
+def _report_ends(config: RunConfig, place: Place) -> None:
+    """Report the trained end tokens that the base's file does not declare, where llama.cpp would not stop."""
     tokenizer, base = trained_tokenizer(place.adapter, config), BaseCheckpoint(config.origin).folder
     known = {tokenizer.eos_token_id, *declared_ends(base)}
     missing = [index for index in known_ends(data_report(place.run_dir), tokenizer) if index not in known]
     if missing:
         names = " ".join(f"--reverse-prompt '{name}'" for name in tokenizer.convert_ids_to_tokens(missing))
-        said = "llama.cpp stops where the base's file says, and this adapter's answers end elsewhere"
-        notice("adapter-ends", f"{said}: give it {names}")
+        message = "llama.cpp uses the stop tokens of the base's file, and this adapter ends its answers with others"
+        notice("adapter-ends", f"{message}: run it with {names}")
 
 
 @torch.no_grad()
 def _tensors(config: RunConfig, folder: Path) -> tuple[float, dict[str, torch.Tensor]]:
-    """Alpha, and name → A [rank, in] and B [out, rank] in fp32, in the order and with the rows of the base's file."""
+    """Return alpha, and name → A [rank, in] or B [out, rank] in fp32, in the row layout of the base's file."""
     model_config = text_config(config.origin)
     layout = Layout(model_config, checked_family(model_config))
     adapter = AdapterLayers(config, folder, torch.device("cpu"))
-    if adapter.whole:
-        raise CheckpointError(f"{folder}: --lora cannot replace {min(adapter.whole)}", "export the merged model")
+    if adapter.replaced:
+        raise CheckpointError(f"{folder}: --lora cannot replace {min(adapter.replaced)}", "export the merged model")
     if beyond := adapter.experts.keys() | adapter.routers.keys():
-        said = f"{folder}: --lora has no place for the adapter of {min(beyond)}"
-        raise CheckpointError(said, "export the merged model")
+        message = f"{folder}: GGUF adapters have no place for the adapter of {min(beyond)}"
+        raise CheckpointError(message, "export the merged model")
     alpha, found = float(config.lora_alpha), {}
     layer: Any
     for parameter, layer in adapter.layers.items():

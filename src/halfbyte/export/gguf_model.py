@@ -1,7 +1,6 @@
-"""A model as a GGUF file: its weights are read, merged, quantized and written one by one, then the file is read back.
+"""Exporting a model as GGUF: weights are read, merged, quantized and written one by one, then the file is read back.
 
-The file appears under its name when it is whole
-and checked.
+The file appears under its name once it is complete and checked.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from gguf import GGML_QUANT_VERSION, GGUFWriter
@@ -21,40 +21,48 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
-from halfbyte.gguf.graph import experts_of
+from halfbyte.config import Origin
+from halfbyte.gguf.graph import checked_family, experts_of
 from halfbyte.gguf.hyperparameters import add_hyperparameters, written_keys
 from halfbyte.gguf.imatrix import matrix_path, read_importances
 from halfbyte.gguf.mixes import MIXES, check_mix, choose
-from halfbyte.gguf.tensors import Planned, plan
+from halfbyte.gguf.tensors import Planned, Weight, plan
 from halfbyte.gguf.tokenizer import add_tokenizer
 from halfbyte.gguf.types import FLOATS
-from halfbyte.gguf.vision import CLIP, Vision, add_vision, plan_vision, vision_keys, vision_types
+from halfbyte.gguf.vision import CLIP, Vision, add_vision, plan_vision, vision_keys, vision_of, vision_types
 from halfbyte.gguf.write_file import NewGguf, write_gguf
+from halfbyte.loading.find import read_model_config
+from halfbyte.modeling.families import Family
+from halfbyte.runs.ends import all_ends, data_report, declared_ends, known_ends
+from halfbyte.runs.saved import find, saved_config, trained_tokenizer
 from halfbyte.utils.errors import ConfigError
 from halfbyte.utils.files import check_space, new_file, write_text
+from halfbyte.utils.hardware import chosen_device
 
-from .gguf_source import Source, open_source
+from ..loading.checkpoint import BaseCheckpoint
+from .adapter import AdapterLayers
 from .importance import collect
 from .modelfile import modelfile
+from .weights import MergedWeights, Target
 
-METADATA, TOKEN = 1 << 20, 64  # bytes: of all keys, and of a token with its score, type and merges
+METADATA, TOKEN = 1 << 20, 64  # estimated bytes of all keys, and of a token's score, type and merges
 
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What `export_gguf` wrote.
+    """Result of `export_gguf`.
 
     Attributes:
         path: the file.
-        mix: its types, as llama.cpp calls them.
-        nbytes: its size.
-        parameters: how many weights it holds.
-        types: type → how many tensors have it.
-        errors: type → the largest relative error of a tensor's sample, read back: RMS of the difference over RMS.
-        merged: the base that the adapter was merged onto; empty without one.
-        modelfile: the Ollama Modelfile beside it.
-        mmproj: the file of the vision part beside it, if the model has one.
-        seconds: of the whole export.
+        mix: its types, by llama.cpp's name.
+        nbytes: size of the file.
+        parameters: number of weights.
+        types: type → number of tensors.
+        errors: type → largest relative error of a tensor's sample after reading back: RMS of the difference over RMS.
+        merged: base that the adapter was merged onto; empty without one.
+        modelfile: the Ollama Modelfile next to the file.
+        mmproj: the file of the vision part, if the model has one.
+        seconds: of the export.
     """
 
     path: Path
@@ -89,24 +97,24 @@ def export_gguf(
     trust_remote_code: bool = False,
     console: Console | None = None,
 ) -> ExportReport:
-    """Write a model as GGUF, and an Ollama Modelfile beside it; the vision part, where there is one, as mmproj-….gguf.
+    """Write a model as GGUF, with an Ollama Modelfile and, for vision models, mmproj-….gguf next to it.
 
     Args:
-        run_or_model: a run's output_dir or an adapter (merged while it is written, onto what it was trained on), a
-            model's folder, or a hub id.
+        run_or_model: a run's output_dir or an adapter (merged onto the base it was trained on), a model's folder, or a
+            hub id.
         mix: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, or one of llama.cpp's mixes q2_k … q6_k.
         out: the file; default: NAME-MIX.gguf in the run's or model's folder.
-        importances: weights of the quantization errors: an importance matrix as llama.cpp's imatrix tool writes it
-            (….gguf), or calibration text (a dataset's file, folder or hub id), which the model is run on, and which
-            leaves NAME.imatrix.gguf beside the file.
-        device: where to quantize; default: the run's, or the first accelerator.
-        trust_remote_code: run the Python code that comes with the model; a run's own configuration does not count.
-        console: where progress is shown; default: nowhere.
+        importances: weights for the quantization error: an importance matrix of llama.cpp's imatrix tool (….gguf), or
+            calibration text (a dataset's file, folder or hub id) to compute one from, which is saved as
+            NAME.imatrix.gguf.
+        device: to quantize on; default: the run's, or the first accelerator.
+        trust_remote_code: run the Python code that comes with the model; the run's own configuration does not count.
+        console: for progress; default: none.
 
     Raises:
         ConfigError: no such mix, or the file exists.
-        ModelError: an architecture, tensor or tokenizer that llama.cpp has no place for.
-        CheckpointError: a damaged checkpoint, or a file that does not read back as it was written.
+        ModelError: llama.cpp does not support the architecture, a tensor or the tokenizer.
+        CheckpointError: a damaged checkpoint, or a file that reads back differently.
         TrainingError: no space. In every case nothing is left under `out`.
     """
     started = time.perf_counter()
@@ -115,15 +123,20 @@ def export_gguf(
     path = output_path(run_or_model, out, f"{source.name}-{mix}.gguf")
     files = [_text_file(source, path, mix, importances is not None)]
     if source.vision:
-        beside = output_path(path.parent, path.with_name(f"mmproj-{path.name}"), "")
-        files.append(_vision_file(source.vision, source, beside, mix))
+        mmproj = output_path(path.parent, path.with_name(f"mmproj-{path.name}"), "")
+        files.append(_vision_file(source.vision, source, mmproj, mix))
     check_space(
         path,
         sum(file.nbytes + METADATA + TOKEN * file.tokens for file in files),
         "free some space, name a file on another disk (--out), or choose a smaller type",
     )
     weighed = _importances(importances, run_or_model, mix, path, source, files[0].planned, console)
-    described = path.with_suffix(".Modelfile"), modelfile([file.path.name for file in files], source)
+    described = (
+        path.with_suffix(".Modelfile"),
+        modelfile(
+            [file.path.name for file in files], source.tokenizer, source.end_ids, source.config.max_position_embeddings
+        ),
+    )
     errors = _write_files(files, described, source.device, weighed, console)
     return ExportReport(
         path,
@@ -139,14 +152,88 @@ def export_gguf(
     )
 
 
-# --- before long work ------------------------------------------------------------------------------------------------
+# --- the exported model -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model ready to be exported.
+
+    Attributes:
+        name: of the model in the file.
+        weights: by their names in the checkpoint, adapter merged.
+        config: transformers' text config, matching the weights.
+        family: its row in `families`.
+        tokenizer: of the training run.
+        end_ids: tokens that end an answer, trained ones first.
+        device: to compute on.
+        merged: base that the adapter was merged onto; empty without one.
+        vision: the vision part, if there is one.
+        trusted: whether Python code that comes with the model may run.
+    """
+
+    name: str
+    weights: dict[str, Weight]
+    config: Any
+    family: Family
+    tokenizer: Any
+    end_ids: list[int]
+    device: torch.device
+    merged: str = ""
+    vision: Vision | None = None
+    trusted: bool = False
+
+
+def open_source(run_or_model: str, device: str | None = None, trust_remote_code: bool = False) -> Source:
+    """Open a run, an adapter or a model and check that it can be exported; reads no weights.
+
+    Raises:
+        CheckpointError, ConfigError, ModelError: it cannot be exported.
+    """
+    place = find(run_or_model)
+    config = saved_config(place, [f"trust_remote_code={trust_remote_code}"])
+    whole, model_config = read_model_config(config.origin), text_config(config.origin)
+    family = checked_family(model_config)
+    base = BaseCheckpoint(config.origin)
+    name = config.origin.name.rstrip("/").split("/")[-1]
+    target = chosen_device(device or config.device)
+    transposed = bool(family.experts and family.experts.interleaved)  # codes are [N, K] in any case
+    merged, weights = "", {}
+    for each in base.weights:
+        weights[each.name] = Weight(each.shape, partial(base.read, each), transposed and not each.parts)
+    if place.adapter:
+        both = MergedWeights(config, base, AdapterLayers(config, place.adapter, target))
+        goal: Target = "dequantized" if config.storage.quantized or base.quantized else "original"
+        outputs = [output for shard in both.shards.values() for output in shard]
+        weights = {
+            each.entry.name: Weight(each.entry.shape, partial(both.tensor, each, goal), transposed) for each in outputs
+        }
+        model_config.tie_word_embeddings = model_config.tie_word_embeddings and not both.untied
+        merged, name = goal, Path(run_or_model).resolve().name
+    tokenizer, vision = trained_tokenizer(place.adapter, config), vision_of(whole, base.folder, list(weights))
+    learned = known_ends(data_report(place.run_dir), tokenizer)
+    end_ids = all_ends(learned, declared_ends(base.folder), [tokenizer.eos_token_id])
+    return Source(
+        name, weights, model_config, family, tokenizer, end_ids, target, merged, vision, config.origin.trust_remote_code
+    )
+
+
+def text_config(origin: Origin) -> Any:
+    """Return the language model's config with `tie_word_embeddings` always set."""
+    whole = read_model_config(origin)
+    text = whole.get_text_config()
+    text.tie_word_embeddings = whole.tie_word_embeddings
+    return text
+
+
+# --- checks before writing -------------------------------------------------------------------------------------------
 
 
 def output_path(source: Path | str, out: Path | str | None, name: str) -> Path:
-    """Where to write: `out`, or `name` in the source's folder (the working directory for a hub id).
+    """Return `out`, or `name` in the source's folder (the working directory for a hub id).
 
     Raises:
-        ConfigError: something is there.
+        ConfigError: the path exists.
     """
     path = Path(out) if out else (Path(source) if Path(source).is_dir() else Path()) / name
     if os.path.lexists(path):
@@ -158,10 +245,10 @@ def _importances(
     given: Path | str | None, run_or_model: Path | str, mix: str, path: Path, source: Source, planned: list[Planned],
     console: Console | None,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Tensor name → importances, read from the file `given`, or collected on the text `given` and stored beside `path`.
+    """Return tensor name → importances, read from the file `given`, or computed on the text `given` and saved.
 
     Raises:
-        ConfigError: nothing is quantized, or there is a file where they are to be stored.
+        ConfigError: nothing is quantized, or the file to save to exists.
     """
     if given is None:
         return {}
@@ -171,7 +258,7 @@ def _importances(
     if matrix is None:
         matrix = path.with_name(f"{source.name}.imatrix.gguf")
         if matrix.exists():
-            raise ConfigError(f"{matrix} exists already; it would be made again", f"use it (--importance {matrix})")
+            raise ConfigError(f"{matrix} exists already", f"use it (--importance {matrix})")
         names = {each.name for each in planned if each.is_matrix}
         with _progress(console) as progress:
             task = progress.add_task("importances", total=None)
@@ -187,34 +274,38 @@ def _importances(
 
 def _write_files(
     files: list[NewGguf],
-    beside: tuple[Path, str],
+    sidecar: tuple[Path, str],
     device: torch.device,
     importances: Mapping[str, Tensor],
     console: Console | None,
 ) -> dict[str, float]:
-    """Write the language model, where there is one the vision part, and the text `beside`; they appear when all are
-    checked, the language model last, so that where it is, everything is.
+    """Write the language model, the vision part if there is one, and a text file.
+
+    All appear once all are checked, the language model last, so that its presence means that the export is complete.
+
+    Args:
+        sidecar: path and content of the text file.
 
     Returns:
-        As `check_file`, of the language model.
+        The result of `check_file` for the language model.
     """
-    errors, was_there = [], beside[0].exists()
+    errors, was_there = [], sidecar[0].exists()
     try:
         with _progress(console) as progress, ExitStack() as stack:
             asides = [stack.enter_context(new_file(file.path)) for file in files]
             for file, aside in zip(files, asides, strict=True):
                 advance = partial(progress.advance, progress.add_task("writing", total=file.numel))
                 errors.append(write_gguf(file, aside, importances, device, advance))
-            write_text(*beside)
+            write_text(*sidecar)
     except BaseException:
         if not was_there:
-            beside[0].unlink(missing_ok=True)
+            sidecar[0].unlink(missing_ok=True)
         raise
     return errors[0]
 
 
 def _text_file(source: Source, path: Path, mix: str, important: bool) -> NewGguf:
-    """The language model's file; `important`: there are importances."""
+    """Return the language model's file; `important`: importances are given."""
     config, family = source.config, source.family
     planned = plan(source.weights, config, family)
     heads_per_kv = config.num_attention_heads // config.num_key_value_heads
@@ -233,7 +324,7 @@ def _text_file(source: Source, path: Path, mix: str, important: bool) -> NewGguf
 
 
 def _vision_file(vision: Vision, source: Source, path: Path, mix: str) -> NewGguf:
-    """The vision part's file."""
+    """Return the vision part's file."""
     planned = plan_vision(source.weights, vision)
 
     def add_keys(writer: GGUFWriter) -> None:

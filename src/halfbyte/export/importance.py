@@ -1,4 +1,4 @@
-"""Importance matrices from calibration text: the model, its adapter applied, is run over it (`gguf.imatrix`)."""
+"""Importance matrices computed by running the model, with its adapter, on calibration text (`gguf.imatrix`)."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from halfbyte.modeling.head import backbone_inputs
 from halfbyte.runs.saved import load_saved
 from halfbyte.utils.notices import notice
 
-TOKENS = 16384  # of the calibration text
-UNWEIGHED = {"token_embd.weight", "output.weight"}  # llama-imatrix leaves them out, too
+TOKENS = 16384  # of calibration text
+WITHOUT_IMPORTANCE = {"token_embd.weight", "output.weight"}  # as in llama-imatrix
 
 
 def collect(
     run_or_model: str, text: str, out: Path, names: Set[str], family: Family, device: torch.device,
     trust_remote_code: bool, progress: Callable[[int, int], None],
 ) -> None:  # fmt: skip
-    """Run a model, its adapter applied, over calibration text and write what its matrices meet.
+    """Run a model with its adapter on calibration text and write the importances of its matrices.
 
     Args:
-        run_or_model: as `export_gguf` takes it.
+        run_or_model: as in `export_gguf`.
         text: a dataset's file, folder or hub id, read as for training.
-        out: the file.
-        names: of the file's matrices; others are left out.
+        out: the file to write.
+        names: matrices of the GGUF file to observe.
         trust_remote_code: as in `export_gguf`.
-        progress: called with the rows of text done, and how many there are.
+        progress: called with the number of rows done and the total.
 
     Raises:
         HalfbyteError: the model or the text cannot be used.
@@ -56,15 +56,15 @@ def collect(
         progress(len(rows), len(rows))
 
     seen = watch(saved.model, batches(), names, layout)
-    if missed := sorted(names - seen.keys() - UNWEIGHED):
-        said = f"{len(missed)} matrices met no text, such as {missed[0]}"
-        notice("importance-missed", f"{said}: their errors are not weighed")
+    if missed := sorted(names - seen.keys() - WITHOUT_IMPORTANCE):
+        message = f"{len(missed)} matrices got no tokens of the calibration text, such as {missed[0]}"
+        notice("importance-missed", f"{message}: they are quantized without importances")
     write_importances(out, seen, text, len(rows), CALIBRATION_ROW)
 
 
 @torch.no_grad()
 def watch(model: nn.Module, batches: Iterable[Mapping[str, Any]], names: Set[str], layout: Layout) -> dict[str, Seen]:
-    """Name of a matrix in the file → what met it, from the batches (arguments of the model's forward)."""
+    """Run the batches (arguments of the model's forward) and return matrix name → sums of its squared inputs."""
     seen: dict[str, Seen] = {}
     handles = []
     for key, module in model.named_modules():
@@ -74,30 +74,29 @@ def watch(model: nn.Module, batches: Iterable[Mapping[str, Any]], names: Set[str
         if isinstance(module, nn.Linear) and not plain.endswith("lm_head"):
             name = layout.name(f"{plain}.weight")
             if name in names:
-                handles.append(module.register_forward_pre_hook(partial(_linear, seen, name, layout)))
+                handles.append(module.register_forward_pre_hook(partial(_observe_linear, seen, name, layout)))
         elif runs_experts(module) and STACKED_EXPERTS.fullmatch(f"{plain}.gate_up_proj"):
-            hook = partial(_experts, seen, layer_of(f"{plain}."))
+            hook = partial(_observe_experts, seen, layer_of(f"{plain}."))
             handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
     try:
         for batch in batches:
-            model(**backbone_inputs(model, batch), use_cache=False)  # with a cache packed documents see each other
+            model(**backbone_inputs(model, batch), use_cache=False)  # a cache breaks document isolation
     finally:
         for handle in handles:
             handle.remove()
     return seen
 
 
-def _linear(seen: dict[str, Seen], name: str, layout: Layout, module: nn.Linear, args: tuple[Tensor]) -> None:
+def _observe_linear(seen: dict[str, Seen], name: str, layout: Layout, module: nn.Linear, args: tuple[Tensor]) -> None:
     """Hook of a linear layer."""
     x = layout.columns_in_file(name, args[0].reshape(-1, module.in_features))
     _entry(seen, name, 1, x).add(0, x)
 
 
-def _experts(
+def _observe_experts(
     seen: dict[str, Seen], layer: int, module: Any, args: tuple[Tensor, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """Hook of a layer's experts, called with the tokens [tokens, columns], the experts of each [tokens, chosen] and, of
-    a run, adapters of the stacks."""
+    """Hook of a layer's experts, called with tokens [tokens, columns], their experts [tokens, k] and adapters."""
     x, chosen = args[0], args[1]
     adapter = (kwargs.get("adapters") or {}).get("gate_up_proj")
     for expert in chosen.unique().tolist():
@@ -114,7 +113,7 @@ def _experts(
 
 
 def _entry(seen: dict[str, Seen], name: str, experts: int, x: Tensor) -> Seen:
-    """What `seen` has of a matrix, zeros at first."""
+    """Return the entry of a matrix in `seen`, initially zeros."""
     if name not in seen:
         seen[name] = Seen(*(torch.zeros(shape, device=x.device) for shape in ((experts, x.shape[-1]), (experts,))))
     return seen[name]

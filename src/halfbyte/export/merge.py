@@ -1,14 +1,15 @@
-"""Merging: one model out of a base and its adapter, in 16 bits or quantized again (packing.py), that other tools load.
+"""Merging a base and its adapter into one model that other tools load, in 16 bits or quantized (packing.py).
 
-A 4-bit run has two bases to merge onto. The *dequantized* one, dequantize(quantize(W)), is what the adapter was
-trained on; the *original* one has the checkpoint's own 16-bit weights, which the adapter never saw. Which is closer to
-the model as it was trained is measured (fidelity.py), on text of the run. W + ΔW is computed in fp32, rounded once,
-to 16 bits or to a quantized format.
+A 4-bit run has two bases to merge onto: the *dequantized* one, dequantize(quantize(W)), which the adapter was trained
+on, and the *original* one, with the checkpoint's 16-bit weights. fidelity.py measures on text of the run which result
+is closer to the trained model. W + ΔW is computed in fp32 and rounded once.
 
-Weights go from the base's files to the new ones one tensor at a time, shard by shard, into a folder beside the target
-that is renamed when everything in it is checked.
+Tensors are written one at a time, shard by shard, into a temporary folder that is renamed once everything is checked.
 
-What is stored quantized is judged, too (judge.py): a target in which the update or the loss is gone is refused.
+A quantized merge is refused in two cases. The update may be lost: a dequantized base lies on its format's grid, and
+storing the sum in that format again snaps most of the update back. Or the loss may be higher than in 16 bits; this
+applies to runs trained on quantized weights, which already include the cost of their format. For other models the loss
+is only reported. Both are measured on samples, so differences within the standard errors pass.
 """
 
 from __future__ import annotations
@@ -37,38 +38,42 @@ from halfbyte.utils.notices import notice
 
 from ..loading.checkpoint import BaseCheckpoint
 from .adapter import AdapterLayers
-from .fidelity import Fidelity
-from .judge import loss_is_higher, update_is_lost
-from .kept import Kept
-from .packing import Quantize, check_loader, packing
+from .fidelity import Fidelity, Loss, RetainedUpdate
+from .packing import Packing, Quantize, check_loader, packing
 from .shards import check_shard
 from .verify import Verifier
 from .weights import MergedWeights, Target
 
-LOST_NOTEWORTHY = 0.1  # share of the update
+MIN_REPORTED_LOST_SHARE = 0.1  # lost share of the update to report
+# minimum bits → share of the update to retain; formats of 2 and 3 bits reach 0.90 and 0.97 on any base
+MIN_RETAINED = {8: 0.99, 4: 0.98, 0: 0.8}
+EXCESS = 0.01  # allowed nats per token on held-out text
+FEW_BITS = 4  # below this every format has a higher loss
+STANDARD_ERRORS = 2  # allowance for measurement noise
+IN_16_BITS = "merge in 16 bits (without --quantize)"
 BASES = ("auto", "original", "dequantized")
 SIDE_FILES = ("generation_config.json", "tokenizer.model", "preprocessor_config.json", "processor_config.json", "*.py")
 
 
 @dataclass(frozen=True)
 class MergeReport:
-    """What `merge` wrote, and how close it is.
+    """Result of `merge`.
 
     Attributes:
         out_dir: folder of the merged model.
-        target: the base merged onto, "original" or "dequantized".
-        reason: why that one.
+        target: base merged onto, "original" or "dequantized".
+        reason: for choosing this base.
         dtype: of the weights that are not quantized.
-        quantize: what the linear layers are stored in; "16bit" where nothing is quantized.
+        quantize: format of the linear layers; "16bit" if nothing is quantized.
         nbytes: of the weights.
-        targets: target → its distance from the model as it was trained; empty without verification.
-        kept: target → what of the update is in the weights written onto it; also without verification.
-        experts: of single experts' tensors, how many hold what the adapter changes in them, and in how many it does;
-            None: it changes none.
-        closer: the target with the smaller KL; None without verification.
-        tokens: how many tokens of text the distances are means over.
+        targets: base → distance from the trained model; empty without verification.
+        kept: base → the update retained in the weights written onto it; also without verification.
+        experts: of the single-expert tensors that the adapter changes, how many are stored with a change, and how many
+            there are; None without adapters on experts.
+        closer: base with the smaller KL; None without verification.
+        tokens: number of tokens in the means.
         seconds: of the whole merge.
-        run_dir: the run it belongs to, where merge.json is; None for an adapter alone.
+        run_dir: folder of the run, for merge.json; None for an adapter without a run.
     """
 
     out_dir: Path
@@ -78,7 +83,7 @@ class MergeReport:
     quantize: str
     nbytes: int
     targets: Mapping[Target, Fidelity] = field(default_factory=dict)
-    kept: Mapping[Target, Kept] = field(default_factory=dict)
+    kept: Mapping[Target, RetainedUpdate] = field(default_factory=dict)
     experts: tuple[int, int] | None = None
     closer: Target | None = None
     tokens: int = 0
@@ -86,7 +91,7 @@ class MergeReport:
     run_dir: Path | None = None
 
     def as_dict(self) -> dict[str, object]:
-        """The contents of merge.json: of each target, `kl` and `max_logit_difference` from the model as trained."""
+        """Return the contents of merge.json; `kl` and `max_logit_difference` are distances from the trained model."""
         targets = {
             name: asdict(each.trained) | {"from_unrounded": asdict(each.exact), "noise": asdict(each.noise)}
             | {"bound": each.bound, "kl_bound": each.kl_bound, "explained_by_rounding": each.explained}
@@ -112,7 +117,7 @@ class MergeReport:
 
     @property
     def file_name(self) -> str:
-        """In the run's folder: merge.json, or merge-FORMAT.json."""
+        """Name in the run's folder: merge.json, or merge-FORMAT.json."""
         return "merge.json" if self.quantize == SIXTEEN else f"merge-{slug(self.quantize)}.json"
 
     def __str__(self) -> str:
@@ -137,10 +142,10 @@ class MergeReport:
             )
             if written.loss:
                 lines.append(str(written.loss))
-            if written.lost > LOST_NOTEWORTHY:
+            if written.lost > MIN_REPORTED_LOST_SHARE:
                 lines.append(
-                    f"{written.lost:.0%} of the update is too small for {self.dtype} beside these weights and was"
-                    " rounded away: the adapter, or a longer training run, keeps it"
+                    f"{written.lost:.0%} of the update is too small to change these weights in {self.dtype} and was"
+                    " rounded away: use the adapter unmerged, or train longer"
                 )
         else:
             lines.append("not verified")
@@ -149,7 +154,7 @@ class MergeReport:
 
 @dataclass(frozen=True)
 class _Job:
-    """A merge that is ready to start."""
+    """A validated merge."""
 
     config: RunConfig
     run: RunConfig
@@ -176,30 +181,29 @@ def merge(
 ) -> MergeReport:
     """Write a model with the adapter merged: safetensors, config, tokenizer, chat template, generation config.
 
-    Weights keep the dtype and the shards of the base checkpoint (bf16 where it is stored in 32 bits), but for the
-    linear layers that `quantize` names. Host memory stays within two shards and the adapter; verifying loads the merged
-    model, and the base with the adapter, one after the other. Numbers go to merge.json (merge-FORMAT.json) in the run's
+    Weights keep the dtype and shards of the base checkpoint (bf16 if it is stored in 32 bits), except for the linear
+    layers that `quantize` names. Peak host memory is two shards and the adapter; verification loads the merged model,
+    and the base with the adapter, one after the other. The numbers go to merge.json (merge-FORMAT.json) in the run's
     folder.
 
     Args:
-        run_or_adapter_dir: a run's output_dir, one of its checkpoints, or an adapter that PEFT saved; to be quantized,
-            a whole model too.
+        run_or_adapter_dir: a run's output_dir, one of its checkpoints, or an adapter saved by PEFT; with `quantize`
+            also a full model.
         out_dir: a folder that does not exist yet.
-        base: "original": onto the checkpoint's weights; "dequantized": onto what 4-bit training saw; "auto": the one
-            that measures closer to the model as it was trained, of those that keep what was trained (without `verify`:
-            the dequantized one in 16 bits, else the original).
-        quantize: what the linear layers are stored in: a format of `quantization:`, or patterns of them; or for another
-            tool, which then loads the model: bnb-nf4, bnb-fp4, bnb-int8, fp8-block, nvfp4-modelopt. None: 16
-            bits, or what the run was trained for (`qat_scheme`).
-        verify: reload the merged model with that tool and compare logits with base and adapter, and the quantized
-            weights with the merged ones.
-        overwrite: replace `out_dir` if it is there.
+        base: "original": merge onto the checkpoint's weights; "dequantized": onto the quantized weights of the
+            training; "auto": the one that measures closer to the trained model and is not refused (without `verify`:
+            dequantized in 16 bits, original otherwise).
+        quantize: format of the linear layers: a format of `quantization:`, or patterns of them; or a layout of another
+            tool: bnb-nf4, bnb-fp4, bnb-int8, fp8-block, nvfp4-modelopt. None: 16 bits, or the run's `qat_scheme`.
+        verify: reload the merged model with the tool it is written for, and compare its logits with base and adapter,
+            and its quantized weights with the merged ones.
+        overwrite: replace `out_dir` if it exists.
         trust_remote_code: run the Python code that comes with the base; the run's own configuration does not count.
-        console: where progress is shown; default: nowhere.
+        console: for progress; default: none.
 
     Raises:
-        ConfigError: `base` or `quantize` does not fit, or `out_dir` is there already; or stored so, the update or the
-            loss is gone (judge.py).
+        ConfigError: `base` or `quantize` does not fit, `out_dir` exists, or the quantized merge loses the update or has
+            a higher loss.
         CheckpointError: no adapter, no base, an adapter for another base, or logits that rounding does not explain.
         TrainingError: no space. In every case nothing is left under `out_dir`.
     """
@@ -215,29 +219,29 @@ def merge(
     seconds = time.perf_counter() - started
     report = MergeReport(
         out, written, _reason(job, found), dtype, stored, job.weights.nbytes, found, kept,
-        job.weights.experts_arrived(written), _closer(found), tokens, seconds, run_dir=job.run_dir,
+        job.weights.changed_experts(written), _closest(found), tokens, seconds, run_dir=job.run_dir,
     )  # fmt: skip
     if verify and job.run_dir:
-        with whole_all_the_same(out):
+        with report_failure_is_a_notice(out):
             write_json(job.run_dir / report.file_name, report.as_dict())
     return report
 
 
 @contextmanager
-def whole_all_the_same(out: Path) -> Iterator[None]:
-    """Around what is written of a merge into its run: without it the merged model is no worse, so it is only said."""
+def report_failure_is_a_notice(out: Path) -> Iterator[None]:
+    """Turn a failure to write a merge's report into a notice; the merged model is complete without it."""
     try:
         yield
     except TrainingError as error:
-        notice("merge-report", f"{error.message}; the merged model in {out} is whole")
+        notice("merge-report", f"{error.message}; the merged model in {out} is complete")
 
 
 def slug(quantize: str) -> str:
-    """A part of a file's name for a target, e.g. "_.down_proj_kbit5" for patterns."""
+    """Return a target as part of a file name, e.g. "_.down_proj_kbit5" for patterns."""
     return re.sub(r"[^\w.-]+", "_", quantize)
 
 
-# --- before long work ------------------------------------------------------------------------------------------------
+# --- checks before writing -------------------------------------------------------------------------------------------
 
 
 def _check_out(out: Path, source: Path, base: str, overwrite: bool) -> None:
@@ -265,11 +269,11 @@ def _prepare(source: Path, out: Path, base: str, quantize: Quantize, verify: boo
     checkpoint = BaseCheckpoint(config.origin)
     if checkpoint.folder.resolve().is_relative_to(out.resolve()):
         raise ConfigError(f"{out} holds the base model", "name another folder")
-    stored = packing(quantize, config.origin, experts=scheme is None)  # which training rounds no experts to
+    stored = packing(quantize, config.origin, experts=scheme is None)  # quantization-aware training does not round experts
     targets, preferred, reason = _targets(config.storage.quantized, checkpoint, base, bool(stored.formats))
     if scheme is not None and not stored.is_scheme(scheme):
-        said = f"the config was trained to be stored as {scheme}"
-        notice("merge-qat", f"{said}: in {stored.name} the model computes something else than in training")
+        message = f"the run was trained to be stored as {scheme}"
+        notice("merge-qat", f"{message}: stored as {stored.name}, the model differs from the trained one")
     if verify:
         check_loader(stored.loader)
     weights = MergedWeights(config, checkpoint, AdapterLayers(config, place.adapter, device), stored)
@@ -281,10 +285,12 @@ def _prepare(source: Path, out: Path, base: str, quantize: Quantize, verify: boo
 def _targets(
     trained_quantized: bool, base: BaseCheckpoint, wanted: str, quantized: bool
 ) -> tuple[tuple[Target, ...], Target, str]:
-    """The bases to try, the one to write unless another measures closer, and why.
+    """Return the bases to try, the one to write unless another measures closer, and the reason.
 
-    `trained_quantized`: the base was, in training; `quantized`: the merged weights will be. The dequantized base may
-    lie on their grid, which snaps the update back.
+    Args:
+        trained_quantized: whether training quantized the base.
+        quantized: whether the merged weights are quantized; the dequantized base may then lie on their grid, which
+            snaps the update back.
     """
     if base.quantized:
         if wanted == "original":
@@ -293,14 +299,14 @@ def _targets(
             )
         return ("dequantized",), "dequantized", "the base checkpoint itself is stored quantized"
     if not trained_quantized:
-        return ("original",), "original", "training quantized no base, so both bases are the same"
+        return ("original",), "original", "training did not quantize the base, so both bases are the same"
     if wanted == "original":
         return ("original",), "original", "as asked"
     if wanted == "dequantized":
         return ("dequantized",), "dequantized", "as asked"
     both: tuple[Target, ...] = ("original", "dequantized")
     if quantized:
-        return both, "original", "its weights do not lie on a grid that would take the update back (not measured)"
+        return both, "original", "a quantization grid would drop the update, and its weights are on none (not measured)"
     return both, "dequantized", "the adapter was trained on it (not measured: verify is off)"
 
 
@@ -308,10 +314,10 @@ def _targets(
 
 
 def _write_closest(job: _Job, aside: Path, progress: Progress) -> tuple[dict[Target, Fidelity], Target, int]:
-    """Write and measure each target, one after the other in the same place; the last one written is the one to keep.
+    """Write and measure each target in turn in the same folder; the one to keep is written last.
 
     Raises:
-        ConfigError: in every target, the update or the loss is gone.
+        ConfigError: every target loses the update or has a higher loss.
     """
     verifier = Verifier(job.run, job.adapter_dir, job.weights, aside, job.run_dir, progress)
     found: dict[Target, Fidelity] = {}
@@ -323,7 +329,7 @@ def _write_closest(job: _Job, aside: Path, progress: Progress) -> tuple[dict[Tar
             refusals[target] = measured
         else:
             found[target] = measured
-    written = _closer(found)
+    written = _closest(found)
     if written is None:
         raise refusals[job.preferred]
     if written != order[-1]:
@@ -332,42 +338,42 @@ def _write_closest(job: _Job, aside: Path, progress: Progress) -> tuple[dict[Tar
 
 
 def _write_unverified(job: _Job, aside: Path, progress: Progress) -> tuple[dict[Target, Fidelity], Target, int]:
-    if job.weights.packing.calibrated:  # by running the trained model
+    if job.weights.packing.calibrated:  # calibrates by running the trained model
         Verifier(job.run, job.adapter_dir, job.weights, aside, job.run_dir, progress)
     _write(job, aside, job.preferred, progress)
-    if lost := _lost(job, job.preferred):
+    if lost := _update_refusal(job, job.preferred):
         notice("merge-kept", f"{lost.message}; {lost.fix}")
     return {}, job.preferred, 0
 
 
 def _reason(job: _Job, found: Mapping[Target, Fidelity]) -> str:
-    """Why the model was merged onto the base that it was merged onto."""
+    """Return the reason for choosing the base."""
     if len(found) > 1:
         return "it is closer to the trained model"
-    return "stored so, the other one loses what was trained" if found and len(job.targets) > 1 else job.reason
+    return "in this format the other base loses the update" if found and len(job.targets) > 1 else job.reason
 
 
-def _closer(found: Mapping[Target, Fidelity]) -> Target | None:
+def _closest(found: Mapping[Target, Fidelity]) -> Target | None:
     return min(found, key=lambda target: found[target].trained.kl, default=None)
 
 
 def _write_and_verify(
     job: _Job, aside: Path, target: Target, verifier: Verifier, progress: Progress
 ) -> Fidelity | ConfigError:
-    """How close the model merged onto `target` is, or why it is refused."""
+    """Return how close the model merged onto `target` is, or the error that refuses it."""
     for file, sums in _write(job, aside, target, progress).items():
         check_shard(aside / file, sums)
-    if lost := _lost(job, target):
+    if lost := _update_refusal(job, target):
         return lost
     measured = verifier.verify(aside, target)
-    return loss_is_higher(measured.loss, job.weights.packing, job.run.storage.quantized) or measured
+    return higher_loss_error(measured.loss, job.weights.packing, job.run.storage.quantized) or measured
 
 
-def _lost(job: _Job, target: Target) -> ConfigError | None:
+def _update_refusal(job: _Job, target: Target) -> ConfigError | None:
     weights = job.weights
-    if weights.as_trained:  # rounded in every step, the update is what survives rounding
+    if weights.as_trained:  # quantization-aware training: the update is measured after rounding
         return None
-    return update_is_lost(weights.kept(target), weights.packing, target, original=not weights.base.quantized)
+    return lost_update_error(weights.kept(target), weights.packing, target, original=not weights.base.quantized)
 
 
 def _write(job: _Job, aside: Path, target: Target, progress: Progress) -> dict[str, dict[str, int]]:
@@ -376,7 +382,7 @@ def _write(job: _Job, aside: Path, target: Target, progress: Progress) -> dict[s
 
 
 def _write_side_files(job: _Job, aside: Path) -> None:
-    """Everything but the weights. The tokenizer is the one that was trained with, its chat template included."""
+    """Write everything but the weights; the tokenizer and chat template are the run's."""
     folder = job.weights.base.folder
     for pattern in SIDE_FILES:
         for file in folder.glob(pattern):
@@ -393,3 +399,50 @@ def _progress(console: Console | None) -> Iterator[Progress]:
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console or Console(quiet=True), transient=True) as progress:
         yield progress
+
+
+# --- refusals of a quantized merge ------------------------------------------------------------------------------------
+
+
+def required_share(packing: Packing) -> float:
+    """Return the share of the update that weights in `packing` must retain."""
+    return next(share for bits, share in MIN_RETAINED.items() if packing.bits >= bits)
+
+
+def lost_update_error(kept: RetainedUpdate, packing: Packing, target: Target, original: bool) -> ConfigError | None:
+    """Return the error for a merge that lost its update, or None.
+
+    Args:
+        original: whether there is an original base to merge onto.
+    """
+    needed = required_share(packing)
+    if not packing.formats or kept.share + STANDARD_ERRORS * kept.error >= needed:
+        return None
+    if target == "dequantized" and original:
+        fix = "merge onto the original base (--base original, or auto)"
+    elif target == "dequantized":
+        fix = f"{IN_16_BITS}, or name the 16-bit model as model_name_or_path in the run's config.resolved.yaml"
+    else:
+        fix = f"{IN_16_BITS}, or into 8 bits (--quantize fp8-block)"
+    return ConfigError(
+        f"quantize: in {packing.name} on the {target} base {kept}, and {needed:.0%} is required: rounding to the"
+        " format's grid takes back what training changed",
+        fix,
+    )
+
+
+def higher_loss_error(loss: Loss | None, packing: Packing, trained_quantized: bool) -> ConfigError | None:
+    """Return the error for a merge with a higher loss than its run's training format explains, or None.
+
+    Args:
+        trained_quantized: whether the run trained on quantized weights. Training on these same formats is no exception:
+            the update is rounded now, too, and the 16-bit merge is better.
+    """
+    if loss is None or not trained_quantized or packing.bits < FEW_BITS:
+        return None
+    if loss.excess - STANDARD_ERRORS * loss.error <= EXCESS:
+        return None
+    return ConfigError(
+        f"quantize: {packing.name} loses more than the run was trained with: {loss}, of which {EXCESS} is allowed",
+        f"{IN_16_BITS}, or into 8 bits (--quantize fp8-block); --no-verify writes it anyway",
+    )

@@ -1,8 +1,7 @@
-"""An Ollama Modelfile: where the weights are, how a conversation is written, and what ends an answer.
+"""An Ollama Modelfile: the weight files, the prompt template, and the stop tokens.
 
-Ollama writes conversations with a template of its own kind (Go's text/template). One is derived from the tokenizer's
-chat template by rendering conversations of placeholders, and is used if it renders the same text as the chat template;
-otherwise Ollama falls back to what it finds in the GGUF file. Format:
+Ollama's templates use Go's text/template. One is derived from the tokenizer's chat template by rendering conversations
+of placeholders, and used if it renders the same text; otherwise Ollama uses what it finds in the GGUF file. Format:
 https://github.com/ollama/ollama/blob/main/docs/modelfile.md
 """
 
@@ -15,9 +14,7 @@ from halfbyte.data.chat import prompt_text
 from halfbyte.utils.errors import DataError
 from halfbyte.utils.notices import notice
 
-from .gguf_source import Source
-
-MARKS = {"system": "\ue000", "user": "\ue001", "assistant": "\ue002"}  # private use: in no template
+MARKS = {"system": "\ue000", "user": "\ue001", "assistant": "\ue002"}  # private-use characters, in no template
 PROBES: tuple[tuple[str, ...], ...] = (
     ("user",),
     ("system", "user"),
@@ -26,9 +23,14 @@ PROBES: tuple[tuple[str, ...], ...] = (
 )
 
 
-def modelfile(file_names: Sequence[str], source: Source) -> str:
-    """The text of the Modelfile for the files beside it: the language model, and the vision part if there is one."""
-    tokenizer = source.tokenizer
+def modelfile(file_names: Sequence[str], tokenizer: Any, end_ids: Sequence[int], positions: int) -> str:
+    """Return the text of a Modelfile.
+
+    Args:
+        file_names: of the GGUF files in the same folder: the language model and, if there is one, the vision part.
+        end_ids: tokens that end an answer, in addition to the tokenizer's EOS.
+        positions: context length of the model; `num_ctx` is at most 8192.
+    """
     lines = [f"FROM ./{name}" for name in file_names]
     if tokenizer.chat_template:
         pieces = derive(tokenizer)
@@ -36,22 +38,22 @@ def modelfile(file_names: Sequence[str], source: Source) -> str:
             notice(
                 "ollama-template",
                 "the chat template does more than put text around each message: the Modelfile has no TEMPLATE, and"
-                " Ollama takes what it recognises in the GGUF file",
+                " Ollama uses the template that it recognises in the GGUF file",
             )
         else:
             lines.append(f'TEMPLATE """{go_template(pieces)}"""')
-    ends = dict.fromkeys([tokenizer.eos_token_id, *source.end_ids])
+    ends = dict.fromkeys([tokenizer.eos_token_id, *end_ids])
     for index in ends:
         lines.append(f'PARAMETER stop "{tokenizer.convert_ids_to_tokens(index)}"')
-    lines.append(f"PARAMETER num_ctx {min(source.config.max_position_embeddings, 8192)}")
+    lines.append(f"PARAMETER num_ctx {min(positions, 8192)}")
     return "\n".join(lines) + "\n"
 
 
 def derive(tokenizer: Any) -> dict[str, tuple[str, str]] | None:
-    """Role → the text before and after its content, and "generation" → what opens an answer; None if the chat template
-    is not of that kind.
+    """Return role → text before and after its content, and "generation" → the start of an answer.
 
-    The beginning-of-text token is left out: Ollama puts it there itself.
+    None if the chat template does more than surround each message. The beginning-of-text token is left out, since
+    Ollama adds it.
     """
     try:
         rendered = {roles: _render(tokenizer, roles) for roles in PROBES}
@@ -69,14 +71,14 @@ def _render(tokenizer: Any, roles: tuple[str, ...]) -> str:
 
 
 def _cut(rendered: dict[tuple[str, ...], str]) -> dict[str, tuple[str, str]] | None:
-    """Each role's surroundings, as far as the shorter probes tell them apart."""
+    """Split the rendered probes into the text around each role's content."""
     user, system, assistant = MARKS["user"], MARKS["system"], MARKS["assistant"]
     first_user, alone = rendered[("user",)].split(user, 1)
     before_system, rest = rendered[("system", "user")].split(system, 1)
     after_system = rest.split(user, 1)[0].removesuffix(first_user)
     between_ua, rest = rendered[("user", "assistant", "user")].split(user, 1)[1].split(assistant, 1)
     after_assistant = rest.split(user, 1)[0].removesuffix(first_user)
-    # what ends a user's message is what ends the system's, where it does; otherwise it goes to what follows
+    # text after a user message is its end if it also ends a system message, otherwise the start of what follows
     after_user = after_system if alone.startswith(after_system) and between_ua.startswith(after_system) else ""
     return {
         "system": (before_system, after_system),
@@ -91,7 +93,7 @@ def _compose(pieces: dict[str, tuple[str, str]], roles: tuple[str, ...]) -> str:
 
 
 def go_template(pieces: dict[str, tuple[str, str]]) -> str:
-    """The template in Go's language, for Ollama's list of messages."""
+    """Return the template in Go's language, for Ollama's list of messages."""
     roles = []
     for role in ("system", "user", "assistant"):
         before, after = pieces[role]
@@ -100,5 +102,5 @@ def go_template(pieces: dict[str, tuple[str, str]]) -> str:
 
 
 def _go(text: str) -> str:
-    """Text that a Go template prints as it is."""
+    """Escape text for a Go template."""
     return text.replace("{{", '{{ "{{" }}')

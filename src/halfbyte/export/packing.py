@@ -1,4 +1,4 @@
-"""What a merged model's linear layers are stored in: 16 bits, any of halfbyte's formats, or another tool's own layout.
+"""Storage of a merged model's linear layers: 16 bits, halfbyte's formats, or another tool's layout.
 
 Four layouts belong to other tools, each with the config.json that makes the tool load it:
 
@@ -7,9 +7,9 @@ Four layouts belong to other tools, each with the config.json that makes the too
     fp8-block          transformers' fine-grained FP8 (DeepSeek-V3's layout), vLLM: E4M3 with a scale per 128×128 tile
     nvfp4-modelopt     vLLM, TensorRT-LLM: NVIDIA ModelOpt's NVFP4, activations scaled by a calibrated `input_scale`
 
-The last one has two rules that halfbyte's own NVFP4 has not. Servers run q, k and v (and gate and up) as one matrix
-with one factor, so that layers which are fused share it. And activations are quantized with a fixed scale, that of the
-largest input on the run's text.
+nvfp4-modelopt differs from halfbyte's NVFP4 in two ways. Servers fuse q, k and v (and gate and up) into one matrix with
+one factor, so these layers share it. Activations are quantized with a fixed scale, from the largest input on the run's
+text.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ FOREIGN = {
 }
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 NVFP4_RANGE = 6 * 448  # the largest E2M1 code times the largest E4M3 scale
-TYPICAL = (4096, 4096)  # a shape to count bits on
-NUMBER = 24  # bytes that the longest repr of a float takes: JSON entries are padded, so that sizes are known before
+TYPICAL_SHAPE = (4096, 4096)  # for counting bits per weight
+JSON_NUMBER_BYTES = 24  # longest repr of a float; JSON entries are padded by it so that their size is known
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How the weights of a merged model are stored.
+    """Storage of a merged model's weights.
 
     Attributes:
-        name: as the user calls it; "16bit" for weights that are not quantized.
+        name: as given by the user; "16bit" if nothing is quantized.
         formats: parameter name → format; the other parameters keep 16 bits.
         config: the `quantization_config` of config.json; None in 16 bits.
-        loader: what reads the model back.
-        peers: parameter name → all parameters that it shares a factor with.
+        loader: tool that loads the model.
+        peers: parameter name → all parameters that share its factor.
         calibrated: whether `input_scale` is stored.
-        stacks: those parameters that are stacks of experts, each of which is written whole.
+        stacks: names of parameters that are stacks of experts, written as one tensor.
     """
 
     name: str = SIXTEEN
@@ -77,20 +77,20 @@ class Packing:
     stacks: frozenset[str] = frozenset()
 
     def is_scheme(self, scheme: str | None) -> bool:
-        """Whether every quantized layer is stored as training with `qat_scheme: scheme` rounded it."""
+        """Return whether every quantized layer is stored as training with `qat_scheme: scheme` rounded it."""
         return scheme is not None and set(self.formats.values()) == {qat_format(scheme)} and not self.peers
 
     @property
     def bits(self) -> float:
-        """Of a weight in the layers that have the fewest, scales included."""
+        """Bits per weight, scales included, of the layers with the fewest bits."""
         of_each = (each.each if isinstance(each, Stack) else each for each in self.formats.values())
-        return min((each.bits_per_weight(TYPICAL) for each in of_each), default=16.0)
+        return min((each.bits_per_weight(TYPICAL_SHAPE) for each in of_each), default=16.0)
 
     def entries(self, name: str, parameter: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Entry, ...]:
-        """The checkpoint entries of a quantized parameter that the checkpoint calls `name`.
+        """Return the checkpoint entries of a quantized parameter that the checkpoint calls `name`.
 
         Raises:
-            ModelError: the format cannot hold the shape.
+            ModelError: the format cannot store the shape.
         """
         try:
             found = _state_entries(self.formats[parameter], shape, dtype)
@@ -101,15 +101,15 @@ class Packing:
 
 
 def packing(quantize: Quantize, origin: Origin, *, experts: bool = True) -> Packing:
-    """The packing that a user asks for, for the model of a run.
+    """Return the packing that the user requests, for the model of a run.
 
     Args:
-        experts: whether stacks of experts are among the layers; other tools' layouts have them in 16 bits.
-        quantize: one of `FOREIGN`, a name or spec of a format, or pattern of module names → name, spec or "16bit", as
-            in a run's `quantization:`; None for 16 bits.
+        experts: whether to include stacks of experts; layouts of other tools keep them in 16 bits.
+        quantize: one of `FOREIGN`, a name or spec of a format, or module name pattern → name, spec or "16bit", as in a
+            run's `quantization:`; None for 16 bits.
 
     Raises:
-        ConfigError: there is no such target, or it does not fit the model.
+        ConfigError: the target does not exist, or does not fit the model.
     """
     if quantize is None or quantize == SIXTEEN:
         return Packing()
@@ -130,7 +130,7 @@ def packing(quantize: Quantize, origin: Origin, *, experts: bool = True) -> Pack
     for format_ in formats.values():
         if not type(format_).examples():
             raise ConfigError(
-                f"quantize: {format_.spec} needs calibration, which halfbyte leaves to other tools",
+                f"quantize: {format_.spec} needs calibration, which halfbyte does not do",
                 f"use one of {', '.join(sorted(names()))}",
             )
     packed = ours.stacks = frozenset(fitting(model, stacks, formats))
@@ -138,8 +138,8 @@ def packing(quantize: Quantize, origin: Origin, *, experts: bool = True) -> Pack
     parameters |= {name: formats[name].stacked() for name in packed}
     if not foreign:
         return Packing(_name(quantize), parameters, ours.to_dict(), stacks=packed)
-    kept = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in linears]
-    return _foreign(str(quantize), parameters, {name: tuple(linears[name].weight.shape) for name in linears}, kept)
+    skipped = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in linears]
+    return _foreign(str(quantize), parameters, {name: tuple(linears[name].weight.shape) for name in linears}, skipped)
 
 
 def _name(quantize: str | Mapping[str, str]) -> str:
@@ -149,16 +149,16 @@ def _name(quantize: str | Mapping[str, str]) -> str:
 
 
 def _foreign(
-    name: str, formats: Mapping[str, Format], shapes: Mapping[str, tuple[int, ...]], kept: list[str]
+    name: str, formats: Mapping[str, Format], shapes: Mapping[str, tuple[int, ...]], skipped: list[str]
 ) -> Packing:
     if name == "fp8-block":
-        # transformers divides a side evenly among its scales, and one scale covers any side up to a tile
+        # transformers splits a side evenly among its scales; one scale covers any side up to a tile
         _check_sides(name, shapes, {module: [n for n in size if n > TILE] for module, size in shapes.items()}, TILE)
-        return Packing(name, formats, _fp8_config(kept), "fp8")
+        return Packing(name, formats, _fp8_config(skipped), "fp8")
     if name == "nvfp4-modelopt":
         _check_sides(name, shapes, shapes, BLOCK)
-        return Packing(name, formats, _modelopt_config(kept), peers=_peers(formats), calibrated=True)
-    return Packing(name, formats, _bitsandbytes_config(name, kept), "bitsandbytes")
+        return Packing(name, formats, _modelopt_config(skipped), peers=_peers(formats), calibrated=True)
+    return Packing(name, formats, _bitsandbytes_config(name, skipped), "bitsandbytes")
 
 
 def _check_sides(
@@ -172,12 +172,12 @@ def _check_sides(
             )
 
 
-def _bitsandbytes_config(name: str, kept: list[str]) -> dict[str, Any]:
+def _bitsandbytes_config(name: str, skipped: list[str]) -> dict[str, Any]:
     config: dict[str, Any] = {
         "quant_method": "bitsandbytes",
         "load_in_4bit": name != "bnb-int8",
         "load_in_8bit": name == "bnb-int8",
-        "llm_int8_skip_modules": kept,
+        "llm_int8_skip_modules": skipped,
         "llm_int8_threshold": 6.0,
     }
     if name == "bnb-int8":
@@ -190,29 +190,29 @@ def _bitsandbytes_config(name: str, kept: list[str]) -> dict[str, Any]:
     }
 
 
-def _fp8_config(kept: list[str]) -> dict[str, Any]:
+def _fp8_config(skipped: list[str]) -> dict[str, Any]:
     return {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "weight_block_size": [TILE, TILE],
-        "modules_to_not_convert": kept,
+        "modules_to_not_convert": skipped,
     }
 
 
-def _modelopt_config(kept: list[str]) -> dict[str, Any]:
+def _modelopt_config(skipped: list[str]) -> dict[str, Any]:
     values = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK}
     return {
         "quant_method": "modelopt",
         "quant_algo": "NVFP4",
         "kv_cache_scheme": None,
         "group_size": BLOCK,
-        "ignore": kept,
+        "ignore": skipped,
         "config_groups": {"group_0": {"input_activations": values, "weights": values, "targets": ["Linear"]}},
     }
 
 
 def _peers(formats: Mapping[str, Format]) -> dict[str, tuple[str, ...]]:
-    """Parameter → the parameters that a server fuses with it, itself included."""
+    """Return parameter → the parameters that a server fuses with it, including itself."""
     found = {}
     for parameter in formats:
         parent, _, own = parameter.removesuffix(".weight").rpartition(".")
@@ -224,7 +224,7 @@ def _peers(formats: Mapping[str, Format]) -> dict[str, tuple[str, ...]]:
 
 
 def check_loader(loader: Loader) -> None:
-    """Raise a ConfigError when the tool that would read the model back is not installed."""
+    """Raise ConfigError if the tool that loads the model is not installed."""
     needed = {"bitsandbytes": "bitsandbytes", "fp8": "accelerate"}.get(loader)
     if needed and importlib.util.find_spec(needed) is None:
         raise ConfigError(
@@ -236,16 +236,16 @@ def check_loader(loader: Loader) -> None:
 
 
 def quantize_together(weight: Tensor, format: Format, amax: Tensor) -> dict[str, Tensor]:
-    """NVFP4 parts of `weight` [N, K] with the factor of a group of matrices whose largest magnitude is `amax`.
+    """Quantize `weight` [N, K] to NVFP4 with the factor of a group of matrices with maximum magnitude `amax`.
 
-    The factor follows from the largest value, so that one more row, which holds it, brings it in; the row is dropped.
+    The factor follows from the largest value, so a row with that value is appended, and dropped again.
     """
     parts = format.quantize(torch.cat([weight, amax.expand(1, weight.shape[1])]))
     return {"packed": parts["packed"][:-1], "scale": parts["scale"][:-1], "factor": parts["factor"]}
 
 
 def padded_state(state: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[str, Tensor]:
-    """`state` with its JSON entries lengthened by spaces to their announced sizes, in bytes."""
+    """Pad the JSON entries of `state` with spaces to their announced sizes, in bytes."""
     return {name: _padded(tensor, sizes[name]) if "quant_state" in name else tensor for name, tensor in state.items()}
 
 
@@ -257,12 +257,12 @@ def _padded(text: Tensor, size: int) -> Tensor:
 def _state_entries(
     format: Format, shape: tuple[int, ...], dtype: torch.dtype
 ) -> dict[str, tuple[str, tuple[int, ...], int]]:
-    """Suffix → safetensors dtype, shape and bytes of the entries that store a tensor."""
+    """Return suffix → safetensors dtype, shape and bytes of the entries that store a tensor."""
     specs = format.part_specs(shape)
     parts = {part: torch.zeros(size, dtype=part_dtype) for part, (size, part_dtype) in specs.items()}
     found = {}
     for suffix, value in format.to_state(parts, shape, dtype).items():
-        spare = NUMBER if "quant_state" in suffix else 0
+        spare = JSON_NUMBER_BYTES if "quant_state" in suffix else 0
         size = (value.numel() + spare,) if spare else tuple(value.shape)
         found[suffix] = (NAMES[value.dtype], size, value.nbytes + spare)
     return found

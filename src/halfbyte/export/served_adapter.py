@@ -1,8 +1,8 @@
-"""An adapter as vLLM and SGLang read it: each expert's factors under the names of the base's checkpoint.
+"""An adapter in the layout of vLLM and SGLang: each expert's factors under the names of the base's checkpoint.
 
-PEFT holds a stack's factors in two matrices, which servers do not read: they ask for experts.3.gate_proj.lora_A.weight
-and the like. Gate and up of an expert have the A of both, and their rows of B. Servers have one rank and one alpha for
-all: smaller ranks are filled up with zeros, other scalings (rsLoRA, patterns) are in B.
+PEFT stores a stack's factors in two matrices; servers expect experts.3.gate_proj.lora_A.weight and so on. Gate and up
+of an expert share A and have their own rows of B. Servers have a single rank and alpha: smaller ranks are padded with
+zeros, and other scalings (rsLoRA, patterns) are multiplied into B.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ Factors = tuple[str, Tensor, Tensor, float]  # module of the checkpoint, A [r, K
 def export_served(run: Path | str, out: Path | str | None = None, *, trust_remote_code: bool = False) -> Path:
     """Write the adapter of `run` as a folder that vLLM and SGLang load: adapter_config.json and its tensors.
 
-    Servers stop an answer where the base's generation_config.json says, so one with all ends of answers is put there
-    too, for `vllm serve --generation-config`.
+    Servers stop at the tokens of the base's generation_config.json, so the folder has one with all end tokens, for
+    `vllm serve --generation-config`.
 
     Args:
-        run: a run's output_dir or an adapter that PEFT saved.
+        run: a run's output_dir or an adapter saved by PEFT.
         out: the folder; default: adapter-vllm in the run's folder.
         trust_remote_code: run the Python code that comes with the base.
 
     Raises:
         ConfigError: the folder exists.
-        CheckpointError: no adapter, or one that servers cannot apply (DoRA, whole layers, experts without names).
+        CheckpointError: no adapter, or one that servers cannot apply (DoRA, full layers, experts without names).
     """
     place = find(str(run))
     if place.adapter is None:
@@ -65,21 +65,21 @@ def export_served(run: Path | str, out: Path | str | None = None, *, trust_remot
 
 
 class ServedAdapter:
-    """An adapter, whose values may change from one call of `tensors` to the next.
+    """An adapter in a server's layout; its values may change between calls of `tensors`.
 
     Args:
         origin: its base.
-        name: what errors call it.
+        name: for error messages.
 
     Raises:
         CheckpointError: servers cannot apply it.
     """
 
     def __init__(self, adapter: AdapterLayers, origin: Origin, name: str):
-        if adapter.whole:
-            raise CheckpointError(f"{name}: servers cannot replace {min(adapter.whole)}", MERGE)
+        if adapter.replaced:
+            raise CheckpointError(f"{name}: servers cannot replace {min(adapter.replaced)}", MERGE)
         if adapter.routers:
-            raise CheckpointError(f"{name}: servers have no adapters of routers ({min(adapter.routers)})", MERGE)
+            raise CheckpointError(f"{name}: servers do not support adapters on routers ({min(adapter.routers)})", MERGE)
         self.adapter, self.origin, self.name = adapter, origin.name, name
         base = BaseCheckpoint(origin)
         self.base = base.folder
@@ -94,7 +94,7 @@ class ServedAdapter:
 
     @torch.no_grad()
     def tensors(self) -> dict[str, Tensor]:
-        """Factors as they are now, fp32 on the CPU: `lora_A` [r, K] and `lora_B` [N, r] of each matrix."""
+        """Return the current factors, fp32 on the CPU: `lora_A` [r, K] and `lora_B` [N, r] of each matrix."""
         found: dict[str, Tensor] = {}
         for module, a, b, scaling in self._factors():
             missing, prefix = self.rank - a.shape[0], f"base_model.model.{module}"
@@ -104,14 +104,14 @@ class ServedAdapter:
 
     @torch.no_grad()
     def _factors(self) -> Iterator[Factors]:
-        """Of each matrix that the adapter changes, as the checkpoint names it."""
+        """Yield the factors of each matrix that the adapter changes, by the checkpoint's names."""
         layers, experts = self.adapter.layers, self.adapter.experts
         for stored, parameter, is_whole, piece in self._places:
             module, layer = stored.removesuffix(".weight"), layers.get(parameter)
             if wrapper := experts.get(parameter):
                 if piece is None:
-                    said = f"servers have no names for the experts of {parameter}, whose checkpoint stacks them"
-                    raise CheckpointError(f"{self.name}: {said}", MERGE)
+                    message = f"servers cannot address experts of {parameter}, which the checkpoint stacks"
+                    raise CheckpointError(f"{self.name}: {message}", MERGE)
                 factors = wrapper.lora_A["default"].weight, wrapper.lora_B["default"].weight
                 a, b = by_expert(*factors, wrapper.num_experts)
                 rows = piece.rows(b.shape[1])
@@ -120,10 +120,10 @@ class ServedAdapter:
                 yield _plain(layer, module, parameter, self.name)
 
     def write(self, tensors: dict[str, Tensor], path: Path, generation: dict[str, Any] | None = None) -> Path:
-        """Put `tensors` into the folder `path`, in the place of what is there.
+        """Write `tensors` to the folder `path`, replacing it.
 
         Args:
-            generation: the contents of generation_config.json; None: the folder has none.
+            generation: contents of generation_config.json; None: no such file.
         """
         modules = {name.rpartition(".lora_")[0] for name in tensors}
         written = {

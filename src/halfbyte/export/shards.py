@@ -1,7 +1,7 @@
-"""safetensors files written one tensor at a time, so that a shard never lies in memory.
+"""Writing safetensors files one tensor at a time, so that a shard is never in memory as a whole.
 
-The `safetensors` library writes from a dict of all tensors; it reads what is written here. Format: 8 bytes with the
-length of a JSON header (little-endian), the header, then the tensors' bytes at the offsets it names
+The `safetensors` library only writes from a dict of all tensors. Format: 8 bytes with the length of a JSON header
+(little-endian), the header, then the tensors' bytes at the offsets in the header
 (https://huggingface.co/docs/safetensors, "Format").
 """
 
@@ -25,7 +25,7 @@ ALIGNMENT = 8
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor to be written: `dtype` in safetensors' spelling, `nbytes` of its values."""
+    """A tensor to write: `dtype` in safetensors' spelling, `nbytes` of its values."""
 
     name: str
     dtype: str
@@ -42,7 +42,7 @@ def write_shard(
     groups: Sequence[tuple[Entry, ...]],
     make: Callable[[tuple[Entry, ...]], Mapping[str, Tensor]],
 ) -> dict[str, int]:
-    """Write the tensors of all `groups`, each group made when its turn comes.
+    """Write the tensors of all `groups`; each group is computed when it is written.
 
     Args:
         make: entries of one group → name → tensor.
@@ -52,7 +52,7 @@ def write_shard(
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     starts, end = {}, 0
-    # wide ones first keeps every tensor aligned
+    # larger item sizes first, so that every tensor is aligned
     for entry in sorted((entry for group in groups for entry in group), key=lambda entry: -entry.itemsize):
         starts[entry.name] = end
         header[entry.name] = {
@@ -83,7 +83,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def check_shard(path: Path, sums: dict[str, int]) -> None:
-    """Read a shard back through `safetensors` and compare every tensor with what was written.
+    """Read a shard back through `safetensors` and compare every tensor's checksum.
 
     Raises:
         CheckpointError: a tensor is missing, unreadable or differs.

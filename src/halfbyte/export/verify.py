@@ -1,12 +1,13 @@
-"""Verifying a merge: the models to compare, one in memory at a time, and the text to compare them on.
+"""Verifying a merge: reload the merged model, and compare its logits and weights.
 
-Logits say whether a merged model computes what its base and adapter do. Where weights are quantized, that says little
-about a single one: each is also compared with what the merge, done once more, makes of it.
+Logits show whether a merged model computes what its base and adapter do. They say little about a single quantized
+weight, so each is also compared with a second merge of it. One model is in memory at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -19,54 +20,61 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 from halfbyte.config import RunConfig
+from halfbyte.formats import Blockwise4
 from halfbyte.loading.find import find_model
 from halfbyte.loading.load import load_model, load_tokenizer
 from halfbyte.modeling.adapters import load_adapter
 from halfbyte.qat.model import round_merged
-from halfbyte.utils.errors import CheckpointError
+from halfbyte.reading.boundary import answered
+from halfbyte.reading.model_config import read_config
+from halfbyte.tensor import QuantizedTensor
+from halfbyte.utils.errors import CheckpointError, HalfbyteError
 from halfbyte.utils.hardware import free_cached_memory
-from halfbyte.utils.notices import notice
+from halfbyte.utils.notices import notice, silent
 
 from ..loading.checkpoint import DTYPES
 from ..reading import read_json
 from ..utils.transformers_logging import no_loading_bars
 from .fidelity import (
     DRAWS,
-    NONE,
+    NO_ROUNDING,
+    Choices,
     Distance,
     Document,
     Fidelity,
     Loss,
     Rounding,
+    Routing,
     StoredLinear,
+    count_moved,
     distance,
+    elementwise_max,
     logits,
-    most,
     token_losses,
 )  # fmt: skip
-from .reload import reload, stored_values
-from .routing import Choices, Routing, moved
+from .packing import Packing
 from .weights import MergedWeights, Output, Target
 
-KEPT = "nothing was kept; please report this with the run"
+REPORT = "please report this"
+NOTHING_WRITTEN = "no model was written; please report this with the run"
 ROWS, LENGTH = 4, 128
-SAME = 2**-8  # relative: what a loader that keeps bf16 rounds dequantized values by
-HEADROOM = 1.25  # memory over that of the weights: one layer in fp32, activations, logits
+RELATIVE_TOLERANCE = 2**-8  # rounding of dequantized values by loaders that keep them in bf16
+HEADROOM = 1.25  # device memory relative to the weights, for one fp32 layer, activations and logits
 TEXT = """The library opens at nine. A reader may borrow up to 5 books for three weeks, and return them at any desk.
 def mean(values):
     total = sum(values)
     return total / len(values)
 Question: Tom has 3 boxes with 12 pens each and gives away 7 pens. How many are left? 3 * 12 = 36, and 36 - 7 = 29.
-"""  # for an adapter that came without its run: prose, code and numbers
+"""  # used for an adapter without its run: prose, code and numbers
 
 
 class Verifier:
-    """Compares merged models with the base and adapter they come from.
+    """Compares merged models with their base and adapter.
 
     Args:
-        adapter: folder of the adapter; None for a whole model.
+        adapter: folder of the adapter; None for a full model.
         tokenizer: folder with the tokenizer of the merged model.
-        run_dir: the run whose text is read; None for an adapter alone.
+        run_dir: the run whose text is used; None for an adapter without a run.
     """
 
     def __init__(
@@ -84,7 +92,7 @@ class Verifier:
         self._documents, self._held_out = loss_documents(run_dir, self._ids) if weights.packing.formats else ([], False)
         observe = self._observe if weights.packing.calibrated else None
         self._routing, self._routing_of_original = Routing(), Routing()
-        self._trained, self._bare, self._losses = self._adapted(
+        self._trained, self._bare, self._losses = self._measure_base(
             weights.trained_dtype, run.storage.quantized, self._routing, observe
         )
         self._unquantized: tuple[Tensor, Tensor, Tensor] | None = None
@@ -97,53 +105,60 @@ class Verifier:
         """Reload `folder` with the tool it is stored for, and compare its logits and its quantized weights.
 
         Raises:
-            CheckpointError: the folder does not load, a weight is not the merged one, or rounding does not explain how
-                the logits differ.
+            CheckpointError: the folder does not load, a weight differs from the merged one, or rounding does not
+                explain the difference of the logits.
         """
         rounded_before = self._rounded_before(target)
         exact, bare, before = (self._trained, self._bare, self._losses) if rounded_before else self._original()
         routing = self._routing if rounded_before else self._routing_of_original
-        found, losses, chosen = self._reloaded(folder, target, routing)
+        found, losses, chosen = self._measure_merged(folder, target, routing)
         merged, (held, *noisy), (own, *by_noise) = found[0], found[-1 - DRAWS :], chosen[-1 - DRAWS :]
         kept, quantized = self._weights.kept(target), bool(self._weights.packing.formats)
         fidelity = Fidelity(
             trained=distance(self._trained, merged),
             exact=distance(exact, held),
-            noise=most(distance(held, each) for each in noisy),
+            noise=elementwise_max(distance(held, each) for each in noisy),
             adapter=distance(bare, exact),
             lost=abs(1 - kept.share),
             largest_logit=float(exact.abs().max()),
             kept=kept,
             loss=Loss.between(losses, (before, self._losses), self._held_out) if quantized else None,
-            moved=(moved(own, routing.chosen), max(moved(each, own) for each in by_noise), routing.choices),
+            moved=(count_moved(own, routing.chosen), max(count_moved(each, own) for each in by_noise), routing.choices),
         )
         if not fidelity.explained:
-            raise CheckpointError(_unexplained(fidelity, target), KEPT)
+            raise CheckpointError(_unexplained(fidelity, target), NOTHING_WRITTEN)
         return fidelity
 
     def _rounded_before(self, target: Target) -> bool:
-        """Whether the base merged onto is the one trained on, quantized as it was."""
+        """Return whether the base merged onto is the trained base, quantized as in training."""
         return target == "dequantized" or self._weights.as_trained
 
     def _original(self) -> tuple[Tensor, Tensor, Tensor]:
-        """As `_adapted`, of the base's stored weights."""
+        """Return the results of `_measure_base` for the base's stored weights."""
         if self._unquantized is None:
             dtype = DTYPES[self._weights.base.dtype]
-            self._unquantized = self._adapted(dtype, False, self._routing_of_original)
+            self._unquantized = self._measure_base(dtype, False, self._routing_of_original)
         return self._unquantized
 
-    def _adapted(
+    def _measure_base(
         self, dtype: torch.dtype, quantized: bool, routing: Routing, observe: Callable[[Any], None] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits of a base with the adapter, whose `routing` is noted, and without it; its losses with it. `observe`
-        sees the model before."""
+        """Measure a base with and without the adapter.
+
+        Args:
+            routing: records the experts that tokens choose with the adapter.
+            observe: called with the base before the measurement.
+
+        Returns:
+            Logits with the adapter, logits without it, and losses with it.
+        """
 
         def load() -> nn.Module:
             run = self._run
             storage = run.storage if quantized else replace(run.storage, formats=())
             if not self._weights.as_trained:
                 storage = replace(storage, qat_scheme=None)
-            # transformers' own attention, since flash attention does not compute in fp32
+            # transformers' own attention: flash attention does not support fp32
             base = load_model(find_model(run.origin), storage, dtype=dtype, device=self._device)
             model = base if self._adapter is None else load_adapter(base, self._adapter, run.origin.name)
             round_merged(model)
@@ -152,13 +167,13 @@ class Verifier:
             return model
 
         bits = "quantized base" if quantized else "base"
-        said = f"measuring the {bits}" + (" with its adapter" if self._adapter else "")
+        description = f"measuring the {bits}" + (" with its adapter" if self._adapter else "")
         with_bare = self._adapter is not None
-        found, losses, _ = self._measure(said, load, [(NONE, routing.recorded)], with_bare=with_bare)
+        found, losses, _ = self._measure(description, load, [(NO_ROUNDING, routing.recorded)], with_bare=with_bare)
         return found[0], found[-1], losses
 
     def _observe(self, model: nn.Module) -> None:
-        """Have the layers that will be quantized record their largest input."""
+        """Make the layers that will be quantized record their largest input."""
         found = self._weights.input_amax
 
         def record(name: str, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -170,13 +185,19 @@ class Verifier:
                 module.register_forward_pre_hook(partial(record, parameter.removesuffix(".weight")))
 
     def _peers(self) -> Mapping[str, tuple[str, ...]]:
-        """Parameter → those whose inputs count for its scale."""
+        """Return parameter → the parameters whose inputs determine its scale."""
         packing = self._weights.packing
         return {parameter: packing.peers.get(parameter, (parameter,)) for parameter in packing.formats}
 
-    def _reloaded(self, folder: Path, target: Target, routing: Routing) -> tuple[list[Tensor], Tensor, list[Choices]]:
-        """Logits of the merged model: of a mixture as it routes tokens, then with `routing` held, then with noise, too;
-        its losses; and what tokens would have chosen each time."""
+    def _measure_merged(
+        self, folder: Path, target: Target, routing: Routing
+    ) -> tuple[list[Tensor], Tensor, list[Choices]]:
+        """Measure the merged model.
+
+        Returns:
+            Logits with its own routing (mixtures only), with `routing` held, and with noise; its losses; and the
+            experts that tokens would have chosen in each forward.
+        """
         weights, packing, before = self._weights, self._weights.packing, self._rounded_before(target)
         cast = weights.cast(weights.trained_dtype if before else DTYPES[weights.base.dtype], before)
         errors: dict[str, Tensor] = {}
@@ -192,13 +213,13 @@ class Verifier:
                     self._check_weight(model, output, target)
             return model
 
-        held = [(each, routing.held) for each in (NONE, *[rounding] * DRAWS)]
-        alone = [(NONE, Routing().held)] if routing.chosen else []
+        held = [(each, routing.held) for each in (NO_ROUNDING, *[rounding] * DRAWS)]
+        alone = [(NO_ROUNDING, Routing().held)] if routing.chosen else []
         return self._measure("reloading the merged model", load, [*alone, *held], routing)
 
     @torch.no_grad()
     def _check_weight(self, model: Any, output: Output, target: Target) -> None:
-        """Compare a loaded weight with the merged one, and have a quantized one computed from as it is stored."""
+        """Compare a loaded weight with the merged one; a quantized layer then computes from its stored values."""
         name, _, kind = output.parameter.rpartition(".")
         if output.parameter not in self._weights.adapter.shapes or not self._weights.is_whole(output):
             return
@@ -214,7 +235,7 @@ class Verifier:
 
     @torch.no_grad()
     def _check_stack(self, model: Any, output: Output, target: Target) -> Tensor:
-        """Compare a loaded stack of experts with the merged one; fp32 [E, N], each row's error."""
+        """Compare a loaded stack of experts with the merged one; return each row's error, fp32 [E, N]."""
         found, expected = model.get_parameter(output.parameter), self._weights.stack(output, target)
         errors = []
         for at, (weight, _) in enumerate(self._weights.experts(output, target)):
@@ -232,9 +253,16 @@ class Verifier:
         *,
         with_bare: bool = False,
     ) -> tuple[list[Tensor], Tensor, list[Choices]]:
-        """Logits of a model, once for each rounding to be done again and what is around it, and last, if asked, without
-        its adapter; its losses (none where none are compared); and what tokens would have chosen inside `routing`. The
-        model is dropped."""
+        """Load a model, compute its logits and losses, and drop it.
+
+        Args:
+            forwards: for each forward, the rounding to apply and the context to run it in.
+            routing: collects the experts that tokens would have chosen.
+            with_bare: also compute logits without the adapter, last.
+
+        Returns:
+            Logits of each forward; losses (empty without documents); and expert choices of each forward.
+        """
         task = self._progress.add_task(description, total=None)
         with no_loading_bars():
             model = load()
@@ -248,19 +276,20 @@ class Verifier:
             with model.disable_adapter():
                 found.append(logits(model, self._ids))
         del model
-        gc.collect()  # modules and hooks refer to each other
+        gc.collect()  # modules and hooks form reference cycles
         free_cached_memory(self._device)
         self._progress.remove_task(task)
         return found, losses, chosen
 
 
 def _check_same(found: Tensor, expected: Tensor, output: Output) -> None:
-    if found.shape != expected.shape or not bool(((found - expected).abs() <= SAME * expected.abs()).all()):
-        raise CheckpointError(f"{output.parameter} reads back other values than were merged", KEPT)
+    bound = RELATIVE_TOLERANCE * expected.abs()
+    if found.shape != expected.shape or not bool(((found - expected).abs() <= bound).all()):
+        raise CheckpointError(f"{output.parameter} reads back other values than were merged", NOTHING_WRITTEN)
 
 
 def _expert(stack: Any, at: int) -> Tensor:
-    """fp32 [N, K]: an expert of a packed stack."""
+    """Return an expert of a packed stack, fp32 [N, K]."""
     return stack[at].dequantize(torch.float32)
 
 
@@ -275,7 +304,7 @@ def _unexplained(fidelity: Fidelity, target: Target) -> str:
 
 
 def _device_for(weights: MergedWeights) -> torch.device:
-    """Where the merged model fits: the run's device, or the CPU, with a notice."""
+    """Return the run's device, or the CPU with a notice if the merged model does not fit."""
     device = weights.adapter.device
     if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < HEADROOM * weights.nbytes:
         notice("merge-device", f"verifying on the CPU: the merged model does not fit {device}")
@@ -284,10 +313,10 @@ def _device_for(weights: MergedWeights) -> torch.device:
 
 
 def text_ids(tokenizer: Path, run_dir: Path | None) -> Tensor:
-    """int64 [rows, T]: the documents shown in the run's data report, cut into equal rows; else a built-in text."""
+    """Return the run's sample documents (else a built-in text) in rows of equal length, int64 [rows, T]."""
     text = "".join("".join(sample["tokens"]) for sample in _data_report(run_dir).get("samples", ()))
     if not text:
-        notice("merge-text", "no text of the run is left, so the merge is measured on a short built-in one")
+        notice("merge-text", "the run has no sample text, so the merge is measured on a short built-in text")
     ids = load_tokenizer(str(tokenizer))(text or TEXT, add_special_tokens=False)["input_ids"]
     length = min(LENGTH, len(ids))
     rows = min(ROWS, len(ids) // length)
@@ -295,8 +324,7 @@ def text_ids(tokenizer: Path, run_dir: Path | None) -> Tensor:
 
 
 def loss_documents(run_dir: Path | None, ids: Tensor) -> tuple[list[Document], bool]:
-    """The documents that losses are compared on: those that the run held out, else `ids` [rows, T], all tokens of which
-    count; and whether they were held out."""
+    """Return the run's held-out documents and True; without any, `ids` [rows, T] with all tokens counted, and False."""
     found = [
         (torch.tensor(each["input_ids"]), torch.tensor(each["trained"]))
         for each in _data_report(run_dir).get("held_out", ())
@@ -307,6 +335,65 @@ def loss_documents(run_dir: Path | None, ids: Tensor) -> tuple[list[Document], b
 
 
 def _data_report(run_dir: Path | None) -> dict[str, Any]:
-    """A run's data_report.json; empty without one."""
+    """Return a run's data_report.json; empty without one."""
     path = run_dir / "data_report.json" if run_dir else None
     return read_json(path, CheckpointError) if path and path.is_file() else {}
+
+
+# --- reading a merged model back --------------------------------------------------------------------------------------
+
+
+def reload(folder: Path, packing: Packing, dtype: str, device: torch.device, trust_remote_code: bool) -> nn.Module:
+    """Load the merged model: with plain transformers (and bitsandbytes if stored for it), or with halfbyte.
+
+    Args:
+        dtype: of the weights that are not quantized, as in config.json.
+
+    Raises:
+        CheckpointError: it does not load, or lacks a weight.
+    """
+    if packing.config is not None and packing.loader == "halfbyte":
+        try:
+            with silent():
+                return load_model(str(folder), dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        except HalfbyteError as error:
+            raise CheckpointError(f"the merged model does not load: {error.message}", REPORT) from error
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "device_map": {"": device}}
+    if packing.loader == "fp8":  # dequantize instead of using FP8 matmuls
+        options["quantization_config"] = FineGrainedFP8Config(dequantize=True)
+    config = read_config(folder)
+    if (config.get("text_config") or config).get("attn_logit_softcapping"):
+        options["attn_implementation"] = "eager"  # SDPA leaves scores uncapped, silently before transformers 5.23
+    with answered("the merged model does not load", REPORT):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True, **options)
+    model, info = loaded
+    wrong = [str(name) for kind in ("missing_keys", "mismatched_keys") for name in sorted(info[kind], key=str)]
+    if wrong:
+        raise CheckpointError(f"the merged model lacks {wrong[0]}", REPORT)
+    return model
+
+
+def stored_values(module: nn.Module) -> Tensor:
+    """Return the weight of a loaded module, fp32, dequantized by the tool that loaded it."""
+    weight: Any = module.weight
+    if isinstance(weight.data, QuantizedTensor):
+        return weight.data.dequantize(torch.float32)
+    kind = type(weight).__name__
+    if kind == "Params4bit":
+        from bitsandbytes.functional import dequantize_4bit
+
+        state = copy.copy(weight.quant_state)
+        if weight.device.type == "cpu" and state.shape[-1] % state.blocksize:
+            # bitsandbytes 0.50.2's CPU kernel is wrong if blocks cross rows; its GPU kernels are right
+            entries = {"": weight.data, **state.as_dict(packed=True)}
+            format_, parts, shape, _ = Blockwise4.from_state(entries, "weight")
+            return format_.dequantize(parts, shape, torch.float32)
+        state.dtype = torch.float32
+        return dequantize_4bit(weight.data, state)
+    if kind == "Int8Params":
+        from bitsandbytes.functional import int8_vectorwise_dequant
+
+        return int8_vectorwise_dequant(weight.data, weight.SCB)
+    return weight.data.float()

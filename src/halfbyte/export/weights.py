@@ -1,22 +1,22 @@
-"""The weights of a merged model: which tensors it has, how each is made, and writing them shard by shard.
+"""The weights of a merged model: which tensors it has, how each is computed, and writing them shard by shard.
 
-A weight that is stored quantized is quantized from its fp32 values, which are never rounded to 16 bits.
+A quantized weight is quantized from its fp32 values, without rounding to 16 bits first.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from halfbyte.config import RunConfig
-from halfbyte.formats import Stack
+from halfbyte.formats import Format, Stack
 from halfbyte.formats.base import entry_name
 from halfbyte.formats.nvfp4 import INPUT_SCALE
 from halfbyte.loading.load import resolve_dtype
@@ -27,9 +27,8 @@ from halfbyte.utils.errors import CheckpointError, ModelError
 from halfbyte.utils.files import write_json
 
 from ..loading.checkpoint import DTYPES, BaseCheckpoint, Stored
-from .adapter import AdapterLayers
-from .experts import PackedStacks, Piece
-from .kept import Kept
+from .adapter import AdapterLayers, Piece
+from .fidelity import RetainedUpdate
 from .packing import NVFP4_RANGE, Packing, padded_state, quantize_together
 from .shards import Entry, write_shard
 
@@ -38,13 +37,13 @@ Target = Literal["original", "dequantized"]
 
 @dataclass(frozen=True)
 class Output:
-    """A weight of the merged checkpoint: made from the base's `source`, it becomes the model's `parameter`.
+    """A weight of the merged checkpoint, computed from the base's `source` for the model's `parameter`.
 
     Attributes:
         entry: the weight in 16 bits (or as the base stores it).
-        packed: what is written instead of `entry` where the weight is quantized.
-        piece: which rows of which expert it is, where `parameter` is a stack of experts.
-        parts: of a stack that is written whole, packed: what the base has of it, pieces or itself.
+        packed: entries written instead of `entry` if the weight is quantized.
+        piece: the expert and rows it holds, if `parameter` is a stack of experts.
+        parts: for a stack written as one packed tensor: the base's tensors that form it.
     """
 
     entry: Entry
@@ -59,17 +58,41 @@ class Output:
         return self.packed or (self.entry,)
 
 
+class PackedStacks:
+    """The base's stacks of experts, quantized as in training; one in memory at a time.
+
+    Args:
+        formats: stack → the format of its experts.
+        read: stack → its matrices [N, K], in the dtype that they were cast to before quantization.
+    """
+
+    def __init__(self, formats: dict[str, Format], read: Callable[[str], Iterable[Tensor]]):
+        self.formats, self._read = formats, read
+        self._packed: tuple[str, QuantizedTensor] | None = None
+
+    def expert(self, name: str, at: int, shape: tuple[int, ...]) -> Tensor:
+        """Return expert `at` of a stack of `shape` [E, N, K], dequantized, fp32 [N, K]."""
+        if self._packed is None or self._packed[0] != name:
+            self._packed = None  # free it before the next is built
+            try:
+                self._packed = name, QuantizedTensor.quantize_stack(self._read(name), self.formats[name], shape)
+            except ModelError as error:
+                raise ModelError(f"{name}: {error.message}", error.fix) from error
+        expert: Any = self._packed[1][at]
+        return expert.dequantize(torch.float32)
+
+
 class MergedWeights:
-    """The weights of base and adapter as one.
+    """The weights of a base and its adapter.
 
     Attributes:
-        trained_dtype: what the base was cast to when it was trained on, before any quantization.
-        as_trained: quantization-aware training rounded the weights to the very formats of `packing`.
-        shards: file name → its tensors; the base's own files and order.
-        packing: how the linear layers are stored.
-        input_amax: module name → largest magnitude among its inputs, for a packing that stores it.
-        untied: the base shares one weight between embedding and head, and the adapter changes one of them, or each in
-            its own way: the merged model then has two.
+        trained_dtype: dtype that the base was cast to in training, before quantization.
+        as_trained: whether quantization-aware training rounded the weights to the formats of `packing`.
+        shards: file name → its tensors, in the base's files and order.
+        packing: storage of the linear layers.
+        input_amax: module name → largest magnitude of its inputs, for a packing that stores it.
+        untied: whether the base ties embedding and head and the adapter changes them differently, so that the merged
+            model stores both.
 
     Raises:
         CheckpointError: the base lacks a tensor that the adapter changes, or has it in another shape.
@@ -83,10 +106,10 @@ class MergedWeights:
         stacks = {} if base.quantized and not base.in_part else dict(adapter.stacks)
         self._stacks = PackedStacks(stacks, self._experts)
         computed = run.precision.compute
-        self.trained_dtype = DTYPES[base.dtype] if adapter.whole_model else resolve_dtype(computed, adapter.device)
+        self.trained_dtype = DTYPES[base.dtype] if adapter.is_full_model else resolve_dtype(computed, adapter.device)
         self.as_trained = self.packing.is_scheme(run.storage.qat_scheme)
         self.untied = False
-        self._kept: dict[Target, dict[str, Kept]] = {}
+        self._kept: dict[Target, dict[str, RetainedUpdate]] = {}
         self.shards: dict[str, list[Output]] = {file: [] for file in base.headers}
         self._pieces: set[str] = set()
         for stored in base.weights:
@@ -107,7 +130,7 @@ class MergedWeights:
 
     @property
     def outputs(self) -> list[Output]:
-        """Every weight, in the order of the shards."""
+        """All weights, in the order of the shards."""
         return [output for shard in self.shards.values() for output in shard]
 
     def _with_packed(self, output: Output) -> Output:
@@ -117,7 +140,7 @@ class MergedWeights:
         return replace(output, packed=self.packing.entries(name, output.parameter, shape, dtype))
 
     def _join(self, name: str) -> None:
-        """Have a stack written whole, under its own name, where the first of its parts is."""
+        """Replace a stack's tensors by one, under the stack's name, at the position of the first."""
         parts = tuple(output for output in self.outputs if output.parameter == name)
         first, shape = parts[0], self._stored_shape(name)
         for shard in self.shards.values():
@@ -127,30 +150,30 @@ class MergedWeights:
             shard[:] = [output for output in shard if output not in parts]
 
     def _stored_shape(self, stack: str) -> tuple[int, ...]:
-        """[E, N, K] of a stack."""
+        """Return the shape [E, N, K] of a stack."""
         shape = self.adapter.shapes[stack]
         return (shape[0], shape[2], shape[1]) if stack in self.adapter.transposed else shape
 
     def _packed_dtype(self, output: Output) -> torch.dtype:
-        """What the values of a quantized weight are said to be; ModelOpt's layout is for bf16."""
+        """Return the dtype recorded for a quantized weight; ModelOpt's layout is for bf16."""
         return torch.bfloat16 if self.packing.calibrated else DTYPES[output.entry.dtype]
 
     def _add(self, name: str, source: Stored, parameter: str, piece: Piece | None = None) -> None:
         dtype, size = self.base.written_dtype(source), self.base.written_bytes(source)
-        shape = self.adapter.shapes[parameter] if self._is_turned(source, parameter) else source.shape
+        shape = self.adapter.shapes[parameter] if self._is_transposed(source, parameter) else source.shape
         self.shards[source.file].append(Output(Entry(name, dtype, shape, size), source, parameter, (), piece))
 
-    def _is_turned(self, source: Stored, parameter: str) -> bool:
-        """Whether the base has a stack packed, and so as [E, N, K], where the model has [E, K, N]."""
+    def _is_transposed(self, source: Stored, parameter: str) -> bool:
+        """Return whether the base stores a stack packed as [E, N, K] that the model has as [E, K, N]."""
         shape = self.adapter.shapes.get(parameter, ())
         return bool(source.parts) and parameter in self.adapter.transposed and source.shape == (shape[0], *shape[:0:-1])
 
     def _untie(self, parameter: str, tied_to: str) -> None:
-        """Give both their own tensor, made from the one that the base stores."""
+        """Give both parameters their own tensor, made from the one in the base."""
         outputs = {output.parameter: output for output in self.outputs}
         stored = outputs.get(tied_to) or outputs.get(parameter)
         if stored is None:
-            return  # `_check` says what is missing
+            return  # `_check` raises for the missing tensor
         self.untied = True
         for name in {parameter, tied_to} - {stored.parameter}:
             for shard in self.shards.values():
@@ -159,7 +182,7 @@ class MergedWeights:
 
     def _check(self) -> None:
         if beyond := sorted(self._pieces & (self.adapter.changed | self._formats.keys() | self.packing.formats.keys())):
-            wrong = f"{beyond[0]} is put together from several tensors, and cannot be merged"
+            wrong = f"{beyond[0]} is assembled from several checkpoint tensors, which merge does not support"
             raise CheckpointError(wrong, "merge it with PEFT (merge_and_unload)")
         outputs = {output.parameter: output for output in self.outputs}
         for name in sorted(self.adapter.changed | self.packing.formats.keys()):
@@ -178,15 +201,15 @@ class MergedWeights:
 
     @property
     def nbytes(self) -> int:
-        """Size of all tensors."""
+        """Size of all tensors in bytes."""
         return sum(entry.nbytes for output in self.outputs for entry in output.written)
 
     def is_whole(self, output: Output) -> bool:
-        """Whether `output` is all of its parameter (experts are stacked from several)."""
+        """Return whether `output` is all of its parameter (experts are stacked from several outputs)."""
         return output.parameter not in self._pieces and output.piece is None and not output.parts
 
     def rounded(self, target: Target) -> set[str]:
-        """The parameters whose values are rounded on the way."""
+        """Return the parameters whose values the merge rounds."""
         return {
             output.parameter
             for output in self.outputs
@@ -210,7 +233,7 @@ class MergedWeights:
             File name → tensor name → CRC-32.
 
         Raises:
-            CheckpointError: a merged weight is NaN, or does not fit the dtype.
+            CheckpointError: a merged weight is NaN, or exceeds the range of the dtype.
         """
         sums = {}
         for file, outputs in self.shards.items():
@@ -227,7 +250,7 @@ class MergedWeights:
         return sums
 
     def state(self, output: Output, target: Target) -> dict[str, Tensor]:
-        """Entry → tensor, of one weight of the merged model."""
+        """Return entry name → tensor for one weight of the merged model."""
         if not output.packed:
             return {output.entry.name: self.tensor(output, target)}
         packed = self.stack(output, target) if output.parts else self._packed_and_counted(output, target)
@@ -239,7 +262,7 @@ class MergedWeights:
         return padded_state({entry_name(output.entry.name, key): value for key, value in state.items()}, sizes)
 
     def quantized(self, output: Output, target: Target) -> QuantizedTensor:
-        """A weight that is stored quantized, in its format."""
+        """Return a quantized weight in its format."""
         return self._packed(self.values(output, target), output, target)
 
     @torch.no_grad()
@@ -255,19 +278,19 @@ class MergedWeights:
         return QuantizedTensor(format_, parts, tuple(weight.shape), self._packed_dtype(output))
 
     def _packed_and_counted(self, output: Output, target: Target) -> QuantizedTensor:
-        """A weight that is stored quantized, and how much of its update came through, for `kept`."""
+        """Return a quantized weight, and record how much of its update is retained."""
         if output.parameter not in self.adapter.changed:
             return self.quantized(output, target)
         before = self._base_values(output, target)
         weight = self.adapter.merged(output.parameter, before.clone())
         packed, without = (self._packed(each, output, target) for each in (weight, before))
         stored, unchanged = packed.dequantize(torch.float32), without.dequantize(torch.float32)
-        self._kept.setdefault(target, {})[output.entry.name] = Kept.of(stored, unchanged, weight - before)
+        self._kept.setdefault(target, {})[output.entry.name] = RetainedUpdate.of(stored, unchanged, weight - before)
         return packed
 
     @torch.no_grad()
     def stack(self, output: Output, target: Target) -> QuantizedTensor:
-        """A stack of experts that is written whole, in its format, and how much of each one's update came through."""
+        """Return a packed stack of experts, and record how much of each expert's update is retained."""
         format_, shape, name = self.packing.formats[output.parameter], output.entry.shape, output.parameter
         each, found = (format_.each if isinstance(format_, Stack) else format_), self._kept.setdefault(target, {})
 
@@ -276,7 +299,7 @@ class MergedWeights:
                 if name in self.adapter.changed:
                     both = (QuantizedTensor.quantize(matrix, each) for matrix in (weight, before))
                     stored, without = (matrix.dequantize(torch.float32) for matrix in both)
-                    found[f"{name}.{at}"] = Kept.of(stored, without, weight - before)
+                    found[f"{name}.{at}"] = RetainedUpdate.of(stored, without, weight - before)
                 yield weight
 
         try:
@@ -287,21 +310,21 @@ class MergedWeights:
 
     @torch.no_grad()
     def experts(self, output: Output, target: Target) -> Iterator[tuple[Tensor, Tensor]]:
-        """fp32 [N, K] twice, of each expert of a stack: merged before any rounding, and without the adapter."""
+        """Yield each expert of a stack with and without the adapter, before rounding, fp32 [N, K]."""
         name, parts = output.parameter, output.parts
         pieces = {(each.piece.expert, each.piece.part): each for each in parts if each.piece}
         if not pieces:
             before = self._base_values(parts[0], target)
             weight = self.adapter.merged(name, before.clone()) if name in self.adapter.changed else before
-            turned = name in self.adapter.transposed
-            yield from zip(*((each.mT if turned else each).contiguous() for each in (weight, before)), strict=True)
+            transposed = name in self.adapter.transposed
+            yield from zip(*((each.mT if transposed else each).contiguous() for each in (weight, before)), strict=True)
         for at in range(output.entry.shape[0]) if pieces else ():
             own = [pieces[key] for key in sorted(pieces) if key[0] == at]
             before = torch.cat([self._base_values(each, target) for each in own])
             yield torch.cat([self.values(each, target) for each in own]), before
 
     def _amax(self, parameters: tuple[str, ...], target: Target) -> Tensor:
-        """fp32 []: the largest magnitude in a group of merged weights, which are made once more for it."""
+        """Return the largest magnitude in a group of merged weights, fp32 []; computes the weights once more."""
         key = (target, parameters)
         if key not in self._group_amax:
             group = [output for output in self.outputs if output.parameter in parameters]
@@ -310,22 +333,22 @@ class MergedWeights:
 
     @torch.no_grad()
     def values(self, output: Output, target: Target) -> Tensor:
-        """fp32: one weight of the merged model before any rounding."""
+        """Return one weight of the merged model before rounding, fp32."""
         before = self._base_values(output, target)
         if output.parameter not in self.adapter.changed:
             return before
         return self.adapter.merged(output.parameter, before, output.piece)
 
     def _base_values(self, output: Output, target: Target) -> Tensor:
-        """fp32, owned by the caller: a weight of the base merged onto, without the adapter."""
+        """Return a weight of the base without the adapter, fp32, owned by the caller."""
         name = output.parameter
         if target == "dequantized" and name in self._stacks.formats:
             return self._packed_stack(output)
         weight = self.base.read(output.source).to(self.adapter.device)
-        if self._is_turned(output.source, name):
+        if self._is_transposed(output.source, name):
             weight = weight.mT
         if target == "dequantized" and name in self._formats:
-            # transformers casts to the dtype of the run before it quantizes
+            # transformers casts to the run's dtype before quantization
             weight = weight.to(self.trained_dtype)
             return QuantizedTensor.quantize(weight, self._formats[name]).dequantize(torch.float32)
         if self.as_trained and name in self.packing.formats:
@@ -333,7 +356,7 @@ class MergedWeights:
         return weight.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
     def _packed_stack(self, output: Output) -> Tensor:
-        """fp32: experts, or a piece of one, as they were quantized when they were trained on."""
+        """Return experts, or a piece of one, quantized as in training, fp32."""
         shape = self.adapter.shapes[output.parameter]
         if output.piece is not None:
             matrix = self._stacks.expert(output.parameter, output.piece.expert, shape)
@@ -343,7 +366,7 @@ class MergedWeights:
         return whole.mT.contiguous() if transposed else whole
 
     def _experts(self, parameter: str) -> Iterator[Tensor]:
-        """Each expert [N, K] of the base's checkpoint, in the dtype that transformers casts it to."""
+        """Yield each expert [N, K] of the base's checkpoint, in the dtype that transformers casts it to."""
         parts = self._of_stack[parameter]
         pieces = {(each.piece.expert, each.piece.part): each.source for each in parts if each.piece}
         whole = None if pieces else self.base.read(parts[0].source)
@@ -356,7 +379,7 @@ class MergedWeights:
 
     @functools.cached_property
     def _of_stack(self) -> dict[str, list[Output]]:
-        """Stack → the tensors that it is made of."""
+        """Stack name → the tensors that form it."""
         found: dict[str, list[Output]] = {}
         for output in self.outputs:
             if output.parameter in self._stacks.formats:
@@ -365,7 +388,7 @@ class MergedWeights:
 
     @torch.no_grad()
     def tensor(self, output: Output, target: Target) -> Tensor:
-        """One tensor of the merged model in 16 bits: computed in fp32 and rounded once, or as the base stores it."""
+        """Return a 16-bit tensor of the merged model: computed in fp32 and rounded once, or as the base stores it."""
         name, dtype = output.parameter, output.entry.dtype
         if not self._is_computed(output, target):
             weight = self.base.read(output.source)
@@ -377,19 +400,24 @@ class MergedWeights:
         rounded = self._finite(weight, weight.to(DTYPES[dtype]), output)
         without = before.to(DTYPES[dtype]).float()
         found = {output.entry.name: (rounded.float(), without, weight - before)}
-        if name in self.adapter.experts and output.piece is None:  # a stack: each expert counts
+        if name in self.adapter.experts and output.piece is None:  # a stack: count each expert
             found = {f"{name}.{at}": each for at, each in enumerate(zip(*found.popitem()[1], strict=True))}
-        self._kept.setdefault(target, {}).update({each: Kept.of(*values) for each, values in found.items()})
+        self._kept.setdefault(target, {}).update({each: RetainedUpdate.of(*values) for each, values in found.items()})
         return rounded
 
-    def kept(self, target: Target) -> Kept:
-        """What of the update is in the weights written onto `target`: near nothing where ΔW is below half a step of a
-        base whose weights are exact in what is written, near everything otherwise."""
-        return Kept.sum(self._kept.get(target, {}).values())
+    def kept(self, target: Target) -> RetainedUpdate:
+        """Return the update retained in the weights written onto `target`.
 
-    def experts_arrived(self, target: Target) -> tuple[int, int] | None:
-        """Of the tensors of single experts that the adapter changes, how many are stored with a change, and how many
-        there are; None: it is on no experts."""
+        Near zero if ΔW is below half a step of a base that is exact in the written dtype, otherwise near one.
+        """
+        return RetainedUpdate.sum(self._kept.get(target, {}).values())
+
+    def changed_experts(self, target: Target) -> tuple[int, int] | None:
+        """Count the single-expert tensors that the adapter changes.
+
+        Returns:
+            The number stored with a change and the total; None without adapters on experts.
+        """
         stacks = tuple(f"{name}." for name in self.adapter.experts)
         pieces = {each.entry.name for each in self.outputs if each.piece and each.parameter in self.adapter.experts}
         own = [each for name, each in self._kept.get(target, {}).items() if name in pieces or name.startswith(stacks)]
@@ -397,8 +425,13 @@ class MergedWeights:
         return (sum(bool(each.along) for each in trained), len(trained)) if stacks else None
 
     def cast(self, dtype: torch.dtype, trained: bool) -> dict[str, torch.dtype]:
-        """Name → `dtype`, of the 16-bit weights that a base loaded in it has as they were cast, and the merged model as
-        they are stored; `trained`: that base is the one trained on, whose quantized weights were cast before."""
+        """Return parameter name → `dtype` for the 16-bit weights that a base loaded in `dtype` casts.
+
+        The merged model keeps these weights uncast.
+
+        Args:
+            trained: whether that base is the trained one, whose quantized weights were cast before quantization.
+        """
         before = self._formats | self._stacks.formats if trained else {}
         return {
             output.parameter: dtype
@@ -406,7 +439,7 @@ class MergedWeights:
             if DTYPES.get(output.entry.dtype, dtype) != dtype
             and not output.packed
             and output.parameter not in before
-            and output.parameter not in self.adapter.whole
+            and output.parameter not in self.adapter.replaced
         }
 
     @staticmethod
@@ -417,7 +450,7 @@ class MergedWeights:
         return rounded
 
     def config(self) -> dict[str, object]:
-        """config.json of the merged model: the base's, with the quantization and the dtype that are written."""
+        """Return config.json of the merged model: the base's, with the new quantization and dtype."""
         config = json.loads(json.dumps(self.base.config))
         config.pop("quantization_config", None)
         if self.packing.config is not None:

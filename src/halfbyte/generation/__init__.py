@@ -1,6 +1,6 @@
-"""Generating text: a static key-value cache, one token a step, adapters applied without merging."""
+"""Text generation: decoding engines, continuous batching and sampling; LoRA adapters are applied without merging."""
 
-from .engine_cache import forget
+from .engine import forget
 from .rollouts import Completion, Rollouts
 from .run import generate, stream
 from .sampling import Sampling

@@ -1,4 +1,4 @@
-"""The rows of a step as the device has them: tokens, lengths and tables; on a CUDA device, steps in graphs."""
+"""One decoding step for all active rows: their tokens, lengths and page tables on the device, with CUDA graphs."""
 
 from __future__ import annotations
 
@@ -12,69 +12,71 @@ from torch import Tensor
 from ..ops.paged_attention import BUNDLE, Shared
 from ..ops.sample import draw_tokens
 from ..utils.hardware import capture_stream
-from .paged import LEAST_ROWS, PagedDecoder, to_device
-from .sampling import LOWEST, Sampling
+from .paged import MIN_CPU_ROWS, PagedDecoder, to_device
+from .sampling import MIN_TEMPERATURE, Sampling
 from .schedule import Row
 
-GRAPHS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)  # rows of a captured step; others are filled up
-# Columns of the book. As `bundles_of` gives them: a row's pages that its bundle has, and from BEGIN, one bundle to a
-# line, a bundle's three numbers; last a row's table.
+GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)  # captured batch sizes; smaller steps are padded
+# Columns of the row table. COMMON and the three columns from BEGIN hold the results of `bundles_of`: a row's shared
+# pages, and one bundle per line. The row's page table starts at TABLE.
 LENGTH, LIVE, PROMPT, GENERATION, SEAT, SOURCE, COMMON, BEGIN = range(8)
 TABLE = BEGIN + 3
-FEWEST = 4  # rows of a bundle: a launch has programs for as many bundles as there may be, and with fewer gains less
-# Reads of pages that bundles save a layer, from which on there are any: each takes an H200 some 65 ns where a token has
-# 8 heads of 128, and the launch for bundles, with what it hands on, 6 to 8 µs.
-SAVED = 128
+MIN_BUNDLE_ROWS = 4  # smaller bundles save less than their programs in the launch cost
+# Bundles are used when they save more page reads per layer than this. On an H200 a page read takes about 65 ns (8 heads
+# of 128), and the extra launch with its hand-over 6 to 8 µs.
+MIN_SAVED_READS = 128
 
 Drawn = tuple[Tensor, Tensor]  # tokens int64 [R] and their log-probabilities fp32 [R]
 
 
 class Batch:
-    """Args:
-    decoder: with its pages made.
-    rows: that may run at once.
-    pages: that a row may have.
+    """The rows of the paged decoder's current step.
+
+    Args:
+        decoder: with its pages allocated.
+        rows: maximum number of rows per step.
+        pages: maximum number of pages per row.
     """
 
     def __init__(self, decoder: PagedDecoder, rows: int, pages: int):
         self.decoder, self.device = decoder, decoder.device
-        most = self._filled(rows)
-        self.book = torch.zeros(most, TABLE + pages, dtype=torch.int32, device=self.device)
+        most = self._padded_size(rows)
+        self.row_table = torch.zeros(most, TABLE + pages, dtype=torch.int32, device=self.device)
         self.tokens = torch.zeros(most, dtype=torch.int64, device=self.device)
         self.seed = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.rows: list[Row] = []  # as they are on the device
-        self.known: tuple = ()  # what the book was written from
-        self.begun: dict[Row, int] = {}  # rows that have joined since, and where their tokens are
+        self.rows: list[Row] = []  # rows of the last table written
+        self.table_key: tuple = ()  # rows and page counts that the table was written from
+        self.joined: dict[Row, int] = {}  # rows that joined since → index into first_tokens
         self.first_tokens: list[Tensor] = []
-        self.shares = False  # whether there are bundles
+        self.has_bundles = False
         self.graphs: dict[tuple[int, bool, Sampling], tuple[torch.cuda.CUDAGraph, Drawn]] = {}
         self.seen: set[tuple[int, bool, Sampling]] = set()
 
-    def _filled(self, rows: int) -> int:
-        """The rows of a step that holds so many."""
+    def _padded_size(self, rows: int) -> int:
+        """Return the number of rows, padding included, of a step with `rows` active rows."""
         if self.device.type != "cuda":
-            return max(rows, LEAST_ROWS) if self.device.type == "cpu" else rows
-        return next((size for size in GRAPHS if size >= rows), rows)
+            return max(rows, MIN_CPU_ROWS) if self.device.type == "cpu" else rows
+        return next((size for size in GRAPH_ROWS if size >= rows), rows)
 
     def begin(self, rows: Sequence[Row], logits: Tensor, sampling: Sampling) -> Drawn:
-        """The first tokens of rows that join, or go on after they had to leave, from logits [R, V] behind theirs."""
+        """Draw the first token of rows that join, or rejoin after preemption, from their prompts' logits [R, V]."""
         places = [[row.group.key, row.generation, row.length] for row in rows]
         drawn = draw(logits, to_device(places, self.device), self.seed, sampling)
         at = sum(map(len, self.first_tokens))
-        self.begun |= {row: at + number for number, row in enumerate(rows)}
+        self.joined |= {row: at + number for number, row in enumerate(rows)}
         self.first_tokens.append(drawn[0])
         return drawn
 
     def step(self, rows: Sequence[Row], sampling: Sampling) -> Drawn:
-        """One more token of each row: what it had last is read, the next is drawn. May be overwritten by the next call.
+        """Feed each row's last token and draw its next one. The next call may overwrite the returned tensors.
 
-        Lengths and pages of the rows are those after it.
+        The rows' `length` and `pages` already include the new token.
         """
-        size = self._filled(len(rows))
+        size = self._padded_size(len(rows))
         self._write(rows, size)
-        key = size, self.shares, sampling
+        key = size, self.has_bundles, sampling
         if self.device.type != "cuda" or key not in self.seen:
-            self.seen.add(key)  # the first time nothing is captured: kernels are compiled and chosen
+            self.seen.add(key)  # run eagerly once, so that kernels are compiled and tuned
             columns = None if self.device.type == "cuda" else max(len(row.pages) for row in rows)
             tokens, log_probs = self._step(size, sampling, columns)
         else:
@@ -89,76 +91,76 @@ class Batch:
         return tokens[: len(rows)], log_probs[: len(rows)]
 
     def _write(self, rows: Sequence[Row], size: int) -> None:
-        """Bring the book up to date, if rows or their pages are others now; the device counts lengths itself."""
+        """Update the row table if rows or their pages changed; otherwise the device advances the lengths itself."""
         known = tuple((row, len(row.pages)) for row in rows)
-        if known == self.known and not self.begun:
+        if known == self.table_key and not self.joined:
             return
         before = {row: number for number, row in enumerate(self.rows)}
-        before |= {row: len(self.tokens) + at for row, at in self.begun.items()}
-        book = np.zeros((size, self.book.shape[1]), dtype=np.int32)
-        for line, row in zip(book, rows, strict=False):
+        before |= {row: len(self.tokens) + at for row, at in self.joined.items()}
+        table = np.zeros((size, self.row_table.shape[1]), dtype=np.int32)
+        for line, row in zip(table, rows, strict=False):
             key = np.int64(row.group.key).astype(np.int32)
             line[:COMMON] = row.length - 1, 1, key, row.generation, row.seat, before[row]
             line[TABLE : TABLE + len(row.pages)] = row.pages
-        bundles, book[:, COMMON] = bundles_of(book[:, TABLE:])
-        book[: len(bundles), BEGIN:TABLE] = bundles
+        bundles, table[:, COMMON] = bundles_of(table[:, TABLE:])
+        table[: len(bundles), BEGIN:TABLE] = bundles
         saved = ((bundles[:, 1] - 1) * bundles[:, 2]).sum()
-        self.shares = self.device.type != "cpu" and saved > SAVED
-        self.book[:size] = to_device(book, self.device)
+        self.has_bundles = self.device.type != "cpu" and saved > MIN_SAVED_READS
+        self.row_table[:size] = to_device(table, self.device)
         tokens = torch.cat([self.tokens, *self.first_tokens])
-        self.tokens[:size] = tokens[self.book[:size, SOURCE].long()]
-        self.rows, self.known, self.begun, self.first_tokens = list(rows), known, {}, []
+        self.tokens[:size] = tokens[self.row_table[:size, SOURCE].long()]
+        self.rows, self.table_key, self.joined, self.first_tokens = list(rows), known, {}, []
 
     def _step(self, size: int, sampling: Sampling, columns: int | None) -> Drawn:
-        """columns: of the tables that hold pages; None: all that there are."""
-        tokens, book = self.tokens[:size], self.book[:size]
-        bundles, common = book[: size // FEWEST, BEGIN:TABLE], book[:, COMMON]
-        shared = Shared(bundles.contiguous(), common.contiguous()) if self.shares else None
-        tables, seats = book[:, TABLE:][:, :columns], book[:, SEAT].long()
-        logits = self.decoder.step(tokens, book[:, LENGTH], tables, shared, seats)
-        book[:, LENGTH] += book[:, LIVE]
-        places = torch.stack([book[:, PROMPT], book[:, GENERATION], book[:, LENGTH]], dim=1)
+        """Run the decoder and draw tokens; `columns` limits the page tables' width (default: all columns)."""
+        tokens, table = self.tokens[:size], self.row_table[:size]
+        bundles, common = table[: size // MIN_BUNDLE_ROWS, BEGIN:TABLE], table[:, COMMON]
+        shared = Shared(bundles.contiguous(), common.contiguous()) if self.has_bundles else None
+        tables, seats = table[:, TABLE:][:, :columns], table[:, SEAT].long()
+        logits = self.decoder.step(tokens, table[:, LENGTH], tables, shared, seats)
+        table[:, LENGTH] += table[:, LIVE]
+        places = torch.stack([table[:, PROMPT], table[:, GENERATION], table[:, LENGTH]], dim=1)
         drawn, log_probs = draw(logits.contiguous(), places.long(), self.seed, sampling)
         tokens.copy_(drawn)
         return drawn, log_probs
 
 
 def bundles_of(tables: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows that follow one another and begin with the same pages.
+    """Find consecutive rows that start with the same pages (shared-prefix bundles).
 
     Args:
-        tables: int32 [R, M]: pages of each row; 0 where there is none.
+        tables: int32 [R, M], the pages of each row; 0 marks an unused entry.
 
     Returns:
-        int32 [S, 3] and [R], as `Shared` has them, S ≤ R / FEWEST.
+        Bundles int32 [S, 3] with S ≤ R / MIN_BUNDLE_ROWS, and shared pages per row int32 [R], as in `Shared`.
     """
-    alike = (tables[1:] == tables[:-1]) & (tables[1:] > 0)
-    alike = np.logical_and.accumulate(alike, axis=1).sum(axis=1)  # pages that a row and the one before it begin with
-    rows, first = np.arange(len(tables)), np.r_[True, alike == 0]
+    shared = (tables[1:] == tables[:-1]) & (tables[1:] > 0)
+    shared = np.logical_and.accumulate(shared, axis=1).sum(axis=1)  # pages shared by rows i and i + 1
+    rows, first = np.arange(len(tables)), np.r_[True, shared == 0]
     begins = np.flatnonzero((rows - np.maximum.accumulate(np.where(first, rows, 0))) % BUNDLE == 0)
     counts = np.diff(np.r_[begins, len(tables)])
     least = np.full(len(tables), tables.shape[1])
-    least[:-1] = alike
-    least[begins[1:] - 1] = tables.shape[1]  # a bundle's last row has nothing in common with what follows
-    pages = np.where(counts >= FEWEST, np.minimum.reduceat(least, begins), 0)
-    bundles = np.stack([begins, counts, pages], axis=1)[counts >= FEWEST]
+    least[:-1] = shared
+    least[begins[1:] - 1] = tables.shape[1]  # a bundle's last row is not compared with the next bundle
+    pages = np.where(counts >= MIN_BUNDLE_ROWS, np.minimum.reduceat(least, begins), 0)
+    bundles = np.stack([begins, counts, pages], axis=1)[counts >= MIN_BUNDLE_ROWS]
     return bundles.astype(np.int32), np.repeat(pages, counts).astype(np.int32)
 
 
 def draw(logits: Tensor, places: Tensor, seed: Tensor, sampling: Sampling) -> Drawn:
-    """`ops.sample.draw_tokens` as `sampling` says."""
-    temperature = max(sampling.temperature, LOWEST) if sampling.temperature else 0.0
-    return draw_tokens(logits, places, seed, temperature, sampling.kept(logits))
+    """Draw tokens by `ops.sample.draw_tokens` with the settings of `sampling`."""
+    temperature = max(sampling.temperature, MIN_TEMPERATURE) if sampling.temperature else 0.0
+    return draw_tokens(logits, places, seed, temperature, sampling.candidates(logits))
 
 
 class Readback:
-    """Tokens on their way to the host, each batch of them with what the host does with it then.
+    """Queue of drawn tokens that are being copied to the host, each with the callback that processes it.
 
-    On a GPU they are used a step late: the next step begins before these have been read.
+    On a GPU tokens are processed one step late, so the next step is launched before the copy has finished.
     """
 
     def __init__(self, device: torch.device):
-        self.late = int(device.type == "cuda")
+        self.lag = int(device.type == "cuda")
         self._waiting: deque[tuple[Callable[[list[int], list[float]], None], Drawn, torch.cuda.Event | None]] = deque()
 
     def __len__(self) -> int:
@@ -175,7 +177,7 @@ class Readback:
         self._waiting.append((use, drawn, copied))
 
     def settle(self, late: int = 0) -> None:
-        """Use all but the last `late`."""
+        """Process all queued tokens except the last `late` entries."""
         while len(self._waiting) > late:
             use, (tokens, log_probs), copied = self._waiting.popleft()
             if copied is not None:

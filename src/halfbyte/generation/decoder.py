@@ -1,6 +1,6 @@
-"""A causal LM as generation runs it: layers read once by `modeling.layer`, adapters beside the weights, no autograd.
+"""The inference forward of a causal LM: weights read once through `modeling.layer`, adapters applied, no autograd.
 
-Where keys and values are kept is the caller's: `engine.StaticEngine` has a static cache, `paged.PagedDecoder` pages.
+Subclasses own the cache: `engine.StaticEngine` a static key-value cache, `paged.PagedDecoder` a paged one.
 """
 
 from __future__ import annotations
@@ -27,63 +27,63 @@ from ..ops.norms import rms_norm
 from ..ops.rope import qk_norm_rope, rope_
 from ..parallel.shard.model import sharded
 from ..parallel.tensor.layers import is_divided
-from .channels import Channels, Mixture
 from .delta_net import DeltaNet, is_delta_net
-from .linears import Linears, Unknown, adapter_names
+from .linears import Linears, Unsupported, adapter_names
+from .mlp import DenseMLP, MoEBlock
 
 
 def context_length(model: Any) -> int | None:
-    """Positions that the model has; None where its config names no bound."""
+    """Return the model's number of positions, or None if its config sets no bound."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return positions if positions is not None and positions > 0 else None
 
 
-Given = tuple[Sequence[str | None], torch.dtype, bool]  # adapters, dtype and unpacked of `Linears`
+Given = tuple[Sequence[str | None], torch.dtype, bool]  # arguments of `Linears`: adapters, dtype, unpacked
 
 
 class Layer(ABC):
-    """A decoder layer as generation runs it: its linears and numbers read once.
+    """A decoder layer for inference; reads the layer's weights and constants once.
 
     Raises:
-        Unknown: no forward of ours computes it.
+        Unsupported: halfbyte has no forward for this layer.
     """
 
-    inputs: Linears | DeltaNet  # of what mixes tokens
+    inputs: Linears | DeltaNet  # input projections of the token mixer
 
     def __init__(self, view: LayerView, mixer: Block, given: Given):
         if obstacle := None if view.mlp is None else view.mlp.obstacle:
-            raise Unknown(obstacle)
+            raise Unsupported(obstacle)
         self.family, self.halves = view.family, (view.attention_half, view.mlp_half)
         self.out = Linears([mixer.output], *given)
-        self.mixer: Channels | Mixture
+        self.mlp: DenseMLP | MoEBlock
         if view.mlp is None:
-            self.mixer = Mixture(self.halves[1].inner, view.family, *given)
+            self.mlp = MoEBlock(self.halves[1].inner, view.family, *given)
         else:
-            self.mixer = Channels(view.mlp, *given)
+            self.mlp = DenseMLP(view.mlp, *given)
 
     def renew(self) -> bool:
-        """As `Linears.renew`."""
-        return self.inputs.renew() and self.out.renew() and self.mixer.renew()
+        """Refresh the weights as `Linears.renew` does."""
+        return self.inputs.renew() and self.out.renew() and self.mlp.renew()
 
 
-class Recurring(Layer):
-    """One with a Gated DeltaNet."""
+class DeltaNetLayer(Layer):
+    """A layer whose token mixer is a Gated DeltaNet."""
 
     def __init__(self, view: LayerView, given: Given):
         module = view.attention_half.inner
         if not is_delta_net(module):
-            raise Unknown(f"{type(module).__name__} has a forward of its own")
+            raise Unsupported(f"{type(module).__name__} has a forward of its own")
         mixer = TokenMixer.of(module, view.family)
         super().__init__(view, mixer, given)
         self.inputs: DeltaNet = DeltaNet(mixer, module, *given)
 
 
-class Attending(Layer):
-    """One with attention."""
+class AttentionLayer(Layer):
+    """A layer whose token mixer is attention."""
 
     def __init__(self, view: LayerView, attention: Attention, given: Given):
         if attention.obstacle:
-            raise Unknown(attention.obstacle)
+            raise Unsupported(attention.obstacle)
         super().__init__(view, attention, given)
         self.attention = attention
         self.inputs: Linears = Linears(attention.inputs, *given)
@@ -93,8 +93,8 @@ class Attending(Layer):
         return None if self.attention.sinks is None else self.attention.sinks.detach()
 
     @property
-    def scored(self) -> bool:
-        """Whether scores are capped, or have sinks: plain functions for attention are not for these."""
+    def has_custom_scores(self) -> bool:
+        """Whether scores are soft-capped or have sinks, so that plain SDPA does not apply."""
         return self.attention.softcap is not None or self.attention.sinks is not None
 
     @property
@@ -104,30 +104,32 @@ class Attending(Layer):
     def queries_keys_values(
         self, x: Tensor, positions: Tensor, normed: Callable[[Any, Tensor], Tensor]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """[B, H, T, D] each of x [B, T, K], and a gate [B, T, Hq·D] or None; `normed` computes a norm."""
+        """Return q, k, v [B, H, T, D] and a gate [B, T, Hq·D] or None, for x [B, T, K]; `normed` applies a norm."""
         query, key, value, gate = self.attention.heads_of(self.inputs(x), normed)
         return self.attention.scaled(query, positions), key, value, gate
 
     @property
     def plain_rope(self) -> bool:
-        """Whether q and k are turned in halves and nothing else, so that they are turned in place."""
+        """Whether q and k need only RoPE in halves, which is applied in place."""
         attention = self.attention
         return attention.rotates and attention.head_norms is None and self.family.rope_pairs == "halves"
 
     def one_launch(self, keys: Tensor, values: Tensor) -> DecoderLayer | None:
-        """As `ops.decode_layers` takes it, with its cache [B, Hk, S, D]; None unless it is of Llama's kind and its
-        weights are 4-bit."""
+        """Return the layer and its cache [B, Hk, S, D] for the persistent decode kernel of `ops.decode_layers`.
+
+        None unless the layer has Llama's structure and 4-bit weights.
+        """
         attention, family = self.attention, self.family
         more = any(half.norm is None or half.leave is not None or half.scale != 1 for half in self.halves)
         more = more or attention.softcap is not None or attention.query_scale is not None or family.qk_norm == "all"
         more = more or attention.sinks is not None or family.gated_attention is not None
         other = family.norm_offset or family.layer_norm or family.parallel or family.rope_pairs != "halves"
-        if more or other or not attention.rotates or family.fused or not isinstance(self.mixer, Channels):
+        if more or other or not attention.rotates or family.fused or not isinstance(self.mlp, DenseMLP):
             return None
-        mixer = self.mixer
-        if not mixer.mlp.gated or mixer.mlp.named not in SILU:
+        mlp = self.mlp
+        if not mlp.view.gated or mlp.view.named not in SILU:
             return None
-        qkv, out, gate_up, down = (each.projections() for each in (self.inputs, self.out, mixer.gate_up, mixer.down))
+        qkv, out, gate_up, down = (each.projections() for each in (self.inputs, self.out, mlp.gate_up, mlp.down))
         if qkv is None or out is None or gate_up is None or down is None:
             return None
         norms: Any = [half.norm for half in self.halves]
@@ -137,21 +139,21 @@ class Attending(Layer):
 
 
 Angles = tuple[Tensor, Tensor]  # cos and sin [B, T, R]
-Attend = Callable[[int, Attending, Tensor, Tensor, Tensor, Angles], Tensor]
-Recur = Callable[[int, Recurring, Tensor], Tensor]
+Attend = Callable[[int, AttentionLayer, Tensor, Tensor, Tensor, Angles], Tensor]
+Recur = Callable[[int, DeltaNetLayer, Tensor], Tensor]
 
 
 class Decoder:
-    """The forward of a family that `families` knows, but for its cache.
+    """The forward of a family in `families`, without the cache.
 
     Args:
         model: a causal LM, or a PeftModel around one.
-        adapters: the adapter of each row; None for the base; one for all rows, however many they are.
-        positions: that are asked for.
-        unpacked: see `Linears`.
+        adapters: the adapter of each row (None: the base), or a single entry for any number of rows.
+        positions: number of positions to precompute RoPE for.
+        unpacked: decode quantized weights once; see `Linears`.
 
     Raises:
-        Unknown: the model, or a part of it, must run its own forward.
+        Unsupported: the model, or a part of it, needs transformers' own forward.
     """
 
     def __init__(self, model: Any, adapters: Sequence[str | None], positions: int, unpacked: bool = False):
@@ -163,24 +165,24 @@ class Decoder:
         self.head = Linears([causal.get_output_embeddings()], adapters, self.dtype, unpacked)
         self.to_logits = configured_head(backbone.config)
         self.layers = [_layer(view, (adapters, self.dtype, unpacked)) for view in views]
-        self.attending = [layer for layer in self.layers if isinstance(layer, Attending)]
-        ropes = {layer.attention.rope for layer in self.attending}
+        self.attention_layers = [layer for layer in self.layers if isinstance(layer, AttentionLayer)]
+        ropes = {layer.attention.rope for layer in self.attention_layers}
         self.ropes = {rope: self._rope(backbone.rotary_emb, rope, positions) for rope in ropes}
 
     @torch.inference_mode()
     def renew(self) -> bool:
-        """Take the adapters as they are now; False if the model must be read anew.
+        """Refresh the adapters' values. Returns False if the decoder must be rebuilt.
 
         Raises:
-            Unknown: as above.
+            Unsupported: as in the constructor.
         """
         return self.head.renew() and all(layer.renew() for layer in self.layers)
 
     def _rope(self, rotary: Any, kind: str | None, positions: int) -> tuple[Tensor, Tensor]:
-        """cos and sin [S, R] of every position."""
+        """Return cos and sin [S, R] of all positions."""
         places = torch.arange(positions, device=self.device).unsqueeze(0)
         if hasattr(rotary, "mrope_section"):
-            places = places.expand(3, -1, -1)  # time, height and width, which are the same in text
+            places = places.expand(3, -1, -1)  # time, height and width; equal for text
         x = torch.empty(0, dtype=self.dtype, device=self.device)
         cos, sin = rotary(x, places) if kind is None else rotary(x, places, kind)
         return cos[0], sin[0]
@@ -190,52 +192,52 @@ class Decoder:
         return embedded if self.embedding_scale == 1 else embedded * self.embedding_scale
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[B, V] of hidden states [B, 1, D]."""
+        """Return logits [B, V] of hidden states [B, 1, D]."""
         return self.to_logits(self.head(hidden)[0][:, 0])
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, recur: Recur) -> Tensor:
-        """Hidden states [B, T, D] of tokens and their positions [B, T].
+        """Return hidden states [B, T, D] of tokens and positions [B, T].
 
         Args:
-            attend: turns a layer's q and k, keeps its new keys and values, and attends: its number, itself, q
-                [B, Hq, T, D] and k, v [B, Hk, T, D], cos and sin → [B, Hq, T, D].
-            recur: what stands in its place in layers with a state: the number, the layer, x → what `out` reads.
+            attend: applies RoPE, stores the new keys and values, and computes attention: (layer number, layer, q
+                [B, Hq, T, D], k and v [B, Hk, T, D], cos and sin) → [B, Hq, T, D].
+            recur: token mixer of layers with a recurrent state: (layer number, layer, x) → input of `out`.
         """
         ropes = {kind: (cos[positions], sin[positions]) for kind, (cos, sin) in self.ropes.items()}
         branch, residual = self.embedded(tokens), None
         for number, layer in enumerate(self.layers):
             first, second = layer.halves
             x, stream = self.normed(first.norm, branch, residual)
-            if isinstance(layer, Attending):
+            if isinstance(layer, AttentionLayer):
                 q, k, v, gate = layer.queries_keys_values(x, positions, lambda norm, y: self.normed(norm, y)[0])
                 out = attend(number, layer, q, k, v, ropes[layer.attention.rope]).transpose(1, 2).flatten(2)
                 out = out if gate is None else out * gate.sigmoid()
             else:
-                assert isinstance(layer, Recurring)
+                assert isinstance(layer, DeltaNetLayer)
                 out = recur(number, layer, x)
-            branch = self._leave(first, layer.out(out)[0])
+            branch = self._branch_output(first, layer.out(out)[0])
             if self.family.parallel:
-                branch, residual = branch + self._leave(second, layer.mixer(x)), stream
+                branch, residual = branch + self._branch_output(second, layer.mlp(x)), stream
                 continue
             x, residual = self.normed(second.norm, branch, stream)
-            branch = self._leave(second, layer.mixer(x))
+            branch = self._branch_output(second, layer.mlp(x))
         return self.normed(self.norm, branch, residual)[0]
 
     def normed(self, norm: Any, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual)."""
+        """Return (norm(x + residual), x + residual)."""
         if norm is None or self.family.layer_norm:
             total = x if residual is None else x + residual
             return total if norm is None else norm(total).to(self.dtype), total
         y, total, _ = rms_norm(x, residual, norm.weight, epsilon(norm), self.family.norm_offset)
         return y.to(self.dtype), total
 
-    def _leave(self, half: Half, x: Tensor) -> Tensor:
-        """What joins the residual stream."""
+    def _branch_output(self, half: Half, x: Tensor) -> Tensor:
+        """Apply the branch's output norm and scale, before the residual addition."""
         x = x if half.leave is None else self.normed(half.leave, x)[0]
         return x if half.scale == 1 else x * half.scale
 
-    def rotated(self, layer: Attending, q: Tensor, k: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
-        """q and k, normed where the layer does that; may be those given, written over."""
+    def rotated(self, layer: AttentionLayer, q: Tensor, k: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
+        """Apply RoPE, and QK norms where the layer has them. May overwrite q and k."""
         norms, attention = layer.attention.head_norms, layer.attention
         if layer.plain_rope:
             rope_(q, k, *angles, False)
@@ -253,24 +255,26 @@ class Decoder:
 
 
 def _layer(view: LayerView, given: Given) -> Layer:
-    return Recurring(view, given) if view.attention is None else Attending(view, view.attention, given)
+    return DeltaNetLayer(view, given) if view.attention is None else AttentionLayer(view, view.attention, given)
 
 
-def scored_attention(layer: Attending, q: Tensor, k: Tensor, v: Tensor, documents: Spans) -> Tensor | None:
-    """[B, Hq, T, D] within documents of the B·T tokens, of a layer with capped scores or sinks, without building all
-    scores; None where no kernel does."""
-    if not layer.scored or not supports_scores(q.device, q.dtype, q.shape[-1]):
+def scored_attention(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, documents: Spans) -> Tensor | None:
+    """Attention [B, Hq, T, D] within documents for layers with soft-capped scores or sinks, by a fused kernel.
+
+    Returns None if the layer has plain scores or no kernel applies.
+    """
+    if not layer.has_custom_scores or not supports_scores(q.device, q.dtype, q.shape[-1]):
         return None
     query, key, value = (each.transpose(1, 2).flatten(0, 1).contiguous() for each in (q, k, v))
     out = score_mod_attention(query, key, value, layer.sinks, documents, layer.scores)
     return out.unflatten(0, (len(q), -1)).transpose(1, 2)
 
 
-def prompt_attention(layer: Attending, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """[B, Hq, T, D] of a whole prompt."""
+def prompt_attention(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Attention [B, Hq, T, D] over a full prompt."""
     group, (scale, _, softcap) = q.shape[1] // k.shape[1], layer.scores
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    if not layer.scored:
+    if not layer.has_custom_scores:
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
     scores = (q @ k.transpose(2, 3)).float() * scale
     if softcap is not None:
@@ -279,28 +283,28 @@ def prompt_attention(layer: Attending, q: Tensor, k: Tensor, v: Tensor, mask: Te
 
 
 def _views(causal: Any) -> list[LayerView]:
-    """The decoder layers of a causal LM.
+    """Return the views of a causal LM's decoder layers.
 
     Raises:
-        Unknown: it is of no family, or computes something that this forward does not.
+        Unsupported: the family is unknown, or the model computes something this forward does not.
     """
     if sharded(causal) is not None:
-        raise Unknown("each process has a slice of its layers")
+        raise Unsupported("its layers are sharded over processes")
     backbone = getattr(causal, "model", None)
     found = [layer_view(layer) for layer in getattr(backbone, "layers", ())]
     views = [view for view in found if isinstance(view, LayerView)]
     if backbone is None or not views or len(views) < len(found):
-        raise Unknown(f"{type(causal).__name__} is of no family that halfbyte knows")
+        raise Unsupported(f"halfbyte does not support the family of {type(causal).__name__}")
     config = backbone.config
     if getattr(config, "use_bidirectional_attention", False):
-        raise Unknown("its attention looks ahead")
+        raise Unsupported("its attention is bidirectional")
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in (ropes, *(value for value in ropes.values() if isinstance(value, dict))):
         if rope.get("rope_type") in ("dynamic", "longrope"):
-            raise Unknown(f"its RoPE ({rope['rope_type']}) changes with the length")
+            raise Unsupported(f"its RoPE ({rope['rope_type']}) changes with the length")
     if any(is_divided(view.attention_half.inner) for view in views):
-        raise Unknown("its products are divided over processes")
+        raise Unsupported("its layers are split by tensor parallelism")
     around = causal.lm_head, backbone.embed_tokens, backbone.norm
     if any(has_hooks(module) if is_bound(module) else hooked(module) for module in around):
-        raise Unknown("it has hooks")
+        raise Unsupported("it has hooks")
     return views

@@ -1,9 +1,14 @@
-"""Two ways to the next token's logits: our forward over a static cache, and transformers' own for unknown models."""
+"""Engines that compute the next token's logits for a static batch.
+
+`StaticEngine` runs halfbyte's forward over a static cache; `StockEngine` runs transformers' own forward, for models
+that halfbyte does not support. Static engines are cached per model, with their cache's memory and CUDA graph.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -20,50 +25,60 @@ from ..ops.decode_layers import Run, Stack, one_launch
 from ..parallel.shard.model import sharded
 from ..utils.errors import ModelError
 from ..utils.hardware import capture_stream
-from .decoder import Angles, Attending, Decoder, Layer, Recurring, context_length, prompt_attention, scored_attention
+from ..utils.notices import notice
+from .decoder import (
+    Angles,
+    AttentionLayer,
+    Decoder,
+    DeltaNetLayer,
+    Layer,
+    context_length,
+    prompt_attention,
+    scored_attention,
+)
 from .delta_net import Rows
-from .linears import adapter_names
+from .linears import Unsupported, adapter_names
 
 FP8 = torch.float8_e4m3fn
-# On a CPU prompts are padded to multiples of this many tokens, and a row attends over as many slots. Few shapes have
-# few compiled products; and a row's sums are the same whatever the rows beside it are.
-CLASS = 32
-WatchPrompt = Callable[[int, Tensor], None]  # a column of the prompts, and logits [B, P, V] from there on
-WATCHED = 2**24  # logits that are made of a prompt at a time
+# On a CPU, prompts and the attended slots of each row are padded to multiples of this, which bounds the number of GEMM
+# shapes and makes a row's sums independent of the other rows.
+SLOT_MULTIPLE = 32
+WatchPrompt = Callable[[int, Tensor], None]  # the first column, and logits [B, P, V] from it on
+WATCHED_LOGITS = 2**24  # prompt logits computed at once for `watch`
 
 
 def prompt_slots(tokens: int, device: torch.device) -> int:
-    """Slots of the cache that a prompt of so many tokens takes."""
-    return -(-tokens // CLASS) * CLASS if device.type == "cpu" else tokens
+    """Return the cache slots of a prompt of `tokens` tokens, padding included."""
+    return -(-tokens // SLOT_MULTIPLE) * SLOT_MULTIPLE if device.type == "cpu" else tokens
 
 
 class Engine(Protocol):
-    """A batch under way. Prompts are padded on the left to one length."""
+    """An engine for one batch. Prompts are left-padded to a common length."""
 
     def prefill(self, tokens: Tensor, padding: Tensor, watch: WatchPrompt | None = None) -> Tensor:
-        """Logits [B, V] after tokens int64 [B, T], of which the first `padding` [B] do not count.
+        """Return logits [B, V] after tokens int64 [B, T], whose first `padding` [B] entries are padding.
 
         Args:
-            watch: called with the logits after each of them, some at a time.
+            watch: called with the logits after every token, some columns at a time.
         """
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Logits [B, V] after one more token a row, int64 [B]. The next call may overwrite them."""
+        """Return logits [B, V] after one more token per row, int64 [B]. The next call may overwrite them."""
 
 
 class StaticEngine(Decoder):
-    """A batch over a cache of a size given once.
+    """An engine over a static key-value cache.
 
     On a CUDA device a step is captured in a CUDA graph at its second call and replayed from then on.
 
     Args:
         model: a causal LM, or a PeftModel around one.
         adapters: the adapter of each row; None for the base.
-        slots: tokens that the cache has room for.
+        slots: tokens that fit in the cache.
         cache_dtype: None for the model's dtype, or float8_e4m3fn (values beyond ±448 are clamped).
 
     Raises:
-        Unknown: the model, or a part of it, must run its own forward.
+        Unsupported: the model, or a part of it, needs transformers' own forward.
     """
 
     def __init__(self, model: Any, adapters: Sequence[str | None], slots: int, cache_dtype: torch.dtype | None):
@@ -75,15 +90,15 @@ class StaticEngine(Decoder):
         self.slot = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.padding = torch.zeros(batch, dtype=torch.int32, device=self.device)
         self.slots, self.steps, self.last_logits = slots, 0, torch.empty(0)
-        self.parts = [(slice(0, batch), 0)]  # rows that attend together, and the slot from which on
+        self.row_groups = [(slice(0, batch), 0)]  # rows with the same first slot, and that slot
         self.graph: torch.cuda.CUDAGraph | None = None
         self.one_launch = self._one_launch(batch)
 
     def _cache(self, layer: Layer, batch: int, slots: int, dtype: torch.dtype) -> Any:
-        """Keys and values [B, Hk, S, D]; or `States`."""
-        if isinstance(layer, Recurring):
+        """Allocate keys and values [B, Hk, S, D], or `States`."""
+        if isinstance(layer, DeltaNetLayer):
             return layer.inputs.states(batch, self.device)
-        assert isinstance(layer, Attending)
+        assert isinstance(layer, AttentionLayer)
         shape = batch, layer.attention.key_heads, slots, layer.attention.head_dim
         keys, values = (torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(2))
         return keys, values
@@ -92,21 +107,21 @@ class StaticEngine(Decoder):
     def renew(self) -> bool:
         if not super().renew():
             return False
-        if self.device.type == "cpu":  # its kernel may have copies
+        if self.device.type == "cpu":  # the CPU kernel may hold copies of the weights
             self.one_launch = self._one_launch(len(self.tokens))
         return True
 
     def _one_launch(self, batch: int) -> Run | None:
-        """A token's way through all layers as one kernel, where there is one and all layers are of Llama's kind."""
-        pairs = list(zip(self.attending, self.caches, strict=False))
+        """Return the persistent decode kernel for all layers, or None if a layer or the device does not support it."""
+        pairs = list(zip(self.attention_layers, self.caches, strict=False))
         layers = [found for layer, cache in pairs if (found := layer.one_launch(*cache)) is not None]
         if len(layers) < len(self.layers):
             return None
         epsilons = {epsilon(half.norm) for layer in self.layers for half in layer.halves}
-        epsilons |= {epsilon(norm) for layer in self.attending for norm in layer.attention.norms or ()}
+        epsilons |= {epsilon(norm) for layer in self.attention_layers for norm in layer.attention.norms or ()}
         if len(epsilons) > 1 or len(self.ropes) > 1:
             return None
-        first = self.attending[0]
+        first = self.attention_layers[0]
         shared = epsilons.pop(), first.attention.scaling, *self.ropes[first.attention.rope], self.padding, self.slot
         hidden = torch.empty(batch, self.embed.weight.shape[1], dtype=self.dtype, device=self.device)
         return one_launch(hidden, Stack(layers, first.attention.heads, *shared))
@@ -114,16 +129,16 @@ class StaticEngine(Decoder):
     @torch.inference_mode()
     def prefill(self, tokens: Tensor, padding: Tensor, watch: WatchPrompt | None = None) -> Tensor:
         length = prompt_slots(tokens.shape[1], self.device)
-        beside = length - tokens.shape[1]
-        tokens, padding = F.pad(tokens, (beside, 0)), padding + beside
+        extra = length - tokens.shape[1]
+        tokens, padding = F.pad(tokens, (extra, 0)), padding + extra
         if self.device.type == "cpu":
-            self.parts = _alike([each // CLASS * CLASS for each in padding.tolist()])
+            self.row_groups = _runs_of_equal([each // SLOT_MULTIPLE * SLOT_MULTIPLE for each in padding.tolist()])
         slots = torch.arange(length, device=self.device)
         self.padding.copy_(padding)
         self.slot.fill_(length - 1)
         positions = (slots - padding.unsqueeze(1)).clamp_(min=0)
         masks: dict[int | None, Tensor] = {}
-        for window in {layer.attention.window for layer in self.attending}:
+        for window in {layer.attention.window for layer in self.attention_layers}:
             seen = (slots <= slots.unsqueeze(1)) & (slots >= padding.view(-1, 1, 1))
             if window is not None:
                 seen &= slots > slots.unsqueeze(1) - window
@@ -131,24 +146,24 @@ class StaticEngine(Decoder):
 
         documents = self._spans(slots)
 
-        def attend(number: int, layer: Attending, q: Tensor, k: Tensor, v: Tensor, angles: Angles) -> Tensor:
+        def attend(number: int, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, angles: Angles) -> Tensor:
             q, k = self.rotated(layer, q, k, angles)
             self._store(number, slots, k, v)
             scored = scored_attention(layer, q, k, v, documents)
             if scored is not None:
                 return scored
             mask = masks[layer.attention.window]
-            return self._by_part(lambda rows, begin: _over_prompt(layer, q, k, v, mask, rows, begin))
+            return self._by_row_group(lambda rows, begin: _over_prompt(layer, q, k, v, mask, rows, begin))
 
-        own = [] if len(self.attending) == len(self.layers) else self._rows(length)
+        own = [] if len(self.attention_layers) == len(self.layers) else self._rows(length)
         hidden = self.forward(
             tokens, positions, attend, lambda number, layer, x: layer.inputs.prompts(x, own, self.caches[number])
         )
         if watch is not None:
-            at_once = max(1, WATCHED // (len(tokens) * self.embed.weight.shape[0]))
-            for begin in range(beside, length, at_once):
+            at_once = max(1, WATCHED_LOGITS // (len(tokens) * self.embed.weight.shape[0]))
+            for begin in range(extra, length, at_once):
                 part = hidden[:, begin : begin + at_once]
-                watch(begin - beside, self.logits(part.flatten(0, 1).unsqueeze(1)).unflatten(0, part.shape[:2]))
+                watch(begin - extra, self.logits(part.flatten(0, 1).unsqueeze(1)).unflatten(0, part.shape[:2]))
         return self.logits(hidden[:, -1:])
 
     @torch.inference_mode()
@@ -171,26 +186,26 @@ class StaticEngine(Decoder):
             return self.logits(self.normed(self.norm, hidden)[0])
         end = prompt_slots(int(self.slot) + 1, self.device) if self.device.type == "cpu" else None
 
-        def attend(number: int, layer: Attending, q: Tensor, k: Tensor, v: Tensor, angles: Angles) -> Tensor:
+        def attend(number: int, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, angles: Angles) -> Tensor:
             q, k = self.rotated(layer, q, k, angles)
             store_both_(k, v, *self.caches[number], self.slot)
-            return self._by_part(lambda rows, begin: self._over_cache(number, layer, q, rows, slice(begin, end)))
+            return self._by_row_group(lambda rows, begin: self._over_cache(number, layer, q, rows, slice(begin, end)))
 
         positions = (self.slot - self.padding).unsqueeze(1)
         return self.logits(self.forward(self.tokens.unsqueeze(1), positions, attend, self._recur))
 
-    def _recur(self, number: int, layer: Recurring, x: Tensor) -> Tensor:
+    def _recur(self, number: int, layer: DeltaNetLayer, x: Tensor) -> Tensor:
         return layer.inputs.step(x, self.caches[number], self.seats)
 
     def _spans(self, slots: Tensor) -> Spans:
-        """Prompts, and the padding before each, as documents."""
+        """Return each prompt, and the padding before it, as documents."""
         padding, begin = self.padding.unsqueeze(1), self.seats.unsqueeze(1) * len(slots)
         within = slots >= padding
         begins, ends = padding.where(within, 0) + begin, begin + torch.where(within, len(slots), padding)
         return begins.flatten().int(), ends.flatten().int()
 
     def _rows(self, length: int) -> list[Rows]:
-        """The rows of a prompt of so many slots without the padding before them."""
+        """Return the prompts without their padding, of `length` slots each."""
         slots = torch.arange(length, device=self.device) + self.padding.unsqueeze(1)
         index = slots.clamp(max=length - 1) + self.seats.unsqueeze(1) * length
         return [Rows.of(index, slots < length, self.seats)]
@@ -199,12 +214,12 @@ class StaticEngine(Decoder):
         for cache, new in zip(self.caches[number], (k, v), strict=True):
             store(cache, slots, new)
 
-    def _by_part(self, attend: Callable[[slice, int], Tensor]) -> Tensor:
-        outs = [attend(rows, begin) for rows, begin in self.parts]
+    def _by_row_group(self, attend: Callable[[slice, int], Tensor]) -> Tensor:
+        outs = [attend(rows, begin) for rows, begin in self.row_groups]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-    def _over_cache(self, number: int, layer: Attending, q: Tensor, rows: slice, own: slice) -> Tensor:
-        """Some rows of one token, over their own slots of the cache."""
+    def _over_cache(self, number: int, layer: AttentionLayer, q: Tensor, rows: slice, own: slice) -> Tensor:
+        """Attention of one token of some rows over these rows' own slots of the cache."""
         first, last = self.padding[rows], self.slot
         if own.start:
             first, last = first - own.start, last - own.start
@@ -212,23 +227,27 @@ class StaticEngine(Decoder):
         return decode_attention(q[rows], keys, values, first, last, *layer.scores, layer.sinks)
 
 
-def _over_prompt(layer: Attending, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rows: slice, begin: int) -> Tensor:
-    """Some rows of a prompt, without the padding before their own slots."""
+def _over_prompt(
+    layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rows: slice, begin: int
+) -> Tensor:
+    """Attention of some rows of a prompt, without the padding before their own slots."""
     own = slice(begin, None)
     q, k, v, mask = q[rows, :, own], k[rows, :, own], v[rows, :, own], mask[rows, :, own, own]
     out = prompt_attention(layer, q, k, v, mask)
     return F.pad(out, (0, 0, begin, 0)) if begin else out
 
 
-def _alike(values: Sequence[int]) -> list[tuple[slice, int]]:
-    """Runs of equal values: where each is, and its value."""
+def _runs_of_equal(values: Sequence[int]) -> list[tuple[slice, int]]:
+    """Return runs of equal values as (slice, value)."""
     changes = [at for at in range(1, len(values)) if values[at] != values[at - 1]]
     return [(slice(begin, end), values[begin]) for begin, end in pairwise([0, *changes, len(values)])]
 
 
 class StockEngine:
-    """transformers' own forward and cache, or without a cache where its output has none (Mamba); one adapter, or none,
-    for all rows."""
+    """transformers' own forward and cache, with one adapter or none for all rows.
+
+    Models whose output has no cache (e.g. Mamba) recompute all tokens in every step.
+    """
 
     def __init__(self, model: Any, adapters: Sequence[str | None]):
         if len(set(adapters)) > 1:
@@ -251,11 +270,11 @@ class StockEngine:
         self.tokens = torch.cat([self.tokens, tokens.unsqueeze(1)], dim=1)
         return self._forward(self.tokens if self.cache is None else self.tokens[:, -1:])
 
-    @torch.no_grad()  # in inference mode, torch hands quantized weights calls that it takes apart elsewhere (DoRA's)
+    @torch.no_grad()  # inference mode does not decompose some ops on quantized weights (DoRA)
     def _forward(self, tokens: Tensor, watch: WatchPrompt | None = None) -> Tensor:
         model, name = self.model, self.cache_name
         keys = {"attention_mask": self.mask, name: self.cache, "use_cache": True}
-        last = (context_length(model) or self.mask.shape[1]) - 1  # rows that have ended may run beyond it
+        last = (context_length(model) or self.mask.shape[1]) - 1  # finished rows may run past it
         positions = (self.mask.cumsum(-1) - 1).clamp_(0, last)[:, -tokens.shape[1] :]
         with self._adapter(), no_input_casts(model), compute(model):
             result = model(input_ids=tokens, position_ids=positions, logits_to_keep=int(watch is None), **keys)
@@ -267,7 +286,7 @@ class StockEngine:
 
     @contextlib.contextmanager
     def _adapter(self):
-        """The model with the one adapter, and as it was afterwards: PEFT freezes or thaws whatever it switches."""
+        """Switch to the adapter, then restore the model; PEFT changes `requires_grad` when it switches adapters."""
         if not adapter_names(self.model):
             yield
             return
@@ -286,3 +305,58 @@ class StockEngine:
         finally:
             for parameter, wanted in trained:
                 parameter.requires_grad_(wanted)
+
+
+# --- cached engines --------------------------------------------------------------------------------------------------
+
+SIZE_MULTIPLE = 64  # cache sizes are multiples of this
+MAX_CACHED_ENGINES = 4  # per model; chat with --compare-base needs two
+CACHES = {"auto": None, "fp8": FP8}
+
+Key = tuple[tuple[str | None, ...], str]
+_engines: weakref.WeakKeyDictionary[Any, dict[Key, StaticEngine]] = weakref.WeakKeyDictionary()
+
+
+def forget(model: Any) -> None:
+    """Free the key-value caches and CUDA graphs that `generate` and `stream` cache for this model."""
+    _engines.pop(model, None)
+
+
+@contextlib.contextmanager
+def engine_for(model: Any, adapters: Sequence[str | None], tokens: int, kv_cache: str) -> Iterator[Engine]:
+    """Lend an engine for rows of `tokens` tokens to one caller; it returns to the cache unless its use raises."""
+    key = tuple(adapters), kv_cache
+    try:
+        engine = _take_or_build(model, key, tokens)
+    except Unsupported as reason:
+        notice(f"generation: {reason}", f"generating with transformers' own forward, which is slower: {reason}")
+        if kv_cache != "auto":
+            raise ModelError(f"kv_cache: {kv_cache}, but {reason}", "use kv_cache: auto") from reason
+        yield StockEngine(model, adapters)
+        return
+    try:
+        yield engine
+    except GeneratorExit:  # the caller closed the stream
+        _put(model, key, engine)
+        raise
+    _put(model, key, engine)
+
+
+def _take_or_build(model: Any, key: Key, tokens: int) -> StaticEngine:
+    """Take a cached engine, or build one; of twice the size if the cached one is too small, for growing chats."""
+    engine = _engines.get(model, {}).pop(key, None)
+    if engine is not None:
+        if engine.slots >= tokens and engine.renew():
+            return engine
+        limit = context_length(model) or tokens
+        tokens = max(tokens, min(2 * engine.slots, limit) if engine.slots < tokens else engine.slots)
+        del engine  # free its memory before allocating the next
+    with torch.inference_mode():
+        return StaticEngine(model, key[0], -(-tokens // SIZE_MULTIPLE) * SIZE_MULTIPLE, CACHES[key[1]])
+
+
+def _put(model: Any, key: Key, engine: StaticEngine) -> None:
+    engines = _engines.setdefault(model, {})
+    engines[key] = engine
+    while len(engines) > MAX_CACHED_ENGINES:
+        del engines[next(iter(engines))]

@@ -1,4 +1,4 @@
-"""Linear layers as generation runs them: read once, the adapters of all rows of a batch stacked beside the weights."""
+"""Linear layers for inference: weights read once, the low-rank factors of all adapters of the batch stacked."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from ..tensor import QuantizedTensor
 Factors = dict[str, tuple[Tensor, Tensor, float]]  # by adapter: A [r, K], B [N, r], scaling
 
 
-class Unknown(Exception):
-    """In words, why a model's own forwards must run."""
+class Unsupported(Exception):
+    """Raised with the reason why a model needs transformers' own forward."""
 
 
 def _read(module: nn.Module, names: Sequence[str]) -> tuple[nn.Linear, Factors]:
-    """The linear, and the factors of each adapter that it has among `names`."""
+    """Return the linear, and the factors of its adapters among `names`."""
     read = read_linear(module, names)
     if isinstance(read, str):
-        raise Unknown(read)
+        raise Unsupported(read)
     return read.base, {each.name: (each.a, each.b, each.scaling) for each in read.adapters}
 
 
-class _Plain(NamedTuple):
-    """Weight and bias of a linear in the dtype of the products: the model's own memory, or copies."""
+class _LinearWeights(NamedTuple):
+    """Weight and bias of a linear in the compute dtype: the model's own memory, or copies."""
 
     weight: Any
     bias: Tensor | None
 
     @classmethod
-    def of(cls, linear: nn.Linear, dtype: torch.dtype, unpacked: bool) -> _Plain:
+    def of(cls, linear: nn.Linear, dtype: torch.dtype, unpacked: bool) -> _LinearWeights:
         weight: Any = linear.weight
         if not isinstance(weight, QuantizedTensor):
             weight = weight.detach().to(dtype)
@@ -48,7 +48,7 @@ class _Plain(NamedTuple):
         return cls(weight, None if linear.bias is None else linear.bias.detach().to(dtype))
 
     def renew(self, linear: nn.Linear) -> None:
-        """Take the values as they are now. That they changed cannot be seen: fused optimizers raise no version."""
+        """Copy the current values. Fused optimizers do not bump tensor versions, so changes cannot be detected."""
         for own, source in ((self.weight, linear.weight), (self.bias, linear.bias)):
             if own is None or isinstance(own, QuantizedTensor):
                 continue
@@ -58,8 +58,8 @@ class _Plain(NamedTuple):
                 own.copy_(source)
 
 
-def _product(linear: nn.Linear, plain: _Plain) -> Callable[..., Tensor]:
-    """[M, K] → [M, N], with an adapter's term u·Bᵀ if one is given; what a call would look up is bound once."""
+def _bound_gemm(linear: nn.Linear, plain: _LinearWeights) -> Callable[..., Tensor]:
+    """Return a function [M, K] → [M, N] that adds an adapter's term u·Bᵀ if given; arguments are bound once."""
     weight, bias = plain
     if isinstance(weight, QuantizedTensor):
         shape = linear.out_features, linear.in_features
@@ -71,8 +71,8 @@ def _linear_plus(x: Tensor, weight: Tensor, bias: Tensor | None, term: tuple[Ten
     return add_term(linear_rows(x, weight, bias), term)
 
 
-def _weight4(linear: nn.Linear, plain: _Plain) -> Weight4 | None:
-    """A linear whose weight is 4-bit, as `ops.decode_layers` takes it."""
+def _weight4(linear: nn.Linear, plain: _LinearWeights) -> Weight4 | None:
+    """Return a 4-bit linear's weight for `ops.decode_layers`, or None."""
     weight, bias = plain
     if not isinstance(weight, QuantizedTensor) or not isinstance(weight.format, Blockwise4):
         return None
@@ -81,34 +81,34 @@ def _weight4(linear: nn.Linear, plain: _Plain) -> Weight4 | None:
     return Weight4(parts["packed"], *scales, linear.out_features, bias)
 
 
-def _stacked(plain: Sequence[_Plain], a: Tensor | None) -> _Plain:
-    """All weights, and below them the factors A, with zeros where there is no bias."""
+def _concatenated(plain: Sequence[_LinearWeights], a: Tensor | None) -> _LinearWeights:
+    """Concatenate all weights and the factors A; missing biases become zeros."""
     whole = torch.cat([*(each.weight for each in plain), *([] if a is None else [a])])
     if all(each.bias is None for each in plain):
-        return _Plain(whole, None)
+        return _LinearWeights(whole, None)
     bias, at = whole.new_zeros(len(whole)), 0
     for each in plain:
         if each.bias is not None:
             bias[at : at + len(each.weight)] = each.bias
         at += len(each.weight)
-    return _Plain(whole, bias)
+    return _LinearWeights(whole, bias)
 
 
-RANKS, ALL_RANKS = 8, 16  # what ranks of a linear, and of linears of one input, are filled up to: see ops.decode_layers
+RANKS, ALL_RANKS = 8, 16  # rank multiples of one linear and of all linears with one input; see ops.decode_layers
 
 
 class Linears:
-    """Linears of one input, with the low-rank terms of every adapter in use.
+    """Linear layers with the same input, and the low-rank terms of all adapters in use.
 
     Args:
-        modules: nn.Linear each, or PEFT's LoRA around one.
+        modules: nn.Linear, or PEFT's LoRA around one.
         adapters: the adapter of each row of the batch; None for none.
-        dtype: of the products.
-        unpacked: whether quantized weights are decoded once, into `dtype`, the values that training multiplies by;
-            else each product decodes them.
+        dtype: of the GEMMs.
+        unpacked: dequantize weights once into `dtype`, to the values that training multiplies by (default: each GEMM
+            dequantizes them).
 
     Raises:
-        Unknown: a module computes something else.
+        Unsupported: a module computes something else.
     """
 
     def __init__(
@@ -116,9 +116,9 @@ class Linears:
     ):
         self.modules, self.names = modules, sorted({name for name in adapters if name is not None})
         read = self._read()
-        self.places = _places(read)
-        self.plain = [_Plain.of(base, dtype, unpacked) for base, _ in read]
-        self.products = [_product(base, plain) for (base, _), plain in zip(read, self.plain, strict=True)]
+        self.storage = _storage_of(read)
+        self.plain = [_LinearWeights.of(base, dtype, unpacked) for base, _ in read]
+        self.gemms = [_bound_gemm(base, plain) for (base, _), plain in zip(read, self.plain, strict=True)]
         self.weights = [_weight4(base, plain) for (base, _), plain in zip(read, self.plain, strict=True)]
         owners: list[str | None] = []  # the adapter of each row of A
         self.b: list[tuple[int, Tensor] | None] = []
@@ -138,22 +138,22 @@ class Linears:
             owners += [None] * (-len(owners) % ALL_RANKS)
             base = read[0][0]
             self.a = torch.zeros(len(owners), base.in_features, dtype=dtype, device=_device(base))
-            if len(set(adapters)) > 1:  # rows differ in their adapters
+            if len(set(adapters)) > 1:  # rows have different adapters
                 rows = [[owner is not None and owner == adapter for owner in owners] for adapter in adapters]
                 self.mask = torch.tensor(rows, dtype=dtype, device=self.a.device).unsqueeze(1)
-        self.stacked: _Plain | None = None
+        self.fused: _LinearWeights | None = None
         self.up: Tensor | None = None
         self.sizes = [base.out_features for base, _ in read]
         if unpacked and all(isinstance(base.weight, QuantizedTensor) for base, _ in read):
-            self._stack()
+            self._fuse()
         self._fill(read)
 
-    def _stack(self) -> None:
-        """Weights and A become parts of one matrix, and all B of another: one product each makes all outputs."""
-        self.stacked, ranks = _stacked(self.plain, self.a), 0 if self.a is None else len(self.a)
-        *weights, a = self.stacked.weight.split([*self.sizes, ranks])
+    def _fuse(self) -> None:
+        """Concatenate the weights and A into one matrix, and all B into another, so that one GEMM each suffices."""
+        self.fused, ranks = _concatenated(self.plain, self.a), 0 if self.a is None else len(self.a)
+        *weights, a = self.fused.weight.split([*self.sizes, ranks])
         self.plain = [each._replace(weight=weight) for each, weight in zip(self.plain, weights, strict=True)]
-        self.products = []
+        self.gemms = []
         if self.a is not None:
             self.a, self.up = a, a.new_zeros(sum(self.sizes), ranks)
             self.b = [
@@ -165,7 +165,7 @@ class Linears:
         return [_read(module, self.names) for module in self.modules]
 
     def _fill(self, read: list[tuple[nn.Linear, Factors]]) -> None:
-        """The adapters' values as they are now."""
+        """Copy the adapters' current values."""
         for (_, factors), term in zip(read, self.b, strict=True):
             if self.a is not None and term is not None:
                 begin, b = term
@@ -176,13 +176,13 @@ class Linears:
                     column += len(down)
 
     def renew(self) -> bool:
-        """Take all values as they are now; False if these linears must be read anew.
+        """Refresh all values; return False if these linears must be rebuilt.
 
         Raises:
-            Unknown: a module has come to compute something else.
+            Unsupported: a module now computes something else.
         """
         read = self._read()
-        if _places(read) != self.places:
+        if _storage_of(read) != self.storage:
             return False
         for (base, _), plain in zip(read, self.plain, strict=True):
             plain.renew(base)
@@ -190,11 +190,11 @@ class Linears:
         return True
 
     def __call__(self, x: Tensor) -> list[Tensor]:
-        """[B, T, Nᵢ] each for x [B, T, K]."""
+        """Return [B, T, Nᵢ] for each linear, for x [B, T, K]."""
         rows, u = x.flatten(0, 1), x
         mask = None if self.mask is None else self.mask.expand(-1, x.shape[1], -1).flatten(0, 1)
-        if self.stacked is not None:
-            y = linear_rows(rows, *self.stacked)
+        if self.fused is not None:
+            y = linear_rows(rows, *self.fused)
             if self.up is not None:
                 y, u = y.split(list(self.up.shape), dim=-1)
                 y = add_term(y, (u if mask is None else u * mask, self.up))
@@ -206,13 +206,13 @@ class Linears:
         if self.a is not None:
             u = low_rank_rows(rows, self.a, mask)
         out = []
-        for product, factor in zip(self.products, self.b, strict=True):
+        for gemm, factor in zip(self.gemms, self.b, strict=True):
             term = None if factor is None else (u[:, factor[0] : factor[0] + factor[1].shape[1]], factor[1])
-            out.append(product(rows, term=term).unflatten(0, x.shape[:2]))
+            out.append(gemm(rows, term=term).unflatten(0, x.shape[:2]))
         return out
 
     def projections(self) -> Projections | None:
-        """These linears as `ops.decode_layers` takes them; None unless all weights are 4-bit."""
+        """Return these linears for `ops.decode_layers`, or None unless all weights are 4-bit."""
         weights = [weight for weight in self.weights if weight is not None]
         if len(weights) < len(self.weights):
             return None
@@ -223,8 +223,8 @@ def _device(linear: nn.Linear) -> torch.device:
     return linear.weight.device
 
 
-def _places(read: list[tuple[nn.Linear, Factors]]) -> list[Any]:
-    """Where all tensors are, and what else must not change for what was read to hold."""
+def _storage_of(read: list[tuple[nn.Linear, Factors]]) -> list[Any]:
+    """Return the data pointers, dtypes and adapter shapes that must not change while the linears are in use."""
     places: list[Any] = []
     for base, factors in read:
         weight: Any = base.weight
@@ -236,5 +236,5 @@ def _places(read: list[tuple[nn.Linear, Factors]]) -> list[Any]:
 
 
 def adapter_names(model: Any) -> list[str]:
-    """The adapters of a model; none without PEFT."""
+    """Return the adapters of a model; none without PEFT."""
     return list(getattr(model, "peft_config", {}))

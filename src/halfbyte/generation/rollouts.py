@@ -1,7 +1,7 @@
-"""Completions by the thousand: many prompts, several completions of each, with the log-probabilities of their tokens.
+"""Rollouts: several completions of many prompts, with the log-probabilities of their tokens.
 
-One batch that rows join and leave (`schedule`), over pages of which rows with one prompt share the full ones (`paged`).
-A prompt is read once for all of its completions. Adapters are applied as they are, never merged.
+Rows join and leave one batch (`schedule`) over a paged cache; rows of one prompt share its full pages (`paged`). A
+prompt is prefilled once for all its completions. Adapters are applied without merging.
 """
 
 from __future__ import annotations
@@ -21,30 +21,28 @@ from ..utils.errors import ConfigError, ModelError
 from ..utils.hardware import reservable_bytes
 from ..utils.notices import notice
 from .batch import Batch, Readback, draw
-from .engine import StockEngine
-from .engine_cache import CACHES
-from .linears import Unknown
+from .engine import CACHES, StockEngine
+from .linears import Unsupported
 from .paged import PagedDecoder
 from .run import ACTIVE, Lengths, chosen_adapters, new_tokens
-from .sampling import Sampling
-from .schedule import BESIDE, Group, Pages, Row, Schedule, pages_of
-from .stops import eos_tokens
+from .sampling import Sampling, eos_tokens
+from .schedule import RESERVED_SEATS, Group, Pages, Row, Schedule, page_count
 
 WEIGHTS = "auto", "packed", "unpacked"
-READ = {"cpu": 2048, "cuda": 8192}  # tokens of prompts that are read at once
-CODES_ROWS = 64  # rows up to which products read 4-bit codes faster than 16-bit weights, on a GPU
-ROUND = 1024  # positions are made in multiples of this
+PREFILL_TOKENS = {"cpu": 2048, "cuda": 8192}  # prompt tokens per prefill
+PACKED_MAX_ROWS = 64  # up to this many rows, a GPU multiplies 4-bit codes faster than 16-bit weights
+POSITION_MULTIPLE = 1024  # the number of RoPE positions is a multiple of this
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What was generated after a prompt.
+    """The tokens generated after a prompt.
 
     Attributes:
-        ids: new tokens, a stop token included.
-        log_probs: fp32 [len(ids)] on the CPU: log softmax(logits / temperature) of each, over the whole vocabulary,
-            whatever top_k, top_p and min_p leave; at temperature 0 as at 1.
-        ended: whether the last token is a stop token; else there were as many tokens as it may have.
+        ids: new tokens, including a stop token.
+        log_probs: fp32 [len(ids)] on the CPU: log softmax(logits / temperature) over the full vocabulary, ignoring
+            top_k, top_p and min_p; temperature 0 counts as 1.
+        ended: whether the last token is a stop token (otherwise the length limit was reached).
     """
 
     ids: list[int]
@@ -53,17 +51,17 @@ class Completion:
 
 
 class Rollouts:
-    """The engine of a model; it keeps its pages, and on a CUDA device its graphs, from one call to the next.
+    """The rollout engine of a model; caches its pages and CUDA graphs between calls.
 
     Args:
-        model: a causal LM, or a PeftModel around one; not changed; dropout is off.
-        rows: completions under way at once, at most.
-        memory_gib: that pages may take; None: what the rows of a call need, at most 80% of what is free on a GPU, or
-            half of it on a CPU.
+        model: a causal LM, or a PeftModel around one; unchanged; dropout is off.
+        rows: maximum number of completions in progress.
+        memory_gib: memory for pages; None: as much as a call's rows need, at most 80% of the free memory of a GPU or
+            half of a CPU's.
         kv_cache: "auto" (the model's dtype) or "fp8".
-        weights: "packed": each product decodes quantized weights; "unpacked": they are decoded once a call and kept in
-            the model's dtype, in which training multiplies by the same values; "auto": unpacked where that is faster
-            and takes no more than 40% of what is free.
+        weights: "packed": each GEMM decodes quantized weights. "unpacked": they are decoded once per call into the
+            model's dtype, to the values that training multiplies by. "auto": unpacked where that is faster and takes at
+            most 40% of the free memory.
 
     Raises:
         ConfigError: an argument out of range.
@@ -92,7 +90,7 @@ class Rollouts:
         self._batch: Batch | None = None
 
     def free(self) -> None:
-        """Give back pages, decoded weights and graphs; the next call makes them anew."""
+        """Free pages, decoded weights and CUDA graphs; the next call rebuilds them."""
         self._batch = self._decoder = None
 
     def generate(
@@ -106,29 +104,29 @@ class Rollouts:
         adapter: str | None = ACTIVE,
         keys: Sequence[int] | None = None,
     ) -> list[Completion]:
-        """`n` completions of each prompt: those of the first prompt, then those of the second, and so on.
+        """Return `n` completions of each prompt, in the order of the prompts.
 
-        What is drawn depends on the seed, the prompt's key, the completion's number among the prompt's and the token's
-        position, and not on what else is generated.
+        A draw depends on the seed, the prompt's key, the completion's index and the token's position, not on the other
+        rows.
 
         Args:
             prompts: token ids.
-            max_new_tokens: most tokens of every completion, or of each prompt's; default: as in `generate`.
-            sampling: default: temperature 1. Without a seed, torch's global generator gives one.
+            max_new_tokens: maximum for all completions, or one for each prompt; default: as in `generate`.
+            sampling: default: temperature 1. Without a seed, torch's global generator provides one.
             stops: tokens that end a completion; default: the EOS tokens of the model's generation config.
-            adapter: "active", an adapter's name, or None for the base; its values are read anew in each call.
-            keys: a number for each prompt, of which the low 32 bits count; default: its place.
+            adapter: "active", an adapter's name, or None for the base; its values are read again in each call.
+            keys: a number for each prompt, of which the low 32 bits are used; default: its index.
 
         Raises:
-            ModelError: a prompt is empty, or too long for the model's positions with `max_new_tokens`; or the logits
-                are NaN; or memory is short of one row.
+            ModelError: a prompt is empty or exceeds the model's positions together with `max_new_tokens`; the logits
+                are NaN; or the memory is too small for one row.
             ConfigError: an argument out of range.
         """
         if n < 1:
             raise ConfigError(f"n is {n}", "ask for 1 or more completions of each prompt")
         keys = range(len(prompts)) if keys is None else keys
         if len(keys) != len(prompts):
-            raise ConfigError(f"keys are {len(keys)} for {len(prompts)} prompts", "give one for each")
+            raise ConfigError(f"{len(keys)} keys for {len(prompts)} prompts", "give one for each")
         if not prompts:
             return []
         lengths = new_tokens(self.model, prompts, max_new_tokens)
@@ -138,12 +136,12 @@ class Rollouts:
         groups = [Group(key, prompt, n) for key, prompt in zip(keys, prompts, strict=True)]
         rows = [Row(group, number, most) for group, most in zip(groups, lengths, strict=True) for number in range(n)]
         ends = eos_tokens(self.model) if stops is None else set(stops)
-        longest_first = sorted(rows, key=lambda row: -row.most)  # lest one that may be long is left alone at the end
-        run = _Run(longest_first, replace(sampling, seed=None), ends, seed)
+        longest_first = sorted(rows, key=lambda row: -row.most)  # long rows must not be left running alone at the end
+        run = _Generation(longest_first, replace(sampling, seed=None), ends, seed)
         try:
             decoder, batch = self._ready(rows, name)
-        except Unknown as reason:
-            notice(f"rollouts: {reason}", f"completions run transformers' own forward, in batches: {reason}")
+        except Unsupported as reason:
+            notice(f"rollouts: {reason}", f"rollouts use transformers' own forward in static batches: {reason}")
             training = self.model.training
             self.model.eval()
             try:
@@ -156,10 +154,10 @@ class Rollouts:
 
     @torch.inference_mode()
     def _ready(self, rows: Sequence[Row], adapter: str | None) -> tuple[PagedDecoder, Batch]:
-        """A decoder with the adapter's values, and pages for these rows, or as many as there is memory for.
+        """Return a decoder with the adapter's values, and a batch with the pages that these rows need or memory allows.
 
         Raises:
-            Unknown: the model must run its own forward.
+            Unsupported: the model needs transformers' own forward.
         """
         longest = max(len(row.group.prompt) + row.most for row in rows)
         decoder, unpacked = self._decoder, self._unpacks(min(len(rows), self.rows))
@@ -170,87 +168,88 @@ class Rollouts:
             decoder = None
             self.free()
         if decoder is None:
-            positions = -(-(longest + 1) // ROUND) * ROUND
+            positions = -(-(longest + 1) // POSITION_MULTIPLE) * POSITION_MULTIPLE
             decoder = PagedDecoder(self.model, adapter, positions, CACHES[self.kv_cache], unpacked)
         self._decoder, self._adapter = decoder, adapter
         memory = self._memory(decoder)
         seats = self._seats(decoder, rows, memory)
-        wanted, least = pages_for(rows, seats - BESIDE) + 1, pages_of(longest) + 1
+        wanted, least = pages_needed(rows, seats - RESERVED_SEATS) + 1, page_count(longest) + 1
         if decoder.pages < wanted or decoder.seats < seats:
             most = max((memory - seats * decoder.state_bytes) // decoder.page_bytes, decoder.pages)
             if most < least:
                 need, there = (f"{count * decoder.page_bytes / 2**30:.2f} GiB" for count in (least, most))
                 raise ModelError(
-                    f"a row of {longest} tokens needs {need} of key-value cache, and there are {there}",
+                    f"a row of {longest} tokens needs {need} of key-value cache, and only {there} are available",
                     "raise memory_gib, lower max_new_tokens, or use kv_cache: fp8",
                 )
             if min(wanted, most) > decoder.pages or decoder.seats < seats:
-                self._batch = None  # its graphs hold addresses
+                self._batch = None  # its CUDA graphs hold the old addresses
                 decoder.make_pages(min(wanted, most), seats)
-        if self._batch is None or self._batch.book.shape[1] < pages_of(longest + 1):
-            self._batch = Batch(decoder, decoder.seats - BESIDE, pages_of(decoder.positions))
+        if self._batch is None or self._batch.row_table.shape[1] < page_count(longest + 1):
+            self._batch = Batch(decoder, decoder.seats - RESERVED_SEATS, page_count(decoder.positions))
         return decoder, self._batch
 
     def _seats(self, decoder: PagedDecoder, rows: Sequence[Row], memory: int) -> int:
-        """For as many rows as may run at once; where their states and pages do not fit, as many as take half of it."""
+        """Return the seats for all rows, or for as many as fit their states in half of the memory."""
         if not decoder.state_bytes:
-            return self.rows + BESIDE
+            return self.rows + RESERVED_SEATS
         wanted = min(self.rows, len(rows))
-        pages = (pages_for(rows, wanted) + 1) * decoder.page_bytes
-        if pages + (wanted + BESIDE) * decoder.state_bytes > memory:
-            wanted = max(1, min(wanted, memory // 2 // decoder.state_bytes - BESIDE))
-        return max(wanted + BESIDE, decoder.seats)
+        pages = (pages_needed(rows, wanted) + 1) * decoder.page_bytes
+        if pages + (wanted + RESERVED_SEATS) * decoder.state_bytes > memory:
+            wanted = max(1, min(wanted, memory // 2 // decoder.state_bytes - RESERVED_SEATS))
+        return max(wanted + RESERVED_SEATS, decoder.seats)
 
     def _memory(self, decoder: PagedDecoder) -> int:
-        """Bytes that pages and states may take."""
+        """Return the bytes that pages and states may take."""
         if self.memory_gib is not None:
             return int(self.memory_gib * 2**30)
         own = decoder.pages * decoder.page_bytes + decoder.seats * decoder.state_bytes
-        return own + int(_free(decoder.device) * (0.8 if decoder.device.type == "cuda" else 0.5))
+        return own + int(_free_bytes(decoder.device) * (0.8 if decoder.device.type == "cuda" else 0.5))
 
     def _unpacks(self, rows: int) -> bool:
+        """Return whether to decode the weights once per call."""
         if self.weights != "auto":
             return self.weights == "unpacked"
-        every: Any = self.model.parameters()  # stacks of experts stay packed
+        every: Any = self.model.parameters()  # 3-dimensional stacks of experts stay packed
         weights = [each for each in every if isinstance(each.data, QuantizedTensor) and each.dim() == 2]
         device = next(self.model.parameters()).device
-        if not weights or (device.type != "cpu" and rows <= CODES_ROWS):
+        if not weights or (device.type != "cpu" and rows <= PACKED_MAX_ROWS):
             return False
-        if self._decoder is not None and self._decoder.unpacked:  # they are there
+        if self._decoder is not None and self._decoder.unpacked:  # already decoded
             return True
-        return sum(2 * each.numel() for each in weights) <= 0.4 * _free(device)
+        return sum(2 * each.numel() for each in weights) <= 0.4 * _free_bytes(device)
 
 
-def _free(device: torch.device) -> int:
-    """Bytes."""
+def _free_bytes(device: torch.device) -> int:
+    """Return the free bytes of a device, including torch's cached blocks."""
     if device.type != "cuda":
         return psutil.virtual_memory().available
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return reservable_bytes(device) + cached
 
 
-def pages_for(rows: Sequence[Row], seats: int) -> int:
-    """Pages with which no row has to leave, if the longest prompts come together."""
+def pages_needed(rows: Sequence[Row], seats: int) -> int:
+    """Return the pages with which no row is preempted, if the longest prompts run together."""
     own, shared = [], {}
     for row in rows:
         full = len(row.group.prompt) // PAGE
-        own.append(pages_of(len(row.group.prompt) + row.most) - full)
+        own.append(page_count(len(row.group.prompt) + row.most) - full)
         shared[row.group] = full + 1
     groups = -(-seats // max(1, len(rows) // len(shared))) + 1
     reserve = 1 + min(seats, len(rows)) // 8
     return sum(sorted(own)[-seats:]) + sum(sorted(shared.values())[-groups:]) + reserve
 
 
-class _Run:
-    """One call: its rows until all are finished."""
+class _Generation:
+    """One call of `Rollouts.generate`."""
 
     def __init__(self, rows: Sequence[Row], sampling: Sampling, stops: set[int], seed: int):
         self.all_rows, self.sampling, self.stops, self.seed = rows, sampling, stops, seed
 
     @torch.inference_mode()
     def over_pages(self, decoder: PagedDecoder, batch: Batch) -> None:
-        schedule = Schedule(self.all_rows, Pages(decoder.pages), decoder.seats - BESIDE)
-        readback, budget = Readback(decoder.device), READ.get(decoder.device.type, READ["cpu"])
+        schedule = Schedule(self.all_rows, Pages(decoder.pages), decoder.seats - RESERVED_SEATS)
+        readback, budget = Readback(decoder.device), PREFILL_TOKENS.get(decoder.device.type, PREFILL_TOKENS["cpu"])
         batch.seed.fill_(self.seed)
         use = partial(self._use, schedule.add)
         while schedule.waiting or schedule.seated:
@@ -261,31 +260,31 @@ class _Run:
                     document.logits = own
             if found.copies:
                 decoder.copy_pages(found.copies)
-            if found.states and decoder.recurring:
+            if found.states and decoder.delta_layers:
                 decoder.copy_states(found.states)
             if found.starts:
                 begun = [row for row, _ in found.starts]
                 behind = torch.stack([own for _, document in found.starts if (own := document.logits) is not None])
                 readback.add(batch.begin(begun, behind, self.sampling), partial(use, begun))
-            readback.settle(readback.late)
+            readback.settle(readback.lag)
             if not schedule.reserve(settled=not len(readback)):
                 readback.settle()
                 schedule.reserve(settled=True)
             rows = schedule.advance()
             if rows:
                 readback.add(batch.step(rows, self.sampling), partial(use, rows))
-            readback.settle(readback.late if rows else 0)
+            readback.settle(readback.lag if rows else 0)
 
     def _use(self, add: Callable[..., None], rows: Sequence[Row], tokens: list[int], log_probs: list[float]) -> None:
-        """Hand tokens that the host has read to `add`."""
+        """Pass tokens that the host has read to `add`."""
         for row, token, log_prob in zip(rows, tokens, log_probs, strict=True):
             if log_prob != log_prob:
                 raise ModelError("the model's logits are NaN", "check its weights, and its adapter's")
-            if not row.finished:  # it may be a step ahead, or wait for others of its batch
+            if not row.finished:  # a finished row may have one more token in flight
                 add(row, token, log_prob, self.stops)
 
     def in_batches(self, model: Any, adapter: str | None, most: int) -> None:
-        """Rows by their prompts' lengths, each batch until its last row has finished."""
+        """Generate in batches of rows with similar prompt lengths; a batch ends with its last row."""
         device = next(model.parameters()).device
         ordered = sorted(self.all_rows, key=lambda row: len(row.group.prompt))
         seed = torch.tensor([self.seed], device=device)

@@ -1,4 +1,4 @@
-"""`generate` and `stream`: a batch of prompts, left-padded to one length, until each has ended."""
+"""`generate` and `stream`: decode a static, left-padded batch of prompts until every row has ended."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from torch import Tensor
 
 from ..utils.errors import ConfigError, ModelError
 from .decoder import context_length
-from .engine import WatchPrompt, prompt_slots
-from .engine_cache import CACHES, engine_for
+from .engine import CACHES, WatchPrompt, engine_for, prompt_slots
 from .linears import adapter_names
-from .sampling import Draws, Penalties, Sampling
-from .stops import eos_tokens
+from .sampling import Penalties, Sampler, Sampling, eos_tokens
 
-ACTIVE = "active"  # stands for the adapter that is active in the model
-MOST = 512  # new tokens, where nobody says how many
+ACTIVE = "active"  # the model's active adapter
+DEFAULT_MAX_NEW_TOKENS = 512
 Lengths = int | Sequence[int] | None
 
 
@@ -37,27 +35,28 @@ def generate(
     """Continue each prompt.
 
     Args:
-        model: a causal LM, or a PeftModel around one, in eval mode; not changed.
-        prompts: texts, which need `tokenizer`, or token ids.
-        tokenizer: makes ids of texts, as they are, and texts of what is generated, without special tokens.
-        max_new_tokens: most tokens of every answer, or of each; default: 512, or what the model has positions for.
-        sampling: default: the likeliest token always.
+        model: a causal LM, or a PeftModel around one, in eval mode; unchanged.
+        prompts: texts (which need `tokenizer`) or token ids.
+        tokenizer: encodes texts without a template, and decodes answers without special tokens.
+        max_new_tokens: maximum for all answers, or one for each; default: 512, or the positions that the model has
+            left.
+        sampling: default: greedy.
         stops: tokens that end a row; default: the EOS tokens of the model's generation config.
-        adapter: "active"; an adapter's name; None for the base; or one of these names, or None, for each prompt.
+        adapter: "active", an adapter's name or None (the base), for all prompts or one for each.
         kv_cache: "auto" (the model's dtype) or "fp8".
-        on_token: called with (row, token) as tokens come.
+        on_token: called with (row, token) for each new token.
 
     Returns:
-        Texts for texts; for ids the new ids, a stop token included.
+        Texts for texts; for token ids the new ids, including a stop token.
 
     Raises:
-        ModelError: a prompt is empty, or too long for the model's positions, with `max_new_tokens` if given; or the
+        ModelError: a prompt is empty or exceeds the model's positions, together with `max_new_tokens` if given; or the
             logits are NaN.
         ConfigError: an argument out of range.
     """
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if texts and tokenizer is None:
-        raise ConfigError("prompts are texts, and there is no tokenizer", "pass the tokenizer, or token ids")
+        raise ConfigError("prompts are texts, but no tokenizer is given", "pass the tokenizer, or token ids")
     ids: Any = [tokenizer(text)["input_ids"] for text in texts] if texts else prompts
     results: list[list[int]] = [[] for _ in ids]
     for tokens in stream(
@@ -84,13 +83,14 @@ def stream(
     watch_prompt: WatchPrompt | None = None,
     penalties: Penalties | None = None,
 ) -> Generator[list[int | None]]:
-    """Yield the new token of each row, None for rows that have ended, until all have. Arguments as in `generate`.
+    """Yield the new token of each row (None for rows that have ended) until all have ended.
 
     Args:
+        model, prompts, max_new_tokens, sampling, stops, adapter, kv_cache: as in `generate`; prompts are token ids.
         watch: called with logits [B, V] and the tokens [B] drawn from them, before these are yielded.
-        watch_prompt: called with a column of the prompts, padded on the left to one length, and logits [B, P, V] after
-            the tokens from there on, until all are through.
-        penalties: what tokens are drawn by, beside the logits.
+        watch_prompt: called with a column of the left-padded prompts and the logits [B, P, V] after the tokens from
+            that column on, until all columns are covered.
+        penalties: applied to the logits before each draw.
     """
     if not prompts:
         return
@@ -104,31 +104,31 @@ def stream(
     device = next(model.parameters()).device
     padded = torch.tensor([[0] * (longest - len(ids)) + list(ids) for ids in prompts], device=device)
     padding = torch.tensor([longest - len(ids) for ids in prompts], device=device)
-    draw = Draws(sampling, penalties, device)
+    draw = Sampler(sampling, penalties, device)
     with engine_for(model, adapters, prompt_slots(longest, device) + most, kv_cache) as engine:
         logits = engine.prefill(padded, padding, watch_prompt)
         if bool(logits.isnan().any()):
             raise ModelError("the model's logits are NaN", "check its weights, and its adapter's")
         drawn = draw(logits)
-        waiting = [True] * len(prompts)
+        running = [True] * len(prompts)
         for count in range(1, most + 1):
             if watch is not None:
                 watch(logits, drawn)
-            taken, more = _to_host(drawn), count < most
-            # A GPU begins the next step now, and does not wait until these tokens have been read and used.
+            read, more = _copy_to_host(drawn), count < most
+            # On a GPU, launch the next step before reading these tokens.
             ahead = engine.step(drawn) if more and device.type == "cuda" else None
-            tokens = taken()
-            yield [token if waits else None for token, waits in zip(tokens, waiting, strict=True)]
-            rows = zip(tokens, waiting, lengths, strict=True)
-            waiting = [waits and token not in ends and count < length for token, waits, length in rows]
-            if not any(waiting):
+            tokens = read()
+            yield [token if runs else None for token, runs in zip(tokens, running, strict=True)]
+            rows = zip(tokens, running, lengths, strict=True)
+            running = [runs and token not in ends and count < length for token, runs, length in rows]
+            if not any(running):
                 return
             logits = engine.step(drawn) if ahead is None else ahead
             drawn = draw(logits)
 
 
-def _to_host(tokens: Tensor) -> Callable[[], list[int]]:
-    """Begin to copy tokens; what is returned waits for them, but not for what the device begins later."""
+def _copy_to_host(tokens: Tensor) -> Callable[[], list[int]]:
+    """Start copying tokens to the host; the returned function blocks until this copy is done."""
     if tokens.device.type != "cuda":
         return tokens.tolist
     host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
@@ -136,19 +136,21 @@ def _to_host(tokens: Tensor) -> Callable[[], list[int]]:
     copied = torch.cuda.Event()
     copied.record()
 
-    def taken() -> list[int]:
+    def read() -> list[int]:
         copied.synchronize()
         return host.tolist()
 
-    return taken
+    return read
 
 
-def new_tokens(model: Any, prompts: Sequence[Sequence[int]], asked: Lengths, most: int = MOST) -> list[int]:
-    """The most tokens that each prompt gets: `asked`, or else up to `most`, as far as the model has positions.
+def new_tokens(
+    model: Any, prompts: Sequence[Sequence[int]], asked: Lengths, most: int = DEFAULT_MAX_NEW_TOKENS
+) -> list[int]:
+    """Return the maximum number of new tokens of each prompt: `asked`, or up to `most` within the model's positions.
 
     Raises:
-        ModelError: a prompt is empty, too long, or has tokens that the model does not know.
-        ConfigError: fewer than one token is asked for.
+        ModelError: a prompt is empty or too long, or has tokens outside the vocabulary.
+        ConfigError: fewer than one token is requested.
     """
     limit = context_length(model)
     vocabulary = getattr(model.config.get_text_config(), "vocab_size", sys.maxsize)
@@ -173,16 +175,16 @@ def new_tokens(model: Any, prompts: Sequence[Sequence[int]], asked: Lengths, mos
 
 
 def too_long(tokens: int, asked: int | None, limit: int, where: str = "a prompt") -> ModelError:
-    """What is wrong with a prompt of so many tokens, for which `asked` new ones, or any, were wanted."""
+    """Return the error for a prompt of `tokens` tokens and `asked` new ones (None: at least one)."""
     if asked is None or tokens >= limit:
-        said = f"{where} of {tokens} tokens leaves no room for an answer in the model's {limit} positions"
-        return ModelError(said, "shorten the prompt (/reset in chat)")
-    said = f"{where} of {tokens} tokens and max_new_tokens {asked} pass the model's {limit} positions"
-    return ModelError(said, "shorten the prompt (/reset in chat), or lower max_new_tokens, or leave it out")
+        message = f"{where} of {tokens} tokens leaves no room for an answer in the model's {limit} positions"
+        return ModelError(message, "shorten the prompt (/reset in chat)")
+    message = f"{where} of {tokens} tokens and max_new_tokens {asked} pass the model's {limit} positions"
+    return ModelError(message, "shorten the prompt (/reset in chat), or lower max_new_tokens, or leave it out")
 
 
 def chosen_adapters(model: Any, adapter: str | Sequence[str | None] | None, rows: int) -> list[str | None]:
-    """The adapter of each row, by name."""
+    """Return the name of each row's adapter."""
     wanted = [adapter] * rows if adapter is None or isinstance(adapter, str) else list(adapter)
     if len(wanted) != rows:
         raise ConfigError(f"adapter names {len(wanted)} adapters for {rows} prompts", "name one for each, or one")
@@ -197,5 +199,5 @@ def chosen_adapters(model: Any, adapter: str | Sequence[str | None] | None, rows
 
 
 def _disabled(model: Any) -> bool:
-    """Whether the adapters are switched off, as within `disable_adapter()`."""
+    """Return whether the adapters are disabled, as within `disable_adapter()`."""
     return any(getattr(module, "disable_adapters", False) is True for module in model.modules())

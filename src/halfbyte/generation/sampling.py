@@ -1,10 +1,11 @@
-"""Drawing the next token from its logits."""
+"""Sampling of the next token from its logits, and the tokens that end an answer."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,10 @@ from torch import Tensor
 from ..utils.errors import ConfigError
 from ..utils.text import brief
 
-LOWEST = 1e-6  # temperature that fp32 divides by; below 1e-38 it is 0
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MIN_TEMPERATURE = 1e-6  # used for lower temperatures; tiny divisors underflow in fp32
 
 
 @dataclass(frozen=True)
@@ -20,13 +24,13 @@ class Sampling:
     """How tokens are drawn.
 
     Args:
-        temperature: divides the logits; 0 takes the likeliest token, and nothing below matters.
-        top_k: draw among so many of the likeliest tokens; 0 for all.
-        top_p: draw among the likeliest tokens whose probabilities reach this sum (Holtzman et al. 2019,
-            arXiv:1904.09751, section 3.1), the one that reaches it included.
-        min_p: draw among the tokens at least this times as likely as the likeliest (Nguyen et al. 2024,
+        temperature: divides the logits; 0 takes the most likely token and ignores the other settings.
+        top_k: draw among this many of the most likely tokens; 0 for all.
+        top_p: draw among the most likely tokens whose probabilities reach this sum (Holtzman et al. 2019,
+            arXiv:1904.09751, section 3.1), including the token that reaches it.
+        min_p: draw among tokens at least this times as likely as the most likely one (Nguyen et al. 2024,
             arXiv:2407.01082, section 3); 0 for all.
-        seed: of the draws; None takes torch's global generator.
+        seed: of the draws; None uses torch's global generator.
 
     Raises:
         ConfigError: a value out of range.
@@ -52,27 +56,27 @@ class Sampling:
                 raise ConfigError(f"{name} is {getattr(self, name)}", f"use a value {fix}")
 
     def generator(self, device: torch.device) -> torch.Generator | None:
-        """What `draw` takes its random numbers from."""
+        """Return the random generator for `draw`, or None for torch's global one."""
         return None if self.seed is None else torch.Generator(device).manual_seed(self.seed)
 
     def draw(self, logits: Tensor, generator: torch.Generator | None) -> Tensor:
-        """int64 [B]: a token for each row of logits [B, V]."""
+        """Return a token for each row of logits [B, V], int64 [B]."""
         if self.temperature == 0:
             return logits.argmax(-1)
         probabilities = self.probabilities(logits)
         return torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """fp32 [B, V], zero for tokens that cannot be drawn."""
-        scores, kept = self._scores(logits), self.kept(logits)
+        """Return probabilities fp32 [B, V], zero for tokens that cannot be drawn."""
+        scores, kept = self._scaled(logits), self.candidates(logits)
         return (scores if kept is None else scores.masked_fill(~kept, -torch.inf)).softmax(-1)
 
-    def kept(self, logits: Tensor) -> Tensor | None:
-        """bool [B, V]: the tokens that can be drawn; None for all. Some of the likeliest always can."""
+    def candidates(self, logits: Tensor) -> Tensor | None:
+        """Return a mask bool [B, V] of the tokens that can be drawn (at least one per row), or None for all."""
         narrow = 0 < self.top_k < logits.shape[-1]
         if self.temperature == 0 or not (narrow or self.top_p < 1 or self.min_p > 0):
             return None
-        scores = self._scores(logits)
+        scores = self._scaled(logits)
         if narrow:
             scores = scores.masked_fill(scores < scores.topk(self.top_k).values[:, -1:], -torch.inf)
         probabilities = scores.softmax(-1)
@@ -83,20 +87,20 @@ class Sampling:
             kept &= ~torch.zeros_like(beyond).scatter(1, order, beyond)
         return kept if not narrow else kept & (scores > -torch.inf)
 
-    def _scores(self, logits: Tensor) -> Tensor:
-        """fp32 [B, V]: logits over the temperature, the largest 0."""
+    def _scaled(self, logits: Tensor) -> Tensor:
+        """Return logits over the temperature, fp32 [B, V], with a maximum of 0."""
         logits = logits.float()
-        return (logits - logits.amax(-1, keepdim=True)) / max(self.temperature, LOWEST)
+        return (logits - logits.amax(-1, keepdim=True)) / max(self.temperature, MIN_TEMPERATURE)
 
 
 @dataclass(frozen=True)
 class Penalties:
-    """What is changed in logits before a token is drawn, as OpenAI's interface has it.
+    """Changes to the logits before a token is drawn, as in OpenAI's API.
 
     Args:
-        frequency: taken from a token's logit for each time that the answer has it.
-        presence: taken once if the answer has it at all.
-        bias: added to the logits of tokens, by their ids.
+        frequency: subtracted from a token's logit for each occurrence in the answer.
+        presence: subtracted once if the answer contains the token.
+        bias: token id → number added to its logit.
     """
 
     frequency: float = 0.0
@@ -107,22 +111,22 @@ class Penalties:
         return bool(self.frequency or self.presence or self.bias)
 
     def applied(self, logits: Tensor, counts: Tensor) -> Tensor:
-        """fp32 [B, V], of logits [B, V] and how often each row has each token, fp32 [B, V]."""
+        """Return penalized logits fp32 [B, V], given logits [B, V] and token counts per row, fp32 [B, V]."""
         found = logits.float() - self.frequency * counts - self.presence * (counts > 0)
         if self.bias:
             found[:, list(self.bias)] += torch.tensor(list(self.bias.values()), device=logits.device)
         return found
 
 
-class Draws:
-    """Draws the tokens of a batch, one a row at a time, and counts them where penalties go by that."""
+class Sampler:
+    """Draws one token per row and step, and counts drawn tokens if penalties need it."""
 
     def __init__(self, sampling: Sampling, penalties: Penalties | None, device: torch.device):
         self.sampling, self.penalties, self.generator = sampling, penalties, sampling.generator(device)
         self.counts: Tensor | None = None
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """int64 [B], from logits [B, V]."""
+        """Return tokens int64 [B] for logits [B, V]."""
         if not self.penalties:
             return self.sampling.draw(logits, self.generator)
         if self.counts is None:
@@ -130,3 +134,27 @@ class Draws:
         drawn = self.sampling.draw(self.penalties.applied(logits, self.counts), self.generator)
         self.counts.scatter_add_(1, drawn.unsqueeze(1), self.counts.new_ones(len(drawn), 1))
         return drawn
+
+
+def eos_tokens(model: Any) -> set[int]:
+    """Return the EOS tokens of the model's generation config."""
+    own = model.generation_config.eos_token_id
+    return set(own) if isinstance(own, list) else {own} - {None}
+
+
+def stop_tokens(tokenizer: PreTrainedTokenizerBase, model: Any, turn_ends: Sequence[str]) -> list[int]:
+    """Return the tokenizer's EOS, the model's EOS tokens, and the special tokens `turn_ends`, as sorted ids."""
+    ends = (tokenizer.convert_tokens_to_ids(token) for token in turn_ends)
+    return sorted(token for token in {tokenizer.eos_token_id, *eos_tokens(model), *ends} if token is not None)
+
+
+def turn_end(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the special token that the chat template ends an answer with; empty if it ends with text.
+
+    ChatML models end turns with <|im_end|> whatever their EOS is, so this renders a turn and reads its end.
+    """
+    from ..data.chat import prompt_text
+
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "halfbyte"}]
+    _, _, ending = prompt_text(tokenizer, turns, add_generation_prompt=False).rpartition("halfbyte")
+    return [token for token in tokenizer.tokenize(ending)[:1] if token in tokenizer.all_special_tokens]

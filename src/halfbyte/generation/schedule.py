@@ -1,8 +1,9 @@
-"""Which rows run, and which pages hold their tokens: continuous batching, on the host alone.
+"""Continuous batching: which rows run, and which pages hold their tokens. Runs on the host, without tensors.
 
-Rows join and leave between two steps (iteration-level scheduling: Yu et al. 2022, "Orca", section 3.1). A page is taken
-when a row's next token begins it, and read by as many rows as begin with its tokens (Kwon et al. 2023,
-arXiv:2309.06180, section 4.4). Where pages run out, the youngest row goes back to the queue, to be read again later.
+Rows join and leave between steps (iteration-level scheduling: Yu et al. 2022, "Orca", section 3.1). A row takes a page
+when its next token needs one, and shares pages with rows that start with the same tokens (Kwon et al. 2023,
+arXiv:2309.06180, section 4.4). When pages run out, the youngest row is preempted: it returns to the queue and is
+prefilled again later.
 """
 
 from __future__ import annotations
@@ -15,20 +16,20 @@ from torch import Tensor
 
 from ..ops.paged_attention import PAGE
 
-BESIDE = 2  # seats that are no row's: seat 0 is nobody's, as page 0, and one is for a prompt that is kept
-JOINED = 16  # of so many seats one may stay empty until others are, since reading a prompt takes a forward of its own
+RESERVED_SEATS = 2  # in addition to the rows' seats: seat 0 for padding, and one for a cached prompt
+JOIN_DIVISOR = 16  # rows join once 1/16 of the seats is empty, since each prefill is a forward of its own
 
 
-def pages_of(tokens: int) -> int:
-    """Pages that so many tokens take."""
+def page_count(tokens: int) -> int:
+    """Return the number of pages that `tokens` tokens take."""
     return -(-tokens // PAGE)
 
 
 class Pages:
-    """The pages of a cache. Page 0 is nobody's: rows that only fill a batch up write to it.
+    """Reference-counted pages of a cache. Padding rows write to page 0, which is never assigned.
 
     Args:
-        count: of pages, page 0 included.
+        count: number of pages, including page 0.
     """
 
     def __init__(self, count: int):
@@ -41,34 +42,34 @@ class Pages:
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """So many free pages, for one reader."""
-        assert count <= self.free, "who takes pages looks first"
+        """Take `count` free pages, each with one reader."""
+        assert count <= self.free, "callers check `free` first"
         taken = [self._free.pop() for _ in range(count)]
         for page in taken:
             self._readers[page] = 1
         return taken
 
     def share(self, pages: Sequence[int]) -> None:
-        """One reader more of each."""
+        """Add a reader to each page."""
         for page in pages:
             self._readers[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """One reader less of each; those that nobody reads are free."""
+        """Remove a reader from each page; a page without readers becomes free."""
         for page in pages:
             self._readers[page] -= 1
-            assert self._readers[page] >= 0, "a page is released once by each of its readers"
+            assert self._readers[page] >= 0, "a page has more releases than readers"
             if not self._readers[page]:
                 self._free.append(page)
 
 
 @dataclass(eq=False)
 class Document:
-    """Tokens to read at once: a prompt for all rows that begin with it, or all tokens of a row that had to wait.
+    """Tokens to prefill: a prompt shared by its rows, or all tokens of a preempted row.
 
     Attributes:
-        seat: where the state behind it is kept, of models that have one.
-        logits: [V] behind the last token, once it is read.
+        seat: index of its recurrent state, in models that have one.
+        logits: [V] after the last token, once prefilled.
     """
 
     tokens: Sequence[int]
@@ -82,9 +83,9 @@ class Group:
     """The rows of one prompt.
 
     Attributes:
-        key: stands for the prompt in the noise of its draws.
-        waiting: rows that have not begun yet; the prompt is kept for them.
-        document: the prompt, as long as it is kept.
+        key: identifies the prompt in the sampling noise.
+        waiting: number of rows that have not started.
+        document: the prefilled prompt, cached until all rows have started.
     """
 
     key: int
@@ -95,17 +96,17 @@ class Group:
 
 @dataclass(eq=False)
 class Row:
-    """A completion under way.
+    """A completion in progress.
 
     Attributes:
-        generation: its number among those of its prompt.
-        most: tokens that it may have.
+        generation: its index among the completions of its prompt.
+        most: maximum number of tokens.
         ids, log_probs: of the tokens that the host has read.
-        ended: whether the last of them is a stop token.
-        pages: of its tokens, those that it shares first.
-        seat: where its state is kept; 0: it has none.
-        length: tokens in them.
-        drawn: tokens drawn, those included that the host has not read yet.
+        ended: whether the last token is a stop token.
+        pages: of its tokens; shared pages come first.
+        seat: index of its recurrent state; 0: none.
+        length: number of tokens in its pages.
+        drawn: number of tokens drawn, including those the host has not read yet.
     """
 
     group: Group
@@ -124,12 +125,12 @@ class Row:
         return self.ended or len(self.ids) == self.most
 
     @property
-    def goes_on(self) -> bool:
-        """Whether it takes part in the next step, as far as the host knows."""
+    def is_active(self) -> bool:
+        """Whether the row takes part in the next step, as far as the host has read."""
         return not self.finished and self.drawn < self.most
 
     def add(self, token: int, log_prob: float, stops: set[int]) -> None:
-        """A token that the host has read."""
+        """Append a token that the host has read."""
         self.ids.append(token)
         self.log_probs.append(log_prob)
         self.ended = token in stops
@@ -137,13 +138,13 @@ class Row:
 
 @dataclass
 class Admission:
-    """What joins the batch.
+    """Rows that join the batch, and the work needed before the next step.
 
     Attributes:
-        documents: to read, in this order.
-        starts: rows, and the document that each goes on from.
-        copies: (from, to): the last page of a prompt, part full, for a row that will fill it up.
-        states: (from, to): seats, of a prompt and of a row that goes on from its state.
+        documents: to prefill, in this order.
+        starts: rows, each with the document that it continues.
+        copies: (from, to) pages: a prompt's partly filled last page, copied for a row that appends to it.
+        states: (from, to) seats: a prompt's recurrent state, copied for a row that continues it.
     """
 
     documents: list[Document]
@@ -153,26 +154,26 @@ class Admission:
 
 
 class Schedule:
-    """Rows on their way through the batch.
+    """The queue of rows and the rows that are running.
 
     Args:
-        rows: in the order in which they begin; rows of a group one after another.
-        pages: enough for any one of the rows by itself.
-        seats: rows that may run at once; see `BESIDE`.
+        rows: in the order in which they start; rows of a group are adjacent.
+        pages: enough for any single row.
+        seats: maximum number of running rows; see `RESERVED_SEATS`.
     """
 
     def __init__(self, rows: Sequence[Row], pages: Pages, seats: int):
         self.waiting, self.pages, self.seats = deque(rows), pages, seats
-        self._empty = list(range(seats + BESIDE - 1, 0, -1))
+        self._empty = list(range(seats + RESERVED_SEATS - 1, 0, -1))
         self.seated: list[Row] = []  # oldest first
 
     def admit(self, budget: int) -> Admission:
-        """Let rows join as long as there are seats and pages; read at most about `budget` tokens of documents.
+        """Start waiting rows while there are seats and pages; prefill at most about `budget` tokens.
 
-        While others run, rows wait until several can join: see `JOINED`.
+        While rows are running, others start only in groups: see `JOIN_DIVISOR`.
         """
         found, empty = Admission([], [], [], []), self.seats - len(self.seated)
-        if self.seated and empty < min(len(self.waiting), self.seats // JOINED):
+        if self.seated and empty < min(len(self.waiting), self.seats // JOIN_DIVISOR):
             return found
         while self.waiting and len(self.seated) < self.seats:
             row = self.waiting[0]
@@ -180,28 +181,28 @@ class Schedule:
             if document is None:
                 tokens = [*row.group.prompt, *row.ids]
                 read = sum(len(each.tokens) for each in found.documents)
-                if (found.documents and read + len(tokens) > budget) or not self._room(pages_of(len(tokens))):
+                if (found.documents and read + len(tokens) > budget) or not self._has_room(page_count(len(tokens))):
                     break
-                document = Document(tokens, self.pages.take(pages_of(len(tokens))), self._empty.pop())
+                document = Document(tokens, self.pages.take(page_count(len(tokens))), self._empty.pop())
                 found.documents.append(document)
                 if not row.ids:
                     row.group.document = document
-            elif not self._room(1):
+            elif not self._has_room(1):
                 break
             self._seat(row, document, found)
         return found
 
-    def _room(self, wanted: int) -> bool:
-        """Whether there are so many free pages, and some beside them, lest rows join only to leave."""
+    def _has_room(self, wanted: int) -> bool:
+        """Return whether `wanted` pages plus headroom are free; the headroom prevents immediate preemption."""
         if self.seated:
             return self.pages.free >= wanted + 1 + len(self.seated) // 8
         while self.pages.free < wanted and self._drop_prompt():
             pass
-        assert self.pages.free >= wanted, "there are pages for any one row"
+        assert self.pages.free >= wanted, "the pages hold any single row"
         return True
 
     def _seat(self, row: Row, document: Document, found: Admission) -> None:
-        """A seat for the first row of the queue; its tokens so far are the document's."""
+        """Start the first row of the queue; `document` holds its tokens so far."""
         self.waiting.popleft()
         group, shared = row.group, document is row.group.document
         group.waiting -= not row.ids
@@ -214,7 +215,7 @@ class Schedule:
             if len(document.tokens) % PAGE:
                 row.pages += self.pages.take(1)
                 found.copies.append((document.pages[full], row.pages[full]))
-        else:  # nobody else needs the pages, or there is none for a copy: it gets them all
+        else:  # the last row of the prompt, or no page is free for a copy: the row takes over the document's pages
             row.pages, row.seat = document.pages, document.seat
             if shared:
                 group.document = None
@@ -223,29 +224,29 @@ class Schedule:
         found.starts.append((row, document))
 
     def reserve(self, settled: bool) -> bool:
-        """A page for each row whose next token begins one.
+        """Take a page for each row whose next token needs one.
 
         Args:
-            settled: whether the host has read all tokens that were drawn; else no row is sent back.
+            settled: whether the host has read all drawn tokens; rows are preempted only then.
 
         Returns:
-            False if pages are short and nothing was settled; to be called again then.
+            False if pages are short and `settled` is false; call again once all tokens are read.
         """
         for row in list(self.seated):
-            if not row.pages or not row.goes_on or row.length < len(row.pages) * PAGE:
-                continue  # it was sent back, or needs none
+            if not row.pages or not row.is_active or row.length < len(row.pages) * PAGE:
+                continue  # preempted, or no new page needed
             while row.pages and not self.pages.free:
                 if self._drop_prompt():
                     continue
                 if not settled:
                     return False
-                self._send_back(self.seated[-1])
+                self._preempt(self.seated[-1])
             if row.pages:
                 row.pages += self.pages.take(1)
         return True
 
     def _drop_prompt(self) -> bool:
-        """Forget a prompt that is kept for rows to come: it will be read again. False if there is none."""
+        """Release a cached prompt of waiting rows, to be prefilled again later. Returns False if there is none."""
         group = next((row.group for row in reversed(self.waiting) if row.group.document is not None), None)
         if group is None or group.document is None:
             return False
@@ -254,27 +255,27 @@ class Schedule:
         group.document = None
         return True
 
-    def _send_back(self, row: Row) -> None:
-        self._leave(row)
+    def _preempt(self, row: Row) -> None:
+        self._release(row)
         row.length, row.drawn = 0, len(row.ids)
         self.waiting.appendleft(row)
 
-    def _leave(self, row: Row) -> None:
+    def _release(self, row: Row) -> None:
         self.seated.remove(row)
         self.pages.release(row.pages)
         self._empty.append(row.seat)
         row.pages, row.seat = [], 0
 
     def advance(self) -> list[Row]:
-        """The rows of the next step; each has one token more in its pages from now on, and one more drawn."""
-        rows = [row for row in self.seated if row.goes_on]
+        """Return the rows of the next step, and count its token in their `length` and `drawn`."""
+        rows = [row for row in self.seated if row.is_active]
         for row in rows:
             row.length += 1
             row.drawn += 1
         return rows
 
     def add(self, row: Row, token: int, log_prob: float, stops: set[int]) -> None:
-        """A token that the host has read; a row that is finished by it leaves."""
+        """Append a token that the host has read; a finished row leaves the batch."""
         row.add(token, log_prob, stops)
         if row.finished:
-            self._leave(row)
+            self._release(row)

@@ -15,20 +15,21 @@ Rollout = Callable[[list[Any], Any], dict[str, Any]]
 
 
 def rollout_func(model: Any, **options: Any) -> Rollout:
-    """What GRPOTrainer (TRL 1.16) takes as `rollout_func`: completions of the model that it trains, from its packed
-    weights and with its adapter as it is, where the trainer itself would call transformers' `generate`.
+    """Make a `rollout_func` for GRPOTrainer (TRL 1.16) that generates with `Rollouts`, not transformers' `generate`.
+
+    It reads the packed weights of the model in training and its current adapter.
 
     Args:
-        model: the trainer's; plain, or the PeftModel around it.
+        model: the trainer's model, or the PeftModel around it.
         options: of `Rollouts`.
 
     Raises:
-        ConfigError: an option is out of range; or, as it is called, the trainer trains another model.
+        ConfigError: an option is out of range; or, when called, the trainer trains another model.
     """
     engine = Rollouts(model, **options)
 
     def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """prompt_ids, completion_ids and logprobs: a list of lists each, one for each of `prompts`."""
+        """Return prompt_ids, completion_ids and logprobs, one list for each of `prompts`."""
         own = trainer.accelerator.unwrap_model(trainer.model)
         if causal_lm_of(own) is not causal_lm_of(model):
             raise ConfigError("rollout_func: the trainer trains another model", "make it of the model you give TRL")
@@ -54,7 +55,7 @@ def rollout_func(model: Any, **options: Any) -> Rollout:
 
 
 def _ids(tokenizer: Any, prompt: Any, template: dict[str, Any]) -> list[int]:
-    """Token ids of a text, or of turns, as TRL makes them."""
+    """Return the token ids of a text or of chat messages, tokenized as TRL does."""
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
     how: dict[str, Any] = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, **template}

@@ -18,9 +18,9 @@ import torch
 from ..config import RunConfig
 from ..config.policy import POLICY
 from ..generation.delta_net import is_delta_net, state_bytes
-from ..generation.engine_cache import CACHES
-from ..generation.rollouts import CODES_ROWS, READ, pages_for
-from ..generation.schedule import BESIDE, Group, Row, pages_of
+from ..generation.engine import CACHES
+from ..generation.rollouts import PACKED_MAX_ROWS, PREFILL_TOKENS, pages_needed
+from ..generation.schedule import RESERVED_SEATS, Group, Row, page_count
 from ..layers import QuantizedLinear
 from ..memory.activations import Batches
 from ..modeling.layer_sizes import layer_sizes, widest
@@ -159,7 +159,7 @@ class _Answering:
         """The faster way that leaves room for `pages`, or the one that is asked for."""
         if self.config.rollout_weights != "auto":
             return self.config.rollout_weights
-        many = self.device.type == "cpu" or self.seats > CODES_ROWS
+        many = self.device.type == "cpu" or self.seats > PACKED_MAX_ROWS
         fits = self._decoded("unpacked") + pages + self._moving() <= FILLED * room
         return "unpacked" if self.sizes and many and fits else "packed"
 
@@ -172,9 +172,10 @@ class _Answering:
         attending = len(widths) - len(self.nets)  # delta nets keep no keys
         page = 2 * PAGE * itemsize * sum(widths) * attending // len(widths)
         longest = max(len(row.group.prompt) + row.most for rows in self.generations for row in rows)
-        wanted = max(pages_for(rows, self.seats) for rows in self.generations) + 1
+        wanted = max(pages_needed(rows, self.seats) for rows in self.generations) + 1
         seats = min(self.seats, max(map(len, self.generations)))
-        return wanted * page + (seats + BESIDE) * seat, (pages_of(longest) + 1) * page + (1 + BESIDE) * seat
+        least = (page_count(longest) + 1) * page + (1 + RESERVED_SEATS) * seat
+        return wanted * page + (seats + RESERVED_SEATS) * seat, least
 
     def _decoded(self, weights: str) -> int:
         """Of the adapter, factors beside each linear, and once more in place of those that share an input."""
@@ -186,7 +187,7 @@ class _Answering:
     def _moving(self) -> int:
         """While prompts are read, or their rows begin; a step of one token each takes less."""
         config, vocabulary = self.text, self.shapes.text_config.vocab_size
-        budget = READ.get(self.device.type, READ["cpu"])
+        budget = PREFILL_TOKENS.get(self.device.type, PREFILL_TOKENS["cpu"])
         prompts = [len(row.group.prompt) for row in self.generations[0] if not row.generation]
         read = max(min(budget, sum(prompts)), max(prompts))
         inner = widest(config).inner or 4 * config.hidden_size

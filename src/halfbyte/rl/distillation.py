@@ -10,7 +10,7 @@ import torch
 
 from halfbyte.batch import take_counts, to_device
 from halfbyte.generation import Completion
-from halfbyte.generation.stops import turn_end
+from halfbyte.generation.sampling import turn_end
 from halfbyte.methods.gkd import given_answer
 from halfbyte.rl.rewards.score import Scored
 

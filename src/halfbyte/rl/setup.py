@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from halfbyte.config import RunConfig
 from halfbyte.config.policy import DISTILLING, POLICY
 from halfbyte.data.prepare import PreparedData
-from halfbyte.generation.stops import stop_tokens
+from halfbyte.generation.sampling import stop_tokens
 from halfbyte.methods.answers import REFERENCE
 from halfbyte.methods.grpo import PolicyOptimization
 from halfbyte.modeling.adapters import compute, load_adapter

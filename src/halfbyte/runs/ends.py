@@ -44,7 +44,7 @@ def learned_ends(report: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) 
     names = report.get("stop_tokens") or []
     formats = {source["format"] for source in report.get("sources", ())}
     if not names and tokenizer.chat_template and formats != {"text"}:
-        from ..generation.stops import turn_end
+        from ..generation.sampling import turn_end
 
         names = turn_end(tokenizer)
     ids = tokenizer.convert_tokens_to_ids(list(names))

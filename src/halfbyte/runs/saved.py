@@ -249,7 +249,7 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none", 
 
 def _stop_at_all_ends(model: Any, tokenizer: PreTrainedTokenizerBase, place: Place) -> None:
     """Let a model's generation config name all tokens that end an answer, for whatever generates with it."""
-    from ..generation.stops import eos_tokens
+    from ..generation.sampling import eos_tokens
     from .ends import all_ends, data_report, known_ends
 
     learned = known_ends(data_report(place.run_dir), tokenizer)

@@ -1,7 +1,7 @@
-"""The web application: routes, the queue before the model, streams, and what ends them early.
+"""The web application: routes, the request queue, streams, and what ends a request early.
 
-One thread owns the model. Requests take turns: a batch of `generation.stream` starts and ends together, with one way of
-sampling, so the prompts of one request are a batch, and those of two requests are not.
+One thread owns the model, and requests run one after another. The prompts of one request form a batch of
+`generation.stream`, which has one set of sampling parameters and starts and ends as a whole; requests are not combined.
 """
 
 from __future__ import annotations
@@ -29,34 +29,33 @@ from ..utils.errors import HalfbyteError
 from ..utils.hardware import is_out_of_memory
 from ..utils.text import cut, visible
 from .guard import HEALTH, LOCAL, Access
-from .model import Served, Work
-from .protocol import Drained
+from .model import PreparedRequest, Served
+from .protocol import DrainBody
 from .replies import Reply, event, tokens_of
-from .requests import ChatRequest, CompletionRequest, Request, RequestError, UpdateRequest, parse
-from .stored import StoredChats
+from .requests import ChatRequest, CompletionRequest, Request, RequestError, parse
 
-HOP_SECONDS = 0.02  # tokens of so long are passed between threads at once
-READ_SECONDS = 5.0  # after the last token, for a client to read what it was sent
-CLIENT_CLOSED_REQUEST = 499  # nginx's status for its log; nobody reads the response
+HOP_SECONDS = 0.02  # batch tokens for this long before passing them between threads
+READ_SECONDS = 5.0  # time for the client to read the rest after its deadline
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for its log; the client never sees it
 Result = TypeVar("Result")
 
 
-class Patience:
-    """How long is waited: for each request until its deadline, and for none once the server stops."""
+class Deadlines:
+    """Time limits of all requests; `stop` makes every limit expire at once."""
 
     def __init__(self) -> None:
-        self.stopping, self.waits = False, set[asyncio.Timeout]()
+        self.stopping, self.timeouts = False, set[asyncio.Timeout]()
 
     @contextlib.asynccontextmanager
     async def until(self, deadline: float, when: str, status: int = 504) -> AsyncIterator[None]:
-        """Raise RequestError rather than wait beyond `deadline`, on the loop's clock; `when` says for what."""
+        """Raise RequestError at `deadline` on the event loop's clock; `when` completes the message."""
         try:
             async with asyncio.timeout_at(0 if self.stopping else deadline) as timeout:
-                self.waits.add(timeout)
+                self.timeouts.add(timeout)
                 try:
                     yield
                 finally:
-                    self.waits.discard(timeout)
+                    self.timeouts.discard(timeout)
         except TimeoutError:
             if self.stopping:
                 raise RequestError(503, "the server is shutting down", kind="server_error") from None
@@ -64,33 +63,33 @@ class Patience:
             raise RequestError(status, f"the request ran out of time {when}", code="timeout", kind=kind) from None
 
     def stop(self) -> None:
-        """End all that is waited for, now and from now on."""
+        """Expire all current and future deadlines."""
         self.stopping = True
-        for timeout in self.waits:
+        for timeout in self.timeouts:
             if not timeout.expired():
                 timeout.reschedule(0)
 
 
-class Turns:
-    """One request runs, in the order of arrival; a limited number waits."""
+class RequestQueue:
+    """Runs one request at a time, in order of arrival; a limited number is queued."""
 
-    def __init__(self, queue: int, patience: Patience):
-        self.queue, self.patience = queue, patience
+    def __init__(self, limit: int, deadlines: Deadlines):
+        self.limit, self.deadlines = limit, deadlines
         self.waiting, self.lock = 0, asyncio.Lock()
 
     def check(self) -> None:
-        """Raise RequestError 429 where no more may wait."""
-        if self.lock.locked() and self.waiting >= self.queue:
-            message = f"{self.waiting} requests are waiting already; try again later"
+        """Raise RequestError 429 if the queue is full."""
+        if self.lock.locked() and self.waiting >= self.limit:
+            message = f"{self.waiting} requests are queued already; try again later"
             raise RequestError(429, message, code="queue_full", kind="rate_limit_error")
 
     @contextlib.asynccontextmanager
-    async def take(self, deadline: float) -> AsyncIterator[None]:
-        """Wait for one's turn until `deadline`, on the loop's clock, and have it."""
+    async def turn(self, deadline: float) -> AsyncIterator[None]:
+        """Hold the request's turn; raises if it has not started by `deadline`, on the event loop's clock."""
         self.check()
         self.waiting += 1
         try:
-            async with self.patience.until(deadline, "while it waited for its turn"):
+            async with self.deadlines.until(deadline, "while it waited for its turn"):
                 await self.lock.acquire()
         finally:
             self.waiting -= 1
@@ -101,25 +100,24 @@ class Turns:
 
 
 class Endpoints:
-    """What the routes call."""
+    """The handlers of the routes."""
 
     def __init__(self, served: Served):
-        self.served, self.limits, self.patience = served, served.limits, Patience()
-        self.turns = Turns(served.limits.queue, self.patience)
-        self.chats = StoredChats()
+        self.served, self.limits, self.deadlines = served, served.limits, Deadlines()
+        self.queue = RequestQueue(served.limits.queue, self.deadlines)
         self.thread = ThreadPoolExecutor(1, "model")
         self.created = int(time.time())
 
     def stop(self) -> None:
-        """End what runs and what waits, at once, with an error that says so."""
-        self.patience.stop()
+        """End running and queued requests at once, with an error."""
+        self.deadlines.stop()
 
     def idle(self, seconds: float) -> bool:
-        """Whether the model's thread is at rest, or comes to it in so many seconds: nothing interrupts a step."""
+        """Return whether the model's thread becomes idle within `seconds`; a step cannot be interrupted."""
         return not wait([self.thread.submit(int)], seconds).not_done
 
     async def health(self, _: HttpRequest) -> Response:
-        stopping = self.patience.stopping
+        stopping = self.deadlines.stopping
         return JSONResponse({"status": "stopping" if stopping else "ok"}, 503 if stopping else 200)
 
     async def models(self, _: HttpRequest) -> Response:
@@ -128,34 +126,18 @@ class Endpoints:
     async def model(self, request: HttpRequest) -> Response:
         name = request.path_params["name"]
         if name not in self.served.names:
-            raise RequestError(404, f"no model {name!r} here", "model", "model_not_found")
+            raise RequestError(404, f"no model {name!r}", "model", "model_not_found")
         return JSONResponse(self._model(name))
 
     def _model(self, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": self.created, "owned_by": "halfbyte"}
 
     async def unload(self, request: HttpRequest) -> Response:
-        """Serve an adapter no longer, once what runs has ended."""
+        """Unload an adapter once the running request has ended."""
         name = request.path_params["name"]
-        async with self.turns.take(asyncio.get_running_loop().time() + self.limits.seconds):
-            await asyncio.get_running_loop().run_in_executor(self.thread, self.served.take_off, name)
+        async with self.queue.turn(asyncio.get_running_loop().time() + self.limits.seconds):
+            await asyncio.get_running_loop().run_in_executor(self.thread, self.served.unload, name)
         return JSONResponse({"id": name, "object": "model", "deleted": True})
-
-    async def stored(self, request: HttpRequest) -> Response:
-        return JSONResponse(self.chats.listed(request.query_params))
-
-    async def stored_chat(self, request: HttpRequest) -> Response:
-        return JSONResponse(self.chats.get(request.path_params["id"]).document())
-
-    async def stored_messages(self, request: HttpRequest) -> Response:
-        return JSONResponse(self.chats.get(request.path_params["id"]).listed(request.query_params))
-
-    async def update_chat(self, request: HttpRequest) -> Response:
-        asked = parse(UpdateRequest, await self._body(request))
-        return JSONResponse(self.chats.update(request.path_params["id"], asked.metadata))
-
-    async def delete_chat(self, request: HttpRequest) -> Response:
-        return JSONResponse(self.chats.delete(request.path_params["id"]))
 
     async def chat(self, request: HttpRequest) -> Response:
         return await self._complete(request, ChatRequest)
@@ -165,33 +147,20 @@ class Endpoints:
 
     async def _complete(self, request: HttpRequest, kind: type[Request]) -> Response:
         deadline = asyncio.get_running_loop().time() + self.limits.seconds
-        self.turns.check()
+        self.queue.check()
         asked = parse(kind, await self._body(request))
         work = await run_in_threadpool(self.served.prepare, asked)
         scored = asked.likeliest is not None
         reply = Reply(kind is ChatRequest, asked.model, work.prompt_tokens, work.rows, scored)
         pieces = self._pieces(work, deadline)
-        if isinstance(asked, ChatRequest) and asked.store:
-            pieces = self._stored(asked, reply, pieces)
         if not asked.stream:
-            drawn = await _unless_gone(request, _all(pieces))
-            return JSONResponse(reply.whole(work.best(drawn), tokens_of(drawn)))
-        first = await _unless_gone(request, anext(pieces))  # what is refused has its own status
+            drawn = await _cancel_on_disconnect(request, _collect(pieces))
+            return JSONResponse(reply.full(work.best(drawn), tokens_of(drawn)))
+        first = await _cancel_on_disconnect(request, anext(pieces))  # early errors keep their HTTP status
         return EventStream(_events(reply, first, pieces, asked.stream_options.include_usage), deadline)
 
-    async def _stored(
-        self, asked: ChatRequest, reply: Reply, pieces: AsyncGenerator[list[Piece], None]
-    ) -> AsyncGenerator[list[Piece], None]:
-        """`pieces`, which are kept as a chat when all have come."""
-        found: list[Piece] = []
-        async with contextlib.aclosing(pieces):
-            async for some in pieces:
-                found += some
-                yield some
-        self.chats.add(asked, reply.whole(found, tokens_of(found)))
-
     async def _body(self, request: HttpRequest) -> bytes:
-        # Any web page may send text/plain to a server on this machine; for JSON a browser asks first, and is refused.
+        # Any web page may post text/plain to localhost; for JSON a browser sends a CORS preflight, which is refused.
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise RequestError(415, "content-type: send application/json")
         too_long = RequestError(413, f"the body is longer than {self.limits.body_bytes} bytes")
@@ -199,22 +168,22 @@ class Endpoints:
             raise too_long
         body = bytearray()
         deadline = asyncio.get_running_loop().time() + self.limits.body_seconds
-        async with self.patience.until(deadline, "before its body had arrived", 408):
+        async with self.deadlines.until(deadline, "before its body had arrived", 408):
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > self.limits.body_bytes:
                     raise too_long
         return bytes(body)
 
-    async def _pieces(self, work: Work, deadline: float) -> AsyncGenerator[list[Piece], None]:
-        """The answer, some tokens at a time. Closing it stops the generation."""
+    async def _pieces(self, work: PreparedRequest, deadline: float) -> AsyncGenerator[list[Piece], None]:
+        """Yield the answer, some tokens at a time. Closing the generator stops the generation."""
         loop = asyncio.get_running_loop()
-        async with self.turns.take(deadline):
+        async with self.queue.turn(deadline):
             pieces = self.served.answer(work)
             new_tokens = 0
             try:
                 while True:
-                    async with self.patience.until(deadline, f"after {new_tokens} tokens"):
+                    async with self.deadlines.until(deadline, f"after {new_tokens} tokens"):
                         some = await loop.run_in_executor(self.thread, _next_few, pieces)
                     if not some:
                         return
@@ -228,11 +197,11 @@ class Endpoints:
                 message = f"out of memory with {len(work.prompts)} prompts of {work.prompt_tokens} tokens in all"
                 raise RequestError(503, message, code="out_of_memory", kind="server_error") from None
             finally:
-                self.thread.submit(pieces.close)  # type: ignore[attr-defined]  # runs before the next one's first step
+                self.thread.submit(pieces.close)  # type: ignore[attr-defined]  # queued before the next request's first step
 
 
 def _next_few(pieces: Iterator[Piece]) -> list[Piece]:
-    """Pieces of the next `HOP_SECONDS`, at least one; none at the end."""
+    """Return the pieces of the next `HOP_SECONDS`, at least one; none at the end."""
     until, found = time.perf_counter() + HOP_SECONDS, []
     for piece in pieces:
         found.append(piece)
@@ -241,7 +210,7 @@ def _next_few(pieces: Iterator[Piece]) -> list[Piece]:
     return found
 
 
-async def _all(pieces: AsyncGenerator[list[Piece], None]) -> list[Piece]:
+async def _collect(pieces: AsyncGenerator[list[Piece], None]) -> list[Piece]:
     async with contextlib.aclosing(pieces):
         return [piece async for some in pieces for piece in some]
 
@@ -249,7 +218,7 @@ async def _all(pieces: AsyncGenerator[list[Piece], None]) -> list[Piece]:
 async def _events(
     reply: Reply, first: list[Piece], pieces: AsyncGenerator[list[Piece], None], include_usage: bool
 ) -> AsyncGenerator[str, None]:
-    """Server-sent events of an answer whose first pieces are there; an error on the way is the last event."""
+    """Yield the server-sent events of an answer; an error after the first pieces becomes the last event."""
     new_tokens = 0
     async with contextlib.aclosing(pieces):
         some: list[Piece] | None = first
@@ -266,8 +235,10 @@ async def _events(
 
 
 class EventStream(StreamingResponse):
-    """A stream of events that ends its generator whatever ends the stream; at the latest some time after `deadline`, so
-    that a client which does not read holds up nobody for longer."""
+    """A stream of events that always closes its generator.
+
+    The stream ends `READ_SECONDS` after `deadline`, so a client that does not read cannot block the queue for longer.
+    """
 
     media_type = "text/event-stream"
 
@@ -280,13 +251,13 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-async def _unless_gone(request: HttpRequest, work: Awaitable[Result]) -> Result:
-    """The result of `work`, which is cancelled when the client goes.
+async def _cancel_on_disconnect(request: HttpRequest, work: Awaitable[Result]) -> Result:
+    """Return the result of `work`; cancel it if the client disconnects.
 
     Raises:
-        ClientDisconnect: it has gone.
+        ClientDisconnect: the client disconnected.
     """
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -297,17 +268,17 @@ async def _unless_gone(request: HttpRequest, work: Awaitable[Result]) -> Result:
         gone.cancel()
 
 
-async def _gone(request: HttpRequest) -> None:
+async def _disconnected(request: HttpRequest) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-def _refused(_: HttpRequest, error: Exception) -> Response:
+def _request_error(_: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, RequestError)
     return JSONResponse(error.body, error.status, {"retry-after": "1"} if error.status == 429 else None)
 
 
-def _no_route(request: HttpRequest, error: Exception) -> Response:
+def _http_error(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     asked = cut(visible(f"{request.method} {request.url.path}"), 120)
     message = f"{asked}: {error.detail}; there are {', '.join(sorted(each.path for each in request.app.routes))}"
@@ -315,36 +286,31 @@ def _no_route(request: HttpRequest, error: Exception) -> Response:
     return JSONResponse(refused.body, error.status_code, error.headers)
 
 
-def _bug(_: HttpRequest, __: Exception) -> Response:
-    """Starlette raises the exception again after this, so the log has its traceback."""
+def _internal_error(_: HttpRequest, __: Exception) -> Response:
+    """Return a 500 response; Starlette then raises the exception again, so the log has its traceback."""
     return JSONResponse(RequestError(500, "internal error; see the server's log", kind="server_error").body, 500)
 
 
-def _nobody(_: HttpRequest, __: Exception) -> Response:
+def _client_closed(_: HttpRequest, __: Exception) -> Response:
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 def application(endpoints: Endpoints, access: Access = LOCAL) -> Starlette:
-    """The ASGI application."""
+    """Return the ASGI application."""
     return Starlette(
-        middleware=[Middleware(Drained), *access.middleware()],
+        middleware=[Middleware(DrainBody), *access.middleware()],
         routes=[
             Route(HEALTH, endpoints.health, methods=["GET"]),
             Route("/v1/models", endpoints.models, methods=["GET"]),
             Route("/v1/models/{name:path}", endpoints.model, methods=["GET"]),
             Route("/v1/models/{name:path}", endpoints.unload, methods=["DELETE"]),
             Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
-            Route("/v1/chat/completions", endpoints.stored, methods=["GET"]),
-            Route("/v1/chat/completions/{id}", endpoints.stored_chat, methods=["GET"]),
-            Route("/v1/chat/completions/{id}", endpoints.update_chat, methods=["POST"]),
-            Route("/v1/chat/completions/{id}", endpoints.delete_chat, methods=["DELETE"]),
-            Route("/v1/chat/completions/{id}/messages", endpoints.stored_messages, methods=["GET"]),
             Route("/v1/completions", endpoints.completions, methods=["POST"]),
         ],
         exception_handlers={
-            RequestError: _refused,
-            HTTPException: _no_route,
-            ClientDisconnect: _nobody,
-            Exception: _bug,
+            RequestError: _request_error,
+            HTTPException: _http_error,
+            ClientDisconnect: _client_closed,
+            Exception: _internal_error,
         },
     )

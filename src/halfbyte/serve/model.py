@@ -1,4 +1,4 @@
-"""The model that a server answers with: its adapters by name, prompts from requests, and the limits on them."""
+"""The served model: adapters by name, prompts from requests, and limits on requests."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..chat import Conversation
 from ..data.chat import ChatTemplate
 from ..generation import Sampling
 from ..generation.decoder import context_length
-from ..generation.engine_cache import forget
-from ..generation.infill import infilled
+from ..generation.engine import forget
 from ..generation.sampling import Penalties
-from ..generation.text import Piece, Scored, continue_texts
+from ..generation.text import Piece, TokenScore, continue_texts
 from ..modeling.adapters import check_adapter_files, load_adapter
 from ..reading import look, read_text
 from ..runs.ends import data_report, known_ends
@@ -23,23 +21,24 @@ from ..runs.saved import Saved, find, find_adapter, load_saved
 from ..utils.errors import CheckpointError, DataError, UsageError
 from ..utils.notices import notice
 from ..utils.text import brief
+from .conversation import Conversation
 from .requests import ChatRequest, CompletionRequest, Message, Request, RequestError
 
-LEAST_TOP_P = 1e-9  # OpenAI's 0: the likeliest token alone
+LEAST_TOP_P = 1e-9  # used for OpenAI's top_p: 0, which takes the most likely token
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request may cost.
+    """Limits on a request.
 
     Attributes:
-        body_bytes: of a request's body.
+        body_bytes: size of the body.
         body_seconds: from the request's arrival to the end of its body.
-        answers: of one request, prompts times `n`; they are given in one batch.
-        prompt_tokens: of each prompt.
-        max_tokens: new tokens of each prompt; also the default, as far as the model's context has room.
+        answers: prompts times `n` of one request, which form one batch.
+        prompt_tokens: per prompt.
+        max_tokens: new tokens per prompt; also the default, within the model's context.
         seconds: from the request's arrival to the last token of its answer.
-        queue: requests that may wait while one is answered.
+        queue: requests that may be queued while one runs.
     """
 
     body_bytes: int = 2**20
@@ -52,18 +51,17 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Work:
-    """A request ready to run.
+class PreparedRequest:
+    """A request that is ready to run.
 
     Attributes:
-        prompts: one a row, each as often as answers to it are drawn.
-        max_new_tokens: of each row.
+        prompts: one per row; each prompt is repeated `samples` times.
+        max_new_tokens: per row.
         prompt_tokens: of all prompts, each counted once.
-        likeliest: see `generation.text.continue_texts`.
-        answers: wanted of each prompt.
-        drawn: answers of each prompt, of which the best are given, by `best`.
-        echoed: the prompt's own text, for each row, where it stands before the answer.
-        scored: see `generation.text.continue_texts`.
+        likeliest, scored: see `generation.text.continue_texts`.
+        answers: number to return for each prompt.
+        samples: number to draw for each prompt; `best` selects among them.
+        echoed: per row, the prompt's text to return before the answer; empty without echo.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -75,76 +73,75 @@ class Work:
     adapter: str | None
     likeliest: int | None
     answers: int = 1
-    drawn: int = 1
-    echoed: Sequence[str] | None = None
-    scored: Sequence[tuple[int, int]] | None = None
+    samples: int = 1
+    echoed: Sequence[str] = ()
+    scored: bool = False
 
     @property
     def rows(self) -> int:
-        """Answers that are given."""
-        return len(self.prompts) // self.drawn * self.answers
+        """Number of answers to return."""
+        return len(self.prompts) // self.samples * self.answers
 
     def best(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """The pieces of the answers that are given: of those drawn for a prompt the ones whose tokens have the highest
-        mean log-probability, best first."""
-        if self.drawn == self.answers:
+        """Select each prompt's answers with the highest mean log-probability per token, best first."""
+        if self.samples == self.answers:
             return list(pieces)
         own: list[list[Piece]] = [[] for _ in self.prompts]
         for piece in pieces:
             own[piece.row].append(piece)
         found: list[Piece] = []
-        for first in range(0, len(own), self.drawn):
-            ranked = sorted(own[first : first + self.drawn], key=_mean_log_prob, reverse=True)
-            for place, answer in enumerate(ranked[: self.answers], first // self.drawn * self.answers):
-                found += [piece._replace(row=place, scored=self._shown(piece)) for piece in answer]
+        for first in range(0, len(own), self.samples):
+            ranked = sorted(own[first : first + self.samples], key=_mean_log_prob, reverse=True)
+            for place, answer in enumerate(ranked[: self.answers], first // self.samples * self.answers):
+                found += [piece._replace(row=place, scored=self._requested_scores(piece)) for piece in answer]
         return found
 
-    def _shown(self, piece: Piece) -> Scored | None:
+    def _requested_scores(self, piece: Piece) -> TokenScore | None:
         return None if self.likeliest is None else piece.scored
 
 
 def _mean_log_prob(answer: Sequence[Piece]) -> float:
-    """Of an answer's tokens, but for one that ends it and those of the prompt; an empty answer is the last."""
+    """Return the mean over an answer's new tokens without an end token; -inf for an empty answer."""
     own = [piece.scored.log_prob for piece in answer if piece.tokens and piece.scored is not None]
     known = [each for each in own if each is not None]
     return sum(known) / len(known) if known else -math.inf
 
 
 class Served:
-    """A loaded model and the names it answers to.
+    """A loaded model and its names.
 
     Args:
-        saved: the model; a PeftModel where there are adapters.
-        names: the name in requests → PEFT's name of the adapter, None for the base.
+        saved: the model; a PeftModel if there are adapters.
+        names: name in requests → PEFT's adapter name, or None for the base.
     """
 
     def __init__(self, saved: Saved, names: Mapping[str, str | None], limits: Limits = Limits()):
         self.saved, self.names, self.limits = saved, dict(names), limits
-        self.talk = Conversation(saved, Sampling())
-        self.ends: dict[str, list[int]] = {}  # by adapter, beside those of the model that was loaded
-        self.template = ChatTemplate(saved.tokenizer) if self.talk.style == "template" else None
+        self.conversation = Conversation(saved, Sampling())
+        self.ends: dict[str, list[int]] = {}  # per adapter, in addition to the loaded model's
+        self.template = ChatTemplate(saved.tokenizer) if self.conversation.style == "template" else None
         model: Any = saved.model
         self.context: int | None = context_length(model)
         self.vocabulary = model.get_input_embeddings().weight.shape[0]
 
-    def prepare(self, request: Request) -> Work:
-        """Tokens of the prompts, checked.
+    def prepare(self, request: Request) -> PreparedRequest:
+        """Validate a request and tokenize its prompts.
 
         Raises:
-            RequestError: an unknown model, a prompt that cannot be read, or more than the limits or the context allow.
+            RequestError: an unknown model, an invalid prompt, or more than the limits or the context allow.
         """
-        names = dict(self.names)  # from which another thread may take one meanwhile
+        names = dict(self.names)  # another thread may unload an adapter meanwhile
         if request.model not in names:
-            message = f"no model {brief(request.model)} here; there is {', '.join(names)}"
+            message = f"no model {brief(request.model)}; available: {', '.join(names)}"
             raise RequestError(404, message, "model", "model_not_found")
-        echo: dict[str, Any] = {}
+        echoed: list[str] = []
         if isinstance(request, ChatRequest):
-            field, prompts = "messages", [self._chat(request.messages)]
+            field, prompts = "messages", [self._chat_prompt(request.messages)]
         else:
             assert isinstance(request, CompletionRequest)
-            field, (prompts, own) = "prompt", self._plain(request)
-            echo = self._echo(request, prompts, own) if request.echo else {}
-        several = request.drawn
+            field, prompts = "prompt", self._completion_prompts(request)
+            echoed = self._echoed(request, prompts) if request.echo else []
+        several = request.samples
         if len(prompts) * several > self.limits.answers:
             asked = f"{several} answers to {len(prompts)} prompts" if several > 1 else f"{len(prompts)} prompts"
             name = field if several == 1 else "n" if several == request.n else "best_of"
@@ -153,9 +150,10 @@ class Served:
         if outside is not None:
             raise RequestError(400, f"logit_bias: {self._no_token(outside)}", "logit_bias")
         rows = [prompt for prompt in prompts for _ in range(several)]
-        return Work(
+        scored = bool(echoed) and request.likeliest is not None
+        return PreparedRequest(
             rows,
-            self._new_tokens(list(map(len, rows)), request, field, least=int(bool(echo.get("scored")))),
+            self._new_tokens(list(map(len, rows)), request, field, least=int(scored)),
             sum(map(len, prompts)),
             Sampling(request.temperature, top_p=max(request.top_p, LEAST_TOP_P), seed=request.seed),
             Penalties(request.frequency_penalty, request.presence_penalty, request.logit_bias),
@@ -164,37 +162,38 @@ class Served:
             request.likeliest,
             request.n,
             several,
-            **{name: [each for each in values for _ in range(several)] for name, values in echo.items()},
+            [text for text in echoed for _ in range(several)],
+            scored,
         )
 
-    def answer(self, work: Work) -> Iterator[Piece]:
-        """Pieces of the answers, as tokens come.
+    def answer(self, work: PreparedRequest) -> Iterator[Piece]:
+        """Yield the pieces of the answers.
 
         Raises:
-            RequestError: the adapter was taken off while the request waited for its turn.
+            RequestError: the adapter was unloaded while the request was queued.
         """
         if work.adapter not in (None, *self.names.values()):
-            message = "the model of this request was unloaded while it waited for its turn"
+            message = "the model of this request was unloaded while the request was queued"
             raise RequestError(404, message, "model", "model_not_found")
-        for row, text in enumerate(work.echoed or ()):
+        for row, text in enumerate(work.echoed):
             yield Piece(row, text, None, tokens=0)
         if any(work.max_new_tokens):
             yield from self._continued(work, work.max_new_tokens)
             return
-        if work.scored is not None:  # a token is drawn, which nobody asked for
+        if work.scored:  # scores need a forward; its drawn token is dropped
             new = self._continued(work, [1] * len(work.prompts))
             yield from (piece for piece in new if not piece.tokens)
         yield from (Piece(row, "", "length", tokens=0) for row in range(len(work.prompts)))
 
-    def _continued(self, work: Work, max_new_tokens: Sequence[int]) -> Iterator[Piece]:
-        ranked = work.drawn > work.answers
+    def _continued(self, work: PreparedRequest, max_new_tokens: Sequence[int]) -> Iterator[Piece]:
+        ranked = work.samples > work.answers
         return continue_texts(
             self.saved.model,
             self.saved.tokenizer,
             work.prompts,
             max_new_tokens=max_new_tokens,
             sampling=work.sampling,
-            ends=sorted({*self.talk.stops, *self.ends.get(work.adapter or "", ())}),
+            ends=sorted({*self.conversation.stops, *self.ends.get(work.adapter or "", ())}),
             stops=work.stops,
             adapter=work.adapter,
             likeliest=0 if ranked and work.likeliest is None else work.likeliest,
@@ -202,14 +201,14 @@ class Served:
             scored=work.scored,
         )
 
-    def take_off(self, name: str) -> None:
-        """Serve an adapter no longer, and free its memory; its files stay.
+    def unload(self, name: str) -> None:
+        """Unload an adapter and free its memory; its files remain.
 
         Raises:
-            RequestError: there is none of that name, or it is the model itself.
+            RequestError: the name is unknown, or is the base model's.
         """
         if name not in self.names:
-            raise RequestError(404, f"no model {brief(name)} here", "model", "model_not_found")
+            raise RequestError(404, f"no model {brief(name)}", "model", "model_not_found")
         adapter = self.names[name]
         if adapter is None:
             raise RequestError(403, f"{name} is the model that this server was started with; stop the server", "model")
@@ -218,56 +217,48 @@ class Served:
         forget(model)
         model.delete_adapter(adapter)
 
-    def _chat(self, messages: Sequence[Message]) -> list[int]:
+    def _chat_prompt(self, messages: Sequence[Message]) -> list[int]:
         tokenizer: Any = self.saved.tokenizer
         if self.template is None:
             if [message.role for message in messages] != ["user"]:
-                reason = "this model has no chat template, so it takes one user message; see also /v1/completions"
+                reason = "this model has no chat template, so send one user message, or use /v1/completions"
                 raise RequestError(400, f"messages: {reason}", "messages")
-            return self.talk.prompt_ids(messages[0].content or "")
+            return self.conversation.prompt_ids(messages[0].content or "")
         try:
             turns, _ = self.template.adapt_messages([message.turn() for message in messages])
-            text = self.talk.render(turns)
+            text = self.conversation.render(turns)
         except DataError as error:
             raise RequestError(400, f"messages: {error.message}", "messages") from None
         return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
-    def _plain(self, request: CompletionRequest) -> tuple[list[list[int]], list[tuple[int, int]]]:
-        """The tokens of each prompt, and which of them are its own, where others say what follows it."""
+    def _completion_prompts(self, request: CompletionRequest) -> list[list[int]]:
+        """Return the token ids of each prompt."""
         prompts = request.prompt
-        if len(prompts) > self.limits.answers:  # before they are tokenized
+        if len(prompts) > self.limits.answers:  # checked before tokenizing
             message = f"{len(prompts)} prompts; this server takes {self.limits.answers} at once"
             raise RequestError(400, f"prompt: {message}", "prompt")
         tokenizer: Any = self.saved.tokenizer
-        if request.suffix:
-            try:
-                return infilled(tokenizer, [str(one) for one in prompts], request.suffix)
-            except DataError as error:
-                raise RequestError(400, f"suffix: {error.message}", "suffix") from None
         found = [tokenizer(one, verbose=False)["input_ids"] if isinstance(one, str) else one for one in prompts]
         for ids in found:
             wrong = next((token for token in ids if not 0 <= token < self.vocabulary), None)
             if wrong is not None:
                 raise RequestError(400, f"prompt: {self._no_token(wrong)}", "prompt")
-        return found, [(0, len(ids)) for ids in found]
+        return found
 
     def _no_token(self, token: int) -> str:
         return f"token {brief(token)} is outside the model's vocabulary of {self.vocabulary}"
 
-    def _echo(
-        self, request: CompletionRequest, prompts: list[list[int]], own: list[tuple[int, int]]
-    ) -> dict[str, list[Any]]:
-        """`echoed` and `scored` of `Work`, a value each prompt."""
+    def _echoed(self, request: CompletionRequest, prompts: list[list[int]]) -> list[str]:
+        """Return the text of each prompt."""
         tokenizer: Any = self.saved.tokenizer
         each = zip(request.prompt, prompts, strict=True)
-        texts = [one if isinstance(one, str) else str(tokenizer.decode(ids)) for one, ids in each]
-        return {"echoed": texts} | ({} if request.likeliest is None else {"scored": own})
+        return [one if isinstance(one, str) else str(tokenizer.decode(ids)) for one, ids in each]
 
     def _new_tokens(self, lengths: Sequence[int], request: Request, field: str, least: int = 0) -> list[int]:
-        """The most tokens that each row gets, for prompts of these lengths; there must be room for `least`."""
+        """Return the maximum new tokens of each row for prompts of these lengths; `least` must fit."""
         asked, limits, longest = request.new_tokens, self.limits, max(lengths)
         if min(lengths) == 0:
-            raise RequestError(400, f"{field}: a text without tokens", field)
+            raise RequestError(400, f"{field}: the text has no tokens", field)
         if longest > limits.prompt_tokens:
             message = f"{field}: {longest} tokens; this server takes {limits.prompt_tokens}"
             raise RequestError(400, message, field)
@@ -289,14 +280,14 @@ def load(name: str, adapters: Mapping[str, str], limits: Limits = Limits(), trus
     """Load a run or a model, and further adapters of the same base.
 
     Args:
-        name: a run's output_dir, an adapter, or a model. A run answers to its folder's name with its adapter, and to
+        name: a run's output_dir, an adapter, or a model. A run is served by its folder's name with its adapter, and by
             its base's name without.
         adapters: name in requests → folder of an adapter or a run.
-        trust_remote_code: run the Python code that comes with the model; a run's own configuration does not count.
+        trust_remote_code: run the Python code that comes with the model; the run's own configuration does not count.
 
     Raises:
-        CheckpointError: no adapter in a folder, a damaged one, or one made for another model.
-        UsageError: a name used twice.
+        CheckpointError: a folder has no adapter, or a damaged one, or one of another model.
+        UsageError: a name is used twice.
     """
     found = {key: _adapter(path) for key, path in adapters.items()}
     ends: dict[str, list[int]] = {}
@@ -330,5 +321,5 @@ def _attach(saved: Saved, folder: Path, name: Any) -> None:
     path = folder / "chat_template.jinja"
     own = read_text(path, CheckpointError, "save the adapter again") if look(path, CheckpointError) else None
     if own is not None and own != saved.tokenizer.chat_template:
-        notice(f"serve {folder}", f"{folder} was trained with another chat template; the server's own is used for it")
+        notice(f"serve {folder}", f"{folder} was trained with another chat template; the server uses its own")
     saved.model = load_adapter(saved.model, folder, saved.config.model_name_or_path, name)

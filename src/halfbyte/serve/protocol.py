@@ -1,4 +1,4 @@
-"""HTTP/1.1 below the application: what is no request, what comes too slowly, and answers that clients get to read."""
+"""HTTP/1.1 below the application: malformed and slow requests, and refusals that clients can read."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .requests import RequestError
 
-CONNECTIONS = 256  # at once, with those that send nothing
-HEAD_SECONDS = 10.0  # for the head of a request
-REST_BYTES, REST_SECONDS = 2**26, 5.0  # of a body that nobody wants, read so that its sender comes to read the answer
+CONNECTIONS = 256  # simultaneous connections, idle ones included
+HEAD_SECONDS = 10.0  # time limit for a request's head
+REST_BYTES, REST_SECONDS = 2**26, 5.0  # limits on the unread body that `DrainBody` reads
 
 
 class Protocol(H11Protocol):
-    """uvicorn's, with errors in OpenAI's shape, and bounds on connections that send no request."""
+    """uvicorn's protocol with errors in OpenAI's format, and limits on connections that send no request."""
 
     head: asyncio.TimerHandle | None = None
 
@@ -58,12 +58,13 @@ class Protocol(H11Protocol):
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """What uvicorn calls for what h11 cannot read."""
+        """Handle input that h11 cannot parse; called by uvicorn."""
         error = sys.exception()
-        self._refuse(RequestError(getattr(error, "error_status_hint", 400), f"this is no HTTP/1.1 request: {error}"))
+        status = getattr(error, "error_status_hint", 400)
+        self._refuse(RequestError(status, f"this is not an HTTP/1.1 request: {error}"))
 
     def _refuse(self, error: RequestError) -> None:
-        """Answer what never becomes a request, and close."""
+        """Send an error for input that is not a request, and close the connection."""
         if not self.transport.is_closing() and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = json.dumps(error.body).encode()
             headers = [
@@ -76,11 +77,10 @@ class Protocol(H11Protocol):
         self.transport.close()
 
 
-class Drained:
-    """ASGI middleware: a refusal ends once the request's body has been read, too.
+class DrainBody:
+    """ASGI middleware that reads the rest of a request's body before it ends a refusal.
 
-    Clients that send all of a body before they read, over a connection that the server has closed by then, get an error
-    of their system instead of the answer.
+    Clients that send the whole body before they read would otherwise get a connection error instead of the response.
     """
 
     def __init__(self, app: ASGIApp):
@@ -102,14 +102,14 @@ class Drained:
         async def answer(message: Message) -> None:
             if not sent and message["type"] == "http.response.start":
                 message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
-            waited_for = begun or "expect" not in headers  # who expects 100 Continue has not begun to send
-            if not sent and waited_for and message["type"] == "http.response.body" and not message.get("more_body"):
+            sends_body = begun or "expect" not in headers  # a client that expects 100 Continue has not sent its body
+            if not sent and sends_body and message["type"] == "http.response.body" and not message.get("more_body"):
                 await send({**message, "more_body": True})
-                await rest()
+                await drain()
                 message = {"type": "http.response.body"}
             await send(message)
 
-        async def rest() -> None:
+        async def drain() -> None:
             read = 0
             try:
                 async with asyncio.timeout(REST_SECONDS):

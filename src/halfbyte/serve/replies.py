@@ -1,4 +1,4 @@
-"""What is answered: OpenAI's response objects, whole or as chunks of a stream."""
+"""OpenAI's response objects, complete or as the events of a stream."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..generation.text import UNFINISHED, Piece, Scored
+from ..generation.text import UNFINISHED, Piece, TokenScore
 
 
 class Reply:
-    """The objects that answer one request.
+    """The response objects of one request.
 
     Args:
-        chat: of /v1/chat/completions; otherwise of /v1/completions.
-        model: the name that was asked for.
+        chat: for /v1/chat/completions; otherwise for /v1/completions.
+        model: name in the request.
         prompt_tokens: over all prompts.
-        rows: answers.
-        scored: log-probabilities were asked for.
+        rows: number of answers.
+        scored: whether log-probabilities were requested.
     """
 
     def __init__(self, chat: bool, model: str, prompt_tokens: int, rows: int, scored: bool):
@@ -28,8 +28,8 @@ class Reply:
         self.created = int(time.time())
         self.offsets = [0] * rows  # characters of the tokens so far
 
-    def whole(self, pieces: Sequence[Piece], new_tokens: int) -> dict[str, Any]:
-        """All of the answer at once, for which so many tokens were drawn."""
+    def full(self, pieces: Sequence[Piece], new_tokens: int) -> dict[str, Any]:
+        """Return the complete response; `new_tokens` is for its usage."""
         choices = []
         for row in range(self.rows):
             own = [piece for piece in pieces if piece.row == row]
@@ -41,12 +41,12 @@ class Reply:
         return {**self._object(kind, choices), "usage": self._usage(new_tokens)}
 
     def opening(self) -> Iterator[str]:
-        """Events before the first token: who speaks."""
+        """Yield the events before the first token, which set the role."""
         for row in range(self.rows if self.chat else 0):
             yield self._event([self._choice(row, {"role": "assistant", "content": ""}, None, "delta")])
 
     def event(self, piece: Piece) -> str:
-        """The event of a piece; a piece without text, end or log-probabilities has none."""
+        """Return the event of a piece; empty for a piece without text, end or log-probabilities."""
         if not piece.text and piece.finish is None and piece.scored is None:
             return ""
         content = ({"content": piece.text} if piece.text else {}) if self.chat else piece.text
@@ -54,7 +54,7 @@ class Reply:
         return self._event([self._choice(piece.row, content, piece.finish, "delta", scores)])
 
     def closing(self, new_tokens: int, include_usage: bool) -> str:
-        """The events that end a stream."""
+        """Return the events that end a stream."""
         usage = self._event([], usage=self._usage(new_tokens)) if include_usage else ""
         return f"{usage}data: [DONE]\n\n"
 
@@ -65,14 +65,14 @@ class Reply:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
     def _choice(
-        self, row: int, content: Any, finish: str | None, key: str, scores: Sequence[Scored] = ()
+        self, row: int, content: Any, finish: str | None, key: str, scores: Sequence[TokenScore] = ()
     ) -> dict[str, Any]:
         found = None
         if self.scored and (scores or key == "message" or not self.chat):
             found = _chat_scores(scores) if self.chat else self._text_scores(row, scores)
         return {"index": row, key if self.chat else "text": content, "logprobs": found, "finish_reason": finish}
 
-    def _text_scores(self, row: int, scores: Sequence[Scored]) -> dict[str, Any]:
+    def _text_scores(self, row: int, scores: Sequence[TokenScore]) -> dict[str, Any]:
         offsets = []
         for each in scores:
             offsets.append(self.offsets[row])
@@ -89,17 +89,17 @@ class Reply:
         return {"prompt_tokens": self.prompt_tokens, "completion_tokens": new_tokens, "total_tokens": total}
 
 
-def _by_text(score: Scored) -> dict[str, float] | None:
-    """The likeliest tokens and the one that is there, by their texts; None where nothing is known of it.
+def _by_text(score: TokenScore) -> dict[str, float] | None:
+    """Return the most likely tokens and the drawn one by their texts, or None without a log-probability.
 
-    Two tokens may be the same text, e.g. halves of characters; the likelier one's counts.
+    Two tokens may have the same text, e.g. parts of characters; the more likely one counts.
     """
     if score.log_prob is None:
         return None
     return {score.token: score.log_prob, **dict(reversed(score.likeliest))}
 
 
-def _chat_scores(scores: Sequence[Scored]) -> dict[str, Any]:
+def _chat_scores(scores: Sequence[TokenScore]) -> dict[str, Any]:
     return {
         "content": [
             {**_token(each.token, each.log_prob), "top_logprobs": [_token(*pair) for pair in each.likeliest]}
@@ -110,15 +110,15 @@ def _chat_scores(scores: Sequence[Scored]) -> dict[str, Any]:
 
 
 def _token(text: str, log_prob: float | None) -> dict[str, Any]:
-    """A token's bytes are unknown where it is a part of a character."""
+    """Return a token's entry; `bytes` is null for a part of a character."""
     return {"token": text, "logprob": log_prob, "bytes": None if UNFINISHED in text else list(text.encode())}
 
 
 def tokens_of(pieces: Sequence[Piece]) -> int:
-    """How many tokens were generated for them."""
+    """Return the number of tokens generated for these pieces."""
     return sum(piece.tokens for piece in pieces)
 
 
 def event(data: dict[str, Any]) -> str:
-    """One server-sent event."""
+    """Return one server-sent event."""
     return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"

@@ -1,4 +1,4 @@
-"""What may be asked: OpenAI's request bodies, checked, and errors in OpenAI's shape."""
+"""OpenAI's request bodies and their validation, and errors in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ..reading import parse_json
 from ..utils.errors import DataError
 from ..utils.text import brief
 
-# Fields that this server has nothing for and that change no answer: what is sent about cost and speed.
-WITHOUT_EFFECT = {"audio", "prediction", "prompt_cache_options", "service_tier"}  # audio: with modalities
-# Others, and their values that ask for nothing.
+# Fields about cost and speed, which never change an answer.
+IGNORED_FIELDS = {"audio", "prediction", "prompt_cache_options", "service_tier"}  # audio comes with modalities
+# Unsupported fields, and the values that request nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "annotations": ([],),  # of a message that was an answer
+    "annotations": ([],),  # present in messages returned by OpenAI
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
@@ -22,6 +22,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt_cache_retention": ("in_memory", "in-memory", "24h"),
     "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
+    "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "verbosity": ("medium",),
@@ -29,14 +30,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class RequestError(Exception):
-    """A request that is refused or given up.
+    """A request that is refused or aborted.
 
     Args:
-        status: of HTTP.
-        message: what is wrong, with the numbers.
-        param: the field at fault.
-        code: OpenAI's word for it, where there is one.
-        kind: OpenAI's type of error.
+        status: HTTP status.
+        message: the problem, with its numbers.
+        param: the invalid field.
+        code: OpenAI's error code, if there is one.
+        kind: OpenAI's error type.
     """
 
     def __init__(
@@ -52,9 +53,9 @@ class RequestError(Exception):
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def _neutral(key: str, value: Any, body: dict[str, Any]) -> bool:
-    """Whether the answer is the same without this field."""
-    if key in WITHOUT_EFFECT:
+def _no_effect(key: str, value: Any, body: dict[str, Any]) -> bool:
+    """Return whether the answer is the same without this field."""
+    if key in IGNORED_FIELDS:
         return True
     if key in ("tools", "functions") and body.get("tool_choice" if key == "tools" else "function_call") == "none":
         return True
@@ -62,7 +63,7 @@ def _neutral(key: str, value: Any, body: dict[str, Any]) -> bool:
 
 
 def _content(value: Any) -> Any:
-    """The text of a message: a string, or a list of OpenAI's text parts."""
+    """Return the text of a message: a string, or a list of OpenAI's text parts."""
     if not isinstance(value, list):
         return value
     for part in value:
@@ -71,28 +72,28 @@ def _content(value: Any) -> Any:
     return "".join(part["text"] for part in value)
 
 
-def _listed(value: Any) -> Any:
+def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _bounded(value: Any) -> Any:
-    """llama.cpp's clients write -1 for no bound."""
+def _without_minus_one(value: Any) -> Any:
+    """Map -1, which clients of llama.cpp send for no limit, to None."""
     return None if type(value) is int and value == -1 else value
 
 
 def _biases(value: Any) -> Any:
-    """What is added to the logits of tokens, by their ids; a bias of 0 asks for nothing."""
+    """Parse logit_bias (token id → number added to its logit); a bias of 0 is dropped."""
     if not isinstance(value, dict):
         return value
     asked = {key: bias for key, bias in value.items() if bias != 0 or isinstance(bias, bool)}
     wrong = next((key for key in asked if not (isinstance(key, str) and key.isascii() and key.isdigit())), None)
     if wrong is not None:
-        raise ValueError(f"{brief(wrong)} is no token's id")
+        raise ValueError(f"{brief(wrong)} is not a token id")
     return {int(key[:20]): float(bias) if type(bias) is int else bias for key, bias in asked.items()}
 
 
 def _prompts(value: Any) -> Any:
-    """OpenAI's four kinds of prompt as a list: a text, token ids, several texts, several lists of token ids."""
+    """Return OpenAI's four kinds of prompt as a list: a text, token ids, several texts, several lists of ids."""
     several = value if isinstance(value, list) and value and not isinstance(value[0], int) else [value]
     texts = all(isinstance(one, str) and one for one in several)
     ids = all(isinstance(one, list) and one and all(type(item) is int for item in one) for one in several)
@@ -102,17 +103,17 @@ def _prompts(value: Any) -> Any:
 
 
 class Strict(BaseModel):
-    """No field unknown, no value converted; null counts as left out."""
+    """A model without unknown fields or type conversion; null counts as unset."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_what_asks_for_nothing(cls, data: Any) -> Any:
+    def _drop_neutral_fields(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
         known = cls.model_fields
-        return {key: v for key, v in data.items() if v is not None and (key in known or not _neutral(key, v, data))}
+        return {key: v for key, v in data.items() if v is not None and (key in known or not _no_effect(key, v, data))}
 
 
 class Function(Strict):
@@ -126,10 +127,10 @@ class ToolCall(Strict):
     function: Function
 
     def turn(self) -> dict[str, Any]:
-        """As chat templates take it: arguments as an object, where OpenAI has them as JSON text.
+        """Return the call as chat templates expect it: arguments as an object instead of JSON text.
 
         Raises:
-            DataError: they are not JSON, or no object.
+            DataError: the arguments are not JSON, or not an object.
         """
         arguments = parse_json(self.function.arguments or "{}", f"the arguments of {self.function.name}", DataError)
         if not isinstance(arguments, dict):
@@ -138,7 +139,7 @@ class ToolCall(Strict):
 
 
 class Message(Strict):
-    """A turn. Which roles a model knows is for its template to say; see `data.chat.ChatTemplate.adapt_messages`."""
+    """A message. The chat template decides which roles it supports; see `data.chat.ChatTemplate.adapt_messages`."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[str | None, BeforeValidator(_content)] = None
@@ -149,36 +150,37 @@ class Message(Strict):
     reasoning_content: str | None = None
 
     @model_validator(mode="after")
-    def _says_something(self) -> Message:
+    def _has_content(self) -> Message:
         if self.content is None and not (self.role == "assistant" and (self.tool_calls or self.refusal)):
             raise ValueError("content: Field required")
         return self
 
     def turn(self) -> dict[str, Any]:
-        """As training gives it to chat templates.
+        """Return the message as training passes it to chat templates.
 
         Raises:
             DataError: the arguments of a tool call are not JSON.
         """
         roles = {"developer": "system", "function": "tool"}
-        said: dict[str, Any] = {"role": roles.get(self.role, self.role), "content": self.content or self.refusal or ""}
-        said |= self.model_dump(include={"name", "tool_call_id", "reasoning_content"}, exclude_none=True)
-        return said | ({"tool_calls": [call.turn() for call in self.tool_calls]} if self.tool_calls else {})
+        role, content = roles.get(self.role, self.role), self.content or self.refusal or ""
+        fields: dict[str, Any] = {"role": role, "content": content}
+        fields |= self.model_dump(include={"name", "tool_call_id", "reasoning_content"}, exclude_none=True)
+        return fields | ({"tool_calls": [call.turn() for call in self.tool_calls]} if self.tool_calls else {})
 
 
 class StreamOptions(Strict):
     include_usage: bool = False
-    include_obfuscation: bool = False  # OpenAI's padding against eavesdroppers; a stream has none here
+    include_obfuscation: bool = False  # OpenAI's padding of streams; accepted without effect
 
 
-Length = Annotated[int | None, BeforeValidator(_bounded)]
+Length = Annotated[int | None, BeforeValidator(_without_minus_one)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
 
 
 class Request(Strict):
-    """The fields that chats and completions share. With 0 tokens to generate, an answer counts those of the prompt."""
+    """Fields of both chats and completions. With 0 tokens to generate, the response only counts the prompt's tokens."""
 
     model: str
     max_tokens: Length = Field(None, ge=0)
@@ -189,12 +191,12 @@ class Request(Strict):
     presence_penalty: Penalty = 0.0
     logit_bias: Annotated[dict[int, Bias], BeforeValidator(_biases)] = Field(default={}, max_length=1024)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], BeforeValidator(_listed)] = Field(
+    stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], BeforeValidator(_as_list)] = Field(
         default=[], max_length=4
     )
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    # What OpenAI's clients tell about the caller; nothing here depends on it.
+    # Metadata about the caller, accepted without effect.
     user: str = ""
     metadata: Metadata = Field(default={}, max_length=16)
     safety_identifier: str = ""
@@ -202,31 +204,31 @@ class Request(Strict):
 
     @property
     def new_tokens(self) -> int | None:
-        """The most tokens asked for."""
+        """Maximum number of new tokens requested."""
         return self.max_tokens
 
     @property
     def likeliest(self) -> int | None:
-        """See `generation.text.continue_texts`."""
+        """Number of most likely tokens to report; see `generation.text.continue_texts`."""
         raise NotImplementedError
 
     @property
-    def drawn(self) -> int:
-        """Answers that are drawn for each prompt, of which the best `n` are given."""
+    def samples(self) -> int:
+        """Answers to draw for each prompt, of which the best `n` are returned."""
         return self.n
 
 
 class ChatRequest(Request):
-    """A body of /v1/chat/completions."""
+    """The body of /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: Length = Field(None, ge=0)
-    store: bool = False
+    store: bool = False  # accepted without effect: no chat is stored
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
 
     @model_validator(mode="after")
-    def _asks_for_both(self) -> ChatRequest:
+    def _check_logprobs(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: it needs logprobs: true")
         return self
@@ -241,7 +243,7 @@ class ChatRequest(Request):
 
 
 class CompletionRequest(Request):
-    """A body of /v1/completions."""
+    """The body of /v1/completions."""
 
     prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_prompts)]
     logprobs: Annotated[int | None, BeforeValidator(lambda value: None if value is False else value)] = Field(
@@ -249,16 +251,13 @@ class CompletionRequest(Request):
     )
     best_of: int = Field(0, ge=0)
     echo: bool = False
-    suffix: str = ""
 
     @model_validator(mode="after")
-    def _can_be_ranked(self) -> CompletionRequest:
+    def _check_best_of(self) -> CompletionRequest:
         if 0 < self.best_of < self.n:
-            raise ValueError(f"best_of: {self.best_of} answers, of which n: {self.n} are asked for")
+            raise ValueError(f"best_of: {self.best_of} is less than n: {self.n}")
         if self.stream and self.best_of > self.n:
-            raise ValueError("best_of: answers are ranked when all are whole, so they cannot be streamed")
-        if self.suffix and not all(isinstance(prompt, str) for prompt in self.prompt):
-            raise ValueError("suffix: it needs prompts that are texts")
+            raise ValueError("best_of: answers are ranked when all are complete, so they cannot be streamed")
         return self
 
     @property
@@ -266,39 +265,33 @@ class CompletionRequest(Request):
         return self.logprobs
 
     @property
-    def drawn(self) -> int:
+    def samples(self) -> int:
         return max(self.best_of, self.n)
-
-
-class UpdateRequest(Strict):
-    """A body of /v1/chat/completions/ID: what is stored with a chat."""
-
-    metadata: Metadata = Field(default={}, max_length=16)
 
 
 Kind = TypeVar("Kind", bound=Strict)
 
 
 def parse(kind: type[Kind], body: bytes) -> Kind:
-    """The request in `body`.
+    """Parse `body` as a request.
 
     Raises:
-        RequestError: 400, naming the first field at fault.
+        RequestError: 400, naming the first invalid field.
     """
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        param, reason = _spelled(first["loc"]), first["msg"].removeprefix("Value error, ")
+        param, reason = _path(first["loc"]), first["msg"].removeprefix("Value error, ")
         if first["type"] == "extra_forbidden":
-            reason = "this server does not have it"
+            reason = "this server does not support it"
         elif first["type"] == "value_error" and ": " in reason and " " not in reason.partition(": ")[0]:
-            field, _, reason = reason.partition(": ")  # of a rule about several fields
+            field, _, reason = reason.partition(": ")  # set by validators of several fields
             param = f"{param}.{field}" if param else field
         raise RequestError(400, f"{param or 'body'}: {reason}", param or None) from None
 
 
-def _spelled(location: tuple[int | str, ...]) -> str:
-    """messages[0].content"""
+def _path(location: tuple[int | str, ...]) -> str:
+    """Return a field's path, such as "messages[0].content"."""
     spelled = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
     return spelled.removeprefix(".")[:200]

@@ -1,4 +1,4 @@
-"""Binding, loading, serving, and leaving at a signal."""
+"""Binding the address, loading the model, serving, and shutting down at a signal."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .guard import LOOPBACK, Access, access_to
 from .model import Limits, load
 from .protocol import Protocol
 
-GRACE_SECONDS = 3.0  # that running requests get to finish
-HANGUP_SECONDS = 1  # then, for clients to read why they were stopped
-STEP_SECONDS = 0.5  # then, for the model's step under way
+GRACE_SECONDS = 3.0  # for running requests to finish after a signal
+HANGUP_SECONDS = 1  # then, for clients to read their error
+STEP_SECONDS = 0.5  # then, for the model's current step
 
 
 class Server(uvicorn.Server):
-    """Stops generating some time after a signal, so that no request is cut off without a word; leaves within 5 s."""
+    """A server that stops generating `GRACE_SECONDS` after a signal, so that clients get an error; exits within 5 s."""
 
     def __init__(self, config: uvicorn.Config, endpoints: Endpoints):
         super().__init__(config)
@@ -48,17 +48,17 @@ def serve(
     api_key: str | None = None,
     trust_remote_code: bool = False,
 ) -> None:
-    """Serve a run or a model until SIGINT or SIGTERM; returns after running requests have ended.
+    """Serve a run or a model until SIGINT or SIGTERM; return after running requests have ended.
 
     Args:
         name: a run's output_dir, an adapter, or a model.
-        port: 0 for any free one; the line printed at the start has it.
+        port: 0 for any free port, which is printed at the start.
         adapters: name in requests → folder.
         hosts, api_key: see `guard.access_to`.
         trust_remote_code: see `model.load`.
 
     Raises:
-        ConfigError: the address cannot be had, or needs a key.
+        ConfigError: the address is not available, or requires a key.
         HalfbyteError: the model or an adapter cannot be loaded.
     """
     listener = _bind(host, port)
@@ -66,31 +66,31 @@ def serve(
         access = access_to(host, listener.getsockname()[0], hosts, api_key)
         served = load(name, adapters, limits, trust_remote_code)
         if ipaddress.ip_address(listener.getsockname()[0]).is_unspecified and not hosts:
-            said = f"clients that call this server other than {', '.join(LOOPBACK)} are refused"
-            notice("serve", f"{said}; --allowed-host names what they call it")
+            known = ", ".join(LOOPBACK)
+            notice("serve", f"only requests to {known} are accepted; add the names clients use with --allowed-host")
         endpoints = Endpoints(served)
         server = Server(configured(endpoints, access), endpoints)
         listener.listen()
         where = f"[{host}]" if ":" in host else host
         address = f"http://{where}:{listener.getsockname()[1]}/v1"
         print(visible(f"serving {', '.join(served.names)} at {address}; Ctrl-C stops"), flush=True)
-        # uvicorn repeats a signal once it has shut down, for whoever handled it before; that is nobody now.
+        # After its shutdown uvicorn raises the signal again for the previous handler; install no-op handlers.
         before = {sign: signal.signal(sign, lambda *_: None) for sign in (signal.SIGINT, signal.SIGTERM)}
-        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup sets it
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # set by nohup
             before[signal.SIGHUP] = signal.signal(signal.SIGHUP, server.handle_exit)
         try:
             server.run(sockets=[listener])
         finally:
             for sign, handler in before.items():
                 signal.signal(sign, handler)
-        if not endpoints.idle(STEP_SECONDS):  # e.g. a long prompt on a CPU, which Python would wait for
+        if not endpoints.idle(STEP_SECONDS):  # e.g. a long prefill on a CPU, which Python's exit would block on
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
 
 
 def configured(endpoints: Endpoints, access: Access) -> uvicorn.Config:
-    """How uvicorn runs the application."""
+    """Return uvicorn's configuration for the application."""
     return uvicorn.Config(
         application(endpoints, access),
         http=Protocol,
@@ -102,16 +102,16 @@ def configured(endpoints: Endpoints, access: Access) -> uvicorn.Config:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """A socket at the address, before the model is loaded: a port in use is known at once."""
+    """Bind the socket before the model is loaded, so that a port in use is reported at once."""
     listener = None
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-    except (OSError, ValueError) as error:  # a ValueError for what is no host's name
+    except (OSError, ValueError) as error:  # ValueError: an invalid host name
         if listener is not None:
             listener.close()
-        cause = why(error) if isinstance(error, OSError) else "this is no host"
+        cause = why(error) if isinstance(error, OSError) else "invalid host name"
         raise ConfigError(f"cannot listen on {host}:{port}: {cause}", "choose another --host or --port") from error
     return listener

@@ -22,7 +22,7 @@ from halfbyte.batch import to_device
 from halfbyte.config import RunConfig, load_config
 from halfbyte.data.collate import make_collator
 from halfbyte.data.collate_answers import answer_collator, first_prompt, with_own_prompts
-from halfbyte.generation.stops import stop_tokens
+from halfbyte.generation.sampling import stop_tokens
 from halfbyte.layers.plain import multiply_by_onednn
 from halfbyte.loading.load import load_model
 from halfbyte.memory.allocators import FIRST_KERNELS, HEAP_WASTE, memory_cap, return_large_blocks

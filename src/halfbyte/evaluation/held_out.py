@@ -1,4 +1,4 @@
-"""Held-out loss of a run or a model, as its method has it: the mean over all rows, whatever the batches."""
+"""Held-out loss of a run or a model, computed as in its training method: the mean over all rows."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .methods import METHODS, method_of
-from .utils.errors import ConfigError, DataError, ModelError
+from ..methods import METHODS, method_of
+from ..utils.errors import ConfigError, DataError, ModelError
 
 if TYPE_CHECKING:
     import torch
 
-    from .config import RunConfig
-    from .methods.base import Collate, Method, Rows
+    from ..config import RunConfig
+    from ..methods.base import Collate, Method, Rows
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What `evaluate` measures.
+    """Result of `evaluate`.
 
     Attributes:
-        numbers: the method's, by name: for supervised fine-tuning `loss` (mean cross-entropy per trained token, in
-            nats), `perplexity` and `tokens`.
-        shown: the same in words.
-        tokens: what the loss is the mean over; trained tokens.
-        rows: rows of the prepared dataset (packed rows hold several documents).
-        seconds: time of the forward passes.
+        numbers: the method's numbers by name; for supervised fine-tuning `loss` (mean cross-entropy per trained token,
+            in nats), `perplexity` and `tokens`.
+        shown: the numbers as text.
+        tokens: number of trained tokens that the loss averages over.
+        rows: of the prepared dataset (packed rows hold several documents).
+        seconds: of the forward passes.
     """
 
     numbers: dict[str, float]
@@ -48,24 +48,24 @@ class Evaluation:
 
 
 def evaluate(name: str, dataset: str, overrides: Iterable[str] = ()) -> Evaluation:
-    """Loss of a saved run, adapter or model on every row of `dataset`.
+    """Return the loss of a saved run, adapter or model on every row of `dataset`.
 
-    The rows are prepared as in training (template, masks, max_length), so the number compares with the eval lines of
+    Rows are prepared as in training (template, masks, max_length), so the numbers compare with the evaluations in
     metrics.jsonl.
 
     Raises:
-        HalfbyteError: the model or the data cannot be read, no token is left to predict, or packed documents see each
-            other in this model.
+        HalfbyteError: the model or the data cannot be read, no token is trained on, or this model cannot isolate packed
+            documents.
     """
-    from .runs.inputs import look_over_datasets
-    from .runs.saved import load_saved
+    from ..runs.inputs import look_over_datasets
+    from ..runs.saved import load_saved
 
     look_over_datasets(dataset)
     saved = load_saved(name, overrides, dataset, scores=True)
-    from .data.collate import make_collator
-    from .data.sources import split_to_evaluate
-    from .modeling.layer import causal_lm_of
-    from .modeling.packing import isolate_run
+    from ..data.collate import make_collator
+    from ..data.sources import split_to_evaluate
+    from ..modeling.layer import causal_lm_of
+    from ..modeling.packing import isolate_run
 
     split = split_to_evaluate(dataset, saved.config.dataset_split)
     asked = {"dataset": dataset, "dataset_split": split, "eval_dataset": None, "eval_split_size": 0.0}
@@ -73,8 +73,8 @@ def evaluate(name: str, dataset: str, overrides: Iterable[str] = ()) -> Evaluati
     method = method_of(config)
     if method.rows == "prompts":
         raise ConfigError(
-            f"{name} was trained by {config.method}, whose numbers are of answers that it samples",
-            "give the run an eval_dataset, which it evaluates on while it trains",
+            f"{name} was trained by {config.method}, which is evaluated on sampled answers",
+            "set eval_dataset to evaluate during training",
         )
     if method.reference:
         _add_reference(saved.model, config)
@@ -85,19 +85,19 @@ def evaluate(name: str, dataset: str, overrides: Iterable[str] = ()) -> Evaluati
 
 
 def _add_reference(model: torch.nn.Module, config: RunConfig) -> None:
-    """Put the adapter that a run continued from beside its own, as its reference; other runs began without one.
+    """Load the adapter that the run continued from as its reference; other runs use the base model.
 
     Raises:
-        ModelError: the run began with a model that is not there.
+        ModelError: the run started from a model that is no longer available.
     """
-    from .methods.answers import REFERENCE
-    from .modeling.adapters import load_adapter
+    from ..methods.answers import REFERENCE
+    from ..modeling.adapters import load_adapter
 
     if config.adapter_path:
         load_adapter(model, Path(config.adapter_path), config.model_name_or_path, REFERENCE)
     elif config.qat_scheme or not config.use_peft:
         raise ModelError(
-            f"method: {config.method} compares with the model before training, which this run has left behind",
+            f"method: {config.method} compares with the model before training, which this run did not save",
             "the run's own evaluations are in its metrics.jsonl",
         )
 
@@ -105,16 +105,16 @@ def _add_reference(model: torch.nn.Module, config: RunConfig) -> None:
 def measure(
     model: torch.nn.Module, rows: Rows, collate: Collate, size: int, method: Method = METHODS["sft"]
 ) -> Evaluation:
-    """The numbers of `method` for `model` over `rows`, `size` rows per forward; the loss without full logits.
+    """Return the numbers of `method` for `model` over `rows`, `size` rows per forward, without full logits.
 
     Raises:
-        DataError: no row has a token that counts.
+        DataError: no row has a counted token.
     """
     import torch
 
-    from .modeling.adapters import compute, no_input_casts
-    from .modeling.routers import watched
-    from .train.look_ahead import Ahead, with_numbers
+    from ..modeling.adapters import compute, no_input_casts
+    from ..modeling.routers import watched
+    from ..train.look_ahead import Ahead, with_numbers
 
     device, metrics = next(model.parameters()).device, method.numbers.trained
     sums = dict.fromkeys((metric.name for metric in metrics), 0.0)
@@ -139,7 +139,7 @@ def measure(
                 for name, value in sums_of(batch).items():
                     sums[name] += float(value)
     if not counts[metrics[0].over]:
-        raise DataError("no token of this data is trained on, so there is no loss", "see `halfbyte preview`")
+        raise DataError("no token of this data is trained on, so it has no loss", "see `halfbyte preview`")
     means = {metric.name: sums[metric.name] / counts[metric.over] for metric in metrics}
     numbers = method.evaluation(means, counts)
     shown = " · ".join(f"{metric.label} {metric.shown(numbers)}" for metric in method.numbers.evaluated)

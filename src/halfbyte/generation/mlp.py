@@ -1,20 +1,23 @@
-"""What mixes a token's channels, as generation runs it: an MLP, or a mixture of experts.
+"""The MLP or mixture of experts of a layer, for inference.
 
-Of a mixture transformers' block computes which experts a token goes to, and how they are weighed. In its forward our
-experts stand in the place of its own: stacks as they are stored, the adapters of all rows of a batch beside them, no
-autograd. Which experts tokens go to is never waited for, so steps are captured in CUDA graphs whole.
+For a mixture, transformers' own block computes the routing; its experts are replaced by fused ones that read the stored
+(quantized) stacks and apply all adapters of the batch. Nothing synchronizes with the host, so steps fit in CUDA graphs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import CodeType
+from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
+from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTopKRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from ..autograd.experts import stack_of
 from ..layers.expert_adapters import by_expert
@@ -28,39 +31,40 @@ from ..ops.expert_rows import expert_rows
 from ..ops.experts import LowRank, Routing, StackedWeight, combine, grouped_product, route
 from ..ops.experts_unit import Unit, expert_unit
 from ..ops.glu import glu
+from ..ops.router import top_experts
 from ..tensor import QuantizedTensor
-from .linears import RANKS, Linears, Unknown
-from .routers import known
+from .linears import RANKS, Linears, Unsupported
 
+Route = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]  # [T, K] → logits, weights and experts
 Factors = dict[str, tuple[Tensor, Tensor, float]]  # by adapter: A [E, r, K], B [E, N, r], scaling
 
 
-class Channels:
-    """A layer's MLP."""
+class DenseMLP:
+    """The MLP of a layer without experts."""
 
     def __init__(self, mlp: MLP, adapters: Sequence[str | None], dtype: torch.dtype, unpacked: bool):
-        self.mlp = mlp
+        self.view = mlp
         self.gate_up = Linears(mlp.inputs, adapters, dtype, unpacked)
         self.down = Linears([mlp.output], adapters, dtype, unpacked)
 
     def renew(self) -> bool:
-        """As `Linears.renew`."""
+        """Refresh the weights as `Linears.renew` does."""
         return self.gate_up.renew() and self.down.renew()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[B, T, K] of x [B, T, K]."""
-        return self.down(self.mlp.act_on(self.gate_up(x), glu))[0]
+        """Return [B, T, K] for x [B, T, K]."""
+        return self.down(self.view.act_on(self.gate_up(x), glu))[0]
 
 
-class _Single(Linears):
-    """One linear."""
+class _SingleLinear(Linears):
+    """A single linear layer."""
 
     def __call__(self, x: Tensor) -> Tensor:  # type: ignore[override]
         return super().__call__(x)[0]
 
 
-class _Low:
-    """The low-rank terms of all adapters on a stack, one behind the other.
+class _ExpertAdapters:
+    """The low-rank factors of all adapters on a stack of experts, concatenated along the rank.
 
     Args:
         factors: of each adapter in use.
@@ -70,21 +74,21 @@ class _Low:
     def __init__(self, factors: Factors, adapters: Sequence[str | None], dtype: torch.dtype):
         self.shapes = _shapes(factors)
         owners = [name for name, (a, _, _) in factors.items() for _ in range(a.shape[1])]
-        self.empty = -len(owners) % RANKS  # ranks that kernels want beside them
+        self.padding = -len(owners) % RANKS  # padding to the rank multiple of the kernels
         self.dtype = dtype
         self.mask: Tensor | None = None
-        if len(set(adapters)) > 1:  # rows differ in their adapters
-            rows = [[owner == adapter for owner in owners] + [False] * self.empty for adapter in adapters]
+        if len(set(adapters)) > 1:  # rows have different adapters
+            rows = [[owner == adapter for owner in owners] + [False] * self.padding for adapter in adapters]
             self.mask = torch.tensor(rows, dtype=dtype, device=next(iter(factors.values()))[0].device)
         self.a = torch.empty(0)
         self.b = torch.empty(0)
         self.fill(factors)
 
     def fill(self, factors: Factors) -> None:
-        """Take the values as they are now, into the same memory."""
+        """Copy the adapters' current values into the same memory."""
         some = next(iter(factors.values()))
-        more_a = [some[0].new_zeros(len(some[0]), self.empty, some[0].shape[2])] if self.empty else []
-        more_b = [some[1].new_zeros(*some[1].shape[:2], self.empty)] if self.empty else []
+        more_a = [some[0].new_zeros(len(some[0]), self.padding, some[0].shape[2])] if self.padding else []
+        more_b = [some[1].new_zeros(*some[1].shape[:2], self.padding)] if self.padding else []
         a = torch.cat([*(a for a, _, _ in factors.values()), *more_a], 1).to(self.dtype)
         b = torch.cat([*(b * scaling for _, b, scaling in factors.values()), *more_b], 2).to(self.dtype)
         if self.a.shape == a.shape:
@@ -94,7 +98,7 @@ class _Low:
             self.a, self.b = a.contiguous(), b.contiguous()
 
     def of(self, x: Tensor, routing: Routing, gather: bool, tokens: int) -> LowRank:
-        """The term of x's rows, which are `tokens` for each row of the batch."""
+        """Return the low-rank term for x, which has `tokens` rows for each row of the batch."""
         u = grouped_product(x, StackedWeight.plain(self.a), routing, gather)
         if self.mask is not None:
             u = u * self.mask[routing.tokens // tokens]
@@ -102,13 +106,13 @@ class _Low:
 
 
 class _Experts:
-    """A layer's experts for a batch of rows.
+    """The experts of a layer for a batch of rows.
 
     Args:
         module: transformers' experts, or PEFT's wrappers around them.
 
     Raises:
-        Unknown: they must run their own forward.
+        Unsupported: the module needs transformers' own forward.
     """
 
     def __init__(self, module: Any, adapters: Sequence[str | None], dtype: torch.dtype):
@@ -118,47 +122,47 @@ class _Experts:
         weights = weights_of(self.base)
         for stack in (weights.first, weights.second):
             if isinstance(stack, HostStack):
-                raise Unknown("its experts wait in the host's memory")
+                raise Unsupported("its experts are offloaded to host memory")
             if not isinstance(stack, QuantizedTensor) and (stack.dtype is not dtype or not stack.is_contiguous()):
-                raise Unknown("its experts' stacks would be copied")
-        self.places = _places(weights)
+                raise Unsupported("its experts' stacks would be copied")
+        self.storage = _storage_of(weights)
         self.weights = weights
-        self.low = {name: _Low(each, adapters, dtype) for name, each in factors.items() if each}
+        self.adapters_of = {name: _ExpertAdapters(each, adapters, dtype) for name, each in factors.items() if each}
         self.tokens = 1
 
     def _read(self) -> dict[str, Factors]:
-        """Of both stacks by name."""
+        """Read the adapters' factors of both stacks, keyed by stack and adapter name."""
         module, found = self.module, {}
         while isinstance(module, ParamWrapper):
             read = read_adapters(module, self.names)
             if isinstance(read, str):
-                raise Unknown(read)
+                raise Unsupported(read)
             own = {each.name: (*by_expert(each.a, each.b, module.num_experts), each.scaling) for each in read}
             found[module.parameter_name] = own
             module = module.base_layer
         if not runs_experts(module) or (reason := obstacle(module)) is not None:
-            raise Unknown(reason if runs_experts(module) else f"{type(module).__name__} has a forward of its own")
-        if _foreign_hooks(module):
-            raise Unknown("it has hooks")
+            raise Unsupported(reason if runs_experts(module) else f"{type(module).__name__} has a forward of its own")
+        if _has_foreign_hooks(module):
+            raise Unsupported("it has hooks")
         self.base = module
         return found
 
     def renew(self) -> bool:
-        """As `Linears.renew`."""
+        """Refresh the weights as `Linears.renew` does."""
         factors = self._read()
         weights = weights_of(self.base)
-        shapes = {name: low.shapes for name, low in self.low.items()}
-        if _places(weights) != self.places or {n: _shapes(f) for n, f in factors.items() if f} != shapes:
+        shapes = {name: low.shapes for name, low in self.adapters_of.items()}
+        if _storage_of(weights) != self.storage or {n: _shapes(f) for n, f in factors.items() if f} != shapes:
             return False
-        for name, low in self.low.items():
+        for name, low in self.adapters_of.items():
             low.fill(factors[name])
         return True
 
     def __call__(self, x: Tensor, index: Tensor, routed: Tensor) -> Tensor:
-        """As transformers' experts: Σ over a token's experts [T, H] of x [T, K], indices and weights [T, k]."""
+        """Return each token's weighted sum of experts [T, H] for x [T, K], expert indices and weights [T, k]."""
         given, x, weights = x.dtype, x.to(self.dtype), self.weights
         biased = weights.first_bias is not None or weights.second_bias is not None
-        if isinstance(weights.unit, Unit) and not biased and not self.low:
+        if isinstance(weights.unit, Unit) and not biased and not self.adapters_of:
             stacks = [stack_of(stack, self.dtype, index.numel()) for stack in (weights.first, weights.second)]
             return expert_rows(x, *stacks, weights.unit, index, routed).to(given)
         routing = route(index, weights.first.shape[0])
@@ -171,74 +175,75 @@ class _Experts:
     def _product(
         self, name: str, weight: Tensor, bias: Tensor | None, x: Tensor, routing: Routing, gather: bool
     ) -> Tensor:
-        low = self.low[name].of(x, routing, gather, self.tokens) if name in self.low else None
+        low = self.adapters_of[name].of(x, routing, gather, self.tokens) if name in self.adapters_of else None
         stack = stack_of(weight, self.dtype, routing.order.numel())
         bias = None if bias is None else bias.to(self.dtype)
         return grouped_product(x, stack, routing, gather, low_rank=low, bias=bias)
 
 
-class Mixture:
-    """What mixes a token's channels in a layer with experts.
+class MoEBlock:
+    """A mixture-of-experts block.
 
     Args:
         block: transformers' module, which has `experts`.
         adapters: the adapter of each row of the batch; None for none.
-        dtype: of the products.
-        unpacked: of shared experts, as in `Linears`; stacks stay packed.
+        dtype: of the GEMMs.
+        unpacked: decode the weights of shared experts once, as in `Linears`; stacks stay packed.
 
     Raises:
-        Unknown: the block must run its own forward.
+        Unsupported: the block needs transformers' own forward.
     """
 
     def __init__(self, block: Any, family: Family, adapters: Sequence[str | None], dtype: torch.dtype, unpacked: bool):
         if not isinstance(getattr(block, "experts", None), nn.Module):
-            raise Unknown(f"{type(block).__name__} has a forward of its own")
+            raise Unsupported(f"{type(block).__name__} has a forward of its own")
         self.block, self.dtype = block, dtype
         shared = {name: module for name, module in block.named_children() if family_of(type(module)) == (family, "MLP")}
         views = {name: view for name, module in shared.items() if not (view := MLP.of(module, family)).obstacle}
         given = adapters, dtype, unpacked
-        self.shared: dict[str, Channels | _Single] = {name: Channels(view, *given) for name, view in views.items()}
-        for name, module in block.named_children():  # a gate of the shared expert, say
+        self.shared: dict[str, DenseMLP | _SingleLinear] = {}
+        self.shared |= {name: DenseMLP(view, *given) for name, view in views.items()}
+        for name, module in block.named_children():  # e.g. the gate of a shared expert
             if isinstance(module, BaseTunerLayer) and isinstance(module.get_base_layer(), nn.Linear):
-                self.shared[name] = _Single([block.get_submodule(name)], *given)
+                self.shared[name] = _SingleLinear([block.get_submodule(name)], *given)
         self._check()
         self.experts = _Experts(block.experts, adapters, dtype)
-        beside = [p for name, p in block.named_parameters() if not name.startswith("experts.")]
-        self.mixed = dtype is not torch.float32 and any(p.is_floating_point() and p.dtype is not dtype for p in beside)
+        own = [p for name, p in block.named_parameters() if not name.startswith("experts.")]
+        self.mixed = dtype is not torch.float32 and any(p.is_floating_point() and p.dtype is not dtype for p in own)
         inside = {name: self._rows(each) for name, each in self.shared.items()}
         others = {name: module for name, module in block.named_children() if name not in self.shared}
-        routes = {name: known(module, dtype) for name, module in others.items() if not _foreign_hooks(module)}
-        inside |= {name: route for name, route in routes.items() if route is not None}
-        self.stand_in = _StandIn(block, self.experts, inside)
+        free = {name: module for name, module in others.items() if not _has_foreign_hooks(module)}
+        inside |= {name: route for name, module in free.items() if (route := known_router(module, dtype)) is not None}
+        self.proxy = _BlockProxy(block, self.experts, inside)
 
-    def _rows(self, channels: Channels | _Single) -> Callable[[Tensor], Tensor]:
-        """Of x [B·T, K], or as a batch has it."""
-        return lambda x: channels(x.view(-1, self.experts.tokens, x.shape[-1])).view(*x.shape[:-1], -1)
+    def _rows(self, mlp: DenseMLP | _SingleLinear) -> Callable[[Tensor], Tensor]:
+        """Wrap an MLP so that it accepts x [B·T, K] as well as [B, T, K]."""
+        return lambda x: mlp(x.view(-1, self.experts.tokens, x.shape[-1])).view(*x.shape[:-1], -1)
 
     def _check(self) -> None:
         block = self.block
-        if _foreign_hooks(block):
-            raise Unknown("it has hooks")
+        if _has_foreign_hooks(block):
+            raise Unsupported("it has hooks")
         for name, module in block.named_modules():
             read = name.partition(".")[0] in ("experts", *self.shared)
             if not read and isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
-                raise Unknown(f"{type(block).__name__} has an adapter or a trained copy on its {name}")
+                raise Unsupported(f"{type(block).__name__} has an adapter or a trained copy on its {name}")
 
     def renew(self) -> bool:
-        """As `Linears.renew`."""
+        """Refresh the weights as `Linears.renew` does."""
         self._check()
         return self.experts.renew() and all(each.renew() for each in self.shared.values())
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[B, T, K] of x [B, T, K]."""
+        """Return [B, T, K] for x [B, T, K]."""
         self.experts.tokens = x.shape[1]
         with torch.autocast(x.device.type, dtype=self.dtype, enabled=self.mixed):
-            out = type(self.block).forward(self.stand_in, x)
+            out = type(self.block).forward(self.proxy, x)
         return (out if isinstance(out, Tensor) else out[0]).to(self.dtype)
 
 
-class _StandIn:
-    """A block for its own forward, in evaluation, with other experts, routed and shared, and a router that is known."""
+class _BlockProxy:
+    """A block in evaluation mode whose experts, and linears or routers with a fast version, are replaced."""
 
     training = False
 
@@ -254,16 +259,59 @@ def _shapes(factors: Factors) -> dict[str, tuple[torch.Size, torch.Size]]:
     return {name: (a.shape, b.shape) for name, (a, b, _) in factors.items()}
 
 
-def _places(weights: Any) -> list[Any]:
-    """Where the frozen tensors are."""
+def _storage_of(weights: Any) -> list[Any]:
+    """Return the data pointers and dtypes of the frozen tensors."""
     tensors: list[Tensor] = []
     for each in (weights.first, weights.second, weights.first_bias, weights.second_bias):
         tensors += [] if each is None else each.parts.values() if isinstance(each, QuantizedTensor) else [each]
     return [(tensor.data_ptr(), tensor.dtype) for tensor in tensors]
 
 
-def _foreign_hooks(module: nn.Module) -> bool:
-    """Whether hooks are on it that are not those of training's `Routers`, which count nothing here."""
+def _has_foreign_hooks(module: nn.Module) -> bool:
+    """Return whether the module has hooks other than those of `Routers`, which are inactive here."""
     of_forward = module._forward_hooks, module._forward_pre_hooks
     hooks = [hook for each in of_forward for hook in each.values()]
     return any(not isinstance(getattr(getattr(hook, "func", None), "__self__", None), Routers) for hook in hooks)
+
+
+# --- routers ---------------------------------------------------------------------------------------------------------
+
+
+class _RouterKind(NamedTuple):
+    """Variant of a router's forward, in addition to softmax and top k.
+
+    Args:
+        normalized: whether weights are divided by their sum; None: read `norm_topk_prob`.
+        wide: whether weights stay in fp32 (default: the logits' dtype).
+    """
+
+    normalized: bool | None
+    wide: bool
+
+
+def _code_key(code: CodeType) -> tuple:
+    return code.co_code, code.co_names, code.co_consts[1:]  # the first constant is the docstring
+
+
+# Many models of transformers have the same router forward, so routers are recognised by their bytecode.
+_ROUTER_KINDS = {
+    _code_key(Qwen3MoeTopKRouter.forward.__code__): _RouterKind(None, False),
+    _code_key(Qwen3_5MoeTopKRouter.forward.__code__): _RouterKind(True, False),
+    _code_key(MixtralTopKRouter.forward.__code__): _RouterKind(True, True),
+}
+
+
+def known_router(router: nn.Module, dtype: torch.dtype) -> Route | None:
+    """Return a router's forward as one op for x of `dtype`, or None if it needs transformers' own forward."""
+    code = getattr(type(router).forward, "__code__", None)
+    kind = None if code is None else _ROUTER_KINDS.get(_code_key(code))
+    own: Any = router
+    if kind is None or "forward" in vars(own) or own.weight.dtype is not dtype:
+        return None
+    normalized = own.norm_topk_prob if kind.normalized is None else kind.normalized
+    of_weights = torch.float32 if kind.wide else dtype
+
+    def route(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return top_experts(x.reshape(-1, own.hidden_dim), own.weight, own.top_k, normalized, of_weights)
+
+    return route

@@ -1,0 +1,1 @@
+"""Evaluating saved models: loss on held-out data, and the tasks of lm-evaluation-harness."""
