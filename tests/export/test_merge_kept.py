@@ -102,7 +102,7 @@ def test_the_retained_share_is_printed_without_verification(tmp_path, run, capsy
 
 
 def test_what_costs_more_than_training_did_is_refused_in_the_runs_own_format_too(tmp_path, run, monkeypatch):
-    monkeypatch.setattr(judge, "EXCESS", -1.0)
+    monkeypatch.setattr("halfbyte.export.merge.EXCESS", -1.0)
     with pytest.raises(ConfigError, match="bnb-nf4") as refused:
         merge(run, tmp_path / "merged", quantize="bnb-nf4")
     assert "16 bits" in refused.value.fix

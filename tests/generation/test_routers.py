@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from halfbyte.generation.mlp import known_router
 from tests.helpers.expert_models import mixture
 
 

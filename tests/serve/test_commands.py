@@ -85,7 +85,7 @@ def test_a_raising_template_is_reported(base_folder, template):
     saved = load_saved(str(base_folder))
     conversation = Conversation(saved, Sampling())
     saved.tokenizer.chat_template = template
-    for refused in (lambda: conversation.prompt("Hello"), lambda: chatting.Conversation(saved, Sampling())):
+    for refused in (lambda: conversation.prompt("Hello"), lambda: Conversation(saved, Sampling())):
         with pytest.raises(DataError):
             refused()
 
