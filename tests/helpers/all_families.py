@@ -20,9 +20,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from halfbyte.data.collate import PackedCollator
 from halfbyte.modeling.architectures import auto_class
 from halfbyte.modeling.head import backbone_inputs
-from halfbyte.modeling.packing import isolate
+from halfbyte.modeling.packing import isolate_documents
 from halfbyte.modeling.patch import patch
-from halfbyte.modeling.tiny import tiny_config
+from halfbyte.modeling.tiny_model import tiny_config
 from halfbyte.utils.errors import ConfigError
 
 NAMES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -95,7 +95,7 @@ def row_of(name: str) -> Row:
     report = patch(model)
     fused = "fused" if report.fused else "plain"
     try:
-        isolation = isolate(model, PackedCollator(0), key="packing", length=512, tokens=TOKENS)
+        isolation = isolate_documents(model, PackedCollator(0), key="packing", length=512, tokens=TOKENS)
     except ConfigError as error:
         return Row(name, "refused", fused, error.message.partition("each other in ")[2].partition(")")[0])
     return Row(name, isolation.way, fused, isolation.leak or "", alone_error(model))

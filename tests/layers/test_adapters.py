@@ -9,14 +9,7 @@ from safetensors.torch import load_file
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from halfbyte.config import RunConfig
-from halfbyte.modeling.adapters import (
-    add_adapter,
-    compute,
-    load_adapter_weights,
-    no_input_casts,
-    reads_base,
-    save_adapter,
-)
+from halfbyte.modeling.adapters import add_adapter, compute_autocast, load_adapter_weights, no_input_casts, reads_base_weights, save_adapter
 from halfbyte.utils.errors import CheckpointError, ConfigError, ModelError
 
 LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -46,7 +39,7 @@ def randomize(model):
 
 def logits(model):
     ids = torch.arange(12).reshape(2, 6)
-    with torch.no_grad(), no_input_casts(model), compute(model):
+    with torch.no_grad(), no_input_casts(model), compute_autocast(model):
         return model.eval()(input_ids=ids).logits
 
 
@@ -147,7 +140,7 @@ def test_float32_adapters_on_a_bfloat16_base_compute_in_bfloat16():
     layer.register_forward_hook(lambda module, inputs, output: seen.append((inputs[0].dtype, output.dtype)))
     assert logits(model).dtype == torch.bfloat16
     assert seen == [(torch.bfloat16, torch.bfloat16)]
-    with no_input_casts(model), compute(model):
+    with no_input_casts(model), compute_autocast(model):
         model(input_ids=torch.arange(6)[None]).logits.float().sum().backward()
     assert layer.weight.grad.dtype == torch.float32
 
@@ -207,7 +200,7 @@ def test_adapters_that_look_at_whole_weights(tmp_path):
     """Loading cuts layers into pieces before others are added; what a saved adapter says counts, not the key."""
 
     def reads(**keys):
-        return reads_base(RunConfig(model_name_or_path="m", dataset="d", **keys).adapter)
+        return reads_base_weights(RunConfig(model_name_or_path="m", dataset="d", **keys).adapter)
 
     assert [reads(), reads(use_dora=True), reads(modules_to_save=["lm_head"])] == [False, True, True]
     save_adapter(adapted(use_dora=True), tmp_path)

@@ -237,7 +237,7 @@ def noted(take, sizes: list[int]):
 @pytest.mark.parametrize("level", OFFLOADED)
 def test_gradients_of_a_model_are_those_of_keep(monkeypatch, level):
     """Recomputed norms, saved q, k and v, and gate and up, which the backward overwrites."""
-    from halfbyte.modeling.checkpointing import Activations
+    from halfbyte.modeling.patch_record import Activations
     from halfbyte.modeling.patch_record import record
 
     model = tiny_model()

@@ -7,7 +7,7 @@ from halfbyte.data.batches import batches_of, longest_row
 from halfbyte.data.prepare import PreparedData
 from halfbyte.data.shared_prefix import GIVEN, as_trees, trees_of
 from halfbyte.methods import METHODS
-from halfbyte.modeling.head import _taken
+from halfbyte.modeling.head import _select_rows
 from tests.helpers.pair_models import VOCABULARY, assert_same_gradients, config, gradients, model
 from tests.helpers.pair_models import tokenizer as make_tokenizer
 
@@ -105,7 +105,7 @@ def test_gradients_of_the_last_prompt_token_are_bit_equal():
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        first, *others = (torch.autograd.grad(_taken(hidden, at), hidden, given)[0] for _ in range(50))
+        first, *others = (torch.autograd.grad(_select_rows(hidden, at), hidden, given)[0] for _ in range(50))
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(first, other) for other in others)

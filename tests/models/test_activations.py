@@ -16,7 +16,7 @@ from halfbyte.modeling import checkpointing
 from halfbyte.modeling.adapters import add_adapter
 from halfbyte.modeling.attention import Implementation
 from halfbyte.modeling.head import causal_lm_loss
-from halfbyte.modeling.patch_record import patched
+from halfbyte.modeling.patch_record import existing_record
 from halfbyte.plan.ledger import Ledger
 from halfbyte.plan.shapes import ModelShapes
 from halfbyte.utils import notices
@@ -104,12 +104,12 @@ def test_mixed_precision_is_restored():
             parameter.data = parameter.data.bfloat16()
 
     def mixed(levels):
-        patched = copy.deepcopy(model)
-        halfbyte.patch(patched, levels)
+        existing_record = copy.deepcopy(model)
+        halfbyte.patch(existing_record, levels)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss, _ = causal_lm_loss(patched, inputs)
+            loss, _ = causal_lm_loss(existing_record, inputs)
         loss.backward()
-        return {name: p.grad for name, p in patched.named_parameters() if p.grad is not None}
+        return {name: p.grad for name, p in existing_record.named_parameters() if p.grad is not None}
 
     expected = mixed("keep")
     for level in ("recompute_mlp", "checkpoint"):
@@ -195,7 +195,7 @@ def test_unpatching_forgets_the_levels():
     model = tiny("Llama")
     before = {name: set(module.__dict__) for name, module in model.named_modules()}
     halfbyte.patch(model, "checkpoint")
-    assert sum(getattr(patched(module), "activations", None) is not None for module in model.modules()) == 2
+    assert sum(getattr(existing_record(module), "activations", None) is not None for module in model.modules()) == 2
     halfbyte.unpatch(model)
     assert {name: set(module.__dict__) for name, module in model.named_modules()} == before
 

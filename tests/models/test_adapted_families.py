@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from halfbyte.config import RunConfig
-from halfbyte.modeling.adapters import add_adapter, compute, no_input_casts
+from halfbyte.modeling.adapters import add_adapter, compute_autocast, no_input_casts
 from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.plan.estimate import estimate
 from halfbyte.plan.shapes import ModelShapes
@@ -47,7 +47,7 @@ def built(family):
 
 def step(model, every: bool = True) -> None:
     """As `train` takes one; `every` adapter gets a gradient."""
-    with no_input_casts(model), compute(model):
+    with no_input_casts(model), compute_autocast(model):
         loss, tokens = causal_lm_loss(model, batch())
     (loss / tokens).backward()
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

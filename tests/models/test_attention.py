@@ -67,7 +67,7 @@ def flash3(on_cpu, monkeypatch):
     causal.flash3.cache_clear()
 
 
-def patched(model, name=attention.NAME):
+def patched(model, name=attention.ATTENTION_NAME):
     halfbyte.patch(model)
     model.config._attn_implementation = name
     return model
@@ -90,7 +90,7 @@ def test_no_mask_equals_the_dense_mask(on_cpu, monkeypatch, family, packed):
 def test_flash_attention_3_is_used_where_installed(flash3, on_cpu, family, packed):
     model, inputs = tiny(family), batch(packed)
     expected = loss_and_gradients(model, inputs)
-    name = attention.OWN if family == "Gemma2" else attention.NAME
+    name = attention.SCORES_NAME if family == "Gemma2" else attention.ATTENTION_NAME
     assert_same(loss_and_gradients(patched(model, name), inputs), expected)
     assert not on_cpu
     windows = family != "Llama"
@@ -109,11 +109,11 @@ def test_capped_scores_without_flash_attention_3_are_never_there_at_once(on_cpu,
     expected = loss_and_gradients(model, inputs)
     modeling = sys.modules[type(model.get_base_model()).__module__]
     monkeypatch.setattr(modeling, "eager_attention_forward", None)
-    patched(model, attention.OWN)
+    patched(model, attention.SCORES_NAME)
     assert_same(loss_and_gradients(model, inputs), expected)
     assert not on_cpu
     if packed:  # as the collator for graphs gives them: bounds that repeat at the end, a power of two
-        given = attention.documents(inputs["position_ids"])
+        given = attention.document_bounds(inputs["position_ids"])
         bounds = torch.nn.functional.pad(given["cu_seq_lens_q"], (0, 5), value=inputs["input_ids"].numel())
         named = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 32, "max_length_k": 32}
         assert_same(loss_and_gradients(model, inputs | named), expected)
@@ -127,7 +127,7 @@ def test_padding_and_generation_of_capped_scores_stay_eager(flash3):
     expected = loss_and_gradients(model, inputs)
     prompt = {key: inputs[key] for key in ("input_ids", "attention_mask")}
     generated = model.eval().generate(**prompt, max_new_tokens=6, do_sample=False)
-    patched(model, attention.OWN)
+    patched(model, attention.SCORES_NAME)
     assert torch.equal(model.generate(**prompt, max_new_tokens=6, do_sample=False), generated)
     assert_same(loss_and_gradients(model.train(), inputs), expected)
     assert not flash3
@@ -136,8 +136,8 @@ def test_padding_and_generation_of_capped_scores_stay_eager(flash3):
 @pytest.mark.parametrize(
     ("family", "name", "words"),
     [
-        ("Llama", attention.NAME, "FlashAttention 3"),
-        ("Gemma2", attention.OWN, ""),
+        ("Llama", attention.ATTENTION_NAME, "FlashAttention 3"),
+        ("Gemma2", attention.SCORES_NAME, ""),
     ],
 )
 def test_flash_attention_3_is_chosen_and_announced(flash3, monkeypatch, family, name, words):
@@ -162,7 +162,7 @@ def test_a_flash_attention_3_that_does_not_load_is_not_used(flash3, monkeypatch)
 def test_bounds_that_the_caller_gives_are_taken(on_cpu):
     model, inputs = tiny("Llama"), batch(packed=True)
     expected = loss_and_gradients(model, inputs)
-    inputs |= attention.documents(inputs["position_ids"])
+    inputs |= attention.document_bounds(inputs["position_ids"])
     assert_same(loss_and_gradients(patched(model), inputs), expected)
     assert on_cpu[-1] is inputs["cu_seq_lens_q"]
 
@@ -184,11 +184,11 @@ def test_padding_and_generation_keep_transformers_mask(on_cpu):
 
 def test_documents():
     positions = torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]])
-    found = attention.documents(positions)
+    found = attention.document_bounds(positions)
     assert found["cu_seq_lens_q"].tolist() == [0, 3, 5, 6, 10]
     assert found["cu_seq_lens_q"].dtype == torch.int32
     assert found["max_length_k"] == 4
-    assert attention.documents(torch.arange(5).expand(2, 5)) is None
+    assert attention.document_bounds(torch.arange(5).expand(2, 5)) is None
 
 
 @pytest.mark.parametrize("family", ["Gemma2", "GptOss"])
@@ -223,7 +223,7 @@ def test_sinks_learn_and_reach_the_kernel(on_cpu, monkeypatch, kernel):
     for inputs in (batch(), batch(packed=True)):
         expected = loss_and_gradients(model, of_stock(model, inputs))
         assert sum(name.endswith("sinks") for name in expected[1]) == 2
-        patched(model, attention.OWN)
+        patched(model, attention.SCORES_NAME)
         assert_same(loss_and_gradients(model, inputs), expected)
         halfbyte.unpatch(model)
         model.config._attn_implementation = "eager"
@@ -333,7 +333,7 @@ def test_packed_rows_repeat_on_hopper_and_their_spans_are_found_once(hopper, on_
     assert len(hopper) >= 2
     assert not on_cpu
     assert len({id(documents[0]) for documents in hopper}) == 1
-    bounds = attention.documents(inputs["position_ids"])
+    bounds = attention.document_bounds(inputs["position_ids"])
     check_same_loss(family, inputs | bounds)  # those that a collator gives
     assert torch.equal(hopper[-1][0], hopper[0][0])
 
@@ -357,14 +357,14 @@ def test_whole_rows_repeat_where_that_is_cheap_or_asked_for(hopper, monkeypatch)
 def test_rows_of_varying_lengths_take_the_kernel_without_plans(hopper, monkeypatch):
     monkeypatch.setattr(causal, "row_attention", None)
     rows, length = batch()["input_ids"].shape
-    with attention.planned_lengths({length + 1}):
+    with attention.cudnn_lengths({length + 1}):
         check_same_loss("Llama", batch())
     assert [documents[0].unique().tolist() for documents in hopper] == [[length * row for row in range(rows)]] * 2
 
 
 def test_rows_of_a_length_that_comes_often_take_the_kernel_with_plans(hopper, monkeypatch):
     monkeypatch.setattr(causal, "varlen_attention", None)
-    with attention.planned_lengths({batch()["input_ids"].shape[1]}):
+    with attention.cudnn_lengths({batch()["input_ids"].shape[1]}):
         check_same_loss("Llama", batch())
     assert not hopper
 

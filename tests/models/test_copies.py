@@ -10,8 +10,8 @@ from peft.tuners.lora import Linear as LoraLinear
 import halfbyte
 from halfbyte.autograd import lora
 from halfbyte.modeling import attention
-from halfbyte.modeling.cast_cache import copies_of, in_their_place
-from halfbyte.modeling.patch_record import NAME, patched
+from halfbyte.modeling.cast_cache import cast_factors, cast_replacements
+from halfbyte.modeling.patch_record import RECORD, existing_record
 from tests.helpers.patch_models import assert_same, batch, loss_and_gradients, tiny
 
 
@@ -35,7 +35,7 @@ def test_numbers_are_those_of_casts_in_place(model, monkeypatch):
     found = loss_and_gradients(model, inputs)
     assert not casts
     halfbyte.unpatch(model)
-    assert not any(NAME in module.__dict__ for module in model.modules())
+    assert not any(RECORD in module.__dict__ for module in model.modules())
     halfbyte.patch(model)
     monkeypatch.setattr(attention, "fresh_copies", lambda backbone: contextlib.nullcontext())
     assert_same(found, loss_and_gradients(model, inputs), 1e-12)
@@ -44,7 +44,7 @@ def test_numbers_are_those_of_casts_in_place(model, monkeypatch):
 
 def test_factors_of_one_input_lie_one_after_another(model):
     loss_and_gradients(model, batch())
-    copies = [patched(m).copied["default"][0] for m in model.modules() if isinstance(m, LoraLinear)][:3]
+    copies = [existing_record(m).copied["default"][0] for m in model.modules() if isinstance(m, LoraLinear)][:3]
     stacked = lora.stack(copies)
     assert stacked.data_ptr() == copies[0].data_ptr()
     assert torch.equal(stacked, torch.cat(copies))
@@ -54,7 +54,7 @@ def test_factors_of_one_input_lie_one_after_another(model):
 
 def copied(model):
     """Names of the LoRA modules that read copies just now."""
-    return [name for name, m in model.named_modules() if isinstance(m, LoraLinear) and copies_of(m, "default")]
+    return [name for name, m in model.named_modules() if isinstance(m, LoraLinear) and cast_factors(m, "default")]
 
 
 def test_copies_are_read_only_while_a_forward_runs(model):
@@ -116,11 +116,11 @@ def test_two_forwards_before_one_backward(model):
 def test_no_copies_where_nothing_is_cast_or_differentiated(model):
     with torch.no_grad():
         model(**batch())
-    assert not any(patched(module) and patched(module).copies for module in model.modules())
+    assert not any(existing_record(module) and existing_record(module).copies for module in model.modules())
     plain = tiny("Llama")
     halfbyte.patch(plain.train())
     loss_and_gradients(plain, batch())
-    assert not any(patched(m) for m in plain.modules() if isinstance(m, LoraLinear))
+    assert not any(existing_record(m) for m in plain.modules() if isinstance(m, LoraLinear))
 
 
 LEVELS = ["keep", "recompute", "checkpoint", "tiled"]
@@ -133,8 +133,8 @@ def test_copies_in_the_place_of_factors(model, device, level, monkeypatch):
     halfbyte.patch(model.to(device), level)
     inputs = {name: value.to(device) for name, value in batch().items()}
     expected = loss_and_gradients(model, inputs)
-    pairs = in_their_place(model, torch.bfloat16)
-    assert [factor for factor, _ in pairs] == patched(model.get_base_model().model).copies.factors
+    pairs = cast_replacements(model, torch.bfloat16)
+    assert [factor for factor, _ in pairs] == existing_record(model.get_base_model().model).copies.factors
     for factor, held in pairs:
         factor.data = held.copy_(factor.detach())
         factor.grad_dtype = torch.float32
@@ -144,10 +144,10 @@ def test_copies_in_the_place_of_factors(model, device, level, monkeypatch):
     assert not casts
     assert {gradient.dtype for gradient in found[1].values()} == {torch.float32}
     assert_same(found, expected, 1e-12 if device == "cpu" else 1e-4)  # sums of a GPU may be in another order
-    assert not patched(model.get_base_model().model).copies.factors
+    assert not existing_record(model.get_base_model().model).copies.factors
 
 
 def test_variants_of_lora_keep_their_digits():
     model = tiny("Llama", target_modules=["q_proj", "up_proj"], use_dora=True)
-    assert in_their_place(model, torch.bfloat16) == []
-    assert len(in_their_place(tiny("Llama", target_modules=["q_proj", "up_proj"]), torch.bfloat16)) % 4 == 0
+    assert cast_replacements(model, torch.bfloat16) == []
+    assert len(cast_replacements(tiny("Llama", target_modules=["q_proj", "up_proj"]), torch.bfloat16)) % 4 == 0

@@ -18,8 +18,8 @@ from halfbyte.evaluation.held_out import measure
 from halfbyte.modeling import packing
 from halfbyte.modeling.adapters import all_linear
 from halfbyte.modeling.head import causal_lm_loss
-from halfbyte.modeling.packed_forwards import LIKE, groups
-from halfbyte.modeling.packing import isolate, release
+from halfbyte.modeling.packed_forwards import MIN_LENGTH_RATIO, length_groups
+from halfbyte.modeling.packing import isolate_documents, remove_isolation
 from halfbyte.modeling.patch import patch
 from halfbyte.utils.errors import ConfigError
 from tests.helpers import all_families
@@ -59,7 +59,7 @@ def documents():
 
 def asked(model, collate=None, **keys):
     keys = {"key": "packing", "length": 512, "tokens": range(10, 200)} | keys
-    return isolate(model, collate or PackedCollator(0), **keys)
+    return isolate_documents(model, collate or PackedCollator(0), **keys)
 
 
 @pytest.mark.sampled(2)
@@ -129,7 +129,7 @@ def test_the_model_is_as_before_when_it_is_released():
         loss, _ = causal_lm_loss(model, batch)
         asked(model)
         assert causal_lm_loss(model, batch)[0] != loss
-        release(model)
+        remove_isolation(model)
         assert causal_lm_loss(model, batch)[0] == loss
     assert {name: set(vars(module)) for name, module in model.named_modules()} == before
 
@@ -244,20 +244,20 @@ def test_the_probe_leaves_no_trace():
 
 def test_a_change_within_the_order_of_sums_is_no_leak():
     """Experts and GPUs add in an order that depends on the batch; what separate rows do to each other is no leak."""
-    noisy = packing.Found(change=0.3, typical=2e-3, order_of_sums=1e-3)
+    noisy = packing.ProbeResult(change=0.3, typical=2e-3, order_of_sums=1e-3)
     assert noisy.isolated
-    assert not packing.Found(change=0.3, typical=2e-2, order_of_sums=1e-3).isolated
-    assert not packing.Found(change=0.3, typical=0.0, order_of_sums=0.0, error="raised").isolated
-    assert not packing.Found(change=0.3, typical=0.2, order_of_sums=0.1).isolated  # it could hide one
+    assert not packing.ProbeResult(change=0.3, typical=2e-2, order_of_sums=1e-3).isolated
+    assert not packing.ProbeResult(change=0.3, typical=0.0, order_of_sums=0.0, error="raised").isolated
+    assert not packing.ProbeResult(change=0.3, typical=0.2, order_of_sums=0.1).isolated  # it could hide one
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=60))
 def test_groups_hold_each_token_once_and_little_padding(lengths):
     bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    found = list(groups(bounds))
+    found = list(length_groups(bounds))
     assert sorted(torch.cat([index[real] for index, real in found]).tolist()) == list(range(bounds[-1]))
-    assert sum(real.numel() for _, real in found) * LIKE <= bounds[-1]
+    assert sum(real.numel() for _, real in found) * MIN_LENGTH_RATIO <= bounds[-1]
     for index, real in found:
         assert bool((real[:, :-1] >= real[:, 1:]).all())  # padded on the right
         assert {int(start) for start in index[:, 0]} <= set(bounds[:-1])

@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from halfbyte.modeling.keywords import CACHES, cache_name, cache_of, check_known
+from halfbyte.modeling.keywords import CACHES
+from halfbyte.modeling.layer import cache_keyword, given_cache, check_keywords
 from halfbyte.modeling.patch import patch
 from halfbyte.utils.errors import ModelError
 
@@ -20,20 +21,20 @@ def tiny():
 @pytest.mark.parametrize("name", CACHES)
 def test_a_cache_is_known_by_each_of_its_names(name):
     cache = object()
-    assert cache_of({"hidden_states": 1, name: cache}) == {name: cache}
-    assert cache_of({name: None}) == {}
+    assert given_cache({"hidden_states": 1, name: cache}) == {name: cache}
+    assert given_cache({name: None}) == {}
 
 
 def test_the_name_of_a_models_cache_is_that_of_its_forward():
     model = tiny()
-    assert cache_name(model) in inspect.signature(model.forward).parameters
+    assert cache_keyword(model) in inspect.signature(model.forward).parameters
 
 
 def test_an_unknown_keyword_is_named():
     module = torch.nn.Linear(1, 1)
-    check_known(module, {"use_cache": True, "position_ids": torch.zeros(1), "sliding": None})
+    check_keywords(module, {"use_cache": True, "position_ids": torch.zeros(1), "sliding": None})
     with pytest.raises(ModelError) as found:
-        check_known(module, {"new_thing": 1})
+        check_keywords(module, {"new_thing": 1})
     assert "new_thing" in found.value.message
     assert "Linear" in found.value.message
 
@@ -59,7 +60,7 @@ def test_a_patched_model_generates_with_a_cache_what_it_generates_without_patch(
     assert torch.equal(plain.generate(ids, **options), patched.generate(ids, **options))
     with torch.no_grad():
         first = patched(ids[:, :5], use_cache=True)
-        name = cache_name(patched)
+        name = cache_keyword(patched)
         second = patched(ids[:, 5:], use_cache=True, **{name: getattr(first, name)})
         whole = plain(ids)
     assert torch.allclose(second.logits, whole.logits[:, 5:], atol=1e-5)

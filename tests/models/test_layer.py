@@ -32,7 +32,7 @@ def test_a_view_shows_every_linear_and_norm_of_a_layer(family):
         assert seen == {id(m): name.rpartition(".")[2] for name, m in named if name.endswith("_proj")}
         assert view.family.fused or set(seen.values()) == ROLES - (set() if view.mlp.gated else {"gate_proj"})
     halves = view.attention_half, view.mlp_half
-    norms = [norm for half in halves for norm in (half.norm, half.leave) if norm is not None]
+    norms = [norm for half in halves for norm in (half.norm, half.output_norm) if norm is not None]
     own = {id(module) for module in layers[0].modules() if type(module).__name__.endswith("Norm")}
     assert {id(norm) for norm in (*norms, *(view.attention.norms or ()))} == own
     x = torch.randn(3, 32)

@@ -14,10 +14,10 @@ from halfbyte.cli.app import app
 from halfbyte.config import load_config
 from halfbyte.formats import named
 from halfbyte.layers import QuantizedLinear
-from halfbyte.loading.expert_views import measurable_stacks
+from halfbyte.loading.mixed_formats import measurable_stacks
 from halfbyte.loading.load import load_model, load_tokenizer
-from halfbyte.loading.mixed_formats import Option, best, loss_as, lower_hull, measure, mix
-from halfbyte.modeling.architectures import stays_whole
+from halfbyte.loading.mixed_formats import Option, best, loss_with_formats, lower_hull, measure, mix
+from halfbyte.modeling.architectures import count_unquantized_stacks
 from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.utils import notices
@@ -174,7 +174,7 @@ def test_losses_of_a_mixture_are_those_of_the_stored_model(name, tmp_path):
     model = load_model(str(tmp_path), load_in_4bit=False, dtype="float32", device="cpu")
     stacks = measurable_stacks(model)
     assert len(stacks) == {"Qwen3Moe": 4, "GptOss": 2}[name]
-    found = loss_as(model, dict.fromkeys(stacks, named("kbit3")), [BATCH])
+    found = loss_with_formats(model, dict.fromkeys(stacks, named("kbit3")), [BATCH])
     patterns = dict.fromkeys(stacks, "kbit3") | {"*": "16bit"}
     stored = load_model(str(tmp_path), quantization=patterns, dtype="float32", device="cpu")
     with torch.no_grad():
@@ -196,7 +196,7 @@ def test_convolutions_are_no_experts():
     """Their weights have three dimensions, too."""
     model = transformers.MambaForCausalLM(transformers.MambaConfig(vocab_size=128, hidden_size=64, num_hidden_layers=1))
     assert measurable_stacks(model) == {}
-    assert stays_whole(model) == 0
+    assert count_unquantized_stacks(model) == 0
     assert "backbone.layers.0.mixer.in_proj" in measure(model.eval(), EXPERTS, [BATCH])
 
 
@@ -236,7 +236,7 @@ def test_losses_are_those_of_the_stored_model(tiny_checkpoint):
     folder = str(tiny_checkpoint())
     model = load_model(folder, load_in_4bit=False, dtype="float32", device="cpu")
     down = {name: named("kbit3") for name, _ in model.named_modules() if name.endswith("down_proj")}
-    found = loss_as(model, down, tiny_batches())
+    found = loss_with_formats(model, down, tiny_batches())
     stored = load_model(folder, quantization={"*.down_proj": "kbit3", "*": "16bit"}, dtype="float32", device="cpu")
     with torch.no_grad():
         losses = [causal_lm_loss(stored, batch) for batch in tiny_batches()]
@@ -245,7 +245,7 @@ def test_losses_are_those_of_the_stored_model(tiny_checkpoint):
     assert all(torch.equal(one, two) for one, two in zip(model.parameters(), whole.parameters(), strict=True))
     model.model.layers[1].mlp.down_proj.weight.data[0, 0] = float("nan")
     with pytest.raises(ModelError, match="down_proj"):  # a failure half-way leaves the weights alone, too
-        loss_as(model, down, tiny_batches())
+        loss_with_formats(model, down, tiny_batches())
     assert model.model.layers[0].mlp.down_proj.weight.equal(whole.model.layers[0].mlp.down_proj.weight)
 
 
@@ -265,7 +265,7 @@ def stories(shared):
 
     @functools.cache
     def unseen_loss(*layers):
-        return loss_as(model, {name: SMALL[key] for name, key in zip(options, layers, strict=True)}, unseen)
+        return loss_with_formats(model, {name: SMALL[key] for name, key in zip(options, layers, strict=True)}, unseen)
 
     return model, options, held_back, unseen_loss
 

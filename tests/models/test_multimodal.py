@@ -17,7 +17,7 @@ from halfbyte.loading.find import load_model_config
 from halfbyte.loading.load import load_model
 from halfbyte.modeling import attention
 from halfbyte.modeling.adapters import add_adapter, all_linear
-from halfbyte.modeling.architectures import beside_text
+from halfbyte.modeling.architectures import non_text_modules
 from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.plan.estimate import estimate
 from halfbyte.utils.errors import ModelError
@@ -98,7 +98,7 @@ def test_attention_without_a_mask_only_where_no_image_sees_itself(on_cpu, monkey
         attention, "sdpa_attention_forward", lambda *args, **keys: masks.append(1) or attend(*args, **keys)
     )
     halfbyte.patch(model)
-    model.get_base_model().base_model.language_model.config._attn_implementation = attention.NAME
+    model.get_base_model().base_model.language_model.config._attn_implementation = attention.ATTENTION_NAME
     loss_and_gradients(model, inputs)  # the probe of the head has no images
     masks.clear()
     assert_same(loss_and_gradients(model, inputs), expected)
@@ -115,7 +115,7 @@ def test_loading_quantizes_the_language_model_alone(family, tmp_path):
     path = saved(family, tmp_path / "model")
     whole = load_model(path, load_in_4bit=False, device="cpu", dtype="float32")
     model = load_model(path, device="cpu", dtype="float32", bnb_4bit_blocksize=32)
-    beside = tuple(beside_text(model))
+    beside = tuple(non_text_modules(model))
     assert len(beside) == (2 if family == "Gemma3" else 1)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     assert {name for name, module in linears.items() if not isinstance(module, QuantizedLinear)} == {

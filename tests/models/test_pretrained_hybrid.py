@@ -7,7 +7,7 @@ import transformers
 from halfbyte.data.collate import PackedCollator, PaddedCollator
 from halfbyte.demo import base, corpus
 from halfbyte.modeling.head import causal_lm_loss
-from halfbyte.modeling.packing import isolate, release
+from halfbyte.modeling.packing import isolate_documents, remove_isolation
 
 ROWS, LENGTH, LONGEST, STEPS = 2, 192, 64, 40
 SIZES = {
@@ -72,11 +72,11 @@ def test_packed_and_padded_pretraining_have_the_same_loss():
     expected = losses(model, steps, padded)
     model = model_of()
     tokens = [token for ids in steps[0][0] for token in ids]
-    assert isolate(model, PackedCollator(0), key="packing", length=LENGTH, tokens=tokens).way == "bounds"
+    assert isolate_documents(model, PackedCollator(0), key="packing", length=LENGTH, tokens=tokens).way == "bounds"
     found = losses(model, steps, packed)
     assert found == pytest.approx(expected, rel=1e-3)
     assert found[-1] < 0.8 * found[0]  # it has learnt
     with torch.no_grad():
         apart = float(causal_lm_loss(model, packed(steps[0]))[0])
-        release(model)
+        remove_isolation(model)
         assert abs(float(causal_lm_loss(model, packed(steps[0]))[0]) / apart - 1) > 1e-3  # it would leak

@@ -66,7 +66,7 @@ def test_config_of_a_loaded_model_round_trips(tiny_checkpoint):
     for config in (HalfbyteConfig(), HalfbyteConfig(quantization="int8")):
         loaded = from_pretrained(tiny_checkpoint(), config).config.quantization_config
         again = HalfbyteConfig.from_dict(json.loads(json.dumps(loaded.to_dict())))
-        found = set(again.formats.values()) or {format_ for _, format_ in again.choice.patterns}
+        found = set(again.formats.values()) or {format_ for _, format_ in again.assignment.patterns}
         assert set(loaded.formats.values()) == found
 
 

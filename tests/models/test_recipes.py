@@ -10,8 +10,8 @@ import halfbyte
 from halfbyte.autograd.linear_nvfp4 import Nvfp4Recipe
 from halfbyte.formats import FORMATS, named
 from halfbyte.layers import QuantizedLinear
-from halfbyte.modeling import recipes
-from halfbyte.modeling.patch_record import NAME
+from halfbyte.modeling import projections
+from halfbyte.modeling.patch_record import RECORD
 from halfbyte.ops.fp8_scaling import ScalingOptions
 from halfbyte.utils import notices
 from halfbyte.utils.errors import ConfigError, ModelError
@@ -107,7 +107,7 @@ def test_unpatched_is_as_before_and_names_are_checked():
     halfbyte.patch(model, recipe=Nvfp4Recipe(disable_rht=True))
     halfbyte.unpatch(model)
     assert loss_and_gradients(model, inputs)[0] == before[0]
-    assert not any(NAME in module.__dict__ for module in model.modules())
+    assert not any(RECORD in module.__dict__ for module in model.modules())
     with pytest.raises(ModelError, match="'fp8'"):
         halfbyte.patch(model, recipe="fp8")
     with pytest.raises(ModelError, match="recipe:"):
@@ -126,7 +126,7 @@ def test_compiled_models_are_refused():
     from halfbyte.autograd import lora
 
     with pytest.raises(ModelError, match=r"fp8-hybrid.*torch\.compile"):
-        lora.refuse_compiled(recipes.Fp8Gemms(None, None))
+        lora.refuse_compiled(projections.Fp8Gemms(None, None))
 
 
 def test_a_gpu_without_fp8_units_says_which_recipe_to_use(monkeypatch):
@@ -134,9 +134,9 @@ def test_a_gpu_without_fp8_units_says_which_recipe_to_use(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     for device, said in (("cuda", r"NVIDIA A100.*8\.0"), ("xpu", "xpu")):
         with pytest.raises(ConfigError, match=said) as caught:
-            recipes.check_recipe(ScalingOptions(), torch.device(device))
+            projections.check_recipe(ScalingOptions(), torch.device(device))
         assert "recipe: bf16" in str(caught.value)
-        recipes.check_recipe(Nvfp4Recipe(), torch.device(device))
+        projections.check_recipe(Nvfp4Recipe(), torch.device(device))
 
 
 @pytest.mark.parametrize("spec", ["nf4", "fp8", "fp8-tensor"])

@@ -15,8 +15,8 @@ from halfbyte.export.served_adapter import export_served
 from halfbyte.layers.router_adapters import router_wrappers
 from halfbyte.loading.load import load_model
 from halfbyte.methods import method_of
-from halfbyte.modeling.adapters import add_adapter, compute, load_adapter, no_input_casts, save_adapter
-from halfbyte.modeling.routers import watched
+from halfbyte.modeling.adapters import add_adapter, compute_autocast, load_adapter, no_input_casts, save_adapter
+from halfbyte.modeling.routers import track_routers
 from halfbyte.utils import notices
 from halfbyte.utils.errors import CheckpointError, ModelError
 from tests.helpers.expert_models import MIXTURES, TOKENS, mixture
@@ -161,10 +161,10 @@ def test_on_packed_experts_it_learns(tmp_path):
     assert {p.dtype for p in trained} == {torch.float32}
     steps, losses = torch.optim.Adam(trained, lr=0.05), []
     method = method_of(RunConfig(**KEYS, router_aux_loss_coef=0.01))
-    with watched(model, balanced=True) as routers, no_input_casts(model):
+    with track_routers(model, balanced=True) as routers, no_input_casts(model):
         for _ in range(12):
-            with compute(model):
-                loss = routers.counting(lambda batch: method.sums(model, batch))(BATCH)["loss"] / TOKENS.numel()
+            with compute_autocast(model):
+                loss = routers.counted(lambda batch: method.sums(model, batch))(BATCH)["loss"] / TOKENS.numel()
             steps.zero_grad()
             loss.backward()
             steps.step()

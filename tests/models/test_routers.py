@@ -6,9 +6,9 @@ import torch
 from halfbyte.config import Parallel, RunConfig, load_config
 from halfbyte.methods import method_of
 from halfbyte.modeling.adapters import add_adapter, no_input_casts
-from halfbyte.modeling.checkpointing import recompute_as_transformers
+from halfbyte.modeling.checkpointing import enable_checkpointing
 from halfbyte.modeling.patch import patch, unpatch
-from halfbyte.modeling.routers import REAL, check_balanced, watched
+from halfbyte.modeling.routers import REAL_TOKENS, check_balancing, track_routers
 from halfbyte.parallel.support import unsupported_reason
 from halfbyte.utils.errors import ConfigError
 from tests.helpers.expert_models import MIXTURES, TOKENS, mixture
@@ -46,8 +46,8 @@ def ours(model, batch):
     """Loss, balancing loss and gradients of a step of one micro-batch."""
     method = method_of(RunConfig(**KEYS, router_aux_loss_coef=COEFFICIENT))
     model.zero_grad()
-    with watched(model, balanced=True) as routers, no_input_casts(model, torch.float32):
-        sums = routers.counting(lambda each: method.sums(model, each))(batch)
+    with track_routers(model, balanced=True) as routers, no_input_casts(model, torch.float32):
+        sums = routers.counted(lambda each: method.sums(model, each))(batch)
         count = (batch["labels"][:, 1:] != -100).sum()
         (sums["loss"] / count).backward()
     return sums["loss"].detach() / count, sums["aux_loss"] / count, gradients(model)
@@ -58,7 +58,7 @@ def theirs(model, batch):
     config.output_router_logits, model.get_base_model().router_aux_loss_coef = True, COEFFICIENT
     config.router_aux_loss_coef = COEFFICIENT
     model.zero_grad()
-    output = model(**{key: value for key, value in batch.items() if key != REAL}, use_cache=False)
+    output = model(**{key: value for key, value in batch.items() if key != REAL_TOKENS}, use_cache=False)
     output.loss.backward()
     config.output_router_logits = False
     return output.loss.detach(), output.aux_loss.detach(), gradients(model)
@@ -91,7 +91,7 @@ def test_computed_again(level):
     model = trainable("Qwen3Moe")
     expected = theirs(model, PADDED)
     if level == "transformers":
-        recompute_as_transformers(model)
+        enable_checkpointing(model)
         found = ours(model, PADDED)
     else:
         patch(model, level)
@@ -104,7 +104,7 @@ def test_padding_without_a_mask():
     """Batches of a GPU have none: the collator says which tokens are real."""
     model = trainable("Qwen3Moe")
     expected = ours(model, PADDED)
-    batch = {key: value for key, value in PADDED.items() if key != "attention_mask"} | {REAL: MASK}
+    batch = {key: value for key, value in PADDED.items() if key != "attention_mask"} | {REAL_TOKENS: MASK}
     torch.testing.assert_close(ours(model, batch)[1], expected[1])
 
 
@@ -123,10 +123,10 @@ def test_balancing_is_learned():
 
 def test_use():
     model = trainable("Qwen3Moe")
-    with watched(model, balanced=False) as routers, torch.no_grad():
-        routers.counting(lambda batch: model(**batch))(PADDED)
+    with track_routers(model, balanced=False) as routers, torch.no_grad():
+        routers.counted(lambda batch: model(**batch))(PADDED)
         model(**PACKED)  # a forward that nobody counts
-        use = routers.use()
+        use = routers.usage()
     assert list(use["layers"]) == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
     for each in use["layers"].values():
         assert sum(each["used"]) == 2 * int(MASK.sum())  # two of four experts a token
@@ -139,8 +139,8 @@ def test_use():
 def test_what_has_no_balancing_loss():
     model = mixture("DeepseekV3")
     with pytest.raises(ConfigError, match="deepseek_v3"):
-        check_balanced(model, 0.01)
-    check_balanced(model, None)
+        check_balancing(model, 0.01)
+    check_balancing(model, None)
 
 
 def test_balanced_routers_of_cut_rows_are_refused():

@@ -13,7 +13,7 @@ from halfbyte.data.collate import PackedCollator
 from halfbyte.modeling import recurrent
 from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.modeling.patch import patch
-from halfbyte.modeling.recurrent import STAND_INS, Documents, documents_of, forward_of
+from halfbyte.modeling.recurrent import REPLACEMENTS, Documents, documents_from, document_forward
 from tests.helpers.patch_models import tiny
 
 LENGTHS = [7, 1, 12, 3, 17]  # of two rows of 20
@@ -47,7 +47,7 @@ def test_a_convolution_begins_anew_with_each_document(activation, biased):
     x, weight = torch.randn(2, 6, 20, requires_grad=True), torch.randn(6, 4, requires_grad=True)
     bias = torch.randn(6, requires_grad=True) if biased else None
     expected = over_documents(lambda part: own(part, weight, bias, activation=activation), [x], -1)
-    found = STAND_INS["causal_conv1d_fn"](own, documents_of(told(), 2, 20), x, weight, bias, activation=activation)
+    found = REPLACEMENTS["causal_conv1d_fn"](own, documents_from(told(), 2, 20), x, weight, bias, activation=activation)
     torch.testing.assert_close(found, expected)
     wanted = [each for each in (x, weight, bias) if each is not None]
     upstream = torch.randn_like(found)
@@ -78,9 +78,9 @@ def scan_of(name):
 @pytest.mark.parametrize("name", ["torch_chunk_gated_delta_rule", "mamba2_chunk_scan", "mamba_selective_scan"])
 def test_a_scan_begins_anew_with_each_document(name):
     own, call, tensors, tokens = scan_of(name)
-    documents = documents_of(told(), 2, 20)
+    documents = documents_from(told(), 2, 20)
     expected = over_documents(lambda *parts: call(own, *parts), tensors, tokens)
-    found = call(lambda *args, **kwargs: STAND_INS[name](own, documents, *args, **kwargs), *tensors)
+    found = call(lambda *args, **kwargs: REPLACEMENTS[name](own, documents, *args, **kwargs), *tensors)
     found = found[0] if isinstance(found, tuple) else found
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert (found - call(own, *tensors)[0 if name.startswith("torch") else ...]).abs().max() > 0.1  # it would leak
@@ -90,19 +90,19 @@ def test_a_scan_begins_anew_with_each_document(name):
 
 
 def test_documents_of_a_batch():
-    found = documents_of(told(empty=3), 2, 20)
+    found = documents_from(told(empty=3), 2, 20)
     assert found.places.all == (0, 7, 8, 20, 23, 40)
-    assert documents_of({}, 2, 20) is None
-    assert documents_of(told([20, 20]), 2, 20) is None  # every row is one document
-    assert documents_of(told([20, 20], empty=4), 2, 20) is None
-    assert documents_of(told(), 2, 10) is None  # of rows that are cut: the bounds are those of whole ones
+    assert documents_from({}, 2, 20) is None
+    assert documents_from(told([20, 20]), 2, 20) is None  # every row is one document
+    assert documents_from(told([20, 20], empty=4), 2, 20) is None
+    assert documents_from(told(), 2, 10) is None  # of rows that are cut: the bounds are those of whole ones
 
 
 def test_layers_of_one_batch_read_the_device_once():
     kwargs = told()
-    assert documents_of(kwargs, 2, 20).places is documents_of(kwargs, 2, 20).places
+    assert documents_from(kwargs, 2, 20).places is documents_from(kwargs, 2, 20).places
     kwargs["cu_seq_lens_q"].copy_(told([3, 17, 1, 2, 17])["cu_seq_lens_q"])  # a graph's inputs are written in place
-    assert documents_of(kwargs, 2, 20).places.all == (0, 3, 20, 21, 23, 40)
+    assert documents_from(kwargs, 2, 20).places.all == (0, 3, 20, 21, 23, 40)
 
 
 @pytest.mark.parametrize(
@@ -115,12 +115,12 @@ def test_transformers_calls_these_functions_by_name(layer):
     """Another name in another version: the probe would find a leak, and every document would be unpacked."""
     package, name = layer.split(".")
     cls = getattr(file_of(package), name)
-    called = recurrent._names(cls)
+    called = recurrent._replaced_calls(cls)
     assert "causal_conv1d_fn" in called
     assert len(called) > 1 or name == "Lfm2ShortConv"
-    made = forward_of(cls, Documents(torch.tensor([0, 3, 9]), 9))
+    made = document_forward(cls, Documents(torch.tensor([0, 3, 9]), 9))
     assert list(inspect.signature(made).parameters) == list(inspect.signature(cls.forward).parameters)
-    assert forward_of(cls, None).__code__ is made.__code__
+    assert document_forward(cls, None).__code__ is made.__code__
 
 
 def test_layers_of_others_are_left_alone():
@@ -128,7 +128,7 @@ def test_layers_of_others_are_left_alone():
         transformers.LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
                                  num_attention_heads=2)
     )  # fmt: skip
-    assert list(recurrent.layers(model)) == []
+    assert list(recurrent.recurrent_layers(model)) == []
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -137,23 +137,23 @@ def test_the_delta_rule_is_ours_where_no_kernel_computes_it(monkeypatch, packed)
     module = file_of("qwen3_5")
     layer = module.Qwen3_5GatedDeltaNet(transformers.Qwen3_5TextConfig(hidden_size=32, linear_num_key_heads=2,
                                                                        linear_num_value_heads=4), 0)  # fmt: skip
-    documents = documents_of(told(), 2, 20) if packed else None
+    documents = documents_from(told(), 2, 20) if packed else None
     x = torch.randn(2, 20, 32)
     transformers_own = module.torch_chunk_gated_delta_rule
     with monkeypatch.context() as patch:
         patch.setattr(recurrent, "_gated", lambda own, *given, **keys: inspect.unwrap(own)(*given, **keys))
-        expected = forward_of(type(layer), documents)(layer, x)
+        expected = document_forward(type(layer), documents)(layer, x)
 
     @functools.wraps(inspect.unwrap(transformers_own))
     def refusing(*args, **kwargs):
         raise RuntimeError("see #640")
 
     monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", refusing)
-    found = forward_of(type(layer), documents)(layer, x)
+    found = document_forward(type(layer), documents)(layer, x)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     monkeypatch.setattr(recurrent, "_runs_kernel", lambda x: True)
     with pytest.raises(RuntimeError, match="640"):
-        forward_of(type(layer), documents)(layer, x)
+        document_forward(type(layer), documents)(layer, x)
 
 
 def test_a_rule_with_states_is_transformers_own():
@@ -161,12 +161,12 @@ def test_a_rule_with_states_is_transformers_own():
     own = file_of("qwen3_5").torch_chunk_gated_delta_rule
     query, key, value = torch.randn(2, 9, 2, 8), torch.randn(2, 9, 2, 8), torch.randn(2, 9, 4, 8)
     rest = {"g": -torch.rand(2, 9, 4), "beta": torch.rand(2, 9, 4), "use_qk_l2norm_in_kernel": True}
-    _, state = recurrent._gated(own, query, key, value, **rest, output_final_state=True)
+    _, state = recurrent._gated_delta_rule(own, query, key, value, **rest, output_final_state=True)
     assert state.shape == (2, 4, 8, 8)
     twice = {name: each.repeat(1, 2, 1) if torch.is_tensor(each) else each for name, each in rest.items()}
-    whole, none = recurrent._gated(own, *(each.repeat(1, 2, 1, 1) for each in (query, key, value)), **twice)
+    whole, none = recurrent._gated_delta_rule(own, *(each.repeat(1, 2, 1, 1) for each in (query, key, value)), **twice)
     assert none is None
-    behind, _ = recurrent._gated(own, query, key, value, **rest, initial_state=state)
+    behind, _ = recurrent._gated_delta_rule(own, query, key, value, **rest, initial_state=state)
     torch.testing.assert_close(whole[:, 9:], behind, rtol=1e-4, atol=1e-5)
 
 

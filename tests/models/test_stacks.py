@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from halfbyte.config import Origin
 from halfbyte.formats import Blockwise4, Stack
 from halfbyte.loading import expert_stacks as loading
-from halfbyte.loading.completeness import check_whole
+from halfbyte.loading.completeness import check_complete
 from halfbyte.loading.load import load_model
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.utils import notices
@@ -193,7 +193,7 @@ def test_gpt_oss_as_it_is_published(tmp_path):
     """MXFP4 experts beside 16-bit linears: the file's codes, never quantized again."""
     expected = save_gpt_oss(tmp_path)
     entries = load_file(tmp_path / "model.safetensors")
-    check_whole(Origin(str(tmp_path)), transformers.AutoConfig.from_pretrained(tmp_path))
+    check_complete(Origin(str(tmp_path)), transformers.AutoConfig.from_pretrained(tmp_path))
     stored = load(tmp_path)
     assert stacks(stored).keys() == expected.keys()
     for key, stack in stacks(stored).items():

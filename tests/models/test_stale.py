@@ -12,7 +12,7 @@ import torch
 
 import halfbyte
 from halfbyte.generation.engine import engine_for
-from halfbyte.modeling.adapters import compute, no_input_casts
+from halfbyte.modeling.adapters import compute_autocast, no_input_casts
 from halfbyte.modeling.head import causal_lm_loss, token_log_probs
 from halfbyte.optim import OPTIMIZERS
 from halfbyte.train.graph import GraphedBackward, GraphedStep
@@ -64,7 +64,7 @@ def answers(model, inputs: dict, adapter: str = "default") -> dict[str, torch.Te
     model.eval()
     ids = inputs["input_ids"]
     found = {}
-    with no_input_casts(model), compute(model):
+    with no_input_casts(model), compute_autocast(model):
         loss, tokens = causal_lm_loss(model, inputs)
         found["evaluation"] = loss / tokens
         with torch.inference_mode():
@@ -109,7 +109,7 @@ def train_and_compare(form: str, name: str) -> None:
     stepper, inputs = optimizer(name, model), on_device(batch())
     before = answers(stock, inputs)
     for _ in range(STEPS):
-        with no_input_casts(model), compute(model):
+        with no_input_casts(model), compute_autocast(model):
             loss_and_gradients(model, inputs)
         stepper.step()
         before = assert_fresh(model, stock, inputs, before)
@@ -144,7 +144,7 @@ def test_after_replayed_steps(whole):
     stepper, inputs = torch.optim.AdamW(trained, lr=0.02, fused=True, capturable=True), on_device(batch())
 
     def step(inputs):
-        with compute(model):
+        with compute_autocast(model):
             loss, tokens = causal_lm_loss(model, inputs)
         (loss / tokens).backward()
         if whole:
@@ -169,7 +169,7 @@ def test_an_adapter_in_the_place_of_a_deleted_one(name):
     model, stock = pair()
     patched(model, "keep")
     inputs = on_device(batch())
-    with no_input_casts(model), compute(model):
+    with no_input_casts(model), compute_autocast(model):
         loss_and_gradients(model, inputs)
     before = answers(stock, inputs)
     for each in (model, stock):
@@ -183,7 +183,7 @@ def test_an_adapter_in_the_place_of_a_deleted_one(name):
             if f".{name}." in key:
                 parameter.data = torch.randn_like(parameter, dtype=torch.float32) * 0.2
     before = assert_fresh(model, stock, inputs, before, name)
-    with no_input_casts(model), compute(model):
+    with no_input_casts(model), compute_autocast(model):
         found = loss_and_gradients(model, inputs)
         expected = loss_and_gradients(stock, inputs)
     assert_same(found, expected, 0.1)  # of roundings; of a deleted adapter it would be 1

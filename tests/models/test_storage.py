@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from halfbyte.config import load_config, storage_of
 from halfbyte.formats import FORMATS, Blockwise4, named
 from halfbyte.layers import QuantizedLinear
-from halfbyte.loading.assignment import choose
+from halfbyte.loading.assignment import format_assignment
 from halfbyte.loading.find import load_model_config
 from halfbyte.loading.load import load_model
 from halfbyte.plan.shapes import ModelShapes
@@ -134,7 +134,7 @@ def test_wrong_patterns_and_names(quantization, said, tiny_checkpoint):
 def test_nf4_has_the_options_of_bitsandbytes():
     patterns = {"a": "nf4", "b": "fp4", "*": "blockwise4:nf4:32:plain"}
     keys = {"bnb_4bit_blocksize": 128, "bnb_4bit_use_double_quant": False}
-    choice = choose(storage_of(quantization=patterns, **keys))
+    choice = format_assignment(storage_of(quantization=patterns, **keys))
     expected = (Blockwise4("nf4", 128, False), Blockwise4("fp4", 128, False), Blockwise4("nf4", 32, False))
     assert tuple(format for _, format in choice.patterns) == expected
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from halfbyte.config import Origin, RunConfig
 from halfbyte.export.merge import merge
 from halfbyte.formats import Blockwise4
-from halfbyte.loading.completeness import check_whole
+from halfbyte.loading.completeness import check_complete
 from halfbyte.loading.load import load_model
 from halfbyte.modeling.adapters import add_adapter, load_adapter
 from halfbyte.plan.shapes import ModelShapes
@@ -23,7 +23,7 @@ BYTES = {"vocab_size": 272, "eos_token_id": 257, "bos_token_id": 256}
 
 
 def load(folder):
-    check_whole(Origin(str(folder)), transformers.AutoConfig.from_pretrained(folder))
+    check_complete(Origin(str(folder)), transformers.AutoConfig.from_pretrained(folder))
     return load_model(str(folder), dtype="float32", device="cpu")
 
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from halfbyte.config import Origin
-from halfbyte.loading.completeness import check_whole
+from halfbyte.loading.completeness import check_complete
 from halfbyte.loading.find import find_model, load_model_config
 from halfbyte.loading.load import load_model
 from halfbyte.utils import notices
@@ -122,10 +122,10 @@ def test_every_family_that_transformers_saves_is_whole(name, tmp_path):
         type(model).from_pretrained(tmp_path)
     except Exception as error:
         pytest.skip(f"transformers does not build, save or load it: {error!r:.80}")
-    check_whole(Origin(str(tmp_path)), config)
+    check_complete(Origin(str(tmp_path)), config)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     del tensors[max(tensors, key=lambda key: tensors[key].numel())]
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(CheckpointError):
-        check_whole(Origin(str(tmp_path)), config)
+        check_complete(Origin(str(tmp_path)), config)

@@ -13,7 +13,7 @@ from halfbyte.autograd import attention as causal
 from halfbyte.config import Parallel, Sliced
 from halfbyte.data.collate import PackedCollator
 from halfbyte.modeling import attention
-from halfbyte.modeling import tiny as tiny_models
+from halfbyte.modeling import tiny_model as tiny_models
 from halfbyte.modeling.head import backbone_inputs, causal_lm_loss
 from halfbyte.modeling.layer import causal_lm_of
 from halfbyte.modeling.patch import patch
@@ -165,7 +165,7 @@ def fused(mesh, family, packed, level):
 
     calls = []
     patch(model, level)
-    causal_lm_of(model).config._attn_implementation = attention.NAME
+    causal_lm_of(model).config._attn_implementation = attention.ATTENTION_NAME
     attention.register()
     with (
         mock.patch.object(causal, "DTYPES", (torch.float32,)),
@@ -237,7 +237,7 @@ def test_bounds_of_rows_that_grow():
     assert cut["cu_seq_lens_q"].tolist() == cut["cu_seq_lens_k"].tolist() == [0, 3, 7, 9, 16, 18, 18]
     assert cut["cu_seq_lens_q"].dtype is torch.int32
     assert cut["position_ids"].tolist() == [[0, 1, 2], [3, 4, 5]]
-    found = attention.documents(cut["whole_position_ids"])
+    found = attention.document_bounds(cut["whole_position_ids"])
     assert found["cu_seq_lens_q"].tolist() == [0, 3, 7, 9, 16, 18]
 
 

@@ -295,7 +295,7 @@ def counted():
 def test_entries_are_divided_by_bytes():
     sizes = {f"model.layers.{layer}.{part}.weight": 8 + 4 * part for layer in range(6) for part in range(3)}
     sizes |= {"model.embed_tokens.weight": 40, "lm_head.weight": 40, "model.norm.weight": 1}
-    reader = sharded.divided(sizes, 3)
+    reader = sharded.assign_readers(sizes, 3)
     assert reader.keys() == sizes.keys()
     held = [sum(size for name, size in sizes.items() if reader[name] == own) for own in range(3)]
     assert max(held) - min(held) <= 36  # a layer
@@ -415,11 +415,11 @@ def test_an_error_is_everybodys(axis, two, tiny_checkpoint, tmp_path):
 
 def entry_by_entry(mesh, folder, keys, along):
     """Divided so that the parts of what transformers stacks are read by both ranks."""
-    blocks, sharded.BLOCK = sharded.BLOCK, re.compile(r".*(?=\.)")
+    blocks, sharded.BLOCK_PREFIX = sharded.BLOCK_PREFIX, re.compile(r".*(?=\.)")
     try:
         return loads(mesh, folder, keys, along)
     finally:
-        sharded.BLOCK = blocks
+        sharded.BLOCK_PREFIX = blocks
 
 
 @pytest.mark.parametrize("axis", ["data", "shard"])

@@ -10,7 +10,7 @@ from halfbyte.autograd.checkpointing import OnDevice
 from halfbyte.formats import from_spec
 from halfbyte.generation import generate
 from halfbyte.layers import QuantizedLinear
-from halfbyte.modeling.head import causal_lm_loss, divide_vocabulary
+from halfbyte.modeling.head import causal_lm_loss, shard_vocabulary
 from halfbyte.modeling.patch import patch
 from halfbyte.parallel.mesh import ALONE
 from halfbyte.parallel.reduction import clip_gradients, cut_along, sum_gradients
@@ -42,7 +42,7 @@ def prepared(mesh, family, spec, fused, level=None, **lora):
     if mesh.size > 1:
         divide_products(model, mesh)
         if mesh.ways("shard") > 1:  # which `shard_model` would do
-            divide_vocabulary(model, mesh, ("shard", "tensor"))
+            shard_vocabulary(model, mesh, ("shard", "tensor"))
     if fused:
         report = patch(model, level)
         assert report.fused["gated activation"] == 2

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from halfbyte.modeling.recipes import configured_recipe
+from halfbyte.modeling.projections import configured_recipe
 from halfbyte.train import checkpoint as checkpoints
 from halfbyte.utils.errors import CheckpointError
 from tests.helpers.tiny_runs import losses, make_loop, rows, run_config

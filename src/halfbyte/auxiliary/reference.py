@@ -24,7 +24,7 @@ from halfbyte.data.collate_answers import answer_collator, trained_tokens
 from halfbyte.data.tables import new_fingerprint
 from halfbyte.methods.answers import REFERENCE, as_reference, log_probs
 from halfbyte.methods.preference import reference_is_initial_model
-from halfbyte.modeling.adapters import compute
+from halfbyte.modeling.adapters import compute_autocast
 from halfbyte.modeling.layer import causal_lm_of
 from halfbyte.parallel.mesh import ROWS
 from halfbyte.utils.console import Console
@@ -111,7 +111,7 @@ def _log_probs(model: Any, batch: dict[str, Any], dtype: torch.dtype, device: to
     """Those of the trained tokens of `batch`, on the CPU, without what fills it up."""
     tokens = int((batch["answer"] >= 0).sum())
     batch = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-    with compute(model, dtype):
+    with compute_autocast(model, dtype):
         return log_probs(model, batch)[:tokens].float().cpu()
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..modeling.shared_prefix import BOUNDS, BRANCHES, KEY_PLACES, LONGEST
+from ..modeling.shared_prefix import BOUNDS, BRANCHES, KEY_POSITIONS, LONGEST
 from .collate import DOCUMENTS, WIDTHS, Batch, Collator, PackedCollator, width_of
 
 ANSWERS = "answers"  # column of a row: number of answers after each of its prompts
@@ -197,7 +197,7 @@ class BranchCollator:
         return {
             "position_ids": torch.from_numpy(positions),
             BRANCHES: torch.from_numpy(branches.astype(np.int32)),
-            KEY_PLACES: torch.from_numpy(key_places),
+            KEY_POSITIONS: torch.from_numpy(key_places),
             **dict(
                 zip(BOUNDS, (torch.from_numpy(each.astype(np.int32)) for each in (bounds, key_bounds)), strict=True)
             ),

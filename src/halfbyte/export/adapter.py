@@ -31,7 +31,7 @@ from halfbyte.layers.router_adapters import folded_weight, router_wrappers
 from halfbyte.loading.completeness import meta_model
 from halfbyte.loading.expert_stacks import only_stacks
 from halfbyte.loading.quantizer import HalfbyteConfig, HalfbyteQuantizer
-from halfbyte.modeling.adapters import KEEPS_BASE, load_adapter_weights, place_adapter, saved_adapter_config
+from halfbyte.modeling.adapters import INITS_KEEPING_BASE, load_adapter_weights, create_adapter, saved_adapter_config
 from halfbyte.modeling.architectures import expert_stacks
 from halfbyte.utils.errors import CheckpointError
 
@@ -195,7 +195,7 @@ def _with_adapter(model: nn.Module, folder: Path, device: torch.device) -> PeftM
     lora: Any = saved_adapter_config(folder)
     _check_mergeable(lora, folder)
     lora.inference_mode, lora.init_lora_weights = False, False
-    peft_model = place_adapter(model, lora, folder, autocast=False)
+    peft_model = create_adapter(model, lora, folder, autocast=False)
     _materialize(peft_model, device)
     load_adapter_weights(peft_model, folder)
     return peft_model
@@ -207,7 +207,7 @@ def _check_mergeable(lora: Any, folder: Path) -> None:
             f"{folder} holds a reward model, whose scoring head cannot be merged into a language model",
             f"load it with PEFT and {SCORES[lora.task_type][1]}",
         )
-    if lora.init_lora_weights not in KEEPS_BASE:
+    if lora.init_lora_weights not in INITS_KEEPING_BASE:
         raise CheckpointError(
             f"{folder}: init_lora_weights {lora.init_lora_weights!r} changed the base weights while it trained",
             "convert the adapter to a plain one with PEFT (path_initial_model_for_weight_conversion)",

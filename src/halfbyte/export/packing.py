@@ -27,7 +27,7 @@ from halfbyte.config import SIXTEEN, Origin, Storage
 from halfbyte.formats import Format, Stack, names
 from halfbyte.formats.base import entry_name
 from halfbyte.formats.nvfp4 import BLOCK, INPUT_SCALE
-from halfbyte.loading.expert_stacks import fitting
+from halfbyte.loading.expert_stacks import supported_stacks
 from halfbyte.loading.quantizer import HalfbyteConfig, quantizable
 from halfbyte.modeling.architectures import expert_stacks
 from halfbyte.ops.float8 import TILE
@@ -133,7 +133,7 @@ def packing(quantize: Quantize, origin: Origin, *, experts: bool = True) -> Pack
                 f"quantize: {format_.spec} needs calibration, which halfbyte does not do",
                 f"use one of {', '.join(sorted(names()))}",
             )
-    packed = ours.stacks = frozenset(fitting(model, stacks, formats))
+    packed = ours.stacks = frozenset(supported_stacks(model, stacks, formats))
     parameters = {f"{name}.weight": formats[name] for name in linears if name in formats}
     parameters |= {name: formats[name].stacked() for name in packed}
     if not foreign:

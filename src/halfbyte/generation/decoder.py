@@ -16,8 +16,8 @@ from torch import Tensor
 from ..autograd.attention import score_mod_attention, supports_scores
 from ..layers.plain import has_hooks, hooked
 from ..modeling.adapters import compute_dtype_of
-from ..modeling.families import SILU, scale_of
-from ..modeling.head import configured_head
+from ..modeling.families import SILU, config_scale
+from ..modeling.head import head_from_config
 from ..modeling.layer import Attention, Block, Half, LayerView, TokenMixer, epsilon, layer_view
 from ..modeling.patch_record import is_bound
 from ..ops.attention import Scores, Spans
@@ -120,7 +120,7 @@ class AttentionLayer(Layer):
         None unless the layer has Llama's structure and 4-bit weights.
         """
         attention, family = self.attention, self.family
-        more = any(half.norm is None or half.leave is not None or half.scale != 1 for half in self.halves)
+        more = any(half.norm is None or half.output_norm is not None or half.scale != 1 for half in self.halves)
         more = more or attention.softcap is not None or attention.query_scale is not None or family.qk_norm == "all"
         more = more or attention.sinks is not None or family.gated_attention is not None
         other = family.norm_offset or family.layer_norm or family.parallel or family.rope_pairs != "halves"
@@ -160,10 +160,10 @@ class Decoder:
         causal = model.get_base_model() if adapter_names(model) else model
         views, backbone = _views(causal), causal.model
         self.embed, self.norm, self.family = backbone.embed_tokens, backbone.norm, views[0].family
-        self.embedding_scale = scale_of(self.family.embedding_scale, backbone.config)
+        self.embedding_scale = config_scale(self.family.embedding_scale, backbone.config)
         self.dtype, self.device = compute_dtype_of(model), next(model.parameters()).device
         self.head = Linears([causal.get_output_embeddings()], adapters, self.dtype, unpacked)
-        self.to_logits = configured_head(backbone.config)
+        self.to_logits = head_from_config(backbone.config)
         self.layers = [_layer(view, (adapters, self.dtype, unpacked)) for view in views]
         self.attention_layers = [layer for layer in self.layers if isinstance(layer, AttentionLayer)]
         ropes = {layer.attention.rope for layer in self.attention_layers}
@@ -233,7 +233,7 @@ class Decoder:
 
     def _branch_output(self, half: Half, x: Tensor) -> Tensor:
         """Apply the branch's output norm and scale, before the residual addition."""
-        x = x if half.leave is None else self.normed(half.leave, x)[0]
+        x = x if half.output_norm is None else self.normed(half.output_norm, x)[0]
         return x if half.scale == 1 else x * half.scale
 
     def rotated(self, layer: AttentionLayer, q: Tensor, k: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
@@ -249,7 +249,7 @@ class Decoder:
             q, k = (self.normed(norm, x)[0] for norm, x in zip(norms, (q, k), strict=True))
         if not attention.rotates:
             return q, k
-        q, k, *angles_ = attention.in_halves(q, k, *angles)
+        q, k, *angles_ = attention.half_rotation(q, k, *angles)
         rope_(q, k, *angles_, False)
         return q, k
 

@@ -53,7 +53,7 @@ class DenseMLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [B, T, K] for x [B, T, K]."""
-        return self.down(self.view.act_on(self.gate_up(x), glu))[0]
+        return self.down(self.view.activate(self.gate_up(x), glu))[0]
 
 
 class _SingleLinear(Linears):

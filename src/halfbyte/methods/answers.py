@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from peft import PeftModel
 from torch import Tensor, nn
 
-from ..modeling.head import aligned_log_probs_at, hidden_at, log_probs_at
-from ..modeling.head import log_probs_beside as _joint_log_probs
+from ..modeling.head import aligned_log_probs_at, hidden_states_at, log_probs_at
+from ..modeling.head import log_probs_with_extra as _joint_log_probs
 from ..modeling.layer import causal_lm_of
 from ..utils.errors import ModelError
 from .base import Batch
@@ -145,7 +145,7 @@ def score(model: nn.Module, batch: Batch, at: str = "ends") -> Tensor:
 
     The result is fp32 [N, labels of the head], differentiable.
     """
-    hidden = hidden_at(model, model_inputs(batch), batch[at])
+    hidden = hidden_states_at(model, model_inputs(batch), batch[at])
     head = causal_lm_of(model).score
     with torch.autocast(hidden.device.type, enabled=False):  # the head may be in 16 bits, as adapters are
         bias = None if head.bias is None else head.bias.float()

@@ -128,9 +128,9 @@ class Method(ABC):
         """
         data = self.prepare(config, tokenizer)
         if self.shares and model_config is not None:
-            from ..modeling.shared_prefix import why_apart
+            from ..modeling.shared_prefix import unshared_reason
 
-            if why := why_apart(config, model_config):
+            if why := unshared_reason(config, model_config):
                 notice("prompts-apart", f"computing the prompt once per answer instead of once per row: {why}")
             data = replace(data, shared=not why)
         return self.documents(config, data)

@@ -17,7 +17,7 @@ from ..config import Level, Parallel, RunConfig, Sliced
 from ..config.policy import DISTILLING, SAMPLING
 from ..memory import allocators
 from ..memory.activations import Batches, Shape
-from ..modeling.packed_forwards import LIKE
+from ..modeling.packed_forwards import MIN_LENGTH_RATIO
 from ..optim import OPTIMIZERS, trained_parameters
 from ..parallel.pipeline.model import cut_model
 from ..parallel.pipeline.simulation import Seconds
@@ -102,7 +102,7 @@ def estimate(
     capacity -= (others := beside(config, target, shapes.dtype.itemsize)).bytes
     batches = (batches or Batches.of_full_rows(config)).longer(1 / layout.context)
     if shapes.packed_way == "unpacked":  # into rows that are padded
-        batches = batches.longer(1 / LIKE)
+        batches = batches.longer(1 / MIN_LENGTH_RATIO)
     options: Any = {"config": config, "card": card, "on_host": on_host, "graphs": shapes.packed_in_graphs}
     plan = _with_experts(shapes, batches, capacity, layout, options)
     if layout.pipeline > 1 and not plan.activation_checkpointing:  # which changes where the model is cut

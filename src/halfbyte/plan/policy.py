@@ -19,7 +19,7 @@ from typing import Any
 
 from ..config import Level
 from ..memory.activations import LEVELS, OFFLOADED, TILE_ROWS, Shape
-from ..modeling.layer_sizes import widest
+from ..modeling.config_facts import max_layer_sizes
 from ..modeling.routers import EXPERT_COUNTS, TOP_K
 from .cards import H200, Card
 from .replay import LayerBytes
@@ -81,7 +81,7 @@ class LayerCost:
     @classmethod
     def of(cls, text_config: Any, *, rows: int, length: int, **keys: Any) -> LayerCost:
         """From a transformers config of a text model; `keys`: the other fields."""
-        sizes = widest(text_config)
+        sizes = max_layer_sizes(text_config)
         return cls(
             tokens=rows * length,
             length=length,
@@ -188,8 +188,8 @@ def mlp_width(text_config: Any, *, chosen: bool) -> int:
     """Width of a layer's MLP; of a mixture that of all its experts, or of those alone that a token goes to."""
     experts = next((count for key in EXPERT_COUNTS if (count := getattr(text_config, key, None) or 0) > 1), 1)
     if experts == 1:
-        return widest(text_config).inner
-    each = getattr(text_config, "moe_intermediate_size", None) or widest(text_config).inner
+        return max_layer_sizes(text_config).inner
+    each = getattr(text_config, "moe_intermediate_size", None) or max_layer_sizes(text_config).inner
     top_k = next((getattr(text_config, key) for key in TOP_K if hasattr(text_config, key)), 1)
     return each * (top_k if chosen else experts) + (getattr(text_config, "shared_expert_intermediate_size", None) or 0)
 

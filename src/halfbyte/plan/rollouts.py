@@ -23,7 +23,7 @@ from ..generation.rollouts import PACKED_MAX_ROWS, PREFILL_TOKENS, pages_needed
 from ..generation.schedule import RESERVED_SEATS, Group, Row, page_count
 from ..layers import QuantizedLinear
 from ..memory.activations import Batches
-from ..modeling.layer_sizes import layer_sizes, widest
+from ..modeling.config_facts import layer_sizes, max_layer_sizes
 from ..ops.delta_rule import Rows, delta_rule, parts_of
 from ..ops.paged_attention import PAGE
 from ..utils.errors import ConfigError
@@ -190,7 +190,7 @@ class _Answering:
         budget = PREFILL_TOKENS.get(self.device.type, PREFILL_TOKENS["cpu"])
         prompts = [len(row.group.prompt) for row in self.generations[0] if not row.generation]
         read = max(min(budget, sum(prompts)), max(prompts))
-        inner = widest(config).inner or 4 * config.hidden_size
+        inner = max_layer_sizes(config).inner or 4 * config.hidden_size
         activations = read * (6 * config.hidden_size + 3 * inner) * self.itemsize
         activations += max((_of_rule(net, read, self.shapes.dtype) for net in self.nets[:1]), default=0)
         documents = min(len(prompts), max(1, budget // max(min(prompts), 1)))

@@ -14,7 +14,7 @@ from halfbyte.data.prepare import PreparedData
 from halfbyte.generation.sampling import stop_tokens
 from halfbyte.methods.answers import REFERENCE
 from halfbyte.methods.grpo import PolicyOptimization
-from halfbyte.modeling.adapters import compute, load_adapter
+from halfbyte.modeling.adapters import compute_autocast, load_adapter
 from halfbyte.rl.rewards.score import Rewards
 from halfbyte.rl.rewards.specs import check_columns, read_specs
 from halfbyte.utils.console import Console
@@ -135,7 +135,7 @@ def sampled_rollouts(job: OpenRun, model: Any, stepper: Stepper) -> Iterator[Gen
         run.data.train,
         rewards,
         device=device,
-        computing=partial(compute, model, dtype),
+        computing=partial(compute_autocast, model, dtype),
         stops=answer_ends(run.tokenizer, model, run.data),
         file=file,
         shared=run.data.shared,

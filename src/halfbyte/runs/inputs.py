@@ -13,7 +13,7 @@ from ..auxiliary.find import look_over_teacher
 from ..config import RunConfig
 from ..config.run_config import PATHS
 from ..data.sources import files_of
-from ..loading.find import look_over
+from ..loading.find import preflight_model
 from ..parallel.support import unsupported_sizes
 from ..reading import look, why
 from ..reading.model_config import CONFIG, read_config
@@ -53,7 +53,7 @@ def look_over_inputs(config: RunConfig) -> None:
     Raises:
         HalfbyteError: which is not, and what to do.
     """
-    look_over(config.origin)
+    preflight_model(config.origin)
     if config.adapter_path:
         with of_key("adapter_path"):
             read_adapter_config(Path(config.adapter_path))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from halfbyte.data.collate_answers import AHEAD
 from halfbyte.methods.base import Batch, Method
-from halfbyte.modeling.adapters import compute
+from halfbyte.modeling.adapters import compute_autocast
 from halfbyte.parallel.mesh import ALONE, Mesh
 
 
@@ -39,7 +39,7 @@ class Ahead:
         """What the method's `ahead` gives of all of `batches`, those of other processes too."""
         found: dict[str, Tensor] = {}
         for batch in batches:
-            with compute(self.model, self.dtype):
+            with compute_autocast(self.model, self.dtype):
                 sums = self.method.ahead(self.model, batch)
             found = {name: found.get(name, 0) + value for name, value in sums.items()}
         return {name: self.mesh.sum(value) for name, value in found.items()}

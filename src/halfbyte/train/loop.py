@@ -34,7 +34,7 @@ from halfbyte.batch import take_counts, to_device
 from halfbyte.config import RunConfig
 from halfbyte.methods import method_of
 from halfbyte.methods.base import Batch, Collate, Rows
-from halfbyte.modeling.cast_cache import in_their_place
+from halfbyte.modeling.cast_cache import cast_replacements
 from halfbyte.ops.fp8_scaling import DelayedScaling
 from halfbyte.optim import OPTIMIZERS, trained_parameters
 from halfbyte.parallel.context.model import slice_of
@@ -195,7 +195,7 @@ class TrainingLoop:
         self.optimizer = self.row.make(self.model, self.config)
         elementwise = self.row.elementwise and self.scaler is None
         alike = self.mesh.ways("shard") > 1 and trains_alike(self.model) and not self.stepper.captures
-        narrow = partial(in_their_place, self.model, self.compute_dtype)
+        narrow = partial(cast_replacements, self.model, self.compute_dtype)
         self.units = shard_optimizer(self.mesh, self.trained, elementwise=elementwise, alike=alike, narrow=narrow)
         self.units.adopt(self.optimizer)
         warmup = self.args.get_warmup_steps(steps)

@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from halfbyte.generation.decoder import context_length
-from halfbyte.modeling.adapters import adapter_weights, compute
+from halfbyte.modeling.adapters import adapter_weights, compute_autocast
 from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.modeling.patch import PatchReport, patch
-from halfbyte.modeling.recipes import configured_recipe
+from halfbyte.modeling.projections import configured_recipe
 from halfbyte.ops.fp8_scaling import DelayedScaling
 from halfbyte.parallel.pipeline.model import Cut, Stages
 from halfbyte.parallel.pipeline.runtime import Pipeline
@@ -63,7 +63,7 @@ def pipelined_stepper(
         how["spare"] = max(run.plan.capacity_bytes - run.plan.total, 0)
     pipeline = Pipeline(run.mesh, run.cut.schedule, run.cut.seconds, **how)
     names = [metric.name for metric in run.method.numbers.trained]
-    around = partial(compute, model, run.machine.compute_dtype)
+    around = partial(compute_autocast, model, run.machine.compute_dtype)
     return PipelinedStepper(sums, names, run.method.blank, around, pipeline, stages, scaler)
 
 
@@ -84,7 +84,7 @@ def first_losses(stepper: PipelinedStepper, ids: Tensor, around: Callable[[], An
 
 def make_ready(run: PreparedRun, model: Any, stepper: PipelinedStepper, ids: Tensor) -> Ready:
     """Patch the stages of this process, and check the loss before and after."""
-    device, around = run.machine.device, partial(compute, model, run.machine.compute_dtype)
+    device, around = run.machine.device, partial(compute_autocast, model, run.machine.compute_dtype)
     loss, reference = first_losses(stepper, ids, around)
     results, report, scaling = {"first_step": checks.first_step(loss, reference, ids.shape[1] - 1)}, None, None
     assert run.cut is not None

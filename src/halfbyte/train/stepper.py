@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.methods.base import Method
-from halfbyte.modeling.adapters import compute
+from halfbyte.modeling.adapters import compute_autocast
 from halfbyte.utils.hardware import free_cached_memory, is_out_of_memory
 
 from ..batch import LOSS_COUNT, SYNCED_SHAPE, Batch
@@ -26,7 +26,7 @@ def sums_of(method: Method, model: Any, compute_dtype: torch.dtype) -> Sums:
     """Return the function that computes the method's named sums of a micro-batch, in `compute_dtype`."""
 
     def sums(batch: Batch) -> Mapping[str, Tensor]:
-        with compute(model, compute_dtype):
+        with compute_autocast(model, compute_dtype):
             return method.sums(model, batch)
 
     return sums

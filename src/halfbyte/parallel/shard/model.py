@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from ...modeling.head import divide_vocabulary, undivided
+from ...modeling.head import shard_vocabulary, vocabulary_unsupported_reason
 from ...modeling.layer import LayerView, causal_lm_of, decoder_layers, layer_view
 from ...utils.errors import ModelError
 from ...utils.notices import notice
@@ -70,10 +70,10 @@ def shard_model(
 
 def _divide_vocabulary(model: nn.Module, mesh: Mesh) -> None:
     axes = mesh.wide(("shard", "tensor"))
-    if axes and (why := undivided(model)):
+    if axes and (why := vocabulary_unsupported_reason(model)):
         notice("vocabulary", f"head and embedding stay whole on each GPU: {why}")
     elif axes:
-        divide_vocabulary(model, mesh, axes)
+        shard_vocabulary(model, mesh, axes)
 
 
 def stays_of(layers: int, kept: Collection[int]) -> list[Stay]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from ...auxiliary.find import adapter_in, look_over_origin, origin_of
 from ...config import Origin, RunConfig
 from ...config.methods import SCORES
-from ...loading.find import ModelFiles, find_model, look_over, place_of, read_model_config
+from ...loading.find import ModelFiles, find_model, preflight_model, local_origin, read_model_config
 from ...reading.tensors import read_adapter_config
 from ...utils.errors import ConfigError, of_key
 from .specs import MODEL, RewardSpec
@@ -52,7 +52,7 @@ def check_reward_models(config: RunConfig, specs: Sequence[RewardSpec]) -> None:
         with of_key(key_of(path)):
             adapter = adapter_in(path)
             if adapter is None:
-                look_over(_model_origin(config, path))
+                preflight_model(_model_origin(config, path))
                 continue
             _task_type(adapter)
             look_over_origin(origin_of(config, path, adapter), adapter)
@@ -108,7 +108,7 @@ def _model_origin(config: RunConfig, path: str) -> Origin:
 
 def _find_checkpoint(config: RunConfig, spec: RewardSpec, path: str) -> RewardModelFiles:
     origin = _model_origin(config, path)
-    place, model_config = place_of(origin), read_model_config(origin)
+    place, model_config = local_origin(origin), read_model_config(origin)
     classes = getattr(model_config, "architectures", None) or [""]
     kind = next((scores for end, scores in CLASSES.items() if str(classes[0]).endswith(end)), None)
     if kind is None:
