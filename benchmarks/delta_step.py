@@ -30,13 +30,13 @@ DOCUMENTS = (700, 5, 843)  # tokens; the last one has the rest of its row
 @contextmanager
 def transformers_own() -> Iterator[None]:
     """Within, whole rows run transformers' convolution and delta rule."""
-    ours = recurrent._gated, recurrent._whole_rows
-    recurrent._gated = lambda own, *given, **keys: inspect.unwrap(own)(*given, **keys)
-    recurrent._whole_rows = lambda own, *given, **keys: own(*given, **keys)
+    ours = recurrent._gated_delta_rule, recurrent._convolve_rows
+    recurrent._gated_delta_rule = lambda own, *given, **keys: inspect.unwrap(own)(*given, **keys)
+    recurrent._convolve_rows = lambda own, *given, **keys: own(*given, **keys)
     try:
         yield
     finally:
-        recurrent._gated, recurrent._whole_rows = ours
+        recurrent._gated_delta_rule, recurrent._convolve_rows = ours
 
 
 def packed(batch: dict[str, torch.Tensor]) -> dict[str, Any]:

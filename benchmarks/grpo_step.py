@@ -74,7 +74,7 @@ def looped(given: argparse.Namespace, folder: str) -> tuple[Any, Any, Any]:
     """The loop, its generations, and the plan."""
     from halfbyte.data.prepare import PreparedData
     from halfbyte.methods import method_of
-    from halfbyte.modeling.adapters import compute
+    from halfbyte.modeling.adapters import compute_autocast
     from halfbyte.modeling.patch import patch
     from halfbyte.rl.rewards import Rewards, read_specs
     from halfbyte.rl.rewards.specs import named
@@ -106,8 +106,8 @@ def looped(given: argparse.Namespace, folder: str) -> tuple[Any, Any, Any]:
     specs = read_specs(config.reward_funcs, [])
     generations = Generations(
         config, method, model, tokenizer, data.train, Rewards(specs, [], 60.0, given.new), device=device,
-        computing=partial(compute, model, dtype), stops=[], file=MetricsFile(Path(folder, "completions.jsonl")),
-        plan=plan.answering, shared=data.shared,
+        computing=partial(compute_autocast, model, dtype), stops=[], plan=plan.answering, shared=data.shared,
+        file=MetricsFile(Path(folder, "completions.jsonl")),
     )  # fmt: skip
     if plan.use_graphs:
         loop.use_graphs()

@@ -39,9 +39,9 @@ from benchmarks.step_model import (
 )
 from halfbyte.formats import named
 from halfbyte.layers import QuantizedLinear
-from halfbyte.loading.expert_stacks import store_stacks
+from halfbyte.loading.expert_stacks import prepare_stacks
 from halfbyte.memory.expert_offload import offload_experts
-from halfbyte.modeling.adapters import add_adapter, compute, no_input_casts
+from halfbyte.modeling.adapters import add_adapter, compute_autocast, no_input_casts
 from halfbyte.modeling.architectures import expert_stacks
 from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.optim import OPTIMIZERS
@@ -104,7 +104,7 @@ def build(name: str, device: str, storage: str = "nf4") -> Any:
     torch.manual_seed(0)
     model: Any = empty_model(name)
     format_ = named(storage)
-    stacks = store_stacks(model, dict.fromkeys(expert_stacks(model), format_))
+    stacks = prepare_stacks(model, dict.fromkeys(expert_stacks(model), format_))
     made: dict[str, QuantizedTensor] = {}
     for at, (path, module) in enumerate(stacks.items()):
         leaf = path.rpartition(".")[2]
@@ -169,7 +169,7 @@ def measured(model: Any, name: str, case: Case, plan: MemoryPlan, profile: bool 
     batch = random_batch(name, case.rows, case.length, "cuda")
 
     def step(batch: Any) -> Tensor:
-        with compute(adapted, torch.bfloat16):
+        with compute_autocast(adapted, torch.bfloat16):
             total, tokens = causal_lm_loss(adapted, batch)
         loss = total / tokens
         loss.backward()

@@ -37,8 +37,8 @@ from halfbyte.formats import named
 from halfbyte.layers import QuantizedLinear
 from halfbyte.methods import METHODS
 from halfbyte.modeling.adapters import add_adapter
-from halfbyte.modeling.cast_cache import clear_copies
-from halfbyte.modeling.head import Head, take_head
+from halfbyte.modeling.cast_cache import clear_cast_cache
+from halfbyte.modeling.head import Head, set_verified_head
 from halfbyte.modeling.layer import causal_lm_of, decoder_layers
 from halfbyte.modeling.patch import patch
 from halfbyte.optim import trained_parameters
@@ -90,7 +90,7 @@ class Whole:
     def restore(self) -> None:
         self.causal_lm.model.layers = self.layers
         self.causal_lm.model.embed_tokens, self.causal_lm.lm_head = self.ends
-        clear_copies(self.causal_lm.model)
+        clear_cast_cache(self.causal_lm.model)
 
 
 def step_of(mesh: Mesh, model: Any, stepper: Stepper, batches: list[dict[str, Tensor]], count: Tensor) -> Any:
@@ -116,9 +116,9 @@ def one(mesh: Mesh, whole: Whole, schedule: Schedule, ahead: int, batches: list[
     of_stages = stage_seconds(parts, seconds, head)
     width = whole.causal_lm.config.hidden_size
     line = Pipeline(mesh, schedule, of_stages, width=width, dtype=torch.bfloat16, device=device, ahead=ahead)
-    take_head(model, Head())
+    set_verified_head(model, Head())
     stages = Stages(model, parts, line.own)
-    around = partial(torch.autocast, device.type, torch.bfloat16)  # as `modeling.adapters.compute`
+    around = partial(torch.autocast, device.type, torch.bfloat16)  # as `modeling.adapters.compute_autocast`
 
     def sums(batch: Any) -> dict[str, Tensor]:
         with around():
@@ -208,7 +208,7 @@ def seventy(mesh: Mesh, results: Results) -> None:
     torch.manual_seed(0)
     fill(model, "cuda", lambda linear: QuantizedLinear.from_linear(linear, format_), elsewhere(model, parts, own))
     model = add_adapter(model, run_config(name)).train()
-    take_head(model, Head())
+    set_verified_head(model, Head())
     stages = Stages(model, parts, own)
     gc.collect()
     torch.cuda.empty_cache()
@@ -272,7 +272,7 @@ def main() -> None:
             results.add("data", **shape, **data_parallel(mesh, model, batches))
         data_ms = mesh.from_main(results.found.get("data", [{}])[0].get("step_ms"))
         whole = Whole(model)
-        clear_copies(whole.causal_lm.model)
+        clear_cast_cache(whole.causal_lm.model)
         for which, ahead in itertools.product(given.schedules, (0, len(whole.layers))):
             if (which, ahead) in before:
                 continue

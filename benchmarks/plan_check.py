@@ -162,28 +162,30 @@ def materialized(model: nn.Module, device: torch.device) -> Any:
 
 def batch_of(rows: int, length: int, vocabulary: int, packed: bool, device: torch.device) -> dict[str, Tensor]:
     """Random tokens, all trained; packed rows hold several documents."""
-    from halfbyte.modeling.attention import documents
+    from halfbyte.modeling.attention import document_bounds
 
     tokens = torch.randint(3, vocabulary, (rows, length), device=device)
     batch = {"input_ids": tokens, "labels": tokens.clone()}
     if packed:
         batch["position_ids"] = (torch.arange(length, device=device) % DOCUMENT).expand(rows, -1).contiguous()
-        batch |= documents(batch["position_ids"]) or {}  # as the collator gives them: a graph cannot look for them
+        batch |= (
+            document_bounds(batch["position_ids"]) or {}
+        )  # as the collator gives them: a graph cannot look for them
     return batch
 
 
 def train(model: Any, plan: Any, config: Any, batch: dict[str, Tensor], dtype: torch.dtype, graphed: bool) -> None:
     """A few steps as a run makes them."""
     from halfbyte.config import resolve
-    from halfbyte.modeling.adapters import compute, no_input_casts
+    from halfbyte.modeling.adapters import compute_autocast, no_input_casts
     from halfbyte.modeling.head import causal_lm_loss
     from halfbyte.modeling.patch import patch
-    from halfbyte.modeling.recipes import configured_recipe
+    from halfbyte.modeling.projections import configured_recipe
     from halfbyte.optim import OPTIMIZERS
     from halfbyte.train.graph import GraphedBackward
 
     def backward(batch: Any) -> Tensor:
-        with compute(model, dtype):
+        with compute_autocast(model, dtype):
             loss, tokens = causal_lm_loss(model, batch)
         (loss / tokens).backward()
         return loss.detach()

@@ -30,7 +30,7 @@ def ours(config: Any, tokenizer: Any, wanted: int) -> tuple[Callable[[], None], 
     from halfbyte.layers.frozen import multiply_by_onednn
     from halfbyte.loading.load import load_model
     from halfbyte.methods import method_of
-    from halfbyte.modeling.adapters import add_adapter, compute, no_input_casts
+    from halfbyte.modeling.adapters import add_adapter, compute_autocast, no_input_casts
     from halfbyte.train.look_ahead import Ahead
 
     method, run = method_of(config), resolve(config)
@@ -46,7 +46,7 @@ def ours(config: Any, tokenizer: Any, wanted: int) -> tuple[Callable[[], None], 
     def step() -> None:
         model.train()
         (own,) = ahead.shared([batch], method.counts(batch))
-        with no_input_casts(model, torch.float32), compute(model, torch.float32):
+        with no_input_casts(model, torch.float32), compute_autocast(model, torch.float32):
             method.sums(model, own)["loss"].backward()
         model.zero_grad()
 

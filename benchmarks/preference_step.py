@@ -66,14 +66,14 @@ def checked(name: str) -> None:
     """
     import halfbyte
     from halfbyte.methods.answers import log_probs
-    from halfbyte.modeling.adapters import compute
+    from halfbyte.modeling.adapters import compute_autocast
 
     model = build(name, "cuda")
     with torch.no_grad():
         for parameter in trained_of(model):
             parameter += 0.02 * torch.randn_like(parameter)
     batches = [batch_of(name, 2, 96, 100, shared=shared) for shared in (False, True)]
-    with torch.no_grad(), compute(model, torch.bfloat16):
+    with torch.no_grad(), compute_autocast(model, torch.bfloat16):
         plain = log_probs(model, batches[0])[:400]
         halfbyte.patch(model)
         for kind, batch in zip(("apart", "shared"), batches, strict=True):
@@ -104,10 +104,10 @@ def _check_graphs(name: str, model: Any, batch: dict[str, Any]) -> None:
 
 def steps_of(model: Any, asked: Any, batch: Any, graphed: bool, plain: Any, with_graphs: Any) -> list[Tensor]:
     """The sums of the last of six micro-batches, and its gradients; the sixth is a graph's third replay."""
-    from halfbyte.modeling.adapters import compute
+    from halfbyte.modeling.adapters import compute_autocast
 
     def sums(given: Any) -> dict[str, Tensor]:
-        with compute(model, torch.bfloat16):
+        with compute_autocast(model, torch.bfloat16):
             return asked.sums(model, given)
 
     trained = trained_of(model)
@@ -130,7 +130,7 @@ def steps_for(given: argparse.Namespace) -> dict[str, tuple[Callable[[], Tensor]
     """What is timed of a new model, by name, each with its tokens."""
     import halfbyte
     from halfbyte.methods.answers import as_reference, log_probs
-    from halfbyte.modeling.adapters import compute
+    from halfbyte.modeling.adapters import compute_autocast
     from halfbyte.modeling.head import causal_lm_loss
 
     length = given.prompt + given.answer
@@ -154,17 +154,17 @@ def steps_for(given: argparse.Namespace) -> dict[str, tuple[Callable[[], Tensor]
         return loss.detach()
 
     def preference(pairs: dict[str, Any]) -> Tensor:
-        with compute(model.train(), torch.bfloat16):
+        with compute_autocast(model.train(), torch.bfloat16):
             return finish(asked.sums(model, pairs)["loss"] / given.pairs)
 
     def imitation() -> Tensor:
-        with compute(model.train(), torch.bfloat16):
+        with compute_autocast(model.train(), torch.bfloat16):
             loss, tokens = causal_lm_loss(model, text)
         return finish(loss / tokens)
 
     @torch.no_grad()
     def reference() -> Tensor:
-        with compute(model.eval(), torch.bfloat16), as_reference(model):
+        with compute_autocast(model.eval(), torch.bfloat16), as_reference(model):
             return log_probs(model, batch).sum()
 
     apart, once = (each["input_ids"].numel() for each in (inputs, shared))

@@ -35,7 +35,7 @@ from benchmarks.several_gpus import Results, Training, used_bytes
 from benchmarks.step_model import empty_model, fill, random_batch, run_config, timed
 from halfbyte.config import Parallel
 from halfbyte.memory.limit import FIRST_KERNELS, held_to
-from halfbyte.modeling.cast_cache import in_their_place
+from halfbyte.modeling.cast_cache import cast_replacements
 from halfbyte.parallel import ALONE, Mesh, present_mesh
 from halfbyte.parallel.launch.bandwidth import gather_rate
 from halfbyte.parallel.shard.model import shard_model, sharded, trains_alike
@@ -66,7 +66,7 @@ class Sharded(Training):
     def step_slices(self) -> None:
         """Have the optimizer step what the loop's would."""
         alike = sharded(self.model) is not None and trains_alike(self.model)
-        narrow = partial(in_their_place, self.model, torch.bfloat16)
+        narrow = partial(cast_replacements, self.model, torch.bfloat16)
         self.units = trained_units(self.mesh, self.trained, elementwise=True, alike=alike, narrow=narrow)
         self.units.adopt(self.optimizer)
         gc.collect()

@@ -41,7 +41,7 @@ LONG = (
     "tests/kernels/test_linear_planes.py",
     "tests/export/test_merge_targets.py",
     "tests/cli/test_cli_check.py",
-    "tests/models/test_mixed.py",
+    "tests/loading/test_mixed.py",
     "tests/data/test_data_answers.py",
     "tests/generation/test_rollouts.py",
     "tests/export/test_merge.py",
@@ -219,7 +219,7 @@ def _allocator():
         os.environ.pop("PYTORCH_ALLOC_CONF", None)
 
 
-REPLAYING = ("tests/plan/", "tests/models/", "tests/memory/", "tests/kernels/")  # and what a replay itself does
+REPLAYING = ("tests/plan/", "tests/loading/", "tests/modeling/", "tests/memory/", "tests/kernels/")  # and what a replay itself does
 
 
 @pytest.fixture(autouse=True)

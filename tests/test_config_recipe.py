@@ -17,7 +17,7 @@ def precision(**keys):
 
 @pytest.mark.parametrize(("recipe", "key"), [(recipe, key) for recipe, keys in OPTIONS.items() for key in keys])
 def test_each_option_reaches_its_recipe_and_no_other(recipe, key):
-    from halfbyte.modeling.recipes import configured_recipe
+    from halfbyte.modeling.projections import configured_recipe
 
     keys = {key: OTHER[key]} | ({"enable_four_over_six": True} if key == "four_over_six_metric" else {})
     assert getattr(configured_recipe(precision(recipe=recipe, **keys)), key) == OTHER[key]
@@ -31,7 +31,7 @@ def test_each_option_reaches_its_recipe_and_no_other(recipe, key):
 
 
 def test_the_seed_of_a_run_draws_the_transform_of_nvfp4():
-    from halfbyte.modeling.recipes import configured_recipe
+    from halfbyte.modeling.projections import configured_recipe
 
     assert configured_recipe(precision(recipe="nvfp4", seed=7)).seed == 7
     assert configured_recipe(precision()) is None

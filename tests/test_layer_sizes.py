@@ -7,7 +7,7 @@ import transformers
 
 from benchmarks.tiny_cases import FAMILIES, METHODS, SIZES, Case, Place, write_model
 from halfbyte.config import Parallel, load_config
-from halfbyte.modeling.layer_sizes import LayerSizes, layer_sizes, widest
+from halfbyte.modeling.config_facts import LayerSizes, layer_sizes, max_layer_sizes
 from halfbyte.plan.policy import LayerCost
 from halfbyte.plan.rank import rank_config
 from halfbyte.train.run import train
@@ -23,17 +23,17 @@ def config(family, **keys):
 def test_every_layer_has_its_sizes():
     narrow, wide = LayerSizes(4, 2, 16, 128), LayerSizes(4, 2, 32, 128)
     assert layer_sizes(config("Gemma4Text")) == [narrow, wide, narrow, wide]
-    assert widest(config("Gemma4Text")) == wide
+    assert max_layer_sizes(config("Gemma4Text")) == wide
     own = config("Gemma3nText", intermediate_size=[128, 64, 256, 32])
-    assert [each.inner for each in layer_sizes(own)] == [128, 64, 256, 32]
-    assert widest(own) == LayerSizes(4, 2, 16, 256)
+    assert [each.mlp_width for each in layer_sizes(own)] == [128, 64, 256, 32]
+    assert max_layer_sizes(own) == LayerSizes(4, 2, 16, 256)
     assert layer_sizes(config("Llama")) == [narrow, narrow]
 
 
 def test_key_heads_of_a_layer():
     own = config("Gemma4Text", attention_k_eq_v=True, num_global_key_value_heads=1)
     assert [each.key_heads for each in layer_sizes(own)] == [2, 1, 2, 1]
-    assert widest(own).key_heads == 2
+    assert max_layer_sizes(own).key_heads == 2
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_key_heads_of_a_layer():
     ],
 )
 def test_what_a_config_does_not_name(keys, expected):
-    assert widest(SimpleNamespace(**PLAIN | keys)) == expected
+    assert max_layer_sizes(SimpleNamespace(**PLAIN | keys)) == expected
 
 
 @pytest.mark.parametrize("family", ["Gemma3nText", "Gemma4Text"])
@@ -54,8 +54,8 @@ def test_costs_and_shares_of_layers_that_differ(family):
     cost = LayerCost.of(text, rows=1, length=8, replayed={})
     width = 32 if family == "Gemma4Text" else 16
     assert (cost.inner, cost.queries, cost.keys) == (128, 4 * width, 2 * width)
-    share = widest(rank_config(text, Parallel(tensor=2)))
-    assert (share.heads, share.key_heads, share.head_dim, share.inner) == (2, 1, width, 64)
+    share = max_layer_sizes(rank_config(text, Parallel(tensor=2)))
+    assert (share.heads, share.key_heads, share.head_dim, share.mlp_width) == (2, 1, width, 64)
 
 
 def test_sizes_that_contradict_each_other(tmp_path):

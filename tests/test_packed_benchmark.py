@@ -34,7 +34,7 @@ def test_a_dense_mask_is_seen(monkeypatch, dense):
         monkeypatch.setattr(causal, "DTYPES", (torch.float32, torch.bfloat16))
         monkeypatch.setattr(causal, "_varlen", lambda: (short_loop, frozenset({"enable_gqa"})))
         attention.register()
-        training.model.config._attn_implementation = attention.NAME
+        training.model.config._attn_implementation = attention.ATTENTION_NAME
     with packed.MaskWatch(640) as watch:
         training.step(packed.packed_batch("tiny", LENGTHS, "cpu"))
     assert any("torch.bool [1, 1, 640, 640]" in made for made in watch.found) == dense

@@ -48,5 +48,5 @@ def test_a_head_with_a_new_logit_scale(model, monkeypatch):
     loss, _ = head.causal_lm_loss(known, {"input_ids": ids, "labels": ids})
     torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-5)
     assert "full_logits" not in said()
-    assert head.configured_head(model.config).scale == 3.0
+    assert head.head_from_config(model.config).scale == 3.0
     assert len(generate(known, [[3, 4, 5]], max_new_tokens=4, stops=[])[0]) == 4

@@ -65,7 +65,7 @@ def evaluate(name: str, dataset: str, overrides: Iterable[str] = ()) -> Evaluati
     from .data.collate import make_collator
     from .data.sources import split_to_evaluate
     from .modeling.layer import causal_lm_of
-    from .modeling.packing import isolate_run
+    from .modeling.packing import isolate_for_run
 
     split = split_to_evaluate(dataset, saved.config.dataset_split)
     asked = {"dataset": dataset, "dataset_split": split, "eval_dataset": None, "eval_split_size": 0.0}
@@ -80,7 +80,7 @@ def evaluate(name: str, dataset: str, overrides: Iterable[str] = ()) -> Evaluati
         _add_reference(saved.model, config)
     rows = method.ready(config, saved.tokenizer, causal_lm_of(saved.model).config).train
     size = config.per_device_eval_batch_size or config.per_device_train_batch_size
-    isolate_run(saved.model, config, make_collator(config, saved.tokenizer), rows)
+    isolate_for_run(saved.model, config, make_collator(config, saved.tokenizer), rows)
     return measure(saved.model, rows, method.collator(config, saved.tokenizer), size, method)
 
 
@@ -112,8 +112,8 @@ def measure(
     """
     import torch
 
-    from .modeling.adapters import compute, no_input_casts
-    from .modeling.routers import watched
+    from .modeling.adapters import compute_autocast, no_input_casts
+    from .modeling.routers import track_routers
     from .train.look_ahead import Ahead, with_numbers
 
     device, metrics = next(model.parameters()).device, method.numbers.trained
@@ -126,16 +126,16 @@ def measure(
             yield {key: value.to(device) if hasattr(value, "to") else value for key, value in batch.items()}
 
     balanced = bool(getattr(method, "balance", 0.0))
-    with torch.no_grad(), no_input_casts(model), watched(model, balanced=balanced) as routers:
+    with torch.no_grad(), no_input_casts(model), track_routers(model, balanced=balanced) as routers:
         sums_of: Callable[[Any], Any] = partial(method.sums, model)
         if balanced and routers is not None:
-            sums_of = routers.counting(sums_of)
+            sums_of = routers.counted(sums_of)
         shared = Ahead(method, model).of_all(batches())
         for batch in batches():
             counted = method.counts(batch)
             counts = {name: count + counted[name] for name, count in counts.items()}
             batch = with_numbers(batch, shared)
-            with compute(model):
+            with compute_autocast(model):
                 for name, value in sums_of(batch).items():
                     sums[name] += float(value)
     if not counts[metrics[0].over]:

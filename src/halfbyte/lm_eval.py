@@ -24,7 +24,7 @@ from .generation import Sampling
 from .generation.decoder import context_length
 from .generation.stops import stop_tokens, turn_end
 from .generation.text import continue_texts
-from .modeling.adapters import compute, no_input_casts
+from .modeling.adapters import compute_autocast, no_input_casts
 from .modeling.head import token_log_probs
 from .ops import IGNORE_INDEX
 from .runs.saved import load_saved
@@ -153,7 +153,7 @@ class HalfbyteLM(TemplateLM):
             # A token does not see what follows it, so padding at the end needs no mask.
             ids = pad_sequence([row[0] for row in rows], batch_first=True).to(self._device)
             labels = pad_sequence([row[1] for row in rows], batch_first=True, padding_value=IGNORE_INDEX)
-            with no_input_casts(self.model), compute(self.model):
+            with no_input_casts(self.model), compute_autocast(self.model):
                 log_probs, greedy = token_log_probs(self.model, {"input_ids": ids}, labels.to(self._device))
             lengths = [len(pairs[index][1]) for index in some]
             parts = zip(some, log_probs.cpu().split(lengths), greedy.cpu().split(lengths), strict=True)

@@ -21,7 +21,7 @@ from vision_models import MODELS as VISION
 import halfbyte
 from halfbyte.modeling import families
 from halfbyte.modeling.architectures import auto_class
-from halfbyte.modeling.families import ACTIVATIONS, of_config
+from halfbyte.modeling.families import ACTIVATIONS, family_of_config
 
 ROWS = {row.name: row for row in families.FAMILIES}
 SCALES = {
@@ -70,7 +70,7 @@ def models() -> dict[str, object]:
     whole = [VISION["qwen2_5_vl"], *TEXT_PARTS.items()]
     for family, keys in [*((name, SIZES | keys) for name, keys in MODELS.values()), *whole, *tiny]:
         config = getattr(transformers, f"{family}Config")(**keys)
-        row = of_config(config.get_text_config())
+        row = family_of_config(config.get_text_config())
         if row is not None and row.name not in found:
             with torch.device("meta"):
                 found[row.name] = auto_class(config).from_config(config)

@@ -14,7 +14,7 @@ from halfbyte.export.merge import merge
 from halfbyte.formats import named
 from halfbyte.layers import QuantizedLinear
 from halfbyte.loading.load import load_model
-from halfbyte.modeling.adapters import compute
+from halfbyte.modeling.adapters import compute_autocast
 from halfbyte.qat.model import round_merged
 from halfbyte.runs.saved import load_saved
 from halfbyte.train import run as sft
@@ -45,7 +45,7 @@ def config(place, output, **changed):
 
 @torch.no_grad()
 def logits(model, dtype=torch.float32):
-    with compute(model.eval(), dtype):
+    with compute_autocast(model.eval(), dtype):
         return model(input_ids=IDS, use_cache=False).logits.float()
 
 

@@ -95,10 +95,10 @@ def test_rollouts(name, tmp_path):
     model = made(name, tmp_path)
     expected = [theirs(model, ids, 20) for ids in PROMPTS]
     notices.forget()
-    with routers.watched(model.train(), balanced=False) as counted:
+    with routers.track_routers(model.train(), balanced=False) as counted:
         found = Rollouts(model, rows=2).generate(PROMPTS, max_new_tokens=20, sampling=Sampling(), stops=[])
-        assert counted.use()["layers"]
-        assert not any(sum(each["used"]) for each in counted.use()["layers"].values())
+        assert counted.usage()["layers"]
+        assert not any(sum(each["used"]) for each in counted.usage()["layers"].values())
     assert not any(key.startswith("rollouts") for key in notices.said())
     assert [each.ids for each in found] == expected
 

@@ -13,7 +13,7 @@ import halfbyte
 from halfbyte import generation
 from halfbyte.config import RunConfig
 from halfbyte.generation import Rollouts, Sampling
-from halfbyte.modeling.adapters import add_adapter, compute
+from halfbyte.modeling.adapters import add_adapter, compute_autocast
 from halfbyte.modeling.head import token_log_probs
 from halfbyte.utils import notices
 from halfbyte.utils.errors import ConfigError, ModelError
@@ -62,7 +62,7 @@ def test_a_model_that_trains_fused_is_answered_by_the_engine(family):
     wanted = Rollouts(model, rows=3).generate(prompts, max_new_tokens=12, sampling=Sampling(), stops=[])
     halfbyte.patch(model, "checkpoint")
     notices.forget()
-    with compute(model, torch.float32):
+    with compute_autocast(model, torch.float32):
         found = Rollouts(model, rows=3).generate(prompts, max_new_tokens=12, sampling=Sampling(), stops=[])
         answers = generation.generate(model, prompts, max_new_tokens=12, stops=[])
     assert not any(key.startswith(("rollouts", "generation")) for key in notices.said())

@@ -11,7 +11,7 @@ from halfbyte.layers.experts import HELD
 from halfbyte.loading.load import load_model
 from halfbyte.memory.expert_offload import WINDOW, layers_of_experts, offload_experts
 from halfbyte.modeling.adapters import add_adapter
-from halfbyte.modeling.checkpointing import recompute_as_transformers
+from halfbyte.modeling.checkpointing import enable_checkpointing
 from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.modeling.patch import patch, unpatch
 
@@ -70,7 +70,7 @@ def test_numbers_are_those_of_resident_experts(folder, level):
     Poisoned(window)
     for each in (resident, model):
         if level == "transformers":
-            recompute_as_transformers(each.get_base_model())
+            enable_checkpointing(each.get_base_model())
         else:
             patch(each, level)
     for _ in range(2):

@@ -13,7 +13,7 @@ from trl import DistillationTrainer
 from halfbyte.config import RunConfig
 from halfbyte.methods import method_of
 from halfbyte.methods.answers import as_adapter
-from halfbyte.modeling.distillation import Teacher, taught_by
+from halfbyte.modeling.distillation import Teacher, use_teacher
 
 PROMPTS, ANSWERS = (3, 7, 5, 1), (6, 2, 9, 1)
 
@@ -82,7 +82,7 @@ def test_equal_to_trl(family, beta, padding_free):
     itself = Teacher(student, lambda: as_adapter(student, "teacher"))
     for teacher in (Teacher(other), itself):
         student.zero_grad()
-        with taught_by(student, teacher):
+        with use_teacher(student, teacher):
             sums = method.sums(student, batch)
         loss = sums["loss"] / method.counts(batch)["trained_tokens"]
         loss.backward()

@@ -9,7 +9,7 @@ from halfbyte.data.batches import batches_of, longest_row
 from halfbyte.data.branches import GIVEN, as_trees, trees_of
 from halfbyte.data.prepare import PreparedData
 from halfbyte.methods import METHODS
-from halfbyte.modeling.head import _taken
+from halfbyte.modeling.head import _select_rows
 
 ASKED = [
     {"method": "grpo", "beta": 0.1},
@@ -105,7 +105,7 @@ def test_gradients_of_a_prompts_last_token_are_added_in_one_order():
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        first, *others = (torch.autograd.grad(_taken(hidden, at), hidden, given)[0] for _ in range(50))
+        first, *others = (torch.autograd.grad(_select_rows(hidden, at), hidden, given)[0] for _ in range(50))
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(first, other) for other in others)

@@ -22,9 +22,9 @@ from transformers import AutoConfig, GPT2Config
 from halfbyte.data.paired import answer_collator, apart, as_documents, first_prompt, packed, trained_tokens
 from halfbyte.methods.answers import as_reference, log_probs, reference_log_probs
 from halfbyte.modeling.adapters import add_adapter
-from halfbyte.modeling.attention import share
+from halfbyte.modeling.attention import with_shared_prefixes
 from halfbyte.modeling.patch import unpatch
-from halfbyte.modeling.shared_prefix import Sharing, padded, why_apart
+from halfbyte.modeling.shared_prefix import Sharing, padded_attention, unshared_reason
 from halfbyte.ops.attention import Scores, attention
 
 ROWS = [row | {"margin": 0.1 * number} for number, row in enumerate(pairs(6, seed=3, longest=20))]
@@ -89,7 +89,7 @@ def test_losses_and_gradients_are_those_of_answers_apart(asked, layout):
 @pytest.mark.parametrize("family", SHARING)
 def test_families(family):
     policy = model(family)
-    assert why_apart(config(), policy.get_base_model().config) == ""
+    assert unshared_reason(config(), policy.get_base_model().config) == ""
     assert_alike(METHODS[0], policy, *(collated(METHODS[0], shared=shared) for shared in (True, False)))
 
 
@@ -151,7 +151,7 @@ def test_attention_is_that_of_the_mask():
     query, key, value = (torch.randn(tokens, heads, 16) for heads in (4, 2, 2))
     branches = sharing.branches
     expected, _ = attention(query, key, value, branches.documents, Scores(0.3), None, branches.prompts)
-    found = padded(query, key, value, sharing.segments, 0.3)
+    found = padded_attention(query, key, value, sharing.segments, 0.3)
     lengths = [len(row["prompt_ids"]) + len(row["chosen_ids"]) + len(row["rejected_ids"]) for row in ROWS]
     real = torch.cat([torch.arange(128) < length for length in lengths])
     torch.testing.assert_close(found[real], expected[real], rtol=2e-6, atol=2e-6)
@@ -198,7 +198,7 @@ def test_what_was_loaded_comes_back():
     unpatch(policy)
     assert configured._attn_implementation == "sdpa"
     assert torch.equal(log_probs(policy, plain), bound)
-    assert share(policy, plain).keys() == plain.keys()
+    assert with_shared_prefixes(policy, plain).keys() == plain.keys()
 
 
 @pytest.mark.parametrize(
@@ -216,11 +216,11 @@ def test_what_was_loaded_comes_back():
     ],
 )
 def test_models_whose_prompts_are_not_shared(family, keys, asked, why):
-    found = why_apart(config(**asked), AutoConfig.for_model(family.lower(), **keys))
+    found = unshared_reason(config(**asked), AutoConfig.for_model(family.lower(), **keys))
     assert why in found
     assert bool(found) == bool(why)
 
 
 def test_models_that_nobody_knows():
-    assert why_apart(config(), GPT2Config()) == "halfbyte does not know the layers of gpt2"
+    assert unshared_reason(config(), GPT2Config()) == "halfbyte does not know the layers of gpt2"
     assert set(SHARING) < set(FAMILIES)

@@ -11,15 +11,15 @@ import transformers
 from patch_models import loop_over_documents, tiny
 from whole import Left, run, trains, write_place
 
-from halfbyte import models
 from halfbyte.autograd import attention as causal
 from halfbyte.config import Parallel, Sliced
 from halfbyte.data.collate import PackedCollator
-from halfbyte.modeling import attention
+from halfbyte.modeling import attention, tiny_model
 from halfbyte.modeling.head import backbone_inputs, causal_lm_loss
 from halfbyte.modeling.layer import causal_lm_of
 from halfbyte.modeling.patch import patch
 from halfbyte.parallel import ROWS, Mesh, sum_gradients
+from halfbyte.parallel.context import model as context_model
 from halfbyte.parallel.context.model import check_divided_like, divided, slice_of
 from halfbyte.train import preflight
 from halfbyte.train.callbacks import noisy_embeddings
@@ -160,7 +160,7 @@ def fused(mesh, family, packed, level):
 
     calls = []
     patch(model, level)
-    causal_lm_of(model).config._attn_implementation = attention.NAME
+    causal_lm_of(model).config._attn_implementation = attention.ATTENTION_NAME
     attention.register()
     with (
         mock.patch.object(causal, "DTYPES", (torch.float32,)),
@@ -232,7 +232,7 @@ def test_bounds_of_rows_that_grow():
     assert cut["cu_seq_lens_q"].tolist() == cut["cu_seq_lens_k"].tolist() == [0, 3, 7, 9, 16, 18, 18]
     assert cut["cu_seq_lens_q"].dtype is torch.int32
     assert cut["position_ids"].tolist() == [[0, 1, 2], [3, 4, 5]]
-    found = attention.documents(cut["whole_position_ids"])
+    found = attention.document_bounds(cut["whole_position_ids"])
     assert found["cu_seq_lens_q"].tolist() == [0, 3, 7, 9, 16, 18]
 
 
@@ -243,7 +243,7 @@ def refusal(mesh, kind, keys, attention_name=None, known=()):
     """What is said of a model of the default config of its kind; `known`: types of layers taken to be attention."""
     config = getattr(transformers, f"{kind}Config")(**keys)
     try:
-        with mock.patch.object(models.slices, "ATTENTION", {*models.slices.ATTENTION, *known}):
+        with mock.patch.object(context_model, "ATTENTION", {*context_model.ATTENTION, *known}):
             check_divided_like(config, mesh, attention=attention_name)
     except ConfigError as error:
         return f"{error.message} -> {error.fix}"
@@ -275,7 +275,7 @@ def test_the_probe_sees_a_state(two):
 
 
 def likeness(mesh, heads):
-    with mock.patch.dict(models.tiny.TINY, {"num_attention_heads": heads}):
+    with mock.patch.dict(tiny_model.TINY, {"num_attention_heads": heads}):
         return refusal(mesh, "Llama", {})
 
 

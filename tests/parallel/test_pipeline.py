@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from halfbyte.methods import METHODS
-from halfbyte.modeling.head import Head, take_head
+from halfbyte.modeling.head import Head, set_verified_head
 from halfbyte.modeling.patch import patch
 from halfbyte.optim import trained_parameters
 from halfbyte.parallel import ALONE, clip_gradients, sum_gradients
@@ -106,7 +106,7 @@ def in_stages(mesh, name, chunks, family, keys, layers, window, activations, ahe
     head = check_stages(model, head_alone=not parts[-1])
     how = {"width": SHAPE["hidden_size"], "dtype": torch.float32, "device": torch.device("cpu"), "ahead": ahead}
     pipeline = Pipeline(mesh, schedule, stage_seconds(parts, seconds, end), **how)
-    take_head(model, head)
+    set_verified_head(model, head)
     stages = Stages(model, parts, pipeline.own)
     if activations is not None:
         patch(model, activations)

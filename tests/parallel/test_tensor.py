@@ -11,7 +11,7 @@ from halfbyte.autograd.recompute import InPlace
 from halfbyte.formats import from_spec
 from halfbyte.generation import generate
 from halfbyte.layers import QuantizedLinear
-from halfbyte.modeling.head import causal_lm_loss, divide_vocabulary
+from halfbyte.modeling.head import causal_lm_loss, shard_vocabulary
 from halfbyte.modeling.patch import patch
 from halfbyte.parallel import ALONE, clip_gradients, sum_gradients
 from halfbyte.parallel.reduction import cut_along
@@ -42,7 +42,7 @@ def prepared(mesh, family, spec, fused, level=None, **lora):
     if mesh.size > 1:
         divide_products(model, mesh)
         if mesh.ways("shard") > 1:  # which `shard_model` would do
-            divide_vocabulary(model, mesh, ("shard", "tensor"))
+            shard_vocabulary(model, mesh, ("shard", "tensor"))
     if fused:
         report = patch(model, level)
         assert report.fused["gated activation"] == 2

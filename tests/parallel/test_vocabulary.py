@@ -7,7 +7,7 @@ from patch_models import batch, tiny
 
 from halfbyte.autograd.losses import linear_cross_entropy, linear_log_probs
 from halfbyte.generation import generate
-from halfbyte.modeling.head import causal_lm_loss, divide_vocabulary, token_log_probs, undivided
+from halfbyte.modeling.head import causal_lm_loss, shard_vocabulary, token_log_probs, vocabulary_unsupported_reason
 from halfbyte.ops import IGNORE_INDEX
 from halfbyte.parallel import Mesh
 from halfbyte.parallel.tensor.vocabulary import Vocabulary
@@ -189,7 +189,7 @@ def of_a_model(family, tied, rows, mesh=None, axes=()):
     inputs = {name: value[rows] for name, value in batch().items()}
     if mesh is not None:
         head = model.get_base_model().lm_head
-        divide_vocabulary(model, mesh, axes)
+        shard_vocabulary(model, mesh, axes)
         assert len(head.weight) < 101
         assert (head.weight is model.get_input_embeddings().weight) == tied
         assert "lm_head.weight" not in {name for name, p in model.named_parameters() if p.requires_grad}
@@ -238,14 +238,14 @@ def test_models(two, family, tied, axis):
 def test_what_is_not_divided():
     """By name, and before anything is changed."""
     model = tiny("Llama", modules_to_save=["lm_head"])
-    assert "not a plain linear" in undivided(model)
+    assert "not a plain linear" in vocabulary_unsupported_reason(model)
     model = tiny("Llama", modules_to_save=["embed_tokens"])
-    assert "its embedding is a ModulesToSaveWrapper" in undivided(model)
+    assert "its embedding is a ModulesToSaveWrapper" in vocabulary_unsupported_reason(model)
     model = tiny("Llama")
-    assert undivided(model) is None
+    assert vocabulary_unsupported_reason(model) is None
     model.get_base_model().lm_head.weight.requires_grad_()
-    assert "its head is trained" in undivided(model)
+    assert "its head is trained" in vocabulary_unsupported_reason(model)
     before = dict(model.named_parameters())
-    with pytest.raises(ModelError, match="the vocabulary is not divided: its head is trained"):
-        divide_vocabulary(model, Mesh(), ("shard",))
+    with pytest.raises(ModelError, match="its head is trained"):
+        shard_vocabulary(model, Mesh(), ("shard",))
     assert all(p is before[name] for name, p in model.named_parameters())

@@ -20,7 +20,7 @@ from halfbyte.formats import Blockwise4
 from halfbyte.layers import Linear4bit
 from halfbyte.memory.host import return_large_blocks
 from halfbyte.methods import method_of
-from halfbyte.modeling.adapters import compute
+from halfbyte.modeling.adapters import compute_autocast
 
 
 def resident(field: str) -> int:
@@ -77,7 +77,7 @@ def main(path: str, rows: int, length: int, checkpointed: bool, name: str, dtype
     method = method_of(RunConfig(model_name_or_path=path, dataset="d", method=name))
     for _ in range(2):
         batch = batch_of(name, rows, length)
-        with compute(model, dtype):
+        with compute_autocast(model, dtype):
             loss = method.sums(model, batch)["loss"]
         (loss / 100).backward()
         optimizer.step()

@@ -19,7 +19,7 @@ from halfbyte.formats import Blockwise4
 from halfbyte.layers import Linear4bit
 from halfbyte.memory import host
 from halfbyte.memory.batches import Batches, Shape
-from halfbyte.modeling.adapters import add_adapter, compute, no_input_casts
+from halfbyte.modeling.adapters import add_adapter, compute_autocast, no_input_casts
 from halfbyte.ops.experts import multiplies_codes
 from halfbyte.optim import OPTIMIZERS
 from halfbyte.plan import shapes
@@ -142,7 +142,7 @@ def test_a_replayed_step_allocates_what_a_real_one_does(family, dtype, checkpoin
     base = model.get_base_model()
     compute_dtype = getattr(torch, dtype)
     with no_input_casts(model, compute_dtype), ledger:
-        with compute(model, compute_dtype):
+        with compute_autocast(model, compute_dtype):
             hidden = base.model(input_ids=tokens, attention_mask=mask, use_cache=False).last_hidden_state
             loss = linear_cross_entropy(hidden, base.lm_head.weight, tokens)
         del hidden

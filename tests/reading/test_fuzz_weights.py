@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from halfbyte.config import Origin
 from halfbyte.loading.find import find_model
-from halfbyte.modeling.adapters import place_adapter, saved_adapter_config
+from halfbyte.modeling.adapters import create_adapter, saved_adapter_config
 from halfbyte.reading.tensors import ADAPTER, ADAPTER_CONFIG, check_checkpoint, read_tensors
 from halfbyte.utils.errors import HalfbyteError
 from halfbyte.utils.notices import silent
@@ -167,7 +167,7 @@ def test_adapter_configs(count, model, tmp_path):
 
     def written(text: bytes) -> None:
         file.write_bytes(text)
-        place_adapter(copy.deepcopy(model.model), saved_adapter_config(tmp_path), tmp_path, autocast=False)
+        create_adapter(copy.deepcopy(model.model), saved_adapter_config(tmp_path), tmp_path, autocast=False)
 
     fuzz(count, documents(base), written, lambda error: str(tmp_path) in error)
 

@@ -105,6 +105,6 @@ def test_evaluation_is_probed_too(runs, place):
 
 
 def test_a_run_that_nothing_helps_stops_before_training(place, tmp_path):
-    with pytest.raises(ConfigError, match=r"(?s)packing: documents .* apart in BertLMHeadModel.*set packing: false"):
+    with pytest.raises(ConfigError, match=r"(?s)packing: documents .* in BertLMHeadModel.*set packing: false"):
         train(config(place, tmp_path / "out", "bert", packing=True))
     assert not (tmp_path / "out").exists()

@@ -7,7 +7,7 @@ from tiny_runs import losses, make_loop, rows, run_config
 
 import halfbyte
 from halfbyte.config import resolve
-from halfbyte.modeling.recipes import configured_recipe
+from halfbyte.modeling.projections import configured_recipe
 from halfbyte.train import checkpoint as checkpoints
 from halfbyte.utils.errors import CheckpointError
 

@@ -277,7 +277,7 @@ def varying(
 
     Args:
         query: [B·T, Hq, D]; key, value: [B·T, Hk, D].
-        bounds: int32 [documents + 1], where each begins, as `modeling.attention.documents` gives them.
+        bounds: int32 [documents + 1], where each begins, as `modeling.attention.document_bounds` gives them.
         longest: at least the tokens of the longest document.
         scale: of the scores; None: 1/√D.
         window: tokens that a token sees, itself among them.

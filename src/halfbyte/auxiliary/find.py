@@ -9,7 +9,7 @@ from typing import Any
 
 from ..config import Origin, RunConfig, resolve
 from ..config.methods import SCORES
-from ..loading.find import ModelFiles, find_model, look_over
+from ..loading.find import ModelFiles, find_model, preflight_model
 from ..reading.files import same_place
 from ..reading.tensors import (
     ADAPTER,
@@ -67,7 +67,7 @@ def look_over_origin(origin: Origin | None, adapter: Path | None) -> None:
     """
     if origin is not None:
         with of_key(f"{adapter / ADAPTER_CONFIG}: base_model_name_or_path") if adapter else nullcontext():
-            look_over(origin)
+            preflight_model(origin)
 
 
 def find_teacher(config: RunConfig) -> TeacherFiles:
@@ -92,11 +92,11 @@ def digest_of_model(files: ModelFiles) -> dict[str, str]:
     Raises:
         CheckpointError: a file is missing or damaged.
     """
-    from ..loading.checkpoint import folder_of
+    from ..loading.checkpoint import base_folder
 
     path = Path(files.name)
     name = str(path.resolve()) if path.exists() else files.name
-    return {name: checkpoint_digest(path if path.is_file() else folder_of(files.place))}
+    return {name: checkpoint_digest(path if path.is_file() else base_folder(files.place))}
 
 
 def check_vocabulary(

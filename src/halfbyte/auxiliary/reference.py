@@ -24,7 +24,7 @@ from halfbyte.data.paired import answer_collator, trained_tokens
 from halfbyte.data.tables import new_name
 from halfbyte.methods.answers import REFERENCE, as_reference, log_probs
 from halfbyte.methods.preference import with_all_it_has
-from halfbyte.modeling.adapters import compute
+from halfbyte.modeling.adapters import compute_autocast
 from halfbyte.modeling.layer import causal_lm_of
 from halfbyte.parallel import ROWS
 from halfbyte.utils.console import Console
@@ -111,7 +111,7 @@ def _log_probs(loop: TrainingLoop, batch: dict[str, Any], dtype: torch.dtype) ->
     """Those of the trained tokens of `batch`, on the CPU, without what fills it up."""
     tokens = int((batch["answer"] >= 0).sum())
     batch = {name: value.to(loop.device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-    with compute(loop.model, dtype):
+    with compute_autocast(loop.model, dtype):
         return log_probs(loop.model, batch)[:tokens].float().cpu()
 
 

@@ -21,7 +21,7 @@ from halfbyte.data.chat import ChatTemplate
 from halfbyte.data.encode import Encoder
 from halfbyte.loading.load import check_stored, load_model
 from halfbyte.methods.answers import as_adapter, score
-from halfbyte.modeling.adapters import check_adapter_files, compute, load_adapter
+from halfbyte.modeling.adapters import check_adapter_files, compute_autocast, load_adapter
 from halfbyte.reading.boundary import answered
 from halfbyte.rl.rewards.judges import JudgeFiles, find_judges, key_of
 from halfbyte.rl.rewards.score import Judge, Rewards
@@ -119,7 +119,7 @@ def _asked(
         how: dict[str, Any] = {"device": device, "attn_implementation": config.attn_implementation}
         base = load_model(found.files, resolve(config).storage, dtype=dtype, **how)
         other = load_adapter(base, found.adapter, found.files.name)
-        yield partial(score, other), partial(compute, other, dtype)
+        yield partial(score, other), partial(compute_autocast, other, dtype)
         return
     load_adapter(model, found.adapter, config.model_name_or_path, name)
     _freeze(model, name)
@@ -140,7 +140,7 @@ def _freeze(model: Any, name: str) -> None:
 
 @contextlib.contextmanager
 def _as_judge(model: Any, name: str, dtype: torch.dtype) -> Iterator[None]:
-    with as_adapter(model, name), compute(model, dtype):
+    with as_adapter(model, name), compute_autocast(model, dtype):
         yield
     _freeze(model, name)
 

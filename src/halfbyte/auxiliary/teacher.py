@@ -15,11 +15,11 @@ from halfbyte.data.collate import make_collator
 from halfbyte.loading.find import ModelFiles
 from halfbyte.loading.load import check_stored, load_model, load_tokenizer
 from halfbyte.methods.answers import as_adapter, without_adapter
-from halfbyte.modeling.adapters import check_adapter_files, compute, load_adapter
-from halfbyte.modeling.distillation import Teacher, taught_by
-from halfbyte.modeling.limits import check_positions
-from halfbyte.modeling.packing import isolate_run
+from halfbyte.modeling.adapters import check_adapter_files, compute_autocast, load_adapter
+from halfbyte.modeling.distillation import Teacher, use_teacher
+from halfbyte.modeling.packing import isolate_for_run
 from halfbyte.modeling.patch import patch
+from halfbyte.modeling.tiny_model import check_positions
 from halfbyte.utils.console import Console
 from halfbyte.utils.errors import ModelError, of_key
 
@@ -106,11 +106,11 @@ def teaching(run: PreparedRun, loop: TrainingLoop) -> Iterator[None]:
         return
     found = find_teacher(config)
     if found.files is None:
-        with _on_own_weights(config, loop.model, found) as teacher, taught_by(loop.model, teacher):
+        with _on_own_weights(config, loop.model, found) as teacher, use_teacher(loop.model, teacher):
             yield
         return
     model = _loaded(run, found)
-    with taught_by(loop.model, Teacher(model, partial(compute, model, run.machine.compute_dtype))):
+    with use_teacher(loop.model, Teacher(model, partial(compute_autocast, model, run.machine.compute_dtype))):
         yield
 
 
@@ -139,7 +139,7 @@ def _loaded(run: PreparedRun, found: TeacherFiles) -> Any:
     if config.use_kernels and machine.device.type != "cpu":
         patch(model)
     plain = make_collator(config, run.tokenizer, machine.device)
-    isolation = isolate_run(model, config, plain, run.data.train, machine.compute_dtype)
+    isolation = isolate_for_run(model, config, plain, run.data.train, machine.compute_dtype)
     if isolation is not None and isolation.way != "positions":
         raise ModelError(
             f"padding_free: true: documents would see each other in the teacher {found.files.name}",

@@ -120,11 +120,11 @@ def _packed(base: RunConfig, model_config: PretrainedConfig) -> tuple[RunConfig,
     A model has no weights yet, so a few small layers of its kinds are asked.
     """
     from ..data.collate import PackedCollator
-    from ..modeling.packing import WORDS, isolate_like
+    from ..modeling.packing import NOTICES, isolate_tiny_model
 
     packed = base.model_copy(update={"packing": True})
     try:
-        found = isolate_like(model_config, PackedCollator(0), trust_remote_code=base.trust_remote_code)
+        found = isolate_tiny_model(model_config, PackedCollator(0), trust_remote_code=base.trust_remote_code)
     except ConfigError as error:
         return base, [f"# No {' '.join(error.message.split())}"]
     except Exception as error:  # whatever the model's own code says to sizes that were not made for it
@@ -136,7 +136,7 @@ def _packed(base: RunConfig, model_config: PretrainedConfig) -> tuple[RunConfig,
     if found.way == "positions":
         return packed, []
     reason = found.leak or str(found.tried["positions"])
-    return packed, [f"# Packed documents would see each other ({reason}), so {WORDS[found.way]}."]
+    return packed, [f"# Packed documents would see each other ({reason}), so {NOTICES[found.way]}."]
 
 
 def _divided(

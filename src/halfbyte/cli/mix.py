@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import Origin, resolve
 from ..config.yaml import dump_mapping
-from ..loading.find import find_model, look_over
+from ..loading.find import find_model, preflight_model
 from ..runs.inputs import look_over_datasets
 from ..runs.saved import find, saved_config
 from ..utils.errors import ConfigError, DataError, ModelError, UsageError
@@ -41,14 +41,14 @@ def mix_formats(
     place = find(name)
     if place.adapter or not place.base:
         raise ConfigError(f"{name} is a run or an adapter", "name the 16-bit model that it was trained on")
-    look_over(Origin(place.base))
+    preflight_model(Origin(place.base))
     look_over_datasets(dataset)
     import_models()
     from ..data.calibration import ROW, batched, packed_rows
     from ..data.collate import make_collator
     from ..loading.load import load_model, load_tokenizer
     from ..loading.mixed_formats import best, measure
-    from ..modeling.packing import isolate_run
+    from ..modeling.packing import isolate_for_run
 
     candidates = _candidates(formats)
     config = saved_config(place, [f"max_length={ROW}", "packing=true", "load_in_4bit=false"], dataset)
@@ -61,7 +61,7 @@ def mix_formats(
     rows = packed_rows(config, tokenizer, 2 * max(tokens, HELD_BACK))
     if len(rows) < 2:
         raise DataError(f"{dataset}: there are not two rows of {ROW} tokens, and one is held back", "give more text")
-    isolate_run(model, config, collate, rows)
+    isolate_for_run(model, config, collate, rows)
     options = measure(model, candidates, batched(rows[::2][: max(1, tokens // ROW)], collate, model.device))
     return best(model, candidates, options, bits, list(batched(rows[1::2], collate, model.device, TOGETHER)))
 

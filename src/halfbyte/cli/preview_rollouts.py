@@ -35,7 +35,7 @@ def preview_rollouts(config: RunConfig, count: int, answers: int) -> None:
         from ..loading.load import load_model, load_tokenizer
         from ..methods import method_of
         from ..methods.grpo import PolicyOptimization
-        from ..modeling.adapters import add_adapter, compute, compute_dtype_of
+        from ..modeling.adapters import add_adapter, compute_autocast, compute_dtype_of
         from ..rl.distillation import DistilledGenerations
         from ..rl.rollouts import Generations
         from ..rl.served import look_over_server
@@ -61,7 +61,7 @@ def preview_rollouts(config: RunConfig, count: int, answers: int) -> None:
         device, dtype = chosen_device(config.device), compute_dtype_of(model)
         where: dict[str, Any] = {
             "device": device,
-            "computing": partial(compute, model, dtype),
+            "computing": partial(compute_autocast, model, dtype),
             "stops": answer_ends(tokenizer, model, data),
             "file": MetricsFile(Path(os.devnull)),
         }

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..modeling.shared_prefix import BOUNDS, BRANCHES, KEY_PLACES, LONGEST
+from ..modeling.shared_prefix import BOUNDS, BRANCHES, KEY_POSITIONS, LONGEST
 from .collate import DOCUMENTS, WIDTHS, Batch, Collator, PackedCollator, width_of
 
 ANSWERS = "answers"  # a row's column: how many answers follow each of its prompts
@@ -143,7 +143,7 @@ class BranchCollator:
         self, answers: Sequence[Sequence[int]], prompts: Sequence[np.ndarray], tokens: int
     ) -> tuple[Batch, list[np.ndarray]]:
         """Further answers to the prompts of a batch, in a row of their own, as a forward takes them that sees the keys
-        and values of that batch (`modeling.shared_prefix.Kept`).
+        and values of that batch (`modeling.shared_prefix.PrefixCache`).
 
         Args:
             prompts: where the tokens of each one's prompt lie in that batch, one behind the other.
@@ -193,7 +193,7 @@ class BranchCollator:
         return {
             "position_ids": torch.from_numpy(positions),
             BRANCHES: torch.from_numpy(branches.astype(np.int32)),
-            KEY_PLACES: torch.from_numpy(key_places),
+            KEY_POSITIONS: torch.from_numpy(key_places),
             **dict(
                 zip(BOUNDS, (torch.from_numpy(each.astype(np.int32)) for each in (bounds, key_bounds)), strict=True)
             ),

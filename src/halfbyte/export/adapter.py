@@ -26,8 +26,9 @@ from halfbyte.layers.plain import read_adapters
 from halfbyte.layers.router_adapters import folded, router_wrappers
 from halfbyte.loading.completeness import meta_model
 from halfbyte.loading.expert_stacks import only_stacks
+from halfbyte.loading.find import load_model_config
 from halfbyte.loading.quantizer import HalfbyteConfig, HalfbyteQuantizer
-from halfbyte.modeling.adapters import KEEPS_BASE, load_adapter_weights, place_adapter, saved_adapter_config
+from halfbyte.modeling.adapters import INITS_KEEPING_BASE, create_adapter, load_adapter_weights, saved_adapter_config
 from halfbyte.modeling.architectures import expert_stacks
 from halfbyte.utils.errors import CheckpointError
 
@@ -63,7 +64,7 @@ class AdapterLayers:
 
     def __init__(self, run: Resolved, folder: Path | None, device: torch.device, *, trained: PeftModel | None = None):
         self.device, self.whole_model = device, folder is None and trained is None
-        model = meta_model(run.origin)
+        model = meta_model(run.origin, load_model_config(run.origin))
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
         self.tied: dict[str, str] = dict(model.all_tied_weights_keys)
         self.transposed = {name for name, module in expert_stacks(model, []).items() if module.is_transposed}
@@ -135,7 +136,7 @@ def _formats(origin: Origin, storage: Storage) -> tuple[dict[str, Format], dict[
     """Parameter → format, of linear layers and of stacked experts."""
     quantization = HalfbyteConfig(storage)
     quantizer = HalfbyteQuantizer(quantization, pre_quantized=False)
-    quantizer.preprocess_model(meta_model(origin))
+    quantizer.preprocess_model(meta_model(origin, load_model_config(origin)))
     found = quantization.formats
     linears = {f"{name}.weight": format_ for name, format_ in found.items() if name not in quantizer.stacks}
     return linears, {name: found[name] for name in quantizer.stacks}
@@ -145,7 +146,7 @@ def _with_adapter(model: nn.Module, folder: Path, device: torch.device) -> PeftM
     lora: Any = saved_adapter_config(folder)
     _check_mergeable(lora, folder)
     lora.inference_mode, lora.init_lora_weights = False, False
-    peft_model = place_adapter(model, lora, folder, autocast=False)
+    peft_model = create_adapter(model, lora, folder, autocast=False)
     _materialize(peft_model, device)
     load_adapter_weights(peft_model, folder)
     return peft_model
@@ -157,7 +158,7 @@ def _check_mergeable(lora: Any, folder: Path) -> None:
             f"{folder} holds a reward model: its head scores texts, and a language model has no place for it",
             f"load it with PEFT and {SCORES[lora.task_type][1]}",
         )
-    if lora.init_lora_weights not in KEEPS_BASE:
+    if lora.init_lora_weights not in INITS_KEEPING_BASE:
         raise CheckpointError(
             f"{folder}: init_lora_weights {lora.init_lora_weights!r} changed the base weights while it trained",
             "convert the adapter to a plain one with PEFT (path_initial_model_for_weight_conversion)",

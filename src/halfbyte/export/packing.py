@@ -27,7 +27,7 @@ from halfbyte.config import SIXTEEN, Origin, Storage
 from halfbyte.formats import Format, Stack, names
 from halfbyte.formats.base import entry_name
 from halfbyte.formats.nvfp4 import BLOCK, INPUT_SCALE
-from halfbyte.loading.expert_stacks import fitting
+from halfbyte.loading.expert_stacks import supported_stacks
 from halfbyte.loading.quantizer import HalfbyteConfig, quantizable
 from halfbyte.modeling.architectures import expert_stacks
 from halfbyte.ops.float8 import TILE
@@ -36,6 +36,7 @@ from halfbyte.utils.errors import ConfigError, ModelError
 
 from ..loading.checkpoint import NAMES
 from ..loading.completeness import meta_model
+from ..loading.find import load_model_config
 from .shards import Entry
 
 Quantize = str | Mapping[str, str] | None
@@ -118,7 +119,7 @@ def packing(quantize: Quantize, origin: Origin, *, experts: bool = True) -> Pack
         chosen = FOREIGN[str(quantize)] if foreign else quantize
         patterns = chosen.items() if isinstance(chosen, Mapping) else [("*", chosen)]
         ours = HalfbyteConfig(Storage(tuple(patterns)))
-        model = meta_model(origin)
+        model = meta_model(origin, load_model_config(origin))
         linears = quantizable(model)
         stacks = expert_stacks(model) if experts and not foreign else {}
         formats = ours.assign(model, [*linears, *stacks])
@@ -133,7 +134,7 @@ def packing(quantize: Quantize, origin: Origin, *, experts: bool = True) -> Pack
                 f"quantize: {format_.spec} needs calibration, which halfbyte leaves to other tools",
                 f"use one of {', '.join(sorted(names()))}",
             )
-    packed = ours.stacks = frozenset(fitting(model, stacks, formats))
+    packed = ours.stacks = frozenset(supported_stacks(model, stacks, formats))
     parameters = {f"{name}.weight": formats[name] for name in linears if name in formats}
     parameters |= {name: formats[name].stacked() for name in packed}
     if not foreign:

@@ -20,7 +20,7 @@ from halfbyte.formats import Stack
 from halfbyte.formats.base import entry_name
 from halfbyte.formats.nvfp4 import INPUT_SCALE
 from halfbyte.loading.load import resolve_dtype
-from halfbyte.modeling.adapters import ANOTHER_MODEL
+from halfbyte.modeling.adapters import WRONG_BASE
 from halfbyte.reading.tensors import INDEX
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.utils.errors import CheckpointError, ModelError
@@ -165,7 +165,7 @@ class MergedWeights:
         for name in sorted(self.adapter.changed | self.packing.formats.keys()):
             expected = self.adapter.shapes[name]
             if name not in outputs and name in self.adapter.changed:
-                raise CheckpointError(f"{self.base.folder} lacks {name}, which the adapter changes", ANOTHER_MODEL)
+                raise CheckpointError(f"{self.base.folder} lacks {name}, which the adapter changes", WRONG_BASE)
             if name not in outputs:
                 raise CheckpointError(f"{self.base.folder} lacks {name}", "re-download the checkpoint")
             output = outputs[name]

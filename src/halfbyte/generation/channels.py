@@ -49,7 +49,7 @@ class Channels:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[B, T, K] of x [B, T, K]."""
-        return self.down(self.mlp.act_on(self.gate_up(x), glu))[0]
+        return self.down(self.mlp.activate(self.gate_up(x), glu))[0]
 
 
 class _Single(Linears):

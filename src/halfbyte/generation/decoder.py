@@ -16,8 +16,8 @@ from torch import Tensor
 from ..autograd.attention import scored, takes_scores
 from ..layers.plain import hooked, watched
 from ..modeling.adapters import compute_dtype_of
-from ..modeling.families import SILU, scale_of
-from ..modeling.head import configured_head
+from ..modeling.families import SILU, config_scale
+from ..modeling.head import head_from_config
 from ..modeling.layer import Attention, Block, Half, LayerView, TokenMixer, epsilon, layer_view
 from ..modeling.patch_record import is_bound
 from ..ops.attention import Scores, Spans
@@ -105,8 +105,8 @@ class Attending(Layer):
         self, x: Tensor, positions: Tensor, normed: Callable[[Any, Tensor], Tensor]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """[B, H, T, D] each of x [B, T, K], and a gate [B, T, Hq·D] or None; `normed` computes a norm."""
-        query, key, value, gate = self.attention.heads_of(self.inputs(x), normed)
-        return self.attention.scaled(query, positions), key, value, gate
+        query, key, value, gate = self.attention.split_heads(self.inputs(x), normed)
+        return self.attention.scale_queries(query, positions), key, value, gate
 
     @property
     def plain_rope(self) -> bool:
@@ -118,14 +118,14 @@ class Attending(Layer):
         """As `ops.decode_layers` takes it, with its cache [B, Hk, S, D]; None unless it is of Llama's kind and its
         weights are 4-bit."""
         attention, family = self.attention, self.family
-        more = any(half.norm is None or half.leave is not None or half.scale != 1 for half in self.halves)
+        more = any(half.norm is None or half.output_norm is not None or half.scale != 1 for half in self.halves)
         more = more or attention.softcap is not None or attention.query_scale is not None or family.qk_norm == "all"
         more = more or attention.sinks is not None or family.gated_attention is not None
         other = family.norm_offset or family.layer_norm or family.parallel or family.rope_pairs != "halves"
         if more or other or not attention.rotates or family.fused or not isinstance(self.mixer, Channels):
             return None
         mixer = self.mixer
-        if not mixer.mlp.gated or mixer.mlp.named not in SILU:
+        if not mixer.mlp.gated or mixer.mlp.activation_name not in SILU:
             return None
         qkv, out, gate_up, down = (each.projections() for each in (self.inputs, self.out, mixer.gate_up, mixer.down))
         if qkv is None or out is None or gate_up is None or down is None:
@@ -158,10 +158,10 @@ class Decoder:
         causal = model.get_base_model() if adapter_names(model) else model
         views, backbone = _views(causal), causal.model
         self.embed, self.norm, self.family = backbone.embed_tokens, backbone.norm, views[0].family
-        self.embedding_scale = scale_of(self.family.embedding_scale, backbone.config)
+        self.embedding_scale = config_scale(self.family.embedding_scale, backbone.config)
         self.dtype, self.device = compute_dtype_of(model), next(model.parameters()).device
         self.head = Linears([causal.get_output_embeddings()], adapters, self.dtype, unpacked)
-        self.to_logits = configured_head(backbone.config)
+        self.to_logits = head_from_config(backbone.config)
         self.layers = [_layer(view, (adapters, self.dtype, unpacked)) for view in views]
         self.attending = [layer for layer in self.layers if isinstance(layer, Attending)]
         ropes = {layer.attention.rope for layer in self.attending}
@@ -231,7 +231,7 @@ class Decoder:
 
     def _leave(self, half: Half, x: Tensor) -> Tensor:
         """What joins the residual stream."""
-        x = x if half.leave is None else self.normed(half.leave, x)[0]
+        x = x if half.output_norm is None else self.normed(half.output_norm, x)[0]
         return x if half.scale == 1 else x * half.scale
 
     def rotated(self, layer: Attending, q: Tensor, k: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
@@ -247,7 +247,7 @@ class Decoder:
             q, k = (self.normed(norm, x)[0] for norm, x in zip(norms, (q, k), strict=True))
         if not attention.rotates:
             return q, k
-        q, k, *angles_ = attention.in_halves(q, k, *angles)
+        q, k, *angles_ = attention.half_rotation(q, k, *angles)
         rope_(q, k, *angles_, False)
         return q, k
 

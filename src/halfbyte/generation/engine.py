@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..modeling.adapters import compute, no_input_casts
-from ..modeling.keywords import cache_name
-from ..modeling.layer import causal_lm_of, epsilon
+from ..modeling.adapters import compute_autocast, no_input_casts
+from ..modeling.layer import cache_keyword, causal_lm_of, epsilon
 from ..ops.attention import Spans
 from ..ops.decode_attention import decode_attention, store, store_both_
 from ..ops.decode_layers import Run, Stack, one_launch
@@ -237,7 +236,7 @@ class StockEngine:
                 "generate for each adapter in a call of its own",
             )
         self.model, self.adapter, self.sharded = model, adapters[0], sharded(model)
-        self.cache_name = cache_name(causal_lm_of(model))
+        self.cache_name = cache_keyword(causal_lm_of(model))
         self.cache: Any = None
         self.tokens = self.mask = torch.empty(0)
 
@@ -257,7 +256,7 @@ class StockEngine:
         keys = {"attention_mask": self.mask, name: self.cache, "use_cache": True}
         last = (context_length(model) or self.mask.shape[1]) - 1  # rows that have ended may run beyond it
         positions = (self.mask.cumsum(-1) - 1).clamp_(0, last)[:, -tokens.shape[1] :]
-        with self._adapter(), no_input_casts(model), compute(model):
+        with self._adapter(), no_input_casts(model), compute_autocast(model):
             result = model(input_ids=tokens, position_ids=positions, logits_to_keep=int(watch is None), **keys)
         if watch is not None:
             watch(0, result.logits)

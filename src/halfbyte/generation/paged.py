@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..autograd.attention import varying
 from ..modeling.head import Head
-from ..modeling.packed_forwards import groups
+from ..modeling.packed_forwards import length_groups
 from ..ops.attention import spans
 from ..ops.paged_attention import PAGE, Shared, paged_attention, rope_store_paged_, store_paged
 from .decoder import Angles, Attending, Decoder, Recurring, prompt_attention, scored_attention
@@ -101,7 +101,7 @@ class PagedDecoder(Decoder):
         """Documents of like length together; those beyond the seats have none."""
         seat_of = dict(zip(bounds, seats, strict=False))
         found = []
-        for index, real in groups(list(bounds)):
+        for index, real in length_groups(list(bounds)):
             own = to_device([seat_of.get(begin, 0) for begin in index[:, 0].tolist()], self.device)
             found.append(Rows.of(index.to(self.device), real.to(self.device), own))
         return found

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..modeling.families import FAMILIES, Family, of_config
-from ..modeling.layer_sizes import widest
+from ..modeling.config_facts import max_layer_sizes
+from ..modeling.families import FAMILIES, Family, family_of_config
 from ..utils.errors import ModelError
 from ..utils.notices import notice
 
 
 def head_dim(config: Any) -> int:
     """Size of an attention head."""
-    return widest(config).head_dim
+    return max_layer_sizes(config).head_dim
 
 
 def experts_of(config: Any, family: Family) -> int:
@@ -49,7 +49,7 @@ def checked_family(config: Any) -> Family:
     Raises:
         ModelError: a family, or a key of the config, that the file could not stand for.
     """
-    family = of_config(config)
+    family = family_of_config(config)
     if family is None or not family.gguf.arch:
         known = ", ".join(sorted(each.model_type for each in FAMILIES if each.gguf.arch))
         raise ModelError(f"GGUF export does not know {config.model_type} models", f"it knows {known}")

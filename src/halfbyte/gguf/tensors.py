@@ -18,7 +18,7 @@ from torch import Tensor
 from ..formats import Format
 from ..formats.base import entry_name
 from ..modeling.architectures import auto_class, quantizable
-from ..modeling.families import Experts, Family, of_config
+from ..modeling.families import Experts, Family, family_of_config
 from ..reading.gguf import DAMAGED
 from ..tensor import QuantizedTensor
 from ..utils.errors import CheckpointError, ModelError
@@ -388,7 +388,7 @@ def entries(file: GgufFile, config: Any, keep: bool = False) -> list[Entry]:
     """
     with torch.device("meta"):
         model = auto_class(config).from_config(config)
-    family = of_config(config)
+    family = family_of_config(config)
     assert family is not None
     reader = _Reader(file, Layout(config, family))
     linears = {f"{name}.weight" for name in quantizable(model)}

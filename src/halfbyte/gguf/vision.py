@@ -16,7 +16,7 @@ from typing import Any
 from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGUFType, GGUFWriter, TensorNameMap, get_tensor_name_map
 from torch import Tensor
 
-from ..modeling.families import Tower, of_config, tower_of, towers
+from ..modeling.families import Tower, family_of_config, tower_of, towers
 from ..reading import look, read_json
 from ..utils.errors import CheckpointError, ModelError
 from ..utils.notices import notice
@@ -70,7 +70,7 @@ def vision_of(config: Any, folder: Path, names: list[str]) -> Vision | None:
     if not beside:
         return None
     tower = tower_of(config)
-    text = of_config(config.get_text_config())
+    text = family_of_config(config.get_text_config())
     if tower is None and text and text.package == config.model_type and text.gguf.text_alone:
         notice(
             f"gguf-{config.model_type}",

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from peft import PeftModel
 from torch import Tensor, nn
 
-from ..modeling.head import aligned_log_probs_at, hidden_at, log_probs_at
-from ..modeling.head import log_probs_beside as _log_probs_beside
+from ..modeling.head import aligned_log_probs_at, hidden_states_at, log_probs_at
+from ..modeling.head import log_probs_with_extra as _log_probs_with_extra
 from ..modeling.layer import causal_lm_of
 from ..utils.errors import ModelError
 from .base import Batch
@@ -40,7 +40,7 @@ def log_probs(model: nn.Module, batch: Batch) -> Tensor:
 def log_probs_beside(model: nn.Module, batch: Batch, beside: Batch) -> tuple[Tensor, Tensor]:
     """The same, and without a gradient those of further answers to its prompts, laid out behind it."""
     asked, theirs = ((each["at"], each["wanted"]) for each in (batch, beside))
-    return _log_probs_beside(model, model_inputs(batch), asked, model_inputs(beside), theirs)
+    return _log_probs_with_extra(model, model_inputs(batch), asked, model_inputs(beside), theirs)
 
 
 def reference_log_probs_beside(model: nn.Module, batch: Batch, beside: Batch) -> tuple[Tensor, Tensor]:
@@ -141,7 +141,7 @@ def shared_lengths(counts: Tensor, answer: Tensor) -> Tensor:
 def score(model: nn.Module, batch: Batch, at: str = "ends") -> Tensor:
     """What the head `score` makes of the tokens at the batch's positions `at` (default: each document's last): fp32
     [N, labels of the head], differentiable."""
-    hidden = hidden_at(model, model_inputs(batch), batch[at])
+    hidden = hidden_states_at(model, model_inputs(batch), batch[at])
     head = causal_lm_of(model).score
     with torch.autocast(hidden.device.type, enabled=False):  # the head may be in 16 bits, as adapters are
         bias = None if head.bias is None else head.bias.float()

@@ -129,9 +129,9 @@ class Method(ABC):
         """
         data = self.prepare(config, tokenizer)
         if self.shares and model_config is not None:
-            from ..modeling.shared_prefix import why_apart
+            from ..modeling.shared_prefix import unshared_reason
 
-            if why := why_apart(config, model_config):
+            if why := unshared_reason(config, model_config):
                 notice("prompts-apart", f"each answer is computed with a prompt of its own: {why}")
             data = replace(data, shared=not why)
         return self.documents(config, data)
@@ -187,7 +187,7 @@ class Method(ABC):
     def sums(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Forward: the sums of a batch, 0-d float32, by name and in the order of `numbers.trained`.
 
-        The one called "loss" is differentiable. The forward of a frozen model in 16 bits runs inside `compute`.
+        The one called "loss" is differentiable. The forward of a frozen model in 16 bits runs inside `compute_autocast`.
 
         Args:
             batch: on the model's device.

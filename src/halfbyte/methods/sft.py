@@ -54,13 +54,13 @@ class SupervisedFineTuning(Method):
 
     def sums(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         from ..modeling.head import causal_lm_loss
-        from ..modeling.routers import REAL, routers_of
+        from ..modeling.routers import REAL_TOKENS, tracked_routers
 
         if not self.balance:
             return {"loss": causal_lm_loss(model, batch)[0]}
-        routers = routers_of(model)
+        routers = tracked_routers(model)
         assert routers is not None
-        loss, count = causal_lm_loss(model, {key: value for key, value in batch.items() if key != REAL})
+        loss, count = causal_lm_loss(model, {key: value for key, value in batch.items() if key != REAL_TOKENS})
         balance = routers.loss(loss, batch["labels"].numel()) * count
         return {"loss": loss + self.balance * balance if model.training else loss, "aux_loss": balance}
 
@@ -74,12 +74,12 @@ def _with_real(collate: Collate) -> Collate:
     def collated(rows: list[dict[str, Any]]) -> dict[str, Any]:
         import torch
 
-        from ..modeling.routers import REAL
+        from ..modeling.routers import REAL_TOKENS
 
         batch = collate(rows)
         lengths = torch.tensor([len(row["input_ids"]) for row in rows])
         count, width = batch["input_ids"].shape
         lengths = lengths if count == len(rows) else lengths.sum()[None]
-        return {**batch, REAL: (torch.arange(width) < lengths[:, None]).long()}
+        return {**batch, REAL_TOKENS: (torch.arange(width) < lengths[:, None]).long()}
 
     return collated

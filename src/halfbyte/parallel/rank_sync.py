@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..data.collate import DOCUMENTS
-from ..modeling.routers import REAL
+from ..modeling.routers import REAL_TOKENS
 from ..ops import IGNORE_INDEX
 from ..train.sampler import COUNTS
 from . import Mesh
@@ -28,7 +28,7 @@ from .context.model import bounds_of_longer
 Batch = dict[str, Any]
 AGREED = "agreed"  # in a micro-batch: what was agreed of its shapes
 TOGETHER = ("shard", "context", "tensor")  # along these, forwards and backwards exchange tensors that a graph can hold
-WIDE = ("input_ids", "labels", "position_ids", "attention_mask", REAL)  # [rows, width]
+WIDE = ("input_ids", "labels", "position_ids", "attention_mask", REAL_TOKENS)  # [rows, width]
 BOUNDS, LONGEST = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k")
 BITS = 48  # of a number that stands for shapes
 

@@ -18,7 +18,7 @@ from ..config.combinations import wide
 from ..config.policy import DISTILLING, SAMPLING
 from ..memory import host
 from ..memory.batches import Batches, Shape
-from ..modeling.packed_forwards import LIKE
+from ..modeling.packed_forwards import MIN_LENGTH_RATIO
 from ..optim import OPTIMIZERS, trained_parameters
 from ..parallel.pipeline.model import cut_model
 from ..parallel.pipeline.simulation import Seconds
@@ -103,7 +103,7 @@ def estimate(
     capacity -= (others := beside(config, target, shapes.dtype.itemsize)).bytes
     batches = (batches or Batches.of_full_rows(config)).longer(1 / layout.context)
     if shapes.packed_way == "unpacked":  # into rows that are padded
-        batches = batches.longer(1 / LIKE)
+        batches = batches.longer(1 / MIN_LENGTH_RATIO)
     options: Any = {"config": config, "card": card, "on_host": on_host, "graphs": shapes.packed_in_graphs}
     plan = _with_experts(shapes, batches, capacity, layout, options)
     if layout.pipeline > 1 and not plan.activation_checkpointing:  # which changes where the model is cut
@@ -446,7 +446,9 @@ class _Planner:
             layer = Seconds(self.usual.forward_seconds, self.usual.backward_seconds + again, again)
             head = Seconds(head_seconds(self.usual, self.vocabulary), 0.0)
         cut = cut_model(self.shapes.causal_lm, self.config.pipeline_schedule, ranks, window, recomputed)
-        return line(cut, [layer] * self.depth, head, window, ahead=self.layout.shard == 1)  # as `train.pipeline_run` has it
+        return line(
+            cut, [layer] * self.depth, head, window, ahead=self.layout.shard == 1
+        )  # as `train.pipeline_run` has it
 
     def _step(self, batch: Shape, choice: Choice) -> Step:
         """A replay with one layer at each level that may be asked about."""

@@ -20,7 +20,7 @@ from typing import Any
 from ..config import Level
 from ..memory.batches import Shape
 from ..memory.levels import LEVELS, OFFLOADED, TILE_ROWS
-from ..modeling.layer_sizes import widest
+from ..modeling.config_facts import max_layer_sizes
 from ..modeling.routers import EXPERT_COUNTS, TOP_K
 from .cards import H200, Card
 from .replay import LayerBytes
@@ -82,15 +82,15 @@ class LayerCost:
     @classmethod
     def of(cls, text_config: Any, *, rows: int, length: int, **keys: Any) -> LayerCost:
         """From a transformers config of a text model; `keys`: the other fields."""
-        sizes = widest(text_config)
+        sizes = max_layer_sizes(text_config)
         return cls(
             tokens=rows * length,
             length=length,
             hidden=text_config.hidden_size,
             inner=mlp_width(text_config, chosen=True),
             stored=mlp_width(text_config, chosen=False),
-            queries=sizes.heads * sizes.head_dim,
-            keys=sizes.key_heads * sizes.head_dim,
+            queries=sizes.query_width,
+            keys=sizes.key_width,
             **keys,
         )
 
@@ -189,8 +189,8 @@ def mlp_width(text_config: Any, *, chosen: bool) -> int:
     """Width of a layer's MLP; of a mixture that of all its experts, or of those alone that a token goes to."""
     experts = next((count for key in EXPERT_COUNTS if (count := getattr(text_config, key, None) or 0) > 1), 1)
     if experts == 1:
-        return widest(text_config).inner
-    each = getattr(text_config, "moe_intermediate_size", None) or widest(text_config).inner
+        return max_layer_sizes(text_config).mlp_width
+    each = getattr(text_config, "moe_intermediate_size", None) or max_layer_sizes(text_config).mlp_width
     top_k = next((getattr(text_config, key) for key in TOP_K if hasattr(text_config, key)), 1)
     return each * (top_k if chosen else experts) + (getattr(text_config, "shared_expert_intermediate_size", None) or 0)
 

@@ -25,8 +25,8 @@ from typing import Any
 from torch import nn
 
 from ..config import Parallel
+from ..modeling.config_facts import max_layer_sizes
 from ..modeling.layer import causal_lm_of
-from ..modeling.layer_sizes import widest
 from ..parallel.pipeline.model import Cut
 from ..parallel.pipeline.partition import stage_seconds
 from ..parallel.pipeline.simulation import Seconds, simulate
@@ -211,7 +211,7 @@ def rank_config(model_config: Any, layout: Parallel) -> Any:
         return model_config
     changed = copy.deepcopy(model_config)
     text = changed.get_text_config()
-    sizes = widest(text)
+    sizes = max_layer_sizes(text)
     if not vars(text).get("head_dim"):
         text.head_dim = sizes.head_dim
     text.num_attention_heads = sizes.heads // ways

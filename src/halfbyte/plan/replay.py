@@ -29,9 +29,9 @@ from torch._subclasses.fake_tensor import (
 )
 
 from ..formats import Format
-from ..modeling.adapters import compute, no_input_casts
+from ..modeling.adapters import compute_autocast, no_input_casts
 from ..modeling.attention import Implementation
-from ..modeling.head import backbone_inputs, described_head
+from ..modeling.head import backbone_inputs, expected_head
 from ..modeling.layer import causal_lm_of
 from ..modeling.patch import patch
 from ..ops.cross_entropy import Objective
@@ -159,11 +159,11 @@ def replay(
         ledger.ignore(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
         with no_input_casts(model, where.dtype), ledger, kernels(ledger, where.type), _rounding(where.type):
             if not model.training:
-                with torch.no_grad(), compute(model, where.dtype):
+                with torch.no_grad(), compute_autocast(model, where.dtype):
                     _loss(model, batch, ledger, where)
                 return Step(0, (), ledger.peak, 0)
             moments = _Moments(ledger, [model.get_submodule(name) for name in layers])
-            with compute(model, where.dtype):
+            with compute_autocast(model, where.dtype):
                 loss = _loss(model, batch, ledger, where)
             moments.in_forward = False
             loss.backward()
@@ -281,7 +281,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 def _loss(model: Any, batch: dict[str, Tensor], ledger: Ledger, where: Where) -> Tensor:
     """`modeling.head.causal_lm_loss`, which asks numbers how the head works."""
-    labels, head = torch.zeros_like(batch["input_ids"]).reshape(-1), described_head(model)
+    labels, head = torch.zeros_like(batch["input_ids"]).reshape(-1), expected_head(model)
     inputs = backbone_inputs(model, batch)
     if isinstance(head, str):
         logits = model(**inputs, use_cache=False).logits

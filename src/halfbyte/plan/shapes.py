@@ -17,20 +17,21 @@ from ..data.collate import PackedCollator
 from ..layers import QuantizedLinear, hold_table, quantized_parameter
 from ..layers.expert_adapters import expert_wrappers
 from ..layers.experts import names_of
-from ..loading.assignment import left_whole, stored_formats, stored_names
-from ..loading.expert_stacks import store_stacks
+from ..loading.assignment import quantized_names, skipped_modules, stored_formats
+from ..loading.expert_stacks import prepare_stacks
 from ..memory.batches import Shape
 from ..memory.expert_offload import layers_of_experts
 from ..memory.levels import TILE_ROWS
 from ..modeling import recurrent
 from ..modeling.adapters import add_adapter
-from ..modeling.architectures import auto_class, beside_text, expert_stacks, per_layer_tables, quantizable
-from ..modeling.attention import Implementation, has_sinks, implementation
-from ..modeling.cast_cache import in_their_place
-from ..modeling.checkpointing import recompute_as_transformers
-from ..modeling.families import of_config
+from ..modeling.architectures import auto_class, expert_stacks, non_text_modules, per_layer_tables, quantizable
+from ..modeling.attention import Implementation, implementation
+from ..modeling.cast_cache import cast_replacements
+from ..modeling.checkpointing import enable_checkpointing
+from ..modeling.config_facts import default_attention, has_sinks
+from ..modeling.families import family_of_config
 from ..modeling.layer import causal_lm_of, decoder_layers
-from ..modeling.packing import isolate_like
+from ..modeling.packing import isolate_tiny_model
 from ..modeling.patch import EXPERTS, PatchReport, patch, patch_attention, unpatch
 from ..parallel.tensor.model import divided_along
 from ..qat.model import fake_quantize_linears, qat_format
@@ -90,9 +91,7 @@ class ModelShapes:
     def _build(self, model_config: Any) -> Any:
         stored = dtype_named(self.run.precision.weights, self.device)
         options: dict[str, Any] = {"trust_remote_code": self.run.origin.trust_remote_code, "dtype": stored}
-        attention = self.config.attn_implementation
-        if attention is None and getattr(model_config.get_text_config(), "attn_logit_softcapping", None):
-            attention = "eager"  # as `loading.load` does
+        attention = self.config.attn_implementation or default_attention(model_config.get_text_config())
         if attention in ("eager", "sdpa"):  # kernels of packages stand behind sdpa's numbers
             options["attn_implementation"] = attention
         if hasattr(model_config, "quantization_config"):
@@ -106,13 +105,13 @@ class ModelShapes:
     def _store(self, model_config: Any) -> None:
         """Have the linear layers stored, and the tower frozen, as `load_model` does."""
         model, storage = self.causal_lm, self.run.storage
-        for name in beside_text(model):
+        for name in non_text_modules(model):
             model.get_submodule(name).requires_grad_(False)
         if storage.quantized:
             stored: Any = getattr(model_config, "quantization_config", None) or {}
-            skip = left_whole(stored)
+            skip = skipped_modules(stored)
             linears = quantizable(model, skip)
-            tables = per_layer_tables(model, skip, stored_names(stored) if stored else None)
+            tables = per_layer_tables(model, skip, quantized_names(stored) if stored else None)
             names = [*linears, *expert_stacks(model, skip), *tables]
             formats = stored_formats(storage, model_config, model, names)
             for name in formats.keys() & linears.keys():
@@ -120,7 +119,7 @@ class ModelShapes:
             for name in formats.keys() & tables.keys():
                 hold_table(tables[name])
                 tables[name].weight = quantized_parameter(tables[name].weight, formats[name])
-            for name, module in store_stacks(model, formats, skip, bool(stored)).items():
+            for name, module in prepare_stacks(model, formats, skip, bool(stored)).items():
                 leaf = name.rpartition(".")[2]
                 stack = QuantizedTensor.quantize(getattr(module, leaf), formats[name].stacked())
                 setattr(module, leaf, nn.Parameter(stack, requires_grad=False))
@@ -195,7 +194,7 @@ class ModelShapes:
         Raises:
             ConfigError: nothing keeps them apart.
         """
-        family = of_config(self.text_config)
+        family = family_of_config(self.text_config)
         known = family is not None and family.mixer is None and not family.own_layer
         known = known and (self.config.use_kernels or not has_sinks(self.text_config))  # whose masks get no positions
         if not (self.config.packing or self.config.padding_free) or known:
@@ -203,7 +202,9 @@ class ModelShapes:
         key, trust = "packing" if self.config.packing else "padding_free", self.config.trust_remote_code
         try:
             with silent():
-                return isolate_like(self.causal_lm.config, PackedCollator(0), key=key, trust_remote_code=trust).way
+                return isolate_tiny_model(
+                    self.causal_lm.config, PackedCollator(0), key=key, trust_remote_code=trust
+                ).way
         except ConfigError:
             raise
         except Exception:  # whatever the model's own code says to sizes that were not made for it; the run asks again
@@ -212,10 +213,10 @@ class ModelShapes:
     @functools.cached_property
     def packed_in_graphs(self) -> bool:
         """Whether keeping packed documents apart waits for nothing on the device."""
-        family = of_config(self.text_config)
+        family = family_of_config(self.text_config)
         fused = self.config.use_kernels and self.device.type != "cpu"
         if family is not None and family.mixer is not None and fused and self.packed_way == "bounds":
-            return recurrent.waits_for_nothing()  # a GPU's layers are told, where this model's were on a CPU
+            return recurrent.avoids_device_sync()  # a GPU's layers are told, where this model's were on a CPU
         return self.packed_way == "positions"
 
     # --- what comes and goes -----------------------------------------------------------------------------------------
@@ -307,7 +308,7 @@ class ModelShapes:
 
     def factors(self) -> tuple[int, int]:
         """Bytes of what is trained and read by products alone: in its own dtype, and in theirs."""
-        pairs = in_their_place(self.model, self.dtype)
+        pairs = cast_replacements(self.model, self.dtype)
         return sum(factor.nbytes for factor, _ in pairs), sum(held.nbytes for _, held in pairs)
 
     def copied(self, trained: int) -> int:
@@ -348,7 +349,7 @@ class ModelShapes:
                     f"{type(causal_lm).__name__} does not support activation checkpointing",
                     "set activation_checkpointing: false",
                 )
-            recompute_as_transformers(causal_lm)
+            enable_checkpointing(causal_lm)
         where = Where(self.device.type, self.dtype, self._attention, bool(self._patched.fused))
         prefix = "base_model.model." if self.run.adapter else ""
         counted = [prefix + name for name in names]

@@ -14,7 +14,7 @@ from halfbyte.data.prepare import PreparedData
 from halfbyte.generation.stops import stop_tokens
 from halfbyte.methods.answers import REFERENCE
 from halfbyte.methods.grpo import PolicyOptimization
-from halfbyte.modeling.adapters import compute, load_adapter
+from halfbyte.modeling.adapters import compute_autocast, load_adapter
 from halfbyte.rl.rewards import Rewards, check_columns, read_specs
 from halfbyte.utils.console import Console
 from halfbyte.utils.notices import notice
@@ -133,7 +133,7 @@ def answering(job: OpenRun, loop: TrainingLoop) -> Iterator[None]:
         run.data.train,
         rewards,
         device=device,
-        computing=partial(compute, loop.model, dtype),
+        computing=partial(compute_autocast, loop.model, dtype),
         stops=answer_ends(run.tokenizer, loop.model, run.data),
         file=file,
         shared=run.data.shared,

@@ -14,7 +14,7 @@ from ..config import RunConfig, resolve
 from ..config.combinations import DIVIDE_ROWS, undivided_sizes
 from ..config.schema import PATHS
 from ..data.sources import files_of
-from ..loading.find import look_over
+from ..loading.find import preflight_model
 from ..reading import look, why
 from ..reading.model_config import CONFIG, read_config
 from ..reading.tensors import ADAPTER, ADAPTER_AGAIN, ADAPTER_CONFIG, read_adapter_config, read_header
@@ -53,7 +53,7 @@ def look_over_inputs(config: RunConfig) -> None:
     Raises:
         HalfbyteError: which is not, and what to do.
     """
-    look_over(resolve(config).origin)
+    preflight_model(resolve(config).origin)
     if config.adapter_path:
         with of_key("adapter_path"):
             read_adapter_config(Path(config.adapter_path))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import RunConfig, Storage, load_config, resolve
 from ..config.methods import SCORES
-from ..loading.find import ModelFiles, find_model, look_over, trusted_only
+from ..loading.find import ModelFiles, explain_remote_code, find_model, preflight_model
 from ..reading import read_text
 from ..reading.boundary import answered
 from ..reading.model_config import CONFIG, read_config
@@ -118,7 +118,7 @@ def look_up(name: str, overrides: Iterable[str] = (), dataset: str = "none") -> 
     place = find(name)
     config = saved_config(place, overrides, dataset)
     with _base_named(place):
-        look_over(resolve(config).origin)
+        preflight_model(resolve(config).origin)
     return place, config
 
 
@@ -211,7 +211,7 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none", 
     """
     place, config = look_up(name, overrides, dataset)
     from ..loading.load import load_tokenizer, resolve_dtype
-    from ..modeling.adapters import check_adapter_files, check_base_kept, load_adapter
+    from ..modeling.adapters import check_adapter_files, check_base_unchanged, load_adapter
     from ..qat.model import quantize_trained, round_merged
 
     template = place.adapter / "chat_template.jinja" if place.adapter else None
@@ -227,7 +227,7 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none", 
         check_adapter_files(place.adapter)
     run = resolve(config)
     if place.adapter:
-        check_base_kept(place.adapter, quantized=run.storage.quantized)
+        check_base_unchanged(place.adapter, quantized=run.storage.quantized)
     files = find_model(run.origin)
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
     scheme = run.storage.qat_scheme
@@ -288,5 +288,8 @@ def trained_tokenizer(folder: Path | None, config: RunConfig) -> Any:
 
     if folder is None or not (folder / "tokenizer_config.json").is_file():
         return load_tokenizer(resolve(config).origin, chat_template_path=config.chat_template_path)
-    with trusted_only(str(folder)), answered(f"cannot load the tokenizer in {folder}", "copy the base's files there"):
+    with (
+        explain_remote_code(str(folder)),
+        answered(f"cannot load the tokenizer in {folder}", "copy the base's files there"),
+    ):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)

@@ -16,9 +16,9 @@ from halfbyte.layers.expert_adapters import changed_experts, run_beside
 from halfbyte.layers.expert_targets import by_modules
 from halfbyte.methods.answers import model_inputs
 from halfbyte.methods.base import Batch
-from halfbyte.modeling.adapters import compute, load_adapter_weights, quiet_peft, saved_adapter_config
+from halfbyte.modeling.adapters import compute_autocast, load_adapter_weights, quiet_peft, saved_adapter_config
 from halfbyte.modeling.architectures import expert_stacks
-from halfbyte.modeling.head import causal_lm_loss, hidden_at
+from halfbyte.modeling.head import causal_lm_loss, hidden_states_at
 from halfbyte.ops import IGNORE_INDEX
 from halfbyte.optim import trained_parameters
 from halfbyte.parallel import Mesh
@@ -38,7 +38,7 @@ APART, APART_16 = {torch.float32: 1e-4}, 0.1  # of a token's hidden states; in 1
 def logits(model: nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """[1, T, V] float32 logits of `ids` [1, T], without dropout."""
     model.eval()
-    with compute(model, dtype):
+    with compute_autocast(model, dtype):
         return model(input_ids=ids, use_cache=False).logits.float()
 
 
@@ -51,7 +51,7 @@ def loss_check(model: nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> dict[
     """
     full = logits(model, ids, dtype)
     reference = float(F.cross_entropy(full[0, :-1], ids[0, 1:]))
-    with compute(model, dtype):
+    with compute_autocast(model, dtype):
         loss_sum, count = causal_lm_loss(model, {"input_ids": ids, "labels": ids})
     return first_step(float(loss_sum / count), reference, int(count))
 
@@ -73,7 +73,7 @@ def fused_check(model: nn.Module, ids: torch.Tensor, dtype: torch.dtype, referen
     Raises:
         TrainingError: they differ by more than rounding.
     """
-    with compute(model, dtype):
+    with compute_autocast(model, dtype):
         loss_sum, count = causal_lm_loss(model, {"input_ids": ids, "labels": ids})
     return fused(float(loss_sum / count), reference)
 
@@ -98,8 +98,10 @@ def shared_check(model: nn.Module, shared: Batch, apart: Batch, dtype: torch.dty
     Raises:
         TrainingError: they differ by more than rounding.
     """
-    with compute(model, dtype):
-        found, expected = (hidden_at(model, model_inputs(batch), batch["at"]).float() for batch in (shared, apart))
+    with compute_autocast(model, dtype):
+        found, expected = (
+            hidden_states_at(model, model_inputs(batch), batch["at"]).float() for batch in (shared, apart)
+        )
     real = shared["wanted"] != IGNORE_INDEX
     found, expected = found[real], expected[apart["wanted"] != IGNORE_INDEX]
     off = (found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
@@ -121,7 +123,7 @@ def divided_check(
     Raises:
         TrainingError: they differ by more than rounding.
     """
-    with compute(model, dtype):
+    with compute_autocast(model, dtype):
         loss_sum, _ = causal_lm_loss(model, slice_of({"input_ids": ids, "labels": ids}, mesh))
     loss = mesh.sum(float(loss_sum), ("context",)) / (ids.shape[1] - 1)
     if not abs(loss - reference) <= ROUNDING * abs(reference):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from halfbyte.data.paired import AHEAD
 from halfbyte.methods.base import Batch, Method
-from halfbyte.modeling.adapters import compute
+from halfbyte.modeling.adapters import compute_autocast
 from halfbyte.parallel import ALONE, Mesh
 
 
@@ -18,7 +18,7 @@ class Ahead:
     """Gives each micro-batch the numbers that a method shares among those of a step.
 
     Args:
-        model: that trains, in matrix products of `dtype` (default: see `compute`).
+        model: that trains, in matrix products of `dtype` (default: see `compute_autocast`).
     """
 
     def __init__(self, method: Method, model: nn.Module, dtype: torch.dtype | None = None, mesh: Mesh = ALONE):
@@ -39,7 +39,7 @@ class Ahead:
         """What the method's `ahead` gives of all of `batches`, those of other processes too."""
         found: dict[str, Tensor] = {}
         for batch in batches:
-            with compute(self.model, self.dtype):
+            with compute_autocast(self.model, self.dtype):
                 sums = self.method.ahead(self.model, batch)
             found = {name: found.get(name, 0) + value for name, value in sums.items()}
         return {name: self.mesh.sum(value) for name, value in found.items()}

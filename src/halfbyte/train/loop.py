@@ -33,8 +33,8 @@ from transformers.trainer_utils import speed_metrics
 from halfbyte.config import RunConfig
 from halfbyte.methods import method_of
 from halfbyte.methods.base import Batch, Collate, Rows
-from halfbyte.modeling.adapters import compute
-from halfbyte.modeling.cast_cache import in_their_place
+from halfbyte.modeling.adapters import compute_autocast
+from halfbyte.modeling.cast_cache import cast_replacements
 from halfbyte.ops.fp8_scaling import DelayedScaling
 from halfbyte.optim import OPTIMIZERS, trained_parameters
 from halfbyte.parallel import ALONE, AXES, ROWS, Mesh
@@ -152,7 +152,7 @@ class TrainingLoop:
     def use_stages(self, pipeline: Pipeline, stages: Stages) -> None:
         """From now on run micro-batches through the stages that `model` was cut into."""
         names = [metric.name for metric in self.method.numbers.trained]
-        around = partial(compute, self.model, self.compute_dtype)
+        around = partial(compute_autocast, self.model, self.compute_dtype)
         self.stepper = PipelinedStepper(self._sums, names, self.method.blank, around, pipeline, stages, self.scaler)
         self.gathered = Gathered(self.mesh, stages)
 
@@ -212,7 +212,7 @@ class TrainingLoop:
         elementwise = self.row.elementwise and self.scaler is None
         graphed = isinstance(self.stepper, GraphedStepper)
         alike = self.mesh.ways("shard") > 1 and trains_alike(self.model) and not graphed
-        narrow = partial(in_their_place, self.model, self.compute_dtype)
+        narrow = partial(cast_replacements, self.model, self.compute_dtype)
         self.units = trained_units(self.mesh, self.trained, elementwise=elementwise, alike=alike, narrow=narrow)
         self.units.adopt(self.optimizer)
         warmup = self.args.get_warmup_steps(steps)
@@ -376,7 +376,7 @@ class TrainingLoop:
 
     def _sums(self, batch: Batch) -> dict[str, torch.Tensor]:
         """The sums of a micro-batch."""
-        with compute(self.model, self.compute_dtype):
+        with compute_autocast(self.model, self.compute_dtype):
             return self.method.sums(self.model, batch)
 
     # --- evaluation and checkpoints ----------------------------------------------------------------------------------

@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from halfbyte.generation.decoder import context_length
-from halfbyte.modeling.adapters import adapter_weights, compute
+from halfbyte.modeling.adapters import adapter_weights, compute_autocast
 from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.modeling.patch import PatchReport, patch
-from halfbyte.modeling.recipes import configured_recipe
+from halfbyte.modeling.projections import configured_recipe
 from halfbyte.parallel.pipeline.model import Cut, Stages
 from halfbyte.parallel.pipeline.runtime import Pipeline
 from halfbyte.reading.tensors import ADAPTER, read_tensors
@@ -64,7 +64,7 @@ def make_ready(
     run: PreparedRun, loop: TrainingLoop, stepper: PipelinedStepper, ids: Tensor
 ) -> tuple[dict[str, Any], PatchReport | None]:
     """Patch the stages of this process, and check the loss before and after."""
-    device, around = run.machine.device, partial(compute, loop.model, run.machine.compute_dtype)
+    device, around = run.machine.device, partial(compute_autocast, loop.model, run.machine.compute_dtype)
     loss, reference = first_losses(stepper, ids, around)
     results, report = {"first_step": checks.first_step(loss, reference, ids.shape[1] - 1)}, None
     assert run.cut is not None

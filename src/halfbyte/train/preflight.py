@@ -23,10 +23,11 @@ from halfbyte.loading.find import ModelFiles, find_model
 from halfbyte.loading.load import check_attention, check_stored, load_tokenizer, resolve_dtype
 from halfbyte.methods import Method, method_of
 from halfbyte.methods.preference import with_all_it_has
-from halfbyte.modeling.adapters import check_adapter_files, check_base_kept
-from halfbyte.modeling.limits import check_positions, check_token_ids
-from halfbyte.modeling.recipes import check_recipe, configured_recipe
-from halfbyte.modeling.routers import check_balanced
+from halfbyte.modeling.adapters import check_adapter_files, check_base_unchanged
+from halfbyte.modeling.architectures import check_token_ids
+from halfbyte.modeling.projections import check_recipe, configured_recipe
+from halfbyte.modeling.routers import check_balancing
+from halfbyte.modeling.tiny_model import check_positions
 from halfbyte.optim import OPTIMIZERS
 from halfbyte.parallel import ALONE, ROWS, Mesh
 from halfbyte.parallel.context.model import check_divided_like
@@ -161,10 +162,10 @@ def prepare_run(
     check_attention(files.config, config.attn_implementation, machine.device, trains=True)
     if config.adapter_path:
         check_adapter_files(Path(config.adapter_path))
-        check_base_kept(Path(config.adapter_path), quantized=sections.storage.quantized)
+        check_base_unchanged(Path(config.adapter_path), quantized=sections.storage.quantized)
     shapes = ModelShapes(config, files.config, machine.device)
     check_layout(layout, config, shapes)
-    check_balanced(shapes.causal_lm, config.router_aux_loss_coef)
+    check_balancing(shapes.causal_lm, config.router_aux_loss_coef)
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
     data = _read_data(config, method, shapes, tokenizer, checkpoint, mesh, console)
     config, layout = _laid_out(config, files, machine, data, shapes, mesh, layout, console)

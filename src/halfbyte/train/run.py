@@ -29,14 +29,14 @@ from halfbyte.memory.host import HEAP_WASTE, return_large_blocks
 from halfbyte.memory.limit import FIRST_KERNELS, held_to
 from halfbyte.methods.answers import turn_dropout_off
 from halfbyte.methods.base import Collate
-from halfbyte.modeling.adapters import add_adapter, compute, no_input_casts, reads_base
-from halfbyte.modeling.attention import planned_lengths
-from halfbyte.modeling.checkpointing import recompute_as_transformers
+from halfbyte.modeling.adapters import add_adapter, compute_autocast, no_input_casts, reads_base_weights
+from halfbyte.modeling.attention import cudnn_lengths
+from halfbyte.modeling.checkpointing import enable_checkpointing
 from halfbyte.modeling.layer import decoder_layers
-from halfbyte.modeling.packing import isolate_run, release
+from halfbyte.modeling.packing import isolate_for_run, remove_isolation
 from halfbyte.modeling.patch import PatchReport, patch, patch_attention, unpatch
-from halfbyte.modeling.recipes import configured_recipe
-from halfbyte.modeling.routers import watched
+from halfbyte.modeling.projections import configured_recipe
+from halfbyte.modeling.routers import track_routers
 from halfbyte.optim import trained_parameters
 from halfbyte.parallel import SLICES, present_mesh
 from halfbyte.parallel.context.model import divided
@@ -171,7 +171,7 @@ def _settings(run: PreparedRun) -> Iterator[None]:
     with (
         held_to(run.machine.device, _most_bytes(run)),
         repeatable(run.config, run.machine.device),
-        planned_lengths(lengths_worth_plans(run)),
+        cudnn_lengths(lengths_worth_plans(run)),
     ):
         yield
 
@@ -208,7 +208,7 @@ def _run(job: OpenRun, console: Console) -> RunResult:
             _train(job, loop, console)
         after = _answers(run, loop)
         measured |= _peaks(device, loop, measured["base_bytes"])
-        release(model)
+        remove_isolation(model)
         unpatch(model)
         results |= _save(job, loop, ids)
     found = results["reproducible"] = verdict(run.config, device, report)
@@ -228,12 +228,12 @@ def _experts_watched(job: OpenRun, loop: TrainingLoop, console: Console) -> Iter
     if isinstance(loop.stepper, PipelinedStepper):  # each process has some of the layers
         yield
         return
-    with watched(loop.model, balanced=bool(job.prepared.config.router_aux_loss_coef)) as routers:
+    with track_routers(loop.model, balanced=bool(job.prepared.config.router_aux_loss_coef)) as routers:
         if routers is not None:
-            loop.stepper.sums = routers.counting(loop.stepper.sums)
+            loop.stepper.sums = routers.counted(loop.stepper.sums)
         yield
         if routers is not None:
-            found = routers.use(job.prepared.mesh)
+            found = routers.usage(job.prepared.mesh)
             if job.prepared.mesh.is_main:
                 write_json(job.output / EXPERTS, found)
             console.print(said_of_experts(found))
@@ -269,7 +269,7 @@ def _make_ready(
         console.print(f"attention: {said}")
         results["fused"] = checks.fused_check(model, ids, dtype, results["first_step"]["loss"])
     plain = make_collator(run.config, run.tokenizer, device)
-    isolation = isolate_run(model, run.config, plain, run.data.train, dtype, run.mesh)
+    isolation = isolate_for_run(model, run.config, plain, run.data.train, dtype, run.mesh)
     if isolation is not None:
         results["isolation"] = isolation.document()
     if run.data.shared:
@@ -310,7 +310,9 @@ def _trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
     measured["base_bytes"] = memory_now(device)
     how: dict[str, Any] = {"device": device, "attn_implementation": run.config.attn_implementation, "mesh": run.mesh}
     adapter, storage = run.sections.adapter, run.sections.storage
-    if adapter and storage.qat_scheme is None and not reads_base(adapter):  # else all layers are looked at first
+    if (
+        adapter and storage.qat_scheme is None and not reads_base_weights(adapter)
+    ):  # else all layers are looked at first
         slices = run.mesh.wide(SLICES) if run.mesh.layout.slices > 1 else ()
         products = run.mesh.wide(("tensor",))
         how["along"] = () if slices and products else slices or products  # what is cut twice is loaded whole
@@ -323,7 +325,7 @@ def _trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
     if run.config.method != "sft" and run.config.disable_dropout:
         turn_dropout_off(model)
     if run.plan.activation_checkpointing and not run.plan.levels:
-        recompute_as_transformers(model)
+        enable_checkpointing(model)
     if adapter:
         model = add_adapter(model, adapter, scores=run.method.scores)
         if run.mesh.size == 1:
@@ -360,7 +362,7 @@ def _answers(run: PreparedRun, loop: TrainingLoop) -> list[str]:
     new, ends = run.config.sample_max_new_tokens, run.data.report.get("stop_tokens", [])
     stops = stop_tokens(run.tokenizer, loop.model, ends)
     if isinstance(loop.stepper, PipelinedStepper):
-        around = partial(compute, loop.model, run.machine.compute_dtype)
+        around = partial(compute_autocast, loop.model, run.machine.compute_dtype)
         how = run.tokenizer, run.prompts, around
         return pipeline_run.answer(loop.stepper, *how, max_new_tokens=new, stops=stops)
     return samples.answer(loop.model, run.tokenizer, run.prompts, max_new_tokens=new, stops=stops)

@@ -20,11 +20,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...modeling.attention import DIVIDED, DIVIDED_OWN, NAME, OWN, has_sinks, is_capped, metadata, register
+from ...modeling.attention import (
+    ATTENTION_NAME,
+    CONTEXT_NAME,
+    CONTEXT_SCORES_NAME,
+    SCORES_NAME,
+    metadata,
+    register,
+)
+from ...modeling.config_facts import has_sinks, is_capped
 from ...modeling.head import backbone_inputs
 from ...modeling.layer import causal_lm_of
-from ...modeling.packed_forwards import is_wrapped, own_forward, unwrap, wrap
-from ...modeling.tiny import tiny_model
+from ...modeling.packed_forwards import is_wrapped, unwrap, wrap, wrapped_forward
+from ...modeling.tiny_model import tiny_model
 from ...ops import IGNORE_INDEX
 from ...utils.errors import ConfigError
 from .. import Context, Mesh
@@ -108,11 +116,13 @@ def _divided(causal_lm: Any) -> Iterator[None]:
 def _divided_name(causal_lm: Any, config: Any) -> str:
     """Of an attention that knows of slices, and that computes what the model's does."""
     capped, name = is_capped(config), config._attn_implementation
-    if name in (NAME, OWN) and not has_sinks(config):  # whose heads' sinks would have to go where the heads go
+    if name in (ATTENTION_NAME, SCORES_NAME) and not has_sinks(
+        config
+    ):  # whose heads' sinks would have to go where the heads go
         return name
     if name != ("eager" if capped else "sdpa"):
         raise ConfigError(*_unknown_attention(name, "eager" if capped else "sdpa" if causal_lm._supports_sdpa else ""))
-    return DIVIDED_OWN if capped else DIVIDED
+    return CONTEXT_SCORES_NAME if capped else CONTEXT_NAME
 
 
 def _unknown_attention(name: str, known: str) -> tuple[str, str]:
@@ -122,7 +132,7 @@ def _unknown_attention(name: str, known: str) -> tuple[str, str]:
 
 def divided_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """A backbone's forward; of a slice, its attention is told of the whole rows."""
-    own, kwargs = own_forward(self, args, kwargs)
+    own, kwargs = wrapped_forward(self, args, kwargs)
     context: Context | None = kwargs.get(CONTEXT)
     if context is None:
         return own(**kwargs)
@@ -135,7 +145,7 @@ def _of_attention(module: Any, tokens: Tensor, context: Context, whole: Mapping[
     """What attention reads of whole rows: where documents begin, or transformers' masks."""
     backbone = getattr(module, "language_model", module)
     rows, length = tokens.shape[0], tokens.shape[1] * context.ways
-    if backbone.config._attn_implementation in (NAME, OWN):
+    if backbone.config._attn_implementation in (ATTENTION_NAME, SCORES_NAME):
         found = metadata(backbone, rows, length, tokens.device, whole)
         if found:
             return found

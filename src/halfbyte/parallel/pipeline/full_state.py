@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte.modeling.adapters import adapter_weights
-from halfbyte.modeling.recipes import scaled_rows
+from halfbyte.modeling.projections import scaling_indices
 from halfbyte.ops.fp8_scaling import DelayedScaling
 from halfbyte.optim import trained_parameters
 from halfbyte.parallel import AXES, Mesh
@@ -84,7 +84,7 @@ class Gathered:
 
     def _rows(self) -> dict[int, list[int]]:
         """Number of a layer of this process → its tensors in the state of a recipe."""
-        found = {index: scaled_rows(layer.modules()) for index, layer in enumerate(self.stages.all)}
+        found = {index: scaling_indices(layer.modules()) for index, layer in enumerate(self.stages.all)}
         return {index: rows for index, rows in found.items() if rows}
 
     def _own(self) -> dict[str, nn.Parameter]:

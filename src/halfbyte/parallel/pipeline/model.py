@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from ...config.combinations import WITHOUT
-from ...modeling.architectures import beside_text
-from ...modeling.cast_cache import fresh_copies
-from ...modeling.head import Head, backbone_inputs, causal_lm_loss, found_head, take_head
+from ...modeling.architectures import non_text_modules
+from ...modeling.cast_cache import use_cast_cache
+from ...modeling.head import Head, backbone_inputs, causal_lm_loss, set_verified_head, verified_head
 from ...modeling.layer import causal_lm_of, decoder_layers
 from ...modeling.patch_record import is_bound
-from ...modeling.tiny import tiny_model
+from ...modeling.tiny_model import tiny_model
 from ...utils.errors import ModelError
 from .partition import chosen, stage_seconds
 from .schedules import Schedule
@@ -50,7 +50,7 @@ class Cut:
 
     def take(self, model: nn.Module, rank: int) -> Stages:
         """The stages of a process, out of its model."""
-        take_head(model, self.head)
+        set_verified_head(model, self.head)
         return Stages(model, self.parts, self.schedule.stages_of(rank))
 
     def elsewhere(self, model: nn.Module, rank: int) -> Callable[[str], bool]:
@@ -263,7 +263,7 @@ class Stages:
         """Before the first forward: those of all stages get their copies, which a stage alone would make of its own."""
         backbone = self.causal_lm.base_model
         if is_bound(backbone):
-            with fresh_copies(backbone):
+            with use_cast_cache(backbone):
                 pass
 
 
@@ -336,21 +336,21 @@ def check_stages(model: nn.Module, trust_remote_code: bool = False, head_alone: 
         head_alone: whether the last stage has no layer.
 
     Returns:
-        Its head, as `modeling.head.found_head` has it.
+        Its head, as `modeling.head.verified_head` has it.
 
     Raises:
         ModelError: they do not, or the model has a vision tower.
     """
     causal_lm = causal_lm_of(model)
     name = type(causal_lm).__name__
-    if beside_text(causal_lm):
+    if non_text_modules(causal_lm):
         raise ModelError(f"parallel: {name} has a vision tower, and only language models are cut into stages", WITHOUT)
     try:
         tiny = tiny_model(causal_lm.config, trust_remote_code=trust_remote_code).requires_grad_(False)
         ids = torch.arange(10, 26).view(2, 8)
         batch = {"input_ids": ids, "labels": ids}
         expected, _ = causal_lm_loss(tiny, batch)
-        head = found_head(tiny, {"input_ids": ids})
+        head = verified_head(tiny, {"input_ids": ids})
         depth = len(decoder_layers(tiny)[1])
         parts = [range(depth // 2), range(depth // 2, depth), *([range(depth, depth)] if head_alone else [])]
         stages, hidden = Stages(tiny, parts, range(len(parts))), None

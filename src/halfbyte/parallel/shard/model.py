@@ -1,7 +1,7 @@
 """A model's frozen layers, of which each process keeps a slice: `parallel.shard.weights` for decoder layers of transformers.
 
 Its place is after quantizing and adapters; activation levels and `patch` may come before or after. Embedding and head,
-which are read beside the layers, are never gathered: each process has its rows of the vocabulary (`divide_vocabulary`).
+which are read beside the layers, are never gathered: each process has its rows of the vocabulary (`shard_vocabulary`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from ...modeling.head import divide_vocabulary, undivided
+from ...modeling.head import shard_vocabulary, vocabulary_unsupported_reason
 from ...modeling.layer import LayerView, causal_lm_of, decoder_layers, layer_view
 from ...utils.errors import ModelError
 from ...utils.notices import notice
@@ -70,10 +70,10 @@ def shard_model(
 
 def _divide_vocabulary(model: nn.Module, mesh: Mesh) -> None:
     axes = mesh.wide(("shard", "tensor"))
-    if axes and (why := undivided(model)):
+    if axes and (why := vocabulary_unsupported_reason(model)):
         notice("vocabulary", f"head and embedding stay whole on each GPU: {why}")
     elif axes:
-        divide_vocabulary(model, mesh, axes)
+        shard_vocabulary(model, mesh, axes)
 
 
 def stays_of(layers: int, kept: Collection[int]) -> list[Stay]:

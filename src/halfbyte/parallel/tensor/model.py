@@ -9,7 +9,7 @@ from torch import nn
 
 from ...config.combinations import DIVIDE_ROWS, undivided_sizes
 from ...layers.plain import read_linear
-from ...modeling.head import divide_vocabulary, undivided
+from ...modeling.head import shard_vocabulary, vocabulary_unsupported_reason
 from ...modeling.layer import Block, LayerView, decoder_layers, layer_view
 from ...tensor import QuantizedTensor
 from ...utils.errors import ModelError
@@ -39,10 +39,10 @@ def divide_products(model: nn.Module, mesh: Mesh) -> None:
             sum_around(half, mesh)
     if mesh.ways("shard") > 1:
         return
-    if why := undivided(model):
+    if why := vocabulary_unsupported_reason(model):
         notice("vocabulary", f"head and embedding stay whole on each GPU: {why}")
     else:
-        divide_vocabulary(model, mesh, (AXIS,))
+        shard_vocabulary(model, mesh, (AXIS,))
 
 
 def check_products(model: nn.Module, ways: int) -> None:

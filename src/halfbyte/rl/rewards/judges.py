@@ -9,7 +9,7 @@ from pathlib import Path
 from ...auxiliary.find import adapter_in, look_over_origin, origin_of
 from ...config import Origin, RunConfig
 from ...config.methods import SCORES
-from ...loading.find import ModelFiles, find_model, look_over, place_of, read_model_config
+from ...loading.find import ModelFiles, find_model, local_origin, preflight_model, read_model_config
 from ...reading.tensors import read_adapter_config
 from ...utils.errors import ConfigError, of_key
 from .specs import MODEL, RewardSpec
@@ -51,7 +51,7 @@ def look_over_judges(config: RunConfig, specs: Sequence[RewardSpec]) -> None:
         with of_key(key_of(path)):
             adapter = adapter_in(path)
             if adapter is None:
-                look_over(_whole_origin(config, path))
+                preflight_model(_whole_origin(config, path))
                 continue
             _kind_of(adapter)
             look_over_origin(origin_of(config, path, adapter), adapter)
@@ -106,7 +106,7 @@ def _whole_origin(config: RunConfig, path: str) -> Origin:
 
 def _whole(config: RunConfig, spec: RewardSpec, path: str) -> JudgeFiles:
     origin = _whole_origin(config, path)
-    place, model_config = place_of(origin), read_model_config(origin)
+    place, model_config = local_origin(origin), read_model_config(origin)
     classes = getattr(model_config, "architectures", None) or [""]
     kind = next((scores for end, scores in WHOLE.items() if str(classes[0]).endswith(end)), None)
     if kind is None:
