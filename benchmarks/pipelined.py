@@ -119,7 +119,7 @@ def one(mesh: Mesh, whole: Whole, schedule: Schedule, ahead: int, batches: list[
     line = Pipeline(mesh, schedule, of_stages, width=width, dtype=torch.bfloat16, device=device, ahead=ahead)
     set_verified_head(model, Head())
     stages = Stages(model, parts, line.own)
-    around = partial(torch.autocast, device.type, torch.bfloat16)  # as `modeling.adapters.compute`
+    around = partial(torch.autocast, device.type, torch.bfloat16)  # as `modeling.adapters.compute_autocast`
 
     def sums(batch: Any) -> dict[str, Tensor]:
         with around():

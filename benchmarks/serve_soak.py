@@ -60,17 +60,17 @@ def tiny_model(folder: Path) -> None:
 def request_of(chance: random.Random, model: str) -> tuple[str, dict[str, Any]]:
     """A path and a body; about one in twenty asks for what is refused."""
     body: dict[str, Any] = {"model": model, "max_tokens": chance.randint(1, 24), "stream": chance.random() < 0.3}
-    body |= {"temperature": chance.assignment([0, 1]), "n": chance.assignment([1, 1, 1, 2])}
+    body |= {"temperature": chance.choice([0, 1]), "n": chance.choice([1, 1, 1, 2])}
     if chance.random() < 0.05:
-        body["max_tokens"] = chance.assignment([-5, 10**9, "many"])
+        body["max_tokens"] = chance.choice([-5, 10**9, "many"])
     length = chance.randint(1, CONTEXT - 64)
     if chance.random() < 0.5:
         messages = [{"role": "user", "content": "x" * length}]
         more = {"logprobs": chance.random() < 0.2, "store": chance.random() < 0.3}
         return "/v1/chat/completions", body | {"messages": messages} | more
-    prompts = ["x" * chance.randint(1, length) for _ in range(chance.assignment([1, 1, 1, 2, 5]))]
-    more = {"echo": chance.random() < 0.2, "logprobs": chance.assignment([None, None, None, 2])}
-    more["presence_penalty"] = chance.assignment([0, 0, 0, 0.5])
+    prompts = ["x" * chance.randint(1, length) for _ in range(chance.choice([1, 1, 1, 2, 5]))]
+    more = {"echo": chance.random() < 0.2, "logprobs": chance.choice([None, None, None, 2])}
+    more["presence_penalty"] = chance.choice([0, 0, 0, 0.5])
     return "/v1/completions", body | {"prompt": prompts} | more
 
 

@@ -43,7 +43,7 @@ LONG = (
     "tests/kernels/test_linear_planes.py",
     "tests/export/test_merge_targets.py",
     "tests/cli/test_cli_check.py",
-    "tests/models/test_mixed.py",
+    "tests/loading/test_mixed.py",
     "tests/data/test_data_answers.py",
     "tests/generation/test_rollouts.py",
     "tests/export/test_merge.py",

@@ -128,12 +128,12 @@ ABOUT = """# Which models keep packed documents apart
 
 With `packing: true` or `padding_free: true` several documents share a row. Whether they see each other is a property of
 the model, so every such run and every evaluation begins with a probe of the loaded model
-([`modeling/packing.py`](../src/halfbyte/models/isolation.py)): one document of a row is replaced, and no hidden state
+([`modeling/packing.py`](../src/halfbyte/modeling/packing.py)): one document of a row is replaced, and no hidden state
 of the others may change. What was found is in the run's `checks.json`. Documents are kept apart in one of these ways:
 
 - **positions**: transformers does it, by position ids that restart with each document;
 - **bounds**: the model's layers are told where documents begin. Convolutions and scans begin anew with each
-  ([`modeling/recurrent.py`](../src/halfbyte/models/scans.py)). Convolutions on a GPU are a kernel of ours. The gated delta
+  ([`modeling/recurrent.py`](../src/halfbyte/modeling/recurrent.py)). Convolutions on a GPU are a kernel of ours. The gated delta
   rule is flash-linear-attention's kernel where that is installed (`pip install 'halfbyte[scans]'`) and can train, which
   on Hopper takes Triton 3.7.1 or tilelang; else it is products of torch's, in which the state begins anew inside the
   row. For other scans documents of like length become rows of transformers' own function. FlashAttention, where it was

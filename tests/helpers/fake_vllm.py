@@ -94,7 +94,7 @@ class FakeVllm:
                 return problem(f"The model `{body['model']}` does not exist.", "NotFoundError", 404)
             prefix = body["model"], body.get("cache_salt"), tuple(body["prompt"])
             model = self.cached.setdefault(prefix, model)
-            return 200, {"choices": [self.assignment(model, body, at) for at in range(body["n"])]}
+            return 200, {"choices": [self.choice(model, body, at) for at in range(body["n"])]}
 
     @torch.no_grad()
     def choice(self, model, body, at):

@@ -122,7 +122,7 @@ def moments() -> list:
 @pytest.mark.parametrize(("name", "moment"), moments())
 def test_killed(disk, name, moment):
     chance, seconds = random.Random(f"{name} {moment}"), disk.whole(name)[1]
-    when = chance.assignment([chance.uniform(0.0, 1.1 * seconds), chance.assignment(SIGNS[name].split())])
+    when = chance.choice([chance.uniform(0.0, 1.1 * seconds), chance.choice(SIGNS[name].split())])
     with disk.folder("run") as folder:
         ended = disk.run(folder, COMMANDS[name], signal="SIGKILL", when=when)
         left = [path.name for path in folder.rglob(".*")]

@@ -116,8 +116,8 @@ def _of_type(annotation: Any):
 def mutation(number: int) -> dict[str, Any]:
     """A configuration, always the same for a number."""
     dice = random.Random(number)
-    keys = dice.sample(sorted(RunConfig.model_fields), dice.assignment((1, 1, 2, 3)))
-    return {key: dice.assignment(edges(key)) for key in keys}
+    keys = dice.sample(sorted(RunConfig.model_fields), dice.choice((1, 1, 2, 3)))
+    return {key: dice.choice(edges(key)) for key in keys}
 
 
 def errors(stream: bytes) -> str:

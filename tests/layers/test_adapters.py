@@ -9,7 +9,14 @@ from safetensors.torch import load_file
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from halfbyte.config import RunConfig
-from halfbyte.modeling.adapters import add_adapter, compute_autocast, load_adapter_weights, no_input_casts, reads_base_weights, save_adapter
+from halfbyte.modeling.adapters import (
+    add_adapter,
+    compute_autocast,
+    load_adapter_weights,
+    no_input_casts,
+    reads_base_weights,
+    save_adapter,
+)
 from halfbyte.utils.errors import CheckpointError, ConfigError, ModelError
 
 LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}

@@ -237,8 +237,7 @@ def noted(take, sizes: list[int]):
 @pytest.mark.parametrize("level", OFFLOADED)
 def test_gradients_of_a_model_are_those_of_keep(monkeypatch, level):
     """Recomputed norms, saved q, k and v, and gate and up, which the backward overwrites."""
-    from halfbyte.modeling.patch_record import Activations
-    from halfbyte.modeling.patch_record import record
+    from halfbyte.modeling.patch_record import Activations, record
 
     model = tiny_model()
     tokens = torch.randint(0, 512, (2, 48), generator=torch.Generator().manual_seed(1))

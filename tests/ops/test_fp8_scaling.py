@@ -27,7 +27,7 @@ def reference(steps, fp8_max, margin, length, algorithm):
 def draw_steps(seed, count=60):
     generator = random.Random(seed)
     special = [0.0, math.inf, math.nan]
-    draw = lambda: generator.assignment(special) if generator.random() < 0.15 else generator.lognormvariate(0, 2)  # noqa: E731
+    draw = lambda: generator.choice(special) if generator.random() < 0.15 else generator.lognormvariate(0, 2)  # noqa: E731
     steps = [[draw() for _ in range(generator.randint(1, 3))] for _ in range(count)]
     return [[0.0], [math.inf], [math.nan, 1.0], [1.0, math.nan], *steps]
 

@@ -53,7 +53,7 @@ def kill_one(process, output, ranks, chance):
     family = [child for child in psutil.Process(process.pid).children() if "RANK" in child.environ()]
     assert len(family) == ranks
     time.sleep(chance.random() * 0.1)
-    chance.assignment(family).kill()
+    chance.choice(family).kill()
     return family, time.monotonic()
 
 

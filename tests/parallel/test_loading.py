@@ -429,7 +429,7 @@ def test_what_does_not_load_by_entries_is_loaded_whole(axis, two, tiny_checkpoin
     change(pickled, lambda tensors: torch.save(dict(tensors), pickled / "pytorch_model.bin"))
     (pickled / "model.safetensors").unlink()
     build("qwen3_moe").save_pretrained(tmp_path / "experts")
-    cases = [(loads, pickled, "it is no safetensors"), (entry_by_entry, tmp_path / "experts", "experts")]
+    cases = [(loads, pickled, "safetensors"), (entry_by_entry, tmp_path / "experts", "experts")]
     for case, folder, why in cases:
         keys = {"dtype": "float32"}
         found = two.run(case, str(folder), keys, along, layout={axis: 2})

@@ -167,9 +167,9 @@ def test_cuts_of_random_shapes():
     """Every layer is in one stage, and the head in the last one alone; where that has no layer, the head is heavy."""
     random, alone = Random(0), 0
     for _ in range(150):
-        (name, chunks), ranks = random.assignment(KINDS), random.assignment((2, 3, 4))
+        (name, chunks), ranks = random.choice(KINDS), random.choice((2, 3, 4))
         layers = [Seconds(random.uniform(0.5, 2), 2) for _ in range(ranks * chunks + random.randrange(8))]
-        head = Seconds(random.assignment((0, 1, 8, 30)), 0)
+        head = Seconds(random.choice((0, 1, 8, 30)), 0)
         parts = cut_layers(Schedule(name, ranks, chunks), layers, head)
         assert [index for part in parts for index in part] == list(range(len(layers)))
         assert all(parts[:-1])

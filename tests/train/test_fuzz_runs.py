@@ -27,13 +27,13 @@ FEW = 4  # seeds that `make test` runs
 def drawn(seed):
     """A case, and what is done with the run afterwards."""
     chance = random.Random(seed)
-    family, method = chance.assignment(sorted(FAMILIES)), chance.assignment(sorted(METHODS))
-    keys = {"method": method, "seed": seed, "dtype": chance.assignment(["float32", "float32", "bfloat16"])}
-    keys |= chance.assignment([*FORMATS.values()])
-    for options in chance.sample(OPTIONS, chance.assignment([0, 1, 1, 2])):
+    family, method = chance.choice(sorted(FAMILIES)), chance.choice(sorted(METHODS))
+    keys = {"method": method, "seed": seed, "dtype": chance.choice(["float32", "float32", "bfloat16"])}
+    keys |= chance.choice([*FORMATS.values()])
+    for options in chance.sample(OPTIONS, chance.choice([0, 1, 1, 2])):
         keys = options | keys if "method" in options else keys | options
-    keys |= {"activation_checkpointing": chance.assignment(LEVELS)} if chance.random() < 0.5 else {}
-    return Case(f"seed {seed}: {method} {family}", family, keys), chance.assignment(["", "resume", "merge", "merge"])
+    keys |= {"activation_checkpointing": chance.choice(LEVELS)} if chance.random() < 0.5 else {}
+    return Case(f"seed {seed}: {method} {family}", family, keys), chance.choice(["", "resume", "merge", "merge"])
 
 
 def run_of(place, case, output, **more):

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from halfbyte.cli import app
 from halfbyte.config import load_config
-from halfbyte.evaluate import evaluate
+from halfbyte.evaluation.held_out import evaluate
 from halfbyte.optim import trained_parameters
 from halfbyte.rl import setup as rl_setup
 from halfbyte.rl.importance import Mismatch

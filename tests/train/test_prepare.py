@@ -16,8 +16,8 @@ from halfbyte.config import load_config
 from halfbyte.data.batches import largest_id, longest_row
 from halfbyte.loading.load import check_attention
 from halfbyte.memory.activations import Batches
-from halfbyte.modeling.tiny_model import check_positions
 from halfbyte.modeling.architectures import check_token_ids
+from halfbyte.modeling.tiny_model import check_positions
 from halfbyte.optim import OPTIMIZERS, Optimizer
 from halfbyte.plan.advice import check_fits
 from halfbyte.runs.inputs import look_over_output

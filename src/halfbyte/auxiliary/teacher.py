@@ -17,9 +17,9 @@ from halfbyte.loading.load import check_stored, load_model, load_tokenizer
 from halfbyte.methods.answers import as_adapter, without_adapter
 from halfbyte.modeling.adapters import check_adapter_files, compute_autocast, load_adapter
 from halfbyte.modeling.distillation import Teacher, use_teacher
-from halfbyte.modeling.tiny_model import check_positions
 from halfbyte.modeling.packing import isolate_for_run
 from halfbyte.modeling.patch import patch
+from halfbyte.modeling.tiny_model import check_positions
 from halfbyte.utils.console import Console
 from halfbyte.utils.errors import ModelError, of_key
 

@@ -155,7 +155,7 @@ def batches_of_lengths(
     evaluated = config.per_device_eval_batch_size or rows
     drawn = np.random.default_rng(0)
     lengths, octave = np.minimum(train, config.max_length), widths if rounded else 0
-    picks = [drawn.assignment(lengths, min(rows, len(lengths)), replace=False) for _ in range(SAMPLES)]
+    picks = [drawn.choice(lengths, min(rows, len(lengths)), replace=False) for _ in range(SAMPLES)]
     usual = [_shape(config, pick, octave) for pick in picks]
     length = sum(shape.tokens for shape in usual) // sum(shape.rows for shape in usual)
     return Batches(

@@ -30,8 +30,9 @@ from halfbyte.layers.plain import read_adapters
 from halfbyte.layers.router_adapters import folded_weight, router_wrappers
 from halfbyte.loading.completeness import meta_model
 from halfbyte.loading.expert_stacks import only_stacks
+from halfbyte.loading.find import load_model_config
 from halfbyte.loading.quantizer import HalfbyteConfig, HalfbyteQuantizer
-from halfbyte.modeling.adapters import INITS_KEEPING_BASE, load_adapter_weights, create_adapter, saved_adapter_config
+from halfbyte.modeling.adapters import INITS_KEEPING_BASE, create_adapter, load_adapter_weights, saved_adapter_config
 from halfbyte.modeling.architectures import expert_stacks
 from halfbyte.utils.errors import CheckpointError
 
@@ -110,7 +111,7 @@ class AdapterLayers:
 
     def __init__(self, run: RunConfig, folder: Path | None, device: torch.device, *, trained: PeftModel | None = None):
         self.device, self.is_full_model = device, folder is None and trained is None
-        model = meta_model(run.origin)
+        model = meta_model(run.origin, load_model_config(run.origin))
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
         self.tied: dict[str, str] = dict(model.all_tied_weights_keys)
         self.transposed = {name for name, module in expert_stacks(model, []).items() if module.is_transposed}
@@ -185,7 +186,7 @@ def _formats(origin: Origin, storage: Storage) -> tuple[dict[str, Format], dict[
     """Return parameter name → format, for linear layers and for stacked experts."""
     quantization = HalfbyteConfig(storage)
     quantizer = HalfbyteQuantizer(quantization, pre_quantized=False)
-    quantizer.preprocess_model(meta_model(origin))
+    quantizer.preprocess_model(meta_model(origin, load_model_config(origin)))
     found = quantization.formats
     linears = {f"{name}.weight": format_ for name, format_ in found.items() if name not in quantizer.stacks}
     return linears, {name: found[name] for name in quantizer.stacks}

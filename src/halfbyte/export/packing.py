@@ -36,6 +36,7 @@ from halfbyte.utils.errors import ConfigError, ModelError
 
 from ..loading.checkpoint import NAMES
 from ..loading.completeness import meta_model
+from ..loading.find import load_model_config
 from .shards import Entry
 
 Quantize = str | Mapping[str, str] | None
@@ -118,7 +119,7 @@ def packing(quantize: Quantize, origin: Origin, *, experts: bool = True) -> Pack
         chosen = FOREIGN[str(quantize)] if foreign else quantize
         patterns = chosen.items() if isinstance(chosen, Mapping) else [("*", chosen)]
         ours = HalfbyteConfig(Storage(tuple(patterns)))
-        model = meta_model(origin)
+        model = meta_model(origin, load_model_config(origin))
         linears = quantizable(model)
         stacks = expert_stacks(model) if experts and not foreign else {}
         formats = ours.assign(model, [*linears, *stacks])

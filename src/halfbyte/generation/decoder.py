@@ -105,8 +105,8 @@ class AttentionLayer(Layer):
         self, x: Tensor, positions: Tensor, normed: Callable[[Any, Tensor], Tensor]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return q, k, v [B, H, T, D] and a gate [B, T, Hq·D] or None, for x [B, T, K]; `normed` applies a norm."""
-        query, key, value, gate = self.attention.heads_of(self.inputs(x), normed)
-        return self.attention.scaled(query, positions), key, value, gate
+        query, key, value, gate = self.attention.split_heads(self.inputs(x), normed)
+        return self.attention.scale_queries(query, positions), key, value, gate
 
     @property
     def plain_rope(self) -> bool:
@@ -127,7 +127,7 @@ class AttentionLayer(Layer):
         if more or other or not attention.rotates or family.fused or not isinstance(self.mlp, DenseMLP):
             return None
         mlp = self.mlp
-        if not mlp.view.gated or mlp.view.named not in SILU:
+        if not mlp.view.gated or mlp.view.activation_name not in SILU:
             return None
         qkv, out, gate_up, down = (each.projections() for each in (self.inputs, self.out, mlp.gate_up, mlp.down))
         if qkv is None or out is None or gate_up is None or down is None:

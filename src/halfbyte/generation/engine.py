@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..modeling.adapters import compute_autocast, no_input_casts
-from ..modeling.layer import cache_keyword
-from ..modeling.layer import causal_lm_of, epsilon
+from ..modeling.layer import cache_keyword, causal_lm_of, epsilon
 from ..ops.attention import Spans
 from ..ops.decode_attention import decode_attention, store, store_both_
 from ..ops.decode_layers import Run, Stack, one_launch

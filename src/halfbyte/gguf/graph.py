@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..modeling.families import FAMILIES, Family, family_of_config
 from ..modeling.config_facts import max_layer_sizes
+from ..modeling.families import FAMILIES, Family, family_of_config
 from ..utils.errors import ModelError
 from ..utils.notices import notice
 

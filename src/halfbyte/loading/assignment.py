@@ -1,4 +1,4 @@
-"""Which format each linear layer of a model is stored in: one for all, or one for each pattern of names."""
+"""Format assignment: the storage format of each linear layer, one for all or by patterns of module names."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-SKIPPED = ("llm_int8_skip_modules", "modules_to_not_convert")  # what a quantized checkpoint says it leaves whole
-EXPERTS = re.compile(r"\.(\d+)\.(?:\w+\.)*experts\.")  # in a name: the number of the layer that has them
-FLOATS = ("BF16", "F16", "F32")  # in the header of a file
+SKIP_KEYS = ("llm_int8_skip_modules", "modules_to_not_convert")  # keys of quantization_config for unquantized modules
+EXPERTS = re.compile(r"\.(\d+)\.(?:\w+\.)*experts\.")  # layer number in the name of an expert's weight
+FLOAT_DTYPES = ("BF16", "F16", "F32")  # dtypes in a safetensors header
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Formats by patterns of module names; the first pattern that matches decides, and None leaves a layer in 16 bits.
+class FormatAssignment:
+    """Formats by patterns of module names: the first matching pattern decides; the format None means 16 bits.
 
     Attributes:
         patterns: (pattern as in `fnmatch`, format), in order.
-        skip_first, skip_last: decoder layers at either end that are left in 16 bits whole.
+        skip_first, skip_last: number of decoder layers at either end that stay in 16 bits.
     """
 
     patterns: tuple[tuple[str, Format | None], ...]
@@ -43,7 +43,7 @@ class Choice:
     skip_last: int = 0
 
     def assign(self, model: nn.Module, names: Collection[str]) -> dict[str, Format]:
-        """Module name → format, of those `names` (linear layers of `model`) that are quantized.
+        """Return module name → format for those of `names` (linear layers of `model`) that are quantized.
 
         Raises:
             ModelError: a pattern matches no layer, or no decoder layer is left to quantize.
@@ -55,22 +55,22 @@ class Choice:
                 raise ModelError(
                     f"quantization: {pattern!r} matches no linear layer", f"layers are named like {', '.join(near)}"
                 )
-        kept = self._kept_layers(model)
+        skipped = self._skipped_layers(model)
         formats: dict[str, Format] = {}
         unmatched = []
         for name in names:
             matched = [format for matcher, format in matchers if matcher.match(name)]
             if not matched:
                 unmatched.append(name)
-            elif matched[0] is not None and not name.startswith(kept):
+            elif matched[0] is not None and not name.startswith(skipped):
                 formats[name] = matched[0]
         if unmatched:
-            said = f"no pattern of quantization names {len(unmatched)} linear layers, {unmatched[0]} first: they stay"
-            notice("quantization-unmatched", f"{said} in 16 bits (a last pattern '*' would name them)")
+            message = f"no pattern of quantization matches {len(unmatched)} linear layers, e.g. {unmatched[0]}"
+            notice("quantization-unmatched", f"{message}: keeping them in 16 bits (add a last pattern '*' for them)")
         return formats
 
-    def _kept_layers(self, model: nn.Module) -> tuple[str, ...]:
-        """Prefixes of the names in the decoder layers that are skipped."""
+    def _skipped_layers(self, model: nn.Module) -> tuple[str, ...]:
+        """Return prefixes of the names in the skipped decoder layers."""
         if not self.skip_first and not self.skip_last:
             return ()
         prefix, layers = decoder_layers(model)
@@ -81,12 +81,12 @@ class Choice:
                 f"leave none of the {depth} layers to quantize",
                 "lower them, or set load_in_4bit: false",
             )
-        kept = [*range(self.skip_first), *range(depth - self.skip_last, depth)]
-        return tuple(f"{prefix}.{index}." for index in kept)
+        skipped = [*range(self.skip_first), *range(depth - self.skip_last, depth)]
+        return tuple(f"{prefix}.{index}." for index in skipped)
 
 
-def choose(storage: Storage) -> Choice:
-    """The formats that `storage` names.
+def format_assignment(storage: Storage) -> FormatAssignment:
+    """Return the format assignment of `storage`.
 
     Raises:
         ModelError: a format or one of its options does not exist.
@@ -99,49 +99,53 @@ def choose(storage: Storage) -> Choice:
             raise ModelError(f"quantization: {error.message}", error.fix) from error
 
     patterns = tuple((pattern, format_of(spec)) for pattern, spec in storage.formats)
-    return Choice(patterns, storage.skip_first, storage.skip_last)
+    return FormatAssignment(patterns, storage.skip_first, storage.skip_last)
 
 
-def stored_names(entry: Any) -> set[str]:
-    """Modules that a checkpoint's `quantization_config` names as quantized, which ours alone does."""
+def quantized_names(entry: Any) -> set[str]:
+    """Return the quantized modules that a `quantization_config` lists; only halfbyte's lists them."""
     return {name for modules in entry.get("formats", {}).values() for name in modules}
 
 
-def left_whole(entry: Mapping[str, Any]) -> list[str] | None:
-    """What a checkpoint's `quantization_config` says is not quantized, as `quantizable` takes it: patterns of names."""
+def skipped_modules(entry: Mapping[str, Any]) -> list[str] | None:
+    """Return the patterns of unquantized modules in a `quantization_config`, as `quantizable` takes them."""
     if entry.get("quant_method") == "compressed-tensors":
         return [each[3:] if each.startswith("re:") else f"{re.escape(each)}$" for each in entry.get("ignore") or []]
-    return next(filter(None, map(entry.get, SKIPPED)), None)
+    return next(filter(None, map(entry.get, SKIP_KEYS)), None)
 
 
-def _whole_in_files(model_config: Any, stacks: Collection[str]) -> list[str]:
-    """Those of `stacks` that a quantized checkpoint has in 16 or 32 bits, which its config does not say, as of the
-    layers of their numbers; none where its files are not here."""
+def _float_stacks(model_config: Any, stacks: Collection[str]) -> list[str]:
+    """Return the stacks that a quantized checkpoint stores in 16 or 32 bits, without its config saying so.
+
+    Determined per layer from the headers of local files; empty if the files are not local.
+    """
     folder = Path(getattr(model_config, "_name_or_path", None) or "")
     if not stacks or not (folder / CONFIG).is_file():
         return []
-    whole: dict[str, bool] = {}  # by layer
+    is_float: dict[str, bool] = {}  # layer number → whether all its experts' weights are floats
     for file in safetensors_files(folder):
         for name, entry in read_header(file).items():
             if (layer := EXPERTS.search(name)) and not name.endswith("bias"):
-                sound = entry["dtype"] in FLOATS and name.endswith(("_proj", "weight"))
-                whole[layer[1]] = whole.get(layer[1], True) and sound
-    return [name for name in stacks if (layer := EXPERTS.search(name)) and whole.get(layer[1], False)]
+                sound = entry["dtype"] in FLOAT_DTYPES and name.endswith(("_proj", "weight"))
+                is_float[layer[1]] = is_float.get(layer[1], True) and sound
+    return [name for name in stacks if (layer := EXPERTS.search(name)) and is_float.get(layer[1], False)]
 
 
 def stored_formats(storage: Storage, model_config: Any, model: nn.Module, names: Collection[str]) -> dict[str, Format]:
-    """Module name → format, of those `names` that are quantized: as `storage` says, but for those that `model_config`
-    says are stored so."""
+    """Return module name → format for those of `names` that are quantized.
+
+    Formats are assigned by `storage`, except for modules that `model_config` describes as stored quantized.
+    """
     entry = getattr(model_config, "quantization_config", None) or {}
     found = next(filter(None, (cls.from_quantization_config(entry) for cls in FORMATS.values())), None)
     if found is not None:
         formats, stacks = dict.fromkeys(names, found), [name for name in expert_stacks(model, []) if name in names]
-        if isinstance(found, Blockwise4):  # what experts' scales are nested in comes apart (`stored_stacks`)
+        if isinstance(found, Blockwise4):  # experts' nested scales are un-nested when stacked (`expert_stacks`)
             formats |= {name: replace(found, nested=False) for name in stacks}
-        for name in _whole_in_files(model_config, stacks):
+        for name in _float_stacks(model_config, stacks):
             del formats[name]
         return formats
     if "formats" not in entry:
-        return choose(storage).assign(model, names)
+        return format_assignment(storage).assign(model, names)
     stored = {name: named(spec) for spec, modules in entry["formats"].items() for name in modules}
-    return choose(storage).assign(model, names) | stored if entry.get("others") else stored
+    return format_assignment(storage).assign(model, names) | stored if entry.get("others") else stored

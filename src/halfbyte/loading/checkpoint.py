@@ -1,4 +1,4 @@
-"""The checkpoint under an adapter, one tensor at a time: what it holds, where, and in which dtype."""
+"""Base checkpoint: which tensors it holds, in which file and dtype, and reading them one at a time."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ HUB_FILES = ["*.safetensors", INDEX, "*.json", "*.model", "*.txt", "*.jinja", "*
 
 @dataclass(frozen=True)
 class Stored:
-    """One weight of the checkpoint.
+    """A weight of the checkpoint.
 
     Attributes:
-        name: its name in the checkpoint.
-        file: the shard it lies in.
-        dtype: dtype of its values, in safetensors' spelling; of a quantized weight, that of the dequantized values.
-        shape: of its values.
-        parts: of a quantized weight: suffix → name of the entry; empty for others.
+        name: name in the checkpoint.
+        file: shard that holds it.
+        dtype: dtype of its values in safetensors' spelling; for a quantized weight, of the dequantized values.
+        shape: shape of its values.
+        parts: for a quantized weight: suffix → entry name; empty for others.
     """
 
     name: str
@@ -50,14 +50,14 @@ class Stored:
 
 
 class BaseCheckpoint:
-    """The files of a base model. Tensors are mapped from disk as they are asked for.
+    """Files of a base model. Tensors are mapped from disk on access.
 
     Raises:
-        CheckpointError: no such folder, no safetensors in it, or a damaged file.
+        CheckpointError: the folder does not exist or holds no safetensors, or a file is damaged.
     """
 
     def __init__(self, origin: Origin):
-        self.folder = folder_of(origin)
+        self.folder = base_folder(origin)
         self.config = read_config(self.folder)
         files = safetensors_files(self.folder)
         if not files:
@@ -69,17 +69,17 @@ class BaseCheckpoint:
 
     @property
     def quantized(self) -> bool:
-        """Whether the weights are stored quantized."""
+        """Whether weights are stored quantized."""
         return "quantization_config" in self.config
 
     @property
     def in_part(self) -> bool:
-        """Whether linear layers that are not stored quantized are quantized while loading."""
+        """Whether some linear layers are stored in 16 bits and quantized while loading."""
         return bool(self.config.get("quantization_config", {}).get("others"))
 
     @cached_property
     def weights(self) -> list[Stored]:
-        """Every weight, in the order of the shards; headers say their shapes, and no values are read."""
+        """All weights in the order of the shards, from headers only."""
         parts = self._quantized_parts() if self.quantized else {}
         of_parts = {entry for entries in parts.values() for entry in entries.values()}
         packed: dict[str, list[Stored]] = {file: [] for file in self.headers}
@@ -96,10 +96,10 @@ class BaseCheckpoint:
 
     @cached_property
     def _format_classes(self) -> list[type[Format]]:
-        """The formats that config.json says the weights are in.
+        """Formats of the weights, according to config.json.
 
         Raises:
-            CheckpointError: one that halfbyte does not read.
+            CheckpointError: halfbyte does not read this format.
         """
         entry = self.config["quantization_config"]
         if "formats" in entry:
@@ -115,20 +115,20 @@ class BaseCheckpoint:
 
     @cached_property
     def _stored_as(self) -> dict[str, type[Format]]:
-        """Quantized weight → its format, where config.json says it of each: GPTQ's and AWQ's look alike."""
-        named_so = self.config["quantization_config"].get("formats", {})
-        return {f"{name}.weight": type(named(spec)) for spec, names in named_so.items() for name in names}
+        """Quantized weight → its format, if config.json lists weights: GPTQ and AWQ have the same entries."""
+        listed = self.config["quantization_config"].get("formats", {})
+        return {f"{name}.weight": type(named(spec)) for spec, names in listed.items() for name in names}
 
     def _quantized_parts(self) -> dict[str, dict[str, str]]:
-        """Quantized weight → suffix → entry. The codes are the entry of the weight's own name, or beside it."""
+        """Return quantized weight → suffix → entry; codes are stored under the weight's own name or a suffix of it."""
         suffixes = {suffix for cls in self._format_classes for suffix in cls.state_suffixes()} - {""}
         found: dict[str, dict[str, str]] = {}
         for entry in self._file_of:
             for suffix in suffixes:
                 name = parameter_of_entry(entry, suffix)
                 if name and suffix.startswith("../") and name.removesuffix(".weight") in self._file_of:
-                    continue  # it is of a stack of that name
-                # "scales" lies below the weight in one format, beside it in another
+                    continue  # the entry belongs to a stack of that name
+                # "scales" is below the weight in one format, a sibling of it in another
                 stack = name in self._file_of or suffix.startswith("_")  # [E, N, K], a parameter of its module
                 if name and (stack or (name.endswith(".weight") and not name.endswith(".weight.weight"))):
                     found.setdefault(name, {"": name} if name in self._file_of else {})[suffix] = entry
@@ -137,12 +137,12 @@ class BaseCheckpoint:
     def _packed(self, name: str, file: str, parts: Mapping[str, str]) -> Stored:
         state = {suffix: self._described(suffix, entry) for suffix, entry in parts.items()}
         _, _, shape, dtype = self._class_of(name, state).from_state(state, name)
-        if "kept" in self.config["quantization_config"]:  # from a GGUF file, which has no dtype of values
+        if "kept" in self.config["quantization_config"]:  # an unpacked GGUF file, which stores no dtype of values
             dtype = getattr(torch, self.config["dtype"])
         return Stored(name, file, NAMES[dtype], shape, parts)
 
     def _described(self, suffix: str, entry: str) -> Tensor:
-        """An entry on the meta device; one that describes the others, as it is."""
+        """Return an entry on the meta device, or the entry itself if it describes other entries (quant_state)."""
         if "quant_state" in suffix:
             return self._tensor(entry)
         header = self.headers[self._file_of[entry]][entry]
@@ -159,7 +159,7 @@ class BaseCheckpoint:
         return QuantizedTensor(*self._class_of(name, state).from_state(state, name))
 
     def read(self, stored: Stored) -> Tensor:
-        """The values on the CPU: as they are stored, or, of a quantized weight, dequantized in fp32."""
+        """Read the values on the CPU: as stored, or dequantized to fp32."""
         if not stored.parts:
             return self._tensor(stored.name)
         return self._quantized(stored.name, stored.parts).dequantize(torch.float32)
@@ -169,28 +169,28 @@ class BaseCheckpoint:
 
     @cached_property
     def dtype(self) -> str:
-        """What most weights are stored in."""
+        """Storage dtype of most weights."""
         sizes: Counter[str] = Counter()
         for stored in self.weights:
             sizes[stored.dtype] += torch.Size(stored.shape).numel()
         return sizes.most_common(1)[0][0]
 
     def written_dtype(self, stored: Stored) -> str:
-        """The stored dtype; bf16 for what is stored in 32 bits, unless a 16-bit model keeps a few tensors so."""
+        """Return the stored dtype, or bf16 for 32-bit weights, except single fp32 tensors of a 16-bit model."""
         wide = stored.dtype in ("F32", "F64")
         return "BF16" if wide and (self.dtype == stored.dtype or stored.parts) else stored.dtype
 
     def written_bytes(self, stored: Stored) -> int:
-        """Size of the values in `written_dtype`."""
+        """Return the size of the values in `written_dtype`."""
         dtype = self.written_dtype(stored)
         if dtype in DTYPES:
             return torch.Size(stored.shape).numel() * DTYPES[dtype].itemsize
-        first, last = self.headers[stored.file][stored.name]["data_offsets"]  # integers, say: copied as they are
+        first, last = self.headers[stored.file][stored.name]["data_offsets"]  # other dtypes (integers) are copied
         return last - first
 
 
-def folder_of(origin: Origin) -> Path:
-    """The base's folder; that of a hub id in the local cache, downloaded where it is not there yet."""
+def base_folder(origin: Origin) -> Path:
+    """Return the base model's folder; for a hub id the local cache, downloading missing files."""
     from huggingface_hub import snapshot_download
 
     folder = Path(checkpoint_folder(origin.name, origin.keep))
@@ -200,7 +200,7 @@ def folder_of(origin: Origin) -> Path:
         return Path(snapshot_download(str(folder), revision=origin.revision, allow_patterns=HUB_FILES))
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"the base model {origin.name} is missing: neither a folder nor a hub model within reach"
+            f"the base model {origin.name} is missing: neither a folder nor a reachable hub model"
             f" ({str(error).splitlines()[0]})",
-            "put it back, or correct model_name_or_path in the run's config.resolved.yaml",
+            "restore it, or correct model_name_or_path in the run's config.resolved.yaml",
         ) from error

@@ -1,8 +1,7 @@
-"""Whether a checkpoint holds the model that its config.json describes: asked of the files' heads, before any weight is
-read and before a run writes its first file.
+"""Check that a checkpoint holds the model of its config.json, from file headers, before any weight is read.
 
-transformers' own loader is run on the meta device, with tensors that have shapes and no data. So names that it changes,
-experts that it stacks and weights that it ties are judged as loading judges them: 0.1 s for an 8B model.
+The check runs transformers' own loader on the meta device, with tensors that have shapes and no data. Renamed keys,
+stacked experts and tied weights are therefore handled exactly as in loading. It takes 0.1 s for an 8B model.
 """
 
 from __future__ import annotations
@@ -28,19 +27,18 @@ from ..utils.errors import CheckpointError, HalfbyteError
 from ..utils.notices import notice
 from ..utils.transformers_logging import no_loading_bars, quiet
 from .checkpoint import DTYPES, TYPES, BaseCheckpoint
-from .find import load_model_config
 
-ANOTHER = "check that config.json belongs to these weights, or re-download the checkpoint"
+MISMATCH_FIX = "check that config.json belongs to these weights, or re-download the checkpoint"
 EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
-PICKLES = "save it again where you trust it (model.save_pretrained writes safetensors)"
+PICKLE_FIX = "save it again where you trust it (model.save_pretrained writes safetensors)"
 
 
-def check_whole(place: Origin, config: Any) -> None:
-    """Compare names and shapes of a local checkpoint's weights with those of the model that its config describes.
+def check_complete(place: Origin, config: Any) -> None:
+    """Compare names and shapes of a local checkpoint's weights with the model that its config describes.
 
     Args:
-        place: its folder; of a hub id nothing is known before it is loaded.
-        config: transformers' config of it.
+        place: its folder; a hub id is not checked.
+        config: its transformers config.
 
     Raises:
         CheckpointError: the config describes no model that can be built, or a weight is missing, misshapen or damaged.
@@ -49,26 +47,28 @@ def check_whole(place: Origin, config: Any) -> None:
     if not folder.is_dir():
         return
     stored = getattr(config, "quantization_config", None)
-    if stored is not None and not _is_read(stored if isinstance(stored, dict) else stored.to_dict()):
-        return  # loading says which format it is
+    if stored is not None and not _is_supported(stored if isinstance(stored, dict) else stored.to_dict()):
+        return  # loading reports the unsupported format
     weights = _weights(place, folder)
     _check_experts(weights, folder, config.get_text_config())
     text = config.get_text_config()
     for key in LAYERS:
         if getattr(text, key, 0) > len(weights):
-            said = f"{folder / CONFIG}: {key} is {getattr(text, key)}, and the checkpoint holds {len(weights)} tensors"
-            raise CheckpointError(said, ANOTHER)
+            message = (
+                f"{folder / CONFIG}: {key} is {getattr(text, key)}, and the checkpoint holds {len(weights)} tensors"
+            )
+            raise CheckpointError(message, MISMATCH_FIX)
     model = meta_model(place, config)
     for name, module in expert_stacks(model, []).items() if stored is not None else ():
-        if module.is_transposed and name in weights:  # quantized stacks lie the other way
+        if module.is_transposed and name in weights:  # quantized stacks have the other orientation
             shape = model.get_parameter(name).shape
             weights[name] = weights[name] if weights[name].shape == shape else weights[name].transpose(1, 2)
-    if model.__module__.startswith("transformers_modules."):  # code that came with it loads as it likes
+    if model.__module__.startswith("transformers_modules."):  # the checkpoint's own code may load in any way
         return
-    with answered(f"the weights in {folder} do not fit {CONFIG}", ANOTHER), quiet(), no_loading_bars():
+    with answered(f"the weights in {folder} do not fit {CONFIG}", MISMATCH_FIX), quiet(), no_loading_bars():
         _, info = type(model).from_pretrained(
             None,
-            config=_plain(config),
+            config=_unquantized_config(config),
             state_dict=weights,
             device_map={"": "meta"},
             attn_implementation="eager",
@@ -78,48 +78,47 @@ def check_whole(place: Origin, config: Any) -> None:
     check_loaded(info, str(folder), config)
 
 
-def meta_model(place: Origin, config: Any = None) -> Any:
-    """A model on torch's meta device: names and shapes, no weights, and none of them quantized.
+def meta_model(place: Origin, config: Any) -> Any:
+    """Build a model on torch's meta device: names and shapes, no weights, and no quantization.
 
     Args:
-        config: transformers' config of it, where it was read.
+        place: folder or hub id, for errors and for the model's own code.
+        config: its transformers config.
 
     Raises:
-        CheckpointError: it describes no model that can be built.
-        ModelError: there is no such model, or none that can be trained.
+        CheckpointError: the config describes no model that can be built.
     """
-    config = load_model_config(place) if config is None else config
     path = Path(place.name) / CONFIG
     try:
-        with answered(f"{path} describes no model that can be built", ANOTHER), torch.device("meta"), quiet():
+        with answered(f"{path} describes no model that can be built", MISMATCH_FIX), torch.device("meta"), quiet():
             return auto_class(config).from_config(
-                _plain(config), attn_implementation="eager", trust_remote_code=place.trust_remote_code
+                _unquantized_config(config), attn_implementation="eager", trust_remote_code=place.trust_remote_code
             )
     except CheckpointError as error:
         cause = error.__cause__
         unknown = cause.args[0] if isinstance(cause, KeyError) and cause.args else None
-        if keys := [key for key, value in _flat(config.to_dict()) if value == unknown is not None]:
-            raise CheckpointError(f"{path}: {keys[0]}: transformers knows no {unknown!r}", ANOTHER) from error
+        if keys := [key for key, value in _flat_keys(config.to_dict()) if value == unknown is not None]:
+            raise CheckpointError(f"{path}: {keys[0]}: transformers knows no {unknown!r}", MISMATCH_FIX) from error
         raise
 
 
-def _flat(config: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
-    """The keys of a config, those inside others with a dot, and their values."""
+def _flat_keys(config: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the keys of a config, nested keys joined by dots, and their values."""
     for key, value in config.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{within}{key}.")
+            yield from _flat_keys(value, f"{within}{key}.")
         else:
             yield f"{within}{key}", value
 
 
-def _plain(config: Any) -> Any:
+def _unquantized_config(config: Any) -> Any:
     config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config
 
 
-def _is_read(entry: Mapping[str, Any]) -> bool:
+def _is_supported(entry: Mapping[str, Any]) -> bool:
     try:
         return entry.get("quant_method") == QUANT_METHOD or any(
             cls.from_quantization_config(dict(entry)) for cls in FORMATS.values()
@@ -127,33 +126,33 @@ def _is_read(entry: Mapping[str, Any]) -> bool:
     except HalfbyteError as error:
         raise CheckpointError(f"{CONFIG}: quantization_config: {error.message}", error.fix) from error
     except Exception as error:
-        raise CheckpointError(f"{CONFIG}: quantization_config: {in_words(error)}", ANOTHER) from error
+        raise CheckpointError(f"{CONFIG}: quantization_config: {in_words(error)}", MISMATCH_FIX) from error
 
 
 def _weights(place: Origin, folder: Path) -> dict[str, Tensor]:
-    """Name → a tensor of the weight's shape, on the meta device; of a quantized weight, the shape of its values."""
+    """Return name → meta tensor of the weight's shape; for a quantized weight, the shape of its values."""
     if not safetensors_files(folder):
         found: dict[str, Tensor] = {}
         if not (files := pickled_files(folder)):
             raise CheckpointError(f"{folder} holds no weights: there is no {SINGLE}", "re-download the checkpoint")
         for file in files:
-            state = read_state(file, AGAIN, "meta", PICKLES)
+            state = read_state(file, AGAIN, "meta", PICKLE_FIX)
             if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-                raise CheckpointError(f"{file} is no dict of tensors", PICKLES)
+                raise CheckpointError(f"{file} is no dict of tensors", PICKLE_FIX)
             found |= state
         return found
-    with answered(f"cannot read the heads of {folder}", ANOTHER):
+    with answered(f"cannot read the headers of {folder}", MISMATCH_FIX):
         base = BaseCheckpoint(place)
         weights = base.weights
     held = {entry["dtype"] for header in base.headers.values() for entry in header.values()}
-    if base.quantized and not base.in_part and held <= DTYPES.keys():  # every format's codes are of another dtype
+    if base.quantized and not base.in_part and held <= DTYPES.keys():  # codes of all formats have other dtypes
         method = base.config["quantization_config"].get("quant_method")
-        said = f"{folder}: {CONFIG} says that it is quantized ({method}), and every tensor is stored in 16 bits or more"
-        raise CheckpointError(said, f"re-download the checkpoint, or remove quantization_config from {CONFIG}")
+        wrong = f"{folder}: {CONFIG} declares {method} quantization, but every tensor is stored in 16 bits or more"
+        raise CheckpointError(wrong, f"re-download the checkpoint, or remove quantization_config from {CONFIG}")
     for each in weights:
         if not base.quantized and each.name.endswith(".weight") and each.dtype not in DTYPES:
-            said = f"{folder}: {each.name} is stored as {each.dtype}, and {CONFIG} has no quantization_config"
-            raise CheckpointError(said, "re-download config.json")
+            wrong = f"{folder}: {each.name} is stored as {each.dtype}, but {CONFIG} has no quantization_config"
+            raise CheckpointError(wrong, "re-download config.json")
     if base.quantized:
         _check_entries((name for header in base.headers.values() for name in header), folder)
     return {
@@ -162,7 +161,7 @@ def _weights(place: Origin, folder: Path) -> dict[str, Tensor]:
 
 
 def _check_entries(names: Iterable[str], folder: Path) -> None:
-    """Whether each of a layer's experts has the entries that others have, of which a format may have some or not."""
+    """Check that an expert has all entries that other experts of its layer have; a format may have optional ones."""
     holders: dict[tuple[str, str], dict[str, set[int]]] = {}  # layer and matrix → entry → experts
     for name in names:
         if found := EXPERT.fullmatch(name):
@@ -173,14 +172,16 @@ def _check_entries(names: Iterable[str], folder: Path) -> None:
         for after, own in entries.items():
             if missing := experts - own:
                 raise CheckpointError(
-                    f"{folder} lacks {before}{min(missing)}{after}, which other experts have", ANOTHER
+                    f"{folder} lacks {before}{min(missing)}{after}, which other experts have", MISMATCH_FIX
                 )
 
 
 def _check_experts(weights: Mapping[str, Tensor], folder: Path, config: Any) -> None:
-    """Whether each of a layer's experts is there, in the shape of the others, and has a place: transformers, which
-    stacks them, would not say which it is, and leaves out those that the config does not count."""
-    if getattr(config, "zero_expert_num", None):  # LongCat's pass their input on, and transformers stores some of them
+    """Check that no expert is missing, misshapen, or beyond the config's count.
+
+    transformers stacks experts: it would not name the missing one, and would drop experts beyond the count.
+    """
+    if getattr(config, "zero_expert_num", None):  # LongCat's identity experts; transformers stores only some of them
         return
     groups: dict[tuple[str, str], dict[int, Tensor]] = {}
     for name, weight in weights.items():
@@ -191,23 +192,23 @@ def _check_experts(weights: Mapping[str, Tensor], folder: Path, config: Any) -> 
         counts[before] = max(counts.get(before, 0), max(experts) + 1)
     key, most = next(((key, most) for key in EXPERTS if type(most := getattr(config, key, None)) is int), ("", 0))
     if key and counts and max(counts.values()) > most:
-        said = f"{folder / CONFIG}: {key} is {most}, and the checkpoint holds {max(counts.values())} experts a layer"
-        raise CheckpointError(said, ANOTHER)
+        message = f"{folder / CONFIG}: {key} is {most}, and the checkpoint holds {max(counts.values())} experts a layer"
+        raise CheckpointError(message, MISMATCH_FIX)
     for (before, after), experts in groups.items():
         if missing := [at for at in range(counts[before]) if at not in experts]:
-            raise CheckpointError(f"{folder} lacks {before}{missing[0]}{after}", ANOTHER)
+            raise CheckpointError(f"{folder} lacks {before}{missing[0]}{after}", MISMATCH_FIX)
         [(usual, _)] = Counter(tuple(weight.shape) for weight in experts.values()).most_common(1)
         for at, weight in experts.items():
             if tuple(weight.shape) != usual:
-                said = f"{folder}: {before}{at}{after} has shape {tuple(weight.shape)}, other experts {usual}"
-                raise CheckpointError(said, ANOTHER)
+                message = f"{folder}: {before}{at}{after} has shape {tuple(weight.shape)}, other experts {usual}"
+                raise CheckpointError(message, MISMATCH_FIX)
 
 
 def check_loaded(info: Mapping[str, Any], name: str, config: Any) -> None:
-    """What transformers' loader found: `info` as from_pretrained(output_loading_info=True) gives it.
+    """Raise on missing or misshapen tensors in the `info` of from_pretrained(output_loading_info=True).
 
     Args:
-        config: the model's, whose keys are named where one of them says another size.
+        config: the model's config; keys whose value causes a wrong shape are named in the error.
 
     Raises:
         CheckpointError: a tensor is missing or misshapen.
@@ -216,24 +217,27 @@ def check_loaded(info: Mapping[str, Any], name: str, config: Any) -> None:
         message = f"{name}: the checkpoint lacks {missing[0]}" + (
             f" and {len(missing) - 1} more" if missing[1:] else ""
         )
-        raise CheckpointError(message, f"re-download the checkpoint, or {CONFIG} where it was changed to ask for more")
+        raise CheckpointError(message, f"re-download the checkpoint, or {CONFIG} if it was edited")
     if misshapen := sorted(info["mismatched_keys"], key=str):
         key, found, expected = misshapen[0]
         others = set(expected) - set(found)
-        said = ", ".join(
-            f"{each} {size}" for each, size in _flat(config.to_dict()) if type(size) is int and size in others
+        sizes = ", ".join(
+            f"{each} {size}" for each, size in _flat_keys(config.to_dict()) if type(size) is int and size in others
         )
-        by = f"{CONFIG} ({said})" if said else CONFIG
+        by = f"{CONFIG} ({sizes})" if sizes else CONFIG
         raise CheckpointError(
-            f"misshapen tensors: {name}: {key} has shape {tuple(found)}, and by {by} it is {tuple(expected)}", ANOTHER
+            f"misshapen tensors: {name}: {key} has shape {tuple(found)}, and by {by} it is {tuple(expected)}",
+            MISMATCH_FIX,
         )
     if unexpected := sorted(info["unexpected_keys"]):
-        said = f"{name}: {len(unexpected)} tensors of the checkpoint are no part of the model, first {unexpected[0]}"
-        notice(f"unexpected-{name}", said)
+        notice(
+            f"unexpected-{name}",
+            f"{name}: ignoring {len(unexpected)} tensors of the checkpoint that the model lacks, first {unexpected[0]}",
+        )
 
 
 def check_finite(model: nn.Module, name: str) -> None:
-    """Whether all weights are numbers: a sum each, in fp32; only one that is not finite is looked at closely.
+    """Check that all weights are finite: one fp32 sum each, and a full scan only if the sum is not finite.
 
     Raises:
         CheckpointError: a tensor has NaN or Inf.

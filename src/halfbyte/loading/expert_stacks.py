@@ -1,21 +1,26 @@
-"""Stacked experts while they load: each expert is quantized as it is read, before transformers would merge them.
+"""Stacked experts while they load: each expert is quantized, or its codes are read, before it is stacked.
 
-A checkpoint has an expert's matrices apart; transformers' converters read those of a layer, stack them and hand the
-stack to the quantizer. `stacking` gives it converters that do the same to quantized experts, one at a time.
+A checkpoint stores an expert's matrices separately. transformers' converters read a layer's matrices, stack them and
+pass the stack to the quantizer. `stacking_converter` quantizes each expert before stacking, one at a time.
+`prequantized_converter` does the same for checkpoints that were quantized before, whose matrices have scales of their
+own: bitsandbytes' 4-bit formats, DeepSeek's FP8 tiles, GPTQ, AWQ, compressed-tensors' INT4. A stack keeps their codes
+and values. Only bitsandbytes' nested scales are un-nested, exactly: two matrices cannot share their blocks, so a weight
+takes 4.5 bits instead of 4.13.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
 
-from ..formats import Format
-from ..formats.base import FLOATS
+from ..formats import Format, recognize
+from ..formats.base import FLOATS, entry_name
+from ..formats.int4 import Int4
 from ..layers import hold_stacks
 from ..layers.experts import NAME
 from ..modeling.architectures import expert_stacks
@@ -23,18 +28,33 @@ from ..tensor import QuantizedTensor
 from ..utils.errors import CheckpointError, ModelError
 from ..utils.notices import notice
 
-if TYPE_CHECKING:
-    from .quantizer import HalfbyteQuantizer
-
 EXPERT = re.compile(r"\.experts\.(\d+)\.(.*)")
-ANOTHER = "check that config.json belongs to these weights"
+MISMATCH_FIX = "check that config.json belongs to these weights"
+
+Entries = dict[str, list[Any]]  # suffix → an entry of each expert
 
 
-def stackable(format_: Format, shape: tuple[int, ...], stored: bool = False) -> str | None:
-    """Why experts of `shape` [E, N, K] cannot be stored in a format; None: they can.
+class StackQuantizer(Protocol):
+    """The parts of `HalfbyteQuantizer` that converters of stacks call."""
+
+    stacks: dict[str, Any]
+    dtypes: dict[str, torch.dtype]
+    quantization_config: Any
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool: ...
+
+    def format_of(self, param_name: str) -> Format: ...
+
+    def keep_unquantized(self, param_name: str) -> None: ...
+
+    def attempt(self, key: str, make: Callable[[], nn.Parameter], result: dict[str, Tensor]) -> None: ...
+
+
+def stack_unsupported_reason(format_: Format, shape: tuple[int, ...], stored: bool = False) -> str | None:
+    """Return why experts of `shape` [E, N, K] cannot be stored in a format, or None.
 
     Args:
-        stored: whether the checkpoint has them so.
+        stored: whether the checkpoint stores them in this format.
     """
     if not stored and not type(format_).examples():
         return f"{format_.spec} needs calibration"
@@ -45,27 +65,33 @@ def stackable(format_: Format, shape: tuple[int, ...], stored: bool = False) -> 
     return None
 
 
-def fitting(model: Any, stacks: Mapping[str, Any], formats: dict[str, Format], stored: bool = False) -> list[str]:
-    """Those of `stacks` that `formats` stores; what cannot be is taken out of `formats`, and said.
+def supported_stacks(
+    model: Any, stacks: Mapping[str, Any], formats: dict[str, Format], stored: bool = False
+) -> list[str]:
+    """Return those of `stacks` that `formats` can store; remove the others from `formats`, and log them.
 
-    A transposed module is stored whole or not at all, since it has one orientation.
+    Stacks of a transposed module are quantized together or not at all, since the module has one orientation.
 
     Args:
-        stored: whether the checkpoint has them so.
+        stored: whether the checkpoint stores them in these formats.
     """
-    why = {
+    reasons = {
         name: found
         for name in stacks.keys() & formats.keys()
-        if (found := stackable(formats[name], _stored_shape(model.get_parameter(name), stacks[name]), stored))
+        if (
+            found := stack_unsupported_reason(
+                formats[name], _stored_shape(model.get_parameter(name), stacks[name]), stored
+            )
+        )
     }
     for name, module in stacks.items():
         own = {other for other in stacks if stacks[other] is module}
-        if module.is_transposed and name in formats and (own & why.keys() or own - formats.keys() or len(own) < 2):
-            why.setdefault(name, "experts that lie transposed are stored all, or not at all")
-    for name, found in why.items():
+        if module.is_transposed and name in formats and (own & reasons.keys() or own - formats.keys() or len(own) < 2):
+            reasons.setdefault(name, "stacks of transposed experts are quantized together, or not at all")
+    for name, found in reasons.items():
         formats.pop(name)
         leaf = name.rpartition(".")[2]
-        notice(f"stack-{leaf}-{found}", f"{leaf} of the experts stays in 16 bits: {found}")
+        notice(f"stack-{leaf}-{found}", f"keeping {leaf} of the experts in 16 bits: {found}")
     return [name for name in stacks if name in formats]
 
 
@@ -74,10 +100,10 @@ def _stored_shape(weight: Tensor, module: Any) -> tuple[int, ...]:
     return (shape[0], shape[2], shape[1]) if module.is_transposed else shape
 
 
-def make_room(module: Any) -> None:
-    """Have a module hold quantized stacks: they lie [E, N, K], K contiguous, where the model has [E, K, N], too.
+def prepare_module(module: Any) -> None:
+    """Prepare a module for quantized stacks: [E, N, K] with contiguous K, also where the model has [E, K, N].
 
-    Its weights are on the meta device: they are not loaded yet.
+    The module's weights are on the meta device, before loading.
     """
     hold_stacks(module)
     if module.is_transposed:
@@ -87,36 +113,36 @@ def make_room(module: Any) -> None:
         module.is_transposed = False
 
 
-def store_stacks(
+def prepare_stacks(
     model: Any, formats: dict[str, Format], skip_modules: list[str] | None = None, stored: bool = False
 ) -> dict[str, Any]:
-    """Prepare the stacks of a model on the meta device that `formats` names; what cannot be stored so leaves `formats`.
+    """Prepare the stacks in `formats` of a model on the meta device; unsupported ones are removed from `formats`.
 
     Args:
-        stored: whether the checkpoint has them so.
+        stored: whether the checkpoint stores them in these formats.
 
     Returns:
-        Parameter → its module, of those that are to be quantized.
+        Parameter → its module, for the stacks to quantize.
     """
     stacks = expert_stacks(model, skip_modules)
-    found = {name: stacks[name] for name in fitting(model, stacks, formats, stored)}
+    found = {name: stacks[name] for name in supported_stacks(model, stacks, formats, stored)}
     for module in {id(module): module for module in found.values()}.values():
-        make_room(module)
+        prepare_module(module)
     if found:
-        run_ours(model)
+        use_halfbyte_experts(model)
     return found
 
 
-def run_ours(model: Any) -> None:
-    """Have the model's experts run in `layers.experts`."""
+def use_halfbyte_experts(model: Any) -> None:
+    """Select `layers.experts` to run the model's experts."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if hasattr(config, "_experts_implementation"):
             config._experts_implementation = NAME
 
 
-class OneByOne(WeightConverter):
-    """A converter whose operation is handed entries that are not read yet."""
+class LazyConverter(WeightConverter):
+    """A converter whose operation receives unread entries."""
 
     __slots__ = ()
 
@@ -126,14 +152,14 @@ class OneByOne(WeightConverter):
         return found
 
 
-class _QuantizeEach(ConversionOps):
-    """All entries of one stack → a frozen quantized parameter, its experts read and quantized one after another.
+class _QuantizeExperts(ConversionOps):
+    """Conversion of all entries of a stack to a frozen quantized parameter, one expert at a time.
 
     Args:
-        operations: transformers', for stacks that stay in 16 bits.
+        operations: transformers' operations, for stacks that stay in 16 bits.
     """
 
-    def __init__(self, hf_quantizer: HalfbyteQuantizer, operations: list[ConversionOps]):
+    def __init__(self, hf_quantizer: StackQuantizer, operations: list[ConversionOps]):
         self.hf_quantizer, self.operations = hf_quantizer, operations
 
     def convert(
@@ -156,7 +182,7 @@ class _QuantizeEach(ConversionOps):
         counts = {len(each) for each in entries}
         if counts != {shape[0]}:
             raise CheckpointError(
-                f"{name}: the checkpoint has {sorted(counts)} matrices of {shape[0]} experts", ANOTHER
+                f"{name}: the checkpoint has {sorted(counts)} matrices for {shape[0]} experts", MISMATCH_FIX
             )
 
         def experts() -> Iterator[Tensor]:
@@ -165,29 +191,132 @@ class _QuantizeEach(ConversionOps):
                 weight = torch.cat(parts) if len(parts) > 1 else parts[0]
                 if tuple(weight.shape) != shape[1:]:
                     found, wanted = tuple(weight.shape), shape[1:]
-                    said = f"{name}: expert {at} has shape {found} in the checkpoint, {wanted} in the model"
-                    raise CheckpointError(said, ANOTHER)
+                    message = f"{name}: expert {at} has shape {found} in the checkpoint, {wanted} in the model"
+                    raise CheckpointError(message, MISMATCH_FIX)
                 yield weight
 
         matrices = experts()
         first = next(matrices)
-        if first.is_meta:  # another process reads it
-            whole = torch.empty(shape, dtype=first.dtype, device="meta")
-            return nn.Parameter(QuantizedTensor.quantize(whole, format_.stacked()), requires_grad=False)
+        if first.is_meta:  # another rank reads it
+            empty = torch.empty(shape, dtype=first.dtype, device="meta")
+            return nn.Parameter(QuantizedTensor.quantize(empty, format_.stacked()), requires_grad=False)
 
-        def all_of() -> Iterator[Tensor]:
+        def all_experts() -> Iterator[Tensor]:
             yield first
             yield from matrices
 
-        return stacked_parameter(name, all_of(), format_, shape)
+        return stacked_parameter(name, all_experts(), format_, shape)
 
-    def __deepcopy__(self, memo: Any) -> _QuantizeEach:
-        """transformers copies converters for each layer; failures must reach the one quantizer it asks at the end."""
+    def __deepcopy__(self, memo: Any) -> _QuantizeExperts:
+        """Return self: transformers copies converters per layer, but failures must reach the one quantizer."""
+        return self
+
+
+class _LoadQuantizedExperts(ConversionOps):
+    """Conversion of all entries of a stack to a frozen quantized parameter with their codes.
+
+    Args:
+        operations: transformers' operations, for stacks that the checkpoint stores in 16 bits.
+        patterns: pattern → (matrix of the checkpoint (gate, up), suffix of the entry).
+    """
+
+    def __init__(
+        self, hf_quantizer: StackQuantizer, operations: list[ConversionOps], patterns: dict[str, tuple[str, str]]
+    ):
+        self.hf_quantizer, self.operations, self.patterns = hf_quantizer, operations, patterns
+
+    def convert(self, input_dict: dict[str, Any], *, full_layer_name: str, model: Any, **kwargs: Any) -> dict[str, Any]:
+        matrices: dict[str, Entries] = {source: {} for source, _ in self.patterns.values()}
+        for pattern, entries in input_dict.items():
+            source, suffix = self.patterns[pattern]
+            matrices[source][suffix] = entries
+        plain = all(found.keys() == {""} for found in matrices.values())
+        if plain and all(read_entry(found[""][0]).dtype in FLOATS for found in matrices.values()):
+            return self._in_16_bits(full_layer_name, model, matrices, kwargs)
+        shape = tuple(model.get_parameter(full_layer_name).shape)
+        result: dict[str, Tensor] = {}
+        self.hf_quantizer.attempt(full_layer_name, lambda: self._stack(full_layer_name, matrices, shape), result)
+        return result
+
+    def _in_16_bits(
+        self, name: str, model: Any, matrices: dict[str, Entries], kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        dtype = model.get_parameter(name).dtype
+        if name in self.hf_quantizer.stacks:
+            self.hf_quantizer.keep_unquantized(name)
+        found: dict[str, Any] = {
+            source: [read_entry(each).to(dtype) for each in entries[""]] for source, entries in matrices.items()
+        }
+        for operation in self.operations:
+            found = operation.convert(found, **(kwargs | {"source_patterns": [*matrices]}))
+        return found
+
+    def _stack(self, name: str, matrices: dict[str, Entries], shape: tuple[int, ...]) -> nn.Parameter:
+        counts = {len(each) for entries in matrices.values() for each in entries.values()}
+        if counts != {shape[0]}:
+            wrong = f"{name}: the checkpoint has {sorted(counts)} entries for {shape[0]} experts"
+            raise CheckpointError(wrong, MISMATCH_FIX)
+        experts = self._experts(name, matrices, shape)
+        each, parts, dtype = next(experts)
+        stacked = each.stacked()
+
+        def filled() -> Iterator[Mapping[str, Tensor]]:
+            yield parts
+            for at, (other, own, _) in enumerate(experts, 1):
+                if other != each:
+                    wrong = f"{name}: expert {at} is stored as {other.spec}, expert 0 as {each.spec}"
+                    raise CheckpointError(wrong, "use a checkpoint that stores all experts of a layer in one format")
+                yield own
+
+        self.hf_quantizer.quantization_config.formats[name] = each
+        if next(iter(parts.values())).is_meta:  # another rank reads it
+            tensor = QuantizedTensor.quantize(torch.empty(shape, dtype=dtype, device="meta"), stacked)
+        else:
+            tensor = QuantizedTensor(stacked, stacked.stack_parts(filled(), shape), shape, dtype)
+        return nn.Parameter(tensor, requires_grad=False)
+
+    def _experts(
+        self, name: str, matrices: dict[str, Entries], shape: tuple[int, ...]
+    ) -> Iterator[tuple[Format, dict[str, Tensor], torch.dtype]]:
+        """Yield format, parts and dtype of each expert of the stack, gate above up."""
+        each = (shape[1] // len(matrices), shape[2])
+        stored = type(self.hf_quantizer.format_of(name))
+        before = name.partition(".experts.")[0]
+        for at in range(shape[0]):
+            found: list[tuple[Format, dict[str, Tensor], tuple[int, ...], torch.dtype]] = []
+            for source, entries in matrices.items():
+                label = f"{before}.experts.{at}.{source.rpartition('*.')[2]}"
+                state = {suffix: read_entry(entries[suffix][at]) for suffix in entries}
+                unread = any(tensor.is_meta for tensor in state.values())  # another rank reads it
+                if unread and not issubclass(stored, Int4):  # Int4's options follow from the entries' shapes
+                    tensor = QuantizedTensor.quantize(
+                        torch.empty(each, device="meta"), self.hf_quantizer.format_of(name)
+                    )
+                    found.append((tensor.format, tensor.parts, each, self.hf_quantizer.dtypes[name]))
+                    continue
+                if "" in state:
+                    state[""] = original_codes(state[""])
+                found.append(recognize(state, prefer=stored).from_state(state, label))
+                if found[-1][2] != each:
+                    wrong = f"{label} has shape {found[-1][2]} in the checkpoint, {each} in the model"
+                    raise CheckpointError(wrong, MISMATCH_FIX)
+            first, _, _, dtype = found[0]
+            if any(other != first for other, *_ in found):
+                raise CheckpointError(
+                    f"{name}: gate and up of expert {at} are stored in different formats", MISMATCH_FIX
+                )
+            try:
+                yield (*first.concat_rows([parts for _, parts, *_ in found], each), dtype)
+            except ModelError as error:
+                raise ModelError(f"{name}: expert {at}: {error.message}", error.fix) from error
+
+    def __deepcopy__(self, memo: Any) -> _LoadQuantizedExperts:
+        """Return self: transformers copies converters per layer, but failures must reach the one quantizer."""
         return self
 
 
 def stacked_parameter(name: str, experts: Iterable[Tensor], format_: Format, shape: tuple[int, ...]) -> nn.Parameter:
-    """A frozen stack of `shape` [E, N, K]; errors name the parameter."""
+    """Quantize experts into a frozen stack of `shape` [E, N, K]; errors name the parameter."""
     try:
         return nn.Parameter(QuantizedTensor.quantize_stack(experts, format_, shape), requires_grad=False)
     except ModelError as error:
@@ -195,33 +324,53 @@ def stacked_parameter(name: str, experts: Iterable[Tensor], format_: Format, sha
 
 
 def read_entry(entry: Tensor | Callable[[], Tensor]) -> Tensor:
-    """transformers reads an entry when it is asked to; before saving, and where threads read, it is a tensor."""
+    """Read an entry: a callable or future of transformers, or a tensor (before saving, or read by threads)."""
     if isinstance(entry, Tensor):
         return entry
     return entry() if callable(entry) else entry.result()
 
 
-def as_in_file(codes: Tensor) -> Tensor:
-    """transformers 5.17 casts E4M3 codes to the model's dtype, which holds them exactly; later versions do not."""
+def original_codes(codes: Tensor) -> Tensor:
+    """Undo transformers 5.17's cast of E4M3 codes to the model's dtype, which is exact; later versions do not cast."""
     if codes.dtype not in FLOATS:
         return codes
     cast = codes.to(torch.float8_e4m3fn)
     return cast if torch.equal(cast.to(codes.dtype), codes) else codes
 
 
-def stacking(conversion: Any, hf_quantizer: HalfbyteQuantizer) -> Any:
-    """A converter of transformers' as one that quantizes experts one at a time, where all it does is stack them."""
+def stacking_converter(conversion: Any, hf_quantizer: StackQuantizer) -> Any:
+    """Replace a transformers converter that only stacks experts by one that quantizes each expert first."""
     if not only_stacks(conversion):
         return conversion
-    operation = _QuantizeEach(hf_quantizer, conversion.operations)
+    operation = _QuantizeExperts(hf_quantizer, conversion.operations)
     sources, targets = conversion._original_source_patterns, conversion._original_target_patterns
-    ours = OneByOne(list(sources), list(targets), operations=[operation])
-    ours.scope_prefix, ours.base_model_prefix = conversion.scope_prefix, conversion.base_model_prefix
-    return ours
+    converter = LazyConverter(list(sources), list(targets), operations=[operation])
+    converter.scope_prefix, converter.base_model_prefix = conversion.scope_prefix, conversion.base_model_prefix
+    return converter
+
+
+def prequantized_converter(conversion: Any, hf_quantizer: StackQuantizer, suffixes: set[str]) -> Any:
+    """Replace a transformers converter that only stacks experts by one that stacks quantized experts.
+
+    Args:
+        suffixes: suffixes of the entries of a quantized weight.
+    """
+    if not only_stacks(conversion):
+        return conversion
+    patterns: dict[str, tuple[str, str]] = {}
+    for source in conversion._original_source_patterns:
+        bare = source.removesuffix("$")
+        for suffix in sorted(suffixes - {""}):
+            patterns[f"{entry_name(bare, suffix)}$"] = source, suffix
+        patterns[f"{bare}$"] = source, ""
+    operation = _LoadQuantizedExperts(hf_quantizer, conversion.operations, patterns)
+    converter = LazyConverter([*patterns], list(conversion._original_target_patterns), operations=[operation])
+    converter.scope_prefix, converter.base_model_prefix = conversion.scope_prefix, conversion.base_model_prefix
+    return converter
 
 
 def only_stacks(conversion: Any) -> bool:
-    """Whether all that a converter of transformers' does is to stack experts, gate above up."""
+    """Return whether a transformers converter only stacks experts, gate above up."""
     if not isinstance(conversion, WeightConverter):
         return False
     kinds = [(type(each), getattr(each, "dim", None)) for each in conversion.operations]
@@ -229,5 +378,5 @@ def only_stacks(conversion: Any) -> bool:
 
 
 def is_stacking(conversion: Any) -> bool:
-    """Whether a converter is one that `stacking` made."""
-    return isinstance(conversion, OneByOne)
+    """Return whether a converter was made in this module."""
+    return isinstance(conversion, LazyConverter)

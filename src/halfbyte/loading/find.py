@@ -1,4 +1,4 @@
-"""Where a model's files are and what its config says: looked up once, before any weight is read."""
+"""Find a model's files and read its transformers config, before any weight is read."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from ..utils.transformers_logging import quiet
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model that was found, its files whole.
+    """A model that was found, with complete files.
 
     Attributes:
-        name: what it was asked for by.
-        place: its folder or hub id; of a GGUF file, the folder that it is unpacked in.
-        config: transformers' config of it.
+        name: name by which it was requested.
+        place: its folder or hub id; for a GGUF file, the folder that it is unpacked in.
+        config: its transformers config.
     """
 
     name: str
@@ -38,35 +38,34 @@ class ModelFiles:
 
 
 def find_model(origin: Origin) -> ModelFiles:
-    """Unpack a GGUF file, read the config, look over the files.
+    """Find a model: unpack a GGUF file, read the config, check the files.
 
     Raises:
         ModelError: no such model, or none that can be trained.
         CheckpointError: a file is missing or damaged.
-        ConfigError: there is nothing to keep, or a library is missing.
+        ConfigError: `keep` is set but there are no GGUF types to keep, or a library is missing.
     """
-    from .completeness import check_whole
+    from .completeness import check_complete
 
-    place = place_of(origin)
+    place = local_origin(origin)
     check_checkpoint(Path(place.name))
     config = load_model_config(place)
-    check_whole(place, config)
+    check_complete(place, config)
     return ModelFiles(origin.name, place, config)
 
 
-def look_over(origin: Origin) -> None:
-    """What can be said of a model before anything is imported to read it.
+def preflight_model(origin: Origin) -> None:
+    """Check a model's name and files before importing the libraries that read it.
 
     Raises:
-        ModelError: there is no such folder or file, or no config in it; or the hub cannot be asked for it; or it is an
-            address.
+        ModelError: the folder, file or config does not exist; the hub is unreachable; or the name is a URL.
         CheckpointError: a file is missing or damaged.
-        ConfigError: there is nothing to keep.
+        ConfigError: `keep` is set but there are no GGUF types to keep.
     """
     if "://" in origin.name:
         there = hub.id_in(origin.name)
         fix = f"write {there}" if there else "download it, and name its folder or file"
-        raise ModelError(f"{origin.name}: models are not read from addresses", fix)
+        raise ModelError(f"{origin.name}: halfbyte does not read models from URLs", fix)
     if gguf_file(origin.name, origin.keep) is None:
         _check_folder(origin.name)
         if not Path(origin.name).is_dir():
@@ -74,11 +73,11 @@ def look_over(origin: Origin) -> None:
         check_checkpoint(Path(origin.name))
 
 
-def place_of(model: str | Origin) -> Origin:
-    """Where the files of a model are: a folder or a hub id; a GGUF file is unpacked, which may take minutes once.
+def local_origin(model: str | Origin) -> Origin:
+    """Return the folder or hub id of a model; a GGUF file is unpacked first, which may take minutes.
 
     Raises:
-        ModelError: there is no such folder or file, or no config in it.
+        ModelError: the folder or file does not exist, or has no config.
     """
     origin = Origin(model) if isinstance(model, str) else model
     place = replace(origin, name=checkpoint_folder(origin.name, origin.keep), keep=False)
@@ -87,29 +86,29 @@ def place_of(model: str | Origin) -> Origin:
 
 
 def read_model_config(model: str | Origin) -> Any:
-    """The transformers config of a model of any kind. That of a GGUF file whose types are kept says what they are.
+    """Return the transformers config of a model of any kind; a GGUF file with kept types lists them in it.
 
     Raises:
         ModelError: there is no such model.
     """
     from transformers import AutoConfig
 
-    place = place_of(model)
+    place = local_origin(model)
     name = place.name
     local = Path(name).is_dir()
     if local:
-        _check_known(Path(name))
-    said = f"cannot read {Path(name) / CONFIG}" if local else f"cannot read the model config of {name!r}"
+        _check_model_type(Path(name))
+    message = f"cannot read {Path(name) / CONFIG}" if local else f"cannot read the model config of {name!r}"
     fix = "correct it, or re-download it" if local else "give a folder with config.json, or a hub id you can reach"
-    with trusted_only(name), answered(said, fix, CheckpointError if local else ModelError), quiet():
+    with explain_remote_code(name), answered(message, fix, CheckpointError if local else ModelError), quiet():
         config = AutoConfig.from_pretrained(name, revision=place.revision, trust_remote_code=place.trust_remote_code)
-    if getattr(config, "quantization_config", {}) is None:  # "quantization_config": null, as merging tools leave it
+    if getattr(config, "quantization_config", {}) is None:  # merging tools write "quantization_config": null
         del config.quantization_config
     return config
 
 
-def _check_known(folder: Path) -> None:
-    """Whether transformers has the model of a config, where that brings no code of its own."""
+def _check_model_type(folder: Path) -> None:
+    """Check that transformers knows the config's model_type, unless the checkpoint has its own code."""
     from transformers import CONFIG_MAPPING, __version__
 
     found = read_config(folder)
@@ -122,11 +121,11 @@ def _check_known(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def trusted_only(name: str) -> Iterator[None]:
-    """Around what transformers loads from `name`: where it will not run the Python code that lies there, that is said.
+def explain_remote_code(name: str) -> Iterator[None]:
+    """Explain the error if transformers refuses to run Python code that comes with `name`.
 
     Raises:
-        ModelError: it does not.
+        ModelError: transformers refused.
     """
     try:
         yield
@@ -134,18 +133,18 @@ def trusted_only(name: str) -> Iterator[None]:
         if "trust_remote_code" not in f"{error} {error.__cause__}":
             raise
         raise ModelError(
-            f"{name} brings Python code of its own, which is run only where you say so",
+            f"{name} comes with its own Python code, which runs only with your consent",
             "read that code, then set trust_remote_code: true to train; afterwards add --trust-remote-code to the"
             " command (trust_remote_code=True in Python)",
         ) from error
 
 
 def load_model_config(model: str | Origin) -> Any:
-    """The transformers config of a model.
+    """Return the transformers config of a model that can be trained.
 
     Raises:
-        ModelError: there is no such model, or it is neither a causal language model nor one that takes images and
-            whose text part is of a family in `families`.
+        ModelError: there is no such model; or it is neither a causal language model nor one that takes images and has a
+            text part of a family in `families`.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
@@ -169,7 +168,7 @@ def load_model_config(model: str | Origin) -> Any:
 
 
 def _check_folder(name_or_path: str) -> None:
-    """A path that does not exist is told apart from a hub id, with the nearest existing folder."""
+    """Raise on a path that does not exist or holds no model, naming a similar folder; hub ids pass."""
     path, fix = Path(name_or_path), "give a folder with a Hugging Face checkpoint"
     kind = look(path, ModelError, fix)
     if kind == "file":
@@ -181,7 +180,7 @@ def _check_folder(name_or_path: str) -> None:
                 how = (
                     f"name the model it was trained on, and adapter_path={adapter} to go on from it; or merge it first"
                 )
-                raise ModelError(f"{path} holds an adapter, and no whole model", how)
+                raise ModelError(f"{path} holds an adapter, but no model", how)
             inside = sorted([*path.glob(f"*/{CONFIG}"), *path.glob(f"snapshots/*/{CONFIG}")], key=os.path.getmtime)
             raise ModelError(f"{path} has no {CONFIG}", f"did you mean {inside[-1].parent}?" if inside else fix)
     elif hub.is_local(name_or_path):

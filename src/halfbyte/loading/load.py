@@ -1,4 +1,4 @@
-"""Models and tokenizers by name or path, quantized while they load."""
+"""Load models and tokenizers by name or path, quantizing while they load."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ..config import Origin, Storage, storage_of
 from ..formats import FORMATS
 from ..formats.base import FLOATS
 from ..gguf.cache import in_words
-from ..modeling.architectures import auto_class, beside_text
-from ..modeling.layer_sizes import layer_sizes, widest
-from ..modeling.tiny import tiny_config
+from ..modeling.architectures import auto_class, non_text_modules
+from ..modeling.config_facts import default_attention, layer_sizes, max_layer_sizes
+from ..modeling.tiny_model import tiny_config
 from ..parallel.mesh import ALONE, Mesh
 from ..reading import open_bytes, read_text
 from ..reading.boundary import answered
@@ -26,21 +26,21 @@ from ..utils.errors import ConfigError, ModelError
 from ..utils.hardware import chosen_device, compute_dtype
 from ..utils.notices import notice
 from ..utils.transformers_logging import no_loading_bars, quiet
-from .assignment import left_whole
+from .assignment import skipped_modules
 from .completeness import check_finite, check_loaded
-from .find import ModelFiles, find_model, place_of, trusted_only
-from .sharded import Elsewhere, Share, load_together
+from .find import ModelFiles, explain_remote_code, find_model, local_origin
+from .sharded import ModelShare, OtherStages, load_together
 
 TOKENIZER_KINDS = {"chat_template": (str, dict, type(None)), "model_max_length": (int, float)}
-TEMPLATE = "give the path of a Jinja file as chat_template_path"
-LONG = 2**31  # bytes of weights that take seconds to load
+TEMPLATE_FIX = "give the path of a Jinja file as chat_template_path"
+LARGE_CHECKPOINT = 2**31  # bytes of weights from which loading shows a progress bar
 FLEX = "flex_attention"
-FLEX_HEAD = 16  # torch's kernels take no smaller head
-TORCHS_OWN = ("eager", "sdpa", FLEX)
+MIN_FLEX_HEAD = 16  # head width that torch's kernels need
+TORCH_ATTENTION = ("eager", "sdpa", FLEX)
 
 
 def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
-    """A torch dtype from its name; "auto" is what the device multiplies fast, and is said."""
+    """Return the torch dtype of a name; "auto" selects one that is fast on the device, and logs it."""
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype != "auto":
@@ -54,45 +54,46 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype
 
 
 def check_attention(config: Any, name: str | None, device: torch.device, *, trains: bool = False) -> None:
-    """Whether the attention that a run asks for is there, for a model of `config`; builds one without weights, and runs
-    a small one of its kind where gradients are wanted.
+    """Check that an attention implementation is available for a model of `config`.
+
+    Builds a model without weights and, if the run needs gradients, runs a tiny model.
 
     Args:
-        name: `attn_implementation`; None for transformers' choice.
-        trains: whether gradients are wanted.
+        name: `attn_implementation`; None for transformers' default.
+        trains: whether the run needs gradients.
 
     Raises:
-        ConfigError: it is not, and why.
+        ConfigError: the implementation is not available.
     """
     if name is None:
         return
-    fix = "leave attn_implementation out (sdpa)"
+    fix = "remove attn_implementation (default: sdpa)"
     try:
         with torch.device("meta"):
             auto_class(config).from_config(copy.deepcopy(config), attn_implementation=name)
-    except (ImportError, ValueError) as error:  # transformers says which package is missing, or which names it knows
+    except (ImportError, ValueError) as error:  # transformers names the missing package, or the known names
         raise ConfigError(f"attn_implementation: {name}: {str(error).splitlines()[0]}", fix) from error
     if name == FLEX and trains:
         size = min(each.head_dim for each in layer_sizes(config.get_text_config()))
         if device.type == "cpu":
             raise ConfigError(f"attn_implementation: {name} computes no gradients on a CPU", fix)
-        if size < FLEX_HEAD:
-            raise ConfigError(f"attn_implementation: {name} takes heads of {FLEX_HEAD} and more, not of {size}", fix)
+        if size < MIN_FLEX_HEAD:
+            raise ConfigError(f"attn_implementation: {name} needs heads of at least {MIN_FLEX_HEAD}, not {size}", fix)
     if "flash" in name and device.type == "cpu":
         raise ConfigError(f"attn_implementation: {name} runs on GPUs only", fix)
-    if trains and name not in TORCHS_OWN and (raised := _step_with(config, name, device)):
-        usual = _step_with(config, "sdpa", device) and _step_with(config, "eager", device)
-        if usual is None:  # else it is the small model that does not run
-            said = str(raised).strip().partition("\n")[0] or type(raised).__name__
-            raise ConfigError(f"attn_implementation: {name} does not train this model on {device}: {said}", fix)
+    if trains and name not in TORCH_ATTENTION and (raised := _try_attention(config, name, device)):
+        usual = _try_attention(config, "sdpa", device) and _try_attention(config, "eager", device)
+        if usual is None:  # otherwise the tiny model itself fails
+            reason = str(raised).strip().partition("\n")[0] or type(raised).__name__
+            raise ConfigError(f"attn_implementation: {name} does not train this model on {device}: {reason}", fix)
 
 
-def _step_with(config: Any, attention: str, device: torch.device) -> Exception | None:
-    """What a small model of `config`, with heads of its size, raises in a forward and backward with that attention."""
+def _try_attention(config: Any, attention: str, device: torch.device) -> Exception | None:
+    """Return the error that a tiny model of `config`, with its head width, raises in a training step, or None."""
     try:
         small = tiny_config(config)
         small.__dict__.pop("quantization_config", None)
-        text, size = small.get_text_config(), widest(config.get_text_config()).head_dim
+        text, size = small.get_text_config(), max_layer_sizes(config.get_text_config()).head_dim
         if vars(text).get("head_dim"):
             text.head_dim = size
         else:
@@ -101,7 +102,7 @@ def _step_with(config: Any, attention: str, device: torch.device) -> Exception |
         model = auto_class(small).from_config(small, attn_implementation=attention, dtype=dtype).to(device).train()
         tokens = torch.arange(10, 20, device=device)[None]
         model(input_ids=tokens, use_cache=False).logits.float().sum().backward()
-    except Exception as error:  # whatever the attention's own library raises
+    except Exception as error:  # the attention's library may raise anything
         return error
     return None
 
@@ -117,31 +118,32 @@ def load_model(
     trust_remote_code: bool = False,
     mesh: Mesh = ALONE,
     along: tuple[str, ...] = (),
-    elsewhere: Elsewhere | None = None,
+    elsewhere: OtherStages | None = None,
     experts_on_host: Collection[int] = (),
     **keys: Any,
 ) -> Any:
-    """A causal language model of transformers, its linear layers (not the head) quantized.
+    """Load a causal language model of transformers, and quantize its linear layers except the head.
 
-    A vision tower and its projector, where there are any, are frozen and keep `dtype`. Shards are streamed: each tensor
-    is quantized on the target device and dropped. A checkpoint that was quantized before is taken as it is. Norms, the
-    head and embeddings keep `dtype`, but for those that give each layer a vector of its own (Gemma 3n and 4).
+    A vision tower and its projector are frozen and keep `dtype`. Shards are streamed: each tensor is quantized on the
+    target device and dropped. A pre-quantized checkpoint keeps its codes. Norms, the head and embeddings keep `dtype`,
+    except per-layer embeddings (Gemma 3n and 4), which are quantized.
 
     Args:
-        name_or_path: a folder with a Hugging Face checkpoint, a GGUF file, or a hub id; or what `find_model` found.
-        storage: how its linear layers are stored; default: as `keys` say.
-        dtype: of computation and unquantized weights; "auto" picks what the hardware is fast in.
+        name_or_path: a folder with a Hugging Face checkpoint, a GGUF file, or a hub id; or a result of `find_model`.
+        storage: storage formats of the linear layers; default: from `keys`.
+        dtype: dtype of computation and unquantized weights; "auto" selects one that the hardware is fast in.
         device: default: the first accelerator, else the CPU.
         attn_implementation, revision, trust_remote_code: as in transformers.
-        mesh, along, elsewhere: processes that call this at once, and what each keeps: see `divided.Share`.
-        experts_on_host: decoder layers whose packed experts are left in the host's memory, see `memory.expert_offload`.
+        mesh, along, elsewhere: ranks that call this together, and what each keeps: see `sharded.ModelShare`.
+        experts_on_host: decoder layers whose quantized experts stay in host memory, see `memory.expert_offload`.
         keys: `load_in_4bit`, `bnb_4bit_quant_type`, `bnb_4bit_blocksize`, `bnb_4bit_use_double_quant`, `quantization`,
             `skip_quant_first_layers`, `skip_quant_last_layers`, `qat_scheme`, as in a run's configuration.
 
     Raises:
-        ModelError: no such model or format, or nothing in it can be quantized.
+        ModelError: the model or format does not exist, or no layer can be quantized.
         CheckpointError: a file or tensor is missing, truncated or misshapen.
-        ConfigError: no such key, keys that contradict each other, nothing to keep, or no such attention here.
+        ConfigError: a key is unknown, keys contradict each other, `keep` finds no GGUF types, or the attention is not
+            available.
     """
     from ..qat.model import fake_quantize_linears, qat_format
 
@@ -150,16 +152,15 @@ def load_model(
     files = find_model(asked) if isinstance(name_or_path, str) else name_or_path
     target, config = chosen_device(device), copy.deepcopy(files.config)
     check_attention(config, attn_implementation, target)
-    if attn_implementation is None and getattr(config.get_text_config(), "attn_logit_softcapping", None):
-        attn_implementation = "eager"  # Gemma 2: SDPA leaves scores uncapped, silently before transformers 5.23
-    share = Share(mesh, along, elsewhere)
-    options = _quantized_by(config, files.name, storage, share.of_memory, experts_on_host)
+    attn_implementation = attn_implementation or default_attention(config.get_text_config())
+    share = ModelShare(mesh, along, elsewhere)
+    options = _quantization_options(config, files.name, storage, share.memory_degree, experts_on_host)
     options |= {"revision": files.place.revision, "trust_remote_code": files.place.trust_remote_code}
     options |= {"attn_implementation": attn_implementation, "dtype": resolve_dtype(dtype, target)}
     load = functools.partial(_from_pretrained, files.place.name, config=config, bars=mesh.is_main, **options)
     model = load(device=target) if mesh.size == 1 else load_together(files.place, config, share, target, load)
     _check_no_conv1d(model, files.name)
-    for name in beside_text(model):
+    for name in non_text_modules(model):
         model.get_submodule(name).requires_grad_(False)
     if storage.qat_scheme is not None:
         fake_quantize_linears(model, qat_format(storage.qat_scheme))
@@ -175,22 +176,24 @@ def _check_no_conv1d(model: Any, name: str) -> None:
 
 
 def check_stored(files: ModelFiles, storage: Storage) -> None:
-    """Whether a model that was quantized before is stored as something that loads.
+    """Check that a model that was quantized before is stored in a format that loads.
 
     Raises:
-        ModelError: it is not, or `storage` asks for 16 bits.
-        CheckpointError: its config does not say what it is stored as.
+        ModelError: the format is unsupported, or `storage` requests 16 bits.
+        CheckpointError: its config does not describe the format.
     """
-    said = f"quantization_config in the config of {files.name} cannot be read"
-    with answered(said, "correct it, or use the 16-bit model"):
-        _quantized_by(copy.deepcopy(files.config), files.name, storage)
+    message = f"quantization_config in the config of {files.name} cannot be read"
+    with answered(message, "correct it, or use the 16-bit model"):
+        _quantization_options(copy.deepcopy(files.config), files.name, storage)
 
 
-def _quantized_by(
+def _quantization_options(
     config: Any, name: str, storage: Storage, ways: int = 1, on_host: Collection[int] = ()
 ) -> dict[str, Any]:
-    """What transformers is to be told so that `HalfbyteQuantizer` loads; a checkpoint that was quantized before says it
-    in its own `config`, where it is put."""
+    """Return from_pretrained's options that make `HalfbyteQuantizer` load the model.
+
+    For a pre-quantized checkpoint they are written into its own `config`.
+    """
     from .quantizer import HalfbyteConfig
 
     stored = getattr(config, "quantization_config", None)
@@ -211,17 +214,17 @@ def _from_pretrained(
     state_dict: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """transformers' loading, with what is missing, misshapen or broken named.
+    """Run transformers' loading, and name missing, misshapen or damaged tensors in errors.
 
     Args:
-        bars: whether transformers may show how far it is.
-        cls: the model's class; None: as `config` says.
-        state_dict: entry → what to read it from; None: from the files.
+        bars: whether transformers may show progress bars.
+        cls: the model's class; default: from `config`.
+        state_dict: entry → slice to read it from; default: the checkpoint's files.
     """
-    # transformers takes a name or entries, and from entries only the class itself
+    # from_pretrained takes a name or entries; with entries, only the concrete class accepts them
     source = {} if state_dict is None else {"state_dict": state_dict}
     with (
-        trusted_only(name_or_path),
+        explain_remote_code(name_or_path),
         answered(f"cannot load {name_or_path!r}", "check the checkpoint's files"),
         quiet(),
         contextlib.nullcontext() if bars and not _is_small(name_or_path) else no_loading_bars(),
@@ -236,14 +239,14 @@ def _from_pretrained(
             **options,
         )
         if source:
-            _named(model, name_or_path, options)
+            _set_checkpoint_name(model, name_or_path, options)
     check_loaded(info, name_or_path, config)
     check_finite(model, name_or_path)
     return model
 
 
-def _named(model: Any, name_or_path: str, options: Mapping[str, Any]) -> None:
-    """What transformers sets by the name of a checkpoint: that name, and how the model generates."""
+def _set_checkpoint_name(model: Any, name_or_path: str, options: Mapping[str, Any]) -> None:
+    """Set what transformers derives from a checkpoint's name: the name itself, and the generation config."""
     model.name_or_path = model.config.name_or_path = name_or_path
     if model.can_generate() and hasattr(model, "adjust_generation_fn"):
         from transformers import GenerationConfig
@@ -251,29 +254,29 @@ def _named(model: Any, name_or_path: str, options: Mapping[str, Any]) -> None:
         keys = {"revision": options["revision"]}
         try:
             model.generation_config = GenerationConfig.from_pretrained(name_or_path, **keys)
-        except OSError:  # no file: as its config says
+        except OSError:  # no file: use the model's config
             model.generation_config = GenerationConfig.from_pretrained(
                 name_or_path, config_file_name="config.json", _from_model_config=True, **keys
             )
 
 
 def _is_small(name_or_path: str) -> bool:
-    """Whether loading ends before a bar says anything; of a hub id that is not known."""
+    """Return whether a local checkpoint loads too fast for a progress bar to help; False for a hub id."""
     folder = Path(name_or_path)
-    return folder.is_dir() and sum(file.stat().st_size for file in safetensors_files(folder)) < LONG
+    return folder.is_dir() and sum(file.stat().st_size for file in safetensors_files(folder)) < LARGE_CHECKPOINT
 
 
 def _prequantized(stored: Any, name: str, storage: Storage) -> dict[str, Any]:
-    """The quantization entry of a pre-quantized checkpoint, rewritten as options of `HalfbyteConfig`."""
+    """Convert the quantization entry of a pre-quantized checkpoint to options of `HalfbyteConfig`."""
     entry = stored if isinstance(stored, dict) else stored.to_dict()
     if not storage.quantized:
         raise ModelError(f"{name} holds quantized weights", "set load_in_4bit: true, or use the 16-bit model")
     if "kept" in entry:
-        others = f"; quantized as the bnb_4bit keys say: {in_words(entry['others'])}" if entry["others"] else ""
-        notice(f"kept-{name}", f"{name}: linear layers keep the file's values: {in_words(entry['kept'])}{others}")
+        others = f"; quantizing others by the bnb_4bit keys: {in_words(entry['others'])}" if entry["others"] else ""
+        notice(f"kept-{name}", f"{name}: keeping the file's values of linear layers: {in_words(entry['kept'])}{others}")
         return entry | {"storage": storage}
     if entry.get("quant_method") == "halfbyte":
-        notice("prequantized", f"{name} is already quantized ({', '.join(entry['formats'])}); its bytes are kept")
+        notice("prequantized", f"{name} is already quantized ({', '.join(entry['formats'])}): keeping its bytes")
         return entry
     found = (cls.from_quantization_config(entry) for cls in FORMATS.values())
     format_ = next(filter(None, found), None)
@@ -282,8 +285,8 @@ def _prequantized(stored: Any, name: str, storage: Storage) -> dict[str, Any]:
             f"{name} is stored as {entry.get('quant_method')}, which halfbyte does not load yet",
             "use the 16-bit model, or a bitsandbytes one",
         )
-    notice("prequantized", f"{name} is already quantized ({format_.spec}); its bytes are kept")
-    skip = left_whole(entry)
+    notice("prequantized", f"{name} is already quantized ({format_.spec}): keeping its bytes")
+    skip = skipped_modules(entry)
     as_stored = Storage((("*", format_.spec),))
     return {"quant_method": "halfbyte", "storage": as_stored, "llm_int8_skip_modules": skip}
 
@@ -295,10 +298,10 @@ def load_tokenizer(
     trust_remote_code: bool = False,
     chat_template_path: str | None = None,
 ) -> Any:
-    """The tokenizer of a model, with an EOS token, a pad token and, when given, another chat template.
+    """Load a model's tokenizer, with an EOS token, a pad token and, if given, another chat template.
 
     Args:
-        name_or_path: as in `load_model`; or an `Origin`, which says revision and trust itself.
+        name_or_path: as in `load_model`; or an `Origin`, which includes revision and trust.
 
     Raises:
         ModelError: there is no tokenizer, it has no EOS token, or the template file does not exist.
@@ -307,15 +310,15 @@ def load_tokenizer(
 
     if isinstance(name_or_path, str):
         name_or_path = Origin(name_or_path, revision, trust_remote_code)
-    place = place_of(name_or_path)
+    place = local_origin(name_or_path)
     name = place.name
-    there = Path(name, "tokenizer.json").is_file()
-    fix = "correct or re-download the tokenizer's files" if there else "put tokenizer.json beside the weights"
-    files = " (tokenizer.json, tokenizer_config.json)" if there else ""
-    if there:
+    local = Path(name, "tokenizer.json").is_file()
+    fix = "correct or re-download the tokenizer's files" if local else "add tokenizer.json to the model's folder"
+    files = " (tokenizer.json, tokenizer_config.json)" if local else ""
+    if local:
         with open_bytes(Path(name, "tokenizer.json"), ModelError, fix):
-            pass  # what is wrong with the file itself is said of it
-    with trusted_only(name), answered(f"cannot load the tokenizer of {name!r}{files}", fix, ModelError):
+            pass  # raises an error that names the file if it cannot be read
+    with explain_remote_code(name), answered(f"cannot load the tokenizer of {name!r}{files}", fix, ModelError):
         tokenizer = AutoTokenizer.from_pretrained(
             name, revision=place.revision, trust_remote_code=place.trust_remote_code
         )
@@ -329,8 +332,8 @@ def load_tokenizer(
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-        said = f"the tokenizer has no pad token; padding with {tokenizer.eos_token!r}, which stays trained as EOS"
-        notice("pad-token", said)
+        message = f"the tokenizer has no pad token: padding with {tokenizer.eos_token!r}, which is still trained as EOS"
+        notice("pad-token", message)
     if chat_template_path is not None:
-        tokenizer.chat_template = read_text(chat_template_path, ModelError, TEMPLATE)
+        tokenizer.chat_template = read_text(chat_template_path, ModelError, TEMPLATE_FIX)
     return tokenizer

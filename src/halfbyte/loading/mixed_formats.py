@@ -1,15 +1,16 @@
-"""A format for each layer under a memory budget, from what each format's errors do to the loss on calibration text.
+"""Mixed formats: a format for each layer under a memory budget, by its effect on the loss on calibration text.
 
-A format changes a layer's outputs by δ = (Q(W) − W)·x. Near the model's weights the loss of the text then rises by
+A format changes a layer's outputs by δ = (Q(W) − W)·x. Near the model's weights, the loss of the text then rises by
 ½ δᵀ·H·δ, and H is about the mean of g·gᵀ (the empirical Fisher matrix), g the gradient of the loss with respect to the
-outputs. So a format costs ½ Σ (g·δ)² over the tokens, in nats, in which layers can be added up; Hassibi and Stork
-("Second order derivatives for network pruning: Optimal Brain Surgeon", NIPS 1992) rate weights so. Errors between
-tokens and between layers are taken as independent, so the best choice is a multiple-choice knapsack. On the convex hull
-of each layer's (bytes, error) points, taking steps in the order of error saved per byte is its optimum but for the last
-step that no longer fits (Sinha and Zoltners, "The multiple-choice knapsack problem", Operations Research 27(3), 1979).
+outputs. So a format costs ½ Σ (g·δ)² over the tokens, in nats, which adds up over layers. Hassibi and Stork ("Second
+order derivatives for network pruning: Optimal Brain Surgeon", NIPS 1992) rate weights in the same way. Errors are
+assumed independent between tokens and between layers, so the best choice is a multiple-choice knapsack. Its optimum,
+except for the last step that does not fit, is found on the convex hull of each layer's (bytes, error) points, by taking
+steps in the order of error saved per byte (Sinha and Zoltners, "The multiple-choice knapsack problem", Operations
+Research 27(3), 1979).
 
-An estimate is not the loss. `best` therefore compares the mixture, by its loss on text that had no part in choosing it,
-with each format alone that fits the budget.
+An estimate is not the loss. `best` therefore compares the mixture with each uniform format that fits the budget, by the
+loss on text that was not used for the estimate.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,25 +30,44 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..config import SIXTEEN
 from ..formats import Format
+from ..layers.experts import bias_of, matrices_of, names_of
+from ..modeling.architectures import expert_stacks
 from ..modeling.head import causal_lm_loss
 from ..modeling.layer import causal_lm_of
 from ..optim import trained_parameters
 from ..tensor import QuantizedTensor
 from ..utils.errors import ModelError
 from ..utils.notices import notice
-from .expert_stacks import stackable
-from .expert_views import Stacks, measurable_stacks, watch_experts
+from .expert_stacks import stack_unsupported_reason
 from .quantizer import quantizable
+
+Visit = Callable[[str, int, Tensor, Tensor, Tensor], None]  # name, expert, matrix [N, K], rows, output gradient
+
+
+class StackGroup(NamedTuple):
+    """Stacks of a module that share a format: one stack, or both if the module is transposed (one orientation).
+
+    Attributes:
+        module: transformers' experts.
+        leaves: attribute names of the stacks.
+    """
+
+    module: Any
+    leaves: tuple[str, ...]
+
+    def matrices(self) -> dict[str, Tensor]:
+        """Return each stack as [E, N, K], in either orientation."""
+        return {leaf: matrices_of(self.module, leaf).detach() for leaf in self.leaves}
 
 
 @dataclass(frozen=True)
 class Option:
-    """One way to store a layer.
+    """A way to store a layer.
 
     Attributes:
-        format: name as in `quantization:`.
+        format: name for `quantization:`.
         nbytes: stored size of the weight.
-        error: how much it is expected to raise the loss of a token, nats.
+        error: expected increase of the loss per token, nats.
     """
 
     format: str
@@ -60,7 +80,7 @@ class Mixture:
     """A format for every layer.
 
     Attributes:
-        layers: module name → what was chosen.
+        layers: module name → selected option.
         bits: mean bits per weight of these layers, scales included.
     """
 
@@ -73,7 +93,7 @@ class Mixture:
         return sum(option.error for option in self.layers.values())
 
     def patterns(self) -> dict[str, str]:
-        """What `quantization:` takes: the layers that differ from the commonest format by name, and that as "*"."""
+        """Return `quantization:` patterns: layers that differ from the most common format, and that format as "*"."""
         counts = Counter(option.format for option in self.layers.values())
         commonest = counts.most_common(1)[0][0]
         named = {name: option.format for name, option in self.layers.items() if option.format != commonest}
@@ -83,11 +103,11 @@ class Mixture:
 def measure(
     model: nn.Module, formats: Mapping[str, Format], batches: Iterable[Mapping[str, Any]]
 ) -> dict[str, list[Option]]:
-    """What each format costs and loses in each linear layer and stack of experts, 16 bits included.
+    """Estimate size and loss of each format, 16 bits included, for each linear layer and stack of experts.
 
-    Weights are quantized while gradients pass their layer and dropped, and decoder layers run again for their
-    gradients, so memory grows by one layer and the inputs of the decoder layers; every batch quantizes again. An expert
-    that no token reached is taken to lose what the others of its layer do on average.
+    Weights are quantized while gradients pass their layer and then dropped, and decoder layers are rerun for their
+    gradients. So memory grows by one layer and the inputs of the decoder layers; every batch quantizes again. An expert
+    without tokens is assumed to lose as much as the average of its layer's other experts.
 
     Args:
         model: a causal language model in 16 (or 32) bits.
@@ -104,17 +124,17 @@ def measure(
     reached: dict[str, set[int]] = {name: set() for name in risen}
     tokens = 0
 
-    def meet(name: str, expert: int, weight: Tensor, x: Tensor, gradient: Tensor) -> None:
+    def visit(name: str, expert: int, weight: Tensor, x: Tensor, gradient: Tensor) -> None:
         x, gradient = (each.reshape(-1, each.shape[-1]).float() for each in (x, gradient))
         if not bool(gradient.isfinite().all()):
             raise ModelError(f"the loss has a gradient of NaN or Inf at {name}", "use bfloat16 or float32 weights")
         if len(x):
             reached[name].add(expert)
         for key, format_ in formats.items():
-            error = _stored(weight, format_, name, torch.float32) - weight.detach().float()
+            error = _round_trip(weight, format_, name, torch.float32) - weight.detach().float()
             risen[name][key] += 0.5 * float(((x @ error.T) * gradient).sum(-1).square().sum(dtype=torch.float64))
 
-    with watch_experts(stacks, meet), _gradients(model, linears, meet):
+    with hook_experts(stacks, visit), _gradients(model, linears, visit):
         for batch in batches:
             loss, count = causal_lm_loss(model, batch)
             loss.backward()
@@ -126,17 +146,17 @@ def measure(
     shapes |= {name: list(each.matrices().values()) for name, each in stacks.items()}
     found = {}
     for name, weights in shapes.items():
-        factor = _experts(stacks[name]) / len(reached[name]) / tokens if name in stacks else 1 / tokens
+        factor = _expert_count(stacks[name]) / len(reached[name]) / tokens if name in stacks else 1 / tokens
         found[name] = [Option(SIXTEEN, 2 * sum(weight.numel() for weight in weights), 0.0)]
         found[name] += [
             Option(key, sum(_nbytes(format_, weight) for weight in weights), risen[name][key] * factor)
             for key, format_ in formats.items()
         ]
-    _say_unreached(stacks, reached)
+    _notify_unreached(stacks, reached)
     return found
 
 
-def _experts(stacks: Stacks) -> int:
+def _expert_count(stacks: StackGroup) -> int:
     return len(next(iter(stacks.matrices().values())))
 
 
@@ -145,38 +165,38 @@ def _nbytes(format: Format, weight: Tensor) -> float:
     return (format if len(shape) == 2 else format.stacked()).bits_per_weight(shape) * weight.numel() / 8
 
 
-def _check_stackable(name: str, stacks: Stacks, formats: Mapping[str, Format]) -> None:
+def _check_stackable(name: str, stacks: StackGroup, formats: Mapping[str, Format]) -> None:
     for leaf, stack in stacks.matrices().items():
         for key, format_ in formats.items():
-            if why := stackable(format_, tuple(stack.shape)):
+            if why := stack_unsupported_reason(format_, tuple(stack.shape)):
                 others = ", ".join(other for other in formats if other != key) or "another one"
                 raise ModelError(f"{name}: {leaf} cannot be stored in {key}: {why}", f"name other formats: {others}")
 
 
-def _say_unreached(stacks: Mapping[str, Stacks], reached: Mapping[str, set[int]]) -> None:
-    places = {id(each.module): (name, _experts(each)) for name, each in stacks.items()}
+def _notify_unreached(stacks: Mapping[str, StackGroup], reached: Mapping[str, set[int]]) -> None:
+    places = {id(each.module): (name, _expert_count(each)) for name, each in stacks.items()}
     total = sum(experts for _, experts in places.values())
     missed = sum(experts - len(reached[name]) for name, experts in places.values())
     if missed:
-        said = f"no token of the calibration text reached {missed} of {total} experts"
-        notice("mix-unreached", f"{said}: each is taken to lose what the others of its layer do; more text would tell")
+        message = f"no token of the calibration text reached {missed} of {total} experts"
+        notice("mix-unreached", f"{message}: using the mean error of their layers' other experts; give more text")
 
 
 @contextlib.contextmanager
 def _gradients(
-    model: nn.Module, linears: Mapping[str, nn.Linear], meet: Callable[[str, int, Tensor, Tensor, Tensor], None]
+    model: nn.Module, linears: Mapping[str, nn.Linear], visit: Callable[[str, int, Tensor, Tensor, Tensor], None]
 ) -> Iterator[None]:
-    """Within it, a backward calls `meet` with each linear's inputs and its outputs' gradient, decoder layer by layer.
+    """Call `visit` in backward with each linear's inputs and output gradient, decoder layer by decoder layer.
 
-    No parameter gets a gradient: gradients begin at the embeddings.
+    Applies to backwards inside the context. No parameter gets a gradient: gradients begin at the embeddings.
     """
 
     def begin(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return output.detach().requires_grad_().clone()  # a model may scale it in place
+        return output.detach().requires_grad_().clone()  # the model may scale it in place
 
     def watch(name: str, module: nn.Linear, args: tuple[Tensor], output: Tensor) -> None:
-        if output.requires_grad:  # it does not in a decoder layer's first run
-            output.register_hook(partial(meet, name, 0, module.weight, args[0].detach()))
+        if output.requires_grad:  # not in a decoder layer's first run
+            output.register_hook(partial(visit, name, 0, module.weight, args[0].detach()))
 
     trained = list(trained_parameters(model).values())
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
@@ -187,7 +207,7 @@ def _gradients(
         for parameter in trained:
             parameter.requires_grad_(False)
         for layer in layers:
-            layer.forward = partial(_run_again, layer.forward)
+            layer.forward = partial(_checkpointed_forward, layer.forward)
         with torch.enable_grad():
             yield
     finally:
@@ -201,33 +221,89 @@ def _gradients(
             parameter.requires_grad_(True)
 
 
-def _run_again(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`forward`, of which only the inputs are kept. Reentrant: the second run's hooks are those that are called."""
+def _checkpointed_forward(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run `forward` and save only its inputs for backward; reentrant, so hooks fire in the rerun."""
     if not any(isinstance(each, Tensor) and each.requires_grad for each in args):
         return forward(*args, **kwargs)
     return checkpoint(partial(forward, **kwargs), *args, use_reentrant=True)
 
 
-def _stored(weight: Tensor, format: Format, name: str, dtype: torch.dtype) -> Tensor:
+def _round_trip(weight: Tensor, format: Format, name: str, dtype: torch.dtype) -> Tensor:
     try:
         return QuantizedTensor.quantize(weight.detach(), format).dequantize(dtype)
     except ModelError as error:
         raise ModelError(f"{name}: {error.message}", error.fix) from error
 
 
-@torch.no_grad()
-def loss_as(model: nn.Module, layers: Mapping[str, Format], batches: Iterable[Mapping[str, Any]]) -> float:
-    """Mean loss of a token, nats, with linear layers and stacks stored as `layers` says; what it lacks is left alone.
+def measurable_stacks(model: Any) -> dict[str, StackGroup]:
+    """Return pattern for `quantization:` → stacks of `model` that may be quantized."""
+    found: dict[str, StackGroup] = {}
+    for name, module in expert_stacks(model).items():
+        place, _, leaf = name.rpartition(".")
+        key = f"{place}.*" if module.is_transposed else name
+        found[key] = StackGroup(module, (*(found[key].leaves if key in found else ()), leaf))
+    return found
 
-    Weights are quantized while the text passes their layer and dropped, so memory grows by one layer.
+
+@contextlib.contextmanager
+def hook_experts(stacks: Mapping[str, StackGroup], visit: Visit) -> Iterator[None]:
+    """Call `visit` in backward for each matmul of an expert: name, expert, matrix [N, K], rows [S, K], gradient [S, N].
+
+    Applies to backwards inside the context.
+    """
+    modules = {id(each.module): each.module for each in stacks.values()}
+    names = {(id(each.module), leaf): name for name, each in stacks.items() for leaf in each.leaves}
+    try:
+        for module in modules.values():
+            module.forward = partial(_forward, module, names, visit)
+        yield
+    finally:
+        for module in modules.values():
+            del module.forward
+
+
+def _forward(
+    module: Any,
+    names: Mapping[tuple[int, str], str],
+    visit: Visit,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+) -> Tensor:
+    """Run transformers' weighted sum over each token's experts, one expert at a time."""
+    total = torch.zeros_like(hidden_states)
+    first, second = names_of(module)
+    unit = module._apply_gate if module.has_gate else module.act_fn
+
+    def product(leaf: str, expert: int, x: Tensor) -> Tensor:
+        weight, biases = matrices_of(module, leaf).detach()[expert], bias_of(module, leaf)
+        result = nn.functional.linear(x, weight, None if biases is None else biases[expert])
+        name = names.get((id(module), leaf))
+        if result.requires_grad and name is not None:
+            result.register_hook(partial(visit, name, expert, weight, x.detach()))
+        return result
+
+    for expert in top_k_index.unique().tolist():
+        tokens, places = torch.where(top_k_index == expert)
+        hidden = product(second, expert, unit(product(first, expert, hidden_states[tokens])))
+        weighted = hidden * top_k_weights[tokens, places, None].to(hidden.dtype)
+        total = total.index_add(0, tokens, weighted.to(total.dtype))
+    return total
+
+
+@torch.no_grad()
+def loss_with_formats(model: nn.Module, layers: Mapping[str, Format], batches: Iterable[Mapping[str, Any]]) -> float:
+    """Return the mean loss per token, nats, with the linears and stacks of `layers` stored in these formats.
+
+    Weights are quantized while the text passes their layer and then dropped, so memory grows by one layer.
 
     Args:
-        batches: as for `measure`.
+        batches: as in `measure`.
 
     Raises:
         ModelError: a weight cannot be stored in its format.
     """
-    whole: dict[tuple[str, str], Tensor] = {}
+    originals: dict[tuple[str, str], Tensor] = {}
     stacks = {name: each for name, each in measurable_stacks(model).items() if name in layers}
     linears = {name: model.get_submodule(name) for name in layers if name not in stacks}
     places: dict[str, tuple[nn.Module, tuple[str, ...]]]
@@ -237,12 +313,12 @@ def loss_as(model: nn.Module, layers: Mapping[str, Format], batches: Iterable[Ma
     def store(name: str, module: nn.Module, args: Any) -> None:
         for leaf in places[name][1]:
             parameter = getattr(module, leaf)
-            whole[name, leaf] = parameter.data
-            parameter.data = _stored_as_it_lies(module, parameter, layers[name], f"{name}.{leaf}")
+            originals[name, leaf] = parameter.data
+            parameter.data = _round_trip_in_layout(module, parameter, layers[name], f"{name}.{leaf}")
 
     def restore(name: str, module: nn.Module, *_: Any) -> None:
         for leaf in places[name][1]:
-            getattr(module, leaf).data = whole.pop((name, leaf))
+            getattr(module, leaf).data = originals.pop((name, leaf))
 
     handles = [module.register_forward_pre_hook(partial(store, name)) for name, (module, _) in places.items()]
     handles += [module.register_forward_hook(partial(restore, name)) for name, (module, _) in places.items()]
@@ -254,18 +330,18 @@ def loss_as(model: nn.Module, layers: Mapping[str, Format], batches: Iterable[Ma
     finally:
         for handle in handles:
             handle.remove()
-        for (name, leaf), weight in whole.items():  # of a forward that raised
+        for (name, leaf), weight in originals.items():  # after a forward that raised
             getattr(places[name][0], leaf).data = weight
     return total / max(tokens, 1)
 
 
-def _stored_as_it_lies(module: nn.Module, weight: Tensor, format: Format, name: str) -> Tensor:
-    """What a format makes of a linear's weight or of a stack, in its dtype."""
+def _round_trip_in_layout(module: nn.Module, weight: Tensor, format: Format, name: str) -> Tensor:
+    """Quantize and dequantize a linear's weight or a stack, in its dtype and orientation."""
     if weight.dim() == 2:
-        return _stored(weight, format, name, weight.dtype)
-    turned = bool(getattr(module, "is_transposed", False))
-    stored = _stored(weight.mT.contiguous() if turned else weight, format.stacked(), name, weight.dtype)
-    return stored.mT if turned else stored
+        return _round_trip(weight, format, name, weight.dtype)
+    transposed = bool(getattr(module, "is_transposed", False))
+    stored = _round_trip(weight.mT.contiguous() if transposed else weight, format.stacked(), name, weight.dtype)
+    return stored.mT if transposed else stored
 
 
 def best(
@@ -275,36 +351,36 @@ def best(
     bits: float,
     batches: Sequence[Mapping[str, Any]],
 ) -> tuple[Mixture, dict[str, float]]:
-    """The mixture of `mix` or a format alone within `bits`, whichever has the least loss on `batches`.
+    """Return the mixture of `mix` or the uniform format within `bits` that has the smallest loss on `batches`.
 
     Args:
-        model, formats: as for `measure`.
-        options: what `measure` found on other text.
+        model, formats: as in `measure`.
+        options: result of `measure` on other text.
         batches: arguments of the model's forward and `labels`, on its device.
 
     Returns:
-        what is best, and the mean loss of a token of each that was compared, nats: "mixture", and formats by name.
+        The best mixture, and the mean loss per token, nats, of each candidate: "mixture", and formats by name.
 
     Raises:
         ModelError: even the smallest options take more than `bits`.
     """
     mixtures, weights = {"mixture": mix(options, bits)}, _weights(options)
     for key in (SIXTEEN, *formats):
-        alone = _mixture({name: next(o for o in each if o.format == key) for name, each in options.items()}, weights)
-        if alone.bits <= bits:
-            mixtures[key] = alone
+        uniform = _mixture({name: next(o for o in each if o.format == key) for name, each in options.items()}, weights)
+        if uniform.bits <= bits:
+            mixtures[key] = uniform
     losses = {}
     for key, each in mixtures.items():
         stored = {name: formats[o.format] for name, o in each.layers.items() if o.format != SIXTEEN}
-        losses[key] = loss_as(model, stored, batches)
+        losses[key] = loss_with_formats(model, stored, batches)
     return mixtures[min(losses, key=lambda key: (losses[key], key == "mixture"))], losses
 
 
 def mix(options: Mapping[str, Sequence[Option]], bits: float) -> Mixture:
-    """The options of least summed error whose mean bits per weight stay within `bits`.
+    """Return the options with the smallest sum of errors whose mean bits per weight are within `bits`.
 
     Args:
-        options: module name → ways to store it, 16 bits among them (as `measure` gives them).
+        options: module name → ways to store it, including 16 bits (from `measure`).
 
     Raises:
         ModelError: even the smallest options take more.
@@ -337,7 +413,7 @@ def _mixture(chosen: dict[str, Option], weights: float) -> Mixture:
 
 
 def lower_hull(options: Iterable[Option]) -> list[Option]:
-    """The options on the lower convex hull of (bytes, error), by size: each saves less per byte than the one before."""
+    """Return the options on the lower convex hull of (bytes, error), by size: each step saves less per byte."""
     hull: list[Option] = []
     for option in sorted(options, key=lambda option: (option.nbytes, option.error)):
         if hull and option.error >= hull[-1].error:

@@ -1,4 +1,4 @@
-"""Methods of transformers' models that count or convert weights, for models whose weights are quantized tensors."""
+"""Overrides of transformers' model methods that count or cast weights, for models with quantized weights."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ..layers import QuantizedLinear, QuantizedWeight
 from ..tensor import QuantizedTensor
 from ..utils.errors import ModelError
 
-FLAGS = ("is_loaded_in_4bit", "is_loaded_in_8bit")  # PEFT, TRL, accelerate and Trainer ask a model for them
+FLAGS = ("is_loaded_in_4bit", "is_loaded_in_8bit")  # flags that PEFT, TRL, accelerate and Trainer read
 
 
 class CastError(ModelError, ValueError):
-    """A quantized model was cast as a whole; a ValueError as well, as transformers raises for other quantizers."""
+    """Attempt to cast a quantized model; also a ValueError, which transformers raises for other quantizers."""
 
 
 class _QuantizedModel:
-    """Overrides for the class of a loaded model. transformers asks for no such method on a quantizer."""
+    """Overrides for the class of a loaded model, since transformers does not ask quantizers about these methods."""
 
     _plain: type[nn.Module]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _empty, (self._plain,), self.__dict__
+        return _new_instance, (self._plain,), self.__dict__
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Move the model.
@@ -45,12 +45,12 @@ class _QuantizedModel:
         return super().to(*args, **kwargs)  # type: ignore[misc]
 
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
-        """Bytes of the stored parameters, scales included, and of buffers."""
+        """Return the bytes of stored parameters, scales included, and of buffers."""
         tensors = [*self.parameters(), *(self.buffers() if return_buffers else ())]  # type: ignore[attr-defined]
         return sum(tensor.nbytes for tensor in tensors)
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """Number of parameters. transformers imports bitsandbytes for it where `is_loaded_in_4bit` is set."""
+        """Return the number of parameters; transformers would import bitsandbytes for `is_loaded_in_4bit` models."""
         tables = [part for part in self.modules() if isinstance(part, nn.Embedding)]  # type: ignore[attr-defined]
         left_out = {id(table.weight) for table in tables} if exclude_embeddings else set()
         counted = [each for each in self.parameters() if id(each) not in left_out]  # type: ignore[attr-defined]
@@ -67,14 +67,14 @@ def _class_of(cls: type) -> type:
     return _classes[cls]
 
 
-def _empty(cls: type) -> Any:
+def _new_instance(cls: type) -> Any:
     return object.__new__(_class_of(cls))
 
 
 def mark_quantized(model: PreTrainedModel, formats: Collection[Format]) -> None:
-    """Set the flags that other libraries ask a quantized model for, and name each quantized weight.
+    """Set the flags that other libraries read on a quantized model, and name each quantized weight.
 
-    A model counts as 4-bit where any weight takes fewer than 8 bits, else as 8-bit.
+    A model counts as 4-bit if any weight takes fewer than 8 bits, otherwise as 8-bit.
     """
     small = any(format_.bits_per_weight((1024, 1024)) < 8 for format_ in formats)
     for flag, value in zip(FLAGS, (small, not small), strict=True):
@@ -88,8 +88,10 @@ def mark_quantized(model: PreTrainedModel, formats: Collection[Format]) -> None:
 
 
 def _number_devices(model: Any) -> None:
-    """Give accelerators in the model's device map their index: accelerate refuses to train a 4-bit model on "cuda:0"
-    that was placed on "cuda"."""
+    """Add the index to accelerators in the model's device map.
+
+    accelerate refuses to train a 4-bit model on "cuda:0" that was placed on "cuda".
+    """
     for key, place in getattr(model, "hf_device_map", {}).items():
         if isinstance(place, (str, torch.device)) and place != "disk" and torch.device(place).index is None:
             held = next(model.get_submodule(key).parameters(), None)
@@ -98,7 +100,7 @@ def _number_devices(model: Any) -> None:
 
 
 def unfilled_conv1d(layer: Conv1D) -> QuantizedLinear:
-    """Return a linear layer for a `Conv1D`, whose weight [in, out] is transposed once, while it is loaded."""
+    """Return an unfilled linear layer for a `Conv1D`; its weight [in, out] is transposed once, while loading."""
     inputs, outputs = layer.weight.shape
     with torch.device(layer.weight.device):
         linear = nn.Linear(inputs, outputs, bias=False, dtype=layer.weight.dtype)
@@ -107,7 +109,7 @@ def unfilled_conv1d(layer: Conv1D) -> QuantizedLinear:
 
 
 def as_conv1d(module: QuantizedLinear, weight: Tensor) -> Conv1D:
-    """Return a `Conv1D` with the transpose of this weight and the bias of `module`."""
+    """Return a `Conv1D` with the transpose of `weight` and the bias of `module`."""
     with torch.device("meta"):
         layer = Conv1D(module.out_features, module.in_features)
     layer.weight, layer.bias = nn.Parameter(weight.t().contiguous(), requires_grad=False), module.bias
@@ -115,7 +117,7 @@ def as_conv1d(module: QuantizedLinear, weight: Tensor) -> Conv1D:
 
 
 def as_linear(module: QuantizedLinear, weight: nn.Parameter) -> nn.Linear:
-    """Return a plain layer with this weight and the bias of `module`."""
+    """Return a plain linear layer with `weight` and the bias of `module`."""
     with torch.device("meta"):
         plain = nn.Linear(module.in_features, module.out_features, bias=False)
     plain.weight, plain.bias = weight, module.bias
@@ -127,7 +129,7 @@ def dequantize(model: Any, dtype: torch.dtype, stacks: Collection[str], conv1d: 
 
     Args:
         stacks: names of quantized stacks of experts.
-        conv1d: names of the layers that were a `Conv1D`, which they become again.
+        conv1d: names of layers that were a `Conv1D`, and become one again.
 
     Raises:
         ModelError: the model has quantized stacks of experts, whose layout depends on the checkpoint.

@@ -1,9 +1,9 @@
-"""Registers halfbyte's formats with transformers, so that `from_pretrained` quantizes while it loads.
+"""Quantizer for transformers: `from_pretrained` quantizes to halfbyte's formats while it loads.
 
     model = AutoModelForCausalLM.from_pretrained(path, quantization_config=HalfbyteConfig(), device_map={"": "cuda"})
 
-transformers hands over one checkpoint tensor at a time; it is quantized on the target device and dropped, so that
-device memory peaks at the quantized model plus one tensor. Checkpoints that were quantized before keep their bytes.
+transformers passes one checkpoint tensor at a time; it is quantized on the target device and dropped, so device memory
+peaks at the quantized model plus one tensor. Checkpoints that were quantized before keep their bytes.
 """
 
 from __future__ import annotations
@@ -25,39 +25,45 @@ from ..formats import FORMATS, Blockwise4, Format, named, recognize
 from ..formats.base import FLOATS, QUANT_METHOD, entry_name
 from ..layers import QuantizedLinear, QuantizedWeight, hold_table, quantized_parameter
 from ..modeling.architectures import (
-    beside_text,
     conv1d_layers,
+    count_unquantized_stacks,
     expert_stacks,
-    kept_whole,
+    non_text_modules,
     per_layer_tables,
     quantizable,
     runs_experts,
-    stays_whole,
+    unquantized_modules,
 )
 from ..modeling.layer import decoder_layers
 from ..tensor import QuantizedTensor
 from ..utils.errors import CheckpointError, HalfbyteError, ModelError
 from ..utils.notices import notice
-from .assignment import choose, left_whole
-from .expert_stacks import as_in_file, is_stacking, stacked_parameter, stacking, store_stacks
-from .prequantized_stacks import taking
+from .assignment import format_assignment, skipped_modules
+from .expert_stacks import (
+    is_stacking,
+    original_codes,
+    prepare_stacks,
+    prequantized_converter,
+    stacked_parameter,
+    stacking_converter,
+)
 from .quantized_model import as_linear, dequantize, mark_quantized, unfilled_conv1d
 
 
 @register_quantization_config(QUANT_METHOD)
 class HalfbyteConfig(QuantizationConfigMixin):
-    """How the linear layers of a model are stored.
+    """Storage of a model's linear layers.
 
     Args:
-        storage: how; default: as `keys` say.
-        llm_int8_skip_modules: names of modules left as they are; default: the output head and what is tied to it.
-            (bitsandbytes' name, which pre-quantized checkpoints carry for every bit width.)
-        formats: spec → names of the modules stored so; what a saved model's config.json says instead of `storage`.
-        others: of an unpacked GGUF file, its type → how many linear layers have it and are not in `formats`: they are
-            stored in 16 bits, and quantized while loading as `storage` says.
-        kept: of an unpacked GGUF file, its type → how many linear layers keep it. For people.
-        ways: processes that divide the model's memory.
-        on_host: decoder layers whose quantized stacks are left in the host's memory.
+        storage: formats by pattern; default: from `keys`.
+        llm_int8_skip_modules: names of modules that are not quantized; default: the output head and modules tied to it.
+            (bitsandbytes' name, which pre-quantized checkpoints use for every bit width.)
+        formats: spec → names of the modules stored in it; replaces `storage` in a saved model's config.json.
+        others: for an unpacked GGUF file, its type → number of linear layers of that type outside of `formats`: they
+            are stored in 16 bits and quantized while loading, by `storage`.
+        kept: for an unpacked GGUF file, its type → number of linear layers that keep it; informative.
+        ways: number of ranks that share the model's memory.
+        on_host: decoder layers whose quantized stacks stay in host memory.
         keys: `bnb_4bit_quant_type`, `bnb_4bit_blocksize`, `bnb_4bit_use_double_quant`, `quantization`,
             `skip_quant_first_layers`, `skip_quant_last_layers`, as in a run's configuration.
 
@@ -82,43 +88,43 @@ class HalfbyteConfig(QuantizationConfigMixin):
         self.quant_method = QUANT_METHOD
         self.llm_int8_skip_modules = llm_int8_skip_modules
         self.storage = storage_of(_as_storage(storage), **keys)
-        self.choice = choose(self.storage)
+        self.assignment = format_assignment(self.storage)
         stored = {name: named(spec) for spec, names in (formats or {}).items() for name in names}
-        self.formats: dict[str, Format] = stored  # module name → format, known once there is a model
+        self.formats: dict[str, Format] = stored  # module name → format, assigned when the model is known
         self.others = others or {}
         self.ways, self.on_host = ways, frozenset(on_host)
         self.kept = kept or {}
-        self.dtype = "bfloat16"  # of the model; a saved config.json has plain bitsandbytes compute in it
-        self.assigned = False  # to the layers of a model
-        self.whole = False  # every linear layer that may be quantized is
-        self.stacks: frozenset[str] = frozenset()  # those names in `formats` that are parameters: stacked experts
-        self.tables: frozenset[str] = frozenset()  # and those that are embeddings
+        self.dtype = "bfloat16"  # the model's dtype, which bitsandbytes computes in after loading a saved config.json
+        self.is_assigned = False  # whether `assign` has run
+        self.all_quantized = False  # whether every linear layer that may be quantized is
+        self.stacks: frozenset[str] = frozenset()  # names in `formats` that are stacked expert parameters
+        self.tables: frozenset[str] = frozenset()  # names in `formats` that are embeddings
 
     def assign(self, model: nn.Module, names: Collection[str]) -> dict[str, Format]:
-        """Module name → format, of those `names` that are quantized."""
+        """Return module name → format for those of `names` that are quantized."""
         if not self.formats:
-            self.formats = self.choice.assign(model, names)
+            self.formats = self.assignment.assign(model, names)
         elif beyond := sorted(self.formats.keys() - names):
             raise CheckpointError(
                 f"config.json stores {beyond[0]} as {self.formats[beyond[0]].spec}, but the model has no such layer",
                 "check that config.json belongs to these weights",
             )
         elif self.others:
-            self.formats = self.choice.assign(model, names) | self.formats
-        self.whole, self.assigned = len(self.formats) == len(names), True
+            self.formats = self.assignment.assign(model, names) | self.formats
+        self.all_quantized, self.is_assigned = len(self.formats) == len(names), True
         return self.formats
 
     def to_dict(self) -> dict[str, Any]:
-        """What a saved config.json says; before a model was loaded, all settings.
+        """Return the entry of a saved config.json; before a model was loaded, all settings.
 
-        NF4 or FP4 in every layer is named bitsandbytes, whose checkpoint layout it is, so that the saved model loads in
-        either tool; `load_model` recognises it. transformers reads neither stacks nor embeddings of bitsandbytes' from
-        a checkpoint, so that a model with them is named ours.
+        If every layer is NF4 or FP4, the entry has bitsandbytes' name and keys, since the checkpoint has its layout, so
+        both tools load the saved model. transformers loads neither stacks nor embeddings in bitsandbytes' formats, so a
+        model with them gets halfbyte's name.
         """
         of_layers = set(self.formats.values())
         format_ = next(iter(of_layers), None)
         beyond = self.stacks or self.tables
-        if self.whole and not beyond and len(of_layers) == 1 and isinstance(format_, Blockwise4):
+        if self.all_quantized and not beyond and len(of_layers) == 1 and isinstance(format_, Blockwise4):
             return {
                 "quant_method": "bitsandbytes",
                 "load_in_4bit": True,
@@ -138,7 +144,7 @@ class HalfbyteConfig(QuantizationConfigMixin):
             "llm_int8_skip_modules": self.llm_int8_skip_modules,
             "formats": names,
         }
-        if self.assigned:
+        if self.is_assigned:
             return entry
         return entry | {
             "storage": asdict(self.storage) | {"formats": [list(each) for each in self.storage.formats]},
@@ -150,18 +156,18 @@ class HalfbyteConfig(QuantizationConfigMixin):
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """The config that `to_dict` describes, before a model was loaded and after."""
+        """Return the config of a `to_dict` entry, from before or after a model was loaded."""
         found = next(filter(None, (each.from_quantization_config(config_dict) for each in FORMATS.values())), None)
         if config_dict.get("quant_method") != QUANT_METHOD and found is not None:
             config_dict = {
                 "storage": Storage((("*", found.spec),)),
-                "llm_int8_skip_modules": left_whole(config_dict),
+                "llm_int8_skip_modules": skipped_modules(config_dict),
             }
         return super().from_dict(dict(config_dict), return_unused_kwargs, **kwargs)
 
 
 def _as_storage(storage: Storage | Mapping[str, Any] | None) -> Storage | None:
-    """Read a storage as `to_dict` writes it: pairs in a list, since JSON files sort the keys of mappings."""
+    """Parse a storage written by `to_dict`: pairs in a list, since JSON files sort the keys of mappings."""
     if not isinstance(storage, Mapping):
         return storage
     return Storage(**{**storage, "formats": tuple((pattern, spec) for pattern, spec in storage["formats"])})
@@ -170,11 +176,11 @@ def _as_storage(storage: Storage | Mapping[str, Any] | None) -> Storage | None:
 _merge_configs = AutoHfQuantizer.merge_quantization_configs
 
 
-def _merge_with_ours(stored: Any, given: QuantizationConfigMixin | None) -> QuantizationConfigMixin:
-    """Load a quantized checkpoint into our modules when the caller passes a `HalfbyteConfig`.
+def _merge_quantization_configs(stored: Any, given: QuantizationConfigMixin | None) -> QuantizationConfigMixin:
+    """Let a `HalfbyteConfig` load a checkpoint that another tool quantized.
 
-    transformers refuses a config of another class than the checkpoint's, and asks no quantizer. Every other pair of
-    configs goes to its own function.
+    transformers rejects a config of another class than the checkpoint's, and asks no quantizer. Every other pair of
+    configs goes to transformers' own function.
     """
     if not isinstance(given, HalfbyteConfig):
         return _merge_configs(stored, given)
@@ -188,17 +194,17 @@ def _merge_with_ours(stored: Any, given: QuantizationConfigMixin | None) -> Quan
         )
     config = HalfbyteConfig.from_dict(entry)
     config.ways, config.on_host = given.ways, given.on_host
-    formats = list(config.formats.values()) or [format_ for _, format_ in config.choice.patterns if format_]
+    formats = list(config.formats.values()) or [format_ for _, format_ in config.assignment.patterns if format_]
     specs = ", ".join(dict.fromkeys(each.spec for each in formats))
-    notice("prequantized", f"the checkpoint is already quantized ({specs}); its bytes are kept")
+    notice("prequantized", f"the checkpoint is already quantized ({specs}): keeping its bytes")
     return config
 
 
-AutoHfQuantizer.merge_quantization_configs = staticmethod(_merge_with_ours)
+AutoHfQuantizer.merge_quantization_configs = staticmethod(_merge_quantization_configs)
 
 
 class _Quantize(ConversionOps):
-    """Checkpoint tensor → frozen quantized parameter, on the device the tensor is on."""
+    """Conversion of a checkpoint tensor to a frozen quantized parameter, on the tensor's device."""
 
     def __init__(self, hf_quantizer: HalfbyteQuantizer):
         self.hf_quantizer = hf_quantizer
@@ -213,7 +219,7 @@ class _Quantize(ConversionOps):
 
 
 class _Deserialize(ConversionOps):
-    """The checkpoint's entries of one weight → frozen quantized parameter with the same bytes."""
+    """Conversion of the checkpoint's entries of a weight to a frozen quantized parameter with the same bytes."""
 
     def __init__(self, hf_quantizer: HalfbyteQuantizer, suffixes: Mapping[str, str]):
         self.hf_quantizer, self.suffixes = hf_quantizer, suffixes
@@ -229,15 +235,15 @@ class _Deserialize(ConversionOps):
         result: dict[str, Tensor] = {}
 
         def load() -> nn.Parameter:
-            if any(value.is_meta for value in state.values()):  # another process reads it
-                return self._unread(model.get_parameter(full_layer_name), full_layer_name)
+            if any(value.is_meta for value in state.values()):  # another rank reads it
+                return self._meta_parameter(model.get_parameter(full_layer_name), full_layer_name)
             if self.hf_quantizer.quantization_config.others and state.keys() == {""} and state[""].dtype in FLOATS:
                 weight = state[""].to(model.get_parameter(full_layer_name).dtype)
                 return _quantized(self.hf_quantizer, full_layer_name, weight, model)
             if "" in state:
-                state[""] = as_in_file(state[""])
+                state[""] = original_codes(state[""])
             if full_layer_name in self.hf_quantizer.stacks and state.keys() == {""} and state[""].dtype in FLOATS:
-                self.hf_quantizer.leave(full_layer_name)
+                self.hf_quantizer.keep_unquantized(full_layer_name)
                 return nn.Parameter(state[""].to(model.get_parameter(full_layer_name).dtype), requires_grad=False)
             cls = recognize(state, prefer=type(self.hf_quantizer.stored_format(full_layer_name)))
             format_, parts, shape, dtype = cls.from_state(state, full_layer_name)
@@ -248,12 +254,12 @@ class _Deserialize(ConversionOps):
         self.hf_quantizer.attempt(full_layer_name, load, result)
         return result
 
-    def _unread(self, expected: nn.Parameter, name: str) -> nn.Parameter:
-        """The parameter without data; `expected` has its shape and dtype."""
+    def _meta_parameter(self, expected: nn.Parameter, name: str) -> nn.Parameter:
+        """Return the parameter without data, in the shape and dtype of `expected`."""
         return quantized_parameter(expected.to("meta"), self.hf_quantizer.stored_format(name))
 
     def __deepcopy__(self, memo: Any) -> _Deserialize:
-        """transformers copies converters for each layer; failures must reach the one quantizer it asks at the end."""
+        """Return self: transformers copies converters per layer, but failures must reach the one quantizer."""
         return self
 
 
@@ -263,7 +269,7 @@ def _quantized(hf_quantizer: HalfbyteQuantizer, name: str, weight: Tensor, model
     if name.removesuffix(".weight") in hf_quantizer.conv1d:
         weight = weight.t()
     _check_shape(model, weight, name)
-    if isinstance(weight, QuantizedTensor):  # expert by expert
+    if isinstance(weight, QuantizedTensor):  # already stacked expert by expert
         return nn.Parameter(weight, requires_grad=False)
     if weight.dim() > 2:
         return stacked_parameter(name, weight, hf_quantizer.format_of(name), tuple(weight.shape))
@@ -273,7 +279,7 @@ def _quantized(hf_quantizer: HalfbyteQuantizer, name: str, weight: Tensor, model
         raise ModelError(f"{name}: {error.message}", error.fix) from error
 
 
-def _is_ours(conversion: WeightTransform) -> bool:
+def _is_halfbyte_conversion(conversion: WeightTransform) -> bool:
     deserializes = isinstance(conversion, WeightConverter) and isinstance(conversion.operations[0], _Deserialize)
     return deserializes or is_stacking(conversion)
 
@@ -292,7 +298,7 @@ def _check_same_shape(name: str, found: tuple[int, ...], expected: tuple[int, ..
 
 @register_quantizer(QUANT_METHOD)
 class HalfbyteQuantizer(HfQuantizer):
-    """Replaces `nn.Linear` by `QuantizedLinear` and fills it while loading; so are per-layer embeddings, in place."""
+    """Quantizer that replaces `nn.Linear` by `QuantizedLinear` and fills it; per-layer embeddings change in place."""
 
     requires_calibration = False
     quantization_config: HalfbyteConfig
@@ -301,30 +307,30 @@ class HalfbyteQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.failure: HalfbyteError | None = None
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.stacks: dict[str, Any] = {}  # parameter → its module, of stacked experts that are quantized
-        self.transposed: set[str] = set()  # of those, what checkpoints have as [E, K, N]
-        self.conv1d: frozenset[str] = frozenset()  # layers that are a `Conv1D` in transformers, of weights [in, out]
-        self.dtypes: dict[str, torch.dtype] = {}  # of stacks' values
-        self.on_host: tuple[str, ...] = ()  # how the names of stacks begin that are left in the host's memory
+        self.stacks: dict[str, Any] = {}  # parameter → its module, for stacked experts that are quantized
+        self.transposed: set[str] = set()  # stacks that checkpoints store as [E, K, N]
+        self.conv1d: frozenset[str] = frozenset()  # layers that are a `Conv1D` in transformers, with weights [in, out]
+        self.dtypes: dict[str, torch.dtype] = {}  # stack → dtype of its values
+        self.on_host: tuple[str, ...] = ()  # name prefixes of stacks that stay in host memory
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
-        """Bytes per weight that transformers reserves before loading; its default would reserve the 16-bit model."""
+        """Return the bytes per weight that transformers reserves; its default would reserve the 16-bit model."""
         if self.param_needs_quantization(model, param_name):
             format_ = self.stored_format(param_name)
             return format_.bits_per_weight(tuple(param.shape)) / 8 / self.quantization_config.ways
         return param.element_size() / self.quantization_config.ways
 
     def format_of(self, param_name: str) -> Format:
-        """The format of a quantized layer's weight, or of each expert's in a stack."""
+        """Return the format of a quantized layer's weight, or of each expert in a stack."""
         return self.quantization_config.formats[param_name.removesuffix(".weight")]
 
     def stored_format(self, param_name: str) -> Format:
-        """The format of a quantized parameter as it is stored, the whole of a stack."""
+        """Return the format of a quantized parameter; for a stack, the format of the full stack."""
         format_ = self.format_of(param_name)
         return format_.stacked() if param_name in self.stacks else format_
 
-    def leave(self, param_name: str) -> None:
-        """Have a stack that the checkpoint has in 16 bits stay so."""
+    def keep_unquantized(self, param_name: str) -> None:
+        """Keep a stack in 16 bits, as the checkpoint stores it."""
         if param_name in self.transposed:
             self.stacks[param_name].is_transposed = True
             self.shapes[param_name] = tuple(self.shapes[param_name][at] for at in (0, 2, 1))
@@ -332,14 +338,14 @@ class HalfbyteQuantizer(HfQuantizer):
         del self.stacks[param_name]
 
     def attempt(self, key: str, make: Callable[[], nn.Parameter], result: dict[str, Tensor]) -> None:
-        """Put `make()` into `result`, or keep the first failure until everything is loaded.
+        """Put `make()` into `result`, or save the first failure until loading is complete.
 
-        transformers turns exceptions of a conversion into log lines and one that names no tensor.
+        transformers turns exceptions of conversions into log lines and one exception that names no tensor.
         """
         try:
             made = make()
-            here = key in self.stacks and key.startswith(self.on_host) and isinstance(made, QuantizedTensor)
-            result[key] = nn.Parameter(made.detach().to("cpu"), requires_grad=False) if here else made
+            offloaded = key in self.stacks and key.startswith(self.on_host) and isinstance(made, QuantizedTensor)
+            result[key] = nn.Parameter(made.detach().to("cpu"), requires_grad=False) if offloaded else made
         except HalfbyteError as error:
             self.failure = self.failure or error
 
@@ -350,8 +356,8 @@ class HalfbyteQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         config = self.quantization_config
-        if config.llm_int8_skip_modules is None and beside_text(model):  # written down, so that others skip them too
-            config.llm_int8_skip_modules = kept_whole(model, beside=not self.pre_quantized)
+        if config.llm_int8_skip_modules is None and non_text_modules(model):  # saved, so that other tools skip them too
+            config.llm_int8_skip_modules = unquantized_modules(model, non_text=not self.pre_quantized)
         kinds = quantizable, conv1d_layers, expert_stacks
         linears, conv1d, stacks = (each(model, config.llm_int8_skip_modules) for each in kinds)
         if not linears and not conv1d and not stacks:
@@ -370,15 +376,15 @@ class HalfbyteQuantizer(HfQuantizer):
             hold_table(tables[name])
         config.tables = frozenset(stored & tables.keys())
         self.transposed = {name for name, module in stacks.items() if module.is_transposed}
-        self.stacks = store_stacks(model, config.formats, config.llm_int8_skip_modules, self.pre_quantized)
+        self.stacks = prepare_stacks(model, config.formats, config.llm_int8_skip_modules, self.pre_quantized)
         self.dtypes = {name: model.get_parameter(name).dtype for name in self.stacks}
         if config.on_host:
             layers, _ = decoder_layers(model)
             self.on_host = tuple(f"{layers}.{at}." for at in config.on_host)
         self.transposed &= self.stacks.keys()
-        beside = tuple(beside_text(model))
-        if beside and not any(name.startswith(beside) for name in linears):
-            notice("beside-text", f"{', '.join(beside)} stay in 16 bits: only the language model is quantized")
+        non_text = tuple(non_text_modules(model))
+        if non_text and not any(name.startswith(non_text) for name in linears):
+            notice("beside-text", f"keeping {', '.join(non_text)} in 16 bits: only the language model is quantized")
         self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         return model
 
@@ -386,30 +392,30 @@ class HalfbyteQuantizer(HfQuantizer):
         if self.failure is not None:
             raise self.failure
         self._keep_new_heads(model)
-        # Saving reverses the conversions of loading; our state dicts are in the checkpoint's layout already.
-        model._weight_conversions = [each for each in model._weight_conversions if not _is_ours(each)]
+        # Saving would reverse the conversions of loading, but these state dicts have the checkpoint's layout already.
+        model._weight_conversions = [each for each in model._weight_conversions if not _is_halfbyte_conversion(each)]
         for name in list(self.stacks):
             if not isinstance(parameter := model.get_parameter(name), QuantizedTensor):
                 if self.pre_quantized and not parameter.is_meta:
-                    self.leave(name)
+                    self.keep_unquantized(name)
                     continue
                 raise CheckpointError(f"{name} is missing from the checkpoint", "re-download the checkpoint")
-        for name, parameter in model.named_parameters():  # transformers 5.17 takes any shape when there is a quantizer
+        for name, parameter in model.named_parameters():  # transformers 5.17 checks no shapes if there is a quantizer
             _check_same_shape(name, tuple(parameter.shape), self.shapes[name])
         for module in filter(runs_experts, model.modules()) if self.stacks else ():
-            module.requires_grad_(False)  # biases, and experts left in 16 bits, too: ours makes no gradients of them
+            module.requires_grad_(False)  # `layers.experts` computes no gradients of biases or 16-bit experts
         self.quantization_config.stacks = frozenset(self.stacks)
         self.quantization_config.dtype = str(model.dtype).removeprefix("torch.")
         mark_quantized(model, self.quantization_config.formats.values())
-        if stacked := stays_whole(model, self.stacks):
-            notice("stacked-experts", f"{stacked / 1e6:.0f}M weights in stacked expert parameters stay in 16 bits")
+        if stacked := count_unquantized_stacks(model, self.stacks):
+            notice("stacked-experts", f"keeping {stacked / 1e6:.0f}M weights of stacked experts in 16 bits")
         return model
 
     def _keep_new_heads(self, model: Any) -> None:
-        """Leave a head that the checkpoint does not have in 16 bits, as transformers initialized it; it is trained.
+        """Keep a head that the checkpoint lacks in 16 bits, as transformers initialized it, and train it.
 
         Raises:
-            CheckpointError: a weight of the model below the head is missing.
+            CheckpointError: a weight of the base model is missing.
         """
         config, base = self.quantization_config, f"{model.base_model_prefix}."
         for name, module in list(model.named_modules()):
@@ -422,25 +428,25 @@ class HalfbyteQuantizer(HfQuantizer):
                     other = f"key_mapping={{'^model': '{model.base_model_prefix}'}}"
                     fix += f"; if its names begin with model., pass {other} to from_pretrained"
                 raise CheckpointError(f"{name}.weight is missing from the checkpoint", fix)
-            if config.llm_int8_skip_modules is None:  # so that whoever loads the saved model skips the head, too
-                config.llm_int8_skip_modules = kept_whole(model)
+            if config.llm_int8_skip_modules is None:  # saved, so that loading skips the head too
+                config.llm_int8_skip_modules = unquantized_modules(model)
             config.llm_int8_skip_modules = [*config.llm_int8_skip_modules, name]
             del config.formats[name]
             model.set_submodule(name, as_linear(module, module.weight))
             model.get_submodule(name).requires_grad_(True)
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Refuse modules on the disk, before anything is read.
+        """Raise if the device map puts modules on the disk, before anything is read.
 
         Raises:
-            ModelError: the device map puts some there.
+            ModelError: names the first such module.
         """
         places = device_map if isinstance(device_map, Mapping) else {}
         on_disk = [name for name, place in places.items() if place == "disk"]
         if on_disk:
             more = f" and {len(on_disk) - 1} more" if len(on_disk) > 1 else ""
             raise ModelError(
-                f"device_map puts {on_disk[0] or 'the model'}{more} on the disk, where quantized weights cannot stay",
+                f"device_map puts {on_disk[0] or 'the model'}{more} on the disk, but quantized weights cannot be there",
                 "put them on a GPU or the CPU, raise max_memory, or store the model in fewer bits",
             )
 
@@ -456,14 +462,14 @@ class HalfbyteQuantizer(HfQuantizer):
             return []
         classes = {type(format) for format in self.quantization_config.formats.values()}
         suffixes = {suffix for cls in classes for suffix in cls.state_suffixes()} - {""}
-        # transformers replaces what a pattern matches in a key by the target, and hands entries over by their pattern
+        # transformers replaces a pattern's match in a key by the target, and passes entries by their pattern
         patterns = {f"{entry_name('weight', suffix)}$": suffix for suffix in sorted(suffixes)} | {"weight": ""}
         found = [WeightConverter([*patterns], "weight", operations=[_Deserialize(self, patterns)])]
         for leaf in {".".join(name.split(".")[-2:]) for name in self.stacks}:
             classes = {type(each(name)) for name in self.stacks for each in (self.format_of, self.stored_format)}
             suffixes = {each for cls in classes for each in cls.state_suffixes() if each and not each.startswith("../")}
             patterns = {f"{entry_name(leaf, suffix)}$": suffix for suffix in sorted(suffixes)} | {f"{leaf}$": ""}
-            # before what is of linears: `scales` may be beside a weight, or below a stack
+            # before the linears' converter: `scales` may be a sibling of a weight, or below a stack
             found.insert(0, WeightConverter([*patterns], leaf, operations=[_Deserialize(self, patterns)]))
         return found
 
@@ -471,18 +477,18 @@ class HalfbyteQuantizer(HfQuantizer):
         if self.stacks and self.pre_quantized:
             formats = {type(format_) for format_ in self.quantization_config.formats.values()}
             suffixes = {suffix for cls in formats for suffix in cls.state_suffixes()}
-            weight_conversions = [taking(each, self, suffixes) for each in weight_conversions]
+            weight_conversions = [prequantized_converter(each, self, suffixes) for each in weight_conversions]
         elif self.stacks:
-            weight_conversions = [stacking(each, self) for each in weight_conversions]
+            weight_conversions = [stacking_converter(each, self) for each in weight_conversions]
         return weight_conversions + self.get_weight_conversions()
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[None, dict[str, Any]]:
-        """Note the dtype that a model is saved in, which `.bfloat16()` may have changed."""
+        """Record the dtype that a model is saved in, which `.bfloat16()` may have changed."""
         self.quantization_config.dtype = str(model.dtype).removeprefix("torch.")
         return None, {}
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
-        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a name, once the model was saved
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a name after saving
         return dequantize(model, dtype or model.dtype, self.stacks, self.conv1d)
 
     def is_serializable(self, **kwargs: Any) -> bool:

@@ -1,16 +1,17 @@
-"""A checkpoint that the processes of a host load together: each entry is read, and quantized, by one of them.
+"""Sharded loading: the ranks of a host load a checkpoint together, each entry read and quantized by one of them.
 
-transformers' own loader runs in every process, over all entries of the checkpoint. Those that another process reads are
-stood in for by tensors on the meta device; what it renames, merges, splits or ties is so done everywhere, and each
-parameter comes out real in the process that has read its entries. Then `hand_out` gives everybody what it keeps.
+transformers' own loader runs in every rank, over all entries of the checkpoint. Entries that another rank reads are
+tensors on the meta device, so renaming, merging, splitting and tying happen in every rank. Each parameter is real in
+the rank that has read its entries. Then `hand_out` sends every rank its share.
 
-Entries are divided by decoder layers (by blocks, whatever their names), so that what transformers merges or splits lies
-in one process; where it does not, or where a checkpoint does not load entry by entry, every process loads it whole.
+Entries are assigned by decoder layer (by numbered block, whatever its name), so entries that transformers merges are in
+one rank. If they are not, or if a checkpoint does not load entry by entry, every rank loads the full checkpoint.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,32 +30,32 @@ from ..parallel.tensor.model import divided_along
 from ..reading.tensors import read_header, safetensors_files
 from ..utils.errors import HalfbyteError
 from ..utils.notices import notice
-from .checkpoint import TYPES, folder_of
+from .checkpoint import TYPES, base_folder
 from .completeness import meta_model
 
-BLOCK = re.compile(r".*?\.\d+(?=\.)")  # a name up to its first number
+BLOCK_PREFIX = re.compile(r".*?\.\d+(?=\.)")  # a name up to its first number
 
 Load = Callable[..., Any]
-Elsewhere = Callable[[Any, int], Callable[[str], bool]]
+OtherStages = Callable[[Any, int], Callable[[str], bool]]
 
 
 @dataclass(frozen=True)
-class Share:
-    """What each process of a mesh is to keep of a model.
+class ModelShare:
+    """The part of a model that each rank of a mesh keeps.
 
     Attributes:
-        along: axes of the mesh along which the weights of decoder layers are cut; the rest is whole everywhere. Along
-            "tensor" alone, those whose products are divided, by rows or columns.
-        elsewhere: of the model and a place along "pipeline", whether a parameter is only in others' stages, by its
-            name; it stays on the meta device there. None: nothing is.
+        along: mesh axes along which the weights of decoder layers are sharded; other weights are replicated. With
+            "tensor" alone, only tensor-parallel linears are sharded, by rows or columns.
+        elsewhere: called with the model and a pipeline coordinate; returns a function that tells by name whether a
+            parameter belongs only to other stages, so it stays on the meta device. None: there are no stages.
     """
 
     mesh: Mesh = ALONE
     along: tuple[str, ...] = ()
-    elsewhere: Elsewhere | None = None
+    elsewhere: OtherStages | None = None
 
     def placements(self, model: Any) -> Callable[[str], Placement]:
-        """Placement of a parameter, by its name."""
+        """Return a function from a parameter's name to its placement."""
         axes = self.along if self.mesh.ways(*self.along) > 1 else ()
         layers = f"{decoder_layers(model)[0]}." if axes else ""
         dims = divided_along(model) if axes == (AXIS,) else None
@@ -69,48 +70,51 @@ class Share:
         return placement
 
     @property
-    def of_memory(self) -> int:
-        """Processes that hold one model."""
+    def memory_degree(self) -> int:
+        """Number of ranks that hold one model."""
         return self.mesh.ways(*self.along, *(("pipeline",) if self.elsewhere else ()))
 
 
-def load_together(place: Origin, config: Any, share: Share, device: torch.device, load: Load) -> Any:
-    """The model that `load` loads in one process, of which each keeps its share.
+def load_together(place: Origin, config: Any, share: ModelShare, device: torch.device, load: Load) -> Any:
+    """Load a model in all ranks together; each keeps its share.
 
     Args:
-        place: the checkpoint's folder, or its hub id.
-        load: called with `device`, and with a `state_dict` and the model's class `cls` where entries are given.
+        place: the checkpoint's folder or hub id.
+        load: loads the model; called with `device` and, if entries are given, a `state_dict` and the model's class
+            `cls`.
 
     Returns:
-        The model. Parameters that are cut are pieces: see `parallel.shard.placement`.
+        The model. Sharded parameters are pieces: see `parallel.shard.placement`.
 
     Raises:
-        HalfbyteError: what `load` raises in any process.
+        HalfbyteError: `load` raised it in some rank.
     """
     mesh = share.mesh
-    crew = crew_of(mesh)
-    folder = mesh.first(lambda: folder_of(place))
-    why = "" if safetensors_files(folder) else "it is no safetensors"
+    local = crew_of(mesh)
+    folder = mesh.first(lambda: base_folder(place))
+    why = "" if safetensors_files(folder) else "it has no safetensors files"
     if not why:
-        model, why = _all(mesh, lambda: _own_share(place, folder, config, crew.place, len(crew.ranks), load, device))
+        ranks = len(local.ranks)
+        make = functools.partial(_load_own_entries, place, folder, config, local.place, ranks, load, device)
+        model, why = _gather_results(mesh, make)
     if not why:
-        read = all_read(model, mesh, crew)
-        why = f"no process alone can make {read.unread[0]}" if read.unread else ""
+        read = all_read(model, mesh, local)
+        why = f"no rank alone can make {read.unread[0]}" if read.unread else ""
     if why:
-        notice("loaded-whole", f"every process loads {place.name} whole: {why}")
-        model = None  # before the next one is there
-        on = device if share.of_memory == 1 else torch.device("cpu")
-        model, _ = _all(mesh, lambda: (load(device=on), ""))
-        read = all_read(model, mesh, crew)
-    hand_out(model, read, mesh, crew, share.placements(model), device)
+        notice("loaded-whole", f"every rank loads all of {place.name}: {why}")
+        model = None  # free it before the next one is loaded
+        on = device if share.memory_degree == 1 else torch.device("cpu")
+        model, _ = _gather_results(mesh, lambda: (load(device=on), ""))
+        read = all_read(model, mesh, local)
+    hand_out(model, read, mesh, local, share.placements(model), device)
     return model
 
 
-def _all(mesh: Mesh, make: Callable[[], tuple[Any, str]]) -> tuple[Any, str]:
-    """What `make` gives here, and the first reason of any process why it is of no use.
+def _gather_results(mesh: Mesh, make: Callable[[], tuple[Any, str]]) -> tuple[Any, str]:
+    """Call `make` and gather the outcomes: return its result here, and the first reason of any rank against its use.
 
     Raises:
-        HalfbyteError: the first that it raised in any process.
+        HalfbyteError: the first that `make` raised in any rank.
     """
     made, error, why = None, None, ""
     try:
@@ -123,30 +127,31 @@ def _all(mesh: Mesh, make: Callable[[], tuple[Any, str]]) -> tuple[Any, str]:
     return made, next((other for _, other in answers if other), "")
 
 
-def _own_share(
-    place: Origin, folder: Path, config: Any, own: int, ways: int, load: Load, device: torch.device
+def _load_own_entries(
+    place: Origin, folder: Path, config: Any, own: int, ranks: int, load: Load, device: torch.device
 ) -> tuple[Any, str]:
+    """Load a model from this rank's entries: (model, "") or (None, reason why this is impossible)."""
     cls = type(meta_model(place, config))
     if cls.__module__.startswith("transformers_modules."):
-        return None, "it comes with code of its own"
+        return None, "it comes with its own code"
     with contextlib.ExitStack() as opened:
-        entries = _entries(folder, own, ways, opened)
+        entries = _entries(folder, own, ranks, opened)
         try:
             return load(device=device, state_dict=entries, cls=cls), ""
         except HalfbyteError as error:
             if error.__cause__ is None or isinstance(error.__cause__, HalfbyteError):
                 raise
-            return None, error.message  # transformers' or torch's words: of a tensor that is not here, maybe
+            return None, error.message  # an error of transformers or torch, perhaps due to an absent entry
 
 
-# --- who reads what --------------------------------------------------------------------------------------------------
+# --- assignment of entries to ranks ----------------------------------------------------------------------------------
 
 
-def divided(sizes: Mapping[str, int], ways: int) -> dict[str, int]:
-    """Entry of a checkpoint → who of `ways` processes reads it.
+def assign_readers(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """Return entry of a checkpoint → the rank that reads it, one of `ranks`.
 
-    Blocks go to whoever has least, largest first; all that is in none (embedding, head, last norm) is one of them: tied
-    weights are compared where both are.
+    Blocks go to the rank with the fewest bytes, largest first. All entries outside of blocks (embedding, head, last
+    norm) form one block, since transformers compares tied weights.
 
     Args:
         sizes: entry → bytes.
@@ -154,7 +159,7 @@ def divided(sizes: Mapping[str, int], ways: int) -> dict[str, int]:
     blocks: dict[str, int] = {}
     for name, size in sizes.items():
         blocks[_block(name)] = blocks.get(_block(name), 0) + size
-    load, reader = [0] * ways, {}
+    load, reader = [0] * ranks, {}
     for block in sorted(blocks, key=lambda block: (-blocks[block], block)):
         reader[block] = load.index(min(load))
         load[reader[block]] += blocks[block]
@@ -162,33 +167,33 @@ def divided(sizes: Mapping[str, int], ways: int) -> dict[str, int]:
 
 
 def _block(name: str) -> str:
-    found = BLOCK.match(name)
+    found = BLOCK_PREFIX.match(name)
     return found.group() if found else ""
 
 
-def _entries(folder: Path, own: int, ways: int, opened: contextlib.ExitStack) -> dict[str, Any]:
-    """Entry → what transformers' loader reads it from."""
+def _entries(folder: Path, own: int, ranks: int, opened: contextlib.ExitStack) -> dict[str, Any]:
+    """Return entry → slice that transformers' loader reads it from."""
     from safetensors import safe_open
 
     headers = {file: read_header(file) for file in safetensors_files(folder)}
     described = {name: entry for header in headers.values() for name, entry in header.items()}
     sizes = {name: entry["data_offsets"][1] - entry["data_offsets"][0] for name, entry in described.items()}
-    reader = divided(sizes, ways)
+    reader = assign_readers(sizes, ranks)
     entries: dict[str, Any] = {}
     for file, header in headers.items():
         mine = [name for name in header if reader[name] == own]
         if mine:
             tensors = opened.enter_context(safe_open(file, framework="pt"))
             entries |= {name: tensors.get_slice(name) for name in mine}
-        entries |= {name: Absent(**entry) for name, entry in header.items() if reader[name] != own}
+        entries |= {name: AbsentSlice(**entry) for name, entry in header.items() if reader[name] != own}
     return entries
 
 
-class Absent:
-    """An entry that another process reads; as much of a slice of safetensors as transformers' loader asks for.
+class AbsentSlice:
+    """An entry that another rank reads; implements the part of safetensors' slices that transformers' loader uses.
 
     Args:
-        dtype, shape: as in a safetensors head.
+        dtype, shape: as in a safetensors header.
     """
 
     def __init__(self, dtype: str, shape: list[int], **_: Any):
@@ -200,7 +205,7 @@ class Absent:
     def get_shape(self) -> list[int]:
         return self.shape
 
-    def __getitem__(self, index: Any) -> Absent:
+    def __getitem__(self, index: Any) -> AbsentSlice:
         return self
 
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:

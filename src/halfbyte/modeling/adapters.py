@@ -1,13 +1,13 @@
-"""Low-rank adapters (LoRA) through PEFT: what is trained, in which dtype, and what is saved.
+"""Low-rank adapters (LoRA) through PEFT: add, load, save, and run them in the compute dtype.
 
-Adapters are PEFT's own modules, so a saved adapter is a standard one, which `PeftModel.from_pretrained(base, folder)`
-reads without halfbyte. What this module adds is care: names that match nothing are errors, and dtypes are explicit.
+Adapters are PEFT's own modules, so `PeftModel.from_pretrained(base, folder)` reads a saved adapter without halfbyte.
+In addition, this module raises on names that match nothing and makes dtypes explicit.
 
-Dtypes. PEFT builds an adapter in the base's dtype and its forward casts the input to the adapter's. With float32
-adapters on a bfloat16 base that means float32 matrix products, slow everywhere and 6-15 times slower on CPUs with AMX.
-So every forward of this package runs within `no_input_casts` and `compute` below: PEFT leaves the input alone, and
-autocast rounds the small float32 factors to the compute dtype for the product, while gradients, optimizer state and
-saved weights stay float32.
+Dtypes: PEFT builds an adapter in the base's dtype, and its forward casts the input to the adapter's dtype. With float32
+adapters on a bfloat16 base, that means float32 matmuls: slow everywhere, and 6-15 times slower on CPUs with AMX.
+Therefore every forward of this package runs within `no_input_casts` and `compute_autocast`: PEFT does not cast, and
+autocast rounds the small float32 factors to the compute dtype for the matmul. Gradients, optimizer state and saved
+weights stay float32.
 
 Sources: LoRA (Hu et al. 2021, §4.1), rsLoRA (Kalajdzievski 2023), DoRA (Liu et al. 2024).
 """
@@ -50,14 +50,17 @@ from ..utils.notices import notice
 from ..utils.text import brief
 from .architectures import ALL_LINEAR, all_linear, is_linear, is_router
 
-COMMON_RANK = 1024
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # that adapters are saved in
-# Keys that a saved adapter has decided. The first are named whenever they differ, the others where they are given.
-ALWAYS_SAID = ("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora")
-DECIDED = (*ALWAYS_SAID, "target_modules", "target_parameters", "modules_to_save", "rank_pattern", "alpha_pattern")
-KEEPS_BASE = (True, False, "gaussian", "orthogonal", "eva")  # initialisations that leave the base weights alone
-GROWN_BASE = "resize the base with transformers (resize_token_embeddings), save it, and name that folder as its base"
-ANOTHER_MODEL = "the adapter was made for another model: name its own base"
+PLAUSIBLE_RANK = 1024  # a larger rank in adapter_config.json must be the size of some tensor
+SAVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# Keys of a saved adapter that override the run's. A difference in the first five is always reported; a difference in
+# the others only if the run sets the key.
+ALWAYS_REPORTED = ("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora")
+SAVED_KEYS = (
+    *ALWAYS_REPORTED, "target_modules", "target_parameters", "modules_to_save", "rank_pattern", "alpha_pattern"
+)  # fmt: skip
+INITS_KEEPING_BASE = (True, False, "gaussian", "orthogonal", "eva")  # do not change the base weights
+RESIZE_BASE = "resize the base with transformers (resize_token_embeddings), save it, and name that folder as its base"
+WRONG_BASE = "the adapter was made for another model: name its own base"
 
 
 def add_adapter(model: nn.Module, config: RunConfig | Adapter, *, scores: str | None = None) -> PeftModel:
@@ -65,18 +68,18 @@ def add_adapter(model: nn.Module, config: RunConfig | Adapter, *, scores: str | 
 
     Args:
         model: any Hugging Face causal LM, 16-bit or with 4-bit linears.
-        config: a run's, or its adapter section: `r`, `lora_alpha`, `target_modules`, ... and `adapter_path` to continue
-            from a saved adapter, whose own rank, alpha and targets then hold.
-        scores: also train a head `score`, as transformers has it for this one of `SCORES`.
+        config: a run's config or its adapter section: `r`, `lora_alpha`, `target_modules`, ... With `adapter_path`, the
+            saved adapter's own rank, alpha and targets are used.
+        scores: also train a new head `score`, the one transformers uses for this task type of `SCORES`.
 
     Returns:
         The PeftModel around `model`; trainable weights are `config.adapter_dtype`.
 
     Raises:
-        ModelError: the model has no module that `target_modules`, `modules_to_save`, `rank_pattern` or `alpha_pattern`
-            names; or an adapter that quantization-aware training cannot merge.
+        ModelError: `target_modules`, `modules_to_save`, `rank_pattern` or `alpha_pattern` names a module that the model
+            does not have; or quantization-aware training cannot merge the adapter.
         ConfigError: `target_modules` is not a valid regular expression, or `config` describes no adapter.
-        CheckpointError: `adapter_path` is missing, truncated or made for a model of other shapes.
+        CheckpointError: `adapter_path` is missing, truncated, or made for a model of other shapes.
     """
     adapter = config if isinstance(config, Adapter) else config.adapter
     if adapter is None:
@@ -84,7 +87,7 @@ def add_adapter(model: nn.Module, config: RunConfig | Adapter, *, scores: str | 
     if adapter.adapter_path:
         wide = getattr(torch, adapter.adapter_dtype)
         peft_model = load_adapter(model, Path(adapter.adapter_path), adapter.origin.name, trainable=wide)
-        _say_what_differs(peft_model.peft_config["default"], adapter)
+        _report_saved_settings(peft_model.peft_config["default"], adapter)
     else:
         try:
             with quiet_peft():
@@ -104,18 +107,18 @@ def add_adapter(model: nn.Module, config: RunConfig | Adapter, *, scores: str | 
         set_adapter_dropout(peft_model, adapter.lora_dropout)
     dtype = getattr(torch, adapter.adapter_dtype)
     for name, parameter in peft_model.named_parameters():
-        if parameter.requires_grad:  # what is trained whole has no fewer bits than the model computes in
-            whole = ".modules_to_save." in name and dtype.itemsize < parameter.dtype.itemsize
-            parameter.data = parameter.data.to(parameter.dtype if whole else dtype)
+        if parameter.requires_grad:  # copies of full modules keep at least the model's precision
+            full = ".modules_to_save." in name and dtype.itemsize < parameter.dtype.itemsize
+            parameter.data = parameter.data.to(parameter.dtype if full else dtype)
     report_adapter_sizes(peft_model)
     return peft_model
 
 
 def add_score_head(model: nn.Module, scores: str) -> None:
-    """Give `model` the head that transformers has for this one of `SCORES`, under its name and fresh.
+    """Give `model` a newly initialised head `score`, the one transformers uses for this task type of `SCORES`.
 
-    It is drawn on the CPU, as PEFT draws adapters: a seed gives the same head, and the same adapters after it, wherever
-    the model is.
+    The weights are drawn on the CPU, as PEFT draws adapters, so a seed gives the same head and the same adapters on
+    every device.
     """
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     device = next(model.parameters()).device
@@ -129,28 +132,28 @@ def add_score_head(model: nn.Module, scores: str) -> None:
 
 @contextlib.contextmanager
 def quiet_peft() -> Iterator[None]:
-    """Warnings of PEFT 0.21 that nobody can act on, such as of a name it asks for that transformers 5.23 deprecates."""
+    """Suppress warnings of PEFT 0.21 that users cannot act on, e.g. about names that transformers 5.23 deprecates."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
-        # it looks among modules alone, and has not found those of parameters; `_lora_config` has looked
+        # PEFT checks patterns against module names only, not against parameters; `_lora_config` has checked both
         warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys", category=RuntimeWarning)
         yield
 
 
 def _lora_config(model: nn.Module, adapter: Adapter) -> LoraConfig:
     experts = adapted_experts(model, adapter)
-    linears = _adapted(model, adapter.target_modules)
+    linears = _adapted_modules(model, adapter.target_modules)
     routers = adapted_routers(model, adapter, linears)
     of_routers = {name.removesuffix(".weight") for name in routers}
     adapted = linears | of_routers | experts | routers
     linears -= of_routers
     names = {name for name, _ in model.named_modules() if name} | experts | routers
     check_names("modules_to_save", adapter.modules_to_save or (), names)
-    _check_whole_modules(model, adapter.modules_to_save or ())
+    _check_trainable(model, adapter.modules_to_save or ())
     for wanted, held in itertools.product(adapter.modules_to_save or (), sorted(experts | routers)):
         if named_by(held.rpartition(".")[0], wanted):
-            wrong = f"modules_to_save: {brief(wanted)} would train {held} whole, which gets an adapter"
-            raise ModelError(wrong, f"leave it out, or {held} out of what gets adapters (target_parameters: [])")
+            wrong = f"modules_to_save: {brief(wanted)} would train all of {held}, which gets an adapter"
+            raise ModelError(wrong, f"remove it, or exclude {held} from the adapters (target_parameters: [])")
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(adapter, key):
             found = matching(key, pattern, names, rf"(.*\.)?({pattern})")
@@ -158,22 +161,22 @@ def _lora_config(model: nn.Module, adapter: Adapter) -> LoraConfig:
                 raise ModelError(*unknown(key, pattern, adapted))
             if not found & adapted:
                 raise ModelError(
-                    f"{key}: what matches {pattern!r} gets no adapter ({brief(min(found))})",
-                    "name it in target_modules, too, or leave it out here",
+                    f"{key}: {pattern!r} matches only modules without an adapter ({brief(min(found))})",
+                    "add the module to target_modules, or remove the pattern",
                 )
     lora = LoraConfig(
         task_type="CAUSAL_LM",
         revision=adapter.origin.revision,
         r=adapter.r,
-        lora_alpha=_plain(adapter.lora_alpha),
-        lora_dropout=0.0 if experts | routers else adapter.lora_dropout,  # `set_adapter_dropout`
+        lora_alpha=_as_int(adapter.lora_alpha),
+        lora_dropout=0.0 if experts | routers else adapter.lora_dropout,  # `drop_inputs` applies it instead
         use_rslora=adapter.use_rslora,
         use_dora=adapter.use_dora,
         target_modules=all_linear(model) if adapter.target_modules == ALL_LINEAR else adapter.target_modules,
         target_parameters=parameter_targets(model, adapter) if experts else None,
-        modules_to_save=_apart(adapter.modules_to_save, names),
+        modules_to_save=_exact_names(adapter.modules_to_save, names),
         rank_pattern=dict(adapter.rank_pattern),
-        alpha_pattern={name: _plain(alpha) for name, alpha in adapter.alpha_pattern.items()},
+        alpha_pattern={name: _as_int(alpha) for name, alpha in adapter.alpha_pattern.items()},
         init_lora_weights=adapter.init_lora_weights,
     )
     name_routers(lora, model, linears, routers)
@@ -181,9 +184,11 @@ def _lora_config(model: nn.Module, adapter: Adapter) -> LoraConfig:
     return lora
 
 
-def _apart(wanted: list[str] | None, names: Collection[str]) -> list[str] | None:
-    """`modules_to_save` so that PEFT, which compares the ends of names, not parts between dots, takes no other module:
-    `gate` would be a shared_expert_gate, too."""
+def _exact_names(wanted: list[str] | None, names: Collection[str]) -> list[str] | None:
+    """Lengthen names of `modules_to_save` until PEFT, which compares name suffixes, matches the intended modules only.
+
+    For example, `gate` would also match shared_expert_gate.
+    """
     if wanted is None:
         return None
     found: list[str] = []
@@ -194,16 +199,16 @@ def _apart(wanted: list[str] | None, names: Collection[str]) -> list[str] | None
     return list(dict.fromkeys(found))
 
 
-def _plain(alpha: float) -> Any:
-    """16.0 → 16: adapter_config.json then reads as every other tool writes it (PEFT says int, and takes a float)."""
+def _as_int(alpha: float) -> Any:
+    """Write 16.0 as 16 in adapter_config.json, as other tools do; PEFT annotates int and accepts a float."""
     return int(alpha) if float(alpha).is_integer() else alpha
 
 
-def reads_base(adapter: Adapter) -> bool:
-    """Whether adding an adapter looks at weights under it: DoRA takes their norms, and `modules_to_save` copies some.
+def reads_base_weights(adapter: Adapter) -> bool:
+    """Return whether adding the adapter reads base weights: DoRA takes their norms, `modules_to_save` copies modules.
 
     Raises:
-        CheckpointError: the one to continue from cannot be read.
+        CheckpointError: the adapter at `adapter_path` cannot be read.
     """
     if adapter.adapter_path:
         saved = read_adapter_config(Path(adapter.adapter_path))
@@ -211,33 +216,36 @@ def reads_base(adapter: Adapter) -> bool:
     return bool(adapter.use_dora or adapter.modules_to_save)
 
 
-def _listed(value: Any) -> Any:
-    """Return names in one order, and none of them as None."""
+def _sorted_names(value: Any) -> Any:
+    """Return names as a sorted list, and an empty collection as None."""
     return (sorted(value) if isinstance(value, set | list | tuple) else value) or None
 
 
-def _say_what_differs(lora: PeftConfig, adapter: Adapter) -> None:
+def _report_saved_settings(lora: PeftConfig, adapter: Adapter) -> None:
     fields = type(adapter).model_fields
-    given = {key for key in DECIDED if getattr(adapter, key) != fields[key].get_default(call_default_factory=True)}
+    given = {key for key in SAVED_KEYS if getattr(adapter, key) != fields[key].get_default(call_default_factory=True)}
     differing = [
-        f"{key} {brief(_listed(getattr(lora, key, None)))} (not {brief(_listed(getattr(adapter, key)))})"
-        for key in DECIDED
-        if _listed(getattr(lora, key, None)) != _listed(getattr(adapter, key)) and (key in ALWAYS_SAID or key in given)
+        f"{key} {brief(_sorted_names(getattr(lora, key, None)))} (not {brief(_sorted_names(getattr(adapter, key)))})"
+        for key in SAVED_KEYS
+        if _sorted_names(getattr(lora, key, None)) != _sorted_names(getattr(adapter, key))
+        and (key in ALWAYS_REPORTED or key in given)
     ]
     if differing:
-        said = f"continuing from {adapter.adapter_path}, the saved adapter decides: {', '.join(differing)}"
-        notice("adapter_shape", said)
+        notice(
+            "adapter_shape",
+            f"continuing from {adapter.adapter_path}: settings of the saved adapter apply: {', '.join(differing)}",
+        )
 
 
 # --- names -----------------------------------------------------------------------------------------------------------
 
 
-def _adapted(model: nn.Module, targets: str | list[str]) -> set[str]:
-    """Names of the modules that get adapters.
+def _adapted_modules(model: nn.Module, targets: str | list[str]) -> set[str]:
+    """Return the names of the modules that get adapters.
 
     Raises:
-        ModelError: a target names no module, or one that is no linear layer.
-        ConfigError: not a regular expression.
+        ModelError: a target matches no module, or a module that is not a linear layer.
+        ConfigError: `targets` is not a valid regular expression.
     """
     names = [name for name, _ in model.named_modules() if name]
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -252,19 +260,19 @@ def _adapted(model: nn.Module, targets: str | list[str]) -> set[str]:
     for name in sorted(found):
         module = model.get_submodule(name)
         if not is_linear(module) and not is_router(module):
-            said = f"target_modules: {name} is a {type(module).__name__}, which gives no x·Wᵀ to add LoRA to"
-            raise ModelError(said, "leave it out, or use all-linear")
+            wrong = f"target_modules: {name} is a {type(module).__name__}, which computes no x·Wᵀ that LoRA can adapt"
+            raise ModelError(wrong, "remove it, or use all-linear")
     return found
 
 
-def _check_whole_modules(model: nn.Module, wanted: Collection[str]) -> None:
-    """Modules trained whole need weights that can be trained: floating-point ones, not packed codes."""
+def _check_trainable(model: nn.Module, wanted: Collection[str]) -> None:
+    """Raise if a module of `modules_to_save` has weights that cannot be trained: packed codes, not floating point."""
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in wanted or name in wanted:
             for part, parameter in module.named_parameters():
                 if type(parameter.data) is not torch.Tensor or not parameter.is_floating_point():
                     raise ModelError(
-                        f"modules_to_save: {name}.{part} is stored quantized and cannot be trained whole",
+                        f"modules_to_save: {name}.{part} is stored quantized and cannot be trained",
                         "name it in target_modules instead, or set load_in_4bit: false",
                     )
 
@@ -275,30 +283,30 @@ def _check_whole_modules(model: nn.Module, wanted: Collection[str]) -> None:
 def load_adapter(
     model: Any, folder: Path, base: str, name: str = "default", *, trainable: torch.dtype | None = None
 ) -> PeftModel:
-    """Put a saved adapter on a model, or a further one on a model that has adapters.
+    """Load a saved adapter into a model, or another adapter into a model that has some.
 
-    The one way in which adapters come from files, but for those merged on the meta device, which take its two halves,
-    `place_adapter` and `load_adapter_weights`. Nothing is looked up on the hub.
+    All adapters from files are loaded here. Only merging on the meta device calls the two steps, `create_adapter` and
+    `load_adapter_weights`, itself. Nothing is looked up on the hub.
 
     Args:
-        folder: what PEFT saved, with adapter_config.json and adapter_model.safetensors.
-        base: what the model was loaded from; an adapter that was trained on another one is said.
-        name: PEFT's name for it.
-        trainable: the dtype to train on in; None: it is frozen, and float32 where PEFT makes it so.
+        folder: a folder that PEFT saved, with adapter_config.json and adapter_model.safetensors.
+        base: name of the model as it was loaded; if the adapter was trained on another one, this is logged.
+        name: PEFT's name for the adapter.
+        trainable: the dtype to train in. Default: the adapter is frozen, in PEFT's dtype.
 
     Raises:
-        CheckpointError: a file is missing, cannot be read or made for another model; a tensor is missing, unexpected,
-            misshapen, NaN or infinite.
+        CheckpointError: a file is missing, cannot be read, or belongs to another model; a tensor is missing,
+            unexpected, misshapen, NaN or infinite.
     """
     lora = saved_adapter_config(folder)
     trained_on = lora.base_model_name_or_path
     if trained_on and not same_place(str(trained_on), base):
         notice(f"adapter_base {folder}", f"the adapter in {folder} was trained on {trained_on}, and is now on {base}")
     if not trainable:
-        grow_vocabulary(model, folder)
+        resize_vocabulary(model, folder)
     lora.inference_mode = not trainable
-    peft_model = place_adapter(model, lora, folder, name, autocast=not trainable)
-    for parameter in peft_model.parameters() if trainable else ():  # before it is read: made in the base's dtype
+    peft_model = create_adapter(model, lora, folder, name, autocast=not trainable)
+    for parameter in peft_model.parameters() if trainable else ():  # PEFT builds adapters in the base's dtype
         if parameter.requires_grad:
             parameter.data = parameter.data.to(trainable)
     load_adapter_weights(peft_model, folder, name)
@@ -306,19 +314,19 @@ def load_adapter(
 
 
 def saved_adapter_config(folder: Path) -> PeftConfig:
-    """adapter_config.json of a local folder.
+    """Read adapter_config.json of a local folder.
 
     Raises:
-        CheckpointError: there is none, or it is not PEFT's.
+        CheckpointError: the file is missing, or PEFT cannot read it.
     """
-    said = read_adapter_config(folder)
-    if (kind := said.get("peft_type")) != "LORA":
+    entry = read_adapter_config(folder)
+    if (kind := entry.get("peft_type")) != "LORA":
         wrong = f"{folder / ADAPTER_CONFIG} has the peft_type {brief(kind)}"
         raise CheckpointError(wrong, "give a LoRA or DoRA adapter, whose peft_type is LORA")
-    rank = max([said.get("r") or 0, *(said.get("rank_pattern") or {}).values()])
+    rank = max([entry.get("r") or 0, *(entry.get("rank_pattern") or {}).values()])
     header = read_header(folder / ADAPTER, ADAPTER_AGAIN)
-    shapes = (entry["shape"] for name, entry in header.items() if "lora" in name)
-    if rank > max([COMMON_RANK, *(min(shape, default=0) for shape in shapes)]):  # memory for it would be asked for
+    shapes = (tensor["shape"] for name, tensor in header.items() if "lora" in name)
+    if rank > max([PLAUSIBLE_RANK, *(min(shape, default=0) for shape in shapes)]):  # PEFT would allocate this rank
         raise CheckpointError(
             f"{folder / ADAPTER_CONFIG} has a rank of {rank}, and no tensor in {ADAPTER} of it", ADAPTER_AGAIN
         )
@@ -326,14 +334,14 @@ def saved_adapter_config(folder: Path) -> PeftConfig:
         return PeftConfig.from_pretrained(str(folder))
 
 
-def place_adapter(model: Any, lora: PeftConfig, folder: Path, name: str = "default", *, autocast: bool) -> PeftModel:
-    """Make the modules of the adapter in `folder`; `load_adapter_weights` fills them.
+def create_adapter(model: Any, lora: PeftConfig, folder: Path, name: str = "default", *, autocast: bool) -> PeftModel:
+    """Create the modules of the adapter in `folder`; `load_adapter_weights` fills them.
 
     Raises:
-        CheckpointError: the model has not the modules that it adapts.
+        CheckpointError: the model lacks a module that the adapter targets.
     """
-    trained_on, lora.base_model_name_or_path = lora.base_model_name_or_path, None  # PEFT warns of another name
-    with answered(str(folder / ADAPTER_CONFIG), ANOTHER_MODEL), quiet_peft(), weights_as_modules(lora, model):
+    trained_on, lora.base_model_name_or_path = lora.base_model_name_or_path, None  # PEFT warns if the names differ
+    with answered(str(folder / ADAPTER_CONFIG), WRONG_BASE), quiet_peft(), weights_as_modules(lora, model):
         base = model.get_base_model() if isinstance(model, PeftModel) else model
         if lora.task_type in SCORES and not hasattr(base, "score"):
             add_score_head(base, str(lora.task_type))
@@ -349,55 +357,56 @@ def place_adapter(model: Any, lora: PeftConfig, folder: Path, name: str = "defau
 def load_adapter_weights(
     model: PeftModel, folder: Path, name: str = "default", skip: Callable[[str], bool] | None = None
 ) -> None:
-    """Read `adapter_model.safetensors` in `folder` into an adapter of `model`, in the adapter's own dtype. One on the
-    meta device is only compared with it.
+    """Read `adapter_model.safetensors` in `folder` into an adapter of `model`, in the adapter's own dtype.
+
+    For an adapter on the meta device, only names and shapes are compared.
 
     Args:
-        skip: whether a tensor, by its name in the file, is of a layer that another process has.
+        skip: returns whether a tensor, named as in the file, belongs to a layer of another process.
 
     Raises:
         CheckpointError: the file is missing or truncated, or a tensor is missing, unexpected, misshapen, NaN or
             infinite.
     """
     path = folder / ADAPTER
-    own = dict(model.named_parameters(remove_duplicate=False))  # a state dict would hold the base's parts, with values
+    own = dict(model.named_parameters(remove_duplicate=False))  # a state dict would also hold the base's tensors
     expected = get_peft_model_state_dict(model, own, adapter_name=name, save_embedding_layers=False)
     with torch.device("cpu"):
         tensors = _read_tensors(path)
     if skip is not None:
         tensors = {key: tensor for key, tensor in tensors.items() if not skip(key)}
     if tensors.keys() - expected.keys():
-        _drop_embeddings_of_base(model, name, tensors, expected.keys())
-    held = tensors if tensors.keys() == expected.keys() else _converted(model, name, tensors, path)
+        _drop_base_embeddings(model, name, tensors, expected.keys())
+    held = tensors if tensors.keys() == expected.keys() else _convert_names(model, name, tensors, path)
     for key, tensor in expected.items():
         if key not in held:
-            raise CheckpointError(f"{path} lacks the tensor {key}", ANOTHER_MODEL)
+            raise CheckpointError(f"{path} lacks the tensor {key}", WRONG_BASE)
         if held[key].shape != tensor.shape:
             more = held[key].shape[:1] > tensor.shape[:1] and held[key].shape[1:] == tensor.shape[1:]
-            vocabulary = more and "lora_" not in key and tensor.shape[0] == _vocabulary(model)
-            added = f"the adapter adds {held[key].shape[0] - tensor.shape[0]} tokens: {GROWN_BASE}"
+            vocabulary = more and "lora_" not in key and tensor.shape[0] == _vocabulary_size(model)
+            added = f"the adapter adds {held[key].shape[0] - tensor.shape[0]} tokens: {RESIZE_BASE}"
             raise CheckpointError(
                 f"{path}: {key} has shape {tuple(held[key].shape)}, this model needs {tuple(tensor.shape)}",
-                added if vocabulary else ANOTHER_MODEL,
+                added if vocabulary else WRONG_BASE,
             )
     if unexpected := sorted(held.keys() - expected.keys()):
-        raise CheckpointError(f"{path} holds {unexpected[0]}, which this model has no place for", ANOTHER_MODEL)
+        raise CheckpointError(f"{path} holds {unexpected[0]}, which this model has no place for", WRONG_BASE)
     if not all(tensor.is_meta for tensor in expected.values()):
         set_peft_model_state_dict(model, tensors, name)
 
 
-def _vocabulary(model: Any) -> int:
+def _vocabulary_size(model: Any) -> int:
     """Return the rows of a model's input embedding."""
     base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     return int(base.get_input_embeddings().weight.shape[0])
 
 
-def grow_vocabulary(model: Any, folder: Path) -> None:
-    """Give a base model as many rows of embeddings as an adapter was saved with, whose tokenizer has further tokens.
+def resize_vocabulary(model: Any, folder: Path) -> None:
+    """Resize the base model's embeddings to the size saved with an adapter whose tokenizer has additional tokens.
 
-    The new rows are those of the adapter once it is loaded: PEFT saves embeddings whole where they have grown.
+    Loading the adapter then fills the new rows, since PEFT saves resized embeddings in full.
     """
-    rows = _vocabulary(model)
+    rows = _vocabulary_size(model)
     base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     own = base.get_input_embeddings()
     names = [name.rpartition(".")[2] for name, module in base.named_modules() if module is own]
@@ -408,41 +417,44 @@ def grow_vocabulary(model: Any, folder: Path) -> None:
     )
     if (wanted := max(saved, default=0)) > rows:
         base.resize_token_embeddings(wanted, mean_resizing=False)
-        said = f"the adapter in {folder} adds {wanted - rows} tokens: the embeddings of its base grow"
-        notice(f"grown {folder}", said)
+        notice(
+            f"grown {folder}", f"the adapter in {folder} adds {wanted - rows} tokens: resizing the base's embeddings"
+        )
 
 
-def _converted(model: PeftModel, name: str, tensors: dict[str, torch.Tensor], path: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file under the names of this version of transformers, as PEFT loads them.
+def _convert_names(
+    model: PeftModel, name: str, tensors: dict[str, torch.Tensor], path: Path
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file under the names of the installed transformers version, as PEFT loads them.
 
-    Older versions had other module names, and experts' factors stood under each expert's own name.
+    Older versions had other module names, and saved experts' factors under each expert's own name.
     """
-    with answered(f"{path}: its tensors cannot be given this model's names", ANOTHER_MODEL):
+    with answered(f"{path}: its tensors cannot be given this model's names", WRONG_BASE):
         return convert_peft_adapter_state_dict_for_transformers(model, model.peft_config[name], dict(tensors), name)
 
 
-def check_base_kept(folder: Path, *, quantized: bool) -> None:
-    """Look whether an adapter fits a base whose weights are quantized.
+def check_base_unchanged(folder: Path, *, quantized: bool) -> None:
+    """Check that an adapter fits a base whose weights are quantized.
 
     Args:
-        folder: of the saved adapter.
+        folder: folder of the saved adapter.
         quantized: whether the base's weights are stored in fewer than 16 bits.
 
     Raises:
-        CheckpointError: the adapter's initialisation changed the base's weights, which are then not those quantized.
+        CheckpointError: the adapter's initialisation changed the base weights, so the quantized weights do not match.
     """
     initialised = read_adapter_config(folder).get("init_lora_weights", True)
-    if quantized and initialised not in KEEPS_BASE:
+    if quantized and initialised not in INITS_KEEPING_BASE:
         raise CheckpointError(
             f"{folder / ADAPTER_CONFIG}: init_lora_weights {initialised!r} changed the base weights while it trained,"
-            " and quantized ones are not those",
+            " so they differ from the quantized ones",
             "set load_in_4bit: false, or convert the adapter to a plain one with PEFT"
             " (path_initial_model_for_weight_conversion)",
         )
 
 
 def check_adapter_files(folder: Path) -> None:
-    """What can be said of a saved adapter before the model is loaded.
+    """Check a saved adapter before the model is loaded.
 
     Raises:
         CheckpointError: a file is missing or cannot be read, or a tensor is NaN or infinite.
@@ -454,24 +466,24 @@ def check_adapter_files(folder: Path) -> None:
 def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
     tensors = read_tensors(path, ADAPTER_AGAIN)
     for name, tensor in sorted(tensors.items()):
-        if tensor.dtype not in DTYPES:
+        if tensor.dtype not in SAVED_DTYPES:
             wrong = f"{path}: {name} holds {str(tensor.dtype).removeprefix('torch.')}"
-            raise CheckpointError(wrong, f"save it in {', '.join(map(str, DTYPES)).replace('torch.', '')}")
+            raise CheckpointError(wrong, f"save it in {', '.join(map(str, SAVED_DTYPES)).replace('torch.', '')}")
     if broken := [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]:
         fix = "take an earlier checkpoint, or train with a lower learning rate"
         raise CheckpointError(f"{path}: {min(broken)} has NaN or Inf", fix)
     return tensors
 
 
-def _drop_embeddings_of_base(model: PeftModel, name: str, tensors: dict[str, torch.Tensor], own: Set[str]) -> None:
-    """Drop what PEFT saves of embeddings and heads beside an adapter of them, and does not load.
+def _drop_base_embeddings(model: PeftModel, name: str, tensors: dict[str, torch.Tensor], own: Set[str]) -> None:
+    """Drop embeddings and heads that PEFT saves next to an adapter of them and does not load.
 
-    That are the base's own, which `model` has, and, where the vocabulary has grown, the parts of the wrapper around a
-    module that is saved whole, beside the module itself.
+    These are copies of the base's own tensors, which `model` has. If the vocabulary has grown, they also include parts
+    of the wrapper around a module of `modules_to_save`, whose full tensor is saved as well.
     """
     for key in sorted(tensors.keys() - own):
-        whole = key.replace(".modules_to_save.", ".").replace(".original_module.", ".")
-        if whole != key and whole in own:
+        full = key.replace(".modules_to_save.", ".").replace(".original_module.", ".")
+        if full != key and full in own:
             del tensors[key]
     bases = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=True)
     for key in (tensors.keys() & bases.keys()) - own:
@@ -482,13 +494,13 @@ def _drop_embeddings_of_base(model: PeftModel, name: str, tensors: dict[str, tor
 
 
 def save_adapter(model: PeftModel, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
-    """Write the adapter "default" as plain PEFT does: adapter_config.json and adapter_model.safetensors.
+    """Write the adapter "default" as PEFT does: adapter_config.json and adapter_model.safetensors.
 
-    Embeddings are never resized here, so PEFT's look-up of the base's vocabulary (a network request) is skipped. Base
-    weights are not asked for their state, which FSDP2 would take for a reason to drop what it has gathered.
+    Embeddings are never resized here, so PEFT's look-up of the base's vocabulary (a network request) is skipped. The
+    state dict holds named parameters only: reading the base's state dict would make FSDP2 reshard gathered weights.
 
     Args:
-        weights: of the whole adapter, as `adapter_weights` gives them, where `model` has a part of it.
+        weights: weights of the full adapter, from `adapter_weights`, if `model` holds only a part of it.
     """
     own = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
     model.save_pretrained(str(folder), selected_adapters=["default"], state_dict=own, save_embedding_layers=False)
@@ -497,7 +509,7 @@ def save_adapter(model: PeftModel, folder: Path, weights: Mapping[str, torch.Ten
 
 
 def adapter_weights(model: PeftModel) -> dict[str, torch.Tensor]:
-    """The tensors that `save_adapter` writes, by their names in the file, on the CPU."""
+    """Return the tensors that `save_adapter` writes, by their names in the file, on the CPU."""
     own = {name: parameter.detach() for name, parameter in model.named_parameters()}
     found = get_peft_model_state_dict(model, own, save_embedding_layers=False)
     return {name: tensor.cpu() for name, tensor in found.items()}
@@ -508,9 +520,9 @@ def adapter_weights(model: PeftModel) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def no_input_casts(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None]:
-    """Around a whole training or generation in 16 bits: adapters take their input as it comes; `compute` does the rest.
+    """Disable PEFT's input casts, during a 16-bit training or generation; `compute_autocast` does the casting.
 
-    It must span backward too, because activation checkpointing runs forwards again there. In float32 there is no
+    The context must include backward, since activation checkpointing reruns forwards there. In float32 there is no
     autocast, and PEFT's casts stay.
     """
     with disable_input_dtype_casting(model, active=(dtype or compute_dtype_of(model)) != torch.float32):
@@ -518,15 +530,15 @@ def no_input_casts(model: nn.Module, dtype: torch.dtype | None = None) -> Iterat
 
 
 @contextlib.contextmanager
-def compute(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None]:
-    """Around one forward: matrix products in `dtype`, whatever dtype the trained weights are kept in.
+def compute_autocast(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None]:
+    """Run one forward's matmuls in `dtype`, whatever the dtype of the trained weights.
 
     Args:
-        dtype: default: that of the frozen weights (`compute_dtype_of`). Nothing to do where it is float32, or where
-            all weights already have it.
+        dtype: default: the dtype of the frozen weights (`compute_dtype_of`). Autocast stays off for float32, and if
+            all weights have this dtype already.
     """
     dtype, device = dtype or compute_dtype_of(model), next(model.parameters()).device
-    # what processes step in slices is read in `dtype`, and its gradients tell that it is kept in another
+    # a sharded optimizer keeps fp32 masters of parameters in `dtype`; their gradients' dtype differs from `dtype`
     mixed = any(
         parameter.is_floating_point()
         and (parameter.dtype != dtype or (parameter.requires_grad and parameter.grad_dtype != dtype))
@@ -537,7 +549,7 @@ def compute(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None
 
 
 def compute_dtype_of(model: nn.Module) -> torch.dtype:
-    """The dtype activations flow in: that of the frozen floating-point weights, or of all if none is frozen."""
+    """Return the dtype of activations: the frozen floating-point weights' dtype, or all weights' if none is frozen."""
     for parameter in model.parameters():
         if not parameter.requires_grad and parameter.is_floating_point():
             return parameter.dtype

@@ -1,20 +1,24 @@
-"""Language models alone and beside a vision tower: which class of transformers they are, and which part is which."""
+"""Parts of a transformers model: language model and vision tower, linear layers, stacked experts, tied heads."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ..utils.errors import ModelError
 from ..utils.notices import notice
 
 ALL_LINEAR = "all-linear"
-FEW = 16  # inputs of a linear that is not worth quantizing below: half of the smallest block
-READ_BY_SCAN = ("x_proj", "dt_proj", "out_proj")  # of a Mamba layer
+MIN_INPUTS = 16  # linears with fewer inputs stay in 16 bits: half of the smallest quantization block
+MAMBA_LINEARS = ("x_proj", "dt_proj", "out_proj")  # Mamba kernels read their weights directly
 
 
 def auto_class(config: Any) -> Any:
-    """The Auto class of transformers that builds and loads a model of `config`: of causal LMs where it has one (a
-    class of the model's own code included), else of models that take images and text."""
+    """Return the Auto class of transformers that builds and loads a model of `config`.
+
+    This is the class for causal LMs if there is one, including a class of the model's own code; otherwise the class for
+    models that take images and text.
+    """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
     own_code = "AutoModelForCausalLM" in getattr(config, "auto_map", {})
@@ -23,8 +27,8 @@ def auto_class(config: Any) -> Any:
     )
 
 
-def beside_text(model: Any) -> list[str]:
-    """Names of what a multimodal model holds beside its language model: vision tower and projector; none in others."""
+def non_text_modules(model: Any) -> list[str]:
+    """Return the names of a multimodal model's vision tower and projector; empty for a text model."""
     backbone: Any = getattr(model, "base_model", None)
     text = getattr(backbone, "language_model", None)
     if text is None:
@@ -34,9 +38,10 @@ def beside_text(model: Any) -> list[str]:
 
 
 def all_linear(model: Any) -> list[str]:
-    """Names of every `nn.Linear` but the output head: short ones (q_proj, ...) where they mean nothing else. Of a model
-    with a vision tower, those of its language model. Left out are linears that return something else than x·Wᵀ
-    (routers), and those of Mamba layers whose weights are read past their forward, and so past an adapter.
+    """Return the names of all `nn.Linear` modules except the output head: short names (q_proj, ...) if unambiguous.
+
+    For a model with a vision tower, only its language model counts. Excluded are linears that do not return x·Wᵀ
+    (routers), and linears of Mamba layers whose kernels read the weight directly and would skip an adapter.
 
     PEFT's own all-linear lists every full name, which ties the saved adapter to the number of layers.
     """
@@ -45,12 +50,12 @@ def all_linear(model: Any) -> list[str]:
     head = getattr(model, "get_output_embeddings", lambda: None)()
     modules = {name: module for name, module in model.named_modules() if name}
     linears = {name for name, module in modules.items() if isinstance(module, nn.Linear) and module is not head}
-    linears -= {"lm_head", *(name for name in linears if name.startswith(tuple(beside_text(model))))}
+    linears -= {"lm_head", *(name for name in linears if name.startswith(tuple(non_text_modules(model))))}
     linears -= {name for name in linears if not is_linear(modules[name])}
-    past = {name for name in linears if name.rpartition(".")[2] in READ_BY_SCAN and _scans(modules, name)}
+    past = {name for name in linears if name.rpartition(".")[2] in MAMBA_LINEARS and _is_mamba_linear(modules, name)}
     if past:
-        said = ", ".join(sorted({name.rpartition(".")[2] for name in past}))
-        notice("all-linear-mamba", f"all-linear leaves out {said} of Mamba layers: their kernels read only the weights")
+        skipped = ", ".join(sorted({name.rpartition(".")[2] for name in past}))
+        notice("all-linear-mamba", f"all-linear excludes {skipped} of Mamba layers: kernels read only their weights")
     linears -= past
     if not linears:
         raise ModelError("target_modules: all-linear finds no nn.Linear in this model", "name the modules to adapt")
@@ -60,7 +65,7 @@ def all_linear(model: Any) -> list[str]:
 
 
 def is_router(module: Any) -> bool:
-    """Whether a module chooses experts by a matrix of its own: a router that is no linear layer."""
+    """Return whether a module selects experts by a matrix of its own and is not an `nn.Linear`."""
     from torch import nn
 
     weight = getattr(module, "_parameters", {}).get("weight")
@@ -68,79 +73,84 @@ def is_router(module: Any) -> bool:
 
 
 def is_linear(module: Any) -> bool:
-    """Whether a linear, of a class of its own too, gives x·Wᵀ for rows x: routers may choose, others work by groups."""
+    """Return whether a linear returns x·Wᵀ for rows x. Subclasses may not: some route, others work on groups."""
     import torch
     from torch import nn
 
     own = type(module)
     if not isinstance(module, nn.Linear) or own.forward is nn.Linear.forward:
         return True
-    if not own.__module__.startswith("transformers"):  # its models' own code and that of the hub
+    if not own.__module__.startswith("transformers"):  # true also for code of the hub (transformers_modules)
         return True
     weights: dict[str, torch.Tensor] = {}
-    if getattr(module.weight, "template", None) is not None:  # a piece (`parallel.shard.placement`): shapes say it, too
+    if getattr(module.weight, "template", None) is not None:  # a shard (`parallel.shard.placement`): use its full shape
         held = dict(module.named_parameters()) | dict(module.named_buffers())
         weights = {name: getattr(tensor, "template", tensor).to("meta") for name, tensor in held.items()}
     try:
         with torch.no_grad():
             rows = weights.get("weight", module.weight).new_zeros(2, module.in_features)
             found = torch.func.functional_call(module, weights, (rows,))
-    except RuntimeError:  # it takes no rows
+    except RuntimeError:  # the forward does not accept rows
         return False
     return isinstance(found, torch.Tensor) and found.shape == (2, module.out_features)
 
 
-def _scans(modules: dict[str, Any], name: str) -> bool:
-    """Whether a linear is a part of a Mamba layer, which has A and a skip D; a gated delta net has no D."""
+def _is_mamba_linear(modules: dict[str, Any], name: str) -> bool:
+    """Return whether a linear belongs to a Mamba layer, which has A and a skip D; a gated delta net has no D."""
     parent = modules.get(name.rpartition(".")[0])
     return hasattr(parent, "A_log") and hasattr(parent, "D")
 
 
-def kept_whole(model: Any, skip_modules: list[str] | None = None, beside: bool = True) -> list[str]:
-    """Names of what is not quantized: `skip_modules` and what the model keeps in fp32. By default that is the output
-    head and what is tied to it, and with `beside` all that is not the language model (vision tower, projector)."""
+def unquantized_modules(model: Any, skip_modules: list[str] | None = None, non_text: bool = True) -> list[str]:
+    """Return the names of modules that are not quantized: `skip_modules` and modules the model keeps in fp32.
+
+    By default, `skip_modules` are the output head and modules tied to it and, with `non_text`, everything except the
+    language model (vision tower, projector).
+    """
     from transformers.quantizers.base import HfQuantizer
 
     skip = HfQuantizer.get_modules_to_not_convert(model, skip_modules, model._keep_in_fp32_modules)
     head = model.get_output_embeddings() if skip_modules is None else None
-    if head is not None:  # transformers adds the last parameter, too: the head's, or any other where that one is tied
+    if head is not None:  # transformers also adds the last parameter, which is not the head if the head is tied
         last = list(model.named_parameters())[-1][0].removesuffix(".weight")
         tied = {key.removesuffix(".weight") for pair in model.all_tied_weights_keys.items() for key in pair}
         named = {name for name, module in model.named_modules() if module is head}
         skip = [name for name in skip if name != last or name in tied | named | set(model._keep_in_fp32_modules or ())]
-    return [*skip, *beside_text(model)] if skip_modules is None and beside else skip
+    return [*skip, *non_text_modules(model)] if skip_modules is None and non_text else skip
 
 
 def quantizable(model: Any, skip_modules: list[str] | None = None) -> dict[str, Any]:
-    """Name → module of the linear layers that may be quantized: all but `skip_modules`, as in `kept_whole`, and those
-    of a few inputs, which a model may also read or change past their forward (Gemma 3n's mixing of its streams)."""
+    """Return name → module of the linear layers that may be quantized: all except `unquantized_modules`.
+
+    Linears with fewer than `MIN_INPUTS` inputs are excluded; some models also read or change their weights outside of
+    the forward (Gemma 3n's AltUp coefficients).
+    """
     from torch import nn
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    skip = kept_whole(model, skip_modules)
+    skip = unquantized_modules(model, skip_modules)
     return {
         name: module
         for name, module in model.named_modules()
-        if type(module) is nn.Linear and module.in_features >= FEW and should_convert_module(name, skip)
+        if type(module) is nn.Linear and module.in_features >= MIN_INPUTS and should_convert_module(name, skip)
     }
 
 
 def conv1d_layers(model: Any, skip_modules: list[str] | None = None) -> dict[str, Any]:
-    """Name → module of GPT-2's `Conv1D` layers, which are linear layers with a weight [in, out], but `skip_modules`."""
+    """Return name → module of GPT-2's `Conv1D` layers, linears with a weight [in, out], except `skip_modules`."""
     from transformers.pytorch_utils import Conv1D
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    skip = kept_whole(model, skip_modules)
+    skip = unquantized_modules(model, skip_modules)
     found = {name: module for name, module in model.named_modules() if type(module) is Conv1D}
     return {name: module for name, module in found.items() if should_convert_module(name, skip)}
 
 
 def per_layer_tables(model: Any, skip_modules: list[str] | None = None, stored: Any = None) -> dict[str, Any]:
-    """Name → module of the embeddings that give every layer a vector of its own for each token (Gemma 3n and 4), which
-    may be quantized: all but `skip_modules`.
+    """Return name → module of the per-layer embeddings (Gemma 3n and 4), which may be quantized, except `skip_modules`.
 
     Args:
-        stored: names of what a checkpoint stores quantized, where it was quantized before: the others stay as they are.
+        stored: names of the modules that a pre-quantized checkpoint stores quantized; other tables stay as they are.
     """
     from torch import nn
 
@@ -155,17 +165,19 @@ def per_layer_tables(model: Any, skip_modules: list[str] | None = None, stored: 
     return {name: module for name, module in found.items() if not _is_named(name, skip_modules or ())}
 
 
-def _is_named(name: str, kept: Any) -> bool:
-    """Whether a module is one of these, or within one: by whole names, or their ends."""
-    return any(f"{name}.".startswith(f"{each}.") or name.endswith(f".{each}") for each in kept)
+def _is_named(name: str, patterns: Any) -> bool:
+    """Return whether a module is one of `patterns` or inside one; a pattern is a full name or its last parts."""
+    return any(f"{name}.".startswith(f"{each}.") or name.endswith(f".{each}") for each in patterns)
 
 
 def expert_stacks(model: Any, skip_modules: list[str] | None = None) -> dict[str, Any]:
-    """Name of a parameter → its module, of the stacked experts that may be quantized and adapted: weights of three
-    dimensions of a module that transformers gives its ExpertsInterface, but for `skip_modules`, as in `kept_whole`."""
+    """Return parameter name → module of the stacked experts that may be quantized and adapted, except `skip_modules`.
+
+    These are 3-D weights of modules with transformers' ExpertsInterface; `skip_modules` as in `unquantized_modules`.
+    """
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    skip = kept_whole(model, skip_modules)
+    skip = unquantized_modules(model, skip_modules)
     return {
         f"{name}.{leaf}": module
         for name, module in model.named_modules()
@@ -176,24 +188,40 @@ def expert_stacks(model: Any, skip_modules: list[str] | None = None) -> dict[str
 
 
 def expert_targets(model: Any) -> list[str]:
-    """What `all-linear` adapts beside linears: the stacks of a model's routed experts, by names of nothing else."""
-    beside = tuple(beside_text(model))
-    stacks = [name for name in expert_stacks(model, []) if not name.startswith(beside)]
+    """Return unambiguous names of the stacks of routed experts, which `all-linear` adapts in addition to linears."""
+    non_text = tuple(non_text_modules(model))
+    stacks = [name for name in expert_stacks(model, []) if not name.startswith(non_text)]
     return sorted({".".join(name.split(".")[-2:]) for name in stacks})
 
 
 def runs_experts(module: Any) -> bool:
-    """Whether a module is a layer's experts as transformers' `use_experts_implementation` makes them, without norms of
-    its own after each."""
+    """Return whether a module has the layout of transformers' `use_experts_implementation`, without expert norms."""
     decorated = hasattr(type(module), "_apply_gate") and hasattr(module, "is_transposed")
     return decorated and not getattr(module, "has_post_expert_norm", False)
 
 
-def stays_whole(model: Any, stacked: Any = ()) -> int:
-    """Weights of the language model's parameters of three dimensions that are none of `stacked`, by their names;
-    convolutions' are no experts."""
-    beside = tuple(beside_text(model))
-    text = ((name, part) for name, part in model.named_modules() if not name.startswith(beside))
+def count_unquantized_stacks(model: Any, stacked: Any = ()) -> int:
+    """Count the language model's weights in parameters of 3 dimensions, except `stacked` names and convolutions."""
+    non_text = tuple(non_text_modules(model))
+    text = ((name, part) for name, part in model.named_modules() if not name.startswith(non_text))
     holders = ((name, part) for name, part in text if not type(part).__name__.startswith("Conv"))
     own = ((f"{name}.{leaf}", each) for name, part in holders for leaf, each in part.named_parameters(recurse=False))
     return sum(parameter.numel() for name, parameter in own if parameter.dim() > 2 and name not in stacked)
+
+
+def check_token_ids(model: Any, largest: Mapping[str, int | None]) -> None:
+    """Check that `model` has an embedding for each token id; `model` may be on the meta device.
+
+    Args:
+        largest: description of a group of tokens → its largest id, or None.
+
+    Raises:
+        ModelError: an id is beyond the embeddings.
+    """
+    count = model.get_input_embeddings().weight.shape[0]
+    for what, index in largest.items():
+        if index is not None and index >= count:
+            raise ModelError(
+                f"the tokenizer gives {what} the id {index}, but the model has embeddings for 0 to {count - 1} only",
+                "put the tokenizer that the model was trained with into the model's folder",
+            )

@@ -1,21 +1,21 @@
-"""transformers' attention on a CUDA device without a mask: `autograd.attention`, by whole rows or by documents.
+"""halfbyte's attention for transformers: mask-free kernels for packed, windowed, capped and sink attention.
 
-Packed rows and windows take the variable lengths of FlashAttention; capped scores (Gemma 2) FlashAttention 3 where it
-is installed, else they and sinks (gpt-oss) `autograd.attention.score_mod_attention`, and on other devices and in
-float32 `autograd.tiled_attention`, a tile of queries at a time.
+On CUDA, full rows use cuDNN (`autograd.attention`); packed rows and windows use FlashAttention's variable lengths.
+Capped scores (Gemma 2) use FlashAttention 3 if it is installed; otherwise capped scores and sinks (gpt-oss) use
+`autograd.attention.scored`. Other devices and float32 use `autograd.tiled_attention`, one tile of queries at a time.
 
-Registered with transformers as "halfbyte" (AttentionInterface and AttentionMaskInterface), and chosen by `patch` where
-a model uses "sdpa", or "eager" because its scores are its own (`has_own_scores`). What the layers need to know is
-worked out once a batch, in the backbone's forward: where each document begins (from `position_ids` that restart, or as
-the caller's `cu_seq_lens_q`, which waits for nothing on the device). It reaches the layers as the keyword arguments
-that transformers' own flash attention reads, with `NO_MASK` in place of a mask: transformers passes masks of four
-dimensions on as they are, so it builds none and does not look for documents itself.
+The functions are registered with transformers as "halfbyte" (AttentionInterface and AttentionMaskInterface). `patch`
+selects them if a model uses "sdpa", or "eager" because its scores are capped or have sinks (`has_custom_scores`). The
+backbone's forward computes the layers' metadata once a batch: where each document begins, from restarting
+`position_ids` or from the caller's `cu_seq_lens_q`, which needs no device synchronisation. The metadata reaches the
+layers as the keyword arguments of transformers' own flash attention, with `NO_MASK` in place of a mask: transformers
+passes 4-D masks through, so it builds none and does not search for documents itself.
 
-Padding, key-value caches, float32, dropout and images that see themselves (Gemma 3) go to what transformers would have
-used, with its mask.
+Padding, key-value caches, float32, dropout and bidirectional image tokens (Gemma 3) fall back to the attention that
+the model was loaded with, and its mask.
 
-Measured on an H200 (fwd + bwd, 4×2048, 32 heads of 128): cuDNN 398 TFLOP/s, flash 214; 16k packed tokens: variable
-lengths 3.8 ms, SDPA with a dense mask 50 ms (docs/design.md).
+Measured on an H200 (forward + backward, 4×2048, 32 heads of 128): cuDNN 398 TFLOP/s, FlashAttention 214. 16k packed
+tokens: variable lengths 3.8 ms, SDPA with a dense mask 50 ms (docs/design.md).
 """
 
 from __future__ import annotations
@@ -43,34 +43,33 @@ from ..ops.attention import Scores, Spans, spans
 from ..parallel.context.exchange import Context
 from ..utils.notices import notice
 from . import shared_prefix
-from .cast_cache import fresh_copies
-from .families import of_config
-from .keywords import cache_of, check_known
-from .layer import causal_lm_of
-from .layer_sizes import widest
-from .patch_record import patched, record
+from .cast_cache import use_cast_cache
+from .config_facts import has_custom_scores, has_sinks, is_capped, max_layer_sizes
+from .layer import causal_lm_of, check_keywords, given_cache
+from .patch_record import existing_record, record
 
-NAME = "halfbyte"
-OWN = "halfbyte_own"  # where a model has scores of its own: what it falls back to is eager, and reads other masks
-DIVIDED = "halfbyte_divided"  # transformers' own in forwards whose rows are cut (`parallel.context.model`), as NAME and OWN
-DIVIDED_OWN = "halfbyte_divided_own"
-WIDEST = 256  # values of a head that FlashAttention takes
-NO_MASK = (1, 1, 0, 0)  # the shape of what stands in place of a mask
+# Names registered with transformers. A name fixes the fallback and the kind of mask: SDPA's, or eager for models with
+# caps or sinks. The last two are for forwards of context-parallel shards (`parallel.context.model`).
+ATTENTION_NAME = "halfbyte"
+SCORES_NAME = "halfbyte_own"
+CONTEXT_NAME = "halfbyte_divided"
+CONTEXT_SCORES_NAME = "halfbyte_divided_own"
+MAX_HEAD_DIM = 256  # of FlashAttention
+NO_MASK = (1, 1, 0, 0)  # shape of the placeholder for "no mask"
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """What computes the attention of a batch.
+    """The attention implementation of a batch, and its memory use.
 
     Attributes:
-        name: in words.
-        scores: whether it builds the scores, T × T for every head, and keeps them for backward.
-        mask: whether it reads a mask of T × T for every row of the batch.
-        tiles: bytes of the scores that it builds at a time, of a few queries (`autograd.tiled_attention`); 0: it is not
-            that.
-        own: whether its backward is ours, whose sums are its results.
-        repeatable: whether whole rows may take cuDNN's repeatable backward (`autograd.attention.has_repeatable_rows`).
-        obstacle: why it is not halfbyte's; "" where it is.
+        name: name for logs.
+        scores: whether it materializes the scores, T × T per head, and saves them for backward.
+        mask: whether it reads a T × T mask per row of the batch.
+        obstacle: why halfbyte's attention is not used; "" if it is.
+        tiles: bytes of the scores materialized at a time (`autograd.tiled_attention`); 0 for other implementations.
+        own: whether halfbyte's own backward runs, which saves the attention's output.
+        repeatable: whether full rows may use cuDNN's deterministic backward (`autograd.attention.takes_rows`).
     """
 
     name: str
@@ -85,21 +84,21 @@ class Implementation:
 def implementation(
     config: Any, device: torch.device, dtype: torch.dtype, *, packed: bool = False, padded: bool = False
 ) -> Implementation:
-    """What computes attention in the training of a patched model; what `bind_attention` and the dispatch go by.
+    """Return the attention that trains a patched model on `device`, by the rules of `bind_attention` and `attend`.
 
     Args:
-        config: of the module that holds the layers.
-        device: where it trains; it need not be here.
-        dtype: of q, k and v.
-        packed: rows hold several documents.
-        padded: the batch has a mask over its padding (the fused step's batches have none).
+        config: config of the module that holds the layers.
+        device: the training device; it need not be present.
+        dtype: dtype of q, k and v.
+        packed: whether rows hold several documents.
+        padded: whether the batch has a padding mask (the fused step's batches have none).
     """
-    chosen = _name_of(config)
+    chosen = _implementation_name(config)
     eager, window = chosen == "eager", getattr(config, "sliding_window", None) is not None
-    obstacle = _unbound(config, device) or _unmasked(config, device, dtype)
+    obstacle = _reason_unbound(config, device) or _reason_masked(config, device, dtype)
     if not obstacle and not padded:
         if has_sinks(config) or (is_capped(config) and not causal.supports_softcap(device, dtype)):
-            if causal.supports_scores(device, dtype, widest(config).head_dim):
+            if causal.supports_scores(device, dtype, max_layer_sizes(config).head_dim):
                 return Implementation("halfbyte's kernel", False, False, own=True)
             return Implementation("tiles of queries", False, False, tiles=tile_bytes(device))
         if packed or window or is_capped(config):
@@ -107,43 +106,28 @@ def implementation(
         return Implementation("cuDNN", False, False, repeatable=causal.is_hopper(device))
     obstacle = obstacle or "rows are padded"
     masked = packed or padded or window or eager
-    expands = not _unbound(config, device)  # `attend` gives the efficient kernel keys and values for every head
-    sizes = widest(config)
+    expands = not _reason_unbound(config, device)  # `attend` repeats keys and values for the memory-efficient kernel
+    sizes = max_layer_sizes(config)
     grouped = sizes.key_heads != sizes.heads
     math = chosen == "sdpa" and not masked and grouped and not expands and not _flash_takes(device, dtype)
     return Implementation(f"transformers' {chosen}", eager or math, masked, obstacle)
 
 
-def _name_of(config: Any) -> str:
-    """transformers' name of what the model was loaded with."""
+def _implementation_name(config: Any) -> str:
+    """Return transformers' name of the attention that the model was loaded with."""
     name = getattr(config, "_attn_implementation", None) or "sdpa"
-    return {NAME: "sdpa", OWN: "eager"}.get(name, name)
-
-
-def is_capped(config: Any) -> bool:
-    return bool(getattr(config, "attn_logit_softcapping", None))
-
-
-def has_sinks(config: Any) -> bool:
-    """Whether each head has a learned score that every token gives beside its keys'."""
-    family = of_config(config) if hasattr(config, "model_type") else None
-    return family is not None and family.sinks
-
-
-def has_own_scores(config: Any) -> bool:
-    """Whether a model computes what SDPA cannot, and is loaded with transformers' eager attention for it."""
-    return is_capped(config) or has_sinks(config)
+    return {ATTENTION_NAME: "sdpa", SCORES_NAME: "eager"}.get(name, name)
 
 
 def _flash_takes(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a kernel that builds no scores takes one head of keys for several of queries; on CUDA, FlashAttention."""
+    """Return whether SDPA supports grouped keys without materializing scores; on CUDA, this is FlashAttention."""
     found = causal.capability(device)
     return found is None or (dtype in causal.DTYPES and found >= causal.AMPERE)
 
 
-def _unbound(config: Any, device: torch.device) -> str:
-    """Why a model keeps transformers' attention altogether; "" where it does not."""
-    own, chosen = has_own_scores(config), _name_of(config)
+def _reason_unbound(config: Any, device: torch.device) -> str:
+    """Return why a model keeps transformers' attention for all batches, or ""."""
+    own, chosen = has_custom_scores(config), _implementation_name(config)
     if device.type != "cuda" and not own:
         return f"on {device.type}"
     if getattr(config, "use_bidirectional_attention", False):
@@ -153,11 +137,11 @@ def _unbound(config: Any, device: torch.device) -> str:
     return ""
 
 
-def _unmasked(config: Any, device: torch.device, dtype: torch.dtype, training: bool = True) -> str:
-    """Why attention of a bound model needs transformers' masks; "" where it does not."""
+def _reason_masked(config: Any, device: torch.device, dtype: torch.dtype, training: bool = True) -> str:
+    """Return why a bound model's batch needs transformers' masks, or ""."""
     if training and getattr(config, "attention_dropout", None):
         return "attention_dropout is set"
-    if has_own_scores(config):
+    if has_custom_scores(config):
         return ""
     if dtype not in causal.DTYPES:
         return f"it is computed in {dtype}"
@@ -167,88 +151,94 @@ def _unmasked(config: Any, device: torch.device, dtype: torch.dtype, training: b
 
 
 def bind_attention(backbone: Any) -> str:
-    """Choose the attention of `backbone` (the module that holds the layers); says in words what it is now."""
+    """Select the attention of `backbone`, the module that holds the layers, and return its description."""
     config, device = backbone.config, next(backbone.parameters()).device
     flash = "FlashAttention 3" if causal.flash3() else "variable lengths"
-    if config._attn_implementation == OWN:
+    if config._attn_implementation == SCORES_NAME:
         what = "its heads have sinks" if has_sinks(config) else "its scores are capped"
         found = implementation(config, device, next(backbone.parameters()).dtype, packed=True)
         return f"halfbyte: {found.name}, {what}; no mask"
-    if config._attn_implementation == NAME:
+    if config._attn_implementation == ATTENTION_NAME:
         if (causal.capability(device) or causal.AMPERE) < causal.AMPERE:
             return "halfbyte: PyTorch's memory-efficient attention, with transformers' masks: no FlashAttention here"
-        return f"halfbyte: cuDNN for whole rows, {flash} for packed ones and windows; no mask"
-    if obstacle := _unbound(config, device):
+        return f"halfbyte: cuDNN for full rows, {flash} for packed ones and windows; no mask"
+    if obstacle := _reason_unbound(config, device):
         return f"transformers' {config._attn_implementation}: {obstacle}"
     register()
     record(backbone).implementation = config._attn_implementation
-    config._attn_implementation = OWN if has_own_scores(config) else NAME
+    config._attn_implementation = SCORES_NAME if has_custom_scores(config) else ATTENTION_NAME
     if causal.flash3():
         notice("attention-flash3", "attention of packed rows and windows is FlashAttention 3's, which is installed")
     return bind_attention(backbone)
 
 
-def share(model: nn.Module, inputs: Mapping[str, Any], kept: shared_prefix.Kept | None = None) -> dict[str, Any]:
-    """`inputs` of a backbone's forward; where answers share prompts, as its layers take them.
+def with_shared_prefixes(
+    model: nn.Module, inputs: Mapping[str, Any], cache: shared_prefix.PrefixCache | None = None
+) -> dict[str, Any]:
+    """Return `inputs` of a backbone's forward; for a batch of shared prompts, with the `Sharing` that layers read.
 
-    On any device: from the first such batch until `unbind_attention` its attention is `attend`, which leaves others to
-    what the model was loaded with.
+    Works on any device. From the first such batch until `unbind_attention`, the model's attention is `attend`, which
+    falls back to the loaded attention for other batches.
 
     Args:
-        model: a Hugging Face causal LM, plain or inside a `peft.PeftModel`, of which `branches.why_apart` says nothing.
-        kept: joins two forwards, of which the second sees what the first has kept.
+        model: a Hugging Face causal LM, plain or inside a `peft.PeftModel`, that `shared_prefix.unshared_reason`
+            accepts.
+        cache: shared by two forwards; the second attends to the keys and values of the first.
     """
     if shared_prefix.BRANCHES not in inputs:
         return dict(inputs)
     backbone: Any = causal_lm_of(model).base_model
-    if backbone.config._attn_implementation != NAME:
+    if backbone.config._attn_implementation != ATTENTION_NAME:
         register()
         record(backbone).implementation = backbone.config._attn_implementation
-        backbone.config._attn_implementation = NAME
+        backbone.config._attn_implementation = ATTENTION_NAME
     mask = torch.empty(NO_MASK, dtype=torch.bool, device=inputs[shared_prefix.BRANCHES].device)
-    left = {name: value for name, value in inputs.items() if name not in shared_prefix.OWN}
-    return left | {"attention_mask": mask, "sharing": shared_prefix.Sharing.of(inputs, kept)}
+    rest = {name: value for name, value in inputs.items() if name not in shared_prefix.SHARING_KEYWORDS}
+    return rest | {"attention_mask": mask, "sharing": shared_prefix.Sharing.of(inputs, cache)}
 
 
 def register() -> None:
-    """Make the names known to transformers, each with the mask that its fallback reads."""
+    """Register the attention names with transformers, each with its fallback's mask function."""
     for name, mask in (
-        (NAME, sdpa_mask), (DIVIDED, sdpa_mask), (OWN, eager_mask), (DIVIDED_OWN, eager_mask)
-    ):  # fmt: skip
+        (ATTENTION_NAME, sdpa_mask),
+        (CONTEXT_NAME, sdpa_mask),
+        (SCORES_NAME, eager_mask),
+        (CONTEXT_SCORES_NAME, eager_mask),
+    ):
         AttentionInterface.register(name, attend)
         AttentionMaskInterface.register(name, mask)
 
 
 def unbind_attention(backbone: Any) -> None:
     """Undo `bind_attention`."""
-    own = patched(backbone)
+    own = existing_record(backbone)
     if own is not None and own.implementation is not None:
         backbone.config._attn_implementation, own.implementation = own.implementation, None
 
 
 def backbone_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """A backbone's forward; first the attention's metadata of this batch, and the adapters in the compute dtype."""
-    with contextlib.nullcontext() if on_compiler() else fresh_copies(self):
-        return _with_metadata(self, self, args, kwargs)
+    """Run a backbone's forward with this batch's attention metadata and adapters cast to the compute dtype."""
+    with contextlib.nullcontext() if on_compiler() else use_cast_cache(self):
+        return _forward_with_metadata(self, self, args, kwargs)
 
 
 def metadata_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """A backbone's forward whose layers run transformers' own forwards, but for their attention."""
-    return _with_metadata(self, self, args, kwargs)
+    """Run a backbone's forward with this batch's attention metadata; its layers keep transformers' forwards."""
+    return _forward_with_metadata(self, self, args, kwargs)
 
 
 def multimodal_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Gemma 3's forward over images and text: it hands its backbone masks, so what replaces them is made here."""
-    return _with_metadata(self, self.language_model, args, kwargs)
+    """Run Gemma 3's forward over images and text; it passes masks to its backbone, so the metadata is made here."""
+    return _forward_with_metadata(self, self.language_model, args, kwargs)
 
 
-def _with_metadata(model: Any, backbone: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _forward_with_metadata(model: Any, backbone: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     own = functools.partial(type(model).forward, model)
-    if args or cache_of(kwargs) or kwargs.get("use_cache"):
+    if args or given_cache(kwargs) or kwargs.get("use_cache"):
         return own(*args, **kwargs)
     if model.training:
-        kwargs["use_cache"] = False  # unless asked for: a cache in training is only dead weight
-    chosen = backbone.config._attn_implementation in (NAME, OWN) and kwargs.get("use_cache") is False
+        kwargs["use_cache"] = False  # unless requested: a cache in training only costs memory
+    chosen = backbone.config._attn_implementation in (ATTENTION_NAME, SCORES_NAME) and kwargs.get("use_cache") is False
     if chosen and not _has_images(kwargs):
         inputs = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
         kwargs |= metadata(backbone, inputs.shape[0], inputs.shape[1], inputs.device, kwargs)
@@ -256,7 +246,7 @@ def _with_metadata(model: Any, backbone: Any, args: tuple, kwargs: dict[str, Any
 
 
 def _has_images(kwargs: dict[str, Any]) -> bool:
-    """Whether a batch of a multimodal model may hold images; waits for the device where token types say so."""
+    """Return whether a multimodal batch may hold images; synchronizes with the device if token types must be read."""
     types = kwargs.get("token_type_ids")
     if kwargs.get("pixel_values") is not None:
         return True
@@ -264,55 +254,55 @@ def _has_images(kwargs: dict[str, Any]) -> bool:
 
 
 def metadata(backbone: Any, rows: int, length: int, device: torch.device, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments for the layers of a bound `backbone`; none where transformers' mask is needed.
+    """Return keyword arguments for the layers of a bound `backbone`; empty if transformers' mask is needed.
 
     Args:
-        rows, length: of the batch that attention sees.
-        kwargs: of it: `attention_mask`, `position_ids`, `cu_seq_lens_q` and what comes with it, if there are.
+        rows, length: shape of the batch that attention sees.
+        kwargs: the batch's `attention_mask`, `position_ids`, `cu_seq_lens_q` and related keywords, if present.
     """
-    own = backbone.config._attn_implementation == OWN
+    own = backbone.config._attn_implementation == SCORES_NAME
     if kwargs.get("attention_mask") is not None or (own and on_compiler()):
         return {}
     dtype = next(backbone.parameters()).dtype
     dtype = autocast_dtype(device.type) or dtype
-    if reason := _unmasked(backbone.config, device, dtype, backbone.training):
+    if reason := _reason_masked(backbone.config, device, dtype, backbone.training):
         notice(f"attention-{reason}", f"attention is transformers' own, with a dense mask for packed rows: {reason}")
         return {}
-    return _where_documents_begin(backbone, rows, length, device, kwargs)
+    return _document_metadata(backbone, rows, length, device, kwargs)
 
 
-def _where_documents_begin(
+def _document_metadata(
     backbone: Any, rows: int, length: int, device: torch.device, kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     no_mask = {"attention_mask": torch.empty(NO_MASK, dtype=torch.bool, device=device)}
-    own = backbone.config._attn_implementation == OWN
+    own = backbone.config._attn_implementation == SCORES_NAME
     if kwargs.get("cu_seq_lens_q") is not None:
-        return no_mask | _spans(kwargs, rows * length, own)
+        return no_mask | _span_keywords(kwargs, rows * length, own)
     position_ids = kwargs.get("position_ids")
-    if position_ids is not None and position_ids.dim() == 3:  # M-RoPE: time, height and width, below the text's if four
+    if position_ids is not None and position_ids.dim() == 3:  # M-RoPE: (text,) time, height, width
         position_ids = position_ids[0] if position_ids.shape[0] == 4 else None
     if position_ids is not None:
-        if on_compiler():  # the number of documents would be a value that the compiler cannot know
+        if on_compiler():  # the number of documents would be data-dependent
             return {}
-        packed = documents(position_ids.expand(rows, -1))
+        packed = document_bounds(position_ids.expand(rows, -1))
         if packed is not None:
-            return no_mask | packed | _spans(packed, rows * length, own)
+            return no_mask | packed | _span_keywords(packed, rows * length, own)
     window = getattr(backbone.config, "sliding_window", None)
-    if (window is not None and window < length) or own or not (_is_planned(length) or on_compiler()):
-        found = _lengths(torch.arange(rows + 1, dtype=torch.int32, device=device) * length, length)
-        return no_mask | found | _spans(found, rows * length, own)
+    if (window is not None and window < length) or own or not (_takes_cudnn(length) or on_compiler()):
+        found = _length_keywords(torch.arange(rows + 1, dtype=torch.int32, device=device) * length, length)
+        return no_mask | found | _span_keywords(found, rows * length, own)
     return no_mask
 
 
-def documents(position_ids: Tensor) -> dict[str, Any] | None:
-    """Where documents begin in packed rows, as transformers' flash attention is told; waits once for the device.
+def document_bounds(position_ids: Tensor) -> dict[str, Any] | None:
+    """Return the document bounds of packed rows as transformers' flash attention takes them; synchronizes once.
 
     Args:
         position_ids: int [B, T], restarting with every document; a document ends with its row at the latest.
 
     Returns:
-        cu_seq_lens_q and cu_seq_lens_k (int32 [documents + 1], where each begins in the flattened batch, then B·T), and
-        max_length_q and max_length_k (tokens of the longest); None where every row is one document.
+        cu_seq_lens_q and cu_seq_lens_k (int32 [documents + 1], start of each in the flattened batch, then B·T), and
+        max_length_q and max_length_k (tokens of the longest document). None if every row is one document.
     """
     positions = position_ids.cpu()
     begins = torch.ones_like(positions, dtype=torch.bool)
@@ -320,18 +310,18 @@ def documents(position_ids: Tensor) -> dict[str, Any] | None:
     if not begins[:, 1:].any():
         return None
     bounds = F.pad(begins.flatten().nonzero().flatten(), (0, 1), value=positions.numel())
-    return _lengths(bounds.to(torch.int32).to(position_ids.device, non_blocking=True), int(bounds.diff().max()))
+    return _length_keywords(bounds.to(torch.int32).to(position_ids.device, non_blocking=True), int(bounds.diff().max()))
 
 
-def _spans(places: Mapping[str, Any], tokens: int, own: bool) -> dict[str, Any]:
-    """What kernels of ours read, once a batch and not once a layer."""
+def _span_keywords(places: Mapping[str, Any], tokens: int, own: bool) -> dict[str, Any]:
+    """Return the document spans that halfbyte's kernels read, computed once a batch instead of once a layer."""
     bounds = places["cu_seq_lens_q"]
     if on_compiler() or not (causal.is_hopper(bounds.device) or (own and bounds.is_cuda)):
         return {}
     return {"document_spans": spans(bounds, tokens)}
 
 
-def _lengths(bounds: Tensor, longest: int) -> dict[str, Any]:
+def _length_keywords(bounds: Tensor, longest: int) -> dict[str, Any]:
     return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
 
 
@@ -353,16 +343,17 @@ def attend(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface.
+    """Compute attention, as transformers' AttentionInterface calls it.
 
     Args:
         query: [B, Hq, T, D]; key, value: [B, Hk, T, D], Hk dividing Hq.
-        attention_mask: of shape `NO_MASK`, or one that transformers made; of whole rows, as all that follows.
-        sliding_window: tokens that a token sees, with itself; softcap: scores become softcap · tanh(score / softcap).
-        cu_seq_lens_q, max_length_q: as `documents` gives them; document_spans: `ops.attention.spans` of them.
-        context: the processes that hold slices of these rows; None: the rows are whole.
-        sharing: how answers share prompts, where they do.
-        s_aux: [Hq], sinks; of whole rows.
+        attention_mask: of shape `NO_MASK`, or a mask that transformers made for full rows.
+        sliding_window: number of tokens visible to a token, itself included.
+        softcap: scores become softcap · tanh(score / softcap).
+        cu_seq_lens_q, max_length_q: from `document_bounds`; document_spans: `ops.attention.spans` of them.
+        context: the context-parallel group that holds shards of these rows; None: the rows are complete.
+        sharing: layout of answers that share prompts, if any.
+        s_aux: [Hq], attention sinks.
 
     Returns:
         [B, T, Hq, D], and None (no weights).
@@ -379,32 +370,36 @@ def attend(
         return shared_prefix.attend(query, key, value, sharing, scaling), None
     if attention_mask is None or tuple(attention_mask.shape) != NO_MASK:
         options = kwargs | {"dropout": dropout, "scaling": scaling} | ({} if s_aux is None else {"s_aux": s_aux})
-        return _transformers(module, query, key, value, attention_mask, softcap, options)
-    check_known(module, kwargs)
+        return _transformers_attention(module, query, key, value, attention_mask, softcap, options)
+    check_keywords(module, kwargs)
     rows, _, length, _ = query.shape
     window = sliding_window if sliding_window is not None and sliding_window < length else None
-    if query.shape[-1] > WIDEST:
-        return _wide(query, key, value, scaling, window, cu_seq_lens_q), None
+    if query.shape[-1] > MAX_HEAD_DIM:
+        return _wide_attention(query, key, value, scaling, window, cu_seq_lens_q), None
     if s_aux is not None or (softcap is not None and not causal.supports_softcap(query.device, query.dtype)):
         scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap)
-        return _scored(query, key, value, s_aux, scores, cu_seq_lens_q, max_length_q, document_spans), None
-    whole = window is None and softcap is None and cu_seq_lens_q is not None and cu_seq_lens_q.numel() == rows + 1
-    if cu_seq_lens_q is None or (whole and _is_planned(length)):
+        return _custom_score_attention(
+            query, key, value, s_aux, scores, cu_seq_lens_q, max_length_q, document_spans
+        ), None
+    full_rows = window is None and softcap is None and cu_seq_lens_q is not None and cu_seq_lens_q.numel() == rows + 1
+    if cu_seq_lens_q is None or (full_rows and _takes_cudnn(length)):
         return causal.row_attention(query, key, value, scaling).transpose(1, 2), None
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     how = max_length_q or length, scaling, window, softcap, document_spans
     return causal.varlen_attention(query, key, value, cu_seq_lens_q, *how).unflatten(0, (rows, length)), None
 
 
-def _wide(
+def _wide_attention(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, bounds: Tensor | None
 ) -> Tensor:
-    """Attention of heads wider than FlashAttention takes, by torch's memory-efficient kernel; arguments and result as
-    `attend` has them. Of packed rows it reads a mask, one of the batch: Gemma 4 has such heads in every sixth layer."""
+    """Attention with heads wider than FlashAttention supports, by torch's memory-efficient kernel.
+
+    Arguments and result are those of `attend`. Packed rows need a mask: Gemma 4 has such heads in every sixth layer.
+    """
     causal.warn_unrepeatable(query, "torch's memory-efficient attention")
     rows, heads, length, _ = query.shape
     key, value = (repeat_kv(x, heads // x.shape[1]) for x in (key, value))
-    begins = None if bounds is None else _beginnings(bounds, rows, length)
+    begins = None if bounds is None else _document_starts(bounds, rows, length)
     if begins is None and window is None:
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
         return out.transpose(1, 2)
@@ -418,7 +413,7 @@ def _wide(
     return F.scaled_dot_product_attention(query, key, value, mask, scale=scaling).transpose(1, 2)
 
 
-def _scored(
+def _custom_score_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -428,23 +423,23 @@ def _scored(
     max_length_q: int | None,
     document_spans: Spans | None,
 ) -> Tensor:
-    """Attention with `scores` and sinks; arguments and result as `attend` has them."""
+    """Attention with capped scores or sinks; arguments and result are those of `attend`."""
     rows, _, length, size = query.shape
     if cu_seq_lens_q is not None and causal.supports_scores(query.device, query.dtype, size):
         query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
         found = document_spans or spans(cu_seq_lens_q, rows * length)
         return causal.score_mod_attention(query, key, value, s_aux, found, scores).unflatten(0, (rows, length))
-    begins = None if cu_seq_lens_q is None else _beginnings(cu_seq_lens_q, rows, length)
+    begins = None if cu_seq_lens_q is None else _document_starts(cu_seq_lens_q, rows, length)
     return tiled_attention(query, key, value, scores, s_aux, begins, max_length_q).transpose(1, 2)
 
 
-def _transformers(
+def _transformers_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softcap: float | None, options: dict
 ) -> tuple[Tensor, None]:
-    """What the model was loaded with."""
+    """Attention that the model was loaded with."""
     causal.warn_unrepeatable(query, "transformers' attention")
     groups = query.shape[1] // key.shape[1]
-    if getattr(module, "num_key_value_groups", groups) != groups:  # of rows that are cut, see `parallel.context.exchange`
+    if getattr(module, "num_key_value_groups", groups) != groups:  # context parallelism changes the number of heads
         module = copy.copy(module)
         module.num_key_value_groups = groups
     if softcap is not None or "s_aux" in options:
@@ -452,14 +447,14 @@ def _transformers(
         return eager(module, query, key, value, mask, **options | ({} if softcap is None else {"softcap": softcap}))
     few_keys = query.shape[1] != key.shape[1] and query.shape[2] > 1
     if mask is None and few_keys and not _flash_takes(query.device, query.dtype):
-        # torch's only other kernel for few keys builds scores of T × T
+        # otherwise torch uses the math kernel, which materializes T × T scores
         key, value = (repeat_kv(x, query.shape[1] // x.shape[1]) for x in (key, value))
         module = SimpleNamespace(is_causal=getattr(module, "is_causal", True))
     return sdpa_attention_forward(module, query, key, value, mask, **options)
 
 
-def _beginnings(bounds: Tensor, rows: int, length: int) -> Tensor | None:
-    """int64 [B, T]: where in its row the document of each token begins; None where every row is one document."""
+def _document_starts(bounds: Tensor, rows: int, length: int) -> Tensor | None:
+    """Return int64 [B, T], the start of each token's document within its row; None if every row is one document."""
     if bounds.numel() == rows + 1:
         return None
     places = torch.arange(rows * length, device=bounds.device)
@@ -467,26 +462,25 @@ def _beginnings(bounds: Tensor, rows: int, length: int) -> Tensor | None:
     return begins.view(rows, length) - torch.arange(0, rows * length, length, device=bounds.device)[:, None]
 
 
-# Of the process: layers that are computed again are so in autograd's own thread.
-_planned: Collection[int] | None = None  # None: every length
+# Process-wide, not thread-local: activation checkpointing reruns layers in autograd's threads.
+_cudnn_lengths: Collection[int] | None = None  # None: every length
 
 
-def _is_planned(length: int) -> bool:
-    """Whether cuDNN takes rows of `length` tokens that are one document each."""
-    return _planned is None or length in _planned
+def _takes_cudnn(length: int) -> bool:
+    """Return whether cuDNN computes single-document rows of `length` tokens."""
+    return _cudnn_lengths is None or length in _cudnn_lengths
 
 
 @contextlib.contextmanager
-def planned_lengths(lengths: Collection[int] | None) -> Iterator[None]:
-    """Inside, rows that are one document each take cuDNN where they have one of these lengths, else FlashAttention;
-    None: cuDNN always.
+def cudnn_lengths(lengths: Collection[int] | None) -> Iterator[None]:
+    """Use cuDNN for single-document rows of these lengths, and FlashAttention for others; None: cuDNN for all lengths.
 
-    cuDNN plans for each length: on an H200 the first forward and backward of one takes 115 to 150 ms, FlashAttention's
-    1 ms; from then on it is 1.5 to 1.8 times as fast.
+    cuDNN builds a plan per length: on an H200 the first forward and backward take 115 to 150 ms, FlashAttention's 1 ms;
+    afterwards cuDNN is 1.5 to 1.8 times as fast.
     """
-    global _planned
-    before, _planned = _planned, lengths
+    global _cudnn_lengths
+    before, _cudnn_lengths = _cudnn_lengths, lengths
     try:
         yield
     finally:
-        _planned = before
+        _cudnn_lengths = before

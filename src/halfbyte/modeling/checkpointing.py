@@ -1,14 +1,12 @@
-"""What each decoder layer keeps between forward and backward: the levels of `memory.activations`, carried out.
+"""Activation checkpointing: run each decoder layer at its level of `memory.levels`.
 
-A layer's level stands in its record (`patched`). Without one, a layer does as transformers' own gradient checkpointing
-says.
+A layer's level is in its `PatchRecord`. A layer without a level follows transformers' own gradient checkpointing.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -24,54 +22,52 @@ from ..parallel.tensor.layers import stream_in_slices
 from ..utils.errors import ModelError
 from ..utils.notices import notice
 from .blocks import attention_half, mixer_of, mlp_half, runs_parallel
-from .cast_cache import run_again
-from .keywords import cache_of
-from .patch_record import record
+from .cast_cache import with_open_cache
+from .layer import given_cache
+from .patch_record import Activations, record
 
-# transformers 5.17 checkpoints a layer in __call__, 5.23 around the class's forward, which a bound one replaces.
+# transformers 5.17 checkpoints in __call__, 5.23 in a wrapper of the class's forward, which a bound forward replaces.
 CHECKPOINTS_FORWARD = "__call__" not in GradientCheckpointingLayer.__dict__
 
 
-def recompute_as_transformers(model: Any) -> None:
-    """Turn transformers' own checkpointing of all layers on, non-reentrant.
+def enable_checkpointing(model: Any) -> None:
+    """Enable transformers' own checkpointing of all layers, non-reentrant, so gradients reach adapters.
 
-    Gradients then reach adapters although the embeddings are frozen. The hook that transformers puts on the embeddings
-    all the same goes: it would have a gradient computed for nobody, and generation run transformers' own forward.
+    transformers also hooks the embeddings to require gradients. The hook is removed: it would compute an unused
+    gradient, and make generation run transformers' own forward.
     """
-    # transformers 5.23 renamed it; 5.17 knows only the old name
+    # transformers 5.23 renamed the method; 5.17 has only the old name
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
     model.disable_input_require_grads()
 
 
-# Numbers of modules that draw in training unless they are 0, beside nn.Dropout.
-DRAWN = ("attention_dropout", "residual_dropout", "jitter_noise", "input_jitter_noise", "router_jitter_noise")
-
-
-@dataclass(frozen=True)
-class Activations:
-    """A layer's level, and what carries its tensors to the host, where that is the level."""
-
-    level: Level
-    offload: Offload | None = None
+# Attributes of modules that draw random numbers in training if nonzero, in addition to nn.Dropout.
+RANDOM_ATTRIBUTES = (
+    "attention_dropout",
+    "residual_dropout",
+    "jitter_noise",
+    "input_jitter_noise",
+    "router_jitter_noise",
+)
 
 
 def set_activations(layers: Sequence[Any], levels: str | Sequence[str]) -> None:
-    """Give each decoder layer its level: one for all, or one each.
+    """Set the activation level of each decoder layer: one for all, or one each.
 
     Raises:
-        ModelError: an unknown level, not one for each layer, or transformers' checkpointing is on as well.
+        ModelError: an unknown level, not one level per layer, or transformers' checkpointing is enabled as well.
     """
     named = [levels] * len(layers) if isinstance(levels, str) else list(levels)
     unknown = set(named) - set(LEVELS)
     if unknown:
-        raise ModelError(f"activations: {sorted(unknown)[0]!r} is no level", f"use {', '.join(LEVELS)}")
+        raise ModelError(f"activations: unknown level {sorted(unknown)[0]!r}", f"use {', '.join(LEVELS)}")
     if len(named) != len(layers):
-        raise ModelError(f"activations: {len(named)} levels for {len(layers)} layers", "give one, or one a layer")
+        raise ModelError(f"activations: {len(named)} levels for {len(layers)} layers", "give one, or one per layer")
     if any(layer.gradient_checkpointing for layer in layers):
         raise ModelError(
-            "activations: transformers' gradient checkpointing is on in this model",
-            "call model.gradient_checkpointing_disable(), or leave `activations` out",
+            "activations: transformers' gradient checkpointing is enabled in this model",
+            "call model.gradient_checkpointing_disable(), or remove `activations`",
         )
     device = next(layers[0].parameters()).device
     offload = None
@@ -79,89 +75,91 @@ def set_activations(layers: Sequence[Any], levels: str | Sequence[str]) -> None:
         if device.type == "cuda":
             offload = Offload(device)
         else:
-            notice("offload", f"nothing is offloaded from {device}: what layers save stays there")
+            notice("offload", f"activation offload is disabled on {device}: saved activations stay on this device")
     for layer, level in zip(layers, named, strict=True):
         own = offload if level in OFFLOADED else None
         record(layer).activations = Activations(cast(Level, level), own)
 
 
 def layer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """A decoder layer, as its level says."""
-    if args or cache_of(kwargs):
+    """Run a decoder layer at its activation level."""
+    if args or given_cache(kwargs):
         return type(self).forward(self, hidden_states, *args, **kwargs)
     activations = record(self).activations
-    if activations is not None and self.training and not on_compiler():  # a compiler decides what it keeps
-        return _with_level(self, activations, hidden_states, kwargs)
+    if activations is not None and self.training and not on_compiler():  # a compiler decides what is saved
+        return _run_level(self, activations, hidden_states, kwargs)
     if CHECKPOINTS_FORWARD and self.gradient_checkpointing and self.training:
-        return self._gradient_checkpointing_func(run_again(self, partial(_block, self, **kwargs)), hidden_states)
+        return self._gradient_checkpointing_func(with_open_cache(self, partial(_block, self, **kwargs)), hidden_states)
     return _block(self, hidden_states, **kwargs)
 
 
 def _block(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-    return _total(_halves(self, hidden_states, None, **kwargs))
+    return _add_halves(_halves(self, hidden_states, None, **kwargs))
 
 
 def _halves(self: Any, x: Tensor, store: Store | None, output: bool = True, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """Two tensors whose sum a layer returns; `store` and `output` as in `blocks`."""
+    """Return two tensors whose sum is the layer's output; `store` and `output` as in `blocks`."""
     attended, stream = attention_half(self, x, store, **kwargs)
     if not runs_parallel(self):
         return mlp_half(self, attended, stream, store, output)
-    # Its norm is taken again, one pass over the stream; the sum is that of `_then_mlp`, to the bit.
-    return _total(mlp_half(self, stream, None, store, output)), attended
+    # Recomputes the norm, one pass over the stream; the sum is bit-equal to that of `_add_mlp`.
+    return _add_halves(mlp_half(self, stream, None, store, output)), attended
 
 
-def _total(parts: tuple[Tensor, Tensor]) -> Tensor:
+def _add_halves(parts: tuple[Tensor, Tensor]) -> Tensor:
     return parts[0] + parts[1]
 
 
-def _with_level(self: Any, activations: Activations, hidden_states: Tensor, kwargs: dict[str, Any]) -> Tensor:
+def _run_level(self: Any, activations: Activations, hidden_states: Tensor, kwargs: dict[str, Any]) -> Tensor:
     level, host = activations.level, activations.offload
     with contextlib.nullcontext() if host is None else host.hooks():
         if level == "keep":
             return _block(self, hidden_states, **kwargs)
-        kept = OFFLOADED.get(level, level)
-        if kept == "checkpoint":
+        base = OFFLOADED.get(level, level)
+        if base == "checkpoint":
             with stream_in_slices(mixer_of(self), host or OnDevice()):
-                return _recomputed(self, hidden_states, level == "tiled", kwargs)
+                return _checkpointed(self, hidden_states, level == "tiled", kwargs)
         store = host or OnDevice()
-        if kept == "recompute":
-            return _total(_halves(self, hidden_states, store, **kwargs))
-        return _then_mlp(self, *attention_half(self, hidden_states, store, **kwargs))
+        if base == "recompute":
+            return _add_halves(_halves(self, hidden_states, store, **kwargs))
+        return _add_mlp(self, *attention_half(self, hidden_states, store, **kwargs))
 
 
-def _recomputed(self: Any, hidden_states: Tensor, tiled: bool, kwargs: dict[str, Any]) -> Tensor:
-    """A layer of which only its input is kept."""
+def _checkpointed(self: Any, hidden_states: Tensor, tiled: bool, kwargs: dict[str, Any]) -> Tensor:
+    """Run a layer that saves only its input for backward."""
 
     def block(x: Tensor, output: bool) -> tuple[Tensor, ...]:
         if tiled:
-            return (_then_mlp(self, *attention_half(self, x, None, **kwargs), TILE_ROWS, output),)
+            return (_add_mlp(self, *attention_half(self, x, None, **kwargs), TILE_ROWS, output),)
         return _halves(self, x, None, output, **kwargs)
 
-    return recompute(run_again(self, block), hidden_states, _trained(self), random=_draws(self))
+    return recompute(with_open_cache(self, block), hidden_states, _trainable(self), random=_is_random(self))
 
 
-def _then_mlp(self: Any, attended: Tensor, stream: Tensor, rows: int | None = None, output: bool = True) -> Tensor:
-    """What a layer returns behind its attention, with its MLP as in `_mlp_recomputed`."""
+def _add_mlp(self: Any, attended: Tensor, stream: Tensor, rows: int | None = None, output: bool = True) -> Tensor:
+    """Return a layer's output from its attention's, with the MLP as in `_mlp_recomputed`."""
     if runs_parallel(self):
         return _mlp_recomputed(self, stream, rows, output) + attended
     return _mlp_recomputed(self, attended + stream, rows, output)
 
 
 def _mlp_recomputed(self: Any, stream: Tensor, rows: int | None = None, output: bool = True) -> Tensor:
-    """`stream` and what the MLP adds to it, of which only `stream` is kept."""
+    """Return `stream` plus the MLP's output, saving only `stream` for backward."""
 
     def half(x: Tensor, needed: bool) -> tuple[Tensor, Tensor]:
         return mlp_half(self, x, None, output=needed)
 
-    return recompute(run_again(self, half), stream, _trained(self), rows=rows, random=_draws(self), output=output)
+    return recompute(
+        with_open_cache(self, half), stream, _trainable(self), rows=rows, random=_is_random(self), output=output
+    )
 
 
-def _trained(layer: nn.Module) -> list[Tensor]:
+def _trainable(layer: nn.Module) -> list[Tensor]:
     return [parameter for parameter in layer.parameters() if parameter.requires_grad]
 
 
-def _draws(layer: Any) -> bool:
-    """Whether a layer draws random numbers."""
-    drawn = (getattr(module, name, 0) for module in layer.modules() for name in DRAWN)
+def _is_random(layer: Any) -> bool:
+    """Return whether a layer draws random numbers."""
+    noise = (getattr(module, name, 0) for module in layer.modules() for name in RANDOM_ATTRIBUTES)
     dropouts = (module for module in layer.modules() if isinstance(module, nn.Dropout))
-    return any(drawn) or any(module.p > 0 and module.training for module in dropouts)
+    return any(noise) or any(module.p > 0 and module.training for module in dropouts)

@@ -1,8 +1,8 @@
-"""What tells the model families apart: one row each, no code. Everything else asks the row.
+"""Table of model families: one row each, without code. All other modules read the row.
 
 Families share one decoder block: norm, attention, norm, gated MLP (or experts), with the residual stream around both
-halves. A row says where a family departs from Llama. The names of submodules are Hugging Face's. Of models that also
-take images, the row is that of their text part, and `tower` describes what stands before it.
+halves. A row lists a family's differences from Llama. Submodules have Hugging Face's names. For models that also take
+images, the row describes the text part, and `tower` the vision tower.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from ..ops.glu import Activation
 
-# transformers' names of activations, and those of `halfbyte.ops.glu`.
+# transformers' activation names → names in `halfbyte.ops.glu`.
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 SILU = ("silu", "swish")
-GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu")  # Gemma 1's config says gelu and means the tanh form
+GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu")  # Gemma 1's config has "gelu" and uses the tanh form
 
 
 @dataclass(frozen=True)
 class Norms:
-    """Names of a layer's norms; "": there is none.
+    """Names of a layer's norms; "" if there is none.
 
     Args:
-        before_attention, before_mlp: what attention and MLP read.
-        after_attention, after_mlp: of their results, before these join the residual stream.
+        before_attention, before_mlp: norms of the inputs of attention and MLP.
+        after_attention, after_mlp: norms of their outputs, before these join the residual stream.
     """
 
     before_attention: str = "input_layernorm"
@@ -38,7 +38,7 @@ class Norms:
 SANDWICH = Norms(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )
-BEHIND = Norms("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+POST_NORMS = Norms("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class Experts:
     """A mixture of experts in place of the MLP.
 
     Args:
-        count: the config's key for how many a layer has.
-        block: what checkpoints call the mixture.
-        gate, up, down: what they call the linears of an expert.
-        mixture: the mixture's class, where its name is an MLP's.
-        interleaved: rows of gate and up take turns, matrices lie [K, N] in 16-bit checkpoints, and there are biases.
+        count: the config's key for the number of experts of a layer.
+        block: name of the mixture in checkpoints.
+        gate, up, down: names of an expert's linears in checkpoints.
+        mixture: class name of the mixture, if it looks like an MLP's.
+        interleaved: rows of gate and up alternate, matrices are [K, N] in 16-bit checkpoints, and there are biases.
     """
 
     count: str = "num_experts"
@@ -64,12 +64,11 @@ class Experts:
 
 @dataclass(frozen=True)
 class Mixer:
-    """What some layers have in attention's place: linears of one input, a recurrence that transformers computes, a norm
-    of each head times a gate, and a linear for the output.
+    """A token mixer in place of attention: input linears, transformers' recurrence, a gated norm, an output linear.
 
     Args:
-        kind: what its class is called behind the family's name.
-        name: in the layer; the others are names in it.
+        kind: suffix of the class name, after the family's name.
+        name: attribute of the layer; the other fields are attributes of the mixer.
     """
 
     kind: str
@@ -81,33 +80,33 @@ class Mixer:
 
 @dataclass(frozen=True)
 class Gguf:
-    """llama.cpp's graph of a family (src/models/*.cpp there), and what that takes for granted.
+    """llama.cpp's graph of a family (src/models/*.cpp there), and the graph's assumptions.
 
     Args:
-        arch: its name; "": there is none that computes the same.
-        text_alone: transformers has a causal LM of the text part alone, which a file can be read as.
-        permute: RoPE turns neighbouring pairs, where transformers turns halves: rows of q and k are reordered.
+        arch: name of the architecture; "": none computes the same.
+        text_alone: transformers has a causal LM for the text part alone, so a file can be loaded as one.
+        permute: RoPE rotates neighbouring pairs; transformers rotates halves, so rows of q and k are reordered.
         bias: linears may have biases.
-        bias_keys: the config's key that says so → the linear of a layer which shows it; and of other keys the tensor.
-        activations: of the MLP, in transformers' names.
-        window_every: layers with a sliding window: all but every n-th, so none with 1; 0: the graph has no window.
-        wide_layers: with this many layers attention is scaled by hidden size over heads, with others by the head's size
-            (`query_pre_attn_scalar`); 0: always by the head's size.
-        keys: the file's keys that only some families have → the config's.
-        optional: those of `keys` that a file may lack.
-        fixed: the config's keys that have one value in the graph.
-        partial_rope: RoPE may turn a part of a head (`partial_rotary_factor`).
-        original_context: the config holds the context before its scaling (`original_max_position_embeddings`).
-        grouped: there may be fewer heads of keys than of queries.
-        unrotated_every: layers without RoPE: every n-th (`no_rope_layers`); 0: the config says nothing of them.
-        attention_every: layers with attention: every n-th, the others have a Gated DeltaNet; 0: all.
-        tiled_heads: key heads of a Gated DeltaNet are repeated as a whole, where transformers repeats each by itself:
-            value heads are reordered.
+        bias_keys: the config's key for a bias → a linear of the layer that shows it; other keys → a tensor.
+        activations: supported MLP activations, by transformers' names.
+        window_every: every n-th layer has no sliding window, so 1 means no layer has one; 0: the graph has no window.
+        wide_layers: models with this number of layers scale attention by hidden size / heads, others by the head width
+            (`query_pre_attn_scalar`); 0: always by the head width.
+        keys: file keys that only some families have → the config's keys.
+        optional: those of `keys` that a file may omit.
+        fixed: config keys that have one fixed value in the graph.
+        partial_rope: RoPE may rotate a part of a head (`partial_rotary_factor`).
+        original_context: the config holds the context length before scaling (`original_max_position_embeddings`).
+        grouped: key heads may be fewer than query heads.
+        unrotated_every: every n-th layer has no RoPE (`no_rope_layers`); 0: the config has no such key.
+        attention_every: every n-th layer has attention, the others a Gated DeltaNet; 0: all have attention.
+        tiled_heads: key heads of a Gated DeltaNet are repeated as a block (transformers: each one by itself), so value
+            heads are reordered.
         without: keys of all files that this family's config lacks.
-        sections: of RoPE, how many pairs turn with time, height and width, where the config leaves it to the module.
-        constants: the file's keys that have one value in the family.
-        yarn: parameters of that scaling which a file does not say.
-        dense_first: the config's key for how many layers have an MLP before those with experts.
+        sections: RoPE pairs that rotate with time, height and width, if the config does not list them.
+        constants: file keys that have one value in the family.
+        yarn: YaRN parameters that a file does not store.
+        dense_first: the config's key for the number of leading layers with a dense MLP.
     """
 
     arch: str = ""
@@ -136,25 +135,25 @@ class Gguf:
 
 @dataclass(frozen=True)
 class Tower:
-    """A vision tower and its projector, as llama.cpp's graph reads them (tools/mtmd): no tensor fewer and no other.
+    """A vision tower and its projector as llama.cpp's graph reads them (tools/mtmd), with exactly these tensors.
 
     Args:
-        projector: what llama.cpp calls it.
-        model_types: of the vision config.
-        activations: of the tower's MLP, in transformers' names → the flag in the file, if it has one.
-        outside: tensors beside the layers.
-        biased, plain: parts of a layer with a bias, and those without.
-        unused: regular expression of names in the checkpoint of tensors that the language model gets nothing from.
-        names: of tensors in the checkpoint that the gguf library does not know, or as another family's → in the file.
+        projector: llama.cpp's name.
+        model_types: model_type values of the vision config.
+        activations: the tower's MLP activation, by transformers' name → the flag in the file, or "".
+        outside: tensors outside of the layers.
+        biased, plain: parts of a layer with a bias, and without.
+        unused: regular expression for checkpoint tensors that do not affect the language model.
+        names: checkpoint names that the gguf library does not map, or maps for another family → names in the file.
         layers, heads: the vision config's keys.
-        epsilon: of the norms, where the model's code fixes it; None: the config has it.
-        image_size: the side of the images that llama.cpp plans memory for, where any size goes; None: the config's.
-        projected: the vision config's key for the width that comes out; "": the language model's.
-        required: key of the config → the values that the graph computes.
-        unwindowed: the vision config's key of the layers whose attention has no window, every n-th; "": all.
-        pooled: the config's key for the tokens that an image is pooled to; "": it is not.
-        feature_layers: the config's key for the layers that features are taken after; "": the last.
-        notice: what users of llama.cpp should know.
+        epsilon: epsilon of the norms, if the model's code fixes it; None: the config has it.
+        image_size: image side that llama.cpp reserves memory for, if the model takes any size; None: the config's.
+        projected: the vision config's key for the output width; "": the language model's hidden size.
+        required: config key → the values that the graph supports.
+        unwindowed: the vision config's key for the layers without windowed attention, every n-th; "": all layers.
+        pooled: the config's key for the number of tokens that an image is pooled to; "": no pooling.
+        feature_layers: the config's key for the layers whose outputs are the features; "": the last layer.
+        notice: note for users of llama.cpp.
     """
 
     projector: str
@@ -179,47 +178,48 @@ class Tower:
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """One row.
+    """A row of the table: names and differences of one family.
 
     Args:
         name: prefix of the class names, as in LlamaDecoderLayer.
-        package: folder under `transformers.models`, and the model_type of whole models.
-        model_type: of the text part's config; "": `package`.
-        module: that the classes are in; "": transformers' of `package`.
-        patched: `halfbyte.patch` binds the fused forwards.
-        norms: of a layer.
+        package: folder under `transformers.models`, and the model_type of complete models.
+        model_type: model_type of the text part's config; "": `package`.
+        module: Python module of the classes; "": transformers' module of `package`.
+        patched: whether `halfbyte.patch` binds the fused forwards.
+        norms: norms of a layer.
         norm_offset: RMSNorm multiplies by 1 + weight.
         layer_norm: norms subtract the mean (LayerNorm).
-        parallel: attention and MLP read the same norm of the residual stream, and both join it.
-        qk_norm: q and k are normalised before RoPE, each head of its own, or all heads as one vector; "shared": each
-            head by one norm without a weight.
-        query_multiplier: the config's key for what q is multiplied by; "": none.
-        rope_pairs: which values of a head RoPE turns together: i and i + R/2, or neighbours; cos and sin come for the
-            first half of them and again for the second, or "repeated" for neighbours, too, or "once".
-        unrotated: where it is written which layers have no RoPE: in the module (use_rope), in the config, where their
-            base is 0 (layer_rope_theta), or those have none that have no window ("window"), or "all".
-        scaled_queries: q is multiplied by 1 + β·log(1 + ⌊position / context⌋), as Llama 4's are.
-        fused: linears that stand for several: qkv_proj, gate_up_proj.
-        gated_mlp: the MLP is gated; else its activation, which may have weights, is of one linear.
-        residual_dropout: dropout on what joins the residual stream: modules of the layer, or a number of each half.
-        residual_scale: the config's key for what the results of attention and MLP are multiplied by; "": none.
-        embedding_scale: the config's key for what embeddings are multiplied by outside of their module; "": none.
-        window: where an attention layer's sliding window is written: in the config, or in the module, by layer.
+        parallel: attention and MLP read the same norm of the residual stream, and both are added to it.
+        qk_norm: q and k are normalised before RoPE: per "head", over "all" heads as one vector, or "shared": per head
+            by one norm without a weight.
+        query_multiplier: the config's key for a factor of q; "": none.
+        rope_pairs: values of a head that RoPE rotates together: "halves" (i and i + R/2) or "neighbours", with cos and
+            sin for the first half repeated for the second. "repeated": neighbours, cos and sin repeated pairwise.
+            "once": halves, cos and sin for the first half only.
+        unrotated: location of the flag for layers without RoPE: the module ("use_rope"), a base of 0 in the config
+            ("layer_rope_theta"), layers without a window ("window"), or "all" layers.
+        scaled_queries: q is multiplied by 1 + β·log(1 + ⌊position / context⌋), as in Llama 4.
+        fused: linears that combine several: qkv_proj, gate_up_proj.
+        gated_mlp: the MLP is gated; otherwise its activation, which may have weights, has one input.
+        residual_dropout: dropout before the residual addition: a module of the "layer", or a number of each "half".
+        residual_scale: the config's key for a factor of the outputs of attention and MLP; "": none.
+        embedding_scale: the config's key for a factor of the embeddings that their module does not apply; "": none.
+        window: location of a layer's sliding window: the "config", or the "module", per layer.
         softcap: attention scores are capped (attn_logit_softcapping).
-        sinks: each head of attention has a learned score that every token gives beside its keys' (`sinks`).
-        rope_by_layer: RoPE has parameters for each type of layer.
+        sinks: the attention uses learned sinks.
+        rope_by_layer: RoPE has parameters per layer type.
         activation: the config's key for the MLP's activation.
-        mlp: the MLP's class, where its name does not begin with the family's.
-        images_see_themselves: tokens of one image attend to each other both ways (token_type_ids), not causally.
-        shares_keys: an attention layer may take keys and values from an earlier one, or both from one linear; values
-            are normalised, each head by a norm without a weight.
-        own_layer: transformers' forward of a layer runs, around parts that are fused: it has more than two halves, or
-            a state; `norms` and `mixer` say nothing of it.
-        gated_attention: what o_proj reads is multiplied by the sigmoid of a gate, which each head of q_proj has behind
-            its queries ("q_proj"), or a linear of its own ("gate_proj").
-        mixer: of layers without attention.
-        experts: a mixture in place of the MLP.
-        tower: what stands before the text part in models of `package` that take images.
+        mlp: class name of the MLP, if it does not begin with the family's name.
+        bidirectional_images: tokens of one image attend to each other in both directions (token_type_ids).
+        shares_keys: an attention layer may reuse an earlier layer's keys and values, or compute both with one linear;
+            values are normalised per head without a weight.
+        own_layer: transformers' forward of a layer runs around fused submodules, since the layer has more than two
+            halves, or a state; `norms` and `mixer` do not describe it.
+        gated_attention: the input of o_proj is multiplied by the sigmoid of a gate, which follows the queries of each
+            head in q_proj ("q_proj"), or has its own linear ("gate_proj").
+        mixer: token mixer of layers without attention.
+        experts: mixture in place of the MLP.
+        tower: vision tower of models of `package` that take images.
         gguf: llama.cpp's graph.
     """
 
@@ -248,7 +248,7 @@ class Family:
     rope_by_layer: bool = False
     activation: str = "hidden_act"
     mlp: str | None = None
-    images_see_themselves: bool = False
+    bidirectional_images: bool = False
     shares_keys: bool = False
     own_layer: bool = False
     gated_attention: Literal["q_proj", "gate_proj"] | None = None
@@ -275,10 +275,10 @@ SCALES = {
     "attention.scale": "attention_multiplier", "residual_scale": "residual_multiplier",
     "embedding_scale": "embedding_multiplier", "logit_scale": "logits_scaling",
 }  # fmt: skip
-EVERY_LAYER = {"mlp_only_layers": [], "decoder_sparse_step": 1}  # has experts
+EVERY_LAYER = {"mlp_only_layers": [], "decoder_sparse_step": 1}  # every layer has experts
 BLOCK = ("ln1", "ln2", "attn_q", "attn_k", "attn_v", "attn_out", "ffn_up", "ffn_down")
 PROJECTOR = ("mm.0.weight", "mm.0.bias", "mm.2.weight", "mm.2.bias")
-TANH = {"gelu_pytorch_tanh": "use_gelu", "gelu": "use_gelu"}  # llama.cpp has the tanh form alone
+TANH = {"gelu_pytorch_tanh": "use_gelu", "gelu": "use_gelu"}  # llama.cpp has only the tanh form
 
 SIGLIP = Tower(
     "gemma3", ("siglip_vision_model",), TANH,
@@ -298,20 +298,20 @@ QWEN_VISION = Tower(
               "vision_config.temporal_patch_size": (2,)},
     unwindowed="fullatt_block_indexes",
 )  # fmt: skip
-# model_type → the tower of models whose text part is of any family.
+# model_type → vision tower of models whose text part may be of any family.
 TOWERS = {
     "llava": Tower(
         "mlp", ("clip_vision_model",), TANH | {"quick_gelu": ""},
         frozenset({"v.class_embd", "v.patch_embd.weight", "v.position_embd.weight", "v.pre_ln.weight", "v.pre_ln.bias",
                    *PROJECTOR}),
         BLOCK,
-        unused=r"vision_model\.post_layernorm\.|\.position_ids$",  # features come from before it
+        unused=r"vision_model\.post_layernorm\.|\.position_ids$",  # features are taken before this norm
         names={"multi_modal_projector.linear_1": "mm.0", "multi_modal_projector.linear_2": "mm.2"},
         required={"projector_hidden_act": ("gelu", "gelu_pytorch_tanh"),
                   "vision_feature_select_strategy": ("default",)},
         feature_layers="vision_feature_layer",
-        notice="llama.cpp of 2025 and 2026 moves the patches of LLaVA's images by one and loses the first (its issue"
-        " 25814); the file is as it should be",
+        notice="llama.cpp of 2025 and 2026 shifts the patches of LLaVA's images by one and drops the first (its issue"
+        " 25814); the file is correct",
     ),
 }  # fmt: skip
 
@@ -321,7 +321,7 @@ DELTA_NET_KEYS = {
 }  # fmt: skip
 DELTA_NET = Mixer("GatedDeltaNet", "linear_attn", ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), "out_proj",
                   "norm")  # fmt: skip
-# A GGUF file is read as the first row of its architecture, of those with experts where it has them.
+# A GGUF file is loaded as the first row with its architecture, counting rows with experts only if the file has experts.
 FAMILIES = [
     Family("Llama", "llama", gguf=Gguf(
         "llama", permute=True, bias=True, bias_keys={"attention_bias": "attn_q", "mlp_bias": "ffn_down"})),
@@ -344,7 +344,7 @@ FAMILIES = [
            activation="hidden_activation", gguf=Gguf(
                "gemma2", activations=GELU, window_every=2, wide_layers=46, keys=WINDOW | CAPS, optional=tuple(CAPS))),
     Family("Gemma3", "gemma3", "gemma3_text", norm_offset=True, norms=SANDWICH, window="module", qk_norm="head",
-           rope_by_layer=True, activation="hidden_activation", images_see_themselves=True, tower=SIGLIP, gguf=Gguf(
+           rope_by_layer=True, activation="hidden_activation", bidirectional_images=True, tower=SIGLIP, gguf=Gguf(
                "gemma3", activations=GELU, window_every=6, wide_layers=62, keys=WINDOW | CAPS, optional=tuple(CAPS))),
     Family("Gemma3n", "gemma3n", "gemma3n_text", window="module", qk_norm="head", rope_by_layer=True,
            activation="hidden_activation", shares_keys=True, own_layer=True),
@@ -356,14 +356,14 @@ FAMILIES = [
     Family("Ministral3", "ministral3", window="config", scaled_queries=True),
     Family("SmolLM3", "smollm3", window="module", unrotated="use_rope", gguf=Gguf(
         "smollm3", permute=True, unrotated_every=4, fixed={"use_sliding_window": False})),
-    Family("Olmo2", "olmo2", norms=BEHIND, qk_norm="all", gguf=Gguf("olmo2")),
-    Family("Olmo3", "olmo3", norms=BEHIND, qk_norm="all", window="module", rope_by_layer=True,
+    Family("Olmo2", "olmo2", norms=POST_NORMS, qk_norm="all", gguf=Gguf("olmo2")),
+    Family("Olmo3", "olmo3", norms=POST_NORMS, qk_norm="all", window="module", rope_by_layer=True,
            gguf=Gguf("olmo2", window_every=4, keys=WINDOW)),
     Family("SeedOss", "seed_oss", residual_dropout="half",
            gguf=Gguf("seed_oss", bias=True,
                      bias_keys={"attention_bias": "attn_q", "attention_out_bias": "attn_output"})),
-    Family("Exaone4", "exaone4", norms=BEHIND, qk_norm="head", window="module", unrotated="window",
-           gguf=Gguf("exaone4", window_every=1, fixed={"sliding_window": None})),  # the 32B's windows are not exported
+    Family("Exaone4", "exaone4", norms=POST_NORMS, qk_norm="head", window="module", unrotated="window",
+           gguf=Gguf("exaone4", window_every=1, fixed={"sliding_window": None})),  # no export of the 32B's windows
     Family("Cohere2", "cohere2", layer_norm=True, norms=Norms(before_mlp="input_layernorm"), parallel=True,
            window="module", rope_pairs="repeated", unrotated="window",
            gguf=Gguf("cohere2", window_every=4, keys=WINDOW | {"logit_scale": "logit_scale"})),
@@ -426,15 +426,15 @@ FAMILIES = [
 
 
 def register(family: Family) -> None:
-    """Make a family known, like those of the table."""
+    """Add a family to the table."""
     FAMILIES.append(family)
 
 
 def family_of(cls: type) -> tuple[Family, str] | None:
-    """The family a module's class belongs to, and the rest of its name: LlamaRMSNorm → (Llama's row, "RMSNorm").
+    """Return a module class's family and the rest of its name: LlamaRMSNorm → (Llama's row, "RMSNorm").
 
-    Only classes of the family's own module count: one derived from them may compute something else. Those that FSDP2
-    puts in front of a module's own are looked through. "Text" behind the family's name is left out.
+    Only classes of the family's own module count, since a derived class may compute something else. FSDP2's wrapper
+    classes are skipped, and so is "Text" after the family's name.
     """
     cls = next(each for each in cls.__mro__ if not each.__module__.startswith("torch.distributed.fsdp"))
     for family in FAMILIES:
@@ -446,21 +446,21 @@ def family_of(cls: type) -> tuple[Family, str] | None:
     return None
 
 
-def of_config(text_config: Any) -> Family | None:
-    """The family of a transformers config, of the text part of models that take images."""
+def family_of_config(text_config: Any) -> Family | None:
+    """Return the family of a transformers config (of the text part, for models that take images), or None."""
     return next((family for family in FAMILIES if family.model_type == text_config.model_type), None)
 
 
 def towers() -> dict[str, Tower]:
-    """model_type of whole models → their vision tower."""
+    """Return model_type of complete models → their vision tower."""
     return {family.package: family.tower for family in FAMILIES if family.tower} | TOWERS
 
 
 def tower_of(config: Any) -> Tower | None:
-    """The vision tower of a whole model's config; None: it has none, or one that the table does not know."""
+    """Return the vision tower of a complete model's config; None if it has none, or an unknown one."""
     return towers().get(config.model_type)
 
 
-def scale_of(key: str, config: Any) -> float:
-    """The value of a row's `residual_scale` or `embedding_scale`."""
+def config_scale(key: str, config: Any) -> float:
+    """Return the factor that a row's key (`residual_scale`, ...) names in the config; 1 if the key is ""."""
     return float(getattr(config, key)) if key else 1.0

@@ -1,53 +1,65 @@
-"""A decoder layer as everybody here takes it: read from transformers' modules in this file, and nowhere else.
+"""View of a decoder layer, and keyword arguments of transformers' forwards.
 
-All known families share one block: two halves around the residual stream, attention and a gated MLP, where their row
-(`families`) says what is named or done differently. What is read holds as long as nobody replaces a module, so training
-reads a layer at every call.
+All known families share one block: two halves around the residual stream, attention and a gated MLP; the family row
+(`families`) lists differences in names and computation. Views are read from transformers' modules only here. A view is
+valid until a submodule is replaced, so training reads a layer in every call.
 
-Training's forwards (`blocks`), `patch`, generation (`generation.decoder`) and the plan take layers from here.
+Readers: training's forwards (`blocks`), `patch`, generation (`generation.decoder`) and the plan.
 """
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from ..ops.glu import Activation
 from ..ops.rope import halves
 from ..utils.errors import ModelError
-from .architectures import beside_text
-from .families import ACTIVATIONS, Family, family_of, scale_of
+from .architectures import non_text_modules
+from .families import ACTIVATIONS, Family, config_scale, family_of
+
+# transformers 5.24 renamed the keywords `past_key_values` and `cache_params` to `cache`.
+CACHE_KEYWORDS = ("cache", "past_key_values", "cache_params")
+# Keywords that transformers passes through all layers and fused forwards do not need: outputs collected by hooks,
+# counts for losses, document bounds under transformers' names, positions that are already in the rotary angles.
+IGNORED_KEYWORDS = frozenset({
+    "use_cache", "cache_position", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
+    "num_items_in_batch", "labels", "shift_labels", "logits_to_keep", "position_ids", "seq_idx", "is_causal",
+    "cu_seq_lens_k", "max_length_k", "token_type_ids", "mm_token_type_ids", "per_layer_input", "layer_idx",
+})  # fmt: skip
 
 
 class Half(NamedTuple):
-    """Half of a layer: stream + scale · leave(drop(inner(norm(stream)))).
+    """Half of a layer: stream + scale · output_norm(dropout(inner(norm(stream)))).
 
     Attributes:
-        norm: RMSNorm or LayerNorm; None: what is inside reads the stream as it is.
-        inner: attention, or what mixes the channels of a token.
-        dropout: share of what joins the residual stream that is dropped, now: 0 outside training.
-        leave: what joins the residual stream is normalised; None where it is not.
-        scale: 1 in most families.
+        norm: RMSNorm or LayerNorm of the input; None: the stream is not normalised.
+        inner: attention or MLP, or what replaces them.
+        dropout: dropout probability before the residual addition; 0 outside of training.
+        output_norm: norm of the output; None: the output is not normalised.
+        scale: factor of the output, 1 in most families.
     """
 
     norm: Any | None
     inner: Any
     dropout: float
-    leave: Any | None
+    output_norm: Any | None
     scale: float
 
 
 @dataclass
 class Block(ABC):
-    """Linears that read one input, and one for the output.
+    """Linears of one input, and an output linear.
 
     Attributes:
-        linears: transformers' name → linear, or PEFT's module around it; the output's last.
+        linears: transformers' name → linear, or PEFT's wrapper; the output linear is last.
     """
 
     linears: dict[str, Any]
@@ -55,7 +67,7 @@ class Block(ABC):
     @property
     @abstractmethod
     def parts(self) -> tuple[int, ...]:
-        """How the output of one linear for all inputs is divided, in proportion."""
+        """Relative sizes of the outputs within one fused input linear."""
 
     @property
     def inputs(self) -> list[Any]:
@@ -66,7 +78,7 @@ class Block(ABC):
         return list(self.linears.values())[-1]
 
     def split(self, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """q, k and v, or gate and up, of what `inputs` gave."""
+        """Return q, k and v, or gate and up, from the outputs of `inputs`."""
         if len(outputs) > 1:
             return outputs
         unit = outputs[0].shape[-1] // sum(self.parts)
@@ -78,17 +90,17 @@ class Attention(Block):
     """Causal attention with rotary positions.
 
     Attributes:
-        config: of the text model.
-        family: its row, which says how q and k are normalised and turned.
+        config: the text model's config.
+        family: the family row; it defines norms and RoPE of q and k.
         norms: RMSNorms of q and of k, before RoPE.
-        rotates: whether it has RoPE.
-        query_scale: β and the context in which queries are as they are, see `modeling.families.Family`; None: they always are.
-        scaling: of the scores.
+        rotates: whether the layer has RoPE.
+        query_scale: β and the context length up to which queries are unscaled, see `Family.scaled_queries`; or None.
+        scaling: factor of the scores.
         softcap: scores become softcap · tanh(score / softcap).
-        sinks: [H], a score of each head that every token gives beside its keys'; None: there are none.
-        window: tokens that a token sees, itself among them; None for all.
-        rope: which of the model's rotations, where layers differ.
-        dropout: of the scores, in training.
+        sinks: attention sinks [H], or None.
+        window: number of tokens visible to a token, itself included; None: all.
+        rope: layer type that selects the model's rotation, if layers differ.
+        dropout: dropout of the attention weights in training.
     """
 
     config: Any
@@ -106,7 +118,7 @@ class Attention(Block):
 
     @classmethod
     def of(cls, module: Any, family: Family) -> Attention:
-        """Read from transformers' module."""
+        """Read a transformers attention module."""
         names: tuple[str, ...] = ("qkv_proj",) if "qkv_proj" in family.fused else ("q_proj", "k_proj", "v_proj")
         if family.shares_keys:
             names = tuple(name for name in names if getattr(module, name, None) is not None)
@@ -130,7 +142,7 @@ class Attention(Block):
             query_scale=(rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"])
             if family.scaled_queries
             else None,
-            scaling=module.scaling * scale_of(family.query_multiplier, config),
+            scaling=module.scaling * config_scale(family.query_multiplier, config),
             softcap=module.attn_logit_softcapping if family.softcap else None,
             sinks=module.sinks if family.sinks else None,
             window=window,
@@ -140,16 +152,17 @@ class Attention(Block):
 
     @property
     def obstacle(self) -> str | None:
-        """Why no forward of ours computes this."""
+        """Return why the fused forwards do not support this attention, or None."""
         return "q, k and v are clipped" if getattr(self.config, "clip_qkv", None) is not None else None
 
-    def heads_of(
-        self, outputs: Sequence[Tensor], normed: Callable[[Any, Tensor], Tensor]
+    def split_heads(
+        self, outputs: Sequence[Tensor], apply_norm: Callable[[Any, Tensor], Tensor]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """q, k and v [B, H, T, D] of what `inputs` gave [B, T, N], heads not normed; a gate [B, T, Hq·D], or None.
+        """Return q, k and v [B, H, T, D], before head norms, and a gate [B, T, Hq·D] or None, from `inputs`' outputs.
 
         Args:
-            normed: computes a norm, where it is over all heads.
+            outputs: [B, T, N] each.
+            apply_norm: computes a norm over all heads.
         """
         gate = None
         if self.family.gated_attention == "gate_proj":
@@ -158,17 +171,19 @@ class Attention(Block):
         if self.family.gated_attention == "q_proj":
             query, gate = (part.flatten(-2) for part in query.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2))
         if self.norms is not None and self.family.qk_norm == "all":
-            query, key = (normed(norm, x) for norm, x in zip(self.norms, (query, key), strict=True))
+            query, key = (apply_norm(norm, x) for norm, x in zip(self.norms, (query, key), strict=True))
         query, key, value = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (query, key, value))
         return query, key, value, gate
 
     @property
     def head_norms(self) -> tuple[Any, Any] | None:
-        """RMSNorms of each head of q and of k."""
+        """Per-head RMSNorms of q and of k."""
         return None if self.family.qk_norm == "all" else self.norms
 
-    def in_halves(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, cos and sin, for a rotation of values i and i + R/2: scores stay, as q and k change alike."""
+    def half_rotation(
+        self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Reorder q, k, cos and sin for a rotation of values i and i + R/2; scores are unchanged."""
         if self.family.rope_pairs == "halves":
             return query, key, cos, sin
         if self.family.rope_pairs == "once":
@@ -178,8 +193,8 @@ class Attention(Block):
         query, key = (halves(x.transpose(1, 2), cos.shape[-1]).transpose(1, 2) for x in (query, key))
         return query, key, cos, sin
 
-    def scaled(self, query: Tensor, positions: Tensor) -> Tensor:
-        """q [B, H, T, D] of tokens at positions [B or 1, T], multiplied as `query_scale` says."""
+    def scale_queries(self, query: Tensor, positions: Tensor) -> Tensor:
+        """Scale q [B, H, T, D] of tokens at positions [B or 1, T] by `query_scale`."""
         if self.query_scale is None:
             return query
         beta, context = self.query_scale
@@ -200,16 +215,16 @@ class Attention(Block):
 
 
 def _head_norms(module: Any, family: Family) -> tuple[Any, Any] | None:
-    """Of an attention layer, which may have none though its family does."""
+    """Return the norms of q and k; a layer may have none although its family has."""
     names = ("qk_norm", "qk_norm") if family.qk_norm == "shared" else ("q_norm", "k_norm")
     if not family.qk_norm or not hasattr(module, names[0]):
         return None
     query = getattr(module, names[0])
-    return query, getattr(module, names[1], query)  # there is none where the keys are another layer's
+    return query, getattr(module, names[1], query)  # a layer that reuses another's keys has no k_norm
 
 
 def _window(module: Any, family: Family) -> int | None:
-    """Of an attention layer; some modules hold the model's, and whether it is theirs."""
+    """Return the sliding window of an attention layer; some modules hold the model's window and a flag."""
     holder = {"config": module.config, "module": module, None: None}[family.window]
     window = getattr(holder, "sliding_window", None)
     return window if family.window != "module" or getattr(module, "is_sliding", True) else None
@@ -217,10 +232,10 @@ def _window(module: Any, family: Family) -> int | None:
 
 @dataclass
 class TokenMixer(Block):
-    """What a layer has in attention's place, see `modeling.families.Mixer`.
+    """Recurrence in place of attention, see `modeling.families.Mixer`.
 
     Attributes:
-        norm, norm_name: of each head, times a gate.
+        norm, norm_name: per-head norm, which a gate multiplies, and its attribute name.
     """
 
     norm: Any
@@ -228,7 +243,7 @@ class TokenMixer(Block):
 
     @classmethod
     def of(cls, module: Any, family: Family) -> TokenMixer:
-        """Read from transformers' module."""
+        """Read a transformers recurrence module."""
         assert family.mixer is not None
         names, norm = (*family.mixer.inputs, family.mixer.output), family.mixer.norm
         return cls({name: getattr(module, name) for name in names}, getattr(module, norm), norm)
@@ -239,29 +254,29 @@ class TokenMixer(Block):
 
     @property
     def obstacle(self) -> str | None:
-        """Why no forward of ours computes this."""
+        """Return None: the fused forward supports all known recurrences."""
         return None
 
 
 @dataclass
 class MLP(Block):
-    """down(activation(gate(x)) · up(x)), or down(activation(up(x))).
+    """Gated MLP down(activation(gate(x)) · up(x)), or plain MLP down(activation(up(x))).
 
     Attributes:
-        named: transformers' name of the activation.
-        act: its module.
-        gated: which of the two.
-        sparse: all but the gate's largest values are cut off first (Gemma 3n's activation_sparsity_pattern).
+        activation_name: transformers' name of the activation.
+        act: the activation module.
+        gated: whether the MLP is gated.
+        sparse: whether all but the largest gate values are zeroed (Gemma 3n's activation_sparsity_pattern).
     """
 
-    named: str
+    activation_name: str
     act: Any
     gated: bool
     sparse: bool = False
 
     @classmethod
     def of(cls, module: Any, family: Family) -> MLP:
-        """Read from transformers' module."""
+        """Read a transformers MLP module."""
         names = ("gate_up_proj",) if "gate_up_proj" in family.fused else ("gate_proj", "up_proj")
         linears = {name: getattr(module, name) for name in (*names[not family.gated_mlp :], "down_proj")}
         act = getattr(module, "act_fn", None)
@@ -272,8 +287,8 @@ class MLP(Block):
     def parts(self) -> tuple[int, ...]:
         return 1, 1
 
-    def act_on(self, outputs: Sequence[Tensor], glu: Callable[[Tensor, Tensor, Activation], Tensor]) -> Tensor:
-        """What down reads, of what `inputs` gave; `glu` is the gated unit."""
+    def activate(self, outputs: Sequence[Tensor], glu: Callable[[Tensor, Tensor, Activation], Tensor]) -> Tensor:
+        """Return the input of the down projection from the outputs of `inputs`; `glu` computes the gated unit."""
         if not self.gated:
             return self.act(outputs[0])
         gate, up = self.split(outputs)
@@ -281,38 +296,41 @@ class MLP(Block):
 
     @property
     def activation(self) -> Activation:
-        """Of a gated one, where there is no `obstacle`."""
-        return ACTIVATIONS[self.named]
+        """Activation of a gated MLP without an `obstacle`."""
+        return ACTIVATIONS[self.activation_name]
 
     @property
     def obstacle(self) -> str | None:
-        """Why no fused function computes this."""
+        """Return why no fused function supports this MLP, or None."""
         if self.sparse:
-            return "most of its gate is cut off"
-        return None if self.named in ACTIVATIONS or not self.gated else f"there is no fused {self.named}"
+            return "its gate is sparse"
+        fused = self.activation_name in ACTIVATIONS or not self.gated
+        return None if fused else f"there is no fused {self.activation_name}"
 
 
-def mixer(layer: Any, family: Family) -> Any:
-    """What mixes the tokens of a layer."""
+def token_mixer(layer: Any, family: Family) -> Any:
+    """Return the token mixer of a layer: its recurrence or its attention."""
     if family.mixer is not None and hasattr(layer, family.mixer.name):
         return getattr(layer, family.mixer.name)
     return layer.self_attn
 
 
 def attention_half(layer: Any, family: Family) -> Half:
+    """Return the half of a layer around its token mixer."""
     norms = _norm(layer, family.norms.before_attention), _norm(layer, family.norms.after_attention)
-    inner, dropout = mixer(layer, family), _dropout(layer, family, "resid_attn_dropout")
+    inner, dropout = token_mixer(layer, family), _dropout(layer, family, "resid_attn_dropout")
     return Half(norms[0], inner, dropout, norms[1], _scale(layer, family))
 
 
 def mlp_half(layer: Any, family: Family) -> Half:
+    """Return the half of a layer around its MLP or mixture."""
     norms = _norm(layer, family.norms.before_mlp), _norm(layer, family.norms.after_mlp)
     inner = layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe
     return Half(norms[0], inner, _dropout(layer, family, "resid_mlp_dropout"), norms[1], _scale(layer, family))
 
 
 def _scale(layer: Any, family: Family) -> float:
-    return scale_of(family.residual_scale, layer.self_attn.config) if family.residual_scale else 1.0
+    return config_scale(family.residual_scale, layer.self_attn.config) if family.residual_scale else 1.0
 
 
 def _norm(layer: Any, name: str) -> Any | None:
@@ -325,11 +343,11 @@ def _dropout(layer: Any, family: Family, name: str) -> float:
 
 @dataclass(frozen=True)
 class LayerView:
-    """A decoder layer of a model's text part; those of vision towers are of no family.
+    """View of a decoder layer in a model's text part.
 
     Attributes:
-        attention: None where something else mixes the tokens, which is no part of generation's forward.
-        mlp: None where experts are in its place, which run transformers' own forward.
+        attention: None if a recurrence mixes the tokens.
+        mlp: None for a mixture of experts, which runs transformers' own forward.
     """
 
     family: Family
@@ -340,12 +358,12 @@ class LayerView:
 
 
 def layer_view(layer: nn.Module) -> LayerView | str:
-    """The view of a decoder layer, or in words why there is none."""
+    """Return the view of a decoder layer, or the reason why there is none."""
     family, kind = family_of(type(layer)) or (None, "")
     if family is None or kind != "DecoderLayer":
-        return f"{type(layer).__name__} is of no family that halfbyte knows"
+        return f"halfbyte does not know the family of {type(layer).__name__}"
     if family.own_layer:
-        return f"{type(layer).__name__} has a forward of its own"
+        return f"{type(layer).__name__} has its own forward"
     halves = attention_half(layer, family), mlp_half(layer, family)
     dense = family_of(type(halves[1].inner)) == (family, "MLP")
     mlp = MLP.of(halves[1].inner, family) if dense else None
@@ -355,28 +373,60 @@ def layer_view(layer: nn.Module) -> LayerView | str:
 
 
 def epsilon(norm: Any) -> float:
-    """What a norm adds to the mean square: Llama's and Gemma's classes name it differently."""
+    """Return a norm's epsilon, which Llama's and Gemma's classes name differently."""
     return norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
 
 
 def causal_lm_of(model: nn.Module) -> Any:
-    """The Hugging Face model inside a `peft.PeftModel`, or `model` itself."""
+    """Return the Hugging Face model inside a `peft.PeftModel`, or `model` itself."""
     get_base_model: Any = getattr(model, "get_base_model", None)  # a PeftModel's
     return model if get_base_model is None else get_base_model()
 
 
 def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Name and list of the decoder layers of a model's text part, known family or not.
+    """Return name and list of the decoder layers of a model's text part, of any family.
 
     Args:
-        model: a transformers model, or a `peft.PeftModel` around one; the name is the one within the former.
+        model: a transformers model, or a `peft.PeftModel` around one; the name is relative to the transformers model.
 
     Raises:
-        ModelError: it has no such list.
+        ModelError: the model has no such list.
     """
     causal_lm = causal_lm_of(model)
-    depth, towers = causal_lm.config.get_text_config().num_hidden_layers, tuple(beside_text(causal_lm))
+    depth, towers = causal_lm.config.get_text_config().num_hidden_layers, tuple(non_text_modules(causal_lm))
     for name, module in causal_lm.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == depth and not name.startswith(towers):
             return name, module
     raise ModelError(f"{type(causal_lm).__name__} has no list of {depth} decoder layers", "check config.json")
+
+
+def cache_keyword(model: Any) -> str:
+    """Return the name under which a model takes and returns its key-value cache."""
+    taken = inspect.signature(model.forward).parameters
+    return next((name for name in CACHE_KEYWORDS[:2] if name in taken), "past_key_values")
+
+
+def given_cache(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Return {keyword: key-value cache} for the cache among `keywords`; empty if there is none."""
+    return {name: keywords[name] for name in CACHE_KEYWORDS if keywords.get(name) is not None}
+
+
+def check_keywords(module: Any, keywords: Mapping[str, Any], known: frozenset[str] = frozenset()) -> None:
+    """Raise on a keyword that a fused forward does not know: ignoring it could compute something else silently.
+
+    Args:
+        module: the module whose forward was called.
+        keywords: the remaining arguments; None counts as not given.
+        known: further keywords that the forward reads.
+
+    Raises:
+        ModelError: names the keyword, the class and the version of transformers.
+    """
+    for name, value in keywords.items():
+        if value is not None and name not in IGNORED_KEYWORDS and name not in known and name not in CACHE_KEYWORDS:
+            raise ModelError(
+                f"transformers {transformers.__version__} passes {type(module).__name__} the argument {name!r}, which"
+                " halfbyte's fused forward does not know",
+                "set use_kernels: false (without patch: transformers' own forwards), or install a version of"
+                " transformers that halfbyte supports",
+            )

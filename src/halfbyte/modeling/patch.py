@@ -1,7 +1,7 @@
-"""`halfbyte.patch`: fused forwards for a stock Hugging Face or PEFT model, bound to its module instances, reversible.
+"""`halfbyte.patch`: reversible fused forwards for a stock Hugging Face or PEFT model, bound to its module instances.
 
-Classes stay as they are, so other models of the process do not notice, and `unpatch` only deletes what was bound. The
-weights, the state dict and the adapters are the model's own throughout.
+Classes are unchanged, so other models of the process are not affected, and `unpatch` only deletes bound attributes. The
+weights, the state dict and the adapters remain the model's own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from ..layers.experts import NAME as OURS
+from ..layers.experts import NAME as EXPERTS_NAME
 from ..ops.fp8_scaling import DelayedScaling
 from ..utils.errors import ModelError
 from ..utils.notices import notice
@@ -23,25 +23,24 @@ from .architectures import runs_experts
 from .attention import (
     backbone_forward,
     bind_attention,
-    has_own_scores,
     metadata_forward,
     multimodal_forward,
     unbind_attention,
 )
 from .blocks import attention_forward, layer_norm_forward, mixer_forward, mlp_forward, norm_forward
 from .checkpointing import layer_forward, set_activations
+from .config_facts import has_custom_scores
 from .families import Family, family_of
 from .layer import MLP, Attention, TokenMixer, causal_lm_of
-from .patch_record import NAME, is_bound, record
-from .projections import read_projection
-from .recipes import Recipe, named_recipe, set_recipe
+from .patch_record import RECORD, is_bound, record
+from .projections import Recipe, read_projection, recipe_by_name, set_recipe
 
-Known = tuple[nn.Module, Family, str]  # with its kind, as `modeling.families.family_of` names it
+KnownModule = tuple[nn.Module, Family, str]  # with its kind from `modeling.families.family_of`
 
-MULTIMODAL = "multimodal model"  # the kind of what holds a vision tower and a backbone
+MULTIMODAL = "multimodal model"  # kind of the module that holds a vision tower and a backbone
 BACKBONES = ("Model", "TextModel")
 
-# Kind → its forward, and what that fuses.
+# Kind → its forward, and the operation it fuses.
 METADATA = "attention metadata once a batch"
 GATED = "gated activation"
 FORWARDS: dict[str, tuple[Callable[..., Any], str]] = {
@@ -60,19 +59,19 @@ VIEWS: dict[str, type[Attention | MLP | TokenMixer]] = {
     "Attention": Attention, "MLP": MLP, "GatedDeltaNet": TokenMixer
 }  # fmt: skip
 EXPERTS = "experts"
-OWN_LAYER = "transformers' forward of its layers runs"
-OWN_EXPERTS = "transformers' own function runs them"
+UNFUSED_LAYER = "transformers' forward of its layers runs"
+UNFUSED_EXPERTS = "transformers' own function runs them"
 
 
 @dataclass
 class PatchReport:
-    """What `patch` fused, and what it left as it was.
+    """Report of `patch`: fused and unfused operations.
 
     Attributes:
-        family: the model's family as in `families`, None where it is not known.
+        family: the model's family in `families`, or None.
         fused: operation → number of modules.
-        unfused: (what, why) → number of modules.
-        attention: how attention is computed, in words.
+        unfused: (operation, reason) → number of modules.
+        attention: description of the attention.
         scaling: the FP8 recipe's state: call `roll()` after each optimizer step; None in other recipes.
     """
 
@@ -94,54 +93,54 @@ def patch(
 ) -> PatchReport:
     """Bind fused forwards to the modules of `model`: norms, residual additions, RoPE, gated MLPs, LoRA projections.
 
-    Loss and gradients stay those of the stock model up to rounding; with a key-value cache (generation), transformers'
-    own forwards run. A projection is fused as long as one plain LoRA adapter on a frozen weight is active, which is
-    looked at in every call. Patching again is harmless: it reports the model as it is now.
+    Loss and gradients equal those of the stock model up to rounding; calls with a key-value cache (generation) run
+    transformers' own forwards. A projection is fused while exactly one plain LoRA adapter on a frozen weight is active;
+    this is checked in every call. Patching a patched model only reports its current state.
 
     Args:
-        model: a causal LM of transformers of a family in `families`, or a model with images whose text part is
-            of one (its vision tower is left alone), or a `peft.PeftModel` around either; anything else is left as it
-            is, and the report says so.
-        activations: what the decoder layers keep for backward, a level of `memory.policy.LEVELS` for all or one for
-            each; None: everything, or as transformers' gradient checkpointing says.
-        recipe: what products with the frozen weights are computed in: "bf16" (x's dtype), "fp8-hybrid" or "nvfp4", or
-            options of one of the latter, `ops.fp8_scaling.ScalingOptions` or `autograd.linear_nvfp4.Nvfp4Recipe`.
+        model: a causal LM of transformers of a family in `families`, a model with images whose text part is of one (its
+            vision tower is not patched), or a `peft.PeftModel` around either. Any other model is left unchanged, and
+            the report says so.
+        activations: level of `memory.levels.LEVELS` at which decoder layers save activations for backward, for all or
+            one for each; None: save everything, or as transformers' gradient checkpointing is set.
+        recipe: precision of GEMMs with frozen weights: "bf16" (x's dtype), "fp8-hybrid" or "nvfp4", or options of one
+            of the latter, `ops.fp8_scaling.ScalingOptions` or `autograd.linear_nvfp4.Nvfp4Recipe`.
 
     Returns:
-        What is fused and what not, with reasons; print it.
+        What is fused and what is not, with reasons; print it.
 
     Raises:
-        ModelError: `activations` does not fit the model, or `recipe` is none, or the model is of no known family and
-            so computes in no recipe but bf16.
-        ConfigError: a recipe that the model's device cannot compute.
+        ModelError: `activations` does not fit the model, the recipe is unknown, or the model is of no known family and
+            the recipe is not bf16.
+        ConfigError: the model's device does not support the recipe.
     """
-    options = named_recipe(recipe)
+    options = recipe_by_name(recipe)
     known = list(_known_modules(model))
     families = [family for _, family, kind in known if kind in BACKBONES]
     if not families:
-        reason = f"{type(causal_lm_of(model)).__name__} is of no family that halfbyte knows"
+        reason = f"halfbyte does not know the family of {type(causal_lm_of(model)).__name__}"
         if options is not None:
             raise ModelError(f"recipe: {reason}", "use recipe bf16")
         notice(f"unpatched: {reason}", f"nothing fused: {reason}; the model runs its own forwards")
         if activations is not None:
-            notice("activations", f"layers keep what transformers' gradient checkpointing says: {reason}")
+            notice("activations", f"layers follow transformers' gradient checkpointing: {reason}")
         return PatchReport(None, unfused=Counter({(type(causal_lm_of(model)).__name__, reason): 1}))
     report = PatchReport(families[0].name)
     for module, family, kind in known:
         if kind == "RMSNorm" and not hasattr(module, "weight"):
-            continue  # a few heads' or a router's
+            continue  # norms of heads or routers
         if kind in FORWARDS and not (kind == "DecoderLayer" and family.own_layer):
             _bind(module, family, kind, report)
-        elif kind == "Experts" and not _runs_ours(module):
-            report.unfused[EXPERTS, OWN_EXPERTS] += 1
+        elif kind == "Experts" and not _uses_halfbyte_experts(module):
+            report.unfused[EXPERTS, UNFUSED_EXPERTS] += 1
     if families[0].own_layer:
-        report.unfused[FORWARDS["DecoderLayer"][1], OWN_LAYER] += 1
+        report.unfused[FORWARDS["DecoderLayer"][1], UNFUSED_LAYER] += 1
     if families[0].mixer is not None:
-        recurrent.say_what_is_missing(next(model.parameters()).device)
+        recurrent.notify_slow_scans(next(model.parameters()).device)
     if activations is not None and not families[0].own_layer:
         set_activations(_bound(known, "DecoderLayer"), activations)
     elif activations is not None:
-        notice("activations", f"layers keep what transformers' gradient checkpointing says: {OWN_LAYER}")
+        notice("activations", f"layers follow transformers' gradient checkpointing: {UNFUSED_LAYER}")
     report.scaling = set_recipe(_bound(known, *VIEWS), options, next(model.parameters()).device)
     for reason in {why for _, why in report.unfused}:
         parts = ", ".join(what for what, why in report.unfused if why == reason)
@@ -150,40 +149,40 @@ def patch(
 
 
 def patch_attention(model: nn.Module) -> str:
-    """Bind the attention alone, where transformers computes all scores at once: capped ones, and those with sinks.
+    """Bind only the attention, in models for which transformers materializes all scores: with caps or with sinks.
 
     For CPUs, whose layers run transformers' own forwards; `unpatch` undoes it.
 
     Returns:
-        What computes it, in words; "" where nothing was bound.
+        Description of the attention; "" if nothing was bound.
     """
-    said = ""
+    description = ""
     for module, family, kind in list(_known_modules(model)):
-        if kind in BACKBONES and has_own_scores(module.config) and _obstacle(module, family, kind) is None:
+        if kind in BACKBONES and has_custom_scores(module.config) and _obstacle(module, family, kind) is None:
             if not is_bound(module):
                 record(module).family = family
                 module.forward = MethodType(metadata_forward, module)
-            said = bind_attention(module)
-    return said
+            description = bind_attention(module)
+    return description
 
 
 def unpatch(model: nn.Module) -> None:
-    """Undo `patch`: every module runs its class's forward again. Harmless on a model that is not patched."""
+    """Undo `patch`: every module runs its class's forward again. Does nothing on a model that is not patched."""
     for module in model.modules():
         unbind_attention(module)
         if is_bound(module):
             del module.__dict__["forward"]
-        module.__dict__.pop(NAME, None)
+        module.__dict__.pop(RECORD, None)
 
 
-def _known_modules(model: nn.Module) -> Iterator[Known]:
-    """Modules of known families, with row and kind; of a multimodal model, those of its text part, and the model."""
+def _known_modules(model: nn.Module) -> Iterator[KnownModule]:
+    """Yield modules of known families with row and kind; for a multimodal model, its text part's and itself."""
     for outer in model.modules():
         found = family_of(type(outer))
         if found is None or found[1] not in BACKBONES:
             continue
         if not hasattr(outer, "layers"):
-            if found[0].images_see_themselves:
+            if found[0].bidirectional_images:
                 yield outer, found[0], MULTIMODAL
             continue
         for module in outer.modules():
@@ -191,13 +190,13 @@ def _known_modules(model: nn.Module) -> Iterator[Known]:
                 yield module, *found
 
 
-def _bound(known: Sequence[Known], *kinds: str) -> list[nn.Module]:
-    """The modules of these kinds that are patched."""
+def _bound(known: Sequence[KnownModule], *kinds: str) -> list[nn.Module]:
+    """Return the patched modules of these kinds."""
     return [module for module, _, kind in known if kind in kinds and is_bound(module)]
 
 
 def _bind(module: nn.Module, family: Family, kind: str, report: PatchReport) -> None:
-    """Bind one module's forward, unless something stands in the way, and put it into the report."""
+    """Bind one module's forward unless it has an obstacle, and add it to the report."""
     forward, fused = FORWARDS[kind]
     if obstacle := _obstacle(module, family, kind):
         report.unfused[fused, obstacle] += 1
@@ -205,7 +204,7 @@ def _bind(module: nn.Module, family: Family, kind: str, report: PatchReport) -> 
     if not is_bound(module):
         record(module).family = family
         module.forward = MethodType(forward, module)
-    if kind != "MLP" or family.gated_mlp:  # of another only the products are ours
+    if kind != "MLP" or family.gated_mlp:  # in a plain MLP, only the projections are fused
         report.fused[fused] += 1
     if kind in BACKBONES:
         report.attention = bind_attention(module)
@@ -217,15 +216,16 @@ def _bind(module: nn.Module, family: Family, kind: str, report: PatchReport) -> 
             report.fused[f"LoRA of {role}"] += 1
 
 
-def _runs_ours(experts: Any) -> bool:
-    """Whether a layer's experts are computed by `layers.experts`."""
+def _uses_halfbyte_experts(experts: Any) -> bool:
+    """Return whether `layers.experts` computes a layer's experts."""
     chosen = getattr(getattr(experts, "config", None), "_experts_implementation", None)
-    return runs_experts(experts) and chosen == OURS
+    return runs_experts(experts) and chosen == EXPERTS_NAME
 
 
 def _obstacle(module: Any, family: Family, kind: str) -> str | None:
+    """Return why a module cannot be patched, or None."""
     if not is_bound(module) and "forward" in module.__dict__:
         return "something else has replaced its forward"
     if kind == "MLP" and not hasattr(module, "down_proj"):
-        return "its linears have other names"  # GraniteMoeHybrid's shared one
+        return "its linears have other names"  # GraniteMoeHybrid's shared MLP
     return VIEWS[kind].of(module, family).obstacle if kind in VIEWS else None

@@ -1,57 +1,109 @@
-"""What `halfbyte.patch` keeps on the modules of a model: one record each, in one attribute, which `unpatch` deletes."""
+"""State that `halfbyte.patch` keeps on a model's modules: one `PatchRecord` each, in one attribute, until `unpatch`."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from .families import Family
 
 if TYPE_CHECKING:
     from ..autograd.lora import GemmRecipe
-    from .cast_cache import Copies
-    from .checkpointing import Activations
+    from ..config import Level
+    from ..memory.offload import Offload
 
-NAME = "_halfbyte"
+RECORD = "_halfbyte"
+
+
+@dataclass(frozen=True)
+class Activations:
+    """A layer's activation level, and the offload that moves its tensors to the host if the level offloads."""
+
+    level: Level
+    offload: Offload | None = None
 
 
 @dataclass
-class Patched:
-    """The record of a module.
+class CastCache:
+    """A model's LoRA factors and their casts to the compute dtype, in one buffer; see `cast_cache`.
 
     Attributes:
-        family: the row by which its forward was bound; None: it runs its own.
-        activations: of a decoder layer: what it keeps for backward; None: as transformers' checkpointing says.
-        products: of an attention or MLP: in training or not → what computes its first and its second product, where
-            that is a recipe.
-        implementation: of a backbone: the attention it had.
-        copies: of a backbone, its layers and its LoRA modules: the adapters in the compute dtype.
-        copied: of a LoRA module: adapter → its A and B there.
+        holders: (lora_A or lora_B of a module, adapter name) of each factor.
+        is_open: whether the casts may be read.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    holders: list[tuple[Any, str]]
+    factors: list[Tensor]
+    casts: list[Tensor]
+    is_open: bool = False
+
+    def is_valid(self) -> bool:
+        """Return whether the model still has these factors: an adapter may be deleted and its name reused."""
+        modules = (holder._modules.get(name) for holder, name in self.holders)
+        return all(
+            module is not None and module._parameters["weight"] is factor and factor.dtype is not self.dtype
+            for module, factor in zip(modules, self.factors, strict=True)
+        )
+
+    def refresh(self) -> None:
+        """Cast all factors in one launch."""
+        # A forward whose backward is still pending has saved the casts and finds equal values. If the parameters had
+        # changed in between, its backward would fail in any case.
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(self.casts)):
+            torch._foreach_copy_(self.casts, self.factors)
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Allow reads of the casts inside the context."""
+        before, self.is_open = self.is_open, True
+        try:
+            yield
+        finally:
+            self.is_open = before
+
+
+@dataclass
+class PatchRecord:
+    """The patch state of a module.
+
+    Attributes:
+        family: the family row by which the forward was bound; None: the module runs its own forward.
+        activations: activation level of a decoder layer; None: as transformers' gradient checkpointing is set.
+        products: for attention or MLP with a recipe: training mode → GEMM functions of the first and second GEMM.
+        implementation: attention that a backbone was loaded with.
+        cast_cache: for a backbone, its layers and its LoRA modules.
+        casts: for a LoRA module: adapter → its A and B in the compute dtype.
     """
 
     family: Family | None = None
     activations: Activations | None = None
     products: dict[bool, tuple[GemmRecipe, GemmRecipe]] = field(default_factory=dict)
     implementation: str | None = None
-    copies: Copies | None = None
-    copied: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    cast_cache: CastCache | None = None
+    casts: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
-def patched(module: nn.Module) -> Patched | None:
-    return module.__dict__.get(NAME)
+def existing_record(module: nn.Module) -> PatchRecord | None:
+    """Return a module's record, or None."""
+    return module.__dict__.get(RECORD)
 
 
-def record(module: Any) -> Patched:
-    """The module's own, made where there is none."""
-    found = patched(module)
+def record(module: Any) -> PatchRecord:
+    """Return a module's record, creating it if there is none."""
+    found = existing_record(module)
     if found is None:  # no setdefault: Dynamo cannot trace it before torch 2.13
-        found = module.__dict__[NAME] = Patched()
+        found = module.__dict__[RECORD] = PatchRecord()
     return found
 
 
 def is_bound(module: nn.Module) -> bool:
-    """Whether the module runs one of our forwards."""
-    found = patched(module)
+    """Return whether a module runs one of halfbyte's forwards."""
+    found = existing_record(module)
     return found is not None and found.family is not None

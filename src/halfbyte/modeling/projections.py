@@ -1,17 +1,41 @@
-"""Linears of one input, computed by the fused functions of `autograd.lora` where each is plain, else one by one."""
+"""Projections with frozen weights: fused with their LoRA adapters, and computed in a recipe.
+
+A recipe is the precision of GEMMs with frozen weights, independent of their storage format:
+
+    bf16        x's dtype (16 or 32 bits), with dequantized weights
+    fp8-hybrid  `autograd.linear_fp8`: E4M3 forward, E5M2 for gradients, delayed scaling
+    nvfp4       `autograd.linear_nvfp4`: both operands rounded to NVFP4
+
+Adapters, norms, attention and the head stay in 16 bits. The `PatchRecord` of a patched attention or MLP holds the
+functions for its two GEMMs (q, k, v or gate, up; and o or down): one pair for training, which records maxima in the
+scaling history, and one for evaluation, which does not.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from ..autograd.linear_fp8 import Fp8Gemms
+from ..autograd.linear_nvfp4 import Nvfp4Gemms, Nvfp4Recipe
 from ..autograd.lora import GemmRecipe, LoRA, lora_linear, lora_qkv
+from ..config import Precision
 from ..dispatch import on_compiler
 from ..layers.plain import hooked, read_linear
+from ..ops.float8 import E4M3, E5M2
+from ..ops.fp8_scaling import DelayedScaling, ScalingOptions, Slot
+from ..utils.errors import ConfigError, ModelError
 from ..utils.notices import notice
-from .cast_cache import copies_of
+from .cast_cache import cast_factors
+from .patch_record import existing_record, record
+
+RECIPE_NAMES = ("bf16", "fp8-hybrid", "nvfp4")
+FP8_CAPABILITY = (8, 9)  # minimum compute capability
+
+Recipe = ScalingOptions | Nvfp4Recipe | None
 
 
 class Projection(NamedTuple):
@@ -24,7 +48,7 @@ class Projection(NamedTuple):
 
 
 def read_projection(module: nn.Module) -> Projection | str:
-    """What `module` computes, or in words why it must compute that itself."""
+    """Return the projection that `module` computes, or the reason why it cannot be fused."""
     read = read_linear(module)
     if isinstance(read, str):
         return read
@@ -36,11 +60,11 @@ def read_projection(module: nn.Module) -> Projection | str:
     if not adapters:
         return Projection(weight, bias, None, 0.0)
     name, a, b, scaling, dropout = adapters[0]
-    return Projection(weight, bias, LoRA(a, b, scaling, copies_of(module, name)), dropout)
+    return Projection(weight, bias, LoRA(a, b, scaling, cast_factors(module, name)), dropout)
 
 
-def read_together(modules: Sequence[nn.Module]) -> list[Projection] | None:
-    """The projections of several linears that one function may compute, or None; says once what stands in the way."""
+def read_projections(modules: Sequence[nn.Module]) -> list[Projection] | None:
+    """Return the projections of linears that one function can compute, or None; an obstacle is logged once."""
     plain = []
     for module in modules:
         read = read_projection(module)
@@ -50,31 +74,105 @@ def read_together(modules: Sequence[nn.Module]) -> list[Projection] | None:
             return None
         plain.append(read)
     dropouts = {projection.dropout for projection in plain if projection.lora is not None}
-    return plain if len(dropouts) == 1 else None  # none where no adapter is there to fuse
+    return plain if len(dropouts) == 1 else None  # without adapters there is nothing to fuse
 
 
-def dropout_of(projections: Sequence[Projection]) -> float:
-    """The dropout that all adapters among `projections` share."""
+def shared_dropout(projections: Sequence[Projection]) -> float:
+    """Return the dropout that all adapters of `projections` share."""
     return max(projection.dropout for projection in projections)
 
 
 def project(x: Tensor, *modules: nn.Module, recipe: GemmRecipe | None = None) -> tuple[Tensor, ...]:
-    """The linears `modules` of one input x [..., K], each [..., N]: fused where each is plain, else one by one.
+    """Apply the linears `modules` to x [..., K], each to [..., N]: in one fused function if possible.
 
-    `recipe` is what fused products are computed in.
+    `recipe` computes the GEMMs of fused projections.
     """
-    read = read_together(modules)
+    read = read_projections(modules)
     if read is None:
-        say_unfused(recipe)
-        # Hooks may keep what they see, and RoPE and GLU work in place on what comes from here.
+        notify_unfused_recipe(recipe)
+        # Hooks may keep references to outputs, and RoPE and GLU modify them in place.
         return tuple(module(x).clone() if hooked(module) else module(x) for module in modules)
     if len(read) == 1:
         return (lora_linear(x, *read[0], recipe),)
     weights, biases, loras, _ = zip(*read, strict=True)
-    return lora_qkv(x, weights, biases, loras, dropout_of(read), recipe)
+    return lora_qkv(x, weights, biases, loras, shared_dropout(read), recipe)
 
 
-def say_unfused(recipe: GemmRecipe | None) -> None:
-    """A module's own forward knows no recipe."""
+def notify_unfused_recipe(recipe: GemmRecipe | None) -> None:
+    """Log once that unfused linears ignore the recipe."""
     if recipe is not None and not on_compiler():
         notice("recipe-unfused", f"linears that run their own forward compute in 16 bits, not in recipe {recipe.name}")
+
+
+# --- recipes ---------------------------------------------------------------------------------------------------------
+
+
+def recipe_by_name(recipe: str | Recipe) -> Recipe:
+    """Return a recipe's options, the default ones for a recipe given by name; None for bf16.
+
+    Raises:
+        ModelError: unknown recipe.
+    """
+    if not isinstance(recipe, str):
+        return recipe
+    if recipe not in RECIPE_NAMES:
+        raise ModelError(f"unknown recipe {recipe!r}", f"use one of {', '.join(RECIPE_NAMES)}")
+    return {"bf16": None, "fp8-hybrid": ScalingOptions(), "nvfp4": Nvfp4Recipe()}[recipe]
+
+
+def configured_recipe(precision: Precision) -> Recipe:
+    """Return the recipe of a run's config."""
+    made = {"fp8-hybrid": ScalingOptions, "nvfp4": Nvfp4Recipe}.get(precision.recipe)
+    return made(**precision.recipe_options) if made else None
+
+
+def check_recipe(recipe: Recipe, device: torch.device) -> None:
+    """Check that `device` supports the recipe; a CPU emulates it in 16 or 32 bits, slowly and with a notice.
+
+    Raises:
+        ConfigError: a GPU without FP8 units.
+    """
+    if not isinstance(recipe, ScalingOptions) or device.type == "cpu":
+        return
+    if device.type != "cuda" or torch.version.hip:
+        raise ConfigError(f"recipe: fp8-hybrid does not run on {device.type} devices here", "set recipe: bf16")
+    found = torch.cuda.get_device_capability(device)
+    if found < FP8_CAPABILITY:
+        name = f"{torch.cuda.get_device_name(device)} (compute capability {found[0]}.{found[1]})"
+        raise ConfigError(f"recipe: fp8-hybrid needs FP8 units, and {name} has none", "set recipe: bf16")
+
+
+def set_recipe(modules: Sequence[nn.Module], recipe: Recipe, device: torch.device) -> DelayedScaling | None:
+    """Set the recipe of each attention and MLP in `modules`; returns the scaling state to roll after each step, if any.
+
+    Raises:
+        ConfigError: the device does not support the recipe.
+    """
+    check_recipe(recipe, device)
+    for module in modules:
+        record(module).products = {}
+    if isinstance(recipe, Nvfp4Recipe):
+        for module in modules:
+            products = Nvfp4Gemms(recipe)
+            record(module).products = dict.fromkeys((True, False), (products, products))
+    if not isinstance(recipe, ScalingOptions):
+        return None
+    scaling = DelayedScaling([E4M3, E5M2] * 2 * len(modules), recipe, device=device)
+    for at, module in enumerate(modules):
+        for training in (True, False):
+            slots = [Slot(scaling, index, training) for index in range(4 * at, 4 * at + 4)]
+            record(module).products[training] = Fp8Gemms(*slots[:2]), Fp8Gemms(*slots[2:])
+    return scaling
+
+
+def scaling_indices(modules: Iterable[nn.Module]) -> list[int]:
+    """Return the indices of the modules' tensors in the scaling state of `set_recipe`."""
+    products = [found.products[True] for module in modules if (found := existing_record(module)) and found.products]
+    both = [each for pair in products for each in pair if isinstance(each, Fp8Gemms)]
+    return [slot.index for each in both for slot in (each.x, each.grad)]
+
+
+def recipe_products(module: nn.Module) -> tuple[GemmRecipe | None, GemmRecipe | None]:
+    """Return the recipe's functions for both GEMMs of an attention or MLP in its current mode; None: x's dtype."""
+    found = existing_record(module)
+    return (None, None) if found is None else found.products.get(module.training, (None, None))

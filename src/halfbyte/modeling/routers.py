@@ -1,13 +1,13 @@
-"""Routers of a mixture while it trains: how often each expert is chosen, and the loss that balances them.
+"""Router statistics and balancing loss of a mixture in training: how often each expert is selected.
 
-With L routers, R rows each (tokens, padding left out), E experts of which k are chosen by the largest probabilities:
+For L routers with R rows each (tokens without padding), and E experts of which the k most probable are selected:
 
-    aux = E · Σ_e f_e · P_e      f_e = Σ chosen_e / (L·R)      P_e = Σ p_e / (L·R)      p = softmax(logits)
+    aux = E · Σ_e f_e · P_e      f_e = Σ selected_e / (L·R)      P_e = Σ p_e / (L·R)      p = softmax(logits)
 
-over all routers and rows, as transformers' `load_balancing_loss_func` has it for its `router_logits`. f has no
-gradient, so that of a row's logits needs nothing of other rows but f: ∂aux/∂logits = p ⊙ (g − ⟨g, p⟩), g = E·f/(L·R).
-A forward adds up f and P, 2·E numbers; backward adds the gradient to that of the logits where it passes a router. So
-no logits are kept for it beyond what routers keep, and layers may be computed again in backward.
+over all routers and rows, as transformers' `load_balancing_loss_func` computes it from `router_logits`. f has no
+gradient, so a row's gradient depends on other rows only through f: ∂aux/∂logits = p ⊙ (g − ⟨g, p⟩), g = E·f/(L·R). The
+forward sums f and P, 2·E numbers; backward adds the gradient to the logits' gradient at each router. Therefore no
+additional logits are saved, and layers may be recomputed in backward.
 
 Source: Fedus et al. 2021 (arXiv:2101.03961), equations 4 to 6.
 """
@@ -32,28 +32,29 @@ from .architectures import runs_experts
 from .layer import causal_lm_of
 
 KEY = "router_aux_loss_coef"
-REAL = "real_tokens"  # in a batch: which of its tokens are no padding, [B, T]
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # keys of configs
+REAL_TOKENS = "real_tokens"  # key of a batch: which tokens are not padding, [B, T]
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # config keys
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k")
 
-_watched: WeakKeyDictionary[nn.Module, Routers] = WeakKeyDictionary()
+_tracked: WeakKeyDictionary[nn.Module, Routers] = WeakKeyDictionary()
 
 
 class Routers:
-    """What is known of the routers of a model, which has them inside `watched`.
+    """Statistics of a model's routers, collected inside `track_routers`.
 
     Args:
         model: a causal LM, plain or inside a `peft.PeftModel`.
-        balanced: whether `loss` is asked for.
+        balanced: whether `loss` will be called.
     """
 
     def __init__(self, model: nn.Module, *, balanced: bool):
         self.model, self.balanced = model, balanced
-        self.logits = _routers(model) if balanced else {}
+        self.logits = _find_routers(model) if balanced else {}
         self.experts = {name: module for name, module in model.named_modules() if runs_experts(module)}
         device = next(model.parameters()).device
-        self.used = {  # int64 [E] of each layer
-            name: torch.zeros(_count(module), dtype=torch.int64, device=device) for name, module in self.experts.items()
+        self.used = {  # layer → int64 [E]
+            name: torch.zeros(_expert_count(module), dtype=torch.int64, device=device)
+            for name, module in self.experts.items()
         }
         experts = max(map(len, self.used.values()), default=0)
         self.top_k = _top_k(model) if balanced else 0
@@ -65,9 +66,9 @@ class Routers:
 
     @contextlib.contextmanager
     def forward(self, batch: Mapping[str, Any]) -> Iterator[None]:
-        """Around the forward of a micro-batch, whose padding (`REAL`, else `attention_mask`, [B, T]) does not count."""
-        mask = batch.get(REAL, batch.get("attention_mask"))
-        # as the batch has it: what this forward makes, in a CUDA graph other graphs would overwrite
+        """Count the forward of a micro-batch, without its padding (`REAL_TOKENS`, else `attention_mask`, [B, T])."""
+        mask = batch.get(REAL_TOKENS, batch.get("attention_mask"))
+        # no new tensor: in a CUDA graph, other graphs would overwrite it
         self._mask = mask.flatten() if isinstance(mask, Tensor) and mask.dim() == 2 else None
         self._begin()
         self._counting = True
@@ -82,35 +83,34 @@ class Routers:
             sums.zero_()
 
     def loss(self, anchor: Tensor, rows: int) -> Tensor:
-        """0-d fp32: the balancing loss of the last forward. Its gradient goes to the routers, in a backward that must
-        come before the next forward.
+        """Return the balancing loss of the last forward, 0-d fp32; its backward must precede the next forward.
 
         Args:
-            anchor: 0-d, that forward's loss, to which this one is to be added.
+            anchor: 0-d loss of that forward, to which the result will be added.
             rows: tokens of the forward, padding included.
 
         Raises:
-            ModelError: routers saw other rows.
+            ModelError: a router did not see each token once.
         """
-        if {self._seen.get(_plain(name)) for name in self.logits} != {rows}:
+        if {self._seen.get(_plain_name(name)) for name in self.logits} != {rows}:
             raise ModelError(f"{KEY}: this model's routers do not see each token of a batch once", "set packing: false")
-        return _Loss.apply(anchor, self)
+        return _BalancingLoss.apply(anchor, self)
 
-    def counting(self, sums: Callable[[Mapping[str, Any]], Any]) -> Callable[[Mapping[str, Any]], Any]:
-        """A forward of batches, inside `forward`."""
+    def counted(self, sums: Callable[[Mapping[str, Any]], Any]) -> Callable[[Mapping[str, Any]], Any]:
+        """Wrap a function of a batch in `forward`."""
 
-        def counted(batch: Mapping[str, Any]) -> Any:
+        def within_forward(batch: Mapping[str, Any]) -> Any:
             with self.forward(batch):
                 return sums(batch)
 
-        return counted
+        return within_forward
 
-    def use(self, mesh: Mesh = ALONE) -> dict[str, Any]:
-        """How often each expert was chosen in training, over all processes.
+    def usage(self, mesh: Mesh = ALONE) -> dict[str, Any]:
+        """Return how often each expert was selected in training, over all ranks.
 
         Returns:
-            For each layer tokens by expert (`used`), the entropy of their shares over that of equal ones, and those
-            that no token chose (`dead`); and over all layers the mean entropy and the number of dead experts.
+            For each layer: tokens by expert (`used`), the entropy of their distribution relative to the uniform one,
+            and experts without a token (`dead`). Over all layers: the mean entropy and the number of dead experts.
         """
         counts = {(name, at): float(n) for name, used in self.used.items() for at, n in enumerate(used.tolist())}
         counts = mesh.sum(counts, TOKENS)
@@ -120,7 +120,7 @@ class Routers:
             shares = [count / max(sum(own), 1) for count in own if count]
             entropy = -sum(share * math.log(share) for share in shares) / math.log(max(len(own), 2))
             dead = [at for at, count in enumerate(own) if not count]
-            layers[_plain(name)] = {"used": own, "entropy": entropy, "dead": dead}
+            layers[_plain_name(name)] = {"used": own, "entropy": entropy, "dead": dead}
         found: list[Any] = list(layers.values())
         return {
             "entropy": sum(each["entropy"] for each in found) / len(found),
@@ -130,7 +130,7 @@ class Routers:
         }
 
     def gradient(self, logits: Tensor, mask: Tensor | None) -> Tensor:
-        """Of the loss, with respect to some rows of a router's logits [n, E]."""
+        """Return the loss's gradient with respect to some rows of a router's logits [n, E]."""
         exact = torch.promote_types(logits.dtype, torch.float32)
         probabilities = logits.to(exact).softmax(-1)
         each = (self.upstream * len(self.chosen) / self.rows**2 * self.chosen).to(exact)
@@ -138,7 +138,7 @@ class Routers:
         return (found if mask is None else found * mask[:, None]).to(logits.dtype)
 
     def _part(self, name: str, rows: int) -> Tensor | None:
-        """The mask of the next rows that a module sees, which may see its tokens in several parts."""
+        """Return the mask of a module's next rows; a module may run its tokens in several calls."""
         start = self._seen.get(name, 0)
         self._seen[name] = start + rows
         if self._mask is None:
@@ -146,18 +146,18 @@ class Routers:
         start %= len(self._mask)
         return self._mask[start : start + rows] != 0 if start + rows <= len(self._mask) else None
 
-    def saw(self, name: str, index: int, module: nn.Module, arguments: Any, output: Any) -> Any:
-        """A router has answered: its logits count, and get their gradient."""
-        whole = (output,) if isinstance(output, Tensor) else tuple(output)
-        logits = whole[index].reshape(-1, whole[index].shape[-1])
+    def record_logits(self, name: str, index: int, module: nn.Module, arguments: Any, output: Any) -> Any:
+        """Forward hook of a router: count its logits and attach the balancing gradient to them."""
+        outputs = (output,) if isinstance(output, Tensor) else tuple(output)
+        logits = outputs[index].reshape(-1, outputs[index].shape[-1])
         mask = self._part(name, len(logits))
         if self._counting:
             self._count(logits.detach(), mask)
         if not (torch.is_grad_enabled() and logits.requires_grad and self.model.training):
             return None
-        used = [at for at, each in enumerate(whole) if at != index and _differentiable(each)] or [index]
-        changed = iter(_Attached.apply(self, mask, whole[index], *(whole[at] for at in used)))
-        found = [next(changed) if at in used else each for at, each in enumerate(whole)]
+        used = [at for at, each in enumerate(outputs) if at != index and _differentiable(each)] or [index]
+        changed = iter(_AttachGradient.apply(self, mask, outputs[index], *(outputs[at] for at in used)))
+        found = [next(changed) if at in used else each for at, each in enumerate(outputs)]
         return found[0] if isinstance(output, Tensor) else type(output)(found)
 
     def _count(self, logits: Tensor, mask: Tensor | None) -> None:
@@ -170,19 +170,19 @@ class Routers:
         self.shares += probabilities.sum(0)
         self.rows += len(logits) if mask is None else mask.sum()
 
-    def chose(self, name: str, module: Any, arguments: tuple[Any, ...]) -> None:
-        """A layer's experts are called with the ones that tokens chose, int [n, k]."""
+    def record_choice(self, name: str, module: Any, arguments: tuple[Any, ...]) -> None:
+        """Forward pre-hook of a layer's experts: count the selected experts, int [n, k]."""
         if not (self._counting and self.model.training):
             return
         index = arguments[1]
         mask = self._part(name, len(index))
-        chosen = torch.zeros(len(index), _count(module), dtype=torch.bool, device=index.device)
+        chosen = torch.zeros(len(index), _expert_count(module), dtype=torch.bool, device=index.device)
         chosen.scatter_(1, index.long(), True)
         self.used[name] += (chosen if mask is None else chosen & mask[:, None]).sum(0)
 
 
-class _Attached(torch.autograd.Function):
-    """What a router returns, as it is; backward adds the balancing loss's gradient to that of its logits."""
+class _AttachGradient(torch.autograd.Function):
+    """Identity on a router's outputs; backward adds the balancing loss's gradient to that of its logits."""
 
     @staticmethod
     def forward(ctx, routers, mask, logits, *used):
@@ -199,8 +199,8 @@ class _Attached(torch.autograd.Function):
         return None, None, found, *gradients
 
 
-class _Loss(torch.autograd.Function):
-    """The loss of what was counted; backward leaves its gradient where routers find it."""
+class _BalancingLoss(torch.autograd.Function):
+    """The balancing loss; backward stores its incoming gradient for the routers."""
 
     @staticmethod
     def forward(ctx, anchor, routers):
@@ -218,15 +218,15 @@ def _differentiable(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def _plain(name: str) -> str:
-    """The name of a module in the model without adapters."""
+def _plain_name(name: str) -> str:
+    """Return a module's name in the model without adapters."""
     for part in (".base_layer", ".original_module", ".modules_to_save.default"):
         name = name.replace(part, "")
     return name.removeprefix("base_model.model.")
 
 
-def _routers(model: nn.Module) -> dict[str, tuple[Any, int]]:
-    """Name → router and which of its outputs are logits, as the model's class says to transformers."""
+def _find_routers(model: nn.Module) -> dict[str, tuple[Any, int]]:
+    """Return name → (router, index of the logits among its outputs), from the model class's recorded outputs."""
     specs = []
     for module in model.modules():
         recorded = getattr(type(module), "_can_record_outputs", None) or {}
@@ -240,7 +240,7 @@ def _routers(model: nn.Module) -> dict[str, tuple[Any, int]]:
     }
 
 
-def _count(experts: Any) -> int:
+def _expert_count(experts: Any) -> int:
     return experts.down_proj.shape[0]
 
 
@@ -250,38 +250,38 @@ def _top_k(model: nn.Module) -> int:
     return next(getattr(each, key) for each in (causal_lm, config) for key in TOP_K if hasattr(each, key))
 
 
-def unbalanced(causal_lm: Any) -> str | None:
-    """Why a causal LM has no balancing loss; None: it has transformers'."""
+def balancing_unsupported_reason(causal_lm: Any) -> str | None:
+    """Return why a causal LM has no balancing loss, or None."""
     own = sys.modules[type(causal_lm).__module__]
     kind = causal_lm.config.model_type
     if not any(map(runs_experts, causal_lm.modules())):
         return f"a {kind} has no experts that halfbyte runs"
-    if not hasattr(own, "load_balancing_loss_func") or not _routers(causal_lm):
+    if not hasattr(own, "load_balancing_loss_func") or not _find_routers(causal_lm):
         return f"transformers has no balancing loss for a {kind}"
     return None
 
 
-def check_balanced(causal_lm: Any, coefficient: float | None) -> None:
-    """Look whether a run can balance its routers.
+def check_balancing(causal_lm: Any, coefficient: float | None) -> None:
+    """Check that a run can balance its routers.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: the model has no balancing loss.
     """
-    if coefficient and (why := unbalanced(causal_lm)) is not None:
+    if coefficient and (why := balancing_unsupported_reason(causal_lm)) is not None:
         raise ConfigError(f"{KEY}: {why}", f"remove {KEY}")
 
 
-def routers_of(model: nn.Module) -> Routers | None:
-    """The routers of a model inside `watched`."""
-    return _watched.get(model)
+def tracked_routers(model: nn.Module) -> Routers | None:
+    """Return the routers of a model inside `track_routers`, or None."""
+    return _tracked.get(model)
 
 
 @contextlib.contextmanager
-def watched(model: nn.Module, *, balanced: bool) -> Iterator[Routers | None]:
-    """Inside, the routers of a mixture are watched; None: it is none.
+def track_routers(model: nn.Module, *, balanced: bool) -> Iterator[Routers | None]:
+    """Track a mixture's routers inside the context; yields None for a model without experts.
 
     Args:
-        balanced: whether `Routers.loss` takes the place of the model's own loss of routers.
+        balanced: whether `Routers.loss` replaces the model's own router loss.
     """
     routers = Routers(model, balanced=balanced)
     if not routers.experts:
@@ -290,20 +290,20 @@ def watched(model: nn.Module, *, balanced: bool) -> Iterator[Routers | None]:
     config: Any = causal_lm_of(model).config.get_text_config()
     own = getattr(config, "output_router_logits", None)
     hooks = [
-        module.register_forward_hook(partial(routers.saw, _plain(name), index))
+        module.register_forward_hook(partial(routers.record_logits, _plain_name(name), index))
         for name, (module, index) in routers.logits.items()
     ]
-    of_experts = routers.experts.items()
-    hooks += [module.register_forward_pre_hook(partial(routers.chose, name)) for name, module in of_experts]
-    if balanced:  # before its first loss a model is tried on a few tokens (`head`)
+    experts = routers.experts.items()
+    hooks += [module.register_forward_pre_hook(partial(routers.record_choice, name)) for name, module in experts]
+    if balanced:  # `head` probes a model on a few tokens before its first loss
         hooks.append(causal_lm_of(model).base_model.register_forward_pre_hook(routers._begin))
-    _watched[model] = routers
+    _tracked[model] = routers
     if balanced and own:
         config.output_router_logits = False
     try:
         yield routers
     finally:
-        del _watched[model]
+        del _tracked[model]
         if balanced and own:
             config.output_router_logits = own
         for hook in hooks:

@@ -1,9 +1,9 @@
-"""Attention of answers that share a prompt, and in which models prompts are shared.
+"""Attention of answers that share a prompt, and the models that support it.
 
-A batch of `data.shared_prefix` has the prompt once before its answers. Its layers get `Sharing` as a keyword argument
-(`attention.share`); so transformers' own forwards do it, too, on any device. In 16 bits on a GPU, and in float32 on a
-CPU, attention is `autograd.attention.shared_prefix_attention`, else two calls of torch's: of all prompts, and of all
-answers, each with the keys of its prompt.
+A batch of `data.branches` stores a prompt once, before its answers. Its layers get `Sharing` as a keyword argument
+(`attention.with_shared_prefixes`), so transformers' own forwards support it too, on any device. In 16 bits on a GPU,
+and in float32 on a CPU, attention is `autograd.attention.branching`; otherwise two calls of SDPA: one for all prompts,
+and one for all answers, each with the keys of its prompt.
 """
 
 from __future__ import annotations
@@ -21,34 +21,35 @@ from torch import Tensor
 from ..autograd import attention as causal
 from ..config import RunConfig
 from ..ops.attention import Branches
-from .families import of_config
+from .config_facts import is_capped
+from .families import family_of_config
 
-BRANCHES, KEY_PLACES = "branches", "key_places"  # in a batch, see `data.shared_prefix`
+BRANCHES, KEY_POSITIONS = "branches", "key_places"  # keys of a batch, see `data.branches`
 BOUNDS, LONGEST = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k")
-OWN = (BRANCHES, KEY_PLACES, *BOUNDS, *LONGEST)
+SHARING_KEYWORDS = (BRANCHES, KEY_POSITIONS, *BOUNDS, *LONGEST)
 
 
-def why_apart(config: RunConfig, model_config: Any) -> str:
-    """Why a run's prompts are not shared by their answers; "" where they are.
+def unshared_reason(config: RunConfig, model_config: Any) -> str:
+    """Return why a run's answers do not share their prompts, or "".
 
     Args:
-        model_config: transformers', of the whole model.
+        model_config: transformers' config of the complete model.
     """
     text = model_config.get_text_config()
-    family, window = of_config(text), getattr(text, "sliding_window", None)
+    family, window = family_of_config(text), getattr(text, "sliding_window", None)
     if family is None or not family.patched:
         return f"halfbyte does not know the layers of {text.model_type}"
     if family.own_layer:
         return "transformers' forward of the model's layers runs"
     if family.mixer is not None:
-        return "some of the model's layers have a state that goes through a row"
+        return "some of the model's layers have a recurrent state"
     if text is not model_config:
         return "the model takes images"
     if not config.use_kernels:
         return "use_kernels: false leaves attention to transformers"
     if config.attn_implementation not in (None, "sdpa"):
-        return f"attn_implementation: {config.attn_implementation} is asked for"
-    if getattr(text, "attn_logit_softcapping", None):
+        return f"attn_implementation is {config.attn_implementation}"
+    if is_capped(text):
         return "the model caps its attention scores"
     if family.sinks:
         return "the model's heads have sinks"
@@ -60,15 +61,15 @@ def why_apart(config: RunConfig, model_config: Any) -> str:
 
 
 class Segments(NamedTuple):
-    """Parts of a batch in rows of two padded batches.
+    """A batch's prompts and answers as rows of two padded batches.
 
     Attributes:
-        prompts: int64 [R, P], the tokens of each prompt; then any.
-        answers: int64 [S, A], those of each answer; then any.
-        keys: int64 [S, K + A], those of its prompt behind any, then its own.
-        seen: bool [S, 1, A, K + A], which keys a token sees.
-        order: int64 [N], where the result of each token of the batch stands behind those of `prompts` and `answers`
-            flattened; of what fills up, 0.
+        prompts: int64 [R, P], token indices of each prompt, padded on the right.
+        answers: int64 [S, A], token indices of each answer, padded on the right.
+        keys: int64 [S, K + A], token indices of its prompt (padded on the left), then of the answer.
+        seen: bool [S, 1, A, K + A], attention mask.
+        order: int64 [N], index of each token's result in the flattened results of `prompts`, then `answers`; 0 for
+            padding.
     """
 
     prompts: Tensor
@@ -78,21 +79,21 @@ class Segments(NamedTuple):
     order: Tensor
 
 
-class Kept:
-    """The keys and values of a batch, a layer's behind the other's, which answers of a forward behind it see.
+class PrefixCache:
+    """Keys and values of a batch, one entry per layer, which answers of a second forward attend to.
 
     Attributes:
-        layers: of the first forward, without their gradients; the second takes them out.
-        gives: whether the first forward is over. What is computed again for its backward then changes nothing here.
+        layers: detached keys and values of the first forward; the second removes them.
+        is_filled: whether the first forward is complete. Its recomputation in backward then changes nothing here.
     """
 
     def __init__(self) -> None:
         self.layers: deque[tuple[Tensor, Tensor]] = deque()
-        self.gives = False
+        self.is_filled = False
 
-    def beside(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values [N, H, D]: in the second forward behind those of the first."""
-        if not self.gives:
+    def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Save a layer's keys and values [N, H, D], or, in the second forward, prepend those of the first."""
+        if not self.is_filled:
             self.layers.append((key.detach(), value.detach()))
         elif self.layers:
             keys, values = self.layers.popleft()
@@ -102,29 +103,29 @@ class Kept:
 
 @dataclass(frozen=True)
 class Sharing:
-    """How the N tokens of a batch share prompts; `kept`: with a batch behind it, or before it."""
+    """Layout of shared prompts in a batch of N tokens; `cache` joins it to a second batch."""
 
     branches: Branches
-    kept: Kept | None = None
+    cache: PrefixCache | None = None
 
     @classmethod
-    def of(cls, batch: Mapping[str, Any], kept: Kept | None = None) -> Sharing:
-        """Of a batch's tensors, see `data.shared_prefix`."""
+    def of(cls, batch: Mapping[str, Any], cache: PrefixCache | None = None) -> Sharing:
+        """Read the tensors of a batch of `data.branches`."""
         begins, lasts, openings, closings = batch[BRANCHES].unbind()
-        places = (batch[name] for name in (KEY_PLACES, *BOUNDS, *LONGEST))
-        return cls(Branches((begins, lasts), (openings, closings), *places), kept)
+        places = (batch[name] for name in (KEY_POSITIONS, *BOUNDS, *LONGEST))
+        return cls(Branches((begins, lasts), (openings, closings), *places), cache)
 
     @cached_property
     def segments(self) -> Segments:
-        """The same for `padded`; waits for the device."""
+        """Layout for `padded_attention`; synchronizes with the device."""
         bounds, documents, prompts = self.branches.bounds, self.branches.documents, self.branches.prompts
         parts = [(begin, end) for begin, end in zip(bounds.tolist(), bounds.tolist()[1:], strict=False) if begin < end]
         firsts = torch.tensor([begin for begin, _ in parts], device=bounds.device)
         lasts = documents[1][firsts].tolist()
         openings, closings = (each[firsts].tolist() for each in prompts)
         answers = [(*part, *prompt) for part, *prompt in zip(parts, openings, closings, strict=True) if prompt[1]]
-        before = int(documents[0][0])  # tokens of a batch before this
-        # what no answer follows fills up
+        before = int(documents[0][0])  # tokens of the preceding batch
+        # a part that no answer follows is padding
         roots = [part for part, last, ends in zip(parts, lasts, closings, strict=True)
                  if not ends and last > before + part[1]]  # fmt: skip
         return _segments(roots, answers, len(documents[0]), before, bounds.device)
@@ -133,7 +134,10 @@ class Sharing:
 def _segments(
     roots: list[tuple[int, int]], answers: list[tuple[int, ...]], tokens: int, before: int, device: torch.device
 ) -> Segments:
-    """Of prompts (begin, end) and answers (begin, end, and the prompt's), whose keys lie behind `before` others."""
+    """Build segments from prompts (begin, end) and answers (begin, end, prompt's begin and end).
+
+    Indices of answers' keys are offset by `before` tokens of a preceding batch.
+    """
     longest = max((closing - opening for *_, opening, closing in answers), default=0)
     longest = max([longest, *(end - begin for begin, end in roots)])
     most = max((end - begin for begin, end, *_ in answers), default=0)
@@ -142,7 +146,7 @@ def _segments(
         torch.zeros(len(answers), most, dtype=torch.int64),
     )
     keys = torch.zeros(len(answers), longest + most, dtype=torch.int64)
-    lacking = torch.zeros(len(answers), 1, 1, 1, dtype=torch.int64)
+    missing = torch.zeros(len(answers), 1, 1, 1, dtype=torch.int64)
     order = torch.zeros(tokens, dtype=torch.int64)
     for row, (begin, end) in enumerate(roots):
         prompts[row, : end - begin] = torch.arange(begin, end)
@@ -151,28 +155,28 @@ def _segments(
         own[row, : end - begin] = torch.arange(begin, end)
         keys[row, longest : longest + end - begin] = before + own[row, : end - begin]
         keys[row, longest - (closing - opening) : longest] = torch.arange(opening, closing)
-        lacking[row] = longest - (closing - opening)
+        missing[row] = longest - (closing - opening)
         order[begin:end] = prompts.numel() + row * most + torch.arange(end - begin)
     places = torch.arange(longest + most)
-    seen = (places >= lacking) & (places <= torch.arange(longest, longest + most).unsqueeze(-1))
+    seen = (places >= missing) & (places <= torch.arange(longest, longest + most).unsqueeze(-1))
     return Segments(*(each.to(device) for each in (prompts, own, keys, seen, order)))
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, sharing: Sharing, scale: float | None) -> Tensor:
-    """Causal attention of a batch [B, H, T, D], N = B·T: [B, T, H, D]."""
+    """Causal attention of a batch [B, H, T, D] with shared prompts, N = B·T: [B, T, H, D]."""
     rows, _, length, _ = query.shape
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    if sharing.kept is not None:
-        key, value = sharing.kept.beside(key, value)
+    if sharing.cache is not None:
+        key, value = sharing.cache.extend(key, value)
     if causal.supports_shared_prefix(query):
         out = causal.shared_prefix_attention(query, key, value, sharing.branches, scale)
     else:
-        out = padded(query, key, value, sharing.segments, scale)
+        out = padded_attention(query, key, value, sharing.segments, scale)
     return out.unflatten(0, (rows, length))
 
 
-def padded(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None) -> Tensor:
-    """The same of flat [N, H, D], as torch's attention of two padded batches; keys may be of more tokens before."""
+def padded_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None) -> Tensor:
+    """Compute `attend` on flat tensors [N, H, D] by SDPA of two padded batches; keys may include a preceding batch."""
 
     def attended(queries: Tensor, keys: Tensor, seen: Tensor | None) -> Tensor:
         q, k, v = (

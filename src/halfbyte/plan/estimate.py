@@ -445,7 +445,9 @@ class _Planner:
             layer = Seconds(self.usual.forward_seconds, self.usual.backward_seconds + again, again)
             head = Seconds(head_seconds(self.usual, self.vocabulary), 0.0)
         cut = cut_model(self.shapes.causal_lm, self.config.pipeline_schedule, ranks, window, recomputed)
-        return line(cut, [layer] * self.depth, head, window, ahead=self.layout.shard == 1)  # as `train.pipeline_run` has it
+        return line(
+            cut, [layer] * self.depth, head, window, ahead=self.layout.shard == 1
+        )  # as `train.pipeline_run` has it
 
     def _step(self, batch: Shape, choice: Choice) -> Step:
         """A replay with one layer at each level that may be asked about."""

@@ -88,8 +88,8 @@ class LayerCost:
             hidden=text_config.hidden_size,
             inner=mlp_width(text_config, chosen=True),
             stored=mlp_width(text_config, chosen=False),
-            queries=sizes.heads * sizes.head_dim,
-            keys=sizes.key_heads * sizes.head_dim,
+            queries=sizes.query_width,
+            keys=sizes.key_width,
             **keys,
         )
 
@@ -188,8 +188,8 @@ def mlp_width(text_config: Any, *, chosen: bool) -> int:
     """Width of a layer's MLP; of a mixture that of all its experts, or of those alone that a token goes to."""
     experts = next((count for key in EXPERT_COUNTS if (count := getattr(text_config, key, None) or 0) > 1), 1)
     if experts == 1:
-        return max_layer_sizes(text_config).inner
-    each = getattr(text_config, "moe_intermediate_size", None) or max_layer_sizes(text_config).inner
+        return max_layer_sizes(text_config).mlp_width
+    each = getattr(text_config, "moe_intermediate_size", None) or max_layer_sizes(text_config).mlp_width
     top_k = next((getattr(text_config, key) for key in TOP_K if hasattr(text_config, key)), 1)
     return each * (top_k if chosen else experts) + (getattr(text_config, "shared_expert_intermediate_size", None) or 0)
 

@@ -25,8 +25,8 @@ from typing import Any
 from torch import nn
 
 from ..config import Parallel
-from ..modeling.layer import causal_lm_of
 from ..modeling.config_facts import max_layer_sizes
+from ..modeling.layer import causal_lm_of
 from ..parallel.pipeline.model import Cut
 from ..parallel.pipeline.partition import stage_seconds
 from ..parallel.pipeline.simulation import Seconds, simulate

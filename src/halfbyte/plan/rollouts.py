@@ -166,7 +166,7 @@ class _Answering:
     def _pages(self) -> tuple[int, int]:
         """Bytes of pages, and of states, with which no row has to wait, and with which one row runs."""
         config, dtype = self.text, CACHES[self.config.kv_cache]
-        widths = [each.key_heads * each.head_dim for each in layer_sizes(config)]
+        widths = [each.key_width for each in layer_sizes(config)]
         itemsize = self.itemsize if dtype is None else dtype.itemsize
         seat = sum(state_bytes(net, self.shapes.dtype) for net in self.nets)
         attending = len(widths) - len(self.nets)  # delta nets keep no keys
@@ -190,7 +190,7 @@ class _Answering:
         budget = PREFILL_TOKENS.get(self.device.type, PREFILL_TOKENS["cpu"])
         prompts = [len(row.group.prompt) for row in self.generations[0] if not row.generation]
         read = max(min(budget, sum(prompts)), max(prompts))
-        inner = max_layer_sizes(config).inner or 4 * config.hidden_size
+        inner = max_layer_sizes(config).mlp_width or 4 * config.hidden_size
         activations = read * (6 * config.hidden_size + 3 * inner) * self.itemsize
         activations += max((_of_rule(net, read, self.shapes.dtype) for net in self.nets[:1]), default=0)
         documents = min(len(prompts), max(1, budget // max(min(prompts), 1)))

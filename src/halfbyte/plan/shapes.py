@@ -17,17 +17,17 @@ from ..data.collate import PackedCollator
 from ..layers import QuantizedLinear, hold_table, quantized_parameter
 from ..layers.expert_adapters import expert_wrappers
 from ..layers.experts import names_of
-from ..loading.assignment import skipped_modules, stored_formats, quantized_names
+from ..loading.assignment import quantized_names, skipped_modules, stored_formats
 from ..loading.expert_stacks import prepare_stacks
 from ..memory.activations import TILE_ROWS, Shape
 from ..memory.expert_offload import layers_of_experts
 from ..modeling import recurrent
 from ..modeling.adapters import add_adapter
-from ..modeling.architectures import auto_class, non_text_modules, expert_stacks, per_layer_tables, quantizable
+from ..modeling.architectures import auto_class, expert_stacks, non_text_modules, per_layer_tables, quantizable
 from ..modeling.attention import Implementation, implementation
-from ..modeling.config_facts import has_sinks
 from ..modeling.cast_cache import cast_replacements
 from ..modeling.checkpointing import enable_checkpointing
+from ..modeling.config_facts import has_sinks
 from ..modeling.families import family_of_config
 from ..modeling.layer import causal_lm_of, decoder_layers
 from ..modeling.packing import isolate_tiny_model

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import RunConfig, Storage, load_config
 from ..config.methods import SCORES
-from ..loading.find import ModelFiles, find_model, preflight_model, explain_remote_code
+from ..loading.find import ModelFiles, explain_remote_code, find_model, preflight_model
 from ..reading import read_text
 from ..reading.boundary import answered
 from ..reading.model_config import CONFIG, read_config

@@ -18,7 +18,7 @@ class Ahead:
     """Gives each micro-batch the numbers that a method shares among those of a step.
 
     Args:
-        model: that trains, in matrix products of `dtype` (default: see `compute`).
+        model: that trains, in matrix products of `dtype` (default: see `compute_autocast`).
     """
 
     def __init__(self, method: Method, model: nn.Module, dtype: torch.dtype | None = None, mesh: Mesh = ALONE):

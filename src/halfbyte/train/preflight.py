@@ -24,10 +24,10 @@ from halfbyte.loading.load import check_attention, check_stored, load_tokenizer,
 from halfbyte.methods import Method, method_of
 from halfbyte.methods.preference import reference_is_initial_model
 from halfbyte.modeling.adapters import check_adapter_files, check_base_unchanged
-from halfbyte.modeling.tiny_model import check_positions
 from halfbyte.modeling.architectures import check_token_ids
 from halfbyte.modeling.projections import check_recipe, configured_recipe
 from halfbyte.modeling.routers import check_balancing
+from halfbyte.modeling.tiny_model import check_positions
 from halfbyte.optim import OPTIMIZERS
 from halfbyte.parallel.context.model import check_divided_like
 from halfbyte.parallel.mesh import ALONE, ROWS, Mesh

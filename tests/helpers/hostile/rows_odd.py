@@ -120,7 +120,7 @@ CONFIGS = [
     either("+ output_dir is this folder", "check run.yaml output_dir=."),
     either("+ output_dir is a link to nowhere", files={"out": Link("nowhere/there")}),
     refused("+ resumed from nowhere", "nowhere", "resume_from_checkpoint=nowhere"),
-    refused("+ a rank for what gets no adapter", "gets no adapter", "'rank_pattern={lm_head: 4}'"),
+    refused("+ a rank for a module without adapter", "rank_pattern", "'rank_pattern={lm_head: 4}'"),
     refused("+ alpha past floats", "lora_alpha", "lora_alpha=1e999"),
     either(
         "+ an empty prompt to answer", "train run.yaml sample_max_new_tokens=2 'sample_prompts=[\"\"]'", after=RAN_OUT

@@ -20,20 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...batch import (
-    ATTENTION_MASK,
-    CONTEXT,
-    POSITION_IDS,
-    UNSPLIT,
-    is_per_token,
-    pad_tokens,
-    padded_bounds,
-)
-from ...modeling.attention import DIVIDED, DIVIDED_OWN, ATTENTION_NAME, SCORES_NAME, metadata, register
+from ...batch import ATTENTION_MASK, CONTEXT, POSITION_IDS, UNSPLIT, is_per_token, pad_tokens, padded_bounds
+from ...modeling.attention import ATTENTION_NAME, CONTEXT_NAME, CONTEXT_SCORES_NAME, SCORES_NAME, metadata, register
 from ...modeling.config_facts import has_sinks, is_capped
 from ...modeling.head import backbone_inputs
 from ...modeling.layer import causal_lm_of
-from ...modeling.packed_forwards import is_wrapped, wrapped_forward, unwrap, wrap
+from ...modeling.packed_forwards import is_wrapped, unwrap, wrap, wrapped_forward
 from ...modeling.tiny_model import tiny_model
 from ...ops import IGNORE_INDEX
 from ...utils.errors import ConfigError
@@ -92,7 +84,7 @@ def _divided_name(causal_lm: Any, config: Any) -> str:
         return name
     if name != ("eager" if capped else "sdpa"):
         raise ConfigError(*_unknown_attention(name, "eager" if capped else "sdpa" if causal_lm._supports_sdpa else ""))
-    return DIVIDED_OWN if capped else DIVIDED
+    return CONTEXT_SCORES_NAME if capped else CONTEXT_NAME
 
 
 def _unknown_attention(name: str, known: str) -> tuple[str, str]:

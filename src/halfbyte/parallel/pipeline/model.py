@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ...modeling.architectures import non_text_modules
 from ...modeling.cast_cache import use_cast_cache
-from ...modeling.head import Head, backbone_inputs, causal_lm_loss, verified_head, set_verified_head
+from ...modeling.head import Head, backbone_inputs, causal_lm_loss, set_verified_head, verified_head
 from ...modeling.layer import causal_lm_of, decoder_layers
 from ...modeling.patch_record import is_bound
 from ...modeling.tiny_model import tiny_model
@@ -336,7 +336,7 @@ def check_stages(model: nn.Module, trust_remote_code: bool = False, head_alone: 
         head_alone: whether the last stage has no layer.
 
     Returns:
-        Its head, as `modeling.head.found_head` has it.
+        Its head, as `modeling.head.verified_head` has it.
 
     Raises:
         ModelError: they do not, or the model has a vision tower.

@@ -1,7 +1,7 @@
 """A model's frozen layers, of which each process keeps a slice: `parallel.shard.weights` for decoder layers of transformers.
 
 Its place is after quantizing and adapters; activation levels and `patch` may come before or after. Embedding and head,
-which are read beside the layers, are never gathered: each process has its rows of the vocabulary (`divide_vocabulary`).
+which are read beside the layers, are never gathered: each process has its rows of the vocabulary (`shard_vocabulary`).
 """
 
 from __future__ import annotations

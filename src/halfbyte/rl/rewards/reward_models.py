@@ -10,7 +10,7 @@ from pathlib import Path
 from ...auxiliary.find import adapter_in, look_over_origin, origin_of
 from ...config import Origin, RunConfig
 from ...config.methods import SCORES
-from ...loading.find import ModelFiles, find_model, preflight_model, local_origin, read_model_config
+from ...loading.find import ModelFiles, find_model, local_origin, preflight_model, read_model_config
 from ...reading.tensors import read_adapter_config
 from ...utils.errors import ConfigError, of_key
 from .specs import MODEL, RewardSpec

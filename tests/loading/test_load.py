@@ -1,0 +1,494 @@
+"""load_model and load_tokenizer on tiny checkpoints of eight families: values, dtypes, and the answers to bad input."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from halfbyte.formats import Blockwise4
+from halfbyte.layers import QuantizedLinear
+from halfbyte.loading import load
+from halfbyte.loading.find import load_model_config
+from halfbyte.loading.load import check_attention, load_model, load_tokenizer
+from halfbyte.tensor import QuantizedTensor
+from halfbyte.utils import notices
+from halfbyte.utils.errors import CheckpointError, ConfigError, ModelError
+
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3Text", "Phi3")
+TOKENS = torch.tensor([[5, 9, 3, 77, 21, 4, 4, 60]])
+
+
+@pytest.fixture(autouse=True)
+def _unsaid():
+    notices.forget()
+
+
+@pytest.fixture
+def damaged(tiny_checkpoint, tmp_path):
+    """A copy of the tiny Llama that a test may break."""
+    return shutil.copytree(tiny_checkpoint(), tmp_path / "tiny-llama")
+
+
+class Watching:
+    """transformers' class for loading; notes whether it may show bars while it does."""
+
+    def __init__(self, cls, seen):
+        self.cls, self.seen = cls, seen
+
+    def from_pretrained(self, *args, **keys):
+        self.seen.append(transformers.utils.logging.is_progress_bar_enabled())
+        return self.cls.from_pretrained(*args, **keys)
+
+
+def original(folder, dtype=torch.float32):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+def quantized_linears(model):
+    return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+
+
+def weights_on_disk(folder):
+    tensors = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+def shard_with(folder, tensor):
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    return folder / index["weight_map"][tensor]
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family(family, tiny_checkpoint):
+    folder = tiny_checkpoint(family)
+    assert len(list(folder.glob("*.safetensors"))) >= 2
+    model, reference = load_model(str(folder), dtype="float32", device="cpu"), original(folder)
+    linears = {name for name, module in reference.named_modules() if isinstance(module, nn.Linear)}
+    found = quantized_linears(model)
+    assert set(found) == linears - {"lm_head"}
+    format_ = Blockwise4("nf4", 64, True)
+    for name, module in found.items():
+        source = reference.get_submodule(name)
+        expected = QuantizedTensor.quantize(source.weight.detach(), format_)
+        assert module.weight.format == format_
+        assert all(torch.equal(part, expected.parts[key]) for key, part in module.weight.parts.items()), name
+        assert not module.weight.requires_grad
+        assert (module.bias is None) == (source.bias is None)
+        source.weight.data = expected.dequantize()
+    rest = {name: p for name, p in model.named_parameters() if not isinstance(p, QuantizedTensor)}
+    for name, parameter in rest.items():
+        assert parameter.dtype == torch.float32
+        assert torch.equal(parameter, reference.get_parameter(name)), name
+    torch.testing.assert_close(logits(model), logits(reference), rtol=1e-5, atol=1e-5)
+    assert not model.training
+
+
+def test_options_reach_the_format(tiny_checkpoint):
+    model = load_model(
+        str(tiny_checkpoint()),
+        bnb_4bit_quant_type="fp4",
+        bnb_4bit_blocksize=128,
+        bnb_4bit_use_double_quant=False,
+        device="cpu",
+    )
+    assert {module.weight.format for module in quantized_linears(model).values()} == {Blockwise4("fp4", 128, False)}
+
+
+def test_bfloat16_checkpoint(tiny_checkpoint):
+    folder = tiny_checkpoint(dtype="bfloat16")
+    model = load_model(str(folder), dtype=torch.bfloat16, device="cpu")
+    stored = weights_on_disk(folder)
+    for name, module in quantized_linears(model).items():
+        expected = QuantizedTensor.quantize(stored[f"{name}.weight"], Blockwise4("nf4", 64, True))
+        assert module.weight.dtype == torch.bfloat16
+        assert torch.equal(module.weight.packed, expected.packed)
+    assert model.lm_head.weight.dtype == torch.bfloat16
+    assert model.model.embed_tokens.weight.dtype == torch.bfloat16
+    assert model.model.norm.weight.dtype == torch.bfloat16
+    assert logits(model).dtype == torch.bfloat16
+
+
+def test_auto_dtype_depends_on_hardware_and_is_logged(tiny_checkpoint):
+    from halfbyte.utils.hardware import compute_dtype
+
+    model = load_model(str(tiny_checkpoint()), device="cpu")
+    chosen = compute_dtype(torch.device("cpu"))
+    assert model.model.norm.weight.dtype == chosen.dtype
+    assert chosen.reason in notices.said()["dtype-cpu"]
+
+
+def test_sixteen_bit_mode(tiny_checkpoint):
+    folder = tiny_checkpoint()
+    model = load_model(str(folder), load_in_4bit=False, dtype="bfloat16", device="cpu")
+    assert not quantized_linears(model)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(logits(model), logits(original(folder, torch.bfloat16)))
+
+
+@pytest.mark.parametrize(("family", "keys"), [("GPTNeoX", {}), ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 64})])
+def test_another_architecture_through_its_linears(family, keys, tiny_checkpoint):
+    folder = tiny_checkpoint(family, **keys)
+    model, reference = load_model(str(folder), dtype="float32", device="cpu"), original(folder)
+    found = quantized_linears(model)
+    head = {"lm_head", "embed_out"}
+    linears = {name for name, module in reference.named_modules() if isinstance(module, nn.Linear)}
+    assert set(found) == linears - head
+    for name, module in found.items():
+        reference.get_submodule(name).weight.data = module.weight.dequantize()
+        assert torch.equal(module.bias, reference.get_submodule(name).bias)
+    torch.testing.assert_close(logits(model), logits(reference), rtol=1e-5, atol=1e-5)
+
+
+def test_an_architecture_without_linears_is_refused(tiny_checkpoint):
+    """GPT-2 has transformers' transposed Conv1D."""
+    folder = tiny_checkpoint("GPT2", n_embd=64, n_layer=2, n_head=4, n_positions=64)
+    with pytest.raises(ModelError, match=r"Conv1D"):
+        load_model(str(folder), device="cpu")
+
+
+@pytest.mark.parametrize(("longest", "shown"), [(2**31, False), (1, True)])
+def test_a_progress_bar_is_shown_for_large_checkpoints(tiny_checkpoint, monkeypatch, longest, shown):
+    seen = []
+    monkeypatch.setattr(load, "LARGE_CHECKPOINT", longest)
+    monkeypatch.setattr(load, "auto_class", lambda config: Watching(transformers.AutoModelForCausalLM, seen))
+    load_model(str(tiny_checkpoint()), device="cpu")
+    assert seen == [shown]
+
+
+def test_one_file_checkpoint(tiny_checkpoint, tmp_path):
+    original(tiny_checkpoint()).save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").exists()
+    one, many = (load_model(str(folder), dtype="float32", device="cpu") for folder in (tmp_path, tiny_checkpoint()))
+    assert torch.equal(logits(one), logits(many))
+
+
+def test_saved_and_loaded_again(tiny_checkpoint, tmp_path):
+    model = load_model(
+        str(tiny_checkpoint()), dtype="float32", bnb_4bit_quant_type="fp4", bnb_4bit_blocksize=32, device="cpu"
+    )
+    model.save_pretrained(tmp_path, max_shard_size="50KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) >= 2
+    again = load_model(str(tmp_path), dtype="float32", device="cpu")
+    one, other = quantized_linears(model), quantized_linears(again)
+    assert one.keys() == other.keys()
+    for name, module in one.items():
+        assert module.weight.format == other[name].weight.format
+        assert all(torch.equal(part, other[name].weight.parts[key]) for key, part in module.weight.parts.items())
+    assert torch.equal(logits(model), logits(again))
+
+
+# ---- checkpoints of bitsandbytes
+
+
+@pytest.fixture(scope="module")
+def bitsandbytes_checkpoint(tiny_checkpoint, tmp_path_factory):
+    """The tiny Llama as transformers and bitsandbytes quantize and save it on a CPU."""
+    pytest.importorskip("bitsandbytes")
+    folder = tmp_path_factory.mktemp("bnb")
+    config = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tiny_checkpoint(), quantization_config=config, device_map={"": "cpu"}, dtype=torch.bfloat16
+    )
+    model.save_pretrained(folder, max_shard_size="50KB")
+    return folder
+
+
+def test_bitsandbytes_checkpoint_keeps_its_bytes(bitsandbytes_checkpoint):
+    model = load_model(str(bitsandbytes_checkpoint), dtype="bfloat16", device="cpu")
+    stored, found = weights_on_disk(bitsandbytes_checkpoint), quantized_linears(model)
+    assert len(found) == 14
+    for name, module in found.items():
+        entries = module.state_dict()
+        for suffix, value in entries.items():
+            assert torch.equal(value, stored[f"{name}.{suffix}"]), f"{name}.{suffix}"
+    assert "prequantized" in notices.said()
+
+
+def test_bitsandbytes_8bit_checkpoint_keeps_its_bytes(tiny_checkpoint, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    config = transformers.BitsAndBytesConfig(load_in_8bit=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tiny_checkpoint(), quantization_config=config, device_map={"": "cpu"}, dtype=torch.float16
+    )
+    theirs.save_pretrained(tmp_path)
+    found = quantized_linears(load_model(str(tmp_path), dtype="bfloat16", device="cpu"))
+    stored = weights_on_disk(tmp_path)
+    assert len(found) == 14
+    for name, module in found.items():
+        assert torch.equal(module.weight.parts["codes"], stored[f"{name}.weight"]), name
+        assert torch.equal(module.weight.parts["absmax"], stored[f"{name}.SCB"]), name
+    assert "(int8)" in notices.said()["prequantized"]
+
+
+def test_what_we_save_loads_in_bitsandbytes(tiny_checkpoint, tmp_path):
+    bnb = pytest.importorskip("bitsandbytes")
+    model = load_model(str(tiny_checkpoint()), dtype="bfloat16", device="cpu")
+    model.save_pretrained(tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, device_map={"": "cpu"}, dtype=torch.bfloat16)
+    for name, module in quantized_linears(model).items():
+        their_weight = theirs.get_submodule(name).weight
+        assert isinstance(their_weight, bnb.nn.Params4bit)
+        theirs_by_suffix = their_weight.quant_state.as_dict(packed=True) | {"": their_weight.data}
+        for suffix, value in module.weight.format.to_state(
+            module.weight.parts, module.weight.shape, torch.bfloat16
+        ).items():
+            assert torch.equal(theirs_by_suffix[suffix].view(-1), value.view(-1)), f"{name}.{suffix}"
+
+
+def edit_config(folder, **keys):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | keys))
+
+
+@pytest.mark.parametrize(
+    ("entry", "named"),
+    [
+        (
+            {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False},
+            "16 bits",
+        ),
+        ({"quant_method": "gptq", "bits": 3}, "gptq"),
+        ({"quant_method": "aqlm"}, "aqlm"),
+    ],
+)
+def test_other_quantized_checkpoints_are_refused_by_name(damaged, entry, named):
+    edit_config(damaged, quantization_config=entry)
+    with pytest.raises((ModelError, CheckpointError), match=named):
+        load_model(str(damaged), device="cpu")
+
+
+def test_a_4bit_checkpoint_is_not_loaded_in_16_bits(bitsandbytes_checkpoint):
+    with pytest.raises(ModelError):
+        load_model(str(bitsandbytes_checkpoint), load_in_4bit=False, device="cpu")
+
+
+def test_damaged_entry_of_a_quantized_checkpoint(bitsandbytes_checkpoint, tmp_path):
+    folder = shutil.copytree(bitsandbytes_checkpoint, tmp_path / "copy")
+    name = "model.layers.1.mlp.up_proj.weight.absmax"
+    file = shard_with(folder, name)
+    tensors = load_file(file)
+    tensors[name] = tensors[name][:-1].clone()
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight\.absmax"):
+        load_model(str(folder), device="cpu")
+
+
+def test_missing_entry_of_a_quantized_checkpoint(bitsandbytes_checkpoint, tmp_path):
+    folder = shutil.copytree(bitsandbytes_checkpoint, tmp_path / "copy")
+    name = "model.layers.1.mlp.up_proj.weight.nested_absmax"
+    file = shard_with(folder, name)
+    tensors = load_file(file)
+    del tensors[name]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight"):
+        load_model(str(folder), device="cpu")
+
+
+# ---- bad input
+
+
+def test_missing_folder_suggests_its_neighbour(damaged):
+    with pytest.raises(ModelError):
+        load_model(str(damaged.parent / "tiny-lama"))
+
+
+def test_folder_without_config(tmp_path):
+    with pytest.raises(ModelError, match=r"config\.json"):
+        load_model(str(tmp_path))
+
+
+def test_config_that_is_not_json(damaged):
+    (damaged / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config.json:1:.*JSON"):
+        load_model(str(damaged))
+
+
+def test_folder_without_weights(damaged):
+    for file in damaged.glob("*.safetensors*"):
+        file.unlink()
+    with pytest.raises(CheckpointError, match="tiny-llama"):
+        load_model(str(damaged), device="cpu")
+
+
+def test_missing_shard(damaged):
+    shard_with(damaged, "model.norm.weight").unlink()
+    with pytest.raises(CheckpointError, match=r"model-0000\d-of-0000\d\.safetensors"):
+        load_model(str(damaged), device="cpu")
+
+
+def test_truncated_shard(damaged):
+    file = shard_with(damaged, "model.norm.weight")
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(CheckpointError, match=f"{file.name}"):
+        load_model(str(damaged), device="cpu")
+
+
+@pytest.mark.parametrize("length", [0, 3, 100])
+def test_shard_truncated_in_its_header(damaged, length):
+    file = shard_with(damaged, "model.norm.weight")
+    file.write_bytes(file.read_bytes()[:length])
+    with pytest.raises(CheckpointError, match=f"{file.name}"):
+        load_model(str(damaged), device="cpu")
+
+
+def test_shard_that_is_another_file(damaged):
+    file = shard_with(damaged, "model.norm.weight")
+    file.write_bytes((16).to_bytes(8, "little") + b"<html></html>   " + bytes(100))
+    with pytest.raises(CheckpointError, match=f"{file.name}"):
+        load_model(str(damaged), device="cpu")
+
+
+def test_index_that_is_not_json(damaged):
+    (damaged / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json"):
+        load_model(str(damaged), device="cpu")
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+@pytest.mark.parametrize("in_4bit", [True, False])
+def test_missing_tensor(damaged, name, in_4bit):
+    file = shard_with(damaged, name)
+    tensors = load_file(file)
+    del tensors[name]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        load_model(str(damaged), load_in_4bit=in_4bit, device="cpu")
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+@pytest.mark.parametrize("in_4bit", [True, False])
+def test_misshapen_tensor(damaged, name, in_4bit):
+    file = shard_with(damaged, name)
+    tensors = load_file(file)
+    tensors[name] = tensors[name][:-1].clone()
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        load_model(str(damaged), load_in_4bit=in_4bit, device="cpu")
+
+
+def test_weight_with_nan_is_named(damaged):
+    name = "model.layers.1.mlp.up_proj.weight"
+    file = shard_with(damaged, name)
+    tensors = load_file(file)
+    tensors[name][3, 3] = float("nan")
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj.*NaN"):
+        load_model(str(damaged), device="cpu")
+
+
+def test_unknown_dtype(tiny_checkpoint):
+    with pytest.raises(ModelError, match="bf61"):
+        load_model(str(tiny_checkpoint()), dtype="bf61", device="cpu")
+
+
+def test_a_model_that_is_no_causal_lm(damaged):
+    edit_config(damaged, model_type="t5", architectures=["T5ForConditionalGeneration"])
+    with pytest.raises(ModelError, match="causal"):
+        load_model(str(damaged), device="cpu")
+
+
+def test_config_is_read_without_weights(damaged):
+    for file in damaged.glob("*.safetensors"):
+        file.unlink()
+    assert load_model_config(str(damaged)).hidden_size == 64
+
+
+# ---- tokenizers
+
+
+def write_tokenizer(folder, **special):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {word: index for index, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", "a", "b"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return str(folder)
+
+
+def test_tokenizer_without_eos(tmp_path):
+    with pytest.raises(ModelError, match="EOS"):
+        load_tokenizer(write_tokenizer(tmp_path, pad_token="<pad>"))
+
+
+def test_tokenizer_without_pad(tmp_path):
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, eos_token="</s>"))
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 2
+    assert "pad-token" in notices.said()
+
+
+def test_tokenizer_with_both_is_left_alone(tmp_path):
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, eos_token="</s>", pad_token="<pad>"))
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 2)
+    assert not notices.said()
+
+
+def test_folder_without_tokenizer(tiny_checkpoint):
+    with pytest.raises(ModelError, match="tokenizer"):
+        load_tokenizer(str(tiny_checkpoint()))
+
+
+def test_chat_template_from_a_file(tmp_path):
+    folder = write_tokenizer(tmp_path, eos_token="</s>", pad_token="<pad>")
+    (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}")
+    tokenizer = load_tokenizer(folder, chat_template_path=str(tmp_path / "chat.jinja"))
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "a b"}], tokenize=False) == "a b"
+    with pytest.raises(ModelError, match=r"absent\.jinja"):
+        load_tokenizer(folder, chat_template_path=str(tmp_path / "absent.jinja"))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("foo", "foo: Specified .* is not supported"),
+        ("flash_attention_2", "flash_attention_2: FlashAttention2 .* installed"),
+        ("kernels-community/flash-attn2", "kernels-community/flash-attn2: .*kernels.* not installed"),
+        ("flex_attention", "flex_attention computes no gradients on a CPU"),
+    ],
+)
+def test_unavailable_attention_is_named_with_its_key(tiny_checkpoint, name, why):
+    folder, cpu = tiny_checkpoint(), torch.device("cpu")
+    with pytest.raises(ConfigError, match=f"attn_implementation: ({why})") as found:
+        check_attention(load_model_config(str(folder)), name, cpu, trains=True)
+    assert "attn_implementation" in found.value.fix
+    if name != "flex_attention":  # which evaluates
+        with pytest.raises(ConfigError, match="attn_implementation: "):
+            load_model(str(folder), device="cpu", attn_implementation=name)
+
+
+def test_head_width_below_flex_attentions_minimum_is_named(tiny_checkpoint):
+    config = load_model_config(str(tiny_checkpoint(head_dim=8)))
+    with pytest.raises(ConfigError, match=r"16.*8"):
+        check_attention(config, "flex_attention", torch.device("cuda"), trains=True)
+    for fine in (None, "eager", "sdpa"):
+        check_attention(config, fine, torch.device("cpu"), trains=True)
+
+
+@pytest.mark.gpu
+def test_flex_attention_trains_on_a_gpu(tiny_checkpoint):
+    inputs = torch.randint(3, 128, (2, 40), device="cuda")
+    losses = []
+    for name in ("sdpa", "flex_attention"):
+        model = load_model(str(tiny_checkpoint(head_dim=16)), attn_implementation=name, load_in_4bit=False)
+        loss = model.requires_grad_(True)(inputs, labels=inputs).loss
+        loss.backward()
+        losses.append(loss.item())
+        assert model.model.layers[0].self_attn.q_proj.weight.grad.any()
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)

@@ -1,0 +1,379 @@
+"""Mixed formats under a budget: the optimum, the measured errors, held-back text, and the written file."""
+
+import functools
+import itertools
+import json
+import re
+
+import pytest
+import torch
+import transformers
+from typer.testing import CliRunner
+
+from halfbyte.cli.app import app
+from halfbyte.config import load_config
+from halfbyte.formats import named
+from halfbyte.layers import QuantizedLinear
+from halfbyte.loading.load import load_model, load_tokenizer
+from halfbyte.loading.mixed_formats import Option, best, loss_with_formats, lower_hull, measurable_stacks, measure, mix
+from halfbyte.modeling.architectures import count_unquantized_stacks
+from halfbyte.modeling.head import causal_lm_loss
+from halfbyte.tensor import QuantizedTensor
+from halfbyte.utils import notices
+from halfbyte.utils.errors import ModelError
+from tests.helpers.expert_models import TOKENS, mixture
+
+FORMATS = {name: named(name) for name in ("nf4", "fp4", "blockwise4:nf4:32:plain")}
+SMALL = {name: named(name) for name in ("nf4", "hqq4", "kbit2", "kbit3", "kbit4", "kbit5")}
+
+
+@pytest.fixture(autouse=True)
+def _unsaid():
+    notices.forget()
+
+
+def options(seed, layers=4):
+    """Layers of 100 weights with a random, decreasing error at 2, 3, 4, 5 and 16 bits."""
+    generator = torch.Generator().manual_seed(seed)
+    made = {}
+    for index in range(layers):
+        errors = torch.rand(4, generator=generator).sort(descending=True).values.tolist()
+        cheap = [Option(f"{bits}", 100 * bits / 8, error) for bits, error in zip((2, 3, 4, 5), errors, strict=True)]
+        made[f"layer{index}"] = [*cheap, Option("16bit", 200, 0.0)]
+    return made
+
+
+def test_lower_hull():
+    points = [(1, 10.0), (2, 9.0), (3, 2.0), (4, 2.5), (5, 1.0), (9, 0.0), (9, 3.0)]
+    hull = lower_hull(Option(str(size), size, error) for size, error in points)
+    assert [(option.nbytes, option.error) for option in hull] == [(1, 10.0), (3, 2.0), (5, 1.0), (9, 0.0)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_mixture_of_the_same_size_is_better(seed):
+    """Against all 5⁴ choices: whatever loses less than the greedy one takes more memory than it."""
+    made = options(seed)
+    for bits in (2.0, 2.6, 4.1, 7.5, 16.0):
+        found = mix(made, bits)
+        size = sum(option.nbytes for option in found.layers.values())
+        assert found.bits == pytest.approx(8 * size / 400)
+        assert found.bits <= bits
+        fits = [
+            sum(option.error for option in choice)
+            for choice in itertools.product(*made.values())
+            if sum(option.nbytes for option in choice) <= 400 * bits / 8
+        ]
+        largest_step = max(
+            one.error - two.error for each in made.values() for one, two in itertools.pairwise(lower_hull(each))
+        )
+        assert min(fits) <= found.error + 1e-12
+        assert found.error <= min(fits) + largest_step  # all but the last step that did not fit
+    assert {option.format for option in mix(made, 16.0).layers.values()} == {"16bit"}
+    assert {option.format for option in mix(made, 2.0).layers.values()} == {"2"}
+
+
+def test_a_budget_below_the_smallest_formats_is_refused():
+    with pytest.raises(ModelError, match=r"1\.9 bits.*take 2\.000"):
+        mix(options(0), 1.9)
+
+
+def test_patterns_name_layers_that_differ_from_the_most_common_format():
+    small, large = Option("nf4", 1, 0.1), Option("16bit", 2, 0.0)
+    found = mix({"a.x": [small, large], "a.y": [small, large], "b.x": [Option("nf4", 1, 0.5), large]}, 12)
+    assert found.patterns() == {"b.x": "16bit", "*": "nf4"}
+
+
+def tiny_batches():
+    rows = [torch.tensor([[5, 9, 3, 77, 21]]), torch.tensor([[4, 60, 7]])]
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def test_errors_are_the_second_order_increase_of_the_loss(tiny_checkpoint):
+    """½ Σ (g·δ)² over the tokens, from a plain backward of the whole model; and the model is as it was."""
+    model = load_model(str(tiny_checkpoint()), load_in_4bit=False, dtype="float32", device="cpu").train()
+    before = {name: (parameter.clone(), parameter.requires_grad) for name, parameter in model.named_parameters()}
+    found = measure(model, FORMATS, tiny_batches())
+    assert len(found) == 14
+    assert "lm_head" not in found
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name][0])
+        assert parameter.requires_grad == before[name][1]
+        assert parameter.grad is None
+    assert not any(m._forward_pre_hooks or m._forward_hooks or "forward" in vars(m) for m in model.modules())
+
+    name, seen = "model.layers.1.mlp.down_proj", []
+    linear = model.get_submodule(name).requires_grad_(True)
+
+    def keep(module, args, output):
+        output.retain_grad()
+        seen.append((args[0].detach()[0], output))
+
+    linear.register_forward_hook(keep)
+    for batch in tiny_batches():
+        model(**batch).loss.mul(batch["labels"].numel() - 1).backward()
+    by_name = {option.format: option for option in found[name]}
+    assert by_name["16bit"] == Option("16bit", 2 * 64 * 96, 0.0)
+    for key, format_ in FORMATS.items():
+        stored = QuantizedTensor.quantize(linear.weight.detach(), format_)
+        error = stored.dequantize() - linear.weight.detach()
+        rises = [0.5 * (x @ error.T * output.grad[0]).sum(-1).square().sum() for x, output in seen]
+        assert by_name[key].error == pytest.approx(float(sum(rises)) / 6, rel=1e-3)  # of 4 + 2 predicted tokens
+        assert by_name[key].nbytes == stored.nbytes
+
+
+EXPERTS = {key: named(key) for key in ("kbit3", "nf4")}
+BATCH = {"input_ids": TOKENS, "labels": TOKENS}
+
+
+@pytest.mark.parametrize("name", ["Qwen3Moe", "DeepseekV3"])
+def test_experts_are_measured_by_their_own_tokens(name, monkeypatch):
+    """Against the products of transformers' own loop over experts."""
+    model = mixture(name)
+    found, stacks = measure(model, EXPERTS, [BATCH]), measurable_stacks(model)
+    matrices = {}  # by where they lie
+    for key, each in stacks.items():
+        assert "forward" not in vars(each.module)
+        (stack,) = each.matrices().values()
+        matrices |= {matrix.data_ptr(): (key, matrix) for matrix in stack}
+        each.module.config._experts_implementation = "eager"
+    products, linear = [], torch.nn.functional.linear
+
+    def watched(x, weight, bias=None):
+        result = linear(x, weight, bias)
+        if weight.data_ptr() in matrices:
+            result.retain_grad()
+            products.append((*matrices[weight.data_ptr()], x.detach(), result))
+        return result
+
+    monkeypatch.setattr(torch.nn.functional, "linear", watched)
+    loss, count = causal_lm_loss(model.requires_grad_(True), BATCH)
+    loss.backward()
+    assert {key for key, *_ in products} == stacks.keys()
+    for key, each in stacks.items():
+        by_name = {option.format: option for option in found[key]}
+        assert by_name["16bit"].nbytes == 2 * sum(stack.numel() for stack in each.matrices().values())
+        own = [(matrix, x, result) for other, matrix, x, result in products if other == key]
+        for format_key, format_ in EXPERTS.items():
+            errors = [QuantizedTensor.quantize(matrix, format_).dequantize() - matrix for matrix, *_ in own]
+            rises = [
+                0.5 * (linear(x, error) * result.grad).sum(-1).square().sum()
+                for error, (_, x, result) in zip(errors, own, strict=True)
+            ]
+            reached = sum(len(x) > 0 for _, x, _ in own)
+            assert by_name[format_key].error == pytest.approx(float(sum(rises)) * 4 / reached / int(count), rel=1e-3)
+            (stack,) = each.matrices().values()
+            stored = QuantizedTensor.quantize(stack, format_.stacked())
+            assert by_name[format_key].nbytes == stored.nbytes
+
+
+@pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
+def test_losses_of_a_mixture_are_those_of_the_stored_model(name, tmp_path):
+    """gpt-oss' stacks lie transposed, so both of a layer have one format."""
+    mixture(name).save_pretrained(tmp_path)
+    model = load_model(str(tmp_path), load_in_4bit=False, dtype="float32", device="cpu")
+    stacks = measurable_stacks(model)
+    assert len(stacks) == {"Qwen3Moe": 4, "GptOss": 2}[name]
+    found = loss_with_formats(model, dict.fromkeys(stacks, named("kbit3")), [BATCH])
+    patterns = dict.fromkeys(stacks, "kbit3") | {"*": "16bit"}
+    stored = load_model(str(tmp_path), quantization=patterns, dtype="float32", device="cpu")
+    with torch.no_grad():
+        loss, count = causal_lm_loss(stored, BATCH)
+    assert found == pytest.approx(float(loss) / int(count), rel=1e-6)
+    whole = load_model(str(tmp_path), load_in_4bit=False, dtype="float32", device="cpu")
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), whole.parameters(), strict=True))
+
+
+def test_experts_without_tokens_get_the_mean_error_with_a_notice():
+    model = mixture("Qwen3Moe", num_experts=16)
+    few = {"input_ids": TOKENS[:, :2], "labels": TOKENS[:, :2]}
+    found = measure(model, EXPERTS, [few])
+    assert re.match(r"no token of the calibration text reached \d+ of 32 experts", notices.said()["mix-unreached"])
+    assert all(option.error > 0 for option in found["model.layers.0.mlp.experts.down_proj"][1:])
+
+
+def test_convolutions_are_not_counted_as_experts():
+    """Their weights have three dimensions, too."""
+    model = transformers.MambaForCausalLM(transformers.MambaConfig(vocab_size=128, hidden_size=64, num_hidden_layers=1))
+    assert measurable_stacks(model) == {}
+    assert count_unquantized_stacks(model) == 0
+    assert "backbone.layers.0.mixer.in_proj" in measure(model.eval(), EXPERTS, [BATCH])
+
+
+def test_a_format_that_stores_no_experts_is_refused_before_anything_is_measured():
+    with pytest.raises(ModelError, match="down_proj") as refused:
+        measure(mixture("Qwen3Moe"), EXPERTS | {"large": named("blockwise4:nf4:4096:plain")}, [])
+    assert "kbit3" in refused.value.fix
+
+
+def test_one_decoder_layer_at_a_time_has_activations(tiny_checkpoint):
+    """All layers run without a graph, then each again, the last first, when its gradients are due."""
+    model = load_model(str(tiny_checkpoint()), load_in_4bit=False, dtype="float32", device="cpu")
+    runs = []
+    for index, layer in enumerate(model.model.layers):
+        layer.mlp.register_forward_pre_hook(lambda *_, index=index: runs.append((index, torch.is_grad_enabled())))
+    causal_lm_loss(model, tiny_batches()[0])  # the head is probed at the first loss
+    runs.clear()
+    measure(model, FORMATS, tiny_batches()[:1])
+    assert runs == [(0, False), (1, False), (1, True), (0, True)]
+
+
+def test_a_layer_that_no_token_reaches_is_named(tiny_checkpoint):
+    model = load_model(str(tiny_checkpoint()), load_in_4bit=False, dtype="float32", device="cpu")
+    with pytest.raises(ModelError, match=r"model\.layers\.0"):
+        measure(model, FORMATS, [])
+
+
+def test_a_nan_gradient_is_named(tiny_checkpoint):
+    model = load_model(str(tiny_checkpoint()), load_in_4bit=False, dtype="float32", device="cpu")
+    model.model.norm.weight.data[0] = float("nan")
+    with pytest.raises(ModelError, match=r"NaN.*model\.layers\.1"):
+        measure(model, FORMATS, tiny_batches())
+    assert not any(m._forward_hooks or "forward" in vars(m) for m in model.modules())
+
+
+def test_losses_are_those_of_the_stored_model(tiny_checkpoint):
+    folder = str(tiny_checkpoint())
+    model = load_model(folder, load_in_4bit=False, dtype="float32", device="cpu")
+    down = {name: named("kbit3") for name, _ in model.named_modules() if name.endswith("down_proj")}
+    found = loss_with_formats(model, down, tiny_batches())
+    stored = load_model(folder, quantization={"*.down_proj": "kbit3", "*": "16bit"}, dtype="float32", device="cpu")
+    with torch.no_grad():
+        losses = [causal_lm_loss(stored, batch) for batch in tiny_batches()]
+    assert found == pytest.approx(float(sum(loss for loss, _ in losses)) / 6, rel=1e-6)
+    whole = load_model(folder, load_in_4bit=False, dtype="float32", device="cpu")
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), whole.parameters(), strict=True))
+    model.model.layers[1].mlp.down_proj.weight.data[0, 0] = float("nan")
+    with pytest.raises(ModelError, match="down_proj"):  # a failure half-way leaves the weights alone, too
+        loss_with_formats(model, down, tiny_batches())
+    assert model.model.layers[0].mlp.down_proj.weight.equal(whole.model.layers[0].mlp.down_proj.weight)
+
+
+@pytest.fixture(scope="module")
+def stories(shared):
+    """A trained model of 260,000 weights; what `measure` finds; text that is held back; the loss of layers stored in
+    formats on text that neither has seen."""
+    from benchmarks.llama2c import read_model, read_tokenizer
+
+    folder = shared / "data"
+    model = read_model(folder / "weights" / "stories260K.bin").eval()
+    tokenizer = read_tokenizer(folder / "weights" / "tok512.bin", model.config.vocab_size)
+    text = (folder / "datasets" / "tinystories" / "train_slice.txt").read_text(encoding="utf-8")[:60_000]
+    rows = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])[: 36 * 512].view(-1, 512)
+    measured_on, held_back, unseen = ([{"input_ids": part, "labels": part}] for part in rows.split(12))
+    options = measure(model, SMALL, measured_on)
+
+    @functools.cache
+    def unseen_loss(*layers):
+        return loss_with_formats(model, {name: SMALL[key] for name, key in zip(options, layers, strict=True)}, unseen)
+
+    return model, options, held_back, unseen_loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [3.6, *(pytest.param(bits, marks=pytest.mark.slow) for bits in (4.4, 4.8, 5.42))])
+def test_never_worse_than_a_uniform_format(stories, bits):
+    model, options, held_back, unseen_loss = stories
+    found, losses = best(model, SMALL, options, bits, held_back)
+    assert found.bits <= bits
+    alone = losses.keys() - {"mixture"}
+    assert alone == {key for key in SMALL if _bits(options, key) <= bits}
+    chosen = unseen_loss(*(found.layers[name].format for name in options))
+    for key in alone:
+        assert chosen <= unseen_loss(*[key] * len(options)), key
+
+
+def _bits(options, key):
+    sizes = [{option.format: option.nbytes for option in each} for each in options.values()]
+    return 16 * sum(size[key] for size in sizes) / sum(size["16bit"] for size in sizes)
+
+
+@pytest.mark.slow
+def test_a_mixture_that_the_held_back_text_refutes_is_not_taken(stories):
+    """Estimates that call the coarsest format perfect: nf4 alone wins, and 16 bits alone where they fit."""
+    model, options, held_back, _ = stories
+    linears = {name: model.get_submodule(name).weight for name in options}
+    wrong = {
+        name: [
+            Option("16bit", 2 * weight.numel(), 0.0),
+            *(Option(key, SMALL[key].bits_per_weight(tuple(weight.shape)) * weight.numel() / 8, error)
+              for key, error in (("nf4", 1.0), ("kbit2", 0.0))),
+        ]
+        for name, weight in linears.items()
+    }  # fmt: skip
+    formats = {key: SMALL[key] for key in ("nf4", "kbit2")}
+    found, losses = best(model, formats, wrong, 6.0, held_back)
+    assert {option.format for option in found.layers.values()} == {"nf4"}
+    assert losses["nf4"] < losses["mixture"] == losses["kbit2"]
+    assert found.bits == pytest.approx(_bits(wrong, "nf4"))
+    found, losses = best(model, formats, wrong, 16.0, held_back)
+    assert {option.format for option in found.layers.values()} == {"16bit"}
+
+
+def test_the_command_writes_what_quantization_takes(shared, tmp_path):
+    model = shared / "models" / "llama-40m"
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 160)
+    command = ["mix", str(model), str(tmp_path / "text.txt"), "--bits", "4.2", "--tokens", "1"]
+    result = CliRunner().invoke(app, [*command, "--formats", "nf4,blockwise4:nf4:32:nested"])
+    assert result.exit_code == 0, result.output
+    assert "bits per weight" in result.stderr
+    assert re.search(r"loss on text that was not measured on: .*nf4 \d\.\d{4}", result.stderr)
+    assert re.search("nf4 in every layer is no worse|the mixture is better", result.stderr)
+    (tmp_path / "mixed.yaml").write_text(result.stdout)
+    keys = {"model_name_or_path": str(model), "dataset": "x", "quantization": str(tmp_path / "mixed.yaml")}
+    patterns = load_config(None, keys).quantization
+    loaded = load_model(str(model), quantization=patterns, device="cpu")
+    weights = [module.weight for module in loaded.modules() if isinstance(module, QuantizedLinear)]
+    assert len(weights) >= 60
+    stored = {weight.format.spec for weight in weights}
+    assert stored <= {"blockwise4:nf4:64:nested", "blockwise4:nf4:32:nested"}
+    bits = 8 * sum(weight.nbytes for weight in weights) / sum(weight.numel() for weight in weights)
+    assert 4.14 < bits <= 4.2
+
+
+def test_too_little_text_is_refused_before_measuring(shared, tmp_path):
+    (tmp_path / "text.txt").write_text("The quick brown fox.\n" * 4)
+    result = CliRunner().invoke(app, ["mix", str(shared / "models" / "llama-40m"), str(tmp_path / "text.txt")])
+    assert result.exit_code != 0
+
+
+def test_wrong_requests_of_the_command(shared, tmp_path):
+    model = str(shared / "models" / "llama-40m")
+    (tmp_path / "text.txt").write_text("The quick brown fox.\n" * 40)
+    result = CliRunner().invoke(app, ["mix", model, str(tmp_path / "text.txt"), "--formats", "nf5"])
+    assert result.exit_code == 2
+    assert "--formats nf5:" in result.output
+
+
+@pytest.fixture(scope="module")
+def language(shared, tmp_path_factory):
+    """llama-40m, text for `halfbyte mix`, and the perplexity of other text for what `quantization:` takes."""
+    from benchmarks.quality import perplexity, windows
+
+    model, texts = str(shared / "models" / "llama-40m"), tmp_path_factory.mktemp("text")
+    lines = (shared / "data" / "datasets" / "validation.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = [lines[index] for index in torch.randperm(len(lines), generator=torch.Generator().manual_seed(0)).tolist()]
+    for name, part in (("calibration", lines[::2]), ("unseen", lines[1::2])):
+        (texts / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in part), encoding="utf-8")
+    rows = windows(load_tokenizer(model), texts / "unseen.jsonl", 512)[:32]
+
+    @functools.cache
+    def stored_as(quantization):
+        quantization = json.loads(quantization) if quantization.startswith("{") else quantization
+        return perplexity(load_model(model, quantization=quantization, dtype="float32", device="cpu"), rows)
+
+    return model, texts / "calibration.jsonl", stored_as
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("bits", "smaller"), [(4.15, "nf4 kbit3"), (4.5, "kbit4 nf4"), (3.5, "kbit3")])
+def test_a_mixture_is_no_worse_than_a_format_of_its_size(language, tmp_path, bits, smaller):
+    """At 4.15 bits, the sum of layers' relative errors selected a mixture worse than nf4, which was an option."""
+    model, text, stored_as = language
+    command = ["mix", model, str(text), "--bits", str(bits), "--tokens", "2048", "--formats", "nf4,kbit3,kbit4,kbit5"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    (tmp_path / "mixed.yaml").write_text(result.stdout)
+    keys = {"model_name_or_path": model, "dataset": "x", "quantization": str(tmp_path / "mixed.yaml")}
+    found = stored_as(json.dumps(load_config(None, keys).quantization))
+    for name in smaller.split():
+        assert found <= stored_as(name), name

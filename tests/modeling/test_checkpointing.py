@@ -1,0 +1,232 @@
+"""Activation levels: gradients equal those of `keep`, and saved bytes equal the plan's."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import halfbyte
+from halfbyte.config import RunConfig
+from halfbyte.memory.activations import LEVELS, Shape
+from halfbyte.modeling import checkpointing
+from halfbyte.modeling.adapters import add_adapter
+from halfbyte.modeling.attention import Implementation
+from halfbyte.modeling.head import causal_lm_loss
+from halfbyte.modeling.patch_record import existing_record
+from halfbyte.plan.ledger import Ledger
+from halfbyte.plan.shapes import ModelShapes
+from halfbyte.utils import notices
+from halfbyte.utils.errors import ModelError
+from tests.helpers.patch_models import FAMILIES, HYBRIDS, batch, loss_and_gradients, tiny
+
+MIXED = ("checkpoint", "recompute")
+KINDS = ("Qwen3", "Gemma2", "Phi3")  # whose blocks differ from Llama's, each in its own way
+
+
+def slowly(families) -> list:
+    """The families other than Llama and `KINDS`."""
+    return [pytest.param(name, marks=pytest.mark.slow) for name in families if name not in (*KINDS, "Llama")]
+
+
+def gradients(model: nn.Module, inputs: dict, levels) -> tuple[float, dict[str, torch.Tensor]]:
+    """Gradients of a patched copy, with the same random numbers every time."""
+    model = copy.deepcopy(model)
+    halfbyte.patch(model, levels)
+    loss_and_gradients(model, inputs)  # the head's probe comes with the first step
+    torch.manual_seed(3)
+    return loss_and_gradients(model, inputs)
+
+
+def check_equal(model: nn.Module, levels, exact: bool = True) -> None:
+    inputs = batch()
+    expected, found = gradients(model, inputs, "keep"), gradients(model, inputs, levels)
+    assert found[1].keys() == expected[1].keys()
+    assert found[0] == pytest.approx(expected[0], abs=0 if exact else 1e-6)
+    for name, gradient in expected[1].items():
+        if exact:
+            assert torch.equal(found[1][name], gradient), name
+        else:
+            torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("levels", [*(level for level in LEVELS if level != "keep"), MIXED])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_gradients_are_those_of_keep(levels, dropout):
+    check_equal(tiny("Llama", lora_dropout=dropout), levels)
+
+
+@pytest.mark.parametrize("family", [*KINDS, *slowly(FAMILIES)])
+@pytest.mark.parametrize("levels", ["recompute", "recompute_mlp", "checkpoint"])
+def test_every_family(family, levels):
+    check_equal(tiny(family), levels)
+
+
+def test_tiled_level_equals_keep_up_to_rounding(monkeypatch):
+    monkeypatch.setattr(checkpointing, "TILE_ROWS", 20)  # of 54 rows
+    check_equal(tiny("Llama"), "tiled", exact=False)
+    check_equal(tiny("Gemma3Text"), "tiled", exact=False)
+
+
+def test_tiles_draw_the_same_dropout_twice(monkeypatch):
+    """With dropout a tiled forward draws other masks than a whole one, so two tiled runs are compared."""
+    monkeypatch.setattr(checkpointing, "TILE_ROWS", 20)
+    model, inputs = tiny("Llama", lora_dropout=0.3), batch()
+    first, second = gradients(model, inputs, "tiled"), gradients(model, inputs, "tiled")
+    assert first[0] == second[0]
+    assert all(torch.equal(second[1][name], gradient) for name, gradient in first[1].items())
+
+
+def test_gradients_accumulate_over_micro_batches():
+    model, inputs = tiny("Llama"), batch()
+    halfbyte.patch(model, MIXED)
+    _, once = loss_and_gradients(model, inputs)
+    loss, tokens = causal_lm_loss(model, inputs)
+    (loss / tokens).backward()
+    for name, gradient in once.items():
+        torch.testing.assert_close(model.get_parameter(name).grad, 2 * gradient)
+
+
+def test_full_fine_tuning():
+    for level in ("recompute", "recompute_mlp", "checkpoint"):
+        check_equal(tiny("Qwen3", adapter=False), level)
+
+
+def test_mixed_precision_is_restored():
+    """A 16-bit model with fp32 adapters, under autocast as the trainer enters it."""
+    model, inputs = tiny("Llama"), batch()
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.bfloat16()
+
+    def mixed(levels):
+        existing_record = copy.deepcopy(model)
+        halfbyte.patch(existing_record, levels)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss, _ = causal_lm_loss(existing_record, inputs)
+        loss.backward()
+        return {name: p.grad for name, p in existing_record.named_parameters() if p.grad is not None}
+
+    expected = mixed("keep")
+    for level in ("recompute_mlp", "checkpoint"):
+        assert all(torch.equal(gradient, expected[name]) for name, gradient in mixed(level).items())
+
+
+def test_last_gemm_is_not_recomputed(monkeypatch):
+    from halfbyte.autograd.lora import Projections
+
+    counts = {"products": 0}
+    project = Projections._project
+    monkeypatch.setattr(
+        Projections,
+        "_project",
+        staticmethod(lambda *args: (counts.update(products=counts["products"] + 1), project(*args))[1]),
+    )
+    model, inputs = tiny("Llama"), batch()
+    halfbyte.patch(model, "keep")
+    loss_and_gradients(model, inputs)
+    for level, again in {"keep": 0, "recompute_mlp": 2, "checkpoint": 6, "tiled": 6}.items():
+        halfbyte.patch(model, level)
+        counts["products"] = 0
+        loss_and_gradients(model, inputs)
+        assert counts["products"] == 2 * (7 + again), level
+
+
+def test_a_second_backward_is_an_error_as_without_levels():
+    model = tiny("Llama")
+    halfbyte.patch(model, "recompute")
+    loss, _ = causal_lm_loss(model, batch())
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="in-place"):
+        loss.backward()
+
+
+def live_after_forward(model: nn.Module, inputs: dict) -> int:
+    """Bytes alive between forward and backward, excluding the model."""
+    ledger = Ledger()
+    ledger.ignore(iter((*model.parameters(), *model.buffers(), inputs["input_ids"])))
+    with ledger:
+        result = model.get_base_model().model(input_ids=inputs["input_ids"], use_cache=False)
+        return ledger.live * (result is not None)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("family", "dropout"),
+    [("Llama", 0.0), ("Llama", 0.1), ("Qwen3", 0.0), ("Phi3", 0.0), ("Mixtral", 0.0)]
+    + [pytest.param(name, 0.1, marks=pytest.mark.slow) for name in FAMILIES if name not in ("Llama", "Gemma2")],
+)
+def test_saved_bytes_are_those_of_the_plan(family, dropout):
+    sizes = {"hidden_size": 64, "intermediate_size": 160, "head_dim": 16, "max_position_embeddings": 512}
+    inputs = {"input_ids": torch.randint(1, 101, (2, 256))}
+    config = RunConfig(
+        model_name_or_path="m", dataset="d", dtype="float32", load_in_4bit=False, r=4, lora_dropout=dropout
+    )
+    models = []
+    for layers in (1, 2):
+        extra = {"Gemma3Text": {"layer_types": ["full_attention"] * layers}}
+        extra |= {name: {"sliding_window": None} for name in ("Mistral", "Mixtral", "Ministral3")}
+        full = {"sliding_window": 512, "layer_types": ["full_attention"] * layers}
+        extra |= {name: full for name in ("Ministral", "Olmo3", "Exaone4", "Cohere2")}
+        extra |= {name: {"layer_types": ["full_attention", "linear_attention"][:layers]} for name in HYBRIDS}
+        own = full | {"num_kv_shared_layers": 0, "global_head_dim": 16, "intermediate_size": [160] * layers}
+        extra["Gemma3nText"] = own | {"activation_sparsity_pattern": [0.0] * layers}
+        extra["Gemma4Text"] = own | {"intermediate_size": 160}
+        extra["SmolLM3"] = full | {"no_rope_layers": [1] * layers}
+        shape = sizes | {"num_hidden_layers": layers} | extra.get(family, {})
+        models.append(add_adapter(tiny(family, shape=shape, adapter=False), config))  # on experts, too
+    plan = ModelShapes(config, models[1].config, torch.device("cuda"))
+    plan._attention = Implementation("the CPU's, which builds no scores", scores=False, mask=False)
+    for level in ("keep", "recompute", "recompute_mlp", "checkpoint") if plan.fused else ("keep",):
+        found = []
+        for model in models:
+            halfbyte.patch(model, level)
+            found.append(live_after_forward(model, inputs))
+        planned = plan.step(Shape(2, 256), (level,)).layers[-1].saved
+        # `again` keeps the stream in a closure, which hooks do not see but the norm's own node does
+        assert found[1] - found[0] == pytest.approx(planned, rel=0.05), level
+
+
+def test_unpatching_forgets_the_levels():
+    model = tiny("Llama")
+    before = {name: set(module.__dict__) for name, module in model.named_modules()}
+    halfbyte.patch(model, "checkpoint")
+    assert sum(getattr(existing_record(module), "activations", None) is not None for module in model.modules()) == 2
+    halfbyte.unpatch(model)
+    assert {name: set(module.__dict__) for name, module in model.named_modules()} == before
+
+
+@pytest.mark.parametrize(("levels", "message"), [("most", "'most'"), (["keep"] * 3, "3 levels.*2")])
+def test_levels_that_do_not_fit(levels, message):
+    with pytest.raises(ModelError, match=message):
+        halfbyte.patch(tiny("Llama"), levels)
+
+
+def test_transformers_checkpointing_with_levels_is_refused():
+    model = tiny("Llama")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with pytest.raises(ModelError, match="gradient_checkpointing_disable"):
+        halfbyte.patch(model, "checkpoint")
+
+
+def test_a_model_that_is_not_patched_is_left_to_transformers():
+    notices.forget()
+    config = transformers.GPT2Config(vocab_size=101, n_embd=32, n_layer=1, n_head=2)
+    report = halfbyte.patch(transformers.AutoModelForCausalLM.from_config(config), "checkpoint")
+    assert not report.fused
+    assert "activations" in notices.said()
+
+
+def test_evaluation_and_generation_do_not_recompute():
+    model, inputs = tiny("Llama").eval(), batch()
+    with torch.no_grad():
+        expected = model(**inputs).loss
+    halfbyte.patch(model, "tiled")
+    with torch.no_grad():
+        assert model(**inputs).loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    prompt = {"input_ids": torch.randint(1, 101, (2, 7)), "attention_mask": torch.ones(2, 7, dtype=torch.long)}
+    assert model.generate(**prompt, max_new_tokens=4, do_sample=False).shape == (2, 11)

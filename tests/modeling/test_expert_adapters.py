@@ -1,0 +1,179 @@
+"""Adapters on stacked experts: PEFT's own numbers on dequantized weights, its files, and refused requests."""
+
+import pytest
+import torch
+from peft import PeftModel
+from peft.tuners.lora import Linear as LoraLinear
+from safetensors.torch import load_file
+
+from halfbyte.config import RunConfig
+from halfbyte.layers.expert_adapters import expert_wrappers
+from halfbyte.loading.load import load_model
+from halfbyte.modeling.adapters import add_adapter, load_adapter, save_adapter
+from halfbyte.utils import notices
+from halfbyte.utils.errors import ModelError
+from tests.helpers.expert_models import MIXTURES, TOKENS, dequantized, mixture
+
+
+def quantized(name, folder):
+    """The mixture, what `load_model` makes of it, and the twin with the values that it holds."""
+    model = mixture(name)
+    model.save_pretrained(folder)
+    stored = load_model(str(folder), dtype="float32", device="cpu")
+    return stored, dequantized(model, stored)
+
+
+def adapted(model, **keys):
+    config = {"model_name_or_path": "m", "dataset": "d", "output_dir": "o", "r": 4, "lora_alpha": 8.0}
+    torch.manual_seed(5)
+    made = add_adapter(model, RunConfig(**(config | keys)))
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    return made
+
+
+def loss_and_gradients(model):
+    loss = model.train()(TOKENS, labels=TOKENS).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_as_plain_peft_on_dequantized_experts(name, tmp_path):
+    """PEFT folds B·A into the whole stack; the files it reads are those we write."""
+    stored, twin = quantized(name, tmp_path / "model")
+    model = adapted(stored)
+    save_adapter(model, tmp_path / "adapter")
+    plain = PeftModel.from_pretrained(twin, tmp_path / "adapter", is_trainable=True, autocast_adapter_dtype=False)
+    (mine, gradients), (theirs, expected) = loss_and_gradients(model), loss_and_gradients(plain)
+    torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+    assert gradients.keys() == expected.keys()
+    assert sum(".experts." in key for key in gradients) == (4 if name == "DeepseekV3" else 8)
+    for key, gradient in gradients.items():
+        assert (gradient - expected[key]).norm() <= 1e-5 * expected[key].norm(), key
+
+    again = load_adapter(load_model(str(tmp_path / "model"), dtype="float32", device="cpu"), tmp_path / "adapter", "m")
+    with torch.no_grad():
+        torch.testing.assert_close(again(TOKENS).logits, model.eval()(TOKENS).logits, rtol=1e-6, atol=1e-6)
+        with again.disable_adapter():
+            torch.testing.assert_close(again(TOKENS).logits, twin_logits(plain), rtol=1e-6, atol=1e-6)
+
+
+def twin_logits(plain):
+    with plain.disable_adapter():
+        return plain(TOKENS).logits
+
+
+def test_all_linear_takes_experts_and_no_router(tmp_path, caplog):
+    notices.forget()
+    stored, _ = quantized("Qwen3Moe", tmp_path / "model")
+    model = adapted(stored)
+    save_adapter(model, tmp_path)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    experts = {name: tensor for name, tensor in tensors.items() if ".experts." in name}
+    assert not any("gate.weight" in name or ".gate.lora" in name for name in tensors)
+    assert {name.split(".self_attn.")[1].split(".")[0] for name in tensors if "self_attn" in name} == {
+        "q_proj", "k_proj", "v_proj", "o_proj"
+    }  # fmt: skip
+    prefix = "base_model.model.model.layers.0.mlp.experts"  # gate and up inside, down around them
+    assert experts[f"{prefix}.base_layer.lora_A.weight"].shape == (4 * 4, 64)
+    assert experts[f"{prefix}.base_layer.lora_B.weight"].shape == (64, 4 * 4)
+    assert experts[f"{prefix}.lora_A.weight"].shape == (4 * 4, 32)
+    assert f"{sum(t.numel() for t in experts.values()) / 1000000.0:.3g}M" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "targets", ["all-linear", ["q_b_proj", "gate_proj", "up_proj", "down_proj"], r".*(mlp|shared_experts)\.\w+_proj"]
+)
+def test_dense_layers_and_shared_experts(targets, tmp_path):
+    """Dense layers and shared experts that look like routed experts: adapted linears here, and in plain PEFT the same
+    numbers from the same names of tensors."""
+    stored, twin = quantized("DeepseekV3", tmp_path / "model")
+    model = adapted(stored, target_modules=targets, rank_pattern={"down_proj": 2}, alpha_pattern={"up_proj": 3})
+    save_adapter(model, tmp_path / "adapter")
+    ranks = {"down_proj": 2}
+    for name in ("layers.0.mlp", "layers.1.mlp.shared_experts"):
+        for leaf in ("gate_proj", "up_proj", "down_proj"):
+            layer = model.get_submodule(f"base_model.model.model.{name}.{leaf}")
+            assert type(layer) is LoraLinear
+            assert layer.r["default"] == ranks.get(leaf, 4)
+            assert layer.scaling["default"] == (3 if leaf == "up_proj" else 8) / layer.r["default"]
+    plain = PeftModel.from_pretrained(twin, tmp_path / "adapter", is_trainable=True, autocast_adapter_dtype=False)
+    (mine, gradients), (theirs, expected) = loss_and_gradients(model), loss_and_gradients(plain)
+    torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+    assert gradients.keys() == expected.keys()
+    for key, gradient in gradients.items():
+        assert (gradient - expected[key]).norm() <= 1e-5 * expected[key].norm(), key
+
+    again = load_adapter(load_model(str(tmp_path / "model"), dtype="float32", device="cpu"), tmp_path / "adapter", "m")
+    load_adapter(again, tmp_path / "adapter", "m", "second")
+    for name in ("default", "second"):
+        again.set_adapter(name)
+        with torch.no_grad():
+            torch.testing.assert_close(again(TOKENS).logits, model.eval()(TOKENS).logits, rtol=1e-6, atol=1e-6)
+
+
+def test_named_experts_are_adapted(tmp_path):
+    stored, _ = quantized("Qwen3Moe", tmp_path / "model")
+    model = adapted(stored, target_parameters=["experts.down_proj"], rank_pattern={"1.mlp.experts.down_proj": 2})
+    found = dict(expert_wrappers(model))
+    assert [name.rpartition("layers.")[2] for name in found] == [f"{at}.mlp.experts.down_proj" for at in (0, 1)]
+    assert [wrapper.r["default"] for wrapper in found.values()] == [4, 2]
+    stored, _ = quantized("Qwen3Moe", tmp_path / "model")
+    assert not dict(expert_wrappers(adapted(stored, target_parameters=[])))
+    stored, _ = quantized("Qwen3Moe", tmp_path / "model")
+    assert not dict(expert_wrappers(adapted(stored, target_modules=["q_proj"])))
+
+
+def test_16_bit_experts_are_adapted_without_folding(tmp_path):
+    """No parametrization of PEFT's folds a delta into them either."""
+    model = adapted(mixture("Qwen3Moe"))
+    save_adapter(model, tmp_path)
+    plain = PeftModel.from_pretrained(mixture("Qwen3Moe"), tmp_path, is_trainable=True, autocast_adapter_dtype=False)
+    (mine, gradients), (theirs, expected) = loss_and_gradients(model), loss_and_gradients(plain)
+    torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+    for key, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[key], rtol=1e-4, atol=1e-7)
+
+
+def test_dropout(tmp_path):
+    """Dropout on the experts' inputs, which PEFT refuses; the saved adapter loads in PEFT."""
+    stored, twin = quantized("Qwen3Moe", tmp_path / "model")
+    model = adapted(stored, lora_dropout=0.5)
+    losses = {float(loss_and_gradients(model)[0]) for _ in range(3)}
+    assert len(losses) == 3
+    save_adapter(model, tmp_path / "adapter")
+    plain = PeftModel.from_pretrained(twin, tmp_path / "adapter")
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(TOKENS).logits, plain(TOKENS).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_unselected_experts_get_zero_gradient(tmp_path):
+    stored, _ = quantized("Qwen3Moe", tmp_path / "model")
+    model = adapted(stored)
+    model.train()(TOKENS[:1, :1], labels=TOKENS[:1, :1])  # one token, two experts of four
+    loss = model(TOKENS[:1, :1]).logits.square().sum()
+    loss.backward()
+    for _, wrapper in expert_wrappers(model):
+        of_each = wrapper.lora_A["default"].weight.grad.view(4, -1).abs().sum(1)
+        assert (of_each == 0).sum() == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "said"),
+    [
+        (
+            "Qwen3Moe",
+            {"target_parameters": ["experts.gate_proj"]},
+            "'experts.gate_proj'",
+        ),
+        ("Qwen3Moe", {"target_parameters": ["input_layernorm.weight"]}, None),
+        ("Qwen3Moe", {"target_parameters": ["gate_up_proj"], "use_dora": True}, "PEFT.*DoRA"),
+        ("Qwen3Moe", {"rank_pattern": {"experts.up_proj": 2}}, "rank_pattern"),
+    ],
+)
+def test_unknown_names_are_refused(name, keys, said):
+    with pytest.raises(ModelError, match=said):
+        adapted(mixture(name), **keys)

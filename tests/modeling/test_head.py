@@ -1,0 +1,192 @@
+"""causal_lm_loss against the models' own losses: eight families, tied and untied, adapters, packed rows."""
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from halfbyte.modeling.head import causal_lm_loss
+from halfbyte.utils import notices
+
+SHAPE = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "use_cache": True,
+}
+FAMILIES = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 8},
+    "Qwen2": {},
+    "Qwen3": {},
+    "Gemma": {},
+    "Gemma2": {"final_logit_softcapping": 0.5, "sliding_window": 8},
+    "Gemma3Text": {"final_logit_softcapping": 0.7, "sliding_window": 8},
+    "Phi3": {},
+    "Cohere": {"logit_scale": 0.0625},
+    "Granite": {"logits_scaling": 8.0},
+}
+
+
+def tiny(family: str, tied: bool = False, **keys) -> nn.Module:
+    config = getattr(transformers, f"{family}Config")(
+        **{**SHAPE, **FAMILIES.get(family, {}), "tie_word_embeddings": tied, **keys}
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():  # logits large enough that a softcap and a scale matter
+        model.get_output_embeddings().weight.mul_(20)
+    return model.train()
+
+
+def with_adapter(model: nn.Module, **keys) -> nn.Module:
+    model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", **keys))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def padded_batch(rows=3, length=13) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(1, 101, (rows, length))
+    labels = tokens.clone()
+    labels[:, :4] = -100
+    mask = torch.ones_like(tokens)
+    mask[1, 9:] = 0
+    labels[1, 9:] = -100
+    return {"input_ids": tokens, "labels": labels, "attention_mask": mask}
+
+
+def packed_batch(length=14, first=6) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(1, 101, (1, length))
+    labels = tokens.clone()
+    labels[0, 0] = labels[0, first] = -100
+    positions = torch.cat([torch.arange(first), torch.arange(length - first)]).unsqueeze(0)
+    return {"input_ids": tokens, "labels": labels, "position_ids": positions}
+
+
+def assert_same(model: nn.Module, batch: dict[str, torch.Tensor], rtol=1e-5, **keys):
+    """Loss, token count and every trained gradient equal those of the model's own loss."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    loss_sum, tokens = causal_lm_loss(model, batch)
+    assert tokens == (batch["labels"][:, 1:] != -100).sum()
+    gradients = torch.autograd.grad(loss_sum / tokens, list(parameters.values()))
+    expected = model(**batch, use_cache=False).loss  # with a cache, transformers does not isolate packed documents
+    torch.testing.assert_close(loss_sum / tokens, expected, rtol=rtol, atol=0)
+    for name, mine, theirs in zip(
+        parameters, gradients, torch.autograd.grad(expected, list(parameters.values())), strict=True
+    ):
+        assert (mine - theirs).norm() <= rtol * theirs.norm() + 1e-9, name
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    notices.forget()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_with_adapters(family, tied):
+    model = with_adapter(tiny(family, tied))
+    assert_same(model, padded_batch())
+    assert_same(model, packed_batch())
+    assert "full_logits" not in notices.said()
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_full_fine_tuning_trains_the_head(family, tied):
+    assert_same(tiny(family, tied), padded_batch())
+    assert "full_logits" not in notices.said()
+
+
+def test_full_logits_are_never_made(monkeypatch):
+    model = with_adapter(tiny("Llama"))
+    batch = padded_batch()
+    causal_lm_loss(model, batch)
+    head = model.get_base_model().get_output_embeddings()
+    monkeypatch.setattr(head, "forward", lambda *_: pytest.fail("the head was called"))
+    causal_lm_loss(model, batch)
+
+
+def test_dropout_is_the_same_with_and_without_the_probe():
+    first, second = (with_adapter(tiny("Llama"), lora_dropout=0.5) for _ in range(2))
+    second.load_state_dict(first.state_dict())
+    batch = padded_batch()
+    causal_lm_loss(second, batch)
+    losses = []
+    for model in (first, second):
+        torch.manual_seed(1)
+        losses.append(causal_lm_loss(model, batch)[0])
+    assert torch.equal(*losses)
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"modules_to_save": ["lm_head"]}, "ModulesToSaveWrapper, not a plain linear"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "lora.*Linear, not a plain linear"),
+    ],
+)
+def test_trained_head_uses_full_logits(keys, reason):
+    model = get_peft_model(tiny("Llama"), LoraConfig(**{"r": 4, "target_modules": ["q_proj"], **keys}))
+    assert_same(model, padded_batch())
+    assert_notice(reason)
+
+
+def test_a_head_with_bias():
+    assert_same(with_adapter(tiny("Phi")), padded_batch())
+    assert_notice("has a bias")
+
+
+def test_an_unknown_change_of_the_logits():
+    class Louder(transformers.LlamaForCausalLM):
+        def forward(self, *args, labels=None, **keys):
+            output = super().forward(*args, **keys)
+            output.logits = output.logits * 1.5
+            if labels is not None:
+                output.loss = self.loss_function(output.logits, labels, self.config.vocab_size)
+            return output
+
+    model = Louder(transformers.LlamaConfig(**SHAPE))
+    assert_same(model, padded_batch())
+    assert_notice("changes its logits")
+
+
+def test_router_losses_are_included():
+    model = tiny("Mixtral", num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.1)
+    assert_same(model, padded_batch())
+    assert_notice("router")
+
+
+def test_not_a_hugging_face_model():
+    class Wrapped(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.module, self.config = model, model.config
+
+        def forward(self, **keys):
+            return self.module(**keys)
+
+    assert_same(Wrapped(tiny("Llama")), padded_batch())
+    assert_notice("backbone and a head")
+
+
+def test_under_autocast():
+    model = with_adapter(tiny("Llama"))
+    batch = padded_batch()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss_sum, tokens = causal_lm_loss(model, batch)
+        expected = model(**batch, use_cache=False).loss  # with a cache, transformers does not isolate packed documents
+    torch.testing.assert_close(loss_sum / tokens, expected, rtol=1e-3, atol=0)
+
+
+def assert_notice(pattern: str):
+    import re
+
+    assert re.search(pattern, notices.said().get("full_logits", "")), notices.said()

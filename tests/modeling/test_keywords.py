@@ -1,0 +1,65 @@
+"""Keyword arguments of transformers' forwards: caches by any name, and none that is unknown is ignored."""
+
+import inspect
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from halfbyte.modeling.layer import CACHE_KEYWORDS, cache_keyword, check_keywords, given_cache
+from halfbyte.modeling.patch import patch
+from halfbyte.utils.errors import ModelError
+
+
+def tiny():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
+    return LlamaForCausalLM(LlamaConfig(num_attention_heads=2, num_key_value_heads=1, **sizes)).eval()
+
+
+@pytest.mark.parametrize("name", CACHE_KEYWORDS)
+def test_a_cache_is_known_by_each_of_its_names(name):
+    cache = object()
+    assert given_cache({"hidden_states": 1, name: cache}) == {name: cache}
+    assert given_cache({name: None}) == {}
+
+
+def test_the_name_of_a_models_cache_is_that_of_its_forward():
+    model = tiny()
+    assert cache_keyword(model) in inspect.signature(model.forward).parameters
+
+
+def test_an_unknown_keyword_is_named():
+    module = torch.nn.Linear(1, 1)
+    check_keywords(module, {"use_cache": True, "position_ids": torch.zeros(1), "sliding": None})
+    with pytest.raises(ModelError) as found:
+        check_keywords(module, {"new_thing": 1})
+    assert "new_thing" in found.value.message
+    assert "Linear" in found.value.message
+
+
+@pytest.mark.parametrize("place", ["attention", "layer"])
+def test_a_fused_forward_raises_on_a_keyword_it_does_not_know(place):
+    model = tiny()
+    patch(model)
+    x, positions = torch.randn(1, 5, 32), torch.arange(5)[None]
+    angles = model.model.rotary_emb(x, positions)
+    layer = model.model.layers[0]
+    called = layer.self_attn if place == "attention" else layer
+    called(x, position_embeddings=angles, attention_mask=None, position_ids=positions)
+    with pytest.raises(ModelError):
+        called(x, position_embeddings=angles, attention_mask=None, position_ids=positions, kv_memory=torch.zeros(1))
+
+
+def test_a_patched_model_generates_with_a_cache_what_it_generates_without_patch():
+    plain, patched = tiny(), tiny()
+    patch(patched)
+    ids = torch.randint(64, (2, 7))
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(plain.generate(ids, **options), patched.generate(ids, **options))
+    with torch.no_grad():
+        first = patched(ids[:, :5], use_cache=True)
+        name = cache_keyword(patched)
+        second = patched(ids[:, 5:], use_cache=True, **{name: getattr(first, name)})
+        whole = plain(ids)
+    assert torch.allclose(second.logits, whole.logits[:, 5:], atol=1e-5)

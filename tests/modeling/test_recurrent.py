@@ -1,0 +1,231 @@
+"""Replacements for transformers' convolutions and scans, called directly; in models: test_packing."""
+
+import functools
+import importlib
+import inspect
+import itertools
+
+import pytest
+import torch
+import transformers
+
+from halfbyte.data.collate import PackedCollator
+from halfbyte.modeling import recurrent
+from halfbyte.modeling.head import causal_lm_loss
+from halfbyte.modeling.patch import patch
+from halfbyte.modeling.recurrent import REPLACEMENTS, Documents, document_forward, documents_from
+from tests.helpers.patch_models import tiny
+
+LENGTHS = [7, 1, 12, 3, 17]  # of two rows of 20
+
+
+def told(lengths=LENGTHS, empty=0):
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    return {"cu_seq_lens_q": torch.cat([ends, ends[-1:].expand(empty)]).to(torch.int32)}
+
+
+def file_of(family):
+    return importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+
+
+def over_documents(own, tensors, tokens):
+    """`own` of the batch's `tensors` [B, T, ...], a document at a time, without any of these helpers."""
+    rows, length = tensors[0].shape[0], tensors[0].shape[tokens]
+    flat = [x.movedim(tokens, 1).reshape(rows * length, *x.movedim(tokens, 1).shape[2:]) for x in tensors]
+    outputs = []
+    for begin, size in zip(torch.tensor([0, *LENGTHS]).cumsum(0).tolist(), LENGTHS, strict=False):
+        out = own(*(x[None, begin : begin + size].movedim(1, tokens) for x in flat))
+        outputs.append((out[0] if isinstance(out, tuple) else out).movedim(tokens, 1)[0])
+    joined = torch.cat(outputs)
+    return joined.view(rows, length, *joined.shape[1:]).movedim(1, tokens)
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_convolution_begins_anew_with_each_document(activation, biased):
+    own = file_of("qwen3_5").causal_conv1d_fn
+    x, weight = torch.randn(2, 6, 20, requires_grad=True), torch.randn(6, 4, requires_grad=True)
+    bias = torch.randn(6, requires_grad=True) if biased else None
+    expected = over_documents(lambda part: own(part, weight, bias, activation=activation), [x], -1)
+    found = REPLACEMENTS["causal_conv1d_fn"](own, documents_from(told(), 2, 20), x, weight, bias, activation=activation)
+    torch.testing.assert_close(found, expected)
+    wanted = [each for each in (x, weight, bias) if each is not None]
+    upstream = torch.randn_like(found)
+    for left, right in zip(*(torch.autograd.grad(out, wanted, upstream) for out in (found, expected)), strict=True):
+        torch.testing.assert_close(left, right)
+
+
+def scan_of(name):
+    """transformers' function as it is called, its tensors of tokens, and their dimension."""
+    torch.manual_seed(0)
+    heads = lambda *sizes: torch.randn(2, 20, *sizes, requires_grad=True)  # noqa: E731
+    if name == "torch_chunk_gated_delta_rule":
+        own = file_of("qwen3_5").torch_chunk_gated_delta_rule
+        tensors = [heads(4, 8), heads(4, 8), heads(4, 6), -heads(4).abs().detach(), heads(4).sigmoid()]
+        names = ("query", "key", "value", "g", "beta")
+        return own, lambda f, *x: f(*x[:3], **dict(zip(names[3:], x[3:], strict=True)),
+                                    use_qk_l2norm_in_kernel=True), tensors, 1  # fmt: skip
+    if name == "mamba2_chunk_scan":
+        own, rates = file_of("bamba").mamba2_chunk_scan, -torch.rand(4)
+        tensors = [heads(4, 6), heads(4), heads(2, 5), heads(2, 5)]
+        return own, lambda f, x, dt, b, c: f(x, dt, rates, b, c, chunk_size=8, D=torch.ones(4),
+                                             dt_softplus=True), tensors, 1  # fmt: skip
+    own, rates = file_of("jamba").mamba_selective_scan, -torch.rand(6, 5)
+    tensors = [torch.randn(2, size, 20, requires_grad=True) for size in (6, 6, 5, 5, 6)]
+    return own, lambda f, x, dt, b, c, z: f(x, dt, rates, b, c, z=z, delta_softplus=True), tensors, -1
+
+
+@pytest.mark.parametrize("name", ["torch_chunk_gated_delta_rule", "mamba2_chunk_scan", "mamba_selective_scan"])
+def test_a_scan_begins_anew_with_each_document(name):
+    own, call, tensors, tokens = scan_of(name)
+    documents = documents_from(told(), 2, 20)
+    expected = over_documents(lambda *parts: call(own, *parts), tensors, tokens)
+    found = call(lambda *args, **kwargs: REPLACEMENTS[name](own, documents, *args, **kwargs), *tensors)
+    found = found[0] if isinstance(found, tuple) else found
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert (found - call(own, *tensors)[0 if name.startswith("torch") else ...]).abs().max() > 0.1  # it would leak
+    wanted, upstream = [x for x in tensors if x.requires_grad], torch.randn_like(found)
+    for left, right in zip(*(torch.autograd.grad(out, wanted, upstream) for out in (found, expected)), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-5)
+
+
+def test_documents_of_a_batch():
+    found = documents_from(told(empty=3), 2, 20)
+    assert found.places.all == (0, 7, 8, 20, 23, 40)
+    assert documents_from({}, 2, 20) is None
+    assert documents_from(told([20, 20]), 2, 20) is None  # every row is one document
+    assert documents_from(told([20, 20], empty=4), 2, 20) is None
+    assert documents_from(told(), 2, 10) is None  # of rows that are cut: the bounds are those of whole ones
+
+
+def test_layers_of_one_batch_read_the_device_once():
+    kwargs = told()
+    assert documents_from(kwargs, 2, 20).places is documents_from(kwargs, 2, 20).places
+    kwargs["cu_seq_lens_q"].copy_(told([3, 17, 1, 2, 17])["cu_seq_lens_q"])  # a graph's inputs are written in place
+    assert documents_from(kwargs, 2, 20).places.all == (0, 3, 20, 21, 23, 40)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    ["qwen3_5.Qwen3_5GatedDeltaNet", "qwen3_next.Qwen3NextGatedDeltaNet", "kimi_linear.KimiLinearDeltaAttention",
+     "granitemoehybrid.GraniteMoeHybridMambaLayer", "nemotron_h.NemotronHMamba2Mixer", "lfm2.Lfm2ShortConv",
+     "jamba.JambaMambaMixer"],
+)  # fmt: skip
+def test_transformers_calls_these_functions_by_name(layer):
+    """Another name in another version: the probe would find a leak, and every document would be unpacked."""
+    package, name = layer.split(".")
+    cls = getattr(file_of(package), name)
+    called = recurrent._replaced_calls(cls)
+    assert "causal_conv1d_fn" in called
+    assert len(called) > 1 or name == "Lfm2ShortConv"
+    made = document_forward(cls, Documents(torch.tensor([0, 3, 9]), 9))
+    assert list(inspect.signature(made).parameters) == list(inspect.signature(cls.forward).parameters)
+    assert document_forward(cls, None).__code__ is made.__code__
+
+
+def test_layers_of_others_are_left_alone():
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                                 num_attention_heads=2)
+    )  # fmt: skip
+    assert list(recurrent.recurrent_layers(model)) == []
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_delta_rule_is_ours_where_no_kernel_computes_it(monkeypatch, packed):
+    """The path of CPUs, and of flash-linear-attention 0.6 on Hopper with Triton 3.6, whose backward raises."""
+    module = file_of("qwen3_5")
+    layer = module.Qwen3_5GatedDeltaNet(transformers.Qwen3_5TextConfig(hidden_size=32, linear_num_key_heads=2,
+                                                                       linear_num_value_heads=4), 0)  # fmt: skip
+    documents = documents_from(told(), 2, 20) if packed else None
+    x = torch.randn(2, 20, 32)
+    transformers_own = module.torch_chunk_gated_delta_rule
+    with monkeypatch.context() as patch:
+        patch.setattr(recurrent, "_gated", lambda own, *given, **keys: inspect.unwrap(own)(*given, **keys))
+        expected = document_forward(type(layer), documents)(layer, x)
+
+    @functools.wraps(inspect.unwrap(transformers_own))
+    def refusing(*args, **kwargs):
+        raise RuntimeError("see #640")
+
+    monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", refusing)
+    found = document_forward(type(layer), documents)(layer, x)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    monkeypatch.setattr(recurrent, "_uses_fla", lambda x: True)
+    with pytest.raises(RuntimeError, match="640"):
+        document_forward(type(layer), documents)(layer, x)
+
+
+def test_a_rule_with_states_is_transformers_own():
+    """States of a cache are passed in and returned."""
+    own = file_of("qwen3_5").torch_chunk_gated_delta_rule
+    query, key, value = torch.randn(2, 9, 2, 8), torch.randn(2, 9, 2, 8), torch.randn(2, 9, 4, 8)
+    rest = {"g": -torch.rand(2, 9, 4), "beta": torch.rand(2, 9, 4), "use_qk_l2norm_in_kernel": True}
+    _, state = recurrent._gated_delta_rule(own, query, key, value, **rest, output_final_state=True)
+    assert state.shape == (2, 4, 8, 8)
+    twice = {name: each.repeat(1, 2, 1) if torch.is_tensor(each) else each for name, each in rest.items()}
+    whole, none = recurrent._gated_delta_rule(own, *(each.repeat(1, 2, 1, 1) for each in (query, key, value)), **twice)
+    assert none is None
+    behind, _ = recurrent._gated_delta_rule(own, query, key, value, **rest, initial_state=state)
+    torch.testing.assert_close(whole[:, 9:], behind, rtol=1e-4, atol=1e-5)
+
+
+def of_documents(lengths, device):
+    """A batch of two rows with documents of these lengths, as the run collates it."""
+    pairs = zip(torch.randint(1, 101, (2, 160)).tolist(), lengths, strict=True)
+    rows = [{"input_ids": row, "labels": row, "seq_lengths": list(each)} for row, each in pairs]
+    found = PackedCollator(0, fused=True)(rows)
+    return {key: x.to(device) if torch.is_tensor(x) else x for key, x in found.items()}
+
+
+def of_each_document(step, batch, trained):
+    """The sums of the loss and of the gradients over the batch's documents, each in a row of its own."""
+    loss, gradients = 0.0, [torch.zeros_like(each) for each in trained]
+    for begin, end in itertools.pairwise(batch["cu_seq_lens_q"].unique().tolist()):
+        own = {key: batch[key].flatten()[begin:end][None] for key in ("input_ids", "labels")}
+        if (own["labels"] >= 0).any():
+            loss += float(step(own))
+            gradients = [total + each.grad for total, each in zip(gradients, trained, strict=True)]
+    return loss, gradients
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", ["Qwen3_5Text", "Qwen3Next"])
+def test_packed_rows(name, device):
+    """Loss and gradients of each document alone; on a GPU from a graph that was captured with documents elsewhere. In
+    float32 transformers makes a mask there, and waits."""
+    dtype, near = (torch.bfloat16, 0.05) if device == "cuda" else (torch.float32, 1e-3)
+    model = tiny(name).to(device, dtype)
+    patch(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def step(given):
+        loss, _ = causal_lm_loss(model, given)
+        for parameter in trained:
+            parameter.grad = None
+        loss.backward()
+        return loss
+
+    first, second = (of_documents(each, device) for each in (((70, 90), (1, 29, 130)), ((150, 10), (33, 64, 63))))
+    inputs = {key: x.clone() if torch.is_tensor(x) else x for key, x in first.items()}
+    if device == "cuda":
+        for _ in range(2):
+            step(inputs)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            loss = step(inputs)
+        held = [parameter.grad for parameter in trained]
+    for given in (second, first):
+        if device == "cuda":
+            for key, x in given.items():
+                if torch.is_tensor(x):
+                    inputs[key].copy_(x)
+            graph.replay()
+        else:
+            loss = step(given)
+            held = [parameter.grad for parameter in trained]
+        found = float(loss), [each.clone() for each in held]
+        expected, gradients = of_each_document(step, given, trained)
+        assert found[0] == pytest.approx(expected, rel=near / 5)
+        for mine, other in zip(found[1], gradients, strict=True):
+            assert (mine - other).norm() <= near * other.norm() + near / 50

@@ -1,0 +1,233 @@
+"""Low-rank routers: plain PEFT's numbers and files, names, merges, and refused requests."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+
+from halfbyte.config import RunConfig
+from halfbyte.export.gguf_adapter import export_adapter
+from halfbyte.export.merge import merge
+from halfbyte.export.served_adapter import export_served
+from halfbyte.layers.router_adapters import router_wrappers
+from halfbyte.loading.load import load_model
+from halfbyte.methods import method_of
+from halfbyte.modeling.adapters import add_adapter, compute_autocast, load_adapter, no_input_casts, save_adapter
+from halfbyte.modeling.routers import track_routers
+from halfbyte.utils import notices
+from halfbyte.utils.errors import CheckpointError, ModelError
+from tests.helpers.expert_models import MIXTURES, TOKENS, mixture
+from tests.helpers.merge_runs import byte_tokenizer, save_run
+
+KEYS = {"model_name_or_path": "m", "dataset": "d", "output_dir": "o", "r": 4, "lora_alpha": 8.0}
+BATCH = {"input_ids": TOKENS, "position_ids": torch.arange(13).expand(2, -1), "labels": TOKENS}
+WAYS = {
+    "a list": {"target_modules": ["q_proj", "{}"]},
+    "the router alone": {"target_modules": ["{}"]},
+    "an expression": {"target_modules": r".*\.(q_proj|{})"},
+    "a parameter": {"target_modules": ["q_proj"], "target_parameters": ["mlp.{}.weight"]},
+    "a layer's, beside experts": {
+        "target_modules": "all-linear",
+        "target_parameters": ["model.layers.1.mlp.{}.weight", "experts.down_proj"],
+    },
+}
+
+
+def filled(value, router):
+    if isinstance(value, list):
+        return [each.replace("{}", router) for each in value]
+    return value.replace("{}", router)
+
+
+def adapted(model, router="gate", **keys):
+    torch.manual_seed(5)
+    keys = KEYS | {"target_modules": ["o_proj", router]} | keys
+    made = add_adapter(model, RunConfig(**keys))
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    return made
+
+
+def routers_of(name):
+    return "router" if name == "GptOss" else "gate"
+
+
+def gradients(model, **batch):
+    loss = model.train()(TOKENS, labels=TOKENS, **batch).loss
+    loss.backward()
+    return loss.detach(), {key: p.grad for key, p in model.named_parameters() if p.requires_grad}
+
+
+def assert_alike(found, expected):
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=1e-6)
+    assert found[1].keys() == expected[1].keys()
+    for key, gradient in found[1].items():
+        assert (gradient - expected[1][key]).norm() <= 1e-5 * expected[1][key].norm(), key
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_as_plain_peft(name, tmp_path):
+    """Results equal PEFT's with the adapter's files on the same base, and differ from the base's."""
+    router = routers_of(name)
+    model = adapted(mixture(name), router)
+    save_adapter(model, tmp_path)
+    plain = PeftModel.from_pretrained(mixture(name), tmp_path, is_trainable=True, autocast_adapter_dtype=False)
+    found, expected = gradients(model), gradients(plain)
+    assert_alike(found, expected)
+    of_routers = [key for key in found[1] if f".{router}." in key]
+    assert len(of_routers) == 2 * sum(1 for _ in router_wrappers(model)) > 0
+    assert all(found[1][key].abs().sum() > 0 for key in of_routers)
+
+    again = load_adapter(mixture(name), tmp_path, "m")
+    with torch.no_grad():
+        logits = model.eval()(TOKENS).logits
+        torch.testing.assert_close(again(TOKENS).logits, logits, rtol=1e-6, atol=1e-6)
+        with model.disable_adapter():
+            bare = model(TOKENS).logits
+        assert torch.equal(bare, mixture(name)(TOKENS).logits)
+    assert not torch.equal(bare, logits)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["Qwen3Moe", "Qwen2Moe", "Mixtral"])
+def test_names(way, name, tmp_path):
+    """Every way to name it; Qwen2-MoE has a shared_expert_gate, which ends as the router does, and stays frozen."""
+    keys = {key: filled(value, "gate") for key, value in WAYS[way].items()}
+    model = adapted(mixture(name), **keys)
+    layers = ["1"] if "layer's" in way else ["0", "1"]
+    assert [key for key, _ in router_wrappers(model.get_base_model())] == [
+        f"model.layers.{at}.mlp.gate.weight" for at in layers
+    ]
+    if "layer's" not in way:
+        assert not any("shared_expert_gate" in key for key, p in model.named_parameters() if p.requires_grad)
+        save_adapter(model, tmp_path)
+        plain = PeftModel.from_pretrained(mixture(name), tmp_path, is_trainable=True, autocast_adapter_dtype=False)
+        assert_alike(gradients(model), gradients(plain))
+        assert not any("q_proj" in key for key in load_file(tmp_path / "adapter_model.safetensors")) or "q_proj" in str(
+            keys["target_modules"]
+        )
+
+
+def test_adapters_of_peft_itself_load(tmp_path):
+    """Mixtral's `gate`, which PEFT makes a parameter of."""
+    model = get_peft_model(mixture("Mixtral"), LoraConfig(r=4, target_modules=["q_proj", "gate"]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    model.save_pretrained(tmp_path)
+    ours = load_adapter(mixture("Mixtral"), tmp_path, "m")
+    with torch.no_grad():
+        torch.testing.assert_close(ours(TOKENS).logits, model.eval()(TOKENS).logits, rtol=1e-6, atol=1e-6)
+
+
+def test_all_linear_excludes_routers_with_a_notice(tmp_path):
+    notices.forget()
+    model = adapted(mixture("Qwen3Moe"), target_modules="all-linear")
+    assert not any(router_wrappers(model))
+    assert not any("routers" in said for said in notices.said().values())
+
+    adapted(mixture("Qwen3Moe"))
+    [said] = [each for each in notices.said().values() if "routers" in each]
+    weights = 2 * 4 * (64 + 4)  # two layers, r = 4, 64 inputs, 4 experts
+    assert f"{weights / 1e6:.3g}M " in said
+    assert "2 routers" in said
+
+
+def test_ranks_alphas_and_dropout():
+    model = adapted(mixture("Qwen3Moe"), rank_pattern={"gate": 2}, alpha_pattern={"layers.0.mlp.gate": 32.0},
+                    lora_dropout=0.5)  # fmt: skip
+    first, second = (each for _, each in router_wrappers(model))
+    assert (first.r["default"], second.r["default"]) == (2, 2)
+    assert (first.scaling["default"], second.scaling["default"]) == (16.0, 4.0)
+    o_proj = model.get_submodule("base_model.model.model.layers.0.self_attn.o_proj")
+    assert o_proj.lora_dropout["default"].p == 0.5
+    assert isinstance(first.lora_dropout["default"], torch.nn.Identity)
+
+
+def test_routers_learn_with_quantized_experts(tmp_path):
+    """Quantized, in bf16 under autocast, balanced: only adapters move, and the loss falls."""
+    mixture("Qwen3Moe").save_pretrained(tmp_path)
+    model = add_adapter(load_model(str(tmp_path), dtype="bfloat16", device="cpu"),
+                        RunConfig(**KEYS, target_modules=["gate"])).train()  # fmt: skip
+    before = {key: p.detach().clone() for key, p in model.named_parameters() if ".gate.base_layer." in key}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert len(trained) == 4
+    assert {p.dtype for p in trained} == {torch.float32}
+    steps, losses = torch.optim.Adam(trained, lr=0.05), []
+    method = method_of(RunConfig(**KEYS, router_aux_loss_coef=0.01))
+    with track_routers(model, balanced=True) as routers, no_input_casts(model):
+        for _ in range(12):
+            with compute_autocast(model):
+                loss = routers.counted(lambda batch: method.sums(model, batch))(BATCH)["loss"] / TOKENS.numel()
+            steps.zero_grad()
+            loss.backward()
+            steps.step()
+            losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0] - 0.01
+    assert all(torch.equal(p, before[key]) for key, p in model.named_parameters() if key in before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_merged(dtype, tmp_path):
+    model = mixture("Qwen3Moe", vocab_size=272, eos_token_id=257, bos_token_id=256).to(dtype)
+    model.save_pretrained(tmp_path / "base")
+    byte_tokenizer().save_pretrained(tmp_path / "base")
+    run = save_run(tmp_path / "run", tmp_path / "base", target_modules=["q_proj", "gate"])
+    report = merge(run, tmp_path / "merged", base="original")
+    assert report.targets["original"].explained
+    twin = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    expected = PeftModel.from_pretrained(twin, run / "adapter").merge_and_unload()
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    for key, parameter in merged.named_parameters():
+        close = {"rtol": 2**-8, "atol": 1e-6}
+        torch.testing.assert_close(parameter, expected.get_parameter(key), **close)
+    gate = "model.layers.1.mlp.gate.weight"
+    assert not torch.equal(merged.get_parameter(gate), model.get_parameter(gate).float())
+
+    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp\.gate\.weight"):
+        export_adapter(run)
+    with pytest.raises(CheckpointError, match=r"\(model\.layers\.0\.mlp\.gate"):
+        export_served(run)
+
+
+def test_forward_equals_merged_weights(tmp_path):
+    """In bf16: the router's weight is rounded once, after the addition in fp32, as merged weights are."""
+    model = adapted(mixture("Qwen3Moe").to(torch.bfloat16))
+    name, wrapper = next(iter(router_wrappers(model.get_base_model())))
+    a, b = wrapper.lora_A["default"].weight, wrapper.lora_B["default"].weight
+    router = wrapper.get_base_layer()
+    merged = (router.weight.float() + wrapper.scaling["default"] * b @ a).bfloat16()
+    x = torch.randn(5, 64, dtype=torch.bfloat16)
+    with torch.no_grad():
+        found = wrapper(x)
+        router.weight.copy_(merged)
+        expected = router(x)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+    assert name == "model.layers.0.mlp.gate.weight"
+
+
+REFUSED = {
+    r"(?s)use_dora: model\.layers\.0\.mlp\.gate\.weight.*use_dora: false": {"use_dora": True},
+    r"modules_to_save: 'gate'.*model\.layers\.0\.mlp\.gate\.weight": {"modules_to_save": ["gate"]},
+    "'mlp.gate.bias'": {"target_parameters": ["mlp.gate.bias"]},
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_invalid_router_adapters_are_refused(said):
+    with pytest.raises(ModelError, match=said):
+        adapted(mixture("Qwen3Moe"), **REFUSED[said])
+
+
+def test_config_of_the_file(tmp_path):
+    """Short names, as PEFT's users write them."""
+    save_adapter(adapted(mixture("Qwen3Moe")), tmp_path)
+    written = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert written["target_parameters"] == ["mlp.gate.weight"]
+    assert written["target_modules"] == ["o_proj"]

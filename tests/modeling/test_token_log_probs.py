@@ -1,0 +1,66 @@
+"""Log-probabilities of selected tokens equal those of the model's full logits."""
+
+import pytest
+import torch
+from torch import nn
+
+from halfbyte.modeling.head import log_probs_at, token_log_probs
+from halfbyte.utils import notices
+from tests.helpers.patch_models import FAMILIES, batch, tiny
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+@pytest.mark.parametrize("head", ["plain", "biased"])
+def test_token_log_probs_equal_full_logits(family, head):
+    assert "final_logit_softcapping" in FAMILIES["Gemma2"]
+    notices.forget()
+    model = tiny(family).eval()
+    if head == "biased":
+        model.get_base_model().lm_head.bias = nn.Parameter(torch.randn(101))
+    inputs = {"input_ids": batch()["input_ids"]}
+    with torch.no_grad():
+        logits = model(**inputs).logits
+        labels = torch.randint(0, 101, inputs["input_ids"].shape)
+        labels[:, ::2] = logits[:, ::2].argmax(-1)
+        labels[1, 3:9] = -100
+        log_probs, likeliest = token_log_probs(model, inputs, labels)
+    asked = labels != -100
+    expected = logits.log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)[asked]
+    torch.testing.assert_close(log_probs, expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(likeliest, (logits.argmax(-1) == labels)[asked])
+    assert 0 < likeliest.sum() < len(likeliest)
+    assert ("full_logits" in notices.said()) == (head == "biased")
+
+
+def test_no_labels():
+    model = tiny("Llama").eval()
+    inputs = {"input_ids": batch()["input_ids"]}
+    with torch.inference_mode():
+        found = token_log_probs(model, inputs, torch.full_like(inputs["input_ids"], -100))
+    assert [len(part) for part in found] == [0, 0]
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+@pytest.mark.parametrize("head", ["plain", "biased"])
+def test_log_probs_at_positions_and_gradients(family, head):
+    """Gradients and entropies at a temperature equal those of full logits."""
+    notices.forget()
+    model = tiny(family).train()
+    if head == "biased":
+        model.get_base_model().lm_head.bias = nn.Parameter(torch.randn(101))
+    ids = batch()["input_ids"]
+    rows = ids.shape[1]
+    at = torch.tensor([3, 1, rows + 2, 0])
+    wanted = torch.tensor([7, 100, 0, -100])
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    weights = torch.tensor([0.5, -2.0, 1.0, 3.0])
+
+    found, entropy = log_probs_at(model, {"input_ids": ids}, at, wanted, temperature=0.7, entropy=True)
+    gradients = torch.autograd.grad((found * weights).sum(), trained)
+    logits = model(input_ids=ids, use_cache=False).logits.flatten(0, 1)[at] / 0.7
+    expected = logits.log_softmax(-1).gather(-1, wanted.clamp(min=0).unsqueeze(-1)).squeeze(-1) * (wanted != -100)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(entropy[:3], torch.distributions.Categorical(logits=logits).entropy()[:3].detach())
+    for mine, theirs in zip(gradients, torch.autograd.grad((expected * weights).sum(), trained), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+    assert found[3] == 0
