@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from halfbyte.export.gguf_model import export_gguf
-from halfbyte.gguf.delta_net import DeltaNet
+from halfbyte.gguf.tensors import DeltaNet
 from halfbyte.gguf.mixes import MIXES
 from tests.helpers.gguf_models import MODELS, save_model
 

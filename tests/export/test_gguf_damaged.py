@@ -6,7 +6,7 @@ import gguf
 import pytest
 
 from halfbyte.export.gguf_model import export_gguf
-from halfbyte.gguf.unpack import import_gguf
+from halfbyte.gguf.importer import import_gguf
 from halfbyte.utils.errors import CheckpointError
 from tests.helpers.gguf_models import save_model
 

@@ -13,7 +13,7 @@ from halfbyte.cli import app
 from halfbyte.export.gguf_adapter import export_adapter
 from halfbyte.export.gguf_model import export_gguf
 from halfbyte.export.merge import merge
-from halfbyte.gguf import write_file
+from halfbyte.gguf import writer
 from halfbyte.gguf.tensors import halved, interleaved
 from halfbyte.utils.errors import CheckpointError, ConfigError, ModelError, TrainingError
 from tests.helpers.gguf_models import MODELS, byte_tokenizer, save_model
@@ -129,7 +129,7 @@ def test_nothing_is_overwritten_and_no_partial_file_remains(tmp_path, llama, mon
     def stop(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(write_file, "_encoded", stop)
+    monkeypatch.setattr(writer, "_encoded", stop)
     with pytest.raises(KeyboardInterrupt):
         export_gguf(llama, "f16", out)
     assert list(tmp_path.iterdir()) == []
@@ -142,7 +142,7 @@ def test_a_full_disk_is_reported_before_starting(tmp_path, llama, monkeypatch):
 
 
 def test_changed_bytes_on_disk_are_detected(tmp_path, llama, monkeypatch):
-    honest = write_file.check_file
+    honest = writer.check_file
 
     def corrupted(path, *arguments):
         data = bytearray(path.read_bytes())
@@ -150,7 +150,7 @@ def test_changed_bytes_on_disk_are_detected(tmp_path, llama, monkeypatch):
         path.write_bytes(data)
         return honest(path, *arguments)
 
-    monkeypatch.setattr(write_file, "check_file", corrupted)
+    monkeypatch.setattr(writer, "check_file", corrupted)
     with pytest.raises(CheckpointError):
         export_gguf(llama, "q8_0", tmp_path / "m.gguf")
     assert list(tmp_path.iterdir()) == []

@@ -12,14 +12,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from halfbyte.export.gguf_model import export_gguf
 from halfbyte.export.merge import merge
-from halfbyte.gguf import cache, unpack
+from halfbyte.gguf import cache, importer
 from halfbyte.gguf.cache import checkpoint_folder
 from halfbyte.gguf.file import GgufFile
 from halfbyte.gguf.hyperparameters import llama3_parameters, rope_tensors
 from halfbyte.gguf.mixes import MIXES
-from halfbyte.gguf.read_back import BOUNDS
+from halfbyte.gguf.writer import BOUNDS
 from halfbyte.gguf.tokenizer import read_tokenizer
-from halfbyte.gguf.unpack import import_gguf
+from halfbyte.gguf.importer import import_gguf
 from halfbyte.loading.load import load_model, load_tokenizer
 from halfbyte.runs.saved import load_saved
 from halfbyte.tensor import QuantizedTensor
@@ -128,7 +128,7 @@ def test_other_families_quantized(tmp_path, name, mix):
 
 
 def test_weights_come_in_shards(tmp_path, llama, monkeypatch):
-    monkeypatch.setattr(unpack, "SHARD_BYTES", 60_000)
+    monkeypatch.setattr(importer, "SHARD_BYTES", 60_000)
     folder = import_gguf(llama[1], tmp_path / "back")
     assert len(list(folder.glob("*.safetensors"))) > 3
     expected = plain(llama[0]).state_dict()
@@ -204,7 +204,7 @@ def test_a_file_is_unpacked_once_and_again_when_it_changes(tmp_path, llama, monk
     path.write_bytes(llama[1].read_bytes())
     load_tokenizer(str(path))
     with monkeypatch.context() as patch:
-        patch.setattr(unpack, "GgufFile", None)
+        patch.setattr(importer, "GgufFile", None)
         load_tokenizer(str(path))
     export_gguf(llama[0], "q8_0", tmp_path / "other.gguf", device="cpu")
     path.write_bytes((tmp_path / "other.gguf").read_bytes())

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from halfbyte.export.gguf_model import export_gguf
-from halfbyte.gguf.types import ENCODERS, Type, quantize, row_bytes
+from halfbyte.gguf.quants import ENCODERS, Type, quantize, row_bytes
 from tests.helpers.gguf_models import MODELS, save_model
 from tests.helpers.llamacpp import (
     QUANTIZED,

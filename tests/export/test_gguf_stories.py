@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.llama2c import read_model, read_tokenizer
 from halfbyte.export.gguf_model import export_gguf
-from halfbyte.gguf.unpack import import_gguf
+from halfbyte.gguf.importer import import_gguf
 from tests.helpers.llamacpp import QUANTIZED, compare_with_llamacpps_quantizer, load, perplexity
 
 pytestmark = [pytest.mark.llamacpp, pytest.mark.slow]

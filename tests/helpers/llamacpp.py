@@ -9,7 +9,7 @@ import torch
 
 from halfbyte.export.gguf_model import export_gguf
 from halfbyte.gguf.mixes import MIXES
-from halfbyte.gguf.types import Type
+from halfbyte.gguf.quants import Type
 
 llama_cpp = pytest.importorskip("llama_cpp")
 QUANTIZED = [mix for mix in MIXES if mix not in ("f32", "f16", "bf16")]

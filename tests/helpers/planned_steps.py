@@ -11,7 +11,8 @@ import transformers
 from halfbyte.config import RunConfig
 from halfbyte.memory.activations import Batches, Shape
 from halfbyte.plan.estimate import GIB, _Planner
-from halfbyte.plan.policy import Choice, LayerCost
+from halfbyte.plan.policy import Choice
+from halfbyte.plan.costs import LayerCost
 from halfbyte.plan.shapes import ModelShapes
 
 LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,

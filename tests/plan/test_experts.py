@@ -10,9 +10,9 @@ from halfbyte.config import Parallel, RunConfig
 from halfbyte.memory import allocators
 from halfbyte.memory.expert_offload import WINDOW
 from halfbyte.plan.estimate import MARGIN, estimate
-from halfbyte.plan.experts import ANSWERING, while_answering
+from halfbyte.plan.experts import INFERENCE_SHARE, offloaded_at_inference
 from halfbyte.plan.memory_plan import GIB
-from halfbyte.plan.policy import LayerCost
+from halfbyte.plan.costs import LayerCost
 from halfbyte.plan.shapes import ModelShapes
 from halfbyte.utils.errors import ConfigError
 
@@ -109,16 +109,16 @@ def test_what_cannot_be(keys, said):
 
 def test_a_saved_model_that_answers():
     cuda = torch.device("cuda")
-    assert while_answering(run(), MIXTURE, cuda, 64 * GIB) == ()
+    assert offloaded_at_inference(run(), MIXTURE, cuda, 64 * GIB) == ()
     packed = ModelShapes(run().model_copy(update={"use_peft": False}), MIXTURE, cuda).frozen_bytes()
     each = STACKS * 4.127 / 8
     for lacking, count in ((0.5, 3), (1.5, 4), (3.5, 6), (9.0, 6)):
-        free = int((packed - lacking * each) / ANSWERING)
-        assert len(while_answering(run(), MIXTURE, cuda, free)) == count
-    assert while_answering(run(expert_offload=2), MIXTURE, cuda, 64 * GIB) == (2, 5)
-    assert while_answering(run(expert_offload=False), MIXTURE, cuda, 0) == ()
-    assert while_answering(run(expert_offload=True), MIXTURE, torch.device("cpu"), 0) == ()
-    assert while_answering(run(expert_offload=True), DENSE, cuda, 0) == ()
+        free = int((packed - lacking * each) / INFERENCE_SHARE)
+        assert len(offloaded_at_inference(run(), MIXTURE, cuda, free)) == count
+    assert offloaded_at_inference(run(expert_offload=2), MIXTURE, cuda, 64 * GIB) == (2, 5)
+    assert offloaded_at_inference(run(expert_offload=False), MIXTURE, cuda, 0) == ()
+    assert offloaded_at_inference(run(expert_offload=True), MIXTURE, torch.device("cpu"), 0) == ()
+    assert offloaded_at_inference(run(expert_offload=True), DENSE, cuda, 0) == ()
 
 
 def test_several_processes():

@@ -5,7 +5,8 @@ import itertools
 
 import pytest
 
-from halfbyte.plan.policy import LEVELS, OFFLOADED, Choice, LayerCost, choose, cost, in_words, mixes, peak
+from halfbyte.plan.policy import LEVELS, OFFLOADED, Choice, choose, describe_levels, mixes, peak
+from halfbyte.plan.costs import LayerCost, extra_seconds
 from halfbyte.plan.replay import LayerBytes
 from tests.helpers.planned_steps import layer_of
 
@@ -58,20 +59,20 @@ def test_copies_to_the_host_wait_for_the_link(layer_8b):
     assert layer_8b.waiting(("offload_attention",) * 30) == 0
     both = layer_8b.waiting(("offload_kept", "keep") * 15)
     assert both > 0
-    assert cost(layer_8b, ("offload_kept", "keep") * 15) == pytest.approx(15 * layer_8b.seconds("offload_kept") + both)
+    assert extra_seconds(layer_8b, ("offload_kept", "keep") * 15) == pytest.approx(15 * layer_8b.seconds("offload_kept") + both)
 
 
 def test_small_models_stay_in_cuda_graphs():
     """Qwen3-0.6B at 2×2048: launching it from Python takes longer than computing all of it again."""
     small = layer_of("Qwen3", 2, 2048)
-    assert cost(small, ("offload",) * 28) > cost(small, ("checkpoint",) * 28)
+    assert extra_seconds(small, ("offload",) * 28) > extra_seconds(small, ("checkpoint",) * 28)
     budget = peak_of(small, ("checkpoint",) * 28)
     choice = fastest(small, 28, budget)
     assert choice.graphs
     assert set(choice.levels).isdisjoint(OFFLOADED)
     eager = fastest(small, 28, budget, beside=1)
     assert not eager.graphs  # no room for a pool
-    assert cost(small, eager.levels, graphs=False) > cost(small, choice.levels)
+    assert extra_seconds(small, eager.levels, graphs=False) > extra_seconds(small, choice.levels)
 
 
 def test_products_in_fp8_leave_copies_less_time(layer_8b):
@@ -89,19 +90,19 @@ def test_a_kept_8b_step_takes_what_was_measured(layer_8b):
 def test_the_choice_is_the_fastest_of_all_mixes_that_fit(layer_8b):
     for budget in (30 * GIB, 10 * GIB, 3 * GIB):
         best = fastest(layer_8b, 6, budget, host=GIB).levels
-        time = cost(layer_8b, best)
+        time = extra_seconds(layer_8b, best)
         assert peak_of(layer_8b, best) <= budget
         for levels in mixes(6):
             if peak_of(layer_8b, levels) <= budget and sum(map(layer_8b.on_host, levels)) <= GIB:
-                assert time <= cost(layer_8b, levels)
+                assert time <= extra_seconds(layer_8b, levels)
 
 
 def test_less_memory_takes_more_time(layer_8b):
     chosen = [fastest(layer_8b, 32, gib * GIB).levels for gib in (40, 20, 10, 4, 2.5)]
-    times = [cost(layer_8b, levels) for levels in chosen]
+    times = [extra_seconds(layer_8b, levels) for levels in chosen]
     assert chosen[0] == ("keep",) * 32
     assert all(a < b for a, b in itertools.pairwise(times))
-    assert in_words(("keep",) * 2 + ("offload",) * 3) == "2 layers keep, 3 layers offload"
+    assert describe_levels(("keep",) * 2 + ("offload",) * 3) == "2 layers keep, 3 layers offload"
 
 
 def test_without_host_memory_nothing_is_offloaded(layer_8b):

@@ -16,10 +16,11 @@ from halfbyte.parallel.tensor.model import divide_products
 from halfbyte.plan.cards import H200, card_named, card_of_memory
 from halfbyte.plan.estimate import GIB, estimate
 from halfbyte.plan.meshes import Device, Meshes, Option
-from halfbyte.plan.policy import LATENCY, SLOWED, Choice, Gathers, LayerCost, choose, cost, staying
+from halfbyte.plan.costs import LATENCY, GATHER_SLOWDOWN, Gathers, LayerCost, extra_seconds
+from halfbyte.plan.policy import Choice, choose, evenly_spaced
 from halfbyte.plan.rank import in_slices, rank_config
 from halfbyte.plan.replay import LayerBytes
-from halfbyte.plan.seconds import micro_seconds
+from halfbyte.plan.costs import micro_seconds
 from halfbyte.plan.shapes import ModelShapes
 
 LLAMA_8B = transformers.LlamaConfig(
@@ -180,10 +181,10 @@ def test_gathers_of_the_8b(shapes_8b, monkeypatch):
     assert plan.stays == ()
     assert plan.gathers == pytest.approx(63 * whole, rel=0.01)
     assert 64 * (Gathers(2, int(whole), 330e9).seconds - LATENCY) == pytest.approx(10.9e-3, rel=0.01)
-    staying = tight(shapes_8b, Parallel(shard=2), 400)
-    assert staying.gathers == 0
+    evenly_spaced = tight(shapes_8b, Parallel(shard=2), 400)
+    assert evenly_spaced.gathers == 0
     each = Gathers(2, int(whole), 330e9).seconds
-    assert plan.seconds - staying.seconds == pytest.approx((1 + 62 * SLOWED[False]) * each, rel=0.01)
+    assert plan.seconds - evenly_spaced.seconds == pytest.approx((1 + 62 * GATHER_SLOWDOWN[False]) * each, rel=0.01)
 
 
 @pytest.mark.usefixtures("no_graphs")
@@ -255,7 +256,7 @@ def test_levels_and_blocks_are_chosen_together(layer_8b):
         return sum(sizes[level] for level in choice.levels) + choice.stays * gathers.block
 
     def time(choice):
-        return cost(layer_8b, choice.levels, False) + gathers.waiting(layer_8b, choice.levels, choice.stays, False)
+        return extra_seconds(layer_8b, choice.levels, False) + gathers.waiting(layer_8b, choice.levels, choice.stays, False)
 
     options = {"usual": layer_8b, "largest": layer_8b, "host": 0, "graphs": False}
     for budget in (need(Choice(("checkpoint",) * layers, False)), 2 * GIB, 4 * GIB, 40 * GIB):
@@ -274,7 +275,7 @@ def test_levels_and_blocks_are_chosen_together(layer_8b):
 def test_what_gathers_wait_for(layer_8b):
     levels = ("keep",) * 8
     hidden = Gathers(2, 100, 1e12)
-    for graphs, slowed in SLOWED.items():
+    for graphs, slowed in GATHER_SLOWDOWN.items():
         for stays, others in ((0, 14), (4, 6)):  # beside the first
             waits = (1 + others * slowed) * hidden.seconds
             assert hidden.waiting(layer_8b, levels, stays, graphs) == pytest.approx(waits)
@@ -284,14 +285,14 @@ def test_what_gathers_wait_for(layer_8b):
     for stays, gathers in ((0, 15), (4, 7)):
         waits = (gathers + 1) * slow.seconds - forward - backward
         beside = max(gathers * slow.seconds - waits, 0)
-        assert slow.waiting(layer_8b, levels, stays, False) == pytest.approx(waits + SLOWED[False] * beside)
+        assert slow.waiting(layer_8b, levels, stays, False) == pytest.approx(waits + GATHER_SLOWDOWN[False] * beside)
 
 
 def test_blocks_that_stay_are_spread():
-    assert staying(8, 4) == (1, 3, 5, 7)
-    assert staying(8, 0) == ()
-    assert staying(5, 9) == tuple(range(5))
-    assert all(len(staying(31, count)) == count for count in range(32))
+    assert evenly_spaced(8, 4) == (1, 3, 5, 7)
+    assert evenly_spaced(8, 0) == ()
+    assert evenly_spaced(5, 9) == tuple(range(5))
+    assert all(len(evenly_spaced(31, count)) == count for count in range(32))
 
 
 def meshes_of(shapes, gib, card, length=2048, **keys):

@@ -25,7 +25,7 @@ from halfbyte.ops.attention import Scores
 from halfbyte.ops.blockwise4 import dequantize_blockwise4, quantize_blockwise4
 from halfbyte.ops.glu import glu, glu_backward_
 from halfbyte.ops.norms import rms_norm
-from halfbyte.plan.attention import AttentionBytes, _Attention, attend
+from halfbyte.plan.replay import AttentionBytes, _Attention, attend
 from halfbyte.plan.ledger import Ledger, kernels
 from halfbyte.plan.shapes import ModelShapes
 from halfbyte.qat.model import fake_quantize_linears

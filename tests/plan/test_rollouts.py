@@ -15,7 +15,7 @@ from halfbyte.layers import Linear4bit
 from halfbyte.memory.activations import Batches, Shape
 from halfbyte.ops.delta_rule import AT_ONCE
 from halfbyte.plan.estimate import GIB, estimate
-from halfbyte.plan.rollouts import _of_rule
+from halfbyte.plan.rollouts import delta_rule_bytes
 from halfbyte.plan.shapes import ModelShapes
 from halfbyte.utils.errors import ConfigError
 
@@ -96,7 +96,7 @@ def test_states_beside_pages():
 def test_a_rule_takes_no_more_for_longer_prompts():
     """Some heads at a time: what a token takes with heads of 128 is as `AT_ONCE` says, and no more of many."""
     net = SimpleNamespace(num_k_heads=16, num_v_heads=32, head_k_dim=128, head_v_dim=128)
-    few, many = (_of_rule(net, tokens, torch.bfloat16) for tokens in (4096, 16384))
+    few, many = (delta_rule_bytes(net, tokens, torch.bfloat16) for tokens in (4096, 16384))
     assert 4e3 * AT_ONCE <= few <= 18e3 * AT_ONCE
     assert many <= 1.1 * few
 

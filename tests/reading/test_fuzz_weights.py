@@ -195,7 +195,7 @@ def test_model_configs(count, model):
 def test_gguf_files(count, tmp_path):
     gguf_models = pytest.importorskip("tests.helpers.gguf_models")
     from halfbyte.export.gguf_model import export_gguf
-    from halfbyte.gguf.unpack import import_gguf
+    from halfbyte.gguf.importer import import_gguf
     from halfbyte.reading.gguf import read_head
 
     gguf_models.save_model(tmp_path / "model", "llama")

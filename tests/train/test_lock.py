@@ -112,14 +112,14 @@ def test_a_file_system_without_locks_is_said_and_goes_by_the_name(tmp_path, monk
     out.mkdir()
     for pid, host, alive in ((os.getppid(), HOST, True), (1, "another", True), (ended.pid, HOST, False)):
         holder = Process.here(pid)._replace(**({"machine": "0"} if host != HOST else {}))
-        (out / lock.NAME).write_text(json.dumps({"host": host, **holder._asdict()}))
+        (out / lock.LOCK).write_text(json.dumps({"host": host, **holder._asdict()}))
         if alive:
             with pytest.raises(ConfigError, match=f"process {pid}.*{host}") as refused, run_lock(out):
                 pass
             assert f"{out}/.lock" in refused.value.fix
         else:
             with run_lock(out):
-                assert f"lock {out / lock.NAME}" in notices.said()
+                assert f"lock {out / lock.LOCK}" in notices.said()
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):

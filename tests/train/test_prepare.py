@@ -20,7 +20,7 @@ from halfbyte.modeling.architectures import check_token_ids
 from halfbyte.modeling.tiny_model import check_positions
 from halfbyte.optim import OPTIMIZERS, Optimizer
 from halfbyte.plan.advice import check_fits
-from halfbyte.runs.inputs import look_over_output
+from halfbyte.runs.inputs import check_output_dir
 from halfbyte.runs.lock import check_free, run_lock
 from halfbyte.train import run as sft
 from halfbyte.train.dry_run import trackers, try_optimizer
@@ -65,14 +65,14 @@ def test_where_a_run_cannot_write(tmp_path):
     (tmp_path / "link").symlink_to("nowhere")
     for name in ("", " ", "a\0b", "file", "file/below", "link", "x" * 300, "new/" + "x" * 300, "deep/" * 1000):
         with pytest.raises(ConfigError, match="output_dir"):
-            look_over_output(name if name.strip() == "" else f"{tmp_path}/{name}")
+            check_output_dir(name if name.strip() == "" else f"{tmp_path}/{name}")
     if sys.platform == "linux":
         for name in ("/proc/x", "/sys/kernel/x", f"/proc/{os.getpid()}/root/proc/x"):  # where root may write, they say
             with pytest.raises(ConfigError, match="output_dir"):
-                look_over_output(name)
-        look_over_output(f"/proc/self/cwd/{os.path.relpath(tmp_path)}/new")
+                check_output_dir(name)
+        check_output_dir(f"/proc/self/cwd/{os.path.relpath(tmp_path)}/new")
     for name in ("new", "new/below", ".", "[bold]ü"):
-        look_over_output(f"{tmp_path}/{name}")
+        check_output_dir(f"{tmp_path}/{name}")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link"]
 
 

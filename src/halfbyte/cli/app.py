@@ -136,7 +136,7 @@ def evaluate(
     trust_remote_code: TrustCode = False,
 ) -> None:
     """Print loss and perplexity on a dataset."""
-    from ..runs.inputs import look_over_datasets
+    from ..runs.inputs import check_datasets
     from ..runs.saved import look_up
     from .imports import import_models
 
@@ -145,7 +145,7 @@ def evaluate(
         if word.startswith("--"):
             check_option(word, ["--trust-remote-code"])
     given = [*(overrides or []), *(["trust_remote_code=true"] if trust_remote_code else [])]
-    look_over_datasets(data)
+    check_datasets(data)
     look_up(model, given, data)
     import_models()
     from ..evaluation.held_out import evaluate as measure

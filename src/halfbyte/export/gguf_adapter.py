@@ -15,8 +15,9 @@ from gguf import GGUFWriter, Keys
 from halfbyte.config import RunConfig
 from halfbyte.gguf.graph import checked_family
 from halfbyte.gguf.tensors import Layout
-from halfbyte.gguf.types import FLOATS, Type, quantize
-from halfbyte.runs.ends import data_report, declared_ends, known_ends
+from halfbyte.gguf.quants import FLOATS, Type, quantize
+from halfbyte.runs.stop_tokens import data_report, known_stop_tokens
+from halfbyte.runs.ends import declared_ends
 from halfbyte.runs.saved import Place, find, saved_config, trained_tokenizer
 from halfbyte.utils.errors import CheckpointError, ConfigError
 from halfbyte.utils.files import new_file
@@ -71,7 +72,7 @@ def _report_ends(config: RunConfig, place: Place) -> None:
     """Report the trained end tokens that the base's file does not declare, where llama.cpp would not stop."""
     tokenizer, base = trained_tokenizer(place.adapter, config), BaseCheckpoint(config.origin).folder
     known = {tokenizer.eos_token_id, *declared_ends(base)}
-    missing = [index for index in known_ends(data_report(place.run_dir), tokenizer) if index not in known]
+    missing = [index for index in known_stop_tokens(data_report(place.run_dir), tokenizer) if index not in known]
     if missing:
         names = " ".join(f"--reverse-prompt '{name}'" for name in tokenizer.convert_ids_to_tokens(missing))
         message = "llama.cpp uses the stop tokens of the base's file, and this adapter ends its answers with others"

@@ -14,7 +14,7 @@ import torch
 from ..config import Origin, Storage, storage_of
 from ..formats import FORMATS
 from ..formats.base import FLOATS
-from ..gguf.cache import in_words
+from ..reading.boundary import text_of
 from ..modeling.architectures import auto_class, non_text_modules
 from ..modeling.config_facts import default_attention, layer_sizes, max_layer_sizes
 from ..modeling.tiny_model import tiny_config
@@ -272,8 +272,8 @@ def _prequantized(stored: Any, name: str, storage: Storage) -> dict[str, Any]:
     if not storage.quantized:
         raise ModelError(f"{name} holds quantized weights", "set load_in_4bit: true, or use the 16-bit model")
     if "kept" in entry:
-        others = f"; quantizing others by the bnb_4bit keys: {in_words(entry['others'])}" if entry["others"] else ""
-        notice(f"kept-{name}", f"{name}: keeping the file's values of linear layers: {in_words(entry['kept'])}{others}")
+        others = f"; quantizing others by the bnb_4bit keys: {text_of(entry['others'])}" if entry["others"] else ""
+        notice(f"kept-{name}", f"{name}: keeping the file's values of linear layers: {text_of(entry['kept'])}{others}")
         return entry | {"storage": storage}
     if entry.get("quant_method") == "halfbyte":
         notice("prequantized", f"{name} is already quantized ({', '.join(entry['formats'])}): keeping its bytes")

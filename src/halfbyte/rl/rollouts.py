@@ -27,7 +27,7 @@ from halfbyte.generation import Completion, Sampling
 from halfbyte.methods.answers import as_reference
 from halfbyte.methods.grpo import BONUS, CORRECTS, PolicyOptimization
 from halfbyte.ops import IGNORE_INDEX
-from halfbyte.plan.rollouts import RolloutPlan
+from halfbyte.plan.memory_plan import RolloutPlan
 from halfbyte.rl.rewards.score import Rewards
 from halfbyte.utils.errors import CheckpointError, ConfigError
 from halfbyte.utils.files import write_json

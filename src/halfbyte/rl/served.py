@@ -17,7 +17,7 @@ from halfbyte.export.adapter import AdapterLayers
 from halfbyte.export.served_adapter import ServedAdapter
 from halfbyte.generation import Completion, Rollouts, Sampling
 from halfbyte.generation.vllm import KEY, VllmServer
-from halfbyte.plan.rollouts import RolloutPlan
+from halfbyte.plan.memory_plan import RolloutPlan
 from halfbyte.utils.console import Console
 from halfbyte.utils.errors import ConfigError, TrainingError
 from halfbyte.utils.files import aside_of, remove

@@ -62,7 +62,7 @@ from ..parallel.pipeline.full_state import PipelineState
 from ..parallel.pipeline.stepper import PipelinedStepper
 from ..parallel.rank_sync import RankSync
 from ..rl.setup import sampled_rollouts
-from ..runs.ends import generation_keys
+from ..runs.stop_tokens import generation_keys
 from ..runs.lock import run_lock
 from . import checks, pipeline_run, samples
 from .checkpoint import best, remove_leftovers

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from halfbyte.config import RunConfig, dump_config, dump_given
-from halfbyte.plan.policy import in_words
+from halfbyte.plan.policy import describe_levels
 from halfbyte.utils.errors import ConfigError
 from halfbyte.utils.files import write_json, write_text
 from halfbyte.utils.notices import said
@@ -134,7 +134,7 @@ def write_memory(run: OpenRun, measured: dict[str, int], ranks: Sequence[dict[st
         "predicted": plan.predicted(),
         "measured": measured,
         "activation_checkpointing": plan.activation_checkpointing,
-        "levels": in_words(plan.levels),
+        "levels": describe_levels(plan.levels),
         "cuda_graphs": plan.use_graphs,
         "stays": list(plan.stays),
         "hosted": list(plan.hosted),
