@@ -8,7 +8,7 @@ import transformers
 from benchmarks.tiny_cases import FAMILIES, METHODS, SIZES, Case, Place, write_model
 from halfbyte.config import Parallel, load_config
 from halfbyte.modeling.layer_sizes import LayerSizes, layer_sizes, widest
-from halfbyte.plan.policy import LayerCost
+from halfbyte.plan.costs import LayerCost
 from halfbyte.plan.rank import rank_config
 from halfbyte.train.run import train
 from halfbyte.utils.errors import ModelError

@@ -249,11 +249,11 @@ ERROR = RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 
 )
 def test_out_of_memory_names_one_key(changes, keys, key):
     advice = advise_out_of_memory(PLAN | changes, ERROR, config(**keys))
-    assert "while asking for 2.00 GiB" in advice
+    assert "2.00 GiB" in advice
     assert advice.split("change: ")[1].startswith(key)
 
 
 def test_out_of_memory_without_a_config_and_beside_another_process():
     advice = advise_out_of_memory(PLAN | {"capacity_bytes": 80 * GIB, "weights": 0}, MemoryError())
-    assert "something else may hold memory" in advice
+    assert "another process may use memory" in advice
     assert "per_device_train_batch_size" in advice

@@ -30,13 +30,13 @@ class Conversation:
 
     def __init__(self, saved: Saved, sampling: Sampling, max_new_tokens: int | None = None):
         from .generation.stops import stop_tokens
-        from .runs.ends import learned_ends
+        from .runs.stop_tokens import trained_stop_tokens
 
         self.saved, self.sampling, self.max_new_tokens = saved, sampling, max_new_tokens
         self.messages: list[Message] = []
         report = _data_report(saved.place)
         self.style = _style(saved.tokenizer, report)
-        learned = learned_ends(report, saved.tokenizer)
+        learned = trained_stop_tokens(report, saved.tokenizer)
         self.stops = sorted({*stop_tokens(saved.tokenizer, saved.model, ()), *learned})
         if self.style != "template":
             notice("chat", f"no chat template in use: each line is {STYLES[self.style]}, without memory of the last")
@@ -98,7 +98,7 @@ def _style(tokenizer: PreTrainedTokenizerBase, report: dict[str, Any]) -> Style:
 
 def _data_report(place: Place) -> dict[str, Any]:
     """What the run says about its rows; nothing for a model that no run of ours left."""
-    from .runs.ends import data_report
+    from .runs.stop_tokens import data_report
 
     return data_report(place.run_dir)
 

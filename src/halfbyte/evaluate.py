@@ -57,10 +57,10 @@ def evaluate(name: str, dataset: str, overrides: Iterable[str] = ()) -> Evaluati
         HalfbyteError: the model or the data cannot be read, no token is left to predict, or packed documents see each
             other in this model.
     """
-    from .runs.inputs import look_over_datasets
+    from .runs.inputs import check_datasets
     from .runs.saved import load_saved
 
-    look_over_datasets(dataset)
+    check_datasets(dataset)
     saved = load_saved(name, overrides, dataset, scores=True)
     from .data.collate import make_collator
     from .data.sources import split_to_evaluate

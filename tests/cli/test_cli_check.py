@@ -146,7 +146,7 @@ def test_init_divides_a_run_over_several_gpus(shared, tmp_path, monkeypatch):
     rows = [{"prompt": f"what is {n}?", "completion": "a number. " * n} for n in range(1, 41)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = starting_config(str(shared / "models/llama-40m"), str(tmp_path / "data.jsonl"))
-    assert "# 2 GPUs, parallel: {data: 2}: all of the run fits each GPU" in text
+    assert "# 2 GPUs, parallel: {data: 2}: the full run fits each GPU" in text
     (tmp_path / "run.yaml").write_text(text)
     config = load_config(tmp_path / "run.yaml")
     assert config.parallel == {"data": 2}
@@ -178,7 +178,7 @@ def test_check_plans_every_mesh_without_a_gpu(monkeypatch, capsys, shared, tmp_p
     assert [*lines][:5] == ["{data: 2}", "{shard: 2}", "{tensor: 2}", "{pipeline: 2}", "{context: 2}"]
     assert all("fits" in line and " a step" in line and "weights" in line for line in said.splitlines()[1:6])
     assert "gathered a step" in lines["{shard: 2}"]
-    assert "auto takes parallel: {data: 2}: all of the run fits each GPU" in said
+    assert "auto takes parallel: {data: 2}: the full run fits each GPU" in said
     assert not (tmp_path / "out").exists()
 
 

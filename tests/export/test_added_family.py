@@ -19,7 +19,7 @@ import halfbyte
 from halfbyte import generation
 from halfbyte.cli import app
 from halfbyte.export.gguf_model import export_gguf
-from halfbyte.gguf.unpack import import_gguf
+from halfbyte.gguf.importer import import_gguf
 from halfbyte.modeling import families
 from halfbyte.modeling.families import Family, Gguf
 from halfbyte.utils import notices

@@ -17,7 +17,7 @@ from halfbyte.export.gguf_model import export_gguf
 from halfbyte.export.merge import merge
 from halfbyte.export.served_adapter import export_served
 from halfbyte.generation import Sampling
-from halfbyte.gguf.unpack import import_gguf
+from halfbyte.gguf.importer import import_gguf
 from halfbyte.runs.saved import load_saved
 from halfbyte.serve import model
 from halfbyte.serve.model import load

@@ -7,8 +7,8 @@ import torch
 from gguf_models import MODELS, save_model
 
 from halfbyte.export.gguf_model import export_gguf
-from halfbyte.gguf.delta_net import DeltaNet
 from halfbyte.gguf.mixes import MIXES
+from halfbyte.gguf.tensors import DeltaNet
 
 pytestmark = pytest.mark.llamacpp
 llama_cpp = pytest.importorskip("cyllama.llama.llama_cpp")

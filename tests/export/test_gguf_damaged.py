@@ -7,7 +7,7 @@ import pytest
 from gguf_models import save_model
 
 from halfbyte.export.gguf_model import export_gguf
-from halfbyte.gguf.unpack import import_gguf
+from halfbyte.gguf.importer import import_gguf
 from halfbyte.utils.errors import CheckpointError
 
 U32 = struct.pack("<I", gguf.GGUFValueType.UINT32)
@@ -37,13 +37,13 @@ def assert_refused(tmp_path, data, said):
 @pytest.mark.parametrize(
     ("key", "was", "value", "said"),
     [
-        ("llama.block_count", 2, 0, "llama.block_count is to be a whole number above 0, and it is 0"),
+        ("llama.block_count", 2, 0, "llama.block_count must be a whole number above 0, not 0"),
         ("llama.block_count", 2, 2**30, "fewer tensors than layers"),
-        ("llama.attention.head_count", 4, 0, "head_count is to be a whole number above 0"),
-        ("llama.attention.head_count", 4, 2**32 - 1, "head_count is to be"),
-        ("llama.attention.head_count_kv", 2, 3, "holds no model that can be read|has shape"),
+        ("llama.attention.head_count", 4, 0, "head_count must be a whole number above 0"),
+        ("llama.attention.head_count", 4, 2**32 - 1, "head_count must be"),
+        ("llama.attention.head_count_kv", 2, 3, "cannot read a model|has shape"),
         ("llama.embedding_length", 64, 128, "has shape"),
-        ("tokenizer.ggml.eos_token_id", None, 5000, "eos_token_id is 5000, and there are 272 tokens"),
+        ("tokenizer.ggml.eos_token_id", None, 5000, "eos_token_id is 5000, .* 272 tokens"),
     ],
 )
 def test_a_key_out_of_bounds(file, tmp_path, key, was, value, said):
@@ -59,9 +59,9 @@ def test_a_key_out_of_bounds(file, tmp_path, key, was, value, said):
 @pytest.mark.parametrize(
     ("key", "kind", "said"),
     [
-        ("llama.block_count", gguf.GGUFValueType.FLOAT32, "block_count is to be a whole number"),
+        ("llama.block_count", gguf.GGUFValueType.FLOAT32, "block_count must be a whole number"),
         ("llama.rope.freq_base", gguf.GGUFValueType.INT32, None),
-        ("tokenizer.ggml.bos_token_id", gguf.GGUFValueType.FLOAT32, "bos_token_id is to be a token's number"),
+        ("tokenizer.ggml.bos_token_id", gguf.GGUFValueType.FLOAT32, "bos_token_id must be a token's number"),
     ],
 )
 def test_a_key_of_another_type(file, tmp_path, key, kind, said):

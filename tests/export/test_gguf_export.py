@@ -15,7 +15,7 @@ from halfbyte.cli import app
 from halfbyte.export.gguf_adapter import export_adapter
 from halfbyte.export.gguf_model import export_gguf
 from halfbyte.export.merge import merge
-from halfbyte.gguf import write_file
+from halfbyte.gguf import writer
 from halfbyte.gguf.tensors import halved, interleaved
 from halfbyte.utils.errors import CheckpointError, ConfigError, ModelError, TrainingError
 
@@ -128,7 +128,7 @@ def test_nothing_is_overwritten_and_no_half_file_stays(tmp_path, llama, monkeypa
     def stop(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(write_file, "_encoded", stop)
+    monkeypatch.setattr(writer, "_encoded", stop)
     with pytest.raises(KeyboardInterrupt):
         export_gguf(llama, "f16", out)
     assert list(tmp_path.iterdir()) == []
@@ -141,7 +141,7 @@ def test_no_space_is_said_before_starting(tmp_path, llama, monkeypatch):
 
 
 def test_bytes_that_change_on_disk_are_noticed(tmp_path, llama, monkeypatch):
-    honest = write_file.check_file
+    honest = writer.check_file
 
     def corrupted(path, *arguments):
         data = bytearray(path.read_bytes())
@@ -149,7 +149,7 @@ def test_bytes_that_change_on_disk_are_noticed(tmp_path, llama, monkeypatch):
         path.write_bytes(data)
         return honest(path, *arguments)
 
-    monkeypatch.setattr(write_file, "check_file", corrupted)
+    monkeypatch.setattr(writer, "check_file", corrupted)
     with pytest.raises(CheckpointError, match="other bytes"):
         export_gguf(llama, "q8_0", tmp_path / "m.gguf")
     assert list(tmp_path.iterdir()) == []

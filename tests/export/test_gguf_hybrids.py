@@ -16,11 +16,10 @@ from halfbyte.export.gguf_adapter import export_adapter
 from halfbyte.export.gguf_model import export_gguf
 from halfbyte.export.importance import watch
 from halfbyte.gguf import vision
-from halfbyte.gguf.delta_net import DeltaNet
 from halfbyte.gguf.graph import checked_family
-from halfbyte.gguf.tensors import Layout
+from halfbyte.gguf.importer import import_gguf
+from halfbyte.gguf.tensors import DeltaNet, Layout
 from halfbyte.gguf.tokenizer import PATTERNS
-from halfbyte.gguf.unpack import import_gguf
 from halfbyte.layers import QuantizedLinear
 from halfbyte.loading.load import load_model
 from halfbyte.utils.errors import CheckpointError, ModelError
@@ -158,7 +157,7 @@ def test_layers_that_guess_tokens_and_the_vision_part_stay_out(tmp_path, monkeyp
     file = tmp_path / "whole/model.safetensors"
     save_file(load_file(file) | {"mtp.fc.weight": torch.ones(64, 128)}, file, metadata={"format": "pt"})
     export_gguf(tmp_path / "whole", "f32", tmp_path / "whole.gguf", device="cpu")
-    assert "language model alone" in said["gguf-qwen3_5"]
+    assert "language model only" in said["gguf-qwen3_5"]
     alone, found = read(tmp_path / "text.gguf"), read(tmp_path / "whole.gguf")
     assert found.keys() == alone.keys()
     assert all(torch.equal(value, alone[name]) for name, value in found.items())

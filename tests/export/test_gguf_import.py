@@ -14,14 +14,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from halfbyte.export.gguf_model import export_gguf
 from halfbyte.export.merge import merge
-from halfbyte.gguf import cache, unpack
+from halfbyte.gguf import cache, importer
 from halfbyte.gguf.cache import checkpoint_folder
 from halfbyte.gguf.file import GgufFile
 from halfbyte.gguf.hyperparameters import llama3_parameters, rope_tensors
+from halfbyte.gguf.importer import import_gguf
 from halfbyte.gguf.mixes import MIXES
-from halfbyte.gguf.read_back import BOUNDS
 from halfbyte.gguf.tokenizer import read_tokenizer
-from halfbyte.gguf.unpack import import_gguf
+from halfbyte.gguf.writer import BOUNDS
 from halfbyte.loading.load import load_model, load_tokenizer
 from halfbyte.runs.saved import load_saved
 from halfbyte.tensor import QuantizedTensor
@@ -126,7 +126,7 @@ def test_other_families_quantized(tmp_path, name, mix):
 
 
 def test_weights_come_in_shards(tmp_path, llama, monkeypatch):
-    monkeypatch.setattr(unpack, "SHARD_BYTES", 60_000)
+    monkeypatch.setattr(importer, "SHARD_BYTES", 60_000)
     folder = import_gguf(llama[1], tmp_path / "back")
     assert len(list(folder.glob("*.safetensors"))) > 3
     expected = plain(llama[0]).state_dict()
@@ -202,7 +202,7 @@ def test_a_file_is_unpacked_once_and_again_when_it_changes(tmp_path, llama, monk
     path.write_bytes(llama[1].read_bytes())
     load_tokenizer(str(path))
     with monkeypatch.context() as patch:
-        patch.setattr(unpack, "GgufFile", None)
+        patch.setattr(importer, "GgufFile", None)
         load_tokenizer(str(path))
     export_gguf(llama[0], "q8_0", tmp_path / "other.gguf", device="cpu")
     path.write_bytes((tmp_path / "other.gguf").read_bytes())
@@ -278,7 +278,7 @@ def test_a_type_that_cannot_be_decoded_is_named(tmp_path, llama):
 
 def test_a_tokenizer_that_cannot_be_built_is_taken_from_beside_the_file(tmp_path, llama):
     path = damaged(llama, tmp_path / "m.gguf", b"gpt-2", b"gpt-9")
-    with pytest.raises(ModelError, match="splits texts as 'gpt-9'") as refused:
+    with pytest.raises(ModelError, match="'gpt-9'") as refused:
         load_tokenizer(str(path))
     assert "put the model's tokenizer.json" in refused.value.fix
     own = AutoTokenizer.from_pretrained(llama[0])
@@ -287,7 +287,7 @@ def test_a_tokenizer_that_cannot_be_built_is_taken_from_beside_the_file(tmp_path
     text = (tmp_path / "tokenizer.json").read_text()
     path = damaged(llama, tmp_path / "n.gguf", b"gpt-2", b"gpt-9")
     (tmp_path / "tokenizer.json").write_text(text.replace('"a": 64', '"z": 64').replace('"z": 89', '"a": 89'))
-    with pytest.raises(ModelError, match="calls 64"):
+    with pytest.raises(ModelError, match="token 64 "):
         load_tokenizer(str(path))
 
 
@@ -296,7 +296,7 @@ def test_no_space_and_no_library_are_said_before_starting(tmp_path, llama, monke
         patch.setattr(shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(10, 9, 1))
         with pytest.raises(TrainingError, match="no space"):
             load_model(str(llama[1]))
-    monkeypatch.setitem(__import__("sys").modules, "halfbyte.gguf.unpack", None)
+    monkeypatch.setitem(__import__("sys").modules, "halfbyte.gguf.importer", None)
     with pytest.raises(ConfigError, match="need the gguf library"):
         load_model(str(llama[1]))
     assert not (tmp_path / "cache").exists()

@@ -18,9 +18,9 @@ from halfbyte.config import Origin, RunConfig, load_config
 from halfbyte.export.gguf_adapter import export_adapter
 from halfbyte.export.gguf_model import export_gguf
 from halfbyte.export.merge import merge
-from halfbyte.gguf import unpack
-from halfbyte.gguf.to_formats import KEPT, kept_format, kept_parts
-from halfbyte.gguf.unpack import import_gguf
+from halfbyte.gguf import importer
+from halfbyte.gguf.formats import EXACT, exact_format, exact_parts
+from halfbyte.gguf.importer import import_gguf
 from halfbyte.layers import QuantizedLinear
 from halfbyte.loading.find import load_model_config
 from halfbyte.loading.load import load_model
@@ -124,12 +124,12 @@ def random_blocks(type_, rows, count):
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("type_", KEPT, ids=lambda type_: type_.name)
+@pytest.mark.parametrize("type_", EXACT, ids=lambda type_: type_.name)
 def test_any_blocks_keep_their_values(type_):
     for rows, count in ((8, 1), (24, 3), (64, 5)):
         blocks, shape = random_blocks(type_, rows, count), (rows, 32 * count)
         expected = gguf.quants.dequantize(blocks.flatten(1).numpy(), type_)
-        parts, format_ = kept_parts(type_, blocks), kept_format(type_, shape)
+        parts, format_ = exact_parts(type_, blocks), exact_format(type_, shape)
         assert {name: (tuple(part.shape), part.dtype) for name, part in parts.items()} == format_.part_specs(shape)
         found = format_.dequantize(parts, shape, torch.float32)
         assert torch.equal(found, torch.from_numpy(expected))
@@ -143,7 +143,7 @@ def test_layers_of_a_file_hold_its_values(mixed):
     for layer in range(2):
         for theirs, ours in FILES.items():
             weight = model.get_submodule(f"model.layers.{layer}.{ours}").weight
-            assert weight.format == KEPT[TYPES[theirs]][0]
+            assert weight.format == EXACT[TYPES[theirs]][0]
             expected = values[f"blk.{layer}.{theirs}.weight"]
             if theirs in heads:
                 expected = in_halves(expected, heads[theirs])
@@ -170,10 +170,10 @@ def test_the_others_are_what_the_usual_import_makes_of_them(mixed):
 def test_the_usual_import_says_what_could_be_kept(mixed, exact, tmp_path):
     load_model(str(mixed), **OPTIONS)
     load_model(str(exact), **OPTIONS)
-    hints = [each for each in said().values() if str(tmp_path) in each and "keep` would hold" in each]
+    hints = [each for each in said().values() if str(tmp_path) in each and "`quantization: keep`" in each]
     assert len(hints) == 1
-    assert hints[0].startswith(f"{mixed} is unpacked")
-    assert hints[0].endswith("as they are: 4 Q4_0, 4 Q8_0, 2 MXFP4")
+    assert hints[0].startswith(f"importing {mixed}")
+    assert hints[0].endswith(": 4 Q4_0, 4 Q8_0, 2 MXFP4")
 
 
 def test_logits_are_those_of_the_dequantized_model(mixed):
@@ -203,7 +203,7 @@ def test_other_families(tmp_path, name, mix):
     options = {"dtype": "bfloat16", "device": "cpu"}
     kept = load_model(str(tmp_path / "m.gguf"), quantization="keep", **options)
     usual = load_model(str(tmp_path / "m.gguf"), load_in_4bit=False, **options)
-    assert {each.weight.format for each in linears(kept).values()} == {KEPT[Type[mix.upper()]][0]}
+    assert {each.weight.format for each in linears(kept).values()} == {EXACT[Type[mix.upper()]][0]}
     with torch.no_grad():
         assert torch.equal(kept(IDS).logits, usual(IDS).logits)
 
@@ -218,7 +218,7 @@ def test_stories260k(shared, tmp_path, mix):
     export_gguf(tmp_path / "stories", mix, tmp_path / "s.gguf", device="cpu")
     kept = load_model(str(tmp_path / "s.gguf"), quantization="keep", **OPTIONS)
     count, others = {"q4_0": (20, "5 F16, 10 Q4_0 of 172 rows"), "q8_0": (30, "5 F16")}[mix]
-    assert sum(each.weight.format == KEPT[Type[mix.upper()]][0] for each in linears(kept).values()) == count
+    assert sum(each.weight.format == EXACT[Type[mix.upper()]][0] for each in linears(kept).values()) == count
     notice = f"{count} {mix.upper()}; quantized as the bnb_4bit keys say: {others}"
     assert any(each.endswith(notice) for each in said().values())
     ids = torch.arange(300, 400)[None]
@@ -346,7 +346,7 @@ def test_a_kept_model_is_saved_and_loaded_as_any_other(mixed, tmp_path):
 
 
 def test_kept_weights_come_in_shards(mixed, tmp_path, monkeypatch):
-    monkeypatch.setattr(unpack, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(importer, "SHARD_BYTES", 20_000)
     folder = import_gguf(mixed, tmp_path / "back", keep=True)
     files = sorted(folder.glob("*.safetensors"))
     assert len(files) > 3
@@ -363,13 +363,13 @@ def test_kept_weights_come_in_shards(mixed, tmp_path, monkeypatch):
 
 def test_rows_that_do_not_fit_are_decoded(tmp_path):
     """gptq_v2 packs the zeros of eight rows."""
-    assert kept_format(Type.Q4_0, (12, 32)) is None
-    assert kept_format(Type.Q8_0, (12, 32)) is not None
+    assert exact_format(Type.Q4_0, (12, 32)) is None
+    assert exact_format(Type.Q8_0, (12, 32)) is not None
 
 
 def test_a_file_with_nothing_to_keep(exact, tmp_path):
     path = rewritten(exact, tmp_path / "m.gguf", {"ffn": Type.Q4_1, "attn": Type.Q5_1})
-    message = r"m\.gguf are stored as: 8 Q5_1, 6 Q4_1 \(kept are Q4_0, Q8_0, MXFP4\)"
+    message = r"m\.gguf .*8 Q5_1, 6 Q4_1 .*Q4_0, Q8_0, MXFP4"
     with pytest.raises(ConfigError, match=message) as refused:
         load_model(str(path), quantization="keep", **OPTIONS)
     assert "remove" in refused.value.fix
@@ -393,7 +393,7 @@ def test_damaged_scales_are_named(exact, tmp_path, kind):
 
 
 def test_other_checkpoints_have_nothing_to_keep(tiny_checkpoint):
-    with pytest.raises(ConfigError, match="keep is of GGUF files"):
+    with pytest.raises(ConfigError, match="quantization: keep"):
         load_model(str(tiny_checkpoint()), quantization="keep", **OPTIONS)
 
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from halfbyte.export.gguf_model import export_gguf
 from halfbyte.gguf.mixes import MIXES
-from halfbyte.gguf.types import ENCODERS, Type, quantize, row_bytes
+from halfbyte.gguf.quants import ENCODERS, Type, quantize, row_bytes
 
 pytestmark = pytest.mark.llamacpp
 llama_cpp = pytest.importorskip("llama_cpp")

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.llama2c import read_model, read_tokenizer
 from halfbyte.export.gguf_model import export_gguf
-from halfbyte.gguf.unpack import import_gguf
+from halfbyte.gguf.importer import import_gguf
 
 pytestmark = [pytest.mark.llamacpp, pytest.mark.slow]
 BEGINNINGS = ("Once upon a time", "Lily and Tom went to the park. They", "The dog", "One day,")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfbyte.gguf.fits import Grid, fit_affine, fit_positive, fit_symmetric
-from halfbyte.gguf.types import ENCODERS, FLOATS, Type, quantize, row_bytes
+from halfbyte.gguf.quants import ENCODERS, FLOATS, Type, quantize, row_bytes
 from halfbyte.utils.errors import CheckpointError
 
 EQUAL = (Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.BF16, Type.F16, Type.F32)

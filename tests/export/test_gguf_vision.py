@@ -120,7 +120,7 @@ def test_a_vision_part_that_export_does_not_know_is_named(tmp_path):
     config = json.loads((tmp_path / "m/config.json").read_text())
     config |= {"model_type": "mistral3", "architectures": ["Mistral3ForConditionalGeneration"]}
     (tmp_path / "m/config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=r"multi_modal_projector\.linear_1\.bias is beside .* mistral3"):
+    with pytest.raises(ModelError, match=r"multi_modal_projector\.linear_1\.bias .* mistral3"):
         export_gguf(tmp_path / "m", "f16", tmp_path / "m.gguf")
 
 

@@ -97,7 +97,7 @@ SECOND = [
     Case("+ the hub's folder of a model", both(f"model_name_or_path={HUB_FOLDER}"), says="no config.json",
          fix=f"{HUB_FOLDER}/snapshots/0123", files={f"{HUB_FOLDER}/snapshots/0123": snapshot_of}),
     Case("+ a run of a newer version", ("generate run prompts.jsonl", "merge run", "export run --gguf f16"),
-         says=("run/config.resolved.yaml:", "key_of_tomorrow"), fix="the halfbyte that wrote it", given=("run",),
+         says=("run/config.resolved.yaml:", "key_of_tomorrow"), fix="environment.json", given=("run",),
          files={"run/config.resolved.yaml": lambda path: path.write_text(path.read_text() + "key_of_tomorrow: 3\n")}),
     Case("+ a run into its data's folder", both("dataset=d output_dir=d/out"), says=("output_dir: d/out", "folder d"),
          fix="outside", files={"d/a.jsonl": DATA}),

@@ -16,7 +16,7 @@ from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.modeling.layer import causal_lm_of, decoder_layers
 from halfbyte.parallel.pipeline.model import cut_model
 from halfbyte.parallel.shard.model import shard_model, sharded, stays_of
-from halfbyte.plan.rank import Frozen, Stage, line
+from halfbyte.plan.rank import Frozen, Stage, pipeline_of
 from halfbyte.tensor import BlockShard, QuantizedTensor
 from halfbyte.train.preflight import prepare_run
 
@@ -94,11 +94,11 @@ def test_stages_are_those_that_are_cut(name):
     """Every layer is one process's, and bytes of all processes are the model's, with a tied embedding twice."""
     model = model_of("Gemma2")
     cut = cut_model(model, name, 2, 4, recomputed=True)
-    found = line(cut, list(cut.seconds[:1]) * LAYERS, cut.seconds[-1], 4)
-    assert line(cut, list(cut.seconds[:1]) * LAYERS, cut.seconds[-1], 4, ahead=True).idle < found.idle
+    found = pipeline_of(cut, list(cut.seconds[:1]) * LAYERS, cut.seconds[-1], 4)
+    assert pipeline_of(cut, list(cut.seconds[:1]) * LAYERS, cut.seconds[-1], 4, ahead=True).idle < found.idle
     assert sorted(index for stage in found.stages for index in stage.layers) == list(range(LAYERS))
-    assert [stage.begins for stage in found.stages] == [True, False]
-    assert [stage.ends for stage in found.stages] == [False, True]
+    assert [stage.has_embedding for stage in found.stages] == [True, False]
+    assert [stage.has_head for stage in found.stages] == [False, True]
     frozen = frozen_of(model)
     together = sum(frozen.share(stage, Parallel(pipeline=2)) for stage in found.stages)
     assert together == frozen.share(WHOLE, Parallel()) + frozen.embedding + frozen.rest

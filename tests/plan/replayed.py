@@ -1,4 +1,4 @@
-"""What a step is planned to allocate, for tests that compare it with a real one."""
+"""Planned allocations of a step, for tests that compare them with a real step."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import transformers
 
 from halfbyte.config import RunConfig
 from halfbyte.memory.batches import Batches, Shape
+from halfbyte.plan.costs import LayerCost
 from halfbyte.plan.estimate import GIB, _Planner
-from halfbyte.plan.policy import Choice, LayerCost
+from halfbyte.plan.policy import Choice
 from halfbyte.plan.shapes import ModelShapes
 
 LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -22,7 +23,7 @@ SMALL = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 
 
 @functools.cache
 def layer_of(family: str, rows: int, length: int, recipe: str = "bf16") -> LayerCost:
-    """A layer as wide as one of the 8B's (Qwen3: of the 0.6B's), replayed at every level."""
+    """A layer of the 8B's width (Qwen3: of the 0.6B's), replayed at every level."""
     sizes = SMALL if family == "Qwen3" else LLAMA_8B
     config = RunConfig(model_name_or_path="m", dataset="d", packing=True, dtype="bfloat16", recipe=recipe)
     shapes = ModelShapes(
@@ -31,10 +32,10 @@ def layer_of(family: str, rows: int, length: int, recipe: str = "bf16") -> Layer
     return _Planner(shapes, Batches.alike(rows, length), GIB).layer(Shape(rows, length))
 
 
-def moving(config: RunConfig, model_config: Any, batch: Shape, level: str) -> tuple[int, int]:
-    """Planned bytes beside weights, gradients and optimizer, and those of the loss among them."""
-    config = config.model_copy(update={"gradient_accumulation_steps": 2})  # gradients are there from the start
+def transient_bytes(config: RunConfig, model_config: Any, batch: Shape, level: str) -> tuple[int, int]:
+    """Planned transient bytes of a step, and the loss's share of them."""
+    config = config.model_copy(update={"gradient_accumulation_steps": 2})  # gradients exist from the start
     shapes = ModelShapes(config, model_config, torch.device("cpu"))
     planner = _Planner(shapes, Batches.alike(batch.rows, batch.length), GIB)
     choice = Choice((level,) * planner.depth, graphs=False)
-    return planner._moving(batch, choice, planner.stages[0]), planner._step(batch, choice).logits
+    return planner._transient(batch, choice, planner.stages[0]), planner._step(batch, choice).logits

@@ -1,4 +1,4 @@
-"""Plans of tiny runs without replaying a step again that was replayed before: half of what a tiny run takes."""
+"""Cache of replays across tests: replaying a step takes half of a tiny run's time."""
 
 import json
 
@@ -9,7 +9,7 @@ _own = replay.replay
 
 
 def once(model, layers, batch, where, levels=None):
-    """`plan.replay.replay`, whose result follows from what is in the key."""
+    """Return the cached result of `plan.replay.replay` for equal arguments."""
     sizes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in batch.items())
     key = (_description(model), tuple(layers), sizes, where, levels and tuple(levels))
     if key not in _made:

@@ -1,4 +1,4 @@
-"""Files of weights: what a header, an index or a pickle may not be; each is named, with what to do."""
+"""Weight files: invalid headers, indices and pickles are refused with the file and a fix."""
 
 import json
 import os
@@ -48,19 +48,19 @@ def test_a_sound_file(file):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"dtype": "Q9"}, "a has the dtype 'Q9'"),
-        ({"dtype": ["F32"]}, "a has the dtype"),
+        ({"dtype": "Q9"}, "a has the unknown dtype 'Q9'"),
+        ({"dtype": ["F32"]}, "a has the unknown dtype"),
         ({"shape": [-2, -3]}, "a has the shape"),
-        ({"shape": [2**62, 3]}, "the bytes of a"),
+        ({"shape": [2**62, 3]}, "a must have the bytes"),
         ({"shape": [2, 3.0]}, "a has the shape"),
-        ({"shape": [2, 4]}, "the bytes of a"),
-        ({"data_offsets": [0, 2**63]}, "the bytes of a"),
-        ({"data_offsets": [4, 28]}, "the bytes of"),
+        ({"shape": [2, 4]}, "a must have the bytes"),
+        ({"data_offsets": [0, 2**63]}, "a must have the bytes"),
+        ({"data_offsets": [4, 28]}, "must have the bytes"),
         ({"data_offsets": [24]}, "a has no data_offsets"),
         ({"data_offsets": None}, "a has no data_offsets"),
     ],
 )
-def test_an_entry_that_cannot_be(file, changes, said):
+def test_invalid_header_entries(file, changes, said):
     header = header_of(file)
     header["a"] |= changes
     with_header(file, header)
@@ -71,7 +71,7 @@ def test_an_entry_that_cannot_be(file, changes, said):
 @pytest.mark.parametrize(
     ("header", "said"),
     [
-        (b"[]", "its header is no object"),
+        (b"[]", "its header is not an object"),
         (b'{"a": 5}', "a has no data_offsets"),
         (b'{"__metadata__": {"x": 1}}', "__metadata__"),
         (b'{"x": {}, "x": {}}', "'x' is given twice"),
@@ -80,7 +80,7 @@ def test_an_entry_that_cannot_be(file, changes, said):
         (b"", "not a safetensors file"),
     ],
 )
-def test_a_header_that_cannot_be(file, header, said):
+def test_invalid_headers(file, header, said):
     with_header(file, header)
     with pytest.raises(CheckpointError, match=said) as caught:
         read_header(file)
@@ -88,7 +88,7 @@ def test_a_header_that_cannot_be(file, header, said):
 
 
 @pytest.mark.parametrize("length", [3, 2**40, 2**63, 2**64 - 1])
-def test_a_length_beyond_the_file(file, length):
+def test_header_lengths_beyond_the_file(file, length):
     file.write_bytes(length.to_bytes(8, "little") + b"{}")
     with pytest.raises(CheckpointError, match="is truncated: its header needs"):
         read_header(file)
@@ -98,19 +98,19 @@ def test_overlapping_tensors_are_refused(file):
     header = header_of(file)
     header["c"] = dict(header["a"])
     with_header(file, header)
-    with pytest.raises(CheckpointError, match="the bytes of"):
+    with pytest.raises(CheckpointError, match="must have the bytes"):
         read_header(file)
 
 
 @pytest.mark.parametrize(
     ("index", "said"),
     [
-        ({"weight_map": {"a": "../model.safetensors"}}, r"'\.\./model\.safetensors' is no file of weights"),
-        ({"weight_map": {"a": "/etc/passwd"}}, "'/etc/passwd' is no file"),
-        ({"weight_map": {"a": "sub\\one.safetensors"}}, "is no file of weights"),
-        ({"weight_map": {"a": ".."}}, "is no file of weights"),
+        ({"weight_map": {"a": "../model.safetensors"}}, r"'\.\./model\.safetensors' is not a weight file"),
+        ({"weight_map": {"a": "/etc/passwd"}}, "'/etc/passwd' is not"),
+        ({"weight_map": {"a": "sub\\one.safetensors"}}, "is not a weight file"),
+        ({"weight_map": {"a": ".."}}, "is not a weight file"),
         ({"weight_map": {"a": "x\0.safetensors"}}, "no file's name has"),
-        ({"weight_map": {"a": "one.bin"}}, "'one.bin' is no file of weights"),
+        ({"weight_map": {"a": "one.bin"}}, "'one.bin' is not a weight file"),
         ({"weight_map": {"a": "gone.safetensors"}}, "gone.safetensors is missing"),
         ({"weight_map": {"a": 5}}, "has no weight_map"),
         ({"weight_map": {}}, "has no weight_map"),
@@ -127,7 +127,7 @@ def test_an_index_stays_in_its_folder(file, index, said):
         safetensors_files(file.parent)
 
 
-def test_links_are_followed_as_the_hubs_cache_needs(file):
+def test_links_are_followed_for_the_hubs_cache(file):
     blob = file.rename(file.with_name("blob"))
     file.symlink_to(blob)
     assert safetensors_files(file.parent) == [file]
@@ -166,34 +166,34 @@ def test_a_truncated_state(tmp_path, keep):
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"hidden_size": "64"}, "hidden_size is to be a whole number, 1 or more, and it is '64'"),
-        ({"hidden_size": True}, "hidden_size is to be"),
+        ({"hidden_size": "64"}, "hidden_size must be a whole number, 1 or more, not '64'"),
+        ({"hidden_size": True}, "hidden_size must be"),
         ({"num_attention_heads": 0}, "num_attention_heads"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers is to be at most"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most"),
         ({"vocab_size": 10**12}, "vocab_size"),
         ({"text_config": {"num_hidden_layers": -1}}, r"text_config\.num_hidden_layers"),
-        ({"text_config": 5}, "text_config is to be an object"),
-        ({"quantization_config": "nf4"}, "quantization_config is to be an object"),
+        ({"text_config": 5}, "text_config must be an object"),
+        ({"quantization_config": "nf4"}, "quantization_config must be an object"),
         ({"quantization_config": {"formats": {"int8": "all"}}}, r"quantization_config\.formats"),
         ({"transformers_weights": "../x.safetensors"}, "transformers_weights"),
-        ({"model_type": 5}, "model_type is to be text"),
-        ({"eos_token_id": [1, "2"]}, "eos_token_id is to be a token's number"),
+        ({"model_type": 5}, "model_type must be text"),
+        ({"eos_token_id": [1, "2"]}, "eos_token_id must be a token's number"),
         ([], "holds a list"),
     ],
 )
-def test_a_config_that_cannot_be(tmp_path, config, said):
+def test_invalid_configs(tmp_path, config, said):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=said) as caught:
         check_checkpoint(tmp_path)
     assert str(tmp_path / "config.json") in str(caught.value)
 
 
-def test_configs_that_are_meant_so(tmp_path):
+def test_unusual_valid_configs(tmp_path):
     config = {"num_key_value_heads": None, "intermediate_size": [64, 96], "pad_token_id": -1, "eos_token_id": [1, 2]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_config(tmp_path) == config
     assert read_generation_config(tmp_path) == {}
     for key, value in (("eos_token_id", "x"), ("temperature", "hot"), ("top_k", [1])):
         (tmp_path / "generation_config.json").write_text(json.dumps({key: value}))
-        with pytest.raises(CheckpointError, match=rf"generation_config\.json: {key} is to be"):
+        with pytest.raises(CheckpointError, match=rf"generation_config\.json: {key} must be"):
             check_checkpoint(tmp_path)

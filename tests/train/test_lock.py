@@ -51,7 +51,7 @@ def test_a_second_run_is_refused_and_the_first_is_named(tmp_path):
 
 def test_train_is_refused_before_it_looks_at_anything(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "open_run", lambda *_: pytest.fail("it began"))
-    monkeypatch.setattr(preflight_paths, "look_over_inputs", lambda *_: pytest.fail("it began"))
+    monkeypatch.setattr(preflight_paths, "check_inputs", lambda *_: pytest.fail("it began"))
     config = load_config(None, {"model_name_or_path": "m", "dataset": "d", "output_dir": str(tmp_path / "out")})
     with run_lock(tmp_path / "out"), pytest.raises(ConfigError, match="is writing into"):
         run.train(config)
@@ -113,14 +113,14 @@ def test_a_file_system_without_locks_is_said_and_goes_by_the_name(tmp_path, monk
     out.mkdir()
     for pid, host, alive in ((os.getppid(), HOST, True), (1, "another", True), (ended.pid, HOST, False)):
         holder = Process.here(pid)._replace(**({"machine": "0"} if host != HOST else {}))
-        (out / lock.NAME).write_text(json.dumps({"host": host, **holder._asdict()}))
+        (out / lock.LOCK).write_text(json.dumps({"host": host, **holder._asdict()}))
         if alive:
             with pytest.raises(ConfigError, match=f"process {pid} on {host} is writing") as refused, run_lock(out):
                 pass
             assert f"remove {out}/.lock if that process has ended" in refused.value.fix
         else:
             with run_lock(out):
-                assert "takes over" in notices.said()[f"lock {out / lock.NAME}"]
+                assert "takes over" in notices.said()[f"lock {out / lock.LOCK}"]
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):

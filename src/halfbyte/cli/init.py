@@ -11,7 +11,7 @@ from ..config.methods import DEFAULTS
 from ..config.policy import DISTILLING, POLICY, SAMPLING, group_size
 from ..config.yaml import dump_value
 from ..methods import method_of
-from ..runs.inputs import look_over_inputs
+from ..runs.inputs import check_inputs
 from ..utils.errors import ConfigError, DataError, UsageError
 from .imports import quick_imports
 
@@ -45,7 +45,7 @@ def starting_config(model: str, dataset: str, method: str = "sft", teacher: str 
     """
     base = load_config(None, {"model_name_or_path": model, "dataset": dataset, **_of_method(method, teacher)})
     rows = method_of(base).rows
-    look_over_inputs(base)
+    check_inputs(base)
     with quick_imports():
         from ..loading.find import find_model
         from ..loading.load import load_tokenizer

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import Origin, resolve
 from ..config.yaml import dump_mapping
 from ..loading.find import find_model, look_over
-from ..runs.inputs import look_over_datasets
+from ..runs.inputs import check_datasets
 from ..runs.saved import find, saved_config
 from ..utils.errors import ConfigError, DataError, ModelError, UsageError
 from .imports import import_models
@@ -42,7 +42,7 @@ def mix_formats(
     if place.adapter or not place.base:
         raise ConfigError(f"{name} is a run or an adapter", "name the 16-bit model that it was trained on")
     look_over(Origin(place.base))
-    look_over_datasets(dataset)
+    check_datasets(dataset)
     import_models()
     from ..data.calibration import ROW, batched, packed_rows
     from ..data.collate import make_collator

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from ..config import RunConfig, resolve
 from ..ops import IGNORE_INDEX
-from ..runs.inputs import look_over_inputs
+from ..runs.inputs import check_inputs
 from ..utils.console import Console, coloured
 from ..utils.text import brief
 from .imports import quick_imports
@@ -24,7 +24,7 @@ REJECTED = "red"  # trained tokens of an answer that is not wanted
 
 def preview_rows(config: RunConfig, count: int) -> None:
     """Print the first `count` rows, prepared and collated exactly as in training."""
-    look_over_inputs(config)
+    check_inputs(config)
     with quick_imports():
         from ..data.prepare_answers import prepare_answers
         from ..loading.load import load_tokenizer

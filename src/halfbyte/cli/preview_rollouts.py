@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ..config import RunConfig, resolve
 from ..config.policy import DISTILLING
-from ..runs.inputs import look_over_inputs
+from ..runs.inputs import check_inputs
 from ..utils.console import Console
 from ..utils.errors import UsageError
 from ..utils.text import visible
@@ -28,7 +28,7 @@ def preview_rollouts(config: RunConfig, count: int, answers: int) -> None:
     Raises:
         UsageError: the method of the run samples no answers.
     """
-    look_over_inputs(config)
+    check_inputs(config)
     with quick_imports():
         from ..auxiliary.reward_model import check_judges, judging
         from ..loading.find import find_model

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..reading.bounded import Bounded, Failure, restart_clock
-from ..reading.model_config import declared_ends
+from ..reading.model_config import declared_stop_tokens
 from ..utils.errors import DataError, HalfbyteError
 from ..utils.notices import notice
 from .formats import Document, Message
@@ -288,7 +288,7 @@ class ChatTemplate:
 def declared_end_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     """The tokens that a tokenizer, and the generation_config.json beside its files, say an answer ends with."""
     folder = Path(tokenizer.name_or_path or "")
-    stored = declared_ends(folder) if tokenizer.name_or_path and folder.is_dir() else []
+    stored = declared_stop_tokens(folder) if tokenizer.name_or_path and folder.is_dir() else []
     names = tokenizer.convert_ids_to_tokens([each for each in stored if each < len(tokenizer)])
     return tuple(dict.fromkeys(str(name) for name in (tokenizer.eos_token, *names) if name))
 

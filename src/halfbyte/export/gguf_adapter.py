@@ -14,10 +14,10 @@ from gguf import GGUFWriter, Keys
 
 from halfbyte.config import RunConfig, resolve
 from halfbyte.gguf.graph import checked_family
+from halfbyte.gguf.quants import FLOATS, Type, quantize
 from halfbyte.gguf.tensors import Layout
-from halfbyte.gguf.types import FLOATS, Type, quantize
-from halfbyte.runs.ends import data_report, declared_ends, known_ends
 from halfbyte.runs.saved import Place, find, saved_config, trained_tokenizer
+from halfbyte.runs.stop_tokens import data_report, declared_stop_tokens, known_stop_tokens
 from halfbyte.utils.errors import CheckpointError, ConfigError
 from halfbyte.utils.files import new_file
 from halfbyte.utils.notices import notice
@@ -71,8 +71,8 @@ def export_adapter(
 def _say_ends(config: RunConfig, place: Place) -> None:
     """Name the tokens that answers were trained to end with and the base does not declare: its file decides here."""
     tokenizer, base = trained_tokenizer(place.adapter, config), BaseCheckpoint(resolve(config).origin).folder
-    known = {tokenizer.eos_token_id, *declared_ends(base)}
-    missing = [index for index in known_ends(data_report(place.run_dir), tokenizer) if index not in known]
+    known = {tokenizer.eos_token_id, *declared_stop_tokens(base)}
+    missing = [index for index in known_stop_tokens(data_report(place.run_dir), tokenizer) if index not in known]
     if missing:
         names = " ".join(f"--reverse-prompt '{name}'" for name in tokenizer.convert_ids_to_tokens(missing))
         said = "llama.cpp stops where the base's file says, and this adapter's answers end elsewhere"

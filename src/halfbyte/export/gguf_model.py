@@ -25,11 +25,11 @@ from halfbyte.gguf.graph import experts_of
 from halfbyte.gguf.hyperparameters import add_hyperparameters, written_keys
 from halfbyte.gguf.imatrix import matrix_path, read_importances
 from halfbyte.gguf.mixes import MIXES, check_mix, choose
+from halfbyte.gguf.quants import FLOATS
 from halfbyte.gguf.tensors import Planned, plan
 from halfbyte.gguf.tokenizer import add_tokenizer
-from halfbyte.gguf.types import FLOATS
 from halfbyte.gguf.vision import CLIP, Vision, add_vision, plan_vision, vision_keys, vision_types
-from halfbyte.gguf.write_file import NewGguf, write_gguf
+from halfbyte.gguf.writer import NewGguf, write_gguf
 from halfbyte.utils.errors import ConfigError
 from halfbyte.utils.files import check_space, new_file, write_text
 

@@ -15,8 +15,8 @@ from halfbyte.gguf.tensors import Weight
 from halfbyte.gguf.vision import Vision, vision_of
 from halfbyte.loading.find import read_model_config
 from halfbyte.modeling.families import Family
-from halfbyte.runs.ends import all_ends, data_report, declared_ends, known_ends
 from halfbyte.runs.saved import find, saved_config, trained_tokenizer
+from halfbyte.runs.stop_tokens import data_report, declared_stop_tokens, joined_stop_tokens, known_stop_tokens
 from halfbyte.utils.hardware import chosen_device
 
 from ..loading.checkpoint import BaseCheckpoint
@@ -82,8 +82,8 @@ def open_source(run_or_model: str, device: str | None = None, trust_remote_code:
         model_config.tie_word_embeddings = model_config.tie_word_embeddings and not both.untied
         merged, name = goal, Path(run_or_model).resolve().name
     tokenizer, vision = trained_tokenizer(place.adapter, config), vision_of(whole, base.folder, list(weights))
-    learned = known_ends(data_report(place.run_dir), tokenizer)
-    end_ids = all_ends(learned, declared_ends(base.folder), [tokenizer.eos_token_id])
+    learned = known_stop_tokens(data_report(place.run_dir), tokenizer)
+    end_ids = joined_stop_tokens(learned, declared_stop_tokens(base.folder), [tokenizer.eos_token_id])
     return Source(
         name, weights, model_config, family, tokenizer, end_ids, target, merged, vision, run.origin.trust_remote_code
     )

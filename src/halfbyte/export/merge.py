@@ -28,8 +28,9 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from halfbyte.config import SIXTEEN, Resolved, RunConfig, resolve
 from halfbyte.reading.model_config import GENERATION, read_generation_config
-from halfbyte.runs.ends import data_report, generation_keys
+from halfbyte.runs.layout import merge_report
 from halfbyte.runs.saved import find_trained, look_up, trained_tokenizer
+from halfbyte.runs.stop_tokens import data_report, generation_keys
 from halfbyte.utils.errors import CheckpointError, ConfigError, TrainingError
 from halfbyte.utils.files import check_space, new_directory, write_json
 from halfbyte.utils.hardware import chosen_device
@@ -113,7 +114,7 @@ class MergeReport:
     @property
     def file_name(self) -> str:
         """In the run's folder: merge.json, or merge-FORMAT.json."""
-        return "merge.json" if self.quantize == SIXTEEN else f"merge-{slug(self.quantize)}.json"
+        return merge_report("" if self.quantize == SIXTEEN else slug(self.quantize))
 
     def __str__(self) -> str:
         stored = self.dtype if self.quantize == SIXTEEN else self.quantize

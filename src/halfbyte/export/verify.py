@@ -29,6 +29,7 @@ from halfbyte.utils.notices import notice
 
 from ..loading.checkpoint import DTYPES
 from ..reading import read_json
+from ..runs.layout import DATA_REPORT
 from ..utils.transformers_logging import no_loading_bars
 from .fidelity import (
     DRAWS,
@@ -308,5 +309,5 @@ def loss_documents(run_dir: Path | None, ids: Tensor) -> tuple[list[Document], b
 
 def _data_report(run_dir: Path | None) -> dict[str, Any]:
     """A run's data_report.json; empty without one."""
-    path = run_dir / "data_report.json" if run_dir else None
+    path = run_dir / DATA_REPORT if run_dir else None
     return read_json(path, CheckpointError) if path and path.is_file() else {}

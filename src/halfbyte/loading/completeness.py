@@ -21,7 +21,7 @@ from ..config import Origin
 from ..formats import FORMATS
 from ..formats.base import QUANT_METHOD
 from ..modeling.architectures import auto_class, expert_stacks
-from ..reading.boundary import answered, in_words
+from ..reading.boundary import answered, text_of
 from ..reading.model_config import CONFIG, EXPERTS, LAYERS
 from ..reading.tensors import AGAIN, SINGLE, pickled_files, read_state, safetensors_files
 from ..utils.errors import CheckpointError, HalfbyteError
@@ -127,7 +127,7 @@ def _is_read(entry: Mapping[str, Any]) -> bool:
     except HalfbyteError as error:
         raise CheckpointError(f"{CONFIG}: quantization_config: {error.message}", error.fix) from error
     except Exception as error:
-        raise CheckpointError(f"{CONFIG}: quantization_config: {in_words(error)}", ANOTHER) from error
+        raise CheckpointError(f"{CONFIG}: quantization_config: {text_of(error)}", ANOTHER) from error
 
 
 def _weights(place: Origin, folder: Path) -> dict[str, Tensor]:

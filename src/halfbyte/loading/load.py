@@ -14,7 +14,6 @@ import torch
 from ..config import Origin, Storage, storage_of
 from ..formats import FORMATS
 from ..formats.base import FLOATS
-from ..gguf.cache import in_words
 from ..modeling.architectures import auto_class, beside_text
 from ..modeling.layer_sizes import layer_sizes, widest
 from ..modeling.tiny import tiny_config
@@ -25,6 +24,7 @@ from ..reading.tensors import safetensors_files
 from ..utils.errors import ConfigError, ModelError
 from ..utils.hardware import chosen_device, compute_dtype
 from ..utils.notices import notice
+from ..utils.text import counts
 from ..utils.transformers_logging import no_loading_bars, quiet
 from .assignment import left_whole
 from .completeness import check_finite, check_loaded
@@ -269,8 +269,8 @@ def _prequantized(stored: Any, name: str, storage: Storage) -> dict[str, Any]:
     if not storage.quantized:
         raise ModelError(f"{name} holds quantized weights", "set load_in_4bit: true, or use the 16-bit model")
     if "kept" in entry:
-        others = f"; quantized as the bnb_4bit keys say: {in_words(entry['others'])}" if entry["others"] else ""
-        notice(f"kept-{name}", f"{name}: linear layers keep the file's values: {in_words(entry['kept'])}{others}")
+        others = f"; quantized as the bnb_4bit keys say: {counts(entry['others'])}" if entry["others"] else ""
+        notice(f"kept-{name}", f"{name}: linear layers keep the file's values: {counts(entry['kept'])}{others}")
         return entry | {"storage": storage}
     if entry.get("quant_method") == "halfbyte":
         notice("prequantized", f"{name} is already quantized ({', '.join(entry['formats'])}); its bytes are kept")

@@ -18,8 +18,8 @@ from ..generation.sampling import Penalties
 from ..generation.text import Piece, Scored, continue_texts
 from ..modeling.adapters import check_adapter_files, load_adapter
 from ..reading import look, read_text
-from ..runs.ends import data_report, known_ends
 from ..runs.saved import Saved, find, find_adapter, load_saved
+from ..runs.stop_tokens import data_report, known_stop_tokens
 from ..utils.errors import CheckpointError, DataError, UsageError
 from ..utils.notices import notice
 from ..utils.text import brief
@@ -309,7 +309,7 @@ def load(name: str, adapters: Mapping[str, str], limits: Limits = Limits(), trus
             raise UsageError(f"--adapter {key}: the model has this name already", "choose another name")
         names[key] = f"adapter_{len(names)}"
         _attach(saved, folder, names[key])
-        ends[str(names[key])] = known_ends(data_report(find(adapters[key]).run_dir), saved.tokenizer)
+        ends[str(names[key])] = known_stop_tokens(data_report(find(adapters[key]).run_dir), saved.tokenizer)
     saved.model.eval()
     served = Served(saved, names, limits)
     served.ends |= ends

@@ -53,6 +53,7 @@ from ..parallel.pipeline.full_state import Gathered, scaling_state
 from ..parallel.pipeline.stepper import PipelinedStepper
 from ..parallel.rank_sync import Alike
 from ..rl.rollouts import Generations
+from ..runs.layout import checkpoint_folder
 from ..runs.manifest import write_manifest
 from . import checkpoint as checkpoints
 from .callback_arguments import steps_per_epoch, total_steps
@@ -463,7 +464,7 @@ class TrainingLoop:
 
     def _place(self) -> Path:
         """Where the checkpoint of the last step is, or would be."""
-        return self.output / f"checkpoint-{self.state.global_step}"
+        return self.output / checkpoint_folder(self.state.global_step)
 
     # --- leaving -----------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from halfbyte.methods import METHODS, Method, method_of
 from halfbyte.utils.errors import CheckpointError
 
 from ..reading.tensors import read_adapter_config
-from ..runs.inputs import look_over_division, look_over_inputs, look_over_output, look_over_spelling
+from ..runs.inputs import check_inputs, check_output_dir, check_path_spelling, check_tensor_sizes
 from ..runs.lock import check_free
 from .checkpoint import starting_point
 
@@ -25,12 +25,12 @@ def look_over_run(config: RunConfig, resume: str | bool | None = None) -> None:
         HalfbyteError: what is wrong, and what to do.
     """
     method = method_of(config)
-    look_over_spelling(config)
-    look_over_output(config.output_dir)
+    check_path_spelling(config)
+    check_output_dir(config.output_dir)
     check_free(config.output_path)
     starting_point(config, config.resume_from_checkpoint if resume is None else resume, contents=False)
-    look_over_inputs(config)
-    look_over_division(config)
+    check_inputs(config)
+    check_tensor_sizes(config)
     if config.adapter_path:
         _look_over_kind(config, method)
 
