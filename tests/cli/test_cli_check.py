@@ -148,7 +148,7 @@ def test_init_divides_a_run_over_several_gpus(shared, tmp_path, monkeypatch):
     rows = [{"prompt": f"what is {n}?", "completion": "a number. " * n} for n in range(1, 41)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = starting_config(str(shared / "models/llama-40m"), str(tmp_path / "data.jsonl"))
-    assert "# 2 GPUs, parallel: {data: 2}: all of the run fits each GPU" in text
+    assert "# 2 GPUs, parallel: {data: 2}: the full run fits each GPU" in text
     (tmp_path / "run.yaml").write_text(text)
     config = load_config(tmp_path / "run.yaml")
     assert config.parallel == {"data": 2}

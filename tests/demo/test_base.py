@@ -21,7 +21,7 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-def test_the_tokenizer_marks_what_the_assistant_says():
+def test_the_chat_template_masks_the_assistants_tokens():
     tokenizer = base.build_tokenizer(TEXTS, TINY)
     turns = [{"role": "user", "content": "Größe?"}, {"role": "assistant", "content": "Return the number."}]
     encoded = tokenizer.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
@@ -78,7 +78,7 @@ def test_the_same_recipe_gives_the_same_weights():
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
 
 
-def test_a_slow_machine_gets_fewer_steps_and_is_told(cache):
+def test_a_slow_machine_gets_fewer_steps_and_a_notice(cache):
     recipe = replace(TINY, steps=150)
     path = base.base_model(recipe, seconds=0.0)
     assert json.loads((path / "recipe.json").read_text())["steps_done"] == 50

@@ -1,4 +1,4 @@
-"""The demo end to end with a base of a few steps, and what it does with folders that are not its own."""
+"""The demo end to end with a base of a few steps, and its checks of output folders."""
 
 import io
 import json
@@ -19,7 +19,7 @@ def console(tmp_path, monkeypatch):
     return Console(file=io.StringIO(), width=120)
 
 
-def test_it_leaves_a_run_and_shows_it(tmp_path, console, monkeypatch):
+def test_the_demo_leaves_a_run_and_prints_answers(tmp_path, console, monkeypatch):
     few = tmp_path / "few.jsonl"
     few.write_text("\n".join(run.INSTRUCTIONS.read_text(encoding="utf-8").splitlines()[:40]) + "\n", encoding="utf-8")
     monkeypatch.setattr(run, "INSTRUCTIONS", few)
@@ -46,7 +46,7 @@ def test_the_written_run_is_a_valid_configuration(tmp_path):
     assert len((tmp_path / "out dir" / "instructions.jsonl").read_text(encoding="utf-8").splitlines()) > 300
 
 
-def test_other_peoples_folders_are_left_alone(tmp_path, console):
+def test_other_folders_are_not_overwritten(tmp_path, console):
     (tmp_path / "thesis.txt").write_text("precious")
     with pytest.raises(ConfigError, match=r"output_dir.*not"):
         run.main(tmp_path, recipe=TINY, console=console)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from halfbyte.export.gguf_model import export_gguf
-from halfbyte.gguf.tensors import DeltaNet
 from halfbyte.gguf.mixes import MIXES
+from halfbyte.gguf.tensors import DeltaNet
 from tests.helpers.gguf_models import MODELS, save_model
 
 pytestmark = pytest.mark.llamacpp

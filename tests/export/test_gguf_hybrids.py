@@ -14,11 +14,10 @@ from halfbyte.export.gguf_adapter import export_adapter
 from halfbyte.export.gguf_model import export_gguf
 from halfbyte.export.importance import watch
 from halfbyte.gguf import vision
-from halfbyte.gguf.tensors import DeltaNet
 from halfbyte.gguf.graph import checked_family
-from halfbyte.gguf.tensors import Layout
-from halfbyte.gguf.tokenizer import PATTERNS
 from halfbyte.gguf.importer import import_gguf
+from halfbyte.gguf.tensors import DeltaNet, Layout
+from halfbyte.gguf.tokenizer import PATTERNS
 from halfbyte.layers import QuantizedLinear
 from halfbyte.loading.load import load_model
 from halfbyte.utils.errors import CheckpointError, ModelError

@@ -1,4 +1,4 @@
-"""A recipe of a few steps and a few texts for it."""
+"""A recipe of a few steps, and a few texts."""
 
 from halfbyte.demo import base, corpus
 

@@ -1,6 +1,6 @@
-"""Texts that nobody wrote: what hypothesis makes of the pieces of YAML, JSONL, templates and other tools' configs.
+"""Fuzzing of text readers with pieces of YAML, JSONL, templates and other tools' configs.
 
-A case is answered if nothing but one of halfbyte's errors comes out, within a second of CPU time.
+A case passes if it raises only halfbyte's errors, within a second of CPU time.
 """
 
 import gc
@@ -163,12 +163,12 @@ def written(text: str, path: Path) -> Path:
 
 
 def answered(read, text: str, place) -> bool:
-    """Whether `text` is taken; False where it is refused with an error of ours.
+    """Return True if `text` is accepted, False if it is refused with halfbyte's error.
 
     Raises:
         AssertionError: it takes too long.
     """
-    gc.disable()  # what it would collect here is hypothesis's
+    gc.disable()  # avoids collecting hypothesis's objects in the measured time
     begin = sum(os.times()[:4])
     try:
         read(text, place)
@@ -183,5 +183,5 @@ def answered(read, text: str, place) -> bool:
 
 
 def peak(who: int) -> int:
-    """Bytes that this process, or the largest of its children, had at most."""
+    """Peak bytes of this process, or of its largest child."""
     return resource.getrusage(who).ru_maxrss * 1024

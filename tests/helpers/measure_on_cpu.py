@@ -3,7 +3,7 @@
     python -m tests.helpers.measure_on_cpu MODEL ROWS LENGTH CHECKPOINTED(0|1) [METHOD]
 
 Growth is the highest resident size during two training steps over the resident size after all libraries are imported
-and warm, before the model is read: what `memory.estimate` predicts for a CPU.
+and warm, before the model is read: the quantity that `plan.estimate` predicts for a CPU.
 """
 
 import json
@@ -44,7 +44,7 @@ def warm_up(dtype: torch.dtype) -> None:
 
 
 def batch_of(method: str, rows: int, length: int) -> dict[str, torch.Tensor]:
-    """Random rows; of pairs all but the first half of each is trained, and its reference computed in the step."""
+    """Random sequences; the second half of each pair's is trained, and its reference computed in the step."""
     tokens = torch.randint(5, 1000, (rows, length))
     batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     batch["attention_mask"][0, -1] = 0

@@ -10,9 +10,9 @@ import transformers
 
 from halfbyte.config import RunConfig
 from halfbyte.memory.activations import Batches, Shape
+from halfbyte.plan.costs import LayerCost
 from halfbyte.plan.estimate import GIB, _Planner
 from halfbyte.plan.policy import Choice
-from halfbyte.plan.costs import LayerCost
 from halfbyte.plan.shapes import ModelShapes
 
 LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -38,4 +38,4 @@ def moving(config: RunConfig, model_config: Any, batch: Shape, level: str) -> tu
     shapes = ModelShapes(config, model_config, torch.device("cpu"))
     planner = _Planner(shapes, Batches.alike(batch.rows, batch.length), GIB)
     choice = Choice((level,) * planner.depth, graphs=False)
-    return planner._moving(batch, choice, planner.stages[0]), planner._step(batch, choice).logits
+    return planner._transient(batch, choice, planner.stages[0]), planner._step(batch, choice).logits

@@ -10,7 +10,7 @@ SOURCE = Path(halfbyte.__file__).parent
 OURS = {"HalfbyteError", "UsageError", "ConfigError", "DataError", "ModelError", "CheckpointError", "TrainingError"}
 SAYS_IT = re.compile(r" must |, not | but ")
 # Whose words another error takes as its reason, with a fix of its own.
-REASONS = {"gguf/tokenizer.py", "gguf/to_formats.py", "runs/manifest.py"}
+REASONS = {"gguf/tokenizer.py", "gguf/formats.py", "runs/manifest.py"}
 OUTSIDE = [
     path
     for folder in ("cli", "config", "data", "export", "gguf", "models", "reading", "rewards", "runs", "serve", "train")

@@ -97,8 +97,8 @@ def test_stages_are_those_that_are_cut(name):
     found = pipeline_of(cut, list(cut.seconds[:1]) * LAYERS, cut.seconds[-1], 4)
     assert pipeline_of(cut, list(cut.seconds[:1]) * LAYERS, cut.seconds[-1], 4, ahead=True).idle < found.idle
     assert sorted(index for stage in found.stages for index in stage.layers) == list(range(LAYERS))
-    assert [stage.begins for stage in found.stages] == [True, False]
-    assert [stage.ends for stage in found.stages] == [False, True]
+    assert [stage.has_embedding for stage in found.stages] == [True, False]
+    assert [stage.has_head for stage in found.stages] == [False, True]
     frozen = frozen_of(model)
     together = sum(frozen.share(stage, Parallel(pipeline=2)) for stage in found.stages)
     assert together == frozen.share(WHOLE, Parallel()) + frozen.embedding + frozen.rest

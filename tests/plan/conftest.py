@@ -1,4 +1,4 @@
-"""What several tests of plans ask about."""
+"""Shared fixtures of the plan tests."""
 
 import pytest
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from replayed import transient_bytes
 from torch import nn
 
 from halfbyte.config import RunConfig
@@ -27,7 +28,6 @@ from halfbyte.plan.ledger import Ledger
 from halfbyte.plan.shapes import ModelShapes
 from halfbyte.utils import notices
 from halfbyte.utils.errors import ModelError
-from tests.helpers.planned_steps import moving
 
 SHAPE = {
     "vocab_size": 515,
@@ -127,7 +127,7 @@ def test_full_fine_tuning_keeps_float32_weights_unless_a_dtype_is_asked_for(dtyp
 def test_a_replayed_step_allocates_what_a_real_one_does(family, dtype, checkpointed):
     config = run_config(r=4, dtype=dtype, per_device_train_batch_size=3)
     model_config = tiny_config(family)
-    predicted, logits = moving(config, model_config, Shape(3, 150), "checkpoint" if checkpointed else "keep")
+    predicted, logits = transient_bytes(config, model_config, Shape(3, 150), "checkpoint" if checkpointed else "keep")
 
     from halfbyte.autograd.losses import linear_cross_entropy
 
@@ -148,7 +148,7 @@ def test_a_replayed_step_allocates_what_a_real_one_does(family, dtype, checkpoin
             loss = linear_cross_entropy(hidden, base.lm_head.weight, tokens)
         del hidden
         loss.backward()
-    # The loss is opaque in the real run: compare what lives beside it.
+    # The loss is fused in the real run: compare the other bytes.
     assert ledger.peak <= 1.1 * predicted
     if logits == 0 or not checkpointed:
         assert predicted - logits <= 1.1 * ledger.peak
@@ -156,14 +156,14 @@ def test_a_replayed_step_allocates_what_a_real_one_does(family, dtype, checkpoin
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("level", ["keep", "checkpoint"])
-def test_one_layer_stands_for_those_like_it(level, monkeypatch):
-    """Seven layers, of which two are run, equal seven that are run."""
+def test_equal_layers_are_planned_from_one_replay(level, monkeypatch):
+    """Seven layers planned from a replay of two equal a replay of seven."""
     model_config = transformers.LlamaConfig(**{**SHAPE, "num_hidden_layers": 7})
     config = run_config(r=4, per_device_train_batch_size=2)
-    line, _ = moving(config, model_config, Shape(2, 256), level)
-    monkeypatch.setattr(shapes, "_alike", lambda layers: False)
-    whole, _ = moving(config, model_config, Shape(2, 256), level)
-    assert line == pytest.approx(whole, rel=0.01)
+    from_two, _ = transient_bytes(config, model_config, Shape(2, 256), level)
+    monkeypatch.setattr(shapes, "_have_equal_shapes", lambda layers: False)
+    full, _ = transient_bytes(config, model_config, Shape(2, 256), level)
+    assert from_two == pytest.approx(full, rel=0.01)
 
 
 def test_checkpointing_is_chosen_when_activations_do_not_fit():
@@ -181,7 +181,7 @@ def test_checkpointing_is_chosen_when_activations_do_not_fit():
     assert estimate(asked, tiny_config("Llama"), capacity_bytes=4 * GIB).activation_checkpointing
 
 
-def test_more_rows_take_more_and_shorter_rows_less():
+def test_activations_grow_with_batch_size_and_length():
     config = run_config(r=4, max_length=256)
     small, large = (
         estimate(
@@ -217,7 +217,7 @@ KEYS_8B = {"dtype": "auto", "packing": True, "per_device_train_batch_size": 4, "
 
 
 def test_fused_8b_as_measured():
-    """benchmarks.step on an H200: 34.1 GiB kept, 9.3 checkpointed (docs/log.md)."""
+    """benchmarks.step on an H200: 34.1 GiB at keep, 9.3 checkpointed (docs/log.md)."""
     for value, measured in ((False, 34.1), (True, 9.3)):
         config = run_config(**KEYS_8B, activation_checkpointing=value)
         plan = estimate(config, LLAMA_8B, device="cuda", capacity_bytes=139 * GIB)
@@ -250,7 +250,7 @@ def test_auto_fills_a_limit_with_a_mix_of_levels(monkeypatch, shapes_8b, allocat
 
 
 @pytest.mark.parametrize("keys", [{"use_kernels": False}, {"use_dora": True}, {"device": "cpu"}])
-def test_without_fused_forwards_whole_layers_are_recomputed(keys):
+def test_levels_without_fused_forwards_become_checkpointing(keys):
     notices.forget()
     config = run_config(**{"device": "cuda", "activation_checkpointing": "offload"} | keys)
     plan = estimate(config, tiny_config("Llama"), capacity_bytes=GIB)
@@ -272,7 +272,7 @@ def test_host_memory_is_the_containers(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("way", "longer", "graphs"), [("positions", 1, True), ("bounds", 1, False), ("unpacked", 4 / 3, False)]
 )
-def test_unpacked_documents_take_more_tokens_and_no_graphs(monkeypatch, way, longer, graphs):
+def test_unpacked_documents_need_more_tokens_and_disable_graphs(monkeypatch, way, longer, graphs):
     model_config = transformers.StableLmConfig(**SHAPE, max_position_embeddings=600)
     keys = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     config = run_config(packing=True, max_length=300, **keys)
@@ -306,8 +306,8 @@ def test_layers_that_no_stand_in_fits_are_planned_as_they_are():
         assert longer.activations > 1.8 * shorter.activations
 
 
-def test_values_narrower_than_keys_take_no_scores_on_a_gpu():
-    """SDPA has kernels for them there; on a CPU, where the plan is made, it builds all scores."""
+def test_narrow_values_materialize_no_scores_on_a_gpu():
+    """SDPA has kernels for them on GPUs; on a CPU, where the plan is made, it materializes scores."""
     config = transformers.DeepseekV3Config(
         vocab_size=515, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
@@ -324,7 +324,7 @@ def test_values_narrower_than_keys_take_no_scores_on_a_gpu():
 
 
 def test_experts_are_decoded_where_the_device_does_not_multiply_codes(monkeypatch):
-    """A device that is here is asked; of one that is not, it is taken that it has no kernels for that."""
+    """An existing device is queried; an absent one is assumed to have no such kernels."""
     config = transformers.Qwen3MoeConfig(
         vocab_size=515, hidden_size=256, intermediate_size=256, moe_intermediate_size=256, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=4, num_experts=8, num_experts_per_tok=2,
@@ -341,8 +341,8 @@ def test_experts_are_decoded_where_the_device_does_not_multiply_codes(monkeypatc
 
 
 @pytest.mark.parametrize("hopper", [False, True])
-def test_the_repeatable_backward_of_rows_writes_scores(monkeypatch, hopper):
-    """Rows of 2,048 tokens of 32 heads take cuDNN's, where there is a Hopper: 16 bits a score, half a GiB at a time."""
+def test_deterministic_attention_backward_is_planned(monkeypatch, hopper):
+    """32 heads of 2,048 tokens use cuDNN's on a Hopper: 16 bits per score, half a GiB at a time."""
     monkeypatch.setattr("halfbyte.autograd.attention.is_hopper", lambda _: hopper)
     monkeypatch.setattr("halfbyte.autograd.attention.cudnn", object)
     monkeypatch.setattr("halfbyte.autograd.attention._has_triton", lambda: True)
@@ -387,9 +387,9 @@ GEMMA2 = transformers.Gemma2Config(
 )  # fmt: skip
 
 
-def test_capped_scores_are_planned_as_they_are_computed(monkeypatch):
-    """Four layers of Gemma 2 2B at 2×4096. All scores at once took 12.9 GiB, a tile at a time 4.4 (H200), and so do
-    kernels that never have them; fp32 takes tiles. Dropout needs them all."""
+def test_softcapped_attention_is_planned_with_its_tiles(monkeypatch):
+    """Four layers of Gemma 2 2B at 2×4096 on an H200: all scores at once took 12.9 GiB, tiles and kernels 4.4. fp32
+    uses tiles; dropout needs all scores."""
     from halfbyte.autograd import attention as causal
 
     monkeypatch.setattr(causal, "flash3", lambda: None)
@@ -404,9 +404,9 @@ def test_capped_scores_are_planned_as_they_are_computed(monkeypatch):
     assert totals["dropout"] > 12.9
 
 
-def test_a_plan_is_for_the_batches_of_the_data():
-    """26 rows of 4,096 tokens are one batch, however many are asked for. Shorter ones run in the graphs' pool, but
-    where there are more shapes than graphs."""
+def test_the_plan_uses_the_datas_batches():
+    """26 sequences of 4,096 tokens are one batch, whatever the batch size. Shorter batches run in the graphs' pool,
+    unless there are more shapes than graphs."""
     qwen = transformers.Qwen3Config(
         vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
         num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,

@@ -1,4 +1,4 @@
-"""Which experts of a mixture wait in the host's memory, and what the plan says then."""
+"""Plans with expert offload."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import transformers
 from halfbyte.config import Parallel, RunConfig
 from halfbyte.memory import allocators
 from halfbyte.memory.expert_offload import WINDOW
+from halfbyte.plan.costs import LayerCost
 from halfbyte.plan.estimate import MARGIN, estimate
 from halfbyte.plan.experts import INFERENCE_SHARE, offloaded_at_inference
 from halfbyte.plan.memory_plan import GIB
-from halfbyte.plan.costs import LayerCost
 from halfbyte.plan.shapes import ModelShapes
 from halfbyte.utils.errors import ConfigError
 
@@ -47,7 +47,7 @@ def plan(config=None, gib=80.0, model=MIXTURE, device="cuda", **keys):
     return estimate(config or run(**keys), model, device=device, capacity_bytes=int(gib * GIB))
 
 
-def test_every_level_is_open_to_a_mixture(shapes):
+def test_mixtures_support_every_level(shapes):
     assert shapes.fused
     found = {level: plan(activation_checkpointing=level) for level in ("keep", "recompute", "checkpoint", "offload")}
     assert all(set(each.levels) == {level} for level, each in found.items())
@@ -55,21 +55,21 @@ def test_every_level_is_open_to_a_mixture(shapes):
     assert activations == sorted(activations, reverse=True)
 
 
-def test_a_layers_time_is_that_of_the_experts_chosen():
+def test_layer_time_counts_active_experts_only():
     options = {"rows": 4, "length": 512, "replayed": {}}
     cost = LayerCost.of(MIXTURE, **options)
     assert (cost.inner, cost.stored) == (4 * 512, 32 * 512)
     assert LayerCost.of(DENSE, **options).inner == LayerCost.of(DENSE, **options).stored == 2048
 
 
-def test_experts_stay_where_there_is_room():
+def test_experts_stay_on_a_device_that_fits_them():
     found = plan()
     assert found.offloaded == ()
 
 
-def test_as_few_layers_leave_as_it_takes():
+def test_auto_offloads_the_fewest_layers():
     least, each = plan(activation_checkpointing="offload").total, STACKS * 4.127 / 8
-    for more in range(3):  # a window of two is there in the place of those that leave
+    for more in range(3):  # the window takes two layers' bytes
         lacking = (more + 0.5) * each
         found = plan(activation_checkpointing="offload", gib=(least - lacking) / MARGIN / GIB)
         assert len(found.offloaded) == WINDOW + more + 1
@@ -79,7 +79,7 @@ def test_as_few_layers_leave_as_it_takes():
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("asked", "count"), [(True, LAYERS), (4, 4), (99, LAYERS), (False, 0)])
-def test_what_is_asked_for(asked, count):
+def test_expert_offload_as_configured(asked, count):
     resident, found = plan(expert_offload=False), plan(expert_offload=asked)
     assert len(found.offloaded) == count
     left = (resident.weights - found.weights) / max(count, 1)
@@ -88,7 +88,7 @@ def test_what_is_asked_for(asked, count):
     assert not (found.use_graphs and count)
 
 
-def test_without_offload_a_run_that_does_not_fit_says_so():
+def test_disabled_offload_leaves_a_plan_that_does_not_fit():
     least = plan(activation_checkpointing="tiled").total / GIB
     assert not plan(activation_checkpointing="tiled", gib=0.8 * least, expert_offload=False).fits
 
@@ -101,13 +101,13 @@ def test_without_offload_a_run_that_does_not_fit_says_so():
         ({"load_in_4bit": False}, "no packed experts"),
     ],
 )
-def test_what_cannot_be(keys, said):
+def test_unsupported_offload_is_refused(keys, said):
     with pytest.raises(ConfigError, match=f"expert_offload: true: .*{said}"):
         plan(expert_offload=True, **keys)
     assert plan(**keys).offloaded == ()
 
 
-def test_a_saved_model_that_answers():
+def test_offload_at_inference():
     cuda = torch.device("cuda")
     assert offloaded_at_inference(run(), MIXTURE, cuda, 64 * GIB) == ()
     packed = ModelShapes(run().model_copy(update={"use_peft": False}), MIXTURE, cuda).frozen_bytes()
@@ -126,7 +126,7 @@ def test_several_processes():
         estimate(run(expert_offload=2), MIXTURE, device="cuda", capacity_bytes=80 * GIB, layout=Parallel(data=2))
 
 
-def test_a_host_too_small_for_them(monkeypatch):
+def test_host_memory_limits_the_offload(monkeypatch):
     each = STACKS * 4.13 / 8
     monkeypatch.setattr(allocators, "available_bytes", lambda: int(3.5 * each / 0.9))
     with pytest.raises(ConfigError, match="expert_offload: 5:") as refused:

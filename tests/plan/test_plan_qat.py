@@ -1,8 +1,9 @@
-"""What quantization-aware training is planned to take, against what a real step allocates."""
+"""Plans of quantization-aware training, compared with the allocations of a real step."""
 
 import pytest
 import torch
 import transformers
+from replayed import transient_bytes
 
 from halfbyte.autograd.losses import linear_cross_entropy
 from halfbyte.config import RunConfig
@@ -13,7 +14,6 @@ from halfbyte.plan.estimate import GIB, estimate
 from halfbyte.plan.ledger import Ledger
 from halfbyte.qat.model import fake_quantize_linears
 from halfbyte.utils.errors import ModelError
-from tests.helpers.planned_steps import moving
 
 WIDE = transformers.LlamaConfig(
     vocab_size=115,
@@ -64,12 +64,12 @@ def real_peak(config):
 )
 def test_a_replayed_step_allocates_what_a_real_one_does(scheme, dtype, use_peft):
     keys = config(qat_scheme=scheme, dtype=dtype, use_peft=use_peft)
-    predicted, _ = moving(keys, WIDE, Shape(*TOKENS.shape), "keep")
+    predicted, _ = transient_bytes(keys, WIDE, Shape(*TOKENS.shape), "keep")
     assert 0.75 * predicted <= real_peak(keys) <= 1.05 * predicted
 
 
-def test_rounded_weights_are_scratch_and_not_kept():
-    """Planned beside a run without it, six layers take no more than three: one weight at a time is rounded."""
+def test_fake_quantized_weights_are_workspace():
+    """Compared with a run without QAT, six layers need no more than three: one weight is quantized at a time."""
     more = []
     for layers in (3, 6):
         model_config = transformers.LlamaConfig(**WIDE.to_dict() | {"num_hidden_layers": layers})
@@ -84,7 +84,7 @@ def test_rounded_weights_are_scratch_and_not_kept():
     assert abs(more[1] - more[0]) < largest
 
 
-def test_fused_forwards_are_not_planned_with():
+def test_qat_disables_fused_forwards():
     assert estimate(config(device="cuda", dtype="bfloat16"), WIDE, device="cuda", capacity_bytes=GIB).levels == ()
 
 

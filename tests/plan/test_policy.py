@@ -1,12 +1,12 @@
-"""The planner: levels in order, the fastest mix within a budget, and the figures of the 8B target."""
+"""Activation levels: costs of each level, the fastest mix within a budget, and figures of the 8B."""
 
 import functools
 import itertools
 
 import pytest
 
-from halfbyte.plan.policy import LEVELS, OFFLOADED, Choice, choose, describe_levels, mixes, peak
 from halfbyte.plan.costs import LayerCost, extra_seconds
+from halfbyte.plan.policy import LEVELS, OFFLOADED, Choice, choose, describe_levels, mixes, peak
 from halfbyte.plan.replay import LayerBytes
 from tests.helpers.planned_steps import layer_of
 
@@ -16,25 +16,25 @@ MOMENTS = {"before": 0, "head": 384 * 2**20, "others": 0, "accumulated": False}
 
 
 def peak_of(shape: LayerCost, levels, **moments) -> int:
-    """Of a model with these levels, all of its layers alike."""
+    """Peak bytes of a model of equal layers at these levels."""
     gradients = [GRADIENTS] * len(levels)
     found = peak([shape.bytes(level) for level in levels], gradients=gradients, **MOMENTS | moments)
-    return found + max(map(shape.on_host, levels))
+    return found + max(map(shape.host_bytes, levels))
 
 
-def fastest(shape: LayerCost, layers: int, budget: float, host: int = 100 * GIB, beside: int = 0) -> Choice:
-    """The choice where graphs take `beside` bytes more."""
+def fastest(shape: LayerCost, layers: int, budget: float, host: int = 100 * GIB, pool: int = 0) -> Choice:
+    """The choice for CUDA graphs that need `pool` bytes more."""
 
     def need(choice: Choice) -> int:
-        return peak_of(shape, choice.levels) + choice.graphs * beside
+        return peak_of(shape, choice.levels) + choice.graphs * pool
 
     return choose(layers, int(budget), need, usual=shape, largest=shape, host=host)
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2", "Phi3"])
-def test_each_level_keeps_less_and_takes_longer(family):
-    """On the device, and likewise in host memory."""
+def test_each_level_saves_less_and_takes_longer(family):
+    """On the device, and in host memory."""
     shape = layer_of(family, 4, 2048)
 
     def kept(level):
@@ -42,52 +42,52 @@ def test_each_level_keeps_less_and_takes_longer(family):
 
     for levels, saved in (
         (("keep", "recompute", "recompute_mlp", "checkpoint"), kept),
-        (("offload_kept", "offload_attention", "offload"), shape.on_host),
+        (("offload_kept", "offload_attention", "offload"), shape.host_bytes),
     ):
         assert all(saved(a) > saved(b) for a, b in itertools.pairwise(levels))
-        assert all(shape.seconds(a) < shape.seconds(b) for a, b in itertools.pairwise(levels))
+        assert all(shape.extra_seconds(a) < shape.extra_seconds(b) for a, b in itertools.pairwise(levels))
     for level, on_device in OFFLOADED.items():
         assert not kept(level)
-        assert shape.on_host(level) == kept(on_device)
-        assert shape.seconds(level) > shape.seconds(on_device)
+        assert shape.host_bytes(level) == kept(on_device)
+        assert shape.extra_seconds(level) > shape.extra_seconds(on_device)
     assert set(LEVELS) - set(OFFLOADED) == {level for level in LEVELS if kept(level)}
 
 
-def test_copies_to_the_host_wait_for_the_link(layer_8b):
-    """50 GB/s carry what one layer of 4×2048 keeps in the time of 2.3 layers' forward."""
-    assert layer_8b.waiting(("keep", "keep", "offload_kept") * 10) == 0
-    assert layer_8b.waiting(("offload_attention",) * 30) == 0
-    both = layer_8b.waiting(("offload_kept", "keep") * 15)
+def test_offload_is_limited_by_the_host_link(layer_8b):
+    """At 50 GB/s, copying the activations of one 4×2048 layer takes as long as 2.3 layers' forward."""
+    assert layer_8b.offload_seconds(("keep", "keep", "offload_kept") * 10) == 0
+    assert layer_8b.offload_seconds(("offload_attention",) * 30) == 0
+    both = layer_8b.offload_seconds(("offload_kept", "keep") * 15)
     assert both > 0
     assert extra_seconds(layer_8b, ("offload_kept", "keep") * 15) == pytest.approx(15 * layer_8b.seconds("offload_kept") + both)
 
 
 def test_small_models_stay_in_cuda_graphs():
-    """Qwen3-0.6B at 2×2048: launching it from Python takes longer than computing all of it again."""
+    """Qwen3-0.6B at 2×2048: Python launches take longer than recomputing everything."""
     small = layer_of("Qwen3", 2, 2048)
     assert extra_seconds(small, ("offload",) * 28) > extra_seconds(small, ("checkpoint",) * 28)
     budget = peak_of(small, ("checkpoint",) * 28)
     choice = fastest(small, 28, budget)
     assert choice.graphs
     assert set(choice.levels).isdisjoint(OFFLOADED)
-    eager = fastest(small, 28, budget, beside=1)
+    eager = fastest(small, 28, budget, pool=1)
     assert not eager.graphs  # no room for a pool
     assert extra_seconds(small, eager.levels, graphs=False) > extra_seconds(small, choice.levels)
 
 
-def test_products_in_fp8_leave_copies_less_time(layer_8b):
+def test_fp8_gemms_hide_less_of_the_offload(layer_8b):
     fp8 = layer_of("Llama", 4, 2048, "fp8-hybrid")
-    assert fp8.seconds("checkpoint") < layer_8b.seconds("checkpoint")
-    assert fp8.waiting(("offload_attention",) * 30) > 0
+    assert fp8.extra_seconds("checkpoint") < layer_8b.extra_seconds("checkpoint")
+    assert fp8.offload_seconds(("offload_attention",) * 30) > 0
 
 
-def test_a_kept_8b_step_takes_what_was_measured(layer_8b):
-    """34.1 GiB in benchmarks.step at 4×2048, of which 6.0 are weights, adapters and their optimizer."""
+def test_8b_peak_at_keep_matches_the_measurement(layer_8b):
+    """benchmarks.step at 4×2048: 34.1 GiB, including 6.0 of weights, adapters and optimizer state."""
     before = 148 * 2**20  # the first layer's input, and the adapters in 16 bits
     assert peak_of(layer_8b, ("keep",) * 32, before=before) / GIB == pytest.approx(34.1 - 6.0, rel=0.02)
 
 
-def test_the_choice_is_the_fastest_of_all_mixes_that_fit(layer_8b):
+def test_choose_returns_the_fastest_mix_that_fits(layer_8b):
     for budget in (30 * GIB, 10 * GIB, 3 * GIB):
         best = fastest(layer_8b, 6, budget, host=GIB).levels
         time = extra_seconds(layer_8b, best)
@@ -97,7 +97,7 @@ def test_the_choice_is_the_fastest_of_all_mixes_that_fit(layer_8b):
                 assert time <= extra_seconds(layer_8b, levels)
 
 
-def test_less_memory_takes_more_time(layer_8b):
+def test_smaller_budgets_take_longer(layer_8b):
     chosen = [fastest(layer_8b, 32, gib * GIB).levels for gib in (40, 20, 10, 4, 2.5)]
     times = [extra_seconds(layer_8b, levels) for levels in chosen]
     assert chosen[0] == ("keep",) * 32
@@ -109,16 +109,16 @@ def test_without_host_memory_nothing_is_offloaded(layer_8b):
     assert not set(fastest(layer_8b, 32, 4 * GIB, host=0).levels) & set(OFFLOADED)
 
 
-def test_what_fits_nowhere_gets_the_smallest_plan(layer_8b):
+def test_choose_returns_the_smallest_mix_if_none_fits(layer_8b):
     least = fastest(layer_8b, 8, 1).levels
     assert peak_of(layer_8b, least) == min(peak_of(layer_8b, levels) for levels in mixes(8))
 
 
 @pytest.mark.slow
 def test_longest_8b_context():
-    """360k tokens within 80 GiB, with inputs in 128 GiB of host memory: what is 2.8 GiB a layer input."""
+    """360k tokens within 80 GiB, with layer inputs of 2.8 GiB each in 128 GiB of host memory."""
     long, levels = layer_of("Llama", 1, 368_640), ("tiled",) * 32
-    assert sum(map(long.on_host, levels)) < 0.9 * 108 * GIB
+    assert sum(map(long.host_bytes, levels)) < 0.9 * 108 * GIB
     assert peak_of(long, levels) < 0.6 * 74 * GIB
     assert peak_of(long, ("checkpoint",) * 32) > 74 * GIB
 
@@ -138,12 +138,12 @@ def test_bytes_of_long_rows_lie_on_a_line(monkeypatch):
         assert highest[0] == pytest.approx(highest[1], rel=0.01), level
 
 
-def test_gradients_appear_in_backward_or_are_there_all_the_time(layer_8b):
+def test_accumulated_gradients_raise_the_peak(layer_8b):
     once, again = (peak_of(layer_8b, ("keep",) * 32, accumulated=more) for more in (False, True))
     assert once < again <= once + 32 * GRADIENTS
 
 
-def test_the_highest_moment():
+def test_peak_of_two_layers_by_hand():
     """Two layers by hand: forward of the second, the head, backward of the second and of the first."""
     layers = [LayerBytes(10, 1, 2), LayerBytes(20, 7, 3)]
     found = functools.partial(peak, layers, before=5, gradients=[1, 2], others=4)
@@ -153,9 +153,9 @@ def test_the_highest_moment():
     assert found(head=0, accumulated=False) == 5 + 30 + 3 + 4 + 2
 
 
-def test_the_largest_batch_decides_what_fits_and_the_usual_one_what_is_fast(layer_8b):
-    """All is kept where Python's launches hide behind long rows; short ones rather stay in graphs, whose pool has to
-    leave room for the longest."""
+def test_largest_batch_decides_bytes_and_usual_batch_time(layer_8b):
+    """Long sequences hide Python's launches, so all activations are saved; short ones are faster in CUDA graphs, whose
+    pool must fit next to the longest."""
     short = layer_of("Llama", 1, 256)
     budget = peak_of(layer_8b, ("keep",) * 4)
 

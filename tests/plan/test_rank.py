@@ -1,4 +1,4 @@
-"""A rank's plan: the 8B's and the 70B's arithmetic, and what `auto` makes of it."""
+"""Per-rank plans of the 8B and the 70B, and the layout that `auto` chooses."""
 
 import itertools
 import math
@@ -14,13 +14,12 @@ from halfbyte.parallel.mesh import Mesh
 from halfbyte.parallel.support import layouts, unsupported_layout
 from halfbyte.parallel.tensor.model import divide_products
 from halfbyte.plan.cards import H200, card_named, card_of_memory
+from halfbyte.plan.costs import GATHER_SLOWDOWN, LATENCY, Gathers, LayerCost, extra_seconds, micro_seconds
 from halfbyte.plan.estimate import GIB, estimate
 from halfbyte.plan.meshes import Device, Meshes, Option
-from halfbyte.plan.costs import LATENCY, GATHER_SLOWDOWN, Gathers, LayerCost, extra_seconds
 from halfbyte.plan.policy import Choice, choose, evenly_spaced
 from halfbyte.plan.rank import in_slices, rank_config
 from halfbyte.plan.replay import LayerBytes
-from halfbyte.plan.costs import micro_seconds
 from halfbyte.plan.shapes import ModelShapes
 
 LLAMA_8B = transformers.LlamaConfig(
@@ -41,7 +40,7 @@ def run_of(**keys):
 
 @pytest.fixture(scope="module", autouse=True)
 def _host():
-    """Of 200 GiB; and torch's allocator as it is by default, whose margin a plan leaves."""
+    """A host of 200 GiB, and torch's default allocator with its margin."""
     with pytest.MonkeyPatch.context() as patched:
         for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
             patched.delenv(name, raising=False)
@@ -108,8 +107,8 @@ def test_slices_for_which_a_device_has_no_room_wait_on_the_host(shapes_70b, monk
     assert fastest.total <= 0.96 * fastest.capacity_bytes
 
 
-def test_as_many_slices_leave_as_the_host_has_room_for(shapes_70b, monkeypatch):
-    """Of 0.21 GiB each, pinned in powers of two; and none that the device cannot hold while the model is loaded."""
+def test_offloaded_shards_are_limited_by_host_memory(shapes_70b, monkeypatch):
+    """Shards of 0.21 GiB, pinned in powers of two; none if the device cannot hold the model while loading."""
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     keys = {"activation_checkpointing": "checkpoint"}
     monkeypatch.setattr("halfbyte.memory.allocators.available_bytes", lambda: int(2 * 3.1 * GIB / 4 / 0.9))
@@ -118,12 +117,14 @@ def test_as_many_slices_leave_as_the_host_has_room_for(shapes_70b, monkeypatch):
     assert not plan.fits
     monkeypatch.setattr("halfbyte.memory.allocators.available_bytes", lambda: 200 * GIB)
     assert len(plan_of(shapes_70b, Parallel(shard=2), 21.5, **keys).hosted) > 15
-    assert plan_of(shapes_70b, Parallel(shard=2), 20.9, **keys).hosted == ()  # head and embedding are loaded whole
+    assert (
+        plan_of(shapes_70b, Parallel(shard=2), 20.9, **keys).hosted == ()
+    )  # loading unsharded tables
     assert plan_of(shapes_70b, Parallel(), 21.5, **keys).hosted == ()
 
 
-def test_context_alone_divides_frozen_bytes_where_they_do_not_fit(shapes_70b):
-    """35 GiB of blocks; embedding, head and adapters stay whole."""
+def test_context_shards_frozen_weights_if_they_do_not_fit(shapes_70b):
+    """35 GiB of layers; embedding, head and adapters stay unsharded."""
     keys = {"activation_checkpointing": "offload", "max_length": 32768, "per_device_train_batch_size": 1}
     whole, sliced = (plan_of(shapes_70b, Parallel(context=4), gib, **keys) for gib in (139.0, 40.0))
     assert type(whole.layout) is Parallel
@@ -136,21 +137,21 @@ def test_context_alone_divides_frozen_bytes_where_they_do_not_fit(shapes_70b):
     assert type(plan_of(shapes_70b, Parallel(tensor=2, context=2), 30.0, **keys).layout) is Parallel
 
 
-def test_70b_step_on_one_gpu_takes_what_arithmetic_says(shapes_70b):
+def test_70b_step_time_on_one_gpu(shapes_70b):
     plan = plan_of(shapes_70b, Parallel())
     assert plan.seconds == pytest.approx(1.14, rel=0.05)
 
 
-def test_8b_steps_take_what_was_measured():
-    """benchmarks.step on an H200 at 4×2048: 467 ms kept, 566 within 9.7 GiB."""
+def test_8b_step_times_match_the_measurements():
+    """benchmarks.step on an H200 at 4×2048: 467 ms at keep, 566 within 9.7 GiB."""
     for limit, measured in ((None, 0.467), (9.7, 0.566)):
         config = run_of(per_device_train_batch_size=4, activation_checkpointing="auto", memory_limit_gib=limit)
         plan = estimate(config, LLAMA_8B, device="cuda", capacity_bytes=139 * GIB)
         assert plan.seconds == pytest.approx(measured, rel=0.1)
 
 
-def test_divided_products_are_stored_as_they_are_split(shapes_8b):
-    """Scales of columns are not nested: 4.5 bits a weight instead of 4.127 of o and down."""
+def test_tensor_parallel_shards_keep_their_format(shapes_8b):
+    """Column shards have scales that are not nested: 4.5 bits per weight of o and down instead of 4.127."""
     layout = Parallel(tensor=2)
     whole = ModelShapes(run_of(), LLAMA_8B, torch.device("cuda"))
     divide_products(whole.model, Mesh(layout=layout, groups={("tensor",): None}))
@@ -160,7 +161,7 @@ def test_divided_products_are_stored_as_they_are_split(shapes_8b):
 
 
 def tight(shapes, layout, blocks=0.1, **keys):
-    """The plan where so many blocks have room to stay."""
+    """The plan with memory for `blocks` gathered layers."""
     keys = {"activation_checkpointing": "checkpoint"} | keys
     least = plan_of(shapes, layout, 1, **keys)
     return plan_of(shapes, layout, (least.total + blocks * least.gathered / 2) / 0.96 / GIB, **keys)
@@ -168,13 +169,13 @@ def tight(shapes, layout, blocks=0.1, **keys):
 
 @pytest.fixture
 def no_graphs(monkeypatch):
-    """Whose pool would take of the room."""
+    """Disable CUDA graphs, whose pool would need memory."""
     monkeypatch.setattr("halfbyte.plan.estimate.may_capture", lambda *_: False)
 
 
 @pytest.mark.usefixtures("no_graphs")
-def test_gathers_of_the_8b(shapes_8b, monkeypatch):
-    """Both of a micro-batch's: 3.60 GB twice, 10.9 ms at 330 GB/s on two, hidden but for the first block's."""
+def test_gathered_bytes_and_seconds_of_the_8b(shapes_8b, monkeypatch):
+    """Two gathers of 3.60 GB per micro-batch: 10.9 ms at 330 GB/s on two GPUs, hidden except for the first layer."""
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     plan = tight(shapes_8b, Parallel(shard=2))
     whole = 3.60e9 / 32
@@ -188,8 +189,8 @@ def test_gathers_of_the_8b(shapes_8b, monkeypatch):
 
 
 @pytest.mark.usefixtures("no_graphs")
-def test_room_is_filled_with_blocks_that_stay(shapes_8b, monkeypatch):
-    """Each saves its two gathers and takes its bytes; with room for all nothing is gathered."""
+def test_free_memory_is_filled_with_gathered_layers(shapes_8b, monkeypatch):
+    """Each saves two gathers and needs its bytes; if all fit, nothing is gathered."""
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     rooms = (0.5, 3.5, 16.5, 400)
     found = [tight(shapes_8b, Parallel(shard=2), room) for room in rooms]
@@ -202,8 +203,8 @@ def test_room_is_filled_with_blocks_that_stay(shapes_8b, monkeypatch):
         assert plan.gathers == pytest.approx(moved * max(0, 2 * (32 - count) - 1), rel=0.001)
 
 
-def test_checkpoints_of_divided_products():
-    """A slice of each layer's input waits for backward; it is gathered there, and attention's result summed again."""
+def test_checkpoint_level_under_tensor_parallelism():
+    """Each rank saves a shard of the layer's input; backward gathers it and all-reduces attention's output again."""
     stream = 8192 * 4096 * 2
     replayed = {"keep": LayerBytes(9 * stream, 1, 1), "checkpoint": LayerBytes(stream, 100, 200)}
     layer = LayerCost.of(LLAMA_8B, rows=1, length=8192, replayed=replayed)
@@ -212,8 +213,8 @@ def test_checkpoints_of_divided_products():
     less = stream * 3 // 4
     assert found["checkpoint"] == LayerBytes(stream - less, 100 + less, 200 + less)
     assert in_slices(layer, 1).replayed == replayed
-    how = {"graphs": True, "gathers": None, "stays": 0}
-    more = micro_seconds(layer, ["checkpoint"], Parallel(tensor=4), **how) - layer.seconds("checkpoint")
+    how = {"graphs": True, "gathers": None, "resident": 0}
+    more = micro_seconds(layer, ["checkpoint"], Parallel(tensor=4), **how) - layer.extra_seconds("checkpoint")
     more -= micro_seconds(layer, ["keep"], Parallel(tensor=4), **how)
     assert more == pytest.approx(2 * LATENCY + 3 * less / H200.link)
 
@@ -221,8 +222,8 @@ def test_checkpoints_of_divided_products():
 @pytest.mark.parametrize(
     ("axis", "captured"), [("data", True), ("shard", True), ("tensor", False), ("pipeline", False)]
 )
-def test_steps_are_graphs_where_rows_are_dealt(shapes_8b, axis, captured):
-    """Beside whose pool another shape gathers two blocks of its own."""
+def test_cuda_graphs_are_used_with_data_and_shard_only(shapes_8b, axis, captured):
+    """A batch shape outside of the graphs' pool gathers two layers of its own."""
     plan = plan_of(shapes_8b, Parallel(**{axis: 2}), gradient_accumulation_steps=2)
     assert plan.use_graphs == captured
     if axis == "shard":
@@ -233,8 +234,8 @@ def test_steps_are_graphs_where_rows_are_dealt(shapes_8b, axis, captured):
 @pytest.mark.parametrize(
     "axis", ["data", "shard", pytest.param("tensor", marks=pytest.mark.slow), "pipeline", "context"]
 )
-def test_more_processes_never_plan_more_for_one(shapes_8b, axis):
-    """One GPU's graphs apart, which only data has."""
+def test_more_ranks_never_need_more_per_rank(shapes_8b, axis):
+    """Excluding CUDA graphs, which only data parallelism has."""
     keys = {"activation_checkpointing": "checkpoint", "gradient_accumulation_steps": 8}
     totals = []
     for ways in (1, 2, 4, 8):
@@ -247,8 +248,8 @@ def test_more_processes_never_plan_more_for_one(shapes_8b, axis):
     assert (totals[-1] < 0.8 * totals[0]) == (axis != "data")
 
 
-def test_levels_and_blocks_are_chosen_together(layer_8b):
-    """Against every pair of a few mixes and numbers of blocks, by hand."""
+def test_levels_and_gathered_layers_are_chosen_together(layer_8b):
+    """Compared with an exhaustive search over a few mixes and numbers of gathered layers."""
     gathers, layers = Gathers(2, 110 * 2**20, 5e9), 6
     sizes = {level: layer_8b.bytes(level).saved for level in layer_8b.replayed}
 
@@ -272,14 +273,14 @@ def test_levels_and_blocks_are_chosen_together(layer_8b):
     assert choose(layers, 40 * GIB, need, **options, gathers=gathers).stays == layers
 
 
-def test_what_gathers_wait_for(layer_8b):
+def test_exposed_seconds_of_gathers(layer_8b):
     levels = ("keep",) * 8
     hidden = Gathers(2, 100, 1e12)
     for graphs, slowed in GATHER_SLOWDOWN.items():
         for stays, others in ((0, 14), (4, 6)):  # beside the first
             waits = (1 + others * slowed) * hidden.seconds
-            assert hidden.waiting(layer_8b, levels, stays, graphs) == pytest.approx(waits)
-        assert hidden.waiting(layer_8b, levels, 8, graphs) == 0
+            assert hidden.exposed_seconds(layer_8b, levels, stays, graphs) == pytest.approx(waits)
+        assert hidden.exposed_seconds(layer_8b, levels, 8, graphs) == 0
     slow = Gathers(2, int(100e9), 1e9)
     forward, backward = 8 * layer_8b.forward_seconds, 8 * layer_8b.backward_seconds
     for stays, gathers in ((0, 15), (4, 7)):
@@ -301,15 +302,15 @@ def meshes_of(shapes, gib, card, length=2048, **keys):
     return Meshes(config, shapes.causal_lm.config, device, lambda changed: Batches.alike(1, length), shapes)
 
 
-def test_auto_takes_data_where_it_fits(shapes_8b):
+def test_auto_chooses_data_if_it_fits(shapes_8b):
     option, reason = meshes_of(shapes_8b, 23, RTX_4090).choose(2)
     assert option.layout == Parallel(data=2)
     assert "GPU" in reason
 
 
 @pytest.mark.slow
-def test_auto_divides_what_does_not_fit(shapes_70b):
-    """Short rows on slow links wait for gathers, so layers are divided; on NVLink long ones hide them."""
+def test_auto_shards_or_pipelines_by_link_speed(shapes_70b):
+    """Short sequences on slow links expose gathers, so it pipelines; long ones on NVLink hide them, so it shards."""
     keys = {"gradient_accumulation_steps": 8, "length": 512}
     option, reason = meshes_of(shapes_70b, 30, card_named("NVIDIA A10").measured(link=5e9), **keys).choose(2)
     assert option.layout == Parallel(pipeline=2)
@@ -324,10 +325,10 @@ def test_auto_divides_what_does_not_fit(shapes_70b):
 def test_what_fits_nowhere_is_said(shapes_8b):
     option, reason = meshes_of(shapes_8b, 1, RTX_4090, gradient_accumulation_steps=2).choose(2)
     assert not option.fits
-    assert reason.startswith("nothing fits; it needs least")
+    assert "no layout fits" in reason
 
 
-def test_ways_that_cannot_be_are_refused_by_name(shapes_8b):
+def test_unsupported_layouts_are_refused(shapes_8b):
     meshes = meshes_of(shapes_8b, 139, H200)
     refused = {str(option.layout): option.refused for option in meshes.options(3)}
     assert refused["{data: 3}"] == refused["{shard: 3}"] == ""

@@ -1,4 +1,4 @@
-"""What stands in for kernels and attention in a replay allocates what they do, and leaves nothing fake behind."""
+"""Stand-ins of a replay allocate as the kernels and attention do, and leave no fake tensors in caches."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from replayed import transient_bytes
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
@@ -25,12 +26,11 @@ from halfbyte.ops.attention import Scores
 from halfbyte.ops.blockwise4 import dequantize_blockwise4, quantize_blockwise4
 from halfbyte.ops.glu import glu, glu_backward_
 from halfbyte.ops.norms import rms_norm
-from halfbyte.plan.replay import AttentionBytes, _Attention, attend
 from halfbyte.plan.ledger import Ledger, kernels
+from halfbyte.plan.replay import AttentionBytes, _Attention, attend
 from halfbyte.plan.shapes import ModelShapes
 from halfbyte.qat.model import fake_quantize_linears
 from tests.helpers.measure_on_cpu import batch_of
-from tests.helpers.planned_steps import moving
 
 FLASH = Implementation("builds no scores", scores=False, mask=False)
 SIZES = {
@@ -40,7 +40,7 @@ SIZES = {
 
 
 def saved_bytes(function, *tensors: Tensor) -> int:
-    """Of the storages that `function` saves for backward."""
+    """Bytes of the storages that `function` saves for backward."""
     storages: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def saved_bytes(function, *tensors: Tensor) -> int:
     return sum(storages.values())
 
 
-def test_attention_keeps_what_its_kernels_keep():
+def test_attention_saves_what_its_kernels_save():
     query, key, value = (torch.randn(3, heads, 37, 24, requires_grad=True) for heads in (6, 2, 2))
     planned = saved_bytes(lambda *x: _Attention.apply(*x, AttentionBytes()), query, key, value)
     capped = saved_bytes(lambda *x: tiled_attention(*x, Scores(0.2, 37, 50.0)), query, key, value)
@@ -63,8 +63,8 @@ def test_attention_keeps_what_its_kernels_keep():
     assert planned == flash - 2 * 3 * 4 * 37 * 24 * 4  # which has keys and values for all six heads
 
 
-def test_tiles_of_queries_take_no_more_than_is_planned():
-    """Nor less than half of it; and a backward of our own kernels none of what FlashAttention's adds up in."""
+def test_tiled_attention_stays_within_its_plan():
+    """At least half of the plan; halfbyte's own backward needs none of FlashAttention's accumulators."""
     peaks, query = [], torch.empty(1, 8, 1024, 64, dtype=torch.bfloat16)
     for found in (Implementation("", False, False, tiles=CACHED_BYTES), Implementation("", False, False, own=True)):
         extra = AttentionBytes.of(found, query, query[:, :4], capped=True)
@@ -86,7 +86,7 @@ def peak_of(function) -> int:
 
 
 @pytest.mark.parametrize(
-    ("found", "kept"),
+    ("found", "saved"),
     [
         (FLASH, 0),
         (Implementation("", scores=False, mask=True), 3 * 37 * 37 * 2),
@@ -94,15 +94,15 @@ def peak_of(function) -> int:
         (Implementation("", scores=False, mask=False, tiles=True), 0),
     ],
 )
-def test_scores_are_kept_where_they_are_built(found, kept):
+def test_materialized_scores_are_saved(found, saved):
     query = torch.empty(3, 6, 37, 24, dtype=torch.bfloat16)
     extra = AttentionBytes.of(found, query, query, capped=True)
-    assert extra.kept == kept
-    assert (extra.scratch > 0) == (kept > 0 or found.tiles)
+    assert extra.saved == saved
+    assert (extra.workspace > 0) == (saved > 0 or found.tiles)
 
 
 class Attending(nn.Module):
-    """What transformers' attention functions read of a layer."""
+    """Stub of a layer for transformers' attention functions."""
 
     num_key_value_groups = 2
     config = SimpleNamespace(_halfbyte_planned=Implementation("eager", scores=True, mask=True))
@@ -110,7 +110,7 @@ class Attending(nn.Module):
 
 @pytest.mark.parametrize("softcap", [None, 50.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_scores_that_are_built_are_planned_as_transformers_builds_them(dtype, softcap):
+def test_eager_scores_are_planned_as_transformers_allocates_them(dtype, softcap):
     """Gemma 2's own eager attention, on a CPU, forward and backward."""
     found = []
     for function in (eager_attention_forward, attend):
@@ -124,12 +124,12 @@ def test_scores_that_are_built_are_planned_as_transformers_builds_them(dtype, so
             result.backward(torch.ones_like(result))
         found.append((kept, ledger.peak))
     (kept, peak), (planned, highest) = found
-    assert planned == pytest.approx(kept, rel=0.005)  # logarithms of sums, which scores that are there do without
+    assert planned == pytest.approx(kept, rel=0.005)  # logsumexp, which materialized scores do not need
     assert peak <= highest <= 1.1 * peak
 
 
 def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    """Ops and their arguments, at sizes that divide nothing."""
+    """Ops and their arguments, with odd sizes."""
     x, y = torch.randn(7, 33), torch.randn(7, 33)
     packed, absmax = quantize_blockwise4(torch.randn(5 * 64), 64, "nf4")
     return {
@@ -142,7 +142,7 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
 
 
 @pytest.mark.parametrize("name", calls())
-def test_an_op_allocates_its_results_and_nothing_else(name):
+def test_ops_allocate_only_their_results(name):
     function, arguments = calls()[name]
     inputs = {x.untyped_storage()._cdata for x in arguments if isinstance(x, Tensor)}
     results = function(*arguments)
@@ -169,7 +169,7 @@ def model_config(layers: int, family: str = "Llama") -> Any:
     return getattr(transformers, f"{family}Config")(**SIZES, num_hidden_layers=layers)
 
 
-def test_nothing_fake_stays_in_tables():
+def test_no_fake_tensor_is_cached():
     config = run_config(load_in_4bit=True, bnb_4bit_blocksize=32)
     shapes = ModelShapes(config, model_config(2), torch.device("cuda"))
     shapes.step(Shape(1, 33), ("keep",))
@@ -181,7 +181,7 @@ def test_nothing_fake_stays_in_tables():
 
 
 def live_after_forward(config: RunConfig, layers: int, tokens: Tensor) -> int:
-    """Of a real model, patched: bytes between forward and backward."""
+    """Bytes between forward and backward of a real, patched model."""
     model = transformers.LlamaForCausalLM(model_config(layers))
     if config.qat_scheme:
         fake_quantize_linears(model, named(config.qat_scheme))
@@ -201,7 +201,7 @@ def live_after_forward(config: RunConfig, layers: int, tokens: Tensor) -> int:
      {"target_modules": ["q_proj", "up_proj"]}],
     ids=["lora", "full", "dora", "qat", "qat full", "two targets"],
 )  # fmt: skip
-def test_a_layer_keeps_what_a_real_one_does(keys):
+def test_a_replayed_layer_saves_what_a_real_one_does(keys):
     config, tokens = run_config(**keys), torch.randint(1, 115, (2, 67))
     plan = ModelShapes(config, model_config(2), torch.device("cuda"))
     plan._attention = FLASH
@@ -209,8 +209,8 @@ def test_a_layer_keeps_what_a_real_one_does(keys):
     assert found[1] - found[0] == pytest.approx(plan.step(Shape(2, 67), ("keep",)).layers[-1].saved, rel=0.05)
 
 
-def test_a_step_of_pairs_takes_what_is_planned_for_its_tokens():
-    """The reference's forward keeps nothing, and needs no more than the policy's backward."""
+def test_a_preference_step_stays_within_its_plan():
+    """The reference's forward saves nothing, and needs no more than the policy's backward."""
     sizes = SIZES | {"hidden_size": 96, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 24}
     asked = {"method": "dpo", "beta": 0.1, "loss_type": "sigmoid", "precompute_ref_log_probs": False, "device": "cpu"}
     config, shape = run_config(**asked, activation_checkpointing=False), Shape(4, 96)
@@ -230,7 +230,7 @@ def test_a_step_of_pairs_takes_what_is_planned_for_its_tokens():
             loss.backward()
         found[kind] = kept, ledger.peak
         batch["reference"] = torch.zeros(len(batch["at"]))
-    planned, logits = moving(config, causal.config, shape, "keep")
+    planned, logits = transient_bytes(config, causal.config, shape, "keep")
     assert found["kept"] == pytest.approx((found["each step"][0], planned - logits), rel=0.1)
     assert found["each step"][1] <= 1.1 * planned
     assert abs(found["each step"][0] - found["kept"][0]) < 0.01 * found["kept"][0]

@@ -1,4 +1,4 @@
-"""The rollouts' phase of a plan, against what an engine takes; and what is chosen for want of memory."""
+"""The rollout phase of a plan, compared with an engine, and its choices under memory pressure."""
 
 import functools
 from dataclasses import replace
@@ -44,8 +44,8 @@ def plan_8b(capacity, prompts=(128,) * 32, **keys):
     return estimate(config_of(**keys), LLAMA_8B, shapes=shapes, **how)
 
 
-def test_what_an_engine_of_this_shape_takes():
-    """Pages and decoded weights of an engine on the CPU, byte for byte of its tensors."""
+def test_plan_matches_an_engines_bytes():
+    """Pages and dequantized weights of an engine on the CPU equal its tensors' bytes."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 128}
     model_config = transformers.LlamaConfig(
         **sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048
@@ -93,8 +93,8 @@ def test_states_beside_pages():
     assert plan.pages == sum(cache.nbytes for pair in engine._decoder.caches for cache in pair)
 
 
-def test_a_rule_takes_no_more_for_longer_prompts():
-    """Some heads at a time: what a token takes with heads of 128 is as `AT_ONCE` says, and no more of many."""
+def test_delta_rule_workspace_is_bounded():
+    """It runs a few heads at a time, so its bytes follow `AT_ONCE` and do not grow with tokens."""
     net = SimpleNamespace(num_k_heads=16, num_v_heads=32, head_k_dim=128, head_v_dim=128)
     few, many = (delta_rule_bytes(net, tokens, torch.bfloat16) for tokens in (4096, 16384))
     assert 4e3 * AT_ONCE <= few <= 18e3 * AT_ONCE
@@ -110,7 +110,7 @@ def test_the_8b_within_40_gib():
     assert plan.fits
     stays = plan.weights + plan.adapters + plan.gradients + plan.optimizer + plan.runtime
     assert plan.total == stays + max(plan.answering.total, plan.activations + plan.logits)
-    assert not plan.use_graphs  # whose pool would stay
+    assert not plan.use_graphs  # their pool would stay allocated
 
 
 @pytest.mark.slow
@@ -129,9 +129,9 @@ def test_graphs_stay_where_rollouts_lack_nothing_beside_them():
     assert not plan_8b(130, use_kernels=False).use_graphs
 
 
-def test_a_rollouts_memory_stays_where_steps_have_room_beside_it():
-    """With the graphs of its steps; a run without graphs gives it back, and so does one that would be full: where
-    micro-batches have many shapes, some are launched beside the pool, in turn with rollouts or beside them."""
+def test_rollout_memory_stays_allocated_if_both_fit():
+    """With the CUDA graphs of decoding. Runs without graphs, or that would fill the device, free it. With many batch
+    shapes, some run outside of the pool."""
 
     def plan(capacity, **more):
         shapes = {"second": Shape(16, 300), "many": True, "prompts": (128,) * 32}
@@ -152,7 +152,7 @@ def test_a_rollouts_memory_stays_where_steps_have_room_beside_it():
 
 
 @pytest.mark.slow
-def test_what_is_chosen_for_want_of_memory():
+def test_choices_under_memory_pressure():
     roomy, tight = plan_8b(40), plan_8b(22)
     assert tight.answering.weights == "packed"
     assert tight.answering.pages == roomy.answering.pages
@@ -169,8 +169,8 @@ def test_what_is_chosen_for_want_of_memory():
         plan_8b(40, rollout_memory_gib=0.01)
 
 
-def test_a_resumed_run_samples_as_it_did():
-    """Though there is more memory, or less, now: other products would round otherwise."""
+def test_a_resumed_run_keeps_its_rollout_choices():
+    """Whatever memory is free now, because another GEMM path would round differently."""
     began = plan_8b(22).answering
     assert replace(plan_8b(80, answered=(began.weights, began.pages)).answering, stays=False) == began
     assert not plan_8b(22, answered=("unpacked", 9 * GIB)).fits

@@ -1,4 +1,4 @@
-"""What somebody else wrote runs under limits: it is ended, said, and what stands behind it is computed."""
+"""Functions in a bounded child process: limits, failures, and later items."""
 
 import os
 import pickle
@@ -33,7 +33,7 @@ def loop(_):
 
 
 def power(_):
-    """Nothing in Python can interrupt it."""
+    """Runs in C, which Python cannot interrupt."""
     return 10**10**8 % 7
 
 
@@ -61,7 +61,7 @@ def death(_):
         (death, "it ends the process that runs it"),
     ],
 )
-def test_what_runs_away_is_ended_and_the_rest_is_computed(monkeypatch, function, said):
+def test_a_runaway_item_is_killed_and_the_others_finish(monkeypatch, function, said):
     monkeypatch.setattr(bounded, "SECONDS", 0.2)
     begin = time.monotonic()
     first, failed, last = Bounded(lambda item: function(item) if item == 1 else item)([0, 1, 2])
@@ -70,7 +70,7 @@ def test_what_runs_away_is_ended_and_the_rest_is_computed(monkeypatch, function,
     assert time.monotonic() - begin < 20
 
 
-def test_each_of_many_calls_has_the_whole_time(monkeypatch):
+def test_restart_clock_gives_each_call_the_full_limit(monkeypatch):
     monkeypatch.setattr(bounded, "SECONDS", 0.2)
 
     def busy(again):
@@ -86,7 +86,7 @@ def test_each_of_many_calls_has_the_whole_time(monkeypatch):
     assert Bounded(busy)([int]) == [Failure("it takes too long")]
 
 
-def test_an_idle_child_ends_and_the_next_call_has_another(monkeypatch):
+def test_an_idle_child_exits_and_the_next_call_forks_again(monkeypatch):
     monkeypatch.setattr(bounded, "IDLE", 0.05)
     bound = Bounded(lambda _: os.getpid())
     first, again = bound([0, 1])
@@ -104,7 +104,7 @@ def test_the_child_ends_with_its_owner_and_holds_none_of_its_files(tmp_path):
     assert not os.path.exists(f"/proc/{child}")
 
 
-def test_it_goes_to_other_processes_without_its_child():
+def test_it_pickles_without_its_child():
     bound = Bounded(len)
     assert bound(["ab"]) == [2]
     assert pickle.loads(pickle.dumps(bound))(["abc"]) == [3]

@@ -1,4 +1,4 @@
-"""Texts that nobody wrote are taken or refused, quickly: 150 of a kind, 10,000 where time counts less."""
+"""Fuzzed texts are accepted or refused quickly: 150 of each kind, 10,000 in slow tests."""
 
 import resource
 
@@ -29,7 +29,7 @@ def place(request, tmp_path, monkeypatch):
 
 
 def check(kind: str, place, examples: int, part: int | None = None) -> None:
-    """Templates get a fifth of the time that they may take, so that 10,000 take minutes."""
+    """Templates get a fifth of their time limit, so that 10,000 take minutes."""
     read, texts, _ = KINDS[kind]
     taken = []
     before = fuzz.peak(resource.RUSAGE_SELF)
@@ -62,5 +62,5 @@ def test_some_texts(kind, place):
 @pytest.mark.parametrize("part", range(20))
 @pytest.mark.parametrize("kind", KINDS)
 def test_ten_thousand_texts(kind, part, place):
-    """Processes can share the parts (-n 14)."""
+    """Split into parts for parallel processes (-n 14)."""
     check(kind, place, 500, part)

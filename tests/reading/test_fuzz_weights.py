@@ -1,4 +1,4 @@
-"""Heads of weight files, indices and configs that are wrong in any way: nothing but halfbyte's errors, at once.
+"""Fuzzed headers of weight files, indices and configs raise only halfbyte's errors, quickly.
 
 A few hundred inputs of each kind always; 10,000 where slow tests run (HALFBYTE_FUZZ says how many instead).
 """
@@ -46,7 +46,7 @@ EDITS = st.lists(st.tuples(st.floats(0, 1), st.sampled_from(["set", "insert", "c
 
 
 def edited(data: bytes, edits: list[tuple[float, str, bytes]], upto: int | None = None) -> bytes:
-    """`data` with bytes overwritten, inserted, taken out, or nothing after a place; places are shares of `upto`."""
+    """`data` with bytes overwritten, inserted, removed or truncated; positions are shares of `upto`."""
     for share, kind, new in edits:
         at = int(share * min(upto or len(data), len(data)))
         ends = {"set": at + len(new), "insert": at, "cut": at + len(new), "end": len(data)}
@@ -56,7 +56,7 @@ def edited(data: bytes, edits: list[tuple[float, str, bytes]], upto: int | None 
 
 @st.composite
 def documents(draw: Callable, base: Any) -> bytes:
-    """JSON like `base`, with values, keys and entries that are others, or gone; sometimes its text is damaged, too."""
+    """JSON like `base`, with changed or missing values, keys and entries, sometimes with damaged text."""
     root: dict[str, Any] = {"": copy.deepcopy(base)}
     for _ in range(draw(st.integers(1, 3))):
         node: Any = root
@@ -76,7 +76,7 @@ def documents(draw: Callable, base: Any) -> bytes:
 
 
 def fuzz(count: int, inputs: st.SearchStrategy, call: Callable[[Any], None], allowed: Callable[[str], bool]) -> None:
-    """Call with `count` inputs: only halfbyte's errors, each within the bars."""
+    """Call with `count` inputs; allows only halfbyte's errors, within the time limit."""
     most, said = SimpleNamespace(seconds=0.0, what=None), list[str]()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 

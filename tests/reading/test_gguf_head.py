@@ -1,4 +1,4 @@
-"""GGUF heads: what the library reads, and every lie about counts, lengths and types refused before it is believed."""
+"""GGUF headers: equal to the library's reading; wrong counts, lengths and types are refused."""
 
 import struct
 
@@ -30,7 +30,7 @@ def tensor(name=b"t", dimensions=1):
     return text(name) + struct.pack("<I", dimensions) + struct.pack(f"<{dimensions}QIQ", *[32] * dimensions, 0, 0)
 
 
-def test_it_reads_what_the_library_wrote(tmp_path):
+def test_it_reads_the_librarys_files(tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
     writer.add_float32("f", 0.1)
     writer.add_int8("i", -3)
@@ -74,7 +74,7 @@ def test_it_reads_what_the_library_wrote(tmp_path):
         (head(tensors=tensor() * 2, n_tensors=2), None),
     ],
 )
-def test_lies_are_refused(tmp_path, data, said):
+def test_malformed_headers_are_refused(tmp_path, data, said):
     (tmp_path / "m.gguf").write_bytes(data)
     with pytest.raises(CheckpointError, match=said):
         read_head(tmp_path / "m.gguf")

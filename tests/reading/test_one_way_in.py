@@ -1,4 +1,4 @@
-"""What comes from outside is read in `halfbyte.reading` alone: no parser's or system's exception gets past it."""
+"""External files are read only by `halfbyte.reading`, which converts all parser and system exceptions."""
 
 import ast
 from pathlib import Path
@@ -47,7 +47,7 @@ def strays(source: str) -> list[int]:
     return found
 
 
-def test_nobody_else_reads():
+def test_only_reading_opens_external_files():
     found = {
         path.relative_to(PACKAGE).as_posix(): lines
         for path in PACKAGE.rglob("*.py")
@@ -58,7 +58,7 @@ def test_nobody_else_reads():
     assert OWN.keys() - found.keys() == set(), "these read nothing any more: take them off the list"
 
 
-def test_the_check_itself():
+def test_strays_finds_direct_reads():
     text = "open(p); open(p, 'rb'); open(p, 'w')\nPath(p).read_text()\njson.loads(t)\nread_text(p)\nread_json(p)"
     text += "\nos.open(p, 0)\nsafe_open(p)"
     assert strays(text) == [1, 1, 2, 3, 7]

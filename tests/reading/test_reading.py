@@ -1,4 +1,4 @@
-"""Reading what comes from outside: each thing that can stand at a path, and each text a parser chokes on."""
+"""Readers of external files: every kind of path, and every kind of invalid text."""
 
 import errno
 import json
@@ -36,7 +36,7 @@ def _socket(path):
         (lambda path: None, "no such file: ", "write one"),
     ],
 )
-def test_what_is_no_text_file_is_said(tmp_path, make, said, fix):
+def test_paths_that_are_not_text_files(tmp_path, make, said, fix):
     path = tmp_path / "x"
     make(path)
     with pytest.raises(DataError) as caught:
@@ -57,7 +57,7 @@ def test_what_is_no_text_file_is_said(tmp_path, make, said, fix):
     ],
 )
 @pytest.mark.parametrize("read", [look, read_text, read_json])
-def test_names_that_cannot_be(name, said, read):
+def test_invalid_file_names(name, said, read):
     with pytest.raises(CheckpointError) as caught:
         read(name, CheckpointError)
     assert said in caught.value.message
@@ -71,8 +71,8 @@ def test_look(tmp_path):
     assert [look(tmp_path / name) for name in (".", "file", "link", "none")] == ["folder", "file", "file", ""]
 
 
-def test_what_may_not_be_read(tmp_path, monkeypatch):
-    """Tests run as root, who may read everything."""
+def test_unreadable_files(tmp_path, monkeypatch):
+    """Permissions are simulated, because tests run as root."""
     (tmp_path / "x").touch()
 
     def refuse(*_, **__):
@@ -84,20 +84,20 @@ def test_what_may_not_be_read(tmp_path, monkeypatch):
     assert "chmod" in caught.value.fix
 
 
-def test_what_the_disk_raises_while_a_file_is_read(tmp_path):
+def test_disk_errors_while_reading(tmp_path):
     (tmp_path / "x").touch()
     with pytest.raises(DataError), open_bytes(tmp_path / "x", DataError):
         raise OSError(errno.EIO, "Input/output error")
 
 
-def test_a_byte_order_mark_is_no_text(tmp_path):
+def test_byte_order_marks_are_skipped(tmp_path):
     (tmp_path / "x").write_bytes(b"\xef\xbb\xbfa\r\nb")
     assert read_text(tmp_path / "x") == "a\nb"
     with open_text(tmp_path / "x", newline="") as file:
         assert file.read() == "a\r\nb"
 
 
-def test_a_file_may_be_too_large(tmp_path):
+def test_files_that_are_too_large(tmp_path):
     (tmp_path / "x").write_text("12345")
     assert read_text(tmp_path / "x", largest=5) == "12345"
     with pytest.raises(ConfigError):
@@ -118,14 +118,14 @@ def test_a_file_may_be_too_large(tmp_path):
         ("", "x.json:1: malformed JSON: Expecting value (column 1)"),
     ],
 )
-def test_json_that_cannot_be_read(text, said):
+def test_invalid_json(text, said):
     with pytest.raises(DataError) as caught:
         parse_json(text, "x.json", DataError, "copy it again")
     assert caught.value.message == said
     assert caught.value.fix == "copy it again"
 
 
-def test_json_that_can_be_read():
+def test_valid_json():
     deep, wide = "[" * 100 + "]" * 100, "[" + "[]," * 1000 + "[]]"
     assert parse_json(deep, "x")
     assert len(parse_json(wide, "x")) == 1001
@@ -138,14 +138,14 @@ def test_a_key_given_twice_where_that_counts():
         parse_json('{"b": {"a": 1, "a": 2}}', "x.jsonl", DataError, line=7, unique=True)
 
 
-def test_why_has_words_for_what_the_system_raises():
+def test_why_explains_os_errors():
     assert why(OSError(errno.ENOSPC, "No space left on device")) == "the disk is full"
     assert why(OSError(errno.ETXTBSY, "Text file busy")) == "Text file busy"
     assert why(OSError("odd")) == "odd"
     assert why(OSError()) == "OSError"
 
 
-def test_values_in_messages_are_short_and_no_terminal_obeys_them():
+def test_values_in_messages_are_short_and_escaped():
     bomb = "x"
     for _ in range(8):
         bomb = [bomb] * 9
@@ -161,7 +161,7 @@ def test_values_in_messages_are_short_and_no_terminal_obeys_them():
     assert error.message.endswith("\nnext")
 
 
-def test_a_line_of_json_holds_nothing_that_a_terminal_obeys():
+def test_json_line_escapes_control_characters():
     value = {"answer": "a\x7f\x9b2J\u2028\u202eé\ud800\n\x1b"}
     line = json_line(value)
     assert json.loads(line) == value

@@ -1,4 +1,4 @@
-"""Files of weights: what a header, an index or a pickle may not be; each is named, with what to do."""
+"""Weight files: invalid headers, indices and pickles are refused with the file and a fix."""
 
 import json
 import os
@@ -60,7 +60,7 @@ def test_a_sound_file(file):
         ({"data_offsets": None}, "data_offsets"),
     ],
 )
-def test_an_entry_that_cannot_be(file, changes, said):
+def test_invalid_header_entries(file, changes, said):
     header = header_of(file)
     header["a"] |= changes
     with_header(file, header)
@@ -80,7 +80,7 @@ def test_an_entry_that_cannot_be(file, changes, said):
         (b"", None),
     ],
 )
-def test_a_header_that_cannot_be(file, header, said):
+def test_invalid_headers(file, header, said):
     with_header(file, header)
     with pytest.raises(CheckpointError, match=said) as caught:
         read_header(file)
@@ -88,7 +88,7 @@ def test_a_header_that_cannot_be(file, header, said):
 
 
 @pytest.mark.parametrize("length", [3, 2**40, 2**63, 2**64 - 1])
-def test_a_length_beyond_the_file(file, length):
+def test_header_lengths_beyond_the_file(file, length):
     file.write_bytes(length.to_bytes(8, "little") + b"{}")
     with pytest.raises(CheckpointError):
         read_header(file)
@@ -127,7 +127,7 @@ def test_an_index_stays_in_its_folder(file, index, said):
         safetensors_files(file.parent)
 
 
-def test_links_are_followed_as_the_hubs_cache_needs(file):
+def test_links_are_followed_for_the_hubs_cache(file):
     blob = file.rename(file.with_name("blob"))
     file.symlink_to(blob)
     assert safetensors_files(file.parent) == [file]
@@ -181,14 +181,14 @@ def test_a_truncated_state(tmp_path, keep):
         ([], None),
     ],
 )
-def test_a_config_that_cannot_be(tmp_path, config, said):
+def test_invalid_configs(tmp_path, config, said):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=said) as caught:
         check_checkpoint(tmp_path)
     assert str(tmp_path / "config.json") in str(caught.value)
 
 
-def test_configs_that_are_meant_so(tmp_path):
+def test_unusual_valid_configs(tmp_path):
     config = {"num_key_value_heads": None, "intermediate_size": [64, 96], "pad_token_id": -1, "eos_token_id": [1, 2]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_config(tmp_path) == config

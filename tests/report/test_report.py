@@ -272,8 +272,9 @@ def test_memory_bars_add_up_to_their_totals(html):
 
 def test_peak_memory_compares_like_with_like(html, run_dir):
     """A CPU's peak holds the process; what the run added is what was predicted."""
-    assert "9.9% below the predicted 6.4 GiB, beside the process&#x27;s 410 MiB" in html
-    assert "| peak memory of the run | 5.8 GiB, beside the process's 410 MiB |" in write_card(run_dir).read_text()
+    assert "9.9% below the predicted 6.4 GiB, in addition to the process&#x27;s 410 MiB" in html
+    card = write_card(run_dir).read_text()
+    assert "| peak memory of the run | 5.8 GiB, in addition to the process's 410 MiB |" in card
 
 
 @pytest.mark.parametrize("absent", FILES)

@@ -116,7 +116,7 @@ def test_merged_and_asked(trained, tmp_path, capsys):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_experts_that_wait_in_the_hosts_memory(trained, tmp_path, monkeypatch, capsys, device):
     """The same weights, after a resume, too, and the same answers; a CPU stands for a device that is not the host."""
-    monkeypatch.setattr("halfbyte.plan.experts._obstacle", lambda *_: None)
+    monkeypatch.setattr("halfbyte.plan.experts._unsupported_reason", lambda *_: None)
     common = [f"device={device}", "deterministic=true", "activation_checkpointing=keep"]
     weights = {}
     for offload in ("false", "true"):

@@ -51,7 +51,7 @@ def test_a_second_run_is_refused_and_the_first_is_named(tmp_path):
 
 def test_train_is_refused_before_it_looks_at_anything(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "open_run", lambda *_: pytest.fail("it began"))
-    monkeypatch.setattr(preflight_paths, "look_over_inputs", lambda *_: pytest.fail("it began"))
+    monkeypatch.setattr(preflight_paths, "check_inputs", lambda *_: pytest.fail("it began"))
     config = load_config(None, {"model_name_or_path": "m", "dataset": "d", "output_dir": str(tmp_path / "out")})
     with run_lock(tmp_path / "out"), pytest.raises(ConfigError):
         run.train(config)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
+from ..runs.layout import GIVEN_CONFIG
 from ..utils.hardware import bound_cpu_primitives, let_segments_grow
 from .asked import check_option, check_order, finite, read_run
 from .exits import RUN_FOLDER, Commands
@@ -125,7 +126,7 @@ def train(
 
     config, file = read_run("train", run, ["--resume"])
     ctx.meta[RUN_FOLDER] = config.output_path
-    train_run(config, file or config.output_path / "run.yaml", resume, ctx.obj)
+    train_run(config, file or config.output_path / GIVEN_CONFIG, resume, ctx.obj)
 
 
 @app.command("eval", context_settings=_TAKES_OVERRIDES)

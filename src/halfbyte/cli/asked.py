@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from ..runs.layout import CHECKPOINT, GIVEN_CONFIG
 from ..utils.errors import UsageError
 
 if TYPE_CHECKING:
     from ..config import RunConfig
 
-_CHECKPOINT = re.compile(r"checkpoint-\d+")  # `--resume` takes the newest, and no path
 _OVERRIDE = re.compile(r"[A-Za-z][\w-]*=")
 _YAML, _DATA = (".yaml", ".yml"), (".csv", ".json", ".jsonl", ".ndjson", ".parquet", ".tsv", ".txt")
 
@@ -39,7 +39,7 @@ def read_run(command: str, words: Iterable[str], options: Collection[str] = ()) 
     if len(names) == 1 and not _is_model(names[0]):
         return load_config(names[0], overrides), Path(names[0])
     if len(names) > 1 and Path(names[0]).suffix.lower() in _YAML:
-        key = "resume_from_checkpoint" if _CHECKPOINT.fullmatch(Path(names[1]).name) else "dataset"
+        key = "resume_from_checkpoint" if CHECKPOINT.fullmatch(Path(names[1]).name) else "dataset"
         fix = f"write {key}={names[1]}"
         if len(names) > 2 and names[1].isidentifier():
             fix = f"write {names[1]}={names[2]}"
@@ -53,7 +53,7 @@ def read_run(command: str, words: Iterable[str], options: Collection[str] = ()) 
     given = dict(zip(("model_name_or_path", "dataset"), names, strict=False))
     if twice := sorted(given.keys() & keys):
         raise UsageError(f"{twice[0]} is given twice: {given[twice[0]]} is it already", "name it once")
-    if len(names) == 1 and (own := Path(names[0]) / "run.yaml").is_file():
+    if len(names) == 1 and (own := Path(names[0]) / GIVEN_CONFIG).is_file():
         more = " --resume" if command == "train" else ""
         raise UsageError(f"{names[0]} is a run's folder, and no file of keys", f"write halfbyte {command} {own}{more}")
     as_model = f"{names[0]} is no file of keys, and a model needs DATA" if names else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..runs.layout import merged_folder
 from ..runs.saved import find_trained
 from ..utils.console import Console
 from ..utils.errors import UsageError
@@ -37,7 +38,7 @@ def merge_run(
     from ..report import write_report
 
     console = Console(soft_wrap=True)
-    place = out or run / (f"merged-{slug(quantize)}" if quantize else "merged")
+    place = out or run / merged_folder(slug(quantize) if quantize else "")
     report = merge(
         run,
         place,

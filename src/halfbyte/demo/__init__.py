@@ -1,7 +1,7 @@
-"""`halfbyte demo`: the whole of a run on a machine with nothing but Python, in a few minutes on two cores.
+"""`halfbyte demo`: a complete run without downloads, in a few minutes on two cores.
 
-`corpus` finds text that every Python installation has, `base` pretrains a small Llama on it, and `run` fine-tunes that
-base with the same main job as `halfbyte train`, on the questions in `instructions.jsonl`.
+`corpus` collects text from the Python installation, `base` pretrains a small Llama on it, and `run` fine-tunes that
+base as `halfbyte train` does, on the questions in `instructions.jsonl`.
 """
 
 from .run import main

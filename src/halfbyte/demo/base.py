@@ -1,6 +1,6 @@
-"""A small Llama, pretrained from nothing in about a minute, as a stand-in for a base model from a hub.
+"""Base model of the demo: a small Llama, pretrained from scratch in about a minute.
 
-Everything is seeded and written down in `Recipe`; its hash names the cache entry, so a second demo starts at once.
+Pretraining is seeded and described by `Recipe`, whose hash names the cache entry; a second demo reuses it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 PAD, START, END = "<|pad|>", "<|im_start|>", "<|im_end|>"
 
-# ChatML. The generation marks tell which tokens are the assistant's, so that only those are trained later.
+# ChatML. The generation tags mark the assistant's tokens, which are trained later.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -39,13 +39,13 @@ CHAT_TEMPLATE = (
 )
 
 
-PLAN_EVERY = 25  # steps between looks at the clock: a slow or busy machine gets a shorter schedule
-SHORTEST = 1 / 3  # share of the steps that is done in any case; a base that read less cannot be taught the answers
+PLAN_EVERY = 25  # steps between time checks: a slow or busy machine gets a shorter schedule
+SHORTEST = 1 / 3  # least share of the steps: a base trained for less cannot learn the answers
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides what the base becomes. Sizes suit about a minute of fp32 on two ordinary cores."""
+    """Settings of the base's pretraining. The defaults take about a minute in fp32 on two cores."""
 
     vocab_size: int = 2048
     hidden_size: int = 128
@@ -60,22 +60,22 @@ class Recipe:
     learning_rate: float = 5e-3
     warmup_share: float = 0.06
     weight_decay: float = 0.1
-    exchange_share: float = 0.5  # of the rows, those in the chat format
+    exchange_share: float = 0.5  # share of the sequences in the chat format
     seed: int = 0
 
     def key(self) -> str:
-        """Eight hex digits that change with the recipe and with the Python version, whose texts are the data."""
+        """Eight hex digits that identify the recipe and the Python version, whose texts are the data."""
         described = json.dumps([asdict(self), platform.python_version(), CHAT_TEMPLATE])
         return hashlib.sha256(described.encode()).hexdigest()[:8]
 
 
 def base_model(recipe: Recipe | None = None, *, seconds: float = 75.0, console: Console | None = None) -> Path:
-    """A folder with the base's checkpoint and tokenizer: from the cache, or built now.
+    """Return the folder with the base's checkpoint and tokenizer; builds them if they are not cached.
 
     Args:
-        recipe: what to build.
+        recipe: settings of the base.
         seconds: time for pretraining. A machine too slow for `recipe.steps` gets a shorter schedule and a notice.
-        console: where progress is shown; none: silent.
+        console: shows progress; None: silent.
 
     Raises:
         TrainingError: the cache cannot be written.
@@ -95,14 +95,14 @@ def base_model(recipe: Recipe | None = None, *, seconds: float = 75.0, console: 
     if done < recipe.steps:
         notice(
             "demo-base",
-            f"this machine had time for {done} of {recipe.steps} pretraining steps, so answers are poorer; to train "
-            f"the base anew, remove {path}",
+            f"the demo's base has {done} of {recipe.steps} pretraining steps, because time ran out, so answers are "
+            f"poorer; to train it again, remove {path}",
         )
     return path
 
 
 def build_tokenizer(texts: corpus.Corpus, recipe: Recipe) -> PreTrainedTokenizerFast:
-    """A byte-level BPE trained on `texts`, with ChatML marks, `<|im_end|>` as EOS and a pad token of its own."""
+    """Train a byte-level BPE on `texts`, with ChatML tokens, `<|im_end|>` as EOS and a pad token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -126,7 +126,7 @@ def build_tokenizer(texts: corpus.Corpus, recipe: Recipe) -> PreTrainedTokenizer
 
 
 def token_rows(texts: corpus.Corpus, tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> torch.Tensor:
-    """What all steps read, int64 (steps * rows, row_tokens): documents ended by EOS, joined, cut and shuffled."""
+    """Training data of all steps, int64 [steps · rows, row_tokens]: documents joined with EOS, cut and shuffled."""
     import torch
 
     chats = [f"{START}user\n{question}{END}\n{START}assistant\n{answer}{END}\n" for question, answer in texts.exchanges]
@@ -156,7 +156,7 @@ def pretrain(
     """Train a Llama on `texts` with AdamW and a cosine schedule, fp32 on the CPU.
 
     Returns:
-        the model, the steps done, and the mean loss (nats per token) of the last tenth of them.
+        The model, the number of steps, and the mean loss (nats per token) of their last tenth.
     """
     import torch
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -197,7 +197,7 @@ def pretrain(
 
 
 def _schedule(step: int, steps: int, warmup_share: float) -> float:
-    """Linear warm-up, then a cosine down to a twentieth."""
+    """Learning rate factor: linear warm-up, then a cosine to 0.05."""
     warmup = max(1, round(steps * warmup_share))
     if step < warmup:
         return (step + 1) / warmup

@@ -1,8 +1,7 @@
-"""Text that comes with Python: the standard library's docstrings, the help topics, the Zen and the license.
+"""Text from the Python installation: the standard library's docstrings, help topics, the Zen and the license.
 
-Two kinds of documents leave here. Prose is what a base model reads. Exchanges ask for a name and answer with the name
-and the first paragraph of its docstring; the base sees them in the chat format. They teach it how turns begin and end,
-and to repeat a name it was given.
+There are two kinds of documents. Prose is pretraining text. Exchanges ask for a name and answer with the name and the
+first paragraph of its docstring, in the chat format; from them the base learns turns, and to repeat a given name.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-# Tests, translations and tools for developing Python itself are little prose and much noise.
+# Tests, translations and tools for Python's own development have little prose.
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings", "msilib"}
-LONGEST = 4000  # characters kept of one document, so that no single one fills the corpus
-EXCHANGE_LONGEST = 320  # characters of an explanation
+LONGEST = 4000  # most characters of one document
+EXCHANGE_LONGEST = 320  # most characters of an explanation
 QUESTIONS = ("What is `{}`?", "Describe `{}`.", "Explain what `{}` does.")
 
 
@@ -37,7 +36,7 @@ class Corpus:
 
 
 class Definition(NamedTuple):
-    """Something with a docstring: its first line of source, its name, and the docstring."""
+    """A documented module, class or function: its first line of source, name and docstring."""
 
     head: str
     name: str
@@ -69,7 +68,7 @@ def _library_definitions() -> Iterator[Definition]:
         if SKIPPED & set(path.relative_to(root).parts):
             continue
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes in other people's strings
+            warnings.simplefilter("ignore")  # invalid escapes in strings
             tree = ast.parse(path.read_bytes())
         for node in ast.walk(tree):
             if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -88,7 +87,7 @@ def _head_and_name(node: ast.AST, module: str) -> tuple[str, str]:
 
 
 def _builtin_definitions() -> Iterator[Definition]:
-    """The functions and types written in C, with the types' methods."""
+    """Built-in functions and types, with the types' methods."""
     for name, value in sorted(vars(builtins).items()):
         if name.startswith("_") or not callable(value):
             continue
@@ -106,7 +105,7 @@ def _help_topics() -> list[str]:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Whole paragraphs, joined up to about `LONGEST` characters."""
+    """Join paragraphs to pieces of up to about `LONGEST` characters."""
     piece = ""
     for paragraph in text.split("\n\n"):
         if piece and len(piece) + len(paragraph) > LONGEST:
@@ -124,6 +123,6 @@ def _zen() -> str:
 
 
 def _license() -> list[str]:
-    """The license, in pieces; some distributions keep it elsewhere, and then it is left out."""
+    """The license in pieces; empty on distributions that store it elsewhere."""
     path = Path(sysconfig.get_paths()["stdlib"]) / "LICENSE.txt"
     return list(_pieces(path.read_text(encoding="utf-8"))) if path.is_file() else []

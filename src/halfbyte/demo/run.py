@@ -1,6 +1,6 @@
-"""The demo itself: a base, a run.yaml like any user's, the main job, and what changed.
+"""The demo: build the base, write a run.yaml, train with it, and show answers before and after.
 
-Nothing here is special: `halfbyte train demo-out/run.yaml` does the same again, with any key changed.
+The training is an ordinary run: `halfbyte train demo-out/run.yaml` repeats it, with any key changed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import load_config
 from ..reading import read_json, read_text
+from ..runs.layout import EVAL, GENERATIONS, GIVEN_CONFIG, METRICS, REPORT
 from ..utils.errors import ConfigError
 from ..utils.files import clear_leftovers, remove, write_text, writing
 from ..utils.text import one_line
@@ -61,17 +62,17 @@ def main(
     """Build or fetch the base, fine-tune it in 4 bits on the instructions, and show loss and answers before and after.
 
     Args:
-        output_dir: where the run goes; an earlier demo's is replaced, anything else is left alone.
-        recipe: how to pretrain the base.
+        output_dir: the run's folder; an earlier demo is replaced, other contents are an error.
+        recipe: settings of the base.
         epochs: passes over the instructions.
-        seconds: most time for pretraining.
-        console: where to print; default: the terminal.
+        seconds: time limit of pretraining.
+        console: output; default: the terminal.
 
     Returns:
-        the report.
+        The path of the report.
 
     Raises:
-        ConfigError: `output_dir` holds something that is not a demo.
+        ConfigError: `output_dir` holds something else.
     """
     from rich.text import Text
 
@@ -81,7 +82,7 @@ def main(
     started = time.monotonic()
     console = console or Console(outlives_reader=True)
     output_dir = Path(output_dir)
-    _make_room(output_dir)
+    _clear_output(output_dir)
     aims = ": pretrain a small base, store it in 4 bits, teach it answers; no downloads"
     console.print(Text.assemble(("halfbyte demo", "bold"), aims))
     base = base_model(recipe, seconds=seconds, console=console)
@@ -94,14 +95,14 @@ def main(
     train(config, console=console)
     _show(output_dir, console)
     console.print(one_line(f"talk to it: halfbyte chat {output_dir} --temperature 0"))
-    console.print(one_line(f"report: {output_dir / 'report.html'}  ({time.monotonic() - started:.0f} s in all)"))
-    return output_dir / "report.html"
+    console.print(one_line(f"report: {output_dir / REPORT}  ({time.monotonic() - started:.0f} s in all)"))
+    return output_dir / REPORT
 
 
-def _make_room(output_dir: Path) -> None:
+def _clear_output(output_dir: Path) -> None:
     """Remove an earlier demo; refuse to touch anything else."""
     clear_leftovers(output_dir.parent)
-    run = output_dir / "run.yaml"
+    run = output_dir / GIVEN_CONFIG
     if output_dir.is_dir() and any(output_dir.iterdir()):
         if not (run.is_file() and read_text(run).startswith(MARK)):
             raise ConfigError(f"output_dir: {output_dir} holds something that is not a demo", "name another folder")
@@ -110,37 +111,37 @@ def _make_room(output_dir: Path) -> None:
 
 
 def write_run(output_dir: Path, base: Path, epochs: int) -> Path:
-    """Write the demo's data and configuration, as files a reader can open and run again; returns the run.yaml."""
+    """Write the demo's data and run.yaml, and return the path of the latter."""
     dataset = write_text(output_dir / "instructions.jsonl", read_text(INSTRUCTIONS))
     paths = {"base": base, "dataset": dataset, "output_dir": output_dir}
     quoted = {name: json.dumps(str(path), ensure_ascii=False) for name, path in paths.items()}  # JSON strings are YAML
-    return write_text(output_dir / "run.yaml", RUN.format(mark=MARK, epochs=epochs, **quoted))
+    return write_text(output_dir / GIVEN_CONFIG, RUN.format(mark=MARK, epochs=epochs, **quoted))
 
 
 def question(prompt: str) -> str:
-    """The user's words in a prompt of the base's chat format."""
+    """Return the user's text from a prompt in the base's chat format."""
     return re.sub(r"<\|im_start\|>(user|assistant)\n|<\|im_end\|>", "", prompt).strip()
 
 
 def _show(output_dir: Path, console: Console) -> None:
-    """Held-out loss and answers, before and after."""
+    """Print held-out losses and answers, before and after training."""
     from rich.table import Table
     from rich.text import Text
 
     from ..train.metrics import MetricsFile
 
-    records = MetricsFile(output_dir / "metrics.jsonl").records()
-    losses = [record["loss"] for record in records if record["kind"] == "eval"]
+    records = MetricsFile(output_dir / METRICS).records()
+    losses = [record["loss"] for record in records if record["kind"] == EVAL]
     table = Table(title="Questions held out of training", title_justify="left", show_lines=True)
     for heading in ("question", "base", "after fine-tuning", "reference"):
         table.add_column(heading, ratio=1)
-    answers: list[dict[str, Any]] = read_json(output_dir / "generations.json")
+    answers: list[dict[str, Any]] = read_json(output_dir / GENERATIONS)
     for answer in answers:
         cells = (question(answer["prompt"]), answer["before"], answer["after"], answer["reference"])
-        table.add_row(*(Text(cell.strip()) for cell in cells))  # Text: brackets in answers are no markup
+        table.add_row(*(Text(cell.strip()) for cell in cells))  # Text: brackets in answers are not markup
     console.print(table)
     console.print(
-        "The wording of these questions is new to the model; what they ask about also occurs, worded otherwise, in "
-        "training. A base of this size learns that much in a minute and no more."
+        "The model has not seen these questions, but it has seen their topics in training, in other words. A base of "
+        "this size learns no more in a minute."
     )
     console.print(f"held-out loss: {losses[0]:.3f} before, {losses[-1]:.3f} after (nats per answer token)")

@@ -14,11 +14,10 @@ from gguf import GGUFWriter, Keys
 
 from halfbyte.config import RunConfig
 from halfbyte.gguf.graph import checked_family
-from halfbyte.gguf.tensors import Layout
 from halfbyte.gguf.quants import FLOATS, Type, quantize
-from halfbyte.runs.stop_tokens import data_report, known_stop_tokens
-from halfbyte.runs.ends import declared_ends
+from halfbyte.gguf.tensors import Layout
 from halfbyte.runs.saved import Place, find, saved_config, trained_tokenizer
+from halfbyte.runs.stop_tokens import data_report, declared_stop_tokens, known_stop_tokens
 from halfbyte.utils.errors import CheckpointError, ConfigError
 from halfbyte.utils.files import new_file
 from halfbyte.utils.notices import notice
@@ -71,7 +70,7 @@ def export_adapter(
 def _report_ends(config: RunConfig, place: Place) -> None:
     """Report the trained end tokens that the base's file does not declare, where llama.cpp would not stop."""
     tokenizer, base = trained_tokenizer(place.adapter, config), BaseCheckpoint(config.origin).folder
-    known = {tokenizer.eos_token_id, *declared_ends(base)}
+    known = {tokenizer.eos_token_id, *declared_stop_tokens(base)}
     missing = [index for index in known_stop_tokens(data_report(place.run_dir), tokenizer) if index not in known]
     if missing:
         names = " ".join(f"--reverse-prompt '{name}'" for name in tokenizer.convert_ids_to_tokens(missing))

@@ -26,16 +26,15 @@ from halfbyte.gguf.graph import checked_family, experts_of
 from halfbyte.gguf.hyperparameters import add_hyperparameters, written_keys
 from halfbyte.gguf.imatrix import matrix_path, read_importances
 from halfbyte.gguf.mixes import MIXES, check_mix, choose
+from halfbyte.gguf.quants import FLOATS
 from halfbyte.gguf.tensors import Planned, Weight, plan
 from halfbyte.gguf.tokenizer import add_tokenizer
-from halfbyte.gguf.quants import FLOATS
 from halfbyte.gguf.vision import CLIP, Vision, add_vision, plan_vision, vision_keys, vision_of, vision_types
 from halfbyte.gguf.writer import NewGguf, write_gguf
 from halfbyte.loading.find import read_model_config
 from halfbyte.modeling.families import Family
-from halfbyte.runs.ends import all_ends, declared_ends
-from halfbyte.runs.stop_tokens import data_report, known_stop_tokens
 from halfbyte.runs.saved import find, saved_config, trained_tokenizer
+from halfbyte.runs.stop_tokens import data_report, declared_stop_tokens, joined_stop_tokens, known_stop_tokens
 from halfbyte.utils.errors import ConfigError
 from halfbyte.utils.files import check_space, new_file, write_text
 from halfbyte.utils.hardware import chosen_device
@@ -213,7 +212,7 @@ def open_source(run_or_model: str, device: str | None = None, trust_remote_code:
         merged, name = goal, Path(run_or_model).resolve().name
     tokenizer, vision = trained_tokenizer(place.adapter, config), vision_of(whole, base.folder, list(weights))
     learned = known_stop_tokens(data_report(place.run_dir), tokenizer)
-    end_ids = all_ends(learned, declared_ends(base.folder), [tokenizer.eos_token_id])
+    end_ids = joined_stop_tokens(learned, declared_stop_tokens(base.folder), [tokenizer.eos_token_id])
     return Source(
         name, weights, model_config, family, tokenizer, end_ids, target, merged, vision, config.origin.trust_remote_code
     )

@@ -29,8 +29,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from halfbyte.config import SIXTEEN, RunConfig
 from halfbyte.reading.model_config import GENERATION, read_generation_config
-from halfbyte.runs.stop_tokens import data_report, generation_keys
 from halfbyte.runs.saved import find_trained, look_up, trained_tokenizer
+from halfbyte.runs.stop_tokens import data_report, generation_keys
 from halfbyte.utils.errors import CheckpointError, ConfigError, TrainingError
 from halfbyte.utils.files import check_space, new_directory, write_json
 from halfbyte.utils.hardware import chosen_device

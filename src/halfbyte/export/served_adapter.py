@@ -22,8 +22,8 @@ from halfbyte.layers.expert_adapters import by_expert
 from halfbyte.loading.checkpoint import BaseCheckpoint
 from halfbyte.reading.model_config import GENERATION
 from halfbyte.reading.tensors import ADAPTER, ADAPTER_CONFIG
-from halfbyte.runs.stop_tokens import data_report, generation_keys
 from halfbyte.runs.saved import find, saved_config, trained_tokenizer
+from halfbyte.runs.stop_tokens import data_report, generation_keys
 from halfbyte.utils.errors import CheckpointError, ConfigError
 from halfbyte.utils.files import new_directory
 

@@ -1,9 +1,13 @@
-"""A GGUF file: its keys and its tensors, mapped from disk, and values decoded a few rows at a time."""
+"""A GGUF file: checked keys, memory-mapped tensors, and values decoded a few rows at a time.
+
+Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md ("Standardized key-value pairs")
+"""
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +20,8 @@ from torch import Tensor
 
 from ..reading.gguf import DAMAGED, Described, read_head
 from ..utils.errors import CheckpointError, ModelError
-from .keys import check_hyperparameter, check_keys
 
-VALUES = 1 << 24  # decoded at once, in fp32: 64 MiB
+VALUES = 1 << 24  # values decoded at once: 64 MiB in fp32
 STORED = {GGMLQuantizationType.F32: torch.float32, GGMLQuantizationType.F16: torch.float16}
 NUMPY = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}
 
@@ -29,7 +32,7 @@ class GgufTensor:
 
     Attributes:
         shape: rows first.
-        data: mapped, not read: [..., columns] of fp32 or fp16, or uint8 [..., bytes of a row].
+        data: memory-mapped: [..., columns] of fp32 or fp16, or uint8 [..., bytes of a row].
     """
 
     tensor_type: GGMLQuantizationType
@@ -42,17 +45,17 @@ class GgufTensor:
 
 
 class GgufFile:
-    """An open file.
+    """An open GGUF file.
 
     Attributes:
-        path: where it lies.
+        path: its path.
         arch: llama.cpp's name of the architecture.
-        tensors: by their names.
+        tensors: its tensors by name.
 
     Raises:
         ModelError: one part of a split file.
-        CheckpointError: no GGUF file, a truncated one, a key of another type than it should have, or a tensor of a type
-            that cannot be decoded.
+        CheckpointError: not a GGUF file, a truncated one, a key of a wrong type, or a tensor of a type that the gguf
+            library cannot decode.
     """
 
     def __init__(self, path: Path):
@@ -67,7 +70,7 @@ class GgufFile:
         self.tensors = {each.name: self._tensor(each, mapped) for each in head.tensors}
 
     def _tensor(self, described: Described, mapped: np.ndarray) -> GgufTensor:
-        """Its data, looked for within the file."""
+        """Map a tensor's data after checking that it lies within the file."""
         name, shape = described.name, described.shape
         try:
             kind = GGMLQuantizationType(described.type)
@@ -77,7 +80,7 @@ class GgufFile:
             raise self._undecoded(name, kind.name)
         block, nbytes = GGML_QUANT_SIZES[kind]
         if not shape or 0 in shape or shape[-1] % block:
-            raise CheckpointError(f"{self.path}: {name} has shape {shape}, which {kind.name} does not have", DAMAGED)
+            raise CheckpointError(f"{self.path}: {name} has shape {shape}, which does not fit {kind.name}", DAMAGED)
         size = math.prod(shape) // block * nbytes
         if described.start + size > len(mapped):
             raise CheckpointError(
@@ -94,11 +97,11 @@ class GgufFile:
 
     @property
     def keys(self) -> list[str]:
-        """Names of all metadata."""
+        """Names of all metadata keys."""
         return list(self._keys)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a key as plain Python; an fp32 number as the shortest decimal that is rounded to it."""
+        """The value of a key as plain Python; an fp32 number as the shortest decimal that rounds to it."""
         value = self._keys.get(key, default)
         return float(str(np.float32(value))) if isinstance(value, float) else value
 
@@ -106,16 +109,16 @@ class GgufFile:
         """The value of a hyperparameter, e.g. "block_count".
 
         Raises:
-            CheckpointError: the file has none, and there is no default; or it has one that cannot be.
+            CheckpointError: the key is missing without a default, or its value is invalid.
         """
         value = self.get(f"{self.arch}.{key}", default)
         if value is None:
-            raise CheckpointError(f"{self.path} lacks the key {self.arch}.{key}", DAMAGED)
+            raise CheckpointError(f"{self.path} has no key {self.arch}.{key}", DAMAGED)
         check_hyperparameter(self.path, f"{self.arch}.{key}", value)
         return value
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor's values, rows first.
+        """Shape of a tensor's values, rows first.
 
         Raises:
             CheckpointError: there is no such tensor.
@@ -125,7 +128,7 @@ class GgufFile:
         return self.tensors[name].shape
 
     def values(self, name: str, dtype: torch.dtype, expert: int | None = None) -> Tensor:
-        """A tensor, or one expert's part of a stack, decoded and rounded once to `dtype`, on the CPU."""
+        """Decode a tensor, or one expert of a stack, and round it once to `dtype`, on the CPU."""
         shape = self.shape(name) if expert is None else self.shape(name)[1:]
         out = torch.empty(shape, dtype=dtype)
         rows = out.view(-1, shape[-1])
@@ -137,7 +140,7 @@ class GgufFile:
         return out
 
     def blocks(self, name: str) -> Tensor:
-        """uint8 [rows, blocks, bytes of a block]: a quantized tensor as it is stored, a copy on the CPU."""
+        """Copy a quantized tensor's stored bytes to the CPU, uint8 [rows, blocks, bytes per block]."""
         tensor = self.tensors[name]
         rows = tensor.data.reshape(-1, tensor.data.shape[-1])
         return torch.from_numpy(np.array(rows)).view(len(rows), -1, GGML_QUANT_SIZES[tensor.tensor_type][1])
@@ -145,7 +148,7 @@ class GgufFile:
 
 @functools.cache
 def _is_decoded(kind: GGMLQuantizationType) -> bool:
-    """Whether the gguf library decodes a type: tried on one block of zeros."""
+    """Return whether the gguf library decodes a type, tested on one block of zeros."""
     try:
         gguf.quants.dequantize(np.zeros(GGML_QUANT_SIZES[kind][1], np.uint8), kind)
     except NotImplementedError:
@@ -154,8 +157,114 @@ def _is_decoded(kind: GGMLQuantizationType) -> bool:
 
 
 def _decode(tensor: GgufTensor, rows: slice) -> Tensor:
-    """Rows of a tensor seen as a matrix, as the gguf library decodes them: fp32 or fp16."""
+    """Decode rows of a tensor, viewed as a matrix, with the gguf library, to fp32 or fp16."""
     stored = tensor.data.reshape(-1, tensor.data.shape[-1])[rows]
     if tensor.tensor_type in STORED:
         return torch.from_numpy(np.array(stored))
     return torch.from_numpy(gguf.quants.dequantize(np.ascontiguousarray(stored), tensor.tensor_type))
+
+
+# --- checks of keys ---------------------------------------------------------------------------------------------------
+
+LARGEST = 2**31 - 1
+TOKENIZER = "tokenizer.ggml."
+PER_TOKEN = ("scores", "token_type")
+SPECIAL = ("bos", "eos", "eot", "eom", "unknown", "padding")
+FP32 = ("scale", "softcapping", "factor")  # endings of an architecture's keys with fp32 values
+POSITIVE = (
+    "block_count", "context_length", "embedding_length", "feed_forward_length", "head_count", "head_count_kv",
+    "key_length", "value_length", "dimension_count",
+)  # fmt: skip
+# Keys whose value may be a list, one for each layer or axis.
+LISTS = ("feed_forward_length", "head_count", "head_count_kv", "dimension_sections")
+
+Check = Callable[[Any], bool]
+
+
+def _text(value: Any) -> bool:
+    return type(value) is str
+
+
+def _integer(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= LARGEST
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value >= 0
+
+
+def _yes_or_no(value: Any) -> bool:
+    return type(value) is bool
+
+
+def _list_of(check: Check) -> Check:
+    return lambda value: type(value) is list and all(map(check, value))
+
+
+def _pair(value: Any) -> bool:
+    return type(value) is str and value.count(" ") == 1
+
+
+def _score(value: Any) -> bool:
+    return type(value) is float and not math.isnan(value)
+
+
+# key → check of its value, and the expected kind
+KINDS: dict[str, tuple[Check, str]] = {
+    "general.architecture": (_text, "text"),
+    "split.count": (_integer, "a count"),
+    "tokenizer.chat_template": (_text, "text"),
+    **{f"{TOKENIZER}{name}": (_text, "text") for name in ("model", "pre")},
+    f"{TOKENIZER}tokens": (_list_of(_text), "a list of texts"),
+    f"{TOKENIZER}merges": (_list_of(_pair), "a list of pairs"),
+    f"{TOKENIZER}scores": (_list_of(_score), "a list of numbers"),
+    f"{TOKENIZER}token_type": (_list_of(_integer), "a list of numbers"),
+    **{f"{TOKENIZER}{name}_token_id": (_integer, "a token's number") for name in SPECIAL},
+    **{
+        f"{TOKENIZER}{name}": (_yes_or_no, "true or false")
+        for name in ("add_bos_token", "add_eos_token", "add_space_prefix")
+    },
+}
+
+
+def check_keys(path: Path, keys: Mapping[str, Any]) -> None:
+    """Check the types and bounds of a file's general and tokenizer keys.
+
+    Raises:
+        CheckpointError: the first invalid key.
+    """
+    for key, (sound, kind) in KINDS.items():
+        if key in keys and not sound(keys[key]):
+            raise _wrong(path, key, kind, keys[key])
+    tokens = keys.get(f"{TOKENIZER}tokens", [])
+    for name in PER_TOKEN:
+        if (found := len(keys.get(f"{TOKENIZER}{name}", tokens))) != len(tokens):
+            raise CheckpointError(f"{path}: {TOKENIZER}{name} has {found} values for {len(tokens)} tokens", DAMAGED)
+    for name in SPECIAL:
+        if tokens and keys.get(key := f"{TOKENIZER}{name}_token_id", 0) >= len(tokens):
+            raise CheckpointError(f"{path}: {key} is {keys[key]}, and the vocabulary has {len(tokens)} tokens", DAMAGED)
+
+
+def check_hyperparameter(path: Path, key: str, value: Any) -> None:
+    """Check the value of an architecture's key, e.g. "llama.block_count".
+
+    Raises:
+        CheckpointError: it is invalid.
+    """
+    last = key.rpartition(".")[2]
+    if last == "type":
+        sound, kind = _text, "text"
+    elif last.endswith((*FP32, "epsilon")):
+        sound, kind = _number, "a number"
+    elif last.startswith("freq_base"):
+        sound, kind = (lambda value: _number(value) and value > 0), "a number above 0"
+    elif last in POSITIVE:
+        sound, kind = (lambda value: _integer(value) and value > 0), "a whole number above 0"
+    else:
+        sound, kind = _integer, "a whole number"
+    if not all(map(sound, value if isinstance(value, list) and last in LISTS else [value])):
+        raise _wrong(path, key, kind, value)
+
+
+def _wrong(path: Path, key: str, kind: str, value: Any) -> CheckpointError:
+    return CheckpointError(f"{path}: {key} must be {kind}, not {value!r:.80}", DAMAGED)

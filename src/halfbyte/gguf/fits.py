@@ -1,9 +1,9 @@
-"""Scales for blocks of weights: searches over a grid of candidates, each refined by weighted least squares.
+"""Scale searches for blocks of weights: a grid of candidates, each refined by weighted least squares.
 
-ggml's K-quants are defined by what their bytes decode to; how the scales are found is left to the encoder. The searches
-here are of the kind that ggml's own encoder makes (llama.cpp pull request 1684): a candidate scale gives the
-codes, the codes give the best scale for them in closed form, and the candidate with the smallest weighted squared
-error is kept. All functions work on the last dimension and take any leading ones.
+ggml's K-quants are defined by their decoder; each encoder may find scales its own way. The searches here follow ggml's
+encoder (llama.cpp pull request 1684): a candidate scale gives the codes, the codes give their best scale in closed
+form, and the candidate with the smallest weighted squared error wins. All functions work on the last dimension and take
+any leading ones.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ REFINEMENTS = 2  # rounds of Lloyd's iteration after the grid: codes of the best
 
 @dataclass(frozen=True)
 class Grid:
-    """Candidates: the largest weight is mapped to levels + start + k·step, for k = 0 … count - 1."""
+    """Grid of candidate scales that map the largest weight to levels + start + k·step, for k = 0 … count - 1."""
 
     start: float
     step: float
@@ -30,25 +30,25 @@ class Grid:
 
 
 def inverse(value: Tensor) -> Tensor:
-    """1/value, and 0 where that is not finite."""
+    """Return 1/value, and 0 where that is not finite."""
     return torch.nan_to_num(1 / value, nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _columns(x: Tensor) -> Tensor:
-    """Blocks [..., n] as columns [n, blocks]: sums over few values are quicker along the outer dimension."""
+    """Transpose blocks [..., n] to columns [n, blocks]: short sums are faster along the outer dimension."""
     return x.reshape(-1, x.shape[-1]).T.contiguous()
 
 
 def fit_symmetric(x: Tensor, weight: Tensor, levels: int, refinements: int = REFINEMENTS) -> Tensor:
-    """The scale s that makes s·q close to x, with q an integer in [-levels, levels - 1].
+    """Find the scale s that makes s·q close to x, with q an integer in [-levels, levels - 1].
 
     Args:
         x: fp32 [..., n].
-        weight: fp32 [..., n], of the squared errors.
+        weight: fp32 [..., n], weights of the squared errors.
         refinements: rounds of Lloyd's iteration after the grid.
 
     Returns:
-        fp32 [..., 1]; negative where the largest weight is positive, so that -levels, the longer side, serves it.
+        fp32 [..., 1]; negative if the largest weight is positive, so that it maps to -levels, the longer side.
     """
     leading = x.shape[:-1]
     x, weight = _columns(x), _columns(weight)
@@ -69,11 +69,11 @@ def fit_symmetric(x: Tensor, weight: Tensor, levels: int, refinements: int = REF
 
 
 def fit_affine(x: Tensor, weight: Tensor, levels: int, grid: Grid) -> tuple[Tensor, Tensor]:
-    """The scale s ≥ 0 and offset m ≥ 0 that make s·q - m close to x, with q an integer in [0, levels].
+    """Find the scale s ≥ 0 and offset m ≥ 0 that make s·q - m close to x, with q an integer in [0, levels].
 
     Args:
         x: fp32 [..., n].
-        weight: fp32 [..., n], of the squared errors.
+        weight: fp32 [..., n], weights of the squared errors.
 
     Returns:
         s and m, fp32 [..., 1].
@@ -102,14 +102,14 @@ def fit_affine(x: Tensor, weight: Tensor, levels: int, grid: Grid) -> tuple[Tens
         m = m.clamp_(max=0)
         # Σ w·(s·q + m - x)² without its constant part
         error = s * (s * sum_qq + 2 * (m * sum_q - sum_qx)) + m * (m * sum_w - 2 * sum_x)
-        better = error < best  # False for the NaN of a constant block, which keeps its range
+        better = error < best  # False for a constant block (NaN): its initial scale stays
         best = torch.where(better, error, best)
         scale, offset = torch.where(better, s, scale), torch.where(better, m, offset)
     return scale.clamp_(min=0).view(*leading, 1), -offset.view(*leading, 1)
 
 
 def fit_positive(x: Tensor, weight: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """The scale s and the integers q in [0, levels] that make s·q close to x ≥ 0.
+    """Find the scale s and the integers q in [0, levels] that make s·q close to x ≥ 0.
 
     Returns:
         s, fp32 [..., 1], and q, fp32 [..., n].

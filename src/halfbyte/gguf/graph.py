@@ -1,7 +1,7 @@
-"""What llama.cpp's graph of a family takes for granted, and what a model must be for the graph to compute the same.
+"""Config values that llama.cpp's graph of a family fixes, and the check that a model has them.
 
-A model that asks for something else is refused by the name of its key, because the file would load and compute
-something else. A file that is read gets the keys, as the graph has them.
+Export refuses a model with another value and names the key, because llama.cpp would load the file and compute something
+else. Import sets the keys to the graph's values.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from ..utils.notices import notice
 
 
 def head_dim(config: Any) -> int:
-    """Size of an attention head."""
+    """Width of an attention head."""
     return max_layer_sizes(config).head_dim
 
 
 def experts_of(config: Any, family: Family) -> int:
-    """How many experts a layer has; 0 for a dense model."""
+    """Number of experts per layer; 0 for a dense model."""
     return int(getattr(config, family.experts.count)) if family.experts else 0
 
 
-def taken_for_granted(family: Family, layers: int, hidden: int, heads: int, head_dim: int) -> dict[str, Any]:
-    """The config's keys that have one value in the graph of a model of these sizes."""
+def fixed_keys(family: Family, layers: int, hidden: int, heads: int, head_dim: int) -> dict[str, Any]:
+    """Config keys with their only supported value in the graph of a model of these sizes."""
     graph = family.gguf
     found = dict(graph.fixed)
     if graph.wide_layers:
@@ -44,10 +44,10 @@ def taken_for_granted(family: Family, layers: int, hidden: int, heads: int, head
 
 
 def checked_family(config: Any) -> Family:
-    """The row of a (text) config of transformers, whose graph computes what the config says.
+    """Return the family of a transformers (text) config after checking that llama.cpp's graph supports it.
 
     Raises:
-        ModelError: a family, or a key of the config, that the file could not stand for.
+        ModelError: the unsupported family or config key.
     """
     family = family_of_config(config)
     if family is None or not family.gguf.arch:
@@ -55,26 +55,26 @@ def checked_family(config: Any) -> Family:
         raise ModelError(f"GGUF export does not know {config.model_type} models", f"it knows {known}")
     activation = getattr(config, family.activation)
     if activation not in family.gguf.activations:
-        raise _unlike("hidden_act", activation, family)
+        raise _unsupported("hidden_act", activation, family)
     sizes = config.num_hidden_layers, config.hidden_size, config.num_attention_heads, head_dim(config)
-    for key, wanted in taken_for_granted(family, *sizes).items():
+    for key, wanted in fixed_keys(family, *sizes).items():
         value = getattr(config, key)
         if (value or None) != (wanted or None):
-            raise _unlike(key, value, family)
+            raise _unsupported(key, value, family)
     if family.gguf.attention_every and config.linear_value_head_dim != config.linear_key_head_dim:
-        raise _unlike("linear_value_head_dim", config.linear_value_head_dim, family)  # keys and values have one size
+        raise _unsupported("linear_value_head_dim", config.linear_value_head_dim, family)  # the graph has one width
     windowed = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
     if windowed and not family.gguf.window_every:
         notice(
             "gguf-window",
-            f"llama.cpp attends to everything in this family: beyond {config.sliding_window} tokens (sliding_window)"
-            " its answers differ from those of transformers",
+            f"llama.cpp ignores this family's sliding_window: beyond {config.sliding_window} tokens its answers differ"
+            " from transformers'",
         )
     return family
 
 
-def _unlike(key: str, value: object, family: Family) -> ModelError:
+def _unsupported(key: str, value: object, family: Family) -> ModelError:
     return ModelError(
-        f"config.json: {key}: {value}: llama.cpp's {family.gguf.arch} graph has no such thing",
+        f"config.json: {key}: {value}: llama.cpp's {family.gguf.arch} graph does not support it",
         "serve this model with transformers or vLLM",
     )

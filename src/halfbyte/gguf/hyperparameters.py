@@ -1,7 +1,7 @@
-"""A model's config as a GGUF file's keys, and back; and the tensors that stand for the scaling of RoPE.
+"""Conversion of a model's config to GGUF keys and back, and of RoPE scaling to tensors and back.
 
-Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md ("Standardized key-value pairs"). What a file leaves
-unsaid is what llama.cpp's graph of the architecture takes for granted.
+Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md ("Standardized key-value pairs"). Values that a file
+omits are fixed by llama.cpp's graph of the architecture (`graph.fixed_keys`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from ..modeling.families import FAMILIES, Family
 from ..reading.gguf import DAMAGED
 from ..utils.errors import CheckpointError, ModelError
 from ..utils.notices import notice
-from .file import GgufFile
-from .graph import head_dim, taken_for_granted
-from .keys import FP32
+from .file import FP32, GgufFile
+from .graph import fixed_keys, head_dim
 
-# The file's keys of all families → the config's; of some families: `modeling.families.Gguf.keys`.
+# File key → config key, in all families. `modeling.families.Gguf.keys` has further ones.
 KEYS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -32,11 +31,11 @@ KEYS = {
     "attention.head_count_kv": "num_key_value_heads",
 }
 EPSILON, LAYER_NORM_EPSILON = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
-WINDOW = "attention.sliding_window"  # 0 where a model has none
-SECTIONS = "rope.dimension_sections"  # four: pairs that turn with time, height, width, and one more
-INNER, ATTENTION_EVERY = "ssm.inner_size", "full_attention_interval"  # of hybrids
+WINDOW = "attention.sliding_window"  # 0 for none
+SECTIONS = "rope.dimension_sections"  # four numbers of pairs: rotated by time, height, width, and an unused one
+INNER, ATTENTION_EVERY = "ssm.inner_size", "full_attention_interval"  # of hybrid models
 FACTOR, ORIGINAL_CONTEXT = "rope.scaling.factor", "rope.scaling.original_context_length"
-# RoPE's scaling, which the file and the config call the same → the file's keys → the config's.
+# RoPE scaling type (the same name in file and config) → file key → config key.
 SCALINGS = {
     "linear": {FACTOR: "factor"},
     "yarn": {FACTOR: "factor", ORIGINAL_CONTEXT: "original_max_position_embeddings"},
@@ -52,7 +51,7 @@ ORIGINAL = "use the original checkpoint"
 
 
 def add_hyperparameters(writer: GGUFWriter, config: Any, family: Family) -> None:
-    """Everything llama.cpp needs to build the graph, from a (text) config of transformers."""
+    """Write all keys that llama.cpp builds the graph from, out of a transformers (text) config."""
     arch, size = family.gguf.arch, head_dim(config)
     writer.add_vocab_size(config.vocab_size)
     for key, name in _keys(family).items():
@@ -83,7 +82,7 @@ def _add(writer: GGUFWriter, key: str, value: Any) -> None:
 
 
 def written_keys(config: Any, family: Family) -> dict[str, object]:
-    """Keys of a language model's file to look at again."""
+    """Keys of a language model's file to verify after writing."""
     arch = family.gguf.arch
     return {"general.architecture": arch} | {
         f"{arch}.{key}": getattr(config, name) for key, name in _keys(family).items()
@@ -95,10 +94,10 @@ def _keys(family: Family) -> dict[str, str]:
 
 
 def read_config(file: GgufFile) -> Any:
-    """The config of the model in `file`; `dtype` is what most weights are stored in, bf16 for quantized ones.
+    """Read the transformers config of the model in `file`; its dtype is the largest tensor's, bf16 if quantized.
 
     Raises:
-        ModelError: an architecture, or a scaling of RoPE, that is not known here.
+        ModelError: an unsupported architecture or RoPE scaling.
         CheckpointError: a key is missing.
     """
     from transformers import AutoConfig
@@ -111,7 +110,7 @@ def read_config(file: GgufFile) -> Any:
     read = OTHERS_READ.union(KEYS, family.gguf.constants, *(each.gguf.keys for each in FAMILIES))
     others = sorted(key for key in file.keys if key.startswith(prefix) and key.removeprefix(prefix) not in read)
     if others:
-        notice(f"gguf-keys-{file.path}", f"{file.path}: keys that the model's config does not take over: {others}")
+        notice(f"gguf-keys-{file.path}", f"{file.path}: the import ignores these keys: {others}")
     if file.of_arch("block_count") > len(file.tensors):
         raise CheckpointError(f"{file.path} has fewer tensors than layers ({file.arch}.block_count)", DAMAGED)
     heads, hidden = file.of_arch("attention.head_count"), file.of_arch("embedding_length")
@@ -131,20 +130,23 @@ def read_config(file: GgufFile) -> Any:
     keys[epsilon[0]] = file.of_arch(epsilon[1])
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         keys[f"{name}_token_id"] = file.get(f"tokenizer.ggml.{key}_token_id")
-    keys |= taken_for_granted(family, keys["num_hidden_layers"], hidden, heads, size) | _of_family(file, family)
+    keys |= fixed_keys(family, keys["num_hidden_layers"], hidden, heads, size) | _read_family_keys(file, family)
     return AutoConfig.for_model(family.model_type, **keys)
 
 
 def _family_in(file: GgufFile) -> Family:
-    """The row of the model in `file`: files of Mistral say llama, so do those of Mixtral, with experts; Olmo 3's are
-    Olmo 2's with a window."""
+    """Find the family of the model in `file`.
+
+    Files of Mistral and Mixtral have the architecture "llama", Mixtral's with experts; Olmo 3's are Olmo 2's with a
+    sliding window.
+    """
     known = [family for family in FAMILIES if family.gguf.arch and family.gguf.text_alone]
     found = [family for family in known if family.gguf.arch == file.arch]
     if not found:
         archs = ", ".join(dict.fromkeys(family.gguf.arch for family in known))
         raise ModelError(
             f"{file.path} holds a model of architecture {file.arch!r}, which halfbyte does not import",
-            f"it imports {archs}; take the Hugging Face checkpoint",
+            f"it imports {archs}; use the Hugging Face checkpoint",
         )
     experts, windowed = bool(file.of_arch("expert_count", 0)), bool(file.of_arch(WINDOW, 0))
     likely = [family for family in found if bool(family.experts) == experts] or found
@@ -156,28 +158,29 @@ def _dtype(file: GgufFile) -> torch.dtype:
     return {"F32": torch.float32, "F16": torch.float16}.get(largest.tensor_type.name, torch.bfloat16)
 
 
-def _of_family(file: GgufFile, family: Family) -> dict[str, Any]:
-    """What only some families have."""
+def _read_family_keys(file: GgufFile, family: Family) -> dict[str, Any]:
+    """Read the config keys that only some families have."""
     graph, found = family.gguf, {}
     for key, name in graph.keys.items():
         found[name] = file.of_arch(key, 0 if key in graph.optional else None) or None
     for name, tensor in graph.bias_keys.items():
         found[name] = f"blk.0.{tensor if '.' in tensor else f'{tensor}.bias'}" in file.tensors
     if graph.attention_every:
-        found |= _of_mixers(file, graph.attention_every)
+        found |= _read_delta_net(file, graph.attention_every)
     if graph.original_context:
         found["original_max_position_embeddings"] = file.of_arch(ORIGINAL_CONTEXT, file.of_arch("context_length"))
     return found
 
 
-def _of_mixers(file: GgufFile, every: int) -> dict[str, int]:
+def _read_delta_net(file: GgufFile, every: int) -> dict[str, int]:
+    """Read and check the head sizes of a hybrid's Gated DeltaNet layers."""
     if (stored := file.of_arch(ATTENTION_EVERY, every)) != every:
         wrong = f"{file.path}: attention in every {stored}th layer ({file.arch}.{ATTENTION_EVERY}) is not imported"
         raise ModelError(wrong, ORIGINAL)
     size, keys, values = (file.of_arch(f"ssm.{key}") for key in ("state_size", "group_count", "time_step_rank"))
     if file.of_arch(INNER) != size * values or values % max(keys, 1):
-        wrong = f"{file.path}: {file.arch}.{INNER} is {file.of_arch(INNER)}, and there are {keys} heads of keys and"
-        raise CheckpointError(f"{wrong} {values} of {size} values", DAMAGED)
+        wrong = f"{file.path}: {file.arch}.{INNER} is {file.of_arch(INNER)}, which does not fit {keys} key heads and"
+        raise CheckpointError(f"{wrong} {values} value heads of width {size}", DAMAGED)
     return {"linear_value_head_dim": size}
 
 
@@ -192,24 +195,27 @@ def _rope(config: Any) -> dict[str, Any]:
 
 def _add_rope(writer: GGUFWriter, config: Any, family: Family) -> None:
     rope = _rope(config)
-    turned = int(head_dim(config) * rope.get("partial_rotary_factor", 1.0))
-    writer.add_rope_dimension_count(turned)
+    rotated = int(head_dim(config) * rope.get("partial_rotary_factor", 1.0))
+    writer.add_rope_dimension_count(rotated)
     writer.add_rope_freq_base(rope["rope_theta"])
     if local := config.rope_parameters.get("sliding_attention"):
         writer.add_rope_freq_base_swa(local["rope_theta"])
     if sections := rope.get("mrope_section") or family.gguf.sections:
-        if 2 * sum(sections) != turned:  # the graph would turn the pairs behind them by position 0
-            wrong = f"config.json: rope_parameters: mrope_section {list(sections)} is not of the {turned // 2} pairs"
-            raise ModelError(f"{wrong} that RoPE turns", "correct it: the model's own config has one that is")
+        if 2 * sum(sections) != rotated:  # the graph would rotate the other pairs by position 0
+            wrong = f"config.json: rope_parameters: mrope_section {list(sections)} does not sum to the"
+            raise ModelError(
+                f"{wrong} {rotated // 2} pairs that RoPE rotates",
+                "correct it: the model's original config has the right one",
+            )
         writer.add_rope_dimension_sections([*sections, 0])
     kind = rope.get("rope_type", "default")
     if kind in SCALINGS:
         if kind == "yarn" and (rope.get("attention_factor") or rope.get("mscale")):
             wrong = "config.json: rope_parameters: yarn with an attention factor of its own is not exported"
-            raise ModelError(wrong, "convert it with llama.cpp, where that knows the model")
+            raise ModelError(wrong, "convert it with llama.cpp, if that supports the model")
         if kind == "yarn" and rope.get("truncate") is False:
-            said = "llama.cpp rounds the bounds of yarn's ramp, as this model does not (truncate: false)"
-            notice("gguf-yarn", f"{said}: the pairs at its ends turn a little otherwise, as in every file of it")
+            what = "llama.cpp rounds the bounds of yarn's ramp, and this model does not (truncate: false)"
+            notice("gguf-yarn", f"{what}: pairs at the ramp's ends rotate slightly differently, in every GGUF of it")
         writer.add_rope_scaling_type(RopeScalingType(kind))
         for key, name in SCALINGS[kind].items():
             _add(writer, f"{writer.arch}.{key}", rope[name])
@@ -220,8 +226,8 @@ def _add_rope(writer: GGUFWriter, config: Any, family: Family) -> None:
         writer.add_rope_scaling_attn_factors(float(rope.get("attention_factor") or usual))
     elif kind not in ("default", "llama3"):
         raise ModelError(
-            f"config.json: rope_parameters: rope_type {kind} has no counterpart in llama.cpp",
-            "default, linear, llama3, yarn and longrope have",
+            f"config.json: rope_parameters: llama.cpp does not support rope_type {kind}",
+            "it supports default, linear, llama3, yarn and longrope",
         )
 
 
@@ -231,12 +237,12 @@ def _original_context(config: Any, rope: dict[str, Any]) -> int:
 
 
 def _longrope_factor(context: int, original: int) -> float:
-    """What cos and sin are multiplied by (Phi-3; LongRoPE, https://arxiv.org/abs/2402.13753, section 3.2)."""
+    """Factor on cos and sin (Phi-3; LongRoPE, https://arxiv.org/abs/2402.13753, section 3.2)."""
     return math.sqrt(1 + math.log(context / original) / math.log(original)) if context > original else 1.0
 
 
 def rope_tensors(config: Any) -> dict[str, Tensor]:
-    """Tensors of the file that are made from the config: by what each frequency is divided, fp32 [head's half]."""
+    """Tensors of the file that encode RoPE scaling: the divisor of each frequency, fp32 [head_dim / 2]."""
     rope = _rope(config)
     kind = rope.get("rope_type", "default")
     if kind == "llama3":
@@ -247,28 +253,28 @@ def rope_tensors(config: Any) -> dict[str, Tensor]:
 
 
 def llama3_factors(rope: dict[str, Any], size: int) -> Tensor:
-    """Llama 3.1: low frequencies are divided by `factor`, high ones stay, those between are interpolated.
+    """Divisors of Llama 3.1: `factor` for low frequencies, 1 for high ones, interpolated in between.
 
     Args:
-        rope: parameters as in a config.
-        size: of a head.
+        rope: RoPE parameters of a config.
+        size: head width.
     """
     frequency = rope["rope_theta"] ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
     turns = rope["original_max_position_embeddings"] * frequency / (2 * math.pi)  # within the original context
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    share = ((turns - low) / (high - low)).clamp(0, 1)  # 1: kept as it is
+    share = ((turns - low) / (high - low)).clamp(0, 1)  # 1: unchanged
     return (1 / ((1 - share) / rope["factor"] + share)).float()
 
 
 def llama3_parameters(factors: np.ndarray, theta: float) -> dict[str, Any]:
-    """The parameters of Llama 3.1's scaling from what it divides each frequency by.
+    """Recover the parameters of Llama 3.1's RoPE scaling from its frequency divisors.
 
-    Between the bounds 1/factor is linear in the frequency, which gives two of the three numbers behind the line: the
-    context before scaling and its two bounds in turns. The lower one is taken as 1, as all known models have it.
+    Between the bounds 1/factor is linear in the frequency. The line gives two of three unknowns (original context,
+    lower and upper bound in rotations), so the lower bound is assumed to be 1, as in all known models.
 
     Args:
-        factors: [head_dim / 2].
-        theta: the base of the frequencies.
+        factors: divisor of each frequency, [head_dim / 2].
+        theta: base of the frequencies.
 
     Raises:
         ModelError: no parameters give these factors.
@@ -286,20 +292,20 @@ def llama3_parameters(factors: np.ndarray, theta: float) -> dict[str, Any]:
         }  # fmt: skip
         if np.allclose(llama3_factors(found | {"rope_theta": theta}, 2 * len(factors)), factors, rtol=1e-4):
             return found
-    raise ModelError("rope_freqs.weight: these factors are not those of Llama 3.1", ORIGINAL)
+    raise ModelError("rope_freqs.weight: these factors are not Llama 3.1's", ORIGINAL)
 
 
 def _read_rope(file: GgufFile, family: Family, size: int) -> dict[str, Any]:
     parameters = {"rope_type": "default", "rope_theta": file.of_arch("rope.freq_base", 10000.0)} | _scaling(file)
     parameters |= family.gguf.yarn if parameters["rope_type"] == "yarn" else {}
-    turned = file.of_arch("rope.dimension_count", size)
+    rotated = file.of_arch("rope.dimension_count", size)
     if family.gguf.partial_rope:
-        parameters["partial_rotary_factor"] = turned / size
+        parameters["partial_rotary_factor"] = rotated / size
         if family.gguf.sections:
             parameters |= {"mrope_section": file.of_arch(SECTIONS)[:3], "mrope_interleaved": True}
-    elif turned != size:
+    elif rotated != size:
         raise ModelError(
-            f"{file.path}: RoPE turns {turned} of {size} dimensions, which transformers' {file.arch} does not do",
+            f"{file.path}: RoPE rotates {rotated} of {size} dimensions, and transformers' {file.arch} all of them",
             ORIGINAL,
         )
     if not family.rope_by_layer:

@@ -1,8 +1,8 @@
-"""Importance matrices: how strongly each column of each weight matrix is met by activations, from calibration text.
+"""Importance matrices: the mean square of each weight column's input activation, from calibration text.
 
-An error e in column j of W changes the output by e·x_j, so its expected square is e² times the mean of x_j²: that is
-the weight of the squared errors (llama.cpp pull request 4861). Files are those of llama.cpp's imatrix tool: GGUF, with
-the sum of squares and the number of tokens of every matrix, of an expert's those that were routed to it.
+An error e in column j of W changes the output by e·x_j, so its expected square is e² times the mean of x_j². That mean
+weights the squared errors (llama.cpp pull request 4861). The file format is llama.cpp's imatrix format: GGUF,
+with the sum of squares and the number of tokens for every matrix; an expert counts the tokens routed to it.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ SUMS, COUNTS = ".in_sum2", ".counts"
 
 @dataclass
 class Seen:
-    """What met a matrix, or each of its experts: the sum of x² [experts, columns], and of how many tokens [experts]."""
+    """Activation statistics of a matrix or of its experts: Σ x² [experts, columns] and number of tokens [experts]."""
 
     squares: Tensor
     tokens: Tensor
 
     def add(self, expert: int, x: Tensor) -> None:
-        """Count inputs [tokens, columns]."""
+        """Add inputs [tokens, columns] of one expert."""
         self.squares[expert] += x.float().square().sum(0)
         self.tokens[expert] += x.shape[0]
 
 
 def matrix_path(given: Path | str) -> Path | None:
-    """The importance matrix that `given` names; None if it names text.
+    """Return the path of an importance matrix, or None if `given` names calibration text.
 
     Raises:
-        ConfigError: a file of llama-imatrix's old format.
+        ConfigError: a file in llama-imatrix's old format.
     """
     path = Path(given)
     if path.suffix == ".dat":
         raise ConfigError(
-            f"--importance {path}: llama-imatrix's old format",
+            f"--importance {path}: llama-imatrix's old format is not read",
             f"convert it: llama-imatrix --in-file {path} -o {path.with_suffix('.gguf')}",
         )
     return path if path.suffix == ".gguf" else None
 
 
 def write_importances(path: Path, seen: Mapping[str, Seen], text: str, rows: int, row: int) -> None:
-    """Write a file that llama.cpp's quantizer reads, too.
+    """Write an importance matrix in llama.cpp's format.
 
     Args:
-        text: where the calibration text came from.
-        rows, row: how many rows of it met the model, and the tokens of one.
+        text: source of the calibration text.
+        rows, row: number of sequences, and tokens of each.
     """
     with new_file(path) as aside:
         writer = GGUFWriter(aside, "")
@@ -74,9 +74,9 @@ def write_importances(path: Path, seen: Mapping[str, Seen], text: str, rows: int
 
 
 def read_importances(path: Path) -> dict[str, Tensor]:
-    """Tensor name → mean square of the activation at each column, fp32 [columns] or [experts, columns].
+    """Tensor name → mean square of each column's activation, fp32 [columns] or [experts, columns].
 
-    An expert that no token reached has the mean of its layer's others; how many there are is said.
+    An expert without tokens gets the mean of its layer's other experts; a notice reports their number.
 
     Raises:
         CheckpointError: not an importance matrix.
@@ -93,8 +93,8 @@ def read_importances(path: Path) -> dict[str, Tensor]:
             mean[~reached] = mean[reached].mean(0) if bool(reached.any()) else 1.0
         missed, experts = missed + int((~reached).sum()), experts + len(reached)
         mean = mean.squeeze(0)
-        means[name] = mean + 1e-4 * mean.mean(-1, keepdim=True) + 1e-30  # a column never seen still has an error
+        means[name] = mean + 1e-4 * mean.mean(-1, keepdim=True) + 1e-30  # a column of zeros still counts
     if missed:
-        said = f"{missed} of {experts} matrices met no token of the text (experts that none was sent to)"
-        notice("importance-unreached", f"{said}: they are weighed as the others of their layer")
+        what = f"{missed} of {experts} matrices got no token of the text (experts that the router never chose)"
+        notice("importance-unreached", f"{what}: they use the mean of their layer's other experts")
     return means

@@ -1,7 +1,7 @@
-"""Which type each tensor gets: the mixes that llama.cpp's names stand for (q4_k_m, …), tensor by tensor.
+"""Assignment of GGUF types to tensors by llama.cpp's mixes (q4_k_m, …).
 
 The rules follow llama.cpp's quantize tool: value and down projections, the output and the first and last layers get
-more bits, where errors cost most. tests/export/test_gguf_llamacpp.py compares them with that tool.
+more bits, because their errors cost most. tests/export/test_gguf_llamacpp.py compares them with that tool.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from gguf import GGML_QUANT_SIZES, LlamaFileType
 
 from ..utils.errors import ConfigError
+from .quants import FLOATS, Type
 from .tensors import Planned
-from .types import FLOATS, Type
 
 # name → type of most tensors, llama.cpp's number for the mix
 MIXES = {
@@ -35,7 +35,7 @@ MIXES = {
     "q5_k_m": (Type.Q5_K, LlamaFileType.MOSTLY_Q5_K_M),
     "q6_k": (Type.Q6_K, LlamaFileType.MOSTLY_Q6_K),
 }
-# For rows that are no multiple of 256
+# Replacements for K-quants in rows that are no multiple of 256
 SHORT_ROWS = {
     Type.Q2_K: Type.Q4_0,
     Type.Q3_K: Type.Q4_0,
@@ -48,7 +48,7 @@ LAYERS_OF_70B = 80
 
 
 def check_mix(name: str) -> str:
-    """The name of a mix as `MIXES` spells it.
+    """Normalize the name of a mix to a key of `MIXES`.
 
     Raises:
         ConfigError: there is no such mix.
@@ -67,8 +67,8 @@ def choose(
     Args:
         mix: a key of `MIXES`.
         heads_per_kv: query heads that share a key head.
-        experts: of a layer; 0 for a dense model.
-        important: there are importances.
+        experts: experts per layer; 0 for a dense model.
+        important: whether importances are given.
     """
     names = {each.name for each in planned}
     valued = {int(found[1]) for name in names if (found := re.match(r"blk\.(\d+)\.attn_(v|qkv)\.weight", name))}
@@ -83,11 +83,12 @@ class _Rules:
         self, mix: str, layers: int, valued: list[int], heads_per_kv: int, experts: int, important: bool, headed: bool
     ):
         self.mix, self.layers, self.shared, self.experts = mix, layers, heads_per_kv, experts
-        self.valued = valued  # layers with a projection of values: not all of a hybrid's
+        self.valued = valued  # layers with a value projection: not all of a hybrid's
         self.important, self.headed = important, headed
         self.base = MIXES[mix][0]
 
     def type_of(self, tensor: Planned) -> Type:
+        """Type of one tensor."""
         if not tensor.is_matrix:
             return Type.F32
         if self.base in FLOATS:
@@ -106,7 +107,7 @@ class _Rules:
         if found is None:
             return self.base
         layer, kind = int(found[1]), found[2].removesuffix("_exps").removesuffix("_shexp")
-        if kind in ("attn_v", "attn_qkv"):  # a fused projection gets what its values need
+        if kind in ("attn_v", "attn_qkv"):  # a fused projection gets the value projection's type
             return self._value(self.valued.index(layer))
         if kind == "attn_k" and self.experts == 8:
             return Type.Q8_0
@@ -115,11 +116,12 @@ class _Rules:
         return self._down(layer) if kind == "ffn_down" else self.base
 
     def _more_bits(self, index: int, count: int) -> bool:
+        """Return whether layer `index` gets more bits: the first and last eighth, and every third in between."""
         eighth = count // 8
         return index < eighth or index >= 7 * count // 8 or (index - eighth) % 3 == 2
 
     def _value(self, index: int) -> Type:
-        """Of the projection of values number `index`."""
+        """Type of the `index`-th value projection."""
         chosen = self.base
         if self.mix == "q2_k":
             chosen = Type.Q4_K if self.shared >= 4 else Type.Q3_K
@@ -130,7 +132,7 @@ class _Rules:
         elif self.mix in ("q4_k_m", "q5_k_m") and self._more_bits(index, len(self.valued)):
             chosen = Type.Q6_K
         if self.layers == LAYERS_OF_70B and self.shared == 8 and chosen in (Type.Q3_K, Type.Q4_K):
-            chosen = Type.Q5_K  # shared by eight heads, it is small
+            chosen = Type.Q5_K  # small, because eight query heads share it
         return Type.Q8_0 if self.experts == 8 else chosen
 
     def _attention_output(self) -> Type:

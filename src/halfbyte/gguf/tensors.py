@@ -1,6 +1,6 @@
-"""Where each weight of a model lies in a GGUF file and what it is there: names, order of rows, experts; both ways.
+"""Mapping between a checkpoint's weights and a GGUF file's tensors, in both directions: names, row orders, experts.
 
-The gguf library knows the names of most tensors; experts, and models with a vision tower, have rules of their own.
+The gguf library has the names of most tensors; experts and models with a vision tower have rules of their own.
 """
 
 from __future__ import annotations
@@ -18,35 +18,34 @@ from torch import Tensor
 from ..formats import Format
 from ..formats.base import entry_name
 from ..modeling.architectures import auto_class, quantizable
-from ..modeling.families import Experts, Family, family_of_config
+from ..modeling.families import Experts, Family, Gguf, family_of_config
 from ..reading.gguf import DAMAGED
 from ..tensor import QuantizedTensor
 from ..utils.errors import CheckpointError, ModelError
-from .delta_net import DECAY, DeltaNet
 from .file import GgufFile
+from .formats import EXACT, exact_format, exact_parts
 from .graph import experts_of
 from .hyperparameters import ROPE_TENSORS, rope_tensors
-from .to_formats import KEPT, kept_format, kept_parts
 
 EXPERT = re.compile(r"(.*\.)experts\.(\d+)\.(\w+)\.weight")
 STACKED_EXPERTS = re.compile(r"(.*\.)experts\.(gate_up_proj|down_proj)(_bias)?")
 BESIDE_TEXT = re.compile(r"(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|audio_tower)\.")
 KINDS = (".weight", ".bias")
-WHOLE = ("ffn_gate_inp", "ffn_gate_inp_shexp", "ssm_conv1d")  # matrices that are not quantized
-NEXT_TOKEN = re.compile(r"(^|\.)mtp\.")  # layers that guess further tokens, which transformers leaves out
+UNQUANTIZED = ("ffn_gate_inp", "ffn_gate_inp_shexp", "ssm_conv1d")  # matrices that stay in floats
+NEXT_TOKEN = re.compile(r"(^|\.)mtp\.")  # multi-token prediction layers, which transformers ignores
 DERIVED = ("rotary_emb.inv_freq", "masked_bias")  # buffers in old checkpoints
-NO_BIAS = ("ssm_dt.bias", "exp_probs_b.bias")  # of no linear, though they are called so
+NO_BIAS = ("ssm_dt.bias", "exp_probs_b.bias")  # not biases of a linear layer, despite the name
 OPTIONAL = {
     MODEL_TENSOR.OUTPUT, MODEL_TENSOR.ROPE_FREQS, MODEL_TENSOR.ROPE_FACTORS_LONG, MODEL_TENSOR.ROPE_FACTORS_SHORT,
     MODEL_TENSOR.ATTN_ROT_EMBD, MODEL_TENSOR.FFN_GATE_UP_EXP,
 }  # fmt: skip
-# What a graph has either of: linears by themselves, or those that stand for several.
-APART = {
+# Fused linear → the tensors that a graph has instead of it.
+UNFUSED = {
     "qkv_proj": {MODEL_TENSOR.ATTN_Q, MODEL_TENSOR.ATTN_K, MODEL_TENSOR.ATTN_V},
     "gate_up_proj": {MODEL_TENSOR.FFN_GATE},
 }
-NEXT_TOKENS = {tensor for tensor in MODEL_TENSOR if tensor.name.startswith("NEXTN_")}  # no transformers model has them
-# What only layers with attention have, and what only those with a Gated DeltaNet.
+NEXT_TOKENS = {tensor for tensor in MODEL_TENSOR if tensor.name.startswith("NEXTN_")}  # ignored by transformers
+# Tensors of a hybrid's attention layers, and of its Gated DeltaNet layers.
 ATTENTION = {
     MODEL_TENSOR.ATTN_Q, MODEL_TENSOR.ATTN_Q_NORM, MODEL_TENSOR.ATTN_K, MODEL_TENSOR.ATTN_K_NORM, MODEL_TENSOR.ATTN_V,
     MODEL_TENSOR.ATTN_OUT,
@@ -56,7 +55,7 @@ MIXER = {
     MODEL_TENSOR.SSM_NORM, MODEL_TENSOR.SSM_BETA, MODEL_TENSOR.SSM_ALPHA, MODEL_TENSOR.SSM_OUT, MODEL_TENSOR.SSM_IN,
     MODEL_TENSOR.SSM_BETA_ALPHA,
 }  # fmt: skip
-SUFFIXES = {  # of others: .weight
+SUFFIXES = {  # default: .weight
     MODEL_TENSOR.SSM_A: "", MODEL_TENSOR.SSM_DT: ".bias", MODEL_TENSOR.FFN_EXP_PROBS_B: ".bias",
 }  # fmt: skip
 DENSE = {MODEL_TENSOR.FFN_GATE, MODEL_TENSOR.FFN_UP, MODEL_TENSOR.FFN_DOWN}
@@ -66,13 +65,16 @@ SPARSE = {
 SHARED = {
     MODEL_TENSOR.FFN_GATE_SHEXP, MODEL_TENSOR.FFN_UP_SHEXP, MODEL_TENSOR.FFN_DOWN_SHEXP, MODEL_TENSOR.FFN_EXP_PROBS_B,
 }  # fmt: skip
+PER_HEAD = ("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt")  # one row or value for each value head
+AFTER_KEYS = ("attn_qkv", "ssm_conv1d")  # rows of queries and keys come before the values' rows
+DECAY = "ssm_a"
 
 
 # --- names and orders of rows -----------------------------------------------------------------------------------------
 
 
 class Stacks:
-    """The experts of a layer are read once, not once for each of them: what was read last stays."""
+    """Cache of the last stacked expert weight, so that it is read once and not once per expert."""
 
     def __init__(self) -> None:
         self._held: tuple[Weight, Tensor] | None = None
@@ -85,11 +87,11 @@ class Stacks:
 
 
 class Layout:
-    """What a model's tensors are called in a file, and how their values lie there.
+    """Names and row orders of one model's tensors in a GGUF file.
 
     Args:
-        config: (text) config of transformers.
-        family: its row.
+        config: transformers (text) config.
+        family: its family.
     """
 
     def __init__(self, config: Any, family: Family):
@@ -100,10 +102,10 @@ class Layout:
         self.stacks = Stacks()
 
     def name(self, key: str) -> str:
-        """The name in the file of a checkpoint's tensor, an expert's apart.
+        """Return the file's name of a checkpoint tensor; experts have `experts_name`.
 
         Raises:
-            ModelError: there is none.
+            ModelError: the architecture has no such tensor.
         """
         plain = key.replace("language_model.model.", "model.").replace("model.language_model.", "model.")
         plain = plain.removeprefix("language_model.").replace(".dt_bias", ".dt_proj.bias")
@@ -118,17 +120,17 @@ class Layout:
         return name
 
     def holds_sum(self, name: str) -> bool:
-        """Whether the file holds 1 + weight: of norms that multiply by that."""
+        """Return whether the file stores 1 + weight, for norms that multiply by 1 + weight."""
         return self.family.norm_offset and name.endswith("norm.weight") and not name.endswith("ssm_norm.weight")
 
     def heads(self, name: str) -> int:
-        """How many heads a tensor's rows are of, where the file has them in another order; else 0."""
+        """Number of heads whose rows the file stores in another order; 0 for an equal order."""
         if not self.family.gguf.permute or not (".attn_q." in name or ".attn_k." in name):
             return 0
         return int(self.config.num_attention_heads if ".attn_q." in name else self.config.num_key_value_heads)
 
     def in_file(self, name: str, value: Tensor) -> Tensor:
-        """A checkpoint's values as the graph wants them."""
+        """Convert a checkpoint tensor's values to the file's."""
         if heads := self.heads(name):
             return interleaved(value, heads)
         if self.delta_net:
@@ -136,7 +138,7 @@ class Layout:
         return value.float() + 1 if self.holds_sum(name) else value
 
     def in_model(self, name: str, value: Tensor) -> Tensor:
-        """Undoes `in_file`."""
+        """Convert a file tensor's values to the checkpoint's: the inverse of `in_file`."""
         if heads := self.heads(name):
             return halved(value, heads)
         if self.delta_net:
@@ -144,58 +146,123 @@ class Layout:
         return value - 1 if self.holds_sum(name) else value
 
     def computed(self, name: str) -> bool:
-        """Whether `in_file` computes with a tensor's values, in fp32, and does not only move them."""
+        """Return whether `in_file` changes values (in fp32), and does not only permute them."""
         return self.holds_sum(name) or part_of(name) == DECAY
 
     def columns_in_file(self, name: str, x: Tensor) -> Tensor:
-        """What meets a matrix, [..., its columns], in the order that its columns have in the file."""
-        return self.in_file(name, x) if self.has_columns_moved(name) else x
+        """Permute a matrix's input, [..., columns], to the file's column order."""
+        return self.in_file(name, x) if self.has_permuted_columns(name) else x
 
     def rows_in_file(self, name: str, y: Tensor) -> Tensor:
-        """What has a matrix's rows, [rows, ...], in the order that they have in the file."""
-        return y if self.has_columns_moved(name) else self.in_file(name, y)
+        """Permute a matrix's output, [rows, ...], to the file's row order."""
+        return y if self.has_permuted_columns(name) else self.in_file(name, y)
 
-    def has_columns_moved(self, name: str) -> bool:
-        """Whether the file has a tensor's columns in another order, so that quantized blocks are no longer whole."""
+    def has_permuted_columns(self, name: str) -> bool:
+        """Return whether the file permutes a tensor's columns, which splits quantized blocks."""
         return bool(self.delta_net and part_of(name) == "ssm_out" and self.delta_net.moves("ssm_out"))
 
 
 def layer_of(key: str) -> int:
-    """The number of the decoder layer that a tensor of the checkpoint is in."""
+    """Decoder layer index of a checkpoint tensor."""
     return int(re.findall(r"\.layers\.(\d+)\.", key)[0])
 
 
 def part_of(name: str) -> str:
-    """What a tensor of the file is in its layer: "blk.3.ssm_out.weight" → "ssm_out"."""
+    """Role of a file tensor in its layer: "blk.3.ssm_out.weight" → "ssm_out"."""
     return name.split(".")[2] if name.startswith("blk.") else name
 
 
 def experts_name(layer: int | str, part: str) -> str:
-    """The name of all experts' gate, up or down projections in the file."""
+    """File name of the stacked gate, up or down projections of a layer's experts."""
     return f"blk.{layer}.ffn_{part}_exps.weight"
 
 
 def parts_of(experts: Experts) -> dict[str, str]:
-    """A checkpoint's name of an expert's linear → what the file calls it."""
+    """Checkpoint name of an expert's linear → its name in the file."""
     return {experts.gate: "gate", experts.up: "up", experts.down: "down"}
 
 
 def shape_in_file(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a tensor there: a gate of one row is a vector, a convolution of each channel a matrix."""
+    """Shape in the file: a gate of one row is a vector, a depthwise convolution a matrix."""
     if part_of(name) == "ssm_conv1d":
         return shape[0], shape[-1]
     return shape[-1:] if name.endswith(("ffn_gate_inp_shexp.weight", "exp_probs_b.bias")) else shape
 
 
 def interleaved(rows: Tensor, heads: int) -> Tensor:
-    """Rows [heads · size, …] of each head from (all first halves, all second halves) of the pairs that RoPE turns, as
-    transformers has them, to pair after pair."""
+    """Reorder each head's rows [heads · size, …] from transformers' RoPE order (first and second halves) to pairs."""
     return rows.view(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 def halved(rows: Tensor, heads: int) -> Tensor:
-    """Undoes `interleaved`."""
+    """Undo `interleaved`."""
     return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+# --- Gated DeltaNet ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """Head order of Gated DeltaNet layers in llama.cpp's graph (src/models/qwen35.cpp there).
+
+    Several value heads share a key head. In transformers they are adjacent. A graph that tiles the key heads expects
+    the first value head of every key head, then the second of every one, and so on.
+
+    Args:
+        keys, values: number of key and value heads.
+        key_size, value_size: head widths.
+        tiled: whether the graph tiles the key heads; else it repeats each, as transformers does.
+    """
+
+    keys: int
+    values: int
+    key_size: int
+    value_size: int
+    tiled: bool
+
+    @classmethod
+    def of(cls, config: Any, graph: Gguf) -> DeltaNet:
+        """Read the heads from a transformers (text) config."""
+        return cls(
+            config.linear_num_key_heads,
+            config.linear_num_value_heads,
+            config.linear_key_head_dim,
+            config.linear_value_head_dim,
+            graph.tiled_heads,
+        )
+
+    def in_file(self, part: str, value: Tensor) -> Tensor:
+        """Convert a checkpoint tensor's values to the file's; the decay becomes its negative rate, not its logarithm.
+
+        Args:
+            part: the tensor's role, e.g. "ssm_out".
+        """
+        moved = self._permuted(part, value, self.keys)
+        return -moved.float().exp() if part == DECAY else moved
+
+    def in_model(self, part: str, value: Tensor) -> Tensor:
+        """Undo `in_file`; the decay's logarithm is rounded once more."""
+        moved = self._permuted(part, value, self.values // self.keys)
+        return (-moved).log() if part == DECAY else moved
+
+    def moves(self, part: str) -> bool:
+        """Return whether the file permutes a tensor's rows or columns."""
+        return self.tiled and self.keys < self.values and part in (*PER_HEAD, *AFTER_KEYS, "attn_gate", "ssm_out")
+
+    def _permuted(self, part: str, value: Tensor, groups: int) -> Tensor:
+        """Transpose the value heads from [groups, n] order to [n, groups]."""
+        if not self.moves(part):
+            return value
+        if part == "ssm_out":
+            return self._regrouped(value.T, groups, self.value_size).T.contiguous()
+        before = 2 * self.keys * self.key_size if part in AFTER_KEYS else 0
+        out = value.clone()
+        out[before:] = self._regrouped(value[before:], groups, 1 if part in PER_HEAD else self.value_size)
+        return out
+
+    def _regrouped(self, rows: Tensor, groups: int, size: int) -> Tensor:
+        return rows.reshape(groups, self.values // groups, size, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -203,21 +270,24 @@ def halved(rows: Tensor, heads: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor of the model: its shape, and a function that reads it, on any device.
+    """A tensor of the model: its shape, and a function that reads it on any device.
 
     Args:
-        turned: of stacked experts, they lie [K, N].
+        transposed: whether stacked experts are stored [K, N].
     """
 
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
-    turned: bool = False
+    transposed: bool = False
 
 
 @dataclass
 class Planned:
-    """A tensor of the file. `parts` are read one after another and stacked: [columns] or [rows, columns] as one, or one
-    [rows, columns] for each expert."""
+    """A tensor to write.
+
+    Its `parts` are read one after another and stacked: a single [columns] or [rows, columns], or one [rows, columns]
+    per expert.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -225,24 +295,25 @@ class Planned:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is quantized: everything but norms, biases, frequencies, routers and convolutions."""
-        return len(self.shape) > 1 and part_of(self.name) not in WHOLE and self.name.endswith(".weight")
+        """Return whether it may be quantized: all but norms, biases, frequencies, routers and convolutions."""
+        return len(self.shape) > 1 and part_of(self.name) not in UNQUANTIZED and self.name.endswith(".weight")
 
     def pieces(self) -> Iterator[Tensor]:
+        """Read the parts in order."""
         for part in self.parts:
             yield part()
 
 
 def plan(weights: Mapping[str, Weight], config: Any, family: Family) -> list[Planned]:
-    """The tensors of the file, in the order of the weights.
+    """Plan the tensors of the file, in the order of the weights.
 
     Args:
-        weights: of the checkpoint, by their names there.
-        config: (text) config of transformers.
+        weights: checkpoint name → weight.
+        config: transformers (text) config.
 
     Raises:
-        ModelError: a weight that the architecture has no place for.
-        CheckpointError: one that it needs is missing.
+        ModelError: a weight that the architecture does not have.
+        CheckpointError: a missing weight.
     """
     layout = Layout(config, family)
     planned = {name: Planned(name, tuple(made.shape), [made.clone]) for name, made in rope_tensors(config).items()}
@@ -250,8 +321,8 @@ def plan(weights: Mapping[str, Weight], config: Any, family: Family) -> list[Pla
         if BESIDE_TEXT.search(key) or NEXT_TOKEN.search(key) or key.endswith(DERIVED):
             continue
         if key.endswith("lm_head.weight") and config.tie_word_embeddings:
-            continue  # llama.cpp takes the embedding
-        for name, shape, part in _placed(key, weight, layout):
+            continue  # llama.cpp uses the embedding
+        for name, shape, part in _parts_in_file(key, weight, layout):
             entry = planned.setdefault(name, Planned(name, shape))
             entry.parts.append(part)
     for entry in planned.values():
@@ -264,8 +335,8 @@ def plan(weights: Mapping[str, Weight], config: Any, family: Family) -> list[Pla
 Placed = tuple[str, tuple[int, ...], Callable[[], Tensor]]
 
 
-def _placed(key: str, weight: Weight, layout: Layout) -> Iterator[Placed]:
-    """What of the file a weight of the checkpoint becomes: (name, shape of the part, how to make it)."""
+def _parts_in_file(key: str, weight: Weight, layout: Layout) -> Iterator[Placed]:
+    """Yield the file's parts of a checkpoint weight: (tensor name, shape of the part, function that makes it)."""
     parts = parts_of(layout.family.experts) if layout.family.experts else {}
     if (match := EXPERT.fullmatch(key)) and match[3] in parts:
         yield experts_name(layer_of(key), parts[match[3]]), weight.shape, weight.read
@@ -278,7 +349,7 @@ def _placed(key: str, weight: Weight, layout: Layout) -> Iterator[Placed]:
 
 
 def _stacked_experts(layer: int, kind: str, bias: bool, weight: Weight, layout: Layout) -> Iterator[Placed]:
-    """Experts that the checkpoint has stacked: [experts, rows, columns], gate above up; or their biases."""
+    """Yield the parts of stacked experts, [experts, rows, columns] with gate above up, or of their biases."""
     assert layout.family.experts
     parts = ("down",) if kind == "down_proj" else ("gate", "up")
     for index, part in enumerate(parts):
@@ -289,14 +360,14 @@ def _stacked_experts(layer: int, kind: str, bias: bool, weight: Weight, layout: 
             yield name.replace(".weight", ".bias"), (count, rows // size), partial(_biases, weight, own)
             continue
         count, *sides = weight.shape
-        rows, columns = reversed(sides) if weight.turned else sides
+        rows, columns = reversed(sides) if weight.transposed else sides
         own = _rows_of(index, size, rows, layout.family.experts)
         for expert in range(count):
             yield name, (rows // size, columns), partial(_expert, weight, layout.stacks, expert, own)
 
 
 def _rows_of(index: int, parts: int, rows: int, experts: Experts) -> slice:
-    """Which rows of a stacked matrix are of one of its parts."""
+    """Rows of part `index` in a fused matrix of `parts` parts."""
     each = rows // parts
     return slice(index, None, parts) if experts.interleaved else slice(index * each, (index + 1) * each)
 
@@ -307,7 +378,7 @@ def _biases(weight: Weight, rows: slice) -> Tensor:
 
 def _expert(weight: Weight, stacks: Stacks, expert: int, rows: slice) -> Tensor:
     matrix = stacks.read(weight)[expert]
-    return (matrix.mT if weight.turned else matrix)[rows].contiguous()
+    return (matrix.mT if weight.transposed else matrix)[rows].contiguous()
 
 
 def _check_complete(planned: Mapping[str, Planned], layout: Layout) -> None:
@@ -315,11 +386,11 @@ def _check_complete(planned: Mapping[str, Planned], layout: Layout) -> None:
     experts = experts_of(config, family)
     needed = tensors - OPTIONAL - NEXT_TOKENS - (set() if family.gguf.dense_first else DENSE if experts else SPARSE)
     needed -= set() if getattr(config, "use_qk_norm", True) else {MODEL_TENSOR.ATTN_Q_NORM, MODEL_TENSOR.ATTN_K_NORM}
-    needed -= set().union(*(APART[name] for name in family.fused))
+    needed -= set().union(*(UNFUSED[name] for name in family.fused))
     needed -= set() if "qkv_proj" in family.fused or layout.delta_net else {MODEL_TENSOR.ATTN_QKV}
     if family.mixer and "in_proj_qkvz" in family.mixer.inputs:
         needed -= {MODEL_TENSOR.ATTN_QKV, MODEL_TENSOR.ATTN_GATE}  # the graph takes them as one linear
-    needed -= set() if family.gated_mlp else APART["gate_up_proj"]
+    needed -= set() if family.gated_mlp else UNFUSED["gate_up_proj"]
     for tensor in sorted(needed, key=lambda tensor: TENSOR_NAMES[tensor]):
         template = TENSOR_NAMES[tensor]
         for layer in range(config.num_hidden_layers if "{bid}" in template else 1):
@@ -346,13 +417,13 @@ def _check_complete(planned: Mapping[str, Planned], layout: Layout) -> None:
 
 @dataclass(frozen=True)
 class Entry:
-    """A weight of the checkpoint to be.
+    """A weight of the imported checkpoint.
 
     Attributes:
-        name, shape: there.
+        name, shape: in the checkpoint.
         read: reads it on the CPU, decoded, or as a `QuantizedTensor` of `format`.
-        format: what holds the file's own values; None for a weight that is decoded.
-        type: of a linear layer that may be quantized, the file's name of its type, in words; else empty.
+        format: format that stores the file's values exactly; None for a decoded weight.
+        type: description of the file's type, for a quantizable linear layer; else empty.
     """
 
     name: str
@@ -362,7 +433,7 @@ class Entry:
     type: str = ""
 
     def state(self) -> dict[str, Tensor]:
-        """Name → tensor, of the entries that store it."""
+        """State dict entries of the weight: name → tensor."""
         value = self.read()
         if not isinstance(value, QuantizedTensor):
             return {self.name: value.contiguous()}
@@ -370,21 +441,21 @@ class Entry:
         return {entry_name(self.name, suffix): part.contiguous() for suffix, part in state.items()}
 
     def nbytes(self, dtype: torch.dtype) -> int:
-        """About how many bytes `state` has, where values that are not kept are of `dtype`."""
+        """Approximate bytes of `state`, with decoded values in `dtype`."""
         bits = self.format.bits_per_weight(self.shape) if self.format else 8 * dtype.itemsize
         return int(torch.Size(self.shape).numel() * bits / 8)
 
 
 def entries(file: GgufFile, config: Any, keep: bool = False) -> list[Entry]:
-    """Everything in the checkpoint that the file stands for, in the order of the model. No values are read.
+    """List the weights of the imported checkpoint, in the model's order, without reading values.
 
     Args:
-        config: of transformers, of a family of the table.
-        keep: linear layers as the file has them, where a format of ours holds its values.
+        config: transformers config of a supported family.
+        keep: store linear layers in the file's type where a halfbyte format does so exactly.
 
     Raises:
-        CheckpointError: the file lacks a tensor, or has one of another shape.
-        ModelError: it has one that the model has no place for.
+        CheckpointError: a tensor is missing or has another shape.
+        ModelError: a tensor that the model does not have.
     """
     with torch.device("meta"):
         model = auto_class(config).from_config(config)
@@ -410,13 +481,13 @@ def entries(file: GgufFile, config: Any, keep: bool = False) -> list[Entry]:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Finds and reads the tensors of one file."""
+    """Finds and reads the tensors of one GGUF file."""
 
     file: GgufFile
     layout: Layout
 
     def placed(self, key: str, shape: tuple[int, ...]) -> Iterator[tuple[Sequence[str], Entry]]:
-        """What a parameter of the model becomes: (the file's tensors, entry of the checkpoint)."""
+        """Yield the checkpoint entries of a model parameter, each with the file's tensors that it is read from."""
         experts, dtype = self.layout.family.experts, self.layout.config.dtype
         if experts and (match := STACKED_EXPERTS.fullmatch(key)):
             if experts.interleaved:
@@ -435,10 +506,10 @@ class _Reader:
         source = self.layout.name(key)
         self._check(source, shape_in_file(source, shape))
         name = _in_block(key, experts) if experts and ".mlp.gate." in key else key
-        yield [source], Entry(name, shape, lambda: self._restored(source).view(shape))
+        yield [source], Entry(name, shape, lambda: self._values(source).view(shape))
 
     def _interleaved(self, key: str, kind: str, shape: tuple[int, ...]) -> tuple[Sequence[str], Entry]:
-        """A stack whose gate and up are apart in the file, or its biases: [E, K, N] and [E, N]."""
+        """Entry of a stack with interleaved gate and up, [E, K, N], or of its biases, [E, N]; separate in the file."""
         parts = ("down",) if kind == "down_proj" else ("gate", "up")
         bias = key.endswith("_bias")
         sources = [experts_name(layer_of(key), part) for part in parts]
@@ -448,27 +519,27 @@ class _Reader:
             self._check(source, (count, rows // len(parts), *columns))
 
         def read() -> Tensor:
-            whole = torch.stack([self.file.values(source, self.layout.config.dtype) for source in sources], 2)
-            return whole.flatten(1, 2).mT if columns else whole.flatten(1, 2)
+            stacked = torch.stack([self.file.values(source, self.layout.config.dtype) for source in sources], 2)
+            return stacked.flatten(1, 2).mT if columns else stacked.flatten(1, 2)
 
         return sources, Entry(key, shape, read)
 
     def linear(self, source: str, entry: Entry, keep: bool) -> Entry:
-        """A linear layer's entry, in the file's own type if that is kept."""
+        """Entry of a linear layer, in the file's type if `keep` is set and a format stores it exactly."""
         file = self.file
         type_ = file.tensors[source].tensor_type
-        moved = self.layout.has_columns_moved(source)
-        format_ = kept_format(type_, entry.shape) if keep and not moved else None
-        if format_ is None and moved:
+        permuted = self.layout.has_permuted_columns(source)
+        format_ = exact_format(type_, entry.shape) if keep and not permuted else None
+        if format_ is None and permuted:
             return replace(entry, type=f"{type_.name} with columns in another order")
         if format_ is None:
-            rows = f" of {entry.shape[0]} rows" if keep and type_ in KEPT else ""  # it is they that do not fit
+            rows = f" of {entry.shape[0]} rows" if keep and type_ in EXACT else ""  # the reason
             return replace(entry, type=type_.name + rows)
 
         def read() -> QuantizedTensor:
             blocks = file.blocks(source)
             try:
-                parts = kept_parts(type_, self.layout.in_model(source, blocks))
+                parts = exact_parts(type_, self.layout.in_model(source, blocks))
             except CheckpointError as error:
                 raise CheckpointError(f"{file.path}: {source} ({type_.name}): {error.message}", DAMAGED) from error
             return QuantizedTensor(format_, parts, entry.shape, self.layout.config.dtype)
@@ -480,13 +551,13 @@ class _Reader:
         if found != shape:
             raise CheckpointError(f"{self.file.path}: {name} has shape {found}, expected {shape}", DAMAGED)
 
-    def _restored(self, source: str) -> Tensor:
-        """A tensor's values as transformers wants them."""
+    def _values(self, source: str) -> Tensor:
+        """Read a tensor's values in transformers' order."""
         dtype = self.layout.config.dtype
         value = self.file.values(source, torch.float32 if self.layout.computed(source) else dtype)
         return self.layout.in_model(source, value).to(dtype)
 
 
 def _in_block(key: str, experts: Experts) -> str:
-    """A name in transformers' mixture as checkpoints have it."""
+    """Convert a transformers parameter name of a mixture to the checkpoint's name."""
     return key.replace(".mlp.", f".{experts.block}.")

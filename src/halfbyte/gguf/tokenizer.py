@@ -1,9 +1,9 @@
-"""Tokenizers as GGUF's keys, and back.
+"""Conversion of tokenizers to GGUF keys and back.
 
-Written from the tokenizer.json that every fast tokenizer of transformers can give, and read into one. llama.cpp has two
-tokenizers that the families here need. "llama": SentencePiece's BPE, which merges the pair whose piece has the highest
-score, falls back to bytes and writes spaces as ▁. "gpt2": byte-level BPE with merges by rank, after splitting the text
-by one of the patterns that llama.cpp knows by name.
+The other side is tokenizer.json, which every fast tokenizer of transformers provides. The supported families need two
+of llama.cpp's tokenizers. "llama" is SentencePiece's BPE, which merges the pair whose piece has the highest score,
+falls back to bytes and writes spaces as ▁. "gpt2" is byte-level BPE with merges by rank, after splitting the text by
+one of llama.cpp's named patterns.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MIXED_CASE = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s|"
 )
 SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# tokenizer.json's pattern → llama.cpp's name of it
+# pattern in tokenizer.json → llama.cpp's name
 PATTERNS = {
     CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + REST: "llama-bpe",
     CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + REST: "qwen2",
@@ -34,8 +34,8 @@ PATTERNS = {
     MIXED_CASE % ("", "") + r"\p{N}|" + SLASHES: "tekken",
     MIXED_CASE % (CONTRACTIONS + "?", CONTRACTIONS + "?") + r"\p{N}{1,3}|" + SLASHES: "gpt-4o",
 }
-WHOLE_PIECES = ("llama-bpe", "tekken")  # a piece between two splits that is a token is taken, whatever the merges
-NEVER_MERGED = -1e6  # the score of pieces that no merge makes, in files that halfbyte writes
+IGNORE_MERGES = ("llama-bpe", "tekken")  # splits that match a token become that token without merges
+NEVER_MERGED = -1e6  # score of pieces that no merge produces, in files that halfbyte writes
 SPECIAL = (TokenType.CONTROL, TokenType.USER_DEFINED)
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 GENERATION_MARK = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
@@ -45,21 +45,21 @@ GENERATION_MARK = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
 
 def add_tokenizer(writer: GGUFWriter, tokenizer: Any, vocab_size: int, end_ids: list[int] | None = None) -> None:
-    """Everything llama.cpp needs to turn texts into the tokenizer's ids.
+    """Write the keys that llama.cpp builds the tokenizer from.
 
     Args:
-        tokenizer: a fast tokenizer of transformers.
-        vocab_size: rows of the embedding; ids beyond the tokenizer's are filled with unused tokens.
-        end_ids: tokens that end an answer, the most important first.
+        tokenizer: a fast transformers tokenizer.
+        vocab_size: rows of the embedding; ids beyond the tokenizer's become unused tokens.
+        end_ids: stop tokens, the most important first.
 
     Raises:
-        ModelError: a tokenizer of another kind, or one with more tokens than the embedding has rows.
+        ModelError: an unsupported tokenizer, or one with more tokens than the embedding has rows.
     """
     described = _described(tokenizer)
     model = described["model"]
     if model["type"] != "BPE":
         raise ModelError(
-            f"the tokenizer's model is {model['type']}, which GGUF export does not know", "export a BPE tokenizer"
+            f"the tokenizer's model is {model['type']}, which GGUF export does not support", "export a BPE tokenizer"
         )
     tokens, types = _tokens(described, vocab_size)
     if model.get("byte_fallback"):
@@ -68,7 +68,7 @@ def add_tokenizer(writer: GGUFWriter, tokenizer: Any, vocab_size: int, end_ids: 
         scores = _scores(model, tokens)
         types = [TokenType.BYTE if BYTE.fullmatch(token) else type_ for token, type_ in zip(tokens, types, strict=True)]
         writer.add_add_space_prefix(_prepends_space(described))
-        if not _marks_spaces(described):  # llama.cpp does in any case
+        if not _marks_spaces(described):  # llama.cpp always does
             tokens = [
                 token if type_ in SPECIAL else token.replace(" ", "▁")
                 for token, type_ in zip(tokens, types, strict=True)
@@ -79,7 +79,8 @@ def add_tokenizer(writer: GGUFWriter, tokenizer: Any, vocab_size: int, end_ids: 
         writer.add_token_merges([" ".join(_pair(merge)) for merge in model["merges"]])
         scores = None
         if described["normalizer"]:
-            notice("gguf-normalizer", f"llama.cpp does not normalize texts ({described['normalizer']['type']})")
+            what = f"llama.cpp skips this tokenizer's normalizer ({described['normalizer']['type']})"
+            notice("gguf-normalizer", f"{what}: texts that it changes get other tokens")
     writer.add_token_list(tokens)
     if scores:
         writer.add_token_scores(scores)
@@ -90,11 +91,11 @@ def add_tokenizer(writer: GGUFWriter, tokenizer: Any, vocab_size: int, end_ids: 
 
 
 def _described(tokenizer: Any) -> dict[str, Any]:
-    """tokenizer.json."""
+    """The tokenizer as tokenizer.json describes it."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ModelError(
-            f"{type(tokenizer).__name__} has no tokenizer.json", "convert it to a fast tokenizer and save that"
+            f"{type(tokenizer).__name__} has no tokenizer.json", "convert it to a fast tokenizer, and save it"
         )
     described: dict[str, Any] = json.loads(backend.to_str())
     return described
@@ -116,14 +117,14 @@ def _tokens(described: dict[str, Any], vocab_size: int) -> tuple[list[str], list
     if max(by_id) >= vocab_size:
         raise ModelError(
             f"the tokenizer has the id {max(by_id)} ({by_id[max(by_id)]!r}), the embedding {vocab_size} rows",
-            "train the embedding along, or use the base model's tokenizer",
+            "resize and train the embedding, or use the base model's tokenizer",
         )
     tokens = [by_id.get(index, f"[PAD{index}]") for index in range(vocab_size)]
     return tokens, [types.get(index, TokenType.UNUSED) for index in range(vocab_size)]
 
 
 def _scores(model: dict[str, Any], tokens: list[str]) -> list[float]:
-    """Scores that make SentencePiece choose as merges by rank do: the earlier a piece is merged, the higher."""
+    """Scores with which SentencePiece merges in rank order: the earlier a piece's merge, the higher its score."""
     rank: dict[str, int] = {}
     for merge in model["merges"]:
         rank.setdefault("".join(_pair(merge)), len(rank))
@@ -131,7 +132,7 @@ def _scores(model: dict[str, Any], tokens: list[str]) -> list[float]:
 
 
 def _marks_spaces(described: dict[str, Any]) -> bool:
-    """Whether spaces are written as ▁ before pieces are looked up."""
+    """Return whether spaces become ▁ before the vocabulary lookup."""
     return "▁" in json.dumps([described["normalizer"], described["pre_tokenizer"]], ensure_ascii=False)
 
 
@@ -141,10 +142,10 @@ def _prepends_space(described: dict[str, Any]) -> bool:
 
 
 def pre_tokenizer(described: dict[str, Any]) -> str:
-    """llama.cpp's name for how a tokenizer.json splits texts.
+    """Return llama.cpp's name of a tokenizer.json's pre-tokenizer.
 
     Raises:
-        ModelError: it has none that is known here.
+        ModelError: it has no name in `PATTERNS`.
     """
     steps = described["pre_tokenizer"] or {}
     steps = steps.get("pretokenizers", [steps])
@@ -158,8 +159,8 @@ def pre_tokenizer(described: dict[str, Any]) -> str:
         if pattern in PATTERNS:
             return PATTERNS[pattern]
     raise ModelError(
-        f"the tokenizer splits texts in a way that llama.cpp has no name for here: {json.dumps(steps)[:300]}",
-        f"known are {', '.join(['gpt-2', 'smollm', *PATTERNS.values()])}",
+        f"GGUF export does not support the tokenizer's pre-tokenizer: {json.dumps(steps)[:300]}",
+        f"supported are {', '.join(['gpt-2', 'smollm', *PATTERNS.values()])}",
     )
 
 
@@ -172,16 +173,16 @@ def _add_special(writer: GGUFWriter, tokenizer: Any, end_ids: list[int]) -> None
     for add, index in zip((writer.add_eot_token_id, writer.add_eom_token_id), others, strict=False):
         add(index)
     if beyond := tokenizer.convert_ids_to_tokens(others[2:]):
-        said = f"a GGUF file names three tokens that end an answer, and not {', '.join(beyond)}"
-        notice("gguf-ends", f"{said}: give llama.cpp these as --reverse-prompt")
+        what = f"a GGUF file has room for three stop tokens, which leaves out {', '.join(beyond)}"
+        notice("gguf-ends", f"{what}: pass these to llama.cpp as --reverse-prompt")
     plain, full = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
     writer.add_add_bos_token(tokenizer.bos_token_id is not None and full[0] == tokenizer.bos_token_id != plain[0])
     writer.add_add_eos_token(len(full) > len(plain) and full[-1] == tokenizer.eos_token_id)
 
 
 def plain_template(template: str) -> str:
-    """A chat template without transformers' `{% generation %}` marks, which other programs do not know; what they do to
-    the whitespace around them stays."""
+    """Replace transformers' `{% generation %}` tags in a chat template, which other programs do not support, by no-op
+    tags with the same whitespace control."""
     return GENERATION_MARK.sub(lambda mark: f"{{%{mark[1]} {'endif' if mark[2] else 'if true'} {mark[3]}%}}", template)
 
 
@@ -189,10 +190,10 @@ def plain_template(template: str) -> str:
 
 
 def read_tokenizer(file: GgufFile) -> Any:
-    """The tokenizer in `file`, or that of a tokenizer.json beside it where the file's cannot be built again.
+    """Build the tokenizer of `file`; if that is not supported, load tokenizer.json from the file's folder.
 
     Raises:
-        ModelError: neither.
+        ModelError: neither works.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -204,7 +205,7 @@ def read_tokenizer(file: GgufFile) -> Any:
         kinds = [TokenType.UNUSED if is_padding(at, tokens[at]) else kind for at, kind in enumerate(kinds)]
         backend = _backend(file, tokens, kinds)
     except ModelError as error:
-        return _beside(file, tokens or [], error)
+        return _from_folder(file, tokens or [], error)
     special = {f"{name}_token": tokens[index] for name, index in _special_ids(file).items()}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special, clean_up_tokenization_spaces=False)
     if template := file.get("tokenizer.chat_template"):
@@ -213,7 +214,7 @@ def read_tokenizer(file: GgufFile) -> Any:
 
 
 def is_padding(index: int, token: str) -> bool:
-    """Whether a token only fills a row of the embedding; older files call these user-defined."""
+    """Return whether a token only pads the embedding; older files type such tokens as user-defined."""
     return token == f"[PAD{index}]"
 
 
@@ -224,19 +225,19 @@ def _special_ids(file: GgufFile) -> dict[str, int]:
 
 
 def _backend(file: GgufFile, tokens: list[str], kinds: list[int]) -> Any:
-    """The tokenizers library's object."""
+    """Build the tokenizers library's Tokenizer."""
     from tokenizers import AddedToken
 
     model = file.get("tokenizer.ggml.model")
     build = {"gpt2": _byte_level, "llama": _sentencepiece}.get(model)
     if build is None:
-        raise ModelError(f"{file.path}: its tokenizer is of the kind {model!r}, which halfbyte does not build")
+        raise ModelError(f"{file.path}: halfbyte does not support its tokenizer model {model!r}")
     tokenizer = build(file, tokens, kinds)
     for index, (token, kind) in enumerate(zip(tokens, kinds, strict=True)):
         if kind in (TokenType.CONTROL, TokenType.USER_DEFINED):
             tokenizer.add_tokens([AddedToken(token, normalized=False, special=kind == TokenType.CONTROL)])
             if tokenizer.token_to_id(token) != index:
-                raise ModelError(f"{file.path}: {token!r} is a token twice")
+                raise ModelError(f"{file.path}: the token {token!r} occurs twice")
     _add_template(tokenizer, file, tokens)
     return tokenizer
 
@@ -247,14 +248,14 @@ def _byte_level(file: GgufFile, tokens: list[str], kinds: list[int]) -> Any:
     known = {token: index for index, token in enumerate(tokens) if kinds[index] != TokenType.UNUSED}
     merges = [tuple(merge.split(" ")) for merge in file.get("tokenizer.ggml.merges", [])]
     name = file.get("tokenizer.ggml.pre", "")
-    tokenizer = Tokenizer(models.BPE(known, merges, ignore_merges=name in WHOLE_PIECES))
+    tokenizer = Tokenizer(models.BPE(known, merges, ignore_merges=name in IGNORE_MERGES))
     tokenizer.pre_tokenizer = _splitter(file, name)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
 def _splitter(file: GgufFile, name: str) -> Any:
-    """What llama.cpp does to texts before merging, under its name for it."""
+    """Build the pre-tokenizer that llama.cpp calls `name`."""
     from tokenizers import Regex
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
 
@@ -266,7 +267,7 @@ def _splitter(file: GgufFile, name: str) -> Any:
         if known == name:
             split = Split(Regex(pattern), behavior="isolated")
             return Sequence([split, ByteLevel(add_prefix_space=False, use_regex=False)])
-    raise ModelError(f"{file.path}: its tokenizer splits texts as {name!r}, which halfbyte does not know")
+    raise ModelError(f"{file.path}: halfbyte does not support its pre-tokenizer {name!r}")
 
 
 def _sentencepiece(file: GgufFile, tokens: list[str], kinds: list[int]) -> Any:
@@ -289,7 +290,7 @@ def _sentencepiece(file: GgufFile, tokens: list[str], kinds: list[int]) -> Any:
 
 
 def _merges(scores: dict[str, float]) -> list[tuple[str, str]]:
-    """Pairs of pieces whose union is a piece, the best score first."""
+    """Merges of SentencePiece pieces: pairs whose concatenation is a piece, the best score first."""
     made = [piece for piece, score in scores.items() if len(piece) > 1 and score != NEVER_MERGED]
     return [
         (piece[:cut], piece[cut:])
@@ -300,12 +301,12 @@ def _merges(scores: dict[str, float]) -> list[tuple[str, str]]:
 
 
 def _add_template(tokenizer: Any, file: GgufFile, tokens: list[str]) -> None:
-    """BOS and EOS around each text, where the file asks for them; where it is silent, as llama.cpp does."""
+    """Add BOS and EOS around each text as the file's keys say, with llama.cpp's defaults."""
     from tokenizers.processors import TemplateProcessing
 
-    spoken = file.get("tokenizer.ggml.model") == "llama" or file.get("tokenizer.ggml.pre") == "llama-bpe"
+    default = file.get("tokenizer.ggml.model") == "llama" or file.get("tokenizer.ggml.pre") == "llama-bpe"
     ids, special = _special_ids(file), {}
-    bos = "bos" in ids and file.get("tokenizer.ggml.add_bos_token", spoken)
+    bos = "bos" in ids and file.get("tokenizer.ggml.add_bos_token", default)
     eos = "eos" in ids and file.get("tokenizer.ggml.add_eos_token", False)
     if bos or eos:
         special = {tokens[ids[name]]: ids[name] for name, asked in (("bos", bos), ("eos", eos)) if asked}
@@ -315,8 +316,8 @@ def _add_template(tokenizer: Any, file: GgufFile, tokens: list[str]) -> None:
         tokenizer.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=list(special.items()))
 
 
-def _beside(file: GgufFile, tokens: list[str], reason: ModelError) -> Any:
-    """The tokenizer in the file's folder, whose tokens must be the file's."""
+def _from_folder(file: GgufFile, tokens: list[str], reason: ModelError) -> Any:
+    """Load the tokenizer from the file's folder; its tokens must equal the file's."""
     from transformers import AutoTokenizer
 
     folder = Path(file.path).parent
@@ -326,8 +327,8 @@ def _beside(file: GgufFile, tokens: list[str], reason: ModelError) -> Any:
     for token, index in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
         if index < len(tokens) and tokens[index] != token and not is_padding(index, tokens[index]):
             raise ModelError(
-                f"{folder}/tokenizer.json calls {index} {token!r}, {file.path} calls it {tokens[index]!r}",
-                "put the tokenizer of this model there",
+                f"token {index} is {token!r} in {folder}/tokenizer.json, and {tokens[index]!r} in {file.path}",
+                "put this model's tokenizer there",
             )
-    notice(f"gguf-tokenizer-{folder}", f"{reason.message}: the tokenizer is {folder}/tokenizer.json")
+    notice(f"gguf-tokenizer-{folder}", f"{reason.message}. The tokenizer is read from {folder}/tokenizer.json")
     return tokenizer

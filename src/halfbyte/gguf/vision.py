@@ -1,6 +1,6 @@
-"""The vision part of a model as llama.cpp's mmproj file: tower and projector, architecture "clip".
+"""Export of a model's vision tower and projector as llama.cpp's mmproj file, architecture "clip".
 
-What tells one kind from another is its `modeling.families.Tower`. Names are those of the gguf library where it has them.
+`modeling.families.Tower` describes each kind of tower. Tensor names are the gguf library's where it has them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ..modeling.families import Tower, family_of_config, tower_of, towers
 from ..reading import look, read_json
 from ..utils.errors import CheckpointError, ModelError
 from ..utils.notices import notice
+from .quants import Type
 from .tensors import BESIDE_TEXT, KINDS, Planned, Weight
-from .types import Type
 
 CLIP = MODEL_ARCH_NAMES[MODEL_ARCH.MMPROJ]
 SERVE_OTHERWISE = "serve the model with transformers or vLLM"
@@ -32,9 +32,9 @@ class Vision:
     """The vision part of a model.
 
     Attributes:
-        config: of the whole model, of transformers.
+        config: transformers config of the full model.
         processor: preprocessor_config.json.
-        tower: its row.
+        tower: its kind of vision tower.
     """
 
     config: Any
@@ -43,7 +43,7 @@ class Vision:
 
     @property
     def layers(self) -> int:
-        """How many the tower has."""
+        """Number of the tower's layers."""
         return int(getattr(self.config.vision_config, self.tower.layers))
 
     @property
@@ -55,34 +55,36 @@ class Vision:
 
 
 def vision_of(config: Any, folder: Path, names: list[str]) -> Vision | None:
-    """The vision part of the model in `folder`; None if it has none, or, said by a notice, where the language model is
-    also a model of its own and the table does not know what stands before it.
+    """Return the vision part of the model in `folder`, or None.
+
+    A model with an unsupported vision part returns None with a notice if its language model also exists as a model of
+    its own.
 
     Args:
-        config: of the whole model, of transformers.
+        config: transformers config of the full model.
         names: of its tensors.
 
     Raises:
-        ModelError: one that the file could not stand for: the first tensor, or the key of the config.
+        ModelError: an unsupported vision part, by its first tensor or the config key.
         CheckpointError: no preprocessor_config.json.
     """
-    beside = [name for name in names if BESIDE_TEXT.search(name)]
-    if not beside:
+    vision = [name for name in names if BESIDE_TEXT.search(name)]
+    if not vision:
         return None
     tower = tower_of(config)
     text = family_of_config(config.get_text_config())
     if tower is None and text and text.package == config.model_type and text.gguf.text_alone:
         notice(
             f"gguf-{config.model_type}",
-            f"the file has the language model alone: GGUF export does not know the vision part of {config.model_type}"
-            f" models ({min(beside)} and {len(beside) - 1} more tensors)",
+            f"exporting the language model only: GGUF export does not support the vision part of {config.model_type}"
+            f" models ({min(vision)} and {len(vision) - 1} more tensors)",
         )
         return None
     if tower is None:
         known = ", ".join(towers())
         raise ModelError(
-            f"{min(beside)} is beside the language model, and GGUF export knows no such part of {config.model_type}"
-            f" models (it knows those of {known})",
+            f"{min(vision)} is not part of the language model, and GGUF export does not support the vision part of"
+            f" {config.model_type} models (it supports {known})",
             SERVE_OTHERWISE,
         )
     _check_config(config, tower)
@@ -92,6 +94,7 @@ def vision_of(config: Any, folder: Path, names: list[str]) -> Vision | None:
 
 
 def _processor(folder: Path) -> dict[str, Any]:
+    """Read the image processor's configuration."""
     for name in ("preprocessor_config.json", "processor_config.json"):
         if look(folder / name, CheckpointError):
             stored = read_json(folder / name, CheckpointError, "re-download the checkpoint")
@@ -105,13 +108,13 @@ def _processor(folder: Path) -> dict[str, Any]:
 
 
 def _check_config(config: Any, tower: Tower) -> None:
-    """Refuse what llama.cpp's graph would compute otherwise."""
+    """Refuse config values that llama.cpp's graph does not support."""
     vision, expected = config.vision_config, {}
     if vision.model_type not in tower.model_types:
         expected["vision_config.model_type"] = (vision.model_type, " or ".join(tower.model_types))
     if vision.hidden_act not in tower.activations:
         expected["vision_config.hidden_act"] = (vision.hidden_act, " or ".join(tower.activations))
-    if vision.intermediate_size == vision.hidden_size:  # the reader takes up for down then
+    if vision.intermediate_size == vision.hidden_size:  # llama.cpp would confuse up and down
         expected["vision_config.intermediate_size"] = (vision.intermediate_size, "any but hidden_size")
     for key, values in tower.required.items():
         value = attrgetter(key)(config)
@@ -123,14 +126,14 @@ def _check_config(config: Any, tower: Tower) -> None:
         if not full or full != list(range(period - 1, getattr(vision, tower.layers), period)):
             expected[f"vision_config.{tower.unwindowed}"] = (full, "every n-th layer")
     for key, (value, wanted) in expected.items():
-        raise ModelError(f"config.json: {key}: {value}: llama.cpp's graph has {wanted}", SERVE_OTHERWISE)
+        raise ModelError(f"config.json: {key}: {value}: llama.cpp's graph supports {wanted}", SERVE_OTHERWISE)
 
 
 # --- metadata --------------------------------------------------------------------------------------------------------
 
 
 def add_vision(writer: GGUFWriter, vision: Vision) -> None:
-    """Everything llama.cpp needs to build the graph and to prepare images."""
+    """Write the keys that llama.cpp builds the vision graph and prepares images from."""
     config, part, tower = vision.config, vision.config.vision_config, vision.tower
     writer.add_type(GGUFType.MMPROJ)
     writer.add_clip_has_vision_encoder(True)
@@ -162,7 +165,7 @@ def add_vision(writer: GGUFWriter, vision: Vision) -> None:
 
 
 def vision_keys(vision: Vision) -> dict[str, object]:
-    """Keys of the file to look at again."""
+    """Keys of the file to verify after writing."""
     return {"general.architecture": CLIP, "clip.vision.block_count": vision.layers}
 
 
@@ -170,11 +173,11 @@ def vision_keys(vision: Vision) -> dict[str, object]:
 
 
 def plan_vision(weights: Mapping[str, Weight], vision: Vision) -> list[Planned]:
-    """The tensors of the file, in the order of the weights.
+    """Plan the tensors of the file, in the order of the weights.
 
     Raises:
-        ModelError: a weight that the graph has no place for.
-        CheckpointError: one that it needs is missing.
+        ModelError: a weight that the graph does not have.
+        CheckpointError: a missing weight.
     """
     names = get_tensor_name_map(MODEL_ARCH.MMPROJ, vision.layers)
     wanted, unused = vision.tensors, re.compile(vision.tower.unused)
@@ -185,7 +188,7 @@ def plan_vision(weights: Mapping[str, Weight], vision: Vision) -> list[Planned]:
         plain = re.sub(r"^vision_tower\.(?!vision_model\.)", "vision_tower.vision_model.", key.removeprefix("model."))
         if unused.search(plain):
             continue
-        for part in _placed(_name(plain, names, vision.tower), weight):
+        for part in _parts_in_file(_name(plain, names, vision.tower), weight):
             if part.name not in wanted:
                 raise ModelError(
                     f"{key} has no place in llama.cpp's graph of {vision.config.model_type}", SERVE_OTHERWISE
@@ -199,15 +202,15 @@ def plan_vision(weights: Mapping[str, Weight], vision: Vision) -> list[Planned]:
 
 
 def _name(plain: str, names: TensorNameMap, tower: Tower) -> str:
-    """The name in the file; empty if there is none."""
+    """Name in the file; empty if the graph has no such tensor."""
     stem, kind = next(((plain.removesuffix(each), each) for each in KINDS if plain.endswith(each)), (plain, ""))
     if stem in tower.names:
         return tower.names[stem] + kind
     return names.get_name(plain, try_suffixes=KINDS) or ""
 
 
-def _placed(name: str, weight: Weight) -> Iterator[Planned]:
-    """What of the file a weight of the checkpoint becomes."""
+def _parts_in_file(name: str, weight: Weight) -> Iterator[Planned]:
+    """Yield the tensors of the file that a checkpoint weight becomes."""
     if ".attn_qkv." in name:
         shape = (weight.shape[0] // 3, *weight.shape[1:])
         for index, part in enumerate("qkv"):
@@ -216,7 +219,7 @@ def _placed(name: str, weight: Weight) -> Iterator[Planned]:
         shape = (*weight.shape[:2], *weight.shape[3:])
         for index, suffix in enumerate(["", ".1"]):
             yield Planned(name + suffix, shape, [partial(_frame, weight, index)])
-    elif name == "mm.soft_emb_norm.weight":  # RMSNorm multiplies by 1 + weight; the file holds the sum
+    elif name == "mm.soft_emb_norm.weight":  # RMSNorm multiplies by 1 + weight, which the file stores
         yield Planned(name, weight.shape, [lambda: weight.read().float() + 1])
     else:
         yield Planned(name, weight.shape, [weight.read])
@@ -227,12 +230,12 @@ def _third(weight: Weight, index: int) -> Tensor:
 
 
 def _frame(weight: Weight, index: int) -> Tensor:
-    """Of a convolution over pairs of frames [out, colours, frames, side, side], what one frame meets."""
+    """One frame's kernel of a convolution over pairs of frames [out, colours, frames, side, side]."""
     return weight.read()[:, :, index].contiguous()
 
 
 def vision_types(planned: list[Planned], mix: Type) -> dict[str, Type]:
-    """Name → type. Matrices get F16, or BF16 or F32 where the language model has it; what is added stays F32.
+    """Name → type. Matrices get F16, or the language model's BF16 or F32; biases and position embeddings get F32.
 
     Args:
         mix: type of most of the language model's tensors.
@@ -242,6 +245,6 @@ def vision_types(planned: list[Planned], mix: Type) -> dict[str, Type]:
     def type_of(each: Planned) -> Type:
         if len(each.shape) == 1 or "position_embd" in each.name:
             return Type.F32
-        return Type.F32 if base == Type.BF16 and "patch_embd" in each.name else base  # no convolution in BF16
+        return Type.F32 if base == Type.BF16 and "patch_embd" in each.name else base  # llama.cpp: no BF16 convolution
 
     return {each.name: type_of(each) for each in planned}

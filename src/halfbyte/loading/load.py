@@ -14,13 +14,12 @@ import torch
 from ..config import Origin, Storage, storage_of
 from ..formats import FORMATS
 from ..formats.base import FLOATS
-from ..reading.boundary import text_of
 from ..modeling.architectures import auto_class, non_text_modules
 from ..modeling.config_facts import default_attention, layer_sizes, max_layer_sizes
 from ..modeling.tiny_model import tiny_config
 from ..parallel.mesh import ALONE, Mesh
 from ..reading import open_bytes, read_text
-from ..reading.boundary import answered
+from ..reading.boundary import answered, text_of
 from ..reading.tensors import safetensors_files
 from ..utils.errors import ConfigError, ModelError
 from ..utils.hardware import chosen_device, compute_dtype

@@ -1,1 +1,1 @@
-"""What a run takes: bytes and seconds, before it starts."""
+"""Memory and time of a run, predicted before it starts."""

@@ -1,4 +1,4 @@
-"""What to change about a run that does not fit its device, by its plan or when memory runs out."""
+"""Advice for a run that does not fit its device: before the start, and after an out-of-memory error."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .estimate import estimate
 from .experts import is_mixture
 from .memory_plan import GIB, MemoryPlan
 
-SHORTEST, SMALLEST_RANK, SMALLEST_OF_EXPERTS = 256, 8, 2  # the least that advice goes down to
-EXPERTS = r"experts\.\w+"  # their stacks, in patterns of ranks
+SHORTEST, SMALLEST_RANK, SMALLEST_OF_EXPERTS = 256, 8, 2  # lower bounds of the advice
+EXPERTS = r"experts\.\w+"  # pattern of the expert stacks in rank_pattern
 
 Keys = dict[str, Any]
 
@@ -26,63 +26,62 @@ Keys = dict[str, Any]
 def check_fits(
     plan: MemoryPlan, config: RunConfig, model_config: Any, *, rows: int, batches: Callable[[RunConfig], Batches]
 ) -> None:
-    """Whether a run fits. That it does not is only said where its plan is a rough guess, or `memory_limit_gib` allows
-    what it needs.
+    """Check that a run fits its device.
+
+    Only warns if the plan is a rough estimate, or if `memory_limit_gib` allows the planned bytes.
 
     Args:
-        rows: of the data.
-        batches: those of a changed configuration.
+        rows: number of rows in the data.
+        batches: the micro-batches of a changed configuration.
 
     Raises:
-        ConfigError: it does not, and what would.
+        ConfigError: it does not fit; the fix names the keys with which it would.
     """
     if plan.fits:
         return
     limit = None if config.memory_limit_gib is None else config.memory_limit_gib * GIB
     limited = limit is not None and plan.capacity_bytes == int(limit)
-    there = f"memory_limit_gib: {config.memory_limit_gib:g} leaves" if limited else f"on {plan.device} there are"
-    said = f"this run needs {size(plan.total)}, and {there} {size(plan.capacity_bytes)}"
+    available = f"memory_limit_gib: {config.memory_limit_gib:g} leaves" if limited else f"{plan.device} has"
+    what = f"this run needs {size(plan.total)}, and {available} {size(plan.capacity_bytes)}"
     if plan.rough or (limit is not None and plan.total <= limit):
-        why = "which is a rough guess" if plan.rough else "and memory_limit_gib allows as much"
-        notice("memory_plan", f"{said}, {why}: it is tried")
+        why = "the plan is a rough estimate" if plan.rough else "memory_limit_gib allows it"
+        notice("memory_plan", f"{what}. The run starts anyway, because {why}")
         return
     needed = f"{math.ceil(100 * plan.total / GIB) / 100:g}"
-    more = (
-        f"or raise memory_limit_gib to {needed}" if limited else f"memory_limit_gib: {needed} has it tried all the same"
-    )
-    divided: dict[str, Any] = {}
+    more = f"or raise memory_limit_gib to {needed}" if limited else f"memory_limit_gib: {needed} starts the run anyway"
+    several: dict[str, Any] = {}
     if plan.layout.size > 1:
-        divided = {"layout": plan.layout, "capacity_bytes": plan.capacity_bytes}
-    raise ConfigError(said, f"{what_would_fit(config, model_config, rows, batches, **divided)}; {more}")
+        several = {"layout": plan.layout, "capacity_bytes": plan.capacity_bytes}
+    raise ConfigError(what, f"{what_would_fit(config, model_config, rows, batches, **several)}; {more}")
 
 
 def what_would_fit(
-    config: RunConfig, model_config: Any, rows: int, batches: Callable[[RunConfig], Batches], **divided: Any
+    config: RunConfig, model_config: Any, rows: int, batches: Callable[[RunConfig], Batches], **several: Any
 ) -> str:
-    """The first single change with which the run fits, cheapest for the result first; failing that, several at once.
+    """Name the first single change with which the run fits, cheapest for the result first; else several at once.
 
     Args:
-        divided: what `estimate` takes of a run on several devices.
+        several: further arguments of `estimate` for a run on several devices.
     """
 
     def fits(keys: Keys) -> bool:
         changed = config.model_copy(update=keys)
-        return estimate(changed, model_config, batches=batches(changed), **divided).fits
+        return estimate(changed, model_config, batches=batches(changed), **several).fits
 
-    alone: Keys = {}
+    combined: Keys = {}
     changes = list(_changes(config, rows, is_mixture(model_config)))
     for steps in changes:
         if keys := first_that_fits(steps, fits):
-            return f"set {_in_words(keys)}"
+            return f"set {_as_yaml(keys)}"
     for steps in changes:
-        if keys := first_that_fits([alone | each for each in steps], fits):
-            return f"no single key is enough; set {_in_words(keys)}"
-        alone |= steps[-1]
-    return "no key makes it fit: take a smaller model, or a device with more memory"
+        if keys := first_that_fits([combined | each for each in steps], fits):
+            return f"no single key is enough; set {_as_yaml(keys)}"
+        combined |= steps[-1]
+    return "no key makes it fit: use a smaller model, or a device with more memory"
 
 
 def first_that_fits(steps: Sequence[Keys], fits: Callable[[Keys], bool]) -> Keys:
-    """The first of `steps` with which it fits, which then holds for all after it; none where the last is not enough."""
+    """Find the first of `steps` that fits by binary search (later ones need less memory); empty if none does."""
     if not fits(steps[-1]):
         return {}
     low, high = 0, len(steps) - 1
@@ -92,19 +91,19 @@ def first_that_fits(steps: Sequence[Keys], fits: Callable[[Keys], bool]) -> Keys
     return steps[low]
 
 
-def _in_words(keys: Keys) -> str:
+def _as_yaml(keys: Keys) -> str:
     return ", ".join(dump_value(key, value) for key, value in keys.items())
 
 
 def _changes(config: RunConfig, rows: int, mixture: bool) -> Iterator[list[Keys]]:
-    """What may be changed, each from little to much."""
+    """Yield the changes to try, each as a list of values from mild to strong."""
     if mixture and config.expert_offload is not True and config.expert_offload != "auto":
         yield [{"expert_offload": True}]
     if config.activation_checkpointing in (False, "keep"):
         yield [{"activation_checkpointing": True}]
     rows, batch = min(config.per_device_train_batch_size, rows), config.per_device_train_batch_size
     halves = [rows >> halvings for halvings in range(1, rows.bit_length())]
-    if halves:  # the same result, from smaller pieces
+    if halves:  # the same result, from smaller micro-batches
         steps = config.gradient_accumulation_steps * batch
         yield [
             {"per_device_train_batch_size": half, "gradient_accumulation_steps": -(-steps // half)} for half in halves
@@ -123,7 +122,7 @@ def _changes(config: RunConfig, rows: int, mixture: bool) -> Iterator[list[Keys]
 
 
 def _ranks_of_experts(config: RunConfig) -> Iterator[Keys]:
-    """Lower ranks for experts, whose adapters are most of a mixture's; alpha over rank stays."""
+    """Lower ranks for the experts' adapters, most of a mixture's trained parameters, at constant alpha / rank."""
     rank = config.r // 2
     while rank >= SMALLEST_OF_EXPERTS:
         yield {
@@ -134,18 +133,18 @@ def _ranks_of_experts(config: RunConfig) -> Iterator[Keys]:
 
 
 def advise_out_of_memory(plan: Any, error: BaseException, config: RunConfig | None = None) -> str:
-    """Say what asked for the memory that was not there, which planned part is largest, and the one key to change.
+    """Describe an out-of-memory error: the failed allocation, the largest planned component, and the key to change.
 
     Args:
         plan: a MemoryPlan, its dict, or memory.json.
-        error: torch's out-of-memory error (its message tells the size asked for).
+        error: torch's out-of-memory error; its message has the size of the failed allocation.
         config: the run's configuration, to name exact values.
     """
     flat = as_plan(plan)
     parts = {name: flat.get(name) or 0 for name in MEMORY_PARTS if name != "runtime"}
     total, capacity = flat.get("total") or sum(parts.values()), flat.get("capacity_bytes")
     largest = max(parts, key=lambda name: parts[name])
-    # Weights already quantized shrink no further, unless they alone fill the device: look at what else can.
+    # Quantized weights cannot shrink further: name the next largest component, unless the weights fill the device.
     if (
         largest == "weights"
         and config is not None
@@ -154,19 +153,19 @@ def advise_out_of_memory(plan: Any, error: BaseException, config: RunConfig | No
     ):
         largest = max((name for name in parts if name != "weights"), key=lambda name: parts[name])
     asked = re.search(r"[Tt]ried to allocate ([\d.]+ ?[KMG]i?B|\d+ bytes)", str(error))
-    what = f"out of memory while asking for {asked[1]}" if asked else "out of memory"
-    room = f" of the {size(capacity)} there are" if capacity else ""
+    what = f"out of memory while allocating {asked[1]}" if asked else "out of memory"
+    available = f" of {size(capacity)} available" if capacity else ""
     if capacity and total < 0.8 * capacity:
-        room += ", so something else may hold memory on this device"
+        available += ", so another process may use memory on this device"
     return (
-        f"{what}. The plan was {size(total)}{room}; the largest part that can shrink is "
+        f"{what}. The plan was {size(total)}{available}; the largest part that can shrink is "
         f"{MEMORY_PARTS[largest].name} with {size(parts[largest])} ({parts[largest] / max(total, 1):.0%}).\n"
         f"  change: {_key_to_change(largest, flat, config)}"
     )
 
 
 def _key_to_change(largest: str, flat: Mapping[str, Any], config: RunConfig | None) -> str:
-    """The key that shrinks `largest` most at the least cost, and what it costs."""
+    """The key that shrinks component `largest` most at the least cost, with that cost."""
     if largest in ("weights", "adapters", "gradients", "optimizer"):
         return _key_of_state(largest, config)
     if largest == "activations" and not flat.get("activation_checkpointing"):
@@ -178,17 +177,17 @@ def _key_to_change(largest: str, flat: Mapping[str, Any], config: RunConfig | No
         return f"max_length: {config.max_length // 2} (one row per step is already the smallest batch)"
     return (
         f"per_device_train_batch_size: {rows // 2} with gradient_accumulation_steps: "
-        f"{math.ceil(rows * accumulated / (rows // 2))} (the same batch in smaller pieces)"
+        f"{math.ceil(rows * accumulated / (rows // 2))} (the same batch in smaller micro-batches)"
     )
 
 
 def _key_of_state(largest: str, config: RunConfig | None) -> str:
-    """The key for what stays in memory between steps: weights, adapters, their gradients and optimizer state."""
+    """The key for components that stay between steps: weights, adapters, gradients and optimizer state."""
     if config is not None and not config.use_peft:
-        return "use_peft: true with load_in_4bit: true (trains an adapter in place of every weight)"
+        return "use_peft: true with load_in_4bit: true (trains an adapter instead of every weight)"
     if largest == "weights" and config is not None and config.quantized:
-        return "model_name_or_path: a smaller model (these weights fill the device quantized already)"
+        return "model_name_or_path: a smaller model (these weights fill the device although they are quantized)"
     if largest == "weights":
-        return "load_in_4bit: true (stores the frozen weights in a quarter of the space)"
-    rank = f"r: {max(config.r // 2, 1)}" if config else "r: half of what it is"
+        return "load_in_4bit: true (stores the frozen weights in a quarter of the memory)"
+    rank = f"r: {max(config.r // 2, 1)}" if config else "r: half its value"
     return f"{rank} (adapters, their gradients and optimizer state shrink with the rank)"

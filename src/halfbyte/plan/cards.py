@@ -1,8 +1,8 @@
-"""How fast GPUs compute and exchange bytes, for planned seconds where nobody can measure.
+"""Compute, memory and link rates of GPUs, for predicted seconds where none can be measured.
 
-Rates of an H200 were measured (docs/log.md); those of other cards are in proportion to their data sheets: dense bf16
-products that add up in fp32, memory bandwidth, and the link in one direction. What NCCL gets of a link was measured at
-0.73 of NVLink's 450 GB/s; of PCIe 4 ×16, where consumer cards copy through the host, 20 of 32 GB/s are usual.
+The rates of an H200 were measured (docs/log.md). Other cards scale them by their data sheets: dense bf16 GEMMs with
+fp32 accumulation, memory bandwidth, and the link in one direction. NCCL reached 0.73 of NVLink's 450 GB/s. Consumer
+cards on PCIe 4 ×16 copy through the host and usually reach 20 of 32 GB/s.
 """
 
 from __future__ import annotations
@@ -10,24 +10,25 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from .memory_plan import GIB
+
 if TYPE_CHECKING:
     import torch
 
-GIB = 2**30
-NVLINK = 330e9 / 450e9  # of the data sheet's rate, what a collective reaches
+NVLINK = 330e9 / 450e9  # share of the data sheet's rate that a collective reaches
 PCIE3, PCIE4, PCIE5 = 10e9, 20e9, 40e9  # bytes/s of a collective over ×16
 HOST3, HOST4, HOST5 = 12e9, 25e9, 50e9  # bytes/s of a copy between a GPU and pinned host memory
 
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU, its link to others of its host, and its link to the host.
+    """A GPU, its link to the other GPUs of its host, and its link to host memory.
 
     Attributes:
-        compute, memory: rates of products and of reading memory, of an H200's.
-        link: bytes/s that a process receives in a collective.
-        host: bytes/s to pinned host memory, while no other GPU copies.
-        gib: of memory.
+        compute, memory: GEMM rate and memory bandwidth, relative to an H200.
+        link: bytes/s that a rank receives in a collective.
+        host: bytes/s to pinned host memory while no other GPU copies.
+        gib: memory size in GiB.
     """
 
     name: str
@@ -38,7 +39,7 @@ class Card:
     gib: int
 
     def measured(self, link: float | None = None, host: float | None = None) -> Card:
-        """The same with what was measured of its links."""
+        """The same card with measured bandwidths (bytes/s) in place of the table's."""
         return replace(self, link=link or self.link, host=host or self.host)
 
 
@@ -46,7 +47,7 @@ def _card(name: str, teraflops: float, bandwidth: float, link: float, host: floa
     return Card(name, teraflops / 989, bandwidth / 4.8e12, link, host, gib)
 
 
-# NVIDIA's data sheets and architecture white papers, as of 2026. Where a name begins with another, the longer decides.
+# NVIDIA's data sheets and architecture white papers, as of 2026. The longest matching name wins.
 CARDS = (
     _card("H200", 989, 4.8e12, 450e9 * NVLINK, 50e9, 141),
     _card("B200", 2250, 8.0e12, 900e9 * NVLINK, HOST5, 180),
@@ -64,24 +65,24 @@ CARDS = (
     _card("T4", 65, 0.32e12, PCIE3, HOST3, 16),
 )
 H200 = CARDS[0]
-USUAL = {26: "RTX 4090", 34: "RTX 5090", 60: "L40S", 100: "H100", 150: "H200"}  # up to so many GiB: the card meant
+USUAL = {26: "RTX 4090", 34: "RTX 5090", 60: "L40S", 100: "H100", 150: "H200"}  # largest GiB → the card assumed
 
 
 def card_named(name: str) -> Card | None:
-    """The card that a device's name says, such as "NVIDIA GeForce RTX 4090"; None for others."""
+    """Find the card in a device name such as "NVIDIA GeForce RTX 4090"; None if it is not in the table."""
     words = f" {name} ".replace("-80GB", " ").replace("-SXM", " ")
     found = [card for card in CARDS if f" {card.name} " in words or f" {card.name}-" in words]
     return max(found, key=lambda card: len(card.name), default=None)
 
 
 def card_of_memory(gib: float) -> Card:
-    """The card most likely meant by its memory."""
+    """The most likely card for a memory size."""
     name = next((name for most, name in USUAL.items() if gib <= most), "B200")
     return next(card for card in CARDS if card.name == name)
 
 
 def card_of(device: torch.device) -> Card:
-    """Of a device that is here; where its name is not known, its memory says it, and of what is no GPU an H200."""
+    """The card of an existing device: by its name, else by its memory. Without a GPU: the H200."""
     import torch
 
     if device.type != "cuda" or not torch.cuda.is_available():

@@ -1,15 +1,15 @@
-"""Experts that wait in the host's memory: which layers', what that leaves on the device, and what it costs.
+"""Expert offload: which layers' experts are in host memory, the device bytes left, and the seconds of the copies.
 
-on the device      `WINDOW` layers' stacks, in the place of those that wait
-on the host        all of the latter, pinned
-across the link    each of them once in forward and once in backward, beside the layers that compute
+on the device      a window of `WINDOW` layers' expert stacks, shared by all offloaded layers
+on the host        the stacks of the offloaded layers, pinned
+across the link    each stack once in forward and once in backward, concurrently with computation
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,104 +19,100 @@ from ..memory.expert_offload import WINDOW
 from ..modeling.routers import EXPERT_COUNTS
 from ..utils.errors import ConfigError
 from ..utils.notices import silent
-from .policy import staying
+from .memory_plan import GIB, MemoryPlan
+from .policy import evenly_spaced
 from .shapes import ModelShapes
 
-if TYPE_CHECKING:
-    from .memory_plan import MemoryPlan
-
 KEY = "expert_offload"
-GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Waiting:
-    """The layers whose experts wait in the host's memory.
+class OffloadedExperts:
+    """The decoder layers whose experts are in host memory.
 
     Attributes:
-        layers: their numbers.
-        each: bytes of the stacks of one of them; of the largest.
-        bytes: of all of them.
+        layers: their indices.
+        largest: bytes of the expert stacks of the largest such layer.
+        bytes: bytes of all their expert stacks.
     """
 
     layers: tuple[int, ...] = ()
-    each: int = 0
+    largest: int = 0
     bytes: int = 0
 
     @classmethod
-    def of(cls, stacks: Sequence[int], count: int) -> Waiting:
-        """`count` of the layers that have stacks, spread evenly.
+    def of(cls, stacks: Sequence[int], count: int) -> OffloadedExperts:
+        """Offload `count` of the layers that have expert stacks, evenly spaced.
 
         Args:
-            stacks: bytes of each decoder layer's.
+            stacks: bytes of each decoder layer's expert stacks.
         """
         holders = [at for at, size in enumerate(stacks) if size]
-        chosen = tuple(holders[index] for index in staying(len(holders), count))
+        chosen = tuple(holders[index] for index in evenly_spaced(len(holders), count))
         sizes = [stacks[at] for at in chosen]
         return cls(chosen, max(sizes, default=0), sum(sizes))
 
     @property
     def window(self) -> int:
-        """Bytes of the device that they pass through."""
-        return min(WINDOW, len(self.layers)) * self.each
+        """Device bytes of the window that offloaded stacks are copied into."""
+        return min(WINDOW, len(self.layers)) * self.largest
 
     def seconds(self, forward: float, backward: float, link: float) -> float:
-        """Time that their copies take longer than a micro-batch's forward and backward."""
+        """Seconds by which the copies over `link` bytes/s outlast a micro-batch's forward and backward."""
         copied = self.bytes / link
         return max(0.0, copied - forward) + max(0.0, copied - backward)
 
 
-RESIDENT = Waiting()
-ANSWERING = 0.85  # share of a device that weights may take where a model answers: the rest is for its cache
+RESIDENT = OffloadedExperts()
+INFERENCE_SHARE = 0.85  # of a device's memory, for weights at inference; the rest is for the KV cache
 
 
 def with_experts(
-    config: RunConfig, stacks: Sequence[int], device: torch.device, *, alone: bool, host: int, budget: int,
-    plan: Callable[[Waiting], MemoryPlan],
+    config: RunConfig, stacks: Sequence[int], device: torch.device, *, single: bool, host: int, budget: int,
+    plan: Callable[[OffloadedExperts], MemoryPlan],
 ) -> MemoryPlan:  # fmt: skip
-    """The plan with experts where `expert_offload` has them; auto: of as few layers in the host's memory as it takes to
-    fit.
+    """Make the plan with `expert_offload` as configured; "auto" offloads the fewest layers with which the run fits.
 
     Args:
         stacks: bytes of each decoder layer's packed experts.
-        alone: whether one process trains.
-        host: bytes of its memory that may be filled.
+        single: whether one process trains.
+        host: bytes of host memory that may be filled.
         budget: bytes of the device that may be filled.
-        plan: of a run with these experts on the host.
+        plan: makes the plan with the given experts offloaded.
 
     Raises:
-        ConfigError: what is asked for cannot be, and why.
+        ConfigError: the configured offload is not supported, or the host is too small.
     """
     asked, holders = config.expert_offload, sum(size > 0 for size in stacks)
-    why = _obstacle(config, device, alone, holders)
+    why = _unsupported_reason(config, device, single, holders)
     if asked is False or (asked == "auto" and why):
         return plan(RESIDENT)
     if why:
         raise ConfigError(f"{KEY}: {asked}: {why}".replace("True", "true"), f"remove {KEY}")
     if asked != "auto":
-        waiting = Waiting.of(stacks, holders if asked is True else int(asked))
-        if waiting.bytes > host:
-            there = f"{waiting.bytes / GIB:.2f} GiB of experts, and the host's memory has room for {host / GIB:.2f}"
-            fix = f"set {KEY}: {sum(size <= host for size in _sums(stacks))}, or free some of it"
-            raise ConfigError(f"{KEY}: {asked}: {there}".replace("True", "true"), fix)
-        return _said(plan(waiting), waiting)
+        offloaded = OffloadedExperts.of(stacks, holders if asked is True else int(asked))
+        if offloaded.bytes > host:
+            what = f"experts need {offloaded.bytes / GIB:.2f} GiB of host memory, and {host / GIB:.2f} are available"
+            fix = f"set {KEY}: {sum(size <= host for size in _offload_sizes(stacks))}, or free host memory"
+            raise ConfigError(f"{KEY}: {asked}: {what}".replace("True", "true"), fix)
+        return _with_reason(plan(offloaded), offloaded)
     resident = plan(RESIDENT)
     if resident.total <= budget:
         return replace(resident, reason=f"{resident.reason}; experts stay on the device")
-    counts = [Waiting.of(stacks, count) for count in range(1, holders + 1)]
+    counts = [OffloadedExperts.of(stacks, count) for count in range(1, holders + 1)]
     possible = [each for each in counts if each.bytes <= host and each.bytes > each.window]
-    lacking = resident.total - budget
-    enough = next((each for each in possible if each.bytes - each.window >= lacking), None)
-    waiting = enough or (possible[-1] if possible else RESIDENT)
-    return _said(plan(waiting), waiting) if waiting.layers else resident
+    missing = resident.total - budget
+    enough = next((each for each in possible if each.bytes - each.window >= missing), None)
+    offloaded = enough or (possible[-1] if possible else RESIDENT)
+    return _with_reason(plan(offloaded), offloaded) if offloaded.layers else resident
 
 
-def while_answering(config: RunConfig, model_config: Any, device: torch.device, free: int) -> tuple[int, ...]:
-    """Decoder layers whose experts wait where a saved model is loaded to answer or to be measured.
+def offloaded_at_inference(config: RunConfig, model_config: Any, device: torch.device, free: int) -> tuple[int, ...]:
+    """Decoder layers whose experts are offloaded when a saved model is loaded for generation or evaluation.
 
     Args:
         model_config: the transformers config of its model.
-        free: bytes of the device.
+        free: free bytes of the device.
     """
     asked = config.expert_offload
     if asked is False or device.type != "cuda" or not is_mixture(model_config):
@@ -126,38 +122,38 @@ def while_answering(config: RunConfig, model_config: Any, device: torch.device, 
     stacks = shapes.expert_bytes()
     holders = sum(size > 0 for size in stacks)
     if asked != "auto":
-        return Waiting.of(stacks, holders if asked is True else asked).layers
-    lacking = shapes.frozen_bytes() - ANSWERING * free
-    counts = [Waiting.of(stacks, count) for count in range(holders + 1)]
-    enough = (each for each in counts if each.bytes - each.window >= lacking)
-    return next(enough, counts[-1]).layers if lacking > 0 else ()
+        return OffloadedExperts.of(stacks, holders if asked is True else asked).layers
+    missing = shapes.frozen_bytes() - INFERENCE_SHARE * free
+    counts = [OffloadedExperts.of(stacks, count) for count in range(holders + 1)]
+    enough = (each for each in counts if each.bytes - each.window >= missing)
+    return next(enough, counts[-1]).layers if missing > 0 else ()
 
 
 def is_mixture(model_config: Any) -> bool:
-    """Whether a transformers config says that layers have several experts."""
+    """Return whether a transformers config describes a mixture of experts."""
     text = model_config.get_text_config()
     return any((getattr(text, key, None) or 0) > 1 for key in EXPERT_COUNTS)
 
 
-def _obstacle(config: RunConfig, device: torch.device, alone: bool, holders: int) -> str | None:
-    """Why experts cannot wait in the host's memory; None: they can."""
+def _unsupported_reason(config: RunConfig, device: torch.device, single: bool, holders: int) -> str | None:
+    """Return why experts cannot be offloaded, or None."""
     if not holders:
         return "this run has no packed experts"
     if device.type != "cuda":
-        return f"experts on {device} are not brought there from the host's memory"
-    if not alone:
-        return "several processes divide the model, see `parallel`"
+        return f"experts on {device} cannot be offloaded, only experts on CUDA devices"
+    if not single:
+        return "it needs a single process, and `parallel` uses several"
     if config.method in SAMPLING:
-        return f"method: {config.method} generates, for which experts stay on the device"
+        return f"method: {config.method} samples completions, which needs the experts on the device"
     return None
 
 
-def _sums(stacks: Sequence[int]) -> list[int]:
-    """Bytes of the experts of one layer, of two, ..."""
+def _offload_sizes(stacks: Sequence[int]) -> list[int]:
+    """Host bytes for the experts of one layer, of two, ..."""
     holders = sum(size > 0 for size in stacks)
-    return [Waiting.of(stacks, count).bytes for count in range(1, holders + 1)]
+    return [OffloadedExperts.of(stacks, count).bytes for count in range(1, holders + 1)]
 
 
-def _said(plan: MemoryPlan, waiting: Waiting) -> MemoryPlan:
-    said = f"experts of {len(waiting.layers)} layers wait in the host's memory ({waiting.bytes / GIB:.2f} GiB)"
-    return replace(plan, offloaded=waiting.layers, reason=f"{plan.reason}; {said}")
+def _with_reason(plan: MemoryPlan, offloaded: OffloadedExperts) -> MemoryPlan:
+    what = f"experts of {len(offloaded.layers)} layers are in host memory ({offloaded.bytes / GIB:.2f} GiB)"
+    return replace(plan, offloaded=offloaded.layers, reason=f"{plan.reason}; {what}")

@@ -1,4 +1,4 @@
-"""Counts the bytes that code allocates, on shapes alone: tensors without data run through the code itself."""
+"""Ledger of live tensor bytes: runs the real code on fake tensors and counts allocated and freed bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from ..dispatch import Op
 from ..ops.experts import multiplies_codes
 
-LOGITS = "logits"  # the tag of what a head allocates
+LOGITS = "logits"  # tag of the head's and the loss's allocations
 
 
 class Ledger(TorchDispatchMode):
@@ -27,8 +27,9 @@ class Ledger(TorchDispatchMode):
 
     Attributes:
         live, peak: bytes now, and at the highest moment.
-        peak_by_tag: bytes of that moment, by the tag under which they were allocated.
-        sizes: bytes of a storage → how many such are alive.
+        tag: tag of new allocations.
+        peak_by_tag: bytes at the highest moment, by tag.
+        sizes: bytes of a storage → number of live storages of that size.
     """
 
     def __init__(self) -> None:
@@ -42,22 +43,22 @@ class Ledger(TorchDispatchMode):
         self._hidden = False
 
     def ignore(self, tensors: Iterator[Tensor]) -> None:
-        """Storages that were there before, such as weights: views of them cost nothing."""
+        """Do not count the storages of these tensors, such as weights, or views of them."""
         for tensor in tensors:
-            parts = getattr(tensor, "parts", {"": tensor})  # a QuantizedTensor's
+            parts = getattr(tensor, "parts", {"": tensor})  # a QuantizedTensor has several
             self._known.update(part.untyped_storage() for part in parts.values())
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # more than half of all calls, by torch's own C++
-        run = _grouped_product if func is torch.ops.aten._grouped_mm.default else func
+            return args[0].fake_device  # more than half of all calls come from torch's C++ with this query
+        run = _grouped_mm if func is torch.ops.aten._grouped_mm.default else func
         result = run(*args, **(kwargs or {}))
         if not self._hidden:
             self.note(result)
         return result
 
     def note(self, result: Any) -> None:
-        """Count the tensors in `result` that are not known yet."""
+        """Count the new storages in `result`."""
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._note(leaf.untyped_storage())
@@ -78,13 +79,13 @@ class Ledger(TorchDispatchMode):
             self.peak, self.peak_by_tag = self.live, dict(self._live_by_tag)
 
     def highest(self) -> int:
-        """The peak since this was asked last."""
+        """Return the peak since the last call, and reset it."""
         found, self.peak, self.peak_by_tag = self.peak, self.live, dict(self._live_by_tag)
         return found
 
     @contextlib.contextmanager
     def tagged(self, tag: str) -> Iterator[None]:
-        """Enter what is allocated inside under `tag`."""
+        """Count allocations inside under `tag`."""
         before, self.tag = self.tag, tag
         try:
             yield
@@ -101,22 +102,22 @@ class Ledger(TorchDispatchMode):
             self._hidden = before
 
 
-def _grouped_product(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """torch's product of experts. As fake tensors it takes bfloat16 alone, where a CPU multiplies float32, too."""
+def _grouped_mm(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """torch._grouped_mm for fake tensors, which accepts only bfloat16; on a real CPU float32 works, too."""
     result = torch.ops.aten._grouped_mm.default(a.to(torch.bfloat16), b.to(torch.bfloat16), *args, **kwargs)
     return result if a.dtype is torch.bfloat16 else torch.empty_like(result, dtype=a.dtype)
 
 
 @contextlib.contextmanager
 def kernels(ledger: Ledger, device_type: str) -> Iterator[None]:
-    """Inside, ops (`dispatch.Op`) allocate their results and nothing else, as kernels do.
+    """Make ops (`dispatch.Op`) allocate only their results, as kernels do.
 
-    Only a CPU has no kernel for the loss: there the reference's own tensors count.
+    A CPU has no kernel for the loss, so there the reference's tensors count.
     """
     call = Op.__call__
 
     def run(self: Op, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self is multiplies_codes:  # a question, answered by the device, or by one that is not known
+        if self is multiplies_codes:  # a query whose answer depends on the device
             absent = device_type == "cuda" and not torch.cuda.is_available()
             with _disable_current_modes():
                 return call(self, torch.empty(0, device="meta" if absent else device_type), *args, **kwargs)
@@ -137,18 +138,18 @@ def kernels(ledger: Ledger, device_type: str) -> Iterator[None]:
 
 
 def _like_results(reference: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """New fake tensors for the results of `reference`. What it returns of its arguments is those."""
+    """Return new fake tensors for the results of `reference`; results that alias an argument alias it here, too."""
     leaves, spec = tree_flatten((args, kwargs))
     like = tuple(_Like.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     results, result_spec = _results(reference, like, spec)
     return tree_unflatten(
-        [result.made(leaves) if isinstance(result, _Like) else result for result in results], result_spec
+        [result.make(leaves) if isinstance(result, _Like) else result for result in results], result_spec
     )
 
 
 @dataclass(frozen=True)
 class _Like:
-    """A tensor without data: one of its own, or what lies so many elements into the argument of that index."""
+    """Description of a tensor: a new one, or a view into argument number `argument` at `offset` elements."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -161,7 +162,7 @@ class _Like:
         offset = 0 if argument is None else int(tensor.storage_offset())
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, argument, offset)
 
-    def made(self, arguments: list[Any]) -> Tensor:
+    def make(self, arguments: list[Any]) -> Tensor:
         if self.argument is None:
             return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="cpu")
         tensor = arguments[self.argument]
@@ -170,9 +171,9 @@ class _Like:
         return tensor.as_strided(self.shape, self.strides, tensor.storage_offset() + self.offset)
 
 
-@functools.lru_cache(maxsize=1024)  # a step calls few ops with other shapes than before
+@functools.lru_cache(maxsize=1024)  # a step calls most ops with few distinct shapes
 def _results(reference: Callable[..., Any], leaves: tuple[Any, ...], spec: TreeSpec) -> tuple[list[Any], TreeSpec]:
-    """What `reference` returns, which runs on the meta device: tables that it keeps for later must not be fake."""
+    """Describe the results of `reference`, run on the meta device: tables that it caches must not be fake tensors."""
     arguments: dict[int, int] = {}  # by storage
 
     def as_meta(index: int, leaf: Any) -> Any:

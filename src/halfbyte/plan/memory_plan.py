@@ -1,4 +1,4 @@
-"""What a plan says: predicted bytes of a run, part by part, and what it chose."""
+"""Memory plan of a run: predicted bytes, component by component, and the choices made to fit."""
 
 from __future__ import annotations
 
@@ -6,27 +6,60 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..config import Level, Parallel
-from .rank import ONE
-from .rollouts import RolloutPlan
+from ..utils.terminal import size
 
 GIB = 2**30
+SINGLE = Parallel()  # the layout of one process
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """Bytes while completions are sampled, on top of weights, adapters, gradients and optimizer state.
+
+    Attributes:
+        weights: how GEMMs read quantized weights, as `generation.Rollouts` takes it: "packed" or "unpacked".
+        decoded: bytes of dequantized weights, all of them (unpacked) or the largest one (packed), and of the adapter's
+            factors in the compute dtype.
+        pages: bytes of the paged KV cache and of recurrent states.
+        moving: activations and logits at the highest moment of a decoding step or of the prefill.
+        stays: whether all of that stays allocated during training steps.
+    """
+
+    weights: str
+    decoded: int
+    pages: int
+    moving: int
+    stays: bool = False
+
+    @property
+    def total(self) -> int:
+        return self.decoded + self.pages + self.moving
+
+    def __str__(self) -> str:
+        parts = {"pages": self.pages, f"{self.weights} weights": self.decoded, "prompts and logits": self.moving}
+        return f"{size(self.total)} ({', '.join(f'{name} {size(count)}' for name, count in parts.items())})"
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Predicted bytes of one process of a run at the highest moment of a step. `total` is their sum.
+    """Predicted bytes at the highest moment of a step, on the rank that needs most. `total` is their sum.
 
-    `levels` says what each layer keeps, where the fused forwards run; `activation_checkpointing` whether any keeps less
-    than all; `use_graphs` whether micro-batches run as CUDA graphs; `rough` that activations are only guessed.
-
-    Of several processes the plan is that of the one that needs most. `layout` says how the run is divided among them,
-    `stays` which decoder layers' divided bytes are gathered once and for all, `hosted` of which a process's slice waits
-    in the host's memory, `gathers` how many bytes the gathers of a step come to, and `seconds` what a step takes; None
-    where layers are not of a kind with known rates.
+    Attributes:
+        levels: activation level of each layer where the fused forwards run; else empty.
+        activation_checkpointing: whether any layer saves less than everything.
+        use_graphs: whether micro-batches run as CUDA graphs.
+        rough: whether activations are only estimated from layer widths.
+        layout: how the run is distributed.
+        stays: decoder layers that stay gathered for the whole run although they are sharded.
+        hosted: decoder layers whose shard is in host memory.
+        offloaded: decoder layers whose experts are in host memory.
+        gathers: bytes that this rank's all-gathers of a step produce.
+        seconds: predicted seconds of a step; None for layers without measured rates.
+        answering: bytes while completions are sampled; None for methods that sample none.
     """
 
     weights: int  # frozen, as stored
-    adapters: int  # what is trained
+    adapters: int  # trained parameters
     gradients: int
     optimizer: int
     activations: int
@@ -37,17 +70,17 @@ class MemoryPlan:
     device: str
     capacity_bytes: int
     levels: tuple[Level, ...] = ()
-    graphs: int = 0  # what runs beside the pool of CUDA graphs, which is as large as activations and logits
+    graphs: int = 0  # allocations outside of the CUDA graphs' pool, which is as large as activations and logits
     use_graphs: bool = False
     rough: bool = False
-    gathered: int = 0  # frozen blocks, or experts, that are whole: on their way, in use, or for good
-    layout: Parallel = ONE
+    gathered: int = 0  # unsharded frozen layers: in flight, in use, or resident; and the window of offloaded experts
+    layout: Parallel = SINGLE
     stays: tuple[int, ...] = ()
     hosted: tuple[int, ...] = ()
-    offloaded: tuple[int, ...] = ()  # decoder layers whose experts wait in the host's memory
+    offloaded: tuple[int, ...] = ()
     gathers: int = 0
     seconds: float | None = None
-    rollouts: int = 0  # answering prompts, beyond what comes and goes in a step
+    rollouts: int = 0  # sampling completions, beyond the bytes that a step allocates and frees
     answering: RolloutPlan | None = None
 
     PARTS: ClassVar = (
@@ -64,5 +97,5 @@ class MemoryPlan:
         return self.total <= self.capacity_bytes
 
     def predicted(self) -> dict[str, int]:
-        """Part → bytes, and the total: what memory.json holds."""
+        """Part → bytes, and the total, as memory.json holds them."""
         return {part: getattr(self, part) for part in self.PARTS} | {"total": self.total}

@@ -1,9 +1,10 @@
-"""Along which axes this model's run may be divided, what each way takes, and which one `parallel: auto` chooses.
+"""Parallel layouts of a run: which ones the model supports, the plan of each, and the one that `auto` chooses.
 
-The rule: `data`, where every process holds all and only adapters' gradients are exchanged, if the plan fits. Else the
-fastest by planned seconds of those that fit, first among ways that keep rows whole: frozen bytes divided (`shard`), or
-layers (`pipeline`), which exchanges little where links are slow, and is taken where it is clearly faster; then among
-those that divide rows, too. All are compared on steps of the same rows.
+`parallel: auto` uses `data` if the plan fits: every rank holds the full model, and only adapter gradients are
+exchanged. Otherwise it takes the layout with the fewest predicted seconds among those that fit: first among layouts
+that keep sequences unsplit, which shard frozen weights (`shard`) or partition layers (`pipeline`, chosen only if
+clearly faster); then among layouts that also split sequences (`context`). All are compared at the same global batch
+size.
 """
 
 from __future__ import annotations
@@ -28,18 +29,19 @@ from .memory_plan import MemoryPlan
 from .rank import rank_config
 from .shapes import ModelShapes
 
-AUTO: tuple[set[str], ...] = ({"data"}, {"data", "shard", "pipeline"}, {"data", "shard", "context"})  # in this order
-CLEARLY = 1.1  # times faster: a pipeline also waits where micro-batches are of uneven lengths, which no plan knows
+# Axes to consider, in this order.
+AUTO: tuple[set[str], ...] = ({"data"}, {"data", "shard", "pipeline"}, {"data", "shard", "context"})
+PIPELINE_FACTOR = 1.1  # on a pipeline's seconds: micro-batches of uneven lengths add idle time that no plan predicts
 
 
 def check_layout(layout: Parallel, config: RunConfig, shapes: ModelShapes) -> None:
-    """Whether a run of this model can be divided so, as far as configuration and shapes say.
+    """Check that this model and configuration support a layout.
 
     Args:
-        shapes: the model, whole.
+        shapes: the unsharded model.
 
     Raises:
-        ConfigError, ModelError: the axis that cannot be, why, and the fix.
+        ConfigError, ModelError: the unsupported axis, the reason and the fix.
     """
     reason = unsupported_reason(layout, config)
     if reason is None and layout.context > 1:
@@ -57,11 +59,12 @@ def check_layout(layout: Parallel, config: RunConfig, shapes: ModelShapes) -> No
 
 @dataclass(frozen=True)
 class Option:
-    """A way to divide a run.
+    """A layout and its plan.
 
     Attributes:
-        config: the run so divided; its steps keep their rows.
-        plan: None where it cannot be divided so, as `refused` says.
+        config: the run with this layout, at the same global batch size.
+        plan: None if the layout is not supported.
+        refused: the reason why it is not supported; else empty.
     """
 
     layout: Parallel
@@ -76,12 +79,12 @@ class Option:
 
 @dataclass(frozen=True)
 class Device:
-    """What every process of a run computes on.
+    """The device type of all ranks.
 
     Attributes:
-        capacity_bytes: of the smallest.
-        card: whose rates planned seconds go by.
-        on_host: processes that share a host's memory; None: all.
+        capacity_bytes: memory of the rank with the least.
+        card: the GPU whose rates predicted seconds use.
+        on_host: ranks that share one host's memory; None: all.
     """
 
     torch: torch.device
@@ -91,12 +94,12 @@ class Device:
 
 
 class Meshes:
-    """The ways to divide a run.
+    """Layouts of a run with their plans.
 
     Args:
-        config: its steps have the rows that `data` over all processes would have.
-        batches: those of a configuration.
-        shapes: the model, whole, where it was built before.
+        config: the run as `data` over all ranks would have it, which sets the global batch size.
+        batches: the micro-batches of a configuration.
+        shapes: the unsharded model, if it was built before.
     """
 
     def __init__(
@@ -104,13 +107,13 @@ class Meshes:
         shapes: ModelShapes | None = None,
     ):  # fmt: skip
         self.config, self.model_config, self.device, self.batches = config, model_config, device, batches
-        self.shapes = {1: shapes or ModelShapes(config, model_config, device.torch)}  # by the ways of tensor
+        self.shapes = {1: shapes or ModelShapes(config, model_config, device.torch)}  # by degree of tensor parallelism
 
     def option(self, layout: Parallel, accumulation: int | None = None) -> Option:
-        """The run divided so.
+        """Plan the run with `layout`.
 
         Args:
-            accumulation: micro-batches of a step on each process; default: as many as keep the step's rows.
+            accumulation: micro-batches of a step on each rank; default: keeps the global batch size.
         """
         steps = accumulation or self.config.gradient_accumulation_steps * layout.size // (layout.data * layout.shard)
         ways = {axis: getattr(layout, axis) for axis in layout.axes} or {"data": 1}
@@ -135,11 +138,11 @@ class Meshes:
         return self.shapes[ways]
 
     def options(self, processes: int) -> Iterator[Option]:
-        """All, those along one axis first."""
+        """Plan every layout of `processes` ranks, single-axis layouts first."""
         yield from map(self.option, layouts(processes))
 
     def choose(self, processes: int) -> tuple[Option, str]:
-        """What `auto` takes, and why; of what fits nowhere, what needs least."""
+        """Choose the layout of `parallel: auto` and give the reason. If none fits, the one that needs least."""
         seen: list[Option] = []
         every = list(layouts(processes))
         for axes in AUTO:
@@ -147,41 +150,38 @@ class Meshes:
             seen += map(self.option, new)
             if fitting := [option for option in seen if option.fits]:
                 best = min(fitting, key=_comparable)
-                return best, because(best, seen)
+                return best, choice_reason(best, seen)
         possible = [option for option in seen if option.plan is not None]
         if not possible:
-            raise ConfigError(f"parallel: auto finds no way over {processes} GPUs: {seen[0].refused}", "use one GPU")
+            what = f"parallel: auto finds no supported layout for {processes} GPUs: {seen[0].refused}"
+            raise ConfigError(what, "use one GPU")
         least = min(possible, key=lambda option: option.plan.total)  # type: ignore[union-attr]
-        return least, because(least, seen)
+        return least, choice_reason(least, seen)
 
 
 def _seconds(option: Option) -> float:
-    """What a step takes, for a comparison; where rates are unknown the first is taken."""
+    """Predicted seconds of a step; 0 where rates are unknown, so that the first option wins."""
     assert option.plan is not None
     return option.plan.seconds or 0.0
 
 
 def _comparable(option: Option) -> float:
-    return _seconds(option) * (CLEARLY if option.layout.pipeline > 1 else 1.0)
+    return _seconds(option) * (PIPELINE_FACTOR if option.layout.pipeline > 1 else 1.0)
 
 
-def because(chosen: Option, seen: Sequence[Option]) -> str:
-    """The reason of a choice, in words."""
+def choice_reason(chosen: Option, seen: Sequence[Option]) -> str:
+    """Explain why `auto` chose a layout among `seen`."""
     plan = chosen.plan
     assert plan is not None
     if not plan.fits:
-        return f"nothing fits; it needs least, {size(plan.total)} of {size(plan.capacity_bytes)}"
+        return f"no layout fits; this one needs least, {size(plan.total)} of {size(plan.capacity_bytes)}"
     if {*chosen.layout.axes} <= {"data"}:
-        return f"all of the run fits each GPU, {size(plan.total)} of {size(plan.capacity_bytes)}"
-    alone = next(option for option in seen if {*option.layout.axes} <= {"data"})
-    needed = size(alone.plan.total) if alone.plan else alone.refused
-    words = [f"the whole model would need {needed} of {size(plan.capacity_bytes)} on each GPU"]
+        return f"the full run fits each GPU, {size(plan.total)} of {size(plan.capacity_bytes)}"
+    data = next(option for option in seen if {*option.layout.axes} <= {"data"})
+    needed = size(data.plan.total) if data.plan else data.refused
+    words = [f"the unsharded model would need {needed} of {size(plan.capacity_bytes)} on each GPU"]
     others = [o for o in seen if o.fits and o is not chosen and o.plan and o.plan.seconds and plan.seconds]
     if others:
         second = min(others, key=_seconds)
-        words.append(f"{_of_time(chosen)}, as {second.layout} {_of_time(second)}")
+        words.append(f"predicted step time {_seconds(chosen):.2f} s, with {second.layout} {_seconds(second):.2f} s")
     return "; ".join(words)
-
-
-def _of_time(option: Option) -> str:
-    return f"a step is planned with {_seconds(option):.2f} s"

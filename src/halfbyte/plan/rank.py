@@ -1,18 +1,19 @@
-"""What of a run one process of a mesh holds and exchanges: the formulas, each beside what it counts.
+"""Per-rank memory and communication volume, one formula per component.
 
-In these, `shard`, `tensor`, `pipeline` and `context` are the ways of that axis; a mesh of one has 1 everywhere.
+`shard`, `tensor`, `pipeline` and `context` are the degrees of the axes, 1 for an unused axis. Bytes per rank:
 
-    frozen blocks       bytes of the process's decoder layers ÷ tensor (a model of a rank's heads, `rank_config`)
-                        ÷ slices (shard · context where shard > 1, context where the layout is `Sliced`), parameter by
+    frozen layers       bytes of the rank's decoder layers ÷ tensor (a model with the rank's heads, `rank_config`)
+                        ÷ shards (shard · context where shard > 1, context where the layout is `Sliced`), parameter by
                         parameter, rounded up to 16 bytes
-    embedding, head     rows of the vocabulary ÷ (shard · tensor); tied ones once, or on the first and the last stage
-    gathered            `IN_FLIGHT` blocks whole, and those that stay whole beside their share
-    trained             of the process's layers; ÷ `trained.slices`: the optimizer's state, the digits of what products
-                        alone read, which is whole as they read it, and gradients that are reduced as they come
-    activations         of micro-batches of 1/context of the tokens. A stage keeps those of the micro-batches that wait
-                        for their backward: as many as its schedule says (`parallel.pipeline.schedules`)
-    head                hidden states of all processes that share a vocabulary with other rows, and their gradients
-    gradients' sum      a flat buffer of `parallel.reduction`, two where it goes into slices; activations are gone by then
+    embedding, head     vocabulary rows ÷ (shard · tensor); tied tables once, or on the first and the last stage
+    gathered            `IN_FLIGHT` unsharded layers, and the layers that stay gathered, on top of the rank's shards
+    trained             parameters of the rank's layers. Divided by `trained.slices`: optimizer state, fp32 master
+                        weights of parameters that only GEMMs read (their compute-dtype copy is full), and gradients
+                        that are reduced during backward
+    activations         of micro-batches with 1/context of the tokens. A pipeline rank saves them for all micro-batches
+                        in flight; their number comes from its schedule (`parallel.pipeline.schedules`)
+    head                hidden states of all ranks that share a sharded vocabulary, and their gradients
+    gradient reduction  one flat bucket of `parallel.reduction`, two where it is scattered; activations are freed by then
 """
 
 from __future__ import annotations
@@ -31,29 +32,27 @@ from ..parallel.pipeline.model import Cut
 from ..parallel.pipeline.partition import stage_seconds
 from ..parallel.pipeline.simulation import Seconds, simulate
 from ..tensor import ALIGNMENT
-from .policy import Gathers, LayerCost
+from .costs import KEEPS_STREAM, Gathers, LayerCost
 
-ONE = Parallel()
-IN_FLIGHT = 2  # blocks: the one that computes, and the one that comes
-KEEPS_STREAM = ("checkpoint", "tiled")  # alone
-KEEPS_ATTENTION = ("keep", "recompute", "recompute_mlp")
+IN_FLIGHT = 2  # unsharded layers: the one that computes, and the one that is gathered
+KEEPS_ATTENTION = ("keep", "recompute", "recompute_mlp")  # levels that save attention's output
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The decoder layers of one process: all, or those of its place in a pipeline.
+    """The decoder layers of one pipeline rank; all of them without a pipeline.
 
     Attributes:
         layers: their indices.
-        in_flight: micro-batches whose activations wait for their backward at most; in an interleaved schedule not all
-            of them in all layers.
-        begins, ends: whether the embedding, and the head, are here.
+        in_flight: most micro-batches whose activations are saved at once, averaged over the rank's layers in an
+            interleaved schedule.
+        has_embedding, has_head: whether this rank holds the embedding, and the head.
     """
 
     layers: tuple[int, ...]
     in_flight: float = 1.0
-    begins: bool = True
-    ends: bool = True
+    has_embedding: bool = True
+    has_head: bool = True
 
     @property
     def depth(self) -> int:
@@ -61,28 +60,31 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Line:
-    """How a model stands along a pipeline.
+class Pipeline:
+    """Partition of a model over pipeline ranks.
 
     Attributes:
-        stages: of each process.
-        idle: share of the time in which a process waits for others.
+        stages: one for each pipeline rank.
+        idle: share of the time that a rank idles in the pipeline's bubble.
     """
 
     stages: tuple[Stage, ...]
     idle: float = 0.0
 
 
-def line(cut: Cut | None, layers: Sequence[Seconds], head: Seconds, window: int, *, ahead: bool = False) -> Line:
-    """The processes of a pipeline as the model is cut; one that has all, where it is not.
+def pipeline_of(
+    cut: Cut | None, layers: Sequence[Seconds], head: Seconds, window: int, *, ahead: bool = False
+) -> Pipeline:
+    """Simulate the pipeline schedule of a partition; without one (None), a single rank holds all layers.
 
     Args:
-        layers: what each takes.
+        layers: seconds of each decoder layer.
+        head: seconds of the head and the loss.
         window: micro-batches of a step.
-        ahead: whether stages recompute before the gradient is there.
+        ahead: whether stages recompute activations before the gradient arrives.
     """
     if cut is None:
-        return Line((Stage(tuple(range(len(layers)))),))
+        return Pipeline((Stage(tuple(range(len(layers)))),))
     schedule = cut.schedule
     seconds = stage_seconds(cut.parts, layers, head)
     simulated = simulate(schedule.orders(window), seconds, ahead=ahead)
@@ -91,18 +93,19 @@ def line(cut: Cut | None, layers: Sequence[Seconds], head: Seconds, window: int,
         own = schedule.stages_of(process)
         indices = tuple(index for stage in own for index in cut.parts[stage])
         held = simulated.held[process] / schedule.chunks
-        stages.append(Stage(indices, held, begins=0 in own, ends=schedule.stages - 1 in own))
-    return Line(tuple(stages), simulated.idle)
+        stages.append(Stage(indices, held, has_embedding=0 in own, has_head=schedule.stages - 1 in own))
+    return Pipeline(tuple(stages), simulated.idle)
 
 
 @dataclass(frozen=True)
 class Frozen:
-    """Bytes of a model's frozen weights, by where they are.
+    """Unsharded bytes of a model's frozen weights, by component.
 
     Attributes:
-        blocks: of each decoder layer, parameter by parameter; none where no list of them is found.
-        embedding, head: 0 for a head that is the embedding.
-        rest: norms beside the layers, towers, buffers.
+        blocks: bytes of each decoder layer's parameters; empty if the model has no list of decoder layers.
+        embedding, head: bytes of the tables; 0 for a head tied to the embedding.
+        rest: final norm, vision towers, buffers.
+        tied: whether the head is the embedding.
     """
 
     blocks: tuple[tuple[int, ...], ...]
@@ -113,9 +116,10 @@ class Frozen:
 
     @classmethod
     def of(cls, model: nn.Module, layers: Iterable[nn.Module], total: int) -> Frozen:
-        """
+        """Count the frozen weights of a model.
+
         Args:
-            model: the causal LM, adapted or not.
+            model: the causal LM, with or without an adapter.
             layers: its decoder layers.
             total: bytes of all its frozen weights and buffers.
         """
@@ -129,56 +133,60 @@ class Frozen:
         return cls(blocks, embedding, head, total - sum(map(sum, blocks)) - embedding - head, tied)
 
     def block(self, index: int) -> int:
-        """Bytes of a decoder layer, whole."""
+        """Unsharded bytes of a decoder layer."""
         return sum(self.blocks[index])
 
     def share(self, stage: Stage, layout: Parallel) -> int:
-        """Bytes that stay on a process of `stage`."""
+        """Resident bytes on a rank of `stage`."""
         blocks = sum(self.slice(index, layout) for index in stage.layers) if self.blocks else 0
-        return blocks + _divided(self._ends(stage), layout.shard * layout.tensor) + self.rest
+        return blocks + _shard_bytes(self._ends(stage), layout.shard * layout.tensor) + self.rest
 
     def slice(self, index: int, layout: Parallel) -> int:
-        """Bytes of a decoder layer that stay on a process."""
-        return sum(_divided(size, layout.slices) for size in self.blocks[index])
+        """Bytes of a rank's shard of a decoder layer."""
+        return sum(_shard_bytes(size, layout.slices) for size in self.blocks[index])
 
     def loaded(self, stage: Stage, layout: Parallel) -> int:
-        """Bytes on a process of `stage` before embedding and head are divided."""
-        return self.share(stage, layout) + self._ends(stage) - _divided(self._ends(stage), layout.shard * layout.tensor)
+        """Bytes on a rank of `stage` while the model is loaded, before embedding and head are sharded."""
+        ends = self._ends(stage)
+        return self.share(stage, layout) + ends - _shard_bytes(ends, layout.shard * layout.tensor)
 
     def _ends(self, stage: Stage) -> int:
-        return self.embedding * (stage.begins or (self.tied and stage.ends)) + self.head * stage.ends
+        """Unsharded bytes of the tables that `stage` holds."""
+        return self.embedding * (stage.has_embedding or (self.tied and stage.has_head)) + self.head * stage.has_head
 
     def largest(self, stage: Stage) -> int:
-        """Bytes of the stage's largest layer, whole."""
+        """Unsharded bytes of the stage's largest layer."""
         return max((self.block(index) for index in stage.layers), default=0) if self.blocks else 0
 
     def gathers(self, layout: Parallel, stage: Stage, link: float) -> Gathers | None:
-        """Of the stage's layers; None where each process holds them whole."""
+        """All-gathers of the stage's layers; None if they are not sharded."""
         return Gathers(layout.slices, self.largest(stage), link) if layout.slices > 1 and any(self.blocks) else None
 
 
-def _divided(size: int, ways: int) -> int:
+def _shard_bytes(size: int, ways: int) -> int:
+    """Bytes of one of `ways` shards, aligned."""
     return size if ways == 1 else -(-size // (ways * ALIGNMENT)) * ALIGNMENT
 
 
 def gathered_bytes(block: int, stage: Stage, stays: int) -> int:
-    """Bytes beside a process's share while it computes: blocks on their way, and those that stay whole."""
-    return block * min(stays + IN_FLIGHT, stage.depth + 1)  # also where all stay, one is on its way at first
+    """Bytes of a rank's unsharded layers while it computes: layers in flight and `stays` that stay gathered."""
+    return block * min(stays + IN_FLIGHT, stage.depth + 1)  # where all stay, one is still in flight at first
 
 
 def in_context(layer: LayerCost, ways: int) -> LayerCost:
-    """A layer whose rows are cut along their tokens, of one that was replayed on a slice of them.
+    """Cost of a layer under context parallelism of degree `ways`, from a layer replayed on one shard's tokens.
 
-    Tokens attend to those of all slices. Heads take the tokens' place in attention, so q, k and v are as many bytes;
-    what attention gives is kept twice where it is kept, before and after it goes back; what is sent is scratch.
+    Tokens attend to all shards' tokens. Attention runs on a share of the heads after an all-to-all, so q, k and v take
+    the same bytes. Levels that save attention's output save it before and after the all-to-all back. Send buffers are
+    workspace.
     """
     if ways == 1:
         return layer
-    result, sent = (layer.tokens * width * layer.itemsize for width in (layer.queries, layer.queries + 2 * layer.keys))
+    output, sent = (layer.tokens * width * layer.itemsize for width in (layer.queries, layer.queries + 2 * layer.keys))
     replayed = {
         level: replace(
             found,
-            saved=found.saved + result * (level in KEEPS_ATTENTION),
+            saved=found.saved + output * (level in KEEPS_ATTENTION),
             forward=found.forward + sent,
             backward=found.backward + sent,
         )
@@ -188,8 +196,11 @@ def in_context(layer: LayerCost, ways: int) -> LayerCost:
 
 
 def in_slices(layer: LayerCost, ways: int) -> LayerCost:
-    """A layer of which each of `tensor` processes keeps a slice of the stream, where it keeps nothing else; whole, the
-    stream is there while the layer computes."""
+    """Cost of a layer under tensor parallelism of degree `ways`.
+
+    Levels that save only the layer's input save a shard of it on each rank; the full input exists while the layer
+    computes.
+    """
     elsewhere = layer.stream - layer.stream // ways
     replayed = {
         level: replace(
@@ -205,7 +216,7 @@ def in_slices(layer: LayerCost, ways: int) -> LayerCost:
 
 
 def rank_config(model_config: Any, layout: Parallel) -> Any:
-    """The transformers config of what one process of `tensor` computes: its heads, and its share of each MLP."""
+    """The transformers config of one tensor-parallel rank: its heads, and its share of each MLP."""
     ways = layout.tensor
     if ways == 1:
         return model_config

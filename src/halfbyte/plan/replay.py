@@ -1,11 +1,10 @@
-"""What one training step allocates, found by running it on shapes alone.
+"""Replay of one training step on fake tensors, to measure its allocations.
 
-The model is built without storage (fake tensors: shapes, dtypes and the real operators' memory behaviour, no data), one
-forward and backward run through the very modules that will train, patched as they will be, and a ledger notes each
-storage when it appears and when it dies. So the numbers hold for any architecture, adapter variant, level and format,
-without a formula for each: what a function saves is asked of the function. Stand-ins are only what has no fake tensors:
-kernels (`ledger.kernels`), attention of devices that are not here (`plan.attention`), rounding in every forward, and
-the loss, which is opaque.
+The model has no storage (fake tensors have shapes, dtypes and the real operators' memory behaviour, but no data). One
+forward and backward run through the modules that will train, patched as in the run, and a ledger records when each
+storage is allocated and freed. So the numbers hold for any architecture, adapter variant, level and format without a
+formula for each. Stand-ins replace only code that fake tensors cannot run: kernels (`ledger.kernels`), attention of
+devices that are absent, quantization in every forward (QAT), and the fused loss.
 """
 
 from __future__ import annotations
@@ -27,32 +26,37 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedFakeTensorException,
 )
+from transformers import AttentionInterface, AttentionMaskInterface
 
+from ..autograd.attention import has_repeatable_rows
+from ..autograd.tiled_attention import TENSORS
 from ..formats import Format
 from ..modeling.adapters import compute_autocast, no_input_casts
 from ..modeling.attention import Implementation
 from ..modeling.head import backbone_inputs, expected_head
 from ..modeling.layer import causal_lm_of
 from ..modeling.patch import patch
+from ..ops.attention import parts_of_rows
 from ..ops.cross_entropy import Objective
 from ..ops.losses import chunk_rows, cross_entropy_in_chunks
 from ..qat import fake_quantize
 from ..qat.model import QATLinear
 from ..tensor import QuantizedTensor
 from ..utils.notices import silent
-from .attention import stand_in
 from .ledger import LOGITS, Ledger, kernels
+
+ATTENTION = "halfbyte_planned"  # name of the stand-in in transformers' attention table
 
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Of one decoder layer.
+    """Activation bytes of one decoder layer.
 
     Args:
-        saved: wait between its forward and its backward; its result among them, its input not.
-        forward: beyond all that is saved, at the highest moment of its forward.
-        backward: likewise, of its backward.
-        widest: its two largest tensors that are saved.
+        saved: allocated between its forward and its backward, with its output and without its input.
+        forward: workspace on top of all saved bytes at the highest moment of its forward.
+        backward: workspace on top of all saved bytes at the highest moment of its backward.
+        widest: its two largest saved tensors.
     """
 
     saved: int
@@ -61,7 +65,7 @@ class LayerBytes:
     widest: int = 0
 
     def line(self, other: LayerBytes, at: float) -> LayerBytes:
-        """On the line through this one, at 0, and `other`, at 1."""
+        """Interpolate linearly between this layer, at 0, and `other`, at 1."""
         pairs = zip(astuple(self), astuple(other), strict=True)
         return LayerBytes(*(int(a + at * (b - a)) for a, b in pairs))
 
@@ -71,10 +75,10 @@ class Step:
     """Bytes of a step beyond weights, gradients and optimizer.
 
     Args:
-        before: as the first layer begins.
-        layers: one each.
-        head: beyond all that is saved, at the highest moment between the last layer's forward and its backward.
-        logits: of those, the head's.
+        before: allocated when the first layer starts.
+        layers: of each decoder layer.
+        head: workspace on top of all saved bytes at the highest moment between the last layer's forward and backward.
+        logits: the share of `head` that the head and the loss allocate.
     """
 
     before: int
@@ -83,7 +87,7 @@ class Step:
     logits: int
 
     def line(self, other: Step, at: float) -> Step:
-        """As `LayerBytes.line`."""
+        """Interpolate linearly between this step, at 0, and `other`, at 1."""
         before, head, logits = (
             int(a + at * (b - a))
             for a, b in ((self.before, other.before), (self.head, other.head), (self.logits, other.logits))
@@ -93,14 +97,14 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Where:
+class Target:
     """The device that a step is replayed for.
 
     Args:
-        type: of the device.
-        dtype: of matrix products.
-        attention: what computes it there; None: the model's own.
-        patched: whether our other forwards run, too.
+        type: device type, such as "cuda".
+        dtype: compute dtype.
+        attention: implementation on that device; None: the model's own code.
+        patched: whether halfbyte's fused forwards run.
     """
 
     type: str
@@ -109,15 +113,15 @@ class Where:
     patched: bool = False
 
 
-# Of models whose shapes depend on values, which a replay has none of.
+# Raised where shapes depend on values, which fake tensors lack.
 NO_SHAPES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 
 
 def own_error(model: Any) -> RuntimeError | None:
-    """The error of a model's own forward on its own weights' shapes; None where it runs, or depends on values.
+    """Return the error of an unpatched model's forward, or None if it runs or depends on values.
 
     Args:
-        model: causal LM of transformers as it was built, on the meta device; it is used up.
+        model: transformers causal LM on the meta device; it must not be used afterwards.
     """
     with silent(), warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         _give_shapes_a_device(model)
@@ -131,47 +135,48 @@ def own_error(model: Any) -> RuntimeError | None:
 
 
 def replay(
-    model: Any, layers: Sequence[str], batch: dict[str, Tensor], where: Where, levels: Sequence[str] | None = None
+    model: Any, layers: Sequence[str], batch: dict[str, Tensor], target: Target, levels: Sequence[str] | None = None
 ) -> Step:
-    """Run one micro-batch, forward and backward; in evaluation mode, the forward alone.
+    """Measure one micro-batch's forward and backward; in evaluation mode, only its forward.
 
     Args:
-        model: causal LM, plain or a PeftModel, on the meta device, in training or evaluation mode; it is used up.
-        layers: names of the decoder layers in it.
-        batch: `input_ids` [B, T] and whatever else the collator gives, on any device.
-        levels: of their activations; None: as transformers' checkpointing says.
+        model: causal LM, plain or a PeftModel, on the meta device, in training or evaluation mode; it must not be used
+            afterwards.
+        layers: names of its decoder layers.
+        batch: `input_ids` [B, T] and the collator's other tensors, on any device.
+        levels: activation level of each layer; None: transformers' checkpointing as set on the model.
 
     Returns:
-        The step; of a forward alone, its highest moment as `head`.
+        The step's bytes; in evaluation mode, the highest moment as `head`.
     """
     for format_ in {module.format for module in model.modules() if isinstance(module, QATLinear)}:
-        bytes_to_round(format_, where.type)  # tried while tensors still have data
+        bytes_to_round(format_, target.type)  # measured while tensors still have data
     with silent(), warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         _give_shapes_a_device(model)
-        if where.patched:
+        if target.patched:
             patch(model, levels and list(levels))
-        if where.attention is not None:
-            stand_in(causal_lm_of(model), where.attention)
+        if target.attention is not None:
+            stand_in(causal_lm_of(model), target.attention)
         batch = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in batch.items()}
         ledger = Ledger()
         ledger.ignore(iter((*model.parameters(), *model.buffers(), *batch.values())))
         ledger.ignore(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
-        with no_input_casts(model, where.dtype), ledger, kernels(ledger, where.type), _rounding(where.type):
+        with no_input_casts(model, target.dtype), ledger, kernels(ledger, target.type), _rounding(target.type):
             if not model.training:
-                with torch.no_grad(), compute_autocast(model, where.dtype):
-                    _loss(model, batch, ledger, where)
+                with torch.no_grad(), compute_autocast(model, target.dtype):
+                    _loss(model, batch, ledger, target)
                 return Step(0, (), ledger.peak, 0)
             moments = _Moments(ledger, [model.get_submodule(name) for name in layers])
-            with compute_autocast(model, where.dtype):
-                loss = _loss(model, batch, ledger, where)
+            with compute_autocast(model, target.dtype):
+                loss = _loss(model, batch, ledger, target)
             moments.in_forward = False
             loss.backward()
             return moments.step()
 
 
 class _Moments:
-    """Notes what is alive as layers begin and end, and the highest moment of each."""
+    """Records live bytes before and after each layer, and its highest moment."""
 
     def __init__(self, ledger: Ledger, layers: Sequence[nn.Module]):
         self.ledger, self.in_forward = ledger, True
@@ -198,7 +203,7 @@ class _Moments:
             hidden.register_hook(functools.partial(self._back, index))
 
     def _back(self, index: int, grad: Tensor) -> None:
-        """The gradient of a layer's result is there: what came after the layer is over."""
+        """Hook on the gradient of a layer's output: the backward of everything after this layer is done."""
         logits = self.ledger.peak_by_tag.get(LOGITS, 0)
         peak = self.ledger.highest()
         if index + 1 < len(self.done):
@@ -207,9 +212,9 @@ class _Moments:
             self.head, self.logits = peak, logits
 
     def step(self) -> Step:
-        """After backward."""
+        """Return the step's bytes, after backward."""
         logits, end = self.ledger.peak_by_tag.get(LOGITS, 0), self.ledger.highest()
-        if not self.done:  # of no layers that are known, a step has one moment
+        if not self.done:  # without known layers a step has one moment
             return Step(0, (), end, logits)
         self.backward[0] = end
         layers = tuple(
@@ -224,10 +229,92 @@ class _Moments:
 # --- stand-ins -------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class AttentionBytes:
+    """Bytes of one layer's attention on an accelerator, on top of q, k, v, the output and its logsumexp.
+
+    Args:
+        saved: for backward.
+        workspace: at the highest moment of forward, and of backward.
+        backward_workspace: at the highest moment of backward only.
+        accumulates: whether backward accumulates dq in fp32, and dk and dv for each query head.
+    """
+
+    saved: int = 0
+    workspace: int = 0
+    backward_workspace: int = 0
+    accumulates: bool = True
+
+    @classmethod
+    def of(cls, found: Implementation, query: Tensor, key: Tensor, capped: bool) -> AttentionBytes:
+        """Bytes of the implementation `found` for `query` [B, Hq, T, D] and `key` [B, Hk, T, D]."""
+        rows, heads, length, _ = query.shape
+        square, size = rows * length * length, query.element_size()
+        if found.own:
+            return cls(accumulates=False)
+        if found.repeatable and has_repeatable_rows(query):
+            at_once, keys = parts_of_rows(query, key) or (0, 0)
+            size = 2 * at_once * keys * (heads // key.shape[1]) * length**2
+            return cls(backward_workspace=size, accumulates=False)
+        if found.tiles:
+            return cls(workspace=TENSORS * found.tiles)
+        if found.scores:  # tanh of capped scores; the softmax in fp32, and once more in the compute dtype
+            again = size if query.dtype != torch.float32 else 0
+            copies = 2 * query.numel() * size if key.shape[1] < heads else 0  # keys and values of every query head
+            return cls(square * heads * (capped * size + 4 + again) + copies, square * heads * (size + 4))
+        return cls(square * size, square * size) if found.mask else cls()  # a Boolean mask as an additive one
+
+
+def stand_in(model: nn.Module, found: Implementation) -> None:
+    """Have the text layers of `model` call `attend`, with the allocations of `found`."""
+    AttentionInterface.register(ATTENTION, attend)
+    AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "_attn_implementation"):
+            config._attn_implementation, config._halfbyte_planned = ATTENTION, found
+
+
+def attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: query [B, H, T, D], value [B, Hk, T, Dv] → [B, T, H, Dv]."""
+    extra = AttentionBytes.of(module.config._halfbyte_planned, query, key, kwargs.get("softcap") is not None)
+    return _Attention.apply(query, key, value, extra).transpose(1, 2), None
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, extra):
+        rows, heads, length, _ = query.shape
+        out = query.new_empty(rows, length, heads, value.shape[-1]).transpose(1, 2)
+        logsumexp = query.new_empty(rows, heads, length, dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, logsumexp, _bytes(extra.saved, query))
+        ctx.workspace, ctx.accumulates = max(extra.workspace, extra.backward_workspace), extra.accumulates
+        _bytes(extra.workspace, query)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        query, key, value, out, logsumexp, _ = ctx.saved_tensors
+        workspace = [torch.empty_like(logsumexp), _bytes(ctx.workspace, query)]  # δ = dout · out of each head
+        if ctx.accumulates:
+            workspace.append(torch.empty_like(query, dtype=torch.float32))
+        if ctx.accumulates and key.shape[1] < query.shape[1]:
+            workspace += [torch.empty_like(query), torch.empty_like(out)]
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
+
+
+def _bytes(size: int, like: Tensor) -> Tensor:
+    return like.new_empty(size, dtype=torch.uint8)
+
+
 @functools.cache
 def bytes_to_round(format: Format, device_type: str) -> float:
-    """Bytes a weight at the highest moment of quantizing and dequantizing, the result in fp32 included; of a trial on
-    the CPU. Formats that work in chunks take less than this of large weights."""
+    """Peak bytes per weight of quantizing and dequantizing, including the fp32 result, measured once on the CPU.
+
+    An upper bound for large weights in formats that work in chunks.
+    """
     weight = torch.linspace(-1, 1, 64 * 1024, device="cpu").view(64, 1024)
     ledger = Ledger()
     ledger.ignore(iter((weight,)))
@@ -238,11 +325,11 @@ def bytes_to_round(format: Format, device_type: str) -> float:
 
 @contextlib.contextmanager
 def _rounding(device_type: str) -> Iterator[None]:
-    """Inside, weights that are rounded in a forward take the memory of that; quantizers look at values."""
+    """Replace QAT's fake quantization by its allocations, because quantizers read values."""
     own = fake_quantize.round_trip
 
     def round_trip(weight: Tensor, format: Format, dtype: torch.dtype) -> Tensor:
-        wide = None if weight.dtype == torch.float32 else weight.float()  # as quantizers begin
+        wide = None if weight.dtype == torch.float32 else weight.float()  # quantizers start from fp32
         weight.new_empty(int(bytes_to_round(format, device_type) * weight.numel()), dtype=torch.uint8)
         del wide
         return torch.empty_like(weight, dtype=dtype)
@@ -255,7 +342,7 @@ def _rounding(device_type: str) -> Iterator[None]:
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """`autograd.losses.linear_cross_entropy` with its chunks in the open, where the ledger sees them."""
+    """`autograd.losses.linear_cross_entropy` with its chunks visible to the ledger."""
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None, chunk: int):
@@ -279,8 +366,8 @@ class _ChunkedLoss(torch.autograd.Function):
         return *grads, None, None, None
 
 
-def _loss(model: Any, batch: dict[str, Tensor], ledger: Ledger, where: Where) -> Tensor:
-    """`modeling.head.causal_lm_loss`, which asks numbers how the head works."""
+def _loss(model: Any, batch: dict[str, Tensor], ledger: Ledger, target: Target) -> Tensor:
+    """Stand-in for `modeling.head.causal_lm_loss`, which probes the head with numbers."""
     labels, head = torch.zeros_like(batch["input_ids"]).reshape(-1), expected_head(model)
     inputs = backbone_inputs(model, batch)
     if isinstance(head, str):
@@ -289,21 +376,21 @@ def _loss(model: Any, batch: dict[str, Tensor], ledger: Ledger, where: Where) ->
             return F.cross_entropy(logits.flatten(0, -2).float(), labels, reduction="sum")
     causal_lm = causal_lm_of(model)
     hidden = causal_lm.base_model(**inputs, use_cache=False).last_hidden_state
-    hidden = hidden.reshape(-1, hidden.shape[-1]).to(where.dtype)
-    weight = causal_lm.get_output_embeddings().weight.to(where.dtype)
-    chunk = chunk_rows(weight.shape[0], where.type, hidden.element_size())
+    hidden = hidden.reshape(-1, hidden.shape[-1]).to(target.dtype)
+    weight = causal_lm.get_output_embeddings().weight.to(target.dtype)
+    chunk = chunk_rows(weight.shape[0], target.type, hidden.element_size())
     with ledger.tagged(LOGITS):
         return _ChunkedLoss.apply(hidden, weight, labels, head.softcap, chunk)
 
 
 def _give_shapes_a_device(model: nn.Module) -> None:
-    """Replace meta tensors by fake CPU ones: autocast and attention ask for a device."""
+    """Replace meta tensors with fake CPU tensors: autocast and attention read the device."""
     made: dict[int, Any] = {}
 
     def fake(tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
-    def stands_for(tensor: Any) -> Any:
+    def replacement(tensor: Any) -> Any:
         if isinstance(tensor, QuantizedTensor):
             return nn.Parameter(tensor.map(fake), requires_grad=False)
         if not isinstance(tensor, nn.Parameter):
@@ -317,5 +404,5 @@ def _give_shapes_a_device(model: nn.Module) -> None:
         for tensors in stores:
             for name, tensor in tensors.items():
                 if tensor is not None and id(tensor) not in made:
-                    made[id(tensor)] = stands_for(tensor)
+                    made[id(tensor)] = replacement(tensor)
                 tensors[name] = None if tensor is None else made[id(tensor)]

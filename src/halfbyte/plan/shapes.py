@@ -1,4 +1,4 @@
-"""The model of a run without storage: what it is made of, how it is stored, and what one step of it allocates."""
+"""The run's model on the meta device: bytes of its weights as stored, and of one step's allocations."""
 
 from __future__ import annotations
 
@@ -39,26 +39,24 @@ from ..utils.errors import ConfigError, ModelError
 from ..utils.hardware import compute_dtype, onednn_beats_mkl
 from ..utils.notices import notice, silent
 from .rank import Frozen
-from .replay import NO_SHAPES, Step, Where, own_error, replay
+from .replay import NO_SHAPES, Step, Target, own_error, replay
 
 CUDA_RUNTIME = 96 * 2**20  # cuBLAS workspaces of the forward and the backward thread, inside torch's allocator
-CPU_RUNTIME = 64 * 2**20  # thread pools and packed operands of oneDNN and MKL, malloc's slack
-CPU_PRIMITIVES = (
-    112 * 2**20
-)  # oneDNN's products, compiled for batches of many lengths, see hardware.bound_cpu_primitives
-LONG = 8 * TILE_ROWS  # tokens; what longer batches take lies on a line through this and its half
+CPU_RUNTIME = 64 * 2**20  # thread pools and packed operands of oneDNN and MKL, malloc overhead
+CPU_PRIMITIVES = 112 * 2**20  # oneDNN GEMMs compiled for many lengths, see hardware.bound_cpu_primitives
+LONG = 8 * TILE_ROWS  # tokens; longer batches are extrapolated from replays of this length and its half
 
 
 @dataclass(frozen=True)
 class Trainable:
-    """What is trained: numbers, and bytes in their own dtypes."""
+    """Trained parameters: number of elements, and bytes in their own dtypes."""
 
     numel: int
     bytes: int
 
 
 def dtype_named(name: str, device: torch.device) -> torch.dtype:
-    """torch's dtype of that name; "auto" is what `device` is fast in, which need not be in this machine."""
+    """torch dtype for a config name; "auto" is the fast dtype of `device`, which may be absent."""
     if name != "auto":
         return getattr(torch, name)
     absent = device.type == "cuda" and not torch.cuda.is_available()
@@ -69,21 +67,21 @@ class ModelShapes:
     """A causal LM with its adapter on the meta device, built as it will be loaded.
 
     Args:
-        products: processes that its products are divided among; `model_config` is then that of one (`rank_config`).
+        tensor: degree of tensor parallelism; `model_config` is then one rank's (`rank_config`).
 
     Raises:
         ModelError: transformers cannot build a causal LM from `model_config`, or PEFT finds no module to adapt.
     """
 
-    def __init__(self, config: RunConfig, model_config: Any, device: torch.device, products: int = 1):
+    def __init__(self, config: RunConfig, model_config: Any, device: torch.device, tensor: int = 1):
         self.config, self.device = config, device
-        self.rough = False  # whether anything could only be guessed
+        self.rough = False  # whether activations were only estimated
         self.dtype = dtype_named(self.config.precision.compute, device)
         self.causal_lm = self._build(copy.deepcopy(model_config))
         with torch.device("meta"):
             self._store(model_config)
-            if products > 1:
-                _split_formats(self.causal_lm, products)
+            if tensor > 1:
+                _split_formats(self.causal_lm, tensor)
             self.model = add_adapter(self.causal_lm, self.config.adapter) if self.config.adapter else self.causal_lm
         self.model.train()
 
@@ -93,7 +91,7 @@ class ModelShapes:
         attention = self.config.attn_implementation
         if attention is None and getattr(model_config.get_text_config(), "attn_logit_softcapping", None):
             attention = "eager"  # as `loading.load` does
-        if attention in ("eager", "sdpa"):  # kernels of packages stand behind sdpa's numbers
+        if attention in ("eager", "sdpa"):  # other kernels allocate as sdpa does
             options["attn_implementation"] = attention
         if hasattr(model_config, "quantization_config"):
             del model_config.quantization_config
@@ -104,7 +102,7 @@ class ModelShapes:
             raise ModelError(f"transformers cannot build this model: {error}", "check config.json") from error
 
     def _store(self, model_config: Any) -> None:
-        """Have the linear layers stored, and the tower frozen, as `load_model` does."""
+        """Quantize linear layers and freeze the vision tower, as `load_model` does."""
         model, storage = self.causal_lm, self.config.storage
         for name in non_text_modules(model):
             model.get_submodule(name).requires_grad_(False)
@@ -128,29 +126,30 @@ class ModelShapes:
             fake_quantize_linears(model, qat_format(storage.qat_scheme))
 
     def runtime(self, varied: bool) -> int:
-        """Bytes of libraries beside the tensors of a run, whose batches are of `varied` shapes."""
+        """Bytes of libraries outside of the run's tensors; `varied`: whether batch shapes differ."""
         if self.device.type != "cpu":
             return CUDA_RUNTIME
         return CPU_RUNTIME + CPU_PRIMITIVES * (varied and (self.dtype.itemsize == 2 or onednn_beats_mkl()))
 
-    # --- what stays --------------------------------------------------------------------------------------------------
+    # --- resident bytes ----------------------------------------------------------------------------------------------
 
     def frozen_bytes(self) -> int:
-        """Weights that are not trained, as stored, and buffers."""
+        """Bytes of frozen weights, as stored, and of buffers."""
         frozen = sum(parameter.nbytes for parameter in self.model.parameters() if not parameter.requires_grad)
         return frozen + sum(buffer.nbytes for buffer in self.model.buffers())
 
     def frozen(self) -> Frozen:
-        """The same, by where they are."""
+        """Bytes of frozen weights by component."""
         return Frozen.of(self.causal_lm, self.layers.values(), self.frozen_bytes())
 
     def trainable(self) -> Trainable:
+        """Elements and bytes of the trained parameters."""
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         return Trainable(sum(p.numel() for p in parameters), sum(p.nbytes for p in parameters))
 
     @functools.cached_property
     def _patched(self) -> PatchReport:
-        """What `patch` will find where the run trains."""
+        """Report of `patch` for this model on the training device."""
         if not self.config.use_kernels or self.device.type == "cpu":
             return PatchReport(None)
         with silent():
@@ -160,8 +159,7 @@ class ModelShapes:
 
     @functools.cached_property
     def _attends(self) -> bool:
-        """Whether attention alone is ours: on a CPU, what transformers computes with all scores at once. Where rows are
-        padded it keeps that."""
+        """Return whether only attention is patched: on a CPU with packed or padding-free batches."""
         packed = self.config.packing or self.config.padding_free
         if not self.config.use_kernels or self.device.type != "cpu" or not packed:
             return False
@@ -172,32 +170,36 @@ class ModelShapes:
 
     @functools.cached_property
     def fused(self) -> bool:
-        """Whether each decoder layer runs our forward, so that each level is open to it. Experts have a function of
-        their own within it. Layers must be alike, since one is replayed for all."""
-        others = {what for what, _ in self._patched.unfused} - {EXPERTS}
-        return bool(self._patched.fused) and not others and self._one_for_all
+        """Return whether every decoder layer runs the fused forward and so supports every activation level.
+
+        Experts may run their own function inside it. All layers need equal shapes, because one is replayed for all.
+        """
+        others = {part for part, _ in self._patched.unfused} - {EXPERTS}
+        return bool(self._patched.fused) and not others and self._uniform
 
     @functools.cached_property
-    def _one_for_all(self) -> bool:
-        """Whether one layer stands for all."""
-        return not self._per_layer and _alike(self.layers.values())
+    def _uniform(self) -> bool:
+        """Return whether all layers have the same shapes, so that one can be replayed for all."""
+        return not self._per_layer and _have_equal_shapes(self.layers.values())
 
     @property
     def _per_layer(self) -> bool:
-        """Whether embeddings have a part for each layer, so that a model of fewer layers is none."""
+        """Return whether the model has per-layer embeddings, so that it cannot be built with fewer layers."""
         return bool(getattr(self.text_config, "hidden_size_per_layer_input", None))
 
     @functools.cached_property
     def packed_way(self) -> str:
-        """How the run will keep packed documents apart, see `modeling.packing`. Families whose layers all have
-        attention, and models that cannot be asked before they are loaded, are taken to do so by their positions.
+        """The run's way of separating packed documents, see `modeling.packing`.
+
+        "positions" for families with attention in all layers, and for models that cannot be tested before loading.
 
         Raises:
-            ConfigError: nothing keeps them apart.
+            ConfigError: the model cannot separate packed documents.
         """
         family = family_of_config(self.text_config)
         known = family is not None and family.mixer is None and not family.own_layer
-        known = known and (self.config.use_kernels or not has_sinks(self.text_config))  # whose masks get no positions
+        # Without kernels, transformers masks models with sinks without positions.
+        known = known and (self.config.use_kernels or not has_sinks(self.text_config))
         if not (self.config.packing or self.config.padding_free) or known:
             return "positions"
         key, trust = "packing" if self.config.packing else "padding_free", self.config.trust_remote_code
@@ -206,23 +208,23 @@ class ModelShapes:
                 return isolate_tiny_model(self.causal_lm.config, PackedCollator(0), key=key, trust_remote_code=trust).way
         except ConfigError:
             raise
-        except Exception:  # whatever the model's own code says to sizes that were not made for it; the run asks again
+        except Exception:  # the model's own code may fail on the test's sizes; the run tests again
             return "positions"
 
     @functools.cached_property
     def packed_in_graphs(self) -> bool:
-        """Whether keeping packed documents apart waits for nothing on the device."""
+        """Return whether packed documents are separated without device synchronization, as CUDA graphs need."""
         family = family_of_config(self.text_config)
         fused = self.config.use_kernels and self.device.type != "cpu"
         if family is not None and family.mixer is not None and fused and self.packed_way == "bounds":
-            return recurrent.avoids_device_sync()  # a GPU's layers are told, where this model's were on a CPU
+            return recurrent.avoids_device_sync()  # on a GPU the patched layers get the bounds
         return self.packed_way == "positions"
 
-    # --- what comes and goes -----------------------------------------------------------------------------------------
+    # --- transient bytes ---------------------------------------------------------------------------------------------
 
     @functools.cached_property
     def layers(self) -> dict[str, nn.Module]:
-        """The decoder layers by name; none where no list of as many modules is found."""
+        """Decoder layers by name; empty if the model has no list of them."""
         try:
             name, layers = decoder_layers(self.causal_lm)
         except ModelError:
@@ -231,10 +233,11 @@ class ModelShapes:
 
     @property
     def text_config(self) -> Any:
+        """transformers config of the text model."""
         return self.causal_lm.config.get_text_config()
 
     def expert_bytes(self) -> list[int]:
-        """Bytes of the packed stacks of each decoder layer, which may wait in the host's memory."""
+        """Bytes of each decoder layer's packed expert stacks, which can be offloaded."""
         layers = list(self.layers.values())
         found = [0] * len(layers)
         for at, module in layers_of_experts(layers):
@@ -242,13 +245,16 @@ class ModelShapes:
         return found
 
     def layer_gradients(self) -> list[int]:
-        """Bytes of the gradients of each decoder layer."""
+        """Gradient bytes of each decoder layer."""
         return [sum(p.nbytes for p in layer.parameters() if p.requires_grad) for layer in self.layers.values()]
 
-    @functools.cache  # noqa: B019 (as long as the plan is made)
+    @functools.cache  # noqa: B019 (one plan's lifetime)
     def step(self, batch: Shape, levels: tuple[str, ...]) -> Step:
-        """What a step of one micro-batch allocates, with one layer of each level where they are alike, else with all
-        layers at one level. Models that are not `fused` know `keep`, and any other is transformers' checkpointing.
+        """Measure the allocations of a step of one micro-batch.
+
+        Args:
+            levels: replays one layer at each level if all layers have equal shapes, else all layers at the only level.
+                Models that are not `fused` support `keep`; any other level is transformers' checkpointing.
 
         Raises:
             ModelError: the sizes in config.json contradict each other, so that transformers' own forward fails.
@@ -256,11 +262,12 @@ class ModelShapes:
         try:
             if batch.tokens <= LONG or not self._linear:
                 return self._step(batch, levels)
-            half, whole = (self._step(Shape(1, tokens), levels) for tokens in (LONG // 2, LONG))
-            return half.line(whole, 2 * batch.tokens / LONG - 1)
+            half, full = (self._step(Shape(1, tokens), levels) for tokens in (LONG // 2, LONG))
+            return half.line(full, 2 * batch.tokens / LONG - 1)
         except NO_SHAPES as error:
             notice(
-                "rough_memory", f"activation memory is a rough guess: this model cannot be replayed on shapes ({error})"
+                "rough_memory",
+                f"activation memory is estimated from layer widths: this model cannot run on fake tensors ({error})",
             )
             return self._rough(levels[-1] != "keep", batch.tokens)
         except RuntimeError as error:
@@ -268,32 +275,34 @@ class ModelShapes:
             if own is None:
                 raise
             raise ModelError(
-                f"transformers' {type(self.causal_lm).__name__} cannot compute a forward with this config.json: {own}",
+                f"transformers' {type(self.causal_lm).__name__} fails in its forward with this config.json: {own}",
                 "correct the sizes in config.json, such as head_dim, hidden_size and num_attention_heads",
             ) from error
 
     def _step(self, batch: Shape, levels: tuple[str, ...]) -> Step:
         depth = len(self.layers)
-        if depth < 2 or not self._one_for_all:
+        if depth < 2 or not self._uniform:
             return self._replay(batch, levels * depth)
         if len(levels) < depth:
-            steps = [self._replay(batch, (levels[0], *levels))]  # the first differs where embeddings are frozen
+            steps = [self._replay(batch, (levels[0], *levels))]  # the first differs if embeddings are frozen
         else:
             steps = [self._replay(batch, (level, level)) for level in levels]
         layers = tuple(layer for step in steps for layer in step.layers[1:])
-        left_out = sum(self.layer_gradients()[len(steps[0].layers) :]) * self._copies()
+        left_out = sum(self.layer_gradients()[len(steps[0].layers) :]) * self._copy_ratio()
         return replace(steps[-1], before=steps[-1].before + int(left_out), layers=layers)
 
     @property
     def _linear(self) -> bool:
-        """Whether bytes grow as tokens do, and not as their square."""
+        """Return whether bytes grow linearly with tokens, not quadratically."""
         attention = self._attention
         return attention is not None and not attention.scores and not attention.mask
 
     @functools.cached_property
     def _attention(self) -> Implementation | None:
-        """What computes attention; None where it is the model's own and a replay's own allocates as much: eager, and on
-        CPUs, where SDPA builds scores for what GPUs have kernels for, such as values narrower than keys."""
+        """Implementation that needs a stand-in in the replay; None if the model's own code allocates the same.
+
+        None for eager attention, and on CPUs, where SDPA materializes scores that GPU kernels do not.
+        """
         packed = self.config.packing or self.config.padding_free
         if not self._patched.fused and not self._attends:
             # Layers of files without transformers' table of functions, such as Falcon's, call SDPA themselves.
@@ -306,19 +315,19 @@ class ModelShapes:
         return implementation(self.text_config, self.device, self.dtype, packed=packed)
 
     def factors(self) -> tuple[int, int]:
-        """Bytes of what is trained and read by products alone: in its own dtype, and in theirs."""
+        """Bytes of trained parameters that only GEMMs read, in their own dtype and in the compute dtype."""
         pairs = cast_replacements(self.model, self.dtype)
         return sum(factor.nbytes for factor, _ in pairs), sum(held.nbytes for _, held in pairs)
 
     def copied(self, trained: int) -> int:
-        """Bytes of the copies in the compute dtype of so many bytes that are trained."""
-        return int(trained * self._copies())
+        """Bytes of the compute-dtype copies of `trained` bytes of parameters."""
+        return int(trained * self._copy_ratio())
 
-    @functools.cache  # noqa: B019 (as long as the plan is made)
-    def _copies(self) -> float:
-        """Bytes of a copy in the compute dtype (`modeling.cast_cache`) for each byte that is trained in the layers.
+    @functools.cache  # noqa: B019 (one plan's lifetime)
+    def _copy_ratio(self) -> float:
+        """Bytes of compute-dtype copies (`modeling.cast_cache`) per trained byte of the layers.
 
-        Linears' factors are copied; those of experts are cast where they are used.
+        Adapter factors of linears are copied; experts' factors are cast at use.
         """
         if not self._patched.fused or self.config.adapter is None or self.config.adapter.adapter_dtype != "float32":
             return 0.0
@@ -328,7 +337,7 @@ class ModelShapes:
         return copied * self.dtype.itemsize / 4 if self.dtype.itemsize < 4 else 0.0
 
     def evaluation(self, batch: Shape) -> int:
-        """Bytes at the highest moment of a forward without gradients."""
+        """Peak bytes of an evaluation forward."""
         if not batch.tokens:
             return 0
         try:
@@ -338,7 +347,7 @@ class ModelShapes:
             return self._rough(True, batch.tokens).before
 
     def _replay(self, batch: Shape, levels: tuple[str, ...], training: bool = True) -> Step:
-        """`replay` with as many layers as there are levels."""
+        """Replay a model with one layer per level."""
         names, fused = list(self.layers)[: len(levels)], self.fused
         model = self._with_layers(len(levels))
         causal_lm = causal_lm_of(model)
@@ -349,13 +358,13 @@ class ModelShapes:
                     "set activation_checkpointing: false",
                 )
             enable_checkpointing(causal_lm)
-        where = Where(self.device.type, self.dtype, self._attention, bool(self._patched.fused))
+        target = Target(self.device.type, self.dtype, self._attention, bool(self._patched.fused))
         prefix = "base_model.model." if self.config.adapter else ""
         counted = [prefix + name for name in names]
-        return replay(model.train(training), counted, self._inputs(batch), where, levels if fused else None)
+        return replay(model.train(training), counted, self._inputs(batch), target, levels if fused else None)
 
     def _with_layers(self, count: int) -> Any:
-        """A copy of the model with its first `count` layers; all, where there is no list."""
+        """A copy of the model with its first `count` decoder layers."""
         names = list(self.layers)
         if not names:
             return copy.deepcopy(self.model)
@@ -371,7 +380,7 @@ class ModelShapes:
             config.num_hidden_layers = len(before)
 
     def _inputs(self, batch: Shape) -> dict[str, Tensor]:
-        """A micro-batch as the collator makes it."""
+        """A micro-batch with the collator's tensors."""
         tokens = torch.empty(batch.rows, batch.length, dtype=torch.int64, device="meta")
         if self.config.packing or self.config.padding_free:
             return {"input_ids": tokens, "position_ids": tokens}
@@ -379,28 +388,31 @@ class ModelShapes:
         return {"input_ids": tokens, "attention_mask": tokens} if masked else {"input_ids": tokens}
 
     def _rough(self, checkpointed: bool, tokens: int) -> Step:
-        """A guess: outputs of linears, twice (before and after what follows); or a layer's share, and the inputs."""
+        """Estimate activations from layer widths.
+
+        Saved: twice the outputs of all linears. Checkpointed: one layer's share of that, and all layers' inputs.
+        """
         self.rough = True
         width = sum(m.out_features for m in self.causal_lm.modules() if isinstance(m, nn.Linear))
-        kept, depth = 2 * width * tokens * self.dtype.itemsize, self.text_config.num_hidden_layers
+        saved, depth = 2 * width * tokens * self.dtype.itemsize, self.text_config.num_hidden_layers
         if checkpointed:
             inputs = depth * self.text_config.hidden_size * tokens * self.dtype.itemsize
-            kept = inputs + 2 * kept // depth
-        return Step(kept, (), 0, 0)
+            saved = inputs + 2 * saved // depth
+        return Step(saved, (), 0, 0)
 
 
 def _split_formats(model: nn.Module, ways: int) -> None:
-    """Store the weights of one process in the formats that splitting the whole ones gives: scales of columns are not
-    nested."""
+    """Store one rank's weights in the format that splitting the full weights gives: column shards have scales that are
+    not nested."""
     for name, dim in divided_along(model).items():
         linear = model.get_submodule(name.rpartition(".")[0])
         if isinstance(linear, QuantizedLinear) and name.endswith(".weight"):
             part = linear.weight.data
             sides = [size * ways if at == dim else size for at, size in enumerate(part.shape)]
-            whole = QuantizedTensor.quantize(torch.empty(sides, dtype=part.dtype), part.format)
-            linear.weight = nn.Parameter(whole.split_for(dim, ways)[0], requires_grad=False)
+            full = QuantizedTensor.quantize(torch.empty(sides, dtype=part.dtype), part.format)
+            linear.weight = nn.Parameter(full.split_for(dim, ways)[0], requires_grad=False)
 
 
-def _alike(layers: Iterable[nn.Module]) -> bool:
+def _have_equal_shapes(layers: Iterable[nn.Module]) -> bool:
     shapes = {tuple((name, tensor.shape) for name, tensor in layer.named_parameters()) for layer in layers}
     return len(shapes) == 1

@@ -1,7 +1,7 @@
-"""The one way in for text and files from outside: whatever reading or parsing raises becomes one of halfbyte's errors.
+"""Readers for external text and files. They turn every error of reading or parsing into one of halfbyte's errors.
 
-Callers say which error it is (`DataError`, `CheckpointError`, ...) and what to do when the file is missing or
-malformed. What the system or a parser has against it, and where, is found and said here.
+Callers choose the error class (`DataError`, `CheckpointError`, ...) and the fix for a missing or malformed file. The
+readers add the cause and its position.
 """
 
 from .files import look, open_bytes, open_text, read_text, why

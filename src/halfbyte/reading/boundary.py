@@ -1,4 +1,4 @@
-"""Around other libraries while they read what comes from outside: what they raise becomes one of halfbyte's errors."""
+"""Conversion of other libraries' exceptions, raised while they read external input, into halfbyte's errors."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from ..utils.errors import CheckpointError, HalfbyteError
 from ..utils.hardware import is_out_of_memory
 
-LONGEST = 300  # characters of a library's words
+LONGEST = 300  # characters of a library's message
 
 
 @contextlib.contextmanager
 def answered(message: str, fix: str = "", error: type[HalfbyteError] = CheckpointError) -> Iterator[None]:
-    """Whatever a library raises inside becomes `error(message: its words, fix)`; errors of halfbyte stay as they are.
+    """Convert a library's exception inside to `error("message: its text", fix)`.
 
-    So does running out of memory, which says nothing about what was read.
+    Errors of halfbyte and out-of-memory errors pass unchanged.
     """
     try:
         yield
@@ -24,12 +24,12 @@ def answered(message: str, fix: str = "", error: type[HalfbyteError] = Checkpoin
     except Exception as problem:
         if is_out_of_memory(problem):
             raise
-        raise error(f"{message}: {in_words(problem)}", fix) from problem
+        raise error(f"{message}: {text_of(problem)}", fix) from problem
 
 
-def in_words(problem: Exception) -> str:
-    """What an exception of another library says, on one line and not too long."""
-    said = " ".join(str(problem).split()) or type(problem).__name__
-    if isinstance(problem, KeyError) and " " not in said:  # the bare key
-        said = f"nothing is called {said}"
-    return said if len(said) <= LONGEST else f"{said[:LONGEST]}…"
+def text_of(problem: Exception) -> str:
+    """Return the text of another library's exception, on one line of at most `LONGEST` characters."""
+    text = " ".join(str(problem).split()) or type(problem).__name__
+    if isinstance(problem, KeyError) and " " not in text:  # only the key
+        text = f"there is no {text}"
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"

@@ -1,9 +1,9 @@
-"""Running what somebody else wrote under a limit of time and memory, in a child process that can be killed.
+"""Sandbox for untrusted templates: a child process with limits on CPU time and memory.
 
-A chat template is a program. jinja's sandbox keeps it from files and from Python, but not from `'x' * 10**10` or from
-loops in loops, and no signal ends `10 ** 10 ** 9` inside C. So templates are rendered in a forked copy of this process,
-many documents a message: a limit on its address space makes MemoryErrors of what is too large, and
-a timer of its CPU time, so that a busy machine changes nothing, ends what takes too long.
+A chat template is a program. jinja's sandbox blocks files and Python, but not `'x' * 10**10` or nested loops, and no
+signal interrupts `10 ** 10 ** 9` inside C. So templates are rendered in a forked child, many documents per message. A
+limit on its address space turns large allocations into MemoryErrors, and a timer of its CPU time, which a busy machine
+does not advance, kills a child that takes too long.
 """
 
 from __future__ import annotations
@@ -28,29 +28,28 @@ Result = TypeVar("Result")
 
 SECONDS = 0.5  # CPU time between two calls of `restart_clock`
 MEMORY = 512 * 2**20
-IDLE = 10.0  # seconds without a call after which a child ends: it keeps the memory that this process had
-PATIENCE = 600.0  # seconds on the clock for an answer: of a busy machine, or of many calls of `restart_clock`
-FORKS = sys.platform == "linux"  # elsewhere a fork of a process with threads is not safe, and nothing is limited
-
+IDLE = 10.0  # seconds without a call after which a child exits, because it holds this process's memory pages
+TIMEOUT = 600.0  # wall-clock seconds for an answer, on a busy machine or with many calls of `restart_clock`
+FORKS = sys.platform == "linux"  # elsewhere forking a process with threads is unsafe, and there are no limits
 
 _in_child = False
-_WAS_IDLE = 3  # exit code
+_IDLE_EXIT = 3  # exit code
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A call that gave no result, and why in a few words."""
+    """A call without a result, and the reason."""
 
     said: str
 
 
 class Bounded(Generic[Item, Result]):
-    """`function`, called in a child process under limits.
+    """Calls a function in a child process with limits.
 
-    The child is forked when it is first needed, knows what this process knew then, and ends with this object.
+    The child is forked at the first call, with this process's state at that time, and ends with this object.
 
     Args:
-        function: of one item that can be pickled, to a result that can.
+        function: takes a picklable item and returns a picklable result.
     """
 
     def __init__(self, function: Callable[[Item], Result]):
@@ -59,25 +58,25 @@ class Bounded(Generic[Item, Result]):
         self._lock = threading.Lock()
 
     def __call__(self, items: Sequence[Item]) -> list[Result | Failure | HalfbyteError]:
-        """The result of each item, or what it raised or ran into; one of them does not touch the others."""
+        """Return for each item its result, halfbyte error or `Failure`, independently of the other items."""
         if not FORKS:
             return [_answer(self.function, item) for item in items]
         answers: list[Result | Failure | HalfbyteError] = []
         with self._lock:
-            while len(answers) < len(items):  # a child that one item ended is replaced for those behind it
+            while len(answers) < len(items):  # an item that ends the child does not affect later items
                 if self._child is None or self._child.owner != os.getpid() or self._child.ended:
                     self._child = _Child(self.function)
                 self._child.ask(items[len(answers) :])
                 while len(answers) < len(items):
                     answer = self._child.answer()
-                    if not self._child.was_idle:
+                    if not self._child.exited_idle:
                         answers.append(answer)
                     if self._child.ended:
                         break
         return answers
 
     def end(self) -> None:
-        """End the child; the next call has one that knows what this process knows by then."""
+        """End the child; the next call forks a new one with the state at that time."""
         if self._child is not None and self._child.owner == os.getpid() and not self._child.ended:
             self._child.end()
 
@@ -89,16 +88,17 @@ class Bounded(Generic[Item, Result]):
 
 
 def restart_clock(more: float = 0.0) -> None:
-    """Begin the time limit anew: for what one function calls many times, each time with a right to the whole.
+    """Restart the time limit, so that each of a function's many inner calls gets the full limit.
 
     Args:
-        more: seconds beyond `SECONDS`, for what has much to do.
+        more: seconds on top of `SECONDS`.
     """
     if _in_child:
         signal.setitimer(signal.ITIMER_PROF, SECONDS + more)
 
 
 def _answer(function: Callable[[Any], Any], item: Any) -> Any:
+    """Return the function's result, its halfbyte error, or a Failure."""
     try:
         return function(item)
     except MemoryError:
@@ -110,41 +110,41 @@ def _answer(function: Callable[[Any], Any], item: Any) -> Any:
 
 
 class _Child:
-    """A forked copy of this process that answers until this process ends or closes the connection."""
+    """A forked child that answers requests until the parent ends or closes the connection."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
-        self.owner, self.ended, self.was_idle = os.getpid(), False, False
+        self.owner, self.ended, self.exited_idle = os.getpid(), False, False
         self.connection, theirs = socket.socketpair()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of forks with threads: the child only computes
+            warnings.simplefilter("ignore", DeprecationWarning)  # about forks with threads: the child only computes
             self.pid = os.fork()
         if not self.pid:
             _serve(function, theirs)
         theirs.close()
 
     def ask(self, items: Sequence[Any]) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `answer` says so
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `answer` reports it
             _send(self.connection, list(items))
 
     def answer(self) -> Any:
-        """The next answer; without one the child has ended."""
+        """Receive the next answer; a Failure if the child has ended."""
         try:
-            return pickle.loads(_receive(self.connection, PATIENCE))
+            return pickle.loads(_receive(self.connection, TIMEOUT))
         except TimeoutError:
             said = "it takes too long"
         except (EOFError, ConnectionResetError):
             said = ""
-        except BaseException:  # Ctrl-C: the answers still to come are nobody's
+        except BaseException:  # Ctrl-C: nothing will read the remaining answers
             self.end()
             raise
         status = self.end()
-        self.was_idle = os.WIFEXITED(status) and os.WEXITSTATUS(status) == _WAS_IDLE
+        self.exited_idle = os.WIFEXITED(status) and os.WEXITSTATUS(status) == _IDLE_EXIT
         if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
             said = "it takes too long"
         return Failure(said or "it ends the process that runs it")
 
     def end(self) -> int:
-        """End it, and say how it ended."""
+        """End the child and return its wait status."""
         self.ended = True
         self.connection.close()
         try:
@@ -152,7 +152,7 @@ class _Child:
                 return found[1]
             os.kill(self.pid, signal.SIGKILL)
             return os.waitpid(self.pid, 0)[1]
-        except (ChildProcessError, ProcessLookupError):  # somebody else waits for every child of this process
+        except (ChildProcessError, ProcessLookupError):  # other code in this process reaps all children
             return 0
 
 
@@ -162,14 +162,14 @@ def _send(connection: socket.socket, value: Any) -> None:
     connection.sendall(len(text).to_bytes(8, "little") + text)
 
 
-def _receive(connection: socket.socket, patience: float) -> bytes:
-    """What `_send` sent; its beginning is waited for for `patience` seconds.
+def _receive(connection: socket.socket, timeout: float) -> bytes:
+    """Receive a message of `_send`, with a timeout in seconds for its first bytes.
 
     Raises:
-        TimeoutError: nothing came.
-        EOFError: nothing will.
+        TimeoutError: no message arrived.
+        EOFError: the connection is closed.
     """
-    connection.settimeout(patience)
+    connection.settimeout(timeout)
     head = connection.recv(8, socket.MSG_WAITALL)
     connection.settimeout(None)
     left = int.from_bytes(head, "little")
@@ -183,18 +183,18 @@ def _receive(connection: socket.socket, patience: float) -> bytes:
 
 
 def _serve(function: Callable[[Any], Any], connection: socket.socket) -> None:
-    """What the child does, to its end."""
+    """Main loop of the child; never returns."""
     global _in_child
     try:
         _in_child = True
-        gc.freeze()  # collections leave the pages alone that both processes share
-        _only(connection.fileno())
+        gc.freeze()  # garbage collection must not copy shared pages
+        _close_inherited(connection.fileno())
         space = _address_space()
         while True:
             try:
                 request = _receive(connection, IDLE)
             except TimeoutError:
-                os._exit(_WAS_IDLE)
+                os._exit(_IDLE_EXIT)
             _limit(space + MEMORY + 20 * len(request))
             for item in pickle.loads(request):
                 restart_clock()
@@ -202,13 +202,13 @@ def _serve(function: Callable[[Any], Any], connection: socket.socket) -> None:
                 signal.setitimer(signal.ITIMER_PROF, 0)
                 _send(connection, answer)
     except BaseException:
-        os._exit(1)  # whatever it is: the parent sees that no answer comes
+        os._exit(1)  # the parent sees the closed connection
 
 
-def _only(kept: int) -> None:
-    """Hold nothing of the parent's but standard streams and `kept`: a lock on a run ends with the process that has it.
+def _close_inherited(kept: int) -> None:
+    """Close all inherited descriptors except standard streams and `kept`, because an open one would hold a run's lock.
 
-    The parent's handlers of signals are its own, and Ctrl-C is for the parent to hear.
+    Also reset the parent's signal handlers, and ignore Ctrl-C, which the parent handles.
     """
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGPROF):
         signal.signal(number, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""Files from outside: what stands at a path, and its bytes or its text."""
+"""Readers of external files: the kind of a path, bytes and text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Literal, TextIO, cast
 from ..utils.errors import ConfigError, HalfbyteError
 
 MEBIBYTE = 2**20
-LARGEST_TEXT = 256 * MEBIBYTE  # of what is read whole; the largest tokenizer.json has 33 MiB
+LARGEST_TEXT = 256 * MEBIBYTE  # largest file to read at once; the largest tokenizer.json has 33 MiB
 
 _WORDS = {
     errno.ENOSPC: "the disk is full",
@@ -22,7 +22,7 @@ _WORDS = {
     errno.EFBIG: "the file system takes no file of this size",
     errno.EROFS: "the disk can only be read",
     errno.ENOENT: "there is no such file",
-    errno.EEXIST: "there is one already",
+    errno.EEXIST: "it exists already",
     errno.EACCES: "you may not read or enter it",
     errno.EPERM: "you may not do that",
     errno.EISDIR: "it is a folder",
@@ -35,7 +35,7 @@ _WORDS = {
     errno.ENFILE: "this machine has too many files open",
     errno.EIO: "the disk does not answer properly",
     errno.ESTALE: "its network folder is gone",
-    errno.ENXIO: "nobody is at the other end of it",
+    errno.ENXIO: "nothing is at the other end of it",
 }
 _FIXES = {
     errno.EACCES: "give yourself the right to (chmod u+rX), or name another",
@@ -43,7 +43,7 @@ _FIXES = {
     errno.EISDIR: "name a file",
     errno.ENOTDIR: "check the path",
     errno.ENAMETOOLONG: "check the name",
-    errno.ELOOP: "mend the link, or name the file itself",
+    errno.ELOOP: "repair the link, or name the file itself",
     errno.EMFILE: "raise the limit (ulimit -n)",
 }
 _KINDS = {
@@ -57,23 +57,23 @@ _BOMS = {b"\xff\xfe\0\0": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"
 
 
 def same_place(one: str, other: str) -> bool:
-    """Whether two names are the same string, or lead to the same folder."""
+    """Return whether two names are equal or refer to the same folder."""
     return one == other or (os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other))
 
 
 def why(error: OSError) -> str:
-    """What the system says, in plain words: "the disk is full", "you may not read or enter it", "it is a folder"."""
+    """Explain an OSError in plain words: "the disk is full", "you may not read or enter it", "it is a folder"."""
     return _WORDS.get(error.errno or 0) or (error.strerror or str(error) or type(error).__name__)
 
 
 def look(path: Path | str, error: type[HalfbyteError] = ConfigError, fix: str = "") -> Literal["file", "folder", ""]:
-    """What stands at `path`: a file, a folder, or (empty text) nothing.
+    """Return the kind of `path`: "file", "folder", or "" if nothing is there.
 
     Args:
-        fix: what to do about a path that cannot be looked at, where its cause has no fix of its own.
+        fix: the fix for an inaccessible path whose cause has no fix of its own.
 
     Raises:
-        error: nothing can be read from there: a pipe, a device, a link to nothing or to itself, a name too long.
+        error: the path is unreadable: a pipe, a device, a link to nothing or to itself, or a name that is too long.
     """
     try:
         mode = os.stat(path).st_mode
@@ -81,7 +81,7 @@ def look(path: Path | str, error: type[HalfbyteError] = ConfigError, fix: str = 
         if not os.path.islink(path):
             return ""
         raise error(
-            f"{path} is a link to {os.readlink(path)}, which is not there", "mend the link, or name the file itself"
+            f"{path} is a link to {os.readlink(path)}, which is not there", "repair the link, or name the file itself"
         ) from None
     except OSError as problem:
         raise error(f"cannot read {path}: {why(problem)}", _FIXES.get(problem.errno or 0, fix)) from None
@@ -98,7 +98,7 @@ def look(path: Path | str, error: type[HalfbyteError] = ConfigError, fix: str = 
 
 @contextlib.contextmanager
 def open_bytes(path: Path | str, error: type[HalfbyteError] = ConfigError, fix: str = "") -> Iterator[BufferedReader]:
-    """The file at `path`, open for reading; what the system raises while it is open is said of it.
+    """Open the file at `path` for reading; OSErrors while it is open become `error`.
 
     Raises:
         error: there is no such file, or it cannot be read.
@@ -111,10 +111,10 @@ def open_bytes(path: Path | str, error: type[HalfbyteError] = ConfigError, fix: 
 def open_text(
     path: Path | str, error: type[HalfbyteError] = ConfigError, fix: str = "", newline: str | None = None
 ) -> Iterator[TextIO]:
-    """The UTF-8 text at `path`, open for reading, a byte order mark at its start left out.
+    """Open the UTF-8 text file at `path` for reading, without a byte order mark.
 
     Raises:
-        error: there is no such file, or it cannot be read; or, while it is read, it is not UTF-8, with line and byte.
+        error: there is no such file, it cannot be read, or it is not UTF-8 (with line and byte).
     """
     with _open(path, error, fix, "r", newline) as file:
         try:
@@ -127,14 +127,14 @@ def open_text(
 def _open(
     path: Path | str, error: type[HalfbyteError], fix: str, mode: str, newline: str | None = None
 ) -> Iterator[object]:
-    stands = look(path, error, fix)
-    if not stands:
+    kind = look(path, error, fix)
+    if not kind:
         raise error(f"no such file: {path}", fix)
-    if stands == "folder":
+    if kind == "folder":
         raise error(f"cannot read {path}: {_WORDS[errno.EISDIR]}", _FIXES[errno.EISDIR])
     try:
         if _is_pointer(path):
-            raise error(f"{path} is a pointer of Git LFS, and not the file", "fetch it: `git lfs pull` in its folder")
+            raise error(f"{path} is a Git LFS pointer, not the file", "fetch it: `git lfs pull` in its folder")
         with open(path, mode, encoding=None if "b" in mode else "utf-8-sig", newline=newline) as file:
             yield file
     except OSError as problem:
@@ -142,7 +142,7 @@ def _open(
 
 
 def _is_pointer(path: Path | str) -> bool:
-    """Whether Git has left its note of a large file there, as where it was cloned without LFS."""
+    """Return whether the file is a Git LFS pointer, as after a clone without LFS."""
     if os.stat(path).st_size > _LARGEST_POINTER:
         return False
     with open(path, "rb") as file:
@@ -150,7 +150,7 @@ def _is_pointer(path: Path | str) -> bool:
 
 
 def _undecodable(path: Path, error: type[HalfbyteError]) -> HalfbyteError:
-    """Which byte of which line is not UTF-8."""
+    """Build the error that names the first line and byte that are not UTF-8."""
     with open(path, "rb") as file:
         start = file.read(4)
         if name := next((name for mark, name in _BOMS.items() if start.startswith(mark)), ""):
@@ -168,15 +168,15 @@ def _undecodable(path: Path, error: type[HalfbyteError]) -> HalfbyteError:
 def read_text(
     path: Path | str, error: type[HalfbyteError] = ConfigError, fix: str = "", largest: int = LARGEST_TEXT
 ) -> str:
-    """The whole text of the file at `path`, UTF-8 with or without a byte order mark.
+    """Read the text of the file at `path`, UTF-8 with or without a byte order mark.
 
     Args:
-        error: what is raised.
-        fix: what to do when the file is missing or malformed.
-        largest: bytes the file may have.
+        error: class of the error.
+        fix: the fix for a missing or malformed file.
+        largest: largest size in bytes.
 
     Raises:
-        error: there is no such file, it cannot be read, is too large, or is not UTF-8, with line and byte.
+        error: there is no such file, it cannot be read, is too large, or is not UTF-8 (with line and byte).
     """
     with open_text(path, error, fix) as file:
         size = os.fstat(file.fileno()).st_size

@@ -1,7 +1,7 @@
-"""The head of a GGUF file: its keys, and where its tensors lie. Standard library only, and bounded.
+"""Bounded reader for the header of a GGUF file: keys, and names, shapes and offsets of tensors. Standard library only.
 
-The gguf library's reader believes the counts that a file states: 2⁶² numbers of an array that is not there keep it busy
-for ever. Here every count is compared with the bytes that are left before anything is made of it.
+The gguf library's reader trusts the counts in a file: a missing array of 2⁶² numbers blocks it forever. This reader
+compares every count with the remaining bytes first.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -17,23 +17,23 @@ from ..utils.errors import CheckpointError
 from .files import open_bytes
 
 VERSIONS = (2, 3)
-ALIGNMENT = 32  # of the data, where general.alignment says nothing
+ALIGNMENT = 32  # default of general.alignment, in bytes
 DAMAGED = "download or convert the file again"
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # type → struct's
 STRING, ARRAY = 8, 9
-MOST_VALUES = 1 << 23  # of an array; vocabularies have 3e5 tokens
-MOST_DIMENSIONS = 4  # ggml's
+MOST_VALUES = 1 << 23  # values of an array; vocabularies have 3e5 tokens
+MOST_DIMENSIONS = 4  # ggml's limit
 SMALLEST_KEY, SMALLEST_TENSOR = 8 + 4 + 1, 8 + 4 + 4 + 8  # bytes
 
 
 @dataclass(frozen=True)
 class Described:
-    """A tensor as the head describes it.
+    """Header entry of a tensor.
 
     Attributes:
-        shape: rows first (the file has them last).
-        type: ggml's number of it.
-        start: of its data, in bytes from the start of the file.
+        shape: rows first (the file stores them last).
+        type: ggml's type number.
+        start: offset of its data in bytes from the start of the file.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Described:
 
 @dataclass(frozen=True)
 class Head:
-    """Keys with their values as plain Python, and tensors in the order of the file; `size` of the file in bytes."""
+    """Header of a file: keys with plain Python values, tensors in file order, and the file's size in bytes."""
 
     keys: dict[str, Any]
     tensors: list[Described]
@@ -52,10 +52,10 @@ class Head:
 
 
 def read_head(path: Path) -> Head:
-    """Keys and tensors' descriptions of a GGUF file. Whether the tensors' data fit is not known here: see `GgufFile`.
+    """Read the header of a GGUF file. `GgufFile` checks that the tensors' data fit into the file.
 
     Raises:
-        CheckpointError: it cannot be read, is truncated, or no GGUF file.
+        CheckpointError: it cannot be read, is truncated, or is not a GGUF file.
     """
     with open_bytes(path, CheckpointError, DAMAGED) as file:
         try:
@@ -66,12 +66,13 @@ def read_head(path: Path) -> Head:
 
 
 class _Cursor:
-    """Reads values one after another; ValueError says what is wrong with them."""
+    """Reads values sequentially; raises ValueError with the reason."""
 
     def __init__(self, data: Any):
         self.data, self.at = data, 0
 
     def head(self) -> Head:
+        """Read the header."""
         if self.data[:4] != b"GGUF":
             raise ValueError("it does not start with GGUF")
         self.at = 4
@@ -85,26 +86,26 @@ class _Cursor:
         for _ in range(keys):
             name = self.text()
             if name in values:
-                raise ValueError(f"the key {name} is there twice")
+                raise ValueError(f"the key {name} occurs twice")
             values[name] = self.value(self.number("I"), name)
         self.check(tensors, SMALLEST_TENSOR, "tensors")
         found = [self.tensor() for _ in range(tensors)]
         if len({each.name for each in found}) < len(found):
-            raise ValueError("a tensor is there twice")
+            raise ValueError("a tensor occurs twice")
         start = self.data_start(values.get("general.alignment", ALIGNMENT))
         placed = [Described(each.name, each.shape, each.type, start + each.start) for each in found]
         return Head(values, placed, len(self.data))
 
     def data_start(self, alignment: Any) -> int:
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-            raise ValueError(f"general.alignment is {alignment!r}, no power of two")
+            raise ValueError(f"general.alignment is {alignment!r}, not a power of two")
         return -(-self.at // alignment) * alignment
 
     def check(self, count: int, nbytes: int, what: str) -> None:
-        """Whether `count` things of at least `nbytes` each can be in what is left."""
+        """Check that `count` items of at least `nbytes` each fit into the remaining bytes."""
         left = len(self.data) - self.at
         if count * nbytes > left:
-            raise ValueError(f"it says that {count} {what} follow, and {left} bytes are left")
+            raise ValueError(f"it declares {count} {what}, and {left} bytes are left")
 
     def number(self, kind: str) -> Any:
         (value,) = struct.unpack_from(f"<{kind}", self.data, self.at)
@@ -126,7 +127,7 @@ class _Cursor:
             raise ValueError(f"the key {name} is of an unknown type, {kind}")
         kind, count = self.number("I"), self.number("Q")
         if kind not in SCALARS and kind != STRING:
-            raise ValueError(f"the key {name} is an array of type {kind}, which no model has")
+            raise ValueError(f"the key {name} is an array of type {kind}, which is not supported")
         self.check(count, 8 if kind == STRING else struct.calcsize(f"<{SCALARS[kind]}"), f"values of {name}")
         if count > MOST_VALUES:
             raise ValueError(f"the key {name} has {count} values, more than {MOST_VALUES}")

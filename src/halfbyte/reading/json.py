@@ -1,4 +1,4 @@
-"""JSON from outside, within bounds that no honest file meets: of depth, of digits, of characters."""
+"""Bounded parser for external JSON: limits depth, digits of numbers, and characters."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 def read_json(
     path: Path | str, error: type[HalfbyteError] = ConfigError, fix: str = "", largest: int = LARGEST_TEXT
 ) -> Any:
-    """The value of a JSON file.
+    """Read a JSON file.
 
     Args:
-        error: what is raised.
-        fix: what to do when the file is missing or malformed.
-        largest: bytes the file may have.
+        error: class of the error.
+        fix: the fix for a missing or malformed file.
+        largest: largest size in bytes.
 
     Raises:
         error: as `read_text` and `parse_json`, with the file and line.
@@ -39,15 +39,15 @@ def parse_json(
     line: int | None = None,
     unique: bool = False,
 ) -> Any:
-    """The value that `text` spells.
+    """Parse JSON text.
 
     Args:
-        where: the file, or whatever else `text` came from.
-        line: the line of that file that `text` is, where it is one.
-        unique: whether a key that is given twice in one object is refused; else the last one counts.
+        where: file or other source of `text`, for the error.
+        line: line number in that file, if `text` is one line of it.
+        unique: refuse duplicate keys in an object; else the last one wins.
 
     Raises:
-        error: it is not JSON, is nested too deeply, or holds a number or character that nothing can hold.
+        error: not JSON, nested too deeply, or an invalid number or character.
     """
     place = f"{where}:{line}" if line else where
     try:
@@ -69,26 +69,27 @@ def parse_json(
     except UnicodeEncodeError as problem:
         half = problem.object[problem.start]
         raise error(f"{place}: half a surrogate pair ({half!r}) is no character", fix) from None
-    except _Twice as problem:
+    except _DuplicateKey as problem:
         raise error(f"{place}: the key {problem} is given twice in one object", fix or "keep one of them") from None
     except ValueError:  # int() of more digits than Python reads
         raise error(f"{place}: a number has more digits than can be read", fix) from None
 
 
-class _Twice(Exception):
-    """A key that is given twice."""
+class _DuplicateKey(Exception):
+    """Raised for a duplicate key."""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build an object and refuse duplicate keys."""
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise _Twice(repr(next(key for key in found if keys.count(key) > 1)))
+        raise _DuplicateKey(repr(next(key for key in found if keys.count(key) > 1)))
     return found
 
 
 def _nests(text: str, value: Any) -> bool:
-    """Whether `value`, spelled by `text`, is nested more than DEEPEST levels deep."""
+    """Return whether `value`, parsed from `text`, is nested more than DEEPEST levels deep."""
     if text.count("[") + text.count("{") <= DEEPEST:
         return False
     level = [value]

@@ -1,4 +1,4 @@
-"""config.json and generation_config.json of a model: whether what they say can be, before a library builds on it."""
+"""Readers for a model's config.json and generation_config.json that check values before a library uses them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 FIX = "re-download config.json, or correct it"
 LARGEST_FILE = 16 * MEBIBYTE
 LARGEST, MOST_LAYERS = 2**31 - 1, 10_000
-EVERY = ("decoder_sparse_step", "full_attention_interval", "attn_layer_period", "expert_layer_period")  # so many layers
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # none: a dense model
-CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")  # by the router
+EVERY = ("decoder_sparse_step", "full_attention_interval", "attn_layer_period", "expert_layer_period")  # in layers
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # 0 for a dense model
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")  # per token
 SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "vocab_size", "max_position_embeddings", "n_embd", "n_layer", "n_head", "n_positions", *EXPERTS, *CHOSEN,
@@ -24,28 +24,28 @@ SIZES = (
 )  # fmt: skip
 MAY_BE_ZERO = ("intermediate_size", "num_key_value_heads", "max_position_embeddings", *EXPERTS, *CHOSEN)
 LAYERS = ("num_hidden_layers", "n_layer")
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # what is read, whatever else may be named
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # the only supported values of transformers_weights
 MAPPINGS = ("text_config", "vision_config", "quantization_config", "rope_scaling", "rope_parameters", "auto_map")
 TEXTS = ("model_type", "hidden_act", "transformers_version")
 NUMBERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_length", "max_new_tokens")
-ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a local model, looked over.
+    """Read and check config.json of a local model.
 
     Raises:
-        CheckpointError: it cannot be read, or a key cannot be what it says.
+        CheckpointError: it cannot be read, or a key is invalid.
     """
     config = _object(folder / CONFIG)
     _check(folder / CONFIG, config)
-    if config.get("quantization_config", {}) is None:  # as merging tools leave it; transformers loads it
+    if config.get("quantization_config", {}) is None:  # written by merging tools, and accepted by transformers
         del config["quantization_config"]
     return config
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
-    """generation_config.json of a local model, looked over; empty where there is none.
+    """Read and check generation_config.json of a local model; empty if there is none.
 
     Raises:
         CheckpointError: as `read_config`.
@@ -61,8 +61,8 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def declared_ends(folder: Path) -> list[int]:
-    """The tokens that a model's generation_config.json says an answer ends with, or else its config.json."""
+def declared_stop_tokens(folder: Path) -> list[int]:
+    """Return the stop tokens in a model's generation_config.json, else in its config.json."""
     stored = read_generation_config(folder).get("eos_token_id")
     if stored is None and look(folder / CONFIG, CheckpointError):
         config = read_config(folder)
@@ -71,7 +71,7 @@ def declared_ends(folder: Path) -> list[int]:
 
 
 def check_model_config(folder: Path) -> None:
-    """Look over both files of a local model.
+    """Check both files of a local model.
 
     Raises:
         CheckpointError: as `read_config`.
@@ -83,8 +83,8 @@ def check_model_config(folder: Path) -> None:
 def _object(path: Path) -> dict[str, Any]:
     config = read_json(path, CheckpointError, FIX.replace(CONFIG, path.name), LARGEST_FILE)
     if not isinstance(config, dict):
-        said = f"{path} holds a {type(config).__name__}, not an object"
-        raise CheckpointError(said, FIX.replace(CONFIG, path.name))
+        what = f"{path} holds a {type(config).__name__}, not an object"
+        raise CheckpointError(what, FIX.replace(CONFIG, path.name))
     return config
 
 
@@ -97,27 +97,27 @@ def _check(path: Path, config: Mapping[str, Any], within: str = "") -> None:
     experts = next((each for key in EXPERTS if isinstance(each := config.get(key), int)), 0)
     for key in CHOSEN if experts else ():
         if isinstance(chosen := config.get(key), int) and not 1 <= chosen <= experts:
-            raise _wrong(path, within + key, f"1 to {experts}, as many as there are experts", chosen)
+            raise _wrong(path, within + key, f"1 to {experts} (the number of experts)", chosen)
     for key in LAYERS:
         if isinstance(layers := config.get(key), int) and layers > MOST_LAYERS:
             raise _wrong(path, within + key, f"at most {MOST_LAYERS}", layers)
-    for keys, kind, said in ((MAPPINGS, dict, "an object"), (TEXTS, str, "text")):
+    for keys, kind, words in ((MAPPINGS, dict, "an object"), (TEXTS, str, "text")):
         for key in keys:
             if config.get(key) is not None and not isinstance(config[key], kind):
-                raise _wrong(path, within + key, said, config[key])
+                raise _wrong(path, within + key, words, config[key])
     named = config.get("transformers_weights")
     if named is not None and named not in WEIGHTS:
         raise _wrong(path, within + "transformers_weights", " or ".join(WEIGHTS), named)
     formats = (config.get("quantization_config") or {}).get("formats")
     if formats is not None and not (isinstance(formats, dict) and all(map(_are_texts, formats.values()))):
-        raise _wrong(path, within + "quantization_config.formats", "formats and the layers stored so", formats)
+        raise _wrong(path, within + "quantization_config.formats", "a mapping of formats to names of layers", formats)
     _check_ids(path, config, within)
     if isinstance(text := config.get("text_config"), dict):
         _check(path, text, f"{within}text_config.")
 
 
 def _check_ids(path: Path, config: Mapping[str, Any], within: str = "") -> None:
-    for key in ENDS:
+    for key in TOKEN_IDS:
         value = config.get(key)
         for each in value if isinstance(value, list) else [value]:
             if each is not None and type(each) is not int:
@@ -129,4 +129,4 @@ def _are_texts(value: Any) -> bool:
 
 
 def _wrong(path: Path, key: str, kind: str, value: Any) -> CheckpointError:
-    return CheckpointError(f"{path}: {key} is to be {kind}, and it is {value!r:.80}", FIX.replace(CONFIG, path.name))
+    return CheckpointError(f"{path}: {key} must be {kind}, not {value!r:.80}", FIX.replace(CONFIG, path.name))

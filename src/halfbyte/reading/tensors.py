@@ -1,6 +1,6 @@
-"""Files of weights: which there are, their heads, and their tensors; adapters', checkpoints' and pickled ones, too.
+"""Readers for weight files: names of the files, headers, and tensors, of models, adapters and pickled state.
 
-What is said of a file before its tensors are read needs the standard library alone. Nothing read here can run code.
+Names and headers need only the standard library. No file read here can run code.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # as PEFT saves them
 ADAPTER_PICKLED = "adapter_model.bin"
-LARGEST_HEAD = 32 * MEBIBYTE  # of JSON that lists tensors: 250,000 of them
+LARGEST_HEAD = 32 * MEBIBYTE  # of JSON that lists 250,000 tensors
 MOST_RANKS = 65_536
-SAMPLE = 4096  # bytes of a tensor that a checkpoint is known again by
+SAMPLE = 4096  # bytes of each tensor in a checkpoint's digest
 AGAIN = "re-download this file"
 ADAPTER_AGAIN = "copy the adapter there again"
 BITS = {
@@ -40,15 +40,14 @@ BITS = {
 }  # fmt: skip
 
 
-# --- which files there are -------------------------------------------------------------------------------------------
+# --- names of files ---------------------------------------------------------------------------------------------------
 
 
 def check_checkpoint(folder: Path) -> None:
-    """Look over a local checkpoint: its config, its index, the heads of what weights there are. A hub id has nothing to
-    look over.
+    """Check a local checkpoint: its config, its index and the headers of its weights. Hub ids are not checked.
 
     Raises:
-        CheckpointError: naming the file that is missing or damaged, or the key that cannot be.
+        CheckpointError: the missing or damaged file, or the invalid key.
     """
     if not folder.is_dir():
         return
@@ -58,7 +57,7 @@ def check_checkpoint(folder: Path) -> None:
 
 
 def safetensors_files(folder: Path) -> list[Path]:
-    """The weight files of a local checkpoint, in order; empty when it holds no safetensors.
+    """List the safetensors files of a local checkpoint, in order; empty if it has none.
 
     Raises:
         CheckpointError: the index is damaged, or names a file that is not there or not in this folder.
@@ -67,15 +66,15 @@ def safetensors_files(folder: Path) -> list[Path]:
 
 
 def pickled_files(folder: Path) -> list[Path]:
-    """The same of what torch.save wrote (pytorch_model.bin), which transformers takes where there are no others."""
+    """List the pickled weight files (pytorch_model.bin), which transformers reads if there are no others."""
     return _files(folder, PICKLED, PICKLED_INDEX)
 
 
 def checkpoint_digest(place: Path) -> str:
-    """SHA-256 by which a local checkpoint is known again, without reading all of it: of its config, its index, the
-    sizes of its weight files, their heads, and the first `SAMPLE` bytes of every tensor (of other files, of every MiB).
+    """Return a SHA-256 that identifies a local checkpoint without reading all of it.
 
-    Training changes what is read of any tensor; a few numbers changed elsewhere by hand do not show.
+    It covers the config, the index, sizes and headers of the weight files, and the first `SAMPLE` bytes of every tensor
+    (in other files: of every MiB). Training changes every tensor's sample; a manual edit elsewhere goes unnoticed.
 
     Args:
         place: a folder, or a GGUF file.
@@ -112,7 +111,7 @@ def _read_samples(file: Path, digest: Any) -> None:
 
 
 def _files(folder: Path, single: str, index: str) -> list[Path]:
-    if look(folder / single, CheckpointError, AGAIN) == "file":  # transformers, too, takes it before an index
+    if look(folder / single, CheckpointError, AGAIN) == "file":  # transformers prefers it to an index, too
         return [folder / single]
     if not look(folder / index, CheckpointError, AGAIN):
         return []
@@ -122,14 +121,14 @@ def _files(folder: Path, single: str, index: str) -> list[Path]:
     if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
         raise CheckpointError(f"{folder / index} has no weight_map of tensors to files", "re-download the index")
     if not isinstance(parts.get("metadata"), dict):
-        raise CheckpointError(f"{folder / index} has no metadata, which transformers asks for", "re-download the index")
+        raise CheckpointError(f"{folder / index} has no metadata, which transformers requires", "re-download the index")
     names = sorted(set(shards.values()))
     for name in names:
-        # Links are not followed up: the hub's cache is made of them. They are whoever's who owns the folder; the index
-        # came with the download.
+        # Links are allowed, because the hub's cache consists of them. The index is downloaded, so its names must not
+        # leave the folder.
         if os.path.basename(name) != name or "\\" in name or not name.endswith(os.path.splitext(single)[1]):
             raise CheckpointError(
-                f"{folder / index}: {name!r} is no file of weights in this folder", "re-download the checkpoint"
+                f"{folder / index}: {name!r} is not a weight file in this folder", "re-download the checkpoint"
             )
         if look(folder / name, CheckpointError, AGAIN) != "file":
             raise CheckpointError(f"{folder / name} is missing, though {index} names it", "re-download the checkpoint")
@@ -137,16 +136,16 @@ def _files(folder: Path, single: str, index: str) -> list[Path]:
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """What adapter_config.json of a local folder says.
+    """Read and check adapter_config.json of a local folder.
 
     Raises:
-        CheckpointError: there is none, or it cannot be read.
+        CheckpointError: it is missing, unreadable or invalid.
     """
     path = folder / ADAPTER_CONFIG
     if folder.is_file():
         raise CheckpointError(f"{folder} is a file, not an adapter's folder", f"name {folder.parent}")
     if not look(path, CheckpointError, ADAPTER_AGAIN):
-        of_run = folder / "adapter"  # who names a run means the adapter that it left
+        of_run = folder / "adapter"  # for a run's folder
         fix = f"name {of_run}" if (of_run / ADAPTER_CONFIG).exists() else "name a folder that PEFT saved"
         raise CheckpointError(f"{folder} has no {ADAPTER_CONFIG}", fix)
     document = read_json(path, CheckpointError, ADAPTER_AGAIN)
@@ -154,12 +153,12 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} holds a {type(document).__name__}, not an object", ADAPTER_AGAIN)
     pickled = folder / ADAPTER_PICKLED
     if pickled.exists() and not (folder / ADAPTER).exists():
-        fix = "where you trust it, load it with PEFT and save it again, as safetensors"
+        fix = "if you trust it, load it with PEFT and save it again as safetensors"
         raise CheckpointError(f"{pickled} is a pickle, which could run code and is not read", fix)
     for keys, (sound, kind) in ADAPTER_KINDS.items():
         for key in keys:
             if document.get(key) is not None and not sound(document[key]):
-                raise CheckpointError(f"{path}: {key} is to be {kind}, and it is {document[key]!r:.80}", ADAPTER_AGAIN)
+                raise CheckpointError(f"{path}: {key} must be {kind}, not {document[key]!r:.80}", ADAPTER_AGAIN)
     return document
 
 
@@ -182,21 +181,21 @@ def _mapping_to(sound: Callable[[Any], bool]) -> Callable[[Any], bool]:
 ADAPTER_KINDS: dict[tuple[str, ...], tuple[Callable[[Any], bool], str]] = {
     ("r",): (_rank, f"a whole number from 1 to {MOST_RANKS}"),
     ("lora_alpha", "lora_dropout"): (_number, "a number"),
-    ("rank_pattern",): (_mapping_to(_rank), "names and ranks"),
-    ("alpha_pattern",): (_mapping_to(_number), "names and numbers"),
+    ("rank_pattern",): (_mapping_to(_rank), "a mapping from names to ranks"),
+    ("alpha_pattern",): (_mapping_to(_number), "a mapping from names to numbers"),
     ("target_modules", "modules_to_save", "exclude_modules"): (_names, "names of modules"),
     ("base_model_name_or_path", "revision", "peft_type", "task_type"): (lambda value: isinstance(value, str), "text"),
 }
 
 
-# --- heads -----------------------------------------------------------------------------------------------------------
+# --- headers ----------------------------------------------------------------------------------------------------------
 
 
 def read_header(file: Path, fix: str = AGAIN) -> dict[str, dict[str, Any]]:
-    """The header of a safetensors file: tensor name → {dtype, shape, data_offsets}.
+    """Read the header of a safetensors file: tensor name → {dtype, shape, data_offsets}.
 
     Raises:
-        CheckpointError: the file cannot be read, is truncated, or not a safetensors file.
+        CheckpointError: the file cannot be read, is truncated, or is not a safetensors file.
     """
     with open_bytes(file, CheckpointError, fix) as stream:
         size = os.fstat(stream.fileno()).st_size
@@ -206,21 +205,22 @@ def read_header(file: Path, fix: str = AGAIN) -> dict[str, dict[str, Any]]:
         if size < 8 or length > size - 8:
             raise CheckpointError(f"{file} is truncated: its header needs {length} bytes, the file has {size}", fix)
         if length > LARGEST_HEAD:
-            raise CheckpointError(f"{file} has a header of {length // MEBIBYTE} MiB, which no model has", fix)
+            limit = LARGEST_HEAD // MEBIBYTE
+            raise CheckpointError(f"{file} has a header of {length // MEBIBYTE} MiB, more than {limit}", fix)
         text = stream.read(length)
     header = parse_json(text, f"{file} is not a safetensors file: header", CheckpointError, fix, unique=True)
     if not isinstance(header, dict):
-        raise CheckpointError(f"{file} is not a safetensors file: its header is no object", fix)
+        raise CheckpointError(f"{file} is not a safetensors file: its header is not an object", fix)
     described = header.pop("__metadata__", None) or {}
     if not isinstance(described, dict) or not all(isinstance(value, str) for value in described.values()):
-        raise CheckpointError(f"{file}: __metadata__ is to hold texts", fix)
+        raise CheckpointError(f"{file}: __metadata__ must be a mapping to text", fix)
     end = 0
     for name, entry in sorted(header.items(), key=lambda item: _offsets(file, item[0], item[1], fix)):
         nbytes = _nbytes(file, name, entry, fix)
         if entry["data_offsets"] != [end, end + nbytes]:
             first, last = entry["data_offsets"]
             raise CheckpointError(
-                f"{file}: the bytes of {name} are said to be {first} to {last}, and are {end} to {end + nbytes}", fix
+                f"{file}: {name} must have the bytes {end} to {end + nbytes}, not {first} to {last}", fix
             )
         end += nbytes
     if 8 + length + end != size:
@@ -229,16 +229,16 @@ def read_header(file: Path, fix: str = AGAIN) -> dict[str, dict[str, Any]]:
 
 
 def _offsets(file: Path, name: str, entry: Any, fix: str) -> tuple[int, int]:
-    """First and last byte of a tensor; entries are in order by them."""
+    """Return the first and last byte of a tensor, the sort key of entries."""
     offsets: Any = entry.get("data_offsets") if isinstance(entry, dict) else None
     if not _counts(offsets) or len(offsets) != 2:
-        raise CheckpointError(f"{file}: {name} has no data_offsets of two counts", fix)
+        raise CheckpointError(f"{file}: {name} has no data_offsets of two numbers", fix)
     return offsets[0], offsets[1]
 
 
 def _nbytes(file: Path, name: str, entry: dict[str, Any], fix: str) -> int:
     if not isinstance(entry.get("dtype"), str) or entry["dtype"] not in BITS:
-        raise CheckpointError(f"{file}: {name} has the dtype {entry.get('dtype')!r}, which is not known", fix)
+        raise CheckpointError(f"{file}: {name} has the unknown dtype {entry.get('dtype')!r}", fix)
     if not _counts(entry.get("shape")):
         raise CheckpointError(f"{file}: {name} has the shape {entry.get('shape')!r}", fix)
     return math.prod(entry["shape"]) * BITS[entry["dtype"]] // 8
@@ -252,7 +252,7 @@ def _counts(value: Any) -> bool:
 
 
 def read_tensors(file: Path, fix: str = AGAIN) -> dict[str, Tensor]:
-    """All tensors of a safetensors file, on the CPU.
+    """Read all tensors of a safetensors file to the CPU.
 
     Raises:
         CheckpointError: as `read_header`.
@@ -265,7 +265,7 @@ def read_tensors(file: Path, fix: str = AGAIN) -> dict[str, Tensor]:
 
 
 def read_tensor(file: Path, name: str) -> Tensor:
-    """One tensor of a file whose header was read, on the CPU.
+    """Read one tensor of a file with a checked header to the CPU.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -277,14 +277,14 @@ def read_tensor(file: Path, name: str) -> Tensor:
 
 
 def read_state(file: Path, fix: str, device: str = "cpu", fix_of_pickles: str = "") -> Any:
-    """What torch.save wrote of tensors, numbers, texts and their containers; nothing in it is run.
+    """Read tensors, numbers, text and their containers from a torch.save file, without running code.
 
     Args:
-        device: "meta": shapes alone, and no data is read.
-        fix_of_pickles: where it holds anything else; default: `fix`.
+        device: "meta" reads shapes only.
+        fix_of_pickles: the fix for other contents; default: `fix`.
 
     Raises:
-        CheckpointError: it is damaged, or holds anything else.
+        CheckpointError: it is damaged, or has other contents.
     """
     import torch
 
@@ -297,7 +297,7 @@ def read_state(file: Path, fix: str, device: str = "cpu", fix_of_pickles: str = 
             f"{file} is damaged, or holds more than tensors: a pickle that could run code is not loaded",
             fix_of_pickles or fix,
         ) from error
-    except Exception as error:  # of zip files, pickles and tensors, a kind each; its words are about torch's insides
+    except Exception as error:  # of several classes, with messages about torch's internals
         if is_out_of_memory(error):
             raise
         raise CheckpointError(f"{file} is truncated or damaged", fix) from error

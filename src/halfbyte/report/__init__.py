@@ -1,10 +1,10 @@
-"""What a run leaves for people: report.html and the model card.
+"""Report of a run: report.html and the model card.
 
-run.py       the files of a run directory, read with tolerance, and the figures derived from them
-plots.py     curves and histograms as inline SVG whose colours follow the page
+run.py       reads the files of a run folder, missing or damaged ones too, and derives figures from them
+plots.py     curves and histograms as inline SVG in the page's colours
 sections.py  one function per section of the report
-page.py      the page around them: style, headline, navigation
-card.py      README.md for whoever gets the adapter
+page.py      the page: style, headline figures, navigation
+card.py      README.md for users of the adapter
 """
 
 from .card import write_card

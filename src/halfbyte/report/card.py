@@ -1,4 +1,4 @@
-"""The model card: README.md for whoever gets the adapter, in the layout the Hugging Face hub reads."""
+"""Model card: README.md for users of the adapter, in the Hugging Face hub's layout."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import yaml
 
 from ..config.methods import SCORES
 from ..methods import METHODS
+from ..runs.layout import ADAPTER, METRICS, MODEL, MODEL_CARD, REPORT, RESOLVED_CONFIG
 from ..utils.files import write_text
 from ..utils.terminal import duration, method, size, storage
 from ..utils.text import visible
@@ -38,50 +39,48 @@ def write_card(run_dir: Path | str) -> Path:
         TrainingError: README.md cannot be written.
     """
     run = read_run(run_dir)
-    return write_text(run.path / "README.md", card(run))
+    return write_text(run.path / MODEL_CARD, card(run))
 
 
 def card(run: Run) -> str:
-    """The whole card as Markdown with its YAML header."""
-    whole = not run.config.get("use_peft", True)
-    what = "Fine-tuned weights" if whole else "A LoRA adapter"
+    """Return the card as Markdown with its YAML header."""
+    full = not run.config.get("use_peft", True)
+    what = "Fine-tuned weights" if full else "A LoRA adapter"
     parts = [
-        f"---\n{yaml.safe_dump(_hub_header(run, whole), sort_keys=False)}---",
+        f"---\n{yaml.safe_dump(_hub_header(run, full), sort_keys=False)}---",
         f"# {_plain(Path(run.model).name)}, fine-tuned with halfbyte",
         f"{what} for `{_code(run.model)}`, trained by {method(run.config)}.",
-        f"## Use\n\n```python\n{_usage(run, whole)}\n```",
+        f"## Use\n\n```python\n{_usage(run, full)}\n```",
         f"## Results\n\n{_table(_results(run))}",
         f"## Data\n\n{_table(_data(run))}",
-        f"## Hyperparameters\n\n{_table(_hyperparameters(run, whole))}",
-        "Every key is in `config.resolved.yaml`, every number in `metrics.jsonl`, and plots are in `report.html`.",
+        f"## Hyperparameters\n\n{_table(_hyperparameters(run, full))}",
+        f"Every key is in `{RESOLVED_CONFIG}`, every number in `{METRICS}`, and plots are in `{REPORT}`.",
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _hub_header(run: Run, whole: bool) -> dict[str, Any]:
-    header: dict[str, Any] = {"library_name": "transformers" if whole else "peft"}
+def _hub_header(run: Run, full: bool) -> dict[str, Any]:
+    header: dict[str, Any] = {"library_name": "transformers" if full else "peft"}
     # The hub checks that base_model exists there, so a local folder is not named.
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", run.model) and not Path(run.model).exists():
         header["base_model"] = run.model
-    header["tags"] = ["halfbyte", *([] if whole else ["lora"]), run.config.get("method", "sft")]
-    if not whole and storage(run.config) != "16-bit":
+    header["tags"] = ["halfbyte", *([] if full else ["lora"]), run.config.get("method", "sft")]
+    if not full and storage(run.config) != "16-bit":
         header["tags"].append("qlora")
     header["pipeline_tag"] = PIPELINES[_loader(run)[0]]
     return header
 
 
-def _usage(run: Run, whole: bool) -> str:
-    """Five lines with nothing but transformers and PEFT."""
+def _usage(run: Run, full: bool) -> str:
+    """Code that loads the model with transformers and PEFT only."""
     loader, labels = _loader(run)
     lines = [f"from transformers import {loader}, AutoTokenizer"]
     if scheme := run.config.get("qat_scheme"):
-        lines.insert(
-            0, f"# trained to be rounded to {scheme}; this loads it unrounded, `halfbyte merge` writes it rounded"
-        )
-    folder = "model" if whole else "adapter"
+        lines.insert(0, f"# trained for {scheme}; this loads 16-bit weights, `halfbyte merge` writes quantized ones")
+    folder = MODEL if full else ADAPTER
     tokenizer = folder if (run.path / folder / "tokenizer_config.json").exists() else run.model
-    if whole:
-        lines.append('model = AutoModelForCausalLM.from_pretrained("model", dtype="auto")')
+    if full:
+        lines.append(f'model = AutoModelForCausalLM.from_pretrained("{MODEL}", dtype="auto")')
         lines.append(f"tokenizer = AutoTokenizer.from_pretrained({tokenizer!r})")
         return "\n".join(lines)
     revision = run.config.get("model_revision", "main")
@@ -89,13 +88,13 @@ def _usage(run: Run, whole: bool) -> str:
     lines.insert(-1, "from peft import PeftModel")
     head = f", num_labels={labels}" if labels else ""
     lines.append(f'base = {loader}.from_pretrained({run.model!r}{head}, dtype="auto"{pinned})')
-    lines.append('model = PeftModel.from_pretrained(base, "adapter")')
+    lines.append(f'model = PeftModel.from_pretrained(base, "{ADAPTER}")')
     lines.append(f"tokenizer = AutoTokenizer.from_pretrained({tokenizer!r})")
     return "\n".join(lines)
 
 
 def _loader(run: Run) -> tuple[str, int]:
-    """What of transformers loads the base, and labels of the head that an adapter has for it; 0: none."""
+    """Name of transformers' auto class for the base, and number of labels of the adapter's head (0: none)."""
     scores = getattr(METHODS.get(run.config.get("method", "sft")), "scores", None)
     labels, loader = SCORES.get(scores or "", (0, "AutoModelForCausalLM"))
     return loader, labels
@@ -114,8 +113,8 @@ def _results(run: Run) -> dict[str, str]:
         results["tokens per second"] = f"{run.throughput:,.0f}"
     if run.peak_bytes:
         base = ((run.memory or {}).get("measured") or {}).get("base_bytes")
-        beside = f", beside the process's {size(base)}" if base else ""
-        results["peak memory of the run"] = size(run.peak_bytes - (base or 0)) + beside
+        process = f", in addition to the process's {size(base)}" if base else ""
+        results["peak memory of the run"] = size(run.peak_bytes - (base or 0)) + process
     if run.wall_seconds is not None:
         results["wall time"] = duration(run.wall_seconds)
     return results
@@ -130,8 +129,8 @@ def _data(run: Run) -> dict[str, str]:
     return facts
 
 
-def _hyperparameters(run: Run, whole: bool) -> dict[str, str]:
-    keys = [key for key in HYPERPARAMETERS if key in run.config and not (whole and key in ADAPTER_KEYS)]
+def _hyperparameters(run: Run, full: bool) -> dict[str, str]:
+    keys = [key for key in HYPERPARAMETERS if key in run.config and not (full and key in ADAPTER_KEYS)]
     return {key: str(run.config[key]) for key in keys}
 
 
@@ -143,10 +142,10 @@ def _table(facts: dict[str, str]) -> str:
 
 
 def _plain(words: str) -> str:
-    """`words` as Markdown text: characters that would start markup are escaped, line breaks become spaces."""
+    """Escape `words` as Markdown text; line breaks become spaces."""
     return re.sub(r"([\\`*_\[\]<>|#])", r"\\\1", " ".join(visible(words).split()))
 
 
 def _code(words: str) -> str:
-    """`words` inside a code span."""
+    """Escape `words` for a Markdown code span."""
     return " ".join(visible(words).replace("`", "'").split())

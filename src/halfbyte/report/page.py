@@ -1,6 +1,6 @@
-"""report.html: the headline figures and the sections in one self-contained page.
+"""report.html: headline figures and sections in one self-contained page.
 
-Nothing is loaded from anywhere and no script runs; the page's own content security policy says so to the browser.
+The page loads nothing and runs no script; its content security policy forbids both.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..runs.layout import REPORT, RESOLVED_CONFIG
 from ..utils.files import write_text
 from ..utils.terminal import as_plan, compared, duration, method, off_by, size, storage, why_above
 from .run import Run, read_run
@@ -21,7 +22,7 @@ def write_report(run_dir: Path | str) -> Path:
     """Read the files of a run directory and write report.html into it.
 
     Args:
-        run_dir: a run's output_dir. Any of its files may be missing; the section that needs it then says so.
+        run_dir: a run's output_dir. Any of its files may be missing; the section that needs it reports that.
 
     Returns:
         The path of report.html.
@@ -30,11 +31,11 @@ def write_report(run_dir: Path | str) -> Path:
         TrainingError: report.html cannot be written.
     """
     run = read_run(run_dir)
-    return write_text(run.path / "report.html", page(run))
+    return write_text(run.path / REPORT, page(run))
 
 
 def page(run: Run) -> str:
-    """The whole report as HTML."""
+    """Return the report as HTML."""
     parts = sections(run)
     links = "".join(f'<a href="#{anchor}">{title}</a>' for anchor, title, _ in parts)
     body = "".join(f'<section id="{anchor}"><h2>{title}</h2>{html}</section>' for anchor, title, html in parts)
@@ -53,13 +54,13 @@ def page(run: Run) -> str:
 
 
 def header(run: Run) -> str:
-    """Model, method, data and when."""
+    """Header with model, method, data and start time."""
     dataset = run.config.get("dataset", "unknown data")
     datasets = [dataset] if isinstance(dataset, str) else dataset
     names = ", ".join(Path(str(each)).name for each in datasets)
     started = run.moment("started")
     when = f" · {started.day} {started:%B %Y, %H:%M %Z}" if started else ""
-    how = f"{method(run.config)} on {names}" if run.config else "a run without config.resolved.yaml"
+    how = f"{method(run.config)} on {names}" if run.config else f"a run without {RESOLVED_CONFIG}"
     return (
         f'<header><p class="eyebrow">halfbyte run{when}</p><h1>{text(Path(run.model).name)}</h1>'
         f'<p class="lead">{text(how)}</p></header>'
@@ -67,7 +68,7 @@ def header(run: Run) -> str:
 
 
 def tiles(run: Run) -> str:
-    """The headline figures that are known."""
+    """Tiles of the known headline figures."""
     shown = "".join(
         f'<div><dt>{name}</dt><dd class="figure">{text(figure)}</dd><dd class="aside">{text(aside)}</dd></div>'
         for name, figure, aside in headline(run)
@@ -76,7 +77,7 @@ def tiles(run: Run) -> str:
 
 
 def headline(run: Run) -> Iterator[tuple[str, str, str]]:
-    """Name, figure and remark of each headline figure."""
+    """Yield name, figure and remark of each headline figure."""
     if run.final_loss is not None:
         since = run.last_steps[0]["step"]
         loss = run.numbers.trained[0]
@@ -115,7 +116,7 @@ def headline(run: Run) -> Iterator[tuple[str, str, str]]:
 
 
 def _memory_tile(run: Run) -> tuple[str, str, str]:
-    """What the run took beside the process that it began in, and how far that is from its plan."""
+    """Peak memory on top of the process before the run, compared with the plan."""
     measured = (run.memory or {}).get("measured") or {}
     plan = as_plan(run.memory or {})
     predicted, added = compared(plan, measured | {"peak_bytes": run.peak_bytes})
@@ -123,10 +124,11 @@ def _memory_tile(run: Run) -> tuple[str, str, str]:
     if why := why_above(predicted, added, plan):
         remarks.append(why)
     if base := measured.get("base_bytes"):
-        remarks.append(f"beside the process's {size(base)}")
+        remarks.append(f"in addition to the process's {size(base)}")
     return "Peak memory of the run", size(added), ", ".join(remarks)
 
 
 def footer(run: Run) -> str:
+    """Footer with halfbyte's version."""
     version = ((run.environment or {}).get("halfbyte") or {}).get("version") or ""
     return f"Written by halfbyte {text(version)} from the files in {text(run.path.name)}."

@@ -1,7 +1,7 @@
 """Curves and histograms as inline SVG.
 
-Matplotlib draws in placeholder colours that become CSS variables afterwards, so one drawing serves light and dark
-pages; text stays text, in the page's font. No pyplot: nothing global is touched.
+Matplotlib draws in placeholder colours that are replaced by CSS variables, so that one drawing works in light and dark
+pages. Text stays text, in the page's font. pyplot and its global state are not used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..methods import Metric
     from .run import Record
 
-SIZE, LETTER = (4.6, 2.5), 0.068  # inches: of a drawing, and of a digit's width in labels of 8 points
+SIZE, LETTER = (4.6, 2.5), 0.068  # inches: size of a drawing, width of a digit in labels of 8 points
 INK, GRID, FIRST, SECOND = "#000001", "#000002", "#000003", "#000004"
 VARIABLES = {INK: "var(--muted)", GRID: "var(--line)", FIRST: "var(--series-1)", SECOND: "var(--series-2)"}
 
@@ -53,7 +53,7 @@ STYLE: dict[Any, Any] = {
 
 
 def by_step(train: list[Record], evals: list[Record], metric: Metric) -> str:
-    """A number of training and of held-out rows by step."""
+    """A metric of training and held-out data by step."""
     held_out = _series(evals, metric.name)
 
     def draw(axes: Axes) -> None:
@@ -102,7 +102,7 @@ def throughput(records: list[Record]) -> str:
 
 
 def step_times(records: list[Record]) -> str:
-    """Histogram of step times; the slowest 2% (warm-up, saves) are counted beside it instead of stretching it."""
+    """Histogram of step times; the slowest 2% (warm-up, saves) are only counted, in the axis label."""
     seconds = sorted(record["step_seconds"] for record in records)
     limit = seconds[math.ceil(len(seconds) * 0.98) - 1]
     shown = [value for value in seconds if value <= limit]
@@ -117,7 +117,7 @@ def step_times(records: list[Record]) -> str:
 
 
 def lengths(histogram: dict[str, Any], max_length: int | None) -> str:
-    """Histogram of document lengths, with the limit where it is in view."""
+    """Histogram of document lengths, with max_length if it is in range."""
     from matplotlib.ticker import MaxNLocator
 
     edges, counts = histogram["edges"], histogram["counts"]
@@ -138,9 +138,9 @@ def lengths(histogram: dict[str, Any], max_length: int | None) -> str:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Centred running mean over a tenth of `values`; it narrows towards both ends so that it hardly lags there.
+    """Centred running mean over a tenth of `values`, with narrower windows towards both ends to avoid lag.
 
-    NaN and infinite values are left out; a window of nothing else is NaN.
+    Skips NaN and infinite values; a window without finite values is NaN.
     """
     finite = [value if math.isfinite(value) else 0.0 for value in values]
     sums = [0.0, *accumulate(finite)]
@@ -160,7 +160,7 @@ def _series(records: list[Record], key: str) -> tuple[list[int], list[float]]:
 
 
 def _noisy(axes: Axes, steps: list[int], values: list[float], name: str = "") -> None:
-    """A line; with many points it is faint and its running mean lies over it."""
+    """Plot a line; many points are drawn faintly under their running mean."""
     if len(values) > 30:
         axes.plot(steps, values, color=FIRST, alpha=0.3, linewidth=0.8)
         axes.plot(steps, smooth(values), color=FIRST, label=name and f"{name} (running mean)")
@@ -185,7 +185,7 @@ def _count_axis(axes: Axes) -> None:
 
 
 def _svg(name: str, title: str, draw: Any, x_label: str) -> str:
-    """Run `draw` on fresh axes and return the drawing as SVG to be put into a page."""
+    """Run `draw` on new axes and return the drawing as SVG for a page."""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -209,8 +209,10 @@ def _svg(name: str, title: str, draw: Any, x_label: str) -> str:
 
 
 def _place(axes: Axes) -> None:
-    """Leave room for the labels, by their letters: matplotlib's layout engines draw twice to measure its font, which
-    is not the page's."""
+    """Reserve space for labels by their number of letters.
+
+    matplotlib's layout engines draw twice to measure its own font, which is not the page's.
+    """
     width, height = SIZE
     longest = max(len(label.get_text()) for label in axes.get_yticklabels())
     above = 0.26 if axes.get_legend() else 0.08
@@ -219,7 +221,7 @@ def _place(axes: Axes) -> None:
 
 
 def _for_page(svg: str, title: str) -> str:
-    """Make a standalone SVG part of a page: no prolog, no unused ids, page fonts, page colours, a spoken title."""
+    """Prepare an SVG for a page: no prolog, no unused ids, the page's font and colours, a title for screen readers."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     used = set(re.findall(r"#([A-Za-z][\w.-]*)", svg))

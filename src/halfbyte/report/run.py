@@ -1,7 +1,7 @@
-"""The files of a run directory, and the figures derived from them.
+"""The files of a run folder, and figures derived from them.
 
-Any file may be missing (a run that was stopped, an older version): its value is then None or empty. A file that is
-there but cannot be read is treated as missing and named in `problems`, which the report shows.
+Any file may be missing (after a stopped run, or from an older version): its value is then None or empty. An unreadable
+file is treated as missing and listed in `problems`, which the report shows.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from ..config.yaml import read_mapping
 from ..methods import METHODS, Numbers
 from ..reading import parse_json, read_json, read_text
+from ..runs import layout
 from ..utils.errors import CheckpointError, HalfbyteError
 
 Record = dict[str, Any]
@@ -23,7 +24,7 @@ Record = dict[str, Any]
 
 @dataclass
 class Run:
-    """One run directory, read. `train` and `evals` are the records of metrics.jsonl by step."""
+    """Contents of a run folder. `train` and `evals` are the records of metrics.jsonl by step."""
 
     path: Path
     config: dict[str, Any] = field(default_factory=dict)
@@ -37,7 +38,7 @@ class Run:
     checks: dict[str, Any] | None = None
     experts: dict[str, Any] | None = None
     merge: dict[str, Any] | None = None
-    merges: list[dict[str, Any]] = field(default_factory=list)  # each target's, merge.json among them
+    merges: list[dict[str, Any]] = field(default_factory=list)  # of every merge, including merge.json
     sampled: list[Record] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -48,18 +49,18 @@ class Run:
 
     @property
     def last_steps(self) -> list[Record]:
-        """The last tenth of the training records: one step's loss is too noisy to be the final one."""
+        """The last tenth of the training records: a single step's loss is too noisy."""
         return self.train[-max(1, len(self.train) // 10) :]
 
     @property
     def numbers(self) -> Numbers:
-        """What its method's records hold; a run of an earlier version was supervised fine-tuning."""
+        """Metrics of the run's method; runs without this entry are supervised fine-tuning."""
         document = (self.environment or {}).get("numbers")
         return Numbers.of_document(document) if document else METHODS["sft"].numbers
 
     @property
     def final_loss(self) -> float | None:
-        """Mean loss over `last_steps`, each weighed as its method does."""
+        """Mean loss over `last_steps`, weighted as the method does."""
         records, over = self.last_steps if self.train else [], self.numbers.trained[0].over
         weights = [record.get(over) or 1 for record in records]
         if not records:
@@ -68,7 +69,7 @@ class Run:
 
     @property
     def throughput(self) -> float | None:
-        """Tokens per second over all recorded steps; evaluations and saves are not in it."""
+        """Tokens per second over all recorded steps, excluding evaluations and saves."""
         timed = [record for record in self.train if record["tokens_per_second"]]
         seconds = sum(record["tokens"] / record["tokens_per_second"] for record in timed)
         return sum(record["tokens"] for record in timed) / seconds if seconds else None
@@ -80,14 +81,14 @@ class Run:
 
     @property
     def peak_bytes(self) -> int | None:
-        """Peak memory: as measured in memory.json, else the largest that metrics.jsonl saw."""
+        """Peak memory in bytes: measured in memory.json, else the largest in metrics.jsonl."""
         measured = (self.memory or {}).get("measured") or {}
         seen = [record["memory_bytes"] for record in self.train if record.get("memory_bytes")]
         return measured.get("peak_bytes") or max(seen, default=None)
 
     @property
     def wall_seconds(self) -> float | None:
-        """From start to finish by environment.json, else between the first and the last metric."""
+        """Seconds from start to finish by environment.json, else between the first and the last metric."""
         started, finished = (self.moment(name) for name in ("started", "finished"))
         if started and finished:
             return (finished - started).total_seconds()
@@ -95,7 +96,7 @@ class Run:
         return max(times) - min(times) if times else None
 
     def moment(self, name: str) -> datetime | None:
-        """`started` or `finished` of environment.json, written as Unix seconds or in ISO format."""
+        """Time of `started` or `finished` in environment.json, given as Unix seconds or in ISO format."""
         value = (self.environment or {}).get(name)
         if value is None:
             return None
@@ -106,35 +107,35 @@ class Run:
 
 
 def read_run(path: Path | str) -> Run:
-    """Read whatever `path` holds of a run's files."""
+    """Read the files of a run that exist in `path`."""
     run = Run(Path(path))
-    config = run.path / "config.resolved.yaml"
+    config = run.path / layout.RESOLVED_CONFIG
     run.config_text = _read(run, config, read_text, CheckpointError) or ""
     run.config = {key: found.value for key, found in (_read(run, config, read_mapping) or {}).items()}
     for name, file, kind in (
-        ("memory", "memory.json", dict),
-        ("data", "data_report.json", dict),
-        ("generations", "generations.json", list),
-        ("environment", "environment.json", dict),
-        ("checks", "checks.json", dict),
-        ("experts", "experts.json", dict),
-        ("merge", "merge.json", dict),
+        ("memory", layout.MEMORY, dict),
+        ("data", layout.DATA_REPORT, dict),
+        ("generations", layout.GENERATIONS, list),
+        ("environment", layout.ENVIRONMENT, dict),
+        ("checks", layout.CHECKS, dict),
+        ("experts", layout.EXPERTS, dict),
+        ("merge", layout.MERGE, dict),
     ):
         setattr(run, name, _json(run, run.path / file, kind))
-    others = (_json(run, path, dict) for path in sorted(run.path.glob("merge-*.json")))
+    others = (_json(run, path, dict) for path in sorted(run.path.glob(layout.MERGE_REPORTS)))
     run.merges = [each for each in (run.merge, *others) if each]
-    _leave_out_unreadable(run)
+    _drop_malformed(run)
     if stopped := (run.environment or {}).get("stopped"):
         run.problems.append(f"the run was not finished: {stopped}")
     records = _metrics(run)
-    run.train = [record for record in records if record["kind"] == "train"]
+    run.train = [record for record in records if record["kind"] == layout.TRAIN]
     run.sampled = _sampled(run)
-    run.evals = [record for record in records if record["kind"] == "eval"]
+    run.evals = [record for record in records if record["kind"] == layout.EVAL]
     return run
 
 
-def _leave_out_unreadable(run: Run) -> None:
-    """Values that somebody has changed to what they cannot be."""
+def _drop_malformed(run: Run) -> None:
+    """Drop malformed values of environment.json and memory.json, and report them."""
     environment = run.environment or {}
     readers: dict[str, Callable[[], Any]] = {
         "numbers": lambda: run.numbers,
@@ -146,15 +147,15 @@ def _leave_out_unreadable(run: Run) -> None:
             read()
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, OSError):
             del environment[name]
-            run.problems.append(f"environment.json: {name} cannot be read and is left out")
+            run.problems.append(f"{layout.ENVIRONMENT}: {name} cannot be read and is ignored")
     measured = (run.memory or {}).get("measured") or {}
     if not isinstance(measured, dict) or not all(isinstance(value, int) for value in measured.values()):
         run.memory = None
-        run.problems.append("memory.json cannot be read: what it measured are no numbers of bytes")
+        run.problems.append(f"{layout.MEMORY} cannot be read: its measured values are not numbers of bytes")
 
 
 def _read(run: Run, path: Path, reader: Callable[..., Any], *how: Any) -> Any:
-    """What a reader finds in a file of the run; None where there is none, or it cannot be read."""
+    """Read a file of the run with `reader`; None if it is missing or, with a problem reported, unreadable."""
     if not path.exists():
         return None
     try:
@@ -172,38 +173,36 @@ def _json(run: Run, path: Path, kind: type) -> Any:
     return None
 
 
-GENERATION = 64  # lines of completions.jsonl that a generation has at most
-
-
 def _sampled(run: Run) -> list[Record]:
-    """What completions.jsonl has of the first generation and of the last."""
-    lines = (_read(run, run.path / "completions.jsonl", read_text, CheckpointError) or "").splitlines()
+    """Records of the first and the last generation in completions.jsonl."""
+    most = layout.COMPLETIONS_PER_GENERATION
+    lines = (_read(run, run.path / layout.COMPLETIONS, read_text, CheckpointError) or "").splitlines()
     try:
         first, last = (
-            [parse_json(line, "completions.jsonl", CheckpointError) for line in some]
-            for some in (lines[:GENERATION], lines[-GENERATION:])
+            [parse_json(line, layout.COMPLETIONS, CheckpointError) for line in some]
+            for some in (lines[:most], lines[-most:])
         )
         begin, end = ({record["step"] for record in some} for some in (first[:1], last[-1:]))
         shown = [record for record in first if record["step"] in begin]
         return shown + [record for record in last if record["step"] in end - begin]
     except (HalfbyteError, KeyError, TypeError):
-        run.problems.append("completions.jsonl has lines that cannot be read, and is left out")
+        run.problems.append(f"{layout.COMPLETIONS} has lines that cannot be read and is ignored")
         return []
 
 
 def _metrics(run: Run) -> list[Record]:
-    """The records of metrics.jsonl by step. A resumed run repeats steps after its checkpoint: the later line counts.
+    """Records of metrics.jsonl by step. A resumed run repeats the steps after its checkpoint: the later line counts.
 
-    A run killed while writing leaves half a line, which is skipped and named.
+    A killed run may leave half a line, which is skipped and reported.
     """
-    text = _read(run, run.path / "metrics.jsonl", read_text, CheckpointError) or ""
+    text = _read(run, run.path / layout.METRICS, read_text, CheckpointError) or ""
     records: dict[tuple[str, int], Record] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         try:
-            record = parse_json(line, "metrics.jsonl", CheckpointError, line=number)
+            record = parse_json(line, layout.METRICS, CheckpointError, line=number)
             records[str(record["kind"]), int(record["step"])] = record
         except (HalfbyteError, ValueError, KeyError, TypeError):
-            run.problems.append(f"metrics.jsonl line {number} cannot be read and is left out")
+            run.problems.append(f"{layout.METRICS} line {number} cannot be read and is ignored")
     return [record for _, record in sorted(records.items(), key=lambda each: each[0][1])]

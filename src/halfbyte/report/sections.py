@@ -1,4 +1,4 @@
-"""The sections of the report, each from a Run to HTML. Everything that came from outside passes through `text`."""
+"""Sections of the report: functions from a Run to HTML. All values from files are escaped by `text`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from html import escape
 from typing import Any
 
 from ..config import RunConfig
+from ..runs.layout import CHECKS, DATA_REPORT, ENVIRONMENT, MEMORY, METRICS, RESOLVED_CONFIG
 from ..utils.terminal import MEASURED_PARTS, MEMORY_PARTS, as_plan, measured_parts, said_of_experts, size
 from ..utils.text import visible
 from . import plots
@@ -16,11 +17,11 @@ from .run import Run
 
 Section = tuple[str, str, str]  # anchor, title, HTML
 
-SAMPLED = 3  # answers shown of a generation, from either end
+SAMPLED = 3  # best and worst answers shown per generation
 
 
 def sections(run: Run) -> list[Section]:
-    """Every section of the report, in reading order."""
+    """Return every section of the report, in reading order."""
     parts = [
         ("training", "Training", training),
         ("memory", "Memory", memory),
@@ -37,7 +38,7 @@ def sections(run: Run) -> list[Section]:
 
 
 def shown(part: Callable[[Run], str], run: Run) -> str:
-    """A part of the page; what a changed file of the run makes impossible costs that part alone."""
+    """Render a part of the page; if a file of the run has malformed values, only this part is replaced by a note."""
     try:
         return part(run)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -45,7 +46,7 @@ def shown(part: Callable[[Run], str], run: Run) -> str:
 
 
 def text(value: Any) -> str:
-    """`value` for people, safe inside HTML text and attributes."""
+    """Format `value` for display, escaped for HTML text and attributes."""
     if value is None:
         return "–"
     if isinstance(value, bool):
@@ -60,6 +61,7 @@ def text(value: Any) -> str:
 
 
 def missing(what: str) -> str:
+    """A note in place of missing content."""
     return f'<p class="missing">{text(what)}</p>'
 
 
@@ -74,19 +76,20 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def _cell(html: str) -> str:
-    """A cell; short ones that start with a digit are numbers and stay on one line."""
+    """A table cell; short ones that start with a digit are numbers and are not wrapped."""
     return f'<td class="number">{html}</td>' if html[:1].isdigit() and len(html) < 24 else f"<td>{html}</td>"
 
 
 def figures(*pairs: tuple[str, str]) -> str:
-    """Plots with their titles, side by side where there is room."""
+    """Plots with their titles, side by side on wide pages."""
     drawn = (f"<figure><figcaption>{title}</figcaption>{svg}</figure>" for title, svg in pairs)
     return f'<div class="figures">{"".join(drawn)}</div>'
 
 
 def training(run: Run) -> str:
+    """Plots of metrics by step, and the evaluations."""
     if not run.train:
-        return missing("No training steps were recorded (metrics.jsonl is missing or empty).")
+        return missing(f"No training steps were recorded ({METRICS} is missing or empty).")
     trained = (*run.numbers.trained, *run.numbers.beside)
     drawn = [(metric.label.capitalize(), plots.by_step(run.train, run.evals, metric)) for metric in trained]
     drawn.append(("Learning rate", plots.learning_rate(run.train)))
@@ -102,6 +105,7 @@ def training(run: Run) -> str:
 
 
 def evaluations(run: Run) -> str:
+    """Table of held-out metrics by step."""
     metrics = run.numbers.evaluated
     rows = (
         (f"step {text(record['step'])}", *(metric.shown(record) for metric in metrics), text(record.get("tokens")))
@@ -111,13 +115,13 @@ def evaluations(run: Run) -> str:
 
 
 def memory(run: Run) -> str:
-    """Predicted parts over measured ones, to the same scale."""
+    """Bars of predicted and measured bytes by component, to the same scale."""
     if not run.memory:
-        return missing("No memory.json in this run.")
+        return missing(f"No {MEMORY} in this run.")
     plan = as_plan(run.memory)
     predicted = {name: plan.get(name) or 0 for name in MEMORY_PARTS}
     measured = measured_parts(run.memory.get("measured") or {})
-    predicted = {"base": measured["base"], **predicted}  # the process is in the peak, so it is in both bars
+    predicted = {"base": measured["base"], **predicted}  # the measured peak includes the process, so both bars do
     scale = max(sum(predicted.values()), sum(measured.values()), 1)
     names = {part: shown.name for part, shown in (MEMORY_PARTS | MEASURED_PARTS).items()}
     html = bar("predicted", predicted, names, scale)
@@ -127,7 +131,7 @@ def memory(run: Run) -> str:
         html += missing("Nothing was measured.")
     words = [f"Device {text(run.memory.get('device'))}"]
     if plan.get("capacity_bytes"):
-        peak = (run.peak_bytes or sum(predicted.values())) - measured["base"]  # the process was there when it was free
+        peak = (run.peak_bytes or sum(predicted.values())) - measured["base"]  # capacity excludes it
         words[0] += (
             f" with {size(plan['capacity_bytes'])}, of which {peak / plan['capacity_bytes']:.0%} was in use at the peak"
         )
@@ -138,7 +142,7 @@ def memory(run: Run) -> str:
 
 
 def _processes(run: Run) -> str:
-    """What each of several processes took; nothing for a run of one."""
+    """Memory and times of each rank; empty for a single process."""
     ranks = (run.memory or {}).get("ranks")
     if not ranks:
         return ""
@@ -151,7 +155,7 @@ def _processes(run: Run) -> str:
         fastest, slowest = (sum(each) / len(own) for each in zip(*own, strict=True))
         took = f"a step took the fastest process {fastest:.3g} s and the slowest {slowest:.3g} s"
         found += f"<p class='note'>Before gradients are summed, {took}.</p>"
-    for key, what in (("gather_share", "weights are on their way"), ("idle_share", "a stage waits for others")):
+    for key, what in (("gather_share", "weights are being gathered"), ("idle_share", "a pipeline stage is idle")):
         if shares := [each[key] for each in run.train if key in each]:
             found += f"<p class='note'>For {statistics.median(shares):.1%} of a step {what}.</p>"
     return found
@@ -174,8 +178,9 @@ def bar(title: str, parts: Mapping[str, float], names: Mapping[str, str], scale:
 
 
 def data(run: Run) -> str:
+    """Sources, splits, document lengths and the chat template."""
     if not run.data:
-        return missing("No data_report.json in this run.")
+        return missing(f"No {DATA_REPORT} in this run.")
     sources = table(
         ("Source", "rows", "layout"),
         (
@@ -199,7 +204,7 @@ def data(run: Run) -> str:
 
 
 def _ending(report: Mapping[str, Any]) -> str:
-    """Whether the model learns to stop, and by which tokens."""
+    """Return whether stop tokens are trained, and which."""
     if report.get("eos_trained") is None:
         return ""
     if not report["eos_trained"]:
@@ -209,7 +214,7 @@ def _ending(report: Mapping[str, Any]) -> str:
 
 
 def _template(template: str | None) -> str:
-    """The chat template: its name, or its source folded away."""
+    """The chat template: its name, or its source in a collapsed block."""
     if not template:
         return ""
     if "\n" not in template and "{" not in template:
@@ -243,7 +248,7 @@ def _split_rows(splits: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
 
 
 def _answer_facts(splits: Mapping[str, Mapping[str, Any]]) -> dict[str, Callable[[Mapping[str, Any]], str]]:
-    """What is said of rows with prompts and answers, each a function of a split."""
+    """Facts about rows with prompts and answers, each a function of a split."""
 
     def mean(name: str) -> Callable[[Mapping[str, Any]], str]:
         return lambda split: f"{(split.get('mean_tokens') or {}).get(name, 0):,.1f}"
@@ -260,9 +265,9 @@ def _answer_facts(splits: Mapping[str, Mapping[str, Any]]) -> dict[str, Callable
 
 
 def _computed(split: Mapping[str, Any]) -> str:
-    """What a forward of a split takes, and how much less than with a prompt an answer."""
-    computed, apart = split.get("computed_tokens"), split.get("tokens_apart")
-    return f"{computed:,} ({1 - computed / apart:.0%} fewer computed)" if computed and apart else "–"
+    """Tokens that a forward of a split computes, and the share saved by computing each prompt once."""
+    computed, repeated = split.get("computed_tokens"), split.get("tokens_apart")
+    return f"{computed:,} ({1 - computed / repeated:.0%} fewer computed)" if computed and repeated else "–"
 
 
 def _share(split: Mapping[str, Any]) -> str:
@@ -270,15 +275,16 @@ def _share(split: Mapping[str, Any]) -> str:
 
 
 def masks(run: Run) -> str:
+    """The first documents with their loss masks."""
     samples = (run.data or {}).get("samples")
     if not samples:
-        return missing("No samples were recorded (data_report.json is missing or has none).")
+        return missing(f"No samples were recorded ({DATA_REPORT} is missing or has none).")
     key = '<span class="tokens"><b>trained</b> <i>masked</i></span> The first documents, token by token.'
     return f'<p class="note">{key}</p>' + "".join(f'<pre class="tokens">{_tokens(sample)}</pre>' for sample in samples)
 
 
 def _tokens(sample: Mapping[str, Any]) -> str:
-    """Tokens as <b> (trained) or <i> (masked); line breaks are shown and kept."""
+    """Tokens as <b> (trained) or <i> (masked); line breaks get a visible mark."""
     html = []
     for token, trained in zip(sample["tokens"], sample["trained"], strict=False):
         tag = "b" if trained else "i"
@@ -287,6 +293,7 @@ def _tokens(sample: Mapping[str, Any]) -> str:
 
 
 def answers(run: Run) -> str:
+    """Answers to held-out prompts before and after training."""
     if not run.generations:
         return missing("No answers were generated (sample_prompts was 0, or the run stopped before).")
     cards = []
@@ -304,7 +311,7 @@ def answers(run: Run) -> str:
 
 
 def sampled(run: Run) -> str:
-    """Answers of policy optimization with their rewards, of its first generation and its last: best and worst."""
+    """Best and worst sampled answers of the first and the last generation, with their rewards."""
     rows = []
     for step in dict.fromkeys(each["step"] for each in run.sampled):
         ordered = sorted((each for each in run.sampled if each["step"] == step), key=lambda each: -each["advantage"])
@@ -318,7 +325,7 @@ def sampled(run: Run) -> str:
 
 
 def experts(run: Run) -> str:
-    """How evenly the experts of each layer were chosen, and which never were."""
+    """Balance of expert choices in each layer, and experts that were never chosen."""
     use = run.experts or {}
     rows = []
     for name, each in use["layers"].items():
@@ -330,14 +337,14 @@ def experts(run: Run) -> str:
 
 
 def checks(run: Run) -> str:
-    """How faithful each merge target is, and the self-checks with their numbers."""
+    """Fidelity of each merge, and self-checks with their numbers."""
     merge = run.merge or (run.checks or {}).get("merge")
     html = merge_fidelity(merge) if merge else missing("Not merged yet: halfbyte merge compares the merge targets.")
     if run.merges:
         html = (html if merge else "") + merge_targets(run.merges)
     others = {name: values for name, values in (run.checks or {}).items() if name != "merge"}
     if not others:
-        return html + missing("No self-checks were recorded (checks.json is missing).")
+        return html + missing(f"No self-checks were recorded ({CHECKS} is missing).")
     rows = []
     for name, values in others.items():
         values = values if isinstance(values, dict) else {"result": values}
@@ -347,6 +354,7 @@ def checks(run: Run) -> str:
 
 
 def merge_fidelity(merge: Mapping[str, Any]) -> str:
+    """Table that compares merges onto the original and the dequantized base."""
     closer = merge.get("closer")
     rows = [
         (
@@ -360,7 +368,7 @@ def merge_fidelity(merge: Mapping[str, Any]) -> str:
 
 
 def merge_targets(merges: Iterable[Mapping[str, Any]]) -> str:
-    """One row for each format that the merged model was written in."""
+    """Table of merged models, one row per format."""
     rows = []
     for merge in merges:
         written = (merge.get("targets") or {}).get(merge.get("written")) or {}
@@ -383,8 +391,9 @@ def merge_targets(merges: Iterable[Mapping[str, Any]]) -> str:
 
 
 def environment(run: Run) -> str:
+    """Machine, versions and notices."""
     if not run.environment:
-        return missing("No environment.json in this run.")
+        return missing(f"No {ENVIRONMENT} in this run.")
     known = run.environment
     cpu, compute, kernels = (known.get(name) or {} for name in ("cpu", "compute_dtype", "kernels"))
     halfbyte = known.get("halfbyte") or {}
@@ -413,9 +422,9 @@ def _gpu(gpu: Mapping[str, Any]) -> str:
 
 
 def configuration(run: Run) -> str:
-    """What was set, then every key as it was resolved."""
+    """Keys that differ from the defaults, then every key."""
     if not run.config_text:
-        return missing("No config.resolved.yaml in this run.")
+        return missing(f"No {RESOLVED_CONFIG} in this run.")
     defaults = {name: field.get_default(call_default_factory=True) for name, field in RunConfig.model_fields.items()}
     changed = [
         (f"<code>{text(key)}</code>", text(value if isinstance(value, str) else json.dumps(value)))

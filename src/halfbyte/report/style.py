@@ -1,4 +1,4 @@
-"""The report's style sheet: one column, system fonts, colours as variables for light and dark."""
+"""Style sheet of the report: one column, system fonts, colours as variables for light and dark pages."""
 
 CSS = """
 :root {

@@ -34,6 +34,8 @@ from halfbyte.utils.files import write_json
 
 from ..reading import read_json
 from ..reading.tensors import ADAPTER
+from ..runs.layout import COMPLETIONS_PER_GENERATION
+from ..runs.layout import GENERATION_STATE as STATE
 from ..train.metrics import MetricsFile
 from ..train.sampler import Counting
 from ..train.stepper import Stepper, beside_graphs
@@ -48,10 +50,9 @@ if TYPE_CHECKING:
 
     from ..train.callbacks import Callbacks
 
-STATE = "generation.json"  # in a checkpoint
-COMPLETIONS = "completions.jsonl"
 ROUNDS = 10  # of sampling for groups with spread, at most (DAPO's own code has as many)
-KEPT, MOST = 64, 64 * 2**20  # answers of a generation that are written there, and bytes of it, as far as possible
+KEPT = COMPLETIONS_PER_GENERATION
+MOST = 64 * 2**20  # bytes of a generation's lines in completions.jsonl, as far as possible
 COMPARED = 512  # tokens by which a server's weights are compared with those that train
 EVALUATION = 2**30  # the number of the generation whose draws evaluations have
 AGAIN = "resume from an earlier checkpoint, or start a new run in another output_dir"

@@ -22,11 +22,12 @@ from halfbyte.utils.notices import notice
 
 from ..auxiliary.reward_model import check_judges, judge_files, judging
 from ..auxiliary.teacher import teacher_files, teaching
+from ..runs.layout import COMPLETIONS
 from ..train.checkpoint import step_of
 from ..train.metrics import MetricsFile
 from ..utils.text import one_line
 from .distillation import DistilledGenerations
-from .rollouts import COMPLETIONS, Generations, check_same_files, digest_of
+from .rollouts import Generations, check_same_files, digest_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

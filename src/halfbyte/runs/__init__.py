@@ -1,1 +1,1 @@
-"""What runs leave on disk: whole or damaged, locked or free, loaded again."""
+"""Run folders: names of their files, the lock, checkpoint manifests, and loading saved models."""

@@ -1,6 +1,6 @@
-"""What a run is given, looked over with pathlib and json alone: a path that is wrong is said before torch is imported.
+"""Preflight checks of a run's input and output paths, made before torch is imported.
 
-What may be a hub id is left to those that fetch it. Each check is the one that stands where its input is read.
+Hub ids are checked when they are fetched. Each check is also made where its input is read.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from ..utils import hub
 from ..utils.errors import ConfigError, of_key
 from ..utils.text import brief
 
-WRITTEN = (".html", ".json", ".jsonl", ".md", ".yaml")  # what a run's files end in
+SUFFIXES = (".html", ".json", ".jsonl", ".md", ".yaml")  # of the files that a run writes
 VARIABLE = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))")
-LONGEST_BELOW = "x" * 160  # as long as what a run and its checkpoints put below output_dir
+LONGEST_BELOW = "x" * 160  # as long as the longest path that a run writes below output_dir
 
 
-def look_over_spelling(config: RunConfig) -> None:
-    """Whether the paths of a run are written out: no shell has been at them.
+def check_path_spelling(config: RunConfig) -> None:
+    """Check that the paths of a run have no environment variables, which only a shell expands.
 
     Raises:
-        ConfigError: one names a variable of the environment.
+        ConfigError: one has.
     """
     for key in PATHS:
         value = getattr(config, key)
@@ -44,14 +44,14 @@ def look_over_spelling(config: RunConfig) -> None:
             known = os.environ.get(name)
             fix = f"write {VARIABLE.sub(known, path, count=1)}" if known else "write the path itself"
             unset = "" if known else ", and is not set"
-            raise ConfigError(f"{key}: {path}: {name} is not filled in, as a shell would{unset}", fix)
+            raise ConfigError(f"{key}: {path}: {name} is not expanded, as a shell would{unset}", fix)
 
 
-def look_over_inputs(config: RunConfig) -> None:
-    """Whether the model, the adapter to continue from, what rewards and the datasets of a run are there.
+def check_inputs(config: RunConfig) -> None:
+    """Check that the model, adapter, teacher, template, reward models and datasets of a run exist and are sound.
 
     Raises:
-        HalfbyteError: which is not, and what to do.
+        HalfbyteError: the first that is not, with the fix.
     """
     preflight_model(config.origin)
     if config.adapter_path:
@@ -63,27 +63,27 @@ def look_over_inputs(config: RunConfig) -> None:
             look_over_teacher(config)
     if config.chat_template_path is not None:
         with of_key("chat_template_path"):
-            _look_over_template(config.chat_template_path)
+            _check_template(config.chat_template_path)
     check_reward_models(config, read_specs(config.reward_funcs or [], None))
-    look_over_datasets(config.dataset, config.eval_dataset)
-    _look_over_apart(config)
+    check_datasets(config.dataset, config.eval_dataset)
+    _check_output_outside_data(config)
 
 
-def _look_over_apart(config: RunConfig) -> None:
-    """Whether what the run writes lies outside of folders that are read as data."""
+def _check_output_outside_data(config: RunConfig) -> None:
+    """Check that output_dir is not inside a folder that is read as data."""
     for given in (config.dataset, config.eval_dataset):
         for name in [given] if isinstance(given, str) else given or []:
             if os.path.isdir(name) and config.output_path.resolve().is_relative_to(Path(name).resolve()):
-                said = f"output_dir: {config.output_dir} lies in the dataset's folder {name}, whose files are all read"
-                raise ConfigError(said, "name a folder outside of it")
+                what = f"output_dir: {config.output_dir} is inside the dataset's folder {name}, which is read"
+                raise ConfigError(what, "name a folder outside of it")
 
 
-def look_over_division(config: RunConfig) -> None:
-    """Whether heads and channels of a model in a folder can be divided as `parallel` says, before processes start.
+def check_tensor_sizes(config: RunConfig) -> None:
+    """Check that tensor parallelism divides the heads and channels of a local model, before processes start.
 
     Raises:
         CheckpointError: its config.json cannot be read.
-        ConfigError: they cannot be.
+        ConfigError: it does not.
     """
     layout, folder = config.layout, Path(config.origin.name)
     if layout is None or layout.tensor == 1 or not folder.is_dir():
@@ -94,18 +94,18 @@ def look_over_division(config: RunConfig) -> None:
     heads, key_heads, channels = (
         sizes.get(name) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")
     )
-    heads = heads if isinstance(heads, int) else 0  # what is not one number is looked at layer by layer, loaded
+    heads = heads if isinstance(heads, int) else 0  # sizes that differ by layer are checked after loading
     key_heads = key_heads if isinstance(key_heads, int) else heads
     channels = channels if isinstance(channels, int) else 0
     if reason := unsupported_sizes(layout.tensor, heads, key_heads, channels):
         raise ConfigError(reason.problem, reason.fix)
 
 
-def look_over_datasets(*names: str | list[str] | None) -> None:
-    """Whether the files of datasets are there.
+def check_datasets(*names: str | list[str] | None) -> None:
+    """Check that the files of datasets exist, and that the hub is reachable for the others.
 
     Raises:
-        DataError: which are not, and what is nearest.
+        DataError: a missing file, with the nearest name.
     """
     for given in names:
         for name in [given] if isinstance(given, str) else given or []:
@@ -114,33 +114,33 @@ def look_over_datasets(*names: str | list[str] | None) -> None:
                 hub.say_silent()
 
 
-def _look_over_template(name: str) -> None:
+def _check_template(name: str) -> None:
     fix = "give the path of a Jinja file"
     kind = look(name, ConfigError, fix)
     if kind != "file":
         raise ConfigError(f"{name} is a folder" if kind else f"there is no file {name}", fix)
 
 
-def look_over_output(output_dir: str) -> None:
-    """Whether a run can write into `output_dir`, which need not be there; nothing is made.
+def check_output_dir(output_dir: str) -> None:
+    """Check that a run can write into `output_dir`, which need not exist, without creating anything.
 
     Raises:
-        ConfigError: it cannot, and why.
+        ConfigError: the reason why it cannot.
     """
     fix = "name a folder that you may write to"
     if not output_dir.strip():
         raise ConfigError("output_dir is empty", fix)
     path = Path(output_dir)
     try:
-        there = next(place for place in (path, *path.parents) if os.path.lexists(place))
+        there = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
         for below in (*path.relative_to(there).parts, LONGEST_BELOW):
-            _exists(there / below)  # the system's own rules: for names, and for the whole
+            _exists(there / below)  # limits of the file system: for names, and for the full path
         _exists(path / LONGEST_BELOW)
         what = "" if there.is_dir() else "is a file" if there.exists() else "is a link to nothing"
         if there.resolve().is_relative_to("/proc") or there.resolve().is_relative_to("/sys"):
-            what = "is the system's own, and holds no files of anybody"
+            what = "belongs to the operating system and holds no user files"
         if not what and not os.access(there, os.W_OK | os.X_OK):
-            what = "is not yours to write to"
+            what = "is not writable for you"
     except (OSError, ValueError) as error:  # ValueError: a NUL
         reason = why(error) if isinstance(error, OSError) else str(error)
         raise ConfigError(f"output_dir: cannot write into {brief(output_dir)}: {reason}", fix) from error
@@ -150,12 +150,12 @@ def look_over_output(output_dir: str) -> None:
         if (path / name).exists():
             raise ConfigError(f"output_dir: {path} holds a model ({name})", "name a folder for the run alone")
     for held in path.iterdir() if path.is_dir() else ():
-        if held.suffix in WRITTEN and held.is_dir():
+        if held.suffix in SUFFIXES and held.is_dir():
             raise ConfigError(f"output_dir: {held} is a folder, where a run writes a file", "move it elsewhere")
 
 
 def _exists(path: Path) -> bool:
-    """As `os.path.lexists`, but what the name itself is refused for is raised."""
+    """Return whether a path exists, as `os.path.lexists`, but raise errors about the name itself."""
     try:
         os.lstat(path)
     except FileNotFoundError:

@@ -1,6 +1,6 @@
-"""One run at a time in a folder: a file that its process holds locked, with the process's name in it.
+"""Lock of a run's folder: a locked file that names its process, so that one run at a time writes into the folder.
 
-The lock is the system's (fcntl): it ends with its process, however that ends, and child processes do not inherit it.
+The operating system holds the lock (fcntl): it ends with its process, and child processes do not inherit it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from halfbyte.utils.files import new_folders, refusal
 from halfbyte.utils.notices import notice
 from halfbyte.utils.processes import Process
 
-NAME = ".lock"
+from .layout import LOCK
+
 HELD = (errno.EACCES, errno.EAGAIN)
-_ours: set[Path] = set()  # what this process holds: fcntl would give it a second time
+_ours: set[Path] = set()  # folders that this process holds: fcntl would grant them a second time
 
 
 class _Holder(NamedTuple):
-    """Who has a folder."""
+    """The process that holds a folder."""
 
     host: str
     process: Process
@@ -38,15 +39,15 @@ class _Holder(NamedTuple):
 
 @contextlib.contextmanager
 def run_lock(output: Path) -> Iterator[None]:
-    """Hold `output` for one run; the folder is made where it is not there, and gone after a run that wrote nothing.
+    """Lock `output` for one run; creates the folder, and removes it after a run that wrote nothing.
 
     Raises:
-        ConfigError: another run is writing into it, or it cannot be made or written.
+        ConfigError: another run is writing into it, or it cannot be created or written.
     """
     with new_folders(output):
         try:
             output.mkdir(parents=True, exist_ok=True)
-            descriptor = _open_locked(output / NAME)
+            descriptor = _open_locked(output / LOCK)
         except OSError as error:
             message, fix = refusal(error.filename or output, error)
             raise ConfigError(f"output_dir: {message}", fix) from error
@@ -57,22 +58,22 @@ def run_lock(output: Path) -> Iterator[None]:
         finally:
             _ours.discard(place)
             with contextlib.suppress(OSError):
-                (output / NAME).unlink()
+                (output / LOCK).unlink()
             os.close(descriptor)
 
 
 def check_free(output: Path) -> None:
-    """Whether no run is writing into `output`; nothing is made or changed.
+    """Check that no run is writing into `output`, without changing anything.
 
     Raises:
-        ConfigError: one is, and which.
+        ConfigError: the process of the run that is.
     """
-    path = output / NAME
-    if output.resolve() in _ours:  # to open and close it would give the lock up
+    path = output / LOCK
+    if output.resolve() in _ours:  # opening and closing it would release the lock
         raise ConfigError(*_refusal(path, _this_one()))
     try:
         descriptor = os.open(path, os.O_RDWR)
-    except OSError:  # not there, or not to be written, which the run itself says
+    except OSError:  # missing or not writable, which the run itself reports
         return
     try:
         before = _holder(descriptor)
@@ -83,10 +84,10 @@ def check_free(output: Path) -> None:
 
 
 def _open_locked(path: Path) -> int:
-    """A descriptor of the lock file, locked, with this process named in it.
+    """Open and lock the lock file, and write this process's name into it.
 
     Raises:
-        ConfigError: another process has it, or may have where the file system has no locks.
+        ConfigError: another process holds it, or may hold it on a file system without locks.
     """
     if path.parent.resolve() in _ours:
         raise ConfigError(*_refusal(path, _this_one()))
@@ -101,7 +102,7 @@ def _open_locked(path: Path) -> int:
         os.pwrite(descriptor, json.dumps(named).encode(), 0)
         if _is_still(descriptor, path):
             if before:
-                what = f"{before} was writing into {path.parent} and did not end in order"
+                what = f"{before} was writing into {path.parent} and ended without releasing it"
                 notice(f"lock {path}", f"{what}; this run takes over")
             return descriptor
     except BaseException:
@@ -109,12 +110,12 @@ def _open_locked(path: Path) -> int:
             path.unlink(missing_ok=True)
         os.close(descriptor)
         raise
-    os.close(descriptor)  # its holder removed it while it was opened here
+    os.close(descriptor)  # the holder removed the file between open and lock
     return _open_locked(path)
 
 
 def _lock(descriptor: int, path: Path) -> bool:
-    """Lock the file; False, with a notice, where the file system cannot.
+    """Lock the file; returns False, with a notice, if the file system has no locks.
 
     Raises:
         ConfigError: another process holds it.
@@ -125,14 +126,14 @@ def _lock(descriptor: int, path: Path) -> bool:
         if error.errno in HELD:
             before = _holder(descriptor)
             raise ConfigError(*_refusal(path, str(before or "another process"))) from None
-        said = f"the file system of {path.parent} has no locks ({error.strerror})"
-        notice("no-locks", f"{said}: runs are kept apart by the name in {path.name} alone")
+        what = f"the file system of {path.parent} has no locks ({error.strerror})"
+        notice("no-locks", f"{what}: only the process named in {path.name} protects the folder from a second run")
         return False
     return True
 
 
 def _refusal(path: Path, holder: str, more: str = "") -> tuple[str, str]:
-    """Message and fix."""
+    """Message and fix for a folder in use."""
     fix = f"wait until it has ended, or choose another output_dir{more}"
     return f"output_dir: {holder} is writing into {path.parent}", fix
 
@@ -142,7 +143,7 @@ def _this_one() -> str:
 
 
 def _is_still(descriptor: int, path: Path) -> bool:
-    """Whether `path` is the file that is open, and not one made after its holder had removed that."""
+    """Return whether `path` is still the open file, and not a new one after its holder removed it."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:
@@ -150,9 +151,9 @@ def _is_still(descriptor: int, path: Path) -> bool:
 
 
 def _holder(descriptor: int) -> _Holder | None:
-    """Who is named in the lock file."""
+    """The process named in the lock file."""
     try:
-        named = parse_json(os.pread(descriptor, 4096, 0), NAME)
+        named = parse_json(os.pread(descriptor, 4096, 0), LOCK)
         return _Holder(str(named["host"]), Process(named["machine"], int(named["pid"]), int(named["since"])))
     except (ConfigError, OSError, ValueError, KeyError, TypeError):
         return None

@@ -1,8 +1,7 @@
-"""A checkpoint's manifest: its files with their sizes and hashes, written last, so that damage is found and named.
+"""Manifest of a checkpoint: its files with sizes and hashes, written last, to detect damage.
 
-Hashing reads what was just written from the page cache: 0.45 s for 504 MB (adapters of an 8B model at r = 16 with
-AdamW's states) on one core of an EPYC with SHA-NI. It is done once when a checkpoint is saved, and once when a run
-resumes from it.
+Hashing reads the new files from the page cache: 0.45 s for 504 MB (adapters of an 8B model at r = 16 with AdamW's
+states) on one core of an EPYC with SHA-NI. It runs once when a checkpoint is saved, and once when a run resumes.
 """
 
 from __future__ import annotations
@@ -15,15 +14,16 @@ from halfbyte.reading import look, open_bytes, read_json
 from halfbyte.utils.errors import CheckpointError
 from halfbyte.utils.files import write_json
 
-MANIFEST = "manifest.json"
-FORMAT = 1  # of checkpoints; those of before had none, and no manifest
+from .layout import MANIFEST
+
+FORMAT = 1  # version of checkpoints; earlier ones have no version and no manifest
 
 
 def write_manifest(folder: Path, step: int) -> None:
-    """List every file in `folder`. To be called when all of them are written.
+    """Write the manifest of `folder`, after all of its files.
 
     Args:
-        step: optimizer steps that the checkpoint's state is after.
+        step: optimizer steps of the checkpoint's state.
     """
     files = {
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
@@ -34,10 +34,10 @@ def write_manifest(folder: Path, step: int) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint.
+    """Read the manifest of a checkpoint.
 
     Raises:
-        CheckpointError: it is missing, cannot be read or is not one.
+        CheckpointError: it is missing, unreadable or malformed.
     """
     path = folder / MANIFEST
     if not look(path, CheckpointError):
@@ -56,10 +56,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def damage_by_manifest(folder: Path, manifest: dict[str, Any], contents: bool) -> str | None:
-    """The first file that is not as `manifest` says, in words; None where all are.
+    """Describe the first file that differs from `manifest`, or return None.
 
     Args:
-        contents: compare hashes, too, which reads every file.
+        contents: also compare hashes, which reads every file.
     """
     for name, entry in manifest["files"].items():
         path = folder / name

@@ -1,4 +1,4 @@
-"""Loading what a run left behind, an adapter, or a plain model, to evaluate it or talk to it."""
+"""Find and load a run's model, an adapter or a plain model, for evaluation, generation or merging."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from ..reading.model_config import CONFIG, read_config
 from ..reading.tensors import ADAPTER_CONFIG, read_adapter_config
 from ..utils.errors import CheckpointError, ConfigError, ModelError
 from ..utils.files import clear_leftovers
+from .layout import ADAPTER, ENVIRONMENT, MODEL, RESOLVED_CONFIG
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
-RESOLVED = "config.resolved.yaml"
 RESOLVED_AGAIN = "copy the run's file there again"
-WRITTEN = ("model_name_or_path", "load_in_4bit", "r", "max_length", "learning_rate", "seed")  # in order, by any version
+REQUIRED_KEYS = ("model_name_or_path", "load_in_4bit", "r", "max_length", "learning_rate", "seed")  # by any version
 
 
 @dataclass
 class Place:
-    """Where the parts of a saved model lie.
+    """Paths of a saved model.
 
     Attributes:
-        base: folder or hub id of the model under the adapter; empty when the run's configuration names it.
+        base: folder or hub id of the base model; empty if the run's configuration names it.
         adapter: folder with adapter_config.json, or None.
-        resolved: the run's config.resolved.yaml, or None for a model that no run of ours left.
+        resolved: the run's config.resolved.yaml, or None for a model without a run.
     """
 
     base: str
@@ -44,13 +44,13 @@ class Place:
 
     @property
     def run_dir(self) -> Path | None:
-        """The run's folder, or None for a model that no run of ours left."""
+        """The run's folder, or None for a model without a run."""
         return self.resolved.parent if self.resolved else None
 
 
 @dataclass
 class Saved:
-    """A model ready to answer, in eval mode."""
+    """A loaded model in eval mode, with its tokenizer and configuration."""
 
     model: torch.nn.Module
     tokenizer: PreTrainedTokenizerBase
@@ -59,24 +59,25 @@ class Saved:
 
 
 def find(name: str) -> Place:
-    """Recognise a run's output_dir, a checkpoint or adapter folder, or a model.
+    """Locate a run's output_dir, a checkpoint or adapter folder, or a model.
 
     Raises:
-        CheckpointError: a folder with none of these in it.
+        CheckpointError: a folder that is none of these.
     """
     folder = Path(name)
     if not folder.is_dir():
         return Place(name, None, None)
-    clear_leftovers(folder)  # what a process that was killed had taken out of its place is put back
-    for adapter in (folder / "adapter", folder):
-        if (adapter / "adapter_config.json").is_file():
-            resolved = next((at / RESOLVED for at in (folder, folder.parent) if (at / RESOLVED).is_file()), None)
+    clear_leftovers(folder)  # restores files that a killed process had moved aside
+    for adapter in (folder / ADAPTER, folder):
+        if (adapter / ADAPTER_CONFIG).is_file():
+            configs = (parent / RESOLVED_CONFIG for parent in (folder, folder.parent))
+            resolved = next((config for config in configs if config.is_file()), None)
             base = "" if resolved else _base_of(adapter)
             return Place(base, adapter, resolved)
-    for model in (folder / "model", folder):
-        if (model / "config.json").is_file():
-            resolved = folder / RESOLVED if (folder / RESOLVED).is_file() else None
-            return Place(str(model), None, resolved)
+    for model in (folder / MODEL, folder):
+        if (model / CONFIG).is_file():
+            resolved = folder / RESOLVED_CONFIG
+            return Place(str(model), None, resolved if resolved.is_file() else None)
     raise CheckpointError(
         f"{name}: neither a run (adapter/ or model/), an adapter (adapter_config.json) nor a model (config.json)",
         "name a run's output_dir after it has finished, or one of its checkpoint folders",
@@ -84,10 +85,10 @@ def find(name: str) -> Place:
 
 
 def find_trained(folder: Path) -> Place:
-    """What a run left in `folder`, or an adapter: something that may be merged.
+    """Locate a run or an adapter to merge.
 
     Raises:
-        CheckpointError: there is no such folder, or nothing of the kind in it.
+        CheckpointError: there is no such folder, or it holds neither.
     """
     place = find(str(folder))
     if place.adapter is None and not folder.is_dir():
@@ -96,7 +97,7 @@ def find_trained(folder: Path) -> Place:
 
 
 def find_adapter(name: str) -> Path:
-    """The folder of an adapter, which may be that of a run.
+    """Return the adapter's folder of a run or of an adapter.
 
     Raises:
         CheckpointError: there is none.
@@ -108,12 +109,12 @@ def find_adapter(name: str) -> Path:
 
 
 def look_up(name: str, overrides: Iterable[str] = (), dataset: str = "none") -> tuple[Place, RunConfig]:
-    """Where a run, an adapter or a model is, and the configuration to load it with; imports no torch.
+    """Locate a run, an adapter or a model, and read the configuration to load it with, without importing torch.
 
-    Args: as those of `load_saved`.
+    Args: as of `load_saved`.
 
     Raises:
-        CheckpointError, ConfigError, ModelError: nothing loadable there.
+        CheckpointError, ConfigError, ModelError: nothing loadable is there.
     """
     place = find(name)
     config = saved_config(place, overrides, dataset)
@@ -124,7 +125,7 @@ def look_up(name: str, overrides: Iterable[str] = (), dataset: str = "none") -> 
 
 @contextlib.contextmanager
 def _base_named(place: Place) -> Iterator[None]:
-    """Around looking for a base: where there is none, that is said of the file which names it."""
+    """Add the file that refers to a missing base to its error."""
     try:
         yield
     except ModelError as error:
@@ -132,8 +133,8 @@ def _base_named(place: Place) -> Iterator[None]:
             raise
         file = place.resolved or place.adapter / ADAPTER_CONFIG
         key = "model_name_or_path" if place.resolved else "base_model_name_or_path"
-        said = f"the base that {file} names: {error.message}"
-        raise ModelError(said, f"put it back, or correct {key} there") from error
+        what = f"the base model in {file}: {error.message}"
+        raise ModelError(what, f"put it back, or correct {key} there") from error
 
 
 def _base_of(adapter: Path) -> str:
@@ -146,17 +147,17 @@ def _base_of(adapter: Path) -> str:
 
 
 def saved_config(place: Place, overrides: Iterable[str] = (), dataset: str = "none") -> RunConfig:
-    """The configuration to load `place` with: the run's own, or the model as it is stored, and then `overrides`.
+    """Return the configuration to load `place` with: the run's, else the model as stored; then `overrides`.
 
-    Code that comes with the base is run where `overrides` say trust_remote_code=true. A run's folder may come from
-    somebody else, so what its own configuration says about that does not count.
+    The base's own code runs only if `overrides` have trust_remote_code=true. The run's value of this key is ignored,
+    because the folder may be from another person.
     """
     overrides = ["trust_remote_code=false", *overrides]
     named = any(token.removeprefix("--").partition("=")[0] == "quantization" for token in overrides)
     quantized = named or _is_quantized(place.base)
     defaults = {"model_name_or_path": place.base, "dataset": dataset, "load_in_4bit": quantized}
     if place.resolved:
-        _check_whole(place.resolved)
+        _check_complete(place.resolved)
     with _known_keys(place):
         config = load_config(place.resolved, overrides, defaults)
     if place.base and not place.adapter:
@@ -166,36 +167,36 @@ def saved_config(place: Place, overrides: Iterable[str] = (), dataset: str = "no
 
 @contextlib.contextmanager
 def _known_keys(place: Place) -> Iterator[None]:
-    """Around reading a run's configuration: a key of another version is no misspelling."""
+    """Report an unknown key in a run's configuration as another version's, not as misspelled."""
     try:
         yield
     except ConfigError as error:
         if place.resolved is None or not re.match(rf"{re.escape(str(place.resolved))}:\d+: unknown key", error.message):
             raise
-        fix = "use the halfbyte that wrote it (environment.json says which), or take that line out"
+        fix = f"use the halfbyte version that wrote it (see {ENVIRONMENT}), or remove that line"
         raise ConfigError(error.message, fix) from error
 
 
-def _check_whole(resolved: Path) -> None:
-    """Whether a run's configuration has all that it was written with; what is cut off would be taken for a default.
+def _check_complete(resolved: Path) -> None:
+    """Check that a run's configuration is not truncated, because missing keys would get their defaults.
 
     Raises:
-        CheckpointError: it has not.
+        CheckpointError: it is.
     """
     text = read_text(resolved, CheckpointError, RESOLVED_AGAIN)
-    if missing := [key for key in WRITTEN if not re.search(rf"^{key}:", text, re.MULTILINE)]:
-        raise CheckpointError(f"{resolved} is cut short: it lacks {', '.join(missing)}", RESOLVED_AGAIN)
+    if missing := [key for key in REQUIRED_KEYS if not re.search(rf"^{key}:", text, re.MULTILINE)]:
+        raise CheckpointError(f"{resolved} is truncated: {', '.join(missing)} are missing", RESOLVED_AGAIN)
     if not text.endswith("\n"):
-        raise CheckpointError(f"{resolved} is cut short: its last line has no end", RESOLVED_AGAIN)
+        raise CheckpointError(f"{resolved} is truncated: its last line has no end", RESOLVED_AGAIN)
 
 
 def _is_quantized(model: str) -> bool:
-    """Whether a model folder holds weights that were quantized before."""
+    """Return whether a model folder holds quantized weights."""
     return bool(model) and Path(model, CONFIG).is_file() and "quantization_config" in read_config(Path(model))
 
 
 def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none", *, scores: bool = False) -> Saved:
-    """Load a run (its base quantized as it was trained on, its adapter on top), an adapter, or a model.
+    """Load a run (its base quantized as in training, with its adapter), an adapter, or a model.
 
     A run with `qat_scheme` has its linear layers stored in that format, adapters merged.
 
@@ -203,11 +204,11 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none", 
         name: a run's output_dir, a checkpoint or adapter folder, a model's folder or hub id.
         overrides: `key=value`, e.g. `load_in_4bit=true` to quantize a plain model, or `trust_remote_code=true`, which
             only counts here.
-        dataset: put into the configuration where no run gives one.
-        scores: take a reward model too, which answers nothing.
+        dataset: used in the configuration if there is no run.
+        scores: also accept a reward model, which generates no text.
 
     Raises:
-        CheckpointError, ConfigError, ModelError: nothing loadable there, or it brings code that is not trusted.
+        CheckpointError, ConfigError, ModelError: nothing loadable is there, or it has code that is not trusted.
     """
     place, config = look_up(name, overrides, dataset)
     from ..loading.load import load_tokenizer, resolve_dtype
@@ -215,13 +216,13 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none", 
     from ..qat.model import quantize_trained, round_merged
 
     template = place.adapter / "chat_template.jinja" if place.adapter else None
-    if template and template.is_file():  # the one trained with, wherever chat_template_path is now
+    if template and template.is_file():  # the template used in training, even if chat_template_path has moved
         config.chat_template_path = str(template)
     if place.adapter:
         kind = read_adapter_config(place.adapter).get("task_type")
         if not scores and kind in SCORES:
             raise CheckpointError(
-                f"{name} is a reward model: it scores texts, and writes none",
+                f"{name} is a reward model: it scores texts and does not generate",
                 f"measure it with `halfbyte eval`, or load it with PEFT and {SCORES[kind][1]}",
             )
         check_adapter_files(place.adapter)
@@ -230,48 +231,50 @@ def load_saved(name: str, overrides: Iterable[str] = (), dataset: str = "none", 
     files = find_model(config.origin)
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
     scheme = config.storage.qat_scheme
-    rounded = scheme and not place.adapter  # what was trained is rounded, not what is left in 16 bits
-    model = _load_base(files, config, config.storage, "float32" if rounded else config.precision.compute)
+    quantized_later = scheme and not place.adapter  # fully trained weights are quantized after loading
+    model = _load_base(files, config, config.storage, "float32" if quantized_later else config.precision.compute)
     if place.adapter:
         rows = model.get_input_embeddings().weight.shape[0]
         model = load_adapter(model, place.adapter, config.model_name_or_path)
-        if model.get_input_embeddings().weight.shape[0] > rows:  # the tokens that the adapter adds
+        if model.get_input_embeddings().weight.shape[0] > rows:  # the adapter adds tokens
             tokenizer = trained_tokenizer(place.adapter, config)
     if scheme:
         round_merged(model)
         quantize_trained(model)
-        if rounded:
+        if quantized_later:
             model.to(resolve_dtype(config.precision.compute, next(model.parameters()).device))
     if not scores:
-        _stop_at_all_ends(model, tokenizer, place)
+        _set_stop_tokens(model, tokenizer, place)
     return Saved(model.eval(), tokenizer, config, place)
 
 
-def _stop_at_all_ends(model: Any, tokenizer: PreTrainedTokenizerBase, place: Place) -> None:
-    """Let a model's generation config name all tokens that end an answer, for whatever generates with it."""
+def _set_stop_tokens(model: Any, tokenizer: PreTrainedTokenizerBase, place: Place) -> None:
+    """Set all stop tokens in the model's generation config."""
     from ..generation.sampling import eos_tokens
-    from .ends import all_ends, data_report, known_ends
+    from .stop_tokens import data_report, joined_stop_tokens, known_stop_tokens
 
-    learned = known_ends(data_report(place.run_dir), tokenizer)
-    model.generation_config.eos_token_id = all_ends(sorted(eos_tokens(model)), [tokenizer.eos_token_id], learned)
+    learned = known_stop_tokens(data_report(place.run_dir), tokenizer)
+    ends = joined_stop_tokens(sorted(eos_tokens(model)), [tokenizer.eos_token_id], learned)
+    model.generation_config.eos_token_id = ends
 
 
 def _load_base(files: ModelFiles, config: RunConfig, storage: Storage, dtype: str) -> Any:
-    """The model without adapters, on its device but for experts that do not fit there."""
+    """Load the model without adapters to its device, with offloaded experts if they do not fit."""
     from ..loading.load import load_model
     from ..memory.expert_offload import offload_experts
     from ..modeling.layer import decoder_layers
-    from ..plan.experts import while_answering
+    from ..plan.experts import offloaded_at_inference
     from ..utils.hardware import chosen_device, free_bytes
     from ..utils.notices import notice
 
     device, attention = chosen_device(config.device), config.attn_implementation
-    waiting = while_answering(config, files.config, device, free_bytes(device))
-    how: dict[str, Any] = {"attn_implementation": attention, "experts_on_host": waiting}
+    offloaded = offloaded_at_inference(config, files.config, device, free_bytes(device))
+    how: dict[str, Any] = {"attn_implementation": attention, "experts_on_host": offloaded}
     model = load_model(files, storage, dtype=dtype, device=device, **how)
-    if waiting:
-        notice("experts-wait", f"experts of {len(waiting)} layers wait in the host's memory: the device is small")
-        offload_experts([*decoder_layers(model)[1]], waiting, device)
+    if offloaded:
+        what = f"keeping the experts of {len(offloaded)} layers in host memory: the model does not fit {device}"
+        notice("experts-offloaded", what)
+        offload_experts([*decoder_layers(model)[1]], offloaded, device)
     return model
 
 

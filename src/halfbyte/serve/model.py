@@ -16,8 +16,8 @@ from ..generation.sampling import Penalties
 from ..generation.text import Piece, TokenScore, continue_texts
 from ..modeling.adapters import check_adapter_files, load_adapter
 from ..reading import look, read_text
-from ..runs.stop_tokens import data_report, known_stop_tokens
 from ..runs.saved import Saved, find, find_adapter, load_saved
+from ..runs.stop_tokens import data_report, known_stop_tokens
 from ..utils.errors import CheckpointError, DataError, UsageError
 from ..utils.notices import notice
 from ..utils.text import brief

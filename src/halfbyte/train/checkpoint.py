@@ -7,7 +7,6 @@ it is named, and the newest whole checkpoint is taken. A folder's name says noth
 
 from __future__ import annotations
 
-import re
 import zipfile
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -23,8 +22,21 @@ from halfbyte.utils.errors import CheckpointError, ConfigError
 from halfbyte.utils.files import clear_leftovers, remove, write_json
 from halfbyte.utils.notices import notice
 
+from ..runs.layout import (
+    CHECKPOINT,
+    CHECKPOINTS,
+    METRICS,
+    MODEL,
+    OPTIMIZER_STATE,
+    RANDOM_STATE,
+    SCHEDULER_STATE,
+    TRAINER_STATE,
+    WEIGHTS,
+)
+from ..runs.layout import CHECKPOINT_STATE as STATE
+from ..runs.layout import FP8_SCALING as SCALING
+from ..runs.layout import RESOLVED_CONFIG as RESOLVED
 from ..runs.manifest import FORMAT, damage_by_manifest, read_manifest
-from ..runs.saved import RESOLVED
 from .metrics import MetricsFile, Window
 
 if TYPE_CHECKING:
@@ -32,13 +44,8 @@ if TYPE_CHECKING:
 
     from halfbyte.ops.fp8_scaling import DelayedScaling
 
-STATE = "halfbyte.json"
-TRAINER_STATE = "trainer_state.json"
-SCALING = "fp8_scaling.safetensors"
-WEIGHTS = ("adapter", "model")  # folders of a finished run
-PICKLED = ("optimizer.pt", "scheduler.pt", "rng_state.pth")  # transformers' names; torch writes them as zip files
+PICKLED = (OPTIMIZER_STATE, SCHEDULER_STATE, RANDOM_STATE)  # torch writes them as zip files
 EARLIER = "resume from an earlier checkpoint, or start a new run in another output_dir"
-_NAME = re.compile(r"checkpoint-(\d+)")
 
 # Keys that do not change what is learned: where things are written, how often, and on what.
 FREE_KEYS = frozenset(
@@ -71,7 +78,7 @@ def checkpoints(output_dir: Path) -> list[Path]:
 
 def _named(output_dir: Path) -> list[Path]:
     """The folders that are named as checkpoints."""
-    return [path for path in output_dir.glob("checkpoint-*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    return [path for path in output_dir.glob(CHECKPOINTS) if CHECKPOINT.fullmatch(path.name) and path.is_dir()]
 
 
 def _order(checkpoint: Path) -> tuple[int, int]:
@@ -207,7 +214,7 @@ def keep_newest(output_dir: Path, limit: int | None) -> None:
 def best(output_dir: Path) -> Path | None:
     """The checkpoint whose answers to held-out prompts had the highest mean reward, the earliest of several; None where
     there are no such evaluations of checkpoints."""
-    records = MetricsFile(output_dir / "metrics.jsonl").records()
+    records = MetricsFile(output_dir / METRICS).records()
     evaluated = (record for record in records if record["kind"] == "eval" and isinstance(record.get("reward"), float))
     rewards = {record["step"]: record["reward"] for record in evaluated}
     found = [path for path in checkpoints(output_dir) if step_of(path) in rewards]
@@ -217,7 +224,7 @@ def best(output_dir: Path) -> Path | None:
 def remove_leftovers(output_dir: Path) -> None:
     """Remove what a killed run, on whatever machine, left of a checkpoint: this one alone may write any here now."""
     clear_leftovers(output_dir)
-    for path in output_dir.glob(".checkpoint-*"):
+    for path in output_dir.glob(f".{CHECKPOINTS}"):
         remove(path)
 
 
@@ -255,7 +262,7 @@ def starting_point(config: RunConfig, resume: str | bool | None, *, contents: bo
     output = config.output_path
     if not resume:
         if held := results_in(output):
-            if held == ["model"] and not (output / RESOLVED).exists():  # a base, most likely
+            if held == [MODEL] and not (output / RESOLVED).exists():  # a base, most likely
                 raise ConfigError(
                     f"output_dir: {output} holds {held[0]}/, where a run writes what it has trained",
                     "name a folder for the run alone",
@@ -315,8 +322,8 @@ def results_in(output: Path) -> list[str]:
     """What would be lost or mixed up by a second run in `output`."""
     held = [path.name for path in sorted(_named(output), key=_order)[-1:]]
     held += [name for name in WEIGHTS if (output / name).exists()]
-    if any(record["kind"] == "train" for record in MetricsFile(output / "metrics.jsonl").records()):
-        held.append("metrics.jsonl")
+    if any(record["kind"] == "train" for record in MetricsFile(output / METRICS).records()):
+        held.append(METRICS)
     return held
 
 

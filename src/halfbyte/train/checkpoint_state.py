@@ -20,12 +20,14 @@ from transformers.trainer_pt_utils import safe_globals
 from halfbyte.modeling.adapters import load_adapter_weights, save_adapter
 from halfbyte.reading.tensors import read_state
 
+from ..runs.layout import OPTIMIZER_STATE as OPTIMIZER
+from ..runs.layout import SCALER_STATE as SCALER
+from ..runs.layout import SCHEDULER_STATE as SCHEDULE
+from ..runs.layout import random_state
 from . import checkpoint as checkpoints
 from .checks import saved_weights
 
 State = dict[str, Any]
-OPTIMIZER, SCHEDULE, RANDOM = checkpoints.PICKLED
-SCALER = "scaler.pt"
 
 
 def save_weights(model: Any, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
@@ -103,7 +105,7 @@ def random_states() -> dict[str, Any]:
 
 
 def _random_file(folder: Path, rank: int) -> Path:
-    return folder / (f"rng_state_{rank}.pth" if rank else RANDOM)
+    return folder / random_state(rank)
 
 
 def save_random(folder: Path, states: Sequence[dict[str, Any]]) -> None:

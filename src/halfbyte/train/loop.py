@@ -49,6 +49,7 @@ from halfbyte.utils.signals import Request, Stopped, as_requests
 
 from ..parallel.pipeline.full_state import PipelineState, scaling_state
 from ..rl.rollouts import Generations
+from ..runs.layout import checkpoint_folder
 from ..runs.manifest import write_manifest
 from . import checkpoint as checkpoints
 from .callback_arguments import steps_per_epoch, total_steps
@@ -442,7 +443,7 @@ class TrainingLoop:
 
     def _place(self) -> Path:
         """Where the checkpoint of the last step is, or would be."""
-        return self.output / f"checkpoint-{self.state.global_step}"
+        return self.output / checkpoint_folder(self.state.global_step)
 
     # --- leaving -----------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from halfbyte.methods import METHODS, Method, method_of
 from halfbyte.utils.errors import CheckpointError
 
 from ..reading.tensors import read_adapter_config
-from ..runs.inputs import check_tensor_sizes, check_inputs, check_output_dir, check_path_spelling
+from ..runs.inputs import check_inputs, check_output_dir, check_path_spelling, check_tensor_sizes
 from ..runs.lock import check_free
 from .checkpoint import starting_point
 

@@ -62,8 +62,9 @@ from ..parallel.pipeline.full_state import PipelineState
 from ..parallel.pipeline.stepper import PipelinedStepper
 from ..parallel.rank_sync import RankSync
 from ..rl.setup import sampled_rollouts
-from ..runs.stop_tokens import generation_keys
+from ..runs.layout import CHECKS, EXPERTS, GENERATIONS, METRICS, PAGES
 from ..runs.lock import run_lock
+from ..runs.stop_tokens import generation_keys
 from . import checks, pipeline_run, samples
 from .checkpoint import best, remove_leftovers
 from .checkpoint_state import save_weights
@@ -72,10 +73,8 @@ from .loop import TrainingLoop, seed_process
 from .metrics import MetricsFile, memory_now, peak_memory, reserved_memory, restart_peak
 from .pipeline_run import Ready
 from .preflight import PreparedRun, lengths_worth_plans, prepare_run
-from .run_folder import PAGES, OpenRun, finished_measures, open_run, saved_in, write_environment, write_memory
+from .run_folder import OpenRun, finished_measures, open_run, saved_in, write_environment, write_memory
 from .stepper import GraphedStepper, Stepper, Sums, loss_scaler, sums_of
-
-EXPERTS = "experts.json"
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ def train(config: RunConfig, *, resume: str | bool | None = None, console: Conso
 def _finished(run: PreparedRun, measured: dict[str, int], console: Console) -> RunResult:
     """A run that has nothing left to compute: its files stay as they are, and what was not written of them is."""
     output = run.config.output_path
-    job = OpenRun(run, output, MetricsFile(output / "metrics.jsonl"))
+    job = OpenRun(run, output, MetricsFile(output / METRICS))
     console.print(one_line(f"finished already: {run.total_steps} of {run.total_steps} steps, {output}"), soft_wrap=True)
     if run.mesh.is_main:
         remove_leftovers(output)
@@ -280,9 +279,9 @@ def _write_results(
 ) -> None:
     """The files of a finished run beside its adapter and report; `ranks`: what each process measured."""
     write_memory(job, ranks[0], ranks)
-    write_json(job.output / "checks.json", results)
+    write_json(job.output / CHECKS, results)
     write_json(
-        job.output / "generations.json",
+        job.output / GENERATIONS,
         [{"prompt": p.text, "before": b, "after": a, "reference": p.reference} for p, b, a in answers],
     )
     write_environment(job, reproducible=results["reproducible"], finished=time.time())

@@ -15,17 +15,24 @@ from halfbyte.utils.files import write_json, write_text
 from halfbyte.utils.notices import said
 
 from ..reading import read_json, read_text
-from ..rl.rollouts import COMPLETIONS
+from ..runs.layout import (
+    COMPLETIONS,
+    DATA_REPORT,
+    ENVIRONMENT,
+    FIRST,
+    GIVEN_CONFIG,
+    LAST,
+    MEMORY,
+    METRICS,
+    RESOLVED_CONFIG,
+    WEIGHTS,
+)
 from ..utils.text import one_line
 from . import checkpoint as checkpoints
 from .metrics import MetricsFile
 from .preflight import PreparedRun
 
 MARK = "# Written by halfbyte: the keys that were given."
-SHORT = "run.yaml"
-FIRST = ("config.resolved.yaml", "data_report.json", "memory.json", "environment.json", "metrics.jsonl")
-LAST = ("checks.json", "generations.json", "environment.json", "memory.json")  # of a run that has ended
-PAGES = ("README.md", "report.html")
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ def open_run(prepared: PreparedRun, resume: str | bool | None) -> Iterator[OpenR
         TrainingError: it cannot be written.
     """
     config, output = prepared.config, prepared.config.output_path
-    run = OpenRun(prepared, output, MetricsFile(output / "metrics.jsonl"))
+    run = OpenRun(prepared, output, MetricsFile(output / METRICS))
     if not prepared.mesh.is_main:
         yield run
         return
@@ -67,7 +74,7 @@ def open_run(prepared: PreparedRun, resume: str | bool | None) -> Iterator[OpenR
         yield run
     finally:
         if not (prepared.checkpoint or checkpoints.results_in(output)):
-            for name in (*FIRST, COMPLETIONS, *([SHORT] if _is_ours(output / SHORT) else [])):
+            for name in (*FIRST, COMPLETIONS, *([GIVEN_CONFIG] if _is_ours(output / GIVEN_CONFIG) else [])):
                 (output / name).unlink(missing_ok=True)
 
 
@@ -93,7 +100,7 @@ def finished_measures(prepared: PreparedRun) -> dict[str, int] | None:
 
 def saved_in(config: RunConfig) -> str:
     """The folder of a finished run's weights."""
-    return checkpoints.WEIGHTS[0 if config.use_peft else 1]
+    return WEIGHTS[0 if config.use_peft else 1]
 
 
 def _write_first(run: OpenRun) -> None:
@@ -103,9 +110,9 @@ def _write_first(run: OpenRun) -> None:
     if checkpoint:
         checkpoints.set_aside_newer(output, checkpoint)
     run.metrics.keep_until(checkpoints.step_of(checkpoint) if checkpoint else -1)
-    write_text(output / "config.resolved.yaml", dump_config(run.prepared.config))
-    _write_short(output / SHORT, run.prepared.config)
-    write_json(output / "data_report.json", run.prepared.data.report)
+    write_text(output / RESOLVED_CONFIG, dump_config(run.prepared.config))
+    _write_short(output / GIVEN_CONFIG, run.prepared.config)
+    write_json(output / DATA_REPORT, run.prepared.data.report)
     write_memory(run, {})
     write_environment(run)
 
@@ -146,7 +153,7 @@ def write_memory(run: OpenRun, measured: dict[str, int], ranks: Sequence[dict[st
         document["rollouts"] = asdict(plan.answering)
     if len(ranks) > 1:
         document["ranks"] = list(ranks)
-    write_json(run.output / "memory.json", document)
+    write_json(run.output / MEMORY, document)
 
 
 def write_environment(run: OpenRun, **more: Any) -> None:
@@ -155,4 +162,4 @@ def write_environment(run: OpenRun, **more: Any) -> None:
     mesh = run.prepared.mesh
     if mesh.size > 1:
         facts |= {"processes": mesh.size, "parallel": str(mesh.layout)}
-    write_json(run.output / "environment.json", facts | {"notices": said()})
+    write_json(run.output / ENVIRONMENT, facts | {"notices": said()})

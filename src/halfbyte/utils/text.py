@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import reprlib
+from collections.abc import Mapping
 from typing import Any
 
 LONGEST_LINE = 800
@@ -50,3 +51,8 @@ def cut(line: str, longest: int = LONGEST_LINE) -> str:
 def message(text: str) -> str:
     """`text`, a few lines, as an error may hold it: every line cut, and no terminal's commands in it."""
     return "\n".join(cut(visible(line)) for line in text.split("\n"))
+
+
+def counts(numbers: Mapping[str, int]) -> str:
+    """Join counts by name into one line: "14 Q4_0, 2 Q6_K"."""
+    return ", ".join(f"{count} {name}" for name, count in numbers.items()) or "none"

@@ -1,11 +1,12 @@
-"""Types of GGUF that a format of halfbyte holds value for value, and their blocks as that format's parts.
+"""GGUF types whose values a halfbyte format stores exactly, and the conversion of their blocks.
 
     Q4_0   d · (code − 8), 32 weights a scale, fp16    gptq_v2 with groups of 32 and zeros of 8
     Q8_0   d · code, 32 weights a scale, fp16          hqq with 8 bits: codes + 128, zeros of 128, scales in fp16
     MXFP4  E2M1 and a power of two per 32 weights      mxfp4, the same codes in another order
 
-No format holds the others. Q4_1 and Q5_1 add a minimum, which is no multiple of the scale, so that no zero point in 16
-bits gives their values; a K-quant's scale is a product of two numbers, per 16 or 32 weights; Q5_0 has 5-bit integers.
+No format stores the other types exactly. Q4_1 and Q5_1 add a minimum that is no multiple of the scale, so no 16-bit
+zero point gives their values; a K-quant's scale is a product of two numbers, per 16 or 32 weights; Q5_0 has 5-bit
+integers.
 Blocks: https://github.com/ggml-org/llama.cpp/blob/master/ggml/src/ggml-common.h
 """
 
@@ -24,29 +25,29 @@ from ..ops.int4 import PACK
 from ..utils.errors import CheckpointError
 
 GROUP = 32
-EIGHTS = -0x77777778  # int32 of eight zeros of 8
-NAN = 0xFF  # of MXFP4's scales
-AT_ONCE = 1 << 16  # blocks whose planes are made together
+EIGHTS = -0x77777778  # int32 that packs eight zero points of 8
+NAN = 0xFF  # an MXFP4 scale
+CHUNK = 1 << 16  # blocks converted at once
 
 
-def kept_format(type_: Type, shape: tuple[int, ...]) -> Format | None:
-    """The format that holds a matrix of this type without a change of value; None: there is none."""
+def exact_format(type_: Type, shape: tuple[int, ...]) -> Format | None:
+    """Return the format that stores a matrix of this type exactly, or None."""
     if type_ == Type.Q4_0 and shape[0] % PACK:  # gptq_v2 packs zeros of eight rows
         return None
-    return KEPT[type_][0] if type_ in KEPT else None
+    return EXACT[type_][0] if type_ in EXACT else None
 
 
-def kept_parts(type_: Type, blocks: Tensor) -> dict[str, Tensor]:
-    """The parts of `kept_format` from a matrix's blocks, uint8 [rows, blocks of a row, bytes of a block].
+def exact_parts(type_: Type, blocks: Tensor) -> dict[str, Tensor]:
+    """Convert a matrix's blocks, uint8 [rows, blocks per row, bytes per block], to the parts of `exact_format`.
 
     Raises:
-        CheckpointError: a scale that no quantizer writes.
+        CheckpointError: a scale is NaN, infinite or negative.
     """
-    return KEPT[type_][1](blocks)
+    return EXACT[type_][1](blocks)
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """uint8 [..., 32] codes: ggml has the first half of a block in the low nibbles, the second in the high ones."""
+    """Unpack to codes, uint8 [..., 32]: a block's first half is in the low nibbles, its second in the high ones."""
     return torch.cat([packed & 15, packed >> 4], dim=-1)
 
 
@@ -57,7 +58,7 @@ def _checked(scales: Tensor, wrong: Tensor) -> Tensor:
 
 
 def _words(eights: Tensor) -> Tensor:
-    """int32: the low nibbles of the eight bytes of each int64, the first byte's lowest."""
+    """Pack the low nibbles of each int64's eight bytes into an int32, the first byte lowest."""
     for shift, mask in ((0, 0x0F0F0F0F0F0F0F0F), (4, 0x00FF00FF00FF00FF), (8, 0x0000FFFF0000FFFF), (16, 0xFFFFFFFF)):
         eights = (eights | eights >> shift) & mask
     return eights.view(torch.int32)[..., ::2]
@@ -77,9 +78,9 @@ def _gptq(blocks: Tensor) -> dict[str, Tensor]:
 
 def _hqq(blocks: Tensor) -> dict[str, Tensor]:
     scales = blocks[..., :2].contiguous().view(torch.float16).flatten()
-    codes = (blocks[..., 2:] ^ 128).view(-1, GROUP)  # two's complement to what is 128 more
+    codes = (blocks[..., 2:] ^ 128).view(-1, GROUP)  # two's complement to offset binary
     return {
-        "packed": torch.cat([pack_planes(part, 8) for part in codes.split(AT_ONCE)]),
+        "packed": torch.cat([pack_planes(part, 8) for part in codes.split(CHUNK)]),
         "scales": _checked(scales, ~(scales.isfinite() & (scales >= 0))),
         "zeros": torch.full_like(scales, 128),
     }
@@ -93,7 +94,7 @@ def _mxfp4(blocks: Tensor) -> dict[str, Tensor]:
     }
 
 
-KEPT: dict[Type, tuple[Format, Callable[[Tensor], dict[str, Tensor]]]] = {
+EXACT: dict[Type, tuple[Format, Callable[[Tensor], dict[str, Tensor]]]] = {
     Type.Q4_0: (GptqV2(GROUP), _gptq),
     Type.Q8_0: (HQQ(8, GROUP, fitted=False, scale_dtype="float16"), _hqq),
     Type.MXFP4: (Mxfp4(), _mxfp4),

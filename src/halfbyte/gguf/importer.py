@@ -1,6 +1,8 @@
-"""A GGUF file as a Hugging Face checkpoint: config, tokenizer and safetensors in 16 bits (32 where the file has 32).
+"""Import of a GGUF file as a Hugging Face checkpoint: config, tokenizer and safetensors in 16 bits (32 if the file has
+fp32).
 
-Kept linear layers are stored in the formats that hold their values, as a checkpoint that was quantized before.
+With `keep`, linear layers are stored in the halfbyte formats that hold their values exactly, as in a quantized
+checkpoint.
 """
 
 from __future__ import annotations
@@ -22,15 +24,15 @@ from ..reading.tensors import INDEX
 from ..utils.errors import ConfigError
 from ..utils.files import check_space, new_directory, write_json
 from ..utils.notices import notice
-from .cache import in_words
+from ..utils.text import counts
 from .file import GgufFile
+from .formats import EXACT
 from .hyperparameters import read_config
 from .tensors import Entry, entries
-from .to_formats import KEPT
 from .tokenizer import read_tokenizer
 
 SHARD_BYTES = 1 << 30
-KEPT_NAMES = tuple(type_.name for type_ in KEPT)
+EXACT_NAMES = tuple(type_.name for type_ in EXACT)
 HEADROOM = 64 << 20  # bytes for tokenizer and config
 
 
@@ -40,30 +42,31 @@ def import_gguf(path: Path | str, folder: Path | str, *, keep: bool = False) -> 
     Host memory holds one shard (1 GiB, or the largest tensor). Quantized weights are decoded and rounded to bf16.
 
     Args:
-        folder: replaced when it is there.
-        keep: linear layers whose type a format holds (`keep`) are not decoded; the checkpoint is then a quantized one.
+        folder: replaced if it exists.
+        keep: store linear layers without decoding where a format holds their type exactly; the checkpoint is then a
+            quantized one.
 
     Raises:
-        ModelError: an architecture, a tensor or a tokenizer that transformers has no place for.
-        CheckpointError: a truncated file, a tensor that is missing, misshapen or cannot be decoded.
-        ConfigError: there is nothing to keep.
-        TrainingError: no space. In every case nothing is left under `folder`.
+        ModelError: an architecture, a tensor or a tokenizer that transformers does not support.
+        CheckpointError: a truncated file, or a tensor that is missing, misshapen or cannot be decoded.
+        ConfigError: no layer can be stored as in the file.
+        TrainingError: no disk space. After any error nothing is left under `folder`.
     """
     folder = Path(folder)
     file = GgufFile(Path(path))
-    with answered(f"{path} holds no model that can be read", DAMAGED):
+    with answered(f"cannot read a model from {path}", DAMAGED):
         config = read_config(file)
         found = entries(file, config, keep)
         tokenizer = read_tokenizer(file)
     if keep:
-        config.quantization_config = _kept(file, found)
+        config.quantization_config = _quantization_config(file, found)
     nbytes = sum(entry.nbytes(config.dtype) for entry in found)
     check_space(folder, nbytes + HEADROOM, "free some space, or set HALFBYTE_CACHE to a folder on another disk")
-    said = f"{path} is unpacked once into {folder} ({nbytes / 2**30:.2f} GiB)"
-    could = Counter(entry.type for entry in found if entry.type in KEPT_NAMES)
-    if could and not keep:
-        said += f"; `quantization: keep` would hold linear layers as they are: {in_words(could)}"
-    notice(f"gguf-{folder}", said)
+    what = f"importing {path} into {folder} ({nbytes / 2**30:.2f} GiB), once"
+    exact = Counter(entry.type for entry in found if entry.type in EXACT_NAMES)
+    if exact and not keep:
+        what += f"; set `quantization: keep` to store these linear layers as in the file: {counts(exact)}"
+    notice(f"gguf-{folder}", what)
     with new_directory(folder) as aside:
         tokenizer.save_pretrained(aside)
         architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -75,16 +78,16 @@ def import_gguf(path: Path | str, folder: Path | str, *, keep: bool = False) -> 
     return folder
 
 
-def _kept(file: GgufFile, found: list[Entry]) -> dict[str, Any]:
-    """What config.json says of a checkpoint with kept layers: see `loading.quantizer.HalfbyteConfig`."""
+def _quantization_config(file: GgufFile, found: list[Entry]) -> dict[str, Any]:
+    """The quantization_config of a checkpoint with layers stored as in the file, see `HalfbyteConfig`."""
     linears = [entry for entry in found if entry.type]
     kept = Counter(entry.type for entry in linears if entry.format)
     others = Counter(entry.type for entry in linears if not entry.format)
     if not kept:
         raise ConfigError(
-            f"quantization: keep: no format holds what the linear layers of {file.path} are stored as:"
-            f" {in_words(others)} (kept are {', '.join(KEPT_NAMES)})",
-            "remove `quantization: keep`: they are then decoded and quantized as usual",
+            f"quantization: keep: no linear layer of {file.path} has a type that halfbyte stores exactly:"
+            f" {counts(others)} (exact are {', '.join(EXACT_NAMES)})",
+            "remove `quantization: keep`: layers are then decoded and quantized as configured",
         )
     formats: dict[str, list[str]] = {}
     for entry in linears:

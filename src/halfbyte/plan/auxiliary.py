@@ -1,9 +1,9 @@
-"""What models beside the one that trains take: a teacher, and reward models.
+"""Bytes of auxiliary models: a teacher, and reward models.
 
-Their weights stay for the whole run. A teacher's forward comes first in each micro-batch, without gradients; what is
-left of it is a hidden state for each token of an answer, and its logits share a chunk's room with the model's own
-(`ops.divergence`). Reward models are asked between rollouts and steps, about a micro-batch's answers at once, without
-gradients: less than a step.
+Their weights stay resident for the whole run. A teacher's forward runs first in each micro-batch, without gradients. It
+leaves one hidden state per completion token; its logits share the chunk workspace of the student's (`ops.divergence`).
+Reward models score a micro-batch's completions between rollouts and steps, without gradients, in less memory than a
+step.
 """
 
 from __future__ import annotations
@@ -29,45 +29,45 @@ if TYPE_CHECKING:
     from .memory_plan import MemoryPlan
     from .shapes import ModelShapes
 
-# Of the model that trains, which say nothing of another's layers.
-OF_STUDENTS: dict[str, Any] = {
+# Keys that describe the student's adapter and quantization-aware training, reset for a teacher or reward model.
+STUDENT_KEYS: dict[str, Any] = {
     "adapter_path": None, "target_modules": "all-linear", "modules_to_save": None, "rank_pattern": {},
     "alpha_pattern": {}, "use_dora": False, "use_peft": True, "qat_scheme": None,
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Beside:
-    """Models beside the one that trains.
+class AuxiliaryModels:
+    """Auxiliary models of a run.
 
     Attributes:
-        bytes: of their weights and adapters.
-        taught: whether one of them is a teacher.
-        teacher: shapes of its model; None where that is the one that trains.
+        bytes: device bytes of their weights and adapters.
+        has_teacher: whether one of them is a teacher.
+        teacher: shapes of the teacher's model; None if the teacher is an adapter on the trained model.
     """
 
     bytes: int = 0
-    taught: bool = False
+    has_teacher: bool = False
     teacher: ModelShapes | None = None
 
     def with_plan(self, plan: MemoryPlan, own: ModelShapes, batches: Batches) -> MemoryPlan:
-        """`plan` of a step, which was made for what they leave free, with them."""
+        """Add these models to `plan`, whose capacity excludes their bytes."""
         weights, capacity = plan.weights + self.bytes, plan.capacity_bytes + self.bytes
         plan = replace(plan, weights=weights, capacity_bytes=capacity)
-        if not self.taught:
+        if not self.has_teacher:
             return plan
         shapes = self.teacher or own
         answers = min(batches.largest.rows * own.config.max_completion_length, batches.largest.tokens)
         hidden = answers * shapes.text_config.hidden_size * shapes.dtype.itemsize
-        alone = shapes.evaluation(batches.largest) + hidden
-        return replace(plan, activations=max(plan.activations + hidden, alone - plan.logits))
+        teacher_forward = shapes.evaluation(batches.largest) + hidden
+        return replace(plan, activations=max(plan.activations + hidden, teacher_forward - plan.logits))
 
 
-def beside(config: RunConfig, device: torch.device, itemsize: int = 4) -> Beside:
-    """The models that a run has beside the one that trains.
+def find_auxiliary(config: RunConfig, device: torch.device, itemsize: int = 4) -> AuxiliaryModels:
+    """Find the run's teacher and reward models and count their bytes.
 
     Args:
-        itemsize: of weights that are not quantized.
+        itemsize: bytes of an element of unquantized weights.
 
     Raises:
         HalfbyteError: one cannot be found.
@@ -76,11 +76,11 @@ def beside(config: RunConfig, device: torch.device, itemsize: int = 4) -> Beside
     judges = find_reward_models(config, read_specs(models, []))
     held = sum(_judge_bytes(config, judge, device, itemsize) for judge in judges)
     if config.method not in DISTILLING:
-        return Beside(held)
+        return AuxiliaryModels(held)
     found = find_teacher(config)
     shapes = _shapes(config, found.files, device)
     held += _adapter_bytes(found.adapter) + (shapes.frozen_bytes() if shapes else 0)
-    return Beside(held, True, shapes)
+    return AuxiliaryModels(held, True, shapes)
 
 
 def _shapes(config: RunConfig, files: ModelFiles | None, device: torch.device) -> ModelShapes | None:
@@ -89,23 +89,25 @@ def _shapes(config: RunConfig, files: ModelFiles | None, device: torch.device) -
     if files is None:
         return None
     return ModelShapes(
-        config.model_copy(update={**OF_STUDENTS, "model_name_or_path": files.name}), files.config, device
+        config.model_copy(update={**STUDENT_KEYS, "model_name_or_path": files.name}), files.config, device
     )
 
 
 def _judge_bytes(config: RunConfig, found: RewardModelFiles, device: torch.device, itemsize: int) -> int:
+    """Device bytes of one reward model: a full model, or an adapter with its base."""
     if found.adapter is None:
         assert found.files is not None
-        return itemsize * _numbers(safetensors_files(Path(found.files.place.name)))
+        return itemsize * _count_elements(safetensors_files(Path(found.files.place.name)))
     shapes = _shapes(config, found.files, device)
     return _adapter_bytes(found.adapter) + (shapes.frozen_bytes() if shapes else 0)
 
 
 def _adapter_bytes(folder: Path | None) -> int:
-    """As it is loaded, in float32."""
-    return 0 if folder is None else 4 * _numbers([folder / ADAPTER])
+    """Device bytes of an adapter, loaded in float32."""
+    return 0 if folder is None else 4 * _count_elements([folder / ADAPTER])
 
 
-def _numbers(files: Sequence[Path]) -> int:
+def _count_elements(files: Sequence[Path]) -> int:
+    """Number of tensor elements in safetensors files."""
     headers = (read_header(file, ADAPTER_AGAIN) for file in files)
     return sum(math.prod(entry["shape"]) for header in headers for entry in header.values())

@@ -1,0 +1,141 @@
+"""Names of the files and folders that a run writes. Standard library only; every reader and writer imports from here.
+
+output_dir/
+    run.yaml  config.resolved.yaml                      configuration: given keys, all keys
+    environment.json  data_report.json  memory.json     written before the first step, completed at the end
+    metrics.jsonl  completions.jsonl                    written line by line
+    checkpoint-N/                                       state after N optimizer steps
+    adapter/ or model/                                  trained weights
+    checks.json  experts.json  generations.json         results of a finished run
+    README.md  report.html                              model card and report, made from the files above
+    merge.json  merge-FORMAT.json                       numbers of each merge
+    .lock                                               held while a process writes into the folder
+"""
+
+from __future__ import annotations
+
+import re
+
+# --- configuration and environment -----------------------------------------------------------------------------------
+
+GIVEN_CONFIG = "run.yaml"
+"""The keys that the user gave, as a file that `halfbyte train` accepts."""
+
+RESOLVED_CONFIG = "config.resolved.yaml"
+"""Every key with its value."""
+
+ENVIRONMENT = "environment.json"
+"""Machine, versions, notices; `started`, `finished` and `stopped` of the run."""
+
+DATA_REPORT = "data_report.json"
+"""Sources and their formats, numbers of rows and tokens, samples with their loss masks, stop tokens."""
+
+MEMORY = "memory.json"
+"""Planned bytes by component (`predicted`), and `measured` bytes."""
+
+LOCK = ".lock"
+"""Names the process that writes into the folder, and is locked by it."""
+
+# --- records ---------------------------------------------------------------------------------------------------------
+
+METRICS = "metrics.jsonl"
+"""One JSON object per line: `kind` ("train" or "eval"), `step`, `epoch`, `time`, and the method's numbers.
+
+Lines of kind "train" have at least `loss`, `tokens` and `tokens_per_second`.
+"""
+
+TRAIN, EVAL = "train", "eval"
+"""Kinds of lines in `METRICS`."""
+
+COMPLETIONS = "completions.jsonl"
+"""One JSON object per sampled completion, with its prompt, rewards and advantage (policy optimization)."""
+
+COMPLETIONS_PER_GENERATION = 64
+"""Most lines of `COMPLETIONS` for one generation."""
+
+# --- results ---------------------------------------------------------------------------------------------------------
+
+ADAPTER, MODEL = "adapter", "model"
+"""Folder of the trained weights: a PEFT adapter, or a full model."""
+
+WEIGHTS = (ADAPTER, MODEL)
+
+CHECKS = "checks.json"
+"""Self-checks with their numbers."""
+
+EXPERTS = "experts.json"
+"""Number of times that each expert of a mixture was chosen."""
+
+GENERATIONS = "generations.json"
+"""Answers to held-out prompts before and after training."""
+
+MODEL_CARD, REPORT = "README.md", "report.html"
+
+MERGE = "merge.json"
+"""Numbers of a merge into 16 bits; `merge_report` names those of other formats."""
+
+MERGE_REPORTS = "merge-*.json"
+"""Pattern of the merge reports of other formats."""
+
+MERGED = "merged"
+"""Default folder of a merged model; `merged_folder` names those of other formats."""
+
+# --- by the time of writing ------------------------------------------------------------------------------------------
+
+FIRST = (RESOLVED_CONFIG, DATA_REPORT, MEMORY, ENVIRONMENT, METRICS)
+"""Written before the first step, and removed if the run ends without one."""
+
+LAST = (CHECKS, GENERATIONS, ENVIRONMENT, MEMORY)
+"""Present in every finished run."""
+
+PAGES = (MODEL_CARD, REPORT)
+"""Made from the other files after the run has finished."""
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+"""Name of a checkpoint's folder, with its number of optimizer steps."""
+
+CHECKPOINTS = "checkpoint-*"
+"""Pattern of the checkpoints in a run's folder."""
+
+CHECKPOINT_STATE = "halfbyte.json"
+"""Configuration, size of the data and the open metrics window."""
+
+TRAINER_STATE = "trainer_state.json"
+"""transformers' TrainerState."""
+
+OPTIMIZER_STATE, SCHEDULER_STATE, RANDOM_STATE = "optimizer.pt", "scheduler.pt", "rng_state.pth"
+"""transformers' names; `random_state` names the random state of each rank."""
+
+SCALER_STATE = "scaler.pt"
+"""State of fp16 loss scaling."""
+
+FP8_SCALING = "fp8_scaling.safetensors"
+"""Delayed scaling factors of an fp8 recipe."""
+
+GENERATION_STATE = "generation.json"
+"""The sampled completions that the run is training on."""
+
+MANIFEST = "manifest.json"
+"""Every file of the checkpoint with its size and hash; written last."""
+
+
+def checkpoint_folder(step: int) -> str:
+    """Name of the checkpoint after `step` optimizer steps."""
+    return f"checkpoint-{step}"
+
+
+def random_state(rank: int) -> str:
+    """Name of the file with a rank's random state."""
+    return f"rng_state_{rank}.pth" if rank else RANDOM_STATE
+
+
+def merge_report(format_slug: str = "") -> str:
+    """Name of the report of a merge into a format; empty: 16 bits."""
+    return f"merge-{format_slug}.json" if format_slug else MERGE
+
+
+def merged_folder(format_slug: str = "") -> str:
+    """Name of the default folder of a model merged into a format; empty: 16 bits."""
+    return f"{MERGED}-{format_slug}" if format_slug else MERGED
