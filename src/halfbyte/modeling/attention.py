@@ -68,7 +68,7 @@ class Implementation:
         mask: whether it reads a T × T mask per row of the batch.
         obstacle: why halfbyte's attention is not used; "" if it is.
         tiles: bytes of the scores materialized at a time (`autograd.tiled_attention`); 0 for other implementations.
-        own: whether halfbyte's own backward runs, which saves the attention's output.
+        own: whether halfbyte's own backward runs, which needs no fp32 buffers to accumulate dq, dk and dv.
         repeatable: whether full rows may use cuDNN's deterministic backward (`autograd.attention.takes_rows`).
     """
 
