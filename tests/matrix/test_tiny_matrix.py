@@ -3,9 +3,8 @@
 import json
 
 import pytest
-
-from benchmarks.tiny_cases import FAMILIES, FORMATS, METHODS, OPTIONS, Case, Place, cases
-from benchmarks.tiny_matrix import run_all, summary
+from tiny_cases import FAMILIES, FORMATS, METHODS, OPTIONS, Case, Place, cases
+from tiny_matrix import run_all, summary
 
 
 def test_every_case_has_a_name_of_its_own():

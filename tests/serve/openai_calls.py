@@ -1,6 +1,6 @@
-"""A server for openai-python's own test calls: a tiny model by the names that they use.
+"""A server with a tiny model for openai-python's own test suite, under the model names that it uses.
 
-    python -m benchmarks.openai_calls [--port 8917]
+    python tests/serve/openai_calls.py [--port 8917]
     pip download --no-deps --no-binary openai openai==3.54.0     # its tests come with its source
     TEST_API_BASE_URL=http://127.0.0.1:8917/v1 pytest -o addopts= tests/api_resources/test_models.py \
         tests/api_resources/test_completions.py tests/api_resources/chat
@@ -12,7 +12,6 @@ stored chat's message is an assistant's, the only role that the client's types l
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ MARKS = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
 
 def served(place: Path) -> tuple[Served, Path]:
     """A tiny model, its adapter by all the names; and the adapter's folder."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "serve"))
     import serve_tiny as tiny
 
     torch.manual_seed(0)
