@@ -17,7 +17,7 @@ install = $(PIP) install --quiet -c constraints.txt uv && $(UV) $(PACKAGES) $(1)
 # imported.
 COMPILE = $(BIN)/python -m compileall -qq -j 2 -x /tests/ $(VENV)/lib || true
 
-.PHONY: demo test tests test-all test-cpus lint gpu-test clean
+.PHONY: demo test tests test-all test-cpus lint gpu-test docs clean
 
 demo: $(VENV)/installed
 	$(BIN)/halfbyte demo
@@ -49,6 +49,10 @@ gpu-test:
 	PYTHONPATH=src:$(PYTHONPATH) OMP_NUM_THREADS=1 PYTORCH_ALLOC_CONF=expandable_segments:True \
 	$(PYTHON) -m pytest -m gpu -n $(GPU_WORKERS) --dist worksteal -p no:benchmark --log-to=$(GPU_LOG) --durations 40
 
+# The documentation as a website in build/site. mkdocs-material announces MkDocs 2, which nothing here needs.
+docs: $(VENV)/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean:
 	rm -rf $(VENV) build demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -prune -exec rm -rf {} +
@@ -66,3 +70,7 @@ $(VENV)/installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(call install,'$(DEV)')
 	$(COMPILE)
 	touch $(VENV)/installed $@
+
+$(VENV)/installed-docs: pyproject.toml constraints.txt | $(BIN)/python
+	$(call install,'.[docs]')
+	touch $@

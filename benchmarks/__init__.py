@@ -1,5 +1,5 @@
-"""Measurements: each module is a command (`python -m benchmarks.NAME`) that prints a table and can write JSON."""
+"""Benchmarks: `python -m benchmarks` lists the cases and runs one; each module is also a command of its own."""
 
 from halfbyte.utils.hardware import let_segments_grow
 
-let_segments_grow()  # as the command line does
+let_segments_grow()  # before anything imports torch.cuda, as the command line does

@@ -1,21 +1,22 @@
-"""Which model fits which card: the longest row that `halfbyte check` calls ready, by model and memory of the card.
+"""Which model fits which card: the longest row that the memory plan accepts, by model and card.
 
     python -m benchmarks.cards [--json benchmarks/results/cards.json]
 
-QLoRA in NF4 with double quantization, r = 16 on every linear, one packed row a step, `activation_checkpointing: auto`.
-Nothing runs: the plan is asked, for each length of LENGTHS. A card gives what its driver leaves, and the host 64 GiB.
+QLoRA in NF4 with double quantization, r = 16 on every linear, one packed row per step and
+`activation_checkpointing: auto`. Only the plan runs, for each length of LENGTHS. The host has 64 GiB.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
-from benchmarks.common import write_result
+from benchmarks.harness import parser_of, write_result
 
 GIB = 2**30
-CONTEXT = 0.7 * GIB  # what CUDA and the driver take of a card
+CONTEXT = 0.7 * GIB  # memory of CUDA and the driver
 HOST = 64 * GIB
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 CARDS = {"8 GB": 8, "12 GB": 12, "16 GB": 16, "24 GB": 24, "48 GB": 48, "80 GB": 80}
@@ -43,7 +44,7 @@ NOTE = (
 
 
 def plan(model: str, length: int, card: int) -> Any:
-    """The memory plan of one row of `length` tokens on a card of `card` GiB."""
+    """Return the memory plan of one row of `length` tokens on a card of `card` GiB."""
     import transformers
 
     from halfbyte.config import RunConfig
@@ -62,7 +63,7 @@ def plan(model: str, length: int, card: int) -> Any:
 
 
 def longest(model: str, card: int, from_: int = 0) -> int:
-    """The longest of LENGTHS that fits, 0 for none; `from_`: one that fits."""
+    """Return the longest of LENGTHS that fits, or 0; `from_` is a length known to fit."""
     first, end = LENGTHS.index(from_) + 1 if from_ else 0, len(LENGTHS)
     while first < end:
         middle = (first + end) // 2
@@ -70,10 +71,13 @@ def longest(model: str, card: int, from_: int = 0) -> int:
     return LENGTHS[first - 1] if first else 0
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json")
-    given = parser.parse_args()
+def parser() -> argparse.ArgumentParser:
+    made = parser_of(__doc__)
+    return made
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    given = parser().parse_args(words)
     models: dict[str, Any] = {}
     for model in MODELS:
         found, best = {}, 0

@@ -1,11 +1,9 @@
-"""Decoding speed: tokens a second after 128-token prompts, beside Hugging Face generate with bitsandbytes.
+"""Decoding speed on one CUDA device: tokens per second after prompts of 128 tokens, with random weights in NF4.
 
-python -m benchmarks.decode [--model llama-3.1-8b] [--batches 1,8,32] [--peers] [--json FILE]   GPU, random weights
-python -m benchmarks.decode --cpu FOLDER [--json FILE]   CPU: a real model in NF4, beside Hugging Face generate
+    python -m benchmarks.decode [--model llama-3.1-8b] [--batches 1,8,32] [--peers] [--json FILE]
 
-On a GPU the fraction is of the time that reading a step's bytes takes at the bandwidth of a device copy: packed
-weights, head and the cache so far. The peer runs in a process of its own (`--peers`), so that neither has the other's
-memory.
+The limit is the time to read a step's bytes at a device copy's bandwidth: packed weights, head and the cache so far.
+--peers times Hugging Face's generate with bitsandbytes in its own process.
 """
 
 from __future__ import annotations
@@ -15,10 +13,12 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from benchmarks.harness import parser_of, write_result
 
 PROMPT, NEW, WARM = 128, 128, 16
 PEER_NEW = 32
@@ -30,7 +30,7 @@ def prompts_of(batch: int, vocabulary: int) -> list[list[int]]:
 
 
 def rate(model: Any, batch: int, vocabulary: int, **keys: Any) -> float:
-    """Tokens a second of all rows together, after the first `WARM` (a prompt's pass, and capturing)."""
+    """Return the tokens per second of the whole batch after the first `WARM` tokens (prefill and graph capture)."""
     from halfbyte.generation import stream
 
     began = 0.0
@@ -42,7 +42,7 @@ def rate(model: Any, batch: int, vocabulary: int, **keys: Any) -> float:
 
 
 def step_bytes(model: Any, batch: int) -> int:
-    """What one step reads: every linear as stored, the head, and the cache at its mean length."""
+    """Return the bytes that one step reads: stored linears, the head, and the cache at its mean length."""
     from halfbyte.tensor import QuantizedTensor
 
     config = model.config
@@ -53,7 +53,7 @@ def step_bytes(model: Any, batch: int) -> int:
 
 
 def gpu(given: argparse.Namespace) -> dict[str, Any]:
-    from benchmarks.common import copy_bandwidth
+    from benchmarks.harness import copy_bandwidth
     from benchmarks.step_model import build, model_config
 
     copy, rows = copy_bandwidth(), []
@@ -88,25 +88,16 @@ def gpu(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def peer(name: str, batch: int) -> float:
-    """Hugging Face generate with bitsandbytes' modules: tokens a second, its prompt's pass taken off."""
-    from bitsandbytes.nn import Linear4bit, Params4bit
+    """Return the tokens per second of Hugging Face's generate with bitsandbytes."""
+    from benchmarks.step_model import model_config
+    from benchmarks.step_peers import bitsandbytes_base
 
-    from benchmarks.step_model import empty_model, fill, model_config
-
-    def quantize(linear: Any) -> Any:
-        rows, columns = linear.weight.shape
-        made = Linear4bit(columns, rows, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4", device="meta")
-        packed = Params4bit(linear.weight.data.cpu(), requires_grad=False, quant_type="nf4", compress_statistics=True)
-        made.weight = packed.to("cuda")
-        return made
-
-    model = empty_model(name)
-    fill(model, "cuda", quantize)
-    return stock_rate(model.eval(), prompts_of(batch, model_config(name).vocab_size), PEER_NEW)
+    prompts = prompts_of(batch, model_config(name).vocab_size)
+    return stock_rate(bitsandbytes_base(name).eval(), prompts, PEER_NEW)
 
 
 def stock_rate(model: Any, prompts: list[list[int]], new: int) -> float:
-    """Tokens a second of `model.generate`, greedy."""
+    """Return the tokens per second of `model.generate`, greedy, excluding the prefill."""
     ids = torch.tensor(prompts, device=model.device)
 
     def generate(count: int) -> None:
@@ -117,7 +108,7 @@ def stock_rate(model: Any, prompts: list[list[int]], new: int) -> float:
 
 
 def without_prompt(generate: Callable[[int], Any], batch: int, new: int) -> float:
-    """Tokens a second of `generate(number of tokens)`, the time for one token taken off that for all."""
+    """Return the tokens per second of `generate(count)`, excluding the prefill: the time of a call for one token."""
 
     def seconds(count: int) -> float:
         began = time.perf_counter()
@@ -128,54 +119,20 @@ def without_prompt(generate: Callable[[int], Any], batch: int, new: int) -> floa
     return batch * (new - 1) / (seconds(new) - seconds(1))
 
 
-def cpu(folder: str) -> dict[str, Any]:
-    """NF4 in the dtype that halfbyte picks, and 32 and 16 bits by transformers: the same prompts, tokens and clock."""
-    from transformers import AutoModelForCausalLM
-
-    from benchmarks.common import cpu_name
-    from halfbyte import load_model
-    from halfbyte.generation import stream
-
-    ours = load_model(folder, device="cpu")
-    stock = {
-        dtype: AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
-        for dtype in ("float32", "bfloat16")
-    }
-    result: dict[str, Any] = {
-        "device": cpu_name(), "threads": torch.get_num_threads(), "prompt": PROMPT, "new": NEW,
-        "halfbyte_dtype": str(ours.dtype).removeprefix("torch."),
-    }  # fmt: skip
-    for batch in (1, 4):
-        prompts = prompts_of(batch, ours.config.vocab_size)
-
-        def generate(count: int, prompts: list[list[int]] = prompts) -> None:
-            for _ in stream(ours, prompts, max_new_tokens=count, stops=[]):
-                pass
-
-        row = {"halfbyte": without_prompt(generate, batch, NEW)}
-        row |= {f"hf_{name}": stock_rate(model, prompts, NEW) for name, model in stock.items()}
-        ratio = row["halfbyte"] / max(row["hf_float32"], row["hf_bfloat16"])
-        print(f"batch {batch}: halfbyte NF4 {row['halfbyte']:.1f} tok/s, Hugging Face float32 {row['hf_float32']:.1f},"
-              f" bfloat16 {row['hf_bfloat16']:.1f}: {ratio:.2f}x the faster")  # fmt: skip
-        result[f"batch_{batch}"] = {**row, "ratio": ratio}
-    return result
+def parser() -> argparse.ArgumentParser:
+    made = parser_of(__doc__)
+    made.add_argument("--model", default="llama-3.1-8b")
+    made.add_argument("--batches", default="1,8,32")
+    made.add_argument("--peers", action="store_true")
+    made.add_argument("--peer", type=int, help=argparse.SUPPRESS)  # the batch of the peer's own process
+    return made
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="llama-3.1-8b")
-    parser.add_argument("--batches", default="1,8,32")
-    parser.add_argument("--peers", action="store_true")
-    parser.add_argument("--cpu", metavar="FOLDER")
-    parser.add_argument("--peer", type=int, help="(internal) the peer's batch")
-    parser.add_argument("--json")
-    given = parser.parse_args()
+def main(words: Sequence[str] | None = None) -> None:
+    given = parser().parse_args(words)
     if given.peer:
-        print("RESULT", json.dumps(peer(given.model, given.peer)))
-        return
-    from benchmarks.common import write_result
-
-    write_result(given.json, cpu(given.cpu) if given.cpu else gpu(given))
+        return print("RESULT", json.dumps(peer(given.model, given.peer)))
+    write_result(given.json, gpu(given))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""GRPO on a processor: how fast a run's rewards rise, and how many steps a minute beside TRL's trainer with `generate`.
+"""GRPO on a CPU: how fast a run's rewards rise, and the steps per minute compared with TRL's trainer.
 
-    python -m benchmarks.grpo MODEL GSM8K_TRAIN.jsonl [--steps 40] [--dtype float32] [--peer 4]
-        [--json FILE]
+    python -m benchmarks.grpo MODEL GSM8K_TRAIN.jsonl [--steps 40] [--dtype float32] [--peer 4] [--json FILE]
 
-The reward is 1 for an answer that ends in "#### number": 4 prompts × 8 answers of up to 96 tokens a step, NF4 with
-double quantization, r = 16 on all linears. `--peer N`: also N steps of TRL's GRPOTrainer on halfbyte's model.
+The reward is 1 for an answer that ends in "#### number". A step has 4 prompts × 8 answers of up to 96 tokens; NF4 with
+double quantization, r = 16 on all linears. `--peer N` also runs N steps of TRL's GRPOTrainer on halfbyte's model.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ import json
 import re
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.common import write_result
+from benchmarks.harness import parser_of, write_result
 
 PATTERN = r"#### -?[\d.,]+$"
 RATE = 1e-3
@@ -28,7 +27,7 @@ RATE = 1e-3
 
 @contextlib.contextmanager
 def cpu_seconds(of: type, *names: str) -> Iterator[list[float]]:
-    """The process's CPU seconds in each call of these methods of a class, which do not call each other."""
+    """Record the process's CPU seconds in each call of these methods, which must not call each other."""
     found: list[float] = []
 
     def timed(own: Any) -> Any:
@@ -54,26 +53,11 @@ def ours(model: str, data: str, steps: int, dtype: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, cpu_seconds(TrainingLoop, "_take", "_step") as used:
         began = time.perf_counter()
         finetune(
-            model,
-            data,
-            method="grpo",
-            column_mapping={"prompt": "question"},
-            reward_funcs=[{"regex": PATTERN}],
-            num_generations=8,
-            per_device_train_batch_size=8,
-            gradient_accumulation_steps=4,
-            max_completion_length=96,
-            max_length=512,
-            max_steps=steps,
-            learning_rate=RATE,
-            lr_scheduler_type="constant_with_warmup",
-            warmup_steps=2,
-            sample_prompts=0,
-            save_steps=steps,
-            dtype=dtype,
-            device="cpu",
-            output_dir=f"{folder}/run",
-        )
+            model, data, method="grpo", column_mapping={"prompt": "question"}, reward_funcs=[{"regex": PATTERN}],
+            num_generations=8, per_device_train_batch_size=8, gradient_accumulation_steps=4, max_completion_length=96,
+            max_length=512, max_steps=steps, learning_rate=RATE, lr_scheduler_type="constant_with_warmup",
+            warmup_steps=2, sample_prompts=0, save_steps=steps, dtype=dtype, device="cpu", output_dir=f"{folder}/run",
+        )  # fmt: skip
         seconds = time.perf_counter() - began
         lines = Path(folder, "run/metrics.jsonl").read_text().splitlines()
     records = [record for record in map(json.loads, lines) if record["kind"] == "train"]
@@ -94,7 +78,7 @@ def ours(model: str, data: str, steps: int, dtype: str) -> dict[str, Any]:
 
 
 def peer(model: str, data: str, steps: int, dtype: str) -> dict[str, float]:
-    """Steps a minute, and CPU seconds of one."""
+    """Return the steps per minute of TRL's trainer and the CPU seconds of one step."""
     import torch
     from datasets import load_dataset
     from peft import LoraConfig
@@ -110,26 +94,15 @@ def peer(model: str, data: str, steps: int, dtype: str) -> dict[str, float]:
     rows = rows.map(lambda row: {"prompt": [{"role": "user", "content": row["question"]}]})
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
-            output_dir=folder,
-            per_device_train_batch_size=8,
-            gradient_accumulation_steps=4,
-            num_generations=8,
-            max_completion_length=96,
-            max_steps=steps,
-            learning_rate=RATE,
-            report_to="none",
-            use_cpu=True,
-            bf16=dtype == "bfloat16",
-            gradient_checkpointing=False,
-        )
+            output_dir=folder, per_device_train_batch_size=8, gradient_accumulation_steps=4, num_generations=8,
+            max_completion_length=96, max_steps=steps, learning_rate=RATE, report_to="none", use_cpu=True,
+            bf16=dtype == "bfloat16", gradient_checkpointing=False,
+        )  # fmt: skip
         trainer = GRPOTrainer(
-            halfbyte.load_model(model, dtype=getattr(torch, dtype)),
-            reward_funcs=reward,
-            args=config,
-            train_dataset=rows,
-            processing_class=AutoTokenizer.from_pretrained(model),
+            halfbyte.load_model(model, dtype=getattr(torch, dtype)), reward_funcs=reward, args=config,
+            train_dataset=rows, processing_class=AutoTokenizer.from_pretrained(model),
             peft_config=LoraConfig(r=16, lora_alpha=16, target_modules="all-linear"),
-        )
+        )  # fmt: skip
         began = time.perf_counter()
         with cpu_seconds(GRPOTrainer, "training_step") as used:
             trainer.train()
@@ -137,15 +110,18 @@ def peer(model: str, data: str, steps: int, dtype: str) -> dict[str, float]:
         return found | {"trl_cpu_seconds_a_step": sum(used) / steps}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("data")
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--peer", type=int, default=0)
-    parser.add_argument("--json")
-    options = parser.parse_args()
+def parser() -> argparse.ArgumentParser:
+    made = parser_of(__doc__)
+    made.add_argument("model")
+    made.add_argument("data")
+    made.add_argument("--steps", type=int, default=40)
+    made.add_argument("--dtype", default="float32")
+    made.add_argument("--peer", type=int, default=0)
+    return made
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    options = parser().parse_args(words)
     found = ours(options.model, options.data, options.steps, options.dtype)
     print(json.dumps(found), flush=True)
     if options.peer:

@@ -1,11 +1,11 @@
-"""GRPO steps of a model with random weights: seconds of rollout, rewards, log-probabilities and training, and the peak.
+"""GRPO steps of a model with random weights on one CUDA device: seconds of each phase and peak memory.
 
     python -m benchmarks.grpo_step [--model llama-3.1-8b] [--prompts 32] [--group 8] [--new 256] [--rows 16]
-        [--limit 40] [--steps 3] [--profile] [--json FILE]
+        [--limit 40] [--steps 3] [--json FILE]
 
-Prompts have 128 tokens, every answer as many as it may have; the reward is a number that its ids give. The
-loop is `halfbyte train`'s own, over NF4 with double quantization and r = 16 on the seven linears. The plan's prediction
-is beside the peak.
+Prompts have 128 tokens and every answer --new tokens; the reward is computed from token ids. The loop is
+`halfbyte train`'s own, over NF4 with double quantization and r = 16 on the seven linears. The plan's prediction is
+reported with the peak.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import argparse
 import json
 import tempfile
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.common import write_result
+from benchmarks.harness import parser_of, write_result
 from benchmarks.step_model import build, model_config, run_config
 
 PROMPT, TASKS = 128, 128
@@ -28,12 +29,12 @@ GIB = 2**30
 
 
 def odd(completion_ids: list[list[int]], **columns: Any) -> list[float]:
-    """The share of odd ids: it differs from answer to answer."""
+    """Return the share of odd token ids, a reward that differs between answers."""
     return [sum(token % 2 for token in ids) / len(ids) for ids in completion_ids]
 
 
 class Words:
-    """A tokenizer, as far as the loop asks."""
+    """The part of a tokenizer that the loop uses."""
 
     pad_token_id = 2
 
@@ -71,19 +72,17 @@ def planned(config: Any, device: torch.device, data: Any) -> Any:
 
 
 def looped(given: argparse.Namespace, folder: str) -> tuple[Any, Any, Any]:
-    """The loop, its generations, and the plan."""
+    """Build the training loop, its generations and the plan."""
     from halfbyte.data.prepare import PreparedData
     from halfbyte.methods import method_of
     from halfbyte.modeling.adapters import compute_autocast
     from halfbyte.modeling.patch import patch
-    from halfbyte.optim import trained_parameters
-    from halfbyte.rl.rewards.score import Rewards
-    from halfbyte.rl.rewards.specs import named, read_specs
+    from halfbyte.rl.rewards import Rewards, read_specs
+    from halfbyte.rl.rewards.specs import named
     from halfbyte.rl.rollouts import Generations
     from halfbyte.train.callback_arguments import training_arguments
     from halfbyte.train.loop import TrainingLoop
     from halfbyte.train.metrics import MetricsFile
-    from halfbyte.train.stepper import GraphedStepper, Stepper, sums_of
 
     named(odd)
     device = torch.device(given.device)
@@ -101,24 +100,24 @@ def looped(given: argparse.Namespace, folder: str) -> tuple[Any, Any, Any]:
         patch(model, plan.levels or None)
     arguments = training_arguments(config, device, dtype, rows=len(rows), evaluate=False)
     metrics, collate = MetricsFile(Path(folder, "metrics.jsonl")), method.collator(config, tokenizer, device)
-    sums = sums_of(method, model, dtype)
-    parameters = list(trained_parameters(model).values())
-    stepper = GraphedStepper(sums, parameters) if plan.use_graphs else Stepper(sums)
+    loop = TrainingLoop(
+        config=config, data={"rows": len(rows)}, metrics=metrics, compute_dtype=dtype, model=model, args=arguments,
+        device=device, rows=data.train, collate=collate,
+    )  # fmt: skip
     specs = read_specs(config.reward_funcs, [])
     generations = Generations(
         config, method, model, tokenizer, data.train, Rewards(specs, [], 60.0, given.new), device=device,
         computing=partial(compute_autocast, model, dtype), stops=[], file=MetricsFile(Path(folder, "completions.jsonl")),
-        plan=plan.answering, shared=data.shared, stepper=stepper,
+        plan=plan.answering, shared=data.shared,
     )  # fmt: skip
-    loop = TrainingLoop(
-        config=config, data={"rows": len(rows)}, metrics=metrics, compute_dtype=dtype, model=model, args=arguments,
-        device=device, rows=data.train, collate=collate, stepper=stepper, rollouts=generations,
-    )  # fmt: skip
+    if plan.use_graphs:
+        loop.use_graphs()
+    loop.use_generations(generations)
     return loop, generations, plan
 
 
 def show(record: dict[str, Any]) -> None:
-    """A step, as soon as it is recorded."""
+    """Print a step's metrics."""
     if record["kind"] != "train":
         return
     names = ("rollout_seconds", "reward_seconds", "compare_seconds", "step_seconds")
@@ -135,7 +134,7 @@ def measured(given: argparse.Namespace, folder: str) -> dict[str, Any]:
         own = generations.answer
 
         def answer(*args: Any) -> Any:
-            """Notes the peaks of training, until now, and of the rollout."""
+            """Record the peaks of training so far and of this rollout."""
             peaks["training"] = max(peaks.get("training", 0), torch.cuda.max_memory_allocated())
             torch.cuda.reset_peak_memory_stats()
             found = own(*args)
@@ -164,41 +163,24 @@ def measured(given: argparse.Namespace, folder: str) -> dict[str, Any]:
         / GIB,
     } | {f"{name}_peak_gib": size / GIB for name, size in peaks.items()}
     print(json.dumps(found), flush=True)
-    if given.profile:
-        profiled(loop, generations)
     return found
 
 
-def profiled(loop: Any, generations: Any) -> None:
-    """Where one micro-batch's time goes on the device, and how much of it the device waits."""
-    from halfbyte.batch import to_device
-
-    batch = to_device(loop.collate(generations._current.rows[: generations.size]), loop.device)
-    batch.pop("counts")
-    count = torch.ones((), device=loop.device)
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        loop.stepper([batch], count)
-        launched = time.perf_counter() - began
-        torch.cuda.synchronize()
-    print(f"micro-batch: {time.perf_counter() - began:.4f} s under the profiler, launched in {launched:.4f} s")
-    print(profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=16, max_name_column_width=70))
+def parser() -> argparse.ArgumentParser:
+    made = parser_of(__doc__)
+    made.add_argument("--model", default="llama-3.1-8b")
+    made.add_argument("--prompts", type=int, default=32)
+    made.add_argument("--group", type=int, default=8)
+    made.add_argument("--new", type=int, default=256)
+    made.add_argument("--rows", type=int, default=16)
+    made.add_argument("--limit", type=float, default=40)
+    made.add_argument("--steps", type=int, default=3)
+    made.add_argument("--device", default="cuda:0")
+    return made
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="llama-3.1-8b")
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--new", type=int, default=256)
-    parser.add_argument("--rows", type=int, default=16)
-    parser.add_argument("--limit", type=float, default=40)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--json")
-    given = parser.parse_args()
+def main(words: Sequence[str] | None = None) -> None:
+    given = parser().parse_args(words)
     with tempfile.TemporaryDirectory() as folder:
         found = measured(given, folder)
     write_result(given.json, vars(given) | found)

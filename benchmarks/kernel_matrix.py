@@ -364,17 +364,17 @@ def measure(target: Target, cases: Iterable[Case]) -> dict[str, Row]:
 
 HEAD = """# Which kernel runs on which GPU
 
-`python -m benchmarks.kernel_matrix` writes this page. For each architecture it compiles, without a GPU, what dispatch
-would launch there: every kernel, over the shapes, dtypes, ranks and head sizes that tell its forms apart. What a form
-takes of shared memory and registers is held against what the device has. `make test` compiles a part of it anew,
-`make test-all` the whole.
+`python -m benchmarks.kernel_matrix` writes this page. For each architecture it compiles, without a GPU, every kernel
+that dispatch would launch there, for the shapes, dtypes, ranks and head sizes that select a variant, and compares the
+shared memory and registers of each variant with the device's. `make test` compiles a part again, `make test-all` all.
 
-**Proven by running**: H100 and H200 (sm_90), whose suite is `make gpu-test`. **Proven by compiling** alone: all others.
+**Tested by running**: H100 and H200 (sm_90), with `make gpu-test`. **Tested by compiling only**: all others.
 
-A cell says that all forms compile and fit, with the most shared memory that one takes, and what a thread of one spills;
-`-`: never chosen there. What does not run is numbered. It is said once, and something slower runs: for a Triton kernel
-the torch reference, for one in CUDA (`cuda/`, from Hopper on) a Triton kernel, or a product of torch's. Which of
-several takes which call, and why not the others, prints `halfbyte env --kernels --device NAME`.
+A cell means that all variants compile and fit. It gives the largest shared memory of a variant and the bytes that a
+thread spills; `-`: dispatch never selects the kernel there. Numbers are variants that do not run, explained below the
+table. For these halfbyte logs a notice and runs something slower: the PyTorch reference for a Triton kernel; for a CUDA
+kernel (`cuda/`, Hopper and newer) a Triton kernel or a PyTorch matmul. `halfbyte env --kernels --device NAME` prints
+which kernel takes which call, and why the others do not.
 """
 
 
@@ -409,7 +409,7 @@ def _cell(row: dict | None, notes: list[str]) -> str:
 def _choices(targets: list[Target]) -> Iterator[str]:
     """What ranks 4 to 128 and heads of 64 to 256 take."""
     yield "## Ranks and heads"
-    yield "LoRA ranks, from 4, that the gated unit takes in its own pass; wider ones have products of their own:"
+    yield "LoRA ranks, from 4, that the gated unit computes in its own pass; higher ranks use separate GEMMs:"
     yield ""
     yield "| | " + " | ".join(target.name for target in targets) + " |"
     yield "|---" * (len(targets) + 1) + "|"
@@ -420,7 +420,7 @@ def _choices(targets: list[Target]) -> Iterator[str]:
             cells.append(f"to {ranks[-1]}" if ranks else "none")
         yield f"| {'16 bits' if dtype is BF16 else 'fp32'} | " + " | ".join(cells) + " |"
     yield ""
-    yield "Slots of the cache that decoding reads at a time, for heads to 64, 128 and 256:"
+    yield "Cache slots that decoding reads per iteration, for head sizes up to 64, 128 and 256:"
     yield ""
     yield "| | " + " | ".join(target.name for target in targets) + " |"
     yield "|---" * (len(targets) + 1) + "|"

@@ -1,17 +1,17 @@
-"""A model of llama2.c as a Hugging Face checkpoint.
+"""Convert a model of llama2.c to a Hugging Face checkpoint.
 
     python -m benchmarks.llama2c stories260K.bin tok512.bin FOLDER
 
 Reads the first ("legacy") export: seven int32 (dim, hidden, layers, heads, key-value heads, vocabulary, length; a
-negative vocabulary: the head is not tied), then fp32 weights, each kind for all layers at once. The tokenizer is
-an int32, then a score (fp32), a length (int32) and the bytes of each piece. A story begins with <s>, which also ends
-the one before it: it serves as EOS.
+negative vocabulary means an untied head), then fp32 weights, each kind for all layers at once. The tokenizer is an
+int32, then a score (fp32), a length (int32) and the bytes of each piece. <s> begins a story and serves as EOS.
 """
 
 from __future__ import annotations
 
 import argparse
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +67,12 @@ def read_model(file: Path) -> LlamaForCausalLM:
 
 
 def halves(weight: Tensor) -> Tensor:
-    """[layers, heads, head dim, dim] for RoPE on the two halves of a head, from weights for RoPE on neighbours."""
+    """Reorder [layers, heads, head dim, dim] from RoPE on neighbouring channels to RoPE on the halves of a head."""
     return torch.cat([weight[:, :, 0::2], weight[:, :, 1::2]], dim=2).contiguous()
 
 
 def read_tokenizer(file: Path, size: int) -> PreTrainedTokenizerFast:
-    """SentencePiece's BPE: of all neighbours whose union is a piece, those of the best score are merged first."""
+    """Read SentencePiece's BPE, which first merges the neighbours whose union has the best score."""
     raw, at, pieces, scores = file.read_bytes(), 4, [], []
     for _ in range(size):
         score, length = struct.unpack_from("fi", raw, at)
@@ -95,12 +95,16 @@ def read_tokenizer(file: Path, size: int) -> PreTrainedTokenizerFast:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=Path)
-    parser.add_argument("tokenizer", type=Path)
-    parser.add_argument("folder", type=Path)
-    given = parser.parse_args()
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("model", type=Path)
+    made.add_argument("tokenizer", type=Path)
+    made.add_argument("folder", type=Path)
+    return made
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    given = parser().parse_args(words)
     model = read_model(given.model)
     model.save_pretrained(given.folder)
     read_tokenizer(given.tokenizer, model.config.vocab_size).save_pretrained(given.folder)

@@ -1,6 +1,6 @@
-"""Makes docs/benchmarks.md and its plots from benchmarks/results alone: `python -m benchmarks.page`.
+"""Write docs/benchmarks.md and its plots from benchmarks/results: `python -m benchmarks.page`.
 
-A section is there when a result for it is. Nothing is measured here, and the same results give the same files.
+A section needs at least one result. Nothing is measured here; the same results give the same files.
 """
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks import page_plots as plots
+from benchmarks.__main__ import CASES
 from benchmarks.page_plots import Results, measured, what
 from benchmarks.tables import ROOT
 
@@ -26,22 +27,20 @@ Rows = list[tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Section:
-    """Plots, what they show, and the results they are made from.
+    """One section of the page.
 
     Args:
-        files: pattern of the results' names.
-        text: what is compared, and how it was timed.
-        draw: name of a plot's file → what draws it.
-        table: rows below the plots, the first the head; empty: the plots say all.
-        command: how one of the results was made.
+        files: regular expression of the results' names.
+        text: what is compared and how it was timed.
+        draw: name of a plot's file → function that draws it.
+        table: returns the rows below the plots, the header first.
     """
 
     title: str
     files: str
     text: str
-    draw: dict[str, plots.Draw]
-    table: Callable[[Results], Rows]
-    command: Callable[[str, dict[str, Any]], str]
+    draw: dict[str, plots.Draw] = field(default_factory=dict)
+    table: Callable[[Results], Rows] = lambda results: []
 
     def results(self, all_: Results) -> Results:
         return {name: result for name, result in all_.items() if re.fullmatch(self.files, name)}
@@ -60,10 +59,6 @@ def step_table(results: Results) -> Rows:
             speed = f"{run['tokens_per_second']:,.0f}"
             rows.append((label, f"{run['ms']:.1f}", share, speed, f"{run['peak_gib']:.2f}", first))
     return rows
-
-
-def no_table(results: Results) -> Rows:
-    return []
 
 
 def kernel_table(results: Results) -> Rows:
@@ -107,83 +102,23 @@ def head_table(results: Results) -> Rows:
     return rows
 
 
-def step_command(name: str, result: dict[str, Any]) -> str:
-    """The command line of benchmarks.step or benchmarks.packed, from the options that the result holds."""
-    packed = "documents" in result
-    words = [f"python -m benchmarks.{'packed' if packed else 'step'} --model {result['model']}"]
-    if packed:
-        words.append(f"--documents {len(result['documents'])} --tokens {result['tokens']}")
-    else:
-        words.append(f"--batch {result['batch']} --length {result['length']}")
-    given = {"policy": None, "memory_limit_gib": None, "recipe": "bf16", "storage": "nf4"}
-    words += ["--checkpointing"] if result.get("checkpointing") else []
-    for key, default in given.items():
-        value = result.get(key) or default
-        if value != default:
-            words.append(f"--{key.replace('_', '-')} {value if isinstance(value, str) else format(value, 'g')}")
-    words += ["--graph"] if "halfbyte, graph" in result["runs"] else []
-    words += [] if packed or result.get("floor") else ["--no-floor"]
-    words += ["--steps 0"] if all(len(run.get("losses", ())) == 1 for run in result["runs"].values()) else []
-    peers = [run for run in result["runs"] if not run.startswith("halfbyte")]
-    words += [f"--peers {','.join(peers)}"] if peers else []
-    return " ".join([*words, f"--json benchmarks/results/{name}.json"])
-
-
-def command(line: str) -> Callable[[str, dict[str, Any]], str]:
-    """A command line in which {file} stands for the result."""
-    return lambda name, result: line.format(file=f"benchmarks/results/{name}.json", **result)
-
-
-def overview_command(name: str, result: dict[str, Any]) -> str:
-    if name.startswith("qlora"):
-        line = "python -m benchmarks.qlora_8b --data gsm8k.jsonl --tokenizer llama3/ --work DIR"
-        return f"{line} --json benchmarks/results/{name}.json"
-    return step_command(name, result)
-
-
 STEPS = (
-    "One QLoRA step (NF4 with nested scales unless said, r = 16, seven linears, random weights and tokens): forward, "
-    "backward and AdamW, median of ten. The floor is every matrix product and the attention timed alone in CUDA graphs "
-    "at their shapes, added up; for packed rows, each document's attention alone at its own length. Peers ran in the "
-    "same run, in processes of their own. Peaks are what torch's allocator held."
+    "One QLoRA step (NF4 with nested scales unless stated, r = 16, seven linears, random weights and tokens): "
+    "forward, backward and AdamW, median of ten. The floor is the sum of every GEMM and the attention, each timed at "
+    "its shape in a CUDA graph; for packed rows, the attention of each document at its own length. Peers ran in the "
+    "same run, in their own processes. Peaks are the memory that torch's allocator held."
 )
 
 
-GPU_PARTS = (
-    "link",
-    "data",
-    "peers",
-    "tensor",
-    "context",
-    "gathers",
-    "graphs",
-    "ways",
-    "seventy",
-)  # of the two benchmarks
-
-
-def gpus_command(name: str, result: dict[str, Any]) -> str:
-    parts = " ".join(part for part in GPU_PARTS if part in result)
-    module = "sharded" if name.startswith("sharded") else "several_gpus"
-    return f"torchrun --nproc-per-node 2 -m benchmarks.{module} {parts} --json benchmarks/results/{name}.json"
-
-
 def gpus_table(results: Results) -> Rows:
-    rows: Rows = [("a step on each of two GPUs", "ms", "beside", "peak GiB")]
+    rows: Rows = [("a step on each of two GPUs", "ms", "compared with", "peak GiB")]
     for result in results.values():
         for run in result.get("data", []):
             name = f"{run['model']} {run['rows']}×{run['length']}{', CUDA graphs' if run['graphs'] else ''}"
             ms = min(run["ms"]["together"], run["ms"]["together again"])
             apart = min(run["ms"]["apart"], run["ms"]["apart again"])
-            beside = f"{run['of_apart']:.3f} of two that do not speak ({apart:.1f} ms)"
+            beside = f"{run['of_apart']:.3f} of two without communication ({apart:.1f} ms)"
             rows.append((f"**{name}**, data", f"{ms:.1f}", beside, f"{run['peak_gib']:.1f}"))
-        for run in (run for run in result.get("peers", []) if run["theirs_ms"]):
-            beside = (
-                f"Hugging Face, PEFT, bitsandbytes and DDP take {run['theirs_ms']:.0f} ms: {run['times']:.2f} times"
-            )
-            rows.append(
-                (f"**{run['model']} {run['rows']}×{run['length']}**, data", f"{run['ours_ms']:.1f}", beside, "")
-            )
         for run in result.get("gathers", []):
             beside = f"{run['of_data']:.3f} of data; {run['gathered_gb']:.1f} GB gathered" if "of_data" in run else ""
             rows.append(
@@ -191,11 +126,14 @@ def gpus_table(results: Results) -> Rows:
             )
         for run in result.get("ways", []):
             rows += ways_rows(run)
+        for run in (run for run in result.get("tensor", []) if "speedup" in run):
+            ms, peak = f"{run['together']['ms']:.1f}", f"{run['together']['peak_gib']:.1f}"
+            rows.append((f"**{run['model']} 4×2048**, tensor", ms, f"{run['speedup']:.2f} × one GPU's speed", peak))
     return rows
 
 
 def ways_rows(run: dict[str, Any]) -> Rows:
-    """A step as Python launches it and one as a CUDA graph, where each call of a layer gathers it in one way."""
+    """Return the rows of one way to gather: launched from Python, and as a CUDA graph."""
     long, short = run["ms"]["4x2048"], run["ms"]["2x512 as a graph"]
     gathered = "us" in run
     way = f"each call, by {run['way']}" if gathered else run["way"]
@@ -208,85 +146,76 @@ def ways_rows(run: dict[str, Any]) -> Rows:
 
 SECTIONS = (
     Section(
-        "Beside others", r"qlora_8b_h200|step_(llama8b|qwen06b)_(2x512|2x2048|4x2048|4x2048_checkpointed|1x8192)_h200",
-        "Whole QLoRA steps of the same model, batch and adapters, each with its peer in the same run.",
-        {"overview": plots.overview}, no_table, overview_command,
+        "Overview", r"qlora_8b_h200|step_(llama8b|qwen06b)_(2x512|2x2048|4x2048|4x2048_checkpointed|1x8192)_h200",
+        "Whole QLoRA steps with the same model, batch and adapters; each is compared with its peer in the same run.",
+        {"overview": plots.overview},
     ),
     Section(
-        "Training steps", r"(step|packed)_(?!attention).*", STEPS, {"step": plots.step, "memory": plots.memory},
-        step_table, step_command,
+        "Training steps", r"(step|packed)_(?!attention).*", STEPS,
+        {"step": plots.step, "memory": plots.memory}, step_table,
     ),
     Section(
-        "Two GPUs", r"(several_gpus|sharded)_.*",
-        "The same step on each of two H200s of one host, in one run: without a word to each other, with gradients "
-        "summed (data), and with frozen weights in slices: each decoder layer gathered for each call, every other one "
-        "kept whole, or all; then by NCCL's collective, and read from its owner's memory by copy engines ('handles', "
-        "what a run on one host does; 'symmetric memory' maps it by other means).",
-        {}, gpus_table, gpus_command,
+        "Two GPUs", r"several_gpus_.*|sharded_(h200x2|ways_.*|seventy_(24gib|slices)_.*)",
+        "The same step on each of two H200s of one host, in one run: without communication, with summed gradients "
+        "(data), and with sharded frozen weights: every decoder layer gathered in each pass (each call), every other "
+        "layer kept gathered (half kept), or all. The bytes move by NCCL or by copy engines that read the owner's "
+        "memory ('handles', the default on one host; 'symmetric memory' maps it by other means).",
+        {}, gpus_table,
     ),
     Section(
-        "The longest context", r"context_.*",
-        "One step of one row, inputs of layers in host memory, MLPs in tiles, within 80 GiB of the device.",
-        {}, step_table, step_command,
+        "Longest context", r"context_.*",
+        "One step of one row. Inputs of layers are in host memory, MLPs run in tiles, the process is limited to 80 "
+        "GiB.",
+        {}, step_table,
     ),
     Section(
-        "The loss of a frozen head", r"head_.*",
-        "Mean loss and dX, by turns; the two products are the whole matrices' alone. 'halfbyte' had a kernel in CUDA "
-        "then, which has gone since: 'halfbyte, Triton' is what runs now.",
+        "Cross-entropy of a frozen head", r"head_.*",
+        "Mean loss and dX; the implementations take turns. The floor is the two GEMMs alone, unchunked. 'halfbyte' "
+        "then had a CUDA kernel, which has been removed: 'halfbyte, Triton' is the current kernel.",
         {}, head_table,
-        lambda name, result: "python -m benchmarks.head --shapes "
-                             + ",".join("x".join(map(str, each["shape"])) for each in result["shapes"])
-                             + f" --json benchmarks/results/{name}.json",
     ),
     Section(
         "Elementwise kernels", r"kernels_.*",
-        "Bytes that must be read and written over the time in a CUDA graph, as a part of what a device copy reaches; "
-        "the dotted line is 85%. 'Called' is a call as Python makes it, 'host' the part of it that Python takes.",
-        {"kernels": plots.kernels}, kernel_table, command("python -m benchmarks.kernels {file}"),
+        "The bytes that a kernel must read and write, over its time in a CUDA graph, as a fraction of a device copy's "
+        "bandwidth; the dotted line is 85%. 'Called' is a call from Python, 'host' the host's part of it.",
+        {"kernels": plots.kernels}, kernel_table,
     ),
     Section(
         "Dequantizing to bf16", r"dequantize_.*h200",
-        "The same measure. 'nested' has scales quantized to 8 bits.",
-        {"dequantize": plots.dequantize}, no_table,
-        lambda name, result: f"python -m benchmarks.dequantize {'--planes ' if 'formats' in result else ''}"
-                             f"--json benchmarks/results/{name}.json",
+        "The same measure. 'nested' has scales quantized to 8 bits.", {"dequantize": plots.dequantize},
     ),
     Section(
-        "GEMV and small-batch GEMM", r"gemv_(?!formats).*",
-        "x·Wᵀ from packed NF4 with nested scales, against cuBLAS on a bf16 weight of the same shape; in CUDA graphs, "
-        "over weights that rotate, so that none stays in the cache.",
-        {"gemv": plots.gemv}, gemv_table, command("python -m benchmarks.gemv --json {file}"),
-    ),
-    Section(
-        "GEMV and small-batch GEMM, other formats", r"gemv_formats.*",
-        "The same measure at the largest shape; the table has all.",
-        {"gemv_formats": plots.gemv}, gemv_table, command("python -m benchmarks.gemv_formats --json {file}"),
+        "GEMV and small-batch GEMM", r"gemv_.*",
+        "x·Wᵀ from packed weights, compared with cuBLAS on a bf16 weight of the same shape, in CUDA graphs over "
+        "weights that together exceed the L2 cache. The plot shows the largest shape.",
+        {"gemv_formats": plots.gemv}, gemv_table,
     ),
     Section(
         "Decoding", r"decode_(?!layers).*h200",
-        "Tokens a second of 8B in NF4 after prompts of 128 tokens; all rows of a batch together.",
-        {"decode": plots.decode}, decode_table, command("python -m benchmarks.decode --peers --json {file}"),
+        "Tokens per second of the 8B in NF4 after prompts of 128 tokens, all rows of a batch together.",
+        {"decode": plots.decode}, decode_table,
     ),
     Section(
         "Quality", r"quality_(?!hqq).*",
-        "Perplexity on held-out tokens by stored bits, before (hollow) and after (filled) the same short QLoRA run; "
-        "dotted: the model as it is, before and after. Tables: [formats.md](formats.md).",
-        {"quality": plots.quality}, no_table,
-        command(
-            "python -m benchmarks.quality {model} {text} --tokens {tokens} --steps {steps} --device {on} --json {file}"
-        ),
+        "Perplexity on held-out tokens by stored bits, before (hollow) and after (filled) the same short QLoRA run. "
+        "Dotted lines: the unquantized model before and after. Tables: [formats.md](formats.md).",
+        {"quality": plots.quality},
     ),
 )  # fmt: skip
 HEAD = """# Benchmarks
 
-Made by `python -m benchmarks.page` from `benchmarks/results`; edit neither this page nor its plots. What was tried on
-the way, and why a number is what it is: [log.md](log.md). A ratio within one run counts; times of two runs may be those
-of two machines.
+`python -m benchmarks.page` writes this page and its plots from `benchmarks/results`; do not edit them.
+[The log](log/index.md) says what was tried and why a number is what it is. Compare ratios within one run: times of two
+runs may be from two machines.
+
+`python -m benchmarks` lists the cases that make the results, with their options; `python -m benchmarks CASE` runs one.
+Words in capitals are files of yours. A result records its commit, device and versions. Figures on other pages name
+their result or their command. A result without a case belongs to the log; its script is in the history, at its commit.
 """
 
 
 def provenance(name: str, result: dict[str, Any]) -> str:
-    """Where a result comes from, as an item of a list."""
+    """Return a list item with a result's commit, device and versions."""
     versions = result["versions"] | {"liger": result.get("liger")}
     named = ", ".join(f"{key} {versions[key]}" for key in (*VERSIONS, "liger") if versions.get(key))
     commit = f"commit {result['commit']}" if result["commit"] else "commit not recorded"
@@ -299,7 +228,7 @@ def markdown(rows: Rows) -> str:
 
 
 def rendered(folder: Path) -> dict[str, str]:
-    """Path below docs/ → text, of the page and its plots, from the results in `folder`."""
+    """Return the page and its plots, by path below docs/, from the results in `folder`."""
     everything = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
     page, files = [HEAD], {}
     for section in SECTIONS:
@@ -312,7 +241,8 @@ def rendered(folder: Path) -> dict[str, str]:
             page.append(f"![{section.title}: {name}](plots/{name}.svg)\n")
         rows = section.table(results)
         page += [markdown(rows)] if rows else []
-        page += ["```bash", *(section.command(name, result) for name, result in results.items()), "```"]
+        commands = [f"python -m benchmarks {name}" for name in results if name in CASES]
+        page += ["```bash", *commands, "```"] if commands else []
         page += [*(provenance(name, result) for name, result in results.items()), ""]
     return {PAGE: "\n".join(page).rstrip() + "\n", **files}
 

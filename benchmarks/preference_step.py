@@ -1,35 +1,33 @@
-"""DPO's step and reference pass on one CUDA device, beside our own step of as many tokens of supervised fine-tuning.
+"""DPO's step and reference pass on one CUDA device, compared with supervised fine-tuning on as many tokens.
 
-    python -m benchmarks.preference_step [--model llama-3.1-8b] [--pairs 8] [--prompt 1024] [--answer 512] [--steps 5]
-                                         [--reference once|each] [--json FILE]
+    python -m benchmarks.preference_step [--model llama-3.1-8b] [--pairs 8] [--prompt 1024] [--answer 512]
+        [--reference once|each] [--json FILE]
 
-Random weights in NF4, r=16 on seven linears, padded rows: a document each, prompts twice, and then trees that have them
-once. Reported are ms and computed tokens a second of the steps and of the reference's forward, and each one's peak.
-Asked: the reference's tokens a second at least 1.9 times the step's, DPO's peak within 5% of the other's, and shared
-prompts at least 1.35 times as fast. Before that the log-probabilities of the fused model, prompts shared and not, are
-compared with transformers' own forwards, and the losses of steps as CUDA graphs with eager ones.
+Random weights in NF4, r = 16 on seven linears, padded rows: first one document per row, with every prompt twice, then
+rows whose answers share their prompt. Reports ms and computed tokens per second of the steps and of the reference's
+forward, and peak memory. Before that it compares the log-probabilities of the fused model with transformers' forwards,
+and the sums and gradients of CUDA graphs with eager steps, which must be bit-equal.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.common import write_result
+from benchmarks.harness import free_memory, parser_of, write_result
 from benchmarks.step_model import build, levels, model_config, run_config, timed
 
-ERROR = 0.02  # of a log-probability, relative to their mean size, in bf16
+ERROR = 0.02  # mean difference of bf16 log-probabilities, relative to their mean size
 
 
 def batch_of(name: str, pairs: int, prompt: int, answer: int, *, shared: bool = False) -> dict[str, Any]:
-    """Random pairs as `halfbyte train` collates them for a GPU, with the reference's log-probabilities set to 0."""
+    """Return random pairs, collated like `halfbyte train` does for a GPU, with reference log-probabilities of 0."""
     from datasets import Dataset
 
     from halfbyte.data.collate import PaddedCollator
@@ -59,11 +57,7 @@ def trained_of(model: nn.Module) -> list[nn.Parameter]:
 
 
 def checked(name: str) -> None:
-    """Log-probabilities fused and not; losses and gradients of a few pairs in graphs and eager.
-
-    Raises:
-        SystemExit: they differ.
-    """
+    """Exit unless fused log-probabilities equal transformers' and graphs equal eager steps."""
     import halfbyte
     from halfbyte.methods.answers import log_probs
     from halfbyte.modeling.adapters import compute_autocast
@@ -103,7 +97,7 @@ def _check_graphs(name: str, model: Any, batch: dict[str, Any]) -> None:
 
 
 def steps_of(model: Any, asked: Any, batch: Any, graphed: bool, plain: Any, with_graphs: Any) -> list[Tensor]:
-    """The sums of the last of six micro-batches, and its gradients; the sixth is a graph's third replay."""
+    """Return the sums and gradients of the last of six micro-batches; the sixth is a graph's third replay."""
     from halfbyte.modeling.adapters import compute_autocast
 
     def sums(given: Any) -> dict[str, Tensor]:
@@ -127,7 +121,7 @@ def steps_of(model: Any, asked: Any, batch: Any, graphed: bool, plain: Any, with
 
 
 def steps_for(given: argparse.Namespace) -> dict[str, tuple[Callable[[], Tensor], int]]:
-    """What is timed of a new model, by name, each with its tokens."""
+    """Return the steps to time, by name, each with its tokens."""
     import halfbyte
     from halfbyte.methods.answers import as_reference, log_probs
     from halfbyte.modeling.adapters import compute_autocast
@@ -175,8 +169,7 @@ def steps_for(given: argparse.Namespace) -> dict[str, tuple[Callable[[], Tensor]
 def measured(given: argparse.Namespace) -> dict[str, Any]:
     found = {}
     for name, (step, tokens) in steps_for(given).items():
-        gc.collect()
-        torch.cuda.empty_cache()
+        free_memory()
         found[name] = timed(step, tokens, given.steps)
         print(json.dumps({name: found[name]}), flush=True)
     found["shared_speed"] = found["dpo"]["ms"] / found["dpo, shared"]["ms"]
@@ -185,16 +178,19 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="llama-3.1-8b")
-    parser.add_argument("--pairs", type=int, default=8)
-    parser.add_argument("--prompt", type=int, default=1024)
-    parser.add_argument("--answer", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--reference", choices=["once", "each"], default="once")
-    parser.add_argument("--json")
-    given = parser.parse_args()
+def parser() -> argparse.ArgumentParser:
+    made = parser_of(__doc__)
+    made.add_argument("--model", default="llama-3.1-8b")
+    made.add_argument("--pairs", type=int, default=8)
+    made.add_argument("--prompt", type=int, default=1024)
+    made.add_argument("--answer", type=int, default=512)
+    made.add_argument("--steps", type=int, default=5)
+    made.add_argument("--reference", choices=["once", "each"], default="once")
+    return made
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    given = parser().parse_args(words)
     checked("tiny")
     result = {"settings": vars(given), **measured(given)}
     print(json.dumps({name: result[name] for name in ("shared_speed", "reference_speed", "peak")}))

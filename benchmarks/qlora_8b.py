@@ -1,12 +1,12 @@
-"""The main job at size, beside its peer: an 8B Llama-3.1-shaped model, NF4 + double quantization, GSM8K packed 2×2048.
+"""A QLoRA run of an 8B compared with Hugging Face, PEFT and bitsandbytes: losses, step time and peak memory.
 
     python -m benchmarks.qlora_8b --data gsm8k.jsonl --tokenizer llama3/ --work DIR [--steps 20] [--json FILE]
 
-Writes a random-weight checkpoint and an adapter to disk, trains through `halfbyte train`, then trains HF + PEFT +
-bitsandbytes from the same weights and adapter on the same batches in the same order, each in a process of its own, and
-compares losses and peak memory. The peer runs twice: as TRL sets it up (16-bit norms and residual stream), and after
-PEFT's `prepare_model_for_kbit_training`, which makes everything that is not quantized float32. `--model tiny` is for
-trying it out.
+Writes a random checkpoint of Llama-3.1-8B's shape and an adapter, trains through `halfbyte train` (NF4 with double
+quantization, GSM8K packed 2×2048), then trains the peer from the same weights and adapter on the same batches in the
+same order, each in its own process. The peer runs twice: as TRL sets it up (16-bit norms and residual stream), and
+after PEFT's `prepare_model_for_kbit_training`, which makes everything that is not quantized float32. `--model tiny`
+tries it out.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch.utils.data import BatchSampler, RandomSampler
 
-from benchmarks.common import write_result
+from benchmarks.harness import parser_of, write_result
 
 SHAPES = {
     "llama-3.1-8b": dict(
@@ -44,7 +46,7 @@ TEMPLATE = (
 
 
 def write_checkpoint(shape: str, tokenizer: Path, folder: Path) -> None:
-    """Random bf16 weights in 4 GB shards, with the Llama-3 tokenizer and a ChatML-like template with marks."""
+    """Write random bf16 weights in 4 GB shards, the Llama-3 tokenizer and a chat template with generation marks."""
     from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
     tok = PreTrainedTokenizerFast(
@@ -62,7 +64,7 @@ def write_checkpoint(shape: str, tokenizer: Path, folder: Path) -> None:
 
 
 def write_adapter(base: Path, folder: Path) -> None:
-    """An adapter at its initial values, from shapes alone: both trainers start from these bytes."""
+    """Write the initial adapter that both trainers start from."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -92,7 +94,7 @@ def run_config(work: Path, data: Path, steps: int) -> dict:
 
 
 def train_peer(config_file: Path, out: Path, upcast: bool) -> None:
-    """HF + PEFT + bitsandbytes on exactly the batches of the halfbyte run: stock modules, full logits, plain loop."""
+    """Train the peer on the batches of the halfbyte run: stock modules, full logits, a plain loop."""
     from peft import PeftModel, prepare_model_for_kbit_training
     from torch.utils.data import DataLoader
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -141,43 +143,16 @@ def train_peer(config_file: Path, out: Path, upcast: bool) -> None:
 
 
 def save_order(config_file: Path) -> None:
-    """The rows of each batch in training order: the run's own batches, over row numbers instead of rows."""
+    """Write the row numbers of each batch of the run, in training order."""
     from halfbyte.config import load_config
     from halfbyte.data.prepare import prepare
     from halfbyte.loading.load import load_tokenizer
-    from halfbyte.train.sampler import batches
 
     config = load_config(config_file)
-    rows = len(prepare(config, load_tokenizer(config.model_name_or_path)).train)
-    size, numbers = config.per_device_train_batch_size, [{"row": row} for row in range(rows)]
-    loader = iter(batches(numbers, size, lambda batch: [row["row"] for row in batch], shuffled=config.seed))
-    order = [next(loader) for _ in range(config.max_steps)]
+    rows = range(len(prepare(config, load_tokenizer(config.model_name_or_path)).train))
+    sampler = RandomSampler(rows, generator=torch.Generator().manual_seed(config.seed))  # like the training loop
+    order = list(BatchSampler(sampler, config.per_device_train_batch_size, drop_last=False))[: config.max_steps]
     (Path(config.output_dir) / "order.json").write_text(json.dumps(order))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path)
-    parser.add_argument("--tokenizer", type=Path)
-    parser.add_argument("--work", type=Path, default=Path("/tmp/qlora-8b"))
-    parser.add_argument("--model", choices=SHAPES, default="llama-3.1-8b")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--json")
-    parser.add_argument("--peer", choices=["peer", "peer-upcast"], help="(internal) train one peer")
-    given = parser.parse_args()
-    config_file = given.work / "run.yaml"
-    if given.peer:
-        save_order(config_file)
-        return train_peer(config_file, given.work / f"{given.peer}.json", given.peer == "peer-upcast")
-    if not (given.work / "base").exists():
-        write_checkpoint(given.model, given.tokenizer, given.work / "base")
-        write_adapter(given.work / "base", given.work / "adapter0")
-    config_file.write_text(json.dumps(run_config(given.work, given.data.resolve(), given.steps)))  # JSON is YAML
-    subprocess.run([sys.executable, "-m", "halfbyte", "train", str(config_file)], check=True)
-    for peer in ("peer", "peer-upcast"):
-        command = [sys.executable, "-m", "benchmarks.qlora_8b", "--peer", peer, "--work", str(given.work)]
-        subprocess.run(command, check=True)
-    compare(given)
 
 
 def compare(given: argparse.Namespace) -> None:
@@ -216,6 +191,34 @@ def compare(given: argparse.Namespace) -> None:
     }
     print(json.dumps(result, indent=1))
     write_result(given.json, result | {"losses": {name: run["losses"] for name, run in runs.items()}})
+
+
+def parser() -> argparse.ArgumentParser:
+    made = parser_of(__doc__)
+    made.add_argument("--data", type=Path)
+    made.add_argument("--tokenizer", type=Path)
+    made.add_argument("--work", type=Path, default=Path("/tmp/qlora-8b"))
+    made.add_argument("--model", choices=SHAPES, default="llama-3.1-8b")
+    made.add_argument("--steps", type=int, default=20)
+    made.add_argument("--peer", choices=["peer", "peer-upcast"], help=argparse.SUPPRESS)
+    return made
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    given = parser().parse_args(words)
+    config_file = given.work / "run.yaml"
+    if given.peer:
+        save_order(config_file)
+        return train_peer(config_file, given.work / f"{given.peer}.json", given.peer == "peer-upcast")
+    if not (given.work / "base").exists():
+        write_checkpoint(given.model, given.tokenizer, given.work / "base")
+        write_adapter(given.work / "base", given.work / "adapter0")
+    config_file.write_text(json.dumps(run_config(given.work, given.data.resolve(), given.steps)))  # JSON is YAML
+    subprocess.run([sys.executable, "-m", "halfbyte", "train", str(config_file)], check=True)
+    for peer in ("peer", "peer-upcast"):
+        command = [sys.executable, "-m", "benchmarks.qlora_8b", "--peer", peer, "--work", str(given.work)]
+        subprocess.run(command, check=True)
+    compare(given)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,14 @@
 
     python -m benchmarks.quality MODEL TEXT [--tokens 32768] [--steps 40] [--device cuda] [--only nf4 ...] [--json FILE]
 
-TEXT has one JSON object a line with a `text`, or, as .txt, one document after another as TinyStories' files have them:
-blank lines between paragraphs, none between documents. An EOS goes before a document; what is longer than --length
-tokens is cut. Windows of about --tokens, evenly spaced over the text, are held out, and all their tokens but the first
-are predicted. The QLoRA run trains adapters on rows of 256 tokens from the other windows: the same rows in the same
-order for every format, from the same adapters. Products run in float32 unless --dtype says otherwise, so that only the
-storage differs between rows.
+TEXT has one JSON object per line with a `text`, or, as .txt, one document after another as in TinyStories' files: blank
+lines between paragraphs, none between documents. Each document is preceded by EOS and split at --length tokens. Evenly
+spaced windows of about --tokens tokens are held out. The QLoRA run trains on rows of 256 tokens from the other windows:
+the same rows, order and initial adapters for every format. Products are in float32 unless --dtype says otherwise, so
+that rows differ in the storage only.
 
-FILE is written after every figure. What it holds of the same run already is kept, not measured again; rows that are
-added on another device carry its name and the commit.
+FILE is written after every figure, and figures of the same run in it are not measured again. A row added on another
+device records the device and the commit.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.common import provenance, write_result
+from benchmarks.harness import parser_of, provenance, write_result
 from halfbyte import load_model, load_tokenizer
 from halfbyte.config import RunConfig
 from halfbyte.formats import named, names
@@ -40,7 +39,7 @@ from halfbyte.modeling.adapters import add_adapter
 from halfbyte.modeling.head import IGNORE_INDEX, causal_lm_loss
 
 WHOLE = "as it is"
-# Beside the names of the registry: unnested scales, as in bitsandbytes' default, and k-bit's other codebooks.
+# In addition to the registry's names: plain scales (bitsandbytes' default) and k-bit's other codebooks.
 VARIANTS = (
     "blockwise4:nf4:64:plain", "blockwise4:fp4:64:plain", "kbit:2:affine",
     *(f"kbit:{k}:{codebook}" for k in (2, 3, 4, 5) for codebook in ("nf", "fitted")),
@@ -59,7 +58,7 @@ def documents(file: Path) -> list[str]:
 
 
 def windows(tokenizer: Any, file: Path, length: int) -> Tensor:
-    """int64 [n, length]: an EOS and a document, cut where it is longer, filled up with IGNORE_INDEX where shorter."""
+    """Return int64 [n, length]: EOS and a document, split at `length` and padded with IGNORE_INDEX."""
     rows = []
     for document in documents(file):
         ids = torch.tensor([tokenizer.eos_token_id, *tokenizer(document, add_special_tokens=False)["input_ids"]])
@@ -68,7 +67,7 @@ def windows(tokenizer: Any, file: Path, length: int) -> Tensor:
 
 
 def split(rows: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """Held-out windows, evenly spaced, of about `tokens`; and rows [n, ROW] of the others, in a fixed order."""
+    """Return evenly spaced held-out windows of about `tokens` tokens, and the other rows [n, ROW] in a fixed order."""
     held = torch.zeros(len(rows), dtype=torch.bool)
     held[:: max(int((rows != IGNORE_INDEX).sum()) // tokens, 1)] = True
     others = rows[~held].view(-1, ROW)
@@ -77,7 +76,7 @@ def split(rows: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def loss_sum(model: Any, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Summed loss of the predicted tokens, and their number; what fills a row up comes after all it could change."""
+    """Return the summed loss and the number of predicted tokens. Padding is on the right and changes nothing."""
     rows = rows.to(model.device)
     return causal_lm_loss(model, {"input_ids": rows.clamp(min=0), "labels": rows})
 
@@ -92,7 +91,7 @@ def perplexity(model: Any, rows: Tensor, batch: int = 8) -> float:
 
 
 def train(model: Any, rows: Tensor, steps: int) -> Any:
-    """The model with adapters, after `steps` of AdamW whose rate falls linearly to zero."""
+    """Train adapters for `steps` of AdamW with a linearly decaying rate. Returns the model."""
     torch.manual_seed(SEED)
     config = RunConfig(model_name_or_path="-", dataset="-", r=RANK, lora_alpha=RANK, adapter_dtype="float32")
     model = add_adapter(model, config).train()
@@ -108,7 +107,7 @@ def train(model: Any, rows: Tensor, steps: int) -> Any:
 
 
 def load(path: str, name: str, dtype: str, device: str) -> Any:
-    """The model as row `name` of the table stores it."""
+    """Load the model as row `name` of the table stores it."""
     if name in BITSANDBYTES:
         return load_bitsandbytes(path, BITSANDBYTES[name], dtype, device)
     if name in HQQ:
@@ -127,7 +126,7 @@ def load(path: str, name: str, dtype: str, device: str) -> Any:
 def load_bitsandbytes(path: str, kind: str, dtype: str, device: str) -> Any:
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it would say at every product that inputs become fp16
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it logs a cast to fp16 at every product
     four = {"load_in_4bit": True, "bnb_4bit_quant_type": kind, "bnb_4bit_compute_dtype": dtype}
     config = BitsAndBytesConfig(**({"load_in_8bit": True} if kind == "int8" else four))
     return AutoModelForCausalLM.from_pretrained(
@@ -136,7 +135,7 @@ def load_bitsandbytes(path: str, kind: str, dtype: str, device: str) -> Any:
 
 
 def round_by_hqq(model: nn.Module, bits: int) -> nn.Module:
-    """`model` with the values that the hqq package stores its linears as, groups and scales as in our hqq rows."""
+    """Round `model`'s linears by the hqq package, with groups and scales as in halfbyte's hqq rows."""
     from hqq.core.quantize import Quantizer
 
     options = {"group_size": 64, "axis": 1, "compute_dtype": torch.bfloat16}
@@ -149,7 +148,7 @@ def round_by_hqq(model: nn.Module, bits: int) -> nn.Module:
 
 
 def stored_weights(model: nn.Module) -> Iterator[tuple[str, int, Tensor]]:
-    """Name, bytes and fp32 values of each quantized weight, halfbyte's or a peer's."""
+    """Yield the name, bytes and fp32 values of each quantized weight, of halfbyte or a peer."""
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if isinstance(module, QuantizedLinear):
@@ -167,7 +166,7 @@ def stored_weights(model: nn.Module) -> Iterator[tuple[str, int, Tensor]]:
 
 
 def weight_error(model: nn.Module, exact: dict[str, Tensor]) -> dict[str, float | None]:
-    """Bits per weight of the quantized layers, and their signal-to-noise ratio in dB."""
+    """Return the bits per weight of the quantized layers and their signal-to-noise ratio in dB."""
     stored = signal = noise = weights = 0.0
     for name, size, values in stored_weights(model):
         weight = exact[f"{name}.weight"].to(values.device).float()
@@ -180,7 +179,7 @@ def weight_error(model: nn.Module, exact: dict[str, Tensor]) -> dict[str, float 
 
 
 def measure(given: argparse.Namespace, table: dict[str, dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each row of the table with its next figures: first the weights and perplexity of all, then all QLoRA runs."""
+    """Yield each row with its next figures: first weights and perplexity of all rows, then all QLoRA runs."""
     held, rows = split(windows(load_tokenizer(given.model), given.text, given.length), given.tokens)
     exact = load(given.model, WHOLE, given.dtype, "cpu").state_dict()
     every = [WHOLE, *names(), *VARIANTS, INT8_PRODUCTS, *BITSANDBYTES, *(HQQ if find_spec("hqq") else ())]
@@ -198,18 +197,38 @@ def measure(given: argparse.Namespace, table: dict[str, dict[str, Any]]) -> Iter
             yield name, {"perplexity_after_qlora": perplexity(model, held)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model")
-    parser.add_argument("text", type=Path)
-    parser.add_argument("--tokens", type=int, default=32768, help="held-out tokens")
-    parser.add_argument("--length", type=int, default=512, help="tokens of a window, a multiple of 256")
-    parser.add_argument("--steps", type=int, default=40, help="of the QLoRA run; 0: none")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these rows of the table")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+def stored(file: Path | None, run: dict[str, Any]) -> dict[str, Any]:
+    """Return the rows that `file` already has for this run, and the device and commit of the first of them."""
+    if file is None or not file.exists():
+        return {}
+    result = json.loads(file.read_text())
+    if any(result.get(key) != value for key, value in run.items() if key != "on"):
+        return {}
+    return {key: result[key] for key in (*provenance(), "on", "stored_as")}
+
+
+def elsewhere(kept: dict[str, Any]) -> dict[str, Any]:
+    """Return the device and commit to record in a row that is added on another device than the file's first."""
+    here = provenance()
+    same = kept.get("device", here["device"]) == here["device"]
+    return {} if same else {key: here[key] for key in ("device", "commit")}
+
+
+def parser() -> argparse.ArgumentParser:
+    made = parser_of(__doc__)
+    made.add_argument("model")
+    made.add_argument("text", type=Path)
+    made.add_argument("--tokens", type=int, default=32768, help="held-out tokens")
+    made.add_argument("--length", type=int, default=512, help="tokens of a window, a multiple of 256")
+    made.add_argument("--steps", type=int, default=40, help="steps of the QLoRA run; 0: none")
+    made.add_argument("--only", nargs="+", metavar="NAME", help="measure only these rows")
+    made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    made.add_argument("--dtype", default="float32")
+    return made
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    given = parser().parse_args(words)
     run = {
         "model": Path(given.model).name, "text": given.text.name, "tokens": given.tokens, "length": given.length,
         "dtype": given.dtype, "on": given.device, "steps": given.steps, "batch": [BATCH, ROW],
@@ -221,23 +240,6 @@ def main() -> None:
         table[name] = table.get(name, {}) | figures | elsewhere(kept)
         print(name, json.dumps(figures), flush=True)
         write_result(given.json, {**run, **kept, "stored_as": table})
-
-
-def stored(file: Path | None, run: dict[str, Any]) -> dict[str, Any]:
-    """What `file` holds of this same run, on whatever device: its rows, and where the first of them were measured."""
-    if file is None or not file.exists():
-        return {}
-    result = json.loads(file.read_text())
-    if any(result.get(key) != value for key, value in run.items() if key != "on"):
-        return {}
-    return {key: result[key] for key in (*provenance(), "on", "stored_as")}
-
-
-def elsewhere(kept: dict[str, Any]) -> dict[str, Any]:
-    """Device and commit of a row that is added where the file's others were not measured."""
-    here = provenance()
-    same = kept.get("device", here["device"]) == here["device"]
-    return {} if same else {key: here[key] for key in ("device", "commit")}
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
-"""One run on several GPUs and on one, through `halfbyte train`: how far apart losses are, step by step.
+"""One run on one GPU and on several, through `halfbyte train`: the difference of losses, step by step.
 
     python -m benchmarks.same_run [WAY…] [--steps 50] [--gpus 2] [--json FILE] [--device cpu --hidden 128]
-    python -m benchmarks.same_run hosts-data hosts-shard
 
-A Llama of 0.16B in NF4 with random weights, which learns fast, so that its losses differ easily: packed rows of 512
-tokens, computed in bfloat16. WAYs are axes of `parallel`, and `kernels`: one GPU with transformers' own operations in
-place of the fused ones. What that is apart is what another order of roundings comes to, without any division.
+A Llama of 0.16B in NF4 with random weights, which learns fast, so that differences show: packed rows of 512 tokens in
+bfloat16. A WAY is an axis of `parallel`, or `kernels`: one GPU with transformers' operations instead of the fused ones,
+which shows the effect of another order of roundings without any parallelism.
 
-`hosts-data` and `hosts-shard` are the same axes on two hosts, for which two agents of torchrun stand: `NCCL_HOSTID`
-tells NCCL that they are, so that everything between them goes through the loopback device, whose bytes are counted.
+`hosts-data` and `hosts-shard` are the same axes on two hosts, emulated by two torchrun agents: `NCCL_HOSTID` makes NCCL
+use the loopback device between them, whose bytes are counted.
 """
 
 from __future__ import annotations
@@ -22,18 +21,19 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import write_result
+from benchmarks.harness import parser_of, write_result
 
 VOCABULARY, WORDS = 2048, 600
 WAYS = ("kernels", "data", "shard", "tensor", "pipeline", "context")
-WINDOW = 4  # micro-batches of a step on one GPU
+WINDOW = 4  # micro-batches per step on one GPU
 
 
 def write_place(folder: Path, hidden: int) -> None:
-    """A checkpoint with a tokenizer in `model`, and rows of words in `data.jsonl`."""
+    """Write a checkpoint with a tokenizer to `model`, and rows of random words to `data.jsonl`."""
     import torch
     from tokenizers import ByteLevelBPETokenizer
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -56,7 +56,7 @@ def write_place(folder: Path, hidden: int) -> None:
 
 
 def losses(given: argparse.Namespace, way: str) -> tuple[list[float], dict[str, Any]]:
-    """Of each step; and what passed between hosts."""
+    """Return the loss of each step and the traffic between hosts."""
     output, (hosts, axis) = given.work / f"run-{way}", (way.startswith("hosts-"), way.removeprefix("hosts-"))
     ways, rows = {axis: given.gpus}, WINDOW // given.gpus if axis in ("data", "shard") else WINDOW
     keys: dict[str, Any] = {
@@ -82,7 +82,7 @@ def losses(given: argparse.Namespace, way: str) -> tuple[list[float], dict[str, 
 
 
 def trained(output: Path) -> list[dict[str, Any]]:
-    """The records of steps so far."""
+    """Return the metrics of the steps so far."""
     file = output / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     records = [json.loads(line) for line in lines if line.endswith("\n")]
@@ -90,7 +90,7 @@ def trained(output: Path) -> list[dict[str, Any]]:
 
 
 def on_hosts(command: list[str], output: Path, given: argparse.Namespace) -> dict[str, Any]:
-    """Run a program as one process on each of as many hosts as there are GPUs; bytes between them, of a step."""
+    """Run a program on as many emulated hosts as GPUs. Returns the bytes per step between them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -106,7 +106,7 @@ def on_hosts(command: list[str], output: Path, given: argparse.Namespace) -> dic
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             )
         )  # fmt: skip
-    samples: dict[int, int] = {}  # steps recorded → bytes when that was first seen
+    samples: dict[int, int] = {}  # recorded steps → loopback bytes at that time
     while any(agent.poll() is None for agent in agents):
         samples.setdefault(len(trained(output)), loopback_bytes())
         time.sleep(0.02)
@@ -124,22 +124,25 @@ def on_hosts(command: list[str], output: Path, given: argparse.Namespace) -> dic
 
 
 def loopback_bytes() -> int:
-    """That the loopback device has carried."""
+    """Return the bytes that the loopback device has received."""
     line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:"))
     return int(line.split(":")[1].split()[0])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("ways", nargs="*", default=WAYS)
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--gpus", type=int, default=2)
-    parser.add_argument("--rate", type=float, default=2e-4)
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--work", type=Path, default=Path("/tmp/same-run"))
-    parser.add_argument("--json")
-    given = parser.parse_args()
+def parser() -> argparse.ArgumentParser:
+    made = parser_of(__doc__)
+    made.add_argument("ways", nargs="*", default=WAYS)
+    made.add_argument("--steps", type=int, default=50)
+    made.add_argument("--gpus", type=int, default=2)
+    made.add_argument("--rate", type=float, default=2e-4)
+    made.add_argument("--hidden", type=int, default=1024)
+    made.add_argument("--device", default="cuda")
+    made.add_argument("--work", type=Path, default=Path("/tmp/same-run"))
+    return made
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    given = parser().parse_args(words)
     shutil.rmtree(given.work, ignore_errors=True)
     given.work.mkdir(parents=True)
     write_place(given.work, given.hidden)

@@ -1,22 +1,25 @@
-"""One QLoRA training step against its floor and its peers, on one CUDA device.
+"""One QLoRA training step on one CUDA device, compared with its floor and with other libraries.
 
-    python -m benchmarks.step --model llama-3.1-8b --batch 4 --length 2048 [--checkpointing] [--graph]
-        [--policy LEVEL|auto|LEVEL:N,LEVEL:N] [--memory-limit-gib N] [--steps N] [--no-floor]
-        [--recipe bf16|fp8-hybrid|nvfp4] [--storage nf4|fp8|kbit4|...]
-        [--peers unsloth,bitsandbytes,liger] [--peer-path DIR] [--json FILE]
+    python -m benchmarks.step --model llama-3.1-8b --batch 4 --length 2048 [--graph] [--peers unsloth]
+    python -m benchmarks.step --model llama-3.1-8b --length 16384 --documents 24 [--graph]
 
-NF4 with nested scales, rank 16 on the seven linears, fused AdamW, random weights and tokens. The floor is what the step
-cannot do without: every GEMM (forward, and the gradient of its input) and the attention, each timed alone at its exact
-shape in a CUDA graph, added up; under checkpointing the layers' forward counts twice. Peers run the same step in
-processes of their own (`benchmarks.step_peers`). --checkpointing is transformers' for us and each peer's own for it;
---policy (`halfbyte.plan.policy`) is ours in its place, and --memory-limit-gib holds our process to that much.
---recipe and --storage are ours, too; the floor stays that of bf16.
+NF4 with nested scales, rank 16 on the seven linears, fused AdamW, random weights and tokens. The floor is the time that
+no implementation can avoid: every GEMM (forward, and the gradient of its input) and the attention, each timed at its
+shape in a CUDA graph and summed; checkpointing counts the forward of the layers twice. Peers run the same step in their
+own processes (`benchmarks.step_peers`).
+
+--documents packs uneven documents into one row of --length tokens. Their lengths are log-normal (σ = 0.8) with a fixed
+seed. The floor then has the attention of each document at its own length, and one extra step checks that no tensor of
+the size of a dense mask is made.
+
+--checkpointing is transformers' for halfbyte and each peer's own for the peer. --policy replaces it for halfbyte
+(`halfbyte.plan.policy`); --memory-limit-gib, --recipe and --storage also apply to halfbyte only. The floor stays in
+bf16.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import subprocess
@@ -29,19 +32,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from benchmarks.common import graph_us, write_result
+from benchmarks.harness import free_memory, graph_us, parser_of, write_result
 from benchmarks.step_model import MODELS, STEPS, build, levels, model_config, random_batch, timed
 
-SETS = 3  # of operands in a graph, so that the cache does not help
+SETS = 3  # sets of operands in a graph, which together exceed the L2 cache
+SIGMA = 0.8
 
 
 def floor(
     name: str, rows: int, length: int, checkpointing: bool, documents: Sequence[int] | None = None
 ) -> dict[str, Any]:
-    """Times in ms of what a step consists of: GEMMs by shape, the head, attention; and their sum.
+    """Return the ms of each GEMM shape, the head and the attention of a step, and their sum.
 
-    documents: lengths of what the rows are packed with; attention is then that of each alone.
+    documents: lengths of the packed documents, whose attention is timed separately.
     """
     config = model_config(name)
     hidden, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
@@ -69,7 +75,7 @@ def floor(
 
 
 def gemm_ms(tokens: int, outputs: int, inputs: int) -> tuple[float, float]:
-    """x·Wᵀ, and dy·W."""
+    """Return the ms of x·Wᵀ and of dy·W."""
 
     def random(*shape: int) -> list[Tensor]:
         return [torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for _ in range(SETS)]
@@ -81,7 +87,7 @@ def gemm_ms(tokens: int, outputs: int, inputs: int) -> tuple[float, float]:
 
 
 def attention_ms(rows: int, length: int, config: Any) -> tuple[float, float]:
-    """Causal attention, forward and backward, in the layout that models make; cuDNN's where it can."""
+    """Return the ms of causal attention, forward and backward, in the models' layout; cuDNN's kernel if it applies."""
 
     def random(heads: int) -> Tensor:
         made = torch.randn(rows, length, heads, config.head_dim, device="cuda", dtype=torch.bfloat16)
@@ -102,7 +108,7 @@ def attention_ms(rows: int, length: int, config: Any) -> tuple[float, float]:
 
 
 class Training:
-    """A model, its optimizer and one batch; `step` trains once and returns the mean loss."""
+    """A model, its optimizer and one batch."""
 
     def __init__(
         self,
@@ -130,7 +136,7 @@ class Training:
         self.restart()
 
     def restart(self) -> None:
-        """Adapters and optimizer as at the beginning."""
+        """Reset the adapters and the optimizer."""
         with torch.no_grad():
             torch._foreach_copy_(self.trained, self.initial)
         capturable = self.trained[0].is_cuda
@@ -147,25 +153,30 @@ class Training:
         return loss.detach()
 
 
-def ours(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Our step, launched from Python and, with --graph, as a CUDA graph from the same start."""
+def ours(given: argparse.Namespace, documents: list[int] | None) -> dict[str, dict[str, Any]]:
+    """Time halfbyte's step launched from Python and, with --graph, as a CUDA graph from the same start."""
     shape = given.model, given.batch, given.length
     if given.memory_limit_gib:
         capacity = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(given.memory_limit_gib * 2**30 / capacity)
     activations = levels(*shape, given.policy, given.memory_limit_gib) if given.policy else None
-    ours_checkpointing = given.checkpointing and not given.policy
     options = {"activations": activations, "recipe": given.recipe, "storage": given.storage}
-    training = Training(*shape, "cuda", checkpointing=ours_checkpointing, **options)
+    training = Training(*shape, "cuda", checkpointing=given.checkpointing and not given.policy, **options)
     print(training.report)
+    if documents:
+        training.batch = packed_batch(given.model, documents, "cuda")
+        with MaskWatch(given.length) as watch:
+            training.step(training.batch)
+        if watch.found:
+            raise SystemExit("a dense mask was made: " + "; ".join(watch.found))
+        training.restart()
     tokens = given.batch * given.length
     results = {"halfbyte": timed(lambda: training.step(training.batch), tokens, given.steps)}
     if given.graph:
         from halfbyte.train.graph import GraphedStep
 
         training.restart()
-        gc.collect()
-        torch.cuda.empty_cache()
+        free_memory()
         graphed = GraphedStep(training.step, training.optimizer)
         results["halfbyte, graph"] = timed(lambda: graphed(training.batch), tokens, given.steps)
         check_losses(results["halfbyte"]["losses"], results["halfbyte, graph"]["losses"])
@@ -173,7 +184,7 @@ def ours(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def check_losses(eager: list[float], graphed: list[float]) -> None:
-    """Stop where a replay does not train: losses must fall, and be the eager ones up to rounding."""
+    """Exit unless the graph's losses fall and equal the eager ones up to rounding."""
     apart = max(abs(a / b - 1) for a, b in zip(eager, graphed, strict=True))
     print(f"losses {eager[0]:.5f} → {eager[-1]:.5f}; graphed → {graphed[-1]:.5f}, at most {apart:.1e} apart")
     if apart > 5e-3 or graphed[-1] >= graphed[0]:
@@ -181,7 +192,7 @@ def check_losses(eager: list[float], graphed: list[float]) -> None:
 
 
 def peer(name: str, given: argparse.Namespace) -> dict[str, Any]:
-    """A peer's numbers, or why there are none."""
+    """Run a peer in its own process. Returns its numbers, or its error."""
     command = [sys.executable, "-m", "benchmarks.step_peers", name, given.model, str(given.batch), str(given.length)]
     command += ["--checkpointing"] if given.checkpointing else []
     environment = {key: value for key, value in os.environ.items() if "ALLOC_CONF" not in key}  # a peer has its own
@@ -194,39 +205,91 @@ def peer(name: str, given: argparse.Namespace) -> dict[str, Any]:
     return json.loads(lines[-1].removeprefix("RESULT "))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=MODELS, default="llama-3.1-8b")
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--checkpointing", action="store_true")
-    parser.add_argument("--policy", help="what our layers keep: a level, auto, or such as offload:20,keep:12")
-    parser.add_argument("--memory-limit-gib", type=float, help="of our process, and of its plan")
-    parser.add_argument("--recipe", default="bf16", help="what our products are computed in")
-    parser.add_argument("--storage", default="nf4", help="the format of our weights, by its name in `quantization:`")
-    parser.add_argument("--steps", type=int, default=STEPS, help="timed; 0: the first step alone")
-    parser.add_argument("--no-floor", action="store_true")
-    parser.add_argument("--graph", action="store_true", help="also as a CUDA graph")
-    parser.add_argument("--peers", default="", help="unsloth,bitsandbytes,liger")
-    parser.add_argument("--peer-path", help="folder with Unsloth and Liger, for their processes only")
-    parser.add_argument("--json")
-    given = parser.parse_args()
-    least = None if given.no_floor else floor(given.model, given.batch, given.length, given.checkpointing)
-    gc.collect()
-    torch.cuda.empty_cache()
-    runs = ours(given)
-    gc.collect()
-    torch.cuda.empty_cache()
+def document_lengths(documents: int, tokens: int) -> list[int]:
+    """Return `documents` uneven lengths of at least one token whose sum is `tokens`."""
+    shares = torch.randn(documents, generator=torch.Generator().manual_seed(0), dtype=torch.float64).mul(SIGMA).exp()
+    lengths = [1 + int(share) for share in shares / shares.sum() * (tokens - documents)]
+    lengths[0] += tokens - sum(lengths)
+    return lengths
+
+
+def packed_batch(name: str, lengths: list[int], device: str) -> dict[str, Any]:
+    """Return one row of documents of random tokens, collated like `halfbyte train` does."""
+    from halfbyte.data.collate import PackedCollator
+
+    vocabulary = model_config(name).vocab_size
+    tokens = torch.randint(3, vocabulary, (sum(lengths),), generator=torch.Generator().manual_seed(1)).tolist()
+    row = {"input_ids": tokens, "labels": tokens, "seq_lengths": lengths}
+    batch = PackedCollator(pad_token_id=2, fused=True)([row])
+    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
+
+
+class MaskWatch(TorchDispatchMode):
+    """Record the operations that allocate a tensor of the size of a `length` × `length` mask.
+
+    That is any tensor with two dimensions of `length`, or a bool tensor with as many elements.
+    """
+
+    def __init__(self, length: int):
+        super().__init__()
+        self.length = length
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if type(tensor) is Tensor and self._is_mask(tensor):
+                self.found.append(f"{func} made {tensor.dtype} {list(tensor.shape)}")
+        return made
+
+    def _is_mask(self, tensor: Tensor) -> bool:
+        area = self.length**2
+        if tensor.untyped_storage().nbytes() < area * tensor.element_size():
+            return False
+        return sum(size == self.length for size in tensor.shape) >= 2 or tensor.dtype == torch.bool
+
+
+def parser() -> argparse.ArgumentParser:
+    made = parser_of(__doc__)
+    made.add_argument("--model", choices=MODELS, default="llama-3.1-8b")
+    made.add_argument("--batch", type=int, default=4)
+    made.add_argument("--length", type=int, default=2048)
+    made.add_argument("--documents", type=int, help="pack so many documents into one row of --length tokens")
+    made.add_argument("--checkpointing", action="store_true")
+    made.add_argument("--policy", help="activation levels of halfbyte: a level, auto, or a mix: offload:20,keep:12")
+    made.add_argument("--memory-limit-gib", type=float, help="limit of halfbyte's process and of its plan")
+    made.add_argument("--recipe", default="bf16", help="arithmetic of halfbyte's GEMMs with frozen weights")
+    made.add_argument("--storage", default="nf4", help="format of halfbyte's frozen weights")
+    made.add_argument("--steps", type=int, default=STEPS, help="timed steps; 0: the first step only")
+    made.add_argument("--no-floor", action="store_true")
+    made.add_argument("--graph", action="store_true", help="also time a CUDA graph")
+    made.add_argument("--peers", default="", help="unsloth,bitsandbytes,liger")
+    made.add_argument("--peer-path", help="folder with Unsloth and Liger, for their processes only")
+    return made
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    given = parser().parse_args(words)
+    documents = document_lengths(given.documents, given.length) if given.documents else None
+    given.batch = 1 if documents else given.batch
+    least = None
+    if not given.no_floor:
+        least = floor(given.model, given.batch, given.length, given.checkpointing, documents)
+    free_memory()
+    runs = ours(given, documents)
+    free_memory()
     runs |= {name: peer(name, given) for name in given.peers.split(",") if name}
-    kept = given.policy or ("checkpointed" if given.checkpointing else "activations kept")
+    kept = given.policy or ("checkpointed" if given.checkpointing else "activations saved")
     show(f"{given.model} {given.batch}×{given.length}, {kept}", least, runs)
-    keys = ("model", "batch", "length", "checkpointing", "policy", "memory_limit_gib", "recipe", "storage")
-    shape = {key: getattr(given, key) for key in keys}
-    write_result(given.json, {**shape, "floor": least, "runs": runs})
+    keys = ["model", "batch", "length", "checkpointing", "policy", "memory_limit_gib", "recipe", "storage"]
+    result = {key: getattr(given, key) for key in keys}
+    if documents:
+        result |= {"tokens": given.length, "documents": documents}
+    write_result(given.json, {**result, "floor": least, "runs": runs})
 
 
 def show(what: str, least: dict[str, Any] | None, runs: dict[str, dict[str, Any]]) -> None:
-    """One line a run, beside the floor."""
+    """Print one line per run."""
     floor_ = f"floor {least['ms']:.1f} ms, {least['tflop']:.0f} TFLOP" if least else "no floor"
     print(f"{what}: {floor_}")
     for name, run in runs.items():

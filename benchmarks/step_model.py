@@ -1,6 +1,6 @@
-"""What our step and its peers share: shapes, random weights quantized on the device layer by layer, batches, timing.
+"""Model shapes, random weights quantized layer by layer on the device, batches and timing, for halfbyte and peers.
 
-Imports halfbyte only where a model of ours is built: a peer's process may hold other versions of everything.
+Functions import halfbyte when called, because a peer's process may have other versions of its dependencies.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def model_config(name: str) -> Any:
-    """The transformers config of a benchmark model."""
+    """Return the transformers config of a benchmark model."""
     import transformers
 
     family, keys = MODELS[name]
@@ -61,7 +61,7 @@ def model_config(name: str) -> Any:
 
 
 def empty_model(name: str) -> nn.Module:
-    """A model without memory behind its weights (device meta)."""
+    """Build a model on the meta device."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -69,15 +69,17 @@ def empty_model(name: str) -> nn.Module:
 
 
 def random_weight(shape: torch.Size, device: str) -> Tensor:
-    """bf16; a norm's weight is one."""
+    """Return a bf16 weight: ones for a norm, else normal with deviation 0.02."""
     if len(shape) == 1:
         return torch.ones(shape, dtype=torch.bfloat16, device=device)
     return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(std=0.02)
 
 
 def fill(model: Any, device: str, quantize: Any, elsewhere: Callable[[str], bool] = lambda name: False) -> None:
-    """Give an empty model random weights; `quantize` turns each linear but the head into what takes its place. What is
-    `elsewhere`, by its name, stays empty."""
+    """Give a meta model random weights and replace each linear except the head by `quantize(linear)`.
+
+    elsewhere: returns whether the module or parameter of a name stays on the meta device.
+    """
     for prefix, module in list(model.named_modules()):
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear and name != "lm_head" and not elsewhere(f"{prefix}.{name}"):
@@ -94,9 +96,9 @@ def fill(model: Any, device: str, quantize: Any, elsewhere: Callable[[str], bool
 
 
 def build(name: str, device: str, storage: str = "nf4") -> Any:
-    """A PeftModel as `halfbyte train` makes it, with float32 factors of rank 16 on seven linears.
+    """Build a PeftModel like `halfbyte train`: fp32 LoRA factors of rank 16 on the seven linears.
 
-    storage: the weights' format; nf4 has nested scales.
+    storage: format of the frozen weights; nf4 has nested scales.
     """
     from halfbyte.formats import named
     from halfbyte.layers import QuantizedLinear
@@ -110,7 +112,7 @@ def build(name: str, device: str, storage: str = "nf4") -> Any:
 
 
 def run_config(name: str, **keys: Any) -> Any:
-    """The keys of a run that `build` and `levels` stand for."""
+    """Return the configuration of the run that `build` and `levels` imitate."""
     from halfbyte.config import RunConfig
 
     ours = {"r": RANK, "lora_alpha": RANK, "lora_dropout": 0.0, "target_modules": TARGETS, "packing": True}
@@ -118,7 +120,7 @@ def run_config(name: str, **keys: Any) -> Any:
 
 
 def levels(name: str, rows: int, length: int, policy: str, limit_gib: float | None) -> tuple[str, ...]:
-    """What each layer keeps under `policy` (a level, auto, or such as "offload:20,keep:12"), within the limit."""
+    """Return the activation level of each layer for `policy`: a level, auto, or a mix such as "offload:20,keep:12"."""
     from halfbyte.plan.estimate import estimate
 
     if ":" in policy:
@@ -132,14 +134,14 @@ def levels(name: str, rows: int, length: int, policy: str, limit_gib: float | No
 
 
 def random_batch(name: str, rows: int, length: int, device: str) -> dict[str, Tensor]:
-    """Random tokens, all trained."""
+    """Return random token ids, all of them labels."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(3, model_config(name).vocab_size, (rows, length), generator=generator).to(device)
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 
 def timed(step: Callable[[], Tensor], tokens: int, steps: int = STEPS) -> dict[str, Any]:
-    """First step, then the median of `steps` after a warm-up (none: the first step alone); losses of all."""
+    """Time the first step, then the median of `steps` after a warm-up (0: the first step only). Returns all losses."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()

@@ -1,10 +1,8 @@
-"""A peer's QLoRA step in a process of its own: `python -m benchmarks.step_peers PEER MODEL BATCH LENGTH`.
+"""A peer's QLoRA step in its own process: `python -m benchmarks.step_peers PEER MODEL BATCH LENGTH`.
 
-Same shapes, quantization, rank, optimizer and tokens as `benchmarks.step`; prints one line that begins with RESULT.
-bitsandbytes is Hugging Face's modules with PEFT after its `prepare_model_for_kbit_training`, and liger the same with
-Liger's kernels in their place; Unsloth loads a checkpoint that a process before it writes, since it must be imported
-before transformers. Under torchrun the first two train with DistributedDataParallel, and the slowest process's
-milliseconds count.
+The shapes, quantization, rank, optimizer and tokens are those of `benchmarks.step`. Prints one line starting with
+RESULT. `bitsandbytes` is Hugging Face's modules with PEFT after `prepare_model_for_kbit_training`; `liger` adds Liger's
+kernels. Unsloth must be imported before transformers, so a process before it writes the checkpoint that it loads.
 """
 
 from __future__ import annotations
@@ -19,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 
-def bitsandbytes_model(name: str, checkpointing: bool, device: str = "cuda") -> Any:
-    """Hugging Face's model of random weights in bitsandbytes' NF4 under PEFT's adapters, as its own guides make it."""
+def bitsandbytes_base(name: str, device: str = "cuda") -> Any:
+    """Build Hugging Face's model with random weights in bitsandbytes' NF4."""
     import torch
     from bitsandbytes.nn import Linear4bit, Params4bit
-    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 
-    from benchmarks.step_model import RANK, TARGETS, empty_model, fill
+    from benchmarks.step_model import empty_model, fill
 
     def quantize(linear: Any) -> Any:
         rows, columns = linear.weight.shape
@@ -37,6 +34,16 @@ def bitsandbytes_model(name: str, checkpointing: bool, device: str = "cuda") -> 
     torch.manual_seed(0)
     model = empty_model(name)
     fill(model, device, quantize)
+    return model
+
+
+def bitsandbytes_model(name: str, checkpointing: bool) -> Any:
+    """Add PEFT adapters to bitsandbytes' model, as their guides do."""
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+
+    from benchmarks.step_model import RANK, TARGETS
+
+    model = bitsandbytes_base(name)
     model.is_loaded_in_4bit = True
     model = prepare_model_for_kbit_training(model, checkpointing, {"use_reentrant": False})
     lora = LoraConfig(r=RANK, lora_alpha=RANK, target_modules=TARGETS, task_type="CAUSAL_LM")
@@ -49,23 +56,13 @@ def bitsandbytes(given: argparse.Namespace) -> dict[str, Any]:
     from benchmarks.step_model import random_batch, timed
 
     model = bitsandbytes_model(given.model, given.checkpointing)
-    several = "WORLD_SIZE" in os.environ
-    if several:
-        torch.distributed.init_process_group("nccl")
-        model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[torch.cuda.current_device()])
     batch = random_batch(given.model, given.batch, given.length, "cuda")
 
     def loss_of() -> Any:
         with torch.autocast("cuda", dtype=torch.bfloat16):
             return model(**batch, use_cache=False).loss
 
-    found = timed(training_step(model, loss_of), given.batch * given.length)
-    if several:
-        ms = torch.tensor(found["ms"], device="cuda")
-        torch.distributed.all_reduce(ms, torch.distributed.ReduceOp.MAX)
-        found["ms"] = float(ms)
-        torch.distributed.destroy_process_group()
-    return found
+    return timed(training_step(model, loss_of), given.batch * given.length)
 
 
 def liger(given: argparse.Namespace) -> dict[str, Any]:
@@ -103,7 +100,7 @@ def unsloth(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def training_step(model: Any, loss_of: Any) -> Any:
-    """A function that trains once with the fused AdamW and returns the loss."""
+    """Return a function that runs one training step with fused AdamW and returns the loss."""
     import torch
 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -120,7 +117,7 @@ def training_step(model: Any, loss_of: Any) -> Any:
 
 
 def byte_tokenizer() -> Any:
-    """Of 256 bytes and four special tokens."""
+    """Return a tokenizer of 256 bytes and four special tokens, which Unsloth requires."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -133,7 +130,7 @@ def byte_tokenizer() -> Any:
 
 
 def checkpoint(given: argparse.Namespace) -> None:
-    """A random checkpoint in bf16, and a tokenizer, which Unsloth insists on."""
+    """Write a random bf16 checkpoint and a tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -147,17 +144,13 @@ def checkpoint(given: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("peer", choices=["bitsandbytes", "liger", "unsloth", "checkpoint"])
     parser.add_argument("model")
     parser.add_argument("batch", type=int)
     parser.add_argument("length", type=int)
     parser.add_argument("--checkpointing", action="store_true")
     given = parser.parse_args()
-    if "LOCAL_RANK" in os.environ:
-        import torch
-
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if given.peer == "checkpoint":
         return checkpoint(given)
     result = {"bitsandbytes": bitsandbytes, "liger": liger, "unsloth": unsloth}[given.peer](given)

@@ -60,7 +60,8 @@ def default(key: str, field: Any) -> str:
         return ", ".join(f"{method}: `{DEFAULTS[method][key]}`" for method in methods)
     if value is None:
         return ""
-    return f"`{re.sub('^True$|^False$', lambda found: found[0].lower(), str(value))}`"
+    text = str(value).replace("\n", "\\n")
+    return f"`{re.sub('^True$|^False$', lambda found: found[0].lower(), text)}`"
 
 
 if __name__ == "__main__":

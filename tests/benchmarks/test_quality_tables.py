@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import tables
-from benchmarks.common import provenance, write_result
+from benchmarks.harness import provenance, write_result
 from benchmarks.llama2c import read_model, read_tokenizer
 from benchmarks.quality import IGNORE_INDEX, documents, elsewhere, split, stored
 from halfbyte.formats import named, names

@@ -3,45 +3,99 @@
 import importlib.util
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
+FENCED = re.compile(r"^```.*?^```|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
-def anchors(page: Path) -> set[str]:
-    """The anchors that a page's headings get: lower case, without punctuation, spaces as hyphens."""
-    headings = re.findall(r"^#+ (.*)$", FENCED.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+def load(name: str) -> ModuleType:
+    """Import one of the programs in docs/, which is no package."""
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def links(page: Path) -> list[str]:
-    return LINK.findall(FENCED.sub("", page.read_text(encoding="utf-8")))
+site = load("site_hooks")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_files_and_headings_that_exist(page):
-    for link in links(page):
-        if link.startswith(("https://", "http://", "mailto:")):
-            continue
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings: lower case, no punctuation, hyphens for spaces, -1 for the second of two."""
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.MULTILINE):
+        heading = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        name = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        found.add(next(each for each in (name, *(f"{name}-{i}" for i in range(1, 99))) if each not in found))
+    return found
+
+
+def links(text: str) -> list[str]:
+    """The targets of a page's links, without those to other sites."""
+    return [link for link in LINK.findall(FENCED.sub("", text)) if not re.match(r"\w+:", link)]
+
+
+def broken(text: str, folder: Path, pages: dict[Path, str]) -> list[str]:
+    """The links in a page of `folder` that lead to no file or heading. `pages` has the texts of all pages."""
+    wrong = []
+    for link in links(text):
         name, _, anchor = link.partition("#")
-        target = (page.parent / name).resolve() if name else page
-        assert target.exists(), link
-        assert target.is_relative_to(ROOT), link
-        assert not anchor or anchor in anchors(target), link
+        target = (folder / name).resolve() if name else None
+        there = text if target is None else pages.get(target)
+        exists = target is None or there is not None or (target.exists() and target.is_relative_to(ROOT))
+        if not exists or (anchor and (there is None or anchor not in anchors(there))):
+            wrong.append(link)
+    return wrong
 
 
-def test_links_are_found():
-    assert any("docs/benchmarks.md" in link for link in links(ROOT / "README.md"))
+@pytest.fixture(scope="module")
+def texts():
+    return {page: page.read_text(encoding="utf-8") for page in PAGES}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_to_files_and_headings_that_exist(page, texts):
+    assert broken(texts[page], page.parent, texts) == []
+
+
+def test_broken_links_are_found():
+    page = "# A b\n## A b\n[1](#a-b) [2](#a-b-1) [3](#a-b-2) [4](nowhere.md) `[5](no.md)` [6](docs/data.md#nothing)\n"
+    assert broken(page, ROOT, {DOCS / "data.md": "# Data"}) == ["#a-b-2", "nowhere.md", "docs/data.md#nothing"]
+    assert any("docs/benchmarks.md" in link for link in links((ROOT / "README.md").read_text(encoding="utf-8")))
+
+
+def test_the_site_has_every_page_once_in_its_navigation():
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = re.findall(r"([\w/.-]+\.md)$", text.partition("nav:")[2], re.MULTILINE)
+    pages = [site.in_site(page.relative_to(ROOT).as_posix()) for page in PAGES]
+    assert sorted(listed) == sorted(pages)
+
+
+def test_links_of_the_site_stay_within_it(texts):
+    made = {}
+    for page, text in texts.items():
+        source = page.relative_to(ROOT).as_posix()
+        made[ROOT / "site" / site.in_site(source)] = site.adapt(text, source)
+    for page, text in made.items():
+        local = re.sub(r"\]\([./]*(benchmarks/results/\w+\.json|plots/\w+\.svg)\)", "]()", text)
+        assert broken(local, page.parent, made) == [], page
+
+
+def test_pages_are_adapted_to_the_site():
+    page = "text\n- [a](../README.md#more) [b](../src/x.py)\n  more\n- c\n```\nx\n- [d](../README.md)\n```\n"
+    adapted = "text\n\n- [a](index.md#more) b\n  more\n- c\n```\nx\n- [d](../README.md)\n```\n"
+    assert site.adapt(page, "docs/x.md") == adapted
+    assert site.adapt("[a](../data.md)", "docs/log/x.md") == "[a](../data.md)\n"
+    assert site.adapt("[a](docs/log/index.md)", "README.md") == "[a](log/index.md)\n"
 
 
 def test_the_configuration_page_is_that_of_the_schema():
-    spec = importlib.util.spec_from_file_location("configuration_page", ROOT / "docs" / "configuration.py")
-    generator = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generator)
+    generator = load("configuration")
     assert generator.PAGE.read_text(encoding="utf-8") == generator.page()
 
 

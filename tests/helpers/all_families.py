@@ -124,7 +124,7 @@ def alone_error(model: Any) -> float:
     return worst
 
 
-ABOUT = """# Which models keep packed documents apart
+ABOUT = """# How packed documents are isolated in each model
 
 With `packing: true` or `padding_free: true` several documents share a row. Whether they see each other is a property of
 the model, so every such run and every evaluation begins with a probe of the loaded model
@@ -156,7 +156,15 @@ for levels of recomputation, and generation is transformers'. Mamba layers run t
 documents apart by attention of ours, on CPUs, too; with `use_kernels: false` by masks. No GGUF is written of a model
 with Mamba's state, or of Gemma 3n and 4. Made by `python -m tests.helpers.all_families --write`.
 
-| model | documents | layers | where they would see each other, or why it does not build |
+"fused": `halfbyte.patch` has fused forwards for the layers; "plain": training runs transformers' forwards. In Gemma 3n
+and 4, Bamba, Granite 4's hybrids, Jamba and Nemotron-H only norms, attention and gated units are fused, inside
+transformers' forward of the layer; recomputation is transformers' checkpointing, and generation is transformers'. Mamba
+layers run transformers' code. gpt_oss isolates documents by halfbyte's attention, also on CPUs, and with
+`use_kernels: false` by masks. GGUF is not written for models with Mamba layers or for Gemma 3n and 4.
+
+`python tests/models/all_families.py --write` makes this page.
+
+| model | documents | layers | where documents would see each other, or why the model does not build |
 |---|---|---|---|
 """
 

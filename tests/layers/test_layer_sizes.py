@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import transformers
+from tiny_cases import FAMILIES, METHODS, SIZES, Case, Place, write_model
 
-from benchmarks.tiny_cases import FAMILIES, METHODS, SIZES, Case, Place, write_model
 from halfbyte.config import Parallel, load_config
 from halfbyte.modeling.config_facts import LayerSizes, layer_sizes, max_layer_sizes
 from halfbyte.plan.costs import LayerCost

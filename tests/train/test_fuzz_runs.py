@@ -9,8 +9,8 @@ import random
 
 import pytest
 from safetensors.torch import load_file
+from tiny_cases import FAMILIES, FORMATS, METHODS, OPTIONS, Case, Place
 
-from benchmarks.tiny_cases import FAMILIES, FORMATS, METHODS, OPTIONS, Case, Place
 from halfbyte.config import load_config
 from halfbyte.export.merge import merge
 from halfbyte.train.run import train

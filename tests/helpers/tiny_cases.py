@@ -1,7 +1,7 @@
-"""Tiny runs of every family, method, format and option: models, tokenizer and rows are made on the spot.
+"""Tiny runs of every family, method, format and option, with models, tokenizer and rows made on the fly.
 
 `Place(folder)` writes what runs read, `cases()` lists them, and `Place.keys(case, output)` is a run's configuration;
-`benchmarks.tiny_matrix` runs them all.
+tiny_matrix.py runs them all.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Elementwise kernels at the sizes of an 8B model's step: `python -m benchmarks.kernels out.json [--tokens 8192]`.
+"""Elementwise kernels at the sizes of an 8B model's step, compared with torch.compile and Liger in the same process.
 
-Each kernel runs forward and backward, through its public function, in three ways: over eight sets of tensors in one
-CUDA graph (so that launches do not hurt and the L2 cache does not help); as a user calls it, by the device's clock; and
-many times in a row without waiting for the device, by the host's clock. A backward call of the host's is its share of
-one pass over many, as in a step. Bytes are what the kernel must read and write at least; the fraction is of a large
-device copy in the same run. Peers run in the same process: the stock formula compiled by torch, and Liger where it is
-installed. "nothing" is an autograd function that allocates its results: what any function costs the host.
+    python -m benchmarks.elementwise [--tokens 8192] [--json FILE]
+
+Each kernel runs forward and backward through its public function and is timed in three ways: over eight sets of tensors
+in one CUDA graph, so that neither launches nor the L2 cache count; as called from Python, by the device's clock; and as
+the host's time per call without waiting for the device. Bytes are the least that the kernel must read and write, and
+the fraction is of a large device copy in the same run. "nothing" is an autograd function that only allocates its
+result.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 import importlib.util
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -24,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._functorch import config as functorch_config
 
-from benchmarks.common import copy_bandwidth, write_result
+from benchmarks.harness import copy_bandwidth, parser_of, write_result
 from halfbyte.autograd.function import OnceFunction
 from halfbyte.autograd.lora_mlp import glu
 from halfbyte.autograd.norms import add_rms_norm, layer_norm, rms_norm
@@ -32,7 +33,7 @@ from halfbyte.autograd.rope import qk_norm_rope, rope
 from halfbyte.ops.rope import rotate
 
 HIDDEN, MLP, Q_HEADS, K_HEADS, HEAD_SIZE = 4096, 14336, 32, 8, 128
-SETS = 8  # of tensors, and calls in a graph
+SETS = 8  # sets of tensors, and calls in a graph
 REPLAYS = 9
 HOST_CALLS = 200  # forward calls in a row; a backward pass over 32 of them
 DTYPE = torch.bfloat16
@@ -42,11 +43,11 @@ Inputs = list[Tensor]
 
 @dataclass
 class Case:
-    """One kernel: what it takes, what it must move in units of 16-bit values, and who computes it."""
+    """One kernel: its inputs, the 16-bit values it must move, and its implementations."""
 
     name: str
     inputs: Callable[[], Inputs]
-    trained: int  # the first so many inputs get gradients
+    trained: int  # number of leading inputs that get gradients
     forward_values: int
     backward_values: int
     ours: Callable[..., Any]
@@ -99,7 +100,7 @@ def stock_qk_norm_rope(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor,
 
 
 def liger() -> dict[str, Callable[..., Any]]:
-    """Liger's functions by the name of our case; none where it is not installed."""
+    """Return Liger's functions by case name, empty if Liger is not installed."""
     if importlib.util.find_spec("liger_kernel") is None:
         return {}
     from liger_kernel.ops.geglu import LigerGELUMulFunction
@@ -118,12 +119,12 @@ def liger() -> dict[str, Callable[..., Any]]:
 
 
 def nothing_us() -> dict[str, float]:
-    """The host's µs for an autograd function that launches nothing."""
+    """Return the host's µs for an autograd function that launches nothing."""
     return Bench(Case("nothing", lambda: [random(1024)], 1, 0, 0, Nothing.apply, None, None), Nothing.apply).host_us()
 
 
 def cases(tokens: int) -> Iterator[Case]:
-    """Values moved leave out weights, cos and sin, and the statistics of a row: all below 2%."""
+    """Yield all cases. Values moved exclude weights, cos, sin and row statistics, which are below 2%."""
     n, m, h = tokens * HIDDEN, tokens * MLP, tokens * (Q_HEADS + K_HEADS) * HEAD_SIZE
     peers = liger()
 
@@ -165,7 +166,7 @@ def milliseconds(work: Callable[[], Any]) -> float:
 
 
 def in_graph(calls: list[Callable[[], Any]], restore: Callable[[], None], stream: torch.cuda.Stream) -> float:
-    """Microseconds a call, from graphs that hold all of `calls`; `restore` undoes in-place changes before each."""
+    """Return the µs per call of a graph of all `calls`; `restore` undoes in-place changes before each replay."""
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=stream):
@@ -179,7 +180,7 @@ def in_graph(calls: list[Callable[[], Any]], restore: Callable[[], None], stream
 
 
 class Bench:
-    """One implementation of a case on its sets of tensors; in-place kernels change them, `restore` undoes it."""
+    """One implementation of a case on its sets of tensors; `restore` undoes the changes of in-place kernels."""
 
     def __init__(self, case: Case, function: Callable[..., Any]):
         self.function, self.trained = function, case.trained
@@ -205,7 +206,7 @@ class Bench:
         return [lambda inputs=inputs: self.outputs(inputs) for inputs in self.sets]
 
     def backward_calls(self) -> list[Callable[[], Any]]:
-        """Run the forwards; the calls are their backwards, each to be made once."""
+        """Run the forwards and return their backwards, each to be called once."""
 
         def call(results: list[Tensor], inputs: Inputs, seeds: list[Tensor]) -> tuple[Tensor, ...]:
             return torch.autograd.grad(results, inputs[: self.trained], seeds, retain_graph=True)
@@ -214,7 +215,7 @@ class Bench:
         return [lambda arguments=arguments: call(*arguments) for arguments in each]
 
     def host_us(self) -> dict[str, float]:
-        """µs of the host's time a call takes, forward and backward: medians of calls that nothing waits for."""
+        """Return the median host µs of a call, forward and backward, without synchronization."""
         forward, backward = [], []
         for i in range(HOST_CALLS):
             inputs = self.sets[i % SETS]
@@ -225,7 +226,7 @@ class Bench:
         for _ in range(REPLAYS):
             torch.cuda.synchronize()
             results, leaves = [], []
-            # Other tensors over the same memory, because a backward may overwrite what its forward read.
+            # New tensors over the same memory, because a backward may overwrite its forward's inputs.
             aliases = [[tensor.data for tensor in inputs] for inputs in self.sets * 4]
             for inputs in aliases:
                 leaves += [tensor.requires_grad_() for tensor in inputs[: self.trained]]
@@ -240,7 +241,7 @@ class Bench:
 
 
 def measure(case: Case, function: Callable[..., Any]) -> dict[str, dict[str, float]]:
-    """Times in µs of one implementation: forward and backward, in a graph and as called, and the host's part."""
+    """Time one implementation in µs: forward and backward, in a graph, as called, and on the host."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         bench = Bench(case, function)
@@ -257,7 +258,7 @@ def measure(case: Case, function: Callable[..., Any]) -> dict[str, dict[str, flo
 
 
 def called_us(calls: list[Callable[[], Any]]) -> float:
-    """µs a call as a user makes them, by the device's clock."""
+    """Return the µs per call from Python, by the device's clock."""
     torch.cuda.synchronize()
     kept: list[Any] = []
     return milliseconds(lambda: kept.extend(call() for call in calls)) * 1e3 / len(calls)
@@ -272,7 +273,7 @@ def implementations(case: Case) -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def run(tokens: int, copy: float) -> list[dict[str, Any]]:
-    """Measure and print everything; the rows of the JSON's `results`."""
+    """Measure and print all cases. Returns the rows of the result."""
     head = f"{'kernel':16}{'':9}{'by':14}{'MB':>7}{'graph µs':>10}{'TB/s':>7}{'of copy':>9}"
     print(f"{head}{'called µs':>11}{'host µs':>9}")
     results = []
@@ -292,21 +293,24 @@ def run(tokens: int, copy: float) -> list[dict[str, Any]]:
     return results
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("path", help="where the JSON goes")
-    parser.add_argument("--tokens", type=int, default=8192)
-    arguments = parser.parse_args()
-    functorch_config.donated_buffer = False  # backward is captured while its forward's tensors must stay
+def parser() -> argparse.ArgumentParser:
+    made = parser_of(__doc__)
+    made.add_argument("--tokens", type=int, default=8192)
+    return made
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    given = parser().parse_args(words)
+    functorch_config.donated_buffer = False  # backward is captured and its forward's tensors must remain
     copy = copy_bandwidth()
-    print(f"copy {copy:.2f} TB/s, {arguments.tokens} tokens, {DTYPE}, {torch.cuda.get_device_name()}")
-    shape = {"tokens": arguments.tokens, "hidden": HIDDEN, "mlp": MLP, "heads": [Q_HEADS, K_HEADS, HEAD_SIZE]}
+    print(f"copy {copy:.2f} TB/s, {given.tokens} tokens, {DTYPE}, {torch.cuda.get_device_name()}")
+    shape = {"tokens": given.tokens, "hidden": HIDDEN, "mlp": MLP, "heads": [Q_HEADS, K_HEADS, HEAD_SIZE]}
     result = {"copy_TBps": copy, "dtype": str(DTYPE), "shape": shape, "liger": None}
     if importlib.util.find_spec("liger_kernel") is not None:
         result["liger"] = metadata.version("liger-kernel")
     result["nothing_host_us"] = nothing_us()
     print(f"an autograd function that launches nothing: {result['nothing_host_us']}")
-    write_result(arguments.path, result | {"kernels": run(arguments.tokens, copy)})
+    write_result(given.json, result | {"kernels": run(given.tokens, copy)})
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Run every case of `benchmarks.tiny_cases` and write what became of it.
+"""Run every case of tiny_cases.py as a whole training run and write its outcome.
 
-    python -m benchmarks.tiny_matrix --out matrix.jsonl --device cuda --workers 14
-    python -m benchmarks.tiny_matrix --out part.jsonl --only "Gemma3n|Gemma4" --shard 1/2
+    python -m tests.helpers.tiny_matrix --out matrix.jsonl --device cuda --workers 14
+    python -m tests.helpers.tiny_matrix --out part.jsonl --only "Gemma3n|Gemma4" --shard 1/2
 
-Each case is a line as it ends: {"case", "outcome": ok | refused | failed, "error", "message", "at", "seconds"}. An
-error of `halfbyte.utils.errors` is a refusal. Worker processes run one case after the other; one that takes longer than
-`--timeout` seconds, or dies, is a failure of its case, and another process takes its place.
+Each finished case is a line: {"case", "outcome": ok | refused | failed, "error", "message", "at", "seconds"}. An error
+of `halfbyte.utils.errors` counts as refused. Worker processes run one case after the other; a case fails if it takes longer
+than `--timeout` seconds or its process dies, and a new process continues.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from .tiny_cases import Case, Place, cases
+from tests.helpers.tiny_cases import Case, Place, cases
 
 Result = dict[str, Any]
 
@@ -53,13 +53,13 @@ def run_case(case: Case, place: Place) -> Result:
 
 
 def _place_of(error: BaseException) -> list[str]:
-    """The last lines of code that an error came through."""
+    """Return the last four frames of an error's traceback."""
     frames = traceback.extract_tb(error.__traceback__)[-4:]
     return [f"{'/'.join(Path(frame.filename).parts[-3:])}:{frame.lineno} {frame.name}" for frame in frames]
 
 
 def _work(connection: Connection, place: Place) -> None:
-    """A worker process: run the cases that come, quietly, until None comes."""
+    """Run the cases received in a worker process, without output, until None is received."""
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
@@ -71,7 +71,7 @@ def _work(connection: Connection, place: Place) -> None:
 
 
 class Worker:
-    """A process and the case that it runs."""
+    """A worker process and its current case."""
 
     def __init__(self, place: Place):
         context = multiprocessing.get_context("spawn")
@@ -87,7 +87,7 @@ class Worker:
         self.connection.send(case)
 
     def failed(self, error: str) -> Result:
-        """End the process, which gives no result for its case."""
+        """Kill the process and return a failure of its case."""
         self.process.kill()
         self.process.join()
         assert self.case is not None
@@ -97,7 +97,7 @@ class Worker:
 
 
 def run_all(wanted: Iterable[Case], place: Place, workers: int, timeout: float) -> Iterable[Result]:
-    """The result of each case, as it ends."""
+    """Yield the result of each case when it ends."""
     left = list(wanted)[::-1]
     running = [Worker(place) for _ in range(min(workers, len(left)))]
     for worker in running:
@@ -127,7 +127,7 @@ def run_all(wanted: Iterable[Case], place: Place, workers: int, timeout: float) 
 
 
 def summary(results: list[Result], seconds: float) -> str:
-    """Counts, and a line for each case that was refused or failed."""
+    """Return the counts of outcomes and one line per refused or failed case."""
     counts = Counter(result["outcome"] for result in results)
     lines = [", ".join(f"{counts[name]} {name}" for name in ("ok", "refused", "failed")) + f" in {seconds:.0f} s"]
     for outcome in ("refused", "failed"):

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from benchmarks.tiny_cases import FAMILIES, FORMATS, METHODS, OPTIONS, Case, Place, cases
-from benchmarks.tiny_matrix import run_all, summary
+from tests.helpers.tiny_cases import FAMILIES, FORMATS, METHODS, OPTIONS, Case, Place, cases
+from tests.helpers.tiny_matrix import run_all, summary
 
 
 def test_every_case_has_a_name_of_its_own():

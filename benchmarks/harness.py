@@ -1,7 +1,9 @@
-"""What every benchmark shares: timing, and results with the versions and the commit they belong to."""
+"""Shared by all benchmarks: timing on a GPU, the copy bandwidth, and results with their provenance."""
 
 from __future__ import annotations
 
+import argparse
+import gc
 import json
 import statistics
 import subprocess
@@ -11,9 +13,18 @@ from typing import Any
 
 import torch
 
+RESULTS = Path(__file__).parent / "results"
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the module's docstring as help and the option `--json FILE` for the result."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="FILE", help="write the result to FILE")
+    return parser
+
 
 def event_us(calls: Sequence[Callable[[], Any]], repeats: int = 40, warmup: int = 8) -> float:
-    """Median µs of a call as a user makes it, by CUDA events; rotates over `calls` so that no input stays in cache."""
+    """Median µs of a call from Python, by CUDA events. Rotates over `calls` so that no input stays in the L2 cache."""
     for i in range(warmup):
         calls[i % len(calls)]()
     torch.cuda.synchronize()
@@ -29,7 +40,7 @@ def event_us(calls: Sequence[Callable[[], Any]], repeats: int = 40, warmup: int 
 
 
 def graph_us(calls: Sequence[Callable[[], Any]], repeats: int = 10) -> float:
-    """Median µs of a call replayed from a CUDA graph: the GPU's time, without the host's."""
+    """Median µs of a call replayed from one CUDA graph of all `calls`: GPU time without Python."""
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -41,14 +52,20 @@ def graph_us(calls: Sequence[Callable[[], Any]], repeats: int = 10) -> float:
 
 
 def copy_bandwidth() -> float:
-    """TB/s of a device copy of 1 GiB, bytes read and written: the ceiling of memory-bound kernels."""
+    """Return the TB/s (read and written) of a 1 GiB device copy, the ceiling of memory-bound kernels."""
     source = torch.randn(2**29, device="cuda", dtype=torch.bfloat16)
     target = torch.empty_like(source)
     return 2 * source.numel() * source.element_size() / event_us([lambda: target.copy_(source)], 20) / 1e6
 
 
+def free_memory() -> None:
+    """Collect garbage and empty the CUDA cache."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 def provenance() -> dict[str, Any]:
-    """Commit, device and versions of a result."""
+    """Return commit, device and library versions."""
     from halfbyte.utils.environment import environment
 
     facts = environment()
@@ -57,14 +74,14 @@ def provenance() -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """The CPU's model: what a result of a CPU names as its device, whether or not there is a GPU beside it."""
+    """Return the CPU's model name, the device of CPU results even if the machine has a GPU."""
     from halfbyte.utils.environment import environment
 
     return str(environment()["cpu"]["model"])
 
 
 def _commit() -> str | None:
-    """The checkout's commit; on a machine that has only the files, what `benchmarks/COMMIT` says."""
+    """Return the checkout's commit, or the content of benchmarks/COMMIT on a machine without the repository."""
     marker = Path(__file__).parent / "COMMIT"
     if marker.exists():
         return marker.read_text().strip()
@@ -72,7 +89,7 @@ def _commit() -> str | None:
     return found.stdout.strip() or None
 
 
-def write_result(path: str | None, result: dict[str, Any]) -> None:
-    """Write a result with its provenance, when a path is given."""
+def write_result(path: str | Path | None, result: dict[str, Any]) -> None:
+    """Write a result with its provenance, if a path is given."""
     if path:
         Path(path).write_text(json.dumps({**provenance(), **result}, indent=1) + "\n")

@@ -1,0 +1,91 @@
+"""Run the case that made a result: `python -m benchmarks CASE [OPTION…]`.
+
+A case is named like its file in benchmarks/results, which it rewrites. Options are added to those of the table, such as
+`--json other.json`. `python -m benchmarks` prints the table. Cases on two GPUs start torchrun.
+"""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+from benchmarks.harness import RESULTS
+
+STEP = "step --model llama-3.1-8b --batch 4 --length 2048"
+# Case → module and options. A number in front is the number of GPUs. Files in capitals are the reader's.
+CASES = {
+    "qlora_8b_h200": "qlora_8b --data GSM8K.jsonl --tokenizer LLAMA3/ --work WORK",
+    "step_llama8b_1x8192_h200": "step --model llama-3.1-8b --batch 1 --length 8192 --checkpointing --policy auto "
+    "--memory-limit-gib 8 --no-floor --peers unsloth",
+    "step_llama8b_2x512_h200": "step --model llama-3.1-8b --batch 2 --length 512 --graph --peers unsloth",
+    "step_llama8b_4x2048_h200": f"{STEP} --graph --peers unsloth",
+    "step_llama8b_4x2048_auto16_h200": f"{STEP} --checkpointing --policy auto --memory-limit-gib 16 --no-floor",
+    "step_llama8b_4x2048_checkpointed_h200": f"{STEP} --checkpointing --policy auto --memory-limit-gib 9.7 --no-floor "
+    "--peers unsloth",
+    "step_llama8b_4x2048_fp8_h200": f"{STEP} --recipe fp8-hybrid --storage fp8-tensor --graph --no-floor",
+    "step_llama8b_4x2048_fp8_nf4_h200": f"{STEP} --recipe fp8-hybrid --graph --no-floor",
+    "step_qwen06b_2x2048_h200": "step --model qwen3-0.6b --batch 2 --length 2048 --graph --peers unsloth",
+    "step_qwen06b_2x512_h200": "step --model qwen3-0.6b --batch 2 --length 512 --graph --peers unsloth",
+    "packed_llama8b_h200": "step --model llama-3.1-8b --length 16384 --documents 24 --graph",
+    "context_llama8b_1x360448_h200": "step --model llama-3.1-8b --batch 1 --length 360448 --policy tiled "
+    "--memory-limit-gib 80 --no-floor --steps 0",
+    "several_gpus_h200x2": "2 several_gpus data",
+    "several_gpus_tensor_h200x2": "2 several_gpus tensor",
+    "sharded_h200x2": "2 several_gpus gathers",
+    "sharded_ways_h200x2": "2 several_gpus ways",
+    "sharded_seventy_24gib_h200x2": "2 several_gpus seventy --card-gib 24",
+    "sharded_seventy_slices_h200x2": "2 several_gpus seventy --card-gib 0",
+    "pipelined_h200x2": "2 pipelined 1f1b:1 interleaved:2",
+    "pipelined_interleaved_h200x2": "2 pipelined interleaved:2 zb-v:2",
+    "same_run_kernels_h200": "same_run kernels",
+    "same_run_tensor_h200x2": "same_run tensor",
+    "same_run_hosts_h200x2": "same_run hosts-data hosts-shard --steps 20",
+    "head_h200": "head --shapes 16384x128256x4096",
+    "kernels_h200": "elementwise",
+    "dequantize_h200": "weights dequantize",
+    "gemv_formats_8_h200": "weights gemv --specs int8,fp8:row,fp8:tile,hqq:4:64,hqq:8:64 "
+    "--shapes 4096x14336,8192x28672",
+    "gemv_formats_kbit_h200": "weights gemv --specs kbit:2:nf,kbit:3:nf,kbit:4:nf,kbit:5:nf --rows 1,4,16",
+    "decode_llama8b_h200": "decode --peers",
+    "quality_llama40m": "quality LLAMA-40M VALIDATION.jsonl --tokens 300000",
+    "quality_stories260k": "quality STORIES260K TRAIN_SLICE.txt",
+    "quality_hqq_stories260k": "quality STORIES260K TRAIN_SLICE.txt --device cpu",
+    "cards": "cards",
+    "preference_step_h200": "preference_step",
+    "preference_dpo_cpu": "preference --data DPO_EN_DEMO.json --model LLAMA-40M --length 256 --rows 1 --steps 20",
+    "preference_dpo_step_cpu": "preference --data DPO_EN_DEMO.json --model LLAMA-40M --tokens 700",
+    "preference_kto_step_cpu": "preference --data KTO_EN_DEMO.json --model LLAMA-40M --tokens 700 --method kto",
+    "preference_reward_step_cpu": "preference --data DPO_EN_DEMO.json --model LLAMA-40M --tokens 700 --method reward",
+    "grpo_40m_cpu": "grpo LLAMA-40M GSM8K.jsonl --peer 4",
+    "grpo_step_llama8b_h200": "grpo_step",
+    "rollouts_llama8b_h200": "rollouts",
+}
+
+
+def words_of(case: str) -> tuple[int, str, list[str]]:
+    """Return the GPUs, the module and the options of a case."""
+    first, *rest = CASES[case].split()
+    gpus, (module, *options) = (int(first), rest) if first.isdigit() else (1, [first, *rest])
+    return gpus, module, options
+
+
+def main() -> None:
+    if len(sys.argv) == 1 or sys.argv[1].startswith("-"):
+        print(__doc__)
+        width = max(map(len, CASES))
+        print("\n".join(f"{case:{width}}  {words}" for case, words in CASES.items()))
+        return
+    case, *more = sys.argv[1:]
+    if case not in CASES:
+        raise SystemExit(f"There is no case {case!r}. `python -m benchmarks` lists the cases.")
+    gpus, module, options = words_of(case)
+    options = [*options, "--json", str(RESULTS / f"{case}.json"), *more]
+    if gpus == 1:
+        return importlib.import_module(f"benchmarks.{module}").main(options)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
+    sys.exit(subprocess.run([*command, "-m", f"benchmarks.{module}", *options], check=False).returncode)
+
+
+if __name__ == "__main__":
+    main()
