@@ -14,19 +14,19 @@ def sample(items):
     A case stays where the positions of its parameters add up to a multiple of `n`: the first case stays, and so does
     every value of a parameter if another parameter has `n` values.
     """
+    seen = {}  # test and axis → position by the identity of the axis' values
     for item in items:
-        marker = item.get_closest_marker("sampled")
-        if marker and sum(_positions(item)) % marker.args[0]:
-            item.add_marker(pytest.mark.slow)
+        if marker := item.get_closest_marker("sampled"):
+            total = 0
+            for axis in _axes(item):
+                positions = seen.setdefault((item.nodeid.partition("[")[0], axis), {})
+                total += positions.setdefault(tuple(id(item.callspec.params[name]) for name in axis), len(positions))
+            if total % marker.args[0]:
+                item.add_marker(pytest.mark.slow)
 
 
-def _positions(item):
-    """The index of the case in each `parametrize`, and in each parametrized fixture."""
-    indices = dict(item.callspec.indices)
-    for mark in item.iter_markers("parametrize"):
-        names = mark.args[0]
-        names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
-        yield indices[names[0]]
-        for name in names:
-            del indices[name]
-    yield from indices.values()
+def _axes(item):
+    """Return the names that each `parametrize` sets, and the name of each parametrized fixture."""
+    names = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    axes = [tuple(name.strip() for name in each.split(",")) if isinstance(each, str) else tuple(each) for each in names]
+    return axes + [(name,) for name in item.callspec.params if all(name not in axis for axis in axes)]
