@@ -184,6 +184,7 @@ def test_check_plans_every_mesh_without_a_gpu(monkeypatch, capsys, shared, tmp_p
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_check_says_which_meshes_cannot_be(monkeypatch, capsys, shared, tmp_path):
     """The model has 8 heads, 4 of them with keys of their own."""
     said = checked(monkeypatch, capsys, shared, tmp_path, 3, 24.0)

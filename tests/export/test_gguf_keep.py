@@ -252,6 +252,7 @@ def data(tmp_path):
     return str(tmp_path / "data.jsonl")
 
 
+@pytest.mark.slow
 def test_a_run_is_saved_merged_and_exported(mixed, tmp_path, data):
     out = tmp_path / "out"
     keys = {"output_dir": str(out), "device": "cpu", "max_steps": 2, "max_length": 64, "r": 4, "learning_rate": 1e-2}

@@ -101,6 +101,7 @@ def test_the_retained_share_is_printed_without_verification(tmp_path, run, capsy
     assert "merge-kept" in said()
 
 
+@pytest.mark.slow
 def test_what_costs_more_than_training_did_is_refused_in_the_runs_own_format_too(tmp_path, run, monkeypatch):
     monkeypatch.setattr("halfbyte.export.merge.EXCESS", -1.0)
     with pytest.raises(ConfigError, match="bnb-nf4") as refused:
@@ -121,7 +122,7 @@ def test_the_loss_may_increase_by_a_hundredth_of_a_nat(merged, bits, quantized, 
     assert (higher_loss_error(loss, packing, quantized) is not None) == refused
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("onto", ["original", pytest.param("dequantized", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("target", [*QUICK, *SLOW])
 def test_every_target_retains_the_update_or_is_refused(tmp_path, run, target, onto):

@@ -137,7 +137,7 @@ def test_other_targets_are_merged_with_a_notice(place, tmp_path):
     assert "merge-qat" not in said()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [{}, {"use_peft": False, "learning_rate": 1e-3}], ids=["lora", "full"])
 def test_a_resumed_run_ends_the_same(place, tmp_path, keys):
     output, weights = tmp_path / "out", "model/model.safetensors" if keys else "adapter/adapter_model.safetensors"
