@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from halfbyte.formats import Blockwise4
-from halfbyte.ops.blockwise4_float8 import float8_of_blockwise4
+from halfbyte.ops.float8 import float8_of_blockwise4
 from halfbyte.ops.float8 import E4M3
 from tests.helpers.parity import DEVICE, INTERPRETED, mark, poisoned  # noqa: F401
 
 pytest.importorskip("triton")
-from halfbyte.kernels.triton.blockwise4_float8 import float8
+from halfbyte.kernels.triton.blockwise4 import float8
 
 pytestmark = mark
 SIZES = [(1, 64), (37, 40), (130, 136)]

@@ -34,10 +34,10 @@ def run_of(hidden, made):
 @pytest.fixture
 def native():
     try:
-        from halfbyte.kernels.native import decode_layers
+        from halfbyte.kernels.native import decode4
     except Unavailable as error:
         pytest.skip(str(error))
-    return decode_layers
+    return decode4
 
 
 @pytest.mark.parametrize(
@@ -90,14 +90,14 @@ def test_numbers_in_bf16_are_kept_as_torch_rounds_them(native):
 @pytest.fixture
 def runner(monkeypatch):
     """Makes what runs a stack on emulated warps, on three multiprocessors, in blocks of a given shape."""
-    loaded(decode_layers, "emulated", monkeypatch, RUN)
+    loaded(decode4, "emulated", monkeypatch, RUN)
 
     def of(blocks):
         def run_of(hidden, stack):
-            shape = decode_layers.Blocks(*blocks)
-            assert decode_layers.misfit(hidden, stack, 16 * shape.rt) is None
-            stacked = decode_layers.Stacked(hidden, stack, shape)
-            built = decode_layers._kernel(-1, stacked.shared_bytes(), tuple(stacked.constants().items()))
+            shape = decode4.Blocks(*blocks)
+            assert decode4.misfit(hidden, stack, 16 * shape.rt) is None
+            stacked = decode4.Stacked(hidden, stack, shape)
+            built = decode4._kernel(-1, stacked.shared_bytes(), tuple(stacked.constants().items()))
             return lambda x: stacked(built, x)
 
         return run_of
@@ -125,14 +125,14 @@ def test_blocks_share_slots(runner, monkeypatch, backend, keys):
     """Two blocks for each of four heads; with the window one of them has no slot."""
     on_hopper(monkeypatch, 8)
     hidden, made = decode_cases.stack(1, BF16, layers=1, **keys)
-    assert decode_layers.splits_of(made.heads, 8, 32, 32) == 2
+    assert decode4.splits_of(made.heads, 8, 32, 32) == 2
     decode_cases.check(runner((1, 1, 2, 2)), hidden, made)
 
 
 @backends("emulated")
 def test_inputs_that_do_not_fit(runner, monkeypatch, backend):
     """Then blocks wait for each other at barriers, as they do with more rows. A team has three chunks of slots."""
-    monkeypatch.setattr(decode_layers.Stacked, "fits_in", lambda *_: False)
+    monkeypatch.setattr(decode4.Stacked, "fits_in", lambda *_: False)
     decode_cases.check(runner((1, 1, 1, 2)), *decode_cases.stack(1, FP16, layers=1, lora=True))
 
 
@@ -164,11 +164,11 @@ def test_layers_whose_blocks_do_not_run_at_once_are_separate_kernels(refuses, mo
 
     notices.forget()
     monkeypatch.setattr(device, "_assumed", device.KNOWN["h100"])
-    monkeypatch.setattr(decode_layers, "cubin", lambda *_: Image(b"", 0, 0))
-    monkeypatch.setattr(decode_layers, "Kernel", Loaded)
-    decode_layers._kernel.cache_clear(), decode_layers._image.cache_clear()
+    monkeypatch.setattr(decode4, "cubin", lambda *_: Image(b"", 0, 0))
+    monkeypatch.setattr(decode4, "Kernel", Loaded)
+    decode4._kernel.cache_clear(), decode4._image.cache_clear()
     found = one_launch.on("cuda")(*decoder_stack(1, BF16, 128, False))
-    decode_layers._kernel.cache_clear(), decode_layers._image.cache_clear()
+    decode4._kernel.cache_clear(), decode4._image.cache_clear()
     assert (found is None) == refuses
     assert list(notices.said()) == (["kernel-cuda.decode_layers.compile_layers"] if refuses else [])
 
@@ -177,7 +177,7 @@ def test_what_the_kernel_does_not_take(monkeypatch):
     on_hopper(monkeypatch)
 
     def reason(hidden, made):
-        return decode_layers.obstacle(hidden, made) or ""
+        return decode4.obstacle(hidden, made) or ""
 
     hidden, made = decode_cases.stack(2, BF16, layers=1)
     assert not reason(hidden, made)

@@ -10,7 +10,7 @@ from halfbyte.ops.experts_unit import Unit
 from tests.helpers.kernel_backends import DEVICES, cases, loaded
 
 pytest.importorskip("triton")
-from halfbyte.kernels.cuda import expert_rows4
+from halfbyte.kernels.cuda import experts4
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 RUN = """
@@ -39,7 +39,7 @@ ON_GPU = [
     ("tokens", "experts", "top_k", "sizes", "groups", "dtype", "routed", "nested"), emulated=EMULATED, hopper=ON_GPU
 )  # fmt: skip
 def test_experts(monkeypatch, backend, tokens, experts, top_k, sizes, groups, dtype, routed, nested):
-    loaded(expert_rows4, backend, monkeypatch, RUN)
+    loaded(experts4, backend, monkeypatch, RUN)
     torch.manual_seed(tokens)
     device, (hidden, inner, out) = DEVICES[backend], sizes
     index = torch.rand(tokens, experts, device=device).topk(top_k).indices
@@ -52,8 +52,8 @@ def test_experts(monkeypatch, backend, tokens, experts, top_k, sizes, groups, dt
     first, second, unit = stack(2 * inner, hidden), stack(out, inner), Unit("silu")
     x = torch.randn(tokens, hidden, device=device).to(dtype)
     weights = torch.rand(tokens, top_k, device=device).to(routed)
-    assert expert_rows4.obstacle(x, first, second, unit, index, weights) is None or backend == "emulated"
-    mine = expert_rows4.expert_rows(x, first, second, unit, index, weights, groups)
+    assert experts4.obstacle(x, first, second, unit, index, weights) is None or backend == "emulated"
+    mine = experts4.expert_rows(x, first, second, unit, index, weights, groups)
     exact = [StackedWeight.plain(each.values(FP32).double().cpu()) for each in (first, second)]
     truth = op.reference(x.double().cpu(), *exact, unit, index.cpu(), weights.double().cpu()).to(device)
     assert (mine.double() - truth).norm() <= 1.5 * torch.finfo(dtype).eps * truth.norm()

@@ -5,7 +5,7 @@ import torch
 
 from halfbyte.formats import from_spec
 from halfbyte.ops import experts as ops
-from halfbyte.ops import experts_unit as unit_ops
+from halfbyte.ops import experts as unit_ops
 from halfbyte.ops.experts import LowRank, StackedWeight
 from halfbyte.ops.experts_unit import Unit
 from tests.helpers.parity import (
@@ -22,7 +22,7 @@ from tests.helpers.parity import (
 
 pytest.importorskip("triton")
 from halfbyte.kernels.triton import experts as kernels
-from halfbyte.kernels.triton import experts_unit as unit_kernels
+from halfbyte.kernels.triton import lora_glu as unit_kernels
 from halfbyte.kernels.triton import grouped
 
 pytestmark = mark

@@ -9,7 +9,7 @@ from halfbyte.ops.experts import LowRank, StackedWeight
 from tests.helpers.kernel_backends import DEVICES, cases, loaded
 
 pytest.importorskip("triton")
-from halfbyte.kernels.cuda import gemm4, grouped4
+from halfbyte.kernels.cuda import gemm4, experts4
 
 BF16, FP16 = torch.bfloat16, torch.float16
 RUN = """
@@ -58,7 +58,7 @@ ON_GPU = [
     emulated=EMULATED, hopper=ON_GPU,
 )  # fmt: skip
 def test_products(monkeypatch, backend, tokens, experts, top_k, shape, rows, blocks, dtype, nested, rank, gather):
-    loaded(grouped4, backend, monkeypatch, RUN)
+    loaded(experts4, backend, monkeypatch, RUN)
     torch.manual_seed(tokens)
     device, slots = DEVICES[backend], tokens * top_k
     routing = routed(torch.rand(tokens, experts, device=device).topk(top_k).indices, experts, rows)
@@ -70,8 +70,8 @@ def test_products(monkeypatch, backend, tokens, experts, top_k, shape, rows, blo
 
     x, bias = random(tokens if gather else slots, shape[1]), random(experts, shape[0])
     low = LowRank(random(slots, rank), random(experts, shape[0], rank), 0.7) if rank else None
-    assert grouped4.obstacle(x, stack, routing, gather, False, low, bias) is None or backend == "emulated"
-    mine = grouped4.grouped_product(x, stack, routing, gather, False, low, bias, blocks=gemm4.Blocks(*blocks))
+    assert experts4.obstacle(x, stack, routing, gather, False, low, bias) is None or backend == "emulated"
+    mine = experts4.grouped_small(x, stack, routing, gather, False, low, bias, blocks=gemm4.Blocks(*blocks))
     exact = None if low is None else LowRank(low.u.double(), low.factor.double(), 0.7)
     values = StackedWeight.plain(stack.values(torch.float32).double())
     truth = ops.grouped_product.reference(x.double(), values, routing, gather, False, exact, bias.double())

@@ -10,7 +10,7 @@ from halfbyte.ops.experts import LowRank, StackedWeight
 from tests.helpers.kernel_backends import DEVICES, cases, loaded
 
 pytest.importorskip("triton")
-from halfbyte.kernels.cuda import grouped_gemm4
+from halfbyte.kernels.cuda import experts4
 from halfbyte.kernels.device import KNOWN, assumed
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -50,9 +50,9 @@ ON_GPU = [
     emulated=EMULATED, hopper=ON_GPU,
 )  # fmt: skip
 def test_products(monkeypatch, backend, tokens, experts, top_k, shape, tile, turned, dtype, nested, rank, gather):
-    loaded(grouped_gemm4, backend, monkeypatch, RUN)
-    monkeypatch.setattr(grouped_gemm4, "FEWEST", 1)
-    monkeypatch.setattr(grouped_gemm4, "FEWEST_TURNED", 1)
+    loaded(experts4, backend, monkeypatch, RUN)
+    monkeypatch.setattr(experts4, "FEWEST", 1)
+    monkeypatch.setattr(experts4, "FEWEST_TURNED", 1)
     torch.manual_seed(tokens)
     device, slots = DEVICES[backend], tokens * top_k
     weights = torch.rand(tokens, experts, device=device)
@@ -68,8 +68,8 @@ def test_products(monkeypatch, backend, tokens, experts, top_k, shape, tile, tur
     x, bias = random(tokens if gather else slots, depth), None if turned else random(experts, width)
     factor = random(experts, rank, width) if turned else random(experts, width, rank)
     low = LowRank(random(slots, rank), factor, 0.7) if rank else None
-    assert grouped_gemm4.obstacle(x, stack, routing, gather, turned, low, bias) is None or backend == "emulated"
-    mine = grouped_gemm4.grouped_product(x, stack, routing, gather, turned, low, bias, tile=grouped_gemm4.Tile(*tile))
+    assert experts4.obstacle(x, stack, routing, gather, turned, low, bias) is None or backend == "emulated"
+    mine = experts4.grouped_small(x, stack, routing, gather, turned, low, bias, tile=experts4.Tile(*tile))
     exact = None if low is None else LowRank(low.u.double(), low.factor.double(), 0.7)
     values = StackedWeight.plain(stack.values(dtype).double())
     truth = ops.grouped_product.reference(

@@ -8,7 +8,7 @@ import torch
 
 from halfbyte.dispatch import Unavailable
 from halfbyte.formats import Blockwise4
-from halfbyte.ops.gemv4 import linear_blockwise4
+from halfbyte.ops.blockwise4 import linear_blockwise4
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.utils import notices
 from tests.helpers import parity
@@ -29,7 +29,7 @@ extern "C" void run(u32 blocks, u32 threads, u32 bytes, const Parts *parts, cons
     launch(blocks, threads, bytes, [&] { row4(*parts, *x); });
 }
 """,
-    gemv4: """
+    linear_planes: """
 extern "C" void run(u32 blocks, u32 threads, u32 bytes, Weight *w, const u16 **x, const u16 **bias, u16 **out,
                     u32 *batch) {
     launch(blocks, threads, bytes, [&] { gemv4(*w, *x, *bias, *out, *batch); });
@@ -63,16 +63,16 @@ EMULATED = [
     (gemv4_row, (1, 2, 2), 2, 256, (86, 768), BF16, True, 0),
     (gemv4_row, (1, 1, 2), 1, 128, (86, 768), FP16, False, 0),
     (gemv4_row, (1, 1, 2), 1, 512, (86, 1024), FP16, True, 0),
-    (gemv4, (1, 1, 2, 3), 1, 64, (86, 768), BF16, True, 0),
-    (gemv4, (2, 2, 1, 2), 3, 64, (86, 768), FP16, False, 0),
-    (gemv4, (1, 1, 4, 2), 11, 64, (86, 768), FP16, True, 0),
+    (linear_planes, (1, 1, 2, 3), 1, 64, (86, 768), BF16, True, 0),
+    (linear_planes, (2, 2, 1, 2), 3, 64, (86, 768), FP16, False, 0),
+    (linear_planes, (1, 1, 4, 2), 11, 64, (86, 768), FP16, True, 0),
     (gemm4, (1, 3), 13, 64, (70, 1280), BF16, True, 24),
     (gemm4, (2, 3), 33, 64, (131, 256), FP16, False, 0),
 ]
 SHAPES = [
     *[(gemv4_row, blocks, batch, 64, (5005, 2816), FP16, True, 0) for batch in (1, 2)
       for blocks in ((1, 1, 16), (2, 2, 4), (1, 8, 1), (2, 1, 14), (1, 3, 5))],
-    *[(gemv4, (rt, wr, wk, stages), 5, 64, (16 * rt * wr * 140 + 5, 2816), FP16, True, 0) for stages in (2, 3)
+    *[(linear_planes, (rt, wr, wk, stages), 5, 64, (16 * rt * wr * 140 + 5, 2816), FP16, True, 0) for stages in (2, 3)
       for rt, wr, wk in ((1, 1, 16), (2, 2, 4), (4, 1, 4), (1, 3, 5), (1, 8, 2), (1, 16, 1))],
     *[(gemm4, (groups, stages), batch, 64, (64 * groups * 20 + 5, 2816), FP16, True, 0)
       for groups in (1, 2, 4) for stages in (3, 4) for batch in (16, 40, 64)],
@@ -90,7 +90,7 @@ def test_block_shapes(monkeypatch, backend, module, blocks, batch, blocksize, sh
 
 OF_GPU = {  # batches; sizes of blocks; shapes: N that ends within a tile, warps with a step more or none
     gemv4_row: ((1, 2), (32, 64, 128, 256), ((16, 256), (130, 512), (1000, 4352), (17000, 512))),
-    gemv4: ((1, 3, 8, 9, 16), (64,), ((130, 256), (1000, 4352), (4096, 14336))),
+    linear_planes: ((1, 3, 8, 9, 16), (64,), ((130, 256), (1000, 4352), (4096, 14336))),
     gemm4: ((9, 16, 17, 24, 32, 33, 48, 64), (64,), ((130, 256), (1001, 4352), (4096, 14336))),
 }
 
@@ -162,7 +162,7 @@ def test_extreme_inputs(backend, value):
         assert not found.isfinite().any()
 
 
-RUNS = [(gemv4_row, 1), (gemv4, 1), (gemv4, 4), (gemv4, 16), (gemm4, 17), (gemm4, 64)]
+RUNS = [(gemv4_row, 1), (linear_planes, 1), (linear_planes, 4), (linear_planes, 16), (gemm4, 17), (gemm4, 64)]
 
 
 @cases(("module", "batch"), hopper=RUNS)
@@ -172,7 +172,7 @@ def test_two_runs_are_equal(backend, module, batch):
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-@cases(("module", "batch"), hopper=[(gemv4_row, 1), (gemv4, 1), (gemm4, 32)])
+@cases(("module", "batch"), hopper=[(gemv4_row, 1), (linear_planes, 1), (gemm4, 32)])
 def test_a_product_waits_for_its_x_in_a_graph_too(backend, module, batch):
     """Kernels that begin early: each product's x is what the one before wrote."""
     weight, x = on_gpu(4096, 4096), torch.randn(batch, 4096, device="cuda", dtype=BF16)
@@ -196,7 +196,7 @@ def test_a_product_waits_for_its_x_in_a_graph_too(backend, module, batch):
 
 
 @pytest.mark.large(6)
-@cases(("module", "batch"), hopper=[(gemv4_row, 1), (gemv4, 1), (gemm4, 17)])
+@cases(("module", "batch"), hopper=[(gemv4_row, 1), (linear_planes, 1), (gemm4, 17)])
 def test_a_weight_of_more_than_two_to_the_31_bytes(backend, module, batch):
     rows, columns = 2**17 + 40, 2**15 + 256
     packed = torch.randint(0, 256, (rows * columns // 2,), dtype=torch.uint8, device="cuda")
@@ -223,14 +223,14 @@ def test_blocks_fit_a_multiprocessor(monkeypatch, backend, module):
         ]
         assert {(rt, wr * wk) for rt, wr, wk in (module.blocks_for(rows, 132) for rows in sizes)} == {(1, 16)}
         assert [module.blocks_for(rows, 132).wr for rows in (1024, 4096, 8192, 14336)] == [1, 2, 4, 8]
-    elif module is gemv4:
+    elif module is linear_planes:
         built = [module._kernel(module.blocks_for(4096, 8 * tiles, 132), -1, tiles, True, False) for tiles in (1, 2)]
         for rows, batch in ((rows, batch) for rows in sizes for batch in (1, 8, 9, 16)):
             blocks = module.blocks_for(rows, batch, 132)
             assert blocks.wr * blocks.wk == (16 if batch <= 8 else 8)
         assert [module.blocks_for(rows, 1, 132).wr for rows in (1024, 4096, 8192, 14336)] == [1, 2, 4, 8]
     else:
-        key = True, gemv4.Weight, (("NESTED", 0),)
+        key = True, linear_planes.Weight, (("NESTED", 0),)
         built = [module._kernel("gemm4", module.blocks_for(tiles), -1, tiles, *key)[0] for tiles in (4, 8)]
         for batch in (9, 16, 17, 32, 33, 48, 49, 64):
             tiles = module.tiles_of(batch)
@@ -247,10 +247,10 @@ def test_blocks_fit_a_multiprocessor(monkeypatch, backend, module):
 @pytest.fixture
 def native():
     try:
-        from halfbyte.kernels.native import gemv4
+        from halfbyte.kernels.cuda import linear_planes
     except Unavailable as error:
         pytest.skip(str(error))
-    return gemv4
+    return linear_planes
 
 
 @pytest.mark.parametrize("batch", [0, 1, 2, 3, 4, 5])
@@ -351,10 +351,10 @@ def test_another_stands_in_where_one_does_not_compile(mark, monkeypatch, request
     def refuse(*_):
         raise Unavailable("no NVRTC")
 
-    monkeypatch.setattr(gemv4, "cubin", refuse)
+    monkeypatch.setattr(linear_planes, "cubin", refuse)
     monkeypatch.setattr(notices, "_said", {})
-    gemv4._kernel.cache_clear()
-    request.addfinalizer(gemv4._kernel.cache_clear)  # it remembers the refusal
+    linear_planes._kernel.cache_clear()
+    request.addfinalizer(linear_planes._kernel.cache_clear)  # it remembers the refusal
     for _ in range(2):
         check(linear_blockwise4, 3, on_gpu(64, 256), 256, BF16)
     assert list(notices.said()) == ["kernel-cuda.gemv4.gemm"]

@@ -8,12 +8,12 @@ import torch
 
 from halfbyte.dispatch import Unavailable
 from halfbyte.formats import Format, from_spec
-from halfbyte.ops.gemv_planes import linear_bitplane
+from halfbyte.ops.bitplane import linear_bitplane
 from halfbyte.utils import notices
 from tests.helpers.kernel_backends import DEVICES, cases, loaded
 
 pytest.importorskip("triton")
-from halfbyte.kernels.cuda import gemm4, gemm_planes, gemv_planes, gemv_planes_row
+from halfbyte.kernels.cuda import gemm4, linear_planes, linear_planes, linear_planes
 from halfbyte.kernels.device import HOPPER_SHARED_BYTES
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -21,13 +21,13 @@ ROW = ("kbit:2:bnf", "kbit:2:fitted", "kbit:3:nf", "kbit:4:fitted", "kbit:5:bnf"
 SMALL = ("kbit:2:nf", "kbit:3:bnf", "kbit:4:fitted", "kbit:5:nf", "hqq:2:256", "hqq:3:32", "hqq:4:64", "hqq:8:128")
 FOUR = ("kbit:4:nf", "hqq:4:32", "hqq:4:64", "hqq:4:128", "hqq:4:256")
 RUN = {
-    gemv_planes_row: """
+    linear_planes: """
 extern "C" void run(u32 blocks, u32 threads, u32 bytes, Planes *w, const u16 **x, const u16 **bias, u16 **out,
                     const float **factor) {
     launch(blocks, threads, bytes, [&] { row_planes(*w, *x, *bias, *out, *factor); });
 }
 """,
-    gemv_planes: """
+    linear_planes: """
 extern "C" void run(u32 blocks, u32 threads, u32 bytes, Planes *w, const u16 **x, const u16 **bias, u16 **out,
                     const float **factor, u32 *batch) {
     launch(blocks, threads, bytes, [&] { planes(*w, *x, *bias, *out, *factor, *batch); });
@@ -74,9 +74,9 @@ def check(module, weight, batch, dtype, blocks=None, bias=False):
 
     def run(x, added):
         shape = None if blocks is None else getattr(module, "Blocks", gemm4.Blocks)(*blocks)
-        if module is gemv_planes_row:
+        if module is linear_planes:
             return module.gemv(x, packed, scales, factor, codebook, rows, added, shape)
-        numbers = (bits, group, rows) if module is gemv_planes else (group, rows)
+        numbers = (bits, group, rows) if module is linear_planes else (group, rows)
         return module.multiply(x, packed, scales, zeros, factor, codebook, *numbers, added, shape)
 
     rows, columns = weight.shape
@@ -87,7 +87,7 @@ def check(module, weight, batch, dtype, blocks=None, bias=False):
     assert (found.shape, found.dtype) == ((batch, rows), dtype)
     exact = x.double() @ weight.format.dequantize(weight.parts, weight.shape, torch.float32).double().T
     exact = exact if added is None else exact + added.double()
-    roundings = 1 if module is gemv_planes_row else 2
+    roundings = 1 if module is linear_planes else 2
     assert (found.double() - exact).norm() <= roundings * torch.finfo(dtype).eps * exact.norm()
 
 
@@ -98,26 +98,26 @@ def dtypes(spec):
 # N that ends within a tile; warps that have a step more than others, or none; groups with one tile of two; more rings
 # than fit before the table.
 EMULATED = [
-    *[(gemv_planes_row, spec, (70, 1536), 1, dtype, (1, 1, 2), True)
+    *[(linear_planes, spec, (70, 1536), 1, dtype, (1, 1, 2), True)
       for spec, dtype in zip(("kbit:2:nf", "kbit:2:fitted", "kbit:3:bnf", "kbit:4:fitted", "kbit:5:nf"),
                              (BF16, FP16, FP16, FP16, BF16), strict=True)],
-    *[(gemv_planes_row, spec, (70, 512), 1, BF16, (2, 1, 2), False)
+    *[(linear_planes, spec, (70, 512), 1, BF16, (2, 1, 2), False)
       for spec in ("kbit:2:nf", "kbit:2:fitted", "kbit:3:bnf", "kbit:4:fitted", "kbit:5:nf")],
-    (gemv_planes_row, "kbit:2:bnf", (150, 2560), 1, FP16, (2, 2, 2), False),
-    (gemv_planes_row, "kbit:3:nf", (150, 2560), 1, BF16, (1, 4, 1), False),
-    *[(gemv_planes, spec, (70, 768), 11 if spec in ("kbit:4:fitted", "hqq:3:32") else 2,
+    (linear_planes, "kbit:2:bnf", (150, 2560), 1, FP16, (2, 2, 2), False),
+    (linear_planes, "kbit:3:nf", (150, 2560), 1, BF16, (1, 4, 1), False),
+    *[(linear_planes, spec, (70, 768), 11 if spec in ("kbit:4:fitted", "hqq:3:32") else 2,
        FP16 if spec in ("kbit:3:bnf", "kbit:4:fitted") else BF16,
        (2 if spec in ("kbit:4:fitted", "hqq:3:32") else 1, 1, 2, 2), True)
       for spec in SMALL],
-    (gemv_planes, "kbit:2:nf", (38, 512), 1, BF16, (1, 4, 4, 4), False),
-    (gemm_planes, "kbit:4:nf", (70, 768), 16, BF16, (1, 4), True),
-    (gemm_planes, "kbit:4:fitted", (70, 768), 50, FP16, (1, 4), True),
-    *[(gemm_planes, spec, (70, 768), 2, BF16, (1, 4), True) for spec in FOUR[1:]],
+    (linear_planes, "kbit:2:nf", (38, 512), 1, BF16, (1, 4, 4, 4), False),
+    (linear_planes, "kbit:4:nf", (70, 768), 16, BF16, (1, 4), True),
+    (linear_planes, "kbit:4:fitted", (70, 768), 50, FP16, (1, 4), True),
+    *[(linear_planes, spec, (70, 768), 2, BF16, (1, 4), True) for spec in FOUR[1:]],
 ]  # fmt: skip
 HOPPER = [
-    *[(gemv_planes_row, spec, (5005, 2560), 1, BF16, blocks, False)
+    *[(linear_planes, spec, (5005, 2560), 1, BF16, blocks, False)
       for spec in ROW for blocks in ((1, 1, 16), (2, 2, 4), (1, 8, 1), (2, 1, 3))],
-    *[(gemv_planes, spec, (16 * blocks[0] * blocks[1] * 140 + 5, 2816), 5, BF16, blocks, False)
+    *[(linear_planes, spec, (16 * blocks[0] * blocks[1] * 140 + 5, 2816), 5, BF16, blocks, False)
       for spec in ("kbit:2:nf", "kbit:3:bnf", "hqq:4:64")
       for blocks in ((1, 1, 16, 3), (2, 2, 4, 2), (1, 3, 4, 3), (1, 8, 2, 2), (1, 2, 1, 4))],
 ]  # fmt: skip
@@ -126,9 +126,9 @@ HOPPER = [
 @pytest.mark.sampled(3)
 @cases(("module", "spec", "shape", "batch", "dtype", "blocks", "bias"), emulated=EMULATED, hopper=HOPPER)
 def test_block_shapes(monkeypatch, backend, module, spec, shape, batch, dtype, blocks, bias):
-    launcher = gemm4 if module is gemm_planes else module
+    launcher = gemm4 if module is linear_planes else module
     loaded(launcher, backend, monkeypatch, RUN[launcher])
-    too_large = module is gemv_planes_row and backend == "hopper"  # one of these for 5 bits
+    too_large = module is linear_planes and backend == "hopper"  # one of these for 5 bits
     with contextlib.suppress(Unavailable) if too_large else contextlib.nullcontext():
         check(module, weight_of(spec, *shape, DEVICES[backend]), batch, dtype, blocks, bias)
 
@@ -136,19 +136,19 @@ def test_block_shapes(monkeypatch, backend, module, spec, shape, batch, dtype, b
 @cases(
     ("module", "spec"),
     hopper=[(module, spec)
-            for module, specs in ((gemv_planes_row, ROW), (gemv_planes, SMALL), (gemm_planes, FOUR)) for spec in specs],
+            for module, specs in ((linear_planes, ROW), (linear_planes, SMALL), (linear_planes, FOUR)) for spec in specs],
 )  # fmt: skip
 def test_products(backend, module, spec):
     """N that ends within a tile, K that gives some warps more steps than others, or none; several rounds of tiles."""
     shapes, batches = {
-        gemv_planes_row: (((16, 512), (130, 512), (1000, 4608), (14336, 4096), (40010, 1024)), (1,)),
-        gemv_planes: (((16, 256), (130, 256), (1000, 4352), (4096, 14336)), (1, 2, 5, 8, 9, 16)),
-        gemm_planes: (((130, 256), (1001, 4352), (4096, 14336)), (9, 16, 17, 24, 32, 33, 48, 64)),
+        linear_planes: (((16, 512), (130, 512), (1000, 4608), (14336, 4096), (40010, 1024)), (1,)),
+        linear_planes: (((16, 256), (130, 256), (1000, 4352), (4096, 14336)), (1, 2, 5, 8, 9, 16)),
+        linear_planes: (((130, 256), (1001, 4352), (4096, 14336)), (9, 16, 17, 24, 32, 33, 48, 64)),
     }[module]
     for shape in shapes:
         weight = weight_of(spec, *shape, device="cuda")
         for batch in batches:
-            bias = shape[0] % 3 == 0 if module is gemv_planes_row else batch % 2 == 0
+            bias = shape[0] % 3 == 0 if module is linear_planes else batch % 2 == 0
             for dtype in dtypes(spec):
                 check(module, weight, batch, dtype, bias=bias)
 
@@ -160,7 +160,7 @@ def test_extreme_inputs(backend, value):
     x = torch.zeros(1, 1024, device="cuda", dtype=BF16)
     x[0, 77] = value
     packed, scales, _, factor, codebook, _, _, rows = arguments_of(weight)
-    found = gemv_planes_row.gemv(x, packed, scales, factor, codebook, rows, None).float()
+    found = linear_planes.gemv_bitplane(x, packed, scales, factor, codebook, rows, None).float()
     exact = x.float() @ weight.format.dequantize(weight.parts, weight.shape, torch.float32).T
     if exact.isfinite().all():
         torch.testing.assert_close(found, exact, rtol=0.01, atol=0)
@@ -193,7 +193,7 @@ def test_through_the_format(backend, spec, batch):
 
 
 @pytest.mark.large(6)
-@cases("module", hopper=[gemv_planes_row])
+@cases("module", hopper=[linear_planes])
 def test_a_weight_of_more_than_two_to_the_31_bytes(backend, module):
     rows, columns = 2**17 + 40, 2**15 + 256
     packed = torch.randint(-(2**31), 2**31, (rows * columns // 32 * 5,), dtype=torch.int32, device="cuda")
@@ -207,7 +207,7 @@ def test_a_weight_of_more_than_two_to_the_31_bytes(backend, module):
 
 
 @pytest.mark.sampled(3)
-@cases("module", emulated=[gemv_planes])
+@cases("module", emulated=[linear_planes])
 def test_blocks_fit_a_multiprocessor(monkeypatch, backend, module):
     """Warps, which take the shared memory, are as many for all numbers of rows; the largest are compiled."""
     loaded(module, backend, monkeypatch, RUN[module])
@@ -227,7 +227,7 @@ def test_dequantizes_where_it_does_not_compile(backend, spec, monkeypatch):
     def refuse(*_):
         raise Unavailable("no NVRTC")
 
-    monkeypatch.setattr(gemv_planes, "_kernel", refuse)
+    monkeypatch.setattr(linear_planes, "_kernel", refuse)
     monkeypatch.setattr(notices, "_said", {})
     weight = weight_of(spec, 64, 256, "cuda")
     x = torch.randn(2, 256, device="cuda", dtype=BF16)

@@ -27,13 +27,13 @@ if not INTERPRETED:
 
 
 def attend(arguments, splits=None):
-    from halfbyte.kernels.triton import paged_attention as module
+    from halfbyte.kernels.triton import cached_attention as module
 
     if splits is None:
-        return module.attend(*arguments)
+        return module.attend_static(*arguments)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "splits_of", lambda *_: splits)
-        return module.attend(*arguments)
+        return module.attend_static(*arguments)
 
 
 def close(found, truth, dtype):

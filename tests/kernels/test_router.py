@@ -7,7 +7,7 @@ from halfbyte.ops.router import top_experts as op
 from tests.helpers.parity import DEVICE, dtypes, mark, random
 
 pytest.importorskip("triton")
-from halfbyte.kernels.triton import router
+from halfbyte.kernels.triton import cross_entropy
 
 pytestmark = mark
 
@@ -18,8 +18,8 @@ pytestmark = mark
 def test_top_experts(tokens, experts, columns, top_k, normalized, dtype):
     torch.manual_seed(tokens)
     x, weight = random(tokens, columns, dtype=dtype), random(experts, columns, dtype=dtype) / columns**0.5
-    assert router.obstacle(x, weight, top_k, normalized, torch.float32) is None
-    logits, scores, index = router.top_experts(x, weight, top_k, normalized, torch.float32)
+    assert cross_entropy.obstacle(x, weight, top_k, normalized, torch.float32) is None
+    logits, scores, index = cross_entropy.top_experts(x, weight, top_k, normalized, torch.float32)
     truth = x.double() @ weight.double().t()
     assert (logits.double() - truth).abs().max() <= 2 * torch.finfo(dtype).eps * truth.abs().max()
     # Of these very logits: rounding may have made some alike, and of those any may be chosen.
@@ -34,14 +34,14 @@ def test_top_experts(tokens, experts, columns, top_k, normalized, dtype):
 def test_equal_ones():
     """All alike: each is chosen once, the first ones first."""
     x = torch.ones(2, 16, device=DEVICE)
-    _, scores, index = router.top_experts(x, torch.ones(6, 16, device=DEVICE), 4, True, torch.float32)
+    _, scores, index = cross_entropy.top_experts(x, torch.ones(6, 16, device=DEVICE), 4, True, torch.float32)
     assert index.tolist() == [[0, 1, 2, 3]] * 2
     assert torch.allclose(scores, torch.full_like(scores, 0.25))
 
 
 def test_what_it_does_not_take():
     x, weight = torch.ones(9, 16), torch.ones(6, 16)
-    assert "8 tokens" in router.obstacle(x, weight, 2, True, torch.float32)
-    assert "dtype" in router.obstacle(x[:2], weight.half(), 2, True, torch.float32)
+    assert "8 tokens" in cross_entropy.obstacle(x, weight, 2, True, torch.float32)
+    assert "dtype" in cross_entropy.obstacle(x[:2], weight.half(), 2, True, torch.float32)
     mine, torchs = op(x, weight, 2, True, torch.float32), op.reference(x, weight, 2, True, torch.float32)
     assert all(map(torch.equal, mine, torchs))

@@ -14,7 +14,7 @@ from tests.helpers.small_devices import compiled_shared_bytes, refuses, small
 pytest.importorskip("triton")
 from halfbyte.kernels.device import assumed
 from halfbyte.kernels.triton import cached_attention
-from halfbyte.kernels.triton import decode_attention as attention
+from halfbyte.kernels.triton import cached_attention as attention
 from halfbyte.kernels.triton import lora_glu as kernels
 
 pytestmark = mark
@@ -64,16 +64,16 @@ def test_the_gated_unit(rank, dtype, kib, monkeypatch):
 @dtypes
 @pytest.mark.parametrize("size", SIZES)
 def test_decoding(size, dtype, kib, monkeypatch):
-    monkeypatch.setattr(attention._launcher, "_compiled", {})
+    monkeypatch.setattr(attention._static_launcher, "_compiled", {})
     q = random(2, 4, 1, size, dtype=dtype)
     keys, values = (random(2, 2, 192, size, dtype=dtype) for _ in range(2))
     first, last = torch.tensor([0, 70], dtype=torch.int32, device=DEVICE), torch.tensor([130], device=DEVICE)
     with assumed(small(kib, q)):
-        found = attention.attend(q, keys, values, first, last, size**-0.5, None, None)
+        found = attention.attend_static(q, keys, values, first, last, size**-0.5, None, None)
     tensors = (q.float(), keys.float(), values.float(), first, last)
     expected = decode_attention.reference(*tensors, size**-0.5, None, None)
     assert (found.float() - expected).norm() <= 4 * torch.finfo(dtype).eps * expected.norm()
-    fits(attention._launcher, kib)
+    fits(attention._static_launcher, kib)
 
 
 @dtypes
@@ -83,7 +83,7 @@ def test_an_8_bit_cache_where_triton_does_not_convert_it(dtype, monkeypatch):
     keys, values = (random(2, 2, 192, 64).to(torch.float8_e4m3fn) for _ in range(2))
     first, last = torch.tensor([0, 70], dtype=torch.int32, device=DEVICE), torch.tensor([130], device=DEVICE)
     monkeypatch.setattr(cached_attention, "CONVERTS", (99, 0))
-    found = attention.attend(q, keys, values, first, last, 0.1, None, None)
+    found = attention.attend_static(q, keys, values, first, last, 0.1, None, None)
     expected = decode_attention.reference(q.float(), keys.float(), values.float(), first, last, 0.1, None, None)
     assert (found.float() - expected).norm() <= 4 * torch.finfo(dtype).eps * expected.norm()
 

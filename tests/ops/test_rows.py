@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from halfbyte.autograd.linear import quantized_linear
 from halfbyte.formats import named
-from halfbyte.ops import losses, rows
+from halfbyte.ops import losses, linear
 from halfbyte.tensor import QuantizedTensor
 
 needs_onednn = pytest.mark.skipif(
@@ -18,10 +18,10 @@ needs_onednn = pytest.mark.skipif(
 @pytest.fixture
 def by_onednn(monkeypatch):
     """float32 products by oneDNN, whatever processor this is; the weights that it multiplied by."""
-    monkeypatch.setattr(rows, "onednn_beats_mkl", lambda: True)
-    asked, own = [], rows.multiplies_by_onednn
+    monkeypatch.setattr(linear, "onednn_beats_mkl", lambda: True)
+    asked, own = [], linear.multiplies_by_onednn
     monkeypatch.setattr(
-        rows, "multiplies_by_onednn", lambda x, weight: own(x, weight) and (asked.append(weight.shape) or True)
+        linear, "multiplies_by_onednn", lambda x, weight: own(x, weight) and (asked.append(weight.shape) or True)
     )
     return asked
 
@@ -36,13 +36,13 @@ def numbers(*shape, seed=0):
 def test_products_by_onednn_are_right(by_onednn, count, transposed):
     x, weight, bias = numbers(count, 384), numbers(300, 384, seed=1), numbers(300, seed=2)
     weight = weight.t().contiguous().t() if transposed else weight
-    found = rows.linear(x.unsqueeze(0), weight, bias)[0]
+    found = linear.linear(x.unsqueeze(0), weight, bias)[0]
     exact = F.linear(x.double(), weight.double(), bias.double())
     bound = 384 * 2.0**-24 * (x.abs() @ weight.abs().t() + bias.abs())
     assert by_onednn == [(300, 384)]
     assert ((found - exact).abs() <= bound).all()
     into = torch.empty(count, 300)
-    torch.testing.assert_close(rows.linear_into(into, x, weight), found - bias, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(linear.linear_into(into, x, weight), found - bias, rtol=1e-5, atol=1e-4)
 
 
 @needs_onednn
@@ -50,16 +50,16 @@ def test_products_by_onednn_are_right(by_onednn, count, transposed):
 def test_a_row_has_the_same_bits_beside_any_others(by_onednn, inner):
     """So completions do not depend on who is answered beside, from two rows on (`generation.paged.MIN_CPU_ROWS`)."""
     x, weight = numbers(300, inner), numbers(1100, inner, seed=1)
-    whole = rows.linear_rows(x, weight)
+    whole = linear.linear_rows(x, weight)
     for count in (2, 3, 4, 5, 31, 64, 257):
-        assert torch.equal(rows.linear_rows(x[:count], weight), whole[:count]), count
+        assert torch.equal(linear.linear_rows(x[:count], weight), whole[:count]), count
     assert by_onednn
 
 
 @needs_onednn
 def test_a_small_weight_and_16_bits_stay_with_torch(by_onednn):
-    rows.linear(numbers(500, 64), numbers(16, 64, seed=1))
-    rows.linear(numbers(8, 512).bfloat16(), numbers(512, 512, seed=1).bfloat16())
+    linear.linear(numbers(500, 64), numbers(16, 64, seed=1))
+    linear.linear(numbers(8, 512).bfloat16(), numbers(512, 512, seed=1).bfloat16())
     assert not by_onednn
 
 

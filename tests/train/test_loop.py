@@ -215,10 +215,10 @@ class Graphs:
 
     def __init__(self, backward, parameters, alike):
         self.backward, self.steps, self.holds_graphs, self.most_pool_bytes = backward, [], True, 5
-        self.begun = lambda: 0  # steps that the loop has finished
+        self.started = lambda: 0  # steps that the loop has finished
 
     def __call__(self, batch, ready):
-        self.steps += [self.begun() + 1] * ready
+        self.steps += [self.started() + 1] * ready
         return self.backward(batch)
 
     def give_up(self):
@@ -235,7 +235,7 @@ def graphed(monkeypatch):
 
     def make(config, **keys):
         loop = make_loop(config, graphs=True, **keys)
-        loop.stepper.graphs.begun = lambda: loop.state.global_step
+        loop.stepper.graphs.started = lambda: loop.state.global_step
         return loop, loop.stepper.graphs
 
     return make

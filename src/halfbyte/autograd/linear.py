@@ -18,7 +18,7 @@ from torch import Tensor
 from ..dispatch import on_compiler, to_compute_dtype
 from ..formats import Format, from_spec
 from ..formats.base import FLOATS, QuantizedLike
-from ..ops.rows import linear, unviewed
+from ..ops.linear import linear, unviewed
 
 
 def quantized_linear(input: Tensor, weight: QuantizedLike, bias: Tensor | None = None) -> Tensor:

@@ -23,7 +23,7 @@ from ..ops.bitplane import (
     padded_blocks,
     quantize_bitplane,
 )
-from ..ops.gemv_planes import linear_bitplane
+from ..ops.bitplane import linear_bitplane
 from ..utils.errors import ModelError
 from .base import Format, Parts, PartSpecs, check_not_negative, cut, register_format, split_parts
 

@@ -30,7 +30,7 @@ from ..ops.blockwise4 import (
     quantize_scales,
 )
 from ..ops.codebooks import codebook4, dynamic_map
-from ..ops.gemv4 import linear_blockwise4
+from ..ops.blockwise4 import linear_blockwise4
 from ..utils.errors import CheckpointError, ModelError
 from .base import (
     DECODED,

@@ -180,7 +180,7 @@ class _Moments:
 
     def __init__(self, ledger: Ledger, layers: Sequence[nn.Module]):
         self.ledger, self.in_forward = ledger, True
-        self.begun, self.done, self.highest, self.backward, self.widest = ([0] * len(layers) for _ in range(5))
+        self.started, self.done, self.highest, self.backward, self.widest = ([0] * len(layers) for _ in range(5))
         self.sizes: Counter[int] = Counter()
         self.head = self.logits = 0
         for index, layer in enumerate(layers):
@@ -190,7 +190,7 @@ class _Moments:
     def _begin(self, index: int, module: nn.Module, args: Any) -> None:
         if self.in_forward:  # a checkpointed layer runs again in backward
             self.ledger.highest()
-            self.begun[index], self.sizes = self.ledger.live, self.ledger.sizes.copy()
+            self.started[index], self.sizes = self.ledger.live, self.ledger.sizes.copy()
 
     def _end(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
         if not self.in_forward:
@@ -220,10 +220,10 @@ class _Moments:
         layers = tuple(
             LayerBytes(done - begun, highest - done, backward - done, widest)
             for begun, done, highest, backward, widest in zip(
-                self.begun, self.done, self.highest, self.backward, self.widest, strict=True
+                self.started, self.done, self.highest, self.backward, self.widest, strict=True
             )
         )
-        return Step(self.begun[0], layers, self.head - self.done[-1], self.logits)
+        return Step(self.started[0], layers, self.head - self.done[-1], self.logits)
 
 
 # --- stand-ins -------------------------------------------------------------------------------------------------------
