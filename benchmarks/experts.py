@@ -26,8 +26,7 @@ from benchmarks.common import event_us, write_result
 from halfbyte.autograd.experts import ExpertWeights, experts, stack_of
 from halfbyte.autograd.lora import LoRA
 from halfbyte.formats import Blockwise4
-from halfbyte.ops.experts import StackedWeight, grouped_product, route
-from halfbyte.ops.experts_unit import Unit
+from halfbyte.ops.experts import StackedWeight, Unit, grouped_product, route
 from halfbyte.tensor import QuantizedTensor
 
 RANK = 16
@@ -136,7 +135,7 @@ def product_times(layer: Layer) -> dict[str, float]:
         "gate/up, grouped_mm": lambda: F.grouped_mm(rows, plain_first.mT, offs=offsets),
         "down": lambda: grouped_product(hidden, packed(1), routing),
         "down, grouped_mm": lambda: F.grouped_mm(hidden, plain_second.mT, offs=offsets),
-        "dX": lambda: grouped_product(dc, packed(0), routing, turned=True),
+        "dX": lambda: grouped_product(dc, packed(0), routing, transposed=True),
         "dX, grouped_mm": lambda: F.grouped_mm(dc, plain_first, offs=offsets),
     }
     return {name: layer.time(call) for name, call in calls.items()}

@@ -26,7 +26,7 @@ from halfbyte.kernels.cuda import gemm4, gemv4, gemv4_row
 from halfbyte.kernels.cuda.gemv4 import Blocks, image
 from halfbyte.kernels.device import HOPPER_SHARED_BYTES
 from halfbyte.kernels.tiling import ceil_div, power_of_2
-from halfbyte.ops.gemv4 import linear_blockwise4
+from halfbyte.ops.blockwise4 import linear_blockwise4
 
 SHAPES = [(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336), (28672, 8192), (8192, 28672)]
 BATCHES = (1, 2, 4, 8, 16, 32, 64)

@@ -21,7 +21,7 @@ from benchmarks.common import copy_bandwidth, graph_us, write_result
 from benchmarks.gemv import ROTATE, dense_us
 from halfbyte.dispatch import Unavailable
 from halfbyte.formats import Format, KBit, from_spec
-from halfbyte.kernels.cuda import gemv_planes, gemv_planes_row
+from halfbyte.kernels.cuda import linear_planes
 
 SPECS = ("kbit:2:nf", "kbit:3:nf", "kbit:4:nf", "kbit:5:nf", "hqq:2:64", "hqq:3:64", "hqq:4:64", "hqq:8:64",
          "int8", "fp8:row", "fp8:tensor", "fp8:tile")  # fmt: skip
@@ -42,13 +42,14 @@ def error_of(format_: Format, parts: dict, shape: tuple[int, int], x: Tensor) ->
     return float((format_.linear(x, parts, shape, None) - expected).norm() / expected.norm())
 
 
-def candidates(batch: int) -> list[gemv_planes.Blocks] | list[gemv_planes_row.Blocks]:
+def candidates(batch: int) -> list[linear_planes.Gemm16Blocks] | list[linear_planes.GemvBlocks]:
     """Block shapes of the kernel for so many rows."""
     warps = itertools.product((1, 2), (8, 12, 16), (1, 2, 4, 8))
     shapes = [(rt, groups, count // groups) for rt, count, groups in warps if count % groups == 0]
     if batch == 1:
-        return [gemv_planes_row.Blocks(*shape) for shape in shapes]
-    return [gemv_planes.Blocks(*shape, stages) for shape in shapes for stages in (2, 3) if math.prod(shape) <= 16]
+        return [linear_planes.GemvBlocks(*shape) for shape in shapes]
+    shapes = [shape for shape in shapes if math.prod(shape) <= 16]
+    return [linear_planes.Gemm16Blocks(*shape, stages) for shape in shapes for stages in (2, 3)]
 
 
 def sweep(format_: KBit, weights: list[dict], shape: tuple[int, int], x: Tensor) -> list[tuple[float, tuple]]:
@@ -59,11 +60,11 @@ def sweep(format_: KBit, weights: list[dict], shape: tuple[int, int], x: Tensor)
         for parts in weights:
             packed, scales = parts["packed"], parts["scales"]
             rest = parts["factor"], format_.levels(parts)
-            if isinstance(blocks, gemv_planes_row.Blocks):
-                calls.append(partial(gemv_planes_row.gemv, x, packed, scales, *rest, shape[0], None, blocks))
+            if isinstance(blocks, linear_planes.GemvBlocks):
+                calls.append(partial(linear_planes.gemv_bitplane, x, packed, scales, *rest, shape[0], None, blocks))
             else:
                 numbers = format_.k, 0, shape[0], None, blocks
-                calls.append(partial(gemv_planes.multiply, x, packed, scales, scales, *rest, *numbers))
+                calls.append(partial(linear_planes.gemm16, x, packed, scales, scales, *rest, *numbers))
         with contextlib.suppress(Unavailable):  # which takes too much shared memory
             times.append((graph_us(calls, 5), tuple(blocks)))
     return sorted(times)

@@ -7,8 +7,8 @@ from patch_models import quantize, tiny
 from halfbyte import generation
 from halfbyte.dispatch import Unavailable
 from halfbyte.generation.engine import StaticEngine
-from halfbyte.ops.gemv4 import linear_blockwise4
-from halfbyte.ops.rows import linear_rows
+from halfbyte.ops.blockwise4 import linear_blockwise4
+from halfbyte.ops.linear import linear_rows
 from halfbyte.utils.hardware import compute_dtype
 
 # As real models have them: elementwise functions of what is left over beyond a CPU's vectors round otherwise.
@@ -24,7 +24,7 @@ LENGTHS = [1, 3, 31, 32, 33, 7, 70, 66, 2, 5, 5, 5, 40]  # of 13 rows: more than
 
 def compiler():
     try:
-        from halfbyte.kernels.native import decode_layers  # noqa: F401
+        from halfbyte.kernels.native import decode4  # noqa: F401
     except Unavailable:
         return False
     return True

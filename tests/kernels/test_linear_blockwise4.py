@@ -1,4 +1,4 @@
-"""GEMV and small-batch GEMM with 4-bit weights: every kernel of the op, and what the op makes of them."""
+"""Check GEMV and small-batch GEMM with 4-bit weights: every kernel of the op, and the op's dispatch."""
 
 import functools
 from functools import partial
@@ -12,7 +12,7 @@ from parity import dtypes
 
 from halfbyte.dispatch import Unavailable
 from halfbyte.formats import Blockwise4
-from halfbyte.ops.gemv4 import linear_blockwise4
+from halfbyte.ops.blockwise4 import linear_blockwise4
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.utils import notices
 
@@ -53,8 +53,8 @@ def kernel(module):
     return getattr(module, "gemv", None) or module.gemm
 
 
-# Several tiles for a group, one that is not there; N that ends within a tile; warps with a step more, or none; rows
-# that begin within four blocks; adapters' terms.
+# Several tiles a group, one of them missing; N that ends within a tile; warps with a step more, or none; rows that
+# begin within four blocks; adapters' terms.
 EMULATED = [
     (gemv4_row, (1, 1, 2), 1, 64, (86, 768), BF16, True, 0),
     (gemv4_row, (2, 2, 1), 2, 64, (86, 512), FP16, False, 0),
@@ -87,7 +87,7 @@ def test_block_shapes(monkeypatch, backend, module, blocks, batch, blocksize, sh
     check(function, batch, weight, shape[1], dtype, bias=batch != 1, rank=rank)
 
 
-OF_GPU = {  # batches; sizes of blocks; shapes: N that ends within a tile, warps with a step more or none
+OF_GPU = {  # batches; block sizes; shapes: N that ends within a tile, warps with a step more or none
     gemv4_row: ((1, 2), (32, 64, 128, 256), ((16, 256), (130, 512), (1000, 4352), (17000, 512))),
     gemv4: ((1, 3, 8, 9, 16), (64,), ((130, 256), (1000, 4352), (4096, 14336))),
     gemm4: ((9, 16, 17, 24, 32, 33, 48, 64), (64,), ((130, 256), (1001, 4352), (4096, 14336))),
@@ -120,7 +120,7 @@ def test_products(backend, module, blocksize, nested, kind):
     hopper=[((4096, 512, 512), None, 1, True), ((4096, 4096), None, 2, False), ((16, 16, 5000), None, 1, True)],
 )
 def test_several_weights(monkeypatch, backend, sizes, blocks, batch, nested):
-    """Those of one launch are those of one each; on three multiprocessors each has a block."""
+    """One launch for several weights equals a launch for each; on three multiprocessors each weight has a block."""
     loaded(gemv4_row, backend, monkeypatch, RUN[gemv4_row])
     torch.manual_seed(0)
     x = torch.randn(batch, 512, device=DEVICES[backend]).to(BF16)
@@ -142,14 +142,14 @@ def test_blocks_are_shared_by_tiles():
 
 @cases("blocksize", hopper=[512, 2048, 4096])
 def test_large_blocks(backend, blocksize):
-    """Rows that begin within four blocks, and a number of blocks that four does not divide."""
+    """Rows that begin within four blocks, and a number of blocks that is not a multiple of four."""
     for nested in (True, False):
         check(gemv4_row.gemv, 1, on_gpu(131, 4096, "nf4", blocksize, nested), 4096, BF16)
 
 
 @cases("value", hopper=[1e-30, 1e30, float("inf"), float("nan")])
 def test_extreme_inputs(backend, value):
-    """One value of x gives what it gives in the exact product; what is not finite stays so, if not the same."""
+    """One extreme value of x gives the exact product's result; non-finite results may differ but stay non-finite."""
     weight = on_gpu(64, 1024)
     x = torch.zeros(1, 1024, device="cuda", dtype=BF16)
     x[0, 77] = value
@@ -173,7 +173,7 @@ def test_two_runs_are_equal(backend, module, batch):
 
 @cases(("module", "batch"), hopper=[(gemv4_row, 1), (gemv4, 1), (gemm4, 32)])
 def test_a_product_waits_for_its_x_in_a_graph_too(backend, module, batch):
-    """Kernels that begin early: each product's x is what the one before wrote."""
+    """Kernels may start before their predecessor ends: each product reads the x that the one before wrote."""
     weight, x = on_gpu(4096, 4096), torch.randn(batch, 4096, device="cuda", dtype=BF16)
 
     def chain(wait):
@@ -205,13 +205,13 @@ def test_a_weight_of_more_than_two_to_the_31_bytes(backend, module, batch):
     last = packed[-40 * columns // 2 :], absmax[-40 * columns // 64 :], None, 64, "nf4", 40
     expected = linear_blockwise4.reference(x.float(), *last, None)
     assert (found - expected).norm() < 2e-3 * expected.norm()
-    if module is not gemm4:  # whose parts of a tile follow from N
+    if module is not gemm4:  # whose split of a tile depends on N
         torch.testing.assert_close(found, kernel(module)(x, *last, None), rtol=0, atol=0)
 
 
 @cases("module", emulated=list(RUN))
 def test_blocks_fit_a_multiprocessor(monkeypatch, backend, module):
-    """The largest of each kernel; as many groups as there are tiles; as few blocks as end at the same time."""
+    """The largest block of each kernel; as many groups as tiles; the fewest blocks that end at the same time."""
     loaded(module, backend, monkeypatch, RUN[module])
     sizes = (16, 256, 1024, 4096, 14336, 28672, 131072)
     if module is gemv4_row:
@@ -245,10 +245,10 @@ def test_blocks_fit_a_multiprocessor(monkeypatch, backend, module):
 @pytest.fixture
 def native():
     try:
-        from halfbyte.kernels.native import gemv4
+        from halfbyte.kernels.native import decode4
     except Unavailable as error:
         pytest.skip(str(error))
-    return gemv4
+    return decode4
 
 
 @pytest.mark.parametrize("batch", [0, 1, 2, 3, 4, 5])
@@ -260,7 +260,7 @@ def test_on_a_cpu(native, batch, shape):
             check(linear_blockwise4, batch, weight, shape[1], dtype, bias=batch % 2 == 1)
 
 
-def test_two_threads_leave_no_seam(native):
+def test_result_does_not_depend_on_threads(native):
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -304,7 +304,7 @@ def test_triton_gemv(dtype, batch):
 @parity.mark
 @pytest.mark.parametrize("batch", [5, 16])
 def test_triton_gemm(batch):
-    """Shares of K, the last of them empty."""
+    """Splits of K, the last of them empty."""
     gemm = partial(triton_gemv4.gemm, blocks=triton_gemv4.GemmBlocks(64, 16, 4, 1))
     for dtype in [dtype for dtype in parity.DTYPES if dtype is not torch.float32]:
         check(gemm, batch, arguments(70, 320, device=parity.DEVICE), 320, dtype)
@@ -316,8 +316,8 @@ def test_triton_gemm(batch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(4096, 14336), (1024, 4096), (130, 448)])
 @pytest.mark.parametrize("batch", [1, 2, 3, 4, 5, 8, 17, 33, 64, 65])
-def test_whatever_is_picked(batch, shape):
-    """Who is, `test_selection` asserts."""
+def test_selected_kernel(batch, shape):
+    """Check the kernel that dispatch takes; `test_selection` checks which one it is."""
     for kind, blocksize, nested in (("nf4", 64, True), ("fp4", 32, False)):
         weight = on_gpu(*shape, kind, blocksize, nested)
         for dtype in (torch.float32, FP16, BF16):
@@ -345,7 +345,7 @@ def test_in_a_graph(batch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mark", [pytest.param("", marks=hopper)])
-def test_another_stands_in_where_one_does_not_compile(mark, monkeypatch, request):
+def test_falls_back_if_a_kernel_does_not_compile(mark, monkeypatch, request):
     def refuse(*_):
         raise Unavailable("no NVRTC")
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ..formats import from_spec
-from ..ops.experts import StackedWeight, route
-from ..ops.experts_unit import Unit
+from ..ops.experts import StackedWeight, Unit, route
 from ..utils.errors import ModelError
 from .experts import Applied, ExpertWeights, Kept, backward_, forward
 from .lora import is_quantized

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..dispatch import on_compiler, to_compute_dtype
 from ..ops import int8 as ops
-from ..ops.rows import unviewed
+from ..ops.linear import unviewed
 from ..utils.notices import notice
 from . import linear as _linear  # noqa: F401  defines quantized_linear_dx, the backward of both
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..dispatch import on_compiler, to_compute_dtype
 from ..formats import Format, from_spec
 from ..formats.base import FLOATS
-from ..ops.rows import linear, unviewed
+from ..ops.linear import linear, unviewed
 
 if TYPE_CHECKING:
     from ..tensor import QuantizedTensor

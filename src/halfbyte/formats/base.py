@@ -15,8 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..ops.low_rank import add_term
-from ..ops.rows import linear_rows
+from ..ops.linear import add_term, linear_rows
 from ..reading import parse_json
 from ..utils.errors import CheckpointError, ModelError
 

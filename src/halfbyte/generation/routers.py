@@ -12,7 +12,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from ..ops.router import top_experts
+from ..ops.experts import top_experts
 
 Route = Callable[
     [Tensor], tuple[Tensor, Tensor, Tensor]

@@ -18,7 +18,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_
 from ..autograd.experts import ExpertWeights, Gate, experts
 from ..autograd.lora import LoRA, is_quantized
 from ..modeling.families import ACTIVATIONS
-from ..ops.experts_unit import Unit
+from ..ops.experts import Unit
 from ..ops.glu import Activation
 from ..utils.errors import ModelError
 from .plain import Adapter

@@ -1,4 +1,4 @@
-"""Products without a gradient, by either library."""
+"""Check linear products without a gradient, by torch and by oneDNN."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from halfbyte.autograd.linear import quantized_linear
 from halfbyte.formats import named
-from halfbyte.ops import losses, rows
+from halfbyte.ops import linear, losses
 from halfbyte.tensor import QuantizedTensor
 
 needs_onednn = pytest.mark.skipif(
@@ -17,11 +17,11 @@ needs_onednn = pytest.mark.skipif(
 
 @pytest.fixture
 def by_onednn(monkeypatch):
-    """float32 products by oneDNN, whatever processor this is; the weights that it multiplied by."""
-    monkeypatch.setattr(rows, "onednn_beats_mkl", lambda: True)
-    asked, own = [], rows.multiplies_by_onednn
+    """Compute float32 products by oneDNN on any processor; returns the list of weights that it multiplied by."""
+    monkeypatch.setattr(linear, "onednn_beats_mkl", lambda: True)
+    asked, own = [], linear.multiplies_by_onednn
     monkeypatch.setattr(
-        rows, "multiplies_by_onednn", lambda x, weight: own(x, weight) and (asked.append(weight.shape) or True)
+        linear, "multiplies_by_onednn", lambda x, weight: own(x, weight) and (asked.append(weight.shape) or True)
     )
     return asked
 
@@ -36,36 +36,36 @@ def numbers(*shape, seed=0):
 def test_products_by_onednn_are_right(by_onednn, count, transposed):
     x, weight, bias = numbers(count, 384), numbers(300, 384, seed=1), numbers(300, seed=2)
     weight = weight.t().contiguous().t() if transposed else weight
-    found = rows.linear(x.unsqueeze(0), weight, bias)[0]
+    found = linear.linear(x.unsqueeze(0), weight, bias)[0]
     exact = F.linear(x.double(), weight.double(), bias.double())
     bound = 384 * 2.0**-24 * (x.abs() @ weight.abs().t() + bias.abs())
     assert by_onednn == [(300, 384)]
     assert ((found - exact).abs() <= bound).all()
     into = torch.empty(count, 300)
-    torch.testing.assert_close(rows.linear_into(into, x, weight), found - bias, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(linear.linear_into(into, x, weight), found - bias, rtol=1e-5, atol=1e-4)
 
 
 @needs_onednn
 @pytest.mark.parametrize("inner", [64, 512, 1536])
-def test_a_row_has_the_same_bits_beside_any_others(by_onednn, inner):
-    """So completions do not depend on who is answered beside, from two rows on (`generation.paged.LEAST_ROWS`)."""
+def test_row_is_bit_equal_in_any_batch(by_onednn, inner):
+    """Completions then do not depend on the batch, from two rows on (`generation.paged.LEAST_ROWS`)."""
     x, weight = numbers(300, inner), numbers(1100, inner, seed=1)
-    whole = rows.linear_rows(x, weight)
+    whole = linear.linear_rows(x, weight)
     for count in (2, 3, 4, 5, 31, 64, 257):
-        assert torch.equal(rows.linear_rows(x[:count], weight), whole[:count]), count
+        assert torch.equal(linear.linear_rows(x[:count], weight), whole[:count]), count
     assert by_onednn
 
 
 @needs_onednn
-def test_a_small_weight_and_16_bits_stay_with_torch(by_onednn):
-    rows.linear(numbers(500, 64), numbers(16, 64, seed=1))
-    rows.linear(numbers(8, 512).bfloat16(), numbers(512, 512, seed=1).bfloat16())
+def test_small_weights_and_16_bits_use_torch(by_onednn):
+    linear.linear(numbers(500, 64), numbers(16, 64, seed=1))
+    linear.linear(numbers(8, 512).bfloat16(), numbers(512, 512, seed=1).bfloat16())
     assert not by_onednn
 
 
 @needs_onednn
-def test_training_goes_through_it(by_onednn):
-    """Forward and backward of a frozen weight, and of the loss's head."""
+def test_training_uses_onednn(by_onednn):
+    """Forward and backward of a frozen weight, and of the loss's head, use oneDNN."""
     weight, x = numbers(512, 256, seed=1), numbers(3, 20, 256).requires_grad_()
     packed = QuantizedTensor.quantize(weight, named("nf4"))
     y = quantized_linear(x, packed)
