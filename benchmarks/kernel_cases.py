@@ -24,8 +24,7 @@ from halfbyte.kernels.selection import empty, slot, weight4
 from halfbyte.ops.attention import Scores
 from halfbyte.ops.cross_entropy import Objective
 from halfbyte.ops.decode_layers import DecoderLayer, Projections, Stack, Weight4
-from halfbyte.ops.experts import LowRank, StackedWeight
-from halfbyte.ops.experts_unit import Unit
+from halfbyte.ops.experts import LowRank, StackedWeight, Unit
 from halfbyte.ops.float8 import E4M3, E5M2, TILE
 from halfbyte.ops.glu import ACTIVATIONS
 from halfbyte.ops.lora_glu import Factors
@@ -38,18 +37,13 @@ def on_gpu(name: str) -> SimpleNamespace:
     return SimpleNamespace(**{key: op.on("cuda") for key, op in vars(module).items() if isinstance(op, Op)})
 
 
-attention, bitplane, blockwise4, blockwise4_float8 = map(
-    on_gpu, ("attention", "bitplane", "blockwise4", "blockwise4_float8")
+attention, bitplane, blockwise4, causal_conv = map(on_gpu, ("attention", "bitplane", "blockwise4", "causal_conv"))
+losses, decode_attention, decode_layers, delta_net = map(
+    on_gpu, ("cross_entropy", "decode_attention", "decode_layers", "delta_net")
 )
-losses, decode_attention, decode_layers, e2m1 = map(
-    on_gpu, ("cross_entropy", "decode_attention", "decode_layers", "e2m1")
-)
-float8, gemv4, gemv8, gemv_planes, glu = map(on_gpu, ("float8", "gemv4", "gemv8", "gemv_planes", "glu"))
-hqq, int4, int8, lora_glu, lora_read = map(on_gpu, ("hqq", "int4", "int8", "lora_glu", "lora_read"))
-low_rank, norms, paged_attention, partial_sums = map(on_gpu, ("low_rank", "norms", "paged_attention", "partial_sums"))
-rope, sample, experts, experts_unit = map(on_gpu, ("rope", "sample", "experts", "experts_unit"))
-expert_rows, router, delta_net, causal_conv = map(on_gpu, ("expert_rows", "router", "delta_net", "causal_conv"))
-divergence = on_gpu("divergence")
+divergence, e2m1, experts, float8, glu = map(on_gpu, ("divergence", "e2m1", "experts", "float8", "glu"))
+hqq, int4, int8, linear, lora_glu, lora_read = map(on_gpu, ("hqq", "int4", "int8", "linear", "lora_glu", "lora_read"))
+norms, paged_attention, rope, sample = map(on_gpu, ("norms", "paged_attention", "rope", "sample"))
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = (FP32, FP16, BF16)
@@ -115,7 +109,7 @@ def norm_cases() -> Iterator[Case]:
             yield Case(f"RMSNorm of {width}", often_rms, dtype, True)
         yield Case(f"RMSNorm of {width}", rms, dtype)
         yield Case(f"LayerNorm of {width}", layer, dtype, often)
-        yield Case("partial sums", lambda width=width, dtype=dtype: partial_sums.sum_rows(empty(264, width), dtype),
+        yield Case("partial sums", lambda width=width, dtype=dtype: norms.sum_rows(empty(264, width), dtype),
                    dtype, often)  # fmt: skip
 
 
@@ -330,7 +324,7 @@ def format_cases() -> Iterator[Case]:
             weight = weight4(rows, columns, blocksize, nested)
             blockwise4.dequantize_blockwise4(*weight, rows * columns, dtype)
             for transposed in (False, True):
-                blockwise4_float8.float8_of_blockwise4(*weight, (rows, columns), empty(), transposed)
+                float8.float8_of_blockwise4(*weight, (rows, columns), empty(), transposed)
             blockwise4.quantize_blockwise4(empty(rows, columns, dtype=dtype), blocksize, "nf4")
 
         yield Case(f"4-bit weights in blocks of {blocksize}", four, dtype, often)
@@ -440,26 +434,26 @@ def product_cases() -> Iterator[Case]:
         def four(x=x, often=often):
             bias = empty(rows, dtype=x.dtype)
             for blocksize, nested in ((64, True),) if often else apart((64, 32, 128), (True, False)):
-                gemv4.linear_blockwise4(x, *weight4(rows, columns, blocksize, nested), rows, bias)
+                blockwise4.linear_blockwise4(x, *weight4(rows, columns, blocksize, nested), rows, bias)
 
         def eight(x=x, often=often):
             codes = empty(rows, columns, dtype=torch.uint8)
             kinds = (("tensor", empty()), ("row", empty(rows)), ("tile", tiles(rows, columns)))
             for scaling, scale in kinds if x.dtype is BF16 else kinds[1:2]:
-                gemv8.linear_float8(x, codes, scale, scaling, None)
-            gemv8.linear_int8(x, empty(rows, columns, dtype=torch.int8), empty(rows), empty(rows, dtype=x.dtype))
+                float8.linear_float8(x, codes, scale, scaling, None)
+            int8.linear_int8(x, empty(rows, columns, dtype=torch.int8), empty(rows), empty(rows, dtype=x.dtype))
 
         def planes(x=x):
             blocks = rows * columns // 32
             for bits in (2, 3, 4, 5):
                 packed, scales = empty(blocks * bits, dtype=torch.int32), empty(blocks, dtype=torch.uint8)
-                gemv_planes.linear_bitplane(x, packed, scales, empty(), empty(2**bits), rows, None)
+                bitplane.linear_bitplane(x, packed, scales, empty(), empty(2**bits), rows, None)
             for bits, group in itertools.product((2, 3, 4, 8), (32, 64, 128)):
                 packed, scales = empty(blocks * bits, dtype=torch.int32), empty(rows * columns // group, dtype=FP16)
-                gemv_planes.linear_hqq(x, packed, scales, scales, bits, group, rows, None)
+                hqq.linear_hqq(x, packed, scales, scales, bits, group, rows, None)
 
         def low(x=x):
-            low_rank.low_rank_rows(x, empty(16, columns, dtype=x.dtype), None)
+            linear.low_rank_rows(x, empty(16, columns, dtype=x.dtype), None)
 
         yield Case(f"4-bit products, {batch} rows", four, dtype, often)
         yield Case(f"8-bit products, {batch} rows", eight, dtype, often)
@@ -500,18 +494,18 @@ def expert_cases() -> Iterator[Case]:
                     StackedWeight.plain(empty(count, *sides, dtype=dtype)),
                 ],
             )
-            for stack, turned in itertools.product(stacks, (False, True)):
-                depth, width = sides if turned else sides[::-1]
+            for stack, transposed in itertools.product(stacks, (False, True)):
+                depth, width = sides if transposed else sides[::-1]
                 x, u = empty(tokens, depth, dtype=dtype), empty(slots, rank, dtype=dtype)
-                shape = (count, rank, width) if turned else (count, width, rank)
+                shape = (count, rank, width) if transposed else (count, width, rank)
                 low = LowRank(u, empty(*shape, dtype=dtype), 1.0)
-                experts.grouped_product(x, stack, routing, True, turned, low, None)
-            for turned in (False, True):  # with an adapter's own factors
+                experts.grouped_product(x, stack, routing, True, transposed, low, None)
+            for transposed in (False, True):  # with an adapter's own factors
                 stack = StackedWeight.plain(
-                    empty(count, *((sides[0], rank) if turned else (rank, sides[1])), dtype=dtype)
+                    empty(count, *((sides[0], rank) if transposed else (rank, sides[1])), dtype=dtype)
                 )
-                x = empty(slots, sides[0] if turned else sides[1], dtype=dtype)
-                experts.grouped_product(x, stack, routing, False, turned)
+                x = empty(slots, sides[0] if transposed else sides[1], dtype=dtype)
+                experts.grouped_product(x, stack, routing, False, transposed)
             experts.grouped_outer(empty(tokens, sides[1], dtype=dtype), u, routing, True, 1.0, FP32)
             experts.combine(empty(slots, sides[0], dtype=dtype), routing, empty(tokens, top_k))
 
@@ -520,17 +514,17 @@ def expert_cases() -> Iterator[Case]:
 
         def token(dtype=dtype):
             x, weight = empty(1, sides[0], dtype=dtype), empty(count, sides[0], dtype=dtype)
-            _, scores, index = router.top_experts(x, weight, top_k, True, dtype)
+            _, scores, index = experts.top_experts(x, weight, top_k, True, dtype)
             stacks = packed_experts(count, sides[1], sides[0]), packed_experts(count, sides[0], sides[1] // 2)
-            expert_rows.expert_rows(x, *stacks, Unit("silu"), index, scores)
+            experts.expert_rows(x, *stacks, Unit("silu"), index, scores)
 
         yield Case("experts of a token", token, dtype)
     for dtype, unit in apart(WIDTHS, (Unit("silu"), Unit("gelu_tanh"), Unit("silu", True, 7.0, 1.702, 1.0))):
 
         def units(dtype=dtype, unit=unit):
             c, z, slots = empty(ROWS, 1536, dtype=dtype), empty(ROWS, 768, dtype=dtype), empty(ROWS)
-            experts_unit.expert_unit(c, unit)
-            experts_unit.expert_unit_backward_(z, c, unit, slots, empty(ROWS, dtype=torch.int32))
+            experts.expert_unit(c, unit)
+            experts.expert_unit_backward_(z, c, unit, slots, empty(ROWS, dtype=torch.int32))
 
         yield Case(f"experts' unit, {unit.activation}", units, dtype)
 

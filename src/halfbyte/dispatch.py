@@ -1,15 +1,15 @@
-"""One table from (op, device type) to the kernels that compute it: `Op.kernel` adds a row, a call takes the first.
+"""One table from (op, device type) to kernels: `Op.kernel` adds a kernel, a call runs the first that accepts it.
 
-An op is a plain torch function: its body is the specification, and runs where no kernel does. Kernels live in
+An op is a plain torch function. Its body is the specification and runs where no kernel does. Kernels live in
 `halfbyte.kernels.{triton,cuda,native}` and are imported the first time a tensor of their device arrives. ROCm devices
-are "cuda" in torch, so they take the same kernels.
+are "cuda" in torch, so they use the same kernels.
 
-A kernel says for which calls it is not made (`unless`), and its place among several (`rank`). Those that can are tried
-in that order. One that does not compile or fit raises `Unavailable` before it has changed anything: that is logged
-once, and the next one runs. `halfbyte env --kernels` prints the table with its reasons.
+A kernel declares which calls it refuses (`unless`) and its priority (`rank`). The kernels that accept a call are tried
+in order of rank. A kernel that does not compile or fit raises `Unavailable` before it changes any argument; dispatch
+logs this once and runs the next one. `halfbyte env --kernels` prints the table with the reasons.
 
-Eager calls go through a dictionary (0.8 µs measured) instead of `torch.library` (9 µs) or `custom_op` (27 µs); what
-must be opaque to `torch.compile` is registered with `torch.library` once, in `halfbyte.autograd`.
+Eager calls use a dictionary (0.8 µs measured) instead of `torch.library` (9 µs) or `custom_op` (27 µs). Functions that
+must be opaque to `torch.compile` are registered with `torch.library` once, in `halfbyte.autograd`.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Implementation(NamedTuple):
     """A kernel of an op.
 
     Args:
-        rank: of several that take a call, the lowest runs.
-        unless: takes the call's arguments, as they are given, and returns why this kernel does not take those, None
-            if it does; None: it takes all.
-        function: of the op's signature.
+        rank: priority; the lowest rank that accepts a call runs.
+        unless: takes the call's arguments and returns why this kernel refuses them, or None if it accepts them. None
+            accepts every call.
+        function: the kernel, with the op's signature.
     """
 
     rank: int
@@ -50,7 +50,7 @@ class Implementation(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Technology, module and function."""
+        """Technology, module and function, such as "cuda.gemv4.gemv"."""
         return f"{self.function.__module__.removeprefix('halfbyte.kernels.')}.{self.function.__name__}"
 
 
@@ -58,19 +58,19 @@ Attempt = tuple[Callable[..., str | None] | None, Callable[..., Any]]  # `unless
 
 
 class Op:
-    """A torch reference with kernels. Calling it runs what the first tensor argument's device has for the call."""
+    """A torch reference with kernels. A call runs on the kernels for the device of its first argument."""
 
     def __init__(self, reference: Callable[..., Any], *modules: str):
         self.reference, self.modules = reference, modules
         self._added: dict[str, list[Implementation]] = {}
-        self._imported: set[str] = {"meta"}  # device types whose modules were; what has no data has no kernels
-        self._by_device: dict[torch.device, tuple[Attempt, ...]] = {}  # a device's type is a slow string
+        self._imported: set[str] = {"meta"}  # device types whose modules are imported; meta tensors have no kernels
+        self._by_device: dict[torch.device, tuple[Attempt, ...]] = {}  # by device: `device.type` is a slow string
         functools.update_wrapper(self, reference)
 
     def kernel(
         self, *device_types: str, unless: Callable[..., str | None] | None = None, rank: int = 0
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Add the decorated function, of the reference's signature, for these device types; see `Implementation`."""
+        """Register the decorated function for these device types; see `Implementation`."""
 
         def add(function: Callable[..., Any]) -> Callable[..., Any]:
             for device_type in device_types:
@@ -91,11 +91,11 @@ class Op:
                 try:
                     return function(tensor, *args, **kwargs)
                 except Unavailable as error:
-                    self._say(function, error)
+                    self._log_unavailable(function, error)
         return self.reference(tensor, *args, **kwargs)
 
     def on(self, device_type: str) -> Op:
-        """The op as devices of this type run it, wherever its tensors are."""
+        """Return this op with the kernels of `device_type`, whatever device its tensors are on."""
         found, attempts = copy.copy(self), self._attempts(device_type)
         found._by_device = defaultdict(lambda: attempts)
         return found
@@ -104,14 +104,14 @@ class Op:
         return tuple((kernel.unless, kernel.function) for kernel in self.kernels(device_type))
 
     def choices(self, device_type: str, *args: Any, **kwargs: Any) -> list[tuple[str, str | None]]:
-        """Each kernel for devices of this type, by rank, and why it does not take these arguments; None: it does."""
+        """Each kernel for `device_type` by rank, with its reason to refuse these arguments or None."""
         return [
             (kernel.name, kernel.unless(*args, **kwargs) if kernel.unless else None)
             for kernel in self.kernels(device_type)
         ]
 
     def kernels(self, device_type: str) -> tuple[Implementation, ...]:
-        """Those for devices of this type, by rank. Says once which module does not load, or that there are none."""
+        """Kernels for `device_type`, by rank. Logs once which modules do not load, or that there are no kernels."""
         if device_type not in self._imported:
             self._imported.add(device_type)
             named = [name for name in self.modules if name.startswith("native.") == (device_type == "cpu")]
@@ -120,17 +120,17 @@ class Op:
                 missing = [f"there is no {device_type} kernel"]
             if missing:
                 name, others = self.reference.__name__, "other kernels or " if device_type in self._added else ""
-                instead = f"{others}the torch reference runs on {device_type} instead, more slowly"
+                instead = f"using {others}the torch reference on {device_type}, which is slower"
                 notice(f"kernels-{name}-{device_type}", f"{name}: {'; '.join(missing)}; {instead}")
         return tuple(self._added.get(device_type, ()))
 
-    def _say(self, function: Callable[..., Any], error: Unavailable) -> None:
+    def _log_unavailable(self, function: Callable[..., Any], error: Unavailable) -> None:
         name = Implementation(0, None, function).name
-        notice(f"kernel-{name}", f"{name}: {error}; another kernel or the torch reference runs instead, more slowly")
+        notice(f"kernel-{name}", f"{name}: {error}; using another kernel or the torch reference, which is slower")
 
 
 def _import(name: str) -> str | None:
-    """Import a module of `halfbyte.kernels`, which adds its kernels to their ops; returns why it does not load."""
+    """Import a module of `halfbyte.kernels`, which registers its kernels. Returns the reason if it does not load."""
     try:
         importlib.import_module(f"halfbyte.kernels.{name}")
     except ImportError as error:  # no Triton, or no C compiler
@@ -139,25 +139,25 @@ def _import(name: str) -> str | None:
 
 
 def op(*modules: str) -> Callable[[Callable[..., Any]], Op]:
-    """Make the decorated reference an `Op` whose kernels are in these modules of `halfbyte.kernels`."""
+    """Make the decorated reference an `Op` with kernels in these modules of `halfbyte.kernels`."""
     return lambda reference: Op(reference, *modules)
 
 
 def on_compiler() -> bool:
-    """True while torch.compile traces: then calls must go through the opaque `torch.library` ops."""
-    return torch.compiler.is_compiling() or (_unsaid and TracingContext.try_get() is not None)
+    """Return whether torch.compile is tracing: calls must then go through the opaque `torch.library` ops."""
+    return torch.compiler.is_compiling() or (_CHECK_TRACING_CONTEXT and TracingContext.try_get() is not None)
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Of matrix products on such a device, where autocast is on."""
+    """Autocast's dtype for matmuls on this device type, or None where autocast is off."""
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
 def to_compute_dtype(x: Tensor) -> Tensor:
-    """x in autocast's dtype where it is on."""
+    """x in autocast's dtype; unchanged where autocast is off."""
     return x.to(autocast_dtype(x.device.type) or x.dtype)
 
 
-# Before torch 2.13 `is_compiling` is false where Dynamo runs what it does not look into, such as the functions of a
-# tensor subclass (`__torch_function__`), on tensors without data; that something is traced, this tells.
-_unsaid = TorchVersion(torch.__version__) < TorchVersion("2.13")
+# Before torch 2.13 `is_compiling` is false in functions that Dynamo does not trace into, such as `__torch_function__`
+# of a tensor subclass, although they run on fake tensors. The tracing context shows this.
+_CHECK_TRACING_CONTEXT = TorchVersion(torch.__version__) < TorchVersion("2.13")

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from halfbyte.autograd.experts import ExpertWeights, experts
 from halfbyte.autograd.lora import LoRA
 from halfbyte.formats import from_spec
-from halfbyte.ops.experts_unit import Unit
+from halfbyte.ops.experts import Unit
 from halfbyte.plan.ledger import Ledger, kernels
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.utils.errors import ModelError

@@ -9,7 +9,7 @@ from halfbyte.config import RunConfig
 from halfbyte.formats import from_spec
 from halfbyte.loading.load import load_model
 from halfbyte.modeling.adapters import add_adapter
-from halfbyte.ops.experts_unit import Unit
+from halfbyte.ops.experts import Unit
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.utils.errors import ModelError
 from tests.helpers.expert_models import TOKENS, mixture

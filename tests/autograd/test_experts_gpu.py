@@ -8,7 +8,7 @@ from halfbyte.autograd import experts as module
 from halfbyte.autograd.experts import ExpertWeights, experts
 from halfbyte.autograd.lora import LoRA
 from halfbyte.formats import from_spec
-from halfbyte.ops.experts_unit import Unit
+from halfbyte.ops.experts import Unit
 from halfbyte.tensor import QuantizedTensor
 
 pytestmark = pytest.mark.gpu

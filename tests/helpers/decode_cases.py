@@ -1,4 +1,4 @@
-"""Stacks of decoder layers that the kernel for all of them is compared on, and how close is close enough."""
+"""Stacks of decoder layers for the tests of the decode kernels, and the tolerance of the comparison."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from tests.helpers.linear_cases import arguments
 
 
 def projections(rows, columns, dtype, device, ranks, masked, bias, nested):
-    """Linears of these numbers of rows; `ranks`: of the adapters of each."""
+    """Linears with these numbers of rows; `ranks`: ranks of each linear's adapters."""
     weights = []
     for each in rows:
         added = (torch.randn(each) * 0.1).to(dtype).to(device) if bias else None
@@ -30,7 +30,7 @@ def stack(
     batch, dtype, device="cpu", layers=2, width=256, inner=512, heads=4, key_heads=2, size=64, slots=32, slot=20,
     lora=False, masked=False, bias=False, qk_norm=False, window=None, nested=True, fp8=False,
 ):  # fmt: skip
-    """(hidden, stack): caches are full of numbers, of which those before each row's padding must not count."""
+    """(hidden, stack): caches hold random numbers, and those before each row's padding must be ignored."""
 
     def numbers(*shape, scale=1.0, shift=0.0):
         return (torch.randn(shape) * scale + shift).to(dtype).to(device)
@@ -66,7 +66,7 @@ def stack(
 
 
 def copied(made, dtype=None):
-    """The stack with caches of its own, in another dtype where one is given."""
+    """Copy the stack with its caches, converted to `dtype` if given."""
 
     def cast(tensor):
         return tensor if tensor is None or not tensor.is_floating_point() else tensor.to(dtype or tensor.dtype)
@@ -82,9 +82,9 @@ def copied(made, dtype=None):
 
 
 def check(run_of, hidden, made):
-    """The kernel is no further from fp32 than torch is in the same dtype, and writes the same to the cache.
+    """Check that the kernel's error against fp32 is at most torch's in the same dtype, and that caches are equal.
 
-    `run_of`: makes what runs a stack.
+    `run_of`: returns the function that runs a stack.
     """
     exact, same = copied(made, torch.float32), copied(made)
     expected = decode_layers(hidden.float(), exact)

@@ -1,4 +1,4 @@
-"""The CUDA kernels' own code, compiled for a CPU against emulated warps (`emulation/warp.cuh`)."""
+"""Compile the CUDA sources for a CPU with emulated warps (`emulation/warp.cuh`)."""
 
 import contextlib
 import ctypes
@@ -23,14 +23,14 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g
 
 
 def on_hopper(monkeypatch, multiprocessors=3):
-    """Let kernels think that they are on one with so few multiprocessors."""
+    """Assume a Hopper GPU with `multiprocessors` multiprocessors."""
     monkeypatch.setattr(device, "_assumed", device.Device("Hopper", "cuda", (9, 0), 232448, 1024, multiprocessors))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
 
 
 @functools.cache
 def workshop():
-    """The folder of sources and of what was built of them, with the standard headers compiled once."""
+    """Folder of sources and built libraries, with precompiled standard headers."""
     folder = ROOT / "emulated"
     folder.mkdir(exist_ok=True)
     with _alone(folder / "sources"):
@@ -45,14 +45,14 @@ def workshop():
 
 @contextlib.contextmanager
 def _alone(path):
-    """No other process makes it at the same time."""
+    """Lock `path` against other processes."""
     with open(f"{path}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def built(name, constants, runner=""):
-    """`<name>.cu` and C++ that runs it, compiled for a CPU: the folder's headers, but for those that emulation has."""
+    """Compile `<name>.cu` and the C++ `runner` for a CPU, with emulated headers where they exist."""
     folder = workshop()
     key = hashlib.sha256(repr((name, constants, runner)).encode()).hexdigest()[:16]
     library = folder / f"{key}.so"
@@ -65,10 +65,10 @@ def built(name, constants, runner=""):
 
 
 def image_of(runner=""):
-    """Replace `nvrtc.cubin`: return the path of a library instead of a cubin."""
+    """Return a replacement of `nvrtc.cubin` that returns a library's path. `runner`: C++, or by source {name: C++}."""
 
     def cubin(name, capability, constants, structs=()):
-        library = built(name, constants, runner)
+        library = built(name, constants, runner if isinstance(runner, str) else runner[name])
         return nvrtc.Image(library, *nvrtc.checked(nvrtc.exported(library.read_bytes()), name, structs))
 
     return cubin
@@ -86,15 +86,16 @@ class Emulated:
 
 
 def emulate(module, monkeypatch, runner):
-    """Let the kernels of `module` run here, on three multiprocessors of a Hopper GPU.
+    """Run the kernels of `module` on a CPU, as if on three multiprocessors of a Hopper GPU.
 
     Args:
-        module: of halfbyte.kernels.cuda, with a cached `_kernel` that takes `cubin` to `Kernel`.
-        runner: C++ of `run(blocks, threads, bytes, *pointers to the arguments)`, or of `run_NAME` for each kernel.
+        module: of halfbyte.kernels.cuda; its `remembered` functions pass `cubin` to `Kernel`.
+        runner: C++ of `run(blocks, threads, bytes, *pointers to the arguments)`, or of `run_NAME` for each kernel;
+            or {source: C++}.
     """
-    for name in ("_kernel", "_image"):
-        if cached := getattr(module, name, None):
-            monkeypatch.setattr(module, name, getattr(cached, "__wrapped__", cached))
+    for name, function in list(vars(module).items()):
+        if hasattr(function, "cache_clear") and getattr(function, "__module__", "") == module.__name__:
+            monkeypatch.setattr(module, name, function.__wrapped__)
     monkeypatch.setattr(module, "Kernel", Emulated)
     monkeypatch.setattr(module, "cubin", image_of(runner))
     on_hopper(monkeypatch)

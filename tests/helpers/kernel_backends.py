@@ -1,7 +1,7 @@
-"""Where a test of a kernel runs: its parameter `backend`.
+"""Parametrize kernel tests by `backend`, the place where the kernel runs.
 
-`cpu`: C, built here. `emulated`: CUDA's own code on a CPU, on emulated warps (`emulated`). `hopper`: CUDA on a GPU.
-`gpu`: what any GPU runs. `interpret`: Triton's interpreter, in the process that `test_interpreted` starts.
+`cpu`: C, compiled here. `emulated`: the CUDA source on a CPU, with emulated warps (`emulated`). `hopper`: CUDA on a
+GPU. `gpu`: any GPU. `interpret`: Triton's interpreter, in the process that `test_interpreted` starts.
 """
 
 import shutil
@@ -25,12 +25,12 @@ hopper = MARKS["hopper"]
 
 
 def backends(*names):
-    """Runs a test on each of these."""
+    """Run a test on each of these backends."""
     return pytest.mark.parametrize("backend", [pytest.param(name, marks=MARKS[name]) for name in names])
 
 
 def cases(names, **by_backend):
-    """Runs a test on each backend with cases of its own: values of `names`."""
+    """Run a test on each backend with that backend's cases: values of `names`."""
     names = names if isinstance(names, tuple) else (names,)
     values = [
         pytest.param(backend, *(case if len(names) > 1 else (case,)), marks=MARKS[backend], id=_id(backend, case))
@@ -46,5 +46,5 @@ def _id(backend, case):
 
 
 def loaded(module, backend, monkeypatch, runner):
-    """A module of CUDA kernels as `backend` runs it; `runner` is C++ for `emulate`."""
+    """Load a module of CUDA kernels for `backend`; `runner` is C++ for `emulate`."""
     return emulate(module, monkeypatch, runner) if backend == "emulated" else module

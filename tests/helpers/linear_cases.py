@@ -1,4 +1,4 @@
-"""Products that the small-M kernels are compared on, and how close is close enough."""
+"""Cases and tolerances for the small-M linear kernels."""
 
 import torch
 
@@ -7,7 +7,7 @@ from halfbyte.ops.blockwise4 import linear_blockwise4
 
 
 def arguments(rows, columns, kind="nf4", blocksize=64, nested=True, device="cpu"):
-    """Arguments of `linear_blockwise4` between x and bias."""
+    """Return the arguments of `linear_blockwise4` between x and bias."""
     format_ = Blockwise4(kind, blocksize, nested)
     parts = format_.quantize(torch.randn(rows, columns) * 0.05)
     parts = {name: part.to(device) for name, part in parts.items()}
@@ -16,13 +16,13 @@ def arguments(rows, columns, kind="nf4", blocksize=64, nested=True, device="cpu"
 
 
 def term_of(batch, rows, rank, dtype, device):
-    """An adapter's u, a part of longer rows, and B."""
+    """An adapter's u, a slice of longer rows, and B."""
     u, b = torch.randn(batch, rank + 16) / rank, torch.randn(rows, rank)
     return u.to(dtype).to(device)[:, 8 : 8 + rank], b.to(dtype).to(device)
 
 
 def check(function, batch, weight, columns, dtype, bias=True, rank=0):
-    """Within the rounding of the weights and of the result to `dtype`, of fp64's product."""
+    """Compare with an fp64 product, up to rounding of the weights and of the result to `dtype`."""
     rows = weight[-1]
     term = term_of(batch, rows, rank, dtype, weight[0].device) if rank else None
     x = torch.randn(batch, columns).to(dtype).to(weight[0].device)

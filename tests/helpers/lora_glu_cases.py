@@ -1,4 +1,4 @@
-"""Cases of the gated unit with its low-rank products, and how results are compared, on a GPU and off it."""
+"""Cases of the gated unit with its low-rank products, and the comparison of results."""
 
 import torch
 
@@ -9,7 +9,7 @@ from tests.helpers.parity import assert_as_close_as_torch, exact
 
 
 def case(size, dtype, device):
-    """grad, gate, up, low, v_down, factors of (rows, width, ranks); every term as large as the others."""
+    """grad, gate, up, low, v_down, factors for (rows, width, ranks); all terms have the same magnitude."""
     rows, width, (gate, up, down) = size
 
     def random(*shape, scale=1.0):
@@ -23,13 +23,13 @@ def case(size, dtype, device):
 
 
 def moved(arguments, change):
-    """The same arguments with every tensor changed."""
+    """Apply `change` to every tensor of the arguments."""
     *tensors, factors = arguments
     return *map(change, tensors), Factors(*map(change, factors[:3]), *factors[3:])
 
 
 def rounded(tensor):
-    """A copy on the CPU: what the reference, which is torch's arithmetic, is run on in the same dtype."""
+    """Copy to the CPU, where the reference runs in torch's arithmetic in the same dtype."""
     return tensor.cpu().clone()
 
 
@@ -44,14 +44,14 @@ def run_backward(function, arguments, activation):
 
 
 def assert_close_to(reference, run, mine, arguments, activation):
-    """`mine` against what `run` gives of the reference, in the same dtype and in fp64."""
+    """Compare `mine` with the result of `run` on the reference, in the same dtype and in fp64."""
     torchs, truths = (run(reference, moved(arguments, change), activation) for change in (rounded, exact))
     for tensor, other, truth in zip(mine, torchs, truths, strict=True):
         assert_as_close_as_torch(tensor.cpu(), other, truth)
 
 
 def slot_of(dtype, scale, device):
-    """Settled, as after a first step."""
+    """An FP8 slot after its first step, with this scale."""
     state = DelayedScaling([dtype], ScalingOptions(), device=device)
     state.scale.fill_(scale)
     state.inverse.fill_(1 / scale)
@@ -60,11 +60,11 @@ def slot_of(dtype, scale, device):
 
 
 def assert_cast(codes, slot, plain, interpreted=False):
-    """`codes` are `plain` in FP8, up to the rounding that its own sums leave open."""
+    """Check that `codes` are `plain` in FP8, up to the rounding differences of the kernel's sums."""
     limit = FP8_MAX[slot.dtype]
     values, expected = codes.float().cpu(), (plain.float().cpu() * slot.scale.cpu()).clamp(-limit, limit)
     sound = torch.ones_like(expected, dtype=torch.bool)
-    if interpreted:  # by Triton, which rounds to FP8 wrongly where the exponent grows
+    if interpreted:  # Triton's interpreter rounds to FP8 wrongly where the exponent grows
         sound = codes.view(torch.uint8) & (3 if slot.dtype is E5M2 else 7) != 0
     step = 2.0 ** (-2 if slot.dtype is E5M2 else -3)
     torch.testing.assert_close(values[sound], expected[sound], rtol=step * 0.51, atol=2**-6)

@@ -1,4 +1,4 @@
-"""Rows whose keys and values lie in pages, for the tests of attention over them."""
+"""Cases of attention over paged keys and values."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ VARIANTS = pytest.mark.parametrize(("window", "softcap"), WINDOWS_AND_CAPS)
 
 
 def case(dtype, heads=(4, 2), size=32, lengths=LENGTHS, device="cpu"):
-    """Tables of pages in any order, the first of two rows shared; what belongs to nobody is NaN."""
+    """Page tables in arbitrary order, whose first page two rows share; unused slots are NaN."""
     count = 3 + sum(-(-length // PAGE) for length in lengths)
     free = (torch.randperm(count - 1) + 1).tolist()
     q = torch.randn(len(lengths), heads[0], size).to(dtype)
@@ -29,12 +29,12 @@ def case(dtype, heads=(4, 2), size=32, lengths=LENGTHS, device="cpu"):
     return tuple(each.to(device) for each in own)
 
 
-# Rows that follow one another: of each, pages that all begin with, and their tokens. One is alone, and shares nothing.
+# Bundles of adjacent rows: pages that the bundle shares, and each row's tokens. One row is alone and shares nothing.
 BUNDLES = [(2, [129, 160, 193]), (0, [70]), (1, [65, 65]), (3, [250] * 16)]
 
 
 def shared_case(dtype, heads=(4, 2), size=32, bundles=BUNDLES, device="cpu"):
-    """Return a `case` whose rows share prefixes; the last bundle comes first, and one bundle has no rows."""
+    """Like `case`, with the rows' shared prefixes; the last bundle comes first, and one bundle has no rows."""
     *own, tables, lengths = case(dtype, heads, size, [length for _, rows in bundles for length in rows])
     found, pages, begin = [[0, 0, 0]], [], 0
     for common, rows in bundles:
@@ -51,7 +51,7 @@ def exact(arguments):
 
 
 def check_store(store, dtype, cache_dtype, heads=2, size=8, device="cpu"):
-    """Check where and what `store` writes, for keys and values that are views of one projection's result."""
+    """Check the values and places that `store` writes, for keys and values that are slices of one projection."""
     caches = [torch.zeros(5, heads, PAGE, size, dtype=cache_dtype, device=device) for _ in range(2)]
     new = (torch.randn(3, 2 * heads, size) * 1000).to(dtype).to(device).split(heads, dim=1)
     places = [(4, 0), (1, 63), (4, 7)]

@@ -1,7 +1,7 @@
-"""Device, dtypes and tolerances of the Triton kernels' parity tests.
+"""Helpers of the Triton parity tests: device, dtypes and tolerances.
 
-The same tests run on a GPU and, with TRITON_INTERPRET=1, on a CPU in Triton's interpreter. The interpreter's bf16 is
-wrong, and a program takes it milliseconds, so it gets fp32, fp16 and small sizes.
+The same tests run on a GPU and, with TRITON_INTERPRET=1, on a CPU in Triton's interpreter. The interpreter computes
+bf16 wrongly and takes milliseconds a program, so it runs fp32, fp16 and small sizes.
 """
 
 import os
@@ -13,7 +13,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
 
-# In the interpreter these tests are not the GPU's, and run wherever it starts them.
+# In the interpreter these tests need no GPU.
 mark = pytest.mark.interpret if INTERPRETED else pytest.mark.gpu
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
@@ -30,24 +30,24 @@ if INTERPRETED:
 
 @pytest.fixture(autouse=True)
 def poisoned():
-    """Fill what torch.empty returns with NaN, so that an element no kernel wrote shows."""
+    """Fill tensors from torch.empty with NaN, so that elements which no kernel wrote are found."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
 def random(*shape, dtype=torch.float32, scale=1.0):
-    """Drawn on the CPU: every machine tests the same numbers."""
+    """Draw on the CPU, so that every machine tests the same numbers."""
     return (torch.randn(*shape) * scale).to(dtype).to(DEVICE)
 
 
 def exact(tensor):
-    """fp64 on the CPU: what the references compute the truth from."""
+    """Convert to fp64 on the CPU, for the references."""
     return tensor.detach().double().cpu() if tensor is not None else None
 
 
 def assert_as_close_as_torch(mine, torchs, truth):
-    """Against fp64, `mine` errs no more than torch does in the same dtype, plus a constant far below 16 bits."""
+    """Check that the error of `mine` against fp64 is at most torch's in the same dtype, plus a small constant."""
     assert (mine.shape, mine.dtype) == (torchs.shape, torchs.dtype)
     scale = truth.norm() + 1e-30
     error, allowed = ((exact(tensor) - truth).norm() / scale for tensor in (mine, torchs))
@@ -56,17 +56,17 @@ def assert_as_close_as_torch(mine, torchs, truth):
 
 
 def assert_within_roundings(mine, truth, absolute, roundings):
-    """Each sum of `mine` lies no farther from `truth` than fp32's roundings, and then that to its dtype, can take it.
+    """Check that sums in `mine` differ from `truth` by at most the worst case of fp32 rounding, and one to its dtype.
 
-    A term of a sum goes through at most `roundings` of them, whatever the order of the sum, and fewer where products
-    and sums are contracted: together they err by at most roundings·eps·Σ|terms|, a product and a sum by half as much
-    where they round to nearest (Higham 2002, Accuracy and Stability of Numerical Algorithms, §3.1 and §4.2). Tensor
-    cores cut off instead (Fasi et al. 2021, PeerJ Computer Science 7:e330), hence the whole.
+    A term of a sum is rounded at most `roundings` times, in any order of summation, and fewer times with FMAs. The
+    error is at most roundings·eps·Σ|terms|, and half of it with rounding to nearest (Higham 2002, Accuracy and
+    Stability of Numerical Algorithms, §3.1 and §4.2). Tensor cores truncate instead (Fasi et al. 2021, PeerJ Computer
+    Science 7:e330), so the bound is not halved.
 
     Args:
-        truth: fp64, of the CPU.
+        truth: fp64, on the CPU.
         absolute: Σ|terms|, likewise.
-        roundings: a number, or a tensor of them that broadcasts to `truth`.
+        roundings: a number, or a tensor that broadcasts to `truth`.
     """
     bound = roundings * torch.finfo(torch.float32).eps * absolute
     if mine.dtype != torch.float32:

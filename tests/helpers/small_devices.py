@@ -1,4 +1,4 @@
-"""Devices with less shared memory than a Hopper GPU, to be assumed on it or in Triton's interpreter."""
+"""Simulate devices with less shared memory than a Hopper GPU, on one or in Triton's interpreter."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ from tests.helpers.parity import INTERPRETED
 
 
 def small(kib, tensor):
-    """The device of `tensor` if a block had so many KiB of shared memory there."""
+    """The device of `tensor` with `kib` KiB of shared memory per block."""
     here = device_of(tensor)
     if INTERPRETED:
         return Device(f"one of {kib} KiB", "cpu", (0, 0), kib * 1024, None, 4)
@@ -15,12 +15,12 @@ def small(kib, tensor):
 
 
 def compiled_shared_bytes(launcher):
-    """Shared memory that each compiled form of a kernel takes."""
+    """Shared memory that each compiled variant of a kernel takes."""
     return [compiled.metadata.shared for compiled in launcher._compiled.values()]
 
 
 def refuses(launcher, monkeypatch):
-    """Have Triton find that the kernel asks for too much."""
+    """Make Triton report that the kernel needs too much shared memory."""
     from triton.runtime.errors import OutOfResources
 
     class Large:

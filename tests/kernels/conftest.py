@@ -1,4 +1,4 @@
-"""Fixtures of the kernels' tests, and the sampling of the process that interprets Triton kernels."""
+"""Make the helper modules of this folder importable: pytest's importlib mode does not change sys.path."""
 
 import os
 from collections import Counter
@@ -9,8 +9,8 @@ from tests.helpers import emulated
 
 
 def pytest_collection_modifyitems(config, items):
-    """In the process of `test_interpreted`, one of so many cases of each test. Their number is odd, so that of two
-    dtypes both are among them."""
+    """In the process of `test_interpreted`, select every n-th case of each test. n is odd, so that both of two dtypes
+    are selected."""
     every, seen, left = int(os.environ.get("HALFBYTE_INTERPRET_EVERY", "1")), Counter(), []
     for item in list(items) if every > 1 else ():
         function = item.nodeid.partition("[")[0]
@@ -25,17 +25,17 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session", autouse=True)
 def workshop(tmp_path_factory):
-    """What one process has compiled for emulation, the others of this run find."""
+    """Share libraries compiled for emulation among the processes of a run."""
     root = tmp_path_factory.getbasetemp()
     emulated.ROOT = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
 
 
 @pytest.fixture(autouse=True)
 def wgmma(request):
-    """Two kernels are for compute capability 9.x alone, not for what is newer."""
+    """Skip kernels that need wgmma, which only compute capability 9.x has."""
     given = request.node.callspec.params if hasattr(request.node, "callspec") else {}
-    name = getattr(given.get("module"), "__name__", "")
-    if given.get("backend") == "hopper" and name.endswith(("cuda.gemm4", "cuda.gemm_planes")):
+    needs = getattr(given.get("module"), "__name__", "").endswith("cuda.gemm4") or given.get("kernel") == "gemm64"
+    if given.get("backend") == "hopper" and needs:
         import torch
 
         if torch.cuda.get_device_capability()[0] != 9:
@@ -44,7 +44,7 @@ def wgmma(request):
 
 @pytest.fixture(autouse=True)
 def no_kernel_is_refused(request):
-    """On a GPU a kernel that is refused would pass every comparison with the reference, being it."""
+    """Fail if a kernel was unavailable on a GPU: the comparison would be of the reference with itself."""
     yield
     if "gpu" in request.node.keywords:
         from halfbyte.utils.notices import said

@@ -1,4 +1,4 @@
-"""Attention and its repeatable backward against their references and autograd, on a GPU and in Triton's interpreter."""
+"""Compare attention and its deterministic backward with references and autograd, on a GPU and in the interpreter."""
 
 import pytest
 import torch
@@ -13,13 +13,13 @@ from tests.helpers.small_devices import compiled_shared_bytes, small
 
 pytestmark = mark
 
-# Lengths of documents, heads of queries and of keys, width of a head, window, softcap, whether there are sinks
+# Document lengths, query heads, key heads, head size, window, softcap, whether there are sinks
 CASES = [
     ((7, 50, 1, 33, 64, 10), 4, 2, 16, None, None, False),  # tiles with several documents; one of a single token
-    ((100,), 2, 1, 24, None, None, True),  # a width that is no power of two
+    ((100,), 2, 1, 24, None, None, True),  # a head size that is not a power of two
     ((70, 40, 3), 2, 2, 32, 20, 2.0, True),
     ((140,), 2, 1, 16, 70, 3.0, False),  # a window wider than a tile
-    ((130, 9), 3, 1, 16, 2, None, True),  # a token sees one other, and the sink
+    ((130, 9), 3, 1, 16, 2, None, True),  # a token attends to one other token and the sink
     ((129,), 2, 2, 16, None, 0.5, True),  # scores far beyond the cap
 ]
 if not INTERPRETED:
@@ -30,13 +30,13 @@ cases = pytest.mark.parametrize(("lengths", "heads", "keys", "width", "window", 
 
 
 def documents_of(lengths):
-    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0), sum(lengths)], dtype=torch.int32)  # a last one of none
+    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0), sum(lengths)], dtype=torch.int32)  # the last is empty
     return spans(bounds.to(DEVICE), sum(lengths))
 
 
 def trees(groups):
-    """Documents and prompts of tokens in `groups`: a prompt and its answers, by their lengths."""
-    columns = [[], [], [], []]  # begin, end, and the prompt's
+    """Documents and prompts of `groups`, each the lengths of a prompt and its answers."""
+    columns = [[], [], [], []]  # begin and end of the document, and of the prompt
     for prompt, *answers in groups:
         at = len(columns[0])
         parts = [(at, prompt, at + prompt + sum(answers), 0, 0)]
@@ -52,7 +52,7 @@ def trees(groups):
 
 
 def forward(query, key, value, documents, scores, sinks=None, prompts=None):
-    """In the inputs' dtype: the result and the logarithm of the sums."""
+    """The result and the logsumexp, in the inputs' dtype."""
     rows, group = torch.arange(len(query), device=query.device), query.shape[1] // key.shape[1]
     first = documents[0].to(query.device)
     seen = (rows <= rows[:, None]) & (rows >= first[:, None])
@@ -106,7 +106,7 @@ def check(lengths, heads, keys, width, dtype, documents, scores, sunk=False, pro
     for ours, true in zip(reference[:3], truths, strict=False):
         assert (exact(ours) - true).norm() <= 4 * torch.finfo(dtype).eps * true.norm()
     assert (mine[3] is None) == (reference[3] is None) == (not sunk)
-    if sunk:  # a sum whose terms cancel out, of out as it was rounded
+    if sunk:  # the terms of this sum cancel, and out has been rounded
         terms = (truth[3] * true_out).abs().sum(-1).T * (true_sinks[:, None] - true_log).exp()
         for ours in (mine[3], reference[3]):
             assert ((exact(ours) - truths[3]).abs() <= 4 * torch.finfo(dtype).eps * terms.sum(1)).all()
@@ -121,9 +121,9 @@ def test_values_and_gradients(lengths, heads, keys, width, window, softcap, sunk
     check(lengths, heads, keys, width, dtype, documents_of(lengths), scores, sunk)
 
 
-# A prompt and its answers; heads of queries and of keys, width of a head
+# A prompt and its answers; query heads, key heads, head size
 TREES = [
-    ([(5, 3, 4), (20,), (1, 1, 1, 7)], 4, 2, 16),  # all in one tile but for the last, and a document without answers
+    ([(5, 3, 4), (20,), (1, 1, 1, 7)], 4, 2, 16),  # all in one tile but the last, and a document without answers
     ([(70, 30, 20), (9, 80, 2)], 2, 1, 24),
     ([(3, 2), (140, 60, 1, 70)], 2, 2, 16),  # a prompt of several tiles, its last one shared with an answer
 ]
@@ -145,7 +145,7 @@ def test_gradients_of_answers_that_share_a_prompt(groups, heads, keys, width, dt
 
 
 def test_strides():
-    """Heads before tokens, as a model may hold them, or parts of one projection."""
+    """Inputs may be [heads, tokens] in memory, or slices of one projection."""
     lengths, documents, scores = (40, 25), documents_of((40, 25)), Scores(0.2)
     *inputs, dout = drawn(lengths, 4, 2, 16, torch.float16)
     out, log = kernels.forward(*inputs, documents, scores)
@@ -159,7 +159,7 @@ def test_strides():
 
 
 def test_documents_do_not_see_each_other():
-    """One replaced, no bit of the others changes, forward or backward."""
+    """Replacing one document changes no bit of the others, forward and backward."""
     lengths, scores = (70, 30, 61), Scores(0.2, 40, 2.0)
     documents, sinks = documents_of(lengths), random(4)
     *inputs, dout = drawn(lengths, 4, 2, 16, torch.float16)

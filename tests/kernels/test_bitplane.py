@@ -1,4 +1,4 @@
-"""k-bit and HQQ weights in bit planes: every kernel, bit for bit the reference's, past 2^31 and in graphs."""
+"""Check bit-plane kernels (k-bit and HQQ) bit for bit against the reference, past 2^31 values and in CUDA graphs."""
 
 import importlib
 
@@ -14,7 +14,7 @@ from tests.helpers.kernel_backends import backends, cases
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 KBIT = ("kbit:2:nf", "kbit:2:affine", "kbit:3:bnf", "kbit:4:fitted", "kbit:5:nf")
 HQQ = ("hqq:8:128", "hqq:8:32:range:float16", "hqq:4:64", "hqq:3:32", "hqq:2:64")
-# One value; whole blocks; padded rows of which the last block is one value, or one short of whole.
+# One value; whole blocks; padded rows whose last block has one value, or one value too few.
 SHAPES = ((1, 1), (3, 64), (5, 33), (9, 127), (2, 256))
 
 
@@ -35,7 +35,7 @@ def kbit_arguments(format, parts):
 
 
 def check_dequantize(specs, dtypes, shapes=SHAPES, device="cpu", kernel=None, hqq_kernel=None):
-    """The kernel's values are the reference's, bit for bit. Kernels default to the ops, which dispatch."""
+    """Check that the values equal the reference's bit for bit. Kernels default to the ops, which dispatch."""
     from halfbyte.ops.bitplane import dequantize_bitplane
     from halfbyte.ops.hqq import dequantize_hqq
 
@@ -57,7 +57,7 @@ def check_dequantize(specs, dtypes, shapes=SHAPES, device="cpu", kernel=None, hq
 
 
 def check_quantize(specs, dtypes, shapes=SHAPES, device="cpu", kernel=None):
-    """The kernel's planes are the reference's, bit for bit, on the same scales."""
+    """Check that the planes equal the reference's bit for bit, for the same scales."""
     from halfbyte.ops.bitplane import padded_blocks, quantize_bitplane
 
     for spec in specs:
@@ -76,15 +76,15 @@ LARGER = (*SHAPES, (130, 33), (67, 1024))
 
 @pytest.fixture
 def by(backend):
-    """Arguments of `check_dequantize` and `check_quantize`: where, and by which kernels; on a GPU by the ops."""
+    """Arguments of `check_dequantize` and `check_quantize` for a backend: device and kernels; on a GPU, the ops."""
     if backend == "gpu":
         return {"device": "cuda"}, {"device": "cuda"}
     folder = "native" if backend == "cpu" else "triton"
     try:
-        planes, hqq = (importlib.import_module(f"halfbyte.kernels.{folder}.{name}") for name in ("bitplane", "hqq"))
+        planes = importlib.import_module(f"halfbyte.kernels.{folder}.bitplane")
     except Unavailable as error:
         pytest.skip(str(error))
-    return {"kernel": planes.dequantize, "hqq_kernel": hqq.dequantize}, {"kernel": planes.quantize}
+    return {"kernel": planes.dequantize, "hqq_kernel": planes.dequantize_groups}, {"kernel": planes.quantize}
 
 
 @cases(
@@ -107,8 +107,8 @@ def test_dequantize(by, backend, spec, dtypes, shapes):
     gpu=[(spec, (*SHAPES, (1536, 2048))) for spec in KBIT],
     interpret=[(spec, SHAPES[1:3]) for spec in KBIT],
 )
-def test_matrices_one_above_the_other(by, backend, spec, shapes):
-    """Each with its own factor and codebook, as a stack of experts has them."""
+def test_stacked_matrices(by, backend, spec, shapes):
+    """Each matrix has its own factor and codebook, like a stack of experts."""
     format, where = from_spec(spec), by[0]
     for shape in shapes:
         each = [format.quantize(weight_of(shape) * (1 + 3 * at)) for at in range(3)]
@@ -136,7 +136,7 @@ def test_quantize(by, backend, spec, dtypes, shapes):
 
 @backends("cpu")
 @pytest.mark.parametrize("spec", ["kbit:3:nf", "kbit:2:affine", "hqq:4:128"])
-def test_threads_leave_no_seam(by, spec):
+def test_values_do_not_depend_on_threads(by, spec):
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -149,7 +149,7 @@ def test_threads_leave_no_seam(by, spec):
 
 @cases(("bits", "exponents", "dtypes"), cpu=[(5, (-120, -12, 0, 13, 122), DTYPES)], interpret=[(4, (-2,), DTYPES[:1])])
 def test_every_scale_and_every_rounding(by, backend, bits, exponents, dtypes):
-    """All 256 scale bytes, with factors that take values to fp16's subnormals, its overflow, and fp32's extremes."""
+    """All 256 scale bytes, with factors that reach fp16's subnormals, its overflow, and fp32's extremes."""
     codebook = kbit_codebook("nf", bits, torch.device("cpu"))
     packed = torch.randint(-(2**31), 2**31, (256 * bits,), dtype=torch.int64).int()
     scales = torch.arange(256, dtype=torch.uint8)
@@ -160,7 +160,7 @@ def test_every_scale_and_every_rounding(by, backend, bits, exponents, dtypes):
 
 
 @backends("cpu")
-def test_parts_that_are_not_contiguous(by):
+def test_non_contiguous_parts(by):
     for spec in ("kbit:4:fitted", "kbit:2:affine", "hqq:3:64"):
         format = from_spec(spec)
         parts = format.quantize(torch.randn(7, 96))
@@ -183,7 +183,7 @@ def test_the_format_gives_the_same_bytes_as_on_a_cpu(spec, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("spec", ["kbit:4:nf", "hqq:4:64"])
 def test_wide_ranges(spec):
-    """Block scales from 1e-30 to 1e30: scales that E4M4 flushes, and a factor that brings in the rest."""
+    """Block scales from 1e-30 to 1e30: E4M4 flushes some to zero, and a factor rescales the rest."""
     exponent = torch.rand(1 << 12, 1, generator=torch.Generator().manual_seed(0)) * 60 - 30
     weight = torch.randn(1 << 12, 64, generator=torch.Generator().manual_seed(1)) * 10**exponent
     format = from_spec(spec)
@@ -221,8 +221,8 @@ def test_more_than_two_to_the_31_values(format):
 
 
 @pytest.mark.gpu
-def test_fitting_hqq_takes_a_gibibyte_beside_the_weight():
-    """The largest linear of a Llama-3.1-8B layer; how much work it is, `tests/formats/test_hqq.py` counts."""
+def test_fitting_hqq_takes_less_than_one_extra_gibibyte():
+    """The largest linear of a Llama-3.1-8B layer; `tests/formats/test_hqq.py` counts the operations."""
     weight, format = torch.randn(14336, 4096, dtype=torch.bfloat16, device="cuda") * 0.02, HQQFormat(4, 64)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

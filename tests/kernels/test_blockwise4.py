@@ -1,4 +1,4 @@
-"""4-bit weights and their values: every kernel, bit for bit the reference's at ugly sizes, past 2^31 and on streams."""
+"""Check 4-bit kernels bit for bit against the reference, at irregular sizes, past 2^31 values and on streams."""
 
 import importlib
 import importlib.util
@@ -18,7 +18,7 @@ from tests.helpers.kernel_backends import DEVICES, backends, cases
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 NOT_FINITE = [float("nan"), -float("nan"), float("inf"), -float("inf")]
 KINDS = ("nf4", "fp4")
-# One value; a block and its neighbours; odd; a tail shorter than a word of 8; programs that end within a block.
+# One value; one block plus or minus one; an odd number; a tail of less than 8 values; programs that end within a block.
 COUNTS = (1, 2, 7, 31, 33, 63, 64, 65, 1001, 4095, 4096, 4097, 8193, 16387)
 
 
@@ -30,7 +30,7 @@ def weight_of(count, dtype, device="cpu"):
 
 
 def quantized(count, blocksize, kind, nested, dtype=torch.float32):
-    """Arguments of `dequantize_blockwise4` up to `numel`, by the reference, on the CPU."""
+    """Arguments of `dequantize_blockwise4` up to `numel`, quantized by the reference on the CPU."""
     packed, absmax = blockwise4.quantize_blockwise4.reference(weight_of(count, dtype), blocksize, kind)
     if not nested:
         return packed, absmax, None, blocksize, kind, count
@@ -40,7 +40,7 @@ def quantized(count, blocksize, kind, nested, dtype=torch.float32):
 
 
 def check_dequantize(kernel, dtypes, blocksizes, counts=COUNTS, device="cpu"):
-    """The kernel's values are the reference's, bit for bit."""
+    """Check that the values equal the reference's bit for bit."""
     for count, blocksize, kind, nested in itertools.product(counts, blocksizes, KINDS, (False, True)):
         arguments = quantized(count, blocksize, kind, nested)
         moved = [to(argument, device) for argument in arguments]
@@ -52,7 +52,7 @@ def check_dequantize(kernel, dtypes, blocksizes, counts=COUNTS, device="cpu"):
 
 
 def check_quantize(kernel, dtypes, blocksizes, counts=COUNTS, device="cpu"):
-    """The kernel's codes and scales are the reference's, bit for bit."""
+    """Check that the codes and scales equal the reference's bit for bit."""
     for count, blocksize, kind, dtype in itertools.product(counts, blocksizes, KINDS, dtypes):
         weight = weight_of(count, dtype)
         packed, absmax = kernel(weight.to(device), blocksize, kind)
@@ -79,7 +79,7 @@ def kernels(backend):
         pytest.skip(str(error))
 
 
-# The interpreter takes 5-12 ms a program and is wrong in bf16: few programs, fp32 and fp16 only.
+# The interpreter takes 5-12 ms a program and computes bf16 wrongly: few programs, fp32 and fp16 only.
 @cases(
     ("blocksize", "dtypes", "counts"),
     cpu=[(blocksize, DTYPES, COUNTS) for blocksize in (32, 64, 512, 4096)],
@@ -103,7 +103,7 @@ def test_quantize(kernels, backend, blocksize, dtypes, counts):
 
 @backends("cpu")
 @pytest.mark.parametrize("blocksize", [64, 4096])
-def test_threads_leave_no_seam(kernels, blocksize):
+def test_values_do_not_depend_on_threads(kernels, blocksize):
     before, counts = torch.get_num_threads(), (1 << 17, (1 << 18) + 4097)
     torch.set_num_threads(2)
     try:
@@ -115,7 +115,7 @@ def test_threads_leave_no_seam(kernels, blocksize):
 
 @cases(("rows", "low", "high"), cpu=[(4096, -44, 38)], gpu=[(1 << 14, -30, 30)])
 def test_wide_ranges(kernels, backend, rows, low, high):
-    """Magnitudes from 10^low on: denormals, blocks whose scale is below the smallest reciprocal."""
+    """Magnitudes from 10^low on: denormals, and blocks with a scale below the smallest reciprocal."""
     generator = torch.Generator().manual_seed(0)
     exponent = torch.rand(rows, 1, generator=generator) * (high - low) + low
     weight = (torch.randn(rows, 64, generator=generator).clamp(-3, 3) * 10.0**exponent).view(-1)
@@ -144,7 +144,7 @@ def test_every_rounding_to_16_bits(kernels):
     "bad",
     **{backend: [float("nan"), -float("nan"), float("inf"), -float("inf")] for backend in ("cpu", "gpu", "interpret")},
 )
-def test_what_is_not_finite_reaches_the_scale(kernels, backend, bad):
+def test_nonfinite_values_reach_the_scale(kernels, backend, bad):
     for dtype in DTYPES[:1] if backend == "interpret" else DTYPES:
         for count in (130,) if backend == "interpret" else (70, 5001):
             for at in (0, 37, count - 1):
@@ -154,7 +154,7 @@ def test_what_is_not_finite_reaches_the_scale(kernels, backend, bad):
 
 
 @backends("cpu")
-def test_parts_that_are_not_contiguous(kernels):
+def test_non_contiguous_parts(kernels):
     packed, absmax, (second, code, offset), *rest = quantized(64 * 600, 64, "nf4", True)
     expected = kernels.dequantize(packed, absmax, (second, code, offset), *rest, torch.float32)
     strided = [torch.stack([part, part], -1)[..., 0] for part in (packed, absmax, second, code)]
@@ -181,7 +181,7 @@ def test_format_on_the_gpu_equals_the_cpu_nested_scales_included():
     format_ = Blockwise4("nf4", 64, True)
     expected, found = format_.quantize(weight), format_.quantize(weight.cuda())
     assert torch.equal(found["packed"].cpu(), expected["packed"])
-    # The mean of the scales is summed in another order; all that follows from it may differ in the last bit.
+    # The mean of the scales is summed in another order, so everything computed from it may differ in the last bit.
     torch.testing.assert_close(found["nested_offset"].cpu(), expected["nested_offset"], rtol=1e-6, atol=0)
     torch.testing.assert_close(
         format_.dequantize(found, (67, 131), torch.float32).cpu(),

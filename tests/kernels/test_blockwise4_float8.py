@@ -1,12 +1,11 @@
-"""4-bit weights straight to E4M3, both ways round, against the reference: bit-equal."""
+"""Check casts of 4-bit weights to E4M3, plain and transposed, bit for bit against the reference."""
 
 import pytest
 import torch
 
 from halfbyte.formats import Blockwise4
-from halfbyte.ops.float8 import float8_of_blockwise4
-from halfbyte.ops.float8 import E4M3
-from tests.helpers.parity import DEVICE, INTERPRETED, mark, poisoned  # noqa: F401
+from halfbyte.ops.float8 import E4M3, float8_of_blockwise4
+from tests.helpers.parity import DEVICE, INTERPRETED, mark
 
 pytest.importorskip("triton")
 from halfbyte.kernels.triton.blockwise4 import float8
@@ -18,7 +17,7 @@ if not INTERPRETED:
 
 
 def assert_equal(found, expected):
-    """Triton's interpreter rounds to FP8 wrongly where the exponent grows, which leaves no mantissa bits."""
+    """Compare codes; Triton's interpreter rounds to FP8 wrongly where the exponent grows, leaving no mantissa bits."""
     sound = expected & 7 != 0 if INTERPRETED else torch.ones_like(expected, dtype=torch.bool)
     assert torch.equal(found[sound], expected[sound])
 

@@ -1,4 +1,4 @@
-"""A causal convolution over documents beside each document's own, forward and backward."""
+"""Compare a causal convolution over packed documents with one document at a time, forward and backward."""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
-"""Every kernel for every architecture, compiled without a GPU and held against what the device has.
+"""Compile every kernel for every architecture without a GPU, and compare its resources with the device's limits.
 
-What dispatch launches there is asked of dispatch (`benchmarks.kernel_matrix`). The committed page and its results are
-those of all forms; here a part is compiled anew, and with `slow` the whole.
+`benchmarks.kernel_matrix` records the launches that dispatch makes for each target. The committed page and its results
+have all variants; a part of them is compiled here, and all of them with `slow`.
 """
 
 import collections
@@ -28,14 +28,14 @@ from halfbyte.kernels.cuda import nvrtc
 from halfbyte.kernels.triton.launch import Launcher
 
 TARGETS = {target.name: target for target in matrix.TARGETS}
-# All that is everyday for one target, and for others what depends on shared memory and tensor cores alone.
+# For one target all everyday variants; for the others those that depend on shared memory and tensor cores.
 EVERYDAY = {"sm_86": "", "sm_90": "gated unit with", "sm_75": "decoding", "gfx942": "decoding"}
 needs_nvrtc = pytest.mark.skipif(matrix.any_nvrtc() is None, reason="needs the wheel nvidia-cuda-nvrtc")
 
 
 @pytest.fixture(autouse=True)
 def compilers(monkeypatch, tmp_path):
-    """NVRTC from its wheel, nothing of it kept; Triton's driver as it was."""
+    """NVRTC from its wheel with an empty cache, and Triton's driver restored afterwards."""
     monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path))
     monkeypatch.setattr(nvrtc, "_nvrtc", matrix.any_nvrtc)
     before = driver._active
@@ -44,12 +44,12 @@ def compilers(monkeypatch, tmp_path):
 
 
 def an_image(name, capability, constants, structs=()):
-    """In the place of NVRTC, where nothing is to be compiled."""
+    """Replace NVRTC where nothing is to be compiled."""
     return cuda.Image(f"{name} {constants}".encode(), 0, 0)
 
 
 def launched(target, chosen, cubin=matrix.no_nvrtc):
-    """What cases launch on a target."""
+    """Launches of the cases on a target."""
     with matrix.recorded(target, cubin) as found:
         for case in chosen:
             case.call()
@@ -69,7 +69,7 @@ def test_every_kernel_has_a_row():
 
 
 def kernels():
-    """Code of every kernel of an op, and the op's name."""
+    """Code of every kernel of an op, with the op's name."""
     for module in pkgutil.iter_modules(ops.__path__, "halfbyte.ops."):
         for value in vars(importlib.import_module(module.name)).values():
             if isinstance(value, Op):
@@ -77,9 +77,9 @@ def kernels():
                     yield inspect.unwrap(kernel.function).__code__, value.reference.__name__
 
 
-def test_every_launch_has_a_reference_to_fall_back_to():
-    """It is within an op's kernel; and that of an op that changes its arguments launches once, before it has."""
-    names, within = dict(kernels()), []  # with each launch the frame of its kernel, which is another in every call
+def test_every_launch_can_fall_back_to_a_reference():
+    """Launches are made by an op's kernel; the kernel of a mutating op launches once, before it changes an argument."""
+    names, within = dict(kernels()), []  # per launch the frame of its kernel, which differs for every call
 
     def frames():
         frame = sys._getframe()
@@ -104,8 +104,8 @@ def test_every_launch_has_a_reference_to_fall_back_to():
     ("name", "half", "full"),
     [("sm_75", 0, 0), ("sm_80", 64, 32), ("sm_86", 64, 32), ("sm_90", 64, 32), ("sm_120", 64, 32), ("gfx942", 32, 16)],
 )
-def test_ranks_that_are_taken_in_one_pass(name, half, full):
-    """What is not has products of its own (`autograd.lora_mlp`): a rank is never asked for and then refused."""
+def test_ranks_supported_in_one_pass(name, half, full):
+    """Other ranks take separate products (`autograd.lora_mlp`): no rank is accepted and then refused."""
     for dtype, most in ((cases.BF16, half), (cases.FP16, half), (cases.FP32, full)):
         assert matrix.ranks_in_one_pass(TARGETS[name], dtype) == list(range(4, most + 1))
     assert not matrix.ranks_in_one_pass(TARGETS[name], torch.float64)
@@ -113,7 +113,7 @@ def test_ranks_that_are_taken_in_one_pass(name, half, full):
 
 @pytest.mark.parametrize("target", matrix.TARGETS, ids=lambda target: target.name)
 def test_every_rank_and_head_size_has_a_row(target):
-    """What is launched for it is a form that the page's cases have, but for numbers that are masked with."""
+    """Every variant that is launched is among the page's cases, except for numbers that only mask."""
 
     def form(launch):
         constants = launch.constants[3:] if launch.name.startswith("lora_glu.") else launch.constants
@@ -130,14 +130,14 @@ def test_every_rank_and_head_size_has_a_row(target):
     assert len(found.triton) >= 3 * 193
 
 
-def test_the_page_is_that_of_the_results():
+def test_page_matches_the_results():
     assert matrix.PAGE.read_text(encoding="utf-8") == matrix.rendered(matrix.read_results())
     readme = (matrix.ROOT / "README.md").read_text(encoding="utf-8")
     assert "docs/kernels.md" in readme
 
 
 @pytest.mark.parametrize("name", EVERYDAY)
-def test_what_is_launched_every_day_compiles_and_fits(name):
+def test_everyday_launches_compile_and_fit(name):
     chosen = [case for case in cases.all_cases() if case.everyday and EVERYDAY[name] in case.name]
     with mock.patch.object(cuda, "cubin", matrix.no_nvrtc):
         rows = matrix.measure(TARGETS[name], chosen)
@@ -146,7 +146,7 @@ def test_what_is_launched_every_day_compiles_and_fits(name):
 
 
 @needs_nvrtc
-def test_cuda_kernels_of_every_day_compile_and_fit():
+def test_everyday_cuda_kernels_compile_and_fit():
     chosen = [case for case in cases.all_cases() if case.everyday and "products" in case.name and "4-bit" in case.name]
     with mock.patch.object(matrix, "compile_triton", return_value=matrix.Taken()):
         rows = matrix.measure(TARGETS["sm_90"], chosen)
@@ -160,7 +160,7 @@ def test_cuda_kernels_of_every_day_compile_and_fit():
 @needs_nvrtc
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", TARGETS)
-def test_all_forms_are_as_the_page_says(name):
+def test_all_variants_match_the_page(name):
     expected = matrix.read_results()[name]
     found = matrix.measure_all([name], 1)[name]
     assert {kernel: (row["forms"], row["refused"]) for kernel, row in found.items()} == {
@@ -176,12 +176,12 @@ def test_all_forms_are_as_the_page_says(name):
         (matrix.Taken(reason="no such type"), "no such type"),
     ],
 )
-def test_what_stands_in_the_way(taken, said):
+def test_reasons_for_refusing_a_variant(taken, said):
     assert taken.obstacle(TARGETS["sm_86"].device) == said
 
 
-def test_the_old_tiles_would_be_found():
-    """C1 and C2 of the review: an H200's tiles on a device of 99 KiB."""
+def test_h200_tiles_are_refused_on_small_devices():
+    """C1 and C2 of the review: an H200's tiles on a device with 99 KiB of shared memory."""
     with matrix.recorded(TARGETS["sm_90"], matrix.no_nvrtc) as found:
         cases.lora_call(cases.FP16, 64, "silu", False)
         cases.attend_call(cases.BF16, 256, cases.BF16, None, None)
@@ -192,7 +192,7 @@ def test_the_old_tiles_would_be_found():
     assert stores == ""  # a step's keys and values
 
 
-def test_a_refused_form_is_a_note_of_the_page():
+def test_refused_variant_is_noted_on_the_page():
     row = {"forms": 2, "shared_bytes": 2048, "registers": 1, "spilled_bytes": 0, "refused": {"too large": ["heads"]}}
     page = matrix.rendered({"sm_86": {"a.kernel": row}})
     assert "| a.kernel | 2 KiB [1] |" in page
@@ -200,7 +200,7 @@ def test_a_refused_form_is_a_note_of_the_page():
     assert "| | sm_86 |" in page
 
 
-def test_nothing_is_left_of_an_assumed_device():
+def test_assumed_device_is_restored():
     with contextlib.suppress(ZeroDivisionError), matrix.recorded(TARGETS["sm_75"]):
         assert not cases.lora_glu.in_one_pass(torch.empty(1, dtype=torch.float16), 16)
         raise ZeroDivisionError

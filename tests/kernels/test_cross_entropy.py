@@ -1,4 +1,4 @@
-"""The Triton cross-entropy against its reference at ugly sizes, on a GPU and in Triton's interpreter."""
+"""Compare the Triton cross-entropy with its reference at irregular sizes, on a GPU and in Triton's interpreter."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def example(rows, vocabulary, dtype, ignore_index=-100):
 
 
 def stock(logits, labels, objective, upstream=None):
-    """Losses and the gradient of their sum as torch computes them in fp32 from logits in their dtype."""
+    """Losses and the gradient of their sum, computed by torch in fp32 from logits in their dtype."""
     logits = logits.detach().clone().requires_grad_()
     z = logits.float() * objective.scale
     if objective.softcap is not None:
@@ -73,11 +73,11 @@ def test_gradient_from_saved_statistics(dtype, objective, with_entropy):
     grad_entropy = random(len(logits)) if with_entropy else None
     saved = kernels.cross_entropy_(logits, labels, objective, False, True)
     true_saved = reference.cross_entropy_.reference(true_logits, labels.cpu(), objective, False, True)
-    assert torch.equal(exact(logits), true_logits)  # without a gradient they stay
+    assert torch.equal(exact(logits), true_logits)  # without a gradient they are not overwritten
     arguments = (exact(upstream), exact(grad_entropy))
     reference.log_probs_backward_.reference(true_logits, labels.cpu(), *true_saved[1:], *arguments, objective)
     kernels.log_probs_backward_(logits, labels, *saved[1:], upstream, grad_entropy, objective)
-    if with_entropy:  # torch has no entropy to compare with
+    if with_entropy:  # torch computes no entropy
         assert (exact(logits) - true_logits).norm() <= (2 * torch.finfo(dtype).eps + 2e-6) * true_logits.norm()
     else:
         assert_as_close_as_torch(logits, torch_gradient, true_logits)
@@ -89,7 +89,7 @@ def test_gradient_of_a_slice_whose_label_is_in_another(dtype, objective):
     objective = objective._replace(label_smoothing=0.0, z_loss=0.0)
     logits, labels = example(*SIZES[2], dtype, objective.ignore_index)
     labels[::2] = ELSEWHERE
-    labels[1] = SIZES[2][1]  # of no slice
+    labels[1] = SIZES[2][1]  # outside every slice
     truth, logsumexp, upstream = exact(logits), random(len(logits), scale=3.0) + 9, random(len(logits))
     arguments = (exact(upstream), None, objective)
     reference.log_probs_backward_.reference(truth, labels.cpu(), exact(logsumexp), None, *arguments)
@@ -101,7 +101,7 @@ def test_gradient_of_a_slice_whose_label_is_in_another(dtype, objective):
 
 
 def test_rows_with_gaps_and_columns():
-    """Any row stride is written where it is; other layouts through a copy."""
+    """Rows with any stride are overwritten in place; other layouts through a copy."""
     for wide in (random(4, 40), random(40, 4).T):
         labels = torch.tensor([0, 22, -100, 7], device=DEVICE)
         part = wide[:, 3:26]
@@ -116,8 +116,8 @@ def test_rows_with_gaps_and_columns():
 
 @dtypes
 @pytest.mark.parametrize("vocabulary", [515, 17_001, 7] + [50_257, 151_665] * (not INTERPRETED))
-def test_rows_that_begin_at_eights_of_logits(vocabulary, dtype):
-    """An odd vocabulary in padded rows, as `ops.losses` makes them: equal results, and what is behind rows stays."""
+def test_rows_aligned_to_eight_logits(vocabulary, dtype):
+    """An odd vocabulary in padded rows, as `ops.losses` makes them: equal results, and the padding is not written."""
     labels = torch.tensor([0, vocabulary - 1, -100, 3, 5], device=DEVICE)
     rows, behind = random(5, vocabulary, dtype=dtype, scale=4.0), -(-vocabulary // 16) * 16 - vocabulary
     wide = F.pad(rows, (0, behind), value=torch.nan)
@@ -127,13 +127,13 @@ def test_rows_that_begin_at_eights_of_logits(vocabulary, dtype):
     got = kernels.cross_entropy_(part, labels, Objective(z_loss=1e-3), True, True)
     want = kernels.cross_entropy_(rows, labels, Objective(z_loss=1e-3), True, True)
     assert torch.equal(part, rows)
-    for found, expected in zip(got, want, strict=True):  # the loads decide which thread adds what
+    for found, expected in zip(got, want, strict=True):  # alignment of the loads decides which thread adds what
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert wide[:, vocabulary:].isnan().all()
 
 
 def test_labels_outside_and_ignored_rows():
-    """NaN where a label is no word, nothing where a row is not trained, whatever it holds."""
+    """The loss is NaN if a label is not in the vocabulary, and zero if a row is ignored, whatever it holds."""
     logits, _ = example(6, 300, torch.float32)
     labels = torch.tensor([300, -1, 2**40, -(2**40), -100, 299], device=DEVICE)
     logits[4] = torch.nan
@@ -146,10 +146,10 @@ def test_labels_outside_and_ignored_rows():
 
 
 def test_infinite_logits():
-    """Masked words have no probability; a row of them, or one above all, is as undefined as in torch."""
+    """Masked tokens have probability 0; a row of only -inf, or with +inf, gives NaN as in torch."""
     inf = torch.inf
     logits = random(4, 600)
-    logits[0, :590] = -inf  # whole loads of nothing
+    logits[0, :590] = -inf  # whole loads are masked
     logits[1, 10:] = -inf
     logits[2] = -inf
     logits[3, 5] = inf
@@ -169,11 +169,11 @@ def test_large_logits_do_not_overflow():
     label = torch.tensor([2], device=DEVICE)
     torch_loss, torch_gradient = stock(logits, label, Objective())
     got = kernels.cross_entropy_(logits, label, Objective(), True, False)
-    torch.testing.assert_close(got.loss, torch_loss, rtol=1e-3, atol=1e-3)  # 1e4 in fp32 is known to 1e-3
+    torch.testing.assert_close(got.loss, torch_loss, rtol=1e-3, atol=1e-3)  # fp32 represents 1e4 to 1e-3
     torch.testing.assert_close(logits, torch_gradient, rtol=1e-3, atol=1e-3)
 
 
-def test_one_word():
+def test_vocabulary_of_one_token():
     logits = random(3, 1)
     got = kernels.cross_entropy_(logits, torch.tensor([0, -100, 0], device=DEVICE), Objective(), True, True)
     for values in (got.loss, got.entropy, logits):
@@ -186,7 +186,7 @@ def test_no_rows():
     kernels.log_probs_backward_(logits, labels, logits[:, 0], None, logits[:, 0], None, Objective())
 
 
-def test_autograd_is_told_of_the_change():
+def test_change_is_visible_to_autograd():
     logits = random(3, 9).requires_grad_() * 1.0
     kept = logits.exp()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""CUDA kernels that may not compile, load or be launched here."""
+"""Check the fallbacks of CUDA kernels that do not compile, load or launch."""
 
 from types import SimpleNamespace
 
@@ -11,8 +11,8 @@ from halfbyte.kernels.cuda import Image, Kernel, remembered
 from halfbyte.utils import notices
 
 
-def test_what_does_not_compile_is_said_once_and_not_tried_again():
-    """Of one variant: others run."""
+def test_compile_failure_is_logged_once_and_not_retried():
+    """Only that variant is unavailable: others run."""
     notices.forget()
     calls = []
 
@@ -35,11 +35,11 @@ def test_what_does_not_compile_is_said_once_and_not_tried_again():
     assert [product(x, which, term=10) for which in (0, 1, 2, 1, 2, 0)] == [10, 11, "reference", 11, "reference", 10]
     assert calls == [0, 1, 2]
     (text,) = notices.said().values()
-    assert text.endswith("compiled: no NVRTC; another kernel or the torch reference runs instead, more slowly")
+    assert "compiled: no NVRTC" in text
 
 
 class Driver:
-    """Answers as a driver would that loads everything; launches end with `status`."""
+    """A driver that loads everything; launches return `status`."""
 
     def __init__(self, status=0, able=1, each=1):
         self.status, self.able, self.each, self.launched = status, able, each, 0
@@ -62,7 +62,7 @@ class Driver:
 
 @pytest.fixture
 def kernel(monkeypatch):
-    """Makes a kernel on a device of 99 KiB and 10 multiprocessors, with a driver."""
+    """Make a kernel on a device with 99 KiB of shared memory and 10 multiprocessors, with a driver."""
     monkeypatch.setattr(device, "_assumed", device.Device("RTX", "cuda", (12, 0), 99 * 1024, 1024, 10))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
@@ -95,7 +95,7 @@ def test_other_failures_of_a_launch_are_raised(kernel):
 
 
 @pytest.mark.parametrize(("able", "each", "room"), [(0, 1, 0), (1, 0, 0), (1, 1, 10)])
-def test_blocks_that_do_not_run_at_once_are_refused_before_a_launch(able, each, room, kernel):
+def test_too_many_cooperative_blocks_are_refused_before_a_launch(able, each, room, kernel):
     driver = Driver(able=able, each=each)
     made = kernel(0, driver)
     with pytest.raises(Unavailable, match=f"runs {room}.*11 blocks"):

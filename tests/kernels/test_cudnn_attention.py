@@ -1,4 +1,4 @@
-"""cuDNN's repeatable backward on whole rows: its parts anywhere, the library on a Hopper GPU that has the package."""
+"""Check cuDNN's deterministic backward: its split into parts anywhere, the library on a Hopper GPU that has it."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ with_cudnn = pytest.mark.skipif(not (HOPPER and attention.cudnn()), reason="need
 
 
 def drawn(rows, heads, keys, length, width=16, dtype=torch.float32, device="cpu"):
-    """dout, query, key, value, the result and the logarithm of the sums, laid out as a model's projections are."""
+    """dout, query, key, value, the result and the logsumexp, in the layout of a model's projections."""
     dout, query, key, value = (
         torch.randn(rows, length, count, width).to(device, dtype).transpose(1, 2)
         for count in (heads, heads, keys, keys)
@@ -29,7 +29,7 @@ def drawn(rows, heads, keys, length, width=16, dtype=torch.float32, device="cpu"
 
 @pytest.fixture
 def executed(monkeypatch):
-    """A library that has a plan for everything, and computes the reference; the shapes of the queries it was given."""
+    """A fake library that supports every shape and computes the reference; records the shapes of the queries."""
     given = []
 
     def execute(plan, part):
@@ -48,12 +48,12 @@ def executed(monkeypatch):
     ("fitting", "parts"),
     [
         (8, [(4, 4, 24, 16)]),
-        (7, [(2, 4, 24, 16)] * 2),  # heads of keys that fit: all of three rows, and three does not divide four
+        (7, [(2, 4, 24, 16)] * 2),  # 3 key heads of all rows would fit, but 3 does not divide 4
         (2, [(1, 4, 24, 16)] * 4),
         (1, [(1, 2, 24, 16)] * 8),
     ],
 )
-def test_rows_and_heads_go_through_in_parts(executed, monkeypatch, fitting, parts):
+def test_rows_and_heads_are_split_into_parts(executed, monkeypatch, fitting, parts):
     monkeypatch.setattr(cudnn_attention, "SCRATCH", fitting * 2 * 2 * 24 * 24)
     operands = drawn(**SHAPE)
     found = cudnn_attention.backward(*operands, 0.2)

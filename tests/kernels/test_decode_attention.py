@@ -1,4 +1,4 @@
-"""Attention over a static cache beside the reference: padded rows, windows, caps, an 8-bit cache, a moving slot."""
+"""Compare attention over a static cache with the reference: padding, windows, caps, 8 bits, a changing last slot."""
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ def test_a_graph_follows_the_last_slot():
 
 @pytest.mark.parametrize(("batch", "heads", "size"), [(1, 4, 128), (3, 2, 40)])
 def test_keys_and_values_are_stored(batch, heads, size):
-    """In their slot alone, from where projections left them."""
+    """Only the new slot is written, from slices of a projection."""
     from halfbyte.kernels.triton import cached_attention as module
 
     slot = torch.tensor([5], device=DEVICE)
@@ -70,8 +70,8 @@ def test_keys_and_values_are_stored(batch, heads, size):
     k, v = both[:, :heads], both[:, heads:]
     mine, theirs = ([each.clone() for each in kept] for _ in range(2))
     assert module.store_static_obstacle(k, v, *mine, slot) is None
-    module.store(k, v, *mine, slot)
+    module.store_static(k, v, *mine, slot)
     store_both_.reference(k, v, *theirs, slot)
     assert all(map(torch.equal, mine, theirs))
     assert "dtype" in module.store_static_obstacle(k.half(), v.half(), *mine, slot)
-    assert "token" in module.store_static_obstacle(k.expand(-1, -1, 2, -1), v, *mine, slot)
+    assert "one token's" in module.store_static_obstacle(k.expand(-1, -1, 2, -1), v, *mine, slot)

@@ -1,4 +1,4 @@
-"""All decoder layers of a token in one call against the specification: in C, and in CUDA."""
+"""Compare all decoder layers of a token in one call with the specification, in C and in CUDA."""
 
 import dataclasses
 
@@ -64,7 +64,7 @@ def test_on_a_cpu(native, given, threads):
         torch.set_num_threads(before)
 
 
-def test_what_a_cpu_leaves_to_torch(native):
+def test_cases_unsupported_on_a_cpu(native):
     hidden, made = decode_cases.stack(1, FP32)
     assert one_launch(hidden.expand(17, -1), made) is None
     assert one_launch(hidden, dataclasses.replace(made, cos=made.cos.double())) is None
@@ -73,8 +73,8 @@ def test_what_a_cpu_leaves_to_torch(native):
     assert one_launch(*decode_cases.stack(1, BF16, size=48)) is None
 
 
-def test_numbers_in_bf16_are_kept_as_torch_rounds_them(native):
-    """Ties, the largest finite number, infinities and NaN among the values of the one new token."""
+def test_bf16_rounding_matches_torch(native):
+    """Ties, the largest finite number, infinities and NaN among the values of the new token."""
     given = [1.00390625, 1.01171875, -0.0, 3.3895e38, 3.4e38, float("inf"), float("nan"), 1e-40]
     hidden, made = decode_cases.stack(1, BF16, layers=1, bias=True)
     hidden, value = torch.zeros_like(hidden), made.layers[0].qkv.weights[2]
@@ -89,15 +89,15 @@ def test_numbers_in_bf16_are_kept_as_torch_rounds_them(native):
 
 @pytest.fixture
 def runner(monkeypatch):
-    """Makes what runs a stack on emulated warps, on three multiprocessors, in blocks of a given shape."""
-    loaded(decode4, "emulated", monkeypatch, RUN)
+    """Make the function that runs a stack on emulated warps, on three multiprocessors, in blocks of a given shape."""
+    loaded(decode_layers, "emulated", monkeypatch, RUN)
 
     def of(blocks):
         def run_of(hidden, stack):
-            shape = decode4.Blocks(*blocks)
-            assert decode4.misfit(hidden, stack, 16 * shape.rt) is None
-            stacked = decode4.Stacked(hidden, stack, shape)
-            built = decode4._kernel(-1, stacked.shared_bytes(), tuple(stacked.constants().items()))
+            shape = decode_layers.Blocks(*blocks)
+            assert decode_layers.misfit(hidden, stack, 16 * shape.rt) is None
+            stacked = decode_layers.Stacked(hidden, stack, shape)
+            built = decode_layers._kernel(-1, stacked.shared_bytes(), tuple(stacked.constants().items()))
             return lambda x: stacked(built, x)
 
         return run_of
@@ -105,7 +105,6 @@ def runner(monkeypatch):
     return of
 
 
-@pytest.mark.sampled(2)
 @cases(
     ("blocks", "batch", "dtype", "keys"),
     emulated=[
@@ -122,23 +121,23 @@ def test_layers(runner, backend, blocks, batch, dtype, keys):
 
 @cases("keys", emulated=[{}, {"window": 7, "fp8": True}])
 def test_blocks_share_slots(runner, monkeypatch, backend, keys):
-    """Two blocks for each of four heads; with the window one of them has no slot."""
+    """Two blocks for each of four heads; with a window one of them has no slot."""
     on_hopper(monkeypatch, 8)
     hidden, made = decode_cases.stack(1, BF16, layers=1, **keys)
-    assert decode4.splits_of(made.heads, 8, 32, 32) == 2
+    assert decode_layers.splits_of(made.heads, 8, 32, 32) == 2
     decode_cases.check(runner((1, 1, 2, 2)), hidden, made)
 
 
 @backends("emulated")
 def test_inputs_that_do_not_fit(runner, monkeypatch, backend):
-    """Then blocks wait for each other at barriers, as they do with more rows. A team has three chunks of slots."""
-    monkeypatch.setattr(decode4.Stacked, "fits_in", lambda *_: False)
+    """Blocks then synchronize at barriers, as with more rows. A team has three chunks of slots."""
+    monkeypatch.setattr(decode_layers.Stacked, "fits_in", lambda *_: False)
     decode_cases.check(runner((1, 1, 1, 2)), *decode_cases.stack(1, FP16, layers=1, lora=True))
 
 
 @backends("emulated")
 def test_steps_follow_each_other(runner, backend):
-    """The counters are as they were; the cache has the keys of the step before."""
+    """Counters are reset after a step, and the cache has the keys of the step before."""
     hidden, made = decode_cases.stack(2, FP16, layers=1)
     ours, theirs = decode_cases.copied(made), decode_cases.copied(made)
     run = runner((1, 1, 2, 2))(hidden, ours)
@@ -150,7 +149,7 @@ def test_steps_follow_each_other(runner, backend):
 
 
 @pytest.mark.parametrize("refuses", [False, True])
-def test_layers_whose_blocks_do_not_run_at_once_are_separate_kernels(refuses, monkeypatch):
+def test_without_cooperative_launch_layers_are_separate_kernels(refuses, monkeypatch):
     from benchmarks.kernel_cases import decoder_stack
 
     class Loaded:
@@ -164,29 +163,29 @@ def test_layers_whose_blocks_do_not_run_at_once_are_separate_kernels(refuses, mo
 
     notices.forget()
     monkeypatch.setattr(device, "_assumed", device.KNOWN["h100"])
-    monkeypatch.setattr(decode4, "cubin", lambda *_: Image(b"", 0, 0))
-    monkeypatch.setattr(decode4, "Kernel", Loaded)
-    decode4._kernel.cache_clear(), decode4._image.cache_clear()
+    monkeypatch.setattr(decode_layers, "cubin", lambda *_: Image(b"", 0, 0))
+    monkeypatch.setattr(decode_layers, "Kernel", Loaded)
+    decode_layers._kernel.cache_clear(), decode_layers._image.cache_clear()
     found = one_launch.on("cuda")(*decoder_stack(1, BF16, 128, False))
-    decode4._kernel.cache_clear(), decode4._image.cache_clear()
+    decode_layers._kernel.cache_clear(), decode_layers._image.cache_clear()
     assert (found is None) == refuses
     assert list(notices.said()) == (["kernel-cuda.decode_layers.compile_layers"] if refuses else [])
 
 
-def test_what_the_kernel_does_not_take(monkeypatch):
+def test_unsupported_cases(monkeypatch):
     on_hopper(monkeypatch)
 
     def reason(hidden, made):
-        return decode4.obstacle(hidden, made) or ""
+        return decode_layers.obstacle(hidden, made) or ""
 
     hidden, made = decode_cases.stack(2, BF16, layers=1)
     assert not reason(hidden, made)
     assert "16 bits" in reason(hidden.float(), made)
     assert "1 to 8 rows" in reason(hidden.repeat(9, 1), made)
-    assert "32" in reason(*decode_cases.stack(2, BF16, layers=1, inner=528))
-    assert "256" in reason(*decode_cases.stack(2, BF16, layers=1, inner=576))
-    assert "64" in reason(*decode_cases.stack(2, BF16, layers=1, heads=8, key_heads=2, size=32))
-    assert "dtype" in reason(hidden, dataclasses.replace(made, cos=made.cos.float()))
+    assert "N in multiples of 32" in reason(*decode_cases.stack(2, BF16, layers=1, inner=528))
+    assert "K in multiples of 256" in reason(*decode_cases.stack(2, BF16, layers=1, inner=576))
+    assert "heads of 64" in reason(*decode_cases.stack(2, BF16, layers=1, heads=8, key_heads=2, size=32))
+    assert "in the dtype" in reason(hidden, dataclasses.replace(made, cos=made.cos.float()))
 
 
 @cases(("batch", "lora"), hopper=[(batch, lora) for batch in (1, 2, 5, 8) for lora in (False, True)])
@@ -229,7 +228,7 @@ def test_captured_steps_follow_each_other_and_are_reproducible(backend, batch):
 
 @backends("hopper")
 def test_engine_uses_it(backend):
-    """A model of Llama's shape in NF4 with adapters: captured steps give what the engine's own forward gives."""
+    """A Llama-shaped model in NF4 with adapters: captured steps equal the engine's own forward."""
     from benchmarks.step_model import build
     from halfbyte.generation.engine import StaticEngine
 

@@ -1,4 +1,4 @@
-"""The Triton kernels of a Gated DeltaNet's steps against their references, on a GPU and in Triton's interpreter."""
+"""Compare the Triton kernels of a Gated DeltaNet's steps with their references, on a GPU and in the interpreter."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ SHAPES = [(2, 4, 8, 8), (1, 3, 24, 40)] + ([] if INTERPRETED else [(16, 32, 128,
 
 
 def inputs(rows, shape, dtype=torch.float32):
-    """mixed, a and b of random rows, and the layer's own numbers."""
+    """mixed, a and b of random rows, and the layer's parameters."""
     key_heads, heads, key_size, value_size = shape
     channels = 2 * key_heads * key_size + heads * value_size
     own = random(heads) * 0.5, random(heads) * 0.5
@@ -57,7 +57,7 @@ def test_recurrence(shape, dtype):
 
 
 def test_large_steps():
-    """Where softplus is its argument, and where a state is gone at once."""
+    """Steps so large that softplus(x) = x, or that a state decays to zero at once."""
     mixed, a, b, a_log, dt_bias = inputs(2, SHAPES[0])
     a, states = a * 0 + torch.tensor([[25.0], [90.0]], device=DEVICE), random(2, 4, 8, 8)
     mine, theirs, seats = states.clone(), states.clone(), torch.arange(2, device=DEVICE)
@@ -67,7 +67,7 @@ def test_large_steps():
     torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_what_it_does_not_take():
+def test_unsupported_cases():
     arguments, states = inputs(1, SHAPES[0]), random(1, 4, 8, 8)
     seats = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     assert "fp32" in kernels.delta_obstacle(*arguments, states.double(), seats, 2)

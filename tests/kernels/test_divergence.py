@@ -1,4 +1,4 @@
-"""The Triton divergence against its reference at ugly sizes, on a GPU and in Triton's interpreter."""
+"""Compare the Triton divergence with its reference at irregular sizes, on a GPU and in Triton's interpreter."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ betas = pytest.mark.parametrize("beta", BETAS)
 
 
 def example(rows, vocabulary, dtype):
-    """Logits of a student and of a teacher who is near it."""
+    """Logits of a student and of a teacher close to it."""
     student = random(rows, vocabulary, dtype=dtype, scale=4.0)
     return student, (student.float() + random(rows, vocabulary)).to(dtype)
 
@@ -39,7 +39,7 @@ def test_divergence_and_gradient(shape, dtype, objectives, beta):
     truth, kept = exact(student), teacher.clone()
     wanted = reference.divergence_.reference(truth, exact(teacher), objectives, beta, True)
     got = kernels.divergence_(student, teacher, objectives, beta, True)
-    # probabilities err by fp32's roundings, and their differences by as much; small results by half a subnormal's step
+    # probabilities have fp32 rounding errors, so do their differences; small results err by half a subnormal's step
     info, count = torch.finfo(dtype), truth.numel()
     least = 1e-6 * shape[0] ** 0.5 + info.smallest_normal * info.eps / 2 * count**0.5
     assert (exact(student) - truth).norm() <= (info.eps + 5e-6) * truth.norm() + least
@@ -49,7 +49,7 @@ def test_divergence_and_gradient(shape, dtype, objectives, beta):
 
 
 @betas
-def test_without_a_gradient_logits_stay(beta):
+def test_logits_are_unchanged_without_a_gradient(beta):
     student, teacher = example(4, 515, torch.float16)
     kept = student.clone()
     got = kernels.divergence_(student, teacher, OBJECTIVES["plain"], beta, False)
@@ -60,8 +60,8 @@ def test_without_a_gradient_logits_stay(beta):
 
 @betas
 @pytest.mark.parametrize("vocabulary", [515, 17_001] + [151_665] * (not INTERPRETED))
-def test_padded_rows_and_what_is_behind_them(vocabulary, beta):
-    """As `linear_divergence` makes them; and where the teacher's alone are so."""
+def test_padded_rows_leave_padding_unchanged(vocabulary, beta):
+    """Padded logits as `linear_divergence` makes them; also with only the teacher's padded."""
     student, teacher = example(3, vocabulary, torch.float16)
     behind = -(-vocabulary // 16) * 16 - vocabulary
     padded = [F.pad(each, (0, behind), value=torch.nan) for each in (student, teacher)]
@@ -70,15 +70,15 @@ def test_padded_rows_and_what_is_behind_them(vocabulary, beta):
     results = [kernels.divergence_(*pair, OBJECTIVES["plain"], beta, True)
                for pair in ((student, teacher), (other, theirs), (mine, theirs))]  # fmt: skip
     for found, gradient in zip(results[1:], (other, mine), strict=True):
-        for value, expected in zip(found, results[0], strict=True):  # the loads decide which thread adds what
+        for value, expected in zip(found, results[0], strict=True):  # alignment decides which thread adds what
             torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(gradient, student, rtol=2e-3, atol=1e-6)
     assert all(each[:, vocabulary:].isnan().all() for each in padded)
 
 
 @betas
-def test_words_that_neither_has(beta):
-    """Masked in both: no probability, no divergence, no gradient; the others as if those words were not there."""
+def test_tokens_masked_in_both(beta):
+    """Tokens masked in both have no probability, divergence or gradient; the others are as without those tokens."""
     student, teacher = example(2, 600, torch.float32)
     for each in (student, teacher):
         each[:, 40:] = -torch.inf
@@ -91,7 +91,7 @@ def test_words_that_neither_has(beta):
     assert not student[:, 40:].any()
 
 
-def test_far_apart():
+def test_distant_distributions():
     """Logits whose probabilities underflow; β near an end."""
     student = torch.tensor([[1e4, -1e4, 9999.0, 0.0]], device=DEVICE)
     teacher = torch.tensor([[9998.0, -1e4, 1e4, 50.0]], device=DEVICE)
@@ -100,7 +100,7 @@ def test_far_apart():
         truth = exact(student)
         wanted = reference.divergence_.reference(truth, exact(teacher), OBJECTIVES["plain"], beta, True)
         got = kernels.divergence_(mine, teacher, OBJECTIVES["plain"], beta, True)
-        torch.testing.assert_close(exact(got[0]), wanted[0], rtol=1e-2, atol=1e-3)  # 1e4 in fp32 is known to 1e-3
+        torch.testing.assert_close(exact(got[0]), wanted[0], rtol=1e-2, atol=1e-3)  # fp32 represents 1e4 to 1e-3
         torch.testing.assert_close(exact(mine), truth, rtol=1e-2, atol=1e-3)
 
 
@@ -111,7 +111,7 @@ def test_no_rows():
 
 @pytest.mark.skipif(INTERPRETED, reason="no graphs in the interpreter")
 def test_in_chunks_of_hidden_states():
-    """`linear_divergence` on the device, whose op takes the kernel, beside fp64."""
+    """`linear_divergence` on the device, whose op takes the kernel, against fp64."""
     x, w, y, v = random(700, 64), random(5001, 64, scale=0.3), random(700, 48), random(5001, 48, scale=0.3)
     objectives, how = OBJECTIVES["plain"], {"grad_hidden": True, "grad_weight": True}
     wanted = reference.linear_divergence(*map(exact, (x, w, y, v)), objectives, 0.3, **how)

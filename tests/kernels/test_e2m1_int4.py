@@ -1,4 +1,4 @@
-"""Kernels of NVFP4, MXFP4, GPTQ and AWQ: bit-equal to the references. On a GPU, or in Triton's interpreter."""
+"""Check kernels of NVFP4, MXFP4, GPTQ and AWQ bit for bit against the references, on a GPU or in the interpreter."""
 
 import pytest
 import torch
@@ -46,8 +46,8 @@ def test_e2m1(shape, tile):
 
 @pytest.mark.parametrize("tile", TILES[:2], ids=str)
 @pytest.mark.parametrize("width", [64, 129])
-def test_matrices_one_above_the_other(tile, width):
-    """Each with a factor of its own, as a stack of experts has them."""
+def test_stacked_matrices(tile, width):
+    """Each matrix has its own factor, like a stack of experts."""
     packed, scales, _, *rest = e2m1_arguments(3 * 32, width, tile)
     factors = torch.tensor([0.0123, 0.7, 3e-5])
     found = e2m1_kernel(*moved((packed, scales, factors, *rest)), torch.float32).cpu()

@@ -1,12 +1,11 @@
-"""The experts of a few tokens from 4-bit codes: CUDA's own code, emulated or on a GPU."""
+"""Check the experts of a few tokens from 4-bit codes: the CUDA source, emulated or on a GPU."""
 
 import pytest
 import torch
 
 from halfbyte.formats import from_spec
-from halfbyte.ops.expert_rows import expert_rows as op
-from halfbyte.ops.experts import StackedWeight
-from halfbyte.ops.experts_unit import Unit
+from halfbyte.ops.experts import StackedWeight, Unit
+from halfbyte.ops.experts import expert_rows as op
 from tests.helpers.kernel_backends import DEVICES, cases, loaded
 
 pytest.importorskip("triton")
@@ -18,8 +17,8 @@ extern "C" void run_expert_rows4(u32 blocks, u32 threads, u32 bytes, Table4 *w, 
     launch(blocks, threads, bytes, [&] { expert_rows4(*w, *chosen); });
 }
 """
-# Tokens, experts, k, (K, I, H), groups of both kernels, and weights: units for some warps of a group, for all, and
-# more; tiles for some groups, and more than there are; an expert that two tokens share.
+# Tokens, experts, k, (K, I, H), groups of both kernels, and weights. Cases: units for some warps of a group, for all,
+# and more; tiles for some groups, and more tiles than groups; an expert that two tokens share.
 EMULATED = [
     (1, 5, 4, (512, 256, 64), ((2, 4, 3), (1, 3, 2)), BF16, BF16, True),
     (2, 3, 2, (256, 256, 160), ((1, 2, 2), (2, 2, 1)), FP16, FP32, False),
@@ -39,7 +38,7 @@ ON_GPU = [
     ("tokens", "experts", "top_k", "sizes", "groups", "dtype", "routed", "nested"), emulated=EMULATED, hopper=ON_GPU
 )  # fmt: skip
 def test_experts(monkeypatch, backend, tokens, experts, top_k, sizes, groups, dtype, routed, nested):
-    loaded(experts4, backend, monkeypatch, RUN)
+    loaded(experts4, backend, monkeypatch, {"expert_rows4": RUN})
     torch.manual_seed(tokens)
     device, (hidden, inner, out) = DEVICES[backend], sizes
     index = torch.rand(tokens, experts, device=device).topk(top_k).indices
@@ -52,7 +51,7 @@ def test_experts(monkeypatch, backend, tokens, experts, top_k, sizes, groups, dt
     first, second, unit = stack(2 * inner, hidden), stack(out, inner), Unit("silu")
     x = torch.randn(tokens, hidden, device=device).to(dtype)
     weights = torch.rand(tokens, top_k, device=device).to(routed)
-    assert experts4.obstacle(x, first, second, unit, index, weights) is None or backend == "emulated"
+    assert experts4.mlp_obstacle(x, first, second, unit, index, weights) is None or backend == "emulated"
     mine = experts4.expert_rows(x, first, second, unit, index, weights, groups)
     exact = [StackedWeight.plain(each.values(FP32).double().cpu()) for each in (first, second)]
     truth = op.reference(x.double().cpu(), *exact, unit, index.cpu(), weights.double().cpu()).to(device)

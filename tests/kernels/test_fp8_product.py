@@ -1,10 +1,9 @@
-"""FP8 products on a GPU against the emulation."""
+"""Compare FP8 products on a GPU with the emulation."""
 
 import pytest
 import torch
 
-from halfbyte.ops.float8 import E4M3, E5M2
-from halfbyte.ops.float8 import emulated, fp8_product
+from halfbyte.ops.float8 import E4M3, E5M2, emulated, fp8_product
 from halfbyte.utils import notices
 
 pytestmark = pytest.mark.gpu
@@ -12,7 +11,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def forgotten():
-    """Notices of this test alone."""
+    """Forget logged notices before and after this test."""
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("no FP8 units")
     notices.forget()
@@ -26,7 +25,7 @@ def operands(rows, columns, inner, a_dtype=E4M3, per_row=False):
 
 
 def assert_close(found, arguments):
-    """Up to a rounding of the result and Hopper's partial sums."""
+    """Compare up to a rounding of the result and of Hopper's partial sums."""
     expected = torch.empty(found.shape, device="cuda")
     emulated(*arguments, expected)
     assert (found.float() - expected).norm() < 6e-3 * expected.norm()
@@ -55,7 +54,7 @@ def test_every_dtype_of_results_and_scales_of_rows(dtype, per_row):
     assert_close(found, arguments)
 
 
-def test_sizes_that_are_no_multiple_of_16_are_multiplied_otherwise():
+def test_sizes_not_divisible_by_16_take_another_product():
     arguments = operands(5, 24, 40)
     found = torch.empty(5, 24, dtype=torch.bfloat16, device="cuda")
     fp8_product(*arguments, found, True)

@@ -1,4 +1,4 @@
-"""GEMV and small-batch GEMM with 8-bit weights: on a GPU at real sizes, and in Triton's interpreter at small ones."""
+"""Check GEMV and small-batch GEMM with 8-bit weights: real sizes on a GPU, small ones in Triton's interpreter."""
 
 import functools
 import itertools
@@ -28,14 +28,14 @@ def kernels():
 
 @functools.lru_cache(1)
 def weight_of(spec, shape):
-    """Its parts, and its values in fp64; drawing and rounding them takes longer than all products of a test."""
+    """A weight's parts and fp64 values; cached because drawing and rounding take longer than the products."""
     weight = torch.randn(shape) * 0.05 * torch.linspace(0.5, 2, shape[0]).unsqueeze(1)
     parts = {name: part.to(DEVICE) for name, part in from_spec(spec).quantize(weight).items()}
     return parts, from_spec(spec).dequantize(parts, shape, torch.float32).double()
 
 
 def check(run, spec, batch, shape, dtype, bias):
-    """`run(x, codes, scale, scaling, bias)` within the rounding of the weight and the result to `dtype`."""
+    """Check `run(x, codes, scale, scaling, bias)` up to rounding of the weight and the result to `dtype`."""
     rows, columns = shape
     format_ = from_spec(spec)
     parts, values = weight_of(spec, shape)
@@ -61,7 +61,7 @@ def test_gemv(kernels, spec, dtype, wide):
 @specs
 @pytest.mark.parametrize("batch", [2, 16])
 def test_gemm(kernels, spec, batch):
-    """Shares of K, the last of them empty."""
+    """Splits of K, the last of them empty."""
     for dtype in [dtype for dtype in DTYPES if dtype is not torch.float32]:
         blocks = kernels.GemmBlocks(64, 128, 4, 1)
         check(partial(kernels.gemm, blocks=blocks), spec, batch, (150, 300), dtype, bias=batch == 2)
@@ -70,8 +70,8 @@ def test_gemm(kernels, spec, batch):
 @pytest.mark.skipif(INTERPRETED, reason="many programs")
 @specs
 @pytest.mark.parametrize("shape", [(4096, 14336), (1024, 4096), (130, 449), (1, 1)], ids=str)
-def test_whatever_is_picked(spec, shape):
-    """Who is, `test_selection` asserts."""
+def test_selected_kernel(spec, shape):
+    """Check the kernel that dispatch takes; `test_selection` checks which one it is."""
 
     def run(x, codes, scale, scaling, bias):
         if spec == "int8":

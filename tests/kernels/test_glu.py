@@ -1,4 +1,4 @@
-"""The Triton gated units against their reference, on a GPU and in Triton's interpreter."""
+"""Compare the Triton gated units with their reference, on a GPU and in Triton's interpreter."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ activations = pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 
 
 def stock(gate, up, activation):
-    """As Hugging Face computes it: activation and product each rounded."""
+    """Compute as Hugging Face does: activation and product are both rounded."""
     gate, up = gate.detach().requires_grad_(), up.detach().requires_grad_()
     return (gate, up), reference.activate(gate, activation) * up
 
@@ -61,7 +61,7 @@ def test_halves_of_a_fused_projection(activation):
 
 
 def test_any_layout_is_changed_in_place():
-    """Rows that no one stride describes are copied, and the results brought back to where the caller looks."""
+    """Rows without a common stride are copied, and the results copied back to the argument."""
     gate, up, grad = (random(4, 3, 6).transpose(1, 2) for _ in range(3))
     expected = [tensor.contiguous() for tensor in (grad, gate, up)]
     assert torch.equal(kernels.glu(gate, up, "silu"), kernels.glu(*expected[1:], "silu"))
@@ -76,14 +76,14 @@ def test_any_layout_is_changed_in_place():
     assert torch.equal(up, apart[1])
 
 
-def test_autograd_is_told():
+def test_change_is_visible_to_autograd():
     gate, up, grad = random(3, 5), random(3, 5), random(3, 5)
     versions = [gate._version, up._version, grad._version]
     kernels.glu_backward_(grad, gate, up, "silu", True)
     assert [gate._version, up._version, grad._version] > versions
 
 
-def test_nothing_to_do():
+def test_empty_input():
     gate = random(0, 7)
     assert kernels.glu(gate, gate, "silu").shape == (0, 7)
     kernels.glu_backward_(gate, gate, gate, "silu", True)

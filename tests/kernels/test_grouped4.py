@@ -1,4 +1,4 @@
-"""A mixture's products from 4-bit codes on Hopper's tensor cores: CUDA's own code, on emulated warps or on a GPU."""
+"""Check a mixture's products from 4-bit codes on Hopper's tensor cores: the CUDA source, emulated or on a GPU."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from halfbyte.ops.experts import LowRank, StackedWeight
 from tests.helpers.kernel_backends import DEVICES, cases, loaded
 
 pytest.importorskip("triton")
-from halfbyte.kernels.cuda import gemm4, experts4
+from halfbyte.kernels.cuda import experts4, gemm4
 
 BF16, FP16 = torch.bfloat16, torch.float16
 RUN = """
@@ -25,7 +25,7 @@ extern "C" void run_grouped4(u32 blocks, u32 threads, u32 bytes, Weight *w, cons
 
 
 def routed(index, experts, rows):
-    """As the kernels' `route` makes it, with the table of tiles."""
+    """Routing as the kernels' `route` makes it, with the table of tiles."""
     found = ops.route.reference(index, experts)
     bounds = found.offsets.tolist()
     tiles = [[e, first] for e in range(experts) for first in range(bounds[e], bounds[e + 1], rows)]
@@ -34,8 +34,8 @@ def routed(index, experts, rows):
     return found._replace(tiles=torch.tensor(tiles, dtype=torch.int32, device=index.device), tile_rows=rows)
 
 
-# Tokens, experts, k, (N, K), rows of a tile and blocks: experts without rows, with one, with a tile and a part of
-# another; N that ends within a tile; tiles that one block has, two, and more; fewer pairs of K tiles than blocks.
+# Tokens, experts, k, (N, K), rows of a tile and blocks. Cases: experts with no row, one row, a tile and a part of
+# another; N that ends within a tile; one, two or more blocks a tile; fewer pairs of K tiles than blocks.
 EMULATED = [
     (9, 5, 2, (70, 512), 16, (2, 3), BF16, True, 8, True),
     (40, 3, 2, (130, 256), 32, (2, 3), FP16, False, 24, False),
@@ -58,7 +58,7 @@ ON_GPU = [
     emulated=EMULATED, hopper=ON_GPU,
 )  # fmt: skip
 def test_products(monkeypatch, backend, tokens, experts, top_k, shape, rows, blocks, dtype, nested, rank, gather):
-    loaded(experts4, backend, monkeypatch, RUN)
+    loaded(experts4, backend, monkeypatch, {"grouped4": RUN})
     torch.manual_seed(tokens)
     device, slots = DEVICES[backend], tokens * top_k
     routing = routed(torch.rand(tokens, experts, device=device).topk(top_k).indices, experts, rows)
@@ -70,12 +70,12 @@ def test_products(monkeypatch, backend, tokens, experts, top_k, shape, rows, blo
 
     x, bias = random(tokens if gather else slots, shape[1]), random(experts, shape[0])
     low = LowRank(random(slots, rank), random(experts, shape[0], rank), 0.7) if rank else None
-    assert experts4.obstacle(x, stack, routing, gather, False, low, bias) is None or backend == "emulated"
+    assert experts4.small_obstacle(x, stack, routing, gather, False, low, bias) is None or backend == "emulated"
     mine = experts4.grouped_small(x, stack, routing, gather, False, low, bias, blocks=gemm4.Blocks(*blocks))
     exact = None if low is None else LowRank(low.u.double(), low.factor.double(), 0.7)
     values = StackedWeight.plain(stack.values(torch.float32).double())
     truth = ops.grouped_product.reference(x.double(), values, routing, gather, False, exact, bias.double())
-    # The table's values, scaled sums and the result are rounded; of the values that is more than all else.
+    # The table's values, scaled sums and the result are rounded; the rounding of values dominates.
     assert (mine.double() - truth).norm() <= 1.5 * torch.finfo(dtype).eps * truth.norm()
     largest = truth.abs().max()
     assert (mine.double() - truth).abs().max() <= 4 * torch.finfo(dtype).eps * largest

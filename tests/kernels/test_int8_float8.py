@@ -1,4 +1,4 @@
-"""Triton's kernels of int8 and FP8 against their references, on a GPU and in Triton's interpreter: bit-equal."""
+"""Check Triton's int8 and FP8 kernels bit for bit against their references, on a GPU and in the interpreter."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def test_int8_product_scaled(size, dtype, bias):
     assert_equal([found], [int8_reference.scale_int8_product.reference(product, *arguments, dtype)])
 
 
-def test_what_is_not_finite_reaches_the_scale():
+def test_nonfinite_values_reach_the_scale():
     for bad in (float("nan"), float("inf")):
         x = random(2, 70)
         x[1, 5] = bad
@@ -93,7 +93,7 @@ def cast_both(x, factors, scale, dtype):
 
 
 def castable(size, dtype, fp8):
-    """Triton's interpreter rounds to FP8 wrongly where the exponent grows: there, values that need no rounding."""
+    """Values that need no rounding in the interpreter, which rounds to FP8 wrongly where the exponent grows."""
     x = random(*size, dtype=dtype, scale=30.0).clamp(-120, 120)
     x[0, 0] = 128.0
     return x.to(fp8).to(dtype) if INTERPRETED else x
@@ -116,7 +116,7 @@ def test_float8_cast_of_what_is_not_finite(bad):
     found, _ = cast_both(x, None, 0.0, torch.float8_e4m3fn)
     assert not found[2].isfinite()
     assert found[1].item() == 1.0
-    if not INTERPRETED:  # whose casts know no NaN
+    if not INTERPRETED:  # the interpreter's casts produce no NaN
         assert found[0].view(torch.float8_e4m3fn).float()[1, 5].isnan() == (bad != bad)
 
 
@@ -142,11 +142,11 @@ def test_int8_linear_equals_the_cpu_and_is_captured(rows, threshold):
     expected = int8_reference.int8_linear(x, codes, absmax, None, threshold)
     arguments = (x.cuda(), codes.cuda(), absmax.cuda(), None, threshold)
     found = int8_reference.int8_linear(*arguments)
-    outlier = float(x.float().abs().max() * weight.float().abs().max())  # a product of its own, rounded: it may cancel
+    outlier = float(x.float().abs().max() * weight.float().abs().max())  # a separately rounded product, may cancel
     close = {"rtol": 1.6e-2, "atol": outlier / 2**9 if threshold else 1e-2}
     torch.testing.assert_close(found.cpu(), expected, **close)
-    graph = torch.cuda.CUDAGraph()  # capturing fails where the host waits for the device
+    graph = torch.cuda.CUDAGraph()  # capturing fails if the host synchronizes with the device
     with torch.cuda.graph(graph):
         captured = int8_reference.int8_linear(*arguments)
     graph.replay()
-    torch.testing.assert_close(captured, found, **close)  # a graph's product of outliers has a fixed width, and zeros
+    torch.testing.assert_close(captured, found, **close)  # a graph's outlier product has a fixed width, zero-padded

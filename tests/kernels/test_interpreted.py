@@ -1,6 +1,6 @@
-"""The parity tests again without a GPU: in Triton's interpreter, in a process of their own.
+"""Run the parity tests without a GPU: in Triton's interpreter, in a separate process.
 
-Triton reads TRITON_INTERPRET when a kernel is decorated, and an interpreted kernel is no use to the rest of the suite.
+Triton reads TRITON_INTERPRET when a kernel is decorated, and an interpreted kernel would break the other tests.
 """
 
 import os
@@ -24,7 +24,7 @@ PARITY = sorted(
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is the process of its own")
 @pytest.mark.parametrize("every", [20, pytest.param(1, marks=pytest.mark.slow)])
 def test_in_the_interpreter(every):
-    """All kernels; of each test's cases one of so many, the first among them."""
+    """Run all kernels, with every n-th case of each test, the first included."""
     options = ["-q", "-p", "no:cacheprovider", "-x", "-m", "interpret"]
     command = [sys.executable, "-m", "pytest", *options, *(str(HERE / name) for name in PARITY)]
     environment = os.environ | {

@@ -1,4 +1,4 @@
-"""GEMV and small-batch GEMM with 4-bit weights: every kernel of the op, and what the op makes of them."""
+"""Check GEMV and small-batch GEMM with 4-bit weights: every kernel of the op, and the op's dispatch."""
 
 import functools
 from functools import partial
@@ -29,7 +29,7 @@ extern "C" void run(u32 blocks, u32 threads, u32 bytes, const Parts *parts, cons
     launch(blocks, threads, bytes, [&] { row4(*parts, *x); });
 }
 """,
-    linear_planes: """
+    gemv4: """
 extern "C" void run(u32 blocks, u32 threads, u32 bytes, Weight *w, const u16 **x, const u16 **bias, u16 **out,
                     u32 *batch) {
     launch(blocks, threads, bytes, [&] { gemv4(*w, *x, *bias, *out, *batch); });
@@ -53,8 +53,8 @@ def kernel(module):
     return getattr(module, "gemv", None) or module.gemm
 
 
-# Several tiles for a group, one that is not there; N that ends within a tile; warps with a step more, or none; rows
-# that begin within four blocks; adapters' terms.
+# Several tiles a group, one of them missing; N that ends within a tile; warps with a step more, or none; rows that
+# begin within four blocks; adapters' terms.
 EMULATED = [
     (gemv4_row, (1, 1, 2), 1, 64, (86, 768), BF16, True, 0),
     (gemv4_row, (2, 2, 1), 2, 64, (86, 512), FP16, False, 0),
@@ -63,23 +63,22 @@ EMULATED = [
     (gemv4_row, (1, 2, 2), 2, 256, (86, 768), BF16, True, 0),
     (gemv4_row, (1, 1, 2), 1, 128, (86, 768), FP16, False, 0),
     (gemv4_row, (1, 1, 2), 1, 512, (86, 1024), FP16, True, 0),
-    (linear_planes, (1, 1, 2, 3), 1, 64, (86, 768), BF16, True, 0),
-    (linear_planes, (2, 2, 1, 2), 3, 64, (86, 768), FP16, False, 0),
-    (linear_planes, (1, 1, 4, 2), 11, 64, (86, 768), FP16, True, 0),
+    (gemv4, (1, 1, 2, 3), 1, 64, (86, 768), BF16, True, 0),
+    (gemv4, (2, 2, 1, 2), 3, 64, (86, 768), FP16, False, 0),
+    (gemv4, (1, 1, 4, 2), 11, 64, (86, 768), FP16, True, 0),
     (gemm4, (1, 3), 13, 64, (70, 1280), BF16, True, 24),
     (gemm4, (2, 3), 33, 64, (131, 256), FP16, False, 0),
 ]
 SHAPES = [
     *[(gemv4_row, blocks, batch, 64, (5005, 2816), FP16, True, 0) for batch in (1, 2)
       for blocks in ((1, 1, 16), (2, 2, 4), (1, 8, 1), (2, 1, 14), (1, 3, 5))],
-    *[(linear_planes, (rt, wr, wk, stages), 5, 64, (16 * rt * wr * 140 + 5, 2816), FP16, True, 0) for stages in (2, 3)
+    *[(gemv4, (rt, wr, wk, stages), 5, 64, (16 * rt * wr * 140 + 5, 2816), FP16, True, 0) for stages in (2, 3)
       for rt, wr, wk in ((1, 1, 16), (2, 2, 4), (4, 1, 4), (1, 3, 5), (1, 8, 2), (1, 16, 1))],
     *[(gemm4, (groups, stages), batch, 64, (64 * groups * 20 + 5, 2816), FP16, True, 0)
       for groups in (1, 2, 4) for stages in (3, 4) for batch in (16, 40, 64)],
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(3)
 @cases(("module", "blocks", "batch", "blocksize", "shape", "dtype", "nested", "rank"), emulated=EMULATED, hopper=SHAPES)
 def test_block_shapes(monkeypatch, backend, module, blocks, batch, blocksize, shape, dtype, nested, rank):
     loaded(module, backend, monkeypatch, RUN[module])
@@ -88,9 +87,9 @@ def test_block_shapes(monkeypatch, backend, module, blocks, batch, blocksize, sh
     check(function, batch, weight, shape[1], dtype, bias=batch != 1, rank=rank)
 
 
-OF_GPU = {  # batches; sizes of blocks; shapes: N that ends within a tile, warps with a step more or none
+OF_GPU = {  # batches; block sizes; shapes: N that ends within a tile, warps with a step more or none
     gemv4_row: ((1, 2), (32, 64, 128, 256), ((16, 256), (130, 512), (1000, 4352), (17000, 512))),
-    linear_planes: ((1, 3, 8, 9, 16), (64,), ((130, 256), (1000, 4352), (4096, 14336))),
+    gemv4: ((1, 3, 8, 9, 16), (64,), ((130, 256), (1000, 4352), (4096, 14336))),
     gemm4: ((9, 16, 17, 24, 32, 33, 48, 64), (64,), ((130, 256), (1001, 4352), (4096, 14336))),
 }
 
@@ -121,7 +120,7 @@ def test_products(backend, module, blocksize, nested, kind):
     hopper=[((4096, 512, 512), None, 1, True), ((4096, 4096), None, 2, False), ((16, 16, 5000), None, 1, True)],
 )
 def test_several_weights(monkeypatch, backend, sizes, blocks, batch, nested):
-    """Those of one launch are those of one each; on three multiprocessors each has a block."""
+    """One launch for several weights equals a launch for each; on three multiprocessors each weight has a block."""
     loaded(gemv4_row, backend, monkeypatch, RUN[gemv4_row])
     torch.manual_seed(0)
     x = torch.randn(batch, 512, device=DEVICES[backend]).to(BF16)
@@ -143,14 +142,14 @@ def test_blocks_are_shared_by_tiles():
 
 @cases("blocksize", hopper=[512, 2048, 4096])
 def test_large_blocks(backend, blocksize):
-    """Rows that begin within four blocks, and a number of blocks that four does not divide."""
+    """Rows that begin within four blocks, and a number of blocks that is not a multiple of four."""
     for nested in (True, False):
         check(gemv4_row.gemv, 1, on_gpu(131, 4096, "nf4", blocksize, nested), 4096, BF16)
 
 
 @cases("value", hopper=[1e-30, 1e30, float("inf"), float("nan")])
 def test_extreme_inputs(backend, value):
-    """One value of x gives what it gives in the exact product; what is not finite stays so, if not the same."""
+    """One extreme value of x gives the exact product's result; non-finite results may differ but stay non-finite."""
     weight = on_gpu(64, 1024)
     x = torch.zeros(1, 1024, device="cuda", dtype=BF16)
     x[0, 77] = value
@@ -162,7 +161,7 @@ def test_extreme_inputs(backend, value):
         assert not found.isfinite().any()
 
 
-RUNS = [(gemv4_row, 1), (linear_planes, 1), (linear_planes, 4), (linear_planes, 16), (gemm4, 17), (gemm4, 64)]
+RUNS = [(gemv4_row, 1), (gemv4, 1), (gemv4, 4), (gemv4, 16), (gemm4, 17), (gemm4, 64)]
 
 
 @cases(("module", "batch"), hopper=RUNS)
@@ -172,9 +171,9 @@ def test_two_runs_are_equal(backend, module, batch):
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-@cases(("module", "batch"), hopper=[(gemv4_row, 1), (linear_planes, 1), (gemm4, 32)])
+@cases(("module", "batch"), hopper=[(gemv4_row, 1), (gemv4, 1), (gemm4, 32)])
 def test_a_product_waits_for_its_x_in_a_graph_too(backend, module, batch):
-    """Kernels that begin early: each product's x is what the one before wrote."""
+    """Kernels may start before their predecessor ends: each product reads the x that the one before wrote."""
     weight, x = on_gpu(4096, 4096), torch.randn(batch, 4096, device="cuda", dtype=BF16)
 
     def chain(wait):
@@ -196,7 +195,7 @@ def test_a_product_waits_for_its_x_in_a_graph_too(backend, module, batch):
 
 
 @pytest.mark.large(6)
-@cases(("module", "batch"), hopper=[(gemv4_row, 1), (linear_planes, 1), (gemm4, 17)])
+@cases(("module", "batch"), hopper=[(gemv4_row, 1), (gemv4, 1), (gemm4, 17)])
 def test_a_weight_of_more_than_two_to_the_31_bytes(backend, module, batch):
     rows, columns = 2**17 + 40, 2**15 + 256
     packed = torch.randint(0, 256, (rows * columns // 2,), dtype=torch.uint8, device="cuda")
@@ -206,14 +205,13 @@ def test_a_weight_of_more_than_two_to_the_31_bytes(backend, module, batch):
     last = packed[-40 * columns // 2 :], absmax[-40 * columns // 64 :], None, 64, "nf4", 40
     expected = linear_blockwise4.reference(x.float(), *last, None)
     assert (found - expected).norm() < 2e-3 * expected.norm()
-    if module is not gemm4:  # whose parts of a tile follow from N
+    if module is not gemm4:  # whose split of a tile depends on N
         torch.testing.assert_close(found, kernel(module)(x, *last, None), rtol=0, atol=0)
 
 
-@pytest.mark.sampled(2)
 @cases("module", emulated=list(RUN))
 def test_blocks_fit_a_multiprocessor(monkeypatch, backend, module):
-    """The largest of each kernel; as many groups as there are tiles; as few blocks as end at the same time."""
+    """The largest block of each kernel; as many groups as tiles; the fewest blocks that end at the same time."""
     loaded(module, backend, monkeypatch, RUN[module])
     sizes = (16, 256, 1024, 4096, 14336, 28672, 131072)
     if module is gemv4_row:
@@ -223,14 +221,14 @@ def test_blocks_fit_a_multiprocessor(monkeypatch, backend, module):
         ]
         assert {(rt, wr * wk) for rt, wr, wk in (module.blocks_for(rows, 132) for rows in sizes)} == {(1, 16)}
         assert [module.blocks_for(rows, 132).wr for rows in (1024, 4096, 8192, 14336)] == [1, 2, 4, 8]
-    elif module is linear_planes:
+    elif module is gemv4:
         built = [module._kernel(module.blocks_for(4096, 8 * tiles, 132), -1, tiles, True, False) for tiles in (1, 2)]
         for rows, batch in ((rows, batch) for rows in sizes for batch in (1, 8, 9, 16)):
             blocks = module.blocks_for(rows, batch, 132)
             assert blocks.wr * blocks.wk == (16 if batch <= 8 else 8)
         assert [module.blocks_for(rows, 1, 132).wr for rows in (1024, 4096, 8192, 14336)] == [1, 2, 4, 8]
     else:
-        key = True, linear_planes.Weight, (("NESTED", 0),)
+        key = True, gemv4.Weight, (("NESTED", 0),)
         built = [module._kernel("gemm4", module.blocks_for(tiles), -1, tiles, *key)[0] for tiles in (4, 8)]
         for batch in (9, 16, 17, 32, 33, 48, 49, 64):
             tiles = module.tiles_of(batch)
@@ -247,10 +245,10 @@ def test_blocks_fit_a_multiprocessor(monkeypatch, backend, module):
 @pytest.fixture
 def native():
     try:
-        from halfbyte.kernels.cuda import linear_planes
+        from halfbyte.kernels.native import decode4
     except Unavailable as error:
         pytest.skip(str(error))
-    return linear_planes
+    return decode4
 
 
 @pytest.mark.parametrize("batch", [0, 1, 2, 3, 4, 5])
@@ -262,7 +260,7 @@ def test_on_a_cpu(native, batch, shape):
             check(linear_blockwise4, batch, weight, shape[1], dtype, bias=batch % 2 == 1)
 
 
-def test_two_threads_leave_no_seam(native):
+def test_result_does_not_depend_on_threads(native):
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -306,7 +304,7 @@ def test_triton_gemv(dtype, batch):
 @parity.mark
 @pytest.mark.parametrize("batch", [5, 16])
 def test_triton_gemm(batch):
-    """Shares of K, the last of them empty."""
+    """Splits of K, the last of them empty."""
     gemm = partial(triton_gemv4.gemm, blocks=triton_gemv4.GemmBlocks(64, 16, 4, 1))
     for dtype in [dtype for dtype in parity.DTYPES if dtype is not torch.float32]:
         check(gemm, batch, arguments(70, 320, device=parity.DEVICE), 320, dtype)
@@ -318,8 +316,8 @@ def test_triton_gemm(batch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(4096, 14336), (1024, 4096), (130, 448)])
 @pytest.mark.parametrize("batch", [1, 2, 3, 4, 5, 8, 17, 33, 64, 65])
-def test_whatever_is_picked(batch, shape):
-    """Who is, `test_selection` asserts."""
+def test_selected_kernel(batch, shape):
+    """Check the kernel that dispatch takes; `test_selection` checks which one it is."""
     for kind, blocksize, nested in (("nf4", 64, True), ("fp4", 32, False)):
         weight = on_gpu(*shape, kind, blocksize, nested)
         for dtype in (torch.float32, FP16, BF16):
@@ -347,15 +345,15 @@ def test_in_a_graph(batch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mark", [pytest.param("", marks=hopper)])
-def test_another_stands_in_where_one_does_not_compile(mark, monkeypatch, request):
+def test_falls_back_if_a_kernel_does_not_compile(mark, monkeypatch, request):
     def refuse(*_):
         raise Unavailable("no NVRTC")
 
-    monkeypatch.setattr(linear_planes, "cubin", refuse)
+    monkeypatch.setattr(gemv4, "cubin", refuse)
     monkeypatch.setattr(notices, "_said", {})
-    linear_planes._kernel.cache_clear()
-    request.addfinalizer(linear_planes._kernel.cache_clear)  # it remembers the refusal
+    gemv4._kernel.cache_clear()
+    request.addfinalizer(gemv4._kernel.cache_clear)  # it remembers the refusal
     for _ in range(2):
         check(linear_blockwise4, 3, on_gpu(64, 256), 256, BF16)
     assert list(notices.said()) == ["kernel-cuda.gemv4.gemm"]
-    assert "NVRTC" in notices.said()["kernel-cuda.gemv4.gemm"]
+    assert "no NVRTC" in notices.said()["kernel-cuda.gemv4.gemm"]

@@ -1,4 +1,4 @@
-"""The gated unit with its low-rank products against the reference: in Triton, and in CUDA on a GPU and emulated."""
+"""Compare the gated unit with its low-rank products with the reference: Triton, and CUDA on a GPU and emulated."""
 
 import pytest
 import torch
@@ -23,12 +23,12 @@ extern "C" void run(u32 blocks, u32 threads, u32 bytes, Unit *unit) {
     launch(blocks, threads, bytes, [&] { bytes ? lora_glu(*unit) : finish(*unit); });
 }
 """
-# Rows, width, ranks of gate, up and down: less than a tile, ends inside a tile, ranks apart; several parts, wide ranks.
+# Rows, width, ranks of gate, up and down: less than a tile; an end inside a tile; unequal ranks; several parts.
 SMALL = [(13, 37, (1, 2, 3)), (70, 200, (16, 16, 16)), (65, 129, (8, 20, 4))]
 LARGE = [(1100, 1032, (16, 16, 16)), (300, 14336, (32, 32, 32)), (257, 640, (64, 64, 64))]
 LARGE += [(261, 14336, (16, 8, 16)), (2000, 72, (8, 16, 8))]
-# On emulated warps, with warps and stages: an end inside a step and a tile, parts of one step and of several, strips
-# whose last one is mostly outside.
+# Sizes on emulated warps, with warps and stages: an end inside a step and a tile; parts of one step and of several;
+# strips whose last one is mostly outside.
 EMULATED = [
     ((37, 136, (16, 16, 16)), BF16, "silu", (4, 2)),
     ((50, 40, (8, 16, 8)), FP16, "gelu_tanh", (4, 3)),
@@ -43,7 +43,7 @@ def suits_cuda(size, dtype, activation):
 
 
 def all_cases(activations=ACTIVATIONS, emulated=EMULATED, small=SMALL):
-    """backend, size, dtype, activation, and the blocks of emulated ones."""
+    """backend, size, dtype, activation, and the block shapes of emulated cases."""
     found = [pytest.param("emulated", *each, marks=MARKS["emulated"], id=f"emulated-{each}") for each in emulated]
     for backend, sizes, dtypes in (
         ("gpu", SMALL + LARGE, (FP32, FP16, BF16)), ("hopper", SMALL + LARGE, (FP16, BF16)),
@@ -66,7 +66,7 @@ def on(*backends):
 
 @pytest.fixture
 def kernels(backend, monkeypatch, request):
-    """The op's functions, by Triton's kernels or CUDA's."""
+    """The op's functions, in Triton's or CUDA's kernels."""
     if backend in ("gpu", "interpret"):
         return triton
     blocks = getattr(request.node, "callspec", None) and request.node.callspec.params.get("blocks")
@@ -114,7 +114,7 @@ def test_no_rows(kernels, backend):
 
 
 @on("gpu", "interpret", "hopper")
-def test_what_does_not_fit_is_named(kernels, backend):
+def test_errors_name_the_argument(kernels, backend):
     grad, gate, up, low, v_down, factors = arguments_of((6, 24, (4, 4, 4)), FP32, backend)
     with pytest.raises(ModelError):
         kernels.lora_glu(gate, up, low[:, 1:], factors, "silu")
@@ -160,7 +160,7 @@ def test_backward_in_float8(kernels, backend, size, dtype, activation, blocks, c
 
 
 @on("emulated", "hopper")
-def test_what_is_not_a_number_counts_as_infinite(kernels, backend):
+def test_nan_amax_counts_as_infinite(kernels, backend):
     arguments = case((5, 40, (8, 8, 8)), BF16, DEVICES[backend])
     slot = slot_of(E4M3, 16.0, DEVICES[backend])
     arguments[1][3, 7] = float("nan")
@@ -169,8 +169,8 @@ def test_what_is_not_a_number_counts_as_infinite(kernels, backend):
 
 
 @on("emulated")
-def test_without_nvrtc_the_next_kernel_is_asked(kernels, backend, monkeypatch):
-    """Here it is the reference: on a CPU Triton has none."""
+def test_without_nvrtc_the_next_kernel_runs(kernels, backend, monkeypatch):
+    """The next kernel is the reference here: Triton has none on a CPU."""
     arguments = case((5, 40, (8, 8, 8)), BF16, "cpu")
 
     def no_nvrtc(*_):

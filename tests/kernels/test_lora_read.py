@@ -1,4 +1,4 @@
-"""Adapters' gradients and an FP8 cast in one pass, against the reference."""
+"""Compare adapters' gradients and an FP8 cast in one pass with the reference."""
 
 import pytest
 import torch
@@ -20,12 +20,12 @@ extern "C" void run(u32 blocks, u32 threads, u32 bytes, Read *read) {
     launch(blocks, threads, bytes, [&] { bytes ? lora_read(*read) : finish(*read); });
 }
 """
-# Rows, widths and ranks (0: no adapter): an end inside a step and a strip, parts of one step and of several.
+# Rows, widths and ranks (0: no adapter): an end inside a step and a strip; parts of one step and of several.
 SIZES = [(37, (136,), (16,)), (50, (40, 264, 72), (8, 0, 16)), (16, (512, 256), (16, 8))]
 
 
-def case(size, dtype, device, turned=False):
-    """Tensors, factors, scalings and low of a size; the first tensor is a part of a wider one."""
+def case(size, dtype, device, transposed=False):
+    """Tensors, factors, scalings and low for a size; the first tensor is a slice of a wider one."""
     rows, widths, ranks = size
 
     def random(*shape, scale=1.0):
@@ -34,14 +34,14 @@ def case(size, dtype, device, turned=False):
     tensors = [random(rows, width + 16 * (i == 0))[:, :width] for i, width in enumerate(widths)]
     pairs = zip(widths, ranks, strict=True)
     factors = [random(width, rank, scale=width**-0.5) if rank else None for width, rank in pairs]
-    if turned:
+    if transposed:
         factors = [factor.t().contiguous().t() for factor in factors]
     scalings = [1.5, 0.7, 2.0][: sum(rank > 0 for rank in ranks)]
     return tensors, factors, scalings, random(rows, sum(ranks), scale=rows**-0.5)
 
 
 def check(found, tensors, factors, scalings, low, slot, columns):
-    """v and gradients are as close as torch's, and codes are what slot casts."""
+    """Check that the error of v and the gradients is at most torch's, and that codes equal the slot's cast."""
 
     def reference(change):
         x, *more = map(change, tensors)
@@ -68,7 +68,7 @@ LARGE = [(2000, (4096, 1024, 1024), (16, 16, 16)), (1111, (4096,), (16,)), (700,
 
 @pytest.fixture
 def run(backend, monkeypatch):
-    """The kernel, and nothing in its place, as it is compared."""
+    """Call the kernel without a fallback, and compare its results."""
     loaded(kernels, backend, monkeypatch, RUN)
     if backend == "emulated":
         monkeypatch.setattr(kernels, "BLOCKS", kernels.Blocks(4, 1, 2))
@@ -111,13 +111,13 @@ def test_reads_and_casts(run, backend, size, columns):
     hopper=[(size, dtype, 16.0) for size in (SIZES[0], LARGE[1]) for dtype in (BF16, FP16)],
 )
 def test_an_input(run, backend, size, dtype, scale):
-    """Forward: no gradients, and the factor is Aᵀ."""
-    tensors, factors, scalings, _ = case(size, dtype, DEVICES[backend], turned=True)
+    """In the forward pass there are no gradients, and the factor is Aᵀ."""
+    tensors, factors, scalings, _ = case(size, dtype, DEVICES[backend], transposed=True)
     run(tensors, factors, scalings, None, slot_of(E4M3, scale, DEVICES[backend]))
 
 
 @backends("emulated")
-def test_what_is_not_a_number_counts_as_infinite(run, backend):
+def test_nan_amax_counts_as_infinite(run, backend):
     tensors, factors, scalings, low = case(SIZES[0], BF16, "cpu")
     tensors[0][3, 7] = float("nan")
     slot = slot_of(E5M2, 1.0, "cpu")
@@ -126,7 +126,7 @@ def test_what_is_not_a_number_counts_as_infinite(run, backend):
 
 
 @backends("emulated")
-def test_without_nvrtc_products_are_of_their_own(backend, monkeypatch):
+def test_without_nvrtc_products_are_separate(backend, monkeypatch):
     loaded(kernels, backend, monkeypatch, RUN)
 
     def no_nvrtc(*_):

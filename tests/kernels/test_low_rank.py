@@ -1,4 +1,4 @@
-"""An adapter's first product by clusters of blocks."""
+"""Check an adapter's first product, computed by clusters of blocks."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ extern "C" void run(u32 blocks, u32 threads, u32 bytes, const u16 **x, const u16
 
 
 def check(function, batch, columns, rank, dtype, masked, device="cpu"):
-    """Rounded once, from sums in fp32; rows that leave out an adapter are zero there."""
+    """Check that fp32 sums are rounded once; rows without the adapter are zero."""
     x, a = (torch.randn(n, columns).to(dtype).to(device) for n in (batch, rank))
     mask = (torch.arange(rank) // 8 % 2 == torch.arange(batch).unsqueeze(1) % 2).to(dtype).to(device)
     found = function(x, a, mask if masked else None)
@@ -49,7 +49,7 @@ def test_products(monkeypatch, backend, batches, sizes, dtype, masked):
 
 
 @cases("size", hopper=[(65, 64, 16), (4, 40, 16), (4, 64, 8)])
-def test_what_the_kernel_does_not_take(backend, size):
+def test_unsupported_cases(backend, size):
     check(low_rank_rows, *size, BF16, True, "cuda")
 
 

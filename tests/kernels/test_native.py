@@ -1,4 +1,4 @@
-"""Building the C kernels: what a machine may lack, and what another one may have left in a shared home."""
+"""Build the C kernels: on machines without a compiler or a home, and with libraries from other machines."""
 
 import os
 import shutil
@@ -33,17 +33,17 @@ def compiler(folder: Path, name: str, body: str) -> str:
 
 @needs_compiler
 def test_a_rows_sums_are_the_same_alone_where_the_compiler_avoids_fmas(monkeypatch):
-    """As GCC does on some CPUs, but in loops over one row only."""
+    """GCC avoids FMAs on some CPUs, but only in loops over one row."""
     import ctypes
 
     import torch
 
-    from halfbyte.kernels.native.gemv4 import CPU, Weight, codebook4
+    from halfbyte.kernels.native.decode4 import CPU, Weight, codebook4
 
     version = subprocess.run(["cc", "--version"], capture_output=True, text=True, check=True).stdout
     if "Free Software Foundation" not in version:
         pytest.skip("the compiler is not GCC")
-    native.library.cache_clear()  # that of the import
+    native.library.cache_clear()  # the one of the import
     monkeypatch.setenv("CC", "cc --param avoid-fma-max-bits=512")
     function = native.library("decode4").halfbyte_gemv4
     function.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int] * 2
@@ -58,7 +58,7 @@ def test_a_rows_sums_are_the_same_alone_where_the_compiler_avoids_fmas(monkeypat
 
 
 @pytest.mark.parametrize("body", ["exit 1", "exit 0", "kill -9 $$"], ids=["fails", "writes nothing", "killed"])
-def test_a_compiler_without_a_word(body, monkeypatch, tmp_path):
+def test_compiler_that_fails_without_output(body, monkeypatch, tmp_path):
     monkeypatch.setenv("CC", compiler(tmp_path, "quiet", body))
     with pytest.raises(Unavailable):
         native.library("bitplane")
@@ -91,7 +91,7 @@ def test_a_library_that_does_not_load_is_built_again(tmp_path, monkeypatch):
 
 @needs_compiler
 def test_another_compiler_or_libc_is_another_library(monkeypatch, tmp_path):
-    """A home that machines share: what one cannot load must not be in the other's place."""
+    """Machines may share a home: each builds its own library, and none replaces another's."""
     real = shutil.which("cc")
     for version in ("1", "2"):
         body = f'[ "$1" = --version ] && echo version {version} && exit 0\nexec {real} "$@"'
@@ -118,7 +118,7 @@ def test_a_user_without_a_home(monkeypatch):
 
 
 def test_products_run_without_a_compiler(tmp_path):
-    """In a process of its own: dispatch says what is missing and takes the reference."""
+    """Run in a separate process: dispatch logs what is missing and takes the reference."""
     script = (
         "import torch\nfrom halfbyte.ops import blockwise4\nfrom halfbyte.utils.notices import said\n"
         "packed, absmax = blockwise4.quantize_blockwise4(torch.randn(64), 64, 'nf4')\n"
@@ -133,6 +133,6 @@ def test_products_run_without_a_compiler(tmp_path):
 @needs_compiler
 @pytest.mark.parametrize("source", sorted(Path(native.__file__).parent.glob("*.c")), ids=lambda path: path.stem)
 def test_every_source_is_c(source):
-    """Where one is not, its operations fall back to torch with a notice, and are right all the same."""
+    """An operation whose source does not compile falls back to torch with a notice, so only this test finds it."""
     done = subprocess.run(["cc", "-fsyntax-only", *native.FLAGS, source], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

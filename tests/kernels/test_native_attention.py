@@ -1,4 +1,4 @@
-"""Attention in C against its reference: documents, prompts that they share, heads that share keys, ugly sizes."""
+"""Compare attention in C with its reference: documents, shared prompts, grouped heads, irregular sizes."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ TREES = [
 
 
 def laid_out(trees, one_row=True):
-    """Where tokens lie of prompts and answers of these sizes: documents and prompts."""
+    """Documents and prompts of tokens laid out as prompts and answers of these sizes."""
     rows = [{"input_ids": [5] * sum(tree), "seq_lengths": list(tree), "answers": [len(tree) - 1]} for tree in trees]
     batch, _ = BranchCollator(0, one_row=one_row)(rows)
     branches = Sharing.of(batch).branches
@@ -27,7 +27,7 @@ def laid_out(trees, one_row=True):
 
 
 def drawn(tokens, heads, kv_heads, size, seed=0):
-    """q, k, v and a gradient; keys and values are parts of wider rows."""
+    """q, k, v and a gradient; keys and values are slices of wider rows."""
     made = torch.Generator().manual_seed(seed)
     q, both, grad = (torch.randn(tokens, h, size, generator=made) for h in (heads, 2 * kv_heads, heads))
     return q, both[:, :kv_heads], both[:, kv_heads:], grad
@@ -47,7 +47,7 @@ def assert_right(given, documents, prompts=None):
     rest = documents, SCORES, None, prompts
     wanted = out, logsumexp, *attention_backward.reference(grad, *inputs, out, logsumexp, *rest)[:3]
     for found, true in zip(gradients(given, documents, prompts), wanted, strict=True):
-        assert (found - true).norm() <= 4e-6 * true.norm() + 2e-6  # of one token all are 0
+        assert (found - true).norm() <= 4e-6 * true.norm() + 2e-6  # for one token all are 0
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(2, 1, 16), (4, 4, 48), (3, 1, 128), (2, 2, 256)])
@@ -64,7 +64,7 @@ def test_documents(lengths):
     assert_right(drawn(sum(lengths), 4, 2, 32), spans(bounds, sum(lengths)))
 
 
-def test_equal_bits_on_more_threads_and_beside_other_answers():
+def test_equal_bits_on_more_threads_and_with_other_answers():
     trees = [(70, 90, 40), (33, 64, 80), (1, 5)]
     places = laid_out(trees)
     given = drawn(len(places[0][0]), 4, 2, 64)

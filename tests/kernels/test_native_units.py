@@ -1,4 +1,4 @@
-"""C's gated units, those of experts, and what tokens get back, against their references."""
+"""Compare C's gated units, experts' units and the weighted sum of experts' results with their references."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from halfbyte.ops import experts as ops
-from halfbyte.ops.experts_unit import Unit, expert_unit, expert_unit_backward_
+from halfbyte.ops.experts import Unit, expert_unit, expert_unit_backward_
 from halfbyte.ops.glu import glu, glu_backward_
 from tests.helpers.kernel_backends import MARKS
 
@@ -29,7 +29,7 @@ def kernels():
 
 
 def close(mine, theirs, exact):
-    """As near to what fp64 gives as the reference is, to a rounding."""
+    """Compare with fp64: the error is at most the reference's plus a rounding."""
     eps = torch.finfo(mine.dtype).eps
     error, other = ((each.double() - exact).abs().max() for each in (mine, theirs))
     assert error <= other + 4 * eps * exact.abs().max()
@@ -59,7 +59,7 @@ def test_units_of_experts(kernels, unit, dtype, width):
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("need_output", [False, True])
 def test_gated_units(kernels, dtype, activation, need_output):
-    """Halves of one projection, and tensors apart."""
+    """Inputs are halves of one projection, or separate tensors."""
     whole, grad = torch.randn(3, 4, 74).to(dtype), torch.randn(3, 4, 37).to(dtype)
     halves, apart = whole.clone().chunk(2, -1), [half.clone() for half in whole.chunk(2, -1)]
     assert kernels[1].obstacle(*halves, activation) is None
@@ -74,11 +74,11 @@ def test_gated_units(kernels, dtype, activation, need_output):
     for found in zip((mine, *halves), (theirs, *apart), (exactly, *exact), strict=True):
         close(*found)
     assert torch.equal(mine, grad) != need_output
-    assert (halves[0]._version, mine._version) == (2, int(need_output))  # two views; who saved one sees it
+    assert (halves[0]._version, mine._version) == (2, int(need_output))  # both views share the version counter
 
 
 @dtypes
-def test_what_is_no_number_stays_none(kernels, dtype):
+def test_nan_is_preserved(kernels, dtype):
     gate = torch.tensor([[math.nan, math.inf, 1.0]]).to(dtype)
     found = glu(gate, torch.ones_like(gate), "silu")
     assert found[0, :2].isnan().tolist() == [True, False]
@@ -115,7 +115,7 @@ def test_combine(kernels, tokens, experts, top_k, dtype):
 @dtypes
 @pytest.mark.parametrize("spec", ["blockwise4:nf4:64:nested", "kbit:3:nf", "int8"])
 def test_products_of_a_few_rows(dtype, spec):
-    """Through the products of the format of each matrix: own kernels, or the reference."""
+    """Products of each matrix's format: native kernels, or the reference."""
     from halfbyte.formats import from_spec
     from halfbyte.kernels.native import grouped
     from halfbyte.ops.experts import LowRank, StackedWeight

@@ -1,4 +1,4 @@
-"""The Triton norms against their references at ugly sizes, on a GPU and in Triton's interpreter."""
+"""Compare the Triton norms with their references at irregular sizes, on a GPU and in Triton's interpreter."""
 
 import pytest
 import torch
@@ -16,12 +16,12 @@ from halfbyte.kernels.triton import norms as kernels
 pytestmark = mark
 
 SIZES = [(3, 1), (5, 7), (37, 128), (2, 3, 96), (2, 2051)]
-if not INTERPRETED:  # every size is a compilation or three
+if not INTERPRETED:  # every size compiles up to three kernels
     SIZES = [(5, 7), (1100, 128), (2, 3, 896), (700, 4096), (65, 5120), (3, 40000)]
 
 
 def stock_rms_norm(x, residual, weight, offset):
-    """As Hugging Face computes it: in x's dtype but for the mean, every step rounded."""
+    """Compute as Hugging Face does: in x's dtype except for the mean, every step rounded."""
     total = x if residual is None else x + residual
     normal = total.float() * torch.rsqrt(total.float().pow(2).mean(-1, keepdim=True) + 1e-6)
     y = (normal * (1.0 + weight.float())).to(x.dtype) if offset else weight * normal.to(x.dtype)
@@ -78,10 +78,10 @@ def test_layer_norm(shape, dtype):
 
 
 def test_strides():
-    """Rows with gaps are read where they are; other layouts are copied first."""
+    """Rows with gaps are read in place; other layouts are copied first."""
     weight = random(24)
-    fused, swapped, turned = random(2, 5, 40)[..., 8:32], random(5, 3, 24).transpose(0, 1), random(24, 6).T
-    for x in (fused, swapped, turned, random(1, 24).expand(4, 24)):
+    fused, swapped, transposed = random(2, 5, 40)[..., 8:32], random(5, 3, 24).transpose(0, 1), random(24, 6).T
+    for x in (fused, swapped, transposed, random(1, 24).expand(4, 24)):
         y, _, rstd = kernels.rms_norm(x, None, weight, 1e-6, False)
         expected = kernels.rms_norm(x.contiguous(), None, weight, 1e-6, False)
         assert y.is_contiguous()
@@ -95,7 +95,7 @@ def test_strides():
 
 def test_pointers_that_are_not_aligned():
     weight = random(25)[1:]
-    for _ in range(2):  # the second call finds the first one's compiled kernel, and must not take another's
+    for _ in range(2):  # the second call must not take the kernel compiled for aligned pointers
         x = random(24 * 5 + 1)
         mine = kernels.rms_norm(x[1:].view(5, 24), None, weight, 1e-6, False)[0]
         aligned = kernels.rms_norm(x[1:].view(5, 24).clone(), None, weight.clone(), 1e-6, False)[0]
@@ -189,11 +189,23 @@ def test_norm_in_float8_too(dtype, residual):
     state.settled = [True]
     *found, codes = kernels.rms_norm_float8(x, added, weight, 1e-6, False, Slot(state, 0))
     for one, other in zip(found, kernels.rms_norm(x, added, weight, 1e-6, False), strict=True):
-        # Another kernel, whose sums over a row may run in another order: 1/rms may differ by a last bit or two, and
-        # so may each of the two products after it, which are rounded apart.
+        # Another kernel may sum a row in another order: 1/rms may differ by a last bit or two, and so may each of the
+        # two products that follow, which are rounded separately.
         torch.testing.assert_close(one, other, rtol=4 * torch.finfo(one.dtype).eps, atol=0)
     expected = to_float8(found[0].float() * 200.0, torch.float8_e4m3fn).view(torch.uint8)
     # Triton's interpreter rounds to FP8 wrongly where the exponent grows, which leaves no mantissa bits.
     sound = expected & 7 != 0 if INTERPRETED else torch.ones_like(expected, dtype=torch.bool)
     assert torch.equal(codes.view(torch.uint8)[sound], expected[sound])
     assert state.history[0, 0] == found[0].float().abs().max()
+
+
+@dtypes
+@pytest.mark.parametrize(("rows", "width", "first"), [(1, 1, None), (264, 70, None), (1055, 20, 844), (3, 2051, 1)])
+def test_sum_rows(rows, width, first, dtype):
+    partials = torch.randn(rows, width).to(DEVICE)
+    parts = partials.split([rows] if first is None else [first, rows - first])
+    mine = kernels.sum_rows(partials, dtype, first)
+    assert mine.dtype == dtype
+    expected = torch.stack([part.double().sum(0) for part in parts])
+    torch.testing.assert_close(mine.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-4)
+    assert torch.equal(mine, kernels.sum_rows(partials, dtype, first))

@@ -1,4 +1,4 @@
-"""What stands between CUDA sources and Python: files, errors, and sizes that both have."""
+"""Check the compilation of CUDA sources: files, errors, and struct sizes shared with Python."""
 
 import ctypes
 import re
@@ -36,14 +36,14 @@ def test_sources_are_what_is_included():
         assert sum("LAYOUT(" in text for file, text in files.items() if file != "warp.cuh") == 1, name
 
 
-def test_the_first_error_is_told_whole():
+def test_first_compile_error_is_reported_in_full():
     assert nvrtc.first_error(LOG) == 'warp.cuh(6): error: expected a ";"\n   return zz; }\n   ^'
     assert nvrtc.first_error("nvrtc: error: invalid value\n") == "nvrtc: error: invalid value"
 
 
 @pytest.fixture
 def cache(monkeypatch, tmp_path):
-    """A cache folder, and the sources that were compiled into it."""
+    """A cache folder, and the sources that are compiled into it."""
     compiled = []
     image = built("low_rank", {"SPLIT": 4, "WARPS": 2, "BF16": 1}).read_bytes()
     monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path))
@@ -53,7 +53,7 @@ def cache(monkeypatch, tmp_path):
 
 
 @needs_compiler
-def test_what_is_kept_is_found_again_unless_something_changed(cache, monkeypatch, tmp_path):
+def test_cached_cubin_is_reused_unless_an_input_changes(cache, monkeypatch, tmp_path):
     def get(constants=(("BF16", 1),), capability=(9, 0)):
         return nvrtc.cubin("low_rank", capability, dict(constants))
 
@@ -71,15 +71,15 @@ def test_what_is_kept_is_found_again_unless_something_changed(cache, monkeypatch
         header.write("\n")
     get()
     assert len(cache) == 5
-    with (tmp_path / "lora.cuh").open("a") as header:  # which it does not include
+    with (tmp_path / "lora.cuh").open("a") as header:  # a header that the source does not include
         header.write("\n")
     get()
     assert len(cache) == 5
 
 
 @needs_compiler
-def test_structs_are_compared_with_python_s(cache):
-    """A source exports its shared memory and its structs' sizes: one that Python has otherwise is refused loudly."""
+def test_struct_sizes_are_compared_with_python(cache):
+    """A source exports its shared memory and its structs' sizes; an unequal size in Python raises an error."""
 
     class Extra(ctypes.Structure):
         _fields_ = (("a", ctypes.c_uint32),)

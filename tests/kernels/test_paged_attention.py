@@ -1,4 +1,4 @@
-"""Attention over pages: the specification beside one page after another, and C beside the specification."""
+"""Compare the specification of paged attention with attention page by page, and C with the specification."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def test_the_specification_is_attention_over_the_rows_tokens(window, softcap):
 
 
 def test_a_sink_is_one_more_score():
-    """Of a key with this very score, and a value of zeros, in the row's first place."""
+    """A sink equals a key in the row's first place with that score, and a value of zeros."""
     q, keys, values, tables, lengths = exact(case(torch.float32, (2, 2), 8, [40]))
     sinks = torch.tensor([0.3, -1.0], dtype=torch.float64)
     found = paged_attention.reference(q, keys, values, tables, lengths, 1.0, None, None, None, sinks)

@@ -1,4 +1,4 @@
-"""The engine's Triton kernels beside their specifications: attention over pages, and the sampler."""
+"""Compare the engine's Triton kernels with their specifications: attention over pages, and the sampler."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.helpers.parity import DEVICE, INTERPRETED, dtypes
 pytestmark = parity.mark
 pytest.importorskip("triton")
 
-# Heads, their size, parts of a row, window and cap: each of them somewhere, since every one is compiled by itself.
+# Heads, head size, splits of a row, window and cap: each value in one case, since every combination is compiled.
 CALLS = [((4, 2), 24, 3, *variant) for variant in WINDOWS_AND_CAPS]
 FEW = (1, 64, 150) if INTERPRETED else LENGTHS
 if not INTERPRETED:
@@ -30,15 +30,15 @@ def attend(arguments, splits=None):
     from halfbyte.kernels.triton import cached_attention as module
 
     if splits is None:
-        return module.attend_static(*arguments)
+        return module.attend_paged(*arguments)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "splits_of", lambda *_: splits)
-        return module.attend_static(*arguments)
+        patch.setattr(module, "page_splits", lambda *_: splits)
+        return module.attend_paged(*arguments)
 
 
 def close(found, truth, dtype):
     assert (found.shape, found.dtype) == (truth.shape, dtype)
-    # in fp32 it is the scores' own rounding that shows: they go to 12 here, and into an exponential
+    # in fp32 the rounding of the scores dominates: they reach 12 here, and are exponentiated
     allowed = 20 if dtype is torch.float32 else 4
     assert (found.double() - truth).norm() <= allowed * torch.finfo(dtype).eps * truth.norm()
 
@@ -47,7 +47,7 @@ def close(found, truth, dtype):
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize(("heads", "size", "splits", "window", "softcap"), CALLS)
 def test_attention_is_the_references(dtype, heads, size, splits, window, softcap, sinks):
-    """The fewest splits leave programs with much to do, the most some without a page."""
+    """With the fewest splits programs have many pages, with the most some have none."""
     on_cpu, sinks = case(dtype, heads, size, FEW), torch.randn(heads[0]).to(dtype) if sinks else None
     options, on_device = (0.3, window, softcap, None), [each.to(DEVICE) for each in on_cpu]
     found = attend((*on_device, *options, None if sinks is None else sinks.to(DEVICE)), splits)
@@ -56,19 +56,19 @@ def test_attention_is_the_references(dtype, heads, size, splits, window, softcap
 
 @dtypes
 @pytest.mark.parametrize(("heads", "size", "parts", "window", "softcap"), SHARED)
-def test_pages_that_rows_share_are_read_for_all_of_them(dtype, heads, size, parts, window, softcap):
-    """That their first row's table is read, and no other, shows where it is another's."""
+def test_shared_pages_are_read_once_for_all_rows(dtype, heads, size, parts, window, softcap):
+    """The kernel must read only the first row's table: the other rows' tables point elsewhere."""
     bundles = [(common, rows[:2]) for common, rows in BUNDLES] if INTERPRETED else BUNDLES
     *on_cpu, shared = shared_case(dtype, heads, size, bundles)
     sinks = torch.randn(heads[0]).to(dtype) if window else None
     truth = paged_attention.reference(*exact(on_cpu), 0.3, window, softcap, None, sinks)
     other = on_cpu[3].clone()
     for begin, count, pages in shared.bundles.tolist():
-        if dtype is not torch.float32 and 16 * heads[0] // heads[1] <= 128:  # else each row reads its own
+        if dtype is not torch.float32 and 16 * heads[0] // heads[1] <= 128:  # else each row reads its own table
             other[begin + 1 : begin + count, :pages] = 0
     on_device = [each.to(DEVICE) for each in (*on_cpu[:3], other, on_cpu[4])]
     shared = type(shared)(*(each.to(DEVICE) for each in shared))
-    wide = torch.randn(len(other), heads[0] + 3, size).to(dtype).to(DEVICE)  # q as a part of a projection's result
+    wide = torch.randn(len(other), heads[0] + 3, size).to(dtype).to(DEVICE)  # q as a slice of a projection
     wide[:, : heads[0]] = on_device[0]
     sinks = None if sinks is None else sinks.to(DEVICE)
     arguments = (wide[:, : heads[0]], *on_device[1:], 0.3, window, softcap, shared, sinks)
@@ -89,7 +89,7 @@ def test_new_tokens_are_stored_where_they_belong(dtype, heads, size, eight):
 @pytest.mark.parametrize(("heads", "size", "eight"), [((4, 2), 24, False), ((3, 3), 16, True), ((32, 8), 128, True)])
 @pytest.mark.parametrize("shape", [(3, 1), (1, 3)], ids=["a token of each row", "a prompt"])
 def test_rotated_keys_are_stored(dtype, heads, size, eight, shape):
-    """What two launches do, with q, k and v parts of one projection's result."""
+    """One launch equals rotation and storing in two, for q, k and v as slices of one projection."""
     if INTERPRETED and (eight or heads[0] > 8):
         pytest.skip("needs FP8 conversions")
     batch, tokens = shape
@@ -106,7 +106,7 @@ def test_rotated_keys_are_stored(dtype, heads, size, eight, shape):
         results.append((own, *(each.float() for each in caches)))
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=torch.finfo(dtype).eps * 2, atol=1e-6)
-    for cache in results[0][1:]:  # in 8 bits small numbers are zeros
+    for cache in results[0][1:]:  # small numbers are zero in 8 bits
         assert 0.9 <= cache.count_nonzero() / (3 * heads[1] * size) <= 1
 
 
@@ -140,8 +140,8 @@ def test_a_graph_follows_lengths_and_tables(rows):
 @pytest.mark.parametrize("vocabulary", [1, 1000, 4096, 4099] if INTERPRETED else [1, 1000, 4096, 4099, 128_256])
 @pytest.mark.parametrize("temperature", [1.0, 0.3, 0.0])
 @dtypes
-def test_draws_are_the_references(dtype, vocabulary, temperature):
-    """The same tokens but where two are as likely as the last bits of a logarithm tell."""
+def test_draws_equal_the_reference(dtype, vocabulary, temperature):
+    """Tokens are equal, except where two scores differ by less than the rounding of a logarithm."""
     rows = 3 if INTERPRETED else 200
     logits = (torch.randn(rows, vocabulary) * 4).to(dtype)
     logits[2, :-1] = -torch.inf
@@ -163,7 +163,7 @@ def test_draws_are_the_references(dtype, vocabulary, temperature):
         torch.testing.assert_close(log_probs[same], log_probs_of_it[same], rtol=1e-5, atol=1e-5)
 
 
-def test_nan_is_seen():
+def test_nan_is_reported():
     from halfbyte.kernels.triton.sample import draw
 
     logits = torch.randn(3, 200)

@@ -1,4 +1,4 @@
-"""The Triton rotations against their references, on a GPU and in Triton's interpreter."""
+"""Compare the Triton rotations with their references, on a GPU and in Triton's interpreter."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from halfbyte.kernels.triton import rope as kernels
 
 pytestmark = mark
 
-# batch, tokens, heads of q, of k, head size
+# batch, tokens, query heads, key heads, head size
 SHAPES = [(1, 1, 1, 1, 2), (2, 3, 3, 1, 10), (1, 2, 28, 4, 96)]
 if not INTERPRETED:
     SHAPES = [(2, 3, 3, 1, 10), (2, 517, 32, 8, 128), (3, 65, 16, 16, 256), (1, 33, 28, 4, 80)]
@@ -20,7 +20,7 @@ shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
 def heads(batch, tokens, count, size, dtype, layout="projection"):
-    """[B, H, T, D] as models make it: a transposed projection, part of a fused one, or contiguous."""
+    """[B, H, T, D] as models make it: a transposed projection, a slice of a fused one, or contiguous."""
     if layout == "contiguous":
         return random(batch, count, tokens, size, dtype=dtype)
     if layout == "fused":
@@ -34,21 +34,21 @@ def q_and_k(shape, dtype, layout="projection"):
 
 
 def angles(batch, tokens, size, dtype):
-    """Halves that differ, unlike any model's: the transpose exchanges them."""
+    """Angles with unequal halves, which no model has: the transpose exchanges the halves."""
     angle = torch.rand(batch, tokens, size) * 6
     return angle.cos().to(dtype).to(DEVICE), angle.sin().to(dtype).to(DEVICE)
 
 
 def stock_rotate(x, cos, sin):
-    """As Hugging Face computes it: products and sum each rounded; what is beyond cos's width passes."""
-    turned, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos.unsqueeze(1) + torch.cat([-second, first], dim=-1) * sin.unsqueeze(1)
-    return torch.cat([turned, rest], dim=-1)
+    """Compute as Hugging Face does: products and sum are rounded; values beyond the width of cos are copied."""
+    rotated, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
+    first, second = rotated.chunk(2, dim=-1)
+    rotated = rotated * cos.unsqueeze(1) + torch.cat([-second, first], dim=-1) * sin.unsqueeze(1)
+    return torch.cat([rotated, rest], dim=-1)
 
 
 def clone(*tensors):
-    """Copies with the same strides where tensors are dense, and the layout of a projection where they are not."""
+    """Copy tensors with the strides of dense ones; otherwise with the layout of a projection."""
     return [torch.empty_like(tensor).copy_(tensor) for tensor in tensors]
 
 
@@ -120,7 +120,7 @@ def test_norm_and_rope(shape, dtype, offset):
         truths = (true_y.detach(), *torch.autograd.grad(true_y, true_inputs, exact(grad)))
         for tensor, torchs, true in zip((outputs[i], mine[i], dws[i]), stocks, truths, strict=True):
             assert_as_close_as_torch(tensor, torchs, true)
-        assert_as_close_as_torch(alone[i], stocks[1], truths[1])  # another kernel, sums over a head in another order
+        assert_as_close_as_torch(alone[i], stocks[1], truths[1])  # another kernel sums a head in another order
 
 
 def test_no_tokens():
@@ -158,7 +158,7 @@ def test_through_autograd(with_norm):
 @pytest.mark.large(12)
 @pytest.mark.skipif(INTERPRETED, reason="gigabytes")
 def test_more_than_2_31_elements():
-    """Heads first, as a cache lays them out: an offset is head · T · D, and the last head begins past 2^31."""
+    """With heads first, as in a cache, an offset is head · T · D, and the last head begins past 2^31."""
     tokens = 2**31 // (31 * 128) + 8
     q, k = (torch.zeros(1, 32, tokens, 128, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
     cos, sin = (torch.zeros(1, tokens, 128, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))

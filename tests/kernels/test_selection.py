@@ -1,4 +1,4 @@
-"""Who computes what on which device, and that dispatch asks no one else."""
+"""Check which kernel dispatch selects on which device, and that it queries no other."""
 
 import pytest
 import torch
@@ -28,28 +28,29 @@ def picks(name):
 
 ROW, SMALL, WGMMA = "cuda.gemv4_row.gemv", "cuda.gemv4.gemm", "cuda.gemm4.gemm"
 GEMV, GEMM = "triton.gemv4.gemv", "triton.gemv4.gemm"
+PLANES = "cuda.linear_planes"
 EIGHT = ["gemv", "gemm", "gemm", None]
 HOPPER = {
     # M = 1, 2, 3, 8, 9, 16, 17, 64, 65; then 1 with blocks of 128, 4 of 32, 1 in fp32
     "linear_blockwise4": [ROW, ROW, SMALL, SMALL, *[WGMMA] * 4, REFERENCE, ROW, GEMM, GEMV],
     # 2 bits: M = 1, 16, 17; 4 bits: 1, 8, 9, 64, 65
     "linear_bitplane": [
-        "cuda.gemv_planes_row.gemv", "cuda.gemv_planes.bitplane", REFERENCE,
-        "cuda.gemv_planes_row.gemv", "cuda.gemv_planes.bitplane", *["cuda.gemm_planes.bitplane"] * 2, REFERENCE,
+        f"{PLANES}.gemv_bitplane", f"{PLANES}.gemm16_bitplane", REFERENCE,
+        f"{PLANES}.gemv_bitplane", f"{PLANES}.gemm16_bitplane", *[f"{PLANES}.gemm64_bitplane"] * 2, REFERENCE,
     ],
-    "linear_hqq": [*["cuda.gemv_planes.hqq"] * 2, "cuda.gemm_planes.hqq", REFERENCE, REFERENCE],
+    "linear_hqq": [*[f"{PLANES}.gemm16_hqq"] * 2, f"{PLANES}.gemm64_hqq", REFERENCE, REFERENCE],
     "linear_float8": [f"triton.gemv8.float8_{each}" if each else REFERENCE for each in EIGHT],
     "linear_int8": [f"triton.gemv8.int8_{each}" if each else REFERENCE for each in EIGHT],
     "low_rank_rows": [*["cuda.low_rank.gemm"] * 2, REFERENCE, REFERENCE],
     "one_launch": [*["cuda.decode_layers.compile_layers"] * 2, REFERENCE, REFERENCE],
-    "float8_of_blockwise4": [*["cuda.float8.of_blockwise4"] * 2, "triton.blockwise4_float8.float8"],
+    "float8_of_blockwise4": [*["cuda.float8.of_blockwise4"] * 2, "triton.blockwise4.float8"],
     "transpose_float8": ["cuda.float8.transpose", "triton.float8.transpose_float8"],
     "lora_glu": ["cuda.lora_glu.forward", *["triton.lora_glu.lora_glu"] * 2],
     "lora_read": ["cuda.lora_read.read", REFERENCE],
-    # 1 and 32 rows an expert and 512, forward and turned
+    # 1, 32 and 512 rows an expert, forward and transposed
     "grouped_product": [
-        *["cuda.grouped4.grouped_product", "triton.grouped.grouped_product"] * 2,
-        *["cuda.grouped_gemm4.grouped_product"] * 2,
+        *["cuda.experts4.grouped_small", "triton.grouped.grouped_product"] * 2,
+        *["cuda.experts4.grouped_large"] * 2,
     ],
 }  # fmt: skip
 ADA = {
@@ -59,7 +60,7 @@ ADA = {
     "low_rank_rows": [REFERENCE] * 4,
     "one_launch": [REFERENCE] * 4,
     "cross_entropy_": ["triton.cross_entropy.cross_entropy_"] * 4,
-    "float8_of_blockwise4": ["triton.blockwise4_float8.float8"] * 3,
+    "float8_of_blockwise4": ["triton.blockwise4.float8"] * 3,
     "lora_glu": ["triton.lora_glu.lora_glu"] * 3,
 }
 AMPERE = ADA | {"linear_float8": [REFERENCE] * 4, "cast_float8": [REFERENCE], "float8_of_blockwise4": [REFERENCE] * 3}
@@ -69,7 +70,7 @@ BLACKWELL = HOPPER | {
 }
 BLACKWELL.pop("linear_bitplane"), BLACKWELL.pop("linear_hqq")
 CPU = {
-    "linear_blockwise4": ["native.gemv4.gemv"] * 6 + [REFERENCE] * 3 + ["native.gemv4.gemv"] * 3,
+    "linear_blockwise4": ["native.decode4.gemv"] * 6 + [REFERENCE] * 3 + ["native.decode4.gemv"] * 3,
     "dequantize_blockwise4": ["native.blockwise4.dequantize"],
     "lora_glu": [REFERENCE] * 3,
     "rms_norm": [REFERENCE],
@@ -81,13 +82,13 @@ CPU = {
     [("h100", HOPPER), ("rtx4090", ADA), ("a100", AMPERE), ("mi300", AMPERE), ("b200", BLACKWELL), ("cpu", CPU)],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_who_is_picked(device, expected):
+def test_selected_kernels(device, expected):
     found = picks(device)
     assert {name: found[name] for name in expected} == expected
 
 
 def test_the_table_has_every_op_and_every_kernel():
-    """No kernel is registered that no device and no call takes."""
+    """Every registered kernel is taken by some call on some device."""
     all_ops = selection.all_ops()
     ever = set()
     for name in KNOWN:
@@ -95,11 +96,11 @@ def test_the_table_has_every_op_and_every_kernel():
         assert found.keys() == all_ops.keys()
         ever |= {kernel for kernels in found.values() for kernel in kernels}
     kernels = {kernel.name for op in all_ops.values() for kind in ("cpu", "cuda") for kernel in op.kernels(kind)}
-    assert ever >= kernels - {"cuda.cudnn_attention.backward"}  # of a package that need not be installed
+    assert ever >= kernels - {"cuda.cudnn_attention.backward"}  # needs an optional package
 
 
 def test_reasons():
-    """Alignment, sizes and adapters' terms; each kernel says the first thing that stands in its way."""
+    """Alignment, sizes and adapters' terms: each kernel reports its first unmet requirement."""
 
     def reasons(x, weight=None, rows=64, term=None):
         with assumed(KNOWN["h100"]):
@@ -119,8 +120,8 @@ def test_reasons():
     assert reasons(empty(40, 512, dtype=bf16), term=term)[GEMM] is None
 
 
-def test_a_kernel_for_one_op_from_outside(monkeypatch):
-    """Two lines add it: dispatch takes it, its refusal is said once and the next one runs, and the table shows it."""
+def test_external_kernel_registration(monkeypatch):
+    """Two lines register a kernel: dispatch takes it, logs its refusal once, runs the next one, and lists it."""
     notices.forget()
     monkeypatch.setattr(
         linear_blockwise4, "_added", {name: list(rows) for name, rows in linear_blockwise4._added.items()}
@@ -153,7 +154,7 @@ def test_a_kernel_for_one_op_from_outside(monkeypatch):
     assert all(not kernel.name.endswith("mine") for kernel in linear_blockwise4.kernels("cpu"))
 
 
-def test_ranks_and_reasons_decide():
+def test_dispatch_follows_ranks_and_reasons():
     @op()
     def double(x, times=1):
         return "reference"
@@ -179,6 +180,6 @@ def test_the_command_prints_the_table():
     assert ROW in shown
     assert "2 rows" in shown
     shown = CliRunner().invoke(app, ["env", "--kernels"], env={"COLUMNS": "200"}).output
-    assert "native.gemv4.gemv" in shown or torch.cuda.is_available()
+    assert "native.decode4.gemv" in shown or torch.cuda.is_available()
     refused = CliRunner().invoke(app, ["env", "--device", "h1000"])
     assert refused.exit_code != 0

@@ -11,7 +11,7 @@ from torch import nn
 
 from halfbyte.layers import experts
 from halfbyte.layers.plain import Adapter
-from halfbyte.ops.experts_unit import Unit, expert_unit
+from halfbyte.ops.experts import Unit, expert_unit
 from halfbyte.utils.errors import ModelError
 
 MODELS = Path(transformers.__file__).parent / "models"

@@ -1,4 +1,4 @@
-"""The reference of attention's backward against autograd, in fp32 on the CPU."""
+"""Compare the reference of attention's backward with autograd, in fp32 on the CPU."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from halfbyte.ops.attention import Scores, attention_backward, rows_backward, sp
 
 
 def forward(query, key, value, first, window):
-    """[N, H, D] in, and the logarithm of the sums [H, N]; a token sees none before `first`."""
+    """[N, H, D] and the logsumexp [H, N]; a token attends to no token before `first`."""
     rows, group = torch.arange(len(query)), query.shape[1] // key.shape[1]
     seen = (rows <= rows[:, None]) & (rows >= first[:, None]) & (rows > rows[:, None] - (window or len(query)))
     k, v = (x.repeat_interleave(group, 1) for x in (key, value))
@@ -15,7 +15,7 @@ def forward(query, key, value, first, window):
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v), scores.logsumexp(-1)
 
 
-def test_spans_pass_over_documents_of_no_tokens():
+def test_spans_skip_empty_documents():
     begins, ends = spans(torch.tensor([0, 2, 2, 5, 6, 6, 6], dtype=torch.int32), 6)
     assert (begins.tolist(), ends.tolist()) == ([0, 0, 2, 2, 2, 5], [2, 2, 5, 5, 5, 6])
     assert begins.dtype == ends.dtype == torch.int32

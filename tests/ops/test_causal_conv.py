@@ -1,4 +1,4 @@
-"""A causal convolution over documents: each as it is alone, by torch's own; gradients by autograd."""
+"""Compare a causal convolution over packed documents with torch's on each document; gradients by autograd."""
 
 import itertools
 
@@ -14,7 +14,7 @@ BOUNDS = [0, 1, 3, 17, 18, 40]
 
 @pytest.mark.parametrize("silu", [False, True])
 @pytest.mark.parametrize(("size", "bias"), [(4, False), (2, True), (1, True)])
-def test_documents_apart(size, bias, silu):
+def test_packed_documents_equal_single_ones(size, bias, silu):
     torch.manual_seed(size)
     x = torch.randn(40, 6, dtype=torch.float64, requires_grad=True)
     weight, added = torch.randn(6, size).double(), torch.randn(6).double() if bias else None
@@ -31,7 +31,7 @@ def test_documents_apart(size, bias, silu):
     torch.testing.assert_close(mine, theirs)
 
 
-def test_fewer_tokens_than_the_kernel_has():
+def test_fewer_tokens_than_the_kernel_size():
     x, weight = torch.randn(2, 3), torch.randn(3, 4)
     y = causal_conv(x, weight, None, torch.zeros(2, dtype=torch.int32), False)
     torch.testing.assert_close(y, torch.stack([x[0] * weight[:, 3], x[1] * weight[:, 3] + x[0] * weight[:, 2]]))

@@ -1,4 +1,4 @@
-"""Where the rows of a tensor lie."""
+"""Check the uniform row stride of tensors."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ WIDE = torch.arange(240.0).view(6, 40)
         (torch.zeros(8), 8),
         (WIDE[0, :8], 8),
         (WIDE[:, :8], 40),
-        (WIDE[:, :8].unflatten(0, (6, 1)), 40),  # a token of each row: the stride of a dimension of one says nothing
+        (WIDE[:, :8].unflatten(0, (6, 1)), 40),  # a dimension of one has an arbitrary stride
         (WIDE[:, :8].unflatten(0, (1, 6)), 40),
         (WIDE[:, :8].unflatten(0, (2, 3)), 40),
         (WIDE[::2, :8], 80),
@@ -26,7 +26,7 @@ WIDE = torch.arange(240.0).view(6, 40)
         (torch.zeros(3, 1)[:, :1].expand(3, 1), 1),
     ],
 )
-def test_rows_that_lie_evenly(tensor, expected):
+def test_uniform_row_stride(tensor, expected):
     assert row_stride(tensor) == expected
     if expected:
         rows = tensor.numel() // tensor.shape[-1]

@@ -1,4 +1,4 @@
-"""Cached constants hold values, wherever they are asked for first."""
+"""Check that cached constants hold data even when they are first made under a fake mode."""
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -7,7 +7,7 @@ from halfbyte.ops.bitplane import kbit_codebook
 from halfbyte.ops.codebooks import codebook4
 
 
-def test_constants_made_among_tensors_without_data_have_data():
+def test_constants_made_in_fake_mode_have_data():
     for cached in (codebook4, kbit_codebook):
         cached.cache_clear()
     cpu = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""The specification of rows of logits turned into their gradient, against autograd in float64."""
+"""Compare the specification of the in-place cross-entropy gradient with autograd in float64."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from halfbyte.utils.errors import ModelError
 
 
 def truth(logits, labels, objective):
-    """Losses, entropies and logsumexps by definition, from which autograd makes gradients; trained rows only count."""
+    """Losses, entropies and logsumexps by definition, differentiable; only trained rows count."""
     z = logits.double() * objective.scale
     if objective.softcap is not None:
         z = objective.softcap * torch.tanh(z / objective.softcap)
@@ -68,14 +68,14 @@ def test_gradients_with_an_upstream_of_their_own(case):
     torch.testing.assert_close(logits.double(), gradient, rtol=2e-5, atol=2e-5)
 
 
-def test_without_a_gradient_logits_stay():
+def test_logits_are_unchanged_without_a_gradient():
     logits = torch.randn(3, 9)
     before = logits.clone()
     cross_entropy_(logits, torch.tensor([0, 1, -100]), Objective(), False, True)
     assert torch.equal(logits, before)
 
 
-def test_labels_outside_are_nan_and_ignored_rows_nothing():
+def test_invalid_labels_give_nan_and_ignored_rows_zero():
     logits = torch.randn(4, 9)
     logits[3] = torch.nan
     got = cross_entropy_(logits, torch.tensor([9, -1, 8, -100]), Objective(), True, True)
@@ -99,14 +99,14 @@ def test_float64_stays_float64():
         (torch.zeros(3, 4), torch.zeros(2, dtype=torch.int64), r"shape \[2\]"),
     ],
 )
-def test_arguments_no_kernel_can_take(logits, labels, message):
+def test_invalid_arguments(logits, labels, message):
     with pytest.raises(ModelError, match=message):
         cross_entropy_(logits, labels, Objective(), True, False)
 
 
 @pytest.mark.parametrize("objective", [Objective(), Objective(scale=0.5, softcap=3.0)], ids=["plain", "capped"])
-def test_slices_of_a_vocabulary_together_are_the_whole(objective):
-    """Of a row whose label is in another slice, the gradient is that of the logsumexp alone."""
+def test_vocabulary_slices_sum_to_the_full_result(objective):
+    """For a label in another slice, the gradient of a row is that of the logsumexp."""
     logits, labels = torch.randn(4, 9) * 3, torch.tensor([1, 8, -100, 4])
     whole = logits.clone()
     _, logsumexp, _ = cross_entropy_(whole, labels, objective, True, False)

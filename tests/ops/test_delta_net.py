@@ -1,4 +1,4 @@
-"""A Gated DeltaNet's recurrence: chunks of a prompt and single steps beside the equation, in fp64."""
+"""Compare a Gated DeltaNet's chunks of a prompt and single steps with the recurrence, in fp64."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ SHAPES = pytest.mark.parametrize("shape", [(2, 4, 8, 8), (1, 3, 24, 40)])
 
 
 def inputs(shape, *tokens):
-    """mixed, a and b of random tokens, and the layer's own numbers."""
+    """mixed, a and b of random tokens, and the layer's parameters."""
     key_heads, heads, key_size, value_size = shape
     channels = 2 * key_heads * key_size + heads * value_size
     return (
@@ -22,7 +22,7 @@ def inputs(shape, *tokens):
 
 
 def naive(mixed, a, b, a_log, dt_bias, states, key_heads):
-    """Token by token, head by head, as the equation is written: out and the state behind each row, in fp64."""
+    """Compute the recurrence token by token and head by head, in fp64: out, and the state after each row."""
     rows, length, _ = mixed.shape
     _, heads, key_size, value_size = states.shape
     query, key, value = mixed.double().split([key_heads * key_size, key_heads * key_size, heads * value_size], dim=-1)
@@ -46,13 +46,13 @@ def naive(mixed, a, b, a_log, dt_bias, states, key_heads):
 @SHAPES
 @pytest.mark.parametrize("lengths", [[1, 5], [64, 63, 65], [130]])
 def test_chunks_are_the_recurrence(shape, lengths, monkeypatch):
-    """What fills rows up counts for nothing, NaN or not. A row is the same alone."""
+    """Padding has no effect, even if it is NaN. A row has the same result alone."""
     torch.manual_seed(len(lengths))
     key_heads, heads, key_size, value_size = shape
     rows, length = len(lengths), max(lengths)
     mixed, a, b, a_log, dt_bias = inputs(shape, rows, length)
     states = torch.zeros(rows, heads, key_size, value_size)
-    monkeypatch.setattr(delta_rule, "AT_ONCE", 2 * rows * length)  # a part of the heads at a time
+    monkeypatch.setattr(delta_rule, "AT_ONCE", 2 * rows * length)  # some of the heads at a time
     real = torch.arange(length) < torch.tensor(lengths).unsqueeze(1)
     decay, beta = gates(a, b, a_log, dt_bias)
     out, behind = delta_rows(mixed, decay.where(real[..., None], torch.nan), beta, real, states, key_heads)

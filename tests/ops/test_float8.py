@@ -1,4 +1,4 @@
-"""The FP8 reference by hand, and block-FP8 checkpoints as Hugging Face writes and reads them."""
+"""Check the FP8 reference by hand, and reading and writing of Hugging Face's block-FP8 checkpoints."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_names():
 
 
 def hugging_face_block(rows=130, columns=260, scale_dtype=torch.float32):
-    """Codes and scales as a block-FP8 checkpoint holds them, and the values of transformers' own definition."""
+    """Codes and scales of a block-FP8 checkpoint, and the values by transformers' definition."""
     codes = (torch.randn(rows, columns) * 100).to(E4M3)
     scale = (torch.rand(-(-rows // 128), -(-columns // 128)) + 0.5).to(scale_dtype)
     spread = scale.float().repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]

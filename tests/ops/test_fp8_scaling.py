@@ -1,4 +1,4 @@
-"""Delayed scaling against a ten-line reference in plain Python; over ranks, tests/parallel/test_fp8.py."""
+"""Compare delayed scaling with a ten-line reference in plain Python; tests/parallel/test_fp8.py tests several ranks."""
 
 import math
 import random
@@ -60,7 +60,7 @@ def test_micro_batches_share_an_entry_and_steps_do_not():
     state.roll()
     assert state.history.tolist() == [[0, 1.0, 4.0]]
     assert state.scale.item() == 448 / 4
-    state.roll()  # nothing seen: the oldest entry leaves all the same
+    state.roll()  # no amax in this step: the oldest entry leaves all the same
     assert state.history.tolist() == [[0, 0, 1.0]]
 
 
@@ -71,7 +71,7 @@ def test_the_first_steps_scale_by_their_own_amax():
         assert state.scale_for(0, torch.tensor(unreal)).item() == 1.0
         state.observe(0, torch.tensor(unreal))
         state.roll()
-        assert state.scale_for(0, torch.tensor(8.0)).item() == 57344 / 2 / 8  # still none: current scaling
+        assert state.scale_for(0, torch.tensor(8.0)).item() == 57344 / 2 / 8  # no history yet: current scaling
     state.observe(0, torch.tensor(2.0))
     state.roll()
     assert state.scale_for(0, torch.tensor(8.0)).item() == 57344 / 2 / 2
@@ -109,7 +109,7 @@ def test_a_step_is_captured_in_a_graph():
     state = DelayedScaling([E4M3], ScalingOptions(amax_history_len=4), device="cuda")
     amax = torch.ones((), device="cuda")
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):  # fails where the host waits for the device
+    with torch.cuda.graph(graph):  # fails if the host synchronizes with the device
         used = state.scale_for(0, amax)
         state.observe(0, amax)
         state.roll()

@@ -1,4 +1,4 @@
-"""SwiGLU and GeGLU against Hugging Face's activations: values, gradients, and what happens to the inputs."""
+"""Compare SwiGLU and GeGLU with Hugging Face's activations: values, gradients, and in-place changes of inputs."""
 
 import pytest
 import torch
@@ -66,7 +66,7 @@ def test_gradient_is_untouched_unless_the_output_is_asked_for():
 
 
 def test_a_second_backward_is_refused():
-    """Its inputs are gone: autograd must say so, not compute with gradients in their place."""
+    """Its inputs are overwritten: autograd must raise instead of computing with gradients in their place."""
     gate, up = example(4, 9).requires_grad_()
     loss = glu(gate * 1, up * 1).sum()
     loss.backward(retain_graph=True)
@@ -81,7 +81,7 @@ def test_only_one_input_is_trained():
     torch.testing.assert_close(gate.grad, torch.autograd.grad((torch.nn.functional.silu(gate) * up).sum(), gate)[0])
 
 
-def test_nothing_to_do():
+def test_empty_input():
     gate = torch.randn(0, 8, requires_grad=True)
     glu(gate, torch.randn(0, 8)).sum().backward()
     assert gate.grad.shape == (0, 8)
@@ -102,7 +102,7 @@ def test_errors_name_the_argument(call, message):
         call(torch.randn(2, 8))
 
 
-def test_compiles_whole():
+def test_compiles_without_graph_breaks():
     gate, up = example(4, 9).requires_grad_()
     step = lambda gate, up: glu(gate * 2, up * 2, "gelu_tanh").sum()  # noqa: E731
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")

@@ -1,4 +1,4 @@
-"""The int8 reference: codes, the product, and the split of outlier columns."""
+"""Check the int8 reference: codes, the product, and the split of outlier columns."""
 
 import pytest
 import torch
@@ -28,14 +28,14 @@ def test_codes_by_hand():
 def test_outliers_leave_the_codes_and_do_not_count():
     x = torch.tensor([[8.0, 1.0, 2.0], [3.0, 0.5, 1.0]])
     codes, absmax = int8.quantize_rows_int8(x, torch.tensor([True, False, False]), 6.0)
-    assert absmax.tolist() == [2.0, 3.0]  # 3.0 stands in an outlier column, and is none itself
+    assert absmax.tolist() == [2.0, 3.0]  # 3.0 is in an outlier column, but no outlier
     assert codes.tolist() == [[0, 64, 127], [0, 21, 42]]
 
 
 def test_columns_with_outliers_are_found(monkeypatch):
     x = inputs(outliers=(7, 90, 100))
     assert int8.outlier_columns(x, 6.0)[0].tolist() == [7, 90, 100]
-    monkeypatch.setattr(type(x), "is_cuda", True)  # in a CUDA graph, where their number cannot be asked for
+    monkeypatch.setattr(type(x), "is_cuda", True)  # in a CUDA graph, where the host cannot read their number
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     columns, over = int8.outlier_columns(x, 6.0)
     assert columns.shape == (int8.outlier_capacity(256),)
@@ -71,7 +71,7 @@ def test_the_split_keeps_small_values():
     """An outlier of 30 makes the int8 step of its row 0.24; split off, it is below 0.04."""
     x, weight = inputs(rows=4, outliers=(3, 200, 5, 9)), torch.randn(48, 256)
     assert error(x, weight, 6.0) < 0.008 < error(x, weight, 0.0)
-    assert error(x, weight, 0.5) < 1e-4  # nearly every column has one
+    assert error(x, weight, 0.5) < 1e-4  # nearly every column has an outlier
     assert error(x, weight, 100.0) == error(x, weight, 0.0)  # none reaches the threshold
 
 
@@ -85,7 +85,7 @@ def test_product_is_scaled_and_biased():
 
 
 def test_an_inexact_product_is_not_used(monkeypatch):
-    """torch's own on a CPU without VNNI, where sums of two products saturate in 16 bits."""
+    """torch's product on a CPU without VNNI, where sums of two products saturate in 16 bits, is not used."""
     x, exact = torch.ones(4, 64), torch._int_mm
     int8._exact_on_this_cpu.cache_clear()
     monkeypatch.setattr(torch, "_int_mm", lambda a, b: exact(a, b).clamp(max=2**19))
@@ -98,7 +98,7 @@ def test_an_inexact_product_is_not_used(monkeypatch):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("threshold", [0.0, 6.0])
-def test_what_is_not_finite_is_not_hidden(bad, threshold):
+def test_nonfinite_inputs_propagate(bad, threshold):
     x, w = inputs(), torch.randn(48, 256)
     x[2, 5] = bad
     y = int8.int8_linear(x, *int8.quantize_rows_int8(w, None, 0.0), None, threshold)

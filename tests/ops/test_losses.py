@@ -1,4 +1,4 @@
-"""The chunked cross-entropy against torch's, on full logits in float64."""
+"""Compare the chunked cross-entropy with torch's on full logits in float64."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def example(rows=37, width=19, vocabulary=53, dtype=torch.float32, ignored=0.3):
 
 
 def summed(*arguments, **keys):
-    """Loss and gradients as `full_logits` gives them."""
+    """Loss and gradients, like those of `full_logits`."""
     rows, *grads = linear_cross_entropy_forward(*arguments, **keys)
     return rows.loss.sum(), *grads
 
@@ -55,7 +55,7 @@ def test_bf16_is_as_close_as_torch_in_bf16():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nothing_trained_is_zero(dtype):
+def test_loss_is_zero_if_all_rows_are_ignored(dtype):
     hidden, weight, labels = example(dtype=dtype)
     loss, grad_hidden, grad_weight = summed(hidden, weight, torch.full_like(labels, -100), grad_weight=True)
     assert loss == 0
@@ -73,9 +73,9 @@ def test_ignored_rows_may_hold_anything():
 
 
 def test_real_hidden_states_in_bf16(shared):
-    """A trained model's distributions are sharp, unlike random ones; bf16 errs as torch's own full logits do.
+    """A trained model's distributions are sharp, unlike random ones; the error is that of torch's full logits in bf16.
 
-    On a CPU dW sums products of chunks that were rounded to bf16: hence the tenth.
+    On a CPU dW sums chunk products that were rounded to bf16, hence the tolerance of a tenth.
     """
     path = shared / "models" / "llama-40m"
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -142,7 +142,7 @@ def test_chunk_bounds_the_logits():
 
 
 def test_accelerator_path_on_a_cpu(monkeypatch):
-    """The path without a host synchronisation, run here: same numbers, and NaN instead of an error."""
+    """Run the path without a host synchronisation: equal numbers, and NaN instead of an error."""
     import halfbyte.ops.losses as losses
 
     inputs = example()
@@ -164,7 +164,7 @@ def test_accelerator_path_on_a_cpu(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gpu_does_not_wait_and_matches(dtype):
+def test_gpu_does_not_synchronize_and_matches(dtype):
     hidden, weight, labels = (tensor.cuda() for tensor in example(700, 256, 32_003, dtype))
     exact = full_logits(hidden, weight, labels)
     torch.cuda.set_sync_debug_mode("error")
@@ -178,7 +178,7 @@ def test_gpu_does_not_wait_and_matches(dtype):
 
 
 def torch_in_its_own_dtype(hidden, weight, labels):
-    """Loss and gradients by torch with full logits in the inputs' dtype: what a kernel's error is measured against."""
+    """Loss and gradients by torch with full logits in the inputs' dtype, the measure of a kernel's error."""
     hidden, weight = (tensor.clone().requires_grad_() for tensor in (hidden, weight))
     logits = torch.nn.functional.linear(hidden, weight).float()
     loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum", ignore_index=-100)

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm against Hugging Face's modules and torch's: values, gradients, what is saved or refused."""
+"""Compare RMSNorm and LayerNorm with Hugging Face's modules and torch's: values, gradients, saved tensors, errors."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def test_rms_norm_gradients(cls, offset):
 
 
 def test_fp32_weight_of_a_16_bit_model_gives_fp32():
-    """PEFT's prepare_model_for_kbit_training leaves norms so; stock modules promote, Gemma's cast back."""
+    """PEFT's prepare_model_for_kbit_training makes fp32 norms; stock modules promote, Gemma's cast back."""
     x = example(5, 16, dtype=torch.bfloat16)
     for cls, offset in RMS_NORMS:
         norm = module(cls, 16, weight_dtype=torch.float32)
@@ -133,7 +133,7 @@ def test_errors_name_the_argument(call, message):
         call(torch.randn(3, 8), torch.randn(8))
 
 
-def test_compiles_whole():
+def test_compiles_without_graph_breaks():
     x, residual, weight, bias = example(2, 5, 24), example(2, 5, 24), example(24), example(24)
 
     def step(x, residual, weight, bias):

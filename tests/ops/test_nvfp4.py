@@ -1,4 +1,4 @@
-"""NVFP4's arithmetic: golden roundings, optimal codes, four over six, the Hadamard transform, stochastic rounding."""
+"""Check NVFP4's arithmetic: golden roundings, optimal codes, four over six, Hadamard transform, stochastic rounding."""
 
 from itertools import pairwise
 
@@ -27,7 +27,7 @@ def values_of(codes):
 
 
 def spread(rows=64, columns=160, seed=0):
-    """Normal values whose blocks differ in size by up to 2^12; a block of zeros among them."""
+    """Normal values with block magnitudes that differ by up to 2^12, and a block of zeros."""
     generator = torch.Generator().manual_seed(seed)
     sizes = 2.0 ** torch.randint(-12, 1, (rows, columns // 16, 1), generator=generator)
     blocks = torch.randn(rows, columns // 16, 16, generator=generator) * sizes
@@ -142,7 +142,7 @@ def test_four_over_six_keeps_six_on_a_tie():
 
 @pytest.mark.parametrize("size", [2.0**-100, 2.0**100])
 def test_four_over_six_does_not_depend_on_the_unit(size):
-    """The squares of such errors are not fp32 numbers."""
+    """The squared errors at this scale are not representable in fp32."""
     assert torch.equal(quantize_nvfp4(spread() * size, 1, "MSE").scales, quantize_nvfp4(spread(), 1, "MSE").scales)
 
 
@@ -153,7 +153,7 @@ def test_metrics_disagree():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_reaches_the_factor(bad):
+def test_nonfinite_values_reach_the_factor(bad):
     matrix = torch.ones(4, 20)
     matrix[2, 19] = bad
     assert not torch.isfinite(packed_nvfp4(matrix, 16, "MSE")[2])
@@ -196,7 +196,7 @@ def test_hadamard_spreads_an_outlier():
 
 
 def test_stochastic_rounding_is_unbiased_between_all_levels():
-    """10^6 draws at three points of every gap, both signs: the mean is within 4 standard errors, neighbours only."""
+    """10^6 draws at three points of every gap, both signs: the mean is within 4 standard errors, codes are adjacent."""
     generator = torch.Generator().manual_seed(1)
     for lower, upper in pairwise(MAGNITUDES):
         for share, sign in ((0.03, 1), (0.5, -1), (0.9, 1)):
@@ -213,14 +213,14 @@ def test_stochastic_rounding_leaves_levels_alone():
 
 
 def test_stochastic_rounding_of_small_values():
-    """A value a thousandth of the lowest level still counts: half of it in ten thousand draws of a million."""
+    """A value of a thousandth of the lowest level is rounded up in one of a thousand draws."""
     drawn = values_of(encode_e2m1_stochastic(torch.full((DRAWS,), 0.0005), torch.Generator().manual_seed(2)))
     assert abs(drawn.double().mean() - 0.0005) <= 4 * 0.5 * (0.001 * 0.999 / DRAWS) ** 0.5
 
 
 @pytest.mark.parametrize("metric", [None, "MSE"])
 def test_a_tensor_is_unbiased_as_a_whole(metric):
-    """Nothing saturates, because scales round up; which of 4 and 6 is taken does not depend on the draws."""
+    """Scales round up, so nothing saturates; the choice of 4 or 6 does not depend on the draws."""
     row = torch.randn(1, 64)
     found = quantize_nvfp4(row.expand(50_000, 64), 1, metric, stochastic=True)
     assert torch.equal(found.scales, found.scales[:1].expand_as(found.scales))

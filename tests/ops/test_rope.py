@@ -1,4 +1,4 @@
-"""RoPE, alone and after the norms of q and k, against Hugging Face's functions: values, gradients, strides, errors."""
+"""Compare RoPE, alone and after q and k norms, with Hugging Face's functions: values, gradients, strides, errors."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from halfbyte.utils.errors import ModelError
 
 
 def angles(batch, tokens, size, dtype=torch.float64):
-    """As a model makes them: both halves equal, positions that restart where a new document is packed."""
+    """Angles as a model makes them: equal halves, and positions that restart at each packed document."""
     positions = (torch.arange(tokens) % max(tokens - 3, 1)).expand(batch, tokens)[..., None]
     frequencies = 1.0 / 10_000 ** (torch.arange(0, size, 2) / size)
     both = torch.cat([positions * frequencies] * 2, dim=-1)
@@ -26,7 +26,7 @@ def projections(batch=2, tokens=7, q_heads=6, k_heads=2, size=10, dtype=torch.fl
 
 
 def heads(x, size):
-    """[B, T, H·D] → [B, H, T, D], as models do; the product keeps the leaf from being overwritten."""
+    """[B, T, H·D] → [B, H, T, D], as models do; the multiplication keeps the leaf from being overwritten."""
     return (x * 1).view(*x.shape[:2], -1, size).transpose(1, 2)
 
 
@@ -53,7 +53,7 @@ def test_partial_rotary():
 
 
 def test_halves_that_differ():
-    """No model has them, but the transpose exchanges halves, and only such angles show it."""
+    """Unequal halves, which no model has: the transpose exchanges halves, and only such angles test it."""
     q, k = projections()
     cos, sin = torch.randn(2, 1, 7, 10, dtype=torch.float64)
     theirs = apply_rotary_pos_emb(heads(q, 10), heads(k, 10), cos, sin)
@@ -72,7 +72,7 @@ def test_works_in_place_both_ways():
 
 
 def test_gradient_of_a_sum_shares_its_memory():
-    """`sum` hands back one number expanded: writing there in place would be wrong."""
+    """The gradient of `sum` is one expanded number, which must not be written in place."""
     q, k = projections()
     cos, sin = angles(1, 7, 10)
     mine = sum(x.sum() for x in rope(heads(q, 10), heads(k, 10), cos, sin))
@@ -81,7 +81,7 @@ def test_gradient_of_a_sum_shares_its_memory():
 
 
 def test_fused_projection():
-    """q, k and v as parts of one product, as in Phi-3: overwriting q and k must leave v and its history alone."""
+    """q, k and v are slices of one projection, as in Phi-3: overwriting q and k must not change v or its history."""
     fused = torch.randn(2, 7, 10 * (6 + 2 + 2), dtype=torch.float64, requires_grad=True)
     cos, sin = angles(1, 7, 10)
 
@@ -155,7 +155,7 @@ def test_errors_name_the_argument(message):
         rope(**arguments)
 
 
-def test_norms_want_whole_heads():
+def test_norms_need_full_heads():
     q, k = (heads(x, 10).detach() for x in projections())
     weight, (cos, sin) = torch.ones(10), angles(1, 7, 8)
     with pytest.raises(ModelError, match=r"8 values.*10"):
@@ -165,7 +165,7 @@ def test_norms_want_whole_heads():
 
 
 @pytest.mark.parametrize("with_norm", [False, True])
-def test_compiles_whole(with_norm):
+def test_compiles_without_graph_breaks(with_norm):
     q, k = projections(dtype=torch.float32)
     cos, sin = angles(1, 7, 10, torch.float32)
     weight = torch.randn(10)

@@ -1,4 +1,4 @@
-"""The sampler: Philox's known answers, the distribution of its draws, and that nothing beside a row changes them."""
+"""Check the sampler: Philox's known answers, the distribution of draws, and independence of other rows."""
 
 import pytest
 import torch
@@ -51,8 +51,8 @@ def test_exponentials_have_their_mean_and_quantiles():
 @each
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 @pytest.mark.parametrize("filtered", [False, True])
-def test_tokens_come_as_often_as_they_should(draw, temperature, filtered):
-    """χ² over 10⁵ draws, 12 or 8 tokens; the bound is passed once in 10⁵ runs of a right sampler."""
+def test_tokens_follow_the_distribution(draw, temperature, filtered):
+    """χ² over 10⁵ draws, 12 or 8 tokens; a correct sampler exceeds the bound once in 10⁵ runs."""
     logits = torch.tensor([2.0, 1.5, 1, 0.5, 0, 0, -0.5, -1, -1.5, -2, 1, 0.3])
     kept = torch.arange(12) % 3 != 1 if filtered else torch.ones(12, dtype=torch.bool)
     rows = 100_000
@@ -69,11 +69,11 @@ def test_tokens_come_as_often_as_they_should(draw, temperature, filtered):
     assert counts[~kept].sum() == 0
     chi2 = ((counts - expected)[kept] ** 2 / expected[kept]).sum()
     assert chi2 < (38.0 if filtered is False else 32.0)
-    torch.testing.assert_close(log_probs, scores.log_softmax(-1)[tokens])  # over all tokens, those left out too
+    torch.testing.assert_close(log_probs, scores.log_softmax(-1)[tokens])  # over all tokens, filtered ones included
 
 
 @each
-def test_a_rows_draw_depends_on_its_place_and_the_seed_alone(draw):
+def test_draw_depends_only_on_place_and_seed(draw):
     logits, where = torch.randn(64, 501), places(64)
     tokens, log_probs = draw(logits, where, SEED, 1.0, None)
     for row in (0, 17, 63):
@@ -91,7 +91,7 @@ def test_a_rows_draw_depends_on_its_place_and_the_seed_alone(draw):
 
 @each
 @pytest.mark.parametrize("vocabulary", [1, 63, 64, 1000, 4099])
-def test_it_is_the_reference(draw, vocabulary):
+def test_draw_equals_the_reference(draw, vocabulary):
     logits = torch.randn(40, vocabulary) * 4
     logits[3, :-1] = -torch.inf
     for temperature in (1.0, 0.3, 0.0):
@@ -114,7 +114,7 @@ def test_logits_of_16_bits_are_computed_with_in_float32(draw, dtype):
 
 
 @each
-def test_nan_is_seen(draw):
+def test_nan_is_reported(draw):
     logits = torch.randn(4, 200)
     logits[2, 77] = torch.nan
     _, log_probs = draw(logits, places(4), SEED, 1.0, None)

@@ -36,14 +36,16 @@ from ..ops.experts import (
     LowRank,
     Routing,
     StackedWeight,
+    Unit,
     check_index,
     combine,
+    expert_unit,
+    expert_unit_backward_,
     grouped_outer,
     grouped_product,
     multiplies_codes,
     route,
 )  # fmt: skip
-from ..ops.experts_unit import Unit, expert_unit, expert_unit_backward_
 from ..utils.errors import ModelError
 from .function import OnceFunction
 from .lora import LoRA, gradient_dtype
@@ -214,7 +216,7 @@ def _low_rank_gradient(grad: Tensor, adapter: _Adapter | None, routing: Routing,
     """v = s·grad·B."""
     if adapter is None:
         return None
-    return grouped_product(grad, StackedWeight.plain(adapter.b), routing, gather, turned=True, alpha=adapter.scale)
+    return grouped_product(grad, StackedWeight.plain(adapter.b), routing, gather, transposed=True, alpha=adapter.scale)
 
 
 def _input_gradient(
@@ -230,9 +232,9 @@ def _input_gradient(
     stack = stack_of(weight, grad.dtype, routing.order.numel())
     low_rank = None if adapter is None or v is None else LowRank(v, adapter.a, 1.0)
     if mask is None or adapter is None or v is None:
-        return grouped_product(grad, stack, routing, gather, turned=True, low_rank=low_rank)
-    term = grouped_product(v, StackedWeight.plain(adapter.a), routing, turned=True)
-    return grouped_product(grad, stack, routing, gather, turned=True) + adapter.dropped(term, mask)
+        return grouped_product(grad, stack, routing, gather, transposed=True, low_rank=low_rank)
+    term = grouped_product(v, StackedWeight.plain(adapter.a), routing, transposed=True)
+    return grouped_product(grad, stack, routing, gather, transposed=True) + adapter.dropped(term, mask)
 
 
 def _unit(c: Tensor, unit: Unit | Gate) -> Tensor:

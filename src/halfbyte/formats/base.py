@@ -15,8 +15,7 @@ from typing import Any, ClassVar, Protocol, TypeGuard
 import torch
 from torch import Tensor
 
-from ..ops.linear import add_term
-from ..ops.linear import linear_rows
+from ..ops.linear import add_term, linear_rows
 from ..reading import parse_json
 from ..utils.errors import CheckpointError, ModelError
 

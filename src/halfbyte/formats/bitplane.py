@@ -20,10 +20,10 @@ from ..ops.bitplane import (
     fit_codebook,
     fit_scales,
     kbit_codebook,
+    linear_bitplane,
     padded_blocks,
     quantize_bitplane,
 )
-from ..ops.bitplane import linear_bitplane
 from ..utils.errors import ModelError
 from .base import Format, Parts, PartSpecs, check_not_negative, cut, register_format, split_parts
 

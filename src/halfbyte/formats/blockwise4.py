@@ -26,11 +26,11 @@ from ..ops.blockwise4 import (
     dequantize_blockwise4,
     dequantize_rows_blockwise4,
     dequantize_scales,
+    linear_blockwise4,
     quantize_blockwise4,
     quantize_scales,
 )
 from ..ops.codebooks import codebook4, dynamic_map
-from ..ops.blockwise4 import linear_blockwise4
 from ..utils.errors import CheckpointError, ModelError
 from .base import (
     DECODED,

@@ -20,8 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..ops.float8 import E4M3, TILE, Scaling, dequantize_float8, quantize_float8, scale_shape
-from ..ops.float8 import linear_float8
+from ..ops.float8 import E4M3, TILE, Scaling, dequantize_float8, linear_float8, quantize_float8, scale_shape
 from ..utils.errors import CheckpointError, ModelError
 from .base import Format, Parts, PartSpecs, check_parts, cut, entry_name, register_format, split_parts
 

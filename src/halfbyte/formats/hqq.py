@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from ..ops.bitplane import BLOCK
-from ..ops.hqq import linear_hqq
-from ..ops.hqq import dequantize_hqq, quantize_hqq
+from ..ops.hqq import dequantize_hqq, linear_hqq, quantize_hqq
 from ..utils.errors import ModelError
 from .base import Format, Parts, PartSpecs, check_not_negative, cut, register_format, split_parts
 from .bitplane import rows_and_width

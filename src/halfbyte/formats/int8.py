@@ -21,8 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..ops.int8 import linear_int8
-from ..ops.int8 import dequantize_rows_int8, quantize_rows_int8
+from ..ops.int8 import dequantize_rows_int8, linear_int8, quantize_rows_int8
 from ..utils.errors import CheckpointError, ModelError
 from .base import Format, Parts, PartSpecs, check_parts, cut, entry_name, register_format, split_parts
 

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from ..formats import Blockwise4
 from ..layers.plain import read_linear
-from ..ops.decode_layers import Projections, Weight4
 from ..ops.blockwise4 import linears_blockwise4
-from ..ops.linear import add_term, low_rank_rows
-from ..ops.linear import linear_rows
+from ..ops.decode_layers import Projections, Weight4
+from ..ops.linear import add_term, linear_rows, low_rank_rows
 from ..tensor import QuantizedTensor
 
 Factors = dict[str, tuple[Tensor, Tensor, float]]  # by adapter: A [r, K], B [N, r], scaling

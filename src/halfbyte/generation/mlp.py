@@ -27,9 +27,17 @@ from ..modeling.architectures import runs_experts
 from ..modeling.families import Family, family_of
 from ..modeling.layer import MLP
 from ..modeling.routers import Routers
-from ..ops.expert_rows import expert_rows
-from ..ops.experts import LowRank, Routing, StackedWeight, combine, grouped_product, route
-from ..ops.experts_unit import Unit, expert_unit
+from ..ops.experts import (
+    LowRank,
+    Routing,
+    StackedWeight,
+    Unit,
+    combine,
+    expert_rows,
+    expert_unit,
+    grouped_product,
+    route,
+)
 from ..ops.glu import glu
 from ..ops.router import top_experts
 from ..tensor import QuantizedTensor

@@ -1,7 +1,6 @@
-"""What kernels ask of a device before they choose tiles, here alone, so that it can be asked for one that is not there.
+"""Properties of a device that kernels use to choose tiles, in one place, so that absent devices can be simulated.
 
-Numbers of registers and threads are alike on all of them; what differs is shared memory, what instructions there are,
-and how many multiprocessors wait for work.
+Register and thread counts are the same on all devices; shared memory, instructions and multiprocessors differ.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ from torch import Tensor
 from ..dispatch import Unavailable
 
 RESERVED_SHARED_BYTES = 111  # CU_DEVICE_ATTRIBUTE_RESERVED_SHARED_MEMORY_PER_BLOCK
-HOPPER = (9, 0)  # compute capability from which there are griddepcontrol and blocks of this much shared memory:
+HOPPER = (9, 0)  # first compute capability with griddepcontrol and with this much shared memory per block:
 HOPPER_SHARED_BYTES = 232448
 NEEDS_HOPPER = "needs a Hopper GPU or newer"
-LOCAL_BYTES = 65536  # of a work-group on AMD's and Intel's GPUs, where torch does not say
+LOCAL_BYTES = 65536  # local memory per work-group on AMD's and Intel's GPUs, where torch does not report it
 
 
-@dataclass(frozen=True, eq=False)  # there is one for each device, so it is its own key
+@dataclass(frozen=True, eq=False)  # one instance per device, compared and hashed by identity
 class Device:
-    """A device as kernels see it.
+    """Device properties for kernels.
 
     Args:
-        name: what a user knows it by.
+        name: shown to users.
         kind: "cuda", "hip" or "xpu"; "cpu" for Triton's interpreter.
-        capability: compute capability of an NVIDIA GPU; (0, 0) of others, which is below every one that is asked for.
-        shared_bytes: shared memory that one block may have.
-        reserved_bytes: shared memory before a block's own; None where the driver does not say.
+        capability: compute capability of an NVIDIA GPU; (0, 0) for others, below every required one.
+        shared_bytes: most shared memory per block.
+        reserved_bytes: shared memory before a block's own; None if the driver does not report it.
         multiprocessors: their number.
     """
 
@@ -45,7 +44,7 @@ class Device:
     multiprocessors: int
 
     def at_least(self, capability: tuple[int, int]) -> bool:
-        """Whether it is an NVIDIA GPU of this compute capability or newer."""
+        """Return whether this is an NVIDIA GPU of this compute capability or newer."""
         return self.kind == "cuda" and self.capability >= capability
 
 
@@ -70,7 +69,7 @@ _assumed: Device | None = None
 
 @contextlib.contextmanager
 def assumed(device: Device) -> Iterator[None]:
-    """Have every tensor be on `device`: what is chosen then is what would be chosen there."""
+    """Treat every tensor as if it were on `device`, so that kernels and tiles are chosen for it."""
     global _assumed
     before, _assumed = _assumed, device
     try:
@@ -93,10 +92,10 @@ def multiprocessors_of(index: int) -> int:
 
 
 def origin_of(index: int) -> int:
-    """Bytes of a block's shared memory that are not the kernel's, and come first.
+    """Bytes of a block's shared memory before the kernel's own.
 
     Raises:
-        Unavailable: the driver does not say.
+        Unavailable: the driver does not report them.
     """
     reserved = device_at(index).reserved_bytes
     if reserved is None:
@@ -116,7 +115,7 @@ def _found(device: torch.device) -> Device:
 
 
 def _cuda(properties, index: int) -> Device:
-    """`properties` are torch's; ROCm's have no opt-in, and call the architecture a capability."""
+    """Convert torch's `properties`. ROCm's have no opt-in limit and report the architecture as capability."""
     shared = getattr(properties, "shared_memory_per_block_optin", 0) or getattr(
         properties, "shared_memory_per_block", LOCAL_BYTES
     )

@@ -1,4 +1,4 @@
-"""Tensors as kernels take and leave them."""
+"""Preparation of kernels' operands and of their results."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from torch import Tensor
 from ..ops.checks import row_stride
 
 
-def same(used: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
-    """Whether no copy stands in for a tensor that was given."""
+def all_same(used: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
+    """Return whether each tensor used is the given tensor itself, not a copy."""
     return all(map(operator.is_, used, given))
 
 
 def evenly_spaced(tensor: Tensor) -> tuple[Tensor, int]:
-    """A tensor whose rows are evenly spaced, copied where they were not, and the elements from row to row."""
+    """`tensor`, copied if its rows are not evenly spaced, and the elements from row to row."""
     stride = row_stride(tensor)
     return (tensor, stride) if stride is not None else (tensor.contiguous(), tensor.shape[-1])
 
 
-def put_back(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-    """Finish what a kernel did in place: copy where a copy stood in for a tensor, and tell autograd of the change.
+def copy_back(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+    """Finish an in-place kernel: copy results back where the kernel ran on a copy, and bump the version counters.
 
-    A function that saved one of `tensors` is then refused it in backward, instead of reading what is there now.
+    Backward then raises for a function that saved one of `tensors`, instead of reading the new values.
     """
     for tensor, result in zip(tensors, results, strict=True):
         if result is not tensor:
             tensor.copy_(result)
-    changed(*tensors)
+    bump_versions(*tensors)
 
 
-def changed(*tensors: Tensor) -> None:
-    """Tell autograd that a kernel has written to these."""
-    if not torch.is_inference_mode_enabled():  # whose tensors keep no version
+def bump_versions(*tensors: Tensor) -> None:
+    """Bump the version counters of tensors that a kernel has written."""
+    if not torch.is_inference_mode_enabled():  # inference tensors have no version counter
         torch.autograd.graph.increment_version(tensors)
 
 
-def fresh(like: Tensor, dtype: torch.dtype) -> Tensor:
+def empty_contiguous(like: Tensor, dtype: torch.dtype) -> Tensor:
     """An empty contiguous tensor of the shape and device of `like`."""
     return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def fresh_statistic(x: Tensor) -> Tensor:
-    """An empty fp32 tensor of one number for each row of x [..., D]."""
-    return torch.empty([*x.shape[:-1]], dtype=torch.float32, device=x.device)  # a torch.Size is parsed 3 µs longer
+def empty_statistic(x: Tensor) -> Tensor:
+    """An empty fp32 tensor with one number for each row of x [..., D]."""
+    return torch.empty([*x.shape[:-1]], dtype=torch.float32, device=x.device)  # a torch.Size takes 3 µs longer

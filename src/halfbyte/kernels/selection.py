@@ -1,6 +1,6 @@
-"""Which kernel computes what on a device: dispatch's table, asked for typical calls, on tensors without data.
+"""Which kernel runs each op on a device: evaluates the dispatch table for typical calls on meta tensors.
 
-`halfbyte env --kernels` prints it, for the device at hand or for one of `device.KNOWN`.
+`halfbyte env --kernels` prints it, for the local device or for one of `device.KNOWN`.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from ..ops.lora_glu import Factors
 from .device import Device, assumed
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-SIZE, INNER, ROWS = 4096, 14336, 8192  # of an 8B model's linears, and rows of a training step
+SIZE, INNER, ROWS = 4096, 14336, 8192  # linears of an 8B model, and rows of a training step
 REFERENCE = "reference"
 
 
 class Choice(NamedTuple):
-    """Who computes an op.
+    """The kernel that runs one call of an op.
 
     Args:
-        shapes: of the call, in words; "" where one kernel takes all.
+        shapes: description of the call; "" if the choice does not depend on it.
         kernel: its name, or `REFERENCE`.
-        others: kernels before it by rank, and why they do not take the call.
+        others: kernels with lower rank, and why they refuse the call.
     """
 
     op: str
@@ -44,11 +44,11 @@ class Choice(NamedTuple):
     others: dict[str, str]
 
 
-Example = tuple[str, tuple]  # shapes in words, and arguments
+Example = tuple[str, tuple]  # description of the shapes, and arguments
 
 
 def choices(device: Device) -> Iterator[Choice]:
-    """What runs for every op on a device, which need not be there."""
+    """Yield the kernel of every op on a device, which need not be present."""
     kind = "cuda" if device.kind == "hip" else device.kind
     with assumed(device):
         for name, op in all_ops().items():
@@ -60,7 +60,7 @@ def choices(device: Device) -> Iterator[Choice]:
 
 
 def all_ops() -> dict[str, Op]:
-    """By name, those whose kernels are asked about a call's shapes first."""
+    """All ops by name; ops with examples come first."""
     modules = [importlib.import_module(each.name) for each in pkgutil.iter_modules(ops.__path__, f"{ops.__name__}.")]
     found = {op.reference.__name__: op for module in modules for op in vars(module).values() if isinstance(op, Op)}
     return dict(sorted(found.items(), key=lambda item: (item[0] not in EXAMPLES, item[0])))
@@ -71,7 +71,7 @@ def empty(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
 
 
 def weight4(rows: int, columns: int, blocksize: int, nested: bool) -> tuple:
-    """packed, absmax, nested, blocksize, quant_type."""
+    """Meta tensors and options of a 4-bit weight: packed, absmax, nested, blocksize, quant_type."""
     blocks = rows * columns // blocksize
     packed = empty(rows * columns // 2, 1, dtype=torch.uint8)
     if not nested:
@@ -134,9 +134,9 @@ def _dequantize_bitplane() -> Iterator[Example]:
 
 
 def _float8_of_blockwise4() -> Iterator[Example]:
-    for blocksize, turned in ((64, False), (64, True), (16, False)):
-        words = f"[{SIZE}, {SIZE}], blocks of {blocksize}" + ", transposed" * turned
-        yield words, (*weight4(SIZE, SIZE, blocksize, True), (SIZE, SIZE), empty(), turned)
+    for blocksize, transposed in ((64, False), (64, True), (16, False)):
+        words = f"[{SIZE}, {SIZE}], blocks of {blocksize}" + ", transposed" * transposed
+        yield words, (*weight4(SIZE, SIZE, blocksize, True), (SIZE, SIZE), empty(), transposed)
 
 
 def _transpose() -> Iterator[Example]:
@@ -233,7 +233,7 @@ def _grouped_product() -> Iterator[Example]:
         routing = Routing(order, order, empty(experts + 1, dtype=torch.int32), tiles, tile, top_k)
         x, grad = empty(each * experts, columns, dtype=BF16), empty(each * experts, rows, dtype=BF16)
         yield f"{each} rows an expert, NF4", (x, stack, routing)
-        yield f"{each} rows an expert, turned", (grad, stack, routing, False, True)
+        yield f"{each} rows an expert, transposed", (grad, stack, routing, False, True)
 
 
 def _name(dtype: torch.dtype) -> str:

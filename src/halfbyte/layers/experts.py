@@ -20,7 +20,7 @@ from ..autograd.experts import ExpertWeights, Gate, experts
 from ..autograd.lora import LoRA
 from ..formats.base import is_quantized
 from ..modeling.families import ACTIVATIONS
-from ..ops.experts_unit import Unit
+from ..ops.experts import Unit
 from ..ops.glu import Activation
 from ..utils.errors import ModelError
 from .plain import Adapter

@@ -1,12 +1,12 @@
-"""Causal attention within documents, which may share a prompt, and its backward as sums of one order: equal runs give
-equal bits.
+"""Causal attention within packed documents, which may share a prompt. Its backward sums in one fixed order, so equal
+runs give equal bits.
 
-p = exp(s − logsumexp) where a query sees a key, else 0, of scores s = scale·q·kᵀ; δ = Σ dout·out over a head;
+p = exp(s − logsumexp) where a query attends to a key, else 0, with scores s = scale·q·kᵀ; δ = Σ dout·out over a head;
 ds = p·(dout·vᵀ − δ); dq = scale·ds·k, dk = scale·dsᵀ·q, dv = pᵀ·dout (Dao 2023, arXiv:2307.08691, algorithm 2).
 
-Capped scores are c·tanh(scale·q·kᵀ/c), and ds gets their slope, 1 − tanh² (Gemma 2, arXiv:2408.00118, section 2). A
-sink is one more score of a head, whose value is 0 (gpt-oss, arXiv:2508.10925, section 2.2): it is part of logsumexp,
-which is all that the formulas above need of it, and dsink = −Σ exp(sink − logsumexp)·δ.
+Capped scores are c·tanh(scale·q·kᵀ/c); ds is multiplied by their slope, 1 − tanh² (Gemma 2, arXiv:2408.00118, section
+2). A sink is an extra score per head with value 0 (gpt-oss, arXiv:2508.10925, section 2.2). It enters the formulas
+above through logsumexp only, and dsink = −Σ exp(sink − logsumexp)·δ.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from torch import Tensor
 from ..dispatch import op
 from ..utils.notices import notice
 
-SCRATCH = 1 << 29  # bytes of ds at a time; without its repeatable option cuDNN takes 2**28 for 4×2048 of 32 heads
-Spans = tuple[Tensor, Tensor]  # int32 [N] each: where the document of a token begins, and where it ends
+SCRATCH = 1 << 29  # bytes of ds written at a time; non-deterministic cuDNN uses 2**28 for 4×2048 tokens of 32 heads
+Spans = tuple[Tensor, Tensor]  # int32 [N] each: the first token of each token's document, and its end
 
 
 class Scores(NamedTuple):
-    """How scores are made of q·k, and which of them are looked at.
+    """How scores are computed from q·k, and the attention window.
 
     Attributes:
-        scale: they are multiplied by.
-        window: tokens of its document that a token sees, itself among them; None: all.
-        softcap: they become softcap · tanh(score / softcap); None: they stay.
+        scale: factor of q·k.
+        window: tokens of its document that a token attends to, itself included; None: all.
+        softcap: scores become softcap · tanh(score / softcap); None: no cap.
     """
 
     scale: float
@@ -40,16 +40,16 @@ class Scores(NamedTuple):
 
 
 class Branches(NamedTuple):
-    """N tokens of prompts that stand once before all of their answers: each of these is a document, and an answer sees
-    its prompt, too.
+    """N tokens in which each prompt is stored once, before all its answers. Every prompt and answer is a document; an
+    answer attends to its prompt and to itself.
 
     Attributes:
-        documents, prompts: of each token, as of `attention_backward`.
-        places: int64 [K], the tokens that each document sees, its prompt's before its own, one document's behind the
-            other's; then any.
-        bounds: int32 [documents + 1], where each begins among the tokens.
-        key_bounds: int32 [documents + 1], where those that each sees begin in `places`.
-        longest, longest_keys: at least as many as any document has, and sees.
+        documents, prompts: per token, as in `attention_backward`.
+        places: int64 [K], the tokens that each document attends to, its prompt's first, concatenated over documents;
+            then padding.
+        bounds: int32 [documents + 1], the first token of each document.
+        key_bounds: int32 [documents + 1], the offset of each document in `places`.
+        longest, longest_keys: upper bounds of a document's queries and keys.
     """
 
     documents: Spans
@@ -63,37 +63,37 @@ class Branches(NamedTuple):
 
 @functools.cache
 def cudnn() -> Any:
-    """NVIDIA's package nvidia-cudnn-frontend; None where it is not installed, or does not load."""
+    """The package nvidia-cudnn-frontend, or None where it is not installed or does not load."""
     if importlib.util.find_spec("cudnn") is None:
         return None
     try:
         import cudnn as package
     except (ImportError, OSError, RuntimeError) as error:
-        notice("cudnn-package", f"nvidia-cudnn-frontend is installed and not used: {error}")
+        notice("cudnn-package", f"nvidia-cudnn-frontend does not load and is not used: {error}")
         return None
     return package
 
 
 def spans(bounds: Tensor, tokens: int) -> Spans:
-    """Where each token's document begins and ends, as row numbers; waits for nothing on the device.
+    """First token and end of each token's document. Does not synchronise with the device.
 
     Args:
-        bounds: int32 [documents + 1], where each document begins, then `tokens`; those of no tokens are passed over.
+        bounds: int32 [documents + 1], the first token of each document, then `tokens`. Empty documents are skipped.
         tokens: N, of all documents.
     """
     index = torch.searchsorted(bounds, torch.arange(tokens, dtype=bounds.dtype, device=bounds.device), right=True)
     return bounds[index - 1], bounds[index]
 
 
-def seen(
+def attention_mask(
     documents: Spans, window: int | None = None, prompts: Spans | None = None, tokens: int | None = None
 ) -> Tensor:
-    """Bool [M, N]: whether the token of a row sees that of a column; the rows are the last M of N tokens.
+    """Attention mask, bool [M, N], of the last M of N tokens.
 
     Args:
-        documents: where each row's document begins; the other half is not read.
-        window: tokens of its document that a token sees, itself among them; None: all.
-        prompts: where the prompt that each row sees before its document begins and ends; None: there is none.
+        documents: the first token of each row's document; the ends are not read.
+        window: tokens of its document that a token attends to, itself included; None: all.
+        prompts: first token and end of the prompt that each row attends to before its document; None: no prompt.
         tokens: N; None: M.
     """
     first = documents[0]
@@ -109,7 +109,7 @@ def seen(
 
 
 def _scored(products: Tensor, scores: Scores) -> tuple[Tensor, Tensor | float]:
-    """Scores of q·kᵀ, and their slope by scale·q·kᵀ."""
+    """Scores of q·kᵀ, and their derivative with respect to scale·q·kᵀ."""
     if scores.softcap is None:
         return scores.scale * products, 1.0
     tanh = torch.tanh(products * (scores.scale / scores.softcap))
@@ -126,23 +126,23 @@ def attention(
     sinks: Tensor | None = None,
     prompts: Spans | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention in which a token sees itself, those before it in its document, and its prompt.
+    """Attention in which a token attends to itself, the tokens before it in its document, and its prompt.
 
     Args:
-        query: [M, Hq, D], of the last M of N tokens; key, value: [N, Hk, D], Hk dividing Hq, of one dtype, the last
-            dimension contiguous.
-        sinks: [Hq], of any float dtype: a score of each head that every token gives beside its keys'; None: there are
-            none.
-        documents, scores, prompts: as of `attention_backward`, of those M tokens.
+        query: [M, Hq, D], of the last M of N tokens; key, value: [N, Hk, D], Hk dividing Hq. All have one dtype and a
+            contiguous last dimension.
+        sinks: [Hq] learned sinks in any float dtype, or None.
+        documents, scores, prompts: as in `attention_backward`, for the M tokens.
 
     Returns:
-        [M, Hq, D] of query's dtype, contiguous, and fp32 [Hq, M], the logarithm of each softmax's sum; computed in
-        fp32.
+        [M, Hq, D] in query's dtype, contiguous; fp32 logsumexp [Hq, M]. Both are computed in fp32.
     """
     group = query.shape[1] // key.shape[1]
     q, k, v = (x.transpose(0, 1).float() for x in (query, key, value))
     k, v = (x.repeat_interleave(group, 0) for x in (k, v))
-    found = _scored(q @ k.mT, scores)[0].masked_fill(~seen(documents, scores.window, prompts, len(key)), -torch.inf)
+    found = _scored(q @ k.mT, scores)[0].masked_fill(
+        ~attention_mask(documents, scores.window, prompts, len(key)), -torch.inf
+    )
     total = found.logsumexp(-1)
     if sinks is not None:
         total = torch.logaddexp(total, sinks.float()[:, None])
@@ -163,23 +163,24 @@ def attention_backward(
     sinks: Tensor | None = None,
     prompts: Spans | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of attention in which a token sees itself, those before it in its document, and a prompt.
+    """Gradients of `attention`.
 
     Args:
-        dout, query, out: [N, Hq, D] of one dtype, the last dimension contiguous.
-        key, value: [N, Hk, D], likewise, Hk dividing Hq.
-        logsumexp: fp32 [Hq, N], contiguous, of scores, and of sinks where there are any.
-        documents: int32 [N] each: where the document of a token begins, and where the last document ends that sees it:
-            its own, as `spans` gives them, or of a prompt's tokens that of its last answer, which stand behind it.
-        scores: a window without `prompts` only.
-        sinks: as of `attention`, where their gradient is asked for; None: it is not.
-        prompts: int32 [N] each: where the prompt of a token's document begins and ends; of no tokens where it has none.
+        dout, query, out: [N, Hq, D] of one dtype with a contiguous last dimension.
+        key, value: [N, Hk, D] in that dtype and layout, Hk dividing Hq.
+        logsumexp: fp32 [Hq, N], contiguous, of the scores and the sinks if there are any.
+        documents: int32 [N] each: the first token of each token's document, and the end of the last document that
+            attends to the token. This is its own document (see `spans`); for a prompt's token it is the last answer,
+            which follows the prompt.
+        scores: a window is supported without `prompts` only.
+        sinks: as in `attention`, to get their gradient, or None.
+        prompts: int32 [N] each: first token and end of the prompt of a token's document; an empty range without one.
 
     Returns:
-        Those of query, key and value, contiguous, and fp32 [Hq] of sinks or None.
+        Gradients of query, key and value, contiguous; fp32 [Hq] gradient of sinks, or None.
     """
     group = query.shape[1] // key.shape[1]
-    sees = seen(documents, scores.window, prompts)
+    sees = attention_mask(documents, scores.window, prompts)
     q, do, o = (x.transpose(0, 1).float() for x in (query, dout, out))
     k, v = (x.transpose(0, 1).float().repeat_interleave(group, 0) for x in (key, value))
     found, slope = _scored(q @ k.mT, scores)
@@ -193,7 +194,7 @@ def attention_backward(
 
 
 def sinks_gradient(sinks: Tensor, logsumexp: Tensor, delta: Tensor) -> Tensor:
-    """fp32 [Hq].
+    """Gradient of the sinks, fp32 [Hq].
 
     Args:
         delta: fp32 [Hq, N], Σ dout·out over a head.
@@ -202,8 +203,8 @@ def sinks_gradient(sinks: Tensor, logsumexp: Tensor, delta: Tensor) -> Tensor:
 
 
 def parts_of_rows(query: Tensor, key: Tensor, most: int = SCRATCH) -> tuple[int, int] | None:
-    """Rows, and heads of keys, whose ds cuDNN's repeatable backward writes at a time, T × T of 16 bits a head, into
-    `most` bytes; None where one head's does not fit.
+    """Rows and key heads whose ds fits in `most` bytes, or None where one head's does not fit. cuDNN's deterministic
+    backward writes ds, T × T 16-bit numbers a head.
 
     Args:
         query: [B, Hq, T, D]; key: [B, Hk, T, D].
@@ -222,16 +223,16 @@ def _divisor(number: int, most: int) -> int:
 def rows_backward(
     dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same where every row is one document.
+    """Gradients of attention where every row is one document.
 
     Args:
-        dout, query, out: [B, Hq, T, D] of one dtype, the last dimension contiguous.
-        key, value: [B, Hk, T, D], likewise.
+        dout, query, out: [B, Hq, T, D] of one dtype with a contiguous last dimension.
+        key, value: [B, Hk, T, D] in that dtype and layout.
         logsumexp: fp32 [B, Hq, T, 1], contiguous.
-        scale: of the scores.
+        scale: factor of q·k.
 
     Returns:
-        Those of query, key and value.
+        Gradients of query, key and value.
     """
     rows, heads, length, _ = query.shape
     bounds = torch.arange(rows + 1, dtype=torch.int32, device=query.device) * length

@@ -1,12 +1,12 @@
 """k-bit quantization in bit planes: the specification of kbit, k = 2 to 5, and of the planes that hqq shares.
 
-Rows are cut into blocks of 32 values (a row's last block is padded with zeros). A block's k-bit codes are k words:
-bit j of word b is bit b of code j, so every k packs without waste. Its scale is one byte of E4M4, times one fp32
-factor per tensor. A value is codebook[code] · scale; in the affine variant (codebook 0, 85, 170, 255 and a byte `zero`
-per block) it is (codebook[code] − zero) · scale. Codes are the nearest with respect to the scale as it is stored.
+Rows are split into blocks of 32 values; a row's last block is padded with zeros. A block's k-bit codes are k words:
+bit j of word b is bit b of code j, so every k packs without waste. A block's scale is one byte of E4M4 times one fp32
+factor per tensor. A value is codebook[code] · scale. In the affine variant (codebook 0, 85, 170, 255 and a byte `zero`
+per block) it is (codebook[code] − zero) · scale. Codes are nearest with respect to the scale as stored.
 
-E4M4 has 4 bits of exponent with bias 11 and 4 of mantissa: 2^(e−11) · (1 + m/16), and 2^−10 · m/16 at e = 0; the
-largest is 31. Its bits are those of fp32 from the sign on, three exponent bits fewer.
+E4M4 has 4 exponent bits with bias 11 and 4 mantissa bits: 2^(e−11) · (1 + m/16), and 2^−10 · m/16 at e = 0. The
+largest value is 31. Its bits are those of fp32 after the sign, with three exponent bits fewer.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from torch import Tensor
 
 from ..dispatch import op
 from .codebooks import constant
+from .linear import linear_rows
 
 BLOCK = 32
-E4M4_LARGEST, E4M4_NORMAL = 31.0, 2.0**-10  # the largest value, and the least that keeps four bits of mantissa
+E4M4_LARGEST, E4M4_NORMAL = 31.0, 2.0**-10  # the largest value, and the least with a full mantissa
 AFFINE_TOP = 255  # steps of an affine block's range: its zero is one byte
-TINY = 2.0**-126  # the least normal fp32: a scale of zero must not divide
+TINY = 2.0**-126  # the least normal fp32, to avoid a division by a zero scale
 _REBIAS = (127 - 11) << 4  # from E4M4's exponent to fp32's, in units of E4M4's last bit
 _BINS, _ZERO_BIN = 1 << 14, 1 << 13  # cells of the histogram a codebook is fitted to, and the one around zero
-_PER_UNIT = _ZERO_BIN * 16 / 17  # cells of a scale: a scale rounded to E4M4 leaves values up to 33/32 of it
-_SHRINKS = (1.0, 0.9, 0.8, 0.7)  # of an affine block's range: its ends are rare, and the steps between them dear
+_PER_UNIT = _ZERO_BIN * 16 / 17  # cells per scale: with a scale rounded to E4M4, values reach 33/32 of it
+_SHRINKS = (1.0, 0.9, 0.8, 0.7)  # tried factors of an affine block's range: clipping rare ends makes steps finer
 
 # Quantiles of a normal distribution at (i + ½)/2^k, divided by the largest; the positive half.
 NF = {
@@ -59,7 +60,7 @@ def kbit_codebook(kind: str, k: int, device: torch.device) -> Tensor:
 
 
 def e4m4_encode(values: Tensor) -> Tensor:
-    """uint8: the nearest E4M4 of non-negative fp32 values, ties to even; what is above 31 becomes 31."""
+    """Encode non-negative fp32 values as uint8 E4M4: nearest, ties to even, saturating at 31."""
     bits = values.view(torch.int32)
     normal = ((bits + 0x3FFFF + ((bits >> 19) & 1)) >> 19) - _REBIAS  # a mantissa that overflows carries
     subnormal = (values * 2.0**14).round().int()
@@ -67,15 +68,16 @@ def e4m4_encode(values: Tensor) -> Tensor:
 
 
 def e4m4_decode(codes: Tensor) -> Tensor:
-    """fp32 values of uint8 E4M4 codes, exactly."""
+    """Decode uint8 E4M4 codes to fp32, exactly."""
     wide = codes.int()
     return torch.where(wide < 16, wide * 2.0**-14, ((wide + _REBIAS) << 19).view(torch.float32))
 
 
 def fit_factor(scales: Tensor) -> Tensor:
-    """fp32 []: 1 where E4M4 holds all non-zero scales in full, else the power of two that takes the largest to 16–32.
+    """Tensor factor, fp32 []: 1 if all non-zero scales are normal in E4M4, else the power of two that maps the largest
+    scale to 16–32.
 
-    Scales below 2^−14 of that lose bits, below 2^−24 they vanish, and their block with them.
+    Scales below 2^−14 of the largest then lose bits; below 2^−24 they become 0, and so does their block.
     """
     top, least = scales.max(), scales.masked_fill(scales == 0, torch.inf).min()
     exponent = torch.frexp(top).exponent.clamp(min=-121) - 5
@@ -84,16 +86,16 @@ def fit_factor(scales: Tensor) -> Tensor:
 
 
 def fit_scales(absmax: Tensor) -> tuple[Tensor, Tensor]:
-    """uint8 E4M4 [n] and fp32 [] factor for blocks whose largest magnitudes are fp32 [n]."""
+    """Scales uint8 E4M4 [n] and factor fp32 [] for blocks whose largest magnitudes are fp32 [n]."""
     factor = fit_factor(absmax)
     return e4m4_encode(absmax / factor), factor
 
 
 def fit_affine(blocks: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """uint8 E4M4 [n], uint8 zeros [n] and fp32 [] factor for blocks [n, 32].
+    """Scales uint8 E4M4 [n], zeros uint8 [n] and factor fp32 [] for blocks [n, 32].
 
-    A block's range is stretched to hold zero, then shrunk by the one of a few factors that leaves the least squared
-    error: on normal weights that is worth 2 dB.
+    A block's range is extended to contain zero, then shrunk by the candidate factor with the least squared error. On
+    normally distributed weights this gains 2 dB.
     """
     low, high = (bound.float() for bound in blocks.aminmax(dim=1))
     low, high = low.clamp(max=0), high.clamp(min=0)
@@ -114,15 +116,15 @@ def fit_affine(blocks: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def fit_codebook(blocks: Tensor, scales: Tensor, factor: Tensor, k: int, padding: int) -> Tensor:
-    """fp32 [2^k]: the codebook with the least mean squared error on the blocks divided by their scales.
+    """Codebook, fp32 [2^k], with the least mean squared error on the blocks divided by their scales.
 
-    Lloyd's algorithm (Lloyd 1982; Max 1960) from "nf" until no cell moves, on a histogram: counts and sums are
-    integers, so that the codebook does not depend on the machine.
+    Runs Lloyd's algorithm (Lloyd 1982; Max 1960) from "nf" until no cell changes, on a histogram. Counts and sums are
+    integers, so the codebook does not depend on the machine.
 
     Args:
         blocks: [n, 32], float.
-        scales, factor: of those blocks, as stored.
-        padding: how many zeros at the ends of rows belong to no weight.
+        scales, factor: scales of the blocks, as stored.
+        padding: number of padding zeros at the ends of rows, which are not counted.
     """
     step = (e4m4_decode(scales) * factor).clamp(min=TINY)
     counts = torch.zeros(_BINS, dtype=torch.int64, device=blocks.device)
@@ -146,7 +148,7 @@ def fit_codebook(blocks: Tensor, scales: Tensor, factor: Tensor, k: int, padding
 
 
 def _nearest(blocks: Tensor, step: Tensor, zeros: Tensor | None, codebook: Tensor) -> Tensor:
-    """int32 [n, 32]: index of the nearest codebook entry, the lower of two equally near."""
+    """Index of the nearest codebook entry, int32 [n, 32]; the lower one at a tie."""
     scaled = blocks.float() / step.clamp(min=TINY).unsqueeze(1)
     if zeros is not None:
         scaled += zeros.unsqueeze(1)
@@ -154,14 +156,14 @@ def _nearest(blocks: Tensor, step: Tensor, zeros: Tensor | None, codebook: Tenso
 
 
 def pack_planes(codes: Tensor, k: int) -> Tensor:
-    """int32 [n·k]: the bit planes of integer codes [n, 32] below 2^k."""
+    """Bit planes, int32 [n·k], of integer codes [n, 32] below 2^k."""
     lane = torch.arange(BLOCK, dtype=torch.int32, device=codes.device)
     planes = [(((codes >> b) & 1).int() << lane).sum(1, dtype=torch.int32) for b in range(k)]
     return torch.stack(planes, dim=1).view(-1)
 
 
 def unpack_planes(packed: Tensor, k: int) -> Tensor:
-    """int32 [n, 32]: the codes of `pack_planes`."""
+    """Codes, int32 [n, 32], from the bit planes of `pack_planes`."""
     lane = torch.arange(BLOCK, dtype=torch.int32, device=packed.device)
     words = packed.view(-1, k)
     codes = words.new_zeros(words.shape[0], BLOCK)
@@ -171,19 +173,19 @@ def unpack_planes(packed: Tensor, k: int) -> Tensor:
 
 
 def padded_blocks(rows: Tensor, size: int) -> Tensor:
-    """[rows · ⌈width/size⌉, size]: the blocks of each row [rows, width], the last filled up with zeros."""
+    """Blocks of each row [rows, width], padded with zeros: [rows · ⌈width/size⌉, size]."""
     return torch.nn.functional.pad(rows, (0, -rows.shape[1] % size)).reshape(-1, size)
 
 
 @op("triton.bitplane", "native.bitplane")
 def quantize_bitplane(blocks: Tensor, scales: Tensor, zeros: Tensor | None, factor: Tensor, codebook: Tensor) -> Tensor:
-    """Bit planes of the codes nearest to blocks of weights.
+    """Quantize blocks of weights to the nearest codes, as bit planes.
 
     Args:
         blocks: [n, 32]; fp32, fp16 or bf16.
         scales: uint8 [n], E4M4.
-        zeros: uint8 [n] in the affine variant.
-        factor: fp32 [], multiplies the scales.
+        zeros: uint8 [n] in the affine variant, else None.
+        factor: fp32 [], factor of the scales.
         codebook: fp32 [2^k], ascending.
 
     Returns:
@@ -194,7 +196,7 @@ def quantize_bitplane(blocks: Tensor, scales: Tensor, zeros: Tensor | None, fact
 
 
 def steps_of(scales: Tensor, factor: Tensor) -> Tensor:
-    """fp32 [n]: E4M4 scales [n], each times its matrix's factor: [], or [E] of as many equal runs."""
+    """Decoded scales, fp32 [n]: E4M4 [n] times the factor, [] or [E] for E matrices of n/E scales each."""
     return (e4m4_decode(scales).view(max(factor.numel(), 1), -1) * factor.view(-1, 1)).view(-1)
 
 
@@ -209,12 +211,12 @@ def dequantize_bitplane(
     width: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Values of bit planes, rounded once from fp32.
+    """Dequantize bit planes; values are rounded once from fp32.
 
     Args:
         packed: int32 [rows · ⌈width/32⌉ · k].
-        scales, zeros, factor, codebook: as in `quantize_bitplane`; or a factor [E], and a codebook [E, 2^k] or
-            [2^k], of as many matrices one above the other.
+        scales, zeros, factor, codebook: as in `quantize_bitplane`. For E stacked matrices, factor is [E] and codebook
+            [E, 2^k] or [2^k].
         rows, width: shape of the result.
         dtype: fp32, fp16 or bf16.
 
@@ -230,3 +232,24 @@ def dequantize_bitplane(
         values -= zeros.unsqueeze(1)
     values *= steps_of(scales, factor).unsqueeze(1)
     return values.to(dtype).view(rows, -(-width // BLOCK) * BLOCK)[:, :width].contiguous()
+
+
+@op("cuda.linear_planes")
+def linear_bitplane(
+    x: Tensor, packed: Tensor, scales: Tensor, factor: Tensor, codebook: Tensor, rows: int, bias: Tensor | None
+) -> Tensor:
+    """`F.linear` of rows with a k-bit weight; no gradient.
+
+    Kernels may sum in another order, and round the codebook and the scaled product to x's dtype instead of the weight.
+
+    Args:
+        x: [M, K]; fp32, fp16 or bf16.
+        packed, scales, factor, codebook: as in `dequantize_bitplane`, without zeros.
+        rows: N.
+        bias: [N] in x's dtype, or None.
+
+    Returns:
+        [M, N] in x's dtype.
+    """
+    weight = dequantize_bitplane(packed, scales, None, factor, codebook, rows, x.shape[1], x.dtype)
+    return linear_rows(x, weight, bias)

@@ -1,30 +1,36 @@
 """4-bit blockwise quantization: the specification of NF4 and FP4 with optional nested scales.
 
-A tensor is read flat, row-major, in blocks that cross rows. Each block has one scale, its largest magnitude (absmax);
-each weight becomes the code of the nearest of 16 values after division by the scale. Two codes share a byte, the even
+A tensor is read flat, row-major, in blocks that may cross rows. Each block has one scale, its largest magnitude
+(absmax). A weight's code is the nearest of 16 values after division by the scale. Two codes share a byte, the even
 element in the high nibble. Nested scales (double quantization, QLoRA section 3) store absmax minus its mean in 8 bits
 of the signed dynamic data type, in blocks of 256 scales.
 
 Bytes equal those of bitsandbytes' CPU backend, values those of all its backends: value = fp32 codebook entry × fp32
-scale, rounded once to the result's dtype; a nested scale is two roundings (× then +), never a fused multiply-add.
+scale, rounded once to the result's dtype. A nested scale is rounded twice (× then +), never a fused multiply-add.
+
+Decoding runs linears y = x·Wᵀ + b for a few rows x [M, K]. These are bound by reading W [N, K], so kernels decode W in
+registers and never write it: they move K·N/2 bytes of codes and a scale per block.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..dispatch import op
 from .codebooks import codebook4, thresholds4
+from .linear import add_term, linear_rows
 
 NESTED_BLOCK = 256
 
 
 def _normalized(flat: Tensor, blocksize: int) -> tuple[Tensor, Tensor]:
-    """fp32 values in [-1, 1] and fp32 absmax per block of a flat tensor.
+    """fp32 values in [-1, 1] of a flat tensor, and fp32 absmax per block.
 
-    Full blocks multiply by the reciprocal, a partial last block divides: that is what bitsandbytes' CPU backend does,
-    and some codes differ between the two. An all-zero full block keeps absmax 0 and encodes zeros.
+    As in bitsandbytes' CPU backend, full blocks multiply by the reciprocal and a partial last block divides; some codes
+    differ between the two. An all-zero full block keeps absmax 0 and encodes zeros.
     """
     flat = flat.float()
     full = flat.numel() // blocksize * blocksize
@@ -40,7 +46,7 @@ def _normalized(flat: Tensor, blocksize: int) -> tuple[Tensor, Tensor]:
 
 @op("triton.blockwise4", "native.blockwise4")
 def quantize_blockwise4(weight: Tensor, blocksize: int, quant_type: str) -> tuple[Tensor, Tensor]:
-    """Codes and scales of a tensor of n values.
+    """Quantize a tensor of n values to packed codes and scales.
 
     Args:
         weight: any shape; fp32, fp16 or bf16.
@@ -69,7 +75,7 @@ def dequantize_blockwise4(
     numel: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Values of packed codes.
+    """Dequantize packed codes.
 
     Args:
         packed: uint8, (numel+1)//2 bytes.
@@ -90,7 +96,7 @@ def dequantize_blockwise4(
 
 
 def quantize_scales(absmax: Tensor, code: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Nested scales: uint8 [blocks], fp32 [⌈blocks/256⌉] second-level scales, fp32 [] offset (the mean).
+    """Quantize scales: uint8 [blocks], fp32 [⌈blocks/256⌉] second-level scales, fp32 [] offset (the mean).
 
     Args:
         absmax: fp32 [blocks].
@@ -101,20 +107,20 @@ def quantize_scales(absmax: Tensor, code: Tensor) -> tuple[Tensor, Tensor, Tenso
     blocks = torch.nn.functional.pad(centred, (0, -centred.numel() % NESTED_BLOCK)).view(-1, NESTED_BLOCK)
     second = torch.linalg.vector_norm(blocks, torch.inf, dim=1)
     normal = blocks * (1.0 / second).unsqueeze(1)  # NaN in a block of zeros, which encodes as 0 below
-    # bitsandbytes' CPU backend looks the code up in a table of 65,536 points over [-1, 1]; so do we, for equal bytes.
+    # bitsandbytes' CPU backend looks codes up in a table of 65,536 points over [-1, 1]; do the same for equal bytes.
     point = ((normal + 1) * 0.5 * 65535 + 0.5).int().float() / 65535 * 2 - 1
     index = torch.bucketize(point, (code[:-1] + code[1:]) / 2).masked_fill_(second.unsqueeze(1) == 0, 0)
     return index.to(torch.uint8).view(-1)[: absmax.numel()].contiguous(), second, offset
 
 
 def dequantize_scales(quantized: Tensor, second: Tensor, code: Tensor, offset: Tensor) -> Tensor:
-    """fp32 [blocks] scales from their nested form; the arguments are as `quantize_scales` returns them."""
+    """Dequantize nested scales to fp32 [blocks]; arguments are as `quantize_scales` returns them."""
     values = code[quantized.int()]
     return values.mul_(second.repeat_interleave(NESTED_BLOCK)[: values.numel()]).add_(offset)
 
 
 def _scales_of(absmax: Tensor, nested: tuple[Tensor, Tensor, Tensor] | None, block: Tensor) -> Tensor:
-    """fp32: the scales of the blocks with these numbers."""
+    """Scales, fp32, of the blocks with these indices."""
     if nested is None:
         return absmax[block]
     second, code, offset = nested
@@ -131,8 +137,8 @@ def dequantize_rows_blockwise4(
     rows: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """`dtype` [rows, width]: the chosen rows of a [*, width] table; arguments as in `dequantize_blockwise4`."""
-    if width % blocksize == 0:  # rows of whole blocks: their bytes and scales side by side are a smaller table
+    """Dequantize chosen rows of a [*, width] table, to `dtype` [rows, width]. See `dequantize_blockwise4`."""
+    if width % blocksize == 0:  # whole blocks per row: gather bytes and scales, then dequantize a smaller table
         each = width // blocksize
         block = rows.long().unsqueeze(1) * each + torch.arange(each, device=packed.device)
         scales = _scales_of(absmax, nested, block).view(-1)
@@ -144,3 +150,53 @@ def dequantize_rows_blockwise4(
     codes = torch.where(element % 2 == 0, byte >> 4, byte & 15)
     scales = _scales_of(absmax, nested, element // blocksize)
     return (codebook4(quant_type, packed.device)[codes.int()] * scales).to(dtype)
+
+
+@op("cuda.gemv4_row", "cuda.gemm4", "cuda.gemv4", "triton.gemv4", "native.decode4")
+def linear_blockwise4(
+    x: Tensor,
+    packed: Tensor,
+    absmax: Tensor,
+    nested: tuple[Tensor, Tensor, Tensor] | None,
+    blocksize: int,
+    quant_type: str,
+    rows: int,
+    bias: Tensor | None,
+    term: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """`F.linear` of rows with a packed weight, plus an adapter's term u·Bᵀ; no gradient.
+
+    Kernels may sum in another order, and keep weights in fp32 where the reference rounds them to x's dtype.
+
+    Args:
+        x: [M, K]; fp32, fp16 or bf16.
+        packed: uint8, (N·K+1)//2 bytes.
+        absmax, nested, blocksize, quant_type: as in `dequantize_blockwise4`; blocks may cross rows.
+        rows: N.
+        bias: [N] in x's dtype, or None.
+        term: u [M, r] with any row stride, and B [N, r], in x's dtype, or None.
+    Returns:
+        [M, N] in x's dtype.
+    """
+    return add_term(linear_rows(x, dequantized(x, packed, absmax, nested, blocksize, quant_type, rows), bias), term)
+
+
+@op("cuda.gemv4_row")
+def linears_blockwise4(x: Tensor, weights: Sequence[tuple]) -> list[Tensor]:
+    """`linear_blockwise4` of one x with several weights, each given as its arguments after x, without the term."""
+    return [linear_blockwise4(x, *weight) for weight in weights]
+
+
+def dequantized(
+    x: Tensor,
+    packed: Tensor,
+    absmax: Tensor,
+    nested: tuple[Tensor, Tensor, Tensor] | None,
+    blocksize: int,
+    quant_type: str,
+    rows: int,
+) -> Tensor:
+    """Dequantized weight of `linear_blockwise4`, [N, K] in x's dtype."""
+    numel = rows * x.shape[1]
+    values = dequantize_blockwise4(packed, absmax, nested, blocksize, quant_type, numel, x.dtype)
+    return values.view(rows, x.shape[1])

@@ -1,8 +1,8 @@
-"""A causal convolution of each channel over the last K tokens of its document, and SiLU: the specification.
+"""Causal depthwise convolution over the last K tokens of a document, with optional SiLU: the specification.
 
-    z_t = Σ_s w_(K−1−s)·x_(t−s) + b over the s < K that t's document has,    y = z, or z·σ(z)
+    z_t = Σ_s w_(K−1−s)·x_(t−s) + b over the s < K inside t's document,    y = z, or z·σ(z)
 
-Tokens lie one behind the other, whatever rows they are of. Arithmetic is fp32 (fp64 for fp64 input), rounded once.
+All tokens are in one dimension, documents concatenated. Arithmetic is fp32 (fp64 for fp64 input), rounded once.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ def _sums(x: Tensor, weight: Tensor, bias: Tensor | None, begins: Tensor) -> Ten
 
 
 def _inside(begins: Tensor, back: int) -> Tensor:
-    """bool [N − back, 1]: whether the token so far back of a token is of its document."""
+    """Return whether the token `back` positions earlier is in the same document, bool [N − back, 1]."""
     return (torch.arange(len(begins) - back, device=begins.device) >= begins[back:]).unsqueeze(1)
 
 
 @op("triton.causal_conv")
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, begins: Tensor, silu: bool) -> Tensor:
-    """y [N, C] in x's dtype.
+    """Convolve x: y [N, C] in x's dtype.
 
     Args:
         x: [N, C]; fp32, fp16 or bf16.
         weight: [C, K], any float dtype; bias: [C].
-        begins: int32 [N]: where the document of each token begins.
-        silu: whether y is z·σ(z).
+        begins: int32 [N], the first token of each token's document.
+        silu: return z·σ(z) instead of z.
     """
     total = _sums(x, weight, bias, begins)
     return (torch.nn.functional.silu(total) if silu else total).to(x.dtype)
@@ -46,7 +46,7 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, begins: Tensor, 
 def causal_conv_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, begins: Tensor, silu: bool
 ) -> Tensor:
-    """The gradient of x [N, C] in its dtype; grad [N, C] of y, the rest as it was."""
+    """Gradient of x [N, C] in its dtype, from the gradient of y [N, C] and the forward's arguments."""
     total = _sums(x, weight, bias, begins)
     grad, weight, size = grad.to(total.dtype), weight.to(total.dtype), weight.shape[1]
     if silu:

@@ -1,7 +1,7 @@
-"""What a kernel must know about its arguments before it reads memory through their pointers.
+"""Checks of arguments that kernels need before they read memory through pointers.
 
-An accelerator does not raise on a wrong shape: it reads beyond the end. So references and kernels call these first; a
-call costs about a microsecond and never waits for the device.
+An accelerator does not raise on a wrong shape; it reads out of bounds. So references and kernels call these first. A
+call costs about a microsecond and never synchronises with the device.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def check_same(op: str, name: str, tensor: Tensor, like_name: str, like: Tensor)
 
 
 def check_vector(op: str, name: str, tensor: Tensor, size: int, like: Tensor) -> None:
-    """Raise unless `tensor` is a float vector of `size` values, one after the other, on the device of `like`."""
+    """Raise unless `tensor` is a contiguous float vector of `size` values on the device of `like`."""
     check_float(op, name, tensor)
     if tensor.dim() != 1 or tensor.shape[0] != size or tensor.device != like.device:
         raise ModelError(f"{op}: {name} is {list(tensor.shape)} on {tensor.device}, not [{size}] on {like.device}")
@@ -54,7 +54,7 @@ def check_rows(op: str, grad: Tensor, x: Tensor, statistic: Tensor, residual_gra
 
 
 def row_stride(tensor: Tensor) -> int | None:
-    """Elements between the rows (last dimensions) of a tensor whose rows lie evenly spaced; None where they do not."""
+    """Elements between the rows (last dimensions) of a tensor with evenly spaced rows, else None."""
     width = tensor.shape[-1]
     if tensor.is_contiguous():
         return width
@@ -62,7 +62,7 @@ def row_stride(tensor: Tensor) -> int | None:
         return None
     stride = extent = None
     for size, step in zip(reversed(tensor.shape[:-1]), reversed(tensor.stride()[:-1]), strict=True):
-        if size == 1:  # whatever its stride says
+        if size == 1:  # its stride has no meaning
             continue
         if extent is not None and step != extent:
             return None

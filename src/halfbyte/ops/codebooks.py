@@ -1,4 +1,4 @@
-"""Codebooks: the real values that codes stand for, as fp32 tensors cached per device."""
+"""Codebooks: the real values that codes represent, as fp32 tensors cached per device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FP4_TWELFTHS = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
 
 
 def constant(make: _Make) -> _Make:
-    """A cache of tensors that are made with their values, also where the plan has tensors without (FakeTensorMode)."""
+    """Cache tensors with real data, even where the caller runs under FakeTensorMode (the memory plan)."""
 
     @functools.wraps(make)
     def made(*arguments: Any) -> Any:
@@ -41,7 +41,7 @@ def codebook4(quant_type: str, device: torch.device) -> Tensor:
     if quant_type == "nf4":
         return torch.tensor(NF4, dtype=torch.float32, device=device)
     half = torch.tensor(FP4_TWELFTHS, dtype=torch.float32, device=device) / 12.0
-    return torch.cat([half, 0.0 - half])  # code 8 is +0.0 in bitsandbytes' table, too
+    return torch.cat([half, 0.0 - half])  # code 8 is +0.0, as in bitsandbytes' table
 
 
 @constant
@@ -60,7 +60,7 @@ def dynamic_map(device: torch.device | str = "cpu", *, signed: bool = True) -> T
     values = []
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2 ** (decade if signed else decade + 1) + 1, dtype=torch.float32, device="cpu")
-        # The scale is a Python float and the product fp32, then sorted as doubles: the order that gives the same bits.
+        # Scale as a Python float, product in fp32, sorted as doubles: this order reproduces bitsandbytes' bits.
         magnitudes = (10 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2.0)).tolist()
         values += magnitudes + ([-value for value in magnitudes] if signed else [])
     return torch.tensor(sorted([*values, 0.0, 1.0]), dtype=torch.float32, device=device)

@@ -1,6 +1,6 @@
-"""Cross-entropy of rows of logits, turned in place into their gradient: the specification.
+"""Cross-entropy of rows of logits, which are replaced in place by their gradient: the specification.
 
-A head's products a [V] of one token become logits z, and these a distribution p:
+A head's outputs a [V] for one token become logits z, and these a distribution p:
 
     z = s·a / τ     or, softcapped,     z = c·tanh(s·a / c) / τ          p = softmax(z),  L = logsumexp(z)
 
@@ -10,9 +10,9 @@ et al. 2022, arXiv:2204.02311, section 5) the loss, its gradient, and the entrop
     ℓ = L − (1 − ε)·z_y − ε·mean(z) + ζ·L²          ∂ℓ/∂z = (1 + 2ζL)·p − (1 − ε)·onehot(y) − ε/V
     H = −Σ p·log p                                  ∂H/∂z = −p·(log p + H)
 
-and ∂z/∂a = s/τ, times 1 − tanh² where softcapped. All in fp32 (fp64 for fp64 logits), from logits in any dtype: a
-gradient is rounded once, when it is stored over its logits. In bf16 that is an error of at most 2⁻⁹ of each entry; the
-product before it rounded the logits by 2⁻⁹ of their size, which moves p by more.
+and ∂z/∂a = s/τ, times 1 − tanh² where softcapped. Arithmetic is fp32 (fp64 for fp64 logits) for logits of any dtype. A
+gradient is rounded once, when it overwrites its logits. In bf16 this errs by at most 2⁻⁹ of each entry; rounding the
+logits after the matmul, by 2⁻⁹ of their size, changes p more.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .checks import check_float
 
 
 class Objective(NamedTuple):
-    """How products become logits, and logits a loss."""
+    """How the head's outputs become logits, and logits a loss."""
 
     scale: float = 1.0  # s
     softcap: float | None = None  # c
@@ -40,12 +40,12 @@ class Objective(NamedTuple):
 
     @property
     def slope(self) -> float:
-        """∂z/∂a, before the softcap's part of it."""
+        """∂z/∂a without the softcap's factor."""
         return self.scale / self.temperature
 
 
 class RowLosses(NamedTuple):
-    """Of n rows; fp32 (fp64 for fp64 logits). Zero in ignored rows, NaN where the label is outside the vocabulary."""
+    """Losses of n rows in fp32 (fp64 for fp64 logits): zero in ignored rows, NaN where a label is outside [0, V)."""
 
     loss: Tensor  # [n]
     logsumexp: Tensor  # [n]
@@ -53,7 +53,7 @@ class RowLosses(NamedTuple):
 
 
 def check_objective(objective: Objective) -> None:
-    """Raise a ModelError that names the number no loss can be made of."""
+    """Raise a ModelError that names the invalid option."""
     for name in ("softcap", "temperature"):
         value = getattr(objective, name)
         if value is not None and not value > 0:
@@ -63,7 +63,7 @@ def check_objective(objective: Objective) -> None:
 
 
 def check_cross_entropy(logits: Tensor, labels: Tensor, *statistics: Tensor | None) -> None:
-    """Raise a ModelError that names the argument no cross-entropy can take."""
+    """Raise a ModelError that names the argument that does not fit."""
     check_float("cross_entropy", "logits", logits)
     if logits.dim() != 2 or not logits.shape[1]:
         raise ModelError(f"cross_entropy: logits are {list(logits.shape)}, not [rows, vocabulary]")
@@ -76,7 +76,7 @@ def check_cross_entropy(logits: Tensor, labels: Tensor, *statistics: Tensor | No
 
 
 def logits_of(products: Tensor, objective: Objective) -> tuple[Tensor, Tensor | float]:
-    """z and ∂z/∂a; z is `products` itself where nothing is done to them."""
+    """z and ∂z/∂a; z is `products` itself where the objective changes nothing."""
     if objective.softcap is None:
         return products if objective.slope == 1.0 else products * objective.slope, objective.slope
     tanh = torch.tanh(products * (objective.scale / objective.softcap))
@@ -91,13 +91,13 @@ def _outside(labels: Tensor, ignored: Tensor, vocabulary: int) -> Tensor:
 def cross_entropy_(
     logits: Tensor, labels: Tensor, objective: Objective, need_gradient: bool, need_entropy: bool
 ) -> RowLosses:
-    """Losses of rows of logits, which their gradients replace.
+    """Losses of rows of logits; the gradient replaces the logits.
 
     Args:
-        logits: [n, V] products of the head, any row stride; fp32, fp16 or bf16. With `need_gradient` they become the
-            gradient of the sum of the losses with respect to them; without, they stay.
-        labels: [n] int64. A row labelled `objective.ignore_index` has no loss and a zero gradient, whatever it holds;
-            a label outside [0, V) makes its row's loss and gradient NaN.
+        logits: [n, V] outputs of the head, any row stride; fp32, fp16 or bf16. With `need_gradient` they become the
+            gradient of the sum of the losses with respect to them; otherwise they do not change.
+        labels: [n] int64. A row labelled `objective.ignore_index` has no loss and a zero gradient, even if it holds
+            NaN; a label outside [0, V) makes its row's loss and gradient NaN.
         need_entropy: also return the entropy of each row.
     """
     check_cross_entropy(logits, labels)
@@ -137,12 +137,13 @@ def log_probs_backward_(
     grad_entropy: Tensor | None,
     objective: Objective,
 ) -> None:
-    """Replace logits, made again, by the gradient that reaches them from log p[label] and from the entropy.
+    """Replace recomputed logits by their gradient, given gradients of log p[label] and of the entropy.
 
     Args:
-        logits, labels: as in `cross_entropy_`; smoothing and z-loss have no part in this. `logits` may be a slice of a
-            vocabulary, whose logsumexp is given: a row labelled `ELSEWHERE` has its label in another.
-        logsumexp, entropy: [n] what `cross_entropy_` returned; `entropy` is needed with `grad_entropy` only.
+        logits, labels: as in `cross_entropy_`; smoothing and z-loss are not used. `logits` may be a shard of the
+            vocabulary with the logsumexp of the full vocabulary: rows labelled `ELSEWHERE` have their label in another
+            shard.
+        logsumexp, entropy: [n] as `cross_entropy_` returned them; `entropy` is needed with `grad_entropy` only.
         grad_log_probs: [n] gradient of each row's log-probability, in fp32 (fp64 for fp64 logits).
         grad_entropy: [n] gradient of each row's entropy, or None.
     """

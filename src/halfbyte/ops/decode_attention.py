@@ -1,7 +1,7 @@
-"""Attention of one new token a row over a static key-value cache: the specification.
+"""Attention of one new token per sequence over a static key-value cache: the specification.
 
-The cache has room for more tokens than it holds: slots [firstᵦ, last] of row b count, firstᵦ being where a prompt that
-was padded on the left begins. `last` is a tensor, so that a captured CUDA graph follows it.
+The cache has more slots than tokens. Sequence b uses slots [firstᵦ, last], where firstᵦ is the first slot after the
+prompt's left padding. `last` is a tensor, so a captured CUDA graph reads its current value.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from ..dispatch import op
 
 
 def store(cache: Tensor, slots: Tensor, new: Tensor) -> None:
-    """new [B, H, T, D] into slots [T] of a cache [B, H, S, D]; values beyond ±448 are clamped for float8_e4m3fn."""
-    if cache.dtype is torch.float8_e4m3fn:  # copied as bytes: no device indexes it
+    """Write new [B, H, T, D] to slots [T] of a cache [B, H, S, D]; float8_e4m3fn clamps values to ±448."""
+    if cache.dtype is torch.float8_e4m3fn:  # indexed as bytes: torch does not index FP8 on any device
         limit = torch.finfo(cache.dtype).max
         cache, new = cache.view(torch.uint8), new.clamp(-limit, limit).to(cache.dtype).view(torch.uint8)
     cache.index_copy_(2, slots, new)
 
 
-@op("triton.decode_attention")
+@op("triton.cached_attention")
 def store_both_(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-    """`store` of a token's keys and values [B, H, 1, D], one slot, in their caches."""
+    """`store` one token's keys and values [B, H, 1, D] in their caches."""
     store(keys, slots, k)
     store(values, slots, v)
 
 
 def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Over the last dimension of scores [..., H, T, S]; with sinks [H], beside one more score of each head."""
+    """Softmax over the last dimension of scores [..., H, T, S], with optional learned sinks [H]."""
     if sinks is None:
         return scores.softmax(-1)
     beside = sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
     return torch.cat([scores, beside], -1).softmax(-1)[..., :-1]
 
 
-@op("triton.decode_attention")
+@op("triton.cached_attention")
 def decode_attention(
     q: Tensor,
     keys: Tensor,
@@ -53,11 +53,11 @@ def decode_attention(
         q: [B, Hq, 1, D]; fp32, fp16 or bf16.
         keys, values: [B, Hk, S, D] in q's dtype or float8_e4m3fn, Hk dividing Hq.
         first: int32 [B].
-        last: int64 [1]; the newest token's slot.
-        scale: of the scores.
-        window: slots that a token sees, its own among them; None for all.
-        softcap: scores s become softcap · tanh(s / softcap); None leaves them.
-        sinks: [Hq] float: a score of each head beside those of its keys, whose value is 0; None: there is none.
+        last: int64 [1], the newest token's slot.
+        scale: factor of q·k.
+        window: slots that a token attends to, its own included; None: all.
+        softcap: scores s become softcap · tanh(s / softcap); None: no cap.
+        sinks: [Hq] learned sinks, an extra score per head whose value is 0; None: no sinks.
 
     Returns:
         [B, Hq, 1, D] in q's dtype.

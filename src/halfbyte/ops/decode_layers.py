@@ -1,7 +1,7 @@
-"""One new token of each row through decoder layers with 4-bit weights: the specification of generation's step.
+"""One new token of each sequence through decoder layers with 4-bit weights: the specification of a decoding step.
 
-With few rows a step is bound by reading the weights, and by what lies between two reads: a layer of Llama's shape is
-some fourteen kernels, each of a few microseconds. A device may have all layers as one, and `one_launch` gives it.
+With few sequences a step is bound by reading the weights and by the gaps between kernels: a layer of Llama's shape has
+some fourteen kernels of a few microseconds each. Where a device runs all layers as one kernel, `one_launch` returns it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..dispatch import op
+from .blockwise4 import linear_blockwise4
 from .decode_attention import decode_attention, store
-from .gemv4 import linear_blockwise4
 from .glu import glu
 from .norms import rms_norm
 from .rope import norm_rotate, rotate
@@ -22,7 +22,7 @@ from .rope import norm_rotate, rotate
 
 @dataclass(frozen=True)
 class Weight4:
-    """A 4-bit linear."""
+    """Weight of a linear in 4 bits, with its bias."""
 
     packed: Tensor
     absmax: Tensor
@@ -33,7 +33,7 @@ class Weight4:
     bias: Tensor | None
 
     def given(self, dtype: torch.dtype) -> tuple:
-        """`linear_blockwise4`'s arguments after x of `dtype`."""
+        """Arguments of `linear_blockwise4` after x, for x of `dtype`."""
         bias = None if self.bias is None else self.bias.to(dtype)
         return self.packed, self.absmax, self.nested, self.blocksize, self.quant_type, self.rows, bias
 
@@ -43,14 +43,14 @@ class Weight4:
 
 @dataclass(frozen=True)
 class Projections:
-    """Linears of one input with the adapters of all rows: yᵢ = x·Wᵢᵀ + bᵢ + (mask ∘ x·Aᵀ)[:, beginᵢ:]·Bᵢᵀ.
+    """Linears of one input with batched adapters: yᵢ = x·Wᵢᵀ + bᵢ + (mask ∘ x·Aᵀ)[:, beginᵢ:]·Bᵢᵀ.
 
     Args:
-        weights: one or more, of one width K.
-        down: A [R, K] of all linears and adapters, or None. Kernels take R in sixteens, and ranks of a linear in
-            eights; what is left is zeros.
+        weights: one or more, with the same K.
+        down: A [R, K] of all linears and adapters, or None. Kernels need R a multiple of 16 and each rank a multiple of
+            8; the padding is zeros.
         ups: for each weight (beginᵢ, Bᵢ [Nᵢ, r], scaled), or None.
-        mask: [batch, R], 1 where a row of x has the adapter of a row of A; None for 1 everywhere.
+        mask: [batch, R], 1 where a sequence uses the adapter of a row of A; None: 1 everywhere.
     """
 
     weights: Sequence[Weight4]
@@ -73,16 +73,16 @@ class Projections:
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """RMSNorm, attention with rotary positions, RMSNorm, SwiGLU; Llama's block, and what others add to its attention.
+    """One Llama block: RMSNorm, attention with RoPE, RMSNorm, SwiGLU; optionally QK-norm and a sliding window.
 
     Args:
         qkv: three linears.
-        out, down: one.
-        gate_up: two.
-        norm, post_norm: [width], before attention and before the gated unit.
-        q_norm, k_norm: [D], of q and k before their rotation (Qwen 3); None for none.
+        out, down: one linear each.
+        gate_up: two linears.
+        norm, post_norm: [width], before attention and before the MLP.
+        q_norm, k_norm: [D], RMSNorm weights of q and k before RoPE (Qwen 3), or None.
         keys, values: the cache [batch, Hk, S, D], in the norms' dtype or float8_e4m3fn.
-        window: slots that a token sees, its own among them; None for all.
+        window: slots that a token attends to, its own included; None: all.
     """
 
     qkv: Projections
@@ -100,14 +100,14 @@ class DecoderLayer:
 
 @dataclass(frozen=True)
 class Stack:
-    """The layers and what they share.
+    """Decoder layers and the tensors that they share.
 
     Args:
-        eps: of all norms.
-        scale: of the scores.
-        cos, sin: [S, D] of every position.
-        padding: int32 [batch]: each row's first slot, whose position is 0.
-        slot: int64 [1]: the new token's.
+        eps: epsilon of all norms.
+        scale: factor of q·k.
+        cos, sin: [S, D], for every position.
+        padding: int32 [batch], the first slot of each sequence, which has position 0.
+        slot: int64 [1], the new token's slot.
     """
 
     layers: Sequence[DecoderLayer]
@@ -124,7 +124,7 @@ Run = Callable[[Tensor], Tensor]
 
 
 def decode_layers(hidden: Tensor, stack: Stack) -> Tensor:
-    """The residual stream [batch, width] after all layers, from what enters. Caches get the new keys and values."""
+    """The residual stream [batch, width] after all layers. Writes the new keys and values into the caches."""
     position = (stack.slot - stack.padding).unsqueeze(1)
     cos, sin = stack.cos[position], stack.sin[position]
     for layer in stack.layers:
@@ -147,11 +147,11 @@ def decode_layers(hidden: Tensor, stack: Stack) -> Tensor:
     return hidden
 
 
-@op("cuda.decode_layers", "native.decode_layers")
+@op("cuda.decode_layers", "native.decode4")
 def one_launch(hidden: Tensor, stack: Stack) -> Run | None:
-    """`decode_layers` of this stack as one kernel for inputs like `hidden`, or None where there is none.
+    """Return `decode_layers` of this stack as one kernel for inputs like `hidden`, or None if there is no kernel.
 
-    What it returns may be captured in a CUDA graph; its results share memory with those of its next call. On a CPU it
-    computes with the norms, biases and adapters as they are now: what is not fp32 is copied.
+    The returned function may be captured in a CUDA graph; each call overwrites the last call's result. On a CPU it uses
+    the norms, biases and adapters as they are now: those that are not fp32 are copied.
     """
     return None

@@ -1,6 +1,6 @@
-"""A Gated DeltaNet's recurrence over prompts, by `delta_rule`, and over one token more of each row: the specification.
+"""Gated DeltaNet in generation: the recurrence over prompts and over one more token. The specification.
 
-Before it is a causal convolution over the last K inputs of each channel of q, k and v, and SiLU.
+It follows a causal convolution over the last K inputs of each channel of q, k and v, and SiLU.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from .delta_rule import Rows, delta_rule, parts_of, unit
 
 
 def gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """g and β in fp32 (fp64) of a layer's inputs a and b [..., Hv]; a_log, dt_bias [Hv]."""
+    """g and β in fp32 (fp64) from a layer's inputs a and b [..., Hv]; a_log, dt_bias [Hv]."""
     exact = torch.promote_types(a.dtype, torch.float32)
     return -a_log.to(exact).exp() * F.softplus(a.to(exact) + dt_bias.to(exact)), b.to(exact).sigmoid()
 
 
 def heads_of(mixed: Tensor, key_heads: int, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k [..., Hk, Dk], and v [..., Hv, Dv], of mixed [..., C], beside states [S, Hv, Dk, Dv]."""
+    """Split mixed [..., C] into q and k [..., Hk, Dk] and v [..., Hv, Dv], for states [S, Hv, Dk, Dv]."""
     _, heads, key_size, value_size = states.shape
     query, key, value = mixed.split([key_heads * key_size, key_heads * key_size, heads * value_size], dim=-1)
     query, key = (x.unflatten(-1, (key_heads, key_size)) for x in (query, key))
@@ -29,13 +29,13 @@ def heads_of(mixed: Tensor, key_heads: int, states: Tensor) -> tuple[Tensor, Ten
 
 @op("triton.delta_net")
 def conv_step_(x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, seats: Tensor) -> Tensor:
-    """silu(conv(x)) of one more token a row, which joins the inputs that its state holds.
+    """silu(conv(x)) of one more token per sequence, which is appended to the sequence's state.
 
     Args:
         x: [R, C]; fp32, fp16 or bf16.
         weight: [C, K], any float dtype; bias: [C].
-        states: [S, C, K − 1] in x's dtype: the inputs before, oldest first; changed in place.
-        seats: int64 [R]: where each row's is; rows of one seat may leave anything there.
+        states: [S, C, K − 1] in x's dtype: the previous inputs, oldest first; changed in place.
+        seats: int64 [R], the state of each sequence. If several share one, the state is undefined afterwards.
 
     Returns:
         [R, C] in x's dtype.
@@ -58,11 +58,11 @@ def delta_step_(
     seats: Tensor,
     key_heads: int,
 ) -> Tensor:
-    """The recurrence for one more token of each row.
+    """Advance the recurrence by one token of each sequence.
 
     Args:
         mixed: [R, C]: q, k and v of all heads, C = 2·Hk·Dk + Hv·Dv; fp32, fp16 or bf16.
-        a, b: [R, Hv] in its dtype; what `gates` makes g and β of.
+        a, b: [R, Hv] in mixed's dtype, the inputs of `gates`.
         a_log, dt_bias: [Hv], any float dtype.
         states: fp32 (fp64) [S, Hv, Dk, Dv], changed in place.
         seats: int64 [R], as in `conv_step_`.
@@ -85,16 +85,16 @@ def delta_step_(
 def delta_rows(
     mixed: Tensor, decay: Tensor, beta: Tensor, real: Tensor, states: Tensor, key_heads: int
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence over rows that begin here.
+    """Run the recurrence over sequences from a zero state.
 
     Args:
         mixed: [D, L, C], as in `delta_step_`.
         decay, beta: g and β in fp32 (fp64) [D, L, Hv].
-        real: bool [D, L]: tokens that count.
-        states: [S, Hv, Dk, Dv], whose shape is looked at.
+        real: bool [D, L], False for padding.
+        states: [S, Hv, Dk, Dv]; only its shape is used.
 
     Returns:
-        [D, L, Hv, Dv] in mixed's dtype, and the states behind each row [D, Hv, Dk, Dv] in fp32 (fp64).
+        [D, L, Hv, Dv] in mixed's dtype, and the final states [D, Hv, Dk, Dv] in fp32 (fp64).
     """
     decay, beta = (each.where(real.unsqueeze(-1), 0) for each in (decay, beta))
     rows = Rows(*heads_of(mixed, key_heads, states), decay, beta)

@@ -1,21 +1,21 @@
-"""The gated delta rule over rows of tokens in chunks, forward and backward, as batched products of matrices.
+"""The gated delta rule over sequences in chunks, forward and backward, as batched matmuls.
 
     S ← e^g·S,  then  S ← S + k ⊗ β·(v − Sᵀk),  out = Sᵀq
 
-(Yang et al. 2025, arXiv:2412.06464, equation 10), of each value head. Of a chunk of C tokens that begins with S, with
-G the running sums of g (section 3.3 there):
+(Yang et al. 2025, arXiv:2412.06464, equation 10), for each value head. For a chunk of C tokens with initial state S and
+cumulative sums G of g (section 3.3 there):
 
     Δ_i + β_i·Σ_{j<i} e^(G_i − G_j)·(k_i·k_j)·Δ_j = β_i·(v_i − e^(G_i)·Sᵀk_i)         (I + A)·Δ = β·V − (β·e^G·K)·S
     out_i = e^(G_i)·Sᵀq_i + Σ_{j≤i} e^(G_i − G_j)·(q_i·k_j)·Δ_j                       e^G·Q·S + P·Δ
     S ← e^(G_C)·S + Σ_j e^(G_C − G_j)·k_j ⊗ Δ_j
 
-T = (I + A)⁻¹ is made for all chunks at once, and what does not wait for S with it: U = T·β·V and W = T·β·e^G·K, so that
-Δ = U − W·S, and with K' = e^(G_C − G)·K a chunk is one product, S ← M·S + K'ᵀ·U of M = e^(G_C)·I − K'ᵀ·W. Going back it
-is Mᵀ. Arithmetic is fp32 (fp64 for fp64 input).
+All that does not depend on S is computed for all chunks at once: T = (I + A)⁻¹, U = T·β·V and W = T·β·e^G·K. Then
+Δ = U − W·S. With K' = e^(G_C − G)·K each chunk is one matmul, S ← M·S + K'ᵀ·U, where M = e^(G_C)·I − K'ᵀ·W. Backward
+uses Mᵀ. Arithmetic is fp32 (fp64 for fp64 input).
 
-Where a document begins inside a row S is 0: there G starts anew, and whatever would reach over the place is an exact 0.
+Where a document starts inside a sequence, S is 0: G restarts there, and every term across the boundary is an exact 0.
 
-Backward makes all of this again: q, k, v, g and β are what a layer keeps.
+Backward recomputes all of this: a layer saves only q, k, v, g and β.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 64  # tokens
-LEAST = 8  # rows of the blocks that are inverted as sums of powers, which cost no more than one digit there
-# Tokens times value heads that are computed at once: each takes up to 18 KB for a while, with heads of 128.
+LEAST = 8  # rows of the blocks that are inverted as sums of powers, at the cost of at most one digit of precision
+# Tokens times value heads that are computed at once; each needs up to 18 KB of temporary memory with heads of 128.
 AT_ONCE = 1 << 17
-EPSILON = 1e-6  # beside the squares that q and k are divided by the root of
+EPSILON = 1e-6  # added to the sum of squares in the norms of q and k
 
 
 class Rows(NamedTuple):
-    """What the rule reads; Hk divides Hv, and a key head serves value heads that stand side by side.
+    """Inputs of the rule. Hk divides Hv, and a key head serves Hv/Hk adjacent value heads.
 
     Attributes:
-        query, key: [D, L, Hk, Dk], of any length; q is divided by √Dk.
+        query, key: [D, L, Hk, Dk], not normalised; the rule normalises them and divides q by √Dk.
         value: [D, L, Hv, Dv].
-        decay, beta: g ≤ 0 and β, [D, L, Hv]; both 0 for a token that is not there.
-        first: bool [D, L], of tokens that a document begins with; None: each row is one.
+        decay, beta: g ≤ 0 and β, [D, L, Hv]; both 0 for padding.
+        first: bool [D, L], whether a document starts at the token; None: each sequence is one document.
     """
 
     query: Tensor
@@ -52,7 +52,7 @@ class Rows(NamedTuple):
 
 
 def parts_of(rows: Rows) -> list[Rows]:
-    """Some heads each, so that they take no more than they may at once."""
+    """Split the inputs by heads, so that each part has at most `AT_ONCE` tokens times heads."""
     count, heads = rows.value.shape[:3].numel(), rows.key.shape[2]
     parts = min(-(-count // AT_ONCE), heads)
     tensors = rows.query, rows.key, rows.value, rows.decay, rows.beta
@@ -61,60 +61,60 @@ def parts_of(rows: Rows) -> list[Rows]:
 
 
 class _Chunks(NamedTuple):
-    """Of all n chunks; [n, D, H, g, C, ·] with H key heads, each of which serves g value heads, where nothing is said.
+    """Intermediate tensors of all n chunks, [n, D, H, g, C, ·] unless noted; H key heads serve g value heads each.
 
     Attributes:
-        query, key: of length one, q over √Dk, [n, D, H, 1, C, Dk].
+        query, key: normalised, q divided by √Dk, [n, D, H, 1, C, Dk].
         value: [.., Dv].
-        beta, grown, left: β, e^G and e^(G_C − G) [.., 1].
-        fade: e^(G_i − G_j) [.., C, C], 0 above the diagonal.
-        alike: k_i·k_j [n, D, H, 1, C, C].
-        mixing, inverse, seen: A, T and P [.., C, C].
-        own, of_state: U and W.
-        left_key: e^(G_C − G)·K.
-        unseen: bool, of [.., C, C]: what a token does not see.
-        places: of documents; None: rows are documents.
+        beta, start_decay, end_decay: β, e^G and e^(G_C − G) [.., 1].
+        pair_decay: e^(G_i − G_j) [.., C, C], 0 above the diagonal.
+        key_products: k_i·k_j [n, D, H, 1, C, C].
+        a, inverse, p: A, T and P [.., C, C].
+        u, w: U and W.
+        end_key: K' = e^(G_C − G)·K.
+        masked: bool, broadcastable to [.., C, C]: True where a token does not depend on another.
+        boundaries: document boundaries; None: each sequence is one document.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
     beta: Tensor
-    grown: Tensor
-    left: Tensor
-    fade: Tensor
-    alike: Tensor
-    mixing: Tensor
+    start_decay: Tensor
+    end_decay: Tensor
+    pair_decay: Tensor
+    key_products: Tensor
+    a: Tensor
     inverse: Tensor
-    seen: Tensor
-    own: Tensor
-    of_state: Tensor
-    left_key: Tensor
-    unseen: Tensor
-    places: _Places | None
+    p: Tensor
+    u: Tensor
+    w: Tensor
+    end_key: Tensor
+    masked: Tensor
+    boundaries: _Boundaries | None
 
     @property
-    def whole(self) -> Tensor:
+    def chunk_decay(self) -> Tensor:
         """e^(G_C) [n, D, H, g, 1, 1]."""
-        return self.grown[..., -1:, :]
+        return self.start_decay[..., -1:, :]
 
 
 def unit(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., K] of length one, and what it was multiplied by [..., 1]."""
+    """Normalise x [..., K] to length one; also return the factor [..., 1]."""
     rstd = torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + EPSILON)
     return x * rstd, rstd
 
 
 def inverse(lower: Tensor) -> Tensor:
-    """(I + A)⁻¹ of strictly lower triangular A [..., C, C], C a power of two from `LEAST` on.
+    """(I + A)⁻¹ for strictly lower triangular A [..., C, C], C a power of two and at least `LEAST`.
 
-    Blocks on the diagonal by (I − A)(I + A²)(I + A⁴), as A⁸ = 0; then twice as large ones of two that are inverted:
-    what stands below the diagonal is −T₂·A₂₁·T₁.
+    Inverts diagonal blocks by (I − A)(I + A²)(I + A⁴), since A⁸ = 0. Then merges pairs of inverted blocks into blocks
+    twice as large: the part below the diagonal is −T₂·A₂₁·T₁.
     """
     size, unit_ = lower.shape[-1], torch.eye(LEAST, dtype=lower.dtype, device=lower.device)
 
     def blocks(x: Tensor, width: int) -> Tensor:
-        """[..., C / width, width, width]: those on the diagonal."""
+        """Diagonal blocks [..., C / width, width, width]."""
         tiled = x.unflatten(-1, (-1, width)).unflatten(-3, (-1, width))
         return tiled.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
@@ -124,15 +124,15 @@ def inverse(lower: Tensor) -> Tensor:
     width = LEAST
     while width < size:
         first, second = found.unflatten(-3, (-1, 2)).unbind(-3)
-        beside = blocks(lower, 2 * width)[..., width:, :width]
-        below = -(second @ beside @ first)
+        below_diagonal = blocks(lower, 2 * width)[..., width:, :width]
+        below = -(second @ below_diagonal @ first)
         found = torch.cat([F.pad(first, (0, width)), torch.cat([below, second], -1)], -2)
         width *= 2
     return found.squeeze(-3)
 
 
 def _by_chunk(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
-    """[n, D, H, g, C, ·] of [D, L, H·g, ·], filled up with zeros."""
+    """Rearrange [D, L, H·g, ·] to [n, D, H, g, C, ·], padded with zeros."""
     short = -x.shape[1] % CHUNK
     x = F.pad(x, (0, 0, 0, 0, 0, short)) if short else x
     view = x.unflatten(1, (-1, CHUNK)).unflatten(3, (heads, -1)).permute(1, 0, 3, 4, 2, 5)
@@ -140,50 +140,52 @@ def _by_chunk(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
 
 
 def _by_token(x: Tensor, like: Tensor) -> Tensor:
-    """[D, L, H·g, ·] of [n, D, H, g, C, ·], in the shape and dtype of `like`."""
+    """Rearrange [n, D, H, g, C, ·] to [D, L, H·g, ·], in the shape and dtype of `like`."""
     view = x.permute(1, 0, 4, 2, 3, 5)
     out = torch.empty(view.shape, dtype=like.dtype, device=x.device).copy_(view)
     return out.flatten(3, 4).flatten(1, 2)[:, : like.shape[1]].view(like.shape)
 
 
 def _product(a: Tensor, b: Tensor, plus: Tensor | None = None, sign: int = 1) -> Tensor:
-    """plus ± a·b of matrices [.., ·, ·]; `plus`, where it is given, becomes that."""
+    """plus ± a·b of matrices [.., ·, ·], accumulated into `plus` if it is given."""
     if plus is None:
         return a @ b if sign > 0 else (a @ b).neg_()
     plus.view(-1, *plus.shape[-2:]).baddbmm_(a.flatten(0, -3), b.flatten(0, -3), alpha=sign)
     return plus
 
 
-class _Places(NamedTuple):
-    """Where documents are in chunks.
+class _Boundaries(NamedTuple):
+    """Document boundaries within chunks.
 
     Attributes:
-        begun: bool [n, D, C]: a token's document began in its chunk.
-        apart: bool [n, D, C, C]: two tokens are not of one document.
+        started: bool [n, D, C], whether the token's document starts in its chunk.
+        separate: bool [n, D, C, C], whether two tokens are in different documents.
     """
 
-    begun: Tensor
-    apart: Tensor
+    started: Tensor
+    separate: Tensor
 
     @classmethod
-    def of(cls, first: Tensor) -> _Places:
+    def of(cls, first: Tensor) -> _Boundaries:
         first = F.pad(first, (0, -first.shape[1] % CHUNK)).unflatten(1, (-1, CHUNK)).transpose(0, 1)
         number = first.cumsum(-1)
         return cls(number > 0, number.unsqueeze(-1) != number.unsqueeze(-2))
 
 
-def _sums(x: Tensor, unseen: Tensor, dim: int, places: _Places | None) -> Tensor:
-    """Of x [.., 1, C] over what each token sees (dim −1), or of x [.., C, 1] over what sees it (dim −2): [.., C].
+def _sums(x: Tensor, masked: Tensor, dim: int, boundaries: _Boundaries | None) -> Tensor:
+    """Sums [.., C] of x [.., 1, C] over each token's visible tokens (dim −1), or of x [.., C, 1] over the tokens that
+    see it (dim −2).
 
-    Beside other documents exact zeros are added, not sums taken off that those are part of: bits would follow these.
+    With document boundaries, tokens of other documents are added as exact zeros. Differences of cumulative sums would
+    make a document's bits depend on its neighbours.
     """
-    if places is not None:
-        return x.expand(*x.shape[:-2], CHUNK, CHUNK).masked_fill(unseen, 0).sum(dim)
+    if boundaries is not None:
+        return x.expand(*x.shape[:-2], CHUNK, CHUNK).masked_fill(masked, 0).sum(dim)
     return x.squeeze(-2).cumsum(-1) if dim == -1 else x.squeeze(-1).flip(-1).cumsum(-1).flip(-1)
 
 
 def _wide(x: Tensor) -> Tensor:
-    """x [n, D, ...] beside what has heads, too: [n, D, H, g, ...]."""
+    """Add the head dimensions to x [n, D, ...]: [n, D, H, g, ...]."""
     return x.unflatten(1, (-1, 1, 1))
 
 
@@ -192,102 +194,106 @@ def _chunks(rows: Rows) -> _Chunks:
     query, key, value = (_by_chunk(x, heads, exact) for x in (rows.query, rows.key, rows.value))
     query, key = unit(query)[0].mul_(query.shape[-1] ** -0.5), unit(key)[0]
     decay, beta = (_by_chunk(x.unsqueeze(-1), heads, exact) for x in (rows.decay, rows.beta))
-    places = None if rows.first is None else _Places.of(rows.first)
-    unseen = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=value.device).triu(1)
-    unseen = unseen if places is None else _wide(unseen | places.apart)
-    sums = _sums(decay.mT, unseen, -1, places)
-    fade = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).masked_fill_(unseen, -torch.inf).exp_()
-    grown, left = sums.exp().unsqueeze(-1), (sums[..., -1:] - sums).exp().unsqueeze(-1)
-    if places is not None:
-        grown = grown.masked_fill_(_wide(places.begun).unsqueeze(-1), 0)
-        left = left.masked_fill_(_wide(places.apart[..., -1]).unsqueeze(-1), 0)
-    alike = key @ key.mT
-    mixing = (fade * alike).mul_(beta).tril_(-1)
-    inverted = inverse(mixing)
-    own = (inverted * beta.mT) @ value
-    of_state = ((inverted * (beta * grown).mT).flatten(3, 4) @ key.squeeze(3)).unflatten(3, beta.shape[3:5])
-    seen, left_key = fade * (query @ key.mT), key * left
-    within = query, key, value, beta, grown, left, fade, alike, mixing, inverted, seen
-    return _Chunks(*within, own, of_state, left_key, unseen, places)
+    boundaries = None if rows.first is None else _Boundaries.of(rows.first)
+    masked = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=value.device).triu(1)
+    masked = masked if boundaries is None else _wide(masked | boundaries.separate)
+    sums = _sums(decay.mT, masked, -1, boundaries)
+    pair_decay = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).masked_fill_(masked, -torch.inf).exp_()
+    start_decay, end_decay = sums.exp().unsqueeze(-1), (sums[..., -1:] - sums).exp().unsqueeze(-1)
+    if boundaries is not None:
+        start_decay = start_decay.masked_fill_(_wide(boundaries.started).unsqueeze(-1), 0)
+        end_decay = end_decay.masked_fill_(_wide(boundaries.separate[..., -1]).unsqueeze(-1), 0)
+    key_products = key @ key.mT
+    a = (pair_decay * key_products).mul_(beta).tril_(-1)
+    t = inverse(a)
+    u = (t * beta.mT) @ value
+    w = ((t * (beta * start_decay).mT).flatten(3, 4) @ key.squeeze(3)).unflatten(3, beta.shape[3:5])
+    p, end_key = pair_decay * (query @ key.mT), key * end_decay
+    parts = query, key, value, beta, start_decay, end_decay, pair_decay, key_products, a, t, p
+    return _Chunks(*parts, u, w, end_key, masked, boundaries)
 
 
 def _transitions(chunks: _Chunks) -> Tensor:
     """M [.., Dk, Dk]."""
-    matrices = _product(chunks.left_key.mT, chunks.of_state, sign=-1)
-    matrices.diagonal(dim1=-2, dim2=-1).add_(chunks.whole[..., 0])
+    matrices = _product(chunks.end_key.mT, chunks.w, sign=-1)
+    matrices.diagonal(dim1=-2, dim2=-1).add_(chunks.chunk_decay[..., 0])
     return matrices
 
 
 def _states(chunks: _Chunks, matrices: Tensor) -> Tensor:
-    """What each chunk begins with, and behind the last one [n + 1, D, H, g, Dk, Dv]; rows begin with zeros."""
-    states = chunks.own.new_empty(len(matrices) + 1, *matrices.shape[1:-1], chunks.own.shape[-1])
+    """State before each chunk and after the last one, [n + 1, D, H, g, Dk, Dv]; the first is zero."""
+    states = chunks.u.new_empty(len(matrices) + 1, *matrices.shape[1:-1], chunks.u.shape[-1])
     states[0] = 0
-    torch.matmul(chunks.left_key.mT, chunks.own, out=states[1:])
+    torch.matmul(chunks.end_key.mT, chunks.u, out=states[1:])
     for at, matrix in enumerate(matrices):
         _product(matrix, states[at], states[at + 1])
     return states
 
 
-def _back(given: Tensor, matrices: Tensor) -> Tensor:
-    """Gradients of the states behind chunks; `given` [.., Dk, Dv] is what a chunk adds to that of its own."""
-    behind = torch.cat([given[1:], torch.zeros_like(given[:1])])
+def _states_backward(given: Tensor, matrices: Tensor) -> Tensor:
+    """Gradients of the states after each chunk; `given` [.., Dk, Dv]: direct gradients of the states before it."""
+    after_chunk = torch.cat([given[1:], torch.zeros_like(given[:1])])
     for at in reversed(range(1, len(matrices))):
-        _product(matrices[at].mT, behind[at], behind[at - 1])
-    return behind
+        _product(matrices[at].mT, after_chunk[at], after_chunk[at - 1])
+    return after_chunk
 
 
 def delta_rule(rows: Rows) -> tuple[Tensor, Tensor]:
-    """out [D, L, Hv, Dv] in the value's dtype, and the states behind the rows [D, Hv, Dk, Dv] in fp32 (fp64)."""
+    """out [D, L, Hv, Dv] in the value's dtype, and the final states [D, Hv, Dk, Dv] in fp32 (fp64)."""
     chunks = _chunks(rows)
     states = _states(chunks, _transitions(chunks))
     state = states[:-1]
-    change = _product(chunks.of_state, state, chunks.own, -1)
-    out = _product(chunks.query * chunks.grown, state, chunks.seen @ change)
+    change = _product(chunks.w, state, chunks.u, -1)
+    out = _product(chunks.query * chunks.start_decay, state, chunks.p @ change)
     return _by_token(out, rows.value), states[-1].flatten(1, 2)
 
 
 def delta_rule_backward(grad: Tensor, rows: Rows) -> Rows:
-    """Gradients of `delta_rule`'s out, of which `grad` is given [D, L, Hv, Dv], each in its own dtype."""
+    """Gradients of `rows` from the gradient [D, L, Hv, Dv] of `delta_rule`'s out, each in the input's dtype."""
     chunks = _chunks(rows)
-    matrices, grown_query = _transitions(chunks), chunks.query * chunks.grown
+    matrices, start_query = _transitions(chunks), chunks.query * chunks.start_decay
     state = _states(chunks, matrices)[:-1]
     grad = _by_chunk(grad, rows.key.shape[2], state.dtype)
-    change, direct = _product(chunks.of_state, state, chunks.own.clone(), -1), chunks.seen.mT @ grad
-    after = _back(_product(chunks.of_state.mT, direct, grown_query.mT @ grad, -1), matrices)
+    change, direct = _product(chunks.w, state, chunks.u.clone(), -1), chunks.p.mT @ grad
+    after = _states_backward(_product(chunks.w.mT, direct, start_query.mT @ grad, -1), matrices)
     del matrices
-    d_change = _product(chunks.left_key, after, direct)
-    d_value, d_of_key = chunks.inverse.mT @ d_change, chunks.inverse.mT @ _product(d_change, state.mT, sign=-1)
-    d_grown_query, d_left_key, of_seen = grad @ state.mT, change @ after.mT, grad @ change.mT
-    of_whole = (chunks.whole * after).mul_(state).sum((-1, -2))
+    d_change = _product(chunks.end_key, after, direct)
+    d_value, d_w_key = chunks.inverse.mT @ d_change, chunks.inverse.mT @ _product(d_change, state.mT, sign=-1)
+    d_start_query, d_end_key, d_p = grad @ state.mT, change @ after.mT, grad @ change.mT
+    d_chunk = (chunks.chunk_decay * after).mul_(state).sum((-1, -2))
     del state, after, change, d_change, direct, grad
-    d_mixing = _product(d_value, chunks.own.mT, _product(d_of_key, chunks.of_state.mT, sign=-1), -1).tril_(-1)
-    faded = (d_mixing * chunks.mixing).addcmul_(of_seen, chunks.seen)
-    d_seen = of_seen.mul_(chunks.fade).sum(3, keepdim=True)
-    d_mixing *= chunks.fade
-    d_beta = (d_mixing * chunks.alike).sum(-1) + (d_value * chunks.value).sum(-1)
-    d_products = d_mixing.mul_(chunks.beta).sum(3, keepdim=True)
-    d_of_key *= chunks.grown
-    d_beta += (d_of_key * chunks.key).sum(-1)
-    d_of_key *= chunks.beta
-    kept = (d_left_key * chunks.left_key).sum(-1)
-    d_sums = faded.sum(-1) - faded.sum(-2) - kept
-    d_sums += (d_of_key * chunks.key).sum(-1) + (d_grown_query * grown_query).sum(-1)
-    d_sums[..., -1] += kept.sum(-1) + of_whole
-    d_query = d_seen @ chunks.key + (chunks.grown * d_grown_query).sum(3, keepdim=True)
-    d_key = (d_products + d_products.mT) @ chunks.key + d_seen.mT @ chunks.query
-    d_key += d_of_key.addcmul_(chunks.left, d_left_key).sum(3, keepdim=True)
+    d_a = _product(d_value, chunks.u.mT, _product(d_w_key, chunks.w.mT, sign=-1), -1).tril_(-1)
+    d_log_decay = (d_a * chunks.a).addcmul_(d_p, chunks.p)
+    d_scores = d_p.mul_(chunks.pair_decay).sum(3, keepdim=True)
+    d_a *= chunks.pair_decay
+    d_beta = (d_a * chunks.key_products).sum(-1) + (d_value * chunks.value).sum(-1)
+    d_products = d_a.mul_(chunks.beta).sum(3, keepdim=True)
+    d_w_key *= chunks.start_decay
+    d_beta += (d_w_key * chunks.key).sum(-1)
+    d_w_key *= chunks.beta
+    d_end = (d_end_key * chunks.end_key).sum(-1)
+    d_sums = d_log_decay.sum(-1) - d_log_decay.sum(-2) - d_end
+    d_sums += (d_w_key * chunks.key).sum(-1) + (d_start_query * start_query).sum(-1)
+    d_sums[..., -1] += d_end.sum(-1) + d_chunk
+    d_query = d_scores @ chunks.key + (chunks.start_decay * d_start_query).sum(3, keepdim=True)
+    d_key = (d_products + d_products.mT) @ chunks.key + d_scores.mT @ chunks.query
+    d_key += d_w_key.addcmul_(chunks.end_decay, d_end_key).sum(3, keepdim=True)
     d_query *= chunks.query.shape[-1] ** -0.5
-    d_decay = _sums(d_sums.unsqueeze(-1), chunks.unseen, -2, chunks.places)
+    d_decay = _sums(d_sums.unsqueeze(-1), chunks.masked, -2, chunks.boundaries)
     d_decay = _by_token(d_decay.unsqueeze(-1), rows.decay.unsqueeze(-1)).squeeze(-1)
     d_beta = _by_token(d_beta.unsqueeze(-1), rows.beta.unsqueeze(-1)).squeeze(-1)
     d_value *= chunks.beta
     return Rows(
-        _of_unit(d_query, rows.query), _of_unit(d_key, rows.key), _by_token(d_value, rows.value), d_decay, d_beta
+        _unit_backward(d_query, rows.query),
+        _unit_backward(d_key, rows.key),
+        _by_token(d_value, rows.value),
+        d_decay,
+        d_beta,
     )
 
 
-def _of_unit(grad: Tensor, x: Tensor) -> Tensor:
-    """The gradient of q or k [D, L, Hk, Dk] from that of what is of length one, by chunk."""
+def _unit_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """Gradient of q or k [D, L, Hk, Dk] from the gradient of its normalised form, in chunks."""
     exact = _by_chunk(x, x.shape[2], grad.dtype)
     y, rstd = unit(exact)
     return _by_token((grad - y * (grad * y).sum(-1, keepdim=True)).mul_(rstd), x)

@@ -1,13 +1,14 @@
-"""Divergence of a model's distribution from a teacher's over the vocabulary, without the logits of either.
+"""Divergence of a student's distribution over the vocabulary from a teacher's, without materialising their logits.
 
-With p_s and p_t what student and teacher give a token, and m = (1 − β)·p_s + β·p_t, the generalised Jensen-Shannon
-divergence (Agarwal et al. 2023, arXiv:2306.13649, equation 1) and its gradient for the student's logits z are
+With p_s and p_t the distributions of student and teacher for a token, and m = (1 − β)·p_s + β·p_t, the generalised
+Jensen-Shannon divergence (Agarwal et al. 2023, arXiv:2306.13649, equation 1) and its gradient for the student's logits
+z are
 
     D = β·KL(p_t ‖ m) + (1 − β)·KL(p_s ‖ m)         ∂D/∂z = (1 − β)·p_s·(log p_s/m − KL(p_s ‖ m))
 
-Its ends are taken as TRL takes them: β = 0 is KL(p_t ‖ p_s), with the gradient p_s − p_t, and β = 1 is KL(p_s ‖ p_t),
-with p_s·(log p_s/p_t − KL(p_s ‖ p_t)). As in `ops.losses`, a chunk of the student's logits becomes its gradient, which
-is multiplied back onto the head; the teacher's chunk beside it is dropped.
+The ends follow TRL: β = 0 is KL(p_t ‖ p_s), with the gradient p_s − p_t, and β = 1 is KL(p_s ‖ p_t), with the gradient
+p_s·(log p_s/p_t − KL(p_s ‖ p_t)). As in `ops.losses`, a chunk of the student's logits is overwritten by its gradient,
+which is multiplied by the head's weight; the teacher's chunk is discarded.
 """
 
 from __future__ import annotations
@@ -21,31 +22,31 @@ from ..dispatch import op
 from ..utils.errors import ModelError
 from .checks import check_float
 from .cross_entropy import Objective, check_objective, logits_of
-from .losses import chunk_rows, products_in_chunks, room_for_logits
-from .rows import linear_into
+from .linear import linear_into
+from .losses import chunk_rows, logits_buffer, products_in_chunks
 
-BUFFERS = 7  # fp32 numbers for each logit of a chunk, at the highest moment, the teacher's logits included
+BUFFERS = 7  # peak fp32 numbers per logit of a chunk, the teacher's logits included
 
 
 class Divergences(NamedTuple):
-    """Of n rows; fp32 (fp64 for fp64 input)."""
+    """Divergences of n rows; fp32 (fp64 for fp64 input)."""
 
     divergence: Tensor  # [n]
-    entropy: Tensor  # [n], of the student, in nats
-    grad_hidden: Tensor | None  # [n, H] of the divergences' sum, the student's hidden dtype
-    grad_weight: Tensor | None  # [V, H] of the same
+    entropy: Tensor  # [n], entropy of the student's distribution in nats
+    grad_hidden: Tensor | None  # [n, H] gradient of the sum of divergences, in the student's hidden dtype
+    grad_weight: Tensor | None  # [V, H] gradient of the sum of divergences
 
 
 @op("triton.divergence")
 def divergence_(
     student: Tensor, teacher: Tensor, objectives: tuple[Objective, Objective], beta: float, need_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """Divergence and the student's entropy of each row, from the products of two heads.
+    """Divergence and the student's entropy of each row, from the outputs of two heads.
 
     Args:
-        student: [n, V] in any float dtype; with `need_gradient` the gradient of the divergences' sum replaces it.
-        teacher: [n, V], of any float dtype; it stays.
-        objectives: how products become logits: the student's and the teacher's scale, softcap and temperature.
+        student: [n, V] in any float dtype; with `need_gradient` it is overwritten by the gradient of the sum.
+        teacher: [n, V], of any float dtype; it does not change.
+        objectives: the student's and the teacher's scale, softcap and temperature.
         beta: 0 to 1.
 
     Returns:
@@ -89,22 +90,22 @@ def linear_divergence(
     grad_weight: bool,
     chunk: int | None = None,
 ) -> Divergences:
-    """Divergence of each row's distributions, `hidden @ weight.T` and the teacher's, and the gradients of their sum.
+    """Divergence between `hidden @ weight.T` and the teacher's logits in each row, and the gradients of the sum.
 
     Args:
         hidden, weight: [N, H] and [V, H] of the student, of one dtype.
         teacher_hidden, teacher_weight: [N, K] and [V, K], of one dtype.
         objectives, beta: as in `divergence_`.
-        chunk: rows at a time; default: where a kernel takes them, as many as of the cross-entropy, twice its logits in
-            all; else so many that what is made of their logits is as large as the cross-entropy's.
+        chunk: rows at a time. Default with a kernel: as for cross-entropy, with twice its logits in memory. Default
+            without: the number of rows whose intermediate tensors are as large as cross-entropy's logits.
 
     Raises:
-        ModelError: shapes that do not belong together, or a `beta` outside 0 to 1.
+        ModelError: inconsistent shapes, or a `beta` outside 0 to 1.
     """
     _check(hidden, weight, teacher_hidden, teacher_weight, objectives, beta)
     chunk = chunk or _chunk_rows(weight)
     found: list[tuple[Tensor, Tensor]] = []
-    buffer = room_for_logits(teacher_hidden, teacher_weight, chunk)
+    buffer = logits_buffer(teacher_hidden, teacher_weight, chunk)
 
     def into_gradient(logits: Tensor, rows: slice) -> None:
         theirs = linear_into(buffer[: len(logits)], teacher_hidden[rows], teacher_weight)

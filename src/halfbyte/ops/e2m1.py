@@ -2,8 +2,10 @@
 
 A code is a sign bit and one of eight magnitudes (OCP Microscaling specification 1.0, section 5.3.3); two codes share a
 byte, the even element in the LOW nibble. Scales are bytes: E4M3 (NVFP4, with one fp32 factor for the tensor) or E8M0, a
-power of two (MXFP4). A value is magnitude · (scale · factor), each product rounded to fp32: what a GEMM with FP4 units
-and every published reader compute.
+power of two (MXFP4). A value is magnitude · (scale · factor), with each product rounded to fp32, as FP4 GEMM units and
+all published readers compute it.
+
+There is no CPU kernel: the reference needs two table look-ups a byte and one product.
 """
 
 from __future__ import annotations
@@ -15,15 +17,16 @@ from ..dispatch import op
 from .codebooks import constant
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-GAPS = (0.5, 0.5, 0.5, 0.5, 1.0, 1.0, 2.0, 1.0)  # to the next magnitude; nothing lies above 6, and the gap is not used
+GAPS = (0.5, 0.5, 0.5, 0.5, 1.0, 1.0, 2.0, 1.0)  # distance to the next magnitude; the last one is not used
 E4M3_MAX, E4M3_NAN = 448.0, 0x7F
 
 
 @constant
 def _thresholds(device: torch.device) -> Tensor:
-    """fp32 [7]: a magnitude above the i-th rounds to code i + 1 or more.
+    """Rounding thresholds, fp32 [7]: a magnitude above the i-th rounds to code i + 1 or more.
 
-    They are the midpoints, ties to the even code; where the even code is the upper one, the largest float below.
+    They are the midpoints, so that ties go to the lower code. Where the upper code is the even one, the threshold is
+    the next smaller float.
     """
     exact = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=device)
     below = torch.nextafter(exact, torch.zeros_like(exact))
@@ -37,28 +40,28 @@ def _table(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 @constant
 def _pairs(device: torch.device) -> Tensor:
-    """fp32 [256, 2]: the two values of each byte."""
+    """The two values of each byte, fp32 [256, 2]."""
     byte, table = torch.arange(256, device=device), codebook_e2m1(device)
     return torch.stack([table[byte & 15], table[byte >> 4]], dim=1)
 
 
 def codebook_e2m1(device: torch.device) -> Tensor:
-    """fp32 [16]: the value of each code; codes 8 to 15 are the negatives."""
+    """Value of each code, fp32 [16]; codes 8 to 15 are the negatives."""
     return _table((*MAGNITUDES, *(-value for value in MAGNITUDES)), device)
 
 
 def encode_e2m1(values: Tensor) -> Tensor:
-    """uint8 codes of fp32 `values`: nearest, ties to the even code, saturating at ±6."""
+    """Encode fp32 `values` as uint8 codes: nearest, ties to the even code, saturating at ±6."""
     codes = torch.bucketize(values.abs(), _thresholds(values.device), out_int32=True)
     return (codes + 8 * torch.signbit(values)).to(torch.uint8)
 
 
 def encode_e2m1_stochastic(values: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """uint8 codes of fp32 `values`, up or down at random so that their expectation is the value.
+    """Encode fp32 `values` as uint8 codes, rounded up or down at random so that the expectation is the value.
 
     The probability of the upper neighbour is the fp32 distance from the lower one over their gap, without rounding: the
-    subtraction is exact and the gap a power of two. It is compared with a uniform number of 53 bits. Magnitudes above 6
-    saturate, so the caller's scale must leave none.
+    subtraction is exact and the gap a power of two. It is compared with a 53-bit uniform number. Magnitudes above 6
+    saturate, so the caller's scale must avoid them.
     """
     magnitude = values.abs().clamp(max=6)
     lower = torch.bucketize(magnitude, _table(MAGNITUDES[1:], values.device), out_int32=True, right=True)
@@ -69,12 +72,12 @@ def encode_e2m1_stochastic(values: Tensor, generator: torch.Generator | None = N
 
 
 def pack_e2m1(codes: Tensor) -> Tensor:
-    """uint8 [..., n/2] bytes of uint8 [..., n] codes, n even."""
+    """Pack uint8 codes [..., n] into bytes [..., n/2], n even."""
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
 def encode_e4m3(values: Tensor, *, up: bool = False) -> Tensor:
-    """uint8 E4M3 bytes of fp32 values ≥ 0: nearest even, or with `up` the smallest that is not below; at most 448."""
+    """Encode fp32 values ≥ 0 as uint8 E4M3: nearest even, or with `up` rounded up; at most 448."""
     values = values.clamp(max=E4M3_MAX)
     codes = values.to(torch.float8_e4m3fn)
     raw = codes.view(torch.uint8)
@@ -82,9 +85,9 @@ def encode_e4m3(values: Tensor, *, up: bool = False) -> Tensor:
 
 
 def decode_scales(scales: Tensor, factor: Tensor | None) -> Tensor:
-    """fp32 value of scale bytes: E4M3 times the tensor's fp32 `factor`, or E8M0 where there is none.
+    """Decode scale bytes to fp32: E4M3 times the tensor's fp32 `factor`, or E8M0 if `factor` is None.
 
-    A factor [E] is of as many matrices one above the other, whose scales are as many rows each.
+    A factor [E] belongs to E stacked matrices with equally many scale rows.
     """
     if factor is None:
         return scales.view(torch.float8_e8m0fnu).float()
@@ -101,13 +104,12 @@ def dequantize_e2m1(
     width: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Values of packed codes.
+    """Dequantize packed codes.
 
     Args:
         packed: uint8 [rows, padded/2]; `padded` is a multiple of the tile's columns.
         scales: uint8 [⌈rows/tile rows⌉, padded/tile columns].
-        factor: fp32 [] for E4M3 scales, or [E] of as many matrices one above the other, each of whole tiles; None for
-            E8M0.
+        factor: fp32 [] for E4M3 scales, or [E] for E stacked matrices of whole tiles; None for E8M0.
         tile: rows and columns that share a scale: (1, 16), (16, 16) or (1, 32).
         width: columns of the result, at most `padded`.
 
@@ -121,6 +123,3 @@ def dequantize_e2m1(
     values = torch.nn.functional.embedding(packed.int(), _pairs(packed.device))
     values = values.view(rows, columns, tile[1]).mul_(step.unsqueeze(2)).view(rows, columns * tile[1])
     return values[:, :width].to(dtype).contiguous()
-
-
-# Two table look-ups a byte and one product: the reference is the CPU's path.

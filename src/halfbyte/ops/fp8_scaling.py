@@ -1,12 +1,12 @@
 """Delayed scaling (Micikevicius et al. 2022, arXiv:2209.05433, section 3.2): FP8 scales from past steps' magnitudes.
 
-Casting to FP8 with a scale of the tensor's own needs its amax first, hence two passes over it. Delayed scaling casts
-with what the last optimizer steps have seen and takes the amax along in the same pass:
+Casting a tensor to FP8 with its own scale needs two passes, the first for its amax. Delayed scaling casts with a scale
+from past optimizer steps and records the amax in the same pass:
 
     scale = fp8_max · 2^-margin / max(amax history)        code = FP8(clamp(v · scale))        v ≈ code / scale
 
-The state of all tensors of a model is three buffers, so that rolling it is a handful of operations on one device and
-one reduction over the ranks. Nothing here waits for the device: a training step with it can be captured in a graph.
+The state of all tensors of a model is three buffers, so advancing it takes a few operations on one device and one
+all-reduce. Nothing here synchronises with the device: a CUDA graph can capture a training step with it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..utils.errors import ConfigError
 from .float8 import FP8_MAX, cast_float8, scale_of
 
-LOOKS = 4
+LOOKS = 4  # first optimizer steps after which the host checks which scales are set
 Algorithm = Literal["max", "most_recent"]
 
 
@@ -31,12 +31,12 @@ class ScalingOptions:
 
     Args:
         margin: powers of two of headroom.
-        amax_history_len: optimizer steps remembered, the present one included.
+        amax_history_len: optimizer steps in the history, the current one included.
         amax_compute_algo: scale by the history's maximum ("max"), or by its newest entry ("most_recent").
-        reduce_amax: take the maximum over all processes that see other tokens, so that all cast alike.
+        reduce_amax: take the maximum over all ranks with other tokens, so that all ranks cast with the same scale.
 
     Raises:
-        ConfigError: a value that no scale follows from, by key.
+        ConfigError: an invalid value, by key.
     """
 
     margin: int = 0
@@ -54,22 +54,22 @@ class ScalingOptions:
 class DelayedScaling(nn.Module):
     """Amax histories and scales of `len(dtypes)` tensors.
 
-    A step casts tensor i with `scale_for(i, amax)` and tells `observe(i, amax)`; `roll()` ends an optimizer step.
+    A step casts tensor i with `scale_for(i, amax)` and calls `observe(i, amax)`; `roll()` ends an optimizer step.
 
     Args:
         dtypes: FP8 type of each tensor: torch.float8_e4m3fn or torch.float8_e5m2.
         options: see `ScalingOptions`.
 
     Attributes (tensors; the first two are saved):
-        history: fp32 [tensors, amax_history_len], newest first; its first column is the present step's.
-        scale: fp32 [tensors], what values are multiplied by; 0 until a real amax has been seen.
+        history: fp32 [tensors, amax_history_len], newest first; the first column is the current step's.
+        scale: fp32 [tensors], the factor of the values; 0 until an amax has been recorded.
         target: fp32 [tensors], fp8_max · 2^-margin.
         inverse: fp32 [tensors], 1 / scale where that is not 0.
-        unseen: fp32 [], takes the amaxes that are not recorded, and is not read.
+        unseen: fp32 [], receives amaxes that are not recorded; never read.
 
-    `settled` says on the host which scales are known not to be 0: those tensors need no pass for their own amax, and
-    kernels can cast them as they write them. The host looks at the end of the first `LOOKS` steps, never inside a
-    graph; what is nothing but zeros until then, or never cast, stays unsettled, which costs that pass.
+    `settled` lists on the host which scales are known not to be 0. Their tensors need no pass for the amax, and kernels
+    can cast them as they write them. The host checks after each of the first `LOOKS` steps, never inside a graph.
+    Tensors that were all zeros or unused until then stay unsettled and always need the extra pass.
     """
 
     history: Tensor
@@ -85,7 +85,7 @@ class DelayedScaling(nn.Module):
         self.register_buffer("history", target.new_zeros(len(dtypes), options.amax_history_len))
         self.register_buffer("scale", torch.zeros_like(target))
         self.register_buffer("target", target, persistent=False)
-        # 16 bytes apart: cuBLAS refuses a scale that is not aligned so (seen on an H200)
+        # Stride of 16 bytes: cuBLAS refuses a scale that is not so aligned (seen on an H200).
         self.register_buffer("_inverse", torch.ones_like(target).unsqueeze(1).repeat(1, 4), persistent=False)
         self.register_buffer("unseen", target.new_zeros(()), persistent=False)
         self.settled, self._looks = [False] * len(dtypes), LOOKS
@@ -96,7 +96,7 @@ class DelayedScaling(nn.Module):
         return self._inverse[:, 0]
 
     def _apply(self, function: Any, recurse: bool = True) -> DelayedScaling:
-        """`.to(device)` moves the buffers; `.to(dtype)` leaves them in fp32, since 16 bits would change the scales."""
+        """Move buffers for `.to(device)`; keep them in fp32 for `.to(dtype)`, since 16 bits would change the scales."""
 
         def moved(tensor: Tensor) -> Tensor:
             result = function(tensor)
@@ -105,27 +105,27 @@ class DelayedScaling(nn.Module):
         return super()._apply(moved, recurse)
 
     def scale_for(self, index: int, amax: Tensor) -> Tensor:
-        """fp32 []: the scale of past steps or, while there is none, that of `amax` (1 if that is 0 or not finite)."""
+        """Scale of past steps, fp32 []; without one the scale of `amax` (1 if amax is 0 or not finite)."""
         return torch.where(self.scale[index] > 0, self.scale[index], scale_of(amax, self.target[index]))
 
     def observe(self, index: int, amax: Tensor) -> None:
-        """Take the larger of `amax` (fp32 []) and what earlier micro-batches of this step have shown; NaN stays."""
+        """Record the maximum of `amax` (fp32 []) and this step's earlier micro-batches; NaN is preserved."""
         newest = self.history[index, 0]
         newest.copy_(torch.maximum(newest, amax))
 
     def roll(self, largest: Callable[[Tensor], Tensor] | None = None) -> None:
-        """New scales from the histories, which then begin a new entry; call it once an optimizer step.
+        """Compute new scales and start a new history entry; call it once per optimizer step.
 
         Args:
-            largest: amaxes, fp32 [tensors] → the largest of those of all processes that see other tokens, element by
-                element; called where `reduce_amax` says so. None: this process is alone.
+            largest: element-wise maximum of fp32 [tensors] over all ranks with other tokens; used with `reduce_amax`.
+                None: a single process.
 
-        A newest entry that is zero leaves the scale of an empty history as it is. One that is NaN or Inf, on any rank,
-        keeps the scale and enters the history as 0, so that it does not decide later scales either.
+        A newest entry of zero does not change the scale of an empty history. If it is NaN or Inf on any rank, the scale
+        does not change and the entry becomes 0, so that it does not affect later scales.
         """
         newest = self.history[:, 0]
         if self.options.reduce_amax and largest is not None:
-            # max over ranks drops NaN on some backends, never Inf
+            # A maximum over ranks drops NaN on some backends, but never Inf.
             newest.copy_(largest(newest.nan_to_num(nan=torch.inf, posinf=torch.inf)))
         finite = newest.isfinite()
         newest.masked_fill_(~finite, 0)
@@ -139,7 +139,7 @@ class DelayedScaling(nn.Module):
             self.settled = (self.scale > 0).tolist()
 
     def _settle(self) -> None:
-        """What follows from loaded scales."""
+        """Recompute `inverse` and `settled` from loaded scales."""
         self.inverse.copy_(torch.where(self.scale > 0, 1 / self.scale, 1.0))
         self.settled = (self.scale > 0).tolist()
 
@@ -149,7 +149,7 @@ def _capturing(tensor: Tensor) -> bool:
 
 
 class Codes(NamedTuple):
-    """A tensor in FP8: codes [M, K] and the inverse of their scale, fp32 []."""
+    """FP8 tensor: codes [M, K] and the inverse of their scale, fp32 []."""
 
     values: Tensor
     inverse: Tensor
@@ -157,10 +157,10 @@ class Codes(NamedTuple):
 
 @dataclass(frozen=True)
 class Slot:
-    """Tensor `index` of a `DelayedScaling`: what a product casts one of its sides with.
+    """Entry `index` of a `DelayedScaling`: casts one operand of a GEMM.
 
     Args:
-        recorded: whether its amaxes go into the history: in training.
+        recorded: record amaxes in the history; true in training.
     """
 
     state: DelayedScaling
@@ -169,7 +169,7 @@ class Slot:
 
     @property
     def settled(self) -> bool:
-        """Whether the scale of past steps is known to be there."""
+        """Whether the scale is known not to be 0."""
         return self.state.settled[self.index]
 
     @property
@@ -186,14 +186,14 @@ class Slot:
 
     @property
     def newest(self) -> Tensor:
-        """fp32 [], where the amax of a cast goes."""
+        """Destination of a cast's amax, fp32 []."""
         return self.state.history[self.index, 0] if self.recorded else self.state.unseen
 
     def of(self, values: Tensor) -> Codes:
-        """Codes that a kernel has cast with this slot's scale, which is settled."""
+        """Wrap codes that a kernel cast with this slot's settled scale."""
         return Codes(values, self.inverse)
 
     def cast(self, *parts: Tensor, factors: Tensor | None = None) -> Codes:
-        """Tensors [M, Kᵢ] side by side in FP8, with one scale; their amax goes into the history. See `cast_float8`."""
+        """Cast tensors [M, Kᵢ] to FP8, concatenated, with one scale, and record their amax. See `cast_float8`."""
         target = self.state.target[self.index]
         return Codes(*cast_float8(self.scale, parts, factors, target, self.newest, self.dtype, self.settled))

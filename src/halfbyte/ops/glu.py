@@ -7,11 +7,11 @@
     gelu_tanh  a = g·σ(2z)                    a′ = σ(2z) · (1 + g·2z′·(1 − σ(2z)))
                z = √(2/π)·(g + 0.044715 g³)   z′ = √(2/π)·(1 + 0.134145 g²)
 
-since (1 + tanh z)/2 = σ(2z): one exponential serves each. Arithmetic is fp32 (fp64 for fp64 input), rounded once.
+since (1 + tanh z)/2 = σ(2z): each needs one exponential. Arithmetic is fp32 (fp64 for fp64 input), rounded once.
 
-Backward needs g and u, and nothing needs them after it, so the gradients take their places: at 8,192 tokens of an 8B
-model each of these tensors is 224 MiB. h is a by-product of the same pass; the backward of a LoRA adapter on down_proj,
-which reads h, need not keep it.
+Backward is the last use of g and u, so the gradients overwrite them: at 8,192 tokens of an 8B model each of these
+tensors is 224 MiB. The same pass can recompute h, so the backward of a LoRA adapter on down_proj, which reads h, does
+not save it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 
 
 def check_glu(gate: Tensor, up: Tensor, activation: str) -> None:
-    """Raise a ModelError that names the argument no gated linear unit can take."""
+    """Raise a ModelError that names the argument that does not fit."""
     check_float("glu", "gate", gate)
     check_same("glu", "up", up, "gate", gate)
     if activation not in ACTIVATIONS:
@@ -65,7 +65,7 @@ def glu(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     """a(gate) · up, contiguous.
 
     Args:
-        gate, up: one shape and dtype; fp32, fp16 or bf16. The two halves of a fused projection are fine.
+        gate, up: of one shape and dtype; fp32, fp16 or bf16. They may be the two halves of a fused projection.
         activation: "silu", "gelu" or "gelu_tanh" (Hugging Face's "gelu_pytorch_tanh").
     """
     check_glu(gate, up, activation)
@@ -75,11 +75,11 @@ def glu(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
 
 @op("triton.glu", "native.glu")
 def glu_backward_(grad: Tensor, gate: Tensor, up: Tensor, activation: Activation, need_output: bool) -> None:
-    """Gradients of `glu`, in place: `gate` and `up` become their gradients; `grad` becomes h where it is asked for.
+    """Gradients of `glu`, in place: `gate` and `up` become their gradients.
 
     Args:
-        grad: gradient of h, in the shape and dtype of gate.
-        gate, up: what the forward read.
+        grad: gradient of h, in the shape and dtype of gate; becomes h with `need_output`.
+        gate, up: the forward's inputs.
         need_output: also recompute h, into `grad`.
     """
     check_glu(gate, up, activation)

@@ -1,15 +1,15 @@
 """HQQ: affine groups whose zero points are fitted by half-quadratic splitting, without calibration data.
 
-Badri and Shaji 2023, "Half-Quadratic Quantization of Large Machine Learning Models". A value is scale · (code − zero);
-zero is a real number. With the scale fixed at the group's range over its steps, the zero minimises ‖W − Wr‖_p^p,
-p = 0.7, which forgives outliers: the error is split into a sparse part E, found by shrinkage, and a rest of which the
-best zero is a mean.
+Badri and Shaji 2023, "Half-Quadratic Quantization of Large Machine Learning Models". A value is scale · (code − zero)
+with a real-valued zero. The scale is the group's range over its steps; the zero minimises ‖W − Wr‖_p^p with p = 0.7,
+which is robust to outliers. The error is split into a sparse part E, found by shrinkage, and a rest; the best zero for
+the rest is a mean.
 
-Codes are stored in the bit planes of `ops.bitplane`, so 3 bits pack without waste. Scales are bf16 (fp32's range),
-zeros fp16 (their range is that of the codes), and what follows is fitted to them as they are stored. The fit runs in
-fp64: its roundings then do not depend on the machine, and the bytes with them.
+Codes are stored in the bit planes of `ops.bitplane`, so 3 bits pack without waste. Scales are bf16 (fp32's range) and
+zeros fp16 (within the range of the codes); the fit uses both as stored. It runs in fp64, so that the bytes do not
+depend on the machine.
 
-Without the fit the zero is where the range puts it, −low/scale: plain affine integers in one pass.
+Without the fit the zero is −low/scale, as in plain affine quantization.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..dispatch import op
 from .bitplane import BLOCK, pack_planes, unpack_planes
+from .linear import linear_rows
 
 NORM, BETA, BETA_GROWTH, ROUNDS = 0.7, 10.0, 1.01, 20
 CHUNK = 1 << 22  # weights fitted at a time: about 200 MB of fp64
@@ -27,13 +28,13 @@ CHUNK = 1 << 22  # weights fitted at a time: about 200 MB of fp64
 def quantize_hqq(
     groups: Tensor, bits: int, fit: bool = True, scale_dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales and zeros of groups of weights, a chunk of groups at a time.
+    """Quantize groups of weights to packed codes, scales and zeros, a chunk of groups at a time.
 
     Args:
         groups: [n, group], group a multiple of 32; fp32, fp16 or bf16, finite.
-        bits: of a code; 8, 4, 3 or 2.
-        fit: the zeros; otherwise they follow from the ranges, in fp32.
-        scale_dtype: bf16 or fp16; a scale that fp16 does not hold is infinite or 0.
+        bits: per code; 8, 4, 3 or 2.
+        fit: fit the zeros; otherwise they follow from the ranges, in fp32.
+        scale_dtype: bf16 or fp16; scales outside fp16's range become infinite or 0.
 
     Returns:
         packed int32 [n · group/32 · bits], scales `scale_dtype` [n], zeros fp16 [n].
@@ -47,7 +48,7 @@ def _quantize_chunk(groups: Tensor, bits: int, fit: bool, scale_dtype: torch.dty
     top = 2**bits - 1
     groups = groups.double() if fit else groups.float()
     low, high = groups.aminmax(dim=1)
-    low, high = low.clamp(max=0), high.clamp(min=0)  # a range that holds zero keeps the zero point among the codes
+    low, high = low.clamp(max=0), high.clamp(min=0)  # a range that contains zero has its zero point among the codes
     scales = ((high - low) / top).to(scale_dtype)
     step = scales.to(groups.dtype).clamp(min=torch.finfo(torch.float32).tiny)
     zeros = (-low / step).masked_fill(scales == 0, 0).half()
@@ -62,14 +63,14 @@ def _codes(groups: Tensor, step: Tensor, zeros: Tensor, top: int) -> Tensor:
 
 
 def _fit_zeros(groups: Tensor, step: Tensor, zeros: Tensor, top: int) -> Tensor:
-    """fp16 [n]: of the zeros that at most 20 rounds visit, those with the least mean absolute error.
+    """Zeros, fp16 [n], with the least mean absolute error among those of at most 20 iterations.
 
-    A group leaves as soon as its error stops falling: the result of one does not depend on its neighbours.
+    A group leaves the iteration when its error stops falling, so its result does not depend on other groups.
 
     Args:
         groups: fp64 [n, group].
         step: fp64 [n].
-        zeros: fp16 [n], to start from.
+        zeros: fp16 [n], initial values.
     """
     best = zeros.clone()
     least = torch.full_like(step, torch.inf)
@@ -92,15 +93,15 @@ def _fit_zeros(groups: Tensor, step: Tensor, zeros: Tensor, top: int) -> Tensor:
     return best
 
 
-@op("triton.hqq", "native.hqq")
+@op("triton.bitplane", "native.bitplane")
 def dequantize_hqq(
     packed: Tensor, scales: Tensor, zeros: Tensor, bits: int, group: int, rows: int, width: int, dtype: torch.dtype
 ) -> Tensor:
-    """Values scale · (code − zero) in fp32, rounded once.
+    """Dequantize: scale · (code − zero) in fp32, rounded once.
 
     Args:
         packed, scales, zeros: as `quantize_hqq` returns them.
-        bits: of a code.
+        bits: per code.
         group: weights per scale, a multiple of 32.
         rows, width: shape of the result; a row has ⌈width/group⌉ groups.
         dtype: fp32, fp16 or bf16.
@@ -111,3 +112,23 @@ def dequantize_hqq(
     codes = unpack_planes(packed, bits).view(-1, group)
     values = (codes - zeros.float().unsqueeze(1)).mul_(scales.float().unsqueeze(1))
     return values.to(dtype).view(rows, -(-width // group) * group)[:, :width].contiguous()
+
+
+@op("cuda.linear_planes")
+def linear_hqq(
+    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, bits: int, group: int, rows: int, bias: Tensor | None
+) -> Tensor:
+    """`F.linear` of rows with an HQQ weight; no gradient.
+
+    Kernels may sum in another order, and round scale · zero and the weight to x's dtype.
+
+    Args:
+        x: [M, K]; fp32, fp16 or bf16.
+        packed, scales, zeros, bits, group: as in `dequantize_hqq`.
+        rows: N.
+        bias: [N] in x's dtype, or None.
+
+    Returns:
+        [M, N] in x's dtype.
+    """
+    return linear_rows(x, dequantize_hqq(packed, scales, zeros, bits, group, rows, x.shape[1], x.dtype), bias)

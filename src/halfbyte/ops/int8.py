@@ -1,16 +1,16 @@
-"""LLM.int8() (Dettmers et al. 2022, arXiv:2208.07339): the specification of row-wise int8 and of its product.
+"""LLM.int8() (Dettmers et al. 2022, arXiv:2208.07339): the specification of row-wise int8 and its GEMM.
 
     code = round(v · 127 / absmax(row)), halves to even        v ≈ code · absmax · (1/127)
     x·Wᵀ ≈ (codes of x)·(codes of W)ᵀ · absmax(x row) · absmax(W row) / 127²
 
-Columns of x that hold an outlier, |x| ≥ threshold, leave the int8 product (their codes are zero; the outliers do not
-count in the row's absmax) and are multiplied in x's own dtype with the dequantized columns of W (section 3.2).
+Columns of x with an outlier, |x| ≥ threshold, leave the int8 GEMM: their codes are zero and their outliers do not count
+in the row's absmax. They are multiplied in x's dtype with the dequantized columns of W (section 3.2).
 
-Which columns those are is known on the device only. As bitsandbytes does, we ask for their number, which waits for a
-GPU. While a CUDA graph is captured nothing can be asked: then a fixed number of columns is gathered, the C largest
-ones, C = ⌈K/32⌉ and at least 64, those below the threshold as zeros. It costs C/K of a 16-bit product, about 3%, and
-one topk. Where more than C columns have outliers, a graph quantizes the smallest of them like the rest. (Models have
-outliers in some 0.1% of columns; section 4.)
+Only the device knows which columns these are. As in bitsandbytes, the host reads their number, which synchronises with
+a GPU. This is not possible while a CUDA graph is captured. Then the C largest columns are gathered, C = ⌈K/32⌉ and at
+least 64, with zeros for those below the threshold. This costs C/K of a 16-bit GEMM, about 3%, and one topk. If more
+than C columns have outliers, the graph quantizes the smallest of them. (In models about 0.1% of columns have outliers;
+section 4.)
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from torch import Tensor
 from ..dispatch import op
 from ..utils.errors import ModelError
 from .checks import FLOATS
+from .linear import linear_rows
 
-INVERSE_127 = 7.874015718698502e-3  # bitsandbytes' constant: dequantized values are bit-equal to its own
-INVERSE_127_SQUARED = 6.200012e-5  # that of its CUDA kernel
-SMALLEST = 1e-35  # below it 127/absmax would overflow; such a row becomes zeros
+INVERSE_127 = 7.874015718698502e-3  # bitsandbytes' constant, for bit-equal dequantized values
+INVERSE_127_SQUARED = 6.200012e-5  # the constant of bitsandbytes' CUDA kernel
+SMALLEST = 1e-35  # for a smaller absmax 127/absmax would overflow; such a row becomes zeros
 OUTLIER_SHARE, FEWEST_OUTLIERS = 32, 64
-CUDA_ROWS = 32  # torch._int_mm wants more than 16 on CUDA
+CUDA_ROWS = 32  # torch._int_mm needs more than 16 rows on CUDA
 
 
 def check_matrix(name: str, tensor: Tensor) -> None:
@@ -38,11 +39,11 @@ def check_matrix(name: str, tensor: Tensor) -> None:
 
 @op("triton.int8")
 def quantize_rows_int8(x: Tensor, chosen: Tensor | None, threshold: float) -> tuple[Tensor, Tensor]:
-    """int8 [M, K] codes and fp32 [M] absmax of each row of x.
+    """Quantize each row of x to int8 [M, K] codes and fp32 [M] absmax.
 
     Args:
         x: [M, K]; fp32, fp16 or bf16.
-        chosen: bool [K], columns left out: zero in the codes, and their values of at least `threshold` not in absmax.
+        chosen: bool [K], columns with zero codes; their values of at least `threshold` do not count in absmax. Or None.
         threshold: in x's unit; not read without `chosen`.
     """
     check_matrix("x", x)
@@ -57,7 +58,7 @@ def quantize_rows_int8(x: Tensor, chosen: Tensor | None, threshold: float) -> tu
 
 @op("triton.int8")
 def dequantize_rows_int8(codes: Tensor, absmax: Tensor, dtype: torch.dtype) -> Tensor:
-    """`dtype` [N, K] from int8 [N, K] and fp32 [N], rounded once from fp32."""
+    """Dequantize int8 [N, K] with absmax fp32 [N] to `dtype` [N, K], rounded once from fp32."""
     return (codes.float().mul_(absmax.unsqueeze(1)).mul_(INVERSE_127)).to(dtype)
 
 
@@ -65,21 +66,21 @@ def dequantize_rows_int8(codes: Tensor, absmax: Tensor, dtype: torch.dtype) -> T
 def scale_int8_product(
     product: Tensor, x_absmax: Tensor, w_absmax: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """`dtype` [M, N] from the int32 product of codes, the absmax of both sides' rows (fp32 [M], [N]), and bias [N]."""
+    """Scale an int32 product of codes to `dtype` [M, N] by the absmax of rows (fp32 [M], [N]), and add bias [N]."""
     y = product.float().mul_(x_absmax.unsqueeze(1) * w_absmax).mul_(INVERSE_127_SQUARED)
     return (y if bias is None else y.add_(bias)).to(dtype)
 
 
 def outlier_capacity(width: int) -> int:
-    """How many columns of `width` the 16-bit path of a CUDA graph takes."""
+    """Columns out of `width` that a CUDA graph multiplies in 16 bits."""
     return min(width, max(FEWEST_OUTLIERS, -(-width // (16 * OUTLIER_SHARE)) * 16))
 
 
 def outlier_columns(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """int64 [C]: the columns of x [M, K] that hold an outlier; bool [C]: which of them reach the threshold, all.
+    """Columns of x [M, K] that hold an outlier, int64 [C], and whether each reaches the threshold, bool [C].
 
-    In a CUDA graph they are the C = `outlier_capacity(K)` with the largest magnitudes: some may hold none, and an
-    outlier can be missing.
+    In a CUDA graph they are the C = `outlier_capacity(K)` columns with the largest magnitudes: some may hold no
+    outlier, and an outlier column may be missing. Otherwise all reach the threshold.
     """
     largest = torch.linalg.vector_norm(x, torch.inf, dim=0)
     if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -90,7 +91,7 @@ def outlier_columns(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
 
 
 def multiplies_int8(x: Tensor, rows: int) -> bool:
-    """True where torch._int_mm multiplies [*, K] codes like `x` and [`rows`, K] ones; CUDA wants multiples of 8."""
+    """Return whether torch._int_mm supports codes [*, K] like `x` and [`rows`, K]; CUDA needs multiples of 8."""
     if x.device.type == "cuda":
         return x.shape[-1] % 8 == 0 and rows % 8 == 0
     return x.device.type == "cpu" and _exact_on_this_cpu()
@@ -98,14 +99,14 @@ def multiplies_int8(x: Tensor, rows: int) -> bool:
 
 @functools.cache
 def _exact_on_this_cpu() -> bool:
-    """Whether a product of the largest codes is right: on x86 CPUs without VNNI oneDNN adds products of codes in 16
-    bits, which saturate, and torch._int_mm returns that."""
+    """Return whether torch._int_mm is exact on this CPU. On x86 CPUs without VNNI oneDNN accumulates int8 products in
+    16 bits, which saturate."""
     codes = torch.full((CUDA_ROWS, 64), 127, dtype=torch.int8)
     return bool((torch._int_mm(codes, codes.t()) == 64 * 127**2).all())
 
 
 def int8_matmul(x: Tensor, weight: Tensor) -> Tensor:
-    """int32 [M, N] = x·Wᵀ, exact, of int8 [M, K] and [N, K]."""
+    """x·Wᵀ, int32 [M, N], exact, from int8 [M, K] and [N, K]."""
     rows = x.shape[0]
     if x.device.type == "cuda" and rows < CUDA_ROWS:
         x = torch.nn.functional.pad(x, (0, 0, 0, CUDA_ROWS - rows))
@@ -113,13 +114,13 @@ def int8_matmul(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def int8_linear(x: Tensor, codes: Tensor, absmax: Tensor, bias: Tensor | None, threshold: float) -> Tensor:
-    """[M, N] = x·Wᵀ + b in x's dtype, x quantized per row.
+    """x·Wᵀ + b, [M, N] in x's dtype, with x quantized per row.
 
     Args:
         x: [M, K]; fp32, fp16 or bf16.
         codes, absmax: W as `quantize_rows_int8` returns it.
         bias: [N] or None.
-        threshold: magnitude from which a column of x is multiplied unquantized; 0: none is.
+        threshold: columns of x with a magnitude of at least this are multiplied unquantized; 0: none.
     """
     if not threshold:
         x_codes, x_absmax = quantize_rows_int8(x, None, 0.0)
@@ -130,3 +131,18 @@ def int8_linear(x: Tensor, codes: Tensor, absmax: Tensor, bias: Tensor | None, t
     y = scale_int8_product(int8_matmul(x_codes, codes), x_absmax, absmax, bias, x.dtype)
     outliers = x.index_select(1, columns).masked_fill_(~over, 0)
     return y.addmm_(outliers, dequantize_rows_int8(codes.index_select(1, columns), absmax, x.dtype).t())
+
+
+@op("triton.gemv8")
+def linear_int8(x: Tensor, codes: Tensor, absmax: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear` of unquantized rows with an int8 weight; no gradient.
+
+    Args:
+        x: [M, K]; fp32, fp16 or bf16.
+        codes, absmax: int8 [N, K] and fp32 [N], as in `dequantize_rows_int8`.
+        bias: [N] in x's dtype, or None.
+
+    Returns:
+        [M, N] in x's dtype.
+    """
+    return linear_rows(x, dequantize_rows_int8(codes, absmax, x.dtype), bias)

@@ -1,18 +1,17 @@
-"""A gated linear unit between projections with LoRA adapters: the low-rank terms are added, and their products taken,
-in the pass that computes the unit (`ops.glu`).
+"""A gated linear unit between projections with LoRA adapters, fused with the adapters' low-rank GEMMs.
 
-With g₀ = x·Wᵀ of the gate projection alone and u_g = x·Aᵀ of its adapter, and likewise of up,
+With g₀ = x·Wᵀ of the gate projection without its adapter, u_g = x·Aᵀ of the adapter, and u₀, u_u of the up projection,
 
     g = g₀ + s·u_g·B_gᵀ      u = u₀ + s·u_u·B_uᵀ      h = a(g)·u      u_d = h·A_dᵀ
 
 and backward, with v_d = s·dy·B_d of the down projection's adapter and dh₀ = dy·W_d,
 
     dh = dh₀ + v_d·A_d       dg, du as in `ops.glu`      dA_d = v_dᵀ·h
-    v_g = s·dg·B_g           dB_g = s·dgᵀ·u_g            and likewise v_u, dB_u
+    v_g = s·dg·B_g           dB_g = s·dgᵀ·u_g            v_u, dB_u by the same formulas
 
-Every product has a side of r numbers: alone, each is a pass over a tensor [M, I] for almost no arithmetic, and there
-are eight of them beside the two passes of the unit itself. At 8,192 tokens of an 8B model a pass is 235 MB, 57 µs on an
-H200. In one kernel they cost nothing but shared memory, h is not written in backward, and g is rounded once less.
+Each of these eight GEMMs has one dimension of r: separately it is a pass over a tensor [M, I] for almost no arithmetic,
+in addition to the two passes of the unit. At 8,192 tokens of an 8B model a pass reads 235 MB, 57 µs on an H200. In one
+kernel the GEMMs cost only shared memory, backward does not write h, and g is rounded once less.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from .glu import Activation, activation_and_derivative, check_glu
 
 
 class Factors(NamedTuple):
-    """The adapters around the unit, in the dtype of the activations.
+    """Adapters of the three projections, in the dtype of the activations.
 
     b_gate, b_up: [I, r] of the gate and up projections; a_down: [r, I] of the down projection. Scales are α/r.
     """
@@ -64,7 +63,7 @@ def check_lora_glu(gate: Tensor, up: Tensor, low: Tensor, factors: Factors, acti
 
 
 def check_contiguous(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
-    """Raise unless `tensor` is a contiguous one of `shape`, in the dtype and on the device of `like`."""
+    """Raise unless `tensor` is contiguous and has this shape and the dtype and device of `like`."""
     if tuple(tensor.shape) != shape or not tensor.is_contiguous():
         found = f"{list(tensor.shape)}{'' if tensor.is_contiguous() else ' with gaps'}"
         raise ModelError(f"lora_glu: {name} is {found}", f"pass a contiguous tensor {list(shape)}")
@@ -74,7 +73,7 @@ def check_contiguous(name: str, tensor: Tensor, shape: tuple[int, ...], like: Te
 
 
 def check_gradients(grad: Tensor, v_down: Tensor, gate: Tensor, factors: Factors) -> None:
-    """Likewise, of what backward is given."""
+    """Raise a ModelError that names the backward's argument that does not fit."""
     check_contiguous("grad", grad, tuple(gate.shape), gate)
     check_contiguous("v_down", v_down, (gate.shape[0], factors.a_down.shape[0]), gate)
 
@@ -90,20 +89,20 @@ def _completed(gate: Tensor, up: Tensor, low: Tensor, factors: Factors) -> tuple
 
 @op("triton.lora_glu")
 def in_one_pass(x: Tensor, rank: int) -> bool:
-    """Whether the device of x has kernels for adapters of up to this rank around tensors of its dtype.
+    """Return whether x's device has kernels for adapters of up to this rank around tensors of x's dtype.
 
-    Others are better off with products of their own: on a CPU, and where factors are too wide for shared memory.
+    Where it has none, separate GEMMs are faster: on a CPU, and where the factors do not fit in shared memory.
     """
     return False
 
 
 @op("cuda.lora_glu", "triton.lora_glu")
 def lora_glu(gate: Tensor, up: Tensor, low: Tensor, factors: Factors, activation: Activation) -> tuple[Tensor, Tensor]:
-    """(h, u_d) of the module's formulas.
+    """h and u_d of the module's formulas.
 
     Args:
         gate, up: g₀ and u₀ [M, I], contiguous; fp32, fp16 or bf16.
-        low: [u_g, u_u] [M, r_gate + r_up], in their dtype.
+        low: [u_g, u_u] [M, r_gate + r_up], in gate's dtype.
         activation: as in `ops.glu.glu`.
 
     Returns:
@@ -119,11 +118,11 @@ def lora_glu(gate: Tensor, up: Tensor, low: Tensor, factors: Factors, activation
 def lora_glu_backward_(
     grad: Tensor, gate: Tensor, up: Tensor, low: Tensor, v_down: Tensor, factors: Factors, activation: Activation
 ) -> Gradients:
-    """The gradients of `lora_glu`; in place, `gate` and `up` become dg and du.
+    """Gradients of `lora_glu`; `gate` and `up` become dg and du in place.
 
     Args:
         grad: dh₀ [M, I], in the dtype of gate.
-        gate, up, low: what the forward read.
+        gate, up, low: the forward's inputs.
         v_down: v_d [M, r_down].
     """
     check_lora_glu(gate, up, low, factors, activation)
@@ -146,7 +145,7 @@ def lora_glu_backward_(
 def lora_glu_float8(
     gate: Tensor, up: Tensor, low: Tensor, factors: Factors, activation: Activation, slot: Slot
 ) -> tuple[Tensor, Tensor]:
-    """`lora_glu` with h in FP8 only, cast with the scale of `slot`, which is settled; its amax goes there."""
+    """`lora_glu` with h in FP8 only, cast with the settled scale of `slot`, which records its amax."""
     hidden, u_down = lora_glu.reference(gate, up, low, factors, activation)
     return slot.cast(hidden).values, u_down
 
@@ -163,11 +162,11 @@ def lora_glu_backward_float8(
     slot: Slot,
     columns: Tensor | None,
 ) -> tuple[Gradients, Tensor]:
-    """`lora_glu_backward_` with dg and du side by side in FP8 [M, 2·I]; gate and up stay as they are.
+    """`lora_glu_backward_` with dg and du concatenated in FP8 [M, 2·I]; gate and up do not change.
 
     Args:
-        slot: settled; what they are cast with.
-        columns: fp32 [2·I], multiplied into dg and du before they are cast, or None.
+        slot: casts dg and du; settled.
+        columns: fp32 [2·I], multiplied into dg and du before the cast, or None.
     """
     gate, up = gate.clone(), up.clone()
     found = lora_glu_backward_.reference(grad, gate, up, low, v_down, factors, activation)

@@ -1,11 +1,11 @@
-"""All that is read of tensors beside their product with frozen weights, in one pass over them.
+"""Low-rank GEMMs and FP8 cast of a linear's input or output gradients, fused in one pass.
 
-Backward of projections i of one input, with dyᵢ = ∂L/∂yᵢ [M, Nᵢ] and an adapter's uᵢ = x·Aᵢᵀ [M, rᵢ]:
+Backward of projections i with one input, with dyᵢ = ∂L/∂yᵢ [M, Nᵢ] and an adapter's uᵢ = x·Aᵢᵀ [M, rᵢ]:
 
     vᵢ = s·dyᵢ·Bᵢ [M, rᵢ]        dBᵢ = s·dyᵢᵀ·uᵢ [Nᵢ, rᵢ]        codes = [dy₁, dy₂, …] in FP8
 
-and forward, of an x that nobody has cast, u = x·Aᵀ and its codes. Each alone is a pass over a tensor for almost no
-arithmetic: at 8,192 tokens of 4,096 values 67 MB, 16 µs on an H200, and GEMMs of such shapes take longer than that.
+Forward, for an x that is not yet in FP8, u = x·Aᵀ and the codes of x. Each of these is a pass over a tensor for almost
+no arithmetic: at 8,192 tokens of 4,096 values 67 MB, 16 µs on an H200, and GEMMs of such shapes are slower than that.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from .fp8_scaling import Slot
 
 class Read(NamedTuple):
     low: Tensor  # [v₁, v₂, …] [M, Σ r], in the dtype of x
-    gradients: list[Tensor]  # of each factor, in its shape
+    gradients: list[Tensor]  # gradient of each factor, in its shape
     codes: Tensor | None  # [M, Σ N]
 
 
 def summed(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """scale · a·b, summed in fp32 and rounded to `dtype` only, where the device's GEMM can do that."""
+    """scale · a·b, accumulated in fp32 and rounded once to `dtype` where the device's GEMM supports it."""
     half = a.dtype in (torch.float16, torch.bfloat16)
     if a.is_cuda and torch.version.hip is None and dtype is torch.float32 and half:  # ROCm's GEMM has no out_dtype
         found = torch.mm(a, b, out_dtype=torch.float32)
@@ -46,16 +46,16 @@ def lora_read(
     slot: Slot | None,
     columns: Tensor | None,
 ) -> Read:
-    """The module's formulas.
+    """Compute the module's formulas for tensors that are concatenated along columns.
 
     Args:
-        x, more: tensors [M, Nᵢ] of one dtype, float.
-        factors: Bᵢ [Nᵢ, rᵢ] in that dtype; None where a tensor has none.
-        scalings: s of each factor that is there.
-        low: [u₁, u₂, …] [M, Σ r]; None: no gradients are wanted.
+        x, more: tensors [M, Nᵢ] of one float dtype.
+        factors: Bᵢ [Nᵢ, rᵢ] in that dtype; None for a tensor without an adapter.
+        scalings: s of each factor that is not None.
+        low: [u₁, u₂, …] [M, Σ r]; None: compute no gradients.
         dtype: of the gradients.
-        slot: what the tensors are cast with to FP8, its scale settled; None: they are not.
-        columns: fp32 [Σ N], multiplied into their columns before that, or None.
+        slot: casts the tensors to FP8, with a settled scale; None: no cast.
+        columns: fp32 [Σ N], multiplied into the columns before the cast, or None.
     """
     parts = [(part, factor) for part, factor in zip((x, *more), factors, strict=True) if factor is not None]
     ranks = [factor.shape[1] for _, factor in parts]

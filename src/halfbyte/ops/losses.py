@@ -1,15 +1,14 @@
-"""Losses of a linear head without its logits.
+"""Losses of a linear head without materialising its logits.
 
-For hidden states X [N, H] and a head W [V, H] the products X Wᵀ of N = 16,384 tokens and V = 128,256 words would take
-3.9 GiB in bf16. So they are made a few hundred tokens at a time. A loss is the last thing of a forward pass and its
-gradient is known as soon as the logits are: each chunk turns its logits into their gradient, in place, by
-`cross_entropy_`, and multiplies it back onto W. Forward then holds dX [N, H] in the logits' place, and backward only
-scales it. The idea is Liger's (arXiv:2410.10989, section 3.2). Rows do not mix in dX, so backward may scale each by a
-number of its own: the gradients of single tokens' log-probabilities, which preference and RL losses need, cost no more
-than those of their sum.
+For hidden states X [N, H] and a head W [V, H] the logits X Wᵀ of N = 16,384 tokens and V = 128,256 words would take
+3.9 GiB in bf16, so they are computed a few hundred tokens at a time. A loss ends the forward pass, so its gradient is
+known with the logits: `cross_entropy_` overwrites each chunk of logits by its gradient, which is then multiplied by W.
+Forward keeps dX [N, H] instead of logits, and backward only scales it. The idea is Liger's (arXiv:2410.10989, section
+3.2). Rows of dX are independent, so backward may scale each one differently: gradients of single tokens'
+log-probabilities, which preference and RL losses need, cost no more than those of their sum.
 
-They do mix in dW, and the entropy's gradient is another function of the logits: for those backward makes the logits
-again, from X, W and the logsumexp of each token.
+Rows of dW are sums over tokens, and the entropy's gradient is another function of the logits. For these backward
+recomputes the logits from X, W and each token's logsumexp.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ from torch import Tensor
 
 from ..utils.errors import DataError
 from .cross_entropy import Objective, RowLosses, check_objective, cross_entropy_, log_probs_backward_
-from .rows import linear_into
+from .linear import linear_into
 
 LOGITS_CHUNK_BYTES = {"cpu": 32 * 2**20, "accelerator": 128 * 2**20}
-WEIGHT_SLICE = 16_384  # rows of dW that a chunk adds to at a time, where a product cannot add to fp32
+WEIGHT_SLICE = 16_384  # rows of dW per partial GEMM, where a GEMM cannot accumulate into fp32
 
 
 class LossesAndGrads(NamedTuple):
     rows: RowLosses  # [N] each
-    grad_hidden: Tensor | None  # [N, H] of the losses' sum, hidden's dtype
-    grad_weight: Tensor | None  # [V, H] of the losses' sum, weight's dtype
+    grad_hidden: Tensor | None  # [N, H] gradient of the sum of losses, in hidden's dtype
+    grad_weight: Tensor | None  # [V, H] gradient of the sum of losses, in weight's dtype
 
 
 def chunk_rows(vocabulary: int, device_type: str, itemsize: int = 4) -> int:
-    """Tokens per chunk, so that its logits stay within `LOGITS_CHUNK_BYTES` of its kind of device.
+    """Tokens per chunk, so that its logits fit in `LOGITS_CHUNK_BYTES` of the device type.
 
-    On an accelerator they are whole tiles of a matrix product, of 128 rows, and logits have the head's dtype. A CPU
-    computes with a chunk in fp32.
+    On an accelerator, chunks are multiples of a GEMM's tile of 128 rows and logits have the head's dtype. A CPU
+    computes a chunk in fp32.
     """
     if device_type == "cpu":
         return max(LOGITS_CHUNK_BYTES["cpu"] // (4 * vocabulary) // 64 * 64, 64)
@@ -64,7 +63,7 @@ def _at(rows: Tensor | slice, values: Tensor | None) -> Tensor | None:
 
 
 def _to_rows(values: Tensor, rows: Tensor, like: Tensor) -> Tensor:
-    """`values` at `rows` of a tensor of the shape of `like`, zero elsewhere."""
+    """Scatter `values` to `rows` of a tensor of the shape of `like`, zero elsewhere."""
     return torch.zeros(like.shape, dtype=values.dtype, device=values.device).index_copy_(0, rows, values)
 
 
@@ -80,10 +79,10 @@ def linear_cross_entropy_forward(
     grad_weight: bool = False,
     chunk: int | None = None,
 ) -> LossesAndGrads:
-    """Cross-entropy of each row of `hidden @ weight.T`, and the gradients of their sum.
+    """Cross-entropy of each row of `hidden @ weight.T`, and the gradients of the sum.
 
-    Products run in the weight's dtype; softmax and sums in fp32. Nothing waits for an accelerator. On a CPU, where
-    counting is free, rows that are not trained cost no product.
+    GEMMs run in the weight's dtype; softmax and sums in fp32. Nothing synchronises with an accelerator. A CPU skips the
+    GEMMs of rows that are not trained.
 
     Args:
         hidden: [N, H], of the weight's dtype.
@@ -96,8 +95,8 @@ def linear_cross_entropy_forward(
         chunk: rows at a time; default: `chunk_rows`.
 
     Raises:
-        DataError: on a CPU, a label is outside [0, V). On an accelerator, where raising would have to wait for it, the
-            row's loss and gradient are NaN instead.
+        DataError: on a CPU, a label is outside [0, V). On an accelerator, where the check would have to synchronise,
+            the row's loss and gradient are NaN instead.
     """
     check_objective(objective)
     keys: dict[str, Any] = {"need_entropy": need_entropy, "grad_hidden": grad_hidden, "grad_weight": grad_weight}
@@ -131,7 +130,7 @@ def cross_entropy_in_chunks(
     grad_weight: bool,
     chunk: int,
 ) -> LossesAndGrads:
-    """`linear_cross_entropy_forward` without its checks, all rows alike."""
+    """`linear_cross_entropy_forward` of all rows, without its checks."""
     found: list[RowLosses] = []
 
     def into_gradient(logits: Tensor, rows: slice) -> None:
@@ -160,7 +159,7 @@ def linear_log_probs_backward(
     grad_weight: bool,
     chunk: int | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """dX [N, H] and dW [V, H] of Σ grad_log_probs · log p[label] + Σ grad_entropy · entropy, from logits made again.
+    """Gradients dX [N, H] and dW [V, H] of Σ grad_log_probs · log p[label] + Σ grad_entropy · entropy.
 
     Args:
         logsumexp, entropy: [N] as `linear_cross_entropy_forward` returned them.
@@ -201,16 +200,16 @@ def products_in_chunks(
     grad_weight: bool,
     chunk: int,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Logits of `chunk` rows at a time in one buffer, `into_gradient` over them, and the products back: dX and dW.
+    """Compute logits of `chunk` rows at a time in one buffer, apply `into_gradient`, and accumulate dX and dW.
 
     Args:
-        ignored: [N] bool; what such rows of `hidden` hold, NaN even, stays out of dW.
+        ignored: [N] bool; these rows of `hidden` do not enter dW, even if they hold NaN.
     """
     exact = torch.promote_types(hidden.dtype, torch.float32)
     grad_x = torch.empty_like(hidden) if grad_hidden else None
     grad_w = torch.zeros_like(weight, dtype=exact) if grad_weight else None
-    buffer = room_for_logits(hidden, weight, chunk)
-    for start in range(0, max(len(hidden), 1), chunk):  # of no rows, one empty chunk
+    buffer = logits_buffer(hidden, weight, chunk)
+    for start in range(0, max(len(hidden), 1), chunk):  # one empty chunk if there are no rows
         rows = slice(start, start + chunk)
         x = hidden[rows]
         logits = linear_into(buffer[: len(x)], x, weight)
@@ -221,24 +220,23 @@ def products_in_chunks(
                 into.copy_(product)
         if grad_w is not None:
             _add_product(grad_w, logits.T, x.masked_fill(ignored[rows].unsqueeze(1), 0.0))
-        del logits  # the next may be a tensor beside them
+        del logits  # free it before the next chunk, where it is not the buffer
     return grad_x, grad_w.to(weight.dtype) if grad_w is not None else None
 
 
-def room_for_logits(hidden: Tensor, weight: Tensor, chunk: int) -> Tensor:
-    """[chunk or fewer, V], uninitialized: rows begin at multiples of 16 logits, what vector loads and matrix products
-    want."""
+def logits_buffer(hidden: Tensor, weight: Tensor, chunk: int) -> Tensor:
+    """Uninitialized logits [min(chunk, N), V] with a row stride of a multiple of 16, for vector loads and GEMMs."""
     vocabulary = len(weight)
     return hidden.new_empty(min(chunk, len(hidden)), -(-vocabulary // 16) * 16)[:, :vocabulary]
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """`total` += a @ b, for a `total` in fp32 and 16-bit factors too."""
+    """`total` += a @ b, where `total` may be fp32 and the factors 16-bit."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     elif total.device.type == "cuda" and torch.version.hip is None:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:  # a product rounded to 16 bits first, a slice at a time: whole it would be as large as the weight
+    else:  # the product is rounded to 16 bits; slices, because a full one would be as large as the weight
         for start in range(0, len(total), WEIGHT_SLICE):
             rows = slice(start, start + WEIGHT_SLICE)
             total[rows] += a[rows] @ b

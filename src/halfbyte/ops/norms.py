@@ -9,11 +9,11 @@ With g = ∂L/∂y and h = w·g (or (1 + w)·g), backward is
 
     ∂L/∂x = r · (h − x̂ · mean(h·x̂))      ∂L/∂w = Σ_rows g·x̂
 
-so x and r are all it needs. LayerNorm (Ba et al. 2016, arXiv:1607.06450) subtracts the mean μ first, x̂ = r·(x − μ), and
+so it needs only x and r. LayerNorm (Ba et al. 2016, arXiv:1607.06450) subtracts the mean μ first, x̂ = r·(x − μ), and
 ∂L/∂x = r · (h − mean(h) − x̂ · mean(h·x̂)), ∂L/∂b = Σ_rows g.
 
-Arithmetic is fp32 (fp64 for fp64 input). The residual stream enters here too: x + residual is what a block normalises
-next, and on the way back its gradient meets the norm's in the same row; both sums are free inside the kernel.
+Arithmetic is fp32 (fp64 for fp64 input). The residual sum is fused: forward normalises x + residual, and backward adds
+the residual stream's gradient to the norm's; both sums cost no extra pass in a kernel.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .fp8_scaling import Slot
 
 
 def check_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor) -> None:
-    """Raise a ModelError that names the argument no RMSNorm can take."""
+    """Raise a ModelError that names the argument that does not fit."""
     check_float("rms_norm", "x", x)
     check_vector("rms_norm", "weight", weight, x.shape[-1], x)
     if residual is not None:
@@ -35,14 +35,14 @@ def check_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor) -> None:
 
 
 def check_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> None:
-    """Raise a ModelError that names the argument no LayerNorm can take."""
+    """Raise a ModelError that names the argument that does not fit."""
     check_float("layer_norm", "x", x)
     check_vector("layer_norm", "weight", weight, x.shape[-1], x)
     check_vector("layer_norm", "bias", bias, x.shape[-1], x)
 
 
 def normed_dtype(x: Tensor, weight: Tensor, offset: bool) -> torch.dtype:
-    """Gemma returns x's dtype; Llama multiplies x̂ by w as they are, so a fp32 weight makes a fp32 result."""
+    """Dtype of y: x's for Gemma; the promoted dtype of x and w for Llama, so an fp32 weight gives an fp32 result."""
     return x.dtype if offset or x.dtype is weight.dtype else torch.promote_types(x.dtype, weight.dtype)
 
 
@@ -79,7 +79,7 @@ def rms_norm(
 def rms_norm_float8(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: bool, slot: Slot
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`rms_norm`, and y in FP8 too [..., D], cast with the scale of `slot`, which is settled; its amax goes there."""
+    """`rms_norm`, and y also in FP8 [..., D], cast with the settled scale of `slot`, which records its amax."""
     y, total, rstd = rms_norm.reference(x, residual, weight, eps, offset)
     return y, total, rstd, slot.cast(y.reshape(-1, y.shape[-1])).values.view(y.shape)
 
@@ -98,9 +98,9 @@ def rms_norm_backward(
 
     Args:
         grad: [..., D] gradient of y, in y's dtype.
-        x: [..., D] what was normalised (the sum, where there was a residual).
+        x: [..., D] the normalised tensor (the sum, if there was a residual).
         weight, rstd, offset: as in the forward.
-        residual_grad: [..., D] gradient that reached the sum on its other way, in x's dtype, or None.
+        residual_grad: [..., D] gradient of the sum from the residual stream, in x's dtype, or None.
         need_weight: also return the weight's gradient.
 
     Returns:
@@ -142,7 +142,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Ten
 def layer_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, need_weight: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of `layer_norm`: of x [..., D], and of weight and bias [D] (both in weight's dtype) where asked for.
+    """Gradients of `layer_norm`: x [..., D]; weight and bias [D], both in weight's dtype, or None.
 
     Args:
         grad: [..., D] gradient of y, in x's dtype.
@@ -160,3 +160,13 @@ def layer_norm_backward(
     dw = (grad_exact * normal).reshape(-1, x.shape[-1]).sum(0)
     db = grad_exact.reshape(-1, x.shape[-1]).sum(0)
     return dx.to(x.dtype), dw.to(weight.dtype), db.to(weight.dtype)
+
+
+@op("triton.norms")
+def sum_rows(partials: Tensor, dtype: torch.dtype, first: int | None = None) -> Tensor:
+    """Sum the rows of a gradient's partial sums, fp32 [R, D], to [1, D] in `dtype`; kernels write a few rows of them.
+
+    With `first`, return [2, D]: the sum of the first `first` rows, and the sum of the others.
+    """
+    parts = [partials] if first is None else [partials[:first], partials[first:]]
+    return torch.stack([part.sum(0) for part in parts]).to(dtype)

@@ -6,15 +6,15 @@ With amax the largest magnitude of the tensor and of a block:
     scale  = e4m3(block amax / (6 · factor))
     code   = e2m1(value / (scale · factor))
 
-*Four over six* (arXiv:2512.02010): 6 has no neighbour but 4, so a block's values near its amax err most. Each block is
-also tried with its amax at 4, where the neighbours are 3 and 6, and the lower error is kept; ties stay at 6. The factor
-is then amax / (6 · 256), because a scale that maps to 4 is 1.5 times as large and must stay below 448.
+*Four over six* (arXiv:2512.02010): 6 has no neighbour but 4, so values near a block's amax have the largest errors.
+Each block is also tried with its amax at 4, whose neighbours are 3 and 6, and the smaller error wins; ties choose 6.
+The factor is then amax / (6 · 256), because a scale that maps to 4 is 1.5 times as large and must stay below 448.
 
 *Random Hadamard transform*: 16 neighbours are multiplied by diag(±1)·H/4, orthonormal, which spreads an outlier over
-its block. Applied to both operands of a product along the contraction it cancels.
+its block. Applied to both operands of a GEMM along the reduced dimension it cancels.
 
-*Stochastic rounding* is exactly unbiased while no value saturates: block scales are then rounded up, and which of 4 and
-6 is taken is decided by the errors of the nearest codes, a function of the values alone.
+*Stochastic rounding* is exactly unbiased while no value saturates. Block scales are therefore rounded up, and the
+choice between 4 and 6 uses the errors of the nearest codes, a function of the values alone.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def quantize_nvfp4(
     scales = encode_e4m3(amax / (6 * factor), up=stochastic)
     if metric is not None:
         at_four = encode_e4m3(amax / (4 * factor), up=stochastic)
-        # In units of the factor, where no square underflows or overflows.
+        # Errors in units of the factor, whose squares neither underflow nor overflow.
         six, four = (ERRORS[metric]((blocks - _nearest(blocks, at, factor)) / factor) for at in (scales, at_four))
         scales = torch.where(four < six, at_four, scales)
     normal = _normalized(blocks, scales, factor)
@@ -86,26 +86,26 @@ def quantize_nvfp4(
 
 
 def packed_nvfp4(values: Tensor, tile_rows: int, metric: Metric | None) -> tuple[Tensor, Tensor, Tensor]:
-    """uint8 [rows, padded/2] packed codes, scales and factor of `quantize_nvfp4`."""
+    """Packed codes uint8 [rows, padded/2], scales and factor of `quantize_nvfp4`."""
     codes, scales, factor = quantize_nvfp4(values, tile_rows, metric)
     return pack_e2m1(codes), scales, factor
 
 
 def _normalized(blocks: Tensor, scales: Tensor, factor: Tensor) -> Tensor:
-    """Blocks [R, rows, C, 16] over their scale; zero where the scale is, since such a block is below all codes."""
+    """Divide blocks [R, rows, C, 16] by their scale; zero if the scale is 0, since such a block is below all codes."""
     step = decode_scales(scales, factor)[:, None, :, None]
     return torch.where(step > 0, blocks / step, 0.0)
 
 
 def _nearest(blocks: Tensor, scales: Tensor, factor: Tensor) -> Tensor:
-    """Blocks rounded to nearest with these scales, as values."""
+    """Round blocks to the nearest codes of these scales, and return their values."""
     codes = encode_e2m1(_normalized(blocks, scales, factor))
     return codebook_e2m1(blocks.device)[codes.int()] * decode_scales(scales, factor)[:, None, :, None]
 
 
 @constant
 def hadamard(seed: int, device: torch.device) -> Tensor:
-    """fp32 [16, 16]: diag(signs) · H / 4, orthonormal; the signs are the seed's, the same on every device."""
+    """Randomised Hadamard matrix, fp32 [16, 16]: diag(signs) · H / 4, with signs from the seed on every device."""
     ones = torch.ones(1, 1)
     for _ in range(4):
         ones = torch.cat([torch.cat([ones, ones], 1), torch.cat([ones, -ones], 1)])
@@ -114,6 +114,6 @@ def hadamard(seed: int, device: torch.device) -> Tensor:
 
 
 def rotate(values: Tensor, seed: int) -> Tensor:
-    """fp32 [rows, padded]: every 16 neighbours of a row times `hadamard(seed)`; columns are padded with zeros."""
+    """Multiply every 16 neighbours of a row by `hadamard(seed)`: fp32 [rows, padded], columns padded with zeros."""
     values = F.pad(values.float(), (0, -values.shape[1] % BLOCK))
     return (values.reshape(-1, BLOCK) @ hadamard(seed, values.device)).view(values.shape)

@@ -1,7 +1,7 @@
-"""Attention of one new token a row over keys and values in pages: the specification.
+"""Attention of one new token per sequence over keys and values in pages: the specification.
 
-Pages hold the keys and values of `PAGE` tokens each (Kwon et al. 2023, arXiv:2309.06180, section 4.1), in no order of
-their own: a row's table names its pages, and rows with a common beginning name the same ones.
+A page holds the keys and values of `PAGE` tokens (Kwon et al. 2023, arXiv:2309.06180, section 4.1). A sequence's table
+lists its pages in order; sequences with a common prefix list the same pages.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ from ..dispatch import op
 from .decode_attention import softmax
 from .rope import rope_
 
-PAGE = 64  # tokens of a page
-BUNDLE = 16  # rows of a bundle at most
+PAGE = 64  # tokens per page
+BUNDLE = 16  # most sequences per bundle
 
 
 class Shared(NamedTuple):
-    """Pages that several rows begin with, so that a kernel may read them once for all of these; no result changes.
+    """Pages of a prefix that several sequences share, so that a kernel can read them once. Results do not change.
 
     Attributes:
-        bundles: int32 [S, 3]: of each bundle its first row, its number of rows, which follow one another, and the
-            number of pages that all of them begin with; 0 rows: none.
-        pages: int32 [R]: pages that a row's bundle begins with; 0: it is in none. Behind them is a token of the row's.
+        bundles: int32 [S, 3]: first sequence, number of consecutive sequences, and number of shared pages of each
+            bundle; 0 sequences mark an unused entry.
+        pages: int32 [R], shared pages of each sequence's bundle, or 0. At least one of its tokens is after them.
     """
 
     bundles: Tensor
     pages: Tensor
 
 
-@op("triton.paged_attention")
+@op("triton.cached_attention")
 def store_paged(keys: Tensor, values: Tensor, pages: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
-    """New keys and values into a cache, in place.
+    """Write new keys and values into a cache, in place.
 
     Args:
-        keys, values: [P, H, PAGE, D]; float8_e4m3fn as `decode_attention.store`.
-        pages, slots: int64 [N]: where each goes.
-        k, v: [N, H, D], in the cache's dtype where that has 16 bits or more.
+        keys, values: [P, H, PAGE, D]; float8_e4m3fn saturates as in `decode_attention.store`.
+        pages, slots: int64 [N], the destination of each token.
+        k, v: [N, H, D], in the cache's dtype if that has 16 bits or more.
     """
     for cache, new in ((keys, k), (values, v)):
-        if cache.dtype is torch.float8_e4m3fn:  # copied as bytes: no device indexes it
+        if cache.dtype is torch.float8_e4m3fn:  # indexed as bytes: torch does not index FP8 on any device
             limit = torch.finfo(cache.dtype).max
             cache, new = cache.view(torch.uint8), new.clamp(-limit, limit).to(cache.dtype).view(torch.uint8)
         cache[pages, :, slots] = new.to(cache.dtype)
@@ -60,7 +60,7 @@ def rope_store_paged_(
     pages: Tensor,
     slots: Tensor,
 ) -> None:
-    """`rope_` of q and k, and k and v into a cache.
+    """Apply `rope_` to q and k, and write k and v into a cache.
 
     Args:
         q: [B, Hq, T, D]; fp32, fp16 or bf16.
@@ -72,7 +72,7 @@ def rope_store_paged_(
     store_paged(keys, values, pages, slots, *(each.transpose(1, 2).flatten(0, 1) for each in (k, v)))
 
 
-@op("triton.paged_attention", "native.paged_attention")
+@op("triton.cached_attention", "native.paged_attention")
 def paged_attention(
     q: Tensor,
     keys: Tensor,
@@ -85,17 +85,17 @@ def paged_attention(
     shared: Shared | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """softmax(cap(scale · q·Kᵀ))·V over a row's tokens.
+    """softmax(cap(scale · q·Kᵀ))·V over each sequence's tokens.
 
     Args:
         q: [R, Hq, D]; fp32, fp16 or bf16.
         keys, values: [P, Hk, PAGE, D] in q's dtype or float8_e4m3fn, Hk dividing Hq.
-        tables: int32 [R, M]: a row's pages in order; what lies behind its last is not read.
-        lengths: int32 [R]: tokens of a row, one or more, at most M · PAGE; the newest is q's.
-        scale: of the scores.
-        window: tokens that a token sees, its own among them; None for all.
-        softcap: scores s become softcap · tanh(s / softcap); None leaves them.
-        shared: pages that rows have in common; None: each row reads its own.
+        tables: int32 [R, M], the pages of each sequence in order; entries after its last page are not read.
+        lengths: int32 [R], tokens of each sequence, 1 to M · PAGE; the newest is q's.
+        scale: factor of q·k.
+        window: tokens that a token attends to, its own included; None: all.
+        softcap: scores s become softcap · tanh(s / softcap); None: no cap.
+        shared: shared prefixes; None: each sequence reads its own pages.
         sinks: as in `decode_attention`.
 
     Returns:
@@ -116,5 +116,5 @@ def paged_attention(
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill_(~seen.view(rows, 1, 1, -1), -torch.inf)
     weights = softmax(scores.view(rows, heads, 1, -1), sinks).view_as(scores)
-    values = values.masked_fill(~seen.view(rows, 1, -1, 1), 0)  # what nobody wrote may be NaN
+    values = values.masked_fill(~seen.view(rows, 1, -1, 1), 0)  # uninitialized slots may be NaN
     return (weights.to(q.dtype) @ values).view(rows, heads, size)

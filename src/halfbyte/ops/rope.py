@@ -1,16 +1,16 @@
-"""Rotary position embeddings (Su et al. 2021, arXiv:2104.09864, section 3.4.2) as Hugging Face lays them out, with and
-without the RMSNorm that some models put on q and k first: the specification, forward and backward.
+"""Rotary position embeddings (Su et al. 2021, arXiv:2104.09864, section 3.4.2) in Hugging Face's layout, optionally
+after an RMSNorm of q and k: the specification, forward and backward.
 
 The first R of a head's D values are rotated, in pairs (i, i + R/2):
 
     y₁ = x₁·cos₁ − x₂·sin₁        y₂ = x₂·cos₂ + x₁·sin₂
 
-and the rest pass (R < D: partial rotary). A rotation's transpose turns back: backward is the same sum with −sin, its
-halves exchanged. R is the width of cos and sin; positions are in them, so packed documents need nothing more.
+The others do not change (R < D: partial rotary). Backward is the transposed rotation: the same formula with −sin, its
+halves exchanged. R is the width of cos and sin, which contain the positions, so packed documents need nothing more.
 
-q and k are [B, H, T, D] with any strides: models make them as [B, T, H, D] and transpose. Both share one cos and one
-sin a token, hence one launch. Rotating loses no information, so it is done in place; the norm's backward needs what
-went in, so the fused op writes elsewhere. Arithmetic is fp32 (fp64 for fp64 input), rounded once.
+q and k are [B, H, T, D] with any strides: models create them as [B, T, H, D] and transpose. Both share one cos and one
+sin per token, hence one launch. The rotation is invertible, so it runs in place; the norm's backward needs its input,
+so the fused op writes new tensors. Arithmetic is fp32 (fp64 for fp64 input), rounded once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .checks import check_float, check_same, check_vector
 
 
 def check_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Raise a ModelError that names the argument no rotation can take."""
+    """Raise a ModelError that names the argument that does not fit."""
     check_float("rope", "q", q)
     check_float("rope", "cos", cos)
     if q.dim() != 4:
@@ -44,7 +44,7 @@ def check_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def check_qk_norm_rope(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """As `check_rope`, with the norms' weights; heads must be rotated whole."""
+    """`check_rope`, and check the norms' weights; only fully rotated heads are supported."""
     check_rope(q, k, cos, sin)
     check_vector("qk_norm_rope", "q_weight", q_weight, q.shape[-1], q)
     check_vector("qk_norm_rope", "k_weight", k_weight, q.shape[-1], q)
@@ -54,24 +54,25 @@ def check_qk_norm_rope(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor,
 
 
 def halves(x: Tensor, size: int) -> Tensor:
-    """The first `size` of x's values [..., D] as this module's rotation pairs them, of a layout in which neighbours are
-    pairs: a new tensor, with the first of each pair, then the second, then the rest."""
-    turned = x[..., :size].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-    return turned if size == x.shape[-1] else torch.cat([turned, x[..., size:]], dim=-1)
+    """Reorder the first `size` of x's values [..., D] from adjacent pairs to this module's half-split layout.
+
+    Returns a new tensor: the first value of each pair, then the second ones, then the rest."""
+    rotated = x[..., :size].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return rotated if size == x.shape[-1] else torch.cat([rotated, x[..., size:]], dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [B, H, T, D] rotated, as a new tensor in x's dtype; cos and sin [B or 1, T, R]."""
+    """Rotate x [B, H, T, D] into a new tensor of x's dtype; cos and sin [B or 1, T, R]."""
     exact = torch.promote_types(x.dtype, torch.float32)
     cos, sin = cos.to(exact).unsqueeze(1), sin.to(exact).unsqueeze(1)
-    turned, rest = x[..., : cos.shape[-1]].to(exact), x[..., cos.shape[-1] :]
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
-    return torch.cat([turned.to(x.dtype), rest], dim=-1)
+    rotated, rest = x[..., : cos.shape[-1]].to(exact), x[..., cos.shape[-1] :]
+    first, second = rotated.chunk(2, dim=-1)
+    rotated = rotated * cos + torch.cat([-second, first], dim=-1) * sin
+    return torch.cat([rotated.to(x.dtype), rest], dim=-1)
 
 
 def _transposed(sin: Tensor) -> Tensor:
-    """The sin that turns back: negative, halves exchanged (which changes nothing where the halves are equal)."""
+    """sin of the transposed rotation: negative, halves exchanged."""
     return -sin.roll(sin.shape[-1] // 2, dims=-1)
 
 
@@ -83,7 +84,7 @@ def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Non
         q: [B, Hq, T, D]; fp32, fp16 or bf16.
         k: [B, Hk, T, D] in q's dtype.
         cos, sin: [B or 1, T, R], R ≤ D even, any float dtype.
-        backward: apply the transpose: q and k are gradients of what the forward returned.
+        backward: apply the transpose to the gradients of the rotated q and k.
     """
     check_rope(q, k, cos, sin)
     sin = _transposed(sin) if backward else sin
@@ -92,14 +93,14 @@ def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Non
 
 
 def normed(x: Tensor, weight: Tensor, eps: float, offset: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """x̂, r and the factor of the norm in fp32 (fp64): x̂ · factor is RMSNorm over the last dimension."""
+    """x̂, r and the factor of RMSNorm over the last dimension, in fp32 (fp64); the norm is x̂ · factor."""
     exact = x.to(torch.promote_types(x.dtype, torch.float32))
     rstd = torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps)
     return exact * rstd, rstd, weight.to(exact.dtype) + (1.0 if offset else 0.0)
 
 
 def norm_rotate(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, offset: bool) -> Tensor:
-    """`rotate(rms_norm(x))` without a rounding in between."""
+    """`rotate(rms_norm(x))` without intermediate rounding."""
     normal, _, factor = normed(x, weight, eps, offset)
     return rotate(normal * factor, cos, sin).to(x.dtype)
 
@@ -137,7 +138,7 @@ def qk_norm_rope_backward_(
     offset: bool,
     need_weight: bool,
 ) -> tuple[Tensor, Tensor] | None:
-    """Gradients of `qk_norm_rope`: those of q and k in place of `grad_q` and `grad_k`.
+    """Gradients of `qk_norm_rope`; the gradients of q and k overwrite `grad_q` and `grad_k`.
 
     Args:
         grad_q, grad_k: gradients of the results, in their shapes and dtype.

@@ -28,7 +28,7 @@ void load(u32 (&m)[4], const u8 *row, bool turn) {
 void load_matrices(u32 (&m)[4], const u8 *row) { load(m, row, false); }
 void load_matrices_transposed(u32 (&m)[4], const u8 *row) { load(m, row, true); }
 
-u32 turned(u32 matrix) {
+u32 transpose(u32 matrix) {
     current->b[0] = matrix;
     __syncwarp();
     u32 warp = current->number / 32 * 32, g = current->number % 32 / 4, t = current->number % 4;

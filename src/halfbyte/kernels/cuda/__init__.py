@@ -1,7 +1,7 @@
-"""CUDA kernels: they say what Triton cannot, such as where in shared memory each lane looks.
+"""CUDA kernels, for what Triton cannot express, such as the shared-memory address of each lane.
 
-`nvrtc` compiles a source once for each set of constants; `Kernel` loads and launches what came of it. Without NVRTC,
-where it refuses the source, or where the device has too little for the kernel, the Triton kernels run instead.
+`nvrtc` compiles a source once for each set of constants; `Kernel` loads and launches the result. Without NVRTC, if it
+rejects the source, or if the device lacks resources for the kernel, the Triton kernels run instead.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Result = TypeVar("Result")
 
 MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 COOPERATIVE_LAUNCH = 95  # CU_DEVICE_ATTRIBUTE_...
-# CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES, _COOPERATIVE_LAUNCH_TOO_LARGE, _NOT_SUPPORTED: nothing was launched
+# CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES, _COOPERATIVE_LAUNCH_TOO_LARGE, _NOT_SUPPORTED: the launch failed, nothing runs
 REFUSED_LAUNCHES = (701, 720, 801)
 COOPERATIVE, PROGRAMMATIC_STREAM_SERIALIZATION = 2, 6  # CU_LAUNCH_ATTRIBUTE_...
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute of cuda.h: a union of 64 bytes follows its number."""
+    """CUlaunchAttribute of cuda.h: its number, then a union of 64 bytes."""
 
     _fields_ = (("id", ctypes.c_int), ("_pad", ctypes.c_int), ("value", ctypes.c_int), ("_rest", ctypes.c_int * 15))
 
@@ -46,14 +46,14 @@ class _Config(ctypes.Structure):
 
 
 def remembered(build: Callable[..., Result]) -> Any:
-    """`functools.cache` that remembers an Unavailable, too: what was refused is not compiled again."""
+    """`functools.cache` that also caches Unavailable: a failed build is not repeated."""
 
     @functools.cache
     def outcome(*arguments: Any) -> Result | Unavailable:
         try:
             return build(*arguments)
         except Unavailable as error:
-            return Unavailable(str(error))  # without the frames that led there
+            return Unavailable(str(error))  # without the traceback's frames
 
     @functools.wraps(build)
     def call(*arguments: Any) -> Result:
@@ -67,15 +67,15 @@ def remembered(build: Callable[..., Result]) -> Any:
 
 
 class Kernel:
-    """A kernel that is loaded on the current device.
+    """A kernel loaded on the current device.
 
     Args:
-        image: what has it.
-        name: of its `extern "C"` function.
-        shared_bytes: dynamic shared memory of a block; None: what the image says.
+        image: the compiled source.
+        name: its `extern "C"` function.
+        shared_bytes: dynamic shared memory per block; None: as the image declares.
 
     Raises:
-        Unavailable: the device has not so much, or the driver does not load it.
+        Unavailable: the device has less shared memory, or the driver does not load the kernel.
     """
 
     def __init__(self, image: Image, name: str, shared_bytes: int | None = None):
@@ -92,18 +92,18 @@ class Kernel:
             self._check(self._driver.cuModuleLoadData(ctypes.byref(module), image.code))
             self._check(self._driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()))
             self._check(self._driver.cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED_BYTES, shared_bytes))
-        except RuntimeError as error:  # e.g. a driver that is older than NVRTC
+        except RuntimeError as error:  # e.g. a driver older than NVRTC
             if torch.cuda.is_current_stream_capturing():
-                raise  # of the capture, perhaps: nothing is known of the kernel
+                raise  # may be caused by the capture and says nothing about the kernel
             raise Unavailable(f"the kernel does not load: {error}") from error
 
     def __call__(self, blocks: int, threads: int, arguments: Sequence[Any], together: bool = False) -> None:
         """Launch on torch's current stream; `arguments` are ctypes values of the C parameters' types.
 
-        The kernel may begin while the one before it on the stream still runs, if that one lets it
-        (griddepcontrol.launch_dependents): it must wait (griddepcontrol.wait) before it reads or writes what others do.
-        With `together` it begins after that one instead, and all its blocks run at once, so that they may wait for each
-        other.
+        The kernel may start while the previous one on the stream still runs, if that one permits it
+        (griddepcontrol.launch_dependents). It must then execute griddepcontrol.wait before it accesses memory of other
+        kernels. With `together` it starts after the previous kernel, and all its blocks run concurrently, so that they
+        can synchronise with each other.
 
         Raises:
             Unavailable: the driver refuses the launch, and nothing runs.
@@ -115,10 +115,10 @@ class Kernel:
         self._check(self._driver.cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None))
 
     def check_together(self, blocks: int, threads: int) -> None:
-        """Ask before the first launch, which may be in a CUDA graph's capture.
+        """Check a cooperative launch in advance, since the first launch may be inside a CUDA graph's capture.
 
         Raises:
-            Unavailable: the current device does not run so many blocks at once.
+            Unavailable: the current device cannot run `blocks` blocks concurrently.
         """
         able, each = ctypes.c_int(), ctypes.c_int()
         device = torch.cuda.current_device()

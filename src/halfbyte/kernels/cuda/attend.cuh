@@ -1,10 +1,10 @@
-/* Attention of one new token (ops.decode_attention is the specification). A unit is QUERIES query heads of one row,
-which share a key; SPLITS blocks share its slots. Each rotates the queries and the new key, and one for each key
-writes what is new to the cache. Eight lanes have AHEAD slots of the cache at a time, each HEAD / 8 of their values,
-and a running maximum of flash attention (Dao et al. 2022, arXiv:2205.14135, section 3.1) of their own. A warp joins
-its lanes, a index its block's warps, and an epilogue warp of the first split all blocks, which put theirs with
-epochs: SPLITS above 1 needs a block for each unit's split. What comes from the cache is on its way before it is
-needed: old slots do not wait for the new query.
+/* Attention of one new token (specification: ops.decode_attention). A unit is QUERIES query heads of one sequence with
+a common key head; SPLITS blocks share its slots. Each block rotates the queries and the new key; one block per key head
+writes the new key and value to the cache. Eight lanes (a team) process AHEAD slots of the cache at a time, HEAD / 8
+values of each, with their own running maximum of flash attention (Dao et al. 2022, arXiv:2205.14135, section 3.1). A
+warp combines its lanes, an epilogue warp combines its block's warps, and an epilogue warp of the first split combines
+all blocks, whose results carry epochs. SPLITS above 1 needs a block for each unit's split. Loads from the cache are
+issued early: old slots do not wait for the new query.
 
 Constants: HEAD, QUERIES, SPLITS, KV8, FLAG_SYNC. */
 
@@ -18,7 +18,7 @@ typedef u16 Cell;
 
 enum { KEY = QUERIES, VALUE }; /* parts of a unit, after its queries */
 constexpr u32 PER_WORD = 4 / sizeof(Cell), EACH = HEAD / 8, TEAMS = THREADS / 8;
-constexpr u32 AHEAD = EACH / PER_WORD > 4 ? 1 : 2; /* so that chunks leave registers to what an MMA warp keeps */
+constexpr u32 AHEAD = EACH / PER_WORD > 4 ? 1 : 2; /* limited by the registers that an MMA warp keeps */
 constexpr u32 STRIDE = TEAMS * AHEAD, APART = SPLITS * STRIDE; /* slots of a chunk of all teams; to the block's next */
 
 struct Cells { /* a lane's part of a slot */
@@ -44,9 +44,9 @@ struct Chunk { /* AHEAD slots of a team */
 };
 
 struct Unit {
-    u32 number, split, row, head, key, begin; /* `head`: its first; `begin`: the first slot that it sees */
-    bool first_head;                          /* that is the first of those that share the key */
-    u64 place;                                /* in the cache */
+    u32 number, split, row, head, key, begin; /* `head`: its first query head; `begin`: the first visible slot */
+    bool first_head;                          /* its first query head is the key head's first */
+    u64 place;                                /* offset in the cache */
 };
 
 struct Attention {
@@ -57,7 +57,7 @@ struct Attention {
     u32 heads, key_heads, slots, window, last;
     float eps, scale;
 
-    /* Unit and split that a block has at a turn. */
+    /* Unit and split of turn `turn`. */
     __device__ __forceinline__ Unit unit(u32 turn) const {
         Unit u;
         u32 group = heads / key_heads;
@@ -70,7 +70,7 @@ struct Attention {
         return u;
     }
 
-    /* Bring near what a block's units need, a long cache's first part; one unit does it for all with its key. */
+    /* Prefetch the first part of a block's units' cache to L2, once per key head. */
     __device__ __forceinline__ void prefetch_cache(u32 turns) const {
         constexpr u32 LINE = 128 / sizeof(Cell), ALL_SPLITS = SPLITS * THREADS;
         for (u32 turn = gridDim.x - 1 - blockIdx.x; turn < turns; turn += gridDim.x) {
@@ -83,7 +83,7 @@ struct Attention {
         }
     }
 
-    /* This team's slots from `base` on, of those before the last. */
+    /* Load this team's slots from `base` on, those before `last`. */
     __device__ __forceinline__ void fetch(Chunk &chunk, const Unit &u, u32 base) const {
         u64 begin = u.place + threadIdx.x % 8 * EACH;
 #pragma unroll
@@ -97,18 +97,18 @@ struct Attention {
         }
     }
 
-    /* Its first. */
+    /* Load this team's first slots. */
     __device__ __forceinline__ void fetch(Chunk &chunk, const Unit &u) const {
         fetch(chunk, u, u.begin + u.split * STRIDE);
     }
 
-    /* Where a part is: a query (0 ...), the key or the value, as their product left them. */
+    /* Address of a part of qkv: a query (0 ...), the key or the value. */
     __device__ __forceinline__ const u16 *part_of(const u16 *qkv, const Unit &u, u32 part) const {
         u32 head = part < KEY ? u.head + part : heads + u.key + (part == VALUE) * key_heads;
         return qkv + ((u64)u.row * (heads + 2 * key_heads) + head) * HEAD;
     }
 
-    /* `count` parts come to shared memory when they are there. */
+    /* Copy `count` parts to shared memory, waiting for each until it is written. */
     __device__ __forceinline__ void take(u16 *to, const u16 *qkv, const Unit &u, u32 part, u32 count, u32 lane) const {
         constexpr u32 PIECES = HEAD / 8;
         for (u32 i = lane; i < count * PIECES; i += 32) {
@@ -118,14 +118,14 @@ struct Attention {
         __syncwarp();
     }
 
-    /* A part is made ready by one warp, for q [QUERIES, HEAD] or kv [2, HEAD]. If FLAG_SYNC, it comes to its place there
-       before, the key and the value together. */
+    /* Normalise, rotate and scale a part with one warp, into q [QUERIES, HEAD] or kv [2, HEAD]. With FLAG_SYNC it is
+       first copied to its place there; the key and the value together. */
     __device__ __forceinline__ void prepare(
         const u16 *qkv, const Unit &u, u32 part, u32 lane, float *q, Cell *kv) const {
         constexpr u32 E = HEAD / 32;
         const u16 *norm = part < KEY ? q_norm : part == KEY ? k_norm : nullptr;
         u64 position = (u64)(last - padding[u.row]) * HEAD;
-        float x[E], c[E], s[E], weight[E], square = 0; /* what is there already comes first */
+        float x[E], c[E], s[E], weight[E], square = 0; /* loads that need not wait come first */
 #pragma unroll
         for (u32 j = 0; j < E; j++) {
             u32 i = lane + 32 * j;
@@ -165,7 +165,7 @@ struct Attention {
             u16 bits = (u16)pair<BF16>(x[j], 0.0f);
             u32 i = lane + 32 * j;
             if (part < KEY) {
-                q[part * HEAD + i] = number<BF16>(bits) * scale * 1.44269504f; /* powers of two from here on */
+                q[part * HEAD + i] = number<BF16>(bits) * scale * 1.44269504f; /* scores are base-2 from here on */
             } else {
                 Cell cell = KV8 ? to_e4m3(number<BF16>(bits)) : bits;
                 kv[(part - KEY) * HEAD + i] = cell;
@@ -175,11 +175,11 @@ struct Attention {
         }
     }
 
-    /* Of one query: the highest score, the sum of weights, this lane's part of weighted values. */
+    /* State of one query: maximum score, sum of weights, this lane's part of the weighted values. */
     struct Query {
         float top = -1e30f, total = 0, acc[EACH] = {};
 
-        /* `query`: this lane's part of it, in shared memory: registers are for more slots. */
+        /* `query`: this lane's part, in shared memory to save registers. */
         __device__ __forceinline__ void add(const Chunk &chunk, const float *query, u32 base, u32 end) {
             float score[AHEAD], higher = top, q[EACH];
 #pragma unroll
@@ -194,7 +194,7 @@ struct Attention {
 #pragma unroll
                 for (u32 mask = 4; mask; mask /= 2)
                     score[a] += shuffle(score[a], mask);
-                score[a] = base + a * TEAMS + threadIdx.x / 8 < end ? score[a] : -1e38f; /* weighs nothing */
+                score[a] = base + a * TEAMS + threadIdx.x / 8 < end ? score[a] : -1e38f; /* weight 0 */
                 higher = fmaxf(higher, score[a]);
             }
             rescale(higher);
@@ -216,7 +216,7 @@ struct Attention {
                 acc[i] *= fade;
         }
 
-        /* Join the teams of the warp. */
+        /* Combine the teams of the warp. */
         __device__ __forceinline__ void join() {
 #pragma unroll
             for (u32 mask = 8; mask < 32; mask *= 2) {
@@ -229,7 +229,7 @@ struct Attention {
         }
     };
 
-    /* A chunk, of slots before `end`, and all queries. */
+    /* Add a chunk of slots before `end` to all queries. */
     __device__ __forceinline__ void add(
         Query (&queries)[QUERIES], const Chunk &chunk, const float *q, u32 base, u32 end) const {
 #pragma unroll
@@ -237,7 +237,7 @@ struct Attention {
             queries[j].add(chunk, q + j * HEAD + threadIdx.x % 8 * EACH, base, end);
     }
 
-    /* The newest slot, by the first team of a warp. */
+    /* Add the newest slot, with the first team of a warp. */
     __device__ __forceinline__ void add_newest(Query (&queries)[QUERIES], const float *q, const Cell *kv) const {
         Chunk chunk;
 #pragma unroll
@@ -248,8 +248,8 @@ struct Attention {
         add(queries, chunk, q, last - threadIdx.x / 32 * 4, last + 1);
     }
 
-    /* A unit's split of qkv [batch, heads + 2 key heads, HEAD], but for joining what the warps have. `chunk` is its
-       first; `buffer` is shared memory. If FLAG_SYNC, old slots do not wait for the new key and value. */
+    /* Attend over a unit's split of qkv [batch, heads + 2 key heads, HEAD], up to the combination of warps. `chunk` is
+       its first chunk; `buffer` is shared memory. With FLAG_SYNC, old slots do not wait for the new key and value. */
     __device__ __forceinline__ void attend(const u16 *qkv, const Unit &u, Chunk &chunk, float *buffer) const {
         u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, begin = lane % 8 * EACH;
         float *q = buffer, *parts = buffer + (QUERIES + 1) * HEAD;
@@ -258,7 +258,7 @@ struct Attention {
             prepare(qkv, u, part, lane, q, kv);
         mma_warps_sync<THREADS>();
         Query queries[QUERIES];
-        for (u32 base = u.begin + u.split * STRIDE; base < last; base += 2 * APART) { /* no move waits for a load */
+        for (u32 base = u.begin + u.split * STRIDE; base < last; base += 2 * APART) { /* two chunks, without copying */
             Chunk other;
             fetch(other, u, base + APART);
             add(queries, chunk, q, base, last);
@@ -287,8 +287,8 @@ struct Attention {
         }
     }
 
-    /* What a unit's split left in its buffer, to out [QUERIES, HEAD], by one of the epilogue warps. `shares`:
-       [units, QUERIES, SPLITS - 1, HEAD + 2] for what other splits put. */
+    /* Combine the warps' results of a unit's split from its buffer into out [QUERIES, HEAD], with one epilogue warp per
+       query. `shares`: results of the other splits, [units, QUERIES, SPLITS - 1, HEAD + 2]. */
     static __device__ __forceinline__ void finish(
         u16 *out, const float *buffer, const Unit &u, u32 index, u32 lane, u64 *shares, u32 epoch) {
         constexpr u32 E = HEAD / 32, WARP = QUERIES * (HEAD + 2), OTHERS = SPLITS - 1;

@@ -1,4 +1,4 @@
-/* The tables that decode.cu goes by, and the copies of weights, which run ahead of it over all products. */
+/* Parameter tables of decode.cu, and the asynchronous copies of weights, which run ahead over all products. */
 
 #pragma once
 
@@ -10,43 +10,43 @@ struct Linear {
     const u16 *bias;        /* [rows] or null */
     const u16 *up;          /* B [rows, rank] of the adapters, scaled */
     float offset;           /* of nested scales */
-    u32 rows, begin, rank;  /* `begin`: of its part of u */
+    u32 rows, begin, rank;  /* `begin`: first rank of its part of u */
 };
 
 struct Product {
     Linear parts[3];
     const u16 *down;             /* A [ranks, columns] of the adapters */
-    const u16 *mask;             /* [batch, ranks] or null: which row has which adapter */
+    const u16 *mask;             /* [batch, ranks] or null: which sequence uses which adapter */
     u32 columns, tiles, ranks, pad;
 };
 
 struct Layer {
     Product products[4];
-    const u16 *norms[2];         /* the weights of the norms that follow OUT and DOWN */
+    const u16 *norms[2];         /* weights of the norms after OUT and DOWN */
     const u16 *q_norm, *k_norm;
     Cell *keys, *values;
-    u32 window, pad[3]; /* what follows a table is aligned to 16 bytes */
+    u32 window, pad[3]; /* tables are multiples of 16 bytes, to align what follows */
 };
 
 struct Step {
     const Layer *layers;
     const u16 *norm;             /* the first layer's */
     u16 *hidden;                 /* [batch, width]: the residual stream */
-    u16 *normed[2];              /* [batch, width]: it times the norms' weights, for QKV and GATED */
-    u16 *qkv, *attended, *gated; /* [batch, ...]: what products and attention put */
+    u16 *normed[2];              /* [batch, width]: the residual stream times the norms' weights, for QKV and GATED */
+    u16 *qkv, *attended, *gated; /* [batch, ...]: outputs of products and attention */
     u64 *squares;                /* [batch, width / ROWS], with epochs */
-    u64 *shares;                 /* of attention's splits, with epochs */
+    u64 *shares;                 /* results of attention's splits, with epochs */
     u64 *low;                    /* u [shares of K, batch, ranks], with epochs */
-    u32 *counters;               /* blocks that came to barriers, zero; earlier launches */
+    u32 *counters;               /* blocks that have reached barriers, initially zero; number of earlier launches */
     const u16 *cos, *sin;
     const int *padding;
     const long long *slot;
     u32 count, batch, width, heads, key_heads, slots;
     float eps, scale;
-    u32 slab, columns;         /* numbers of a layer's exchange slab, or 0; of QKV's and GATED's x */
+    u32 slab, columns;         /* 16-bit numbers in a layer's exchange slab, or 0; columns of QKV's and GATED's x */
 };
 
-/* Where a row of a tile is. */
+/* Linear and row of row i of a tile. */
 struct Located {
     const Linear *linear;
     u32 row;
@@ -62,28 +62,28 @@ __device__ __forceinline__ Located locate(const Product &product, u32 kind, u32 
     return {linear, row};
 }
 
-/* Three layers' tables in shared memory. */
+/* Tables of three layers in shared memory. */
 __device__ __forceinline__ Layer *tables() {
     return (Layer *)(shared + Weight::TABLE + WARPS * STAGES * Weight::STAGE);
 }
 
-/* A warp's copies, which run ahead over all products of all layers. */
+/* A warp's copies of weights, which run ahead over all products of all layers. */
 struct Copies {
     const Step &s;
     u32 first, first_tile, stride, lane;            /* constants of the warp */
-    u32 layer = 0, kind = 0, tile, k_tile, filled = 0, now = 0; /* `now`: the layer under way */
+    u32 layer = 0, kind = 0, tile, k_tile, filled = 0, now = 0; /* `now`: the layer being computed */
     const u8 *codes[2], *scales;                    /* of rows i and i + 8 at this lane's piece; of row `lane` */
     const float *second;
     u32 block, columns, tiles;
-    u32 edge, stretch;                              /* the first tile beyond; bytes to the warp's next tile */
+    u32 edge, stretch;                              /* first tile of the next linear; bytes to the warp's next tile */
 
     __device__ __forceinline__ Copies(const Step &s, u32 first, u32 first_tile, u32 stride, u32 lane)
         : s(s), first(first), first_tile(first_tile), stride(stride), lane(lane), tile(first_tile), k_tile(first) {}
 
-    /* Layer l: this one and the next are in shared memory. */
+    /* Table of layer l; those of this layer and the next are in shared memory. */
     __device__ __forceinline__ const Layer *at(u32 l) const { return l - now < 2 ? tables() + l % 3 : s.layers + l; }
 
-    /* Go to the next K tile, from this one on, that there is, and look up where its tile is. */
+    /* Advance to the next existing K tile, from this one on, and compute its addresses. */
     __device__ __forceinline__ void enter() {
         const Product *product;
         for (;; tile = first_tile, k_tile = first) {
@@ -112,7 +112,7 @@ struct Copies {
             edge += linear->rows / ROWS;
     }
 
-    /* Begin to copy the next K tile into the ring. 16-byte pieces change places as they do for who reads them. */
+    /* Start copying the next K tile into the ring. 16-byte pieces are swizzled as the reader expects. */
     __device__ __forceinline__ void next(u8 *ring) {
         if (layer < s.count) {
             u8 *stage = ring + filled * Weight::STAGE;

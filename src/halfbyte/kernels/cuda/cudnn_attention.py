@@ -1,11 +1,11 @@
-"""cuDNN's repeatable backward of attention on whole rows, asked for through NVIDIA's package nvidia-cudnn-frontend.
+"""cuDNN's deterministic attention backward for rows of one document, called through nvidia-cudnn-frontend.
 
-torch calls the same library without that option. On Hopper cuDNN then writes ds of every head, T × T of 16 bits, and
-multiplies it by the keys in a pass of its own; so rows and heads go through in parts of at most `SCRATCH`. Where the
-queries of one head of keys take more (over 8,192 tokens with four of them), Triton's two passes run.
+torch calls the same library without the deterministic option. On Hopper cuDNN then writes ds of every head, T × T
+16-bit numbers, and multiplies it by the keys in a separate pass, so rows and heads are processed in parts of at most
+`SCRATCH` bytes. If the queries of one key head need more (over 8,192 tokens with four of them), Triton's kernels run.
 
-Measured on an H200 (cuDNN 9.19, bf16, heads of 128), in µs, without parts, beside torch's call: 4×2048 of 32/8 heads
-933 (868), 4×2048 of 16/8 509 (475), 2×512 of 16/8 47 (45), 1×8192 of 32/8 3204 (2837). Triton's two passes
+Measured on an H200 (cuDNN 9.19, bf16, heads of 128), in µs, without parts, with torch's call in brackets: 4×2048 of
+32/8 heads 933 (868), 4×2048 of 16/8 509 (475), 2×512 of 16/8 47 (45), 1×8192 of 32/8 3204 (2837). Triton's two passes
 (`attention`): 1373, 727, 76, 4332.
 """
 
@@ -21,14 +21,14 @@ from ...dispatch import Unavailable
 from ...ops.attention import SCRATCH, cudnn, parts_of_rows, rows_backward
 from ..device import device_of
 
-HOPPER, WIDEST = 9, 128  # compute capability; width of a head
+HOPPER, WIDEST = 9, 128  # major compute capability; largest head
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 
 
 class _Plan(NamedTuple):
     graph: Any
-    places: tuple[Any, ...]  # of dout, query, key, value, out, logsumexp and the three results
+    places: tuple[Any, ...]  # cuDNN tensors: dout, query, key, value, out, logsumexp and the three results
     scratch: int  # bytes
 
 
@@ -40,7 +40,7 @@ def _handle(device: torch.device) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _plan(device: torch.device, dtype: torch.dtype, scale: float, layouts: tuple[Layout, ...]) -> _Plan | str:
-    """For operands and results of these layouts; where cuDNN has none, why."""
+    """Plan for operands and results of these layouts, or the reason why cuDNN has none."""
     library = cudnn()
     kinds = {torch.bfloat16: library.data_type.BFLOAT16, torch.float16: library.data_type.HALF}
     kind, single = kinds[dtype], library.data_type.FLOAT
@@ -72,9 +72,9 @@ def _plan(device: torch.device, dtype: torch.dtype, scale: float, layouts: tuple
         AttributeError,
         TypeError,
         library.cudnnGraphNotSupportedError,
-    ) as error:  # or another version
+    ) as error:  # the last two: another version of the package
         if torch.cuda.is_current_stream_capturing():
-            raise  # of the capture, perhaps: nothing is known of the lengths
+            raise  # may be caused by the capture and says nothing about the shapes
         return (str(error).splitlines() or [type(error).__name__])[0]
 
 
@@ -108,7 +108,7 @@ def backward(
 
 
 def _cut(x: Tensor, row: int, rows: int, head: int, keys: int, all_keys: int) -> Tensor:
-    """The part of [B, H, ...] that belongs to these rows and heads of keys."""
+    """Slice [B, H, ...] to these rows and key heads."""
     group = x.shape[1] // all_keys
     return x.narrow(0, row, rows).narrow(1, head * group, keys * group)
 

@@ -1,25 +1,25 @@
-/* One token of each row through all decoder layers, in one launch: a persistent cooperative kernel (ops.decode_layers
-is the specification).
+/* One token of each sequence through all decoder layers, in one launch: a persistent cooperative kernel (specification:
+ops.decode_layers).
 
-The blocks stay, one on each multiprocessor. Between launches the memory would idle; here each warp's ring of copies
-runs ahead over the ends of tiles and of products, since weights wait for nothing.
+There is one persistent block per multiprocessor. Between separate launches the memory would idle; here each warp's ring
+of copies runs ahead over the ends of tiles and of products, since weights do not depend on results.
 
-Where one product needs what another wrote, five times a layer, blocks meet at a barrier of the whole grid. With
-FLAG_SYNC they wait for the numbers instead, which saves most of a barrier's time: a layer's numbers have places of
-their own, an exchange slab, where all bits are ones until they are written. There are two sets of slabs; a launch
-uses one and makes the other ready for the next.
+Five times per layer one product needs another's result, and blocks synchronise at a grid-wide barrier. With FLAG_SYNC
+they wait for the values themselves, which saves most of a barrier's time: each layer has its own exchange slab, in
+which all bits are ones until a value is written. There are two sets of slabs; a launch uses one and resets the other
+for the next launch.
 
-A layer is four products: q, k and v; out; gate and up; down. Attention (attend.cuh) is between the first two. Norms
-have no pass of their own: out and down put their tile of the residual stream h, of h times the next norm's weight,
-and of the sum of h's squares; the product that follows multiplies its sums by 1 / rms. Gate and up take turns
-within a tile, in eights of rows, and silu(gate) · up is put.
+A layer is four products: q, k and v; out; gate and up; down. Attention (attend.cuh) follows the first. Norms have no
+pass of their own: out and down write their tile of the residual stream h, of h times the next norm's weight, and of the
+sum of h's squares; the next product multiplies its sums by 1 / rms. Gate and up alternate within a tile, in groups of
+eight rows, and silu(gate) · up is written.
 
-The MMA warps, WK of them, multiply and attend. The epilogue warps after them finish: they add up the partial sums
-that the MMA warps leave in shared memory, in one of two buffers by turns, and put the result where other blocks
-find it, while the MMA warps are at the next tile. No MMA warp waits for another within a product.
+The WK MMA warps compute products and attention. The epilogue warps add up the partial sums that the MMA warps write to
+shared memory, alternating between two buffers, and publish the result to other blocks, while the MMA warps compute the
+next tile. MMA warps do not wait for each other within a product.
 
-Adapters: u = A x is taken by the blocks that have fewest tiles of W, 16 rows of A and a share of K each, before
-anything else, and put with epochs, for which the epilogue warps wait, who add B u to a tile. */
+Adapters: the blocks with the fewest tiles of W compute u = A x first, in units of 16 rows of A and a share of K, and
+publish it with epochs; the epilogue warps wait for it and add B u to a tile. */
 
 #include "one_row.cuh"
 
@@ -29,8 +29,8 @@ anything else, and put with epochs, for which the epilogue warps wait, who add B
 
 #include "epilogue.cuh"
 
-/* Three tables, two buffers, inputs, the count of buffers served; for each row 1 / rms, its first slot and, by the
-launch, u. */
+/* Three tables, two buffers, inputs, the count of buffers read; for each sequence 1 / rms, its first slot and u, whose
+size the launch adds. */
 LAYOUT(Weight::TABLE + WARPS * STAGES * Weight::STAGE + 3 * sizeof(Layer) + 2 * HELD + 4 * (2 * BUFFER + 1), 8,
        sizeof(Linear), sizeof(Product), sizeof(Layer), sizeof(Step), sizeof(Weight));
 static_assert(sizeof(Layer) % 16 == 0, "tables of layers are copied, and what follows them is aligned, by 16 bytes");
@@ -47,7 +47,7 @@ struct MmaWarp : WarpState {
         ring = shared + Weight::TABLE + warp * STAGES * Weight::STAGE;
     }
 
-    /* Until the epilogue warps are done with what was in this buffer before: MMA warps do not wait for each other. */
+    /* Wait until the epilogue warps have read this buffer's previous contents. */
     __device__ __forceinline__ void acquire_buffer() const {
         if (turn >= 2)
             spin_until_cta(served, (turn - 1) * EPILOGUE_WARPS);
@@ -58,7 +58,7 @@ struct MmaWarp : WarpState {
         turn++;
     }
 
-    /* The MMA warps' partial sums come to a buffer, and are the epilogue warps' from there. */
+    /* Write the MMA warps' partial sums to a buffer and hand it to the epilogue warps. */
     template <u32 TILES> __device__ __forceinline__ void put_sums(const float (&sum)[TILES][NT][4]) {
         acquire_buffer();
         float *to = buffer() + warp * s.batch * ROWS;
@@ -75,7 +75,7 @@ struct MmaWarp : WarpState {
         release_buffer();
     }
 
-    /* This block's shares of u = A x. */
+    /* Compute this block's shares of u = A x. */
     __device__ __forceinline__ void low_rank(const Product &product, const u16 *x) {
         u32 k_tiles = product.columns / 256, g = lane / 4, t = lane % 4;
         LowRankShares turns(product);
@@ -106,7 +106,7 @@ struct MmaWarp : WarpState {
         }
     }
 
-    /* Begin to bring the rows of A that this warp is going to need near. */
+    /* Prefetch the rows of A that this warp needs next to L2. */
     __device__ __forceinline__ void prefetch_a(const Product &product) const {
         LowRankShares turns(product);
         for (u32 unit = turns.unit; unit < turns.count; unit += turns.apart) {
@@ -117,7 +117,8 @@ struct MmaWarp : WarpState {
         }
     }
 
-    /* A product's input comes to shared memory as soon as it is there. Nobody reads what was there two products ago. */
+    /* Copy a product's input to shared memory as soon as it is written. The previous contents, of two products ago, are
+       not read any more. */
     __device__ __forceinline__ void bring(u16 *to, const u16 *from, u32 k_tiles) const {
         constexpr u32 MANY = (64 + WK - 1) / WK;
         for (u32 k_tile = warp; k_tile < k_tiles; k_tile += MANY * WK) {
@@ -136,7 +137,7 @@ struct MmaWarp : WarpState {
         mma_warps_sync<THREADS>();
     }
 
-    /* One of the four products. The MMA warps take turns over all K tiles of all tiles. */
+    /* Compute one of the four products. The MMA warps alternate over all K tiles of all tiles. */
     __device__ __forceinline__ void run(const Layer &layer, u32 kind) {
         const Product &product = layer.products[kind];
         const u16 *from = kind == OUT ? s.attended : kind == DOWN ? s.gated : s.normed[kind == GATED];
@@ -161,7 +162,7 @@ struct MmaWarp : WarpState {
                 if (FLAG_SYNC)
                     row.load(input + k_tile * 256, lane);
                 wait<STAGES - 2>();
-                __syncwarp(); /* every lane's copies are there, and every lane has read the stage that is filled next */
+                __syncwarp(); /* copies have arrived; all lanes have read the stage filled next */
                 copies.next(ring);
                 const u8 *here = ring + stage * Weight::STAGE;
                 if (FLAG_SYNC)
@@ -181,7 +182,7 @@ struct MmaWarp : WarpState {
             prefetch_a(copies.at(copies.now + 1)->products[QKV]);
     }
 
-    /* The units of attention, whose first part of the cache is on its way before the barrier. */
+    /* Compute the units of attention; loads of the cache's first part are issued before the barrier. */
     __device__ __forceinline__ void attend(const Layer &layer) {
         const Attention a = attention(layer);
         u32 units = s.batch * s.heads / QUERIES * SPLITS, each = gridDim.x - 1 - blockIdx.x;
@@ -225,7 +226,7 @@ struct MmaWarp : WarpState {
 extern "C" __global__ void __launch_bounds__(ALL, 1) decode(Step s, Weight w) {
     for (u32 i = threadIdx.x; i < min(s.count, 2) * (sizeof(Layer) / 8); i += ALL)
         ((u64 *)tables())[i] = ((const u64 *)s.layers)[i];
-    if (FLAG_SYNC) { /* what the next launch's blocks exchange is not there yet */
+    if (FLAG_SYNC) { /* reset the next launch's exchange slabs */
         uint4 *next = (uint4 *)(s.normed[0] + (u64)((s.counters[1] + 1) % 2 * s.count) * s.slab);
         for (u32 i = blockIdx.x * ALL + threadIdx.x; i < s.count * (s.slab / 8); i += gridDim.x * ALL)
             next[i] = make_uint4(~0u, ~0u, ~0u, ~0u);

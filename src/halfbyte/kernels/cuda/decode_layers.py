@@ -1,4 +1,4 @@
-"""`cuda/decode.cu`: all decoder layers of one token's step in one launch."""
+"""`cuda/decode.cu`: all decoder layers of a decoding step in one launch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ..tiling import ceil_div
 from . import Image, Kernel, cubin, remembered
 from .gemv4 import BLOCKSIZE, STEP, Blocks, Weight
 
-BATCH = 8  # rows at most: beyond, separate products are faster
-LONG_CACHE = 1024  # slots from which attention takes all blocks
-HEADS = (64, 128, 256)  # sizes that `attend.cuh` has lanes for
+BATCH = 8  # most sequences; for more, separate GEMMs are faster
+LONG_CACHE = 1024  # slots from which attention uses all blocks
+HEADS = (64, 128, 256)  # head sizes that `attend.cuh` supports
 
 
 def _struct(name: str, **fields: Any) -> type[ctypes.Structure]:
@@ -41,31 +41,31 @@ Step = _struct(
 
 
 def blocks_for(batch: int) -> Blocks:
-    """What `benchmarks.decode_layers` found best; one group, with `epilogue_warps_of` twelve warps in all."""
+    """Best blocks of `benchmarks.decode_layers`: one group, twelve warps with those of `epilogue_warps_of`."""
     return Blocks(2, 1, 11, 2) if batch == 1 else Blocks(2, 1, 8, 3)
 
 
 def epilogue_warps_of(batch: int) -> int:
-    """Warps that finish tiles; from 9 to 12 warps of a block leave each as many registers."""
+    """Warps that finish tiles; with 9 to 12 warps per block each warp has the same number of registers."""
     return 1 if batch == 1 else 4
 
 
 def queries_of(batch: int, size: int, group: int) -> int:
-    """Query heads of a block of attention at a time: so many that one turn is enough for most batches."""
+    """Query heads per block of attention at a time, chosen so that most batches need one round."""
     wanted = 1 if batch <= 4 or size > 128 else 2
     return math.gcd(wanted, group)
 
 
 def buffer_floats(blocks: Blocks, batch: int, size: int, queries: int) -> int:
-    """Of a buffer of partial sums: sums of a tile, or what attention's warps exchange; in whole pieces of 16 bytes."""
+    """Floats of a buffer of partial sums (a tile's, or those that attention's warps exchange), a multiple of 4."""
     attention = (queries + 1) * size + blocks.wk * queries * (size + 2)
     return 4 * ceil_div(max(blocks.wk * batch * 16 * blocks.rt, attention), 4)
 
 
 def splits_of(units: int, blocks: int, tiles: int, slots: int) -> int:
-    """Blocks that share the slots of a unit of attention, where there are so many; it has each for itself.
+    """Blocks that share the slots of a unit of attention, if there are enough blocks.
 
-    In a short cache two are enough, and only of those blocks that have fewest tiles of q, k and v: the others are late.
+    For a short cache at most two, and only blocks with the fewest tiles of q, k and v, since the others finish later.
     """
     long = slots >= LONG_CACHE
     free = blocks if long or tiles <= blocks else blocks - tiles % blocks
@@ -84,14 +84,14 @@ def _kernel(device: int, shared: int, constants: tuple[tuple[str, int], ...]) ->
 
 
 class Stacked:
-    """A stack as the kernel reads it: tables of pointers, tensors behind them, and buffers for what products exchange.
+    """A stack in the kernel's representation: tables of pointers, their tensors, and exchange buffers.
 
     Raises:
-        Unavailable: the kernel does not compile here.
+        Unavailable: the kernel does not compile on this device.
     """
 
     def __init__(self, hidden: Tensor, stack: Stack, blocks: Blocks):
-        self.stack, self.blocks, self.kept = stack, blocks, [hidden]
+        self.stack, self.blocks, self.held_tensors = stack, blocks, [hidden]
         self.hidden = torch.empty_like(hidden)
         layers = stack.layers
         self.ranks = self.shares = 0
@@ -135,7 +135,7 @@ class Stacked:
         )  # fmt: skip
 
     def constants(self, held: int | None = None) -> dict[str, int]:
-        """What `cuda/decode.cu` is compiled with, or would be with so many numbers of inputs in shared memory."""
+        """Constants of `cuda/decode.cu`, optionally for `held` input values in shared memory."""
         batch, held = self.batch, self.held if held is None else held
         queries = queries_of(batch, self.head, self.group)
         return dict(zip(("RT", "WR", "WK", "STAGES"), self.blocks, strict=True)) | {
@@ -154,17 +154,17 @@ class Stacked:
         }
 
     def shared_bytes(self, held: int | None = None) -> int:
-        """Of a block: what the image says, and u."""
+        """Shared memory of a block: the image's, and u."""
         image = _image(self.hidden.get_device(), tuple(self.constants(held).items()))
         return image.shared_for(self.batch) + 4 * self.batch * self.ranks
 
     def fits_in(self, numbers: int) -> bool:
-        """True if shared memory has room for so many of one row's inputs."""
+        """Return whether `numbers` input values of one sequence fit in shared memory."""
         return self.shared_bytes(numbers) <= device_of(self.hidden).shared_bytes
 
     def _hold(self, tensor: Tensor) -> int:
-        """The address of a tensor that stays."""
-        self.kept.append(tensor)
+        """Keep a tensor alive and return its address."""
+        self.held_tensors.append(tensor)
         return tensor.data_ptr()
 
     def _layer(self, layer: DecoderLayer, following: Tensor) -> Any:
@@ -221,22 +221,22 @@ def obstacle(hidden: Tensor, stack: Stack) -> str | None:
 
 
 def misfit(hidden: Tensor, stack: Stack, tile: int) -> str | None:
-    """Why the kernel, with tiles of so many rows, does not take these layers."""
+    """Return why the kernel, with tiles of `tile` rows, does not support these layers, or None."""
     weights = [weight for each in linears_of(stack) for weight in each.weights]
     return _formats(weights) or _shapes(hidden, stack, weights, tile) or _tensors(hidden, stack)
 
 
 def _formats(weights: list[Weight4]) -> str | None:
-    """All weights are alike."""
+    """Return a reason unless all weights have one supported format."""
     codes = [weight.nested[1] for weight in weights if weight.nested is not None]
-    alike = len({(weight.quant_type, weight.blocksize) for weight in weights}) == 1 and len(codes) in (0, len(weights))
-    if not alike or weights[0].blocksize != BLOCKSIZE or (codes and not (torch.stack(codes) == codes[0]).all()):
+    same = len({(weight.quant_type, weight.blocksize) for weight in weights}) == 1 and len(codes) in (0, len(weights))
+    if not same or weights[0].blocksize != BLOCKSIZE or (codes and not (torch.stack(codes) == codes[0]).all()):
         return "needs weights of one 4-bit format in blocks of 64"
     return None
 
 
 def _shapes(hidden: Tensor, stack: Stack, weights: list[Weight4], tile: int) -> str | None:
-    """Tiles of so many rows divide every product."""
+    """Return a reason unless tiles of `tile` rows divide every GEMM and other sizes fit."""
     linears, size = linears_of(stack), stack.layers[0].keys.shape[3]
     if any(weight.rows % tile or weight.packed.data_ptr() % 16 for weight in weights):
         return f"needs N in multiples of {tile}, at multiples of 16 bytes"
@@ -248,11 +248,11 @@ def _shapes(hidden: Tensor, stack: Stack, weights: list[Weight4], tile: int) -> 
     ups = [(begin, up.shape[1]) for each in linears for begin, up in filter(None, each.ups)]
     if any(rank % 16 for rank in downs) or any(begin % 8 or rank % 8 for begin, rank in ups):
         return "needs adapters' ranks in multiples of 16 in all and of 8 each"
-    return None if size in HEADS and stack.cos.shape[1] == size else "takes heads of 64, 128 and 256, all turned"
+    return None if size in HEADS and stack.cos.shape[1] == size else "takes heads of 64, 128 and 256, fully rotated"
 
 
 def _tensors(hidden: Tensor, stack: Stack) -> str | None:
-    """How tensors lie, and their dtypes."""
+    """Return a reason unless layouts, dtypes and devices of all tensors fit."""
     plain = [stack.cos, stack.sin]
     for each in linears_of(stack):
         plain += [tensor for tensor in (each.down, *[up[1] for up in each.ups if up]) if tensor is not None]
@@ -260,11 +260,11 @@ def _tensors(hidden: Tensor, stack: Stack) -> str | None:
         norms = layer.norm, layer.post_norm, layer.q_norm, layer.k_norm
         plain += [norm for norm in norms if norm is not None]
     caches = [cache for layer in stack.layers for cache in (layer.keys, layer.values)]
-    kept = caches[0].dtype
+    cached = caches[0].dtype
     if any(tensor.dtype is not hidden.dtype or not tensor.is_contiguous() for tensor in plain):
         return "needs contiguous norms and adapters in the dtype of the rows"
-    if kept not in (hidden.dtype, torch.float8_e4m3fn) or any(
-        c.dtype is not kept or not c.is_contiguous() for c in caches
+    if cached not in (hidden.dtype, torch.float8_e4m3fn) or any(
+        c.dtype is not cached or not c.is_contiguous() for c in caches
     ):
         return "needs contiguous caches in the dtype of the rows or in E4M3"
     packed = [weight.packed for each in linears_of(stack) for weight in each.weights]

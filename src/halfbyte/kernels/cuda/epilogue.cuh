@@ -1,13 +1,13 @@
-/* State that all warps of decode.cu have, and its epilogue warps, which finish tiles. */
+/* State of all warps of decode.cu, and its epilogue warps, which finish tiles. */
 
 #pragma once
 
-/* Constants, besides those of the parts: EPILOGUE_WARPS; VALUES of a tile that a index's lane has; floats of a BUFFER;
-FLAG_SYNC, for one row of x; HELD numbers of products' inputs in shared memory, 0 if not FLAG_SYNC. */
+/* Additional constants: EPILOGUE_WARPS; VALUES of a tile per lane of an epilogue warp; floats of a BUFFER; FLAG_SYNC,
+for one row of x; HELD numbers of products' inputs in shared memory, 0 without FLAG_SYNC. */
 constexpr u32 ALL = THREADS + 32 * EPILOGUE_WARPS;
-enum { FULL = 1, EPILOGUE_BARRIER = 3 }; /* barriers of a block by number; the first of each buffer */
+enum { FULL = 1, EPILOGUE_BARRIER = 3 }; /* named barriers of a block; FULL and FULL + 1 for the two buffers */
 
-/* Which shares of u = A x are this block's: those with the fewest tiles take turns. */
+/* This block's shares of u = A x: the blocks with the fewest tiles alternate. */
 struct LowRankShares {
     u32 shares, unit, apart, count;
 
@@ -19,12 +19,12 @@ struct LowRankShares {
     }
 };
 
-/* What all warps of a block have. */
+/* State of every warp of a block. */
 struct WarpState {
     const Step &s;
-    u16 *x;                        /* shared, if FLAG_SYNC: inputs of QKV and GATED, then of OUT and DOWN */
-    float *buffers, *factors, *u;    /* shared: two buffers; 1 / rms of each row; u [batch, ranks] */
-    u32 *starts, *served;          /* shared: the first slot of each row; how often a buffer was read */
+    u16 *x;                        /* shared, with FLAG_SYNC: inputs of QKV and GATED, then of OUT and DOWN */
+    float *buffers, *factors, *u;    /* shared: two buffers; 1 / rms of each sequence; u [batch, ranks] */
+    u32 *starts, *served;          /* shared: the first slot of each sequence; number of times a buffer was read */
     u32 warp, lane, last, launch, turn = 0; /* `turn`: of the buffers */
 
     __device__ __forceinline__ WarpState(const Step &s) : s(s), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {
@@ -37,7 +37,7 @@ struct WarpState {
         last = *s.slot, launch = s.counters[1];
     }
 
-    /* Where layer l's part of what blocks exchange begins. */
+    /* Offset of layer l's exchange slab. */
     __device__ __forceinline__ u64 slab(u32 l) const { return (u64)(launch % 2 * s.count + l) * s.slab; }
 
     __device__ __forceinline__ float *buffer() const { return buffers + turn % 2 * BUFFER; }
@@ -49,15 +49,15 @@ struct WarpState {
 };
 
 struct EpilogueWarp : WarpState {
-    static constexpr u32 PER = 32 / ROWS;                            /* rows of x that a index has at a time */
+    static constexpr u32 PER = 32 / ROWS;                            /* rows of x per warp at a time */
     u32 index, epoch, count = 0; /* `count`: of blocks at all barriers so far */
 
     __device__ __forceinline__ EpilogueWarp(const Step &s) : WarpState(s), index(warp - WARPS) {
-        epoch = launch * (4 * s.count + 1) + 1; /* before anything is put, epochs are 0 */
+        epoch = launch * (4 * s.count + 1) + 1; /* epochs of unwritten values are 0 */
     }
 
-    /* All blocks' epilogue warps are here, and all warps see what they put; if FLAG_SYNC, only the block's warps are, at
-       a new layer. */
+    /* Grid-wide barrier: all warps then see what all blocks' epilogue warps have written. With FLAG_SYNC only a
+       block-wide barrier at a new layer. */
     __device__ __forceinline__ void barrier(bool new_layer) {
         if (FLAG_SYNC) {
             if (new_layer)
@@ -79,7 +79,7 @@ struct EpilogueWarp : WarpState {
 
     __device__ __forceinline__ void epilogue_sync() const { named_barrier_sync<32 * EPILOGUE_WARPS>(EPILOGUE_BARRIER); }
 
-    /* Until all MMA warps have left a buffer, and when this epilogue warp is done with it. */
+    /* Wait until all MMA warps have written a buffer; signal that this epilogue warp has read it. */
     __device__ __forceinline__ void wait_for_sums() const { named_barrier_sync<ALL>(FULL + turn % 2); }
     __device__ __forceinline__ void done() {
         __syncwarp();
@@ -88,7 +88,7 @@ struct EpilogueWarp : WarpState {
         turn++;
     }
 
-    /* Put h, this lane's value of the residual stream, in row i of a tile. `normed`: what the next product takes. */
+    /* Write this lane's value h of the residual stream, row i of a tile. `normed`: input of the next product. */
     __device__ __forceinline__ void
     put_residual(u16 *normed, float norm, u32 m, u32 tile, u32 i, float h, bool inside) const {
         u16 bits = (u16)pair<BF16>(h, 0.0f);
@@ -106,7 +106,7 @@ struct EpilogueWarp : WarpState {
             put_with_epoch(s.squares + m * (s.width / ROWS) + tile, square, epoch);
     }
 
-    /* The residual stream as it comes in: nothing is added. */
+    /* Publish the incoming residual stream. */
     __device__ __forceinline__ void begin() const {
         for (u32 tile = blockIdx.x; tile < s.width / ROWS; tile += gridDim.x)
             for (u32 chunk = index; chunk * PER < s.batch; chunk += EPILOGUE_WARPS) {
@@ -117,7 +117,7 @@ struct EpilogueWarp : WarpState {
             }
     }
 
-    /* The sum of up to four numbers with epochs, `count` of those there are, which are on their way together. */
+    /* The sum of the first `count` of four numbers with epochs, loaded concurrently. */
     __device__ __forceinline__ static float take_four(const u64 *from, u32 apart, u32 count, u32 epoch) {
         u64 four[4] = {};
         float sum = 0;
@@ -132,7 +132,7 @@ struct EpilogueWarp : WarpState {
         return sum;
     }
 
-    /* 1 / rms of this index's rows. */
+    /* Compute 1 / rms of this warp's sequences. */
     __device__ __forceinline__ void measure() const {
         u32 tiles = s.width / ROWS;
         for (u32 chunk = index; chunk * PER < s.batch; chunk += EPILOGUE_WARPS)
@@ -157,7 +157,7 @@ struct EpilogueWarp : WarpState {
         return total;
     }
 
-    /* The MMA warps' shares of u. */
+    /* Publish the MMA warps' shares of u. */
     __device__ __forceinline__ void put_low_rank(const Product &product) {
         LowRankShares turns(product);
         for (u32 unit = turns.unit; unit < turns.count; unit += turns.apart) {
@@ -169,7 +169,7 @@ struct EpilogueWarp : WarpState {
         }
     }
 
-    /* u of this index's rows comes to shared memory, zero where a row has another adapter. */
+    /* Copy u of this warp's sequences to shared memory, zero where a sequence uses another adapter. */
     __device__ __forceinline__ void take_low_rank(const Product &product) const {
         u32 shares = LowRankShares(product).shares, size = s.batch * product.ranks;
         for (u32 chunk = index; chunk * PER < s.batch; chunk += EPILOGUE_WARPS) {
@@ -193,7 +193,7 @@ struct EpilogueWarp : WarpState {
         return sum;
     }
 
-    /* Begin to bring the rows of B that this index is going to need near. */
+    /* Prefetch the rows of B that this warp needs next to L2. */
     __device__ __forceinline__ void prefetch_b(const Product &product, u32 kind) const {
         for (u32 tile = blockIdx.x; tile < product.tiles && lane < ROWS; tile += gridDim.x) {
             Located p = locate(product, kind, tile, lane);
@@ -202,9 +202,9 @@ struct EpilogueWarp : WarpState {
         }
     }
 
-    struct Early { /* what a value of a tile needs besides the MMA warps' sums, while they are waited for */
-        float low, bias;   /* B u */
-        float h, norm;     /* of OUT and DOWN: what it is added to, and the next norm's weight there */
+    struct Early { /* inputs of a tile's value that can be loaded before the MMA warps' sums are complete */
+        float low, bias;   /* low: B u */
+        float h, norm;     /* for OUT and DOWN: the residual stream, and the next norm's weight */
     };
 
     __device__ __forceinline__ Early
@@ -221,7 +221,7 @@ struct EpilogueWarp : WarpState {
             e.norm = number<BF16>(layer.norms[kind == DOWN][n]);
         }
         e.bias = p.linear->bias ? number<BF16>(p.linear->bias[p.row]) : 0.0f;
-        for (u32 r = 0; r < p.linear->rank; r += 16) { /* two loads at a time are on their way */
+        for (u32 r = 0; r < p.linear->rank; r += 16) { /* two loads in flight */
             bool more = r + 8 < p.linear->rank;
             uint4 first = up[r / 8], second = more ? up[r / 8 + 1] : make_uint4(0, 0, 0, 0);
             e.low += times_eight(first, down + r);
@@ -231,7 +231,7 @@ struct EpilogueWarp : WarpState {
         return e;
     }
 
-    /* Put this lane's value of a tile. */
+    /* Write this lane's value of a tile. */
     __device__ __forceinline__ void finish(
         const Product &product, u32 l, u32 kind, u32 tile, u32 chunk, const Early &e) const {
         u32 m = chunk * PER + lane / ROWS, i = lane % ROWS;
@@ -240,7 +240,7 @@ struct EpilogueWarp : WarpState {
         if (inside) {
             y = total(m, i) + e.low;
             y = (kind == QKV || kind == GATED ? y * factors[m] : y) + e.bias;
-            y = number<BF16>((u16)pair<BF16>(y, 0.0f)); /* as every product's result is */
+            y = number<BF16>((u16)pair<BF16>(y, 0.0f)); /* round like every product's result */
         }
         if (kind == QKV) {
             put_four<BF16>(s.qkv + slab(l) + (u64)m * (product.tiles * ROWS) + tile * ROWS + i, y, inside);
@@ -254,7 +254,7 @@ struct EpilogueWarp : WarpState {
         }
     }
 
-    /* One of layer l's four products. */
+    /* Finish one of layer l's four products. */
     __device__ __forceinline__ void run(const Layer &layer, u32 l, u32 kind) {
         const Product &product = layer.products[kind];
         epoch++;
@@ -263,7 +263,7 @@ struct EpilogueWarp : WarpState {
                 prefetch_b(product, kind);
             put_low_rank(product);
         }
-        if (blockIdx.x >= product.tiles) /* who needs a number does not wait for it: its place may have a new one */
+        if (blockIdx.x >= product.tiles) /* do not wait for values that are not used: they may be overwritten */
             return;
         if (kind == QKV || kind == GATED)
             measure();
@@ -306,7 +306,7 @@ struct EpilogueWarp : WarpState {
 #pragma unroll 1
             for (u32 kind = QKV; kind <= DOWN; kind++) {
                 barrier(kind == QKV);
-                if (kind == QKV && index == 0 && l + 2 < s.count) /* nobody is in the layer before this one any more */
+                if (kind == QKV && index == 0 && l + 2 < s.count) /* the previous layer's table is free */
                     for (u32 word = lane; word < sizeof(Layer) / 8; word += 32)
                         ((u64 *)(tables() + (l + 2) % 3))[word] = ((const u64 *)(s.layers + l + 2))[word];
                 if (FLAG_SYNC && kind == QKV && l + 1 < s.count)
@@ -320,6 +320,6 @@ struct EpilogueWarp : WarpState {
             }
         }
         if (index == 0 && lane == 0 && atomic_add_release(s.counters) == count + gridDim.x - 1)
-            s.counters[0] = 0, s.counters[1]++; /* the last block: for the next launch */
+            s.counters[0] = 0, s.counters[1]++; /* the last block prepares the next launch */
     }
 };

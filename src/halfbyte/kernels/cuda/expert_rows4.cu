@@ -1,12 +1,13 @@
-/* A token's way through its experts, of NF4 and FP4 weights in blocks of 64, as the few tokens of a generation's step
-take it: two kernels, of which the first (DOWN 0) makes h of each of a token's top_k experts, silu(gate) · up, and the
-second (DOWN 1) the sum of their down products, weighted.
+/* The experts' MLP for the few tokens of a decoding step, with NF4 and FP4 weights in blocks of 64. Two kernels: the
+first (DOWN 0) computes h = silu(gate) · up for each of a token's top_k experts, the second (DOWN 1) the weighted sum of
+their down projections.
 
 The scheme is mma_gemv.cuh's for one row of x: W is the left operand, and columns of the right one are slices of K. A
-unit is 16 rows of an expert by 256 of K: where h is made, 8 of gate and 8 of up, so that a lane has both of a pair;
-else of each of a token's experts one after the other, whose sums are weighted as they are added. A group of WK warps has
-a tile of rows and its warps take units in turn, each one ahead. Codes come straight to registers, since nobody shares
-them: a lane's are two slices, one block. The first kernel's sums are rounded as gate and up are where they are stored.
+unit is 16 rows of an expert by 256 columns. The first kernel takes 8 rows of gate and 8 of up, so that a lane has both
+values of a pair. The second iterates over a token's experts and weights their sums as they are added. A group of WK
+warps has a tile of rows; its warps alternate over units and load AHEAD units in advance. Codes are loaded directly to
+registers, since no other warp needs them: a lane has two slices, one block. The first kernel rounds its sums to x's
+dtype, like stored gate and up.
 
 Constants: DOWN, WR, WK, AHEAD, NESTED, BF16 (else fp16), ORIGIN. */
 
@@ -28,7 +29,7 @@ struct Chosen {
     }
 };
 
-/* A lane's part of a unit: rows g and g + 8 of the tile, slices 2t and 2t + 1; of x, slice g if it is one of these. */
+/* A lane's part of a unit: rows g and g + 8 of the tile, slices 2t and 2t + 1; slice g of x if it is one of these. */
 struct Unit {
     uint4 codes[2][2];
     u32 absmax[2];
@@ -55,7 +56,7 @@ struct Unit {
         weight = DOWN ? chosen.weight(slot) : 1.0f;
     }
 
-    /* Add its products to the sums of rows g and g + 8. */
+    /* Add the unit's products to the sums of rows g and g + 8. */
     __device__ __forceinline__ void add_to(float (&total)[2], float shift, u32 lane) const {
         uint4 slice[4];
         u32 lane4 = lane * 4;
@@ -99,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) expert_rows4(Table4 w, 
     u32 tile = group * gridDim.x + blockIdx.x, turn = 0;
     Unit units_ahead[AHEAD];
     u32 next_tile = tile, next = own;
-    auto fetch = [&](Unit &unit) { /* the one that comes next after those under way, if there is one */
+    auto fetch = [&](Unit &unit) { /* load the next unit, if there is one */
         if (next_tile >= tiles || own >= units)
             return;
         unit.load(w, chosen, next_tile, next, lane);

@@ -1,12 +1,12 @@
-// 4-bit weights to E4M3 codes, as they lie or turned; E4M3 codes turned. Bytes moved: 1.5 a weight, and 2;
-// instructions: about 4 a weight, and 1.
+// Conversion of 4-bit weights to E4M3 in either orientation, and transposition of E4M3 codes. Bytes moved: 1.5 a
+// weight, and 2; instructions: about 4 a weight, and 1.
 //
-// A scale's sixteen values are cast once, into a table of sixteen bytes in four registers. A word of eight codes then
-// needs no arithmetic: PRMT takes four of eight bytes by four selectors of three bits, and the codes' nibbles are the
-// selectors. Two of them, for the halves of the table, and a mask from the fourth bits make four values.
+// The sixteen values of a scale are cast once, into a table of sixteen bytes in four registers. A word of eight codes
+// then needs no arithmetic: PRMT selects four of eight bytes by four selectors of three bits, and the codes' nibbles
+// are the selectors. Two PRMTs, for the halves of the table, and a mask from the fourth bits give four values.
 //
-// Constants: NESTED, SHIFT (log2 of the block size, at least 5). K is a multiple of 32 (16 for codes that are only
-// turned), N of 4 where it is turned.
+// Constants: NESTED, SHIFT (log2 of the block size, at least 5). K is a multiple of 32 (16 for transposition of codes),
+// N a multiple of 4 if the result is transpose.
 
 #include "warp.cuh"
 
@@ -55,7 +55,7 @@ struct Table {
         }
     }
 
-    // Values 1, 0, 3, 2 of the four codes in the lower half of `selectors` and `tops` (three lower bits; the fourth).
+    // Values 1, 0, 3, 2 of the four codes in the lower half of `selectors` (three low bits) and `tops` (fourth bits).
     __device__ __forceinline__ u32 four(u32 selectors, u32 tops) const {
         const u32 upper = prmt(0xff00, 0, tops);
         return (prmt(words[0], words[1], selectors) & ~upper) | (prmt(words[2], words[3], selectors) & upper);
@@ -75,8 +75,8 @@ __device__ __forceinline__ void load16(const float* source, float (&values)[16])
     }
 }
 
-// A thread takes sixteen weights: eight bytes of codes are sixteen of E4M3.
-extern "C" __global__ void __launch_bounds__(256) straight(Weight weight, u8* out, u32 stride) {
+// A thread converts sixteen weights: eight bytes of codes are sixteen of E4M3.
+extern "C" __global__ void __launch_bounds__(256) to_e4m3(Weight weight, u8* out, u32 stride) {
     asm volatile("griddepcontrol.wait;" ::: "memory");
     const u64 at = (u64)blockIdx.x * 256 + threadIdx.x;
     const u32 across = weight.columns / 16;
@@ -95,16 +95,16 @@ extern "C" __global__ void __launch_bounds__(256) straight(Weight weight, u8* ou
     *(uint4*)(out + row * stride + (at - row * across) * 16) = values;
 }
 
-// Bytes j of four words, as one word.
-__device__ __forceinline__ void turn(const u32 (&rows)[4], u32 (&columns)[4]) {
+// Transpose the bytes of four words.
+__device__ __forceinline__ void transpose_bytes(const u32 (&rows)[4], u32 (&columns)[4]) {
     const u32 a = prmt(rows[0], rows[1], 0x5140), b = prmt(rows[0], rows[1], 0x7362);
     const u32 c = prmt(rows[2], rows[3], 0x5140), d = prmt(rows[2], rows[3], 0x7362);
     columns[0] = prmt(a, c, 0x5410), columns[1] = prmt(a, c, 0x7632);
     columns[2] = prmt(b, d, 0x5410), columns[3] = prmt(b, d, 0x7632);
 }
 
-// A thread takes four rows of 32 weights, a warp 128 rows: a column of the warp's is a line of 128 bytes.
-extern "C" __global__ void __launch_bounds__(128) turned(Weight weight, u8* out, u32 stride) {
+// A thread converts four rows of 32 weights, a warp 128 rows: a column of the warp is a line of 128 bytes.
+extern "C" __global__ void __launch_bounds__(128) to_e4m3_transposed(Weight weight, u8* out, u32 stride) {
     asm volatile("griddepcontrol.wait;" ::: "memory");
     const u32 across = (weight.columns / 32 + 3) / 4;
     const u32 first = (blockIdx.x % across * 4 + threadIdx.x / 32) * 32;
@@ -128,19 +128,19 @@ extern "C" __global__ void __launch_bounds__(128) turned(Weight weight, u8* out,
     u8* column = out + (u64)first * stride + row;
 #pragma unroll
     for (int word = 0; word < 4; word++) {
-        u32 half[2][4], turned[4];
+        u32 half[2][4], columns[4];
         for (int i = 0; i < 4; i++) tables[i].eight(codes[i][word], half[0][i], half[1][i]);
         for (int h = 0; h < 2; h++) {
-            turn(half[h], turned);
-            for (int j = 0; j < 4; j++) *(u32*)(column + (j ^ 1) * (u64)stride) = turned[j];  // 1, 0, 3, 2 in order
+            transpose_bytes(half[h], columns);
+            for (int j = 0; j < 4; j++) *(u32*)(column + (j ^ 1) * (u64)stride) = columns[j];  // 1, 0, 3, 2 in order
             column += 4 * (u64)stride;
         }
     }
 }
 
-// A thread takes four rows of 16 codes, a warp 128 rows, a block 128 columns.
+// A thread transposes four rows of 16 codes, a warp 128 rows, a block 128 columns.
 extern "C" __global__ void __launch_bounds__(256)
-transposed(const u8* codes, u8* out, u32 rows, u32 columns, u32 stride) {
+transpose(const u8* codes, u8* out, u32 rows, u32 columns, u32 stride) {
     asm volatile("griddepcontrol.wait;" ::: "memory");
     const u32 across = (columns + 127) / 128;
     const u32 first = blockIdx.x % across * 128 + threadIdx.x / 32 * 16;
@@ -154,8 +154,8 @@ transposed(const u8* codes, u8* out, u32 rows, u32 columns, u32 stride) {
     u8* column = out + (u64)first * stride + row;
 #pragma unroll
     for (int word = 0; word < 4; word++) {
-        u32 turned[4];
-        turn(words[word], turned);
-        for (int j = 0; j < 4; j++, column += stride) *(u32*)column = turned[j];
+        u32 column_words[4];
+        transpose_bytes(words[word], column_words);
+        for (int j = 0; j < 4; j++, column += stride) *(u32*)column = column_words[j];
     }
 }

@@ -1,20 +1,22 @@
-"""`cuda/float8.cu`: 4-bit weights to E4M3, either way round, and E4M3 codes turned.
+"""`cuda/float8.cu`: conversion of 4-bit weights to E4M3 in either orientation, and transposition of E4M3 codes.
 
-Measured on an H200 over the weights of an 8B model: 19 and 17 µs on average, turned and straight, where
-Triton took 55 and 49.
+Measured on an H200, average over the weights of an 8B model: 19 µs transposed and 17 straight; Triton takes 55 and 49.
+
+FP8 GEMMs on GPUs with FP8 units are torch._scaled_mm.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...ops.blockwise4_float8 import float8_of_blockwise4
 from ...ops.codebooks import codebook4
-from ...ops.float8 import E4M3, transpose_float8
+from ...ops.float8 import E4M3, emulated, float8_of_blockwise4, fp8_product, transpose_float8
+from ...utils.notices import notice
 from ..device import HOPPER, NEEDS_HOPPER, device_at, device_of
 from ..tiling import ceil_div
 from . import Kernel, cubin, remembered
@@ -47,7 +49,8 @@ def _launch(
 
 
 def _obstacle(tensor: Tensor, shape: tuple[int, int], columns: int, out: Tensor | None, stride: int) -> str | None:
-    """For `tensor` [N, K], K in multiples of `columns`; without `out`, `stride` is that of what is made."""
+    """Return why `tensor` [N, K] is not supported, or None. K must be a multiple of `columns`; `stride` is the result's
+    row stride without `out`."""
     if not device_of(tensor).at_least(HOPPER):  # griddepcontrol
         return NEEDS_HOPPER
     stride, address = (stride, 0) if out is None else (out.stride(0), out.data_ptr())
@@ -79,7 +82,15 @@ def of_blockwise4(
     blocks = ceil_div(rows, 128) * ceil_div(width, 128) if transposed else ceil_div(rows * width // 16, threads)
     weight = Weight(*[tensor.data_ptr() for tensor in tensors], rows, width)
     arguments = [weight, ctypes.c_void_p(out.data_ptr()), ctypes.c_uint32(out.stride(0))]
-    _launch("turned" if transposed else "straight", nested is not None, blocksize, blocks, threads, arguments, out)
+    _launch(
+        "to_e4m3_transposed" if transposed else "to_e4m3",
+        nested is not None,
+        blocksize,
+        blocks,
+        threads,
+        arguments,
+        out,
+    )
     return out
 
 
@@ -95,5 +106,34 @@ def transpose(codes: Tensor, out: Tensor | None = None) -> Tensor:
     codes = codes.contiguous()
     places = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (codes, out)]
     numbers = [ctypes.c_uint32(number) for number in (rows, width, out.stride(0))]
-    _launch("transposed", False, 64, ceil_div(rows, 128) * ceil_div(width, 128), 256, [*places, *numbers], out)
+    _launch("transpose", False, 64, ceil_div(rows, 128) * ceil_div(width, 128), 256, [*places, *numbers], out)
     return out
+
+
+MULTIPLE = 16  # of the sizes of an FP8 GEMM
+
+
+def scaled_mm_obstacle(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, *_: Any) -> str | None:
+    needed = (9, 0) if b_scale.dim() else (8, 9)  # scales per row: Hopper and later
+    if not device_of(a).at_least(needed):
+        return f"{a.device.type} has no FP8 units that torch multiplies with"
+    if a.shape[1] % MULTIPLE or b.shape[0] % MULTIPLE:
+        return f"{a.shape[1]} and {b.shape[0]} are not both multiples of {MULTIPLE}, as FP8 products need"
+    return None
+
+
+@fp8_product.kernel("cuda", unless=scaled_mm_obstacle, rank=1)
+def scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out: Tensor, fast: bool) -> None:
+    if b_scale.dim():
+        a_scale, b_scale = a_scale.expand(a.shape[0], 1).contiguous(), b_scale.view(1, -1)
+    result = out if out.dtype is torch.bfloat16 else torch.empty_like(out, dtype=torch.bfloat16)
+    torch._scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=torch.bfloat16, use_fast_accum=fast, out=result)
+    if result is not out:
+        out.copy_(result)
+
+
+@fp8_product.kernel("cuda", rank=2)
+def emulate(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out: Tensor, fast: bool) -> None:
+    why = scaled_mm_obstacle(a, b, a_scale, b_scale)
+    notice("fp8-product-cuda", f"{why}: FP8 codes are multiplied in 16 or 32 bits, with equal results")
+    emulated(a, b, a_scale, b_scale, out)

@@ -1,24 +1,22 @@
-/* y = x Wᵀ + b for up to 64 rows of x, on Hopper's tensor cores: what the formats' kernels share.
+/* y = x Wᵀ + b for up to 64 rows of x, with Hopper's tensor cores, for any format of W.
 
-With so many rows what counts is how often x comes from the second-level cache: once for every tile of rows of W. So
-a tile has 64·GROUPS rows, and K is cut instead, in K tiles of 128 columns. The pairs of K tiles of all tiles, tile
-after tile, are dealt out to the blocks evenly, in one piece each. A block puts its partial sums of each tile that
-it meets at place block + tile of `partials`, and the second kernel, add(), adds up a tile's in the blocks' order.
+With so many rows the cost is how often x is read from the L2 cache: once for every tile of rows of W. So a tile has
+64·GROUPS rows, and K is split instead, into K tiles of 128 columns. The pairs of K tiles of all tiles, in order of
+tiles, are divided evenly among the blocks, in one contiguous range each. A block writes its partial sums of each tile
+to entry block + tile of `partials`, and the second kernel, add(), adds a tile's partial sums in order of blocks.
 
 A group of four warps has 64 rows of W as wgmma's left operand, in registers: 16 rows a warp, laid out as for
-mma.m16n8k16. While a group's products of so many columns run, it makes the operands of the next: of 64 columns with
-few rows of x, else of 32, for registers would be spilled or too few left to PRODUCERS more warps. These copy K tiles
-of W and x to a ring of STAGES stages, so that groups wait for copies alone, not for each other.
+mma.m16n8k16. While the products of some columns run, a group decodes the operands of the next: 64 columns with few rows
+of x, otherwise 32, so that registers do not spill and suffice for PRODUCERS more warps. These copy K tiles of W and x
+to a ring of STAGES stages, so that groups wait for copies only, not for each other.
 
-With g = lane / 4 and t = lane % 4, a lane has pairs of neighbouring columns of rows g and g + 8 of W: what of 128
-columns is in whose operands is the format's. x's pairs take the places that these have in K as they are copied, 4
-bytes each.
+With g = lane / 4 and t = lane % 4, a lane has pairs of neighbouring columns of rows g and g + 8 of W. Which of 128
+columns are in which operand depends on the format. x's pairs are copied to the corresponding places, 4 bytes each.
 
-A format is a class with W's shape (rows, columns), TABLE and BYTES (of W in a stage), and these functions: position
-says where a pair of columns goes, half of the K tile · 32 + 16-byte piece of a row of x · 4 + t; fetch begins to
-copy a producer's share of a K tile of a tile; build fills the table; make gives the operands of a quarter of a K
-tile, from what it keeps of a K tile in Kept. SCALED says that they are multiplied by their scales; else the sums of
-each half are.
+A format is a class with W's shape (rows, columns), TABLE and BYTES (bytes of W in a stage), and these functions.
+position: place of a pair of columns, half of the K tile · 32 + 16-byte piece of a row of x · 4 + t. fetch: start
+copying a producer's share of a K tile. build: fill the table. make: decode the operands of a quarter of a K tile; Kept
+is its state within a K tile. SCALED: operands are multiplied by their scales; otherwise the sums of each half are.
 
 Constants: NT (2, 4, 6 or 8 tiles of 8 rows of x), GROUPS (1, 2 or 4), STAGES, BF16 (else fp16). */
 
@@ -26,36 +24,36 @@ Constants: NT (2, 4, 6 or 8 tiles of 8 rows of x), GROUPS (1, 2 or 4), STAGES, B
 
 #include "ring.cuh"
 
-constexpr u32 ROWS = 16 * WARPS, THREADS = 32 * WARPS; /* all but the producers */
+constexpr u32 ROWS = 16 * WARPS, THREADS = 32 * WARPS; /* threads without the producers */
 constexpr u32 HALF = 1024 * NT; /* bytes of x for half a K tile */
-constexpr u32 PARTIAL = WARPS * NT * 32; /* of four sums */
-/* For so many threads the compiler leaves 96 registers each, or 80, so that a block of add() fits beside; then groups
-take some of the producers'. */
+constexpr u32 PARTIAL = WARPS * NT * 32; /* groups of four sums */
+/* With this many threads the compiler uses at most 96 registers each, or 80, which leaves room for a block of add() on
+the multiprocessor; groups then take registers from the producers. */
 constexpr u32 BOUND = NT < 6 ? 768 : 640;
-constexpr u32 QUARTERS = NT < 6 ? 2 : 1; /* of a K tile, whose products run at once */
-constexpr u32 TOGETHER = 8; /* partials that are on their way at once: most tiles have 8, or 16 */
-constexpr int EARLY = 2; /* stages whose weights are copied before x may be */
+constexpr u32 QUARTERS = NT < 6 ? 2 : 1; /* quarters of a K tile whose products run concurrently */
+constexpr u32 TOGETHER = 8; /* partial sums loaded concurrently: most tiles have 8 or 16 */
+constexpr int EARLY = 2; /* stages whose weights are copied before griddepcontrol_wait() */
 
-/* Bytes of a stage and of a block, for a format W; a stage has two barriers. */
+/* Bytes of a stage and of a block, for a format W; each stage has two barriers. */
 template <typename W> constexpr u32 STAGE = (2 * HALF + W::BYTES + 1023) / 1024 * 1024;
 template <typename W> constexpr u32 SHARED = W::TABLE + STAGES * (STAGE<W> + 16);
 
-struct Quarter { /* a lane's operands of 32 columns and, where they are not scaled yet, scales of rows g and g + 8 */
+struct Quarter { /* a lane's operands of 32 columns and, if they are not scaled yet, scales of rows g and g + 8 */
     u32 a[2][4];
     float scale[2];
 };
 
-/* The first pair of K tiles of a block, all tiles' pairs counted. */
+/* Index of a block's first pair of K tiles, among the pairs of all tiles. */
 __device__ __forceinline__ u32 first_pair(u32 block, u32 blocks, u32 pairs) { return block * pairs / blocks; }
-/* The block that has a pair. */
+/* The block that computes a pair. */
 __device__ __forceinline__ u32 block_of(u32 pair, u32 blocks, u32 pairs) { return ((pair + 1) * blocks - 1) / pairs; }
 
-/* Begin to copy a producer's share of x's columns of a K tile to a stage: rows 2 · producer and + 1 of every 8. Rows
-beyond the batch are the last again; their sums are not read. */
+/* Start copying a producer's share of x's columns of a K tile to a stage: rows 2 · producer and + 1 of every 8. Rows
+beyond the batch repeat the last one; their sums are not read. */
 template <typename W>
 __device__ __forceinline__ void
 fetch_x(u32 stage, const u16 *x, u32 columns, u32 k_tile, u32 batch, u32 producer, u32 lane) {
-    constexpr u32 APART = W::position(32) / 32 * HALF + W::position(32) % 4 * 4; /* to a lane's second pair */
+    constexpr u32 APART = W::position(32) / 32 * HALF + W::position(32) % 4 * 4; /* distance to a lane's second pair */
     u32 at = W::position(lane), position = at / 32 * HALF + at / 4 % 8 * 16 + at % 4 * 4;
     const u16 *from = x + k_tile * 128 + lane * 2;
     opaque(from);
@@ -72,7 +70,7 @@ fetch_x(u32 stage, const u16 *x, u32 columns, u32 k_tile, u32 batch, u32 produce
     }
 }
 
-/* What a producer does for a block's K tiles from `now` to `end`. */
+/* The producers: copy a block's K tiles from `now` to `end`. */
 template <typename W>
 __device__ __forceinline__ void
 produce(const W &w, Ring ring, const u16 *x, u32 batch, u32 now, u32 end, u32 producer, u32 lane) {
@@ -104,7 +102,7 @@ produce(const W &w, Ring ring, const u16 *x, u32 batch, u32 now, u32 end, u32 pr
     }
 }
 
-/* What the other warps do. */
+/* The other warps: multiply. */
 template <typename W>
 __device__ __forceinline__ void consume(const W &w, Ring ring, float4 *partials, u32 now, u32 end, u32 warp, u32 lane) {
     u32 k_tiles = w.columns / 128, k_tile = now % k_tiles;
@@ -165,7 +163,7 @@ __device__ __forceinline__ void consume(const W &w, Ring ring, float4 *partials,
         k_tile = k_tile + 1 == k_tiles ? 0 : k_tile + 1;
         if (now + 1 < end)
             mbarrier_wait(ring.full + ring.at, ring.turn);
-        make(first, 0); /* past the end it is of what was there before */
+        make(first, 0); /* after the last K tile it decodes stale data, which is not used */
         complete(second, 4 - QUARTERS);
         __syncwarp();
         if (lane == 0)
@@ -204,13 +202,13 @@ template <typename W> __device__ __forceinline__ void product(const W &w, const 
     }
 }
 
-/* What an adapter adds: u Bᵀ for u [batch, rank], its rows `apart` numbers apart, and B [rows, rank]; no rank, no term.
-Tensor cores take it to 16 rows of W by 8 of x, laid out as their sums. */
+/* An adapter's term u Bᵀ for u [batch, rank], with row stride `apart`, and B [rows, rank]; rank 0: none. Tensor cores
+compute it for 16 rows of W by 8 of x, in the layout of their sums. */
 struct Term {
     const u16 *u, *b;
     u32 apart, rank; /* multiples of 8 */
 
-    struct Operands { /* 16 ranks of a lane's two rows of B and its row of u: neighbours, in another order */
+    struct Operands { /* 16 ranks of a lane's two rows of B and its row of u, in a permuted order */
         uint2 low, high, with;
 
         __device__ __forceinline__ void add_to(float (&sum)[4]) const {
@@ -219,13 +217,13 @@ struct Term {
         }
     };
 
-    /* Bring rows n and n + 8 of B near. */
+    /* Prefetch rows n and n + 8 of B to L2. */
     __device__ __forceinline__ void begin(u32 n, u32 rows) const {
         for (u32 r = threadIdx.x % 4 * 64; r < rank; r += 256)
             prefetch(b + (u64)min(n, rows - 1) * rank + r), prefetch(b + (u64)min(n + 8, rows - 1) * rank + r);
     }
 
-    /* The operands of rows n and n + 8 of W and m of x, from rank r on. */
+    /* Operands of rows n and n + 8 of W and row m of x, from rank r on. */
     __device__ __forceinline__ Operands load(u32 r, u32 n, u32 m, u32 rows, u32 batch) const {
         r += threadIdx.x % 4 * 4;
         if (r >= rank)
@@ -237,14 +235,14 @@ struct Term {
     }
 };
 
-/* y: `factor` times the sum of each tile's partials, of a product that `blocks` blocks made. A thread has four sums. */
+/* y = `factor` times the sum of each tile's partial sums, which `blocks` blocks wrote. A thread adds four sums. */
 extern "C" __global__ void __launch_bounds__(256)
 add(const float4 *partials, const u16 *bias, u16 *out, const float *factor, u32 rows, u32 columns, u32 batch,
     u32 blocks, Term term) {
     u32 k_tiles = columns / 256, pairs = (rows + ROWS - 1) / ROWS * k_tiles;
     u32 at = blockIdx.x * 256 + threadIdx.x, tile = at / PARTIAL, i = at % PARTIAL, lane = i % 32;
     u32 row = tile * ROWS + i / (NT * 32) * 16 + lane / 4, m = i / 32 % NT * 8 + lane % 4 * 2;
-    u32 u_row = i / 32 % NT * 8 + lane / 4; /* of the term */
+    u32 u_row = i / 32 % NT * 8 + lane / 4; /* row of u */
     u32 block = block_of(tile * k_tiles, blocks, pairs), last = block_of(tile * k_tiles + k_tiles - 1, blocks, pairs);
     float total[4] = {}, scale = factor ? *factor : 1.0f;
     partials += (u64)tile * PARTIAL + i;

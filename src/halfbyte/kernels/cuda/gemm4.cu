@@ -1,4 +1,4 @@
-/* Products of up to 64 rows with NF4 and FP4 weights, see gemm.cuh and wgmma4.cuh. */
+/* GEMM of up to 64 rows with NF4 and FP4 weights, see gemm.cuh and wgmma4.cuh. */
 
 #include "warp.cuh"
 #include "wgmma4.cuh"

@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...ops.gemv4 import linear_blockwise4
+from ...ops.blockwise4 import linear_blockwise4
 from ..device import device_at, device_of, multiprocessors_of, origin_of
 from ..tiling import ceil_div
 from . import Kernel, cubin, remembered
 from .gemv4 import BLOCKSIZE, Nested, Term, mma_obstacle, weight_of
 
 FEWEST, BATCH = 9, 64  # rows of x
-CAPABILITY = 9  # wgmma is of 9.x alone
-STEP = 256  # columns of K that are dealt out together
+CAPABILITY = 9  # only compute capability 9.x has wgmma
+STEP = 256  # columns of K in a unit of work
 COPYING, ADDED = 128, 256  # threads of a block that copy; threads of a block of `add`
-PARTS = 16  # of a tile at most, about
+PARTS = 16  # most parts of a tile, approximately
 
 
 class _Term(ctypes.Structure):
@@ -31,24 +31,24 @@ class _Term(ctypes.Structure):
 
 
 class Blocks(NamedTuple):
-    """Constants of `cuda/gemm.cuh`: tiles of 64 · `groups` rows, `stages` of the ring."""
+    """Constants of `cuda/gemm.cuh`: tiles of 64 · `groups` rows, `stages` of the ring buffer."""
 
     groups: int
     stages: int
 
 
 def tiles_of(batch: int) -> int:
-    """Tiles of 8 rows of x, an even number."""
+    """Tiles of 8 rows of x, rounded up to an even number."""
     return 2 * ceil_div(batch, 16)
 
 
 def blocks_for(tiles: int) -> Blocks:
-    """The largest tile; more stages would take the first-level cache, through which x comes."""
+    """The largest tile; more stages would reduce the L1 cache, through which x is read."""
     return Blocks(4, 4 if tiles <= 4 else 3)
 
 
 def grid_for(tiles: int, steps: int, multiprocessors: int) -> int:
-    """The fewest blocks that end as early as with one on every multiprocessor, or `PARTS` to a tile."""
+    """The fewest blocks that finish as early as one per multiprocessor, with at most `PARTS` per tile."""
     blocks = min(multiprocessors, tiles * min(steps, PARTS))
     return ceil_div(tiles * steps, ceil_div(tiles * steps, blocks))
 
@@ -57,26 +57,26 @@ def grid_for(tiles: int, steps: int, multiprocessors: int) -> int:
 def _kernel(
     name: str, blocks: Blocks, device: int, tiles: int, bf16: bool, struct: type[ctypes.Structure], constants: tuple
 ) -> tuple[Kernel, Kernel]:
-    """What multiplies, and what adds up the tiles' parts."""
+    """The GEMM, and the kernel that adds the tiles' parts."""
     values = {"GROUPS": blocks.groups, "STAGES": blocks.stages, "NT": tiles, "BF16": int(bf16), **dict(constants)}
     image = cubin(name, device_at(device).capability, values | {"ORIGIN": origin_of(device)}, [struct, _Term])
     return Kernel(image, name), Kernel(image, "add", 0)
 
 
 def wgmma_obstacle(x: Tensor, *of_weight: Tensor) -> str | None:
-    """Why these kernels do not take these, whatever the size of blocks; None: they do."""
+    """Return why these kernels refuse x and the weight's tensors whatever the block size, or None."""
     if x.shape[0] > BATCH:
         return "takes up to 64 rows"
     return mma_obstacle(x, *of_weight) or wgmma_capability(x)
 
 
 def wgmma_capability(x: Tensor) -> str | None:
-    """Why x's device has no wgmma; None: it has."""
+    """Return a reason if x's device has no wgmma, else None."""
     return "needs wgmma, of compute capability 9.x alone" if device_of(x).capability[0] != CAPABILITY else None
 
 
 def adds(term: Term) -> bool:
-    """True if the kernels can add this term: eights of 16-bit numbers, read 16 bytes at a time."""
+    """Return whether the kernels can add this term: groups of eight 16-bit numbers, read 16 bytes at a time."""
     return term is None or (
         term[1].is_contiguous()
         and (term[0].stride(1), term[0].stride(0) % 8, term[0].shape[1] % 8) == (1, 0, 0)
@@ -88,7 +88,7 @@ def launch(
     name: str, weight: ctypes.Structure, x: Tensor, bias: Tensor | None, factor: Tensor | None, rows: int,
     blocks: Blocks | None = None, term: Term = None, **constants: int,
 ) -> Tensor:  # fmt: skip
-    """`factor` · x·Wᵀ + b + u·Bᵀ by the kernel `name`, of parameters weight, x, the tiles' parts and x's rows."""
+    """`factor` · x·Wᵀ + b + u·Bᵀ by the kernel `name`, with parameters weight, x, the tiles' parts and x's rows."""
     device, (batch, columns), tiles = x.get_device(), x.shape, tiles_of(x.shape[0])
     blocks = blocks or blocks_for(tiles)
     tile = 64 * blocks.groups

@@ -1,20 +1,19 @@
-/* Products of up to 64 rows with weights of 4 bits in bit planes (ops.bitplane, ops.hqq), see gemm.cuh; the table is
-planes.cu's. Of 128 columns of a row, a lane has the block of 32 that is lane % 4-th: 16 bytes of codes.
+/* GEMM of up to 64 rows with 4-bit weights in bit planes (ops.bitplane, ops.hqq), see gemm.cuh; the table is as in
+planes.cu. Of 128 columns of a row, a lane has the block of 32 number lane % 4: 16 bytes of codes.
 
-Constants: BITS (4), GROUP (weights that share HQQ's scale and zero; 0: E4M4 scales of blocks), and those of
-gemm.cuh. */
+Constants: BITS (4), GROUP (weights per scale and zero of HQQ; 0: E4M4 scales of blocks), and those of gemm.cuh. */
 
 #include "planes.cuh"
 #include "gemm.cuh"
 
 struct Weight : Planes {
     static constexpr u32 SHARED_BY = GROUP ? GROUP : 32;
-    /* Of a stage: a row's words of scales, behind which are as many of zeros. */
+    /* In a stage: words of scales per row, followed by as many of zeros. */
     static constexpr u32 WORDS = GROUP == 32 ? 2 : 1, SCALES = GROUP ? 8 * WORDS : 4;
     static constexpr u32 TABLE = 65536, CODES = 64 * ROWS, BYTES = CODES + ROWS * SCALES;
     static constexpr bool SCALED = true;
 
-    struct Kept { /* of rows g and g + 8: words whose bytes are indices; pairs of the scale, and of - zero · scale */
+    struct Kept { /* for rows g and g + 8: words whose bytes are indices; pairs of the scale, and of - zero · scale */
         u32 words[2][4], scale[2], zero[2];
     };
 
@@ -22,7 +21,7 @@ struct Weight : Planes {
         return pair % 16 / 8 * 32 + pair % 8 * 4 + pair / 16;
     }
 
-    struct Lane { /* its row, where its block of codes and its scales are, lane · 4 */
+    struct Lane { /* row of W, offsets of its block of codes and of its scales, lane · 4 */
         u32 row, codes, scales, lane4;
 
         __device__ __forceinline__ Lane(u32 warp, u32 lane) {
@@ -32,7 +31,7 @@ struct Weight : Planes {
         }
     };
 
-    /* Rows beyond the last are the last again. */
+    /* Rows beyond the last repeat the last one. */
     __device__ __forceinline__ void fetch(u32 stage, u32 tile, u32 k_tile, u32 producer, u32 lane) const {
         u32 last = rows - 1, to = stage + (producer * 32 + lane) * 16;
         const u8 *codes = packed + k_tile * 64 + lane % 4 * 16;

@@ -1,4 +1,4 @@
-/* Products of up to 16 rows with NF4 and FP4 weights; see split_k.cuh and weight4.cuh. */
+/* GEMM of up to 16 rows with NF4 and FP4 weights; see split_k.cuh and weight4.cuh. */
 
 #include "weight4.cuh"
 
@@ -21,7 +21,7 @@ struct Decoder : Weight {
         __device__ __forceinline__ Source(const Weight &w, u32 tile, u32 k_tile, u32 lane)
             : w(w), tile(tile), k_tile(k_tile), lane(lane) {}
 
-        /* Begin to copy the K tile to a stage; zeros for rows that are not there. */
+        /* Start copying the K tile to a stage; zeros for rows that do not exist. */
         __device__ __forceinline__ void fetch(u8 *stage) const {
             u32 at = lane / 8, piece = lane % 8, row = tile * ROWS, columns = w.columns;
 #pragma unroll
@@ -48,7 +48,7 @@ struct Decoder : Weight {
         }
     };
 
-    struct Operands { /* x comes from the first-level cache when it is needed */
+    struct Operands { /* x is read from the L1 cache when it is needed */
         const Weight &w;
         const u16 *x;
         u32 batch, lane;

@@ -1,4 +1,4 @@
-"""`cuda/gemv4.cu`: GEMM of up to 16 rows with a 4-bit weight on tensor cores, and what its relatives share."""
+"""`cuda/gemv4.cu`: GEMM of up to 16 rows with a 4-bit weight on tensor cores; shared parts of the 4-bit kernels."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...ops.blockwise4 import linear_blockwise4
 from ...ops.codebooks import codebook4
-from ...ops.gemv4 import add_term, linear_blockwise4
+from ...ops.linear import add_term
 from ..device import HOPPER, NEEDS_HOPPER, device_at, device_of, multiprocessors_of, origin_of
 from ..tiling import ceil_div, power_of_2
 from . import Image, Kernel, cubin, remembered
 
-BATCH, BLOCKSIZE, STEP = 16, 64, 256  # rows of x at most; weights of a scale; columns of K a warp takes at a time
+BATCH, BLOCKSIZE, STEP = 16, 64, 256  # most rows of x; weights per scale; columns of K per iteration of a warp
 
 Nested = tuple[Tensor, Tensor, Tensor] | None
 Term = tuple[Tensor, Tensor] | None  # u [M, r], B [N, r]
@@ -30,18 +31,18 @@ class Blocks(NamedTuple):
 
 
 class Weight(ctypes.Structure):
-    """The struct of this name in `cuda/weight4.cuh`; those of `cuda/row4.cu` and `cuda/gemm4.cu` are as large."""
+    """The struct of this name in `cuda/weight4.cuh`; `cuda/row4.cu` and `cuda/gemm4.cu` have structs of this size."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("packed", "absmax", "second", "code", "offset", "codebook")),
         ("rows", ctypes.c_uint32),
         ("columns", ctypes.c_uint32),
-        ("shift", ctypes.c_float * 2),  # the kernel's own
+        ("shift", ctypes.c_float * 2),  # set by the kernel
     )
 
 
 def blocks_for(rows: int, batch: int, multiprocessors: int) -> Blocks:
-    """As many groups as a multiprocessor has tiles, so that they all run at once; 8 at most."""
+    """One group per tile of a multiprocessor, at most 8, so that all tiles run concurrently."""
     rt, warps = (1, 16) if batch <= 8 else (2, 8)
     tiles = ceil_div(ceil_div(rows, 16 * rt), multiprocessors)
     groups = min(power_of_2(tiles), 8 // rt)
@@ -49,7 +50,7 @@ def blocks_for(rows: int, batch: int, multiprocessors: int) -> Blocks:
 
 
 def image(blocks: Blocks, device: int, tiles: int, bf16: bool, nested: bool) -> Image:
-    """`gemv4.cu`, compiled for `tiles` tiles of 8 rows of x."""
+    """Compile `gemv4.cu` for `tiles` tiles of 8 rows of x."""
     constants = dict(zip(("RT", "WR", "WK", "STAGES"), blocks, strict=True)) | {"NT": tiles, "BF16": int(bf16)}
     constants |= {"NESTED": int(nested), "ORIGIN": origin_of(device)}
     return cubin("gemv4", device_at(device).capability, constants, [Weight])
@@ -62,14 +63,14 @@ def _kernel(blocks: Blocks, device: int, tiles: int, bf16: bool, nested: bool) -
 
 
 def weight_of(x: Tensor, packed: Tensor, absmax: Tensor, nested: Nested, quant_type: str, rows: int) -> Weight:
-    """W as the kernels of `linear_blockwise4` take it, for the product with x."""
+    """W as the struct of `linear_blockwise4`'s kernels, for the GEMM with x."""
     second, code, offset = nested if nested is not None else (absmax, absmax, absmax)
     of_weight = (packed, absmax, second, code, offset, codebook4(quant_type, x.device))
     return Weight(*[tensor.data_ptr() for tensor in of_weight], rows, x.shape[1])
 
 
 def mma_obstacle(x: Tensor, *of_weight: Tensor) -> str | None:
-    """Why kernels of `cuda/split_k.cuh` do not take these, whatever x's rows; None: they do."""
+    """Return why kernels of `cuda/split_k.cuh` refuse x and the weight's tensors whatever x's rows, or None."""
     if not device_of(x).at_least(HOPPER):  # griddepcontrol
         return NEEDS_HOPPER
     if x.dtype is torch.float32:

@@ -1,4 +1,4 @@
-"""`cuda/row4.cu`: GEMV of one or two rows with a 4-bit weight, or with several at once, on tensor cores."""
+"""`cuda/row4.cu`: GEMV of one or two rows with a 4-bit weight, or with several weights at once, on tensor cores."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...ops.gemv4 import add_term, linear_blockwise4, linears_blockwise4
+from ...ops.blockwise4 import linear_blockwise4, linears_blockwise4
+from ...ops.linear import add_term
 from ..device import device_at, multiprocessors_of, origin_of
 from ..tiling import ceil_div, power_of_2
 from . import Image, Kernel, cubin, remembered
 from .gemv4 import Nested, Term, Weight, mma_obstacle, weight_of
 
-BATCH, ROWS = 2, 16  # rows of x at most; rows of W in a tile, of which W must have one
-PARTS = 3  # weights of a launch at most
+BATCH, ROWS = 2, 16  # most rows of x; rows of W per tile, at least one tile
+PARTS = 3  # most weights per launch
 
 
 class _Part(ctypes.Structure):
@@ -45,13 +46,13 @@ class Blocks(NamedTuple):
 
 
 def blocks_for(rows: int, multiprocessors: int) -> Blocks:
-    """As many groups as a multiprocessor has tiles, so that they all run at once; 8 at most."""
+    """One group per tile of a multiprocessor, at most 8, so that all tiles run concurrently."""
     groups = min(power_of_2(ceil_div(ceil_div(rows, ROWS), multiprocessors)), 8)
     return Blocks(1, groups, 16 // groups)
 
 
 def image(blocks: Blocks, device: int, batch: int, bf16: bool, nested: bool, blocksize: int) -> Image:
-    """`row4.cu`, compiled."""
+    """Compile `row4.cu`."""
     constants = dict(zip(("RT", "WR", "WK"), blocks, strict=True)) | {"BATCH": batch, "BF16": int(bf16)}
     constants |= {"NESTED": int(nested), "SHIFT": (blocksize // 32).bit_length() - 1, "ORIGIN": origin_of(device)}
     return cubin("row4", device_at(device).capability, constants, [_Parts])
@@ -94,7 +95,7 @@ def several(x: Tensor, weights: Sequence[tuple], blocks: Blocks | None = None) -
 
 
 def shares(tiles: Sequence[int], blocks: int) -> list[int]:
-    """How many of at most so many blocks each weight has, by its tiles, at least one."""
+    """Split at most `blocks` blocks among the weights in proportion to their tiles, at least one each."""
     blocks = min(blocks, sum(tiles))
     first = [max(1, each * blocks // sum(tiles)) for each in tiles]
     first[tiles.index(max(tiles))] += blocks - sum(first)

@@ -1,15 +1,15 @@
-/* Products of a mixture's experts with their rows, x Wᵀ of each, by what gemm.cuh has: the experts' matrices are one of
-E·N rows, of which a tile has 64·GROUPS of one expert, with up to 8·NT of its rows of x.
+/* Grouped GEMMs of experts, x Wᵀ of each with its rows, based on gemm.cuh. The experts' matrices are one of E·N rows,
+of which a tile has 64·GROUPS of one expert, with up to 8·NT of its rows of x.
 
-Which rows those are stands in the table of `ops.experts.Routing`. Entries of the table come one after the other, the
-tiles of one entry beside each other; their pairs of K tiles are dealt out to the blocks evenly, as in gemm.cuh. How many
-entries have rows is known on the device alone, and each block counts. A block writes the tiles that are wholly its own;
-of those that others have parts of it leaves sums in `partials`: of the one that it begins with, if it does not
-begin the tile, and of the one that it does not end. The second kernel, add_grouped(), adds these in the blocks' order.
+The table of `ops.experts.Routing` lists those rows. The tiles of an entry of the table are consecutive, and entries
+follow each other; their pairs of K tiles are divided evenly among the blocks, as in gemm.cuh. Only the device knows how
+many entries have rows, and each block counts them. A block writes the tiles that it computes entirely. Of the tiles it
+shares with other blocks it writes partial sums to `partials`: of its first tile, if it does not start it, and of its
+last, if it does not finish it. The second kernel, add_grouped(), adds these in order of blocks.
 
-A tile's instructions take the fewest of NT/4, NT/2, 3·NT/4 and NT tiles of 8 rows that it needs.
+A tile's instructions use NT/4, NT/2, 3·NT/4 or NT tiles of 8 rows, the fewest that suffice.
 
-Constants: those of gemm.cuh, with NT 2, 4, 8 or 16; GROUPS is 2 or 4, and 2 where NT is 16. */
+Constants: those of gemm.cuh, with NT 2, 4, 8 or 16; GROUPS is 2 or 4, and 2 if NT is 16. */
 
 #pragma once
 
@@ -18,18 +18,18 @@ Constants: those of gemm.cuh, with NT 2, 4, 8 or 16; GROUPS is 2 or 4, and 2 whe
 constexpr u32 ALL = 32 * PRODUCERS + THREADS, LIMIT = GROUPS == 4 ? BOUND : ALL;
 
 struct Entry {
-    u32 expert, first, count; /* rows of x, at most 8·NT */
+    u32 expert, first, count; /* first and number of rows of x, at most 8·NT */
 };
 
-/* Which rows of x go where, and what becomes of the sums. */
+/* Rows of x per tile, and the destination of the sums. */
 struct Grouped {
     const int *order, *tiles, *offsets; /* of Routing */
     const u16 *bias;                    /* [E, N] or null */
     u16 *out;                           /* [S, N] */
     Term term;                          /* u [S, rank], B [E, N, rank] */
     float scale;                        /* of the term */
-    u32 top_k;                          /* x has a row a token, which so many rows read; 0: it has all rows */
-    u32 entries, experts, rows;         /* of the table; E; N */
+    u32 top_k;                          /* x has one row per token, which top_k rows read; 0: it has all rows */
+    u32 entries, experts, rows;         /* entries of the table; E; N */
 
     __device__ __forceinline__ Entry entry(u32 number) const {
         u32 expert = tiles[2 * number], first = tiles[2 * number + 1];
@@ -37,7 +37,7 @@ struct Grouped {
     }
     __device__ __forceinline__ u32 cuts() const { return (rows + ROWS - 1) / ROWS; } /* tiles of an entry */
 
-    /* Entries with rows come first; all threads of a block count them. */
+    /* Number of entries with rows, which come first; all threads of a block count them. */
     template <u32 COUNT> __device__ __forceinline__ u32 live(u32 *counter) const {
         if (threadIdx.x == 0)
             *counter = 0;
@@ -49,7 +49,7 @@ struct Grouped {
         return *counter;
     }
 
-    /* Sums of rows n and n + 8 of the expert and columns m and m + 1 of the entry's, for 8 columns from `column` on. */
+    /* Finish sums of rows n and n + 8 of the expert and rows m and m + 1 of the entry, for 8 rows from `column` on. */
     __device__ __forceinline__ void write(const float (&total)[4], const Entry &e, u32 n, u32 column) const {
         u32 lane = threadIdx.x % 32, m = column + lane % 4 * 2;
         float more[4] = {};
@@ -70,7 +70,7 @@ struct Grouped {
     }
 };
 
-/* The rows of x that a producer copies: 2 · producer and + 1 of every 8. */
+/* Rows of x that a producer copies: 2 · producer and + 1 of every 8. */
 struct Sources {
     u32 rows[2 * NT], eights;
 
@@ -83,7 +83,7 @@ struct Sources {
         }
     }
 
-    /* As fetch_x. */
+    /* Like fetch_x. */
     template <typename W>
     __device__ __forceinline__ void
     fetch(u32 stage, const u16 *x, u32 columns, u32 k_tile, u32 producer, u32 lane) const {
@@ -126,7 +126,7 @@ produce_grouped(const W &w, Ring ring, const Grouped &grouped, const u16 *x, u32
     }
 }
 
-/* What a warp keeps from tile to tile. */
+/* State of a multiplying warp across tiles. */
 template <typename W> struct Consumer {
     const W &w;
     const Grouped &grouped;
@@ -142,7 +142,7 @@ template <typename W> struct Consumer {
         : w(w), grouped(grouped), partials(partials), ring(ring), warp(warp), lane(lane),
           described(descriptor_of(address(shared) + ring.begin)), own(warp, lane) {}
 
-    /* N tiles of 8 rows of x, K tiles from `k_tile` on to `stop`; `more`: the block goes on with the next tile. */
+    /* Multiply N tiles of 8 rows of x, K tiles from `k_tile` on to `stop`. `more`: the block has another tile. */
     template <u32 N>
     __device__ __forceinline__ void multiply(const Entry &e, u32 cut, u32 k_tile, u32 stop, u32 k_tiles, bool more) {
         float sum[N][4] = {};
@@ -213,7 +213,7 @@ template <typename W> struct Consumer {
         mbarrier_wait(ring.full, 0);
         w.make(first, kept, ring.stage() + 2 * HALF, k_tile, 0, own);
         for (; tile <= last; tile++, k_tile = 0) {
-            Entry next = grouped.entry(min(tile + 1, last) / cuts); /* in time for the next turn */
+            Entry next = grouped.entry(min(tile + 1, last) / cuts); /* load early for the next iteration */
             u32 stop = tile == last ? end - tile * k_tiles : k_tiles;
             bool more = tile < last;
             if (NT >= 8 && e.count <= 2 * NT)
@@ -229,7 +229,7 @@ template <typename W> struct Consumer {
     }
 };
 
-/* The pairs of K tiles of all tiles. */
+/* Number of pairs of K tiles of all tiles. */
 template <u32 COUNT> __device__ __forceinline__ u32 pairs_of(const Grouped &grouped, u32 columns, u32 *counter) {
     return grouped.live<COUNT>(counter) * grouped.cuts() * (columns / 256);
 }
@@ -263,8 +263,8 @@ __device__ __forceinline__ void grouped_product(const W &w, const Grouped &group
     }
 }
 
-/* Tiles that several of `blocks` blocks have parts of. A tile is the business of those threads that have the first of
-the blocks after its first, and a thread has four of its sums. */
+/* Add up the tiles that several of `blocks` blocks share. A tile is added by the threads of the second block that has a
+part of it; a thread adds four sums. */
 extern "C" __global__ void __launch_bounds__(256)
 add_grouped(const float4 *partials, const Grouped grouped, u32 columns, u32 blocks) {
     griddepcontrol_wait();
@@ -276,7 +276,7 @@ add_grouped(const float4 *partials, const Grouped grouped, u32 columns, u32 bloc
     u32 i = blockIdx.x % (PARTIAL / 256) * 256 + threadIdx.x, warp = i / (NT * 32), n = i / 32 % NT, lane = i % 32;
     u32 cuts = grouped.cuts(), last = block_of(tile * k_pairs + k_pairs - 1, blocks, pairs);
     Entry e = grouped.entry(tile / cuts);
-    if (8 * n >= e.count) /* all of a warp's */
+    if (8 * n >= e.count) /* uniform in a warp */
         return;
     float total[4] = {};
     for (u32 b = block - 1; b <= last; b++) {

@@ -1,4 +1,4 @@
-/* A mixture's products with NF4 and FP4 weights, see grouped.cuh and wgmma4.cuh. */
+/* Grouped GEMMs of experts with NF4 and FP4 weights, see grouped.cuh and wgmma4.cuh. */
 
 #include "warp.cuh"
 #include "grouped.cuh"

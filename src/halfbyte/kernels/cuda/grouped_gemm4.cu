@@ -1,45 +1,45 @@
-/* Products of a mixture's experts with many rows, x Wᵀ of each, or x W where TURNED, with NF4 and FP4 weights.
+/* Grouped GEMMs of experts with many rows, x Wᵀ of each, or x W if TRANSPOSED, with NF4 and FP4 weights.
 
 A tile is 64·MT·GROUPS channels of an expert's result by 8·NT of its rows. Each group of four warps has 64·MT of the
 channels as wgmma's left operand, which it decodes into its registers; right operands are rows of x, gathered as they
-are copied. While the products of 32 values of the sum run, a group decodes the next 32: it waits for the products
-before those, so that there are always some under way. PRODUCERS more warps copy x, codes and scales of 64 values of
-the sum to a ring of STAGES stages, tile after tile.
+are copied. While the products of 32 values of the sum run, a group decodes the next 32. It waits only for the products
+before those, so that some are always in flight. PRODUCERS more warps copy x, codes and scales of 64 values of the sum
+to a ring of STAGES stages, tile after tile.
 
-A warp's channels are neighbours: 2·MT of them are a lane's, of which a byte of codes is two where TURNED. The table has
-both values of each byte in fp32. These are multiplied by their scales and rounded as dequantizing rounds them: products
-are those of the dequantized weights.
+A warp's channels are adjacent; 2·MT of them are a lane's. If TRANSPOSED, a byte of codes holds two of these. The table has
+both values of each byte in fp32. They are multiplied by their scales and rounded as in dequantization, so the GEMM is
+that of the dequantized weights.
 
-Blocks take tiles in turn. Products are of as many of a tile's PARTS as there are rows for: of more kinds of products,
-where registers are scarce, the compiler would not leave any under way.
+Blocks alternate over tiles. A tile uses the fewest of its PARTS that hold its rows. With more variants of the products
+registers would be too few, and the compiler would not keep any in flight.
 
-Constants: MT (1 or 2), NT (8 or 16), GROUPS (2), PARTS (2 or 4), STAGES, TURNED, BF16 (else fp16), ORIGIN. */
+Constants: MT (1 or 2), NT (8 or 16), GROUPS (2), PARTS (2 or 4), STAGES, TRANSPOSED, BF16 (else fp16), ORIGIN. */
 
 #include "ring.cuh"
 
 constexpr u32 THREADS = 32 * WARPS, ALL = THREADS + 32 * PRODUCERS;
 constexpr u32 TILE = 64 * MT * GROUPS, SLAB = 16 * MT, OWN = 2 * MT; /* channels of a block, a warp, a lane */
-constexpr u32 ROWS = 8 * NT, PART = ROWS / PARTS; /* of x; of these, as many as are needed */
-constexpr u32 TABLE = 65536, X = 128 * ROWS, CODES = 32 * TILE; /* bytes; the latter of a stage */
+constexpr u32 ROWS = 8 * NT, PART = ROWS / PARTS; /* rows of x, which are used in multiples of PART */
+constexpr u32 TABLE = 65536, X = 128 * ROWS, CODES = 32 * TILE; /* bytes; the latter two in a stage */
 constexpr u32 STAGE = (X + CODES + 4 * TILE + 1023) / 1024 * 1024;
 constexpr u32 BEGINS = TABLE + STAGES * (STAGE + 16), MOST = 1024; /* experts */
 constexpr u32 SOURCES = BEGINS + 8 * (MOST + 1);
-constexpr u32 PIECES = TILE / 32; /* of 16 bytes, of a row of W in a stage where TURNED */
+constexpr u32 PIECES = TILE / 32; /* 16-byte pieces of a row of W in a stage, if TRANSPOSED */
 
 struct Products {
     const u8 *packed;           /* [E, rows, columns / 2] */
     const float *scales;        /* [E, rows, columns / 64] */
     const float *codebook;      /* [16] */
-    const u16 *x;               /* [S, depth], or a row for top_k of order's, which is not 0 */
+    const u16 *x;               /* [S, depth], or one row per token if top_k is not 0 */
     const int *order, *offsets; /* [S], [E + 1] */
     const u16 *bias;            /* [E, width] or null */
-    const u16 *low, *factor;    /* [S, rank]; [E, width, rank], or [E, rank, width] where TURNED */
+    const u16 *low, *factor;    /* [S, rank]; [E, width, rank], or [E, rank, width] where TRANSPOSED */
     u16 *out;                   /* [S, width] */
     float scale;                /* of the low-rank term */
     u32 top_k, experts, rows, columns, rank;
 
-    __device__ __forceinline__ u32 depth() const { return TURNED ? rows : columns; }
-    __device__ __forceinline__ u32 width() const { return TURNED ? columns : rows; }
+    __device__ __forceinline__ u32 depth() const { return TRANSPOSED ? rows : columns; }
+    __device__ __forceinline__ u32 width() const { return TRANSPOSED ? columns : rows; }
 };
 
 struct Place {
@@ -48,9 +48,9 @@ struct Place {
     __device__ __forceinline__ u32 parts() const { return (count + PART - 1) / PART; }
 };
 
-/* All tiles: experts one after the other, then their rows, then their channels. */
+/* All tiles, in order of experts, then rows, then channels. */
 struct Tiles {
-    const u32 *begins, *offsets; /* [E + 1], in shared memory: tiles of rows before each expert, and its rows */
+    const u32 *begins, *offsets; /* [E + 1], in shared memory: first tile of rows and first row of each expert */
     u32 cuts, expert = 0;
 
     __device__ __forceinline__ Tiles(const Products &p)
@@ -58,7 +58,7 @@ struct Tiles {
 
     __device__ __forceinline__ u32 count(const Products &p) const { return begins[p.experts] * cuts; }
 
-    __device__ __forceinline__ Place find(u32 tile) { /* later ones only */
+    __device__ __forceinline__ Place find(u32 tile) { /* `tile` must not decrease between calls */
         u32 entry = tile / cuts;
         while (begins[expert + 1] <= entry)
             expert++;
@@ -67,7 +67,7 @@ struct Tiles {
     }
 };
 
-/* What Tiles reads, by all threads of a block. */
+/* Compute the tables of Tiles, with all threads of a block. */
 __device__ __forceinline__ void lay_out(const Products &p) {
     constexpr u32 EACH = MOST / ALL + 1;
     u32 *begins = (u32 *)(shared + BEGINS), *offsets = begins + MOST + 1, before[EACH];
@@ -94,11 +94,11 @@ __device__ __forceinline__ void lay_out(const Products &p) {
 constexpr u32 COPIERS = 32 * PRODUCERS, LINES = COPIERS / 8; /* threads, and rows of x that they copy at a time */
 constexpr u32 OF_X = ROWS / LINES, OF_CODES = 2 * TILE / COPIERS, OF_SCALES = TILE / COPIERS;
 
-/* What one thread of the producers copies of each stage, of a tile. */
+/* Addresses that one thread of the producers copies from, for a tile. */
 struct Source {
     const u8 *codes[OF_CODES], *scales[OF_SCALES], *x;
     u32 lines;               /* rows of x */
-    u32 to;                  /* in a row of x of a stage */
+    u32 to;                  /* offset in a stage's first LINES rows of x */
     u32 thread;
 
     __device__ __forceinline__ Source(u32 thread) : thread(thread) {
@@ -106,7 +106,7 @@ struct Source {
         to = row * 128 + ((thread ^ row) % 8) * 16;
     }
 
-    /* Those of every LINES that this thread and its neighbours copy. */
+    /* Source rows, of every LINES one, that this thread and its neighbours copy. */
     __device__ __forceinline__ u32 *rows() const { return (u32 *)(shared + SOURCES) + thread / 8; }
 
     __device__ __forceinline__ void find(const Products &p, const Place &place) {
@@ -124,7 +124,7 @@ struct Source {
 #pragma unroll
         for (u32 i = 0; i < OF_CODES; i++) {
             u32 item = i * COPIERS + thread;
-            if (TURNED) {
+            if (TRANSPOSED) {
                 u32 byte = min(place.channel / 2 + item % PIECES * 16, p.columns / 2 - 16);
                 codes[i] = p.packed + (matrix + item / PIECES) * (p.columns / 2) + byte;
             } else
@@ -134,7 +134,7 @@ struct Source {
 #pragma unroll
         for (u32 i = 0; i < OF_SCALES; i++) {
             u32 item = i * COPIERS + thread;
-            if (TURNED) {
+            if (TRANSPOSED) {
                 u32 block = min(place.channel / 64 + item % (TILE / 64), p.columns / 64 - 1);
                 scales[i] = (const u8 *)(p.scales + (matrix + item / (TILE / 64)) * (p.columns / 64) + block);
             } else
@@ -142,7 +142,7 @@ struct Source {
         }
     }
 
-    /* Begin to copy, and go on by 64 values of the sum. */
+    /* Start copying to a stage, and advance by 64 values of the sum. */
     __device__ __forceinline__ void fetch(u32 stage, const Products &p) {
         u32 wide = 2 * p.depth();
 #pragma unroll
@@ -153,14 +153,14 @@ struct Source {
 #pragma unroll
         for (u32 i = 0; i < OF_CODES; i++) {
             u32 item = i * COPIERS + thread, row = item / PIECES, piece = (item ^ row / 2) % PIECES;
-            copy_to<16>(stage + X + (TURNED ? row * (TILE / 2) + piece * 16 : item * 16), codes[i]);
-            codes[i] += TURNED ? (u64)32 * p.columns : 32;
+            copy_to<16>(stage + X + (TRANSPOSED ? row * (TILE / 2) + piece * 16 : item * 16), codes[i]);
+            codes[i] += TRANSPOSED ? (u64)32 * p.columns : 32;
         }
 #pragma unroll
         for (u32 i = 0; i < OF_SCALES; i++) {
-            u32 item = i * COPIERS + thread, at = TURNED ? item % (TILE / 64) * 64 + item / (TILE / 64) : item;
+            u32 item = i * COPIERS + thread, at = TRANSPOSED ? item % (TILE / 64) * 64 + item / (TILE / 64) : item;
             copy_to<4>(stage + X + CODES + at * 4, scales[i]);
-            scales[i] += TURNED ? (u64)4 * p.columns : 4;
+            scales[i] += TRANSPOSED ? (u64)4 * p.columns : 4;
         }
     }
 };
@@ -181,19 +181,19 @@ __device__ __forceinline__ void produce(const Products &p, Ring ring, u32 thread
     }
 }
 
-/* A lane's left operands for 32 values of the sum, of each of 64 channels of a group. */
+/* A lane's left operands for 32 values of the sum, for each 64 channels of a group. */
 struct Operands {
     u32 a[MT][2][4];
 };
 
-/* Where a lane's codes and scales are in a stage, and how it looks up. */
+/* Offsets of a lane's codes and scales in a stage, and operands of its table look-ups. */
 struct Decoder {
     u32 codes, later, scales, lane8, select;
 
     __device__ __forceinline__ Decoder(u32 warp, u32 lane) {
         u32 g = lane / 4, t = lane % 4, channel = warp * SLAB + g * OWN;
         lane8 = lane * 8, select = 0x5504 | t << 4;
-        if (TURNED) {
+        if (TRANSPOSED) {
             u32 piece = channel / 32, within = channel / 2 % 16;
             codes = X + 2 * t * (TILE / 2) + (piece ^ t % PIECES) * 16 + within;
             later = X + (2 * t + 8) * (TILE / 2) + (piece ^ (t + 4) % PIECES) * 16 + within;
@@ -203,19 +203,19 @@ struct Decoder {
         opaque(codes), opaque(later), opaque(scales), opaque(lane8), opaque(select);
     }
 
-    /* Two values, of the byte of `word` that `which` selects. */
+    /* Both values of the byte of `word` that `which` selects. */
     __device__ __forceinline__ uint2 values(u32 word, u32 which) const {
         return look_at_two<0>(__byte_perm(word, lane8, which));
     }
 
-    /* Half `half` of a stage. */
+    /* Decode half `half` of a stage. */
     __device__ __forceinline__ void make(Operands &to, u32 stage, u32 half) const {
         const u8 *from = shared + stage;
-        if (TURNED) {
+        if (TRANSPOSED) {
 #pragma unroll
             for (u32 c = 0; c < 2; c++)
 #pragma unroll
-                for (u32 far = 0; far < 2; far++) { /* neighbours 2t and 2t + 1, or 8 later, of 16 values of the sum */
+                for (u32 far = 0; far < 2; far++) { /* values 2t and 2t + 1, or 8 later, of each 16 values of the sum */
                     u32 at = (half * 2 + c) * 16;
                     const u8 *bytes = from + (far ? later : codes) + at * (TILE / 2);
                     const float *scale = (const float *)(from + scales + at * 4 + far * 32);
@@ -247,7 +247,7 @@ struct Decoder {
     }
 };
 
-/* What a warp keeps from tile to tile. */
+/* State of a multiplying warp across tiles. */
 struct Consumer {
     const Products &p;
     Ring ring;
@@ -277,7 +277,7 @@ struct Consumer {
             mbarrier_arrive(ring.empty + stage);
     }
 
-    /* A tile; `more`: the block has another one. */
+    /* Multiply a tile; `more`: the block has another one. */
     template <u32 N> __device__ __forceinline__ void multiply(const Place &place, bool more) {
         float sum[MT][N][4] = {};
         u32 done = 0;
@@ -304,7 +304,7 @@ struct Consumer {
         finish(sum, place);
     }
 
-    /* The left operands of ranks from r on: of each 16, a lane has four neighbours. */
+    /* Left operands of ranks from r on: of each 16, a lane has four adjacent ones. */
     __device__ __forceinline__ void factors(u32 (&a)[MT][4], const Place &place, u32 channel, u32 r) const {
         u32 mine = r + lane % 4 * 4;
 #pragma unroll
@@ -313,7 +313,7 @@ struct Consumer {
             if (mine >= p.rank)
                 continue;
             u32 at = min(channel + 2 * s, p.width() - 2);
-            if (TURNED) {
+            if (TRANSPOSED) {
                 const u16 *from = p.factor + ((u64)place.expert * p.rank + mine) * p.columns + at;
                 u32 w[4];
 #pragma unroll
@@ -353,7 +353,7 @@ struct Consumer {
         if (channel >= p.width())
             return;
         float bias[OWN] = {};
-        if (!TURNED && p.bias)
+        if (!TRANSPOSED && p.bias)
 #pragma unroll
             for (u32 i = 0; i < OWN; i++)
                 bias[i] = number<BF16>(p.bias[(u64)place.expert * p.rows + channel + i]);
@@ -418,7 +418,7 @@ extern "C" __global__ void __launch_bounds__(ALL, 1) grouped_gemm4(const Product
     }
 }
 
-/* Nested scales as they are: code[q] · second + offset, four to a thread. */
+/* Decode nested scales: code[q] · second + offset, four per thread. */
 extern "C" __global__ void __launch_bounds__(256)
 unnest(const u8 *absmax, const float *second, const float *code, const float *offset, float *out, u32 fours) {
     u32 at = blockIdx.x * 256 + threadIdx.x;

@@ -1,8 +1,8 @@
-/* Products of a tensor's numbers, as warps have them in registers, with few columns or rows: what lora_glu.cu and
-lora_read.cu share. A warp has 16 rows by 32 columns as four tiles of 16×8; number n of tile j (n, j below 8 and 4)
-is column 8 (n / 2) + 2 j + n % 2, so that a lane's numbers are eight neighbours in each of two rows.
+/* Low-rank products of a tensor in a warp's registers, shared by lora_glu.cu and lora_read.cu. A warp has 16 rows by 32
+columns as four tiles of 16×8. Column n of tile j (n < 8, j < 4) is column 8 (n / 2) + 2 j + n % 2 of the tensor, so
+that a lane has eight adjacent numbers in each of two rows.
 
-   Constants: BF16 (else fp16), FLOAT8 (0; 1 for E4M3, 2 for E5M2), COLUMNS (factors of those before). */
+   Constants: BF16 (else fp16), FLOAT8 (0; 1 for E4M3, 2 for E5M2), COLUMNS (factors of columns before the FP8 cast). */
 
 #pragma once
 
@@ -10,7 +10,7 @@ struct alignas(16) Four { float x[4]; };
 
 __device__ __forceinline__ float half_of(u32 pair, u32 i) { return number<BF16>((u16)(i ? pair >> 16 : pair)); }
 
-/* Two neighbours to FP8. */
+/* Cast two neighbours to FP8. */
 __device__ __forceinline__ u32 cast(u32 both, const float *factors, float scale, float &amax) {
     float first = half_of(both, 0), second = half_of(both, 1);
     if (COLUMNS)
@@ -19,8 +19,8 @@ __device__ __forceinline__ u32 cast(u32 both, const float *factors, float scale,
     return float8<FLOAT8 == 2>(first * scale, second * scale);
 }
 
-/* Raise the amax in global memory to the largest of a warp's; what is not a number counts as infinite. */
-__device__ __forceinline__ void tell_amax(float *newest, float amax) {
+/* Raise the amax in global memory to the largest of a warp; NaN counts as infinite. */
+__device__ __forceinline__ void record_amax(float *newest, float amax) {
 #pragma unroll
     for (u32 mask = 16; mask; mask /= 2)
         amax = larger(amax, shuffle(amax, mask));
@@ -28,16 +28,16 @@ __device__ __forceinline__ void tell_amax(float *newest, float amax) {
         raise(newest, amax == amax ? amax : __uint_as_float(0x7f800000));
 }
 
-/* Where this lane's row of four matrices is that are loaded turned: the two in the middle change places, as a product's
-   operands have them. */
-__device__ __forceinline__ u32 turned_place(u32 lane) { return (lane & 7 | (lane & 8) << 1 | (lane & 16) >> 1) * 16; }
+/* Offset of this lane's row for loading four transposed matrices; the middle two are exchanged, as the operands of a
+   product require. */
+__device__ __forceinline__ u32 transposed_place(u32 lane) { return (lane & 7 | (lane & 8) << 1 | (lane & 16) >> 1) * 16; }
 
-/* sums [rows, r] += tiles 2 p and 2 p + 1 · factor, which come first if p is 0. */
+/* sums [rows, r] += tiles 2 p and 2 p + 1 · factor; p = 0 starts from zero. */
 __device__ __forceinline__ void gather(
     float (&sums)[2][4], const u32 (&tiles)[4][2], const u8 *factor, u32 p, u32 lane) {
     const u32 a[4] = {tiles[2 * p][0], tiles[2 * p][1], tiles[2 * p + 1][0], tiles[2 * p + 1][1]};
     u32 b[4];
-    load_matrices_transposed(b, factor + p * 512 + turned_place(lane));
+    load_matrices_transposed(b, factor + p * 512 + transposed_place(lane));
 #pragma unroll
     for (u32 half = 0; half < 2; half++)
         if (p == 0)
@@ -46,17 +46,17 @@ __device__ __forceinline__ void gather(
             multiply<BF16>(sums[half], a, b[2 * half], b[2 * half + 1]);
 }
 
-/* sums [r, columns] += low-rank rows · tiles 2 p and 2 p + 1, both turned. */
+/* sums [r, columns] += low-rank rows · tiles 2 p and 2 p + 1, both transposed. */
 __device__ __forceinline__ void learn(float (&sums)[4][4], const u8 *rows, const u32 (&tiles)[4][2], u32 p, u32 lane) {
     u32 a[4];
-    load_matrices_transposed(a, rows + turned_place(lane));
+    load_matrices_transposed(a, rows + transposed_place(lane));
 #pragma unroll
     for (u32 j = 2 * p; j < 2 * p + 2; j++)
-        multiply<BF16>(sums[j], a, turned(tiles[j][0]), turned(tiles[j][1]));
+        multiply<BF16>(sums[j], a, transpose(tiles[j][0]), transpose(tiles[j][1]));
 }
 
-/* The sum of `count` fours from `at` on, each `apart` after the one before; of 16 bits or fp32. BATCH of them are on
-   their way at once. */
+/* The sum of `count` groups of four from `at` on with stride `apart`, in 16 bits or fp32. BATCH of them are loaded
+   concurrently. */
 template <bool HALF, u32 BATCH>
 __device__ __forceinline__ Four sum_of(const void *from, u64 at, u64 apart, u32 count) {
     Four sum = {};

@@ -1,28 +1,27 @@
-/* The gated unit with the low-rank products around it, ops/lora_glu.py, for ranks of 8 and 16.
+/* The gated unit with its low-rank products, ops/lora_glu.py, for ranks of 8 and 16.
 
-A block takes a strip of 32·WARPS columns and walks down a part of the rows, 16 at a time; a warp takes 32 columns of
-them. All blocks have as many steps, so that some go on at the top of the next strip. Every number [M, I] is touched by
-one lane only: it copies its own 16 bytes a row into its own stage_of of the ring, and stores what becomes of them from
-registers. So that a lane's sums are eight neighbours in a row, columns change places within a warp: number n of tile j
-(n, j below 8 and 4; tiles of 8 columns, as mma.m16n8k16 has them) is column 8 (n / 2) + 2 j + n % 2.
+A block takes a strip of 32·WARPS columns and walks down a part of the rows, 16 at a time; a warp takes 32 of the
+columns. All blocks have equally many steps, so some continue at the top of the next strip. Every number of [M, I] is
+touched by one lane only: the lane copies its own 16 bytes of a row into its slot of the ring and stores the results
+from registers. For this, columns are permuted within a warp as lora.cuh describes.
 
     g, u, dh    [rows, columns] += low-rank rows [rows, r] · factor [r, columns]
-    v, u_d      [rows, r]       += dg, du or h as they lie in registers · factor [columns, r]
-    dBᵀ, dA     [r, columns]    += low-rank rows [r, rows] · dg, du, h, turned in registers (movmatrix)
+    v, u_d      [rows, r]       += dg, du or h in registers · factor [columns, r]
+    dBᵀ, dA     [r, columns]    += low-rank rows [r, rows] · dg, du, h, transposed in registers (movmatrix)
 
-dB and dA stay in registers down the part. v and u_d are added over a block's warps in shared memory, in order, while
-the next step is under way; what strips and parts leave, `finish` adds, in order.
+dB and dA stay in registers along the part. v and u_d are added over a block's warps in shared memory, in a fixed order,
+while the next step runs. `finish` adds the partial results of strips and parts, in a fixed order.
 
-Constants: BACKWARD, WARPS, BLOCKS (of a multiprocessor), STAGES (of the ring), BF16 (else fp16), SILU (else gelu_tanh),
-R_GATE, R_UP, R_DOWN (8 or 16), FLOAT8 (0; 1 for E4M3, 2 for E5M2: what h, or dg and du, are written in), COLUMNS
-(factors of those before). */
+Constants: BACKWARD, WARPS, BLOCKS (per multiprocessor), STAGES (of the ring), BF16 (else fp16), SILU (else gelu_tanh),
+R_GATE, R_UP, R_DOWN (8 or 16), FLOAT8 (0; 1 for E4M3, 2 for E5M2: dtype of h, or of dg and du), COLUMNS (factors of
+columns before the cast). */
 
 #include "warp.cuh"
 #include "matrix.cuh"
 #include "lora.cuh"
 
 constexpr u32 STRIP = 32 * WARPS;
-constexpr u32 TENSORS = BACKWARD ? 3 : 2; /* of [M, I] that are read; low-rank ones are as many */
+constexpr u32 TENSORS = BACKWARD ? 3 : 2; /* inputs of shape [M, I]; there are as many low-rank ones */
 constexpr u32 SUMS = BACKWARD ? 4 : 2;    /* fragments of 16×8: of v, or u_d */
 
 /* Shared memory: matrices of 8×8, 128 bytes each, of the factors [tensor][warp][tile j][half of r] and of low-rank
@@ -34,20 +33,20 @@ struct Unit {
     const u16 *tensors[3];   /* g₀, u₀, dh₀ [rows, width] */
     const u16 *low, *v_down; /* [rows, R_GATE + R_UP], [rows, R_DOWN] */
     const u16 *factors[3];   /* B_g, B_u [width, r]; A_d [r, width] */
-    u8 *out[2];              /* h; dg and du; in FP8 those are halves of rows of one tensor */
+    u8 *out[2];              /* h; dg and du, which in FP8 are the halves of the rows of one tensor */
     void *partial;           /* [strip, 16 rows, SUMS, lane] of v in 16 bits, of u_d in fp32 */
     float *gradients;        /* [part of a strip's rows, R_GATE + R_UP + R_DOWN, width] */
     u16 *sum;                /* v or u_d */
     float *gradient;         /* dB_g and dB_u [width, r], dA_d [r, width] */
     const float *columns, *scale;
     float *newest;
-    u32 rows, width, strips, share; /* `share`: steps of a block */
+    u32 rows, width, strips, share; /* `share`: steps per block */
     float scales[2];
 };
 
 LAYOUT(FACTORS + 2 * STRIP * 4, 0, sizeof(Unit));
 
-/* Of the gate, up and down projection; and where its part of all gradients begins. */
+/* Rank of the gate, up or down projection, and the offset of its part of the gradients. */
 __device__ __forceinline__ constexpr u32 rank_of(u32 i) { return i == 0 ? R_GATE : i == 1 ? R_UP : R_DOWN; }
 __device__ __forceinline__ constexpr u32 begin_of(u32 i) { return i == 0 ? 0 : i == 1 ? R_GATE : R_GATE + R_UP; }
 
@@ -60,10 +59,10 @@ __device__ __forceinline__ float activate(float g, float &derivative) {
     return activated;
 }
 
-/* What a warp does with its 32 columns. */
+/* A warp's work on its 32 columns. */
 struct Columns {
     const Unit &unit;
-    u32 warp, lane, column, first, end; /* column: the first of this lane's eight; rows of the part */
+    u32 warp, lane, column, first, end; /* column: the first of this lane's eight; first, end: rows of the part */
     bool inside;
 
     __device__ __forceinline__ Columns(const Unit &unit, u32 strip, u32 step, u32 steps)
@@ -74,7 +73,7 @@ struct Columns {
 
     __device__ __forceinline__ u8 *factor(u32 tensor) const { return shared + (tensor * WARPS + warp) * 1024; }
 
-    /* Put the factors of the warp's columns in shared memory, a column a lane, zero beyond ranks and width. */
+    /* Copy the factors of the warp's columns to shared memory, a column per lane, zero outside ranks and width. */
     __device__ __forceinline__ void fill() const {
         const u32 mine = column - lane % 4 * 8 + lane;
         u8 *row = shared + warp * 1024 + lane % 8 / 2 * 256 + (lane / 8 * 2 + lane % 2) * 16;
@@ -105,7 +104,7 @@ struct Columns {
         return shared + RING + (step % STAGES * WARPS + warp) * STAGE + lane * 16;
     }
 
-    /* Begin to copy a step's numbers and low-rank rows. */
+    /* Start copying a step's numbers and low-rank rows. */
     __device__ __forceinline__ void fetch(u32 step) const {
         const u32 row = first + 16 * step;
         if (row < end) {
@@ -131,7 +130,7 @@ struct Columns {
         commit();
     }
 
-    /* Add up what all warps have left of a step; warps take turns. */
+    /* Add the sums of all warps for a step; warps alternate. */
     __device__ __forceinline__ void put(u32 step) const {
         const u32 i = (warp + step * SUMS) % WARPS;
         if (i >= SUMS)
@@ -155,7 +154,7 @@ struct Columns {
             ((Four *)unit.partial)[at] = sum;
     }
 
-    /* Store a tensor of a step, as in Packed. */
+    /* Store a step's results for one output tensor. */
     __device__ __forceinline__ void write(
         const u32 (&packed)[4][2], u32 row, u32 tensor, float scale, float &amax) const {
         alignas(16) float factors[8];
@@ -181,8 +180,8 @@ struct Columns {
         }
     }
 
-    /* Store what a part of the rows gives to dBᵀ and dA. */
-    __device__ __forceinline__ void leave(const float (&gradients)[3][4][4], u32 part) const {
+    /* Store this part's contribution to dBᵀ and dA. */
+    __device__ __forceinline__ void store_gradients(const float (&gradients)[3][4][4], u32 part) const {
         float *out = unit.gradients + (u64)part * (R_GATE + R_UP + R_DOWN) * unit.width + column;
 #pragma unroll
         for (u32 tensor = 0; tensor < 3; tensor++)
@@ -205,10 +204,10 @@ __device__ __forceinline__ void complete(float (&sums)[2][4], const u32 (&x)[4],
     multiply_from_zero<BF16>(sums[1], x, b[2], b[3]);
 }
 
-/* Numbers of a step: [tile][half of rows], those of columns 2 j and 2 j + 1 of this lane's eight. */
+/* A step's results: [tile][half of rows], each a pair: columns 2 j and 2 j + 1 of this lane's eight. */
 struct Packed { u32 hidden[4][2], gate[4][2], up[4][2]; /* h; dg and du */ };
 
-/* Tiles 2 p and 2 p + 1 of the unit itself, from what was read and the low-rank terms. */
+/* Compute tiles 2 p and 2 p + 1 of the gated unit from the inputs and the low-rank terms. */
 __device__ __forceinline__ void compute(
     Packed &packed, const uint4 (&raw)[TENSORS][2], const float (&g)[2][4], const float (&u)[2][4],
     const float (&dh)[2][4], u32 p, float gate_scale, float up_scale) {
@@ -239,7 +238,7 @@ __device__ __forceinline__ void compute(
     }
 }
 
-/* The steps of a strip from `begin` on; `part`: how many blocks have some before. */
+/* The steps of a strip from `begin` on; `part`: number of blocks with earlier steps of the strip. */
 __device__ __forceinline__ void walk(const Unit &unit, u32 strip, u32 part, u32 begin, u32 steps, float &amax) {
     const Columns columns(unit, strip, begin, steps);
     const u32 lane = columns.lane;
@@ -251,7 +250,7 @@ __device__ __forceinline__ void walk(const Unit &unit, u32 strip, u32 part, u32 
     float gradients[3][4][4] = {};
     for (u32 step = 0; step < steps; step++) {
         wait<STAGES - 1>();
-        __syncthreads(); /* all have what they copied, and are through with the step before */
+        __syncthreads(); /* all copies have arrived, and all warps have finished the previous step */
         uint4 raw[TENSORS][2];
 #pragma unroll
         for (u32 i = 0; i < 2 * TENSORS; i++)
@@ -298,7 +297,7 @@ __device__ __forceinline__ void walk(const Unit &unit, u32 strip, u32 part, u32 
     __syncthreads();
     columns.put(steps - 1);
     if (BACKWARD && columns.inside)
-        columns.leave(gradients, part);
+        columns.store_gradients(gradients, part);
 }
 
 extern "C" __global__ void __launch_bounds__(STRIP, BLOCKS) lora_glu(Unit unit) {
@@ -311,10 +310,10 @@ extern "C" __global__ void __launch_bounds__(STRIP, BLOCKS) lora_glu(Unit unit) 
         at += count;
     }
     if (FLOAT8)
-        tell_amax(unit.newest, amax);
+        record_amax(unit.newest, amax);
 }
 
-/* Add up what strips left of v or u_d, a thread a lane's four numbers; then what parts left of dB and dA, four a
+/* Add the strips' partial sums of v or u_d, four numbers per thread; then the parts' sums of dB and dA, four per
    thread. */
 extern "C" __global__ void __launch_bounds__(256) finish(Unit unit) {
     griddepcontrol_wait();

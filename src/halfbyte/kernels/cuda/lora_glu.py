@@ -1,6 +1,6 @@
-"""`cuda/lora_glu.cu`: the gated unit with its low-rank products, near a copy's time.
+"""`cuda/lora_glu.cu`: the gated unit with its low-rank GEMMs, close to a copy's time.
 
-Measured on an H200, r = 16, bf16, µs; a copy is one of as many bytes:
+Measured on an H200, r = 16, bf16, in µs; "a copy" copies as many bytes:
 
                     [8192, 14336]          [4096, 3072]
                     here  Triton  a copy   here  Triton  a copy
@@ -24,30 +24,30 @@ from ...ops.float8 import E5M2
 from ...ops.fp8_scaling import Slot
 from ...ops.lora_glu import Factors, Gradients
 from ..device import HOPPER, NEEDS_HOPPER, device_at, device_of, multiprocessors_of
-from ..operands import changed
+from ..operands import bump_versions
 from ..tiling import ceil_div
 from . import Kernel, cubin, remembered
 
 ACTIVATIONS = ("gelu_tanh", "silu")
 RANKS = (8, 16)
-ROWS, LANE_COLUMNS, FINISH_THREADS = 16, 8, 256  # rows of a step; columns of a lane; threads of a block of `finish`
+ROWS, LANE_COLUMNS, FINISH_THREADS = 16, 8, 256  # rows per step; columns per lane; threads per block of `finish`
 
 
 class Blocks(NamedTuple):
-    """Constants of `cuda/lora_glu.cu`: warps of a block, blocks of a multiprocessor, stages of a warp's ring."""
+    """Constants of `cuda/lora_glu.cu`: warps per block, blocks per multiprocessor, stages of a warp's ring buffer."""
 
     warps: int
     blocks: int
     stages: int
 
     def grid(self, rows: int, width: int, multiprocessors: int) -> tuple[int, int, int]:
-        """Strips of columns, blocks, and steps of a block: all blocks run at once."""
+        """Strips of columns, blocks, and steps per block, such that all blocks run concurrently."""
         strips, steps = ceil_div(width, 32 * self.warps), ceil_div(rows, ROWS)
         share = ceil_div(strips * steps, multiprocessors * self.blocks)
         return strips, ceil_div(strips * steps, share), share
 
 
-FORWARD, BACKWARD = Blocks(16, 1, 2), Blocks(12, 1, 2)  # what a sweep on an H200 found best
+FORWARD, BACKWARD = Blocks(16, 1, 2), Blocks(12, 1, 2)  # best of a sweep on an H200
 
 
 class Unit(ctypes.Structure):
@@ -84,7 +84,7 @@ def _kernel(
     backward: bool, blocks: Blocks, device: int, bf16: bool, activation: str, ranks: tuple[int, int, int], float8: int,
     columns: bool,
 ) -> tuple[Kernel, Kernel]:  # fmt: skip
-    """The kernel, and the one that adds what its blocks leave."""
+    """The kernel, and the one that adds its blocks' partial sums."""
     names = ("WARPS", "BLOCKS", "STAGES", "R_GATE", "R_UP", "R_DOWN")
     constants = dict(zip(names, (*blocks, *ranks), strict=True)) | {
         "BACKWARD": int(backward), "BF16": int(bf16), "SILU": int(activation == "silu"), "FLOAT8": float8,
@@ -98,20 +98,20 @@ def _launch(
     backward: bool, tensors: list[Tensor], low: Tensor, factors: Factors, activation: str, slot: Slot | None,
     columns: Tensor | None, pointers: dict,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The sums over columns [M, r] and, in fp32, over rows: of dB_g, dB_u and dA_d, one after another.
+    """The sums over columns [M, r] and the fp32 sums over rows (dB_g, dB_u and dA_d, concatenated).
 
-    `pointers` are the other tensors of `Unit`.
+    `pointers`: the other tensors of `Unit`.
     """
     gate, blocks = tensors[0], BACKWARD if backward else FORWARD
     (rows, width), device = gate.shape, gate.get_device()
     ranks = factors.b_gate.shape[1], factors.b_up.shape[1], factors.a_down.shape[0]
     strips, count, share = blocks.grid(rows, width, multiprocessors_of(device))
     steps, rank = ceil_div(rows, ROWS), ranks[0] + ranks[1] if backward else ranks[2]
-    fresh = functools.partial(torch.empty, device=gate.device)
-    partial = fresh((strips, steps, 512 if backward else 256), dtype=gate.dtype if backward else torch.float32)
-    total = fresh((rows, rank), dtype=gate.dtype)
-    gradients = fresh((ceil_div(steps, share) + 1 if backward else 0, sum(ranks), width), dtype=torch.float32)
-    gradient = fresh(sum(ranks) * width if backward else 0, dtype=torch.float32)
+    empty = functools.partial(torch.empty, device=gate.device)
+    partial = empty((strips, steps, 512 if backward else 256), dtype=gate.dtype if backward else torch.float32)
+    total = empty((rows, rank), dtype=gate.dtype)
+    gradients = empty((ceil_div(steps, share) + 1 if backward else 0, sum(ranks), width), dtype=torch.float32)
+    gradient = empty(sum(ranks) * width if backward else 0, dtype=torch.float32)
     pointers |= {
         "tensors": tensors, "low": low, "factors": list(factors[:3]), "partial": partial, "gradients": gradients,
         "sum": total, "gradient": gradient,
@@ -170,7 +170,7 @@ def backward_(
     grad: Tensor, gate: Tensor, up: Tensor, low: Tensor, v_down: Tensor, factors: Factors, activation: str
 ) -> Gradients:
     found = _backward(grad, gate, up, low, v_down, factors, activation, None, None, [gate, up])
-    changed(gate, up)
+    bump_versions(gate, up)
     return found
 
 

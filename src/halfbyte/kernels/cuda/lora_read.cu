@@ -1,18 +1,18 @@
-/* What low-rank products and an FP8 product read of up to three tensors x [rows, width] side by side, in one pass over
-them, ops/lora_read.py: for ranks of 8 and 16.
+/* Low-rank products and FP8 cast of up to three tensors x [rows, width], in one pass over them, ops/lora_read.py: for
+ranks of 8 and 16.
 
     v     [rows, r]    = s · x · factor [width, r]
-    dBᵀ   [r, columns] = s · low-rank rows [r, rows] · x, turned in registers (movmatrix)
+    dBᵀ   [r, columns] = s · low-rank rows [r, rows] · x, transposed in registers (movmatrix)
     codes              = x in FP8
 
-Blocks, strips, steps and the ring are those of lora_glu.cu: a block takes a strip of 32·WARPS columns of one tensor
-and walks down a part of the rows, 16 at a time; dB stays in registers down the part; v is added over a block's
-warps in shared memory, in order, while the next step is under way; what strips and parts leave, `finish` adds, in
-order.
+Blocks, strips, steps and the ring are those of lora_glu.cu: a block takes a strip of 32·WARPS columns of one tensor and
+walks down a part of the rows, 16 at a time. dB stays in registers along the part; v is added over a block's warps in
+shared memory, in a fixed order, while the next step runs. `finish` adds the partial results of strips and parts, in a
+fixed order.
 
-Constants: WARPS, BLOCKS (of a multiprocessor), STAGES (of the ring), BF16 (else fp16), LEARN (1: dB is wanted),
-TURNED (1: factors are [r, width]), FLOAT8 (0; 1 for E4M3, 2 for E5M2: what the codes are), COLUMNS (factors of
-those before). */
+Constants: WARPS, BLOCKS (per multiprocessor), STAGES (of the ring), BF16 (else fp16), LEARN (1: compute dB), TRANSPOSED (1:
+factors are [r, width]), FLOAT8 (0; 1 for E4M3, 2 for E5M2: dtype of the codes), COLUMNS (factors of columns before the
+cast). */
 
 #include "warp.cuh"
 #include "matrix.cuh"
@@ -28,8 +28,8 @@ constexpr u32 FACTORS = RING + STAGES * WARPS * 1024;
 struct Part {
     const u16 *x, *factor;
     float *gradient;                          /* [width, rank] */
-    u32 width, stride, rank;                  /* stride: numbers from row to row of x */
-    u32 first_rank, first_strip, first_column; /* among those of all parts; a part that is not there has no strip */
+    u32 width, stride, rank;                  /* stride: of x's rows, in numbers */
+    u32 first_rank, first_strip, first_column; /* among those of all parts; an unused part has no strip */
     float scale;
 };
 
@@ -42,12 +42,12 @@ struct Read {
     u16 *sum;         /* v [rows, ranks] */
     const float *columns, *scale;
     float *newest;
-    u32 rows, width, ranks, strips, share; /* of all parts; `share`: steps of a block */
+    u32 rows, width, ranks, strips, share; /* of all parts; `share`: steps per block */
 };
 
 LAYOUT(FACTORS + STRIP * 4, 0, sizeof(Part), sizeof(Read));
 
-/* The part of a strip or, with `column`, of a column. */
+/* The part that contains a strip or a column. */
 __device__ __forceinline__ u32 part_of_strip(const Read &read, u32 strip) {
     return (strip >= read.parts[1].first_strip) + (strip >= read.parts[2].first_strip);
 }
@@ -56,11 +56,11 @@ __device__ __forceinline__ u32 part_of_column(const Read &read, u32 column) {
 }
 __device__ __forceinline__ u32 steps_of(const Read &read) { return (read.rows + 15) / 16; }
 
-/* What a warp does with its 32 columns. */
+/* A warp's work on its 32 columns. */
 struct Columns {
     const Read &read;
     const Part part;
-    u32 warp, lane, column, first, end; /* column: the first of this lane's eight, in the part; rows */
+    u32 warp, lane, column, first, end; /* column: the first of this lane's eight, in the part; first, end: rows */
     bool inside;
 
     __device__ __forceinline__ Columns(const Read &read, u32 strip, u32 step, u32 steps)
@@ -71,14 +71,14 @@ struct Columns {
 
     __device__ __forceinline__ u8 *factor() const { return shared + warp * 1024; }
 
-    /* Put the factors of the warp's columns in shared memory, a column a lane, zero beyond rank and width. */
+    /* Copy the factors of the warp's columns to shared memory, a column per lane, zero outside rank and width. */
     __device__ __forceinline__ void fill() const {
         const u32 mine = column - lane % 4 * 8 + lane;
         u8 *row = factor() + lane % 8 / 2 * 256 + (lane / 8 * 2 + lane % 2) * 16;
 #pragma unroll
         for (u32 half = 0; half < 2; half++) {
             const bool there = mine < part.width && 8 * half < part.rank;
-            if (TURNED)
+            if (TRANSPOSED)
 #pragma unroll
                 for (u32 r = 8 * half; r < 8 * half + 8; r++)
                     *(u16 *)(row + half * 128 + r % 8 * 2) = there ? part.factor[(u64)r * part.width + mine] : 0;
@@ -96,7 +96,7 @@ struct Columns {
         return shared + RING + (step % STAGES * WARPS + warp) * 1024 + lane * 16;
     }
 
-    /* Begin to copy a step's numbers and low-rank rows. */
+    /* Start copying a step's numbers and low-rank rows. */
     __device__ __forceinline__ void fetch(u32 step) const {
         const u32 row = first + 16 * step;
         if (row < end) {
@@ -116,7 +116,7 @@ struct Columns {
         commit();
     }
 
-    /* Add up what all warps have left of a step; warps take turns. */
+    /* Add the sums of all warps for a step; warps alternate. */
     __device__ __forceinline__ void put(u32 strip, u32 step) const {
         const u32 i = (warp + step * 2) % WARPS;
         if (i >= 2)
@@ -151,8 +151,8 @@ struct Columns {
         }
     }
 
-    /* Store what a part of the rows gives to dBᵀ. */
-    __device__ __forceinline__ void leave(const float (&gradient)[4][4], u32 rows) const {
+    /* Store this part's contribution to dBᵀ. */
+    __device__ __forceinline__ void store_gradient(const float (&gradient)[4][4], u32 rows) const {
         float *out = read.gradients + (u64)rows * 16 * read.width + part.first_column + column;
 #pragma unroll
         for (u32 i = 0; i < 4; i++) {
@@ -164,7 +164,7 @@ struct Columns {
     }
 };
 
-/* The steps of a strip from `begin` on; `before`: how many blocks have some before. */
+/* The steps of a strip from `begin` on; `before`: number of blocks with earlier steps of the strip. */
 __device__ __forceinline__ void walk(const Read &read, u32 strip, u32 before, u32 begin, u32 steps, float &amax) {
     const Columns columns(read, strip, begin, steps);
     const u32 lane = columns.lane;
@@ -176,7 +176,7 @@ __device__ __forceinline__ void walk(const Read &read, u32 strip, u32 before, u3
     float gradient[4][4] = {};
     for (u32 step = 0; step < steps; step++) {
         wait<STAGES - 1>();
-        __syncthreads(); /* all have what they copied, and are through with the step before */
+        __syncthreads(); /* all copies have arrived, and all warps have finished the previous step */
         u32 tiles[4][2];
 #pragma unroll
         for (u32 half = 0; half < 2; half++) {
@@ -201,7 +201,7 @@ __device__ __forceinline__ void walk(const Read &read, u32 strip, u32 before, u3
     __syncthreads();
     columns.put(strip, steps - 1);
     if (LEARN && columns.inside)
-        columns.leave(gradient, before);
+        columns.store_gradient(gradient, before);
 }
 
 extern "C" __global__ void __launch_bounds__(STRIP, BLOCKS) lora_read(Read read) {
@@ -214,11 +214,11 @@ extern "C" __global__ void __launch_bounds__(STRIP, BLOCKS) lora_read(Read read)
         at += count;
     }
     if (FLOAT8)
-        tell_amax(read.newest, amax);
+        record_amax(read.newest, amax);
 }
 
-/* Add up what strips left of v, a thread a lane's four numbers of a part; then what parts of the rows left of dB, four
-   numbers of a column's r a thread. */
+/* Add the strips' partial sums of v, four numbers of a part per thread; then the parts' sums of dB, four ranks of a
+   column per thread. */
 extern "C" __global__ void __launch_bounds__(256) finish(Read read) {
     griddepcontrol_wait();
     const u32 steps = steps_of(read), count = steps * 64;

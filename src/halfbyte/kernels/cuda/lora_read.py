@@ -1,6 +1,6 @@
-"""`cuda/lora_read.cu`: adapters' gradients and an FP8 cast in one pass.
+"""`cuda/lora_read.cu`: adapters' low-rank GEMMs and an FP8 cast in one pass.
 
-Measured on an H200 at 8,192 rows, r = 16, bf16, µs:
+Measured on an H200 at 8,192 rows, r = 16, bf16, in µs:
 
                                         here  separate
     dy of 4,096 columns, FP8              41        72
@@ -28,12 +28,12 @@ from ..tiling import ceil_div
 from . import Kernel, cubin, remembered
 
 PARTS, RANKS = 3, (8, 16)
-ROWS, LANE_COLUMNS, FINISH_THREADS = 16, 8, 256  # rows of a step; columns of a lane; threads of a block of `finish`
-FRAGMENTS = 64  # fours of 16 rows of v
+ROWS, LANE_COLUMNS, FINISH_THREADS = 16, 8, 256  # rows per step; columns per lane; threads per block of `finish`
+FRAGMENTS = 64  # groups of four values in 16 rows of v
 
 
 class Blocks(NamedTuple):
-    """Constants of `cuda/lora_read.cu`: warps of a block, blocks of a multiprocessor, stages of the ring."""
+    """Constants of `cuda/lora_read.cu`: warps per block, blocks per multiprocessor, stages of the ring buffer."""
 
     warps: int
     blocks: int
@@ -54,7 +54,7 @@ class Part(ctypes.Structure):
 
 
 class Operands(ctypes.Structure):
-    """Its struct `Read`."""
+    """The struct `Read` in `cuda/lora_read.cu`."""
 
     _fields_ = (
         ("parts", Part * PARTS),
@@ -68,24 +68,24 @@ class Operands(ctypes.Structure):
 
 @remembered
 def _kernel(
-    blocks: Blocks, device: int, bf16: bool, learn: bool, turned: bool, float8: int, columns: bool
+    blocks: Blocks, device: int, bf16: bool, learn: bool, transposed: bool, float8: int, columns: bool
 ) -> tuple[Kernel, Kernel]:
-    """The kernel, and the one that adds what its blocks leave."""
-    own = {"bf16": bf16, "learn": learn, "turned": turned, "float8": float8, "columns": columns}
+    """The kernel, and the one that adds its blocks' partial sums."""
+    own = {"bf16": bf16, "learn": learn, "transposed": transposed, "float8": float8, "columns": columns}
     upper = {name.upper(): int(value) for name, value in (blocks._asdict() | own).items()}
     image = cubin("lora_read", device_at(device).capability, upper, [Part, Operands])
     return Kernel(image, "lora_read"), Kernel(image, "finish", 0)
 
 
-def _turned(factor: Tensor) -> bool:
-    """Whether it is the transpose of a contiguous tensor."""
+def _is_transposed(factor: Tensor) -> bool:
+    """Return whether `factor` is the transpose of a contiguous tensor."""
     return not factor.is_contiguous()
 
 
 def _parts(
     tensors: Sequence[Tensor], factors: Sequence[Tensor | None], scalings: Sequence[float], gradients: Sequence[Tensor],
 ) -> list[Part]:  # fmt: skip
-    """Where each lies among the strips, ranks and columns of all."""
+    """The struct of each tensor, with its first rank, strip and column among all."""
     scales, written = iter(scalings), iter(gradients)
     parts, rank, strip, column = [], 0, 0, 0
     for x, factor in zip(tensors, factors, strict=True):
@@ -96,27 +96,27 @@ def _parts(
             part.gradient = next(gradient.data_ptr() for gradient in written) if gradients else None
         parts.append(part)
         rank, strip, column = rank + part.rank, strip + ceil_div(part.width, 32 * BLOCKS.warps), column + part.width
-    absent = [Part(first_strip=2**32 - 1, first_column=2**32 - 1)] * (PARTS - len(parts))
-    return [*parts, *absent]
+    unused = [Part(first_strip=2**32 - 1, first_column=2**32 - 1)] * (PARTS - len(parts))
+    return [*parts, *unused]
 
 
 def _run(
     tensors: Sequence[Tensor], factors: Sequence[Tensor | None], scalings: Sequence[float], low: Tensor | None,
     slot: Slot | None, columns: Tensor | None,
 ) -> Read:  # fmt: skip
-    """`lora_read`; gradients are fp32."""
-    x, there = tensors[0], [factor for factor in factors if factor is not None]
-    rows, width, ranks = x.shape[0], sum(t.shape[1] for t in tensors), sum(f.shape[1] for f in there)
-    fresh = functools.partial(torch.empty, dtype=torch.float32, device=x.device)
-    gradients = [] if low is None else [fresh(factor.shape) for factor in there]
+    """`lora_read` with fp32 gradients."""
+    x, given = tensors[0], [factor for factor in factors if factor is not None]
+    rows, width, ranks = x.shape[0], sum(t.shape[1] for t in tensors), sum(f.shape[1] for f in given)
+    empty = functools.partial(torch.empty, dtype=torch.float32, device=x.device)
+    gradients = [] if low is None else [empty(factor.shape) for factor in given]
     parts = _parts(tensors, factors, scalings, gradients)
     strips, steps = sum(ceil_div(t.shape[1], 32 * BLOCKS.warps) for t in tensors), ceil_div(rows, ROWS)
     share = ceil_div(strips * steps, multiprocessors_of(x.get_device()) * BLOCKS.blocks)
     total = torch.empty(rows, ranks, dtype=x.dtype, device=x.device)
     codes = None if slot is None else torch.empty(rows, width, dtype=slot.dtype, device=x.device)
     pointers = {
-        "low": low, "codes": codes, "partial": fresh(strips, steps, 4 * FRAGMENTS), "sum": total, "columns": columns,
-        "gradients": fresh(ceil_div(steps, share) + 1, 16, width) if gradients else None,
+        "low": low, "codes": codes, "partial": empty(strips, steps, 4 * FRAGMENTS), "sum": total, "columns": columns,
+        "gradients": empty(ceil_div(steps, share) + 1, 16, width) if gradients else None,
     }  # fmt: skip
     if slot is not None:
         pointers |= {"scale": slot.scale, "newest": slot.newest}
@@ -125,8 +125,8 @@ def _run(
     operands = Operands((Part * PARTS)(*parts), **addresses, **numbers)
     float8 = 0 if slot is None else 2 if slot.dtype is E5M2 else 1
     with torch.cuda.device(x.get_device()):
-        bf16, learn, turned = x.dtype is torch.bfloat16, bool(gradients), _turned(there[0])
-        kernel, finish = _kernel(BLOCKS, x.get_device(), bf16, learn, turned, float8, columns is not None)
+        bf16, learn, transposed = x.dtype is torch.bfloat16, bool(gradients), _is_transposed(given[0])
+        kernel, finish = _kernel(BLOCKS, x.get_device(), bf16, learn, transposed, float8, columns is not None)
         kernel(ceil_div(strips * steps, share), 32 * BLOCKS.warps, [operands])
         threads = PARTS * steps * FRAGMENTS + (width * 4 if gradients else 0)
         finish(ceil_div(threads, FINISH_THREADS), FINISH_THREADS, [operands])
@@ -139,17 +139,17 @@ def obstacle(
 ) -> str | None:  # fmt: skip
     if not device_of(x).at_least(HOPPER):  # griddepcontrol
         return NEEDS_HOPPER
-    tensors, there = (x, *more), [factor for factor in factors if factor is not None]
-    if x.dtype not in (torch.float16, torch.bfloat16) or len(tensors) > PARTS or not x.shape[0] or not there:
+    tensors, given = (x, *more), [factor for factor in factors if factor is not None]
+    if x.dtype not in (torch.float16, torch.bfloat16) or len(tensors) > PARTS or not x.shape[0] or not given:
         return "takes one to three tensors of 16 bits, with rows and an adapter"
-    if any(factor.shape[1] not in RANKS for factor in there):
+    if any(factor.shape[1] not in RANKS for factor in given):
         return "needs ranks of 8 or 16"
     if any(tensor.shape[1] % LANE_COLUMNS or (row_stride(tensor) or 1) % LANE_COLUMNS for tensor in tensors):
         return "needs widths and strides in multiples of 8"
-    factors_lie = all((factor.t() if _turned(there[0]) else factor).is_contiguous() for factor in there)
-    if not factors_lie or not (low is None or low.is_contiguous()) or not all(t.shape[1] for t in tensors):
+    contiguous = all((factor.t() if _is_transposed(given[0]) else factor).is_contiguous() for factor in given)
+    if not contiguous or not (low is None or low.is_contiguous()) or not all(t.shape[1] for t in tensors):
         return "needs contiguous factors"
-    others = there if low is None else [*there, low]
+    others = given if low is None else [*given, low]
     aligned = all(tensor.data_ptr() % 16 == 0 for tensor in (*tensors, *others))
     return None if aligned else "needs tensors at multiples of 16 bytes"
 

@@ -1,15 +1,15 @@
-/* u = x Aᵀ for up to 64 rows of x and an adapter's few rows of A: little work, so that what counts is how long it
-takes to fetch it. A cluster of SPLIT blocks has 16 rows of A and 16 of x, each of its warps every SPLIT·WARPS-th
-piece of 32 columns. Sums are added up in a block, then put to the block of the cluster whose share of u they are,
-and added in a fixed order.
+/* u = x Aᵀ for up to 64 rows of x and an adapter's few rows of A. There is little work, so the latency of loading
+matters. A cluster of SPLIT blocks has 16 rows of A and 16 of x; each of its warps has every SPLIT·WARPS-th piece of 32
+columns. Sums are added within a block, then sent to the block of the cluster that owns this share of u, and added in a
+fixed order.
 
-A is mma's left operand, and K is taken in another order: a lane's eight columns are the operands of two products.
+A is mma's left operand, and K is permuted: a lane's eight columns are the operands of two products.
 
 Constants: SPLIT, WARPS, BF16 (else fp16). */
 
 #include "warp.cuh"
 
-constexpr u32 THREADS = 32 * WARPS, NT = 2, VALUES = 128 * NT, SHARE = VALUES / SPLIT; /* VALUES: of u, a cluster's */
+constexpr u32 THREADS = 32 * WARPS, NT = 2, VALUES = 128 * NT, SHARE = VALUES / SPLIT; /* VALUES: of u, per cluster */
 
 LAYOUT((WARPS * VALUES + SPLIT * SHARE) * 4, 0);
 
@@ -24,7 +24,7 @@ low_rank(const u16 *x, const u16 *a, const u16 *mask, u16 *out, u32 batch, u32 c
     for (u32 c = first; t == 0 && c < columns; c += 32 * SPLIT * WARPS)
         prefetch(rows + c), prefetch(rows + 8 * (u64)columns + c);
 #pragma unroll
-    for (u32 n = 0; n < NT; n++) /* rows beyond the batch are the last again; their sums are not read */
+    for (u32 n = 0; n < NT; n++) /* rows beyond the batch repeat the last one; their sums are not read */
         of_x[n] = x + (u64)min(begin + 8 * n + g, batch - 1) * columns + t * 8;
     griddepcontrol_wait();
 
@@ -49,7 +49,7 @@ low_rank(const u16 *x, const u16 *a, const u16 *mask, u16 *out, u32 batch, u32 c
         for (u32 i = 0; i < 4; i++)
             sums[warp * VALUES + (8 * n + 2 * t + i % 2) * 16 + i / 2 * 8 + g] = sum[n][i];
     __syncthreads();
-    cluster_wait(SPLIT); /* all blocks are there */
+    cluster_wait(SPLIT); /* all blocks have started */
     for (u32 v = threadIdx.x; v < VALUES; v += THREADS) {
         float total = 0;
 #pragma unroll

@@ -1,4 +1,4 @@
-"""`cuda/low_rank.cu`: an adapter's first product for up to 64 rows, by clusters of blocks."""
+"""`cuda/low_rank.cu`: an adapter's first GEMM for up to 64 rows, by clusters of blocks."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import ctypes
 import torch
 from torch import Tensor
 
-from ...ops.low_rank import low_rank_rows
+from ...ops.linear import low_rank_rows
 from ..device import HOPPER, NEEDS_HOPPER, device_at, device_of
 from ..tiling import ceil_div
 from . import Kernel, cubin, remembered
 
 BATCH = 64
-SPLIT, WARPS = 8, 16  # blocks of a cluster, which is the most that every GPU runs; warps of a block
-TILE = 16  # rows of A, and of x, that a cluster has
+SPLIT, WARPS = 8, 16  # blocks per cluster (the most that is portable); warps per block
+TILE = 16  # rows of A, and of x, per cluster
 
 
 @remembered

@@ -1,11 +1,11 @@
-/* More of what warp.cuh has: 8×8 matrices of 16-bit numbers in a warp, special functions, FP8 in pairs. Of a matrix
-   the lane g * 4 + t holds numbers 2t and 2t + 1 of row g, as in the operands and sums of multiply(). */
+/* More PTX of warp.cuh's kind: 8×8 matrices of 16-bit numbers in a warp, special functions, FP8 in pairs. Lane
+   g * 4 + t holds numbers 2t and 2t + 1 of a matrix's row g, as in the operands and sums of multiply(). */
 
 #pragma once
 
 #include "warp.cuh"
 
-/* Four matrices in shared memory, whose 32 rows of 16 bytes are given by the 32 lanes; and the same turned. */
+/* Load four matrices from shared memory, whose 32 rows of 16 bytes the 32 lanes point to; plain and transposed. */
 __device__ __forceinline__ void load_matrices(u32 (&m)[4], const u8 *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(address(row)) : "memory");
@@ -15,14 +15,14 @@ __device__ __forceinline__ void load_matrices_transposed(u32 (&m)[4], const u8 *
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(address(row)) : "memory");
 }
 
-/* A matrix, turned. */
-__device__ __forceinline__ u32 turned(u32 matrix) {
+/* Transpose a matrix. */
+__device__ __forceinline__ u32 transpose(u32 matrix) {
     u32 other;
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(other) : "r"(matrix));
     return other;
 }
 
-/* d = a b, as multiply() adds it. */
+/* d = a b; multiply() accumulates. */
 template <bool BFLOAT>
 __device__ __forceinline__ void multiply_from_zero(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     if (BFLOAT)
@@ -48,19 +48,19 @@ __device__ __forceinline__ float rcp_approx(float x) {
     return y;
 }
 
-/* The larger of a magnitude and that of x; NaN if one is. */
+/* The larger of a magnitude and |x|; NaN if either is NaN. */
 __device__ __forceinline__ float larger(float magnitude, float x) {
     float y;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(magnitude), "f"(fabsf(x)));
     return y;
 }
 
-/* Let a number in global memory, not negative, be at least `value`. */
+/* Atomically raise a non-negative number in global memory to at least `value`. */
 __device__ __forceinline__ void raise(float *to, float value) {
     asm volatile("red.global.max.s32 [%0], %1;" ::"l"(to), "r"(__float_as_int(value)) : "memory");
 }
 
-/* Two floats in FP8, E5M2 or E4M3, the first in the low byte; the largest number beyond it. */
+/* Two floats in FP8, E5M2 or E4M3, saturating; the first in the low byte. */
 template <bool E5M2> __device__ __forceinline__ u32 float8(float first, float second) {
     u16 both;
     if (E5M2)
@@ -70,7 +70,7 @@ template <bool E5M2> __device__ __forceinline__ u32 float8(float first, float se
     return both;
 }
 
-/* 8 bytes to global memory, which nobody reads soon. */
+/* Store 8 bytes to global memory, evict-first. */
 __device__ __forceinline__ void store(void *pointer, uint2 v) {
     asm volatile("st.global.cs.v2.u32 [%0], {%1, %2};" ::"l"(pointer), "r"(v.x), "r"(v.y) : "memory");
 }

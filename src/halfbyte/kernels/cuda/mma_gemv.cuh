@@ -1,24 +1,24 @@
 /* y = factor · x Wᵀ + b for one or two rows of x, on tensor cores: the scheme and its pipeline, for any format of W.
 
-With one row of x, mma.m16n8k16 would waste seven of its eight columns. So W is its left operand, and the columns of
-the right one are the eight K slices of 32 weights that a row of W has in a K tile of 256: column n has x's slice n,
-and zeros elsewhere along K. Each slice then has a sum of its own, and a block's scale is one fp32 factor of a sum
-instead of one of each weight.
+With one row of x, mma.m16n8k16 would waste seven of its eight columns. So W is its left operand, and the columns of the
+right one are the eight K slices of 32 weights that a row of W has in a K tile of 256: column n has x's slice n, and
+zeros elsewhere along K. Each slice then has its own sum, and a block's scale is one fp32 factor of a sum instead of one
+factor per weight.
 
-With g = lane / 4 and t = lane % 4, a lane decodes of rows g and g + 8 of W the slices 2t and 2t + 1, and holds of x
-the slice g if it is one of these, else zeros. Products with slices 2t go to one set of sums and those with slices
-2t + 1 to another, so that one right operand serves both: columns of the other's slices mean nothing.
+With g = lane / 4 and t = lane % 4, a lane decodes slices 2t and 2t + 1 of rows g and g + 8 of W, and holds slice g of x
+if it is one of these, else zeros. Products with slices 2t go to one set of sums and those with slices 2t + 1 to
+another, so that one right operand serves both; the other set's columns are meaningless.
 
-A block of threads is WR groups of WK warps. A group has RT tiles of 16 rows at a time, and its warps take turns
-over the K tiles, TOGETHER of them side by side; their sums are added in a fixed order. Each warp copies a K tile
-ahead, to two stages of its own. All that is read before griddepcontrol_wait() are weights.
+A block of threads is WR groups of WK warps. A group has RT tiles of 16 rows at a time, and its warps alternate over
+the K tiles, TOGETHER of them at a time; their sums are added in a fixed order. Each warp copies one K tile in advance,
+to two stages of its own. Before griddepcontrol_wait() only weights are read.
 
-A decoder is a class with W's shape (rows, columns), and
+A format is a class with W's shape (rows, columns), and
 
-    TABLE, TILE, ASIDE   bytes of the table, of 16 rows in a stage, and of what TOGETHER K tiles share for RT · 16 rows
-    TOGETHER                1 or 2
-    build, factor        fills the table and reads what else is one number; what multiplies all sums
-    Source               where a warp copies from: fetch begins to copy a K tile, next goes on by TOGETHER of them
+    TABLE, TILE, ASIDE   bytes of the table, of 16 rows in a stage, of data that TOGETHER K tiles of RT · 16 rows share
+    TOGETHER             1 or 2
+    build, factor        fill the table and read single numbers; factor of all sums
+    Source               source addresses of a warp: fetch starts copying a K tile, next advances by TOGETHER of them
     Decoder              add multiplies a lane's slices of a K tile of 16 rows
 
 Constants: BATCH (rows of x, 1 or 2), RT, WR, WK, BF16 (else fp16). */
@@ -28,15 +28,15 @@ Constants: BATCH (rows of x, 1 or 2), RT, WR, WK, BF16 (else fp16). */
 #include "warp.cuh"
 
 constexpr u32 ROWS = 16, THREADS = 32 * WR * WK;
-constexpr u32 OF_TILES = RT * BATCH * ROWS; /* sums of a group's tiles, of each warp */
-constexpr int AHEAD = 3; /* operands that are on their way */
+constexpr u32 OF_TILES = RT * BATCH * ROWS; /* sums of a group's tiles, per warp */
+constexpr int AHEAD = 3; /* operands decoded in advance */
 
-/* Bytes of shared memory: of a warp, before the sums, and in all. */
+/* Bytes of shared memory: per warp, before the sums, and in total. */
 template <typename W> constexpr u32 OF_WARP = 2 * (RT * W::TILE + W::ASIDE);
 template <typename W> constexpr u32 SUMS = W::TABLE + WR * WK * OF_WARP<W>;
 template <typename W> constexpr u32 SHARED = SUMS<W> + 2 * WR * WK * OF_TILES * 4;
 
-/* The last tile begins early enough to be whole: rows that two tiles have come out alike. */
+/* The last tile starts early enough to have 16 rows; rows in two tiles get the same result twice. */
 __device__ __forceinline__ u32 first_row(u32 rows, u32 tile) { return min(tile * ROWS, rows - ROWS); }
 
 /* A lane's 32 values of a row of x in a K tile. */
@@ -58,7 +58,7 @@ struct KSlice {
     }
 };
 
-/* A group's sums of RT tiles, `apart` from each other, and y. `split` is the warp's number in the group. */
+/* Reduce the sums of a group's RT tiles, whose numbers differ by `apart`, and write y. `split`: warp in the group. */
 __device__ __forceinline__ void finish(
     float (&total)[RT][BATCH][2], float *sums, u16 *out, const u16 *bias, float factor, u32 rows, u32 tile, u32 apart,
     u32 group, u32 split, u32 lane) {
@@ -85,7 +85,7 @@ __device__ __forceinline__ void finish(
     }
 }
 
-/* The kernel, as the block of this number of so many. */
+/* The kernel, for block `block` of `blocks`. */
 template <typename W>
 __device__ __forceinline__ void mma_gemv(W w, const u16 *x, const u16 *bias, u16 *out, u32 block, u32 blocks) {
     constexpr u32 TOGETHER = W::TOGETHER, STAGE = RT * W::TILE;
@@ -96,7 +96,7 @@ __device__ __forceinline__ void mma_gemv(W w, const u16 *x, const u16 *bias, u16
     float *sums = (float *)(shared + SUMS<W>) + group * 2 * WK * OF_TILES;
 
     typename W::Source source(w, first < units ? first_tile : tiles, first, lane, apart);
-    u32 filled = 0; /* of what K tiles share: where it is copied to */
+    u32 filled = 0; /* set of shared data that is filled next */
     auto fetch_next = [&](u8 *stage, u32 odd) {
         if (source.tile < tiles) {
             source.fetch(stage, aside + filled * W::ASIDE, odd, tiles);
@@ -125,7 +125,7 @@ __device__ __forceinline__ void mma_gemv(W w, const u16 *x, const u16 *bias, u16
 #pragma unroll
             for (u32 odd = 0; odd < TOGETHER; odd++) {
                 wait<0>();
-                __syncwarp(); /* every lane's copies are there, and every lane has read what is copied to next */
+                __syncwarp(); /* all lanes' copies have arrived, and all lanes have read the stage filled next */
                 stage = TOGETHER == 2 ? odd * STAGE : stage;
                 const u8 *now = ring + stage;
                 stage = STAGE - stage;

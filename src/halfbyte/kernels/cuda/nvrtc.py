@@ -1,7 +1,7 @@
-"""Compiles the CUDA sources of this folder with NVRTC, which comes with torch, and reads what they export.
+"""Compilation of this folder's CUDA sources with NVRTC, which comes with torch, and reading of what they export.
 
-A compiled kernel is kept in the cache folder under everything that changes it: its source and the headers that this
-includes, NVRTC's version, and the options with constants and architecture among them.
+Compiled kernels are cached under a hash of everything they depend on: the source with its headers, NVRTC's version, and
+the options, which include constants and architecture.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Image(NamedTuple):
 
     Args:
         code: the cubin.
-        shared: bytes of shared memory of a block of its main kernel.
-        shared_each: and for each row of x, or of what else its launcher counts.
+        shared: bytes of shared memory per block of its main kernel.
+        shared_each: additional bytes per row of x, or per other unit that the launcher counts.
     """
 
     code: Any
@@ -46,15 +46,15 @@ class Image(NamedTuple):
 def cubin(
     name: str, capability: tuple[int, int], constants: dict[str, int], structs: Sequence[type[ctypes.Structure]] = ()
 ) -> Image:
-    """`<name>.cu` compiled for a device of this compute capability, from the cache if it was before.
+    """Compile `<name>.cu` for a device of this compute capability, or load it from the cache.
 
     Args:
-        structs: what Python fills in for it, in the order of its LAYOUT.
+        structs: parameters that Python fills in, in the order of the source's LAYOUT.
 
     Raises:
-        Unavailable: with NVRTC's first error, which has file and line.
+        Unavailable: with NVRTC's first error, which names file and line.
     """
-    own = "a" if capability >= (9, 0) else ""  # with what only this architecture has, such as wgmma
+    own = "a" if capability >= (9, 0) else ""  # include instructions of only this architecture, such as wgmma
     options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}{own}", "--std=c++17"]
     options += [f"-D{key}={value}" for key, value in constants.items()]
     files = sources(name)
@@ -72,7 +72,7 @@ def cubin(
 
 
 def sources(name: str) -> dict[str, str]:
-    """`<name>.cu` and, by name, all headers that it includes."""
+    """Read `<name>.cu` and all headers that it includes, by name."""
     found, missing = {}, [f"{name}.cu"]
     while missing:
         file = missing.pop()
@@ -82,10 +82,10 @@ def sources(name: str) -> dict[str, str]:
 
 
 def compiled(files: dict[str, str], options: Sequence[str]) -> bytes:
-    """The cubin of the first file, which may include the others.
+    """Compile the first file, which may include the others, to a cubin.
 
     Raises:
-        Unavailable: there is no NVRTC, or it refuses the source.
+        Unavailable: there is no NVRTC, or it rejects the source.
     """
     nvrtc, program = _nvrtc(), ctypes.c_void_p()
     (name, source), *headers = [(file.encode(), text.encode()) for file, text in files.items()]
@@ -103,15 +103,15 @@ def compiled(files: dict[str, str], options: Sequence[str]) -> bytes:
 
 
 def first_error(log: str) -> str:
-    """Of NVRTC's log: the first error with the lines that show where it is."""
+    """First error in NVRTC's log, with the lines that show its place."""
     parts = log.strip("\0\n ").split("\n\n")
     return next((part for part in parts if " error" in part), parts[0]).strip()
 
 
 def exported(image: bytes) -> list[int]:
-    """The numbers of `layout` (warp.cuh) in an ELF file of 64 bits: a cubin, or a library for a CPU."""
+    """Read the numbers of `layout` (warp.cuh) in a 64-bit ELF file: a cubin, or a library for a CPU."""
     offset, size, count = *struct.unpack_from("<Q", image, 0x28), *struct.unpack_from("<HH", image, 0x3A)
-    # Of a section: type, address, offset, size, the section of its names.
+    # Fields of a section: type, address, offset, size, section of its names.
     sections = [struct.unpack_from("<4xI8xQQQI", image, offset + i * size) for i in range(count)]
     for kind, _, begin, length, names in sections:
         for at in range(begin, begin + length, 24) if kind in SYMBOL_TABLES else ():
@@ -124,10 +124,10 @@ def exported(image: bytes) -> list[int]:
 
 
 def checked(layout: Sequence[int], name: str, structs: Sequence[type[ctypes.Structure]]) -> tuple[int, int]:
-    """Bytes of shared memory, and for each of what is counted, of a layout whose structs are those of Python.
+    """Bytes of shared memory, and additional bytes per counted unit, from a layout with the same structs as Python's.
 
     Raises:
-        RuntimeError: a struct has another size.
+        RuntimeError: a struct's size differs.
     """
     shared, each, *sizes = layout
     ours = [ctypes.sizeof(each) for each in structs]

@@ -1,17 +1,17 @@
-/* The scheme of mma_gemv.cuh for one row of x and NF4 or FP4 weights, where x is in shared memory and a ring has
-stages as weight4.cuh lays them out: a lane's two K slices are one block, whose scale is one FMA. */
+/* The scheme of mma_gemv.cuh for one row of x and NF4 or FP4 weights, with x in shared memory and stages in the layout
+of weight4.cuh: a lane's two K slices are one block, whose scale is one FMA. */
 
 #pragma once
 
 #include "weight4.cuh"
 
-/* Where a row's 16-byte pieces lie in a stage: what lanes that are served together read is in every bank once. */
+/* Place of a row's 16-byte pieces in a stage, without bank conflicts among lanes that are served together. */
 __device__ __forceinline__ u32 swizzle_of_row(u32 row, u32 piece) { return piece ^ row & 1; }
 
 struct RowOfX {
     alignas(16) u32 pairs[16] = {}; /* 32 values */
 
-    /* This lane's part of a K tile. `x` is in shared memory. */
+    /* Load this lane's part of a K tile; `x` is in shared memory. */
     __device__ __forceinline__ void load(const u16 *x, u32 lane) {
         if (lane / 8 == lane % 4)
 #pragma unroll
@@ -55,7 +55,7 @@ __device__ __forceinline__ void add_row(const Weight &w, Sums &sum, const u8 *st
             sum[r][0][2 * half] += scale[r][half] * (parts[r][0][2 * half] + parts[r][1][2 * half + 1]);
 }
 
-/* The sums of a tile: those of four lanes' blocks. */
+/* Reduce the sums of a tile over the blocks of four lanes. */
 __device__ __forceinline__ void add_blocks(Sums &sum) {
 #pragma unroll
     for (int r = 0; r < RT; r++)

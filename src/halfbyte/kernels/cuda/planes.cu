@@ -1,39 +1,38 @@
-/* Products of up to 16 rows with weights in bit planes (ops.bitplane, ops.hqq), see split_k.cuh.
+/* GEMM of up to 16 rows with weights in bit planes (ops.bitplane, ops.hqq), see split_k.cuh.
 
-A code becomes a number by a table in shared memory. A lane has of 128 columns the block of 32 that is lane % 4-th:
-BITS words of a row. The order of K may be any, so the words are only exchanged until a byte has the bits of columns
-that are neighbours (of 4 columns at 2 bits, else of 2), and x comes as it lies in memory. The table's index is that
-byte as it is, and an entry is those columns' numbers in x's dtype: operands as they stand. Each lane has an entry
-of its own, so that lanes never wait for each other; at 2 bits, where an entry is 8 bytes, and at 5, for 1024
-entries of 4, two lanes share.
+A table in shared memory converts codes to numbers. Of 128 columns a lane has the block of 32 number lane % 4: BITS
+words of a row. The order of K is free, so bits are only exchanged between words until a byte has the bits of
+neighbouring columns (4 columns at 2 bits, otherwise 2), and x is used in memory order. The byte is the table's index,
+and an entry holds these columns' numbers in x's dtype, ready as operands. Each lane has its own copy of an entry to
+avoid bank conflicts; two lanes share one at 2 bits, where an entry is 8 bytes, and at 5, with 1024 entries of 4.
 
-x comes half a K tile ahead.
+x is loaded half a K tile in advance.
 
-Constants: BITS (2, 3, 4, 5 with E4M4 scales a block; 2, 3, 4, 8 with GROUP), GROUP (weights that share HQQ's scale
-and zero; 0: E4M4), ORIGIN (where a block's shared memory begins), and those of split_k.cuh. */
+Constants: BITS (2, 3, 4, 5 with E4M4 scales per block; 2, 3, 4, 8 with GROUP), GROUP (weights per scale and zero of
+HQQ; 0: E4M4), ORIGIN (start of a block's shared memory), and those of split_k.cuh. */
 
 #include "planes.cuh"
 #include "split_k.cuh"
 
-constexpr u32 PIECES = 2 * BITS; /* copies of 16 bytes of a row's K tile */
-constexpr int AHEAD = 3; /* look-ups that are on their way */
-/* Of a stage: bytes from row to row, and more after 4 rows; pairs of bytes copied for a row's scales; bytes of its
-scales and, behind them, zeros. */
+constexpr u32 PIECES = 2 * BITS; /* 16-byte copies per row of a K tile */
+constexpr int AHEAD = 3; /* look-ups in flight */
+/* In a stage: bytes from row to row, and additionally after 4 rows; pairs of bytes copied for a row's scales; bytes of
+its scales and, after them, zeros. */
 constexpr u32 ROW = BITS == 8 ? 272 : 32 * BITS, SKEW = BITS % 2 ? 16 : 0;
 constexpr u32 HALVES = GROUP == 0 ? 4 : GROUP == 32 ? 8 : GROUP == 64 ? 4 : 2;
 constexpr u32 SCALES = HALVES * (GROUP ? 4 : 2);
 constexpr u32 CODES = ROWS * ROW + ROWS / 4 * SKEW, STAGE = CODES + ROWS * SCALES, RING = STAGES * STAGE;
-/* Bytes of the table, and what divides its address: an index is a byte of an address, which one PRMT puts together. */
+/* Bytes of the table, and its alignment: an index is a byte of an address, which one PRMT assembles. */
 constexpr u32 TABLE = BITS == 3 ? 16384 : 65536, ALIGN = 65536;
 
-/* The table lies where its address divides by ALIGN, as many rings as fit before it, the others and sums behind. */
+/* The table is at a multiple of ALIGN, with as many rings as fit before it, the others and the sums after it. */
 constexpr u32 FRONT = (ALIGN - ORIGIN % ALIGN) % ALIGN, BEFORE = FRONT / RING < WARPS ? FRONT / RING : WARPS;
-/* Where byte `at` of a row lies in a stage: a block of each of 8 rows is in every bank once (at 8 bits twice). */
+/* Place of byte `at` of a row in a stage: blocks of 8 rows use every bank once (at 8 bits twice). */
 __device__ __forceinline__ u32 swizzle(u32 row, u32 at) {
     return row * ROW + row / 4 * SKEW + (BITS == 2 ? at ^ (row & 2) << 4 : BITS == 4 ? at ^ (row & 1) << 6 : at);
 }
 
-/* Numbers of an entry's columns 2i and 2i + 1. */
+/* Numbers of an entry's columns 2i and 2i + 1, as a pair. */
 template <int COUNT> __device__ __forceinline__ u32 entry(const float *codebook, u32 index, int i) {
     u32 first = code_of<COUNT>(index, 2 * i), second = code_of<COUNT>(index, 2 * i + 1);
     return GROUP ? pair<BF16>((float)first, (float)second) : pair<BF16>(codebook[first], codebook[second]);
@@ -51,8 +50,8 @@ __device__ __forceinline__ void build(u8 *table, const float *codebook) {
     }
 }
 
-/* The entry of byte i of `word`. `entry` is the lane's address in the first entry; at 5 bits the table's, and byte i of
-`fifth` has this pair's two bits of the fifth plane, and below them the lane's entry. */
+/* The entry of byte i of `word`. `entry` is the address of this lane's copy of the first entry; at 5 bits it is the
+table's address, and byte i of `fifth` has this pair's two bits of the fifth plane above the lane's copy number. */
 template <typename T> __device__ __forceinline__ T look_up(u32 word, u32 fifth, int i, u32 entry) {
     if (BITS == 5)
         return from_shared<T>(__byte_perm(fifth, word, 0x40 + i * 0x11) & 0xffff | entry);
@@ -61,8 +60,8 @@ template <typename T> __device__ __forceinline__ T look_up(u32 word, u32 fifth, 
 
 /* A lane's 32 weights of one row. */
 struct Block {
-    u32 low[4], high[4]; /* planes 0 to 3; planes 4 to 7, or what look_up wants of the fifth for low[r] */
-    u32 scale, zero;     /* pairs of one number in x's dtype: zero · scale */
+    u32 low[4], high[4]; /* planes 0 to 3; planes 4 to 7, or look_up's `fifth` for low[r] */
+    u32 scale, zero;     /* pairs of one number in x's dtype; zero: - zero · scale */
 
     __device__ __forceinline__ void load(const u8 *stage, u32 row, u32 u, u32 lane, u32 odd) {
         u32 b = 4 * u + lane % 4, word[BITS];
@@ -100,7 +99,7 @@ struct Block {
         }
     }
 
-    /* Columns 8j + 4h and on. */
+    /* Decode four columns from 8j + 4h on. */
     __device__ __forceinline__ uint2 decode(int j, int h, u32 entry) const {
         uint2 found;
         if (BITS == 2)
@@ -139,7 +138,7 @@ struct Inputs {
 };
 
 struct Weight : Planes {
-    typedef Sums Total[2]; /* every second product's */
+    typedef Sums Total[2]; /* for even and odd products */
     const float *from;     /* the factor of all scales */
     float scale;
 
@@ -150,7 +149,7 @@ struct Weight : Planes {
         opaque(begin);
         return begin;
     }
-    /* The last tile begins early enough to be whole: rows that two tiles have come out alike. */
+    /* The last tile starts early enough to have all its rows; rows in two tiles get the same result twice. */
     __device__ __forceinline__ u32 first_row(u32 tile) const {
         return tile * ROWS + ROWS <= rows ? tile * ROWS : rows - ROWS;
     }
@@ -160,12 +159,12 @@ struct Weight : Planes {
     }
     __device__ __forceinline__ float factor() const { return scale; }
 
-    /* Where a warp copies from: K tile after K tile of the tiles that are its group's. */
+    /* Source addresses of a warp: K tile after K tile of its group's tiles. */
     struct Source {
         const Weight &w;
-        const u8 *codes, *scales; /* of the next K tile, the warp's and this lane's */
+        const u8 *codes, *scales; /* of the next K tile: the warp's codes, this lane's scales */
         u32 tile, k_tile, row, lane;
-        u32 from[BITS * RT], to[BITS * RT]; /* a lane's pieces; if BITS is even, they follow from the first */
+        u32 from[BITS * RT], to[BITS * RT]; /* a lane's pieces; for even BITS only the first, from which others follow */
 
         __device__ __forceinline__ Source(const Weight &w, u32 tile, u32 k_tile, u32 lane)
             : w(w), tile(tile), k_tile(k_tile), lane(lane) {
@@ -185,9 +184,9 @@ struct Weight : Planes {
             scales = w.scales + at + lane / 2 * (w.columns / 32) + lane % 2 * 4;
         }
 
-        /* Begin to copy the next K tile to a stage. */
+        /* Start copying the next K tile to a stage. */
         __device__ __forceinline__ void fetch(u8 *stage) {
-            constexpr u32 APART = 32 / PIECES; /* rows from piece to piece of a lane */
+            constexpr u32 APART = 32 / PIECES; /* rows between pieces of a lane */
 #pragma unroll
             for (u32 i = 0; i < BITS * RT; i++)
                 if (BITS % 2)
@@ -224,7 +223,7 @@ struct Weight : Planes {
         const Weight &w;
         const u16 *x;
         u32 batch, lane, entry;
-        Inputs now, later; /* of the half K tile that is multiplied, and on their way for the one after */
+        Inputs now, later; /* of the current half K tile, and of the next one (in flight) */
 
         __device__ __forceinline__ Operands(const Weight &w, const u16 *from, u32 batch, u32 lane, u32 k_tile)
             : w(w), x(from + (u64)(lane / 4) * w.columns + lane % 4 * 32), batch(batch), lane(lane) {
@@ -232,7 +231,7 @@ struct Weight : Planes {
             now.load(x + k_tile * 256, w.columns, batch, lane);
         }
 
-        /* Add the products of half a K tile, u, to `sum`, of which every second one has a part. */
+        /* Add the products of half a K tile, u, to the two sets of sums alternately. */
         __device__ __forceinline__ void compute(Total &sum, const u8 *stage, const Inputs &x, u32 u, u32 odd) const {
 #pragma unroll
             for (int r = 0; r < RT; r++) {

@@ -1,4 +1,4 @@
-/* How words of bit planes become indices of a table, whose entries are the numbers of neighbouring columns. */
+/* Rearrangement of bit planes into indices of a table, whose entries are the numbers of neighbouring columns. */
 
 #pragma once
 
@@ -7,18 +7,18 @@
 struct Planes {
     const u8 *packed;         /* [N, K/32, BITS] words */
     const u8 *scales, *zeros; /* [N, K/32] E4M4, or [N, K/GROUP] bf16 and fp16 */
-    const float *codebook;    /* [2^BITS], not with GROUP */
+    const float *codebook;    /* [2^BITS]; unused with GROUP */
     u32 rows, columns;        /* N, K */
 };
 
-/* Two words of which each has the bits of `mask` of one and of the other. */
+/* Exchange bits between two words, so that each has the bits of `mask` of both. */
 __device__ __forceinline__ void exchange(u32 &low, u32 &high, int shift, u32 mask) {
     u32 first = low;
     low = choose(mask, first, high << shift);
     high = choose(mask, first >> shift, high);
 }
 
-/* Four planes of 32 columns; then byte j of p[r] has the bits of columns 8j + 2r and 8j + 2r + 1. */
+/* Rearrange four planes of 32 columns: byte j of p[r] gets the bits of columns 8j + 2r and 8j + 2r + 1. */
 __device__ __forceinline__ void exchange_pairs(u32 (&p)[4]) {
     exchange(p[0], p[1], 2, 0x33333333);
     exchange(p[2], p[3], 2, 0x33333333);
@@ -26,7 +26,7 @@ __device__ __forceinline__ void exchange_pairs(u32 (&p)[4]) {
     exchange(p[1], p[3], 4, 0x0f0f0f0f);
 }
 
-/* The code of a column of the entry `index`, in which a plane has the bits of COUNT columns side by side. */
+/* The code of a column of the entry `index`, in which each plane has the bits of COUNT adjacent columns. */
 template <int COUNT> __device__ __forceinline__ u32 code_of(u32 index, int column) {
     u32 code = 0;
 #pragma unroll
@@ -35,5 +35,5 @@ template <int COUNT> __device__ __forceinline__ u32 code_of(u32 index, int colum
     return code;
 }
 
-/* E4M4: its bits are those of fp32 with another bias, subnormal numbers' too. */
+/* Decode E4M4: its bits are those of fp32 with another bias, also for subnormal numbers. */
 __device__ __forceinline__ float e4m4(u32 code) { return __uint_as_float(code << 19) * 0x1p116f; }

@@ -1,4 +1,4 @@
-/* A ring of stages in shared memory that PRODUCERS warps fill and the GROUPS of four others empty.
+/* A ring buffer in shared memory, filled by PRODUCERS warps and emptied by GROUPS of four other warps.
 
 Constants: GROUPS, STAGES. */
 
@@ -8,7 +8,7 @@ Constants: GROUPS, STAGES. */
 
 constexpr u32 PRODUCERS = 4, WARPS = 4 * GROUPS;
 
-/* A ring's stages, where they begin in shared memory, and barriers, and the stage that is next. */
+/* The stages of a ring, their barriers, and the position of the next stage. */
 struct Ring {
     u32 begin;
     u64 *full, *empty; /* [STAGES] */

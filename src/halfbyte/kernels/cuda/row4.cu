@@ -1,22 +1,22 @@
-/* Products of one or two rows with up to three NF4 and FP4 weights at a time, see mma_gemv.cuh and table4.cuh.
+/* GEMV of one or two rows with up to three NF4 and FP4 weights at a time, see mma_gemv.cuh and table4.cuh.
 
-A lane's two K slices of 32 weights are one block of 64, and their sums are added before they are scaled. Smaller
-blocks are one slice, larger ones several lanes'.
+A lane's two K slices of 32 weights are one block of 64, and their sums are added before they are scaled. A smaller
+block is one slice; a larger one belongs to several lanes.
 
-Of a tile, 128 bytes of codes a row come first, then for each row the scales of four neighbouring blocks, the K
-tile's among them (of blocks of 32: eight). Nested scales are bytes, and the second scale is beside four of them.
+A tile in a stage is 128 bytes of codes per row, then for each row the scales of four adjacent blocks that include the K
+tile's (for blocks of 32: of eight). Nested scales are bytes; the second-level scale follows each four of them.
 
-Constants: SHIFT (the binary logarithm of a block's slices), NESTED, ORIGIN (where a block's shared memory begins),
-and those of mma_gemv.cuh. */
+Constants: SHIFT (log2 of a block's slices), NESTED, ORIGIN (start of a block's shared memory), and those of
+mma_gemv.cuh. */
 
 #include "mma_gemv.cuh"
 #include "table4.cuh"
 
-constexpr u32 FOUR = NESTED ? 8 : 16, OF_ROW = SHIFT ? FOUR : 2 * FOUR; /* bytes of four scales, of a row's */
+constexpr u32 FOUR = NESTED ? 8 : 16, OF_ROW = SHIFT ? FOUR : 2 * FOUR; /* bytes of four scales, and of a row's */
 constexpr u32 CODES = 128 * ROWS;
 
 /* Products of this lane's slices with each row of x: sum[m][u][2 · half + u] for rows g + 8 · half and slice 2t + u.
-look_up(a, u, j) makes mma's left operand, that slice's columns 4j and on. */
+look_up(a, u, j) decodes mma's left operand, columns from 4j on of that slice. */
 template <typename F>
 __device__ __forceinline__ void multiply_slices(F look_up, float (&sum)[BATCH][2][4], const KSlice (&x)[BATCH]) {
     u32 a[16][4];
@@ -36,11 +36,11 @@ __device__ __forceinline__ void multiply_slices(F look_up, float (&sum)[BATCH][2
     }
 }
 
-/* Where byte `at` of a row lies: what lanes that are served together read is in every bank once. */
+/* Place of byte `at` of a row, without bank conflicts among lanes that are served together. */
 __device__ __forceinline__ u32 swizzle(u32 row, u32 at) { return row * 128 + (at ^ (row & 1) << 4); }
 
 struct Weight : Table4 {
-    float shift; /* what is added to nested scales */
+    float shift; /* offset of nested scales */
 
     static constexpr u32 TOGETHER = 1, TILE = CODES + OF_ROW * ROWS, ASIDE = 0;
 
@@ -51,11 +51,11 @@ struct Weight : Table4 {
     __device__ __forceinline__ float factor() const { return 1.0f; }
 
 
-    /* Where a warp copies from: the next K tile of its group's tiles, `apart` from each other. */
+    /* Source addresses of a warp: the next K tile of its group's tiles, whose numbers differ by `apart`. */
     struct Source {
         const Weight &w;
         const u8 *codes[RT]; /* this lane's piece of the first rows */
-        const u8 *scales;    /* of the first block; for the upper half of the lanes, its second scale */
+        const u8 *scales;    /* of the first block; for the upper half of the lanes, its second-level scale */
         u32 before[RT];      /* slices of W before this lane's row and K tile */
         u32 tile, k_tile, lane, apart, to, shift;
 
@@ -77,7 +77,7 @@ struct Weight : Table4 {
             }
         }
 
-        /* Begin to copy the K tile to a stage. Behind the last scale at most the rest of its 16 bytes is copied. */
+        /* Start copying the K tile to a stage. At most the rest of 16 bytes after the last scale is copied as well. */
         __device__ __forceinline__ void fetch(u8 *stage, u8 *, u32, u32) const {
             constexpr u32 SIZE = NESTED ? 4 : 16;
 #pragma unroll
@@ -108,10 +108,10 @@ struct Weight : Table4 {
         }
     };
 
-    /* What a lane has of a tile in a stage. */
+    /* Offsets of a lane's data of a tile in a stage. */
     struct Decoder {
         const Weight &w;
-        u32 codes, other, scales, block, lane4; /* where its slices and first row's scales are, which of four is its */
+        u32 codes, other, scales, block, lane4; /* offsets of its slices and first row's scales; which of four is its */
 
         __device__ __forceinline__ Decoder(const Weight &w, u32 lane) : w(w), lane4(lane * 4) {
             u32 slice = lane % 4 * 2;
@@ -121,13 +121,13 @@ struct Weight : Table4 {
             opaque(codes), opaque(other), opaque(scales), opaque(block), opaque(lane4);
         }
 
-        /* The scale of slice 2t + u in row g + 8 · half, which with its K tile begins at slice `before` of W. */
+        /* Scale of slice 2t + u in row g + 8 · half; the row's K tile starts at slice `before` of W. */
         __device__ __forceinline__ float scale_of(const u8 *tile, int half, u32 before, int u) const {
             const u8 *of_row = tile + scales + half * 8 * OF_ROW;
             u32 at = SHIFT > 1 ? (before + block) >> SHIFT & 3 : block + u;
             if (!NESTED)
                 return ((const float *)of_row)[at];
-            uint2 four = *(const uint2 *)of_row; /* and the second scale */
+            uint2 four = *(const uint2 *)of_row; /* with the second-level scale */
             return look<float, 128>(__byte_perm(four.x, lane4, 0x5504 | at << 4)) * __uint_as_float(four.y) + w.shift;
         }
 
@@ -165,7 +165,7 @@ struct Weight : Table4 {
     };
 };
 
-/* Weights of one x, and which blocks have each: where they begin, and how many they are. */
+/* One of the weights of x, and its range of blocks: the first, and their number. */
 struct Part {
     Weight w;
     const u16 *bias;
@@ -174,7 +174,7 @@ struct Part {
 };
 
 struct Parts {
-    Part parts[3]; /* those that are not there begin beyond all blocks */
+    Part parts[3]; /* unused parts start after all blocks */
 };
 
 LAYOUT(SHARED<Weight>, 0, sizeof(Parts));

@@ -1,22 +1,22 @@
-/* Products of one row with k-bit weights in bit planes (ops.bitplane), see mma_gemv.cuh; a K slice is a block of W.
+/* GEMV of one row with k-bit weights in bit planes (ops.bitplane), see mma_gemv.cuh; a K slice is a block of W.
 
-A table in shared memory, in which each lane has entries of its own, turns a byte with the bits of two columns into
-their numbers: operands as they stand. At 2 bits, where half a byte would do, it has the bits of both rows, and two
-lanes share an entry of 8 bytes; at 5 bits, the fifth plane's bits are an address's bits beside the byte.
+A table in shared memory, of which each lane has its own copy, converts a byte with the bits of two columns to their
+numbers, ready as operands. At 2 bits, where half a byte would suffice, the byte has the bits of both rows, and two
+lanes share an entry of 8 bytes; at 5 bits the fifth plane's bits are additional address bits.
 
-Scales come for two K tiles at once, 16 bytes a row.
+Scales are copied for two K tiles at once, 16 bytes a row.
 
-Constants: BITS (2 to 5), ORIGIN (where a block's shared memory begins), and those of mma_gemv.cuh; BATCH is 1. */
+Constants: BITS (2 to 5), ORIGIN (start of a block's shared memory), and those of mma_gemv.cuh; BATCH is 1. */
 
 #include "mma_gemv.cuh"
 #include "planes.cuh"
 
-constexpr u32 ROW = 32 * BITS, PIECES = 2 * BITS; /* of a row's K tile: bytes, copies */
+constexpr u32 ROW = 32 * BITS, PIECES = 2 * BITS; /* bytes and 16-byte copies per row of a K tile */
 
-/* Where byte `at` of a row lies: what lanes that are served together read is in every bank once. */
+/* Place of byte `at` of a row, without bank conflicts among lanes that are served together. */
 __device__ __forceinline__ u32 swizzle(u32 row, u32 at) { return row * ROW + (BITS == 4 ? at ^ (row & 1) << 4 : at); }
 
-/* A lane's blocks 2t and 2t + 1 of a row. */
+/* Load a lane's blocks 2t and 2t + 1 of a row. */
 __device__ __forceinline__ void load(u32 (&word)[2][BITS], const u8 *part, u32 row, u32 lane) {
     u32 words[2 * BITS], t = lane % 4;
     if (BITS == 2)
@@ -45,8 +45,8 @@ __device__ __forceinline__ u32 two(const float *codebook, u32 index) {
 }
 
 /* A lane's block of rows g and g + 8. Byte j of p[half][r] has the bits of columns 8j + 2r and 8j + 2r + 1; at 2 bits
-those of both rows are in p[0]. At 5 bits, those of the fifth plane are the highest bit of fifth[half][r]'s byte j and
-the lowest of the byte after it, and bits 2 to 6 are the lane's. */
+p[0] has those of both rows. At 5 bits the fifth plane's bits are the highest bit of fifth[half][r]'s byte j and the
+lowest of the next byte; bits 2 to 6 are the lane's copy. */
 struct Blocks {
     u32 p[2][4], fifth[2][4];
 
@@ -62,7 +62,7 @@ struct Blocks {
         exchange_pairs(p[0]), exchange_pairs(p[1]);
     }
 
-    /* mma's A of columns 8j + 4h and on. `entry`: the lane's in the first entry. */
+    /* mma's left operand for columns from 8j + 4h on. `entry`: offset of the lane's copy of the first entry. */
     __device__ __forceinline__ void look_up(u32 (&a)[4], int j, int h, u32 entry) const {
         u32 byte = 0x7604 | j << 4, fifth_too = j | (4 + j) << 4 | (j + 1) % 4 << 8;
 #pragma unroll
@@ -94,20 +94,20 @@ struct Weight : Planes {
             u32 first = two(codebook, index), second = BITS == 2 ? two(codebook, index >> 4) : first;
             u32 at = (index & 255) << 8 | (index >> 8 & 1) << 7 | (index >> 9) << 16;
 #pragma unroll
-            for (u32 i = 0; i < 8; i++) /* neighbours begin at neighbouring places, for the banks' sake */
+            for (u32 i = 0; i < 8; i++) /* adjacent entries start at different places, to avoid bank conflicts */
                 *(uint4 *)(shared + at + (i + index) % 8 * 16) = make_uint4(first, second, first, second);
         }
         scale = *from;
     }
     __device__ __forceinline__ float factor() const { return scale; }
 
-    /* Where a warp copies from: two K tiles side by side, then the next two, of its group's tiles, RT of them
-       `apart` at a time. */
+    /* Source addresses of a warp: pairs of adjacent K tiles of its group's tiles, RT of them at a time, whose numbers
+       differ by `apart`. */
     struct Source {
         const Weight &w;
-        const u8 *codes[RT], *scales; /* of the next two K tiles, the warp's and this lane's */
+        const u8 *codes[RT], *scales; /* of the next two K tiles: the warp's codes, this lane's scales */
         u32 tile, two, lane, apart;
-        u32 from[BITS], to[BITS]; /* a lane's pieces; if BITS is even, they follow from the first */
+        u32 from[BITS], to[BITS]; /* a lane's pieces; for even BITS only the first, from which others follow */
 
         __device__ __forceinline__ Source(const Weight &w, u32 tile, u32 two, u32 lane, u32 apart)
             : w(w), tile(tile), two(two), lane(lane), apart(apart) {
@@ -130,9 +130,9 @@ struct Weight : Planes {
             scales = w.scales + (u64)row * (w.columns / 32) + two * 16;
         }
 
-        /* Begin to copy one of two K tiles to a stage, and both K tiles' scales with the first. */
+        /* Start copying one of two K tiles to a stage; the scales of both are copied with the first. */
         __device__ __forceinline__ void fetch(u8 *stage, u8 *with, u32 odd, u32 tiles) {
-            constexpr u32 APART = 32 / PIECES; /* rows from piece to piece of a lane */
+            constexpr u32 APART = 32 / PIECES; /* rows between pieces of a lane */
 #pragma unroll
             for (u32 r = 0; r < RT; r++) {
                 if (r && tile + apart >= tiles)
@@ -163,7 +163,7 @@ struct Weight : Planes {
         }
     };
 
-    /* A lane of a warp, and where it is in an entry of the table. */
+    /* A lane's number and its offset in an entry of the table. */
     struct Decoder {
         u32 lane, entry;
 
@@ -181,7 +181,7 @@ struct Weight : Planes {
             for (int u = 0; u < 2; u++) {
                 Blocks blocks(word[0][u], word[1][u], lane);
                 u32 a[8][4];
-                float sum[2][4] = {}; /* every second product's */
+                float sum[2][4] = {}; /* for even and odd products */
 #pragma unroll
                 for (int i = 0; i < AHEAD; i++)
                     blocks.look_up(a[i], i / 2, i % 2, entry);

@@ -1,20 +1,20 @@
 /* y = factor · x Wᵀ + b for up to 16 rows of x, on tensor cores: a split-K pipeline, for any format of W.
 
-W is mma.m16n8k16's left operand: with g = lane / 4, t = lane % 4, a lane holds rows g and g + 8 of W, row g of x,
-and of the sums rows g and g + 8 of W, rows 2t and 2t + 1 of x. The order of K may be any, W's and x's alike.
+W is mma.m16n8k16's left operand: with g = lane / 4, t = lane % 4, a lane holds rows g and g + 8 of W and row g of x;
+its sums are for rows g and g + 8 of W and rows 2t and 2t + 1 of x. The order of K is free, but the same for W and x.
 
-A block is WR groups of WK warps; only a table is common to them. A group has a tile of 16·RT rows of W at a time,
-and its warps take turns over its K tiles of 256 columns; the warps' sums are added in a fixed order. Each warp's
-copies run ahead, in a ring of STAGES stages of its own, over the end of a tile too. All that is read before
-griddepcontrol_wait() are weights, so that it may happen while the kernel before still runs.
+A block is WR groups of WK warps; they share only a table. A group has a tile of 16·RT rows of W at a time, and its
+warps alternate over its K tiles of 256 columns; the warps' sums are added in a fixed order. Each warp's copies run
+ahead in its own ring of STAGES stages, also across the end of a tile. Before griddepcontrol_wait() only weights are
+read, so that this overlaps with the previous kernel.
 
-A decoder is a class with W's shape (rows, columns), and
+A format is a class with W's shape (rows, columns), and
 
-    STAGE, SUMS           bytes of a stage of the ring; where sums begin, behind the table and all rings
-    ring, first_row      where a warp's ring begins; a tile's first row
-    build, factor        fills the table and reads what else is one number; what multiplies all sums
-    Source               where a warp copies from: fetch begins to copy a K tile, next goes on
-    Operands, Total      what a lane has of x, whose accumulate adds a K tile's products to sums: one set of them or two
+    STAGE, SUMS          bytes of a stage of the ring; offset of the sums, after the table and all rings
+    ring, first_row      offset of a warp's ring; a tile's first row
+    build, factor        fill the table and read single numbers; factor of all sums
+    Source               source addresses of a warp: fetch starts copying a K tile, next advances
+    Operands, Total      a lane's values of x, whose accumulate adds a K tile's products to sums: one set of them or two
 
 Constants: RT, NT (tiles of 8 rows of x), WR, WK, STAGES, BF16 (else fp16). */
 
@@ -23,7 +23,7 @@ Constants: RT, NT (tiles of 8 rows of x), WR, WK, STAGES, BF16 (else fp16). */
 #include "warp.cuh"
 
 constexpr u32 ROWS = 16 * RT, WARPS = WR * WK, THREADS = 32 * WARPS;
-constexpr u32 SUMS_OF_ROW = 2 * WARPS * ROWS * 4; /* bytes of shared memory for each row of x */
+constexpr u32 SUMS_OF_ROW = 2 * WARPS * ROWS * 4; /* bytes of shared memory per row of x */
 
 typedef float Sums[RT][NT][4];
 
@@ -32,7 +32,7 @@ __device__ __forceinline__ float total(const Sums (&sum)[2], u32 r, u32 n, u32 i
     return sum[0][r][n][i] + sum[1][r][n][i];
 }
 
-/* Put a group's sums [warp, row of x, row of the tile] in shared memory, then y: `factor` times their sum. */
+/* Reduce a group's sums [warp, row of x, row of the tile] in shared memory, and write y = `factor` times their sum. */
 template <typename T>
 __device__ __forceinline__ void finish(
     const T &sum, float *sums, u16 *out, const u16 *bias, float factor, u32 row, u32 rows, u32 batch, u32 warp,
@@ -94,13 +94,13 @@ __device__ __forceinline__ void split_k(W w, const u16 *x, const u16 *bias, u16 
         typename W::Total sum = {};
         for (u32 k_tile = first; k_tile < k_tiles; k_tile += WK) {
             wait<STAGES - 2>();
-            __syncwarp(); /* every lane's copies are there, and every lane has read the stage that is filled next */
+            __syncwarp(); /* all lanes' copies have arrived, and all lanes have read the stage that is filled next */
             fetch_next();
             u32 next = k_tile + WK < k_tiles ? k_tile + WK : first;
             operands.accumulate(sum, shared + ring + stage * W::STAGE, row, k_tile, next);
             stage = stage + 1 == STAGES ? 0 : stage + 1;
         }
-        /* Sums change places from tile to tile: those of the last one may still be read. */
+        /* Alternate between two sets of sums: those of the last tile may still be read. */
         finish(sum, sums + turn * WK * batch * ROWS, out, bias, w.factor(), row, w.rows, batch, warp, lane);
         turn ^= 1;
     }

@@ -1,5 +1,5 @@
-/* What the kernels of this folder say in PTX, and the types they use. tests/kernels/emulation/warp.cuh is the same for
-a CPU, where the kernels' own code is tested. */
+/* PTX instructions and types of the kernels in this folder. tests/kernels/emulation/warp.cuh implements the same
+functions on a CPU, to test the kernels' code. */
 
 #pragma once
 
@@ -8,26 +8,26 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-/* What Python asks of a compiled source (nvrtc.py): bytes of shared memory of a block, those that each row of x adds,
-and the sizes of the structs that Python fills in, in the order of its list. */
+/* Numbers that Python reads from a compiled source (nvrtc.py): shared memory of a block, additional bytes per row of x,
+and the sizes of the structs that Python fills in, in order. */
 #define LAYOUT(...) extern "C" __constant__ u32 layout[] = {__VA_ARGS__}
 
 extern __shared__ __align__(1024) u8 shared[];
 
 __device__ __forceinline__ u32 address(const void *pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
-/* An optimisation barrier: the compiler may not compute this value again where it is used. */
+/* An optimisation barrier: the compiler does not recompute this value at its uses. */
 __device__ __forceinline__ void opaque(u32 &value) { asm volatile("" : "+r"(value)); }
 template <typename T> __device__ __forceinline__ void opaque(T *&pointer) { asm volatile("" : "+l"(pointer)); }
 
-/* The bits of `yes` where `mask` has ones, else of `no`: one instruction, which the compiler does not always find. */
+/* The bits of `yes` where `mask` has ones, else of `no`: one instruction, which the compiler may not find. */
 __device__ __forceinline__ u32 choose(u32 mask, u32 yes, u32 no) {
     u32 bits;
     asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(bits) : "r"(yes), "r"(no), "r"(mask));
     return bits;
 }
 
-/* 16 bytes of global memory. */
+/* Load 16 bytes of global memory. */
 __device__ __forceinline__ uint4 from_global(const void *pointer) {
     uint4 v;
     asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -35,13 +35,13 @@ __device__ __forceinline__ uint4 from_global(const void *pointer) {
     return v;
 }
 
-/* 16 bytes to global memory, which nobody reads soon. */
+/* Store 16 bytes to global memory, evict-first. */
 __device__ __forceinline__ void store(void *pointer, uint4 v) {
     asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};"
                  ::"l"(pointer), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
-/* 4, 8 or 16 bytes of shared memory that change no more. */
+/* Load 4, 8 or 16 bytes of shared memory that do not change any more. */
 template <typename T> __device__ __forceinline__ T from_shared(u32 address);
 template <> __device__ __forceinline__ u32 from_shared<u32>(u32 address) {
     u32 word;
@@ -60,7 +60,7 @@ template <> __device__ __forceinline__ uint4 from_shared<uint4>(u32 address) {
     return v;
 }
 
-/* Begin to copy SIZE bytes, 4 or 16, to shared memory; zeros if not `inside`. */
+/* Start copying SIZE bytes, 4 or 16, to shared memory; zeros if not `inside`. */
 template <int SIZE> __device__ __forceinline__ void copy(u8 *to, const void *from, bool inside) {
     u32 size = inside ? SIZE : 0;
     if (SIZE == 16)
@@ -72,8 +72,8 @@ template <int SIZE> __device__ __forceinline__ void copy(u8 *to, const void *fro
 }
 
 #ifdef ORIGIN
-/* 4 bytes of shared memory at AT + offset, in one instruction: the compiler would add `shared` to the offset first.
-Where that begins is the device's (ORIGIN bytes are reserved), so that it can be part of the instruction. */
+/* Load 4 bytes of shared memory at AT + offset in one instruction: the compiler would add `shared` to the offset first.
+Its start depends on the device (ORIGIN bytes are reserved) and is an immediate of the instruction. */
 template <typename T, u32 AT> __device__ __forceinline__ T look(u32 offset) {
     u32 bits;
     asm("ld.shared.u32 %0, [%1 + %2];" : "=r"(bits) : "r"(offset), "n"(ORIGIN + AT));
@@ -86,7 +86,7 @@ template <u32 AT> __device__ __forceinline__ uint2 look_at_two(u32 offset) { /* 
 }
 #endif
 
-/* What was begun since the last commit() is one group; wait until at most LATER groups are on their way. */
+/* Close the group of copies started since the last commit(); wait until at most LATER groups are in flight. */
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LATER> __device__ __forceinline__ void wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
@@ -110,7 +110,7 @@ template <bool BFLOAT> __device__ __forceinline__ float number(u16 bits) {
     return value;
 }
 
-/* E4M3, and the nearest E4M3 (±448 beyond it). */
+/* E4M3 to fp32, and fp32 to the nearest E4M3, saturating at ±448. */
 __device__ __forceinline__ float from_e4m3(u32 code) {
     return __uint_as_float((code & 0x80) << 24 | (code & 0x7f) << 20) * 0x1p120f;
 }
@@ -157,20 +157,20 @@ template <int COUNT> __device__ __forceinline__ void group_sync(u32 group) {
     asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(COUNT) : "memory");
 }
 
-/* Let the next kernel of the stream begin (it waits here in turn), and wait until the one before is done. */
+/* Let the stream's next kernel start (it waits here in turn), and wait until the previous one has finished. */
 __device__ __forceinline__ void griddepcontrol_wait() {
     asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
 }
 
-/* This value of the lane whose number differs in the bits of `mask`. */
+/* `value` of the lane whose number differs in the bits of `mask`. */
 __device__ __forceinline__ float shuffle(float value, u32 mask) { return __shfl_xor_sync(0xffffffff, value, mask); }
 
-/* Begin to bring the 128 bytes around an address to the second-level cache. */
+/* Prefetch the 128 bytes around an address to the L2 cache. */
 __device__ __forceinline__ void prefetch(const void *pointer) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer) : "memory");
 }
 
-/* Barrier `number` of COUNT threads of a block: some wait, others say that they have come and go on. */
+/* Named barrier `number` of COUNT threads of a block: some wait, others arrive and continue. */
 template <int COUNT> __device__ __forceinline__ void named_barrier_sync(u32 number) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(COUNT) : "memory");
 }
@@ -178,7 +178,7 @@ template <int COUNT> __device__ __forceinline__ void named_barrier_arrive(u32 nu
     asm volatile("bar.arrive %0, %1;" ::"r"(number), "n"(COUNT) : "memory");
 }
 
-/* Count up in shared memory, after all that this thread has read or seen read; wait until a count is reached. */
+/* Increment a counter in shared memory after all earlier reads of this thread; wait until it reaches a number. */
 __device__ __forceinline__ void red_add_release_cta(u32 *counter) {
     asm volatile("red.release.cta.shared.add.u32 [%0], 1;" ::"r"(address(counter)) : "memory");
 }
@@ -189,7 +189,7 @@ __device__ __forceinline__ void spin_until_cta(const u32 *counter, u32 number) {
     while (now < number);
 }
 
-/* A barrier of all threads of a cluster's blocks, in two steps; and a number for the same place of another block. */
+/* A barrier of all threads of a cluster's blocks, in two steps; and a store to the same place of another block. */
 __device__ __forceinline__ void cluster_arrive() {
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
@@ -206,7 +206,7 @@ template <int COUNT> __device__ __forceinline__ void mma_warps_sync() {
     asm volatile("bar.sync 15, %0;" ::"n"(COUNT) : "memory");
 }
 
-/* Add one to a counter, after all that this thread has written or seen written; the count before. */
+/* Increment a counter after all earlier writes that this thread has done or observed; return the previous count. */
 __device__ __forceinline__ u32 atomic_add_release(u32 *counter) {
     u32 before;
     asm volatile("fence.acq_rel.gpu;\natom.add.relaxed.gpu.global.u32 %0, [%1], 1;"
@@ -214,12 +214,12 @@ __device__ __forceinline__ u32 atomic_add_release(u32 *counter) {
     return before;
 }
 
-/* The same for one who does not ask for the count. */
+/* Like atomic_add_release, without the count. */
 __device__ __forceinline__ void red_add_release(u32 *counter) {
     asm volatile("fence.acq_rel.gpu;\nred.add.relaxed.gpu.global.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
 
-/* Wait until a counter has reached a number: what others wrote before they counted can then be read. */
+/* Wait until a counter reaches a number: writes before the increments are then visible. */
 __device__ __forceinline__ void spin_until(const u32 *counter, u32 number) {
     u32 now;
     do
@@ -228,7 +228,7 @@ __device__ __forceinline__ void spin_until(const u32 *counter, u32 number) {
     asm volatile("fence.acq_rel.gpu;" ::: "memory");
 }
 
-/* A number with an epoch, written and read as one, so that who waits for the epoch needs no fence. */
+/* A number with an epoch, written and read as one, so that waiting for the epoch needs no fence. */
 __device__ __forceinline__ void put_with_epoch(u64 *to, float value, u32 epoch) {
     u64 both = (u64)epoch << 32 | __float_as_uint(value);
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(both) : "memory");
@@ -243,21 +243,21 @@ __device__ __forceinline__ uint4 peek(const uint4 *from) {
     asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(from) : "memory");
     return make_uint4((u32)first, (u32)(first >> 32), (u32)second, (u32)(second >> 32));
 }
-__device__ __forceinline__ float take_at_epoch(const u64 *from, u32 epoch, u64 both) { /* `both`: what peek() gave */
+__device__ __forceinline__ float take_at_epoch(const u64 *from, u32 epoch, u64 both) { /* `both`: result of peek() */
     while (both >> 32 != epoch)
         both = peek(from);
     return __uint_as_float((u32)both);
 }
 
-/* Four lanes' numbers in 16 bits, written as one by the first of them if `inside`: never ones only, so that where all
-was ones before, who waits for them needs no fence. */
+/* Write four lanes' numbers in 16 bits as one word, from the first lane if `inside`. The bits are never all ones, so
+that waiting until memory is not all ones any more needs no fence. */
 template <bool BFLOAT> __device__ __forceinline__ void put_four(u16 *to, float value, bool inside) {
     u32 two = pair<BFLOAT>(value, shuffle(value, 1));
     u32 others = __float_as_uint(shuffle(__uint_as_float(two), 2));
     if (inside && threadIdx.x % 4 == 0)
         asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"((u64)others << 32 | two) : "memory");
 }
-__device__ __forceinline__ uint4 take_written(const uint4 *from, uint4 eight) { /* `eight`: what peek() gave */
+__device__ __forceinline__ uint4 take_written(const uint4 *from, uint4 eight) { /* `eight`: result of peek() */
     while (eight.y == 0xffffffff || eight.w == 0xffffffff)
         eight = peek(from);
     return eight;

@@ -1,7 +1,7 @@
-/* NF4 and FP4 weights as mma.m16n8k16 takes them with several rows of x; see split_k.cuh and table4.cuh.
+/* NF4 and FP4 weights for mma.m16n8k16 with several rows of x; see split_k.cuh and table4.cuh.
 
-Of a block, which has one scale for a row, a lane has the 16 columns that begin at 16 t: 8 bytes of W and 32 of x, in
-their order in memory. fp32 sums of a block are scaled and added up in fp32.
+Of a block, which has one scale per row, a lane has the 16 columns from 16 t on: 8 bytes of W and 32 of x, in memory
+order. Sums of a block are scaled and accumulated in fp32.
 
 Constants: NESTED, and those of split_k.cuh. */
 
@@ -14,7 +14,7 @@ struct Sixteen { /* a lane's columns of a block of x */
     uint4 first, second;
 };
 
-/* Those of block b in a K tile, for tile n of rows of x; zeros for rows that are not there. */
+/* A lane's columns of block b of a K tile, for tile n of rows of x; zeros for rows that do not exist. */
 __device__ __forceinline__ Sixteen sixteen_of(const u16 *x, u32 columns, int b, int n, u32 batch, u32 lane) {
     const uint4 *from = (const uint4 *)(x + (u64)(8 * n) * columns + b * 64), none = make_uint4(0, 0, 0, 0);
     bool inside = 8 * n + lane / 4 < batch;
@@ -22,12 +22,12 @@ __device__ __forceinline__ Sixteen sixteen_of(const u16 *x, u32 columns, int b, 
 }
 
 struct Weight : Table4 {
-    float shift[2]; /* what is added to nested scales, of rows g and of rows g + 8 */
+    float shift[2]; /* offsets of nested scales, of rows g and of rows g + 8 */
 
     static constexpr u32 CODES = 128 * ROWS, SCALE = NESTED ? 4 : 16;
     static constexpr u32 STAGE = CODES + ROWS * (NESTED ? 8 : 16); /* codes, 4 scales a row, second scales */
 
-    /* Where a row's 16-byte pieces lie in a stage: reading 8 bytes of each of 4 rows takes every bank once. */
+    /* Place of a row's 16-byte pieces in a stage: reading 8 bytes of each of 4 rows uses every bank once. */
     static __device__ __forceinline__ u32 swizzle(u32 row, u32 piece) { return piece ^ (row & 3) << 1; }
 
     /* The scale of block b of row `row` of the stage. */
@@ -39,7 +39,7 @@ struct Weight : Table4 {
         return look_up<float, 128>(four, b, lane4) * second + shift;
     }
 
-    /* The same where `b` is not known to the compiler. */
+    /* Like scale_of, for `b` that is not a compile-time constant. */
     __device__ __forceinline__ float scale_of_block(const u8 *stage, u32 row, u32 b, u32 lane4, float shift) const {
         if (!NESTED)
             return *(const float *)(stage + CODES + row * 16 + b * 4);
@@ -53,7 +53,7 @@ struct Weight : Table4 {
         multiply_by([&](int b, int n) { return sixteen_of(x, columns, b, n, batch, lane); }, sum, stage, lane);
     }
 
-    /* The same with x(block, tile of rows), a Sixteen. */
+    /* Like compute, with x(block, tile of rows) returning a Sixteen. */
     template <typename X> __device__ __forceinline__ void multiply_by(X x, Sums &sum, const u8 *stage, u32 lane) const {
         u32 g = lane / 4, t = lane % 4, lane4 = lane * 4;
 #pragma unroll(NT *RT < 8 ? 4 : 1)

@@ -1,19 +1,19 @@
-/* What a group of four warps says in PTX, of Hopper's (sm_90a) alone. tests/kernels/emulation/wgmma.cuh is the same
-for a CPU. Constant: BF16. */
+/* PTX instructions of Hopper (sm_90a) for a group of four warps. tests/kernels/emulation/wgmma.cuh implements the same
+functions on a CPU. Constant: BF16. */
 
 #pragma once
 
 #include "warp.cuh"
 
-/* A barrier in shared memory, whose phases end when `count` threads have arrived; who waits says whether the phase is
-odd. What cp.async brought may be read by wgmma without a fence. */
+/* A barrier in shared memory, whose phases end when `count` threads have arrived; a waiting thread passes the parity of
+the phase. wgmma may read data of cp.async without a fence. */
 __device__ __forceinline__ void mbarrier_init(u64 *barrier, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(barrier)), "r"(count) : "memory");
 }
 __device__ __forceinline__ void mbarrier_arrive(u64 *barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address(barrier)) : "memory");
 }
-/* Arrive when all copies are there that this thread has begun. */
+/* Arrive when all copies that this thread has started are complete. */
 __device__ __forceinline__ void cp_async_mbarrier_arrive(u64 *barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address(barrier)) : "memory");
 }
@@ -22,7 +22,7 @@ __device__ __forceinline__ void mbarrier_wait(u64 *barrier, u32 odd) {
                  ::"r"(address(barrier)), "r"(odd) : "memory");
 }
 
-/* A group gives registers back, of which others take more: this many a thread from here on. */
+/* Change the number of registers per thread from here on: one group releases registers, others take more. */
 template <int COUNT> __device__ __forceinline__ void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
@@ -30,7 +30,7 @@ template <int COUNT> __device__ __forceinline__ void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
-/* Begin to copy 4 or 16 bytes to an address in shared memory. */
+/* Start copying 4 or 16 bytes to an address in shared memory. */
 template <int SIZE> __device__ __forceinline__ void copy_to(u32 to, const void *from) {
     if (SIZE == 16)
         asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
@@ -38,26 +38,26 @@ template <int SIZE> __device__ __forceinline__ void copy_to(u32 to, const void *
         asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
-/* A descriptor of rows of 128 bytes in shared memory, one after another, at an address that 1024 divides: its low
-half, the other one is constant. Eight 16-byte pieces of row r change places: piece p lies where p ^ r % 8 would.
-So many bytes further in memory, or 32 along a row, it is a sixteenth more. */
+/* Low half of a descriptor of consecutive rows of 128 bytes in shared memory, at a multiple of 1024; the other half is
+constant. Eight 16-byte pieces of row r are swizzled: piece p is at place p ^ r % 8. An offset in memory, or of 32 bytes
+along a row, adds a sixteenth of it. */
 __device__ __forceinline__ u32 descriptor_of(u32 rows) { return 1 << 16 | (rows & 0x3ffff) >> 4; }
 
-/* The registers of what follows are as they should be; what was begun is one group; wait until it is done. */
+/* Order register accesses before what follows; close the group of started products; wait until it is complete. */
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <u32 N> __device__ __forceinline__ void wgmma_wait(float (&d)[N][4]) {
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
     for (int i = 0; i < 4 * N; i++)
-        asm volatile("" : "+f"(d[i / 4][i % 4])::"memory"); /* nobody looks earlier */
+        asm volatile("" : "+f"(d[i / 4][i % 4])::"memory"); /* prevents earlier reads */
 }
-/* Wait until the group before the last one is done, which read `a`. */
+/* Wait until the group before the last one, which read `a`, is complete. */
 template <u32 M> __device__ __forceinline__ void wgmma_wait_before(u32 (&a)[M][2][4]) {
     asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
 #pragma unroll
     for (u32 i = 0; i < 8 * M; i++)
-        asm volatile("" : "+r"(a[i / 8][i / 4 % 2][i % 4])::"memory"); /* read until here */
+        asm volatile("" : "+r"(a[i / 8][i / 4 % 2][i % 4])::"memory"); /* in use until here */
 }
 
 #define TO_7 "%0, %1, %2, %3, %4, %5, %6, %7"
@@ -79,7 +79,7 @@ template <u32 M> __device__ __forceinline__ void wgmma_wait_before(u32 (&a)[M][2
 #define TYPES "f16.f16"
 #endif
 
-/* Begin d += a x, or d = a x: 64×16 times 16×8·N, of which a warp has 16 rows as in multiply() and x is described. */
+/* Start d += a x, or d = a x: 64×16 times 16×8·N; a warp has 16 rows as in multiply(), x is a descriptor. */
 template <u32 N> __device__ __forceinline__ void wgmma(float (&d)[N][4], const u32 (&a)[4], u32 x, bool add) {
     if constexpr (N == 2)
         WGMMA("16", TO_7, "%8, %9, %10, %11", "%12", "%13", TWO(0));

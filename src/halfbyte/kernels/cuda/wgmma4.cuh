@@ -1,4 +1,4 @@
-/* NF4 and FP4 weights as gemm.cuh and grouped.cuh take them, see table4.cuh. The order of K is weight4.cuh's.
+/* NF4 and FP4 weights as a format of gemm.cuh and grouped.cuh, see table4.cuh. The order of K is weight4.cuh's.
 
 Constants: NESTED, and those of gemm.cuh. */
 
@@ -8,13 +8,13 @@ Constants: NESTED, and those of gemm.cuh. */
 #include "table4.cuh"
 
 struct Weight : Table4 {
-    float shift; /* what is added to nested scales */
+    float shift; /* offset of nested scales */
 
     static constexpr u32 CODES = 64 * ROWS, SCALE = NESTED ? 4 : 16;
     static constexpr u32 BYTES = CODES + ROWS * (NESTED ? 8 : 16); /* codes, 4 scales a row, second scales */
     static constexpr bool SCALED = false;
 
-    struct Lane { /* its row, where the first half's codes of it are, lane · 4 */
+    struct Lane { /* row of W, offset of the first half's codes, lane · 4 */
         u32 row, codes, lane4;
 
         __device__ __forceinline__ Lane(u32 warp, u32 lane) {
@@ -23,7 +23,7 @@ struct Weight : Table4 {
         }
     };
 
-    /* Of rows g and g + 8: four nested scales and the second one; a half's scale, and codes of its second quarter. */
+    /* For rows g and g + 8: four nested scales, the second-level one; a half's scale; codes of its second quarter. */
     struct Kept {
         u32 four[2], word[2];
         float second[2], scale[2];
@@ -33,8 +33,8 @@ struct Weight : Table4 {
         return pair / 32 * 32 + pair % 8 * 4 + pair / 8 % 4;
     }
 
-    /* The two 32-byte halves of a row change places in every second pair of rows, so that reading 8 bytes of each of 4
-       rows takes every bank once. Rows beyond the last are the last again. Nested scales come with every 2nd K tile. */
+    /* The two 32-byte halves of a row are exchanged in every second pair of rows, so that reading 8 bytes of each of 4
+       rows uses every bank once. Rows beyond the last repeat it. Nested scales are copied every 2nd K tile. */
     __device__ __forceinline__ void fetch(u32 stage, u32 tile, u32 k_tile, u32 producer, u32 lane) const {
         u32 at = lane / 4, piece = lane % 4, last = rows - 1;
         const u8 *codes = packed + k_tile * 64 + piece * 16;

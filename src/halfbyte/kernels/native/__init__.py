@@ -1,6 +1,6 @@
-"""Kernels in C for CPUs, built with the machine's own compiler, once, into a cache.
+"""Kernels in C for CPUs, compiled once with the machine's C compiler and cached.
 
-Without a compiler (or where the build fails) the torch references run instead: the same numbers, more slowly.
+Without a compiler, or where compilation fails, the torch references run instead: equal numbers, more slowly.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ...dispatch import Unavailable
 from ...utils import files
 from ...utils.errors import ConfigError, TrainingError
 
-# The last: tuned for some CPUs, GCC leaves FMAs out of long sums, in loops over one row only, and a row's sums would be
-# others alone than beside others. 0: it leaves none out.
+# avoid-fma-max-bits=0: tuned for some CPUs, GCC otherwise splits FMAs in long sums of loops over one row only, and a
+# row's sums would depend on the number of rows.
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-pthread",
          "--param", "avoid-fma-max-bits=0")  # fmt: skip
 
 
 def cache_folder() -> Path:
-    """As `utils.files.cache_folder`.
+    """`utils.files.cache_folder`, for kernels.
 
     Raises:
         Unavailable: there is none.
@@ -43,7 +43,7 @@ def cache_folder() -> Path:
 
 
 def _cpu() -> str:
-    """What `-march=native` depends on: a home folder can be shared by machines of different kinds."""
+    """CPU features that `-march=native` depends on: machines of different kinds can share a home folder."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
@@ -51,7 +51,7 @@ def _cpu() -> str:
 
 @functools.cache
 def _version(compiler: str) -> str:
-    """What the compiler says of itself; "" if nothing."""
+    """The compiler's version text, or ""."""
     try:
         done = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
     except OSError as error:
@@ -61,7 +61,7 @@ def _version(compiler: str) -> str:
 
 @functools.cache
 def library(name: str) -> ctypes.CDLL:
-    """The shared library built from `<name>.c` in this folder.
+    """Load the shared library of `<name>.c` in this folder, compiling it if it is not cached.
 
     Raises:
         Unavailable: with the reason.
@@ -77,7 +77,7 @@ def library(name: str) -> ctypes.CDLL:
     key = hashlib.sha256(f"{read}{command}{machine}".encode()).hexdigest()[:16]
     built = cache_folder() / "native" / f"{name}-{key}.so"
     if built.exists():
-        with contextlib.suppress(OSError):  # damaged, or of a machine that the key does not tell apart: built again
+        with contextlib.suppress(OSError):  # damaged, or of another machine with the same key: compile again
             return ctypes.CDLL(str(built))
     _build(command, source, built)
     try:
@@ -106,11 +106,11 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 
 def parallel(function: Callable[[int, int], None], count: int, grain: int) -> None:
-    """Call `function(first, last)` over [0, count) on torch's number of threads; pieces of at least `grain`."""
+    """Call `function(first, last)` over [0, count) in parts of at least `grain`, on torch's number of threads."""
     threads = min(torch.get_num_threads(), max(count // grain, 1))
     if threads == 1:
         function(0, count)
         return
     step = -(-count // threads)
-    # ctypes releases the interpreter's lock, so plain threads run side by side.
+    # ctypes releases the GIL, so Python threads run concurrently.
     list(_pool(threads).map(lambda start: function(start, min(start + step, count)), range(0, count, step)))

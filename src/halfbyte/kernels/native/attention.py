@@ -1,4 +1,4 @@
-"""C: attention of documents that may share a prompt, and its backward, in fp32; equal bits on any number of threads."""
+"""C: attention over documents that may share a prompt, and its backward, in fp32; equal bits for any thread count."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from ...ops.attention import Scores, Spans, attention, attention_backward
 from . import library
 
-SIZES, MOST_SIZE = 16, 256  # of a head: multiples of this, at most that
+SIZES, MOST_SIZE = 16, 256  # head sizes are multiples of the first, up to the second
 
 _pointer, _int64 = ctypes.c_void_p, ctypes.c_int64
 
@@ -24,7 +24,7 @@ class _Rows(ctypes.Structure):
 
     @classmethod
     def of(cls, x: Tensor) -> _Rows:
-        """Of x [N, H, D]."""
+        """Pointer and strides of x [N, H, D]."""
         return cls(x.data_ptr(), x.stride(0), x.stride(1))
 
 
@@ -38,7 +38,7 @@ class _Attention(ctypes.Structure):
         *[(name, _int64) for name in ("tokens", "skipped", "heads", "kv_heads", "size")],
         ("scale", ctypes.c_float),
         ("threads", ctypes.c_int32),
-        *[(name, _pointer) for name in ("trees", "many", "failed")],  # set there; `many` is as wide
+        *[(name, _pointer) for name in ("trees", "count", "failed")],  # set in C; `count` is an int64
     )
 
 
@@ -68,7 +68,7 @@ def _run(
     function: Callable[..., int], query: Tensor, key: Tensor, documents: Spans, scale: float, prompts: Spans | None,
     **fields: Any,
 ) -> None:  # fmt: skip
-    """One of the library's functions, on rows and pointers in `fields`."""
+    """Run one of the library's functions; `fields` are rows and pointers of the struct."""
     places = [each.int().contiguous() for each in (*documents, *(prompts or ()))]
     named = zip(("begins", "lasts", "openings", "closings"), map(Tensor.data_ptr, places), strict=False)
     tokens, skipped = key.shape[0], key.shape[0] - query.shape[0]

@@ -1,7 +1,7 @@
 /* CPU kernels of halfbyte.ops.bitplane and halfbyte.ops.hqq: 32 codes at a time, in loops that GCC and Clang vectorize.
 
-   Scales and zeros come as fp32, one for each `group` blocks. Each call does the blocks [first, last), so that threads
-   share nothing. Build without contraction: (level - zero) is rounded, then its product with the scale. */
+   Scales and zeros are fp32, one for each `group` blocks. Each call processes the blocks [first, last), so threads
+   share nothing. Compile without contraction: (level - zero) is rounded, then its product with the scale. */
 
 #include <stdint.h>
 #include <string.h>
@@ -14,7 +14,7 @@ typedef int32_t i16v __attribute__((vector_size(64)));
 enum { FP32, BF16, FP16 };
 enum { BLOCK = 32 };
 
-/* The first `count` of 32 values to out[at...] in `dtype`. */
+/* Store the first `count` of 32 values to out[at...] in `dtype`. */
 INLINE void store(void *out, int64_t at, const float *values, int dtype, int count) {
     if (dtype == FP32) {
         memcpy((float *)out + at, values, (size_t)count * 4);
@@ -43,7 +43,7 @@ INLINE void load(float *values, const void *in, int64_t at, int dtype) {
     }
 }
 
-/* values[i] = table[codes[i]], of 32 entries: a permutation of two registers where the CPU has one, never a gather. */
+/* values[i] = table[codes[i]] with 32 entries: a permutation of two registers where the CPU has one, never a gather. */
 INLINE void lookup(float *values, const float *table, const int32_t *codes) {
 #ifdef __clang__
     for (int i = 0; i < BLOCK; i++) values[i] = table[codes[i]];
@@ -76,12 +76,12 @@ INLINE void dequantize(const uint32_t *packed, int k, const float *codebook, int
             for (int i = 0; i < BLOCK; i++) values[i] = (float)codes[i];
         for (int i = 0; i < BLOCK; i++) values[i] = (values[i] - zero) * scale;
         int64_t column = block % blocks_per_row * BLOCK, left = width - column;
-        if (left > 0) /* a row's last group of several blocks can end in blocks of nothing but padding */
+        if (left > 0) /* the last blocks of a row's last group may be padding only */
             store(out, block / blocks_per_row * width + column, values, dtype, left < BLOCK ? (int)left : BLOCK);
     }
 }
 
-/* codebook: 32 entries, of which 2^k are used, for each `run` blocks; NULL where codes stand for themselves (hqq). */
+/* codebook: 32 entries, of which 2^k are used, for each `run` blocks; NULL: codes are the values (hqq). */
 void halfbyte_dequantize_planes(const uint32_t *packed, int k, const float *codebook, int64_t run, const float *scales,
                                 const float *zeros, int64_t group, void *out, int64_t width, int64_t blocks_per_row,
                                 int64_t first, int64_t last, int dtype) {
@@ -91,7 +91,7 @@ void halfbyte_dequantize_planes(const uint32_t *packed, int k, const float *code
 #undef RUN
 }
 
-/* steps and zeros: one of each a block; midpoints: 2^k - 1. */
+/* steps and zeros: one per block; midpoints: 2^k - 1. */
 void halfbyte_quantize_planes(const void *blocks, const float *steps, const float *zeros, const float *midpoints, int k,
                               uint32_t *packed, int64_t first, int64_t last, int dtype) {
     for (int64_t block = first; block < last; block++) {

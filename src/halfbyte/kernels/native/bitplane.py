@@ -1,4 +1,4 @@
-"""C: k-bit weights in bit planes; `native.hqq` shares `decode`."""
+"""C: k-bit and HQQ weights in bit planes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from ...ops.bitplane import BLOCK, TINY, dequantize_bitplane, e4m4_decode, quantize_bitplane, steps_of
+from ...ops.hqq import dequantize_hqq
 from . import library, parallel
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-GRAIN = 1 << 11  # blocks a thread should have at least
+GRAIN = 1 << 11  # least blocks per thread
 
 _lib = library("bitplane")
 _pointer, _int64, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
@@ -40,11 +41,11 @@ def decode(
     width: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """`dtype` [rows, width]: (codebook[code] − zero) · scale, or (code − zero) · scale without a codebook.
+    """Dequantize to `dtype` [rows, width]: (codebook[code] − zero) · scale, without a codebook (code − zero) · scale.
 
     Args:
-        packed: int32, the planes of `bits`-bit codes in rows of whole groups.
-        codebook: fp32 [2^bits]; or one for each of so many equal runs of rows.
+        packed: int32, planes of `bits`-bit codes in rows of whole groups.
+        codebook: fp32 [2^bits], or [E, 2^bits] for E equal runs of rows.
         scales, zeros: fp32 [groups].
     """
     out = torch.empty(rows, width, dtype=dtype)
@@ -52,7 +53,7 @@ def decode(
     if not blocks:
         return out
     packed, scales, zeros, run = packed.contiguous(), scales.contiguous(), zeros.contiguous(), blocks
-    if codebook is not None:  # the C looks up in a table of fixed size
+    if codebook is not None:  # the C code uses a table of fixed size
         run = blocks // (len(codebook) if codebook.dim() > 1 else 1)
         codebook = torch.nn.functional.pad(codebook, (0, BLOCK - codebook.shape[-1])).contiguous()
 
@@ -103,3 +104,10 @@ def quantize(blocks: Tensor, scales: Tensor, zeros: Tensor | None, factor: Tenso
 
 def _zeros(zeros: Tensor | None, steps: Tensor) -> Tensor:
     return torch.zeros_like(steps) if zeros is None else zeros.float()
+
+
+@dequantize_hqq.kernel("cpu")
+def dequantize_groups(
+    packed: Tensor, scales: Tensor, zeros: Tensor, bits: int, group: int, rows: int, width: int, dtype: torch.dtype
+) -> Tensor:
+    return decode(packed, bits, None, scales.float(), zeros.float(), rows, width, dtype)

@@ -1,7 +1,7 @@
 /* CPU kernels of halfbyte.ops.blockwise4 in portable vector C (GCC and Clang vector extensions, no intrinsics).
 
-   Sixteen values at a time: a 16-entry fp32 table is one vector register, so a lookup is one permute where the CPU has
-   it (AVX-512's vpermps). Each call does the blocks [first, last), so that threads share nothing. Build without
+   Sixteen values at a time: a 16-entry fp32 table is one vector register, so a look-up is one permute where the CPU has
+   it (AVX-512's vpermps). Each call processes the blocks [first, last), so threads share nothing. Compile without
    contraction: a nested scale is a product, rounded, plus the offset, rounded. */
 
 #include <math.h>
@@ -24,7 +24,7 @@ INLINE i16v lookup(i16v table, i16v index) {
 #endif
 }
 
-/* The sixteen values whose codes start at element `at` (the first `count` of them are read). */
+/* Decode the sixteen values whose codes start at element `at`, of which the first `count` are read. */
 INLINE f16v decode(const uint8_t *packed, int64_t at, i16v table, int count) {
     uint32_t word[2] = {0, 0};
     memcpy(word, packed + at / 2, (size_t)(count + 1) / 2);
@@ -74,7 +74,7 @@ INLINE void quantize(const void *weight, uint8_t *packed, float *absmax, const f
     for (int64_t block = first; block < last; block++) {
         int64_t begin = block * blocksize;
         int64_t end = begin + blocksize < numel ? begin + blocksize : numel;
-        i16v most = {0}; /* magnitudes order alike as floats and as integers, NaN above Inf */
+        i16v most = {0}; /* magnitudes have the same order as floats and as integers, with NaN above Inf */
         for (int64_t at = begin; at < end; at += 16) {
             i16v magnitude = (i16v)load_values(weight, at, dtype, end - at < 16 ? (int)(end - at) : 16) & 0x7FFFFFFF;
             i16v larger = magnitude > most;
@@ -92,14 +92,14 @@ INLINE void quantize(const void *weight, uint8_t *packed, float *absmax, const f
             int count = end - at < 16 ? (int)(end - at) : 16;
             f16v values = load_values(weight, at, dtype, count);
             f16v scaled = partial ? values / divisor : values * reciprocal;
-            i16v rank = {0}; /* scaled beyond 1 by rounding needs no clamp: the outer midpoints lie within */
+            i16v rank = {0}; /* values rounded beyond 1 need no clamp: the outer midpoints are below 1 */
             for (int i = 0; i < 15; i++) rank -= scaled > midpoints[i];
             encode(packed, at, lookup(table, rank), count);
         }
     }
 }
 
-/* absmax of a block with NaN or Inf is not finite: the caller looks for that, and names the tensor. */
+/* absmax of a block with NaN or Inf is not finite: the caller checks it and names the tensor. */
 void halfbyte_quantize4(const void *weight, uint8_t *packed, float *absmax, const float *midpoints,
                         const int32_t *code_of_rank, int64_t numel, int64_t blocksize, int64_t first, int64_t last,
                         int dtype) {

@@ -1,4 +1,4 @@
-"""C: 4-bit weights and their values, in one pass over memory."""
+"""C: quantization and dequantization of 4-bit weights in one pass over memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from . import library, parallel
 
 CPU = torch.device("cpu")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-GRAIN = 1 << 16  # values a thread should have at least
+GRAIN = 1 << 16  # least values per thread
 
 _lib = library("blockwise4")
 _pointer, _int64 = ctypes.c_void_p, ctypes.c_int64
@@ -36,7 +36,7 @@ def dequantize(
     packed, absmax, codebook = packed.contiguous(), absmax.contiguous(), codebook4(quant_type, CPU)
     second_pointer, code_pointer, value = None, None, 0.0
     if nested is not None:
-        second, code = nested[0].contiguous(), nested[1].contiguous()  # named, so that they outlive the call
+        second, code = nested[0].contiguous(), nested[1].contiguous()  # keep references during the call
         second_pointer, code_pointer, value = second.data_ptr(), code.data_ptr(), float(nested[2])
 
     def blocks(first: int, last: int) -> None:

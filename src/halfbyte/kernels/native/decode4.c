@@ -1,10 +1,10 @@
-/* CPU kernels of halfbyte.ops.gemv4 and .decode_layers in portable vector C (GCC and Clang vector extensions).
+/* CPU kernels of the 4-bit GEMV and of halfbyte.ops.decode_layers in portable vector C (GCC and Clang extensions).
 
    Sixteen weights cost a shift, a permute and an FMA: the lanes of a vector are words of eight codes each, so the j-th
-   codes of all lanes are the words shifted by 4j (a permute reads the low four bits), and x lies in that order too. A
-   vector of words spans 128 weights of a row; its sum meets the scales of their blocks once.
+   codes of all lanes are the words shifted by 4j (a permute reads the low four bits), and x is in the same order. A
+   vector of words spans 128 weights of a row; its sum is multiplied by the scales of its blocks once.
 
-   A token's way through all layers is one call. */
+   A token passes all layers in one call. */
 
 #include <stdlib.h>
 
@@ -13,7 +13,7 @@
 
 enum { NESTED_BLOCK = 256, CHUNK = 128, MOST_ROWS = 4 };
 
-INLINE f16v silu(f16v x) { /* by exp(-|x|), which cannot overflow */
+INLINE f16v silu(f16v x) { /* with exp(-|x|), which cannot overflow */
     f16v e = exp_of((f16v)((u16v)x | 0x80000000u));
     i16v positive = x > 0.0f;
     f16v one = (f16v){0} + 1.0f;
@@ -32,8 +32,8 @@ typedef struct {
     const uint8_t *packed;
     const void *absmax;
     const float *second, *code; /* second == NULL: absmax is fp32; else code[absmax] · second[block / 256] + offset */
-    const float *codebook, *bias, *up; /* up: [rows, rank] beside the weight, or NULL */
-    int64_t rows, columns, blocksize, begin, rank; /* begin: where its factors lie among those of its input */
+    const float *codebook, *bias, *up; /* up: the adapters' B [rows, rank], or NULL */
+    int64_t rows, columns, blocksize, begin, rank; /* begin: its first factor among those of its input */
     float offset;
 } weight4;
 
@@ -42,7 +42,7 @@ INLINE float scale_of(const weight4 *w, int64_t block) {
                      : ((const float *)w->absmax)[block];
 }
 
-/* The scales of 128 weights from element `at` on, as lanes of eight weights each. `width` is the blocks' size. */
+/* Scales of 128 weights from element `at` on, as lanes of eight weights each. `width`: the block size. */
 INLINE f16v scales_of(const weight4 *w, int64_t at, int64_t left, const int width) {
     if (width >= CHUNK) return (f16v){0} + scale_of(w, at / w->blocksize);
     f16v low = (f16v){0} + scale_of(w, at / 64), high = low;
@@ -63,7 +63,7 @@ INLINE f16v lookup(i16v table, u16v index) {
     return (f16v)out;
 #elif defined(__AVX512F__) || !defined(__AVX2__)
     return (f16v)__builtin_shuffle(table, (i16v)index);
-#else /* a permute of eight lanes for each half of the table; GCC would take sixteen apart */
+#else /* one permute of eight lanes for each half of the table; GCC would split sixteen lanes */
     typedef int32_t i8v __attribute__((vector_size(32)));
     i8v half[2], at[2];
     memcpy(half, &table, 64);
@@ -78,7 +78,7 @@ INLINE f16v lookup(i16v table, u16v index) {
 #endif
 }
 
-/* y[m, row] for rows [first, last): x [M, padded] as `arrange` lays it out. width: 64, 128 (and its multiples) or 0. */
+/* y[m, row] for rows [first, last): x [M, padded] in the order of `arrange`. width: 64, 128 (and its multiples) or 0. */
 INLINE void rows_of(const weight4 *w, const float *x, int64_t padded, float *y, int64_t stride, int64_t first,
                     int64_t last, const int M, const int width) {
     i16v table;
@@ -90,7 +90,7 @@ INLINE void rows_of(const weight4 *w, const float *x, int64_t padded, float *y, 
             u16v words = {0};
             if (left >= CHUNK) memcpy(&words, w->packed + at / 2, 64);
             else memcpy(&words, w->packed + at / 2, (size_t)left / 2);
-            f16v even[MOST_ROWS] = {{0}}, odd[MOST_ROWS] = {{0}}; /* so that one sum need not wait for the last */
+            f16v even[MOST_ROWS] = {{0}}, odd[MOST_ROWS] = {{0}}; /* two sums, to shorten the dependency chain */
 #pragma GCC unroll 4
             for (int j = 0; j < 8; j += 2) {
                 f16v a = lookup(table, words >> (4 * j)), b = lookup(table, words >> (4 * j + 4));
@@ -127,7 +127,7 @@ static void gemv(const weight4 *w, const float *x, int64_t padded, float *y, int
 
 static int64_t padded_to(int64_t columns) { return (columns + CHUNK - 1) / CHUNK * CHUNK; }
 
-/* x [columns] in the order of the codes, zeros up to a whole chunk: the high half of a byte comes first. */
+/* x [columns] in the order of the codes, padded with zeros to a multiple of CHUNK: the high nibble comes first. */
 static void arrange(const float *x, float *out, int64_t columns) {
     for (int64_t k = 0; k < columns; k += CHUNK)
         for (int j = 0; j < 8; j++)
@@ -149,14 +149,15 @@ static void product_piece(const void *job, int64_t first, int64_t last) {
     gemv(p->w, p->x, padded_to(p->w->columns), p->y, p->w->rows, first, last, p->batch);
 }
 
-enum { PIECE = 1 << 15 }; /* weights that are worth a hand-over: some microseconds */
+enum { PIECE = 1 << 15 }; /* least weights per piece: some microseconds of work */
 
 static int64_t rows_worth(const weight4 *w) {
     int64_t rows = PIECE / w->columns;
     return rows < 16 ? 16 : rows / 16 * 16;
 }
 
-/* y [batch, rows] = x·Wᵀ + bias for x [batch, columns]; blocks of 32 values or more, whole in a row. 0, or 1: no memory. */
+/* y [batch, rows] = x·Wᵀ + bias for x [batch, columns]; blocks of 32 or more values that divide a row. Returns 0, or 1
+   if memory is exhausted. */
 int halfbyte_gemv4(const weight4 *w, const float *x, float *y, int batch, int threads) {
     int64_t padded = padded_to(w->columns);
     float *arranged = aligned_alloc(64, (size_t)(batch * padded) * sizeof(float));
@@ -172,7 +173,7 @@ int halfbyte_gemv4(const weight4 *w, const float *x, float *y, int batch, int th
 
 typedef struct {
     weight4 w[3];
-    const float *down, *mask; /* the adapters' A [ranks, columns] and who has which [batch, ranks], or NULL */
+    const float *down, *mask; /* the adapters' A [ranks, columns]; which sequence uses which, [batch, ranks], or NULL */
     int64_t ranks;
 } projections;
 
@@ -191,15 +192,15 @@ typedef struct {
     float *scratch; /* halfbyte_decode_scratch's length */
     int64_t count, heads, kv_heads, size, slots, rotated, width, inner, ranks;
     float eps, scale;
-    int32_t batch, threads, bf16; /* bf16: the cache */
+    int32_t batch, threads, bf16; /* bf16: dtype of the cache */
 } stack4;
 
-typedef struct { /* a stage's job: what lies in the scratch */
+typedef struct { /* a stage's job and its buffers in the scratch memory */
     const stack4 *s;
     const layer4 *layer;
     float *hidden; /* [batch, width] */
-    float *plain, *arranged, *factors; /* a stage's input [batch, its width], the same in the codes' order, x·Aᵀ */
-    float *q, *k, *v, *y; /* [batch, heads · size] ..., and a branch [batch, width] */
+    float *plain, *arranged, *factors; /* a stage's input [batch, width]; the same in the codes' order; x·Aᵀ */
+    float *q, *k, *v, *y; /* [batch, heads · size] ..., and a branch's output [batch, width] */
     float *gate, *up, *scores;
 } state;
 
@@ -226,8 +227,8 @@ int64_t halfbyte_decode_scratch(const stack4 *s) {
            10 * 16;
 }
 
-/* The input in `plain` as the products of `p` take it, and its low-rank factors. */
-static void ready(state *t, const projections *p) {
+/* Arrange the input in `plain` for the products of `p`, and compute its low-rank factors. */
+static void prepare(state *t, const projections *p) {
     int64_t columns = p->w[0].columns;
     for (int m = 0; m < t->s->batch; m++) {
         const float *x = t->plain + m * columns;
@@ -286,8 +287,8 @@ static void glu_piece(const void *job, int64_t first, int64_t last) {
             store(t->plain + i, silu(load(t->gate + i)) * load(t->up + i));
 }
 
-/* One head's vector: normalised where the model does that, and rotated. */
-static void turn(const state *t, float *x, const float *norm, int64_t position) {
+/* Normalise one head's vector, if the model does, and rotate it. */
+static void rotate_head(const state *t, float *x, const float *norm, int64_t position) {
     const stack4 *s = t->s;
     if (norm) rms_norm(x, norm, s->eps, x, s->size);
     const float *cos = s->cos + position * s->rotated, *sin = s->sin + position * s->rotated;
@@ -299,25 +300,25 @@ static void turn(const state *t, float *x, const float *norm, int64_t position) 
     }
 }
 
-/* A new key or value into the cache. */
-INLINE void keep(void *cache, int64_t at, const float *x, int64_t size, const int bf16) {
+/* Write a new key or value into the cache. */
+INLINE void store_row(void *cache, int64_t at, const float *x, int64_t size, const int bf16) {
     if (!bf16) memcpy((float *)cache + at, x, (size_t)size * 4);
     else for (int64_t i = 0; i < size; i++) ((uint16_t *)cache)[at + i] = to_bf16(x[i]);
 }
 
-static void remember(const state *t) {
+static void store_new(const state *t) {
     const stack4 *s = t->s;
     for (int64_t pair = 0; pair < s->batch * s->kv_heads; pair++) {
         float *k = t->k + pair * s->size;
-        turn(t, k, t->layer->k_norm, *s->slot - s->padding[pair / s->kv_heads]);
+        rotate_head(t, k, t->layer->k_norm, *s->slot - s->padding[pair / s->kv_heads]);
         int64_t at = (pair * s->slots + *s->slot) * s->size;
-        keep(t->layer->keys, at, k, s->size, s->bf16);
-        keep(t->layer->values, at, t->v + pair * s->size, s->size, s->bf16);
+        store_row(t->layer->keys, at, k, s->size, s->bf16);
+        store_row(t->layer->values, at, t->v + pair * s->size, s->size, s->bf16);
     }
 }
 
-/* out [size] = Σ weight·value over slots [from, to), `wide` vectors of a head at a time; of bf16, in `part`'s order. */
-INLINE void mix(const float *weights, const void *values, float *out, int64_t size, int64_t from, int64_t to, float by,
+/* out [size] = Σ weight·value over slots [from, to), `wide` vectors at a time; bf16 in the order of `deinterleave`. */
+INLINE void weigh(const float *weights, const void *values, float *out, int64_t size, int64_t from, int64_t to, float by,
                 const int wide, const int bf16) {
     for (int64_t d = 0; d < size; d += 16 * wide) {
         f16v total[4] = {{0}}, even, odd;
@@ -342,8 +343,8 @@ INLINE void attend(const state *t, int64_t head, const int bf16) { /* head: of b
     int64_t size = s->size, cache = (row * s->kv_heads + head % s->heads / group) * s->slots * size;
     if (t->layer->window && to - t->layer->window > from) from = to - t->layer->window;
     float *q = t->q + head * size, *scores = t->scores + head * round16(s->slots), most = -INFINITY, all = 0;
-    turn(t, q, t->layer->q_norm, *s->slot - s->padding[row]);
-    if (bf16) part(q, size, 0);
+    rotate_head(t, q, t->layer->q_norm, *s->slot - s->padding[row]);
+    if (bf16) deinterleave(q, size, 0);
     for (int64_t j = from; j < to; j++) {
         int64_t at = cache + j * size;
         float score = s->scale * (bf16 ? dot_bf16(q, (const uint16_t *)t->layer->keys + at, size)
@@ -360,9 +361,9 @@ INLINE void attend(const state *t, int64_t head, const int bf16) { /* head: of b
     }
     float *out = t->plain + head * size;
     const void *values = bf16 ? (void *)((uint16_t *)t->layer->values + cache) : (void *)((float *)t->layer->values + cache);
-    if (size % 64 == 0) mix(scores, values, out, size, from, to, 1 / all, 4, bf16);
-    else mix(scores, values, out, size, from, to, 1 / all, bf16 ? 2 : 1, bf16);
-    if (bf16) part(out, size, 1);
+    if (size % 64 == 0) weigh(scores, values, out, size, from, to, 1 / all, 4, bf16);
+    else weigh(scores, values, out, size, from, to, 1 / all, bf16 ? 2 : 1, bf16);
+    if (bf16) deinterleave(out, size, 1);
 }
 
 static void attend_piece(const void *job, int64_t first, int64_t last) {
@@ -381,7 +382,7 @@ static void normalise(state *t, const float *weight) {
         rms_norm(t->hidden + m * t->s->width, weight, t->s->eps, t->plain + m * t->s->width, t->s->width);
 }
 
-/* hidden [batch, width]: the residual stream, after all layers where it was before them. */
+/* hidden [batch, width]: the residual stream before all layers, overwritten by that after them. */
 void halfbyte_decode(const stack4 *s, float *hidden) {
     state t = {.s = s, .hidden = hidden};
     place(s, &t);
@@ -390,17 +391,17 @@ void halfbyte_decode(const stack4 *s, float *hidden) {
         const layer4 *layer = t.layer = s->layers + i;
         const weight4 *qkv = layer->qkv.w, *out = layer->out.w, *gate = layer->gate_up.w, *down = layer->down.w;
         normalise(&t, layer->norm);
-        ready(&t, &layer->qkv);
+        prepare(&t, &layer->qkv);
         spread(qkv_piece, &t, qkv[0].rows + qkv[1].rows + qkv[2].rows, rows_worth(qkv), threads);
-        remember(&t);
+        store_new(&t);
         spread(attend_piece, &t, s->batch * s->heads, 1 + (1 << 14) / (s->size * (*s->slot + 1)), threads);
-        ready(&t, &layer->out);
+        prepare(&t, &layer->out);
         spread(out_piece, &t, out->rows, rows_worth(out), threads);
         add_branch(&t);
         normalise(&t, layer->post_norm);
-        ready(&t, &layer->gate_up);
+        prepare(&t, &layer->gate_up);
         spread(glu_piece, &t, gate->rows, rows_worth(gate), threads);
-        ready(&t, &layer->down);
+        prepare(&t, &layer->down);
         spread(down_piece, &t, down->rows, rows_worth(down), threads);
         add_branch(&t);
     }

@@ -1,4 +1,4 @@
-/* CPU kernels of halfbyte.ops.experts: what tokens get back, in fp32. */
+/* CPU kernels of halfbyte.ops.experts: combination of the experts' outputs, in fp32. */
 
 #include "vectors.h"
 
@@ -25,7 +25,7 @@ INLINE void combine(const combine_job *job, int64_t first, int64_t last, int dty
         }
 }
 
-/* Tokens. */
+/* Combine for tokens [first, last). */
 void halfbyte_combine(const combine_job *job, int64_t first, int64_t last) {
     if (job->dtype == FP32) combine(job, first, last, FP32);
     else if (job->dtype == BF16) combine(job, first, last, BF16);

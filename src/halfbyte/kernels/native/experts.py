@@ -1,4 +1,4 @@
-"""C: what tokens get back of their experts, summed in fp32 and in order."""
+"""C: combination of the experts' outputs, summed in fp32 and in order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..tiling import ceil_div
 from . import library, parallel
 from .blockwise4 import DTYPES
 
-GRAIN = 1 << 14  # numbers that a thread should add up at least
+GRAIN = 1 << 14  # least values per thread
 
 _pointer, _int64 = ctypes.c_void_p, ctypes.c_int64
 

@@ -1,20 +1,20 @@
-/* CPU kernels of halfbyte.ops.glu and .experts_unit: a row's unit, forward and backward, in one pass over memory.
+/* CPU kernels of halfbyte.ops.glu and of experts' gated units: forward and backward, in one pass over memory.
 
-   Arithmetic is in fp32, sixteen values at a time, those beyond a row's end too: what a row gives does not depend on
-   where it lies, or what is beside it. */
+   Arithmetic is in fp32, sixteen values at a time, also at a row's end: a row's result does not depend on its address
+   or on other rows. */
 
 #include "vectors.h"
 
 enum { SILU, GELU_TANH };
 
 typedef struct {
-    void *z, *gate, *up, *out;            /* out: h of the forward; rows of `width` values, as those of z */
+    void *z, *gate, *up, *out;            /* out: h of the forward; out and z have rows of `width` values */
     const float *weights;                 /* of slots, or NULL: ones */
     const int32_t *order;                 /* the slot of each row */
     float *products;                      /* ∂L/∂w of each slot, or NULL */
-    int64_t width, gate_apart, up_apart;  /* values from a row to the next */
+    int64_t width, gate_stride, up_stride;  /* row strides, in values */
     float limit, alpha, offset;
-    int32_t interleaved, dtype, activation, need_output; /* interleaved: gate is where gate and up take turns */
+    int32_t interleaved, dtype, activation, need_output; /* interleaved: gate and up alternate from `gate` on */
 } glu_job;
 
 typedef struct { f16v gate, up; } pair;
@@ -24,9 +24,9 @@ INLINE f16v all(float value) { return (f16v){0} + value; }
 
 INLINE pair load_pair(const glu_job *job, int64_t row, int64_t at, int dtype, int count) {
     if (!job->interleaved)
-        return (pair){load_values(job->gate, row * job->gate_apart + at, dtype, count),
-                      load_values(job->up, row * job->up_apart + at, dtype, count)};
-    int64_t from = row * job->gate_apart + 2 * at;
+        return (pair){load_values(job->gate, row * job->gate_stride + at, dtype, count),
+                      load_values(job->up, row * job->up_stride + at, dtype, count)};
+    int64_t from = row * job->gate_stride + 2 * at;
     f16v first = load_values(job->gate, from, dtype, count < 8 ? 2 * count : 16), second = {0};
     if (count > 8) second = load_values(job->gate, from + 16, dtype, 2 * count - 16);
     pair both;
@@ -39,11 +39,11 @@ INLINE pair load_pair(const glu_job *job, int64_t row, int64_t at, int dtype, in
 
 INLINE void store_pair(const glu_job *job, int64_t row, int64_t at, pair both, int dtype, int count) {
     if (!job->interleaved) {
-        store_values(job->gate, row * job->gate_apart + at, quiet(both.gate), dtype, count);
-        store_values(job->up, row * job->up_apart + at, quiet(both.up), dtype, count);
+        store_values(job->gate, row * job->gate_stride + at, quiet(both.gate), dtype, count);
+        store_values(job->up, row * job->up_stride + at, quiet(both.up), dtype, count);
         return;
     }
-    int64_t to = row * job->gate_apart + 2 * at;
+    int64_t to = row * job->gate_stride + 2 * at;
     f16v first, second;
     for (int i = 0; i < 8; i++) {
         first[2 * i] = both.gate[i], first[2 * i + 1] = both.up[i];
@@ -53,7 +53,7 @@ INLINE void store_pair(const glu_job *job, int64_t row, int64_t at, pair both, i
     if (count > 8) store_values(job->gate, to + 16, quiet(second), dtype, 2 * count - 16);
 }
 
-INLINE f16v sigmoid(f16v x) { /* by exp(-|x|), which cannot overflow */
+INLINE f16v sigmoid(f16v x) { /* with exp(-|x|), which cannot overflow */
     f16v e = exp_of((f16v)((u16v)x | 0x80000000u));
     return choose(x > 0.0f, all(1.0f), e) / (1.0f + e);
 }

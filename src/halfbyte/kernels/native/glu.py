@@ -1,4 +1,4 @@
-"""C: gated units and those of experts, forward and backward, in one pass over memory."""
+"""C: gated units, including those of experts, forward and backward, in one pass over memory."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from ...ops.checks import check_same
-from ...ops.experts_unit import Unit, check_unit, expert_unit, expert_unit_backward_
+from ...ops.experts import Unit, check_unit, expert_unit, expert_unit_backward_
 from ...ops.glu import Activation, check_glu, glu, glu_backward_
-from ..operands import changed
+from ..operands import bump_versions
 from . import library, parallel
 from .blockwise4 import DTYPES
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
-GRAIN = 1 << 14  # values that a thread should have at least
+GRAIN = 1 << 14  # least values per thread
 
 _pointer, _int64, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -27,7 +27,7 @@ class _Job(ctypes.Structure):
 
     _fields_ = (
         *[(name, _pointer) for name in ("z", "gate", "up", "out", "weights", "order", "products")],
-        *[(name, _int64) for name in ("width", "gate_apart", "up_apart")],
+        *[(name, _int64) for name in ("width", "gate_stride", "up_stride")],
         *[(name, _float) for name in ("limit", "alpha", "offset")],
         *[(name, ctypes.c_int32) for name in ("interleaved", "dtype", "activation", "need_output")],
     )
@@ -39,7 +39,7 @@ for _each in (_lib.halfbyte_glu, _lib.halfbyte_glu_backward):
 
 
 def _rows(tensor: Tensor) -> Tensor | None:
-    """[rows, width] of the same memory; None where it has no such view."""
+    """View as [rows, width] with contiguous rows, or None if there is no such view."""
     try:
         rows = tensor.view(-1, tensor.shape[-1])
     except RuntimeError:
@@ -71,7 +71,7 @@ def unit_obstacle_backward(z: Tensor, c: Tensor, unit: Unit, weights: Tensor, or
 
 
 def _run(function: Any, shape: torch.Size, dtype: torch.dtype, activation: str, fields: dict[str, Any]) -> None:
-    """Rows [S, I] by one of the library's functions."""
+    """Process rows [S, I] with one of the library's functions."""
     rows, width = shape
     rest: dict[str, Any] = {"limit": math.inf, "alpha": 1.0, "offset": 0.0} | fields
     job = _Job(width=width, dtype=DTYPES[dtype], activation=ACTIVATIONS[activation], **rest)
@@ -80,14 +80,14 @@ def _run(function: Any, shape: torch.Size, dtype: torch.dtype, activation: str, 
 
 
 def _halves(gate: Tensor, up: Tensor) -> dict[str, int]:
-    return {"gate": gate.data_ptr(), "up": up.data_ptr(), "gate_apart": gate.stride(0), "up_apart": up.stride(0)}
+    return {"gate": gate.data_ptr(), "up": up.data_ptr(), "gate_stride": gate.stride(0), "up_stride": up.stride(0)}
 
 
 def _of_unit(c: Tensor, unit: Unit) -> dict[str, Any]:
     beside = 1 if unit.interleaved else c.shape[1] // 2
     pointers = {"gate": c.data_ptr(), "up": c.data_ptr() + beside * c.element_size()}
     numbers = {"limit": unit.limit, "alpha": unit.alpha, "offset": unit.offset, "interleaved": unit.interleaved}
-    return pointers | numbers | {"gate_apart": c.shape[1], "up_apart": c.shape[1]}
+    return pointers | numbers | {"gate_stride": c.shape[1], "up_stride": c.shape[1]}
 
 
 @glu.kernel("cpu", unless=obstacle)
@@ -106,7 +106,7 @@ def backward_(grad: Tensor, gate: Tensor, up: Tensor, activation: Activation, ne
     rows, ups = gate.view(-1, gate.shape[-1]), up.view(-1, gate.shape[-1])
     given = {"z": grad.data_ptr(), "need_output": need_output, **_halves(rows, ups)}
     _run(_lib.halfbyte_glu_backward, rows.shape, gate.dtype, activation, given)
-    changed(gate, up, *([grad] if need_output else []))
+    bump_versions(gate, up, *([grad] if need_output else []))
 
 
 @expert_unit.kernel("cpu", unless=unit_obstacle)
@@ -124,5 +124,5 @@ def unit_backward_(z: Tensor, c: Tensor, unit: Unit, weights: Tensor, order: Ten
     pointers = {"z": z.data_ptr(), "weights": weights.data_ptr(), "order": order.data_ptr()}
     given = pointers | {"products": products.data_ptr(), "need_output": True} | _of_unit(c, unit)
     _run(_lib.halfbyte_glu_backward, z.shape, z.dtype, unit.activation, given)
-    changed(z, c)
+    bump_versions(z, c)
     return products

@@ -1,5 +1,5 @@
-"""CPUs: products of experts with a few rows each, from packed weights by the formats' own products (`native.gemv4` and
-its relatives). Only codes of experts that have rows are read, and nothing is decoded into memory.
+"""CPUs: grouped GEMMs of experts with a few rows each, by the formats' own linears on packed weights (`native.decode4`
+and others). Only codes of experts with rows are read, and nothing is dequantized into memory.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from torch import Tensor
 
 from ...ops.experts import LowRank, Routing, StackedWeight, check_product, grouped_product, multiplies_codes
 
-ROWS = 4  # an expert on average; beyond, decoding it costs less
+ROWS = 4  # average rows per expert; with more, dequantizing is cheaper
 
 
 def obstacle(
-    x: Tensor, stack: StackedWeight, routing: Routing, gather: bool = False, turned: bool = False,
+    x: Tensor, stack: StackedWeight, routing: Routing, gather: bool = False, transposed: bool = False,
     low_rank: LowRank | None = None, bias: Tensor | None = None, alpha: float = 1.0,
 ) -> str | None:  # fmt: skip
-    if stack.format is None or turned or alpha != 1.0:
+    if stack.format is None or transposed or alpha != 1.0:
         return "multiplies by Wᵀ of packed weights alone"
     few = routing.order.numel() <= ROWS * stack.shape[0]
     return None if few else f"takes up to {ROWS} rows an expert, on average"
@@ -24,8 +24,8 @@ def obstacle(
 
 @multiplies_codes.kernel("cpu")
 def one_at_a_time(part: Tensor, stack: StackedWeight, slots: int, dtype: torch.dtype) -> bool:
-    """Always: caches hold an expert's values from decoding to product, and not a stack's. Eight experts of 6 MB take
-    2.4 ms to decode, one after the other, and 23 together."""
+    """Return True: a dequantized expert stays in the cache until its GEMM, a dequantized stack does not. Eight experts
+    of 6 MB take 2.4 ms to dequantize one at a time, and 23 together."""
     return True
 
 
@@ -35,12 +35,12 @@ def product(
     stack: StackedWeight,
     routing: Routing,
     gather: bool = False,
-    turned: bool = False,
+    transposed: bool = False,
     low_rank: LowRank | None = None,
     bias: Tensor | None = None,
     alpha: float = 1.0,
 ) -> Tensor:
-    slots, width = check_product(x, stack, routing, gather, turned, low_rank, bias)
+    slots, width = check_product(x, stack, routing, gather, transposed, low_rank, bias)
     out, tokens = torch.empty(slots, width, dtype=x.dtype), routing.tokens if gather else None
     format_, matrix = stack.format, stack.shape[1:]
     assert format_ is not None

@@ -1,7 +1,7 @@
-/* CPU kernel of halfbyte.ops.paged_attention: one new token a row over keys and values in pages, in fp32.
+/* CPU kernel of halfbyte.ops.paged_attention: one new token per sequence over keys and values in pages, in fp32.
 
-   A piece is a row's key head with the queries that share it. Pages are taken in their order with the running maximum of
-   flash attention (Dao et al. 2022, arXiv:2205.14135, section 3.1), so a row's sums depend on its own tokens alone. */
+   A piece is a sequence's key head with the queries that share it. Pages are processed in order with flash attention's
+   running maximum (Dao et al. 2022, arXiv:2205.14135, section 3.1), so a sequence's sums depend only on its tokens. */
 
 #include "threads.h"
 #include "vectors.h"
@@ -24,7 +24,8 @@ INLINE f16v tanh_of(f16v x) {
     return (f16v)((u16v)positive | ((u16v)x & 0x80000000u));
 }
 
-/* acc [size] = fade · acc + Σ weight·value over slots [from, to) of a page, `wide` vectors at a time; bf16 as `part`. */
+/* acc [size] = fade · acc + Σ weight·value over slots [from, to) of a page, `wide` vectors at a time; bf16 in the order
+   of `deinterleave`. */
 INLINE void mix(const float *weights, const void *values, float *acc, int64_t size, int64_t from, int64_t to, float fade,
                 const int wide, const int bf16) {
     for (int64_t d = 0; d < size; d += 16 * wide) {
@@ -51,7 +52,7 @@ INLINE void attend(const paged *p, int64_t row, int64_t head, const int bf16) {
     float q[MOST_SIZE], acc[MOST_SIZE] = {0}, weights[PAGE];
     float top = p->sinks ? p->sinks[head] : -INFINITY, all = p->sinks ? 1 : 0;
     memcpy(q, p->q + (row * p->heads + head) * size, (size_t)size * sizeof(float));
-    if (bf16) part(q, size, 0);
+    if (bf16) deinterleave(q, size, 0);
     for (int64_t start = first / PAGE * PAGE; start < end; start += PAGE) {
         int64_t page = p->tables[row * p->stride + start / PAGE], at = (page * p->kv_heads + key_head) * PAGE * size;
         int64_t from = first > start ? first - start : 0, to = end - start < PAGE ? end - start : PAGE;
@@ -84,7 +85,7 @@ INLINE void attend(const paged *p, int64_t row, int64_t head, const int bf16) {
     }
     float *out = p->out + (row * p->heads + head) * size;
     for (int64_t d = 0; d < size; d += 16) store(out + d, load(acc + d) / all);
-    if (bf16) part(out, size, 1);
+    if (bf16) deinterleave(out, size, 1);
 }
 
 static void piece(const void *job, int64_t first, int64_t last) {

@@ -1,4 +1,4 @@
-"""C: attention over pages, computed in fp32 whatever the cache holds. A row's numbers do not depend on the others."""
+"""C: attention over pages, computed in fp32 for any cache dtype. A sequence's result does not depend on the others."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ...ops.paged_attention import Shared, paged_attention
 from . import library
-from .decode_layers import CACHES
+from .decode4 import CACHES
 
-MOST_SIZE = 256  # of a head
+MOST_SIZE = 256  # largest head
 
 _pointer, _int64 = ctypes.c_void_p, ctypes.c_int64
 

@@ -29,7 +29,7 @@ INLINE u16v interleave(u16v a, u16v b, const int upper) {
                  : __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
 }
 
-/* 64 words, those of the counters `quarter` to quarter + 15 one after another. */
+/* 64 words: those of the counters `quarter` to quarter + 15, in order. */
 INLINE void philox(uint32_t quarter, const int64_t *place, int64_t seed, u16v out[4]) {
     const u16v lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     u16v c0 = lanes + quarter, c1 = (u16v){0} + (uint32_t)place[2], c2 = (u16v){0} + (uint32_t)place[1];
@@ -51,7 +51,7 @@ INLINE f16v log_of(f16v x) {
     f16v m = (f16v)((bits & 0x007fffff) | 0x3f000000); /* in [0.5, 1) */
     i16v small = m < 0.707106781f;
     m = choose(small, m + m, m) - 1.0f;
-    f16v n = __builtin_convertvector(power + small, f16v), square = m * m; /* `small` is -1 where it holds */
+    f16v n = __builtin_convertvector(power + small, f16v), square = m * m; /* `small` is -1 where true */
     f16v p = 7.0376836292e-2f * m - 1.1514610310e-1f;
     p = p * m + 1.1676998740e-1f;
     p = p * m - 1.2420140846e-1f;
@@ -63,10 +63,10 @@ INLINE f16v log_of(f16v x) {
     return m + (p * m * square - 2.12194440e-4f * n - 0.5f * square) + 0.693359375f * n;
 }
 
-/* -log E for E = -log(1 - v), v from a word. */
+/* -log E for E = -log(1 - v), with v from a random word. */
 INLINE f16v gumbel(u16v word) {
     f16v high = __builtin_convertvector((i16v)(word >> 8), f16v), low = __builtin_convertvector((i16v)(word & 0xff), f16v);
-    f16v v = (high * 256.0f + (low + 0.5f)) * 0x1p-32f; /* rounded once, as the reference's conversion and sum are not */
+    f16v v = (high * 256.0f + (low + 0.5f)) * 0x1p-32f; /* rounded once; the reference rounds conversion and sum */
     v = choose(v > 1.0f - 0x1p-24f, (f16v){0} + (1.0f - 0x1p-24f), v);
     f16v series = v * (1.0f + v * (0.5f + v * (1.0f / 3 + v * 0.25f)));
     return -log_of(choose(v < 0x1p-6f, series, -log_of(1.0f - v)));

@@ -1,4 +1,4 @@
-"""C: a token of each row and its log-probability, in two passes over its logits."""
+"""C: sampling of a token per row with its log-probability, in two passes over the logits."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-/* A few threads that a kernel spreads a stage's pieces over. Threads take pieces as they come, and the caller waits for
-   pieces begun only: a worker that the system has put aside, or that a fork has lost, holds nothing up. */
+/* A thread pool for the pieces of a kernel's stage. Threads take the next free piece, and the caller waits only for
+   pieces that have been started: a worker that is descheduled, or lost in a fork, does not block it. */
 
 #ifndef HALFBYTE_THREADS
 #define HALFBYTE_THREADS
@@ -15,7 +15,7 @@ enum { MOST_WORKERS = 63, SPINS = 2000 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
-static atomic_flag taken = ATOMIC_FLAG_INIT; /* one caller at a time has the workers; others run alone */
+static atomic_flag taken = ATOMIC_FLAG_INIT; /* one caller at a time uses the workers; others run alone */
 static int workers;
 static atomic_int sleepers;
 static _Atomic uint64_t ticket; /* number of the job << 32 | next piece */
@@ -32,7 +32,7 @@ static inline __attribute__((always_inline)) void pause_briefly(void) {
 #endif
 }
 
-/* Take one piece and do it; 0 where none is left. What was read of the job holds if the ticket is still the same. */
+/* Take one piece and run it; 0 if none is left. The job's fields are valid if the ticket has not changed meanwhile. */
 static int take(void) {
     uint64_t seen = atomic_load(&ticket);
     uint32_t piece = (uint32_t)seen;
@@ -87,14 +87,14 @@ static void hire(int wanted) {
     }
 }
 
-/* run(job, first, last) over [0, all), in pieces of `step` on `threads` threads. */
+/* Run run(job, first, last) over [0, all), in pieces of `step` on `threads` threads. */
 static void spread(stage run, const void *job, int64_t all, int64_t step, int threads) {
     if (threads < 2 || all <= step || atomic_flag_test_and_set(&taken)) {
         run(job, 0, all);
         return;
     }
     if (workers < threads - 1) hire(threads - 1);
-    atomic_store(&run_piece, run); /* no piece is left, so nobody takes one while these change */
+    atomic_store(&run_piece, run); /* no piece is left, so no worker takes one while these change */
     atomic_store(&job_of_all, job);
     atomic_store(&count, all);
     atomic_store(&grain, step);
@@ -111,7 +111,7 @@ static void spread(stage run, const void *job, int64_t all, int64_t step, int th
     while (take()) {}
     for (int idle = 0; atomic_load(&finished) < many;) {
         if (++idle < SPINS) pause_briefly();
-        else sched_yield(); /* another program may have the core of a worker that has begun a piece */
+        else sched_yield(); /* another program may have the core of a worker that has started a piece */
     }
     atomic_flag_clear(&taken);
 }

@@ -1,4 +1,4 @@
-/* Sixteen values of fp32, bf16 or fp16 in memory as a vector of floats, and back. */
+/* Conversion of sixteen fp32, bf16 or fp16 values in memory to a vector of floats, and back. */
 
 #ifndef HALFBYTE_VALUES
 #define HALFBYTE_VALUES
@@ -17,7 +17,7 @@ typedef _Float16 half16v __attribute__((vector_size(32)));
 
 enum { FP32, BF16, FP16 };
 
-/* Sixteen values, or the first `count`, to out[at...] in `dtype`; the callers pass constants where speed matters. */
+/* Store sixteen values, or the first `count`, to out[at...] in `dtype`; fast if the arguments are constants. */
 INLINE void store_values(void *out, int64_t at, f16v values, int dtype, int count) {
     if (dtype == FP32) {
         memcpy((float *)out + at, &values, (size_t)count * 4);

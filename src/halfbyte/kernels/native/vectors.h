@@ -1,4 +1,4 @@
-/* Vectors of sixteen in GCC's and Clang's extensions; lengths are multiples of 16 where it says nothing else. */
+/* Vectors of sixteen floats in GCC's and Clang's extensions; lengths are multiples of 16 unless noted. */
 
 #ifndef HALFBYTE_VECTORS
 #define HALFBYTE_VECTORS
@@ -23,7 +23,7 @@ INLINE void store(float *to, f16v values) { memcpy(to, &values, 64); }
 
 INLINE f16v choose(i16v mask, f16v yes, f16v no) { return (f16v)(((i16v)yes & mask) | ((i16v)no & ~mask)); }
 
-/* Values of which `store_values` leaves NaN NaN. */
+/* Make NaN a quiet NaN, which `store_values` preserves. */
 INLINE f16v quiet(f16v v) { return choose(v != v, (f16v)((u16v){0} + 0x7fc00000u), v); }
 
 INLINE float sum(f16v v) {
@@ -44,8 +44,8 @@ INLINE float dot(const float *a, const float *b, int64_t length) {
     return sum(total);
 }
 
-/* 32 values in bf16: those at even places, and those at odd ones. No lane changes its width, which GCC would do one by
-   one; the other side of a product lies in this order, too (`part`). */
+/* 32 values in bf16: those at even places, and those at odd ones. No lane changes its width, which GCC would do lane by
+   lane; the other operand of a product is in this order, too (`deinterleave`). */
 INLINE void halves(const uint16_t *from, f16v *even, f16v *odd) {
     u16v pairs;
     memcpy(&pairs, from, 64);
@@ -53,8 +53,8 @@ INLINE void halves(const uint16_t *from, f16v *even, f16v *odd) {
     *odd = (f16v)(pairs & 0xffff0000u);
 }
 
-/* x in place, of each 32 values those at even places first; and back. */
-static void part(float *x, int64_t length, int back) {
+/* Reorder x in place: of each 32 values those at even places first; or back. */
+static void deinterleave(float *x, int64_t length, int back) {
     for (int64_t at = 0; at < length; at += 32) {
         float copy[32];
         memcpy(copy, x + at, sizeof copy);
@@ -66,17 +66,17 @@ static void part(float *x, int64_t length, int back) {
     }
 }
 
-INLINE float dot_bf16(const float *parted, const uint16_t *b, int64_t length) {
+INLINE float dot_bf16(const float *deinterleaved, const uint16_t *b, int64_t length) {
     f16v total[2] = {{0}}, even, odd;
     for (int64_t i = 0; i < length; i += 32) {
         halves(b + i, &even, &odd);
-        total[0] += load(parted + i) * even;
-        total[1] += load(parted + i + 16) * odd;
+        total[0] += load(deinterleaved + i) * even;
+        total[1] += load(deinterleaved + i + 16) * odd;
     }
     return sum(total[0] + total[1]);
 }
 
-INLINE uint16_t to_bf16(float x) { /* to the nearest, ties to even */
+INLINE uint16_t to_bf16(float x) { /* to nearest, ties to even */
     uint32_t bits;
     memcpy(&bits, &x, 4);
     return x != x ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);

@@ -1,1 +1,1 @@
-"""Kernels in Triton, for NVIDIA's, AMD's and Intel's GPUs."""
+"""Kernels in Triton, for NVIDIA, AMD and Intel GPUs."""

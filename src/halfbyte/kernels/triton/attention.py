@@ -1,21 +1,21 @@
-"""Triton: causal attention within documents, and its backward, in which every sum has one owner and one order.
+"""Triton: causal attention within documents, and a deterministic backward: every sum has one program and one order.
 
-The forward is for what FlashAttention and cuDNN do not compute: capped scores, sinks. A program owns queries of a head
-and goes through their keys with the running maximum of flash attention; a sink joins at the end, since its value is 0.
+The forward covers what FlashAttention and cuDNN do not: capped scores and sinks. A program owns queries of one head and
+iterates over their keys with flash attention's running maximum; a sink is added at the end, since its value is 0.
 
-FlashAttention 2's and cuDNN's backward make all three gradients in one pass over the keys, so programs of different
-keys add to dq of one query by atomics, in the order in which they come: two runs differ. Here are two passes. Programs
-of `_dq` own queries and go through their keys; programs of `_dkdv` own keys of one key head and go through their
-queries, head by head of its group. That is seven products instead of five, and no sum whose order depends on time.
+The backward of FlashAttention 2 and cuDNN computes all three gradients in one pass over the keys. Programs of different
+keys add to the dq of one query with atomics in arbitrary order, so two runs differ. Here are two passes: programs of
+`_dq` own queries and iterate over their keys; programs of `_dkdv` own keys of one key head and iterate over their
+queries, head by head of the group. This needs seven matmuls instead of five, but no sum depends on timing.
 
-Rows are flat: a document is where `begins` says, and no tile belongs to one, so a tile of 64 queries may hold several
-short documents or the end of one and the beginning of the next.
+Tokens of all documents are concatenated, with bounds in `begins`. Tiles do not follow documents: a tile of 64 queries
+may hold several short documents, or the end of one and the start of the next.
 
-Answers that share a prompt stand behind it, each a document. What a query sees is then two spans, its prompt and its
-document up to itself; what sees a prompt's key is still one, from there to the end of the last answer.
+Answers that share a prompt follow it, each as a document. A query then attends to two spans: its prompt, and its
+document up to itself. The queries that attend to a prompt's key are one span, up to the end of the last answer.
 
-The mathematics is FlashAttention 2's (Dao 2023, algorithms 1 and 2), as `ops.attention` writes it down. Scores are in
-units of log 2.
+The mathematics is FlashAttention 2's (Dao 2023, algorithms 1 and 2), as in `ops.attention`. Scores are in units of
+log 2.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 class Block(NamedTuple):
-    """A program's tile: rows that it owns, rows that it goes through at a time, warps, and stages of that."""
+    """Tile of a program: rows it owns, rows per iteration of its loop, warps, and pipeline stages."""
 
     rows: int
     others: int
@@ -46,7 +46,7 @@ class Block(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Of the forward, of dq, and of dk and dv."""
+    """Tiles of the forward, of dq, and of dk and dv."""
 
     forward: Block
     dq: Block
@@ -55,9 +55,8 @@ class Tiles(NamedTuple):
 
 MEASURED = Block(64, 64, 4)  # of the backward
 NARROW, WIDEST = 128, 256  # widths of a head
-# By the widest head: KiB of shared memory that a block must be allowed, and the tiles where it is. The first ones of
-# wide heads are the best of four of each on an H200; those of devices with less were chosen by what compiled forms take
-# and spill.
+# By head width: the shared memory in KiB that a block needs, and the tiles. The first row for wide heads is the best of
+# four on an H200; rows for less shared memory were chosen by the registers and spills of compiled kernels.
 TILES = {
     NARROW: (
         (160, Tiles(Block(128, 64, 8, 3), MEASURED, MEASURED)),
@@ -74,7 +73,7 @@ AMPERE = (8, 0)
 
 
 def tiles_of(query: Tensor) -> Tiles:
-    """For heads of [N, Hq, D], on the device that they are on."""
+    """Tiles for heads of [N, Hq, D] on their device."""
     rows = TILES[NARROW if query.shape[-1] <= NARROW else WIDEST]
     return next(tiles for kib, tiles in rows if kib * 1024 <= device_of(query).shared_bytes)
 
@@ -84,9 +83,9 @@ def _rows(
     base, start, stride, limit,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows from `start` on [ROWS, PADDED] of a head, tokens `stride` elements apart; 0 beyond `limit` and WIDTH.
+    """Load ROWS rows from `start` on, [ROWS, PADDED], of a head with token stride `stride`; 0 beyond `limit` and WIDTH.
 
-    Offsets within a tile are of 32 bits and the same for every tile: addresses of 64 would take registers.
+    Offsets within a tile are 32-bit and the same for every tile: 64-bit addresses would take registers.
     """
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, PADDED)[None, :]
     places = base + tl.cast(start, tl.int64) * stride + (row * stride + column)
@@ -99,18 +98,21 @@ def _rows(
 
 @triton.jit
 def _reach(begins, start, rows, total, WINDOW: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Of a tile of queries: the first key that each sees; where blocks of keys begin, from where to where all queries
-    see the whole of them, and behind the last key."""
+    """Key ranges of a tile of queries.
+
+    Returns the first key of each query; the block boundaries low, common and whole; and the end. All queries attend to
+    all keys of blocks between common and whole; other blocks need a mask.
+    """
     last = tl.minimum(start + BLOCK_Q, total) - 1
     first = tl.load(begins + rows, mask=rows < total, other=0)
-    low, common = tl.load(begins + start), tl.load(begins + last)  # the first of all; from which on all see them
+    low, common = tl.load(begins + start), tl.load(begins + last)  # first key of any query; first key of all queries
     if WINDOW:
         first = tl.maximum(first, rows - WINDOW + 1)
         low = tl.maximum(low, start - WINDOW + 1)
         common = tl.maximum(common, last - WINDOW + 1)
     low = low // BLOCK_K * BLOCK_K
     whole = start // BLOCK_K * BLOCK_K  # from here on keys may be later than queries
-    common = tl.minimum(tl.cdiv(common, BLOCK_K) * BLOCK_K, whole)  # from here on every query's document
+    common = tl.minimum(tl.cdiv(common, BLOCK_K) * BLOCK_K, whole)  # from here on keys are in every query's document
     return first, low, tl.maximum(common, low), whole, last + 1
 
 
@@ -120,7 +122,7 @@ def _softmax_blocks(
     WIDTH: tl.constexpr, PADDED: tl.constexpr, CAPPED: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The softmax of queries with blocks of keys more: (weighted values, maximum, sum of weights)."""
+    """Accumulate blocks of keys into the queries' softmax: (weighted values, maximum, sum of weights)."""
     for start in tl.range(low, high, BLOCK_K, num_stages=STAGES):
         keys = start + tl.arange(0, BLOCK_K)
         k_tile = _rows(k, start, k_stride, total, BLOCK_K, WIDTH, PADDED, MASKED)
@@ -130,7 +132,7 @@ def _softmax_blocks(
             scores = tl.where(seen, scores, -float("inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         shift = higher
-        if MASKED:  # a query may have seen no key yet
+        if MASKED:  # a query may not have attended to any key yet
             shift = tl.where(higher == -float("inf"), 0.0, higher)
         p = tl.exp2(scores - shift[:, None])
         fade = tl.exp2(top - shift)
@@ -149,10 +151,10 @@ def _forward(
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, WINDOW: tl.constexpr,
     CAPPED: tl.constexpr, SINKS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """out [total, HEADS, WIDTH] and lse fp32 [HEADS, total]; a program makes BLOCK_Q rows of one head."""
+    """out [total, HEADS, WIDTH] and lse fp32 [HEADS, total]; a program computes BLOCK_Q rows of one head."""
     program = tl.program_id(0)
     head = program % HEADS
-    start = (tl.cdiv(total, BLOCK_Q) - 1 - program // HEADS) * BLOCK_Q  # in one long document, the most work first
+    start = (tl.cdiv(total, BLOCK_Q) - 1 - program // HEADS) * BLOCK_Q  # in a long document, longest programs first
     rows = start + tl.arange(0, BLOCK_Q)
     inside = rows < total
     first, low, common, whole, high = _reach(begins, start, rows, total, WINDOW, BLOCK_Q, BLOCK_K)
@@ -162,18 +164,12 @@ def _forward(
     acc = tl.zeros([BLOCK_Q, PADDED], tl.float32)
     top = tl.full([BLOCK_Q], -float("inf"), tl.float32)
     sums = tl.zeros([BLOCK_Q], tl.float32)
-    acc, top, sums = _softmax_blocks(
-        acc, top, sums, q_tile, rows, first, k, v, k_stride, v_stride, low, common, total, inner, outer,
-        WIDTH, PADDED, CAPPED, BLOCK_K, STAGES, True,
-    )  # fmt: skip
-    acc, top, sums = _softmax_blocks(
-        acc, top, sums, q_tile, rows, first, k, v, k_stride, v_stride, common, whole, total, inner, outer,
-        WIDTH, PADDED, CAPPED, BLOCK_K, STAGES, False,
-    )  # fmt: skip
-    acc, top, sums = _softmax_blocks(
-        acc, top, sums, q_tile, rows, first, k, v, k_stride, v_stride, whole, high, total, inner, outer,
-        WIDTH, PADDED, CAPPED, BLOCK_K, STAGES, True,
-    )  # fmt: skip
+    bounds = low, common, whole, high
+    for part in tl.static_range(3):  # only the blocks of the middle part need no mask
+        acc, top, sums = _softmax_blocks(
+            acc, top, sums, q_tile, rows, first, k, v, k_stride, v_stride, bounds[part], bounds[part + 1], total,
+            inner, outer, WIDTH, PADDED, CAPPED, BLOCK_K, STAGES, part != 1,
+        )  # fmt: skip
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32) * LOG2E
         higher = tl.maximum(top, sink)
@@ -212,24 +208,19 @@ def _prompt_blocks(
     dq, q, dout, lse, delta, opening, closing, k, v, k_stride, v_stride, total, inner, outer,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, CAPPED: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """What the keys of prompts add, each query's from `opening` to before `closing`."""
+    """Accumulate into dq over the keys of prompts, for each query from `opening` to before `closing`."""
     high = tl.max(closing)
     low = tl.min(tl.where(opening < closing, opening, high)) // BLOCK_K * BLOCK_K
     common = tl.minimum(tl.cdiv(tl.max(opening), BLOCK_K) * BLOCK_K, tl.cdiv(high, BLOCK_K) * BLOCK_K)
     common = tl.maximum(common, low)
-    whole = tl.maximum(tl.min(closing) // BLOCK_K * BLOCK_K, common)  # up to here every query's prompt
-    dq = _dq_blocks(
-        dq, q, dout, lse, delta, closing - 1, opening, k, v, k_stride, v_stride, low, common, total, inner,
-        outer, WIDTH, PADDED, CAPPED, BLOCK_K, STAGES, True,
-    )  # fmt: skip
-    dq = _dq_blocks(
-        dq, q, dout, lse, delta, closing - 1, opening, k, v, k_stride, v_stride, common, whole, total, inner,
-        outer, WIDTH, PADDED, CAPPED, BLOCK_K, STAGES, False,
-    )  # fmt: skip
-    return _dq_blocks(
-        dq, q, dout, lse, delta, closing - 1, opening, k, v, k_stride, v_stride, whole, high, total, inner,
-        outer, WIDTH, PADDED, CAPPED, BLOCK_K, STAGES, True,
-    )  # fmt: skip
+    whole = tl.maximum(tl.min(closing) // BLOCK_K * BLOCK_K, common)  # up to here keys are in every query's prompt
+    bounds = low, common, whole, high
+    for part in tl.static_range(3):
+        dq = _dq_blocks(
+            dq, q, dout, lse, delta, closing - 1, opening, k, v, k_stride, v_stride, bounds[part], bounds[part + 1],
+            total, inner, outer, WIDTH, PADDED, CAPPED, BLOCK_K, STAGES, part != 1,
+        )  # fmt: skip
+    return dq
 
 
 @triton.jit(do_not_specialize=["total"])
@@ -240,10 +231,10 @@ def _dq(
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, WINDOW: tl.constexpr,
     CAPPED: tl.constexpr, SHARED: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dq [total, HEADS, WIDTH] and delta fp32 [HEADS, total]; a program makes BLOCK_Q rows of one head."""
+    """dq [total, HEADS, WIDTH] and delta fp32 [HEADS, total]; a program computes BLOCK_Q rows of one head."""
     program = tl.program_id(0)
     head = program % HEADS
-    start = (tl.cdiv(total, BLOCK_Q) - 1 - program // HEADS) * BLOCK_Q  # in one long document, the most work first
+    start = (tl.cdiv(total, BLOCK_Q) - 1 - program // HEADS) * BLOCK_Q  # in a long document, longest programs first
     rows = start + tl.arange(0, BLOCK_Q)
     inside = rows < total
     first, low, common, whole, high = _reach(begins, start, rows, total, WINDOW, BLOCK_Q, BLOCK_K)
@@ -264,18 +255,13 @@ def _dq(
             result, q_tile, dout_tile, lse_tile, delta_tile, opening, closing, k, v, k_stride, v_stride, total,
             inner, outer, WIDTH, PADDED, CAPPED, BLOCK_K, STAGES,
         )  # fmt: skip
-    result = _dq_blocks(
-        result, q_tile, dout_tile, lse_tile, delta_tile, rows, first, k, v, k_stride, v_stride, low, common, total,
-        inner, outer, WIDTH, PADDED, CAPPED, BLOCK_K, STAGES, True,
-    )  # fmt: skip
-    result = _dq_blocks(
-        result, q_tile, dout_tile, lse_tile, delta_tile, rows, first, k, v, k_stride, v_stride, common, whole, total,
-        inner, outer, WIDTH, PADDED, CAPPED, BLOCK_K, STAGES, False,
-    )  # fmt: skip
-    result = _dq_blocks(
-        result, q_tile, dout_tile, lse_tile, delta_tile, rows, first, k, v, k_stride, v_stride, whole, high, total,
-        inner, outer, WIDTH, PADDED, CAPPED, BLOCK_K, STAGES, True,
-    )  # fmt: skip
+    bounds = low, common, whole, high
+    for part in tl.static_range(3):
+        result = _dq_blocks(
+            result, q_tile, dout_tile, lse_tile, delta_tile, rows, first, k, v, k_stride, v_stride,
+            bounds[part], bounds[part + 1], total, inner, outer,
+            WIDTH, PADDED, CAPPED, BLOCK_K, STAGES, part != 1,
+        )  # fmt: skip
     columns = tl.arange(0, PADDED)
     places = dq + rows[:, None].to(tl.int64) * (HEADS * WIDTH) + head * WIDTH + columns[None, :]
     tl.store(places, (result * scale).to(dq.dtype.element_ty), mask=inside[:, None] & (columns[None, :] < WIDTH))
@@ -313,16 +299,16 @@ def _dkdv(
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, WINDOW: tl.constexpr,
     CAPPED: tl.constexpr, SHARED: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv [total, HEADS / GROUP, WIDTH]; a program makes BLOCK_K rows of one key head, for all its queries."""
+    """dk and dv [total, HEADS / GROUP, WIDTH]; a program computes BLOCK_K rows of a key head, over all its queries."""
     program = tl.program_id(0)
     head = program % (HEADS // GROUP)
     start = program // (HEADS // GROUP) * BLOCK_K
     keys = start + tl.arange(0, BLOCK_K)
     inside = keys < total
     final = tl.minimum(start + BLOCK_K, total) - 1
-    last = tl.load(ends + keys, mask=inside, other=0)  # behind the last query that sees a key
-    common, high = tl.load(ends + start), tl.load(ends + final)  # up to which all are seen; behind the last of all
-    if SHARED:  # a prompt's keys are seen longer than those of the answer behind it
+    last = tl.load(ends + keys, mask=inside, other=0)  # end of the queries that attend to each key
+    common, high = tl.load(ends + start), tl.load(ends + final)  # end of queries of all keys; end of queries of any key
+    if SHARED:  # a prompt's keys have later queries than keys of the answer that follows it
         common, high = tl.min(tl.where(inside, last, total)), tl.max(last)
     if WINDOW:
         last = tl.minimum(last, keys + WINDOW)
@@ -332,29 +318,21 @@ def _dkdv(
     v_tile = _rows(v + head * v_head, start, v_stride, total, BLOCK_K, WIDTH, PADDED, True)
     whole = tl.minimum(start + BLOCK_K, high)  # up to here queries may be earlier than keys
     whole = start + tl.cdiv(whole - start, BLOCK_Q) * BLOCK_Q
-    common = tl.maximum(whole, start + (common - start) // BLOCK_Q * BLOCK_Q)  # up to here every key's document
+    common = tl.maximum(whole, start + (common - start) // BLOCK_Q * BLOCK_Q)  # up to here queries attend to every key
     dk_tile = tl.zeros([BLOCK_K, PADDED], tl.float32)
     dv_tile = tl.zeros([BLOCK_K, PADDED], tl.float32)
+    bounds = start, whole, common, high
     for member in range(GROUP):
         query = head * GROUP + member
         q_head_, dout_head_ = q + query * q_head, dout + query * dout_head
         numbers = query.to(tl.int64) * total
         lse_head, delta_head = lse + numbers, delta + numbers
-        dk_tile, dv_tile = _dkdv_blocks(
-            dk_tile, dv_tile, k_tile, v_tile, keys, last, q_head_, dout_head_, lse_head, delta_head, q_stride,
-            dout_stride, start, whole, total, inner, outer,
-            WIDTH, PADDED, CAPPED, BLOCK_Q, STAGES, True,
-        )  # fmt: skip
-        dk_tile, dv_tile = _dkdv_blocks(
-            dk_tile, dv_tile, k_tile, v_tile, keys, last, q_head_, dout_head_, lse_head, delta_head, q_stride,
-            dout_stride, whole, common, total, inner, outer,
-            WIDTH, PADDED, CAPPED, BLOCK_Q, STAGES, False,
-        )  # fmt: skip
-        dk_tile, dv_tile = _dkdv_blocks(
-            dk_tile, dv_tile, k_tile, v_tile, keys, last, q_head_, dout_head_, lse_head, delta_head, q_stride,
-            dout_stride, common, high, total, inner, outer,
-            WIDTH, PADDED, CAPPED, BLOCK_Q, STAGES, True,
-        )  # fmt: skip
+        for part in tl.static_range(3):
+            dk_tile, dv_tile = _dkdv_blocks(
+                dk_tile, dv_tile, k_tile, v_tile, keys, last, q_head_, dout_head_, lse_head, delta_head, q_stride,
+                dout_stride, bounds[part], bounds[part + 1], total, inner, outer,
+                WIDTH, PADDED, CAPPED, BLOCK_Q, STAGES, part != 1,
+            )  # fmt: skip
     columns = tl.arange(0, PADDED)
     offsets = keys[:, None].to(tl.int64) * (HEADS // GROUP * WIDTH) + head * WIDTH + columns[None, :]
     stored = inside[:, None] & (columns[None, :] < WIDTH)
@@ -366,19 +344,19 @@ _forward_launcher, _dq_launcher, _dkdv_launcher = Launcher(_forward), Launcher(_
 
 
 def _strides(*tensors: Tensor) -> list[int]:
-    """Of tokens and heads."""
+    """Strides of tokens and heads."""
     return [number for x in tensors for number in x.stride()[:2]]
 
 
 def _factors(scores: Scores) -> tuple[float, float]:
-    """What `_logits` multiplies by, for scores in units of log 2."""
+    """Factors for `_logits`, for scores in units of log 2."""
     if scores.softcap is None:
         return 0.0, scores.scale * LOG2E.value
     return scores.scale / scores.softcap, scores.softcap * LOG2E.value
 
 
 def obstacle(query: Tensor) -> str | None:
-    """Why these kernels do not take heads of [N, Hq, D]."""
+    """Return why these kernels do not support heads of [N, Hq, D], or None."""
     device = device_of(query)
     if query.shape[-1] > WIDEST:
         return f"heads of at most {WIDEST}"

@@ -1,13 +1,16 @@
-"""Triton: k-bit weights in bit planes, one launch each way, and the plane decoder that hqq shares.
+"""Triton: k-bit weights in bit planes, one launch for each direction, and HQQ weights.
 
-Dequantizing is bound by memory as long as instructions keep up: a value moves k/8 + 1/32 bytes in and, in bf16, 2 out,
-and while a copy of as many bytes runs on an H200, its SMs have time for some 20 instructions a value, 10 of them
-integer. So codes are put together eight at a time. A thread takes one byte of each of a block's k words and spreads its
-bits over the nibbles of a word in three steps; shifted sums of four planes are eight codes. The eight values are one
-16-byte store; neighbouring threads read the same words, from the first-level cache. Compiled for sm_90 this is 11.8,
-13.2, 14.4 and 15.7 instructions a value at k = 2, 3, 4, 5; NF4's kernel has 11.3.
+Dequantizing is bound by memory if there are few enough instructions. A value reads k/8 + 1/32 bytes and writes 2 in
+bf16; while an H200 copies that many bytes, its SMs can execute some 20 instructions a value, 10 of them integer. So
+codes are assembled eight at a time. A thread takes one byte of each of a block's k words and spreads its bits over the
+nibbles of a word in three steps; shifted sums of four planes are eight codes. The eight values are one 16-byte store.
+Neighbouring threads read the same words from the L1 cache. Compiled for sm_90 this takes 11.8, 13.2, 14.4 and 15.7
+instructions a value at k = 2, 3, 4, 5; NF4's kernel takes 11.3.
 
-The arithmetic is the reference's, operation by operation, in fp32; `enable_fp_fusion=False` keeps it so.
+The arithmetic follows the reference operation by operation, in fp32, with `enable_fp_fusion=False`.
+
+HQQ weights are decoded without a table: codes are converted to floats, then scale · (code − zero). A value reads bits/8
++ 4/group bytes and, in bf16, writes 2.
 """
 
 from __future__ import annotations
@@ -18,22 +21,23 @@ import triton.language as tl
 from torch import Tensor
 
 from ...ops.bitplane import BLOCK, dequantize_bitplane, quantize_bitplane
+from ...ops.hqq import dequantize_hqq
 from ..tiling import ceil_div
 from .launch import Launcher
 
-GROUPS = 512  # runs of eight values a program decodes
-BLOCKS = 32  # blocks a program encodes
+GROUPS = 512  # groups of eight values that a program decodes
+BLOCKS = 32  # blocks that a program encodes
 
 
 @triton.jit
 def plane_byte(packed_ptr, block, part, mask, PLANE: tl.constexpr, K: tl.constexpr):
-    """int32, like `block`: bits 8·part to 8·part + 7 of one plane."""
+    """Bits 8·part to 8·part + 7 of one plane, int32 in the shape of `block`."""
     return (tl.load(packed_ptr + block * K + PLANE, mask=mask, other=0) >> (part * 8)) & 255
 
 
 @triton.jit
 def nibbles(packed_ptr, block, part, mask, FIRST: tl.constexpr, K: tl.constexpr):
-    """int32, like `block`: planes FIRST to FIRST + 3 of eight codes, code i in nibble i."""
+    """Planes FIRST to FIRST + 3 of eight codes, code i in nibble i; int32 in the shape of `block`."""
     word = tl.zeros_like(part)
     for plane in tl.static_range(FIRST, min(FIRST + 4, K)):
         bits = plane_byte(packed_ptr, block, part, mask, plane, K)
@@ -46,9 +50,9 @@ def nibbles(packed_ptr, block, part, mask, FIRST: tl.constexpr, K: tl.constexpr)
 
 @triton.jit
 def eight_codes(packed_ptr, block, part, mask, K: tl.constexpr, SHIFT: tl.constexpr):
-    """int32 [groups, 8]: codes 8·part to 8·part + 7 of each block, shifted left by SHIFT; eight bits at most."""
+    """Codes 8·part to 8·part + 7 of each block, shifted left by SHIFT; int32 [groups, 8], at most eight bits."""
     low = nibbles(packed_ptr, block, part, mask, 0, K)
-    even, odd = low & 0x0F0F0F0F, (low >> 4) & 0x0F0F0F0F  # a code in each byte, which one instruction takes out
+    even, odd = low & 0x0F0F0F0F, (low >> 4) & 0x0F0F0F0F  # one code per byte, which one instruction extracts
     if K > 4:
         high = nibbles(packed_ptr, block, part, mask, 4, K)
         even |= (high & 0x0F0F0F0F) << 4
@@ -60,7 +64,7 @@ def eight_codes(packed_ptr, block, part, mask, K: tl.constexpr, SHIFT: tl.conste
 
 @triton.jit
 def store_eight(out_ptr, values, group, mask, width, PADDED: tl.constexpr, MULTIPLE: tl.constexpr):
-    """Store float [groups, 8] at 8·group; where rows are padded to a multiple, only what lies within their width."""
+    """Store float [groups, 8] at 8·group; with PADDED rows, store only columns below their width."""
     lane = tl.arange(0, 8)[None, :]
     values = values.to(out_ptr.dtype.element_ty)
     if PADDED:
@@ -75,7 +79,7 @@ def store_eight(out_ptr, values, group, mask, width, PADDED: tl.constexpr, MULTI
 
 @triton.jit
 def e4m4(codes):
-    """fp32 values of E4M4 bytes: their bits are those of fp32, with another bias; below 16 they are subnormal."""
+    """Decode E4M4 bytes to fp32: the bits of fp32 with another bias; codes below 16 are subnormal."""
     wide = codes.to(tl.int32)
     normal = ((wide + 1856) << 19).to(tl.float32, bitcast=True)
     return tl.where(wide < 16, wide.to(tl.float32) * 0.00006103515625, normal)
@@ -90,9 +94,9 @@ def _dequantize(
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     mask = group < groups
     block, part = group // 4, (group % 4).to(tl.int32)
-    # An unsigned offset in bytes takes one integer instruction a value less to become an address than an index does.
+    # An unsigned byte offset becomes an address with one integer instruction a value less than an index.
     offset = eight_codes(packed_ptr, block, part, mask, K, 2).to(tl.uint32)
-    if FITTED:  # a codebook for each of several matrices one above the other
+    if FITTED:  # a codebook for each of several stacked matrices
         offset += (tl.where(mask, block // run, 0).to(tl.uint32) << (K + 2))[:, None]
     table = codebook_ptr.to(tl.pointer_type(tl.uint8)) + offset
     values = tl.load(table.to(tl.pointer_type(tl.float32)))
@@ -171,3 +175,38 @@ def quantize(blocks: Tensor, scales: Tensor, zeros: Tensor | None, factor: Tenso
             warps=4,
         )
     return packed
+
+
+@triton.jit
+def _dequantize_hqq(
+    packed_ptr, scale_ptr, zero_ptr, out_ptr, groups, width,
+    BITS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    mask = group < groups
+    codes = eight_codes(packed_ptr, group // 4, (group % 4).to(tl.int32), mask, BITS, 0)
+    pair = group // (GROUP // 8)
+    scale = tl.load(scale_ptr + pair, mask=mask, other=0.0).to(tl.float32)
+    zero = tl.load(zero_ptr + pair, mask=mask, other=0.0).to(tl.float32)
+    values = (codes.to(tl.float32) - zero[:, None]) * scale[:, None]
+    store_eight(out_ptr, values, group, mask, width, PADDED, GROUP)
+
+
+_hqq_launcher = Launcher(_dequantize_hqq, enable_fp_fusion=False)
+
+
+@dequantize_hqq.kernel("cuda", "xpu")
+def dequantize_groups(
+    packed: Tensor, scales: Tensor, zeros: Tensor, bits: int, group: int, rows: int, width: int, dtype: torch.dtype
+) -> Tensor:
+    out = torch.empty(rows, width, dtype=dtype, device=packed.device)
+    eights = scales.numel() * (group // 8)
+    if eights:
+        _hqq_launcher(
+            ceil_div(eights, GROUPS),
+            (packed, scales, zeros, out),
+            (eights, width),
+            (bits, group, width % group != 0, GROUPS),
+            warps=4,
+        )
+    return out

@@ -1,13 +1,16 @@
-"""Triton: 4-bit weights and their values, one launch each, nested scales included.
+"""Triton: quantization and dequantization of 4-bit weights, one launch each, nested scales included.
 
 Both are bound by memory. Dequantizing n values reads n/2 bytes of codes and a scale per block, and writes 2n bytes in
-bf16: the floor is (2.5 n + scales) / bandwidth. A thread decodes a 4-byte word: its 8 values are one 16-byte store, so
-no value changes threads, and the 64-byte codebook is one line of the first-level cache. Measured on an H200, where a
-copy moves 4.2 TB/s: 4.0 TB/s at 28672×8192 with nested scales, against 3.2 for a kernel that decodes 16 bytes a thread
-and 2.6 for one that selects values arithmetically (docs/log.md).
+bf16: the floor is (2.5 n + scales) / bandwidth. A thread decodes a 4-byte word. Its 8 values are one 16-byte store, so
+no value moves between threads, and the 64-byte codebook is one line of the L1 cache. Measured on an H200, where a copy
+moves 4.2 TB/s: 4.0 TB/s at 28672×8192 with nested scales, against 3.2 for a kernel that decodes 16 bytes a thread and
+2.6 for one that selects values arithmetically (docs/log.md).
 
-The arithmetic is the reference's, operation by operation, in fp32. `enable_fp_fusion=False` keeps the compiler from
+The arithmetic follows the reference operation by operation, in fp32. `enable_fp_fusion=False` keeps the compiler from
 contracting a nested scale's multiply and add into one rounding.
+
+Conversion of a weight to E4M3, in either orientation, moves 1.5 bytes a weight. The transposing kernel reads a tile
+whose rows are 64 bytes of packed codes, and writes rows of 128 bytes of E4M3.
 """
 
 from __future__ import annotations
@@ -19,11 +22,25 @@ from torch import Tensor
 
 from ...ops.blockwise4 import NESTED_BLOCK, dequantize_blockwise4, quantize_blockwise4
 from ...ops.codebooks import codebook4, thresholds4
+from ...ops.float8 import E4M3, FP8_MAX, float8_of_blockwise4
 from ..tiling import ceil_div
+from .float8 import float8_obstacle, to_float8
 from .launch import Launcher
 
-WORDS = 512  # 4-byte words a program decodes
-VALUES = 4096  # values a program encodes
+WORDS = 512  # 4-byte words that a program decodes
+VALUES = 4096  # values that a program encodes
+
+
+@triton.jit
+def _scales(absmax_ptr, second_ptr, code_ptr, offset_ptr, block, mask, NESTED: tl.constexpr, SIZE: tl.constexpr):
+    """Scale of each block, fp32."""
+    if NESTED:
+        q = tl.load(absmax_ptr + block, mask=mask, other=0).to(tl.int32)
+        second = tl.load(second_ptr + block // SIZE, mask=mask, other=0.0)
+        scale = tl.load(code_ptr + q) * second + tl.load(offset_ptr)
+    else:
+        scale = tl.load(absmax_ptr + block, mask=mask, other=0.0)
+    return scale
 
 
 @triton.jit
@@ -35,14 +52,9 @@ def _dequantize(
     mask = word * 8 < numel
     codes = tl.load(packed_ptr + word, mask=mask, other=0)
     block = word // WORDS_PER_BLOCK
-    if NESTED:
-        q = tl.load(absmax_ptr + block, mask=mask, other=0).to(tl.int32)
-        second = tl.load(second_ptr + block // NESTED_BLOCK, mask=mask, other=0.0)
-        scale = tl.load(code_ptr + q) * second + tl.load(offset_ptr)
-    else:
-        scale = tl.load(absmax_ptr + block, mask=mask, other=0.0)
+    scale = _scales(absmax_ptr, second_ptr, code_ptr, offset_ptr, block, mask, NESTED, NESTED_BLOCK)
     lane = tl.arange(0, 8)
-    # Bytes are in memory order, the high nibble of each first: nibbles 1, 0, 3, 2, 5, 4, 7, 6 of the word.
+    # Bytes are in memory order, the high nibble first: lanes 0 to 7 are nibbles 1, 0, 3, 2, 5, 4, 7, 6 of the word.
     nibble = (codes[:, None] >> ((lane ^ 1) * 4)[None, :]) & 15
     values = (tl.load(codebook_ptr + nibble) * scale[:, None]).to(out_ptr.dtype.element_ty)
     element = word[:, None] * 8 + lane[None, :]
@@ -65,7 +77,7 @@ def dequantize(
     out = torch.empty(numel, dtype=dtype, device=packed.device)
     if not numel:
         return out
-    if packed.numel() % 4:  # a tensor whose size is no multiple of 8: small ones in practice
+    if packed.numel() % 4:  # the number of values is not a multiple of 8: small tensors in practice
         packed = torch.nn.functional.pad(packed.view(-1), (0, -packed.numel() % 4))
     second, code, offset = nested if nested is not None else (absmax, absmax, absmax)
     _dequantize_launcher(
@@ -86,13 +98,13 @@ def _quantize(
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     element = block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     values = tl.load(weight_ptr + element, mask=element < numel, other=0.0).to(tl.float32)
-    # NaN must reach absmax, where the caller looks for it: fmax would drop it.
+    # NaN must reach absmax, which the caller checks: fmax would drop it.
     absmax = tl.max(tl.where(values == values, tl.abs(values), float("inf")), axis=1)
     floor = tl.maximum(absmax, tl.full((BLOCKS,), 1e-38, tl.float32))
     partial = (block + 1) * SIZE > numel
     stored = tl.where(partial, floor, absmax)
     tl.store(absmax_ptr + block, stored, mask=block < blocks)
-    # As the reference: a whole block multiplies by the reciprocal, a partial one divides.
+    # As in the reference, a full block multiplies by the reciprocal and a partial one divides.
     whole = values * tl.div_rn(tl.full((BLOCKS,), 1.0, tl.float32), floor)[:, None]
     scaled = tl.where(partial[:, None], tl.div_rn(values, floor[:, None] + tl.zeros_like(values)), whole)
     scaled = tl.minimum(tl.maximum(scaled, -1.0), 1.0)
@@ -125,3 +137,82 @@ def quantize(weight: Tensor, blocksize: int, quant_type: str) -> tuple[Tensor, T
             warps=4,
         )
     return packed, absmax
+
+
+TILE_ROWS, TILE_WORDS = 128, 16  # tile that a program transposes: 128×128 weights
+LIMIT = FP8_MAX[E4M3]
+
+
+@triton.jit
+def _float8(
+    packed_ptr, absmax_ptr, second_ptr, code_ptr, offset_ptr, codebook_ptr, factor_ptr, out_ptr, words, width,
+    out_stride, WORDS: tl.constexpr, WORDS_PER_BLOCK: tl.constexpr, NESTED: tl.constexpr, SIZE: tl.constexpr,
+    LIMIT: tl.constexpr,
+):  # fmt: skip
+    word = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
+    mask = word < words
+    codes = tl.load(packed_ptr + word, mask=mask, other=0)
+    block = word // WORDS_PER_BLOCK
+    scale = _scales(absmax_ptr, second_ptr, code_ptr, offset_ptr, block, mask, NESTED, SIZE)
+    lane = tl.arange(0, 8)
+    # Bytes are in memory order, the high nibble first: lanes 0 to 7 are nibbles 1, 0, 3, 2, 5, 4, 7, 6 of the word.
+    nibble = (codes[:, None] >> ((lane ^ 1) * 4)[None, :]) & 15
+    values = to_float8(tl.load(codebook_ptr + nibble) * scale[:, None], tl.load(factor_ptr), LIMIT)
+    place = word // (width // 8) * out_stride + word % (width // 8) * 8
+    tl.store(out_ptr + place[:, None] + lane[None, :], values.to(out_ptr.dtype.element_ty), mask=mask[:, None])
+
+
+@triton.jit
+def _float8_transposed(
+    packed_ptr, absmax_ptr, second_ptr, code_ptr, offset_ptr, codebook_ptr, factor_ptr, out_ptr, rows, width,
+    out_stride, ROWS: tl.constexpr, WORDS: tl.constexpr, WORDS_PER_BLOCK: tl.constexpr, NESTED: tl.constexpr,
+    SIZE: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    across = tl.cdiv(width, 8 * WORDS)
+    row = ((tl.program_id(0) // across) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    first = (tl.program_id(0) % across) * WORDS
+    col_word = first + tl.arange(0, WORDS)
+    mask = (row < rows)[:, None] & (col_word * 8 < width)[None, :]
+    word = row[:, None] * (width // 8) + col_word[None, :]
+    codes = tl.load(packed_ptr + word, mask=mask, other=0)
+    scale = _scales(absmax_ptr, second_ptr, code_ptr, offset_ptr, word // WORDS_PER_BLOCK, mask, NESTED, SIZE)
+    lane = tl.arange(0, 8)
+    nibble = (codes[:, :, None] >> ((lane ^ 1) * 4)[None, None, :]) & 15
+    values = to_float8(tl.load(codebook_ptr + nibble) * scale[:, :, None], tl.load(factor_ptr), LIMIT)
+    tile = tl.trans(tl.reshape(values.to(out_ptr.dtype.element_ty), (ROWS, 8 * WORDS)))
+    col = (first * 8 + tl.arange(0, 8 * WORDS)).to(tl.int64)
+    inside = (col < width)[:, None] & (row < rows)[None, :]
+    tl.store(out_ptr + col[:, None] * out_stride + row[None, :], tile, mask=inside)
+
+
+_float8_launcher = Launcher(_float8, enable_fp_fusion=False)
+_float8_transposed_launcher = Launcher(_float8_transposed, enable_fp_fusion=False)
+
+
+@float8_of_blockwise4.kernel("cuda", "xpu", unless=float8_obstacle, rank=2)
+def float8(
+    packed: Tensor,
+    absmax: Tensor,
+    nested: tuple[Tensor, Tensor, Tensor] | None,
+    blocksize: int,
+    quant_type: str,
+    shape: tuple[int, int],
+    factor: Tensor,
+    transposed: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    rows, width = shape
+    if out is None:
+        out = torch.empty((width, rows) if transposed else shape, dtype=E4M3, device=packed.device)
+    second, code, offset = nested if nested is not None else (absmax, absmax, absmax)
+    codebook = codebook4(quant_type, packed.device)
+    tensors = (packed.view(-1).view(torch.int32), absmax, second, code, offset, codebook, factor, out)
+    decoding = (blocksize // 8, nested is not None, NESTED_BLOCK, LIMIT)
+    if transposed:
+        programs = ceil_div(rows, TILE_ROWS) * ceil_div(width, 8 * TILE_WORDS)
+        constants = (TILE_ROWS, TILE_WORDS, *decoding)
+        _float8_transposed_launcher(programs, tensors, (rows, width, out.stride(0)), constants, warps=8)
+    else:
+        words = rows * width // 8
+        _float8_launcher(ceil_div(words, WORDS), tensors, (words, width, out.stride(0)), (WORDS, *decoding), warps=4)
+    return out

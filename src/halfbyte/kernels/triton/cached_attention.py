@@ -1,7 +1,15 @@
-"""Triton: what kernels of attention in decoding share, whatever their cache: reading tiles of it, and the softmax.
+"""Triton: decoding attention over a static cache and over pages, with a common loop over tiles and softmax.
 
-A program goes over tiles of keys and values with the running maximum of flash attention (Dao et al. 2022,
-arXiv:2205.14135, section 3.1), the queries of a head filling a tensor core's rows as far as they go.
+A program computes all queries of one key head of one sequence. It iterates over tiles of keys and values with flash
+attention's running maximum (Dao et al. 2022, arXiv:2205.14135, section 3.1); the queries fill the rows of a tensor
+core's instruction. Over a static cache it reads only the slots in use, once.
+
+With few sequences multiprocessors would be idle, so a sequence's pages are split over several programs, and a second
+launch combines their sums (Dao et al. 2023, "Flash-Decoding"). The split depends only on the number of sequences and
+the size of the tables: a captured graph serves sequences of every length.
+
+Pages shared by a bundle of sequences are read once per bundle, by an earlier launch with the bundle's queries as one
+tile (Juravsky et al. 2024, arXiv:2402.05099, section 3.2). Each sequence continues from these partial sums.
 """
 
 from __future__ import annotations
@@ -11,18 +19,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...ops.decode_attention import decode_attention, store_both_
+from ...ops.float8 import FP8_MAX
+from ...ops.paged_attention import BUNDLE, PAGE, Shared, paged_attention, store_paged
 from ..device import Device, device_of
-from .float8 import e4m3
+from ..tiling import power_of_2
+from .float8 import e4m3, to_float8
+from .launch import Launcher
 
-SLOTS = (64, 32, 16)  # of the cache that a program reads at a time: the most that fit, by `slots_of`
-CONVERTS = (9, 0)  # E4M3 to bf16, by Triton: on Ada its assembler refuses what it writes
-STAGES = 3  # steps whose keys and values are on their way at once
-COPIES = 4.5  # of so many slots' keys, in shared memory: compiled kernels take 4.3 to 4.4, on Turing 2.5
+SLOTS = (64, 32, 16)  # cache slots that a program reads at a time: the most that fit, by `slots_of`
+CONVERTS = (9, 0)  # first capability on which Triton converts E4M3 to bf16; on Ada ptxas rejects its code
+STAGES = 3  # pipeline stages of loading keys and values
+COPIES = 4.5  # shared memory in units of a tile of keys: compiled kernels take 4.3 to 4.4, on Turing 2.5
 
 
 @triton.jit
 def _cached(pointers, mask):
-    """What is in the cache; bytes are the bits of E4M3, where Triton cannot convert it."""
+    """Load from the cache; bytes are E4M3 codes where Triton cannot convert them."""
     values = tl.load(pointers, mask=mask, other=0.0)
     if values.dtype == tl.uint8:
         values = e4m3(values)
@@ -30,15 +43,14 @@ def _cached(pointers, mask):
 
 
 @triton.jit
-def rescaled(top, higher):
-    """What sums under the maximum `top` are multiplied by under `higher`, where neither may have seen a score yet."""
+def rescale_factor(top, higher):
+    """exp(top − higher), the factor of sums when the running maximum grows; 0 if both are −inf."""
     return tl.exp(top - tl.where(higher == -float("inf"), 0.0, higher))
 
 
 @triton.jit
-def begun(sinks, inside, here, ROWS: tl.constexpr, SINKS: tl.constexpr):
-    """Maximum and sum of weights before any key: the sinks' own, of pointers [ROWS], for the one program that counts
-    them (`here`)."""
+def initial_softmax(sinks, inside, here, ROWS: tl.constexpr, SINKS: tl.constexpr):
+    """Initial maximum and sum of weights: those of the sinks, [ROWS], in the one program with `here`; else empty."""
     top = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     if SINKS:
@@ -50,9 +62,9 @@ def begun(sinks, inside, here, ROWS: tl.constexpr, SINKS: tl.constexpr):
 
 @triton.jit
 def attend_tile(top, total, acc, q, keys, values, mask, seen, scale, softcap, SOFTCAP: tl.constexpr):
-    """The softmax of queries [ROWS, SIZE] with one tile more: (maximum, sum of weights, weighted values).
+    """Accumulate one tile into the softmax of queries [ROWS, SIZE]: (maximum, sum of weights, weighted values).
 
-    keys, values: pointers [SLOTS, SIZE], loaded where `mask`; seen: bool, of scores [ROWS, SLOTS].
+    keys, values: pointers [SLOTS, SIZE], loaded where `mask`; seen: mask of scores [ROWS, SLOTS].
     """
     k = _cached(keys, mask).to(q.dtype)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -61,16 +73,17 @@ def attend_tile(top, total, acc, q, keys, values, mask, seen, scale, softcap, SO
         scores = softcap * ratio
     scores = tl.where(seen, scores, -float("inf"))
     higher = tl.maximum(top, tl.max(scores, axis=1))
-    weights = rescaled(scores, higher[:, None])
-    fade = rescaled(top, higher)
+    weights = rescale_factor(scores, higher[:, None])
+    fade = rescale_factor(top, higher)
     v = _cached(values, mask).to(q.dtype)
     acc = tl.dot(weights.to(q.dtype), v, acc * fade[:, None], input_precision="ieee")
     return higher, total * fade + tl.sum(weights, axis=1), acc
 
 
 def slots_of(device: Device, size: int, element_size: int, rows: int = 16) -> tuple[int, int]:
-    """For heads of `size` padded values and tiles of so many queries; and stages: one, where the fewest slots do not
-    fit with more."""
+    """Cache slots per iteration, for heads padded to `size` and tiles of `rows` queries, and pipeline stages.
+
+    One stage if even the fewest slots do not fit with more."""
     room = device.shared_bytes - (rows - 16) * size * element_size
     fitting = (slots for slots in SLOTS if COPIES * slots * size * element_size <= room)
     slots = next(fitting, None)
@@ -78,13 +91,338 @@ def slots_of(device: Device, size: int, element_size: int, rows: int = 16) -> tu
 
 
 def readable(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """The cache as kernels take it: E4M3 as bytes where Triton does not convert it."""
+    """Cache tensors as kernels read them: E4M3 as bytes where Triton does not convert it."""
     if keys.dtype is torch.float8_e4m3fn and not device_of(keys).at_least(CONVERTS):
         return keys.view(torch.uint8), values.view(torch.uint8)
     return keys, values
 
 
 def conversion_obstacle(keys: Tensor, *_: object) -> str | None:
-    """Why Triton does not write to a cache; None: it does."""
+    """Return why Triton cannot write to this cache, or None."""
     converts = keys.dtype is not torch.float8_e4m3fn or device_of(keys).at_least(CONVERTS)
     return None if converts else "writes E4M3 on Hopper and newer GPUs"
+
+
+@triton.jit
+def _attend_static(
+    q_ptr, keys_ptr, values_ptr, first_ptr, last_ptr, sinks_ptr, out_ptr, slots, size, scale, softcap,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, SLOTS: tl.constexpr,
+    STAGES: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    g, d, s = tl.arange(0, ROWS), tl.arange(0, SIZE), tl.arange(0, SLOTS)
+    at = (program * GROUP + g[:, None]) * size + d[None, :]
+    inside = (g[:, None] < GROUP) & (d[None, :] < size)
+    q = tl.load(q_ptr + at, mask=inside, other=0.0)
+    last = tl.load(last_ptr).to(tl.int32)
+    first = tl.load(first_ptr + program // HEADS)
+    if WINDOW > 0:
+        first = tl.maximum(first, last + 1 - WINDOW)
+    top, total = initial_softmax(sinks_ptr + program % HEADS * GROUP + g, g < GROUP, True, ROWS, SINKS)
+    acc = tl.zeros((ROWS, SIZE), tl.float32)
+    for start in tl.range(first // SLOTS * SLOTS, last + 1, SLOTS, num_stages=STAGES):
+        slot = start + s
+        used = (slot >= first) & (slot <= last)
+        where = (program * slots + slot[:, None]) * size + d[None, :]
+        mask = used[:, None] & (d[None, :] < size)
+        top, total, acc = attend_tile(
+            top, total, acc, q, keys_ptr + where, values_ptr + where, mask, used[None, :], scale, softcap, SOFTCAP
+        )
+    tl.store(out_ptr + at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _store_static(
+    k_ptr, v_ptr, keys_ptr, values_ptr, slot_ptr, heads, slots, size, k_batch, k_head, v_batch, v_head,
+    SIZE: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, SIZE)
+    k = tl.load(k_ptr + program // heads * k_batch + program % heads * k_head + d, mask=d < size, other=0.0)
+    v = tl.load(v_ptr + program // heads * v_batch + program % heads * v_head + d, mask=d < size, other=0.0)
+    at = (program * slots + tl.load(slot_ptr)) * size + d
+    tl.store(keys_ptr + at, k.to(keys_ptr.dtype.element_ty), mask=d < size)
+    tl.store(values_ptr + at, v.to(values_ptr.dtype.element_ty), mask=d < size)
+
+
+_static_launcher, _store_static_launcher = Launcher(_attend_static), Launcher(_store_static)
+
+
+def store_static_obstacle(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> str | None:
+    """Return why this kernel cannot store_static these keys and values, or None."""
+    if (
+        k.shape[2] != 1
+        or k.stride(3) != 1
+        or v.stride(3) != 1
+        or not keys.is_contiguous()
+        or not values.is_contiguous()
+    ):
+        return "stores one token's, in whole caches"
+    return None if k.dtype is v.dtype is keys.dtype is values.dtype else "needs caches in the dtype of keys and values"
+
+
+@store_both_.kernel("cuda", "xpu", unless=store_static_obstacle)
+def store_static(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    batch, heads, room, size = keys.shape
+    strides = *k.stride()[:2], *v.stride()[:2]
+    _store_static_launcher(
+        batch * heads, (k, v, keys, values, slots), (heads, room, size, *strides), (max(power_of_2(size), 16),), warps=1
+    )
+
+
+@decode_attention.kernel("cuda", "xpu")
+def attend_static(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    first: Tensor,
+    last: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    batch, heads, _, size = q.shape
+    keys, values = readable(keys, values)
+    group, padded = heads // keys.shape[1], max(power_of_2(size), 16)
+    q = q.contiguous()
+    out = torch.empty_like(q)
+    _static_launcher(
+        batch * keys.shape[1],
+        (q, keys, values, first, last, last if sinks is None else sinks, out),
+        (keys.shape[2], size, scale, softcap or 1.0),
+        (keys.shape[1], group, max(power_of_2(group), 16), padded, *slots_of(device_of(q), padded, q.element_size()),
+         window or 0, softcap is not None, sinks is not None),
+        warps=4,
+    )  # fmt: skip
+    return out
+
+
+AMPERE = (8, 0)
+MOST_SPLITS = 32
+WAVES = 2  # least programs per multiprocessor, if sequences are long enough
+WIDEST = 128  # most queries of a bundle's tile, limited by registers
+USUAL = 8  # sequences per bundle assumed in choosing the number of programs
+MOST_PARTS = 8  # most parts of a bundle's pages; every program of a sequence adds up all of them
+
+
+@triton.jit
+def _attend_paged(
+    q_ptr, keys_ptr, values_ptr, tables_ptr, lengths_ptr, sinks_ptr, out_ptr, top_ptr, total_ptr,
+    common_ptr, prefix_ptr, prefix_top_ptr, prefix_total_ptr, q_stride, stride, size, scale, softcap,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr,
+    SLOTS: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """PARTS: partial results of `_share` for each sequence's first `common` pages; 0: none."""
+    program = tl.program_id(0).to(tl.int64)
+    pair, split = program // SPLITS, program % SPLITS
+    row, head = pair // HEADS, pair % HEADS
+    g, d, s = tl.arange(0, ROWS), tl.arange(0, SIZE), tl.arange(0, SLOTS)
+    at = (head * GROUP + g[:, None]) * size + d[None, :]
+    inside = (g[:, None] < GROUP) & (d[None, :] < size)
+    q = tl.load(q_ptr + row * q_stride + at, mask=inside, other=0.0)
+    length = tl.load(lengths_ptr + row)
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW, 0)
+    top, total = initial_softmax(sinks_ptr + head * GROUP + g, g < GROUP, split == 0, ROWS, SINKS)
+    acc = tl.zeros((ROWS, SIZE), tl.float32)
+    if PARTS > 0:
+        common = tl.load(common_ptr + row)
+        first = tl.maximum(first, common * PAGE)
+        read = (g < GROUP) & (common > 0) & (split == 0)
+        for p in tl.static_range(PARTS):
+            part = (pair * GROUP + g) * PARTS + p
+            its = tl.load(prefix_top_ptr + part, mask=read, other=-float("inf"))
+            sums = tl.load(prefix_ptr + part[:, None] * size + d[None, :], mask=read[:, None] & inside, other=0.0)
+            higher = tl.maximum(top, its)
+            fade, new = rescale_factor(top, higher), rescale_factor(its, higher)
+            acc = acc * fade[:, None] + sums * new[:, None]
+            total = total * fade + tl.load(prefix_total_ptr + part, mask=read, other=0.0) * new
+            top = higher
+    tiles_from, tiles_to = first // SLOTS, tl.cdiv(length, SLOTS)
+    each = tl.cdiv(tiles_to - tiles_from, SPLITS)
+    begin = tiles_from + split.to(tl.int32) * each
+    end = tl.minimum(begin + each, tiles_to)
+    for tile in tl.range(begin, end, num_stages=STAGES):
+        start = tile * SLOTS
+        page = tl.load(tables_ptr + row * stride + start // PAGE).to(tl.int64)
+        slot = start + s
+        used = (slot >= first) & (slot < length)
+        where = ((page * HEADS + head) * PAGE + start % PAGE + s[:, None]) * size + d[None, :]
+        mask = used[:, None] & (d[None, :] < size)
+        top, total, acc = attend_tile(
+            top, total, acc, q, keys_ptr + where, values_ptr + where, mask, used[None, :], scale, softcap, SOFTCAP
+        )
+    if SPLITS == 1:
+        out = row * HEADS * GROUP * size + at
+        tl.store(out_ptr + out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
+    else:  # for a program without a tile, top is -inf and the sums are 0
+        part = (pair * GROUP + g) * SPLITS + split
+        tl.store(out_ptr + part[:, None] * size + d[None, :], acc, mask=inside)
+        tl.store(top_ptr + part, top, mask=g < GROUP)
+        tl.store(total_ptr + part, total, mask=g < GROUP)
+
+
+@triton.jit
+def _share(
+    q_ptr, keys_ptr, values_ptr, tables_ptr, lengths_ptr, bundles_ptr, sums_ptr, top_ptr, total_ptr,
+    q_stride, stride, size, scale, softcap,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr,
+    SLOTS: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Partial attention over a part of a bundle's shared pages, for one key head and all its queries."""
+    program = tl.program_id(0).to(tl.int64)
+    pair, p = program // PARTS, program % PARTS
+    bundle, head = pair // HEADS, pair % HEADS
+    begin = tl.load(bundles_ptr + bundle * 3).to(tl.int64)
+    count, pages = tl.load(bundles_ptr + bundle * 3 + 1), tl.load(bundles_ptr + bundle * 3 + 2)
+    m, d, s = tl.arange(0, ROWS), tl.arange(0, SIZE), tl.arange(0, SLOTS)
+    row, query = begin + m // GROUP, head * GROUP + m % GROUP
+    there = m // GROUP < count
+    inside = there[:, None] & (d[None, :] < size)
+    q = tl.load(q_ptr + row[:, None] * q_stride + query[:, None] * size + d[None, :], mask=inside, other=0.0)
+    first = tl.zeros((ROWS,), tl.int32)
+    tiles_from, tiles_to = 0, pages * (PAGE // SLOTS)
+    if WINDOW > 0:
+        first = tl.maximum(tl.load(lengths_ptr + row, mask=there, other=0) - WINDOW, 0)
+        tiles_from = tl.min(tl.where(there, first, pages * PAGE), axis=0) // SLOTS
+    top = tl.full((ROWS,), -float("inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, SIZE), tl.float32)
+    each = tl.cdiv(tiles_to - tiles_from, PARTS)
+    start_tile = tiles_from + p.to(tl.int32) * each
+    for tile in tl.range(start_tile, tl.minimum(start_tile + each, tiles_to), num_stages=STAGES):
+        start = tile * SLOTS
+        page = tl.load(tables_ptr + begin * stride + start // PAGE).to(tl.int64)
+        where = ((page * HEADS + head) * PAGE + start % PAGE + s[:, None]) * size + d[None, :]
+        mask = (s[:, None] >= 0) & (d[None, :] < size)
+        seen = (start + s)[None, :] >= first[:, None]
+        top, total, acc = attend_tile(
+            top, total, acc, q, keys_ptr + where, values_ptr + where, mask, seen, scale, softcap, SOFTCAP
+        )
+    part = (row * HEADS * GROUP + query) * PARTS + p
+    tl.store(sums_ptr + part[:, None] * size + d[None, :], acc, mask=inside)
+    tl.store(top_ptr + part, top, mask=there)
+    tl.store(total_ptr + part, total, mask=there)
+
+
+@triton.jit
+def _join(parts_ptr, top_ptr, total_ptr, out_ptr, size, SIZE: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr):
+    """Combine the partial results of a query's programs."""
+    query = tl.program_id(0).to(tl.int64)
+    p, d = tl.arange(0, PADDED), tl.arange(0, SIZE)
+    there = p < SPLITS
+    top = tl.load(top_ptr + query * SPLITS + p, mask=there, other=-float("inf"))
+    total = tl.load(total_ptr + query * SPLITS + p, mask=there, other=0.0)
+    weights = tl.exp(top - tl.max(top, axis=0))
+    where = (query * SPLITS + p[:, None]) * size + d[None, :]
+    parts = tl.load(parts_ptr + where, mask=there[:, None] & (d[None, :] < size), other=0.0)
+    out = tl.sum(parts * weights[:, None], axis=0) / tl.sum(total * weights, axis=0)
+    tl.store(out_ptr + query * size + d, out.to(out_ptr.dtype.element_ty), mask=d < size)
+
+
+@triton.jit
+def _store_paged(
+    k_ptr, v_ptr, pages_ptr, slots_ptr, keys_ptr, values_ptr, k_stride, k_head, v_stride, v_head, size,
+    HEADS: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """Store one token's keys and values. LIMIT: largest FP8 value; 0 for other caches."""
+    token = tl.program_id(0).to(tl.int64)
+    h, d = tl.arange(0, PADDED)[:, None], tl.arange(0, SIZE)[None, :]
+    inside = (h < HEADS) & (d < size)
+    to = ((tl.load(pages_ptr + token) * HEADS + h) * PAGE + tl.load(slots_ptr + token)) * size + d
+    k = tl.load(k_ptr + token * k_stride + h * k_head + d, mask=inside, other=0.0)
+    v = tl.load(v_ptr + token * v_stride + h * v_head + d, mask=inside, other=0.0)
+    if LIMIT > 0:
+        k, v = to_float8(k.to(tl.float32), 1.0, LIMIT), to_float8(v.to(tl.float32), 1.0, LIMIT)
+    tl.store(keys_ptr + to, k.to(keys_ptr.dtype.element_ty), mask=inside)
+    tl.store(values_ptr + to, v.to(values_ptr.dtype.element_ty), mask=inside)
+
+
+_paged_launcher, _share_launcher = Launcher(_attend_paged), Launcher(_share)
+_join_launcher, _store_paged_launcher = Launcher(_join), Launcher(_store_paged)
+
+
+def page_splits(device: Device, programs: int, pages: int, waves: int = WAVES) -> int:
+    """Parts of a sequence's at most `pages` pages, if unsplit sequences would be `programs` programs."""
+    wanted = -(-waves * device.multiprocessors // max(programs, 1))
+    return max(1, min(wanted, pages, MOST_SPLITS))
+
+
+def _takes_bundles(q: Tensor, group: int) -> bool:
+    """Return whether tensor cores and registers suffice for a bundle's tile; otherwise sequences read separately."""
+    device = device_of(q)
+    cores = q.element_size() == 2 and (device.kind == "cpu" or device.at_least(AMPERE))  # "cpu": the interpreter
+    return cores and power_of_2(BUNDLE * group) <= WIDEST
+
+
+def _partial(queries: int, parts: int, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialized fp32 sums [queries, parts, D], maxima and sums of weights [queries, parts]."""
+    sums = q.new_empty(queries, parts, q.shape[2], dtype=torch.float32)
+    return sums, sums.new_empty(queries, parts), sums.new_empty(queries, parts)
+
+
+@paged_attention.kernel("cuda", "xpu")
+def attend_paged(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    shared: Shared | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    rows, heads, size = q.shape
+    keys, values = readable(keys, values)
+    key_heads, device = keys.shape[1], device_of(q)
+    group, padded = heads // key_heads, max(power_of_2(size), 16)
+    q = q if q.stride()[1:] == (size, 1) else q.contiguous()
+    numbers = q.stride(0), tables.stride(0), size, scale, softcap or 1.0
+    options = window or 0, softcap is not None
+    parts, before = 0, (lengths, q, lengths, lengths)  # placeholders, not read without shared pages
+    if shared is not None and _takes_bundles(q, group):
+        parts = min(page_splits(device, rows // USUAL * key_heads, tables.shape[1], 1), MOST_PARTS)
+        sums = _partial(rows * heads, parts, q)
+        tile = max(power_of_2(BUNDLE * group), 16)
+        _share_launcher(
+            len(shared.bundles) * key_heads * parts,
+            (q, keys, values, tables, lengths, shared.bundles, *sums),
+            numbers,
+            (key_heads, group, tile, padded, PAGE, *slots_of(device, padded, q.element_size(), tile), parts, *options),
+            warps=4 if tile <= 64 else 8,
+        )
+        before = shared.pages, *sums
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    splits = page_splits(device, rows * key_heads, tables.shape[1])
+    split = _partial(rows * heads, splits, q) if splits > 1 else (out, lengths, lengths)
+    _paged_launcher(
+        rows * key_heads * splits,
+        (q, keys, values, tables, lengths, lengths if sinks is None else sinks, *split, *before),
+        numbers,
+        (key_heads, group, max(power_of_2(group), 16), padded, PAGE, *slots_of(device, padded, q.element_size()),
+         splits, parts, *options, sinks is not None),
+        warps=4,
+    )  # fmt: skip
+    if splits > 1:
+        _join_launcher(rows * heads, (*split, out), (size,), (padded, splits, power_of_2(splits)), warps=4)
+    return out
+
+
+@store_paged.kernel("cuda", "xpu", unless=conversion_obstacle)
+def store_pages(keys: Tensor, values: Tensor, pages: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    tokens, heads, size = k.shape
+    k, v = (each if each.stride(2) == 1 else each.contiguous() for each in (k, v))
+    padded = power_of_2(heads), power_of_2(size)
+    limit = FP8_MAX[keys.dtype] if keys.dtype.itemsize == 1 else 0.0
+    _store_paged_launcher(
+        tokens,
+        (k, v, pages.contiguous(), slots.contiguous(), keys, values),
+        (*k.stride()[:2], *v.stride()[:2], size),
+        (heads, *padded, PAGE, limit),
+        warps=min(max(padded[0] * padded[1] // 256, 1), 8),
+    )

@@ -1,6 +1,6 @@
-"""Triton: a causal convolution over documents and its gradient, each token's neighbours read from the cache.
+"""Triton: causal convolution over documents and its gradient; a token's neighbours come from the L1 and L2 caches.
 
-Bound by memory: forward moves 2 values a token and channel, backward 3.
+Bound by memory: forward moves 2 values per token and channel, backward 3.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ...ops import causal_conv as reference
 from ..tiling import ceil_div
 from .launch import Launcher
 
-TOKENS, CHANNELS = 16, 128  # of a program
+TOKENS, CHANNELS = 16, 128  # tile of a program
 
 
 @triton.jit
@@ -61,7 +61,7 @@ def _backward(
     c = tl.program_id(0) % blocks * CHANNELS + tl.arange(0, CHANNELS)
     known = c < channels
     total = tl.zeros((TOKENS, CHANNELS), tl.float32)
-    for ahead in tl.static_range(SIZE):  # a token that reads this one
+    for ahead in tl.static_range(SIZE):  # later tokens whose window contains this one
         reader = token + ahead
         begin = tl.load(begins_ptr + reader, mask=reader < tokens, other=0)
         inside = (reader < tokens) & (token >= begin)
@@ -80,7 +80,7 @@ _forward_launcher, _backward_launcher = Launcher(_forward), Launcher(_backward)
 
 
 def _sizes(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> tuple[int, tuple, tuple]:
-    """Programs, numbers and constants."""
+    """Programs, numbers and constants of a launch."""
     tokens, channels = x.shape
     constants = weight.shape[1], bias is not None, silu, TOKENS, CHANNELS
     return ceil_div(tokens, TOKENS) * ceil_div(channels, CHANNELS), (tokens, channels), constants

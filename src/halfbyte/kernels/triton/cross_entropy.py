@@ -1,14 +1,14 @@
-"""Triton: cross-entropy by one program a row, which it reads twice and writes once.
+"""Triton: cross-entropy with one program per row, which reads the row twice and writes it once.
 
-The first read finds maximum and sum, the second makes the gradient. A row of 128,256 logits in bf16 is 256 KB; the rows
-in flight on an H200 exceed its 50 MB of L2, so the second read runs backwards, from what was read last. The floor of n
-logits in 16 bits is between 4n and 6n bytes / bandwidth. On an H200 512 rows take 98 µs and 1,024 rows 183 µs: 96% and
-102% of a copy's 4.21 TB/s by 6n, 64% and 68% by 4n. With half as many warps, 16, the 512 rows take 118 µs.
+The first pass computes maximum and sum, the second the gradient. A row of 128,256 logits in bf16 is 256 KB. The rows in
+flight on an H200 exceed its 50 MB of L2, so the second pass runs backwards and starts with what was read last. The
+floor for n logits in 16 bits is between 4n and 6n bytes / bandwidth. On an H200 512 rows take 98 µs and 1,024 rows 183
+µs: 96% and 102% of a copy's 4.21 TB/s by 6n, 64% and 68% by 4n. With 16 warps, half as many, 512 rows take 118 µs.
 
-Eight neighbouring logits are one 16-byte load of one thread. Maximum and sum are kept for each such lane, so that the
-loop over the row needs no barrier and one exponential more for eight logits; lanes meet once, after the loop. Logits
-are in units of log 2: their product with the scale, minus the maximum, is one fused multiply-add before the hardware's
-2ˣ.
+Eight neighbouring logits are one 16-byte load of one thread. Maximum and sum are accumulated per thread, so the loop
+over the row needs no barrier and only one more exponential for eight logits; threads reduce once, after the loop.
+Logits are in units of log 2: their product with the scale, minus the maximum, is one fused multiply-add before the
+hardware's 2ˣ.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch import Tensor
 
 from ...ops import ELSEWHERE
 from ...ops import cross_entropy as reference
-from ..operands import evenly_spaced, put_back
+from ..operands import copy_back, evenly_spaced
 from ..tiling import ceil_div, power_of_2
 from .launch import Launcher
 
-BLOCK = 16_384  # logits a program takes at a time
+BLOCK = 16_384  # logits that a program reads at a time
 VALUES_PER_THREAD = 16
 LANE = tl.constexpr(8)
 LOG2_E = 1.4426950408889634
@@ -41,10 +41,10 @@ def _columns(BLOCK: tl.constexpr):
 
 @triton.jit
 def _inside(start, vocabulary, BLOCK: tl.constexpr, SPACED: tl.constexpr):
-    """Masks of a block's logits: those of the row, those to load, and those to store in eights.
+    """Masks of a block's logits: of the row, to load, and to store in groups of eight.
 
-    Where rows are spaced in eights, the last eight of a row is loaded whole, whatever lies behind the row: a mask that
-    is alike for eight neighbours leaves the load one instruction.
+    With SPACED, rows start at multiples of eight and the last group of eight is loaded entirely, whatever follows the
+    row: with one mask for eight neighbours the load remains one instruction.
     """
     mask = start + _columns(BLOCK) < vocabulary
     if SPACED:
@@ -56,30 +56,30 @@ def _inside(start, vocabulary, BLOCK: tl.constexpr, SPACED: tl.constexpr):
 
 @triton.jit
 def _store(row_ptr, start, values, vocabulary, BLOCK: tl.constexpr, SPACED: tl.constexpr):
-    """Store a block of a row, and nothing behind the row."""
+    """Store a block of a row, and nothing after the row's end."""
     mask, _load, eights = _inside(start, vocabulary, BLOCK, SPACED)
     to = row_ptr + start + _columns(BLOCK)
     values = values.to(row_ptr.dtype.element_ty)
     tl.store(to, values, mask=eights)
-    if SPACED:  # noqa: SIM102  (one is of the compiler)
+    if SPACED:  # noqa: SIM102  (a constant of the compiler)
         if start + BLOCK > vocabulary:
             tl.store(to, values, mask=mask & (eights == 0))
 
 
 @triton.jit
 def _row_of(logits_ptr, row, stride, SPACED: tl.constexpr):
-    """Where a row begins; `stride` counts eights where rows are spaced so, which makes their alignment plain."""
+    """Pointer to a row; with SPACED, `stride` counts groups of eight, which shows the compiler the alignment."""
     return logits_ptr + row.to(tl.int64) * stride * (LANE if SPACED else 1)
 
 
 @triton.jit
 def _logits(products, inner, outer, SOFTCAP: tl.constexpr):
-    """Logits in units of log 2, and the softcap's part of their derivative."""
+    """Logits in units of log 2, and the softcap's factor of their derivative."""
     if SOFTCAP:
         decay = tl.exp(-2.0 * tl.abs(products * inner))
         whole = 1.0 + decay
         tanh = (1.0 - decay) / whole
-        # 1 − tanh² without its cancellation where tanh is near 1.
+        # 1 − tanh² without cancellation for tanh near 1.
         return tl.where(products * inner < 0, -tanh, tanh) * outer, 4.0 * decay / (whole * whole)
     else:
         return products * outer, 1.0
@@ -87,7 +87,7 @@ def _logits(products, inner, outer, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _finite(maximum):
-    """A maximum to subtract: of nothing but −inf it is 0, since −inf − (−inf) is NaN."""
+    """A maximum to subtract: −inf becomes 0, since −inf − (−inf) is NaN."""
     return tl.where(maximum == float("-inf"), 0.0, maximum)
 
 
@@ -103,8 +103,9 @@ def _backwards(
     row_ptr, label, vocabulary, logsumexp, factor, share, at_label, inner, outer,
     BLOCK: tl.constexpr, SPACED: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Replace a row's logits by their gradient, from what was read last: `factor` times the probability, less `share`,
-    or `at_label`."""
+    """Replace a row's logits by their gradient, starting at the end, which was read last.
+
+    The gradient is `factor` times the probability, minus `at_label` at the label and `share` elsewhere."""
     last = (tl.cdiv(vocabulary, BLOCK) - 1) * BLOCK
     for back in range(0, vocabulary, BLOCK):
         at = last - back + _columns(BLOCK)
@@ -135,7 +136,7 @@ def _cross_entropy(
             _clear(row_ptr, vocabulary, BLOCK, SPACED)
     else:
         inside = (label >= 0) & (label < vocabulary)
-        # Read before anything is written: other threads of this program reach the gradient sooner.
+        # Read before any store: other threads of this program may overwrite the label's logit first.
         at_label = tl.load(row_ptr + label, mask=inside, other=0.0).to(tl.float32)
         at_label, _slope = _logits(at_label, inner, outer, SOFTCAP)
         top = tl.full((BLOCK // LANE,), float("-inf"), dtype=tl.float32)
@@ -209,19 +210,19 @@ _log_probs_backward_launcher = Launcher(_log_probs_backward)
 
 
 def _blocks(vocabulary: int) -> tuple[int, int]:
-    """Logits a program takes at a time, and warps."""
+    """Logits that a program reads at a time, and warps."""
     block = min(max(power_of_2(vocabulary), 256), BLOCK)
     return block, min(max(block // (32 * VALUES_PER_THREAD), 4), 32)
 
 
 def _spacing(logits: Tensor, stride: int) -> tuple[int, bool]:
-    """From row to row: in eights of logits where all rows begin at such, which loads want; else in logits."""
+    """Row stride, in groups of eight logits if all rows start at such a group (for vector loads), else in logits."""
     eights = stride % 8 == logits.data_ptr() % (8 * logits.element_size()) == 0
     return (stride // 8, True) if eights else (stride, False)
 
 
 def _factors(objective: reference.Objective) -> tuple[float, float, float]:
-    """What products are multiplied with inside the softcap and outside of it, in units of log 2, and the slope."""
+    """Factors of the head's outputs inside and outside the softcap, in units of log 2, and the slope."""
     if objective.softcap is None:
         return 1.0, objective.slope * LOG2_E, objective.slope
     inner = objective.scale / objective.softcap
@@ -249,7 +250,7 @@ def cross_entropy_(
          need_entropy), warps,
     )  # fmt: skip
     if need_gradient:
-        put_back([logits], [spaced])
+        copy_back([logits], [spaced])
     return losses
 
 
@@ -278,4 +279,4 @@ def log_probs_backward_(
         (vocabulary, stride, objective.ignore_index, *_factors(objective)),
         (block, spaced_by_8, objective.softcap is not None, grad_entropy is not None), warps,
     )  # fmt: skip
-    put_back([logits], [spaced])
+    copy_back([logits], [spaced])

@@ -1,7 +1,7 @@
-"""Triton: one more token of a Gated DeltaNet's rows, its convolution and its recurrence in a launch each.
+"""Triton: one more token of a Gated DeltaNet, with one launch for the convolution and one for the recurrence.
 
-A program of the second has some columns of one head's state, which it reads and writes once; q and k, a few hundred
-bytes, each of them norms for itself.
+A program of the recurrence reads and writes some columns of one head's state once. Each program normalises q and k, a
+few hundred bytes, itself.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from ...ops.delta_rule import EPSILON
 from ..tiling import power_of_2
 from .launch import Launcher
 
-CHANNELS = 256  # of a program of the convolution
-COLUMNS = 16  # of a state
-WIDEST = 256  # of Dk
+CHANNELS = 256  # channels per program of the convolution
+COLUMNS = 16  # columns of a state per program
+WIDEST = 256  # largest Dk
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def _conv(
 
 @triton.jit
 def _unit(pointers, mask, eps):
-    """A vector of length one."""
+    """Load a vector and normalise it to length one."""
     x = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     return x * tl.rsqrt(tl.sum(x * x, axis=0) + eps)
 
@@ -70,7 +70,7 @@ def _delta(
     values = mixed_ptr + own + 2 * KEY_HEADS * key_size + head * value_size + v
     value = tl.load(values, mask=v < value_size, other=0.0).to(tl.float32)
     step = tl.load(a_ptr + row * HEADS + head).to(tl.float32) + tl.load(dt_bias_ptr + head).to(tl.float32)
-    step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))  # softplus, as torch has it
+    step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))  # softplus with torch's threshold
     fade = tl.exp(-tl.exp(tl.load(a_log_ptr + head).to(tl.float32)) * step)
     beta = 1 / (1 + tl.exp(-tl.load(b_ptr + row * HEADS + head).to(tl.float32)))
     place = (tl.load(seats_ptr + row) * HEADS + head) * key_size * value_size + d[:, None] * value_size + v[None, :]

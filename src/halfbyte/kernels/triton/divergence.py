@@ -1,10 +1,10 @@
-"""Triton: the generalised Jensen-Shannon divergence by one program a row of both heads' logits.
+"""Triton: the generalised Jensen-Shannon divergence, one program per row of both heads' logits.
 
-Three reads: maxima and sums of both rows; the divergence; the gradient, which needs it. As in `cross_entropy`, whose
-parts these are, rows are read in eights, sums are kept a lane, and logits are in units of log 2. On an H200 512 rows of
-151,936 in bf16 take 449 µs, and 264 at β = 1, where two reads and a write of as many bytes take 113: exponentials bound
-it. 8,192 positions with both heads (2,048 and 4,096 wide) take 37.5 ms, their three products 26.1 (torch's operations
-in place of this kernel: 115).
+Three passes: maxima and sums of both rows; the divergence; the gradient, which needs it. As in `cross_entropy`, rows
+are read in groups of eight, sums are per thread, and logits are in units of log 2. On an H200 512 rows of 151,936 in
+bf16 take 449 µs, and 264 at β = 1, where two reads and a write of as many bytes take 113: exponentials are the bound.
+8,192 positions with both heads (2,048 and 4,096 wide) take 37.5 ms, of which the three GEMMs 26.1; with torch's
+operations instead of this kernel they take 115.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch import Tensor
 
 from ...ops import divergence as reference
 from ...ops.cross_entropy import Objective
-from ..operands import evenly_spaced, put_back
+from ..operands import copy_back, evenly_spaced
 from ..tiling import power_of_2
 from .cross_entropy import LN_2, _columns, _factors, _finite, _inside, _logits, _row_of, _spacing, _store
 from .launch import Launcher
 
-BLOCK = 4096  # logits of each model that a program takes at a time
+BLOCK = 4096  # logits of each model that a program reads at a time
 VALUES_PER_THREAD = 8
 LANE = tl.constexpr(8)
 
 
 @triton.jit
 def _load(row_ptr, start, inner, outer, vocabulary, BLOCK: tl.constexpr, SPACED: tl.constexpr, SOFTCAP: tl.constexpr):
-    """A block of a row's logits and the softcap's part of their derivative; −inf behind the row."""
+    """Load a block of a row's logits (−inf after the row's end), and the softcap's factor of their derivative."""
     mask, load, _eights = _inside(start, vocabulary, BLOCK, SPACED)
     products = tl.load(row_ptr + start + _columns(BLOCK), mask=load, other=0.0, eviction_policy="evict_last")
     z, derivative = _logits(products.to(tl.float32), inner, outer, SOFTCAP)
@@ -38,8 +38,8 @@ def _load(row_ptr, start, inner, outer, vocabulary, BLOCK: tl.constexpr, SPACED:
 
 
 @triton.jit
-def _added(z, top, total, moment):
-    """Maximum, Σ 2ᶻ and Σ 2ᶻ·z of each lane, with a block more."""
+def _accumulate(z, top, total, moment):
+    """Accumulate a block into the maximum, Σ 2ᶻ and Σ 2ᶻ·z of each thread."""
     higher = tl.maximum(top, tl.max(z, axis=1))
     power = tl.exp2(z - _finite(higher)[:, None])
     shrink = tl.exp2(top - _finite(higher))
@@ -48,8 +48,8 @@ def _added(z, top, total, moment):
 
 
 @triton.jit
-def _joined(top, total, moment):
-    """Logsumexp and entropy, both in units of log 2, from the lanes."""
+def _reduce(top, total, moment):
+    """Reduce threads to logsumexp and entropy, both in units of log 2."""
     highest = tl.max(top, axis=0)
     shrink = tl.exp2(top - _finite(highest))
     powers = tl.sum(total * shrink, axis=0)
@@ -58,9 +58,8 @@ def _joined(top, total, moment):
 
 
 @triton.jit
-def _apart(own, other, near, far, MIXED: tl.constexpr):
-    """log p_s/m and log p_t/m; at the ends, where m is one of the two, the first is log p_s/p_t and the second its
-    negative."""
+def _log_ratios(own, other, near, far, MIXED: tl.constexpr):
+    """log p_s/m and log p_t/m; at β = 0 or 1, where m is one of the two, log p_s/p_t and its negative."""
     if MIXED:
         own_part, other_part = own + near, other + far
         higher = _finite(tl.maximum(own_part, other_part))
@@ -86,11 +85,11 @@ def _divergence(
     other_top, other_total, other_moment = top, total, moment
     for start in range(0, vocabulary, BLOCK):
         z, _slope = _load(own_ptr, start, inner, outer, vocabulary, BLOCK, SPACED, SOFTCAP)
-        top, total, moment = _added(z, top, total, moment)
+        top, total, moment = _accumulate(z, top, total, moment)
         z, _slope = _load(other_ptr, start, teacher_inner, teacher_outer, vocabulary, BLOCK, SPACED, TEACHER_SOFTCAP)
-        other_top, other_total, other_moment = _added(z, other_top, other_total, other_moment)
-    logsumexp, entropy = _joined(top, total, moment)
-    other_logsumexp, _entropy = _joined(other_top, other_total, other_moment)
+        other_top, other_total, other_moment = _accumulate(z, other_top, other_total, other_moment)
+    logsumexp, entropy = _reduce(top, total, moment)
+    other_logsumexp, _entropy = _reduce(other_top, other_total, other_moment)
     tl.store(entropy_ptr + row, entropy * LN_2)
 
     of_student, of_teacher = tl.zeros_like(top), tl.zeros_like(top)
@@ -99,15 +98,15 @@ def _divergence(
         own = z - logsumexp
         z, _slope = _load(other_ptr, start, teacher_inner, teacher_outer, vocabulary, BLOCK, SPACED, TEACHER_SOFTCAP)
         other = z - other_logsumexp
-        from_own, from_other = _apart(own, other, near, far, MIXED)
+        from_own, from_other = _log_ratios(own, other, near, far, MIXED)
         if OF_STUDENT:
             p = tl.exp2(own)
             of_student += tl.sum(tl.where(p > 0.0, p * from_own, 0.0), axis=1)
         if OF_TEACHER:
             q = tl.exp2(other)
             of_teacher += tl.sum(tl.where(q > 0.0, q * from_other, 0.0), axis=1)
-    mean_apart = tl.sum(of_student, axis=0)
-    tl.store(divergence_ptr + row, (weight * mean_apart + teacher_weight * tl.sum(of_teacher, axis=0)) * LN_2)
+    mean_ratio = tl.sum(of_student, axis=0)
+    tl.store(divergence_ptr + row, (weight * mean_ratio + teacher_weight * tl.sum(of_teacher, axis=0)) * LN_2)
 
     if GRADIENT:
         for start in range(0, vocabulary, BLOCK):
@@ -119,8 +118,8 @@ def _divergence(
             other = z - other_logsumexp
             p = tl.exp2(own)
             if OF_STUDENT:
-                from_own, _from_other = _apart(own, other, near, far, MIXED)
-                gradient = tl.where(p > 0.0, p * (from_own - mean_apart), 0.0) * (weight * LN_2)
+                from_own, _from_other = _log_ratios(own, other, near, far, MIXED)
+                gradient = tl.where(p > 0.0, p * (from_own - mean_ratio), 0.0) * (weight * LN_2)
             else:
                 gradient = p - tl.exp2(other)
             _store(own_ptr, start, gradient * slope * derivative, vocabulary, BLOCK, SPACED)
@@ -153,5 +152,5 @@ def divergence_(
          need_gradient), min(max(block // (32 * VALUES_PER_THREAD), 4), 32),
     )  # fmt: skip
     if need_gradient:
-        put_back([student], [own])
+        copy_back([student], [own])
     return divergence, entropy

@@ -1,8 +1,8 @@
-"""Triton: NVFP4 and MXFP4 bytes to values in one launch.
+"""Triton: dequantization of NVFP4 and MXFP4 in one launch.
 
 Bound by memory: n values read n/2 bytes of codes and a scale byte per block, and write 2n bytes in bf16. As in
-`triton/blockwise4.py` a thread decodes one 4-byte word into one 16-byte store. Scale bytes are decoded by arithmetic on
-bits, which needs no FP8 support of the GPU; both products round as the reference's.
+`triton/blockwise4.py` a thread decodes one 4-byte word into one 16-byte store. Scale bytes are decoded with integer
+arithmetic, which needs no FP8 support of the GPU. Both products round as in the reference.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ...ops.e2m1 import codebook_e2m1, dequantize_e2m1
 from ..tiling import ceil_div
 from .launch import Launcher
 
-WORDS = 512  # 4-byte words a program decodes
+WORDS = 512  # 4-byte words that a program decodes
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def _dequantize(
     byte = tl.load(scale_ptr + block, mask=inside, other=0).to(tl.int32)
     if E8M0:  # the byte is the exponent field; 0 is 2^-127, half of the smallest normal
         scale = tl.where(byte == 0, 0x00400000, byte << 23).to(tl.float32, bitcast=True)
-    else:  # three mantissa bits below the exponent, whose bias is 7 instead of 127; below 8 in steps of 2^-9
+    else:  # three mantissa bits below the exponent, with bias 7 instead of 127; codes below 8 are multiples of 2^-9
         normal = ((byte << 20) + (120 << 23)).to(tl.float32, bitcast=True)
         scale = tl.where(byte < 8, byte.to(tl.float32) * 0.001953125, normal)
         scale *= tl.load(factor_ptr + tl.where(inside, row // run, 0)) if RUNS else tl.load(factor_ptr)

@@ -1,9 +1,16 @@
-"""Triton: the sorting of slots by expert, sums over an expert's rows, and what tokens get back.
+"""Triton: routing of tokens to experts, sums over an expert's rows, gated units, and combination of the outputs.
 
-Sorting counts first: blocks of slots count how many go to each expert, the counts' sums in order of expert and block
-say where each block's begin, and a second look places them. A slot's place among those of its block is the number of
-earlier ones with its expert: equal runs place alike, and no two programs write to one place. The few slots of a token
-that is generated are sorted by one program, which compares each with each: one launch for some seven.
+Sorting first counts how many slots of each block go to each expert. Cumulative counts in order of expert and block give
+the first row of each block, and a second pass places the slots. A slot's position within its block is the number of
+earlier slots with the same expert, so equal runs give equal orders and no two programs write to one place. The few
+slots of a decoding step are sorted by one program, which compares all pairs: one launch instead of about seven.
+
+The gated unit's backward, with the routing weight's gradient, reads z and c and overwrites them with h and dc: 12 bytes
+per value of h in 16 bits. A program computes entire rows, since ⟨z, h⟩ is a sum over a row.
+
+The router of a decoding step has few tokens and takes two launches instead of about eight. A program of the first
+computes one logit, so that all of the router's weights are loaded concurrently. A program of the second has one token
+and one warp, which needs no barriers for its maxima.
 """
 
 from __future__ import annotations
@@ -14,21 +21,23 @@ import triton.language as tl
 from torch import Tensor
 
 from ...ops import experts as reference
-from ...ops.experts import Routing
+from ...ops.experts import Routing, Unit
+from ..operands import copy_back
 from ..tiling import ceil_div, power_of_2
+from .glu import activation_and_derivative
 from .launch import Launcher
 
-SLOTS = 128  # that a program sorts
-ENTRIES = 32  # of the table of tiles that a program writes
-COLUMNS = 1024  # of a token's row that a program adds up
+SLOTS = 128  # slots that a program sorts
+ENTRIES = 32  # entries of the table of tiles that a program writes
+COLUMNS = 1024  # columns of a token's row that a program combines
 TILE_ROWS = (16, 32, 64, 128)
-FEW = 1 << 12  # comparisons of slots with experts that one program makes in 4 µs; four times as many spill registers
+FEW = 1 << 12  # comparisons that one program makes in 4 µs; with four times as many it spills registers
 
 
 @triton.jit
 def _count(index_ptr, counts_ptr, slots, blocks, experts, SLOTS: tl.constexpr, EXPERTS: tl.constexpr):
     slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
-    # What is beyond the end goes to a bin that nobody reads.
+    # Slots after the end go to a bin that is not read.
     expert = tl.load(index_ptr + slot, mask=slot < slots, other=EXPERTS - 1).to(tl.int32)
     counts = tl.histogram(expert, EXPERTS)
     e = tl.arange(0, EXPERTS)
@@ -72,10 +81,10 @@ def _route_few(
     index_ptr, order_ptr, place_ptr, offset_ptr, tile_ptr, slots, entries, experts,
     ROWS: tl.constexpr, SLOTS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """All that `route` makes; a table of tiles has no more entries than there are slots."""
+    """Compute all results of `route` in one program; the table of tiles has at most as many entries as slots."""
     s = tl.arange(0, SLOTS)
     e = tl.arange(0, EXPERTS)
-    expert = tl.load(index_ptr + s, mask=s < slots, other=EXPERTS).to(tl.int32)  # beyond the end: behind all
+    expert = tl.load(index_ptr + s, mask=s < slots, other=EXPERTS).to(tl.int32)  # slots after the end sort last
     other = tl.load(index_ptr + s, mask=s < slots, other=EXPERTS).to(tl.int32)
     before = (other[None, :] < expert[:, None]) | ((other[None, :] == expert[:, None]) & (s[None, :] < s[:, None]))
     place = tl.sum(before.to(tl.int32), axis=1)
@@ -149,7 +158,7 @@ _combine_launcher, _outer_launcher = Launcher(_combine), Launcher(_outer)
 
 
 def tile_rows(slots: int, experts: int) -> int:
-    """Rows of a tile: more than an expert has on average, or half of them would need two; 128 from 65 on alone."""
+    """Rows of a tile: the smallest size above an expert's average rows; 128 for more than 64 rows."""
     *few, most = TILE_ROWS
     return next((rows for rows in few if rows * experts > slots), few[-1] if slots <= few[-1] * experts else most)
 
@@ -173,7 +182,7 @@ def route(index: Tensor, experts: int, rows: int | None = None) -> Routing:
     counts = torch.zeros(experts * blocks + 1, dtype=torch.int32, device=index.device)
     if slots:
         _count_launcher(blocks, (index, counts), (slots, blocks, experts), (SLOTS, bins), warps=4)
-    begins = torch.cumsum(counts, 0, dtype=torch.int32)  # the first count is a zero, so these come before each
+    begins = torch.cumsum(counts, 0, dtype=torch.int32)  # exclusive, since the first count is zero
     offsets = begins[::blocks].contiguous()
     if slots:
         _place_launcher(blocks, (index, begins, order, place), (slots, blocks), (SLOTS,), warps=4)
@@ -216,3 +225,169 @@ def grouped_outer(
             warps=4,
         )
     return out
+
+
+UNIT_BLOCK = 1024  # values of a row at a time
+UNIT_WARPS = 4
+
+
+@triton.jit
+def _load_unit(c_ptr, row, col, width, STEP: tl.constexpr):
+    """gate and up in fp32, and their pointers."""
+    beside = width if STEP == 1 else 1
+    gates = c_ptr + row * 2 * width + col * STEP
+    ups = gates + beside
+    g = tl.load(gates, mask=col < width, other=0.0).to(tl.float32)
+    u = tl.load(ups, mask=col < width, other=0.0).to(tl.float32)
+    return g, u, gates, ups
+
+
+@triton.jit
+def _activate_unit(g, u, limit, alpha, offset, ACTIVATION: tl.constexpr):
+    """a(g), a′(g) and u + offset; NaN is preserved."""
+    g = tl.where(g > limit, limit, g)
+    u = tl.where(u > limit, limit, tl.where(u < -limit, -limit, u))
+    activated, derivative = activation_and_derivative(g * alpha, ACTIVATION)
+    return activated / alpha, derivative, u + offset
+
+
+@triton.jit
+def _unit(
+    c_ptr, out_ptr, width, limit, alpha, offset, STEP: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(width, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    col = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    g, u, _, _ = _load_unit(c_ptr, row, col, width, STEP)
+    activated, _, shifted = _activate_unit(g, u, limit, alpha, offset, ACTIVATION)
+    tl.store(out_ptr + row * width + col, (activated * shifted).to(out_ptr.dtype.element_ty), mask=col < width)
+
+
+@triton.jit
+def _unit_backward(
+    z_ptr, c_ptr, weight_ptr, order_ptr, out_ptr, width, limit, alpha, offset,
+    STEP: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(order_ptr + row)
+    weight = tl.load(weight_ptr + slot)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, width, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        mask = col < width
+        g, u, gates, ups = _load_unit(c_ptr, row, col, width, STEP)
+        z = tl.load(z_ptr + row * width + col, mask=mask, other=0.0).to(tl.float32)
+        activated, derivative, shifted = _activate_unit(g, u, limit, alpha, offset, ACTIVATION)
+        h = (activated * shifted).to(z_ptr.dtype.element_ty)
+        total += z * h.to(tl.float32)
+        dh = z * weight
+        d_gate = tl.where(g > limit, 0.0, dh * shifted * derivative)
+        d_up = tl.where(tl.abs(u) > limit, 0.0, dh * activated)
+        tl.store(gates, d_gate.to(c_ptr.dtype.element_ty), mask=mask)
+        tl.store(ups, d_up.to(c_ptr.dtype.element_ty), mask=mask)
+        tl.store(z_ptr + row * width + col, h, mask=mask)
+    tl.store(out_ptr + slot, tl.sum(total, axis=0))
+
+
+_unit_launcher, _unit_backward_launcher = Launcher(_unit), Launcher(_unit_backward)
+
+
+def _unit_constants(unit: Unit, width: int) -> tuple:
+    return 2 if unit.interleaved else 1, unit.activation, min(UNIT_BLOCK, max(power_of_2(width), 32))
+
+
+@reference.expert_unit.kernel("cuda", "xpu")
+def expert_unit(c: Tensor, unit: Unit) -> Tensor:
+    reference.check_unit(c, unit)
+    rows, width = c.shape[0], c.shape[1] // 2
+    out = torch.empty(rows, width, dtype=c.dtype, device=c.device)
+    constants = _unit_constants(unit, width)
+    if out.numel():
+        _unit_launcher(
+            rows * ceil_div(width, constants[-1]), (c, out), (width, unit.limit, unit.alpha, unit.offset), constants,
+            UNIT_WARPS,
+        )  # fmt: skip
+    return out
+
+
+@reference.expert_unit_backward_.kernel("cuda", "xpu")
+def expert_unit_backward_(z: Tensor, c: Tensor, unit: Unit, weights: Tensor, order: Tensor) -> Tensor:
+    reference.check_unit(c, unit)
+    rows, width = z.shape
+    out = torch.empty_like(weights)
+    if z.numel():
+        _unit_backward_launcher(
+            rows, (z, c, weights, order, out), (width, unit.limit, unit.alpha, unit.offset),
+            _unit_constants(unit, width), UNIT_WARPS,
+        )  # fmt: skip
+        copy_back((z, c), (z, c))
+    return out
+
+
+ROUTER_TOKENS, ROUTER_EXPERTS = 8, 512  # the most supported
+ROUTER_BLOCK = 4096  # elements of K per iteration
+
+
+@triton.jit
+def _router_logits(x_ptr, weight_ptr, out_ptr, experts, columns, BLOCK: tl.constexpr):
+    token = tl.program_id(0) // experts
+    expert = tl.program_id(0) % experts
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, columns, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + token * columns + col, mask=col < columns, other=0.0).to(tl.float32)
+        total += x * tl.load(weight_ptr + expert * columns + col, mask=col < columns, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * experts + expert, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _choose_experts(
+    logits_ptr, score_ptr, index_ptr, experts,
+    TOP_K: tl.constexpr, NORMALIZED: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    e = tl.arange(0, EXPERTS)
+    logits = tl.load(logits_ptr + token * experts + e, mask=e < experts, other=-float("inf")).to(tl.float32)
+    p = tl.exp(logits - tl.max(logits, axis=0))
+    p = p / tl.sum(p, axis=0)
+    # Select one at a time by a key that grows with p and, for equal p, prefers the smaller expert.
+    bits = p.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # clear the sign, so that NaN is above the padding's -1
+    key = tl.where(e < experts, (bits.to(tl.int64) << 32) | (EXPERTS - 1 - e), -1)
+    j = tl.arange(0, CHOSEN)
+    scores = tl.zeros((CHOSEN,), tl.float32)
+    index = tl.zeros((CHOSEN,), tl.int64)
+    for at in tl.static_range(TOP_K):
+        best = tl.max(key, axis=0)
+        key = tl.where(key == best, -1, key)
+        scores = tl.where(j == at, (best >> 32).to(tl.int32).to(tl.float32, bitcast=True), scores)
+        index = tl.where(j == at, EXPERTS - 1 - (best & 0xFFFFFFFF), index)
+    if NORMALIZED:
+        scores = scores / tl.sum(scores, axis=0)
+    tl.store(score_ptr + token * TOP_K + j, scores.to(score_ptr.dtype.element_ty), mask=j < TOP_K)
+    tl.store(index_ptr + token * TOP_K + j, index, mask=j < TOP_K)
+
+
+_router_launcher, _choose_launcher = Launcher(_router_logits), Launcher(_choose_experts)
+
+
+def router_obstacle(x: Tensor, weight: Tensor, top_k: int, normalized: bool, dtype: torch.dtype) -> str | None:
+    if not 0 < x.shape[0] <= ROUTER_TOKENS or weight.shape[0] > ROUTER_EXPERTS:
+        return f"takes up to {ROUTER_TOKENS} tokens and {ROUTER_EXPERTS} experts"
+    return None if weight.dtype is x.dtype else "takes weights in x's dtype"
+
+
+@reference.top_experts.kernel("cuda", "xpu", unless=router_obstacle)
+def top_experts(
+    x: Tensor, weight: Tensor, top_k: int, normalized: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    x, weight, tokens, (experts, columns) = x.contiguous(), weight.contiguous(), x.shape[0], weight.shape
+    logits = torch.empty(tokens, experts, dtype=x.dtype, device=x.device)
+    scores = torch.empty(tokens, top_k, dtype=dtype, device=x.device)
+    index = torch.empty(tokens, top_k, dtype=torch.int64, device=x.device)
+    block = min(ROUTER_BLOCK, max(power_of_2(columns), 32))
+    _router_launcher(tokens * experts, (x, weight, logits), (experts, columns), (block,), warps=4)
+    _choose_launcher(
+        tokens, (logits, scores, index), (experts,),
+        (top_k, normalized, max(power_of_2(experts), 32), max(power_of_2(top_k), 2)), warps=1,
+    )  # fmt: skip
+    return logits, scores, index

@@ -1,7 +1,7 @@
-"""Triton: values from E4M3, and to it.
+"""Triton: conversion from and to FP8.
 
-Dequantizing a value moves 3 bytes in bf16. E4M3 is decoded with integers, which GPUs without FP8 can do too: its bits,
-shifted into fp16's exponent and mantissa, are the value times 2^-8, subnormals included.
+Dequantizing a value moves 3 bytes in bf16. E4M3 is decoded with integer operations, which GPUs without FP8 support,
+too: its bits, shifted into fp16's exponent and mantissa, are the value times 2^-8, subnormals included.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ..operands import evenly_spaced
 from ..tiling import ceil_div, power_of_2
 from .launch import Launcher
 
-BLOCK = 4096  # values of a row that a program takes
+BLOCK = 4096  # values of a row per program
 WARPS = 8
-SIDE = 64  # of the square that a program transposes
+SIDE = 64  # side of the square that a program transposes
 SMALLEST_AMAX = tl.constexpr(reference.SMALLEST_AMAX)
 
 
 @triton.jit
 def e4m3(codes):
-    """fp32 values of E4M3 bytes, by integers; NaN becomes 480."""
+    """Decode E4M3 bytes to fp32 with integer operations; NaN becomes 480."""
     bits = codes.to(tl.int16)
     half = (((bits & 128) << 8) | ((bits & 127) << 7)).to(tl.float16, bitcast=True)
     return half.to(tl.float32) * 256.0
@@ -39,7 +39,7 @@ def e4m3(codes):
 def _dequantize(
     codes_ptr, scale_ptr, out_ptr, width, rows, SCALING: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """`rows` are those of one matrix of a stack: tiles do not cross matrices."""
+    """`rows`: rows of one matrix of a stack; tiles do not cross matrices."""
     blocks = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     col = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -78,7 +78,7 @@ def dequantize(codes: Tensor, scale: Tensor, scaling: Scaling, dtype: torch.dtyp
 
 @triton.jit
 def _load(x_ptr, factor_ptr, width, stride, FACTORS: tl.constexpr, BLOCK: tl.constexpr):
-    """fp32 values of the block of a row that this program takes, with their row, columns and mask."""
+    """Load this program's block of a row in fp32; return it with its row, columns and mask."""
     blocks = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     col = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -91,27 +91,27 @@ def _load(x_ptr, factor_ptr, width, stride, FACTORS: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def largest(values):
-    """Largest magnitude; fmax would drop NaN, which counts as Inf."""
+    """Largest magnitude; NaN counts as Inf, since fmax would drop it."""
     return tl.max(tl.where(values == values, tl.abs(values), float("inf")))
 
 
 @triton.jit
 def observe(newest_ptr, amax):
-    """Raise the number at `newest_ptr` to `amax`. Few programs find less there: those that do not, need no atomic."""
+    """Raise the number at `newest_ptr` to `amax`. Programs whose amax is not larger skip the atomic."""
     if amax > tl.load(newest_ptr):
         tl.atomic_max(newest_ptr, amax)
 
 
 @triton.jit
 def to_float8(values, scale, LIMIT: tl.constexpr):
-    """values · scale, clamped. NaN must stay NaN: clamping with minimum and maximum would make a number of it."""
+    """values · scale, saturated. NaN is preserved; clamping alone would make a number of it."""
     scaled = values * scale
     return tl.where(scaled == scaled, tl.minimum(tl.maximum(scaled, -LIMIT), LIMIT), scaled)
 
 
 @triton.jit
 def _amax(x_ptr, factor_ptr, scale_ptr, amax_ptr, width, stride, FACTORS: tl.constexpr, BLOCK: tl.constexpr):
-    """The amax of x where there is no scale yet; with one, every program ends at once, and nothing asks the host."""
+    """Compute the amax of x if there is no scale yet. With a scale every program returns at once, without the host."""
     if tl.load(scale_ptr) <= 0:
         values, _, _, _ = _load(x_ptr, factor_ptr, width, stride, FACTORS, BLOCK)
         tl.atomic_max(amax_ptr, largest(values))
@@ -140,7 +140,7 @@ _cast_launcher = Launcher(_cast, enable_fp_fusion=False)
 
 
 def float8_obstacle(tensor: Tensor, *_: Any, **__: Any) -> str | None:
-    """Why Triton does not convert to E4M3 where it is; None: NVIDIA from Ada on, and Triton's interpreter."""
+    """Return why Triton cannot convert to E4M3 on this device, or None (NVIDIA from Ada on, Triton's interpreter)."""
     device = device_of(tensor)
     converts = device.kind == "cpu" or device.at_least((8, 9))
     return None if converts else "needs conversions to FP8: an NVIDIA GPU of compute capability 8.9 or newer"

@@ -1,18 +1,18 @@
-"""Triton: GEMV and small-batch GEMM with a 4-bit weight, which both decode in registers.
+"""Triton: GEMV and small-batch GEMM with a 4-bit weight, decoded in registers.
 
 Measured on an H200 (4096×14336, nested scales): 17.6 µs for one row, 34 for 4 to 16, 42 for 64, against 31-36 for
-cuBLAS on a dense bf16 weight, and some 70 for dequantizing first. Both read the weight once. At 4 TB/s that is 23
-weights a clock and SM, so what bounds them is not memory but how a code becomes a value: a warp's shuffle unit and its
-load unit each take 32 lanes a clock. `SHUFFLE` keeps the codebook in the lanes of a warp, a look-up being one shift and
-one shuffle, whose index the hardware takes modulo 32: the codebook is there twice, and a code needs no mask. Elsewhere
-(ROCm, the interpreter) it is a load from the first-level cache.
+cuBLAS on a dense bf16 weight, and some 70 for dequantizing first. Both kernels read the weight once. At 4 TB/s that is
+23 weights per clock and SM, so the bound is not memory but the conversion of codes to values: a warp's shuffle unit and
+its load unit each process 32 lanes a clock. With `SHUFFLE` the codebook is in the lanes of a warp, and a look-up is one
+shift and one shuffle. The hardware takes the shuffle's index modulo 32 and the codebook is stored twice, so a code
+needs no mask. Elsewhere (ROCm, the interpreter) a look-up is a load from the L1 cache.
 
-`_gemv`, up to `GEMV_ROWS` rows of x: no tensor cores. A program has a few rows of W; its threads split K, each with its
+`_gemv`, up to `GEMV_ROWS` rows of x: no tensor cores. A program has a few rows of W. Its threads split K; each has its
 values of x in registers for all these rows, and sums in fp32.
 
-`_gemm`, up to `GEMM_ROWS`: values are scaled and rounded to x's dtype as dequantizing rounds them, and multiplied by
-tensor cores, W as the left operand. Programs split K too, where N alone would not fill the device; their fp32 sums are
-added in a fixed order by `_add`, so a result does not depend on timing.
+`_gemm`, up to `GEMM_ROWS`: values are scaled and rounded to x's dtype as in dequantization, and multiplied by tensor
+cores with W as the left operand. Programs also split K where N alone would not fill the device. `_add` sums their fp32
+results in a fixed order, so the result does not depend on timing.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...ops.blockwise4 import NESTED_BLOCK
+from ...ops.blockwise4 import NESTED_BLOCK, linear_blockwise4
 from ...ops.codebooks import codebook4
-from ...ops.gemv4 import add_term, linear_blockwise4
+from ...ops.linear import add_term
 from ..device import device_of
 from ..tiling import ceil_div, power_of_2
 from .launch import Launcher
 
-GEMV_ROWS = 3  # of 16 bits: from 4 on the tensor cores are as fast; they take no fp32, which has up to 4
+GEMV_ROWS = 3  # in 16 bits; from 4 on the tensor cores are as fast. fp32 cannot use them and has up to 4
 GEMM_ROWS = 64
 
 
 @triton.jit
 def _lanes(codebook_ptr, SHUFFLE: tl.constexpr):
-    """The codebook's value of this lane, modulo 16: a scalar to Triton, another in each lane."""
+    """This lane's codebook entry, modulo 16: a scalar in Triton, with a different value in each lane."""
     if SHUFFLE:
         lane = tl.inline_asm_elementwise("mov.u32 $0, %laneid;", "=r", [], dtype=tl.int32, is_pure=True, pack=1)
         return tl.load(codebook_ptr + (lane & 15))
@@ -46,7 +46,7 @@ def _lanes(codebook_ptr, SHUFFLE: tl.constexpr):
 
 @triton.jit
 def _decode(codes, lanes, codebook_ptr, SHUFFLE: tl.constexpr):
-    """The eight values of each 4-byte word, in the order of K: the high nibble of each byte is first."""
+    """Decode each 4-byte word to eight values in the order of K: the high nibble of each byte comes first."""
     if SHUFFLE:
         return tl.inline_asm_elementwise(
             """{
@@ -90,7 +90,7 @@ def _scales(
     absmax_ptr, second_ptr, code_ptr, offset_ptr, row, rows, start, words,
     ROWS: tl.constexpr, WORDS: tl.constexpr, PER_BLOCK: tl.constexpr, NESTED: tl.constexpr, NESTED_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """fp32 [ROWS, WORDS]: each word's scale, read once a block."""
+    """Scale of each word, fp32 [ROWS, WORDS], read once per block."""
     column = start // PER_BLOCK + tl.arange(0, WORDS // PER_BLOCK)
     block = row[:, None] * (words // PER_BLOCK) + column[None, :]
     mask = (row[:, None] < rows) & (column[None, :] * PER_BLOCK < words)
@@ -106,7 +106,7 @@ def _scales(
 
 @triton.jit
 def _split(x, WORDS: tl.constexpr):
-    """[WORDS, 8] as eight columns."""
+    """Split [WORDS, 8] into eight columns."""
     even, odd = tl.split(tl.reshape(x, (WORDS, 2, 2, 2)))
     x04, x26 = tl.split(even)
     x15, x37 = tl.split(odd)
@@ -119,7 +119,7 @@ def _split(x, WORDS: tl.constexpr):
 
 @triton.jit
 def _dot8(v, x_ptr, w, words, WORDS: tl.constexpr):
-    """[ROWS, WORDS]: each word's eight products with one row of x, added up."""
+    """Sum of each word's eight products with one row of x, [ROWS, WORDS]."""
     eight = tl.arange(0, 8)
     x = tl.load(x_ptr + w[:, None] * 8 + eight[None, :], mask=(w < words)[:, None], other=0.0).to(tl.float32)
     x = _split(x, WORDS)
@@ -135,7 +135,7 @@ def _gemv(
     M: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, VECTOR: tl.constexpr, PER_BLOCK: tl.constexpr,
     NESTED: tl.constexpr, NESTED_BLOCK: tl.constexpr, BIAS: tl.constexpr, SHUFFLE: tl.constexpr,
 ):  # fmt: skip
-    if VECTOR > 1:  # a thread reads that many words at once, else one: Triton goes by what divides a row
+    if VECTOR > 1:  # a thread reads VECTOR words at once: Triton infers this from the divisibility of a row's length
         words = tl.multiple_of(words, VECTOR)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     lanes = _lanes(codebook_ptr, SHUFFLE)
@@ -225,16 +225,16 @@ def _add(
 Nested = tuple[Tensor, Tensor, Tensor] | None
 Term = tuple[Tensor, Tensor] | None
 _gemv_launcher, _gemm_launcher, _add_launcher = Launcher(_gemv), Launcher(_gemm), Launcher(_add)
-ADDED = 1024  # values a program of `_add` sums
+ADDED = 1024  # values that a program of `_add` sums
 
 
 def shuffles(x: Tensor) -> bool:
-    """Whether the codebook is looked up in the lanes of a warp: by instructions of NVIDIA's GPUs."""
+    """Return whether the codebook is looked up by warp shuffles, which only NVIDIA's GPUs have."""
     return device_of(x).kind == "cuda"
 
 
 class GemvBlocks(NamedTuple):
-    """Rows of W a program has, 4-byte words of each that it takes at a time, and how many of them a thread reads."""
+    """Rows of W per program, 4-byte words of each row per iteration, and adjacent words that a thread reads."""
 
     rows: int
     words: int
@@ -242,7 +242,7 @@ class GemvBlocks(NamedTuple):
 
 
 class GemmBlocks(NamedTuple):
-    """Rows of W and 4-byte words of each that a program multiplies at a time, shares of K, stages of prefetching."""
+    """Rows of W and 4-byte words of each per iteration, parts of K, and pipeline stages."""
 
     rows: int
     words: int
@@ -251,18 +251,18 @@ class GemmBlocks(NamedTuple):
 
 
 def gemv_blocks(batch: int) -> GemvBlocks:
-    """What `benchmarks.gemv` found best for `batch` rows of x."""
+    """Best blocks for `batch` rows of x according to `benchmarks.gemv`."""
     return GemvBlocks(8, 256, 1) if batch == 1 else GemvBlocks(4, 128, 1)
 
 
 def gemm_blocks(rows: int, batch: int) -> GemmBlocks:
-    """Likewise for a weight of `rows` rows; K is shared until there are some two programs a multiprocessor."""
+    """Best blocks for a weight of `rows` rows; K is split until there are about two programs per multiprocessor."""
     tile, words = (64, 32) if batch <= 32 else (128, 16)
     return GemmBlocks(tile, words, min(max(256 // ceil_div(rows, tile), 1), 8), 3)
 
 
 def _obstacle(x: Tensor, packed: Tensor, blocksize: int, words: int) -> str | None:
-    """Of both kernels; a word's index fits 31 bits."""
+    """Return why neither kernel supports a call, or None. Indices of words must fit in 31 bits."""
     if not x.shape[0] or x.shape[1] % blocksize or packed.numel() >= 2**33:
         return "needs rows, whole blocks in one, and less than 2^33 bytes"
     return "needs smaller blocks" if blocksize > 8 * words else None
@@ -328,6 +328,6 @@ def gemm(
 
 
 def _weight(packed: Tensor, absmax: Tensor, nested: Nested, quant_type: str) -> tuple[Tensor, ...]:
-    """The pointers that come first in both kernels."""
+    """Pointers of the weight, which come first in both kernels."""
     second, code, offset = nested if nested is not None else (absmax, absmax, absmax)
     return packed.view(-1).view(torch.int32), absmax, second, code, offset, codebook4(quant_type, packed.device)

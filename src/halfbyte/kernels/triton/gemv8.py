@@ -1,14 +1,16 @@
-"""Triton: GEMV and small-batch GEMM that read 8-bit weights once.
+"""Triton: GEMV and small-batch GEMM with 8-bit weights, which are read once.
 
-A code becomes a number by one conversion, exact in 16 bits too, so what bounds both is reading the weight: enough bytes
-have to be on their way. Scales of rows and tensors multiply sums, those of tiles the numbers or sums of 128 columns.
+A code becomes a number by one conversion, which is exact in 16 bits, too. The bound is reading the weight, so enough
+bytes must be in flight. Scales of rows and tensors multiply sums; scales of tiles multiply numbers or sums of 128
+columns.
 
-`_gemv`, one row of x: no tensor cores, sums in fp32. A program has a few rows of W; its threads split K, 16 bytes of
-each row to a thread, with their values of x in registers for all these rows. For more rows of x every number would be
-multiplied by every row: 59 µs for four on an H200 (4096×14336), where `_gemm` takes 25.
+`_gemv`, one row of x: no tensor cores, sums in fp32. A program has a few rows of W. Its threads split K, 16 bytes of
+each row per thread, with their values of x in registers for all these rows. With more rows of x every number would be
+multiplied by every row: four take 59 µs on an H200 (4096×14336), where `_gemm` takes 25.
 
-`_gemm`, up to `GEMM_ROWS` rows: tensor cores, W as the left operand. Programs split K too, so that wide tiles, which
-read x less often, fill the device; `_add` adds their fp32 sums in a fixed order. More rows: dequantize, then a GEMM.
+`_gemm`, up to `GEMM_ROWS` rows: tensor cores, with W as the left operand. Programs also split K, so that wide tiles,
+which read x less often, fill the device; `_add` sums their fp32 results in a fixed order. For more rows, dequantizing
+before a GEMM is faster.
 """
 
 from __future__ import annotations
@@ -21,19 +23,19 @@ import triton.language as tl
 from torch import Tensor
 
 from ...ops import int8
-from ...ops.float8 import TILE, Scaling
-from ...ops.gemv8 import linear_float8, linear_int8
+from ...ops.float8 import TILE, Scaling, linear_float8
+from ...ops.int8 import linear_int8
 from ..tiling import ceil_div, power_of_2
 from .float8 import float8_obstacle
 from .launch import Launcher
 
 GEMM_ROWS = 64
-ADDED = 1024  # values a program of `_add` sums
+ADDED = 1024  # values that a program of `_add` sums
 INVERSE_127 = tl.constexpr(int8.INVERSE_127)
 
 
 class GemvBlocks(NamedTuple):
-    """Rows of W and columns of each that a program takes at a time, and its warps."""
+    """Rows of W per program, columns of each row per iteration, and warps."""
 
     rows: int
     columns: int
@@ -41,7 +43,7 @@ class GemvBlocks(NamedTuple):
 
 
 class GemmBlocks(NamedTuple):
-    """Rows of W and columns of each that a program multiplies at a time, shares of K, stages of prefetching."""
+    """Rows of W and columns of each per iteration, parts of K, and pipeline stages."""
 
     rows: int
     columns: int
@@ -50,22 +52,22 @@ class GemmBlocks(NamedTuple):
 
 
 def gemv_blocks(columns: int) -> GemvBlocks:
-    """A warp has 512 columns of all rows: as many bytes on their way as registers hold."""
+    """Blocks in which a warp has 512 columns of all rows: as many bytes in flight as registers hold."""
     wide = min(max(power_of_2(columns), 128), 2048)
     return GemvBlocks(4, wide, max(wide // 512, 1))
 
 
 def gemm_blocks(rows: int, batch: int) -> GemmBlocks:
-    """K is shared until there are some two programs a multiprocessor."""
+    """Best blocks for a weight of `rows` rows; K is split until there are about two programs per multiprocessor."""
     tile = 64 if batch <= 32 else 128
     return GemmBlocks(tile, 128, min(max(256 // ceil_div(rows, tile), 1), 8), 4)
 
 
 @triton.jit
 def _number(codes, INT8: tl.constexpr):
-    """fp16 values of E4M3 codes, or fp32 values of int8 ones; both exact.
+    """Convert E4M3 codes to fp16, or int8 codes to fp32; both are exact.
 
-    Integers are added to the bits of 1.5 · 2^23: GPUs convert bytes at a quarter of the rate at which they add.
+    int8 codes are added to the bits of 1.5 · 2^23: GPUs convert bytes at a quarter of the rate of additions.
     """
     if INT8:
         number = (codes.to(tl.int32) + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
@@ -76,7 +78,7 @@ def _number(codes, INT8: tl.constexpr):
 
 @triton.jit
 def _row_scale(scale_ptr, row, rows, SCALING: tl.constexpr, INT8: tl.constexpr):
-    """fp32, like `row`: what its sums are multiplied by; tiles have no scale of a row."""
+    """Factor of each row's sum, fp32 in the shape of `row`; 1 for tiles."""
     scale = tl.full(row.shape, 1.0, tl.float32)
     if SCALING == "row":
         scale = tl.load(scale_ptr + row, mask=row < rows, other=0.0)
@@ -89,7 +91,7 @@ def _row_scale(scale_ptr, row, rows, SCALING: tl.constexpr, INT8: tl.constexpr):
 
 @triton.jit
 def _tile_scales(scale_ptr, row, rows, start, width, COLUMNS: tl.constexpr, TILE: tl.constexpr):
-    """fp32 [rows, COLUMNS], from column `start` on, each tile's read once a row."""
+    """Scales of tiles for columns from `start` on, fp32 [rows, COLUMNS], each read once per row."""
     tile = start // TILE + tl.arange(0, COLUMNS // TILE)
     first = row // TILE * tl.cdiv(width, TILE)
     inside = (row[:, None] < rows) & (tile[None, :] * TILE < width)
@@ -137,7 +139,7 @@ def _gemm(
         inside = (m[None, :] < batch) & (col[:, None] < width)
         x = tl.load(x_ptr + m[None, :] * width + col[:, None], mask=inside, other=0.0)
         w = _number(codes, INT8).to(x.dtype)
-        if SCALING == "tile":  # rows and columns of a step lie within one tile
+        if SCALING == "tile":  # rows and columns of an iteration are within one tile
             first = tile * ROWS // TILE * tl.cdiv(width, TILE)
             scale = tl.load(scale_ptr + first + step * COLUMNS // TILE, mask=step * COLUMNS < width, other=0.0)
             acc += tl.dot(w, x) * scale
@@ -165,7 +167,7 @@ _gemv_launcher, _gemm_launcher, _add_launcher = Launcher(_gemv), Launcher(_gemm)
 def gemv(
     x: Tensor, codes: Tensor, scale: Tensor, scaling: Scaling, bias: Tensor | None, blocks: GemvBlocks | None = None
 ) -> Tensor:
-    """For one row; int8 codes have their rows' absmax as scales."""
+    """Linear of one row; for int8 codes, `scale` is their rows' absmax."""
     x, codes, scale = x.contiguous(), codes.contiguous(), scale.contiguous()
     (batch, width), rows = x.shape, codes.shape[0]
     blocks = blocks or gemv_blocks(width)
@@ -179,7 +181,7 @@ def gemv(
 def gemm(
     x: Tensor, codes: Tensor, scale: Tensor, scaling: Scaling, bias: Tensor | None, blocks: GemmBlocks | None = None
 ) -> Tensor:
-    """On tensor cores, for up to `GEMM_ROWS` rows of 16 bits."""
+    """Linear on tensor cores, for up to `GEMM_ROWS` rows of 16 bits."""
     x, codes, scale = x.contiguous(), codes.contiguous(), scale.contiguous()
     (batch, width), rows = x.shape, codes.shape[0]
     blocks = blocks or gemm_blocks(rows, batch)

@@ -1,7 +1,7 @@
-"""Triton: gated units in one pass, 16-byte accesses, nothing kept.
+"""Triton: gated units in one pass with 16-byte accesses.
 
-Forward moves 6 bytes a value in 16 bits (g and u in, h out); backward 10, or 12 when it also leaves h. Contiguous
-tensors are one long row; the halves of a fused projection are rows with a gap.
+Forward moves 6 bytes a value in 16 bits (g and u in, h out); backward 10, or 12 if it also writes h. Contiguous tensors
+are treated as one long row; the halves of a fused projection are strided rows.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ...ops import glu as reference
 from ...ops.checks import check_same
-from ..operands import evenly_spaced, fresh, put_back
+from ..operands import copy_back, empty_contiguous, evenly_spaced
 from ..tiling import ceil_div
 from .launch import Launcher
 
-BLOCK = 2048  # values a program takes, 16 a thread
+BLOCK = 2048  # values per program, 16 per thread
 WARPS = 4
 
 TWICE_SQRT_2_OVER_PI = tl.constexpr(2 * reference.SQRT_2_OVER_PI)
@@ -26,8 +26,8 @@ INVERSE_SQRT_2_PI = tl.constexpr(0.3989422804014327)
 
 @triton.jit
 def _span(width, BLOCK: tl.constexpr):
-    """The row a program is in, and the columns it takes there."""
-    blocks = (width - 1) // BLOCK + 1  # tl.cdiv adds first, which overflows where a width just fits into 32 bits
+    """Row and columns of a program."""
+    blocks = (width - 1) // BLOCK + 1  # tl.cdiv adds first, which overflows for widths close to 2^31
     program = tl.program_id(0)
     row = program // blocks
     return row.to(tl.int64), (program - row * blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -35,9 +35,9 @@ def _span(width, BLOCK: tl.constexpr):
 
 @triton.jit
 def _sigmoids(x):
-    """σ(x) and 1 − σ(x) = e⁻ˣ·σ(x), which keeps the digits that subtracting from 1 would lose.
+    """σ(x) and 1 − σ(x) = e⁻ˣ·σ(x), without the cancellation of subtracting from 1.
 
-    Below −80, where σ is 2e-35, nothing changes any more: e⁻ˣ must stay finite.
+    x is clamped at −80, where σ is 2e-35, to keep e⁻ˣ finite.
     """
     e = tl.exp(-tl.maximum(x, -80.0))
     sigmoid = 1.0 / (1.0 + e)
@@ -46,7 +46,7 @@ def _sigmoids(x):
 
 @triton.jit
 def activation_and_derivative(g, ACTIVATION: tl.constexpr):
-    """a(g) and a′(g); what a caller does not use is not computed."""
+    """a(g) and a′(g); the compiler removes an unused one."""
     if ACTIVATION == "gelu":
         p = 0.5 * (1.0 + tl.erf(g * SQRT_HALF))
         derivative = p + g * tl.exp(-0.5 * g * g) * INVERSE_SQRT_2_PI
@@ -97,7 +97,7 @@ _glu_backward_launcher = Launcher(_glu_backward)
 
 
 def _layout(*tensors: Tensor) -> tuple[int, int, list[Tensor], list[int]]:
-    """Rows and their width; the tensors, copied where their rows are not evenly spaced; and their row strides."""
+    """Rows and their width; the tensors, copied if their rows are not evenly spaced; and their row strides."""
     numel = tensors[0].numel()
     if all(tensor.is_contiguous() for tensor in tensors):
         return 1, numel, list(tensors), [numel] * len(tensors)
@@ -109,7 +109,7 @@ def _layout(*tensors: Tensor) -> tuple[int, int, list[Tensor], list[int]]:
 @reference.glu.kernel("cuda", "xpu")
 def glu(gate: Tensor, up: Tensor, activation: reference.Activation) -> Tensor:
     reference.check_glu(gate, up, activation)
-    out = fresh(gate, gate.dtype)
+    out = empty_contiguous(gate, gate.dtype)
     if not out.numel():
         return out
     rows, width, inputs, strides = _layout(gate, up)
@@ -128,4 +128,4 @@ def glu_backward_(grad: Tensor, gate: Tensor, up: Tensor, activation: reference.
         rows * ceil_div(width, BLOCK), tuple(buffers), (width, *strides), (BLOCK, activation, need_output), WARPS
     )
     written = [grad, gate, up] if need_output else [gate, up]
-    put_back(written, buffers[-len(written) :])
+    copy_back(written, buffers[-len(written) :])

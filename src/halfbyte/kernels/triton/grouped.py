@@ -1,18 +1,18 @@
-"""Triton: the products of experts with their rows, 4-bit weights decoded in the main loop.
+"""Triton: grouped GEMMs of experts, with 4-bit weights decoded in the main loop.
 
-A program has one tile of an expert's rows, and one block of columns of the result. Which tiles there are stands in a
-table that `route` makes on the device, with as many entries as there could be: those without rows end at once. Rows of
-x are gathered as they are loaded; the low-rank term is what the accumulators begin with. Values are scaled and rounded
-to x's dtype as dequantizing rounds them, so that products of packed weights are those of their values.
+A program computes one tile of an expert's rows and one block of output columns. `route` builds the table of tiles on
+the device. The table has as many entries as there could be tiles; programs of unused entries return at once. Rows of x
+are gathered as they are loaded; the accumulators start with the low-rank term. Values are scaled and rounded to x's
+dtype as in dequantization, so packed and dequantized weights give the same GEMM.
 
-A weight of K contiguous values is read as [block of columns, K step] forward, and as [K step, block of columns] by
-the turned product of backward: the same words, decoded alike, and no transposed copy.
+A weight with K contiguous is read as [block of columns, K step] in forward, and as [K step, block of columns] by the
+transposed GEMM of backward: the same words with the same decoding, without a transposed copy.
 
-Measured on an H200 (torch 2.11, Triton 3.6) at Qwen3-30B-A3B's shape, 128 experts, NF4, in µs. `F.grouped_mm` (gm)
-multiplies 16-bit weights, and rows that are gathered already: 132 µs more at 512 rows an expert. Decoding a stack takes
-256 (gate and up) and 132 (down).
+Measured on an H200 (torch 2.11, Triton 3.6) with Qwen3-30B-A3B's shapes, 128 experts, NF4, in µs. `F.grouped_mm` (gm)
+multiplies 16-bit weights by rows that are already gathered; gathering takes another 132 µs at 512 rows per expert.
+Decoding a stack takes 256 (gate and up) and 132 (down).
 
-    rows an   gate and up            down                   dX of gate and up
+    rows per  gate and up            down                   dX of gate and up
     expert    gm    packed  plain    gm    packed  plain    gm    packed  plain
     1         202   156              119   88               206   157
     16        270   264              159   128              278   230
@@ -22,8 +22,8 @@ multiplies 16-bit weights, and rows that are gathered already: 132 µs more at 5
     256       417   957     483      256   477     284      432   869     519
     512       689   1,763   764      410   852     442      711   1,522   809
 
-Packed, a step of the loop takes 3,300 clocks whatever the tile, the warps and W's side: latency that no sweep found.
-So from `autograd.experts.DECODED_ROWS` on a stack is decoded first.
+With packed weights an iteration takes 3,300 clocks whatever the tile, the warps and W's side; no sweep removed this
+latency. So from `autograd.experts.DECODED_ROWS` rows on a stack is decoded first.
 """
 
 from __future__ import annotations
@@ -51,26 +51,26 @@ from .launch import Launcher
 
 BLACKWELL = (10, 0)
 KIB = 1024
-NARROW = 64  # columns of a product with an adapter's factor
-STEP = 64  # of the sum, a block of the usual 4-bit formats
-# Up to so many rows of a tile, nested scales are decoded where they are needed: a pass over all of a stack's would read
-# those of experts without rows, too. Beyond, each would be decoded once for each tile.
+NARROW = 64  # most columns of a GEMM with an adapter's factor
+STEP = 64  # depth per iteration, a block of the usual 4-bit formats
+# For tiles of up to this many rows, nested scales are decoded in the main loop: a separate pass would also read scales
+# of experts without rows. With larger tiles the loop would decode each scale once per tile.
 NESTED_ROWS = 16
 UNNESTED = 1024  # scales that a program decodes
 
 
 class Tile(NamedTuple):
-    """Columns of a program's result, what it multiplies at a time, its warps, stages, and which operand W is."""
+    """Tile of a program: output columns, depth per iteration, warps, stages, and which operand W is."""
 
     columns: int
     step: int
     warps: int
     stages: int
-    left: bool  # W is the left operand: for tiles of fewer rows than a tensor core's instruction has
+    left: bool  # W is the left operand: for tiles with fewer rows than a tensor core's instruction
 
 
-# By rows of a tile: KiB of shared memory that a block must be allowed, of 16-bit values, and the tile where it is. The
-# first of each row is what sweeps on an H200 found best.
+# By rows of a tile: the shared memory in KiB that a block needs for 16-bit values, and the tile. The first entry of
+# each row is the best of sweeps on an H200.
 PACKED: dict[int, tuple[tuple[int, Tile], ...]] = {
     16: ((26, Tile(128, STEP, 4, 3, True)),),
     32: ((32, Tile(128, STEP, 4, 3, True)),),
@@ -92,9 +92,9 @@ def _tile(
     PER_BLOCK: tl.constexpr, NESTED: tl.constexpr, NESTED_BLOCK: tl.constexpr, SHUFFLE: tl.constexpr,
     E8M0: tl.constexpr,
 ):  # fmt: skip
-    """[R, C] of an expert's matrix, columns from `start`; rows beyond the end repeat the last one.
+    """Load [R, C] of an expert's matrix, columns from `start`; rows after the end repeat the last one.
 
-    Without PER_BLOCK, words of a scale, values are plain; else a word of codes has eight. E8M0: it is MXFP4.
+    PER_BLOCK: 4-byte words of eight codes per scale; 0 for unquantized values. E8M0: the format is MXFP4.
     """
     w_ptr, absmax_ptr, second_ptr, code_ptr, shift_ptr, codebook_ptr = weight
     row = tl.minimum(row, rows - 1)
@@ -112,7 +112,7 @@ def _tile(
             absmax_ptr, second_ptr, code_ptr, shift_ptr, flat, 2147483647, start // 8, words,
             R, C // 8, PER_BLOCK, NESTED, NESTED_BLOCK,
         )  # fmt: skip
-        if E8M0:  # a byte is the exponent field; 0 is 2^-127, half of the smallest normal. Low nibbles are first.
+        if E8M0:  # the byte is the exponent field; 0 is 2^-127, half of the smallest normal. Low nibbles come first.
             byte = scale.to(tl.int32)
             scale = tl.where(byte == 0, 0x00400000, byte << 23).to(tl.float32, bitcast=True)
             codes = ((codes >> 4) & 0x0F0F0F0F) | ((codes & 0x0F0F0F0F) << 4)
@@ -139,7 +139,7 @@ def _finish(
 
 @triton.jit
 def _dot(x, w, acc, W_ROWS: tl.constexpr, LEFT: tl.constexpr):
-    """acc + the product of x [rows, depth] with w: [columns, depth] with W_ROWS, else [depth, columns]."""
+    """acc + x·w for x [rows, depth] and w, which is [columns, depth] with W_ROWS, else [depth, columns]."""
     if not W_ROWS:
         w = tl.trans(w)
     if LEFT:
@@ -152,17 +152,17 @@ def _dot(x, w, acc, W_ROWS: tl.constexpr, LEFT: tl.constexpr):
 @triton.jit
 def _low_rank(
     low_ptr, factor_ptr, expert, row, live, o, width, scale,
-    TURNED: tl.constexpr, RANK: tl.constexpr, PADDED: tl.constexpr, LEFT: tl.constexpr,
+    TRANSPOSED: tl.constexpr, RANK: tl.constexpr, PADDED: tl.constexpr, LEFT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """What the accumulators begin with: scale·u·F of the tile, zeros without an adapter."""
+    """Initial accumulators: scale·u·F of the tile, or zeros without an adapter."""
     if LEFT:
         acc = tl.zeros((COLUMNS, ROWS), tl.float32)
     else:
         acc = tl.zeros((ROWS, COLUMNS), tl.float32)
     if RANK > 0:
         r = tl.arange(0, PADDED)
-        if TURNED:
+        if TRANSPOSED:
             inside = r[None, :] * width + o[:, None]
         else:
             inside = o[:, None] * RANK + r[None, :]
@@ -179,12 +179,12 @@ def _grouped(
     x_ptr, order_ptr, tile_ptr, offset_ptr, w_ptr, absmax_ptr, second_ptr, code_ptr, shift_ptr, codebook_ptr, low_ptr,
     factor_ptr, bias_ptr, out_ptr,
     rows, columns, experts, scale, alpha,
-    TOP_K: tl.constexpr, TURNED: tl.constexpr, PER_BLOCK: tl.constexpr, NESTED: tl.constexpr,
+    TOP_K: tl.constexpr, TRANSPOSED: tl.constexpr, PER_BLOCK: tl.constexpr, NESTED: tl.constexpr,
     NESTED_BLOCK: tl.constexpr, E8M0: tl.constexpr, SHUFFLE: tl.constexpr, RANK: tl.constexpr, PADDED: tl.constexpr,
     BIAS: tl.constexpr, EVEN: tl.constexpr, LEFT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     STEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    if TURNED:
+    if TRANSPOSED:
         width, depth = columns, rows
     else:
         width, depth = rows, columns
@@ -200,7 +200,7 @@ def _grouped(
             source = tl.load(order_ptr + source) // TOP_K
         o = block * COLUMNS + tl.arange(0, COLUMNS)
         acc = _low_rank(
-            low_ptr, factor_ptr, expert, row, row < end, o, width, scale, TURNED, RANK, PADDED, LEFT, ROWS, COLUMNS
+            low_ptr, factor_ptr, expert, row, row < end, o, width, scale, TRANSPOSED, RANK, PADDED, LEFT, ROWS, COLUMNS
         )
         x_row = x_ptr + source.to(tl.int64)[:, None] * depth
         weight = w_ptr, absmax_ptr, second_ptr, code_ptr, shift_ptr, codebook_ptr
@@ -211,7 +211,7 @@ def _grouped(
                 x = tl.load(x_row + d[None, :])
             else:
                 x = tl.load(x_row + d[None, :], mask=(d < depth)[None, :], other=0.0)
-            if TURNED:
+            if TRANSPOSED:
                 w = _tile(
                     weight, lanes, expert, d, rows, block * COLUMNS, columns, x_ptr,
                     STEP, COLUMNS, PER_BLOCK, NESTED, NESTED_BLOCK, SHUFFLE, E8M0,
@@ -221,7 +221,7 @@ def _grouped(
                     weight, lanes, expert, o, rows, step * STEP, columns, x_ptr,
                     COLUMNS, STEP, PER_BLOCK, NESTED, NESTED_BLOCK, SHUFFLE, E8M0,
                 )  # fmt: skip
-            acc = _dot(x, w, acc, not TURNED, LEFT)
+            acc = _dot(x, w, acc, not TRANSPOSED, LEFT)
         _finish(acc, bias_ptr, out_ptr, expert, row, row < end, o, width, alpha, BIAS, LEFT)
 
 
@@ -239,11 +239,13 @@ def _unnest(
 _launcher, _unnest_launcher = Launcher(_grouped), Launcher(_unnest, enable_fp_fusion=False)
 
 
-def tile_of(x: Tensor, packed: bool, routing: Routing, width: int, turned: bool) -> Tile:
-    """The first of its row that the device has shared memory for. Large turned tiles have W on the right: 13% faster.
+def tile_of(x: Tensor, packed: bool, routing: Routing, width: int, transposed: bool) -> Tile:
+    """The first tile of its row that fits in the device's shared memory.
+
+    Large transposed tiles have W as the right operand, which is 13% faster.
 
     Raises:
-        Unavailable: there is none.
+        Unavailable: no tile fits.
     """
     if width <= NARROW:  # an adapter's rank
         stages = 3 if x.element_size() == 2 else 2
@@ -253,11 +255,11 @@ def tile_of(x: Tensor, packed: bool, routing: Routing, width: int, turned: bool)
     found = next((tile for needed, tile in row if needed * scale * KIB <= shared), None)
     if found is None:
         raise Unavailable(f"there is no tile of {routing.tile_rows} rows for {x.dtype}")
-    return found._replace(left=found.left and not (turned and routing.tile_rows == 128))
+    return found._replace(left=found.left and not (transposed and routing.tile_rows == 128))
 
 
 def packed_obstacle(stack: StackedWeight) -> str | None:
-    """Why a stack's products are of its values, decoded before."""
+    """Return why a stack is decoded before its GEMMs, or None."""
     format_, (_, _, columns) = stack.format, stack.shape
     if not is_mxfp4(stack.format) and not (isinstance(format_, Blockwise4) and format_.blocksize <= STEP):
         return "takes NF4 and FP4 in blocks of up to 64, and MXFP4"
@@ -267,7 +269,13 @@ def packed_obstacle(stack: StackedWeight) -> str | None:
 
 
 def obstacle(
-    x: Tensor, stack: StackedWeight, routing: Routing, gather: bool = False, turned: bool = False, *_: Any, **__: Any
+    x: Tensor,
+    stack: StackedWeight,
+    routing: Routing,
+    gather: bool = False,
+    transposed: bool = False,
+    *_: Any,
+    **__: Any,
 ) -> str | None:
     if not routing.tile_rows:
         return "needs the table of tiles"
@@ -279,7 +287,7 @@ def obstacle(
 def _weight(
     stack: StackedWeight, dtype: torch.dtype, nested: bool
 ) -> tuple[tuple[Tensor, ...], tuple[int, bool, int, bool]]:
-    """Pointers, and constants of how they are read; unless `nested`, scales are decoded first."""
+    """Pointers of the weight and constants of its decoding; unless `nested`, scales are decoded first."""
     format_, parts = stack.format, stack.parts
     if is_mxfp4(stack.format) and packed_obstacle(stack) is None:
         packed, scales = parts["packed"].contiguous().view(-1).view(torch.int32), parts["scale"].contiguous()
@@ -312,26 +320,26 @@ def grouped_product(
     stack: StackedWeight,
     routing: Routing,
     gather: bool = False,
-    turned: bool = False,
+    transposed: bool = False,
     low_rank: LowRank | None = None,
     bias: Tensor | None = None,
     alpha: float = 1.0,
     tile: Tile | None = None,
 ) -> Tensor:
-    slots, width = reference.check_product(x, stack, routing, gather, turned, low_rank, bias)
+    slots, width = reference.check_product(x, stack, routing, gather, transposed, low_rank, bias)
     experts, rows, columns = stack.shape
     x, out = x.contiguous(), torch.empty(slots, width, dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
     weight, how = _weight(stack, x.dtype, routing.tile_rows <= NESTED_ROWS)
-    tile = tile or tile_of(x, how[0] > 0, routing, width, turned)
+    tile = tile or tile_of(x, how[0] > 0, routing, width, transposed)
     u, factor, scale = low_rank if low_rank is not None else (x, x, 1.0)
     rank = u.shape[1] if low_rank is not None else 0
     _launcher(
         routing.tiles.shape[0] * ceil_div(width, tile.columns),
         (x, routing.order, routing.tiles, routing.offsets, *weight, u, factor, x if bias is None else bias, out),
         (rows, columns, experts, scale, alpha),
-        (routing.top_k if gather else 0, turned, *how, shuffles(x), rank, max(power_of_2(rank), 16) if rank else 0,
+        (routing.top_k if gather else 0, transposed, *how, shuffles(x), rank, max(power_of_2(rank), 16) if rank else 0,
          bias is not None, x.shape[1] % tile.step == 0, tile.left, routing.tile_rows, tile.columns, tile.step,
          tile.stages),
         warps=tile.warps,

@@ -1,8 +1,8 @@
-"""Triton: GPTQ and AWQ words to a weight [N, K] in one launch.
+"""Triton: dequantization of GPTQ and AWQ words to a weight [N, K] in one launch.
 
 Bound by memory: n values read n/2 bytes of codes and write 2n bytes in bf16; scales and zeros of a group stay in the
-cache. Words lie along the outputs, [K, N], and the result is [N, K], so a program decodes a square tile and the
-compiler turns it through shared memory on the way to the store.
+cache. Words run along the outputs, [K, N], and the result is [N, K]. A program decodes a square tile, which the
+compiler transposes through shared memory before the store.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _dequantize(
     n = (tl.program_id(0) % tiles).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
     inside = (k < inputs)[:, None] & (n < outputs)[None, :]
     lane = (n % 8).to(tl.int32)
-    if AWQ:  # neighbours 0, 2, 4, 6 take the low half of the word
+    if AWQ:  # neighbours 0, 2, 4, 6 are in the low half of the word
         lane_shift = (lane // 2 + (lane % 2) * 4) * 4
         word = k[:, None] * (outputs // 8) + (n // 8)[None, :]
         codes = tl.load(qweight_ptr + word, mask=inside, other=0) >> lane_shift[None, :]

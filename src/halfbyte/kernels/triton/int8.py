@@ -1,7 +1,7 @@
-"""Triton: int8 rows, their values and products; the arithmetic is the reference's, operation by operation, in fp32.
+"""Triton: int8 quantization by row, dequantization and scaling of products, in the reference's order in fp32.
 
 All are bound by memory: dequantizing a value moves 3 bytes in bf16, quantizing one 3 and a second read from cache,
-scaling a product 6. A program takes one row, or a block of it.
+scaling a product 6. A program computes one row, or a block of it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from ..operands import evenly_spaced
 from ..tiling import ceil_div, power_of_2
 from .launch import Launcher
 
-BLOCK = 4096  # values of a row that a program takes at once
+BLOCK = 4096  # values of a row that a program reads at a time
 WARPS = 8
-# Added and subtracted, it rounds fp32 values below 2^22 to integers, halves to even, on any device.
+# Adding and subtracting this rounds fp32 values below 2^22 to integers, halves to even, on any device.
 ROUNDER = tl.constexpr(1.5 * 2**23)
 SMALLEST = tl.constexpr(reference.SMALLEST)
 INVERSE_127 = tl.constexpr(reference.INVERSE_127)
@@ -42,7 +42,7 @@ def _quantize(
     absmax = tl.max(largest, axis=0)
     tl.store(absmax_ptr + row, absmax)
     floor = tl.maximum(tl.zeros((BLOCK,), tl.float32) + absmax, SMALLEST)
-    factor = tl.div_rn(tl.full((BLOCK,), 1.0, tl.float32), floor) * 127.0  # as torch divides a number by a tensor
+    factor = tl.div_rn(tl.full((BLOCK,), 1.0, tl.float32), floor) * 127.0  # torch's rounding of 127 / absmax
     for start in range(0, width, BLOCK):
         col = start + tl.arange(0, BLOCK)
         values = tl.load(x_ptr + row * stride + col, mask=col < width, other=0.0).to(tl.float32)

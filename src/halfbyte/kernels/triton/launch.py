@@ -1,19 +1,19 @@
-"""Launching a Triton kernel for a few microseconds of host time.
+"""Launching a Triton kernel in a few microseconds of host time.
 
-`kernel[grid](...)` binds names, specialises every argument and hashes a string each time, and what it returns asks the
-driver about every pointer and calls the hooks of profilers. What it finds is a function of the arguments' dtypes and
-devices, of which pointers are aligned to 16 bytes, and of the integers; so a `Launcher` keeps what it found under
-exactly those and calls the compiled kernel with addresses. Anything else (a first call, a pointer that is not aligned)
-takes Triton's own way. No lambdas, no autotuning: grid and blocks are functions of the shape, beside each kernel.
+`kernel[grid](...)` binds names, specialises every argument and hashes a string in each call; its result then queries
+the driver about every pointer and calls profiler hooks. The compiled kernel depends only on the arguments' dtypes and
+devices, on which pointers are aligned to 16 bytes, and on the integers. So a `Launcher` caches it under these and calls
+it with addresses. Other calls (the first one, unaligned pointers) use Triton's own launch. There is no autotuning: grid
+and blocks are functions of the shape, next to each kernel.
 
-Checks, strides and grids are functions of the operands' layouts alone. An operation whose own Python costs as much as
-the launch gives those as a key, and what was launched for them once is launched again (`repeat`).
+Checks, strides and grids depend only on the operands' layouts. An operation whose Python code costs as much as the
+launch passes those as a key and repeats the launch that it made for the key before (`repeat`).
 
-A kernel that does not compile for a device, or asks for more than it has, is `Unavailable` there before anything is
-launched, and dispatch runs another, also while a CUDA graph is captured.
+A kernel that does not compile for a device, or exceeds its resources, raises `Unavailable` before any launch, and
+dispatch runs another one, also while a CUDA graph is captured.
 
-A step of fixed shape meets a handful of keys. Batches of ever new lengths would meet ever more, so the table is emptied
-when it has grown past any use.
+A step of fixed shape has a handful of keys. Batches of varying lengths would add ever more, so the table is cleared
+when it reaches `TABLE` entries.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ _shape, _dtype = operator.attrgetter("shape"), operator.attrgetter("dtype")
 
 
 def layouts(*tensors: Tensor) -> tuple:
-    """All that tensors are but for their addresses: shapes, strides, dtypes, indices of devices."""
+    """Everything about tensors except their addresses: shapes, strides, dtypes, device indices."""
     return (
         *map(_shape, tensors), *map(Tensor.stride, tensors), *map(_dtype, tensors), *map(Tensor.get_device, tensors)
     )  # fmt: skip
 
 
 class Launcher:
-    """A jitted kernel with a table of its compiled forms.
+    """A jitted kernel with a table of its compiled variants.
 
-    Its parameters are pointers, then numbers, then constexprs, and it is called with one tuple of each.
+    The kernel's parameters are pointers, then numbers, then constexprs; a call passes one tuple of each.
 
     Args:
         function: the `triton.jit` function.
@@ -60,9 +60,9 @@ class Launcher:
         self.known: dict[tuple, tuple[Any, int, tuple]] = {}
 
     def repeat(self, key: tuple, tensors: tuple[Tensor, ...]) -> bool:
-        """Launch on `tensors` what a call with `key` launched before; False, and nothing done, where there was none.
+        """Launch on `tensors` what a call with `key` launched before; return False if there was none.
 
-        `key` says everything that programs, numbers and constants follow from, with the layouts of all operands.
+        `key` must determine programs, numbers and constants, and contain the layouts of all operands.
         """
         known = self.known.get(key)
         if known is None:
@@ -86,14 +86,14 @@ class Launcher:
     ) -> None:
         """Run `programs` programs of `warps` warps, on the current stream of the first tensor's device.
 
-        `warps` must follow from the constants and dtypes: the table's key leaves it out. `repeat` will be asked for
-        `key`.
+        `warps` must follow from the constants and dtypes, since the table's key does not contain it. `key` is for later
+        calls of `repeat`.
 
         Raises:
-            Unavailable: the kernel does not compile for this device or asks for more than it has; nothing was launched.
+            Unavailable: the kernel does not compile for this device or exceeds its resources; nothing was launched.
         """
         device = tensors[0].get_device()
-        # Triton launches on the current device. A model spread over several has tensors on others.
+        # Triton launches on the current device, but tensors of a model on several devices may be on others.
         if device >= 0 and device != torch.accelerator.current_device_index():
             with torch.accelerator.device_index(device):
                 compiled = self._launch(device, programs, tensors, numbers, constants, warps)
@@ -103,7 +103,7 @@ class Launcher:
             _keep(self.known, key, (compiled, programs, (*numbers, *constants)))
 
     def _launch(self, device, programs, tensors, numbers, constants, warps) -> Any:
-        """Returns what was compiled for aligned pointers; None where it was not for those."""
+        """Launch, and return the compiled kernel if its pointers are aligned, else None."""
         key = (numbers, constants, *map(_dtype, tensors), *map(Tensor.get_device, tensors))
         addresses = [*map(Tensor.data_ptr, tensors)]
         aligned = reduce(operator.or_, addresses) % 16 == 0
@@ -118,8 +118,8 @@ class Launcher:
         return compiled if aligned else None
 
     def _compile(self, key, programs, tensors, numbers, constants, warps) -> Any:
-        """The kernel for these arguments, loaded; None where the interpreter has run it, which compiles nothing."""
-        variant = key[1:]  # what a refusal follows from; numbers are ever new ones
+        """Compile and load the kernel for these arguments; None in the interpreter, which runs it directly."""
+        variant = key[1:]  # refusals do not depend on numbers, which vary between calls
         if variant in self._refused:
             raise Unavailable(self._refused[variant])
         grid, options = (programs, 1, 1), {"num_warps": warps, **self.options}
@@ -128,10 +128,10 @@ class Launcher:
             return None
         try:
             compiled = self.function.warmup(*tensors, *numbers, *constants, grid=grid, **options)
-            compiled.run  # noqa: B018  (it loads the kernel, which shows whether the device has what it needs)
-        except (TritonError, RuntimeError) as error:  # of Triton, of its passes, of ptxas, of the driver
+            compiled.run  # noqa: B018  (loads the kernel, which fails if the device lacks resources)
+        except (TritonError, RuntimeError) as error:  # from Triton, its passes, ptxas or the driver
             if _in_capture(tensors[0]) and not isinstance(error, TritonError):
-                raise  # of the capture, perhaps: nothing is known of the kernel
+                raise  # may be caused by the capture and says nothing about the kernel
             self._refused[variant] = f"it does not run on {device_of(tensors[0]).name}: {_reason(error)}"
             raise Unavailable(self._refused[variant]) from error
         return compiled

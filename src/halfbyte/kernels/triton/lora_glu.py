@@ -1,14 +1,14 @@
-"""Triton: the gated unit with its adapters in one pass over the tensors [M, I], the low-rank products on tensor cores.
+"""Triton: the gated unit with its adapters in one pass over tensors [M, I], with low-rank GEMMs on tensor cores.
 
-A program takes a block of columns and walks down a part of the rows, so that the adapters' factors of its columns are
-read once, and sums over rows (dB, dA) stay in registers. Sums over columns (u_d, v) are a partial result of each block
-of columns, sums over rows one of each part; a reduction adds them up, in the same order in every run. The partial
-results of v have the dtype of v: one rounding more, where PEFT's backward rounds s·dy.
+A program has a block of columns and iterates over a part of the rows. It reads the adapters' factors of its columns
+once, and accumulates sums over rows (dB, dA) in registers. Each block of columns writes partial sums over columns (u_d,
+v), each part of the rows writes partial sums over rows; a reduction adds them in a fixed order. The partial sums of v
+have v's dtype: one rounding more than PEFT's backward, which rounds s·dy.
 
-Measured on an H200 at [8192, 14336], r = 16: 256 µs forward (three tensors at the copy's bandwidth: 168) and 460
-backward (five: 280), where the unit, products of their own and terms added by GEMMs take 389 and 707.
+Measured on an H200 at [8192, 14336], r = 16: 256 µs forward (three tensors at a copy's bandwidth: 168) and 460 backward
+(five: 280). The unit with separate low-rank GEMMs takes 389 and 707.
 
-Tiles are those of a sweep on that device, and smaller where a block has less shared memory than there.
+Tiles are the best of a sweep on that device; smaller ones are for devices with less shared memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ...ops.fp8_scaling import Slot
 from ...ops.glu import Activation
 from ...ops.lora_glu import Factors, Gradients
 from ..device import device_of
-from ..operands import put_back
+from ..operands import copy_back
 from ..tiling import ceil_div, power_of_2
 from .float8 import float8_obstacle, largest, observe, to_float8
 from .glu import activation_and_derivative
@@ -33,12 +33,12 @@ from .launch import Launcher
 
 WARPS = 4
 KIB = 1024
-AMPERE = (8, 0)  # before, Triton multiplies without tensor cores: it spills, and cuBLAS is faster
+AMPERE = (8, 0)  # earlier GPUs: Triton does not use tensor cores and spills, and cuBLAS is faster
 Tile = tuple[int, int, int]  # rows, columns, pipeline stages
 Tiles = dict[tuple[int, int], tuple[tuple[int, Tile], ...]]
-# By bytes of a value and padded rank: KiB of shared memory that a block must be allowed, and the tile where it is.
-# NVIDIA's allow 227 from Hopper on, 163 on A100s, 99 on other GPUs since 2020, and 64 before; AMD's and Intel's 64. The
-# first tile of each row is what a sweep on an H200 found best. Where there is none, products of their own are as fast.
+# By bytes of a value and padded rank: the shared memory in KiB that a block needs, and the tile. NVIDIA's GPUs have 227
+# from Hopper on, A100s 163, other GPUs since 2020 99, and earlier ones 64; AMD's and Intel's have 64. The first tile of
+# each row is the best of a sweep on an H200. Without an entry, separate GEMMs are as fast.
 FORWARD: Tiles = {
     (2, 16): ((0, (64, 128, 2)),),
     (2, 32): ((99, (64, 128, 2)), (0, (64, 64, 2))),
@@ -53,13 +53,13 @@ BACKWARD: Tiles = {
     (4, 16): ((163, (64, 64, 3)), (0, (32, 64, 2))),
     (4, 32): ((227, (64, 64, 3)), (99, (32, 64, 2))),
 }
-PARTS = (1024, 512, 256)  # rows that a program walks down: the most that leaves `PROGRAMS` of them
+PARTS = (1024, 512, 256)  # rows per program: the most with which there are `PROGRAMS` programs
 PROGRAMS = 1024
 
 
 @triton.jit
 def _load(ptr, index, size, step, rank: tl.constexpr, rank_step, RANK: tl.constexpr):
-    """[index, RANK] of a factor, zero beyond its size and rank."""
+    """Load [index, RANK] of a factor, zero outside its size and rank."""
     r = tl.arange(0, RANK)
     mask = (index < size)[:, None] & (r < rank)[None, :]
     return tl.load(ptr + index.to(tl.int64)[:, None] * step + r[None, :] * rank_step, mask=mask, other=0.0)
@@ -74,7 +74,7 @@ def _store(ptr, values, index, size, step, rank: tl.constexpr, rank_step, RANK: 
 
 @triton.jit
 def _cast(out, values, mask, factors, scale, LIMIT: tl.constexpr, COLUMN_FACTORS: tl.constexpr):
-    """Store `values` in FP8 and return them in fp32; beyond the ends they are zeros, which no amax notices."""
+    """Store `values` in FP8 and return them in fp32; values outside the matrix are zeros and do not affect the amax."""
     values = values.to(tl.float32)
     if COLUMN_FACTORS:
         values *= factors[None, :]
@@ -84,7 +84,7 @@ def _cast(out, values, mask, factors, scale, LIMIT: tl.constexpr, COLUMN_FACTORS
 
 @triton.jit
 def _put(out, codes, values, mask, factors, scale, amax, LIMIT: tl.constexpr, COLUMN_FACTORS: tl.constexpr):
-    """Store `values` in `out` or, with a LIMIT of FP8, as `codes`; the largest magnitude so far."""
+    """Store `values` in `out` or, if LIMIT > 0, as FP8 `codes`; return the largest magnitude so far."""
     if LIMIT > 0:
         amax = tl.maximum(amax, largest(_cast(codes, values, mask, factors, scale, LIMIT, COLUMN_FACTORS)))
     else:
@@ -106,7 +106,7 @@ def _lora_glu(
     b_gate = tl.trans(_load(b_gate_ptr, col, width, R_GATE, R_GATE, 1, RANK))
     b_up = tl.trans(_load(b_up_ptr, col, width, R_UP, R_UP, 1, RANK))
     a_down = _load(a_down_ptr, col, width, 1, R_DOWN, width, RANK)
-    # The largest magnitude is told once, at the end: a branch in the loop would stall its pipeline.
+    # The amax is recorded once, at the end: a branch in the loop would stall its pipeline.
     scale, amax = tl.load(cast_ptr), tl.full((), 0.0, tl.float32)
     for step in tl.range(0, PART // ROWS, num_stages=STAGES):
         row = part * PART + step * ROWS + tl.arange(0, ROWS)
@@ -169,7 +169,7 @@ def _lora_glu_backward(
         activated, derivative = activation_and_derivative(g, ACTIVATION)
         d_down = tl.dot(tl.trans((activated * u).to(dtype)), v_down, d_down, input_precision="ieee")
         dg = (dh * u * derivative).to(dtype)
-        codes = codes_ptr + row.to(tl.int64)[:, None] * (2 * width) + col[None, :]  # of dg and du, side by side
+        codes = codes_ptr + row.to(tl.int64)[:, None] * (2 * width) + col[None, :]  # of dg; du's follow in the row
         amax = _put(gate_ptr + element, codes, dg, mask, gate_factors, scale, amax, LIMIT, COLUMN_FACTORS)
         d_gate = tl.dot(tl.trans(dg), u_gate, d_gate, input_precision="ieee")
         v = gate_scale * tl.dot(dg, b_gate, input_precision="ieee")
@@ -194,28 +194,28 @@ _backward_launcher = Launcher(_lora_glu_backward)
 
 
 def _grid(rows: int, width: int, columns: int) -> tuple[int, int]:
-    """Blocks of columns, and rows in a part."""
+    """Blocks of columns, and rows per part."""
     blocks = ceil_div(width, columns)
     enough = (part for part in PARTS if blocks * ceil_div(rows, part) >= PROGRAMS)
     return blocks, next(enough, PARTS[-1])
 
 
 def _padded(rank: int) -> int:
-    """To what a tensor core takes."""
+    """Rank, padded for tensor cores."""
     return max(power_of_2(rank), 16)
 
 
 def _tile(tiles: Tiles, x: Tensor, rank: int) -> Tile | None:
-    """The first one for this dtype and rank that the device has shared memory for."""
+    """The first tile for this dtype and rank that fits in the device's shared memory, or None."""
     shared, row = device_of(x).shared_bytes, tiles.get((x.element_size(), _padded(rank)), ())
     return next((tile for needed, tile in row if needed * KIB <= shared), None)
 
 
 def _tile_for(tiles: Tiles, gate: Tensor, factors: Factors) -> Tile:
-    """Likewise, for callers that have not asked `in_one_pass`.
+    """`_tile` for callers that have not checked `in_one_pass`.
 
     Raises:
-        Unavailable: there is none.
+        Unavailable: no tile fits.
     """
     rank = max(factors.b_gate.shape[1], factors.b_up.shape[1], factors.a_down.shape[0])
     tile = _tile(tiles, gate, rank)
@@ -259,7 +259,7 @@ def _forward(gate, up, low, factors: Factors, activation: str, slot: Slot | None
 def _backward(
     grad, gate, up, low, v_down, factors: Factors, activation: str, slot: Slot | None, columns: Tensor | None
 ) -> tuple[Gradients, Tensor | None]:
-    """dg and du stand in gate and up or, with a slot, in the codes that are returned."""
+    """Write dg and du over gate and up or, with a slot, into the returned codes."""
     reference.check_lora_glu(gate, up, low, factors, activation)
     reference.check_gradients(grad, v_down, gate, factors)
     (rows, width), tile = gate.shape, _tile_for(BACKWARD, gate, factors)
@@ -301,7 +301,7 @@ def lora_glu_backward_(
     grad: Tensor, gate: Tensor, up: Tensor, low: Tensor, v_down: Tensor, factors: Factors, activation: Activation
 ) -> Gradients:
     found, _ = _backward(grad, gate, up, low, v_down, factors, activation, None, None)
-    put_back((gate, up), (gate, up))
+    copy_back((gate, up), (gate, up))
     return found
 
 

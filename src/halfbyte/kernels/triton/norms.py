@@ -1,13 +1,13 @@
-"""Triton: norms whose row stays in registers, so every byte moves once.
+"""Triton: norms that hold a row in registers, so every byte moves once.
 
-A program takes one wide row or several narrow ones, 2,048 values or more, at 16 values a thread: two 16-byte loads in
-flight a thread in bf16, and enough programs on a multiprocessor that one's reduction hides behind the others' loads.
-The floor of an RMSNorm of n values in 16 bits is 4n bytes / bandwidth forward and 6n backward; two more bytes a value
-for each of residual, sum and residual gradient.
+A program computes one wide row or several narrow ones, at least 2,048 values, at 16 values a thread. This gives two
+16-byte loads in flight per thread in bf16, and enough programs per multiprocessor to hide one's reduction behind the
+others' loads. The floor of an RMSNorm of n values in 16 bits is 4n bytes / bandwidth forward and 6n backward; residual,
+sum and residual gradient each add two bytes a value.
 
-The weight's gradient is a sum over all rows. `PARTIALS` programs, two for each multiprocessor, then add up their own
-rows in registers and write one fp32 row each (`ops.partial_sums` finishes). So few programs hide nothing of each
-other's waiting: each has its next rows on the way to shared memory while it computes.
+The weight's gradient is a sum over all rows. `PARTIALS` programs, two per multiprocessor, accumulate their rows in
+registers and write one fp32 row each, which `sum_rows` adds. So few programs do not hide each other's latency, so each
+prefetches its next rows into shared memory while it computes.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ from ...ops import norms as reference
 from ...ops.checks import check_rows
 from ...ops.float8 import FP8_MAX
 from ...ops.fp8_scaling import Slot
-from ...ops.partial_sums import sum_rows
-from ..operands import evenly_spaced, fresh, fresh_statistic, same
+from ..operands import all_same, empty_contiguous, empty_statistic, evenly_spaced
 from ..tiling import ceil_div, power_of_2
 from .float8 import float8_obstacle, largest, observe, to_float8
 from .launch import Launcher, layouts
 
-TILE = 2048  # values a program takes when rows are narrower
+TILE = 2048  # values per program for rows narrower than this
 VALUES_PER_THREAD = 16
 PARTIALS = 264  # rows of partial sums of a weight's gradient
-STAGED = 65536  # bytes of shared memory a program may have on their way for it
+STAGED = 65536  # bytes of shared memory for prefetching, per program
 
 
 @triton.jit
@@ -59,7 +58,7 @@ def _rms_norm(
     x = _load(x_ptr, row, x_stride, col, mask)
     factor = _factor(weight_ptr, col, D, OFFSET)
     if RESIDUAL:
-        # The sum is rounded before it is normalised: later layers read it rounded.
+        # The sum is rounded before it is normalised, since later layers read it rounded.
         total = (x + _load(residual_ptr, row, residual_stride, col, mask)).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + row[:, None] * D + col[None, :], total, mask=mask)
         x = total.to(tl.float32)
@@ -70,7 +69,7 @@ def _rms_norm(
         normal = normal.to(x_ptr.dtype.element_ty).to(tl.float32)
     y = (normal * factor[None, :]).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + row[:, None] * D + col[None, :], y, mask=mask)
-    if LIMIT > 0:  # of FP8: y is written in that, too
+    if LIMIT > 0:  # also write y in FP8
         y = tl.where(mask, y.to(tl.float32), 0.0)
         observe(newest_ptr, largest(y))
         codes = to_float8(y, tl.load(cast_ptr), LIMIT).to(codes_ptr.dtype.element_ty)
@@ -154,7 +153,7 @@ def _layer_norm_backward(
             db += grad
     if WEIGHT:
         tl.store(dw_ptr + program * D + col, tl.sum(dw, axis=0), mask=col < D)
-        dw_ptr += tl.num_programs(0).to(tl.int64) * D  # the bias's follow
+        dw_ptr += tl.num_programs(0).to(tl.int64) * D  # the bias's partial sums follow the weight's
         tl.store(dw_ptr + program * D + col, tl.sum(db, axis=0), mask=col < D)
 
 
@@ -166,31 +165,31 @@ _layer_norm_backward_launcher = Launcher(_layer_norm_backward)
 
 @functools.cache
 def _blocks(width: int) -> tuple[int, int, int]:
-    """Rows a program takes, their width padded to a power of two, and warps."""
+    """Rows per program, their width padded to a power of two, and warps."""
     block = power_of_2(width)
     rows = max(TILE // block, 1)
     return rows, block, min(max(rows * block // (32 * VALUES_PER_THREAD), 4), 16)
 
 
 def _programs(rows: int, rows_per_tile: int, need_weight: bool) -> tuple[int, int]:
-    """Programs, and tiles of rows each goes through: one, unless partial sums of a weight's gradient must be few."""
+    """Number of programs, and tiles of rows per program: one, unless a weight's gradient needs few partial sums."""
     all_tiles = ceil_div(rows, rows_per_tile)
     tiles = ceil_div(all_tiles, PARTIALS) if need_weight else 1
     return ceil_div(all_tiles, tiles), tiles
 
 
 def _stages(values: int, x: Tensor, need_weight: bool) -> int:
-    """How many tiles of so many values a program has in hand at once: of x, the gradient and the residual's."""
+    """Pipeline stages for tiles of `values` values, of which x, the gradient and the residual's each have one."""
     return min(3, 1 + STAGED // (3 * values * x.element_size())) if need_weight else 1
 
 
 def _normed(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: bool, slot: Slot | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Last, y's codes with a slot; without, y."""
-    y, rstd = fresh(x, reference.normed_dtype(x, weight, offset)), fresh_statistic(x)
-    total = x if residual is None else fresh(x, x.dtype)
-    codes = y if slot is None else fresh(y, slot.dtype)
+    """y, sum, rstd, and y's FP8 codes with a slot; without one y again."""
+    y, rstd = empty_contiguous(x, reference.normed_dtype(x, weight, offset)), empty_statistic(x)
+    total = x if residual is None else empty_contiguous(x, x.dtype)
+    codes = y if slot is None else empty_contiguous(y, slot.dtype)
     given = (x, x if residual is None else residual, weight)
     made = (y, total, rstd, codes, *((rstd, rstd) if slot is None else (slot.scale, slot.newest)))
     key = (eps, offset, residual is None, codes.dtype, *layouts(*given))
@@ -206,7 +205,7 @@ def _normed(
     _rms_norm_launcher(
         ceil_div(rows, rows_per_program), used + made, (rows, x_stride, added_stride, eps),
         (width, rows_per_program, block, offset, residual is not None, FP8_MAX[slot.dtype] if slot else 0), warps,
-        key if same(used, given) else None,
+        key if all_same(used, given) else None,
     )  # fmt: skip
     return y, total, rstd, codes
 
@@ -235,7 +234,7 @@ def rms_norm_backward(
     residual_grad: Tensor | None,
     need_weight: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    dx = fresh(x, x.dtype)
+    dx = empty_contiguous(x, x.dtype)
     given = (grad, x, weight, rstd, x if residual_grad is None else residual_grad)
     key = (offset, residual_grad is None, *layouts(*given))
     if not need_weight and _rms_norm_backward_launcher.repeat(key, (*given, dx, rstd)):
@@ -253,16 +252,16 @@ def rms_norm_backward(
         programs, (*used, dx, dw), (rows, tiles, grad_stride, x_stride, added_stride),
         (width, rows_per_tile, block, offset, residual_grad is not None, need_weight,
          _stages(rows_per_tile * block, x, need_weight)), warps,
-        key if same(used, given) and not need_weight else None,
+        key if all_same(used, given) and not need_weight else None,
     )  # fmt: skip
-    return dx, sum_rows(dw, weight.dtype)[0] if need_weight else None
+    return dx, reference.sum_rows(dw, weight.dtype)[0] if need_weight else None
 
 
 @reference.layer_norm.kernel("cuda", "xpu")
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     reference.check_layer_norm(x, weight, bias)
     width = x.shape[-1]
-    y, mean, rstd = fresh(x, x.dtype), fresh_statistic(x), fresh_statistic(x)
+    y, mean, rstd = empty_contiguous(x, x.dtype), empty_statistic(x), empty_statistic(x)
     rows = rstd.numel()
     if not rows or not width:
         return y, mean, rstd
@@ -281,7 +280,7 @@ def layer_norm_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     check_rows("layer_norm_backward", grad, x, rstd, None)
     width, rows = x.shape[-1], rstd.numel()
-    dx = fresh(x, x.dtype)
+    dx = empty_contiguous(x, x.dtype)
     if not rows or not width:
         zeros = torch.zeros_like(weight) if need_weight else None
         return dx, zeros, zeros.clone() if zeros is not None else None
@@ -295,5 +294,39 @@ def layer_norm_backward(
     )  # fmt: skip
     if not need_weight:
         return dx, None, None
-    dw, db = sum_rows(sums, weight.dtype, programs)
+    dw, db = reference.sum_rows(sums, weight.dtype, programs)
     return dx, dw, db
+
+
+SUM_TILE = 8192  # values that a program reads at a time
+
+
+@triton.jit
+def _sum_rows(partial_ptr, out_ptr, rows, first, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    blocks: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
+    part = tl.program_id(0) // blocks
+    col = (tl.program_id(0) % blocks) * COLUMNS + tl.arange(0, COLUMNS)
+    start = part * first
+    end = tl.where(part == 0, first, rows)
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for begin in range(start, end, ROWS):
+        row = begin + tl.arange(0, ROWS)
+        mask = (row < end)[:, None] & (col < D)[None, :]
+        total += tl.load(partial_ptr + row.to(tl.int64)[:, None] * D + col[None, :], mask=mask, other=0.0)
+    tl.store(out_ptr + part * D + col, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=col < D)
+
+
+_sum_rows_launcher = Launcher(_sum_rows)
+
+
+@reference.sum_rows.kernel("cuda", "xpu")
+def sum_rows(partials: Tensor, dtype: torch.dtype, first: int | None = None) -> Tensor:
+    rows, width = partials.shape
+    columns = 32 if width >= 2048 else 8  # 128 or 32 bytes of a row: enough programs for narrow rows, too
+    parts = 1 if first is None else 2
+    out = torch.empty(parts, width, dtype=dtype, device=partials.device)
+    _sum_rows_launcher(
+        parts * ceil_div(width, columns), (partials, out), (rows, rows if first is None else first),
+        (width, SUM_TILE // columns, columns), 8,
+    )  # fmt: skip
+    return out

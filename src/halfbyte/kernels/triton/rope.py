@@ -1,13 +1,12 @@
-"""Triton: RoPE of q and k in one launch, one program a token.
+"""Triton: RoPE of q and k in one launch, one program per token.
 
-A token's heads all turn by the same angles, so a program reads cos and sin once and holds every head of q and k in
-registers, as two tiles [heads, R/2]: the pairs that turn together are then at one place of both. Where a projection
-made q and k, a token's heads are one run of memory. The floor is 4 bytes a value in 16 bits, each way; the fused norm's
-backward reads x too, 6 bytes, and computes r again from it.
+All heads of a token have the same angles. A program reads cos and sin once and holds every head of q and k in registers
+as two tiles [heads, R/2], so that the pairs that rotate together are at the same place of both. The floor is 4 bytes
+per value in 16 bits, in each direction; the fused norm's backward also reads x, 6 bytes, and recomputes r.
 
-With gradients of the norms' weights, sums over all tokens and heads, that backward takes `PROGRAMS` programs, each of
-which goes through its tokens a group of heads at a time, so that its sums are one group's: 16 values a thread. Their
-next heads are on the way meanwhile, as in `kernels.norms`.
+With gradients of the norms' weights, which are sums over all tokens and heads, that backward uses `PROGRAMS` programs.
+Each iterates over its tokens one group of heads at a time, with sums for one group: 16 values per thread. The next
+heads are prefetched, as in `triton.norms`.
 """
 
 from __future__ import annotations
@@ -22,22 +21,22 @@ from torch import Tensor
 from ...ops import rope as reference
 from ...ops.checks import check_same
 from ...ops.float8 import FP8_MAX
+from ...ops.norms import sum_rows
 from ...ops.paged_attention import PAGE, rope_store_paged_
-from ...ops.partial_sums import sum_rows
-from ..operands import changed, put_back, same
+from ..operands import all_same, bump_versions, copy_back
 from ..tiling import ceil_div, power_of_2
 from .cached_attention import conversion_obstacle
 from .float8 import to_float8
 from .launch import Launcher, layouts
 
 VALUES_PER_THREAD = 32
-PROGRAMS = 528  # that sum a weight's gradient: four for each of 132 multiprocessors
+PROGRAMS = 528  # programs with partial sums of a weight's gradient: four for each of 132 multiprocessors
 GROUP_VALUES, GROUP_WARPS, STAGES = 2048, 4, 3  # of such a program; the best of a sweep on an H200
 
 
 @triton.jit
 def _angles(cos_ptr, sin_ptr, start, col, HALF: tl.constexpr, BACKWARD: tl.constexpr):
-    """cos and sin of the two halves, [1, HALF]; going back, sin is negative and its halves are exchanged."""
+    """cos and sin of the two halves, [1, HALF]; for backward, sin is negative and its halves are exchanged."""
     mask = col < HALF
     cos1 = tl.load(cos_ptr + start + col, mask=mask, other=0.0).to(tl.float32)[None, :]
     cos2 = tl.load(cos_ptr + start + HALF + col, mask=mask, other=0.0).to(tl.float32)[None, :]
@@ -48,7 +47,7 @@ def _angles(cos_ptr, sin_ptr, start, col, HALF: tl.constexpr, BACKWARD: tl.const
 
 @triton.jit
 def _heads(start, head_stride, col, HALF: tl.constexpr, HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr):
-    """Where the first halves of a token's heads lie, and which of the tile are there."""
+    """Offsets of the first halves of a token's heads, and their mask."""
     head = tl.arange(0, HEADS_BLOCK)
     offset = start + head[:, None].to(tl.int64) * head_stride + col[None, :]
     return offset, (head < HEADS)[:, None] & (col < HALF)[None, :]
@@ -68,7 +67,7 @@ def _store(pointer, offset, first, second, mask, HALF: tl.constexpr):
 
 
 @triton.jit
-def _turn(x1, x2, cos1, cos2, sin1, sin2):
+def _rotate(x1, x2, cos1, cos2, sin1, sin2):
     return x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2
 
 
@@ -86,9 +85,9 @@ def _rope(
     cos1, cos2, sin1, sin2 = _angles(cos_ptr, sin_ptr, batch * cb + token * ct, col, HALF, BACKWARD)
     q1, q2 = _load(q_ptr, q_offset, q_mask, HALF)
     k1, k2 = _load(k_ptr, k_offset, k_mask, HALF)
-    q1, q2 = _turn(q1, q2, cos1, cos2, sin1, sin2)
+    q1, q2 = _rotate(q1, q2, cos1, cos2, sin1, sin2)
     _store(q_ptr, q_offset, q1, q2, q_mask, HALF)
-    k1, k2 = _turn(k1, k2, cos1, cos2, sin1, sin2)
+    k1, k2 = _rotate(k1, k2, cos1, cos2, sin1, sin2)
     _store(k_ptr, k_offset, k1, k2, k_mask, HALF)
 
 
@@ -99,7 +98,7 @@ def _rope_store(
     HALF: tl.constexpr, BLOCK: tl.constexpr, Q_HEADS: tl.constexpr, Q_BLOCK: tl.constexpr, K_HEADS: tl.constexpr,
     K_BLOCK: tl.constexpr, PAGE: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """LIMIT: of a cache in FP8; 0 for others."""
+    """LIMIT: largest value of an FP8 cache; 0 for other caches."""
     place = tl.program_id(0).to(tl.int64)
     batch, token = place // tokens, place % tokens
     col = tl.arange(0, BLOCK)
@@ -112,9 +111,9 @@ def _rope_store(
     q1, q2 = _load(q_ptr, q_offset, q_mask, HALF)
     k1, k2 = _load(k_ptr, k_offset, mask, HALF)
     v1, v2 = _load(v_ptr, v_offset, mask, HALF)
-    q1, q2 = _turn(q1, q2, cos1, cos2, sin1, sin2)
+    q1, q2 = _rotate(q1, q2, cos1, cos2, sin1, sin2)
     _store(q_ptr, q_offset, q1, q2, q_mask, HALF)
-    k1, k2 = _turn(k1, k2, cos1, cos2, sin1, sin2)
+    k1, k2 = _rotate(k1, k2, cos1, cos2, sin1, sin2)
     k1, k2 = k1.to(k_ptr.dtype.element_ty), k2.to(k_ptr.dtype.element_ty)
     _store(k_ptr, k_offset, k1, k2, mask, HALF)
     if LIMIT > 0:
@@ -155,12 +154,12 @@ def _qk_norm_rope(
     cos1, cos2, sin1, sin2 = _angles(cos_ptr, sin_ptr, batch * cb + token * ct, col, HALF, False)
     factor1, factor2 = _factor(q_weight_ptr, col, HALF, OFFSET)
     q1, q2, _ = _normal(q1, q2, eps, HALF)
-    q1, q2 = _turn(q1 * factor1, q2 * factor2, cos1, cos2, sin1, sin2)
+    q1, q2 = _rotate(q1 * factor1, q2 * factor2, cos1, cos2, sin1, sin2)
     q_offset, q_mask = _heads(batch * qob + token * qot, qoh, col, HALF, Q_HEADS, Q_BLOCK)
     _store(q_out_ptr, q_offset, q1, q2, q_mask, HALF)
     factor1, factor2 = _factor(k_weight_ptr, col, HALF, OFFSET)
     k1, k2, _ = _normal(k1, k2, eps, HALF)
-    k1, k2 = _turn(k1 * factor1, k2 * factor2, cos1, cos2, sin1, sin2)
+    k1, k2 = _rotate(k1 * factor1, k2 * factor2, cos1, cos2, sin1, sin2)
     k_offset, k_mask = _heads(batch * kob + token * kot, koh, col, HALF, K_HEADS, K_BLOCK)
     _store(k_out_ptr, k_offset, k1, k2, k_mask, HALF)
 
@@ -169,11 +168,11 @@ def _qk_norm_rope(
 def _heads_backward(
     grad_ptr, grad_offset, x_ptr, x_offset, mask, factor1, factor2, cos1, cos2, sin1, sin2, eps, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of one tile of heads over `grad`; return the two halves of g·x̂, [heads, BLOCK] each."""
+    """Overwrite `grad` of one tile of heads by the gradient of x; return the two halves of g·x̂, [heads, BLOCK] each."""
     g1, g2 = _load(grad_ptr, grad_offset, mask, HALF)
     x1, x2 = _load(x_ptr, x_offset, mask, HALF)
     x1, x2, rstd = _normal(x1, x2, eps, HALF)
-    g1, g2 = _turn(g1, g2, cos1, cos2, sin1, sin2)
+    g1, g2 = _rotate(g1, g2, cos1, cos2, sin1, sin2)
     h1, h2 = g1 * factor1, g2 * factor2
     mean = tl.sum(h1 * x1 + h2 * x2, axis=1)[:, None] / (2 * HALF)
     _store(grad_ptr, grad_offset, (h1 - x1 * mean) * rstd, (h2 - x2 * mean) * rstd, mask, HALF)
@@ -212,9 +211,9 @@ def _norm_rope_backward(
     HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write gradients of every `step`th token from `first` on over `grad`, a group of heads at a time.
+    """Overwrite `grad` of every `step`th token from `first` on, one group of heads at a time.
 
-    Of the weight's gradient each thread sums what it has at hand; threads meet once, at the end.
+    Each thread accumulates its part of the weight's gradient; threads reduce once, at the end.
     """
     col = tl.arange(0, BLOCK)
     head = tl.arange(0, GROUP)
@@ -247,19 +246,19 @@ def _qk_norm_rope_backward_sums(
     HALF: tl.constexpr, BLOCK: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, GROUP: tl.constexpr,
     OFFSET: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`share` programs for each group of heads: those of q first, then those of k."""
+    """Use `share` programs for each group of heads: those of q first, then those of k."""
     program = tl.program_id(0).to(tl.int64)
     dw_ptr += program * 2 * HALF
-    of_q = share * ((Q_HEADS + GROUP - 1) // GROUP)
-    if program < of_q:
+    q_programs = share * ((Q_HEADS + GROUP - 1) // GROUP)
+    if program < q_programs:
         _norm_rope_backward(
-            q_grad_ptr, q_ptr, q_weight_ptr, cos_ptr, sin_ptr, dw_ptr, program, of_q, all_tokens, tokens,
+            q_grad_ptr, q_ptr, q_weight_ptr, cos_ptr, sin_ptr, dw_ptr, program, q_programs, all_tokens, tokens,
             qgb, qgh, qgt, qb, qh, qt, cb, ct, eps, HALF, BLOCK, Q_HEADS, GROUP, OFFSET, STAGES,
         )  # fmt: skip
     else:
         _norm_rope_backward(
-            k_grad_ptr, k_ptr, k_weight_ptr, cos_ptr, sin_ptr, dw_ptr, program - of_q, tl.num_programs(0) - of_q,
-            all_tokens, tokens,
+            k_grad_ptr, k_ptr, k_weight_ptr, cos_ptr, sin_ptr, dw_ptr, program - q_programs,
+            tl.num_programs(0) - q_programs, all_tokens, tokens,
             kgb, kgh, kgt, kb, kh, kt, cb, ct, eps, HALF, BLOCK, K_HEADS, GROUP, OFFSET, STAGES,
         )  # fmt: skip
 
@@ -295,7 +294,7 @@ def _with_unit_stride(*tensors: Tensor) -> list[Tensor]:
 
 @functools.lru_cache
 def _division(q_shape: torch.Size, k_heads: int) -> tuple[int, int, int, int]:
-    """For sums: heads a program takes at a time, programs for each such group, those of q, and all of them."""
+    """Heads per iteration, programs per group of heads, programs of q, and all programs, for the weights' gradients."""
     batch, q_heads, tokens, size = q_shape
     group = min(max(GROUP_VALUES // power_of_2(size), 1), power_of_2(max(q_heads, k_heads)))
     q_groups, k_groups = ceil_div(q_heads, group), ceil_div(k_heads, group)
@@ -303,8 +302,8 @@ def _division(q_shape: torch.Size, k_heads: int) -> tuple[int, int, int, int]:
     return group, share, share * q_groups, share * (q_groups + k_groups)
 
 
-def _of_weights(sums: Tensor, of_q: int, q_weight: Tensor, k_weight: Tensor) -> tuple[Tensor, Tensor]:
-    dwq, dwk = sum_rows(sums, torch.promote_types(q_weight.dtype, k_weight.dtype), of_q)
+def _weight_gradients(sums: Tensor, q_programs: int, q_weight: Tensor, k_weight: Tensor) -> tuple[Tensor, Tensor]:
+    dwq, dwk = sum_rows(sums, torch.promote_types(q_weight.dtype, k_weight.dtype), q_programs)
     return dwq.to(q_weight.dtype), dwk.to(k_weight.dtype)
 
 
@@ -313,7 +312,7 @@ def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Non
     given = (q, k, cos, sin)
     key = (backward, *layouts(*given))
     if _rope_launcher.repeat(key, given):
-        changed(q, k)
+        bump_versions(q, k)
         return
     reference.check_rope(*given)
     batch, _, tokens, _ = q.shape
@@ -321,13 +320,13 @@ def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Non
     if not batch * tokens * constants[0]:
         return
     cos, sin, *angle_strides = _angle_tables(cos, sin)
-    turned = _with_unit_stride(q, k)
+    used = _with_unit_stride(q, k)
     _rope_launcher(
-        batch * tokens, (*turned, cos, sin),
-        (tokens, *turned[0].stride()[:3], *turned[1].stride()[:3], *angle_strides),
-        (*constants, backward), warps, key if same((*turned, cos, sin), given) else None,
+        batch * tokens, (*used, cos, sin),
+        (tokens, *used[0].stride()[:3], *used[1].stride()[:3], *angle_strides),
+        (*constants, backward), warps, key if all_same((*used, cos, sin), given) else None,
     )  # fmt: skip
-    put_back((q, k), turned)
+    copy_back((q, k), used)
 
 
 def _store_obstacle(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, *_: object) -> str | None:
@@ -359,7 +358,7 @@ def rope_store(
         batch * tokens, (*used, cos, sin, keys, values, pages.contiguous(), slots.contiguous()),
         (tokens, *strides, *angle_strides), (*constants, PAGE, limit), warps,
     )  # fmt: skip
-    put_back((q, k), used[:2])
+    copy_back((q, k), used[:2])
 
 
 @reference.qk_norm_rope.kernel("cuda", "xpu")
@@ -382,7 +381,7 @@ def qk_norm_rope(
     _qk_norm_rope_launcher(
         batch * tokens, (q, k, q_out, k_out, q_weight, k_weight, cos, sin),
         (tokens, *q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3], *angle_strides, eps),
-        (*constants, offset), warps, key if same((q, k, q_weight, k_weight, cos, sin), given) else None,
+        (*constants, offset), warps, key if all_same((q, k, q_weight, k_weight, cos, sin), given) else None,
     )  # fmt: skip
     return q_out, k_out
 
@@ -404,7 +403,7 @@ def qk_norm_rope_backward_(
     given = (grad_q, grad_k, q, k, q_weight, k_weight, cos, sin)
     key = (eps, offset, *layouts(*given))
     if not need_weight and _qk_norm_rope_backward_launcher.repeat(key, given):
-        changed(grad_q, grad_k)
+        bump_versions(grad_q, grad_k)
         return None
     reference.check_qk_norm_rope(*given[2:])
     check_same("qk_norm_rope_backward", "grad_q", grad_q, "q", q)
@@ -416,19 +415,19 @@ def qk_norm_rope_backward_(
     used = (*_with_unit_stride(grad_q, grad_k, q, k), q_weight, k_weight, cos, sin)
     strides = [step for tensor in used[:4] for step in tensor.stride()[:3]] + angle_strides
     (half, block, q_heads, q_block, k_heads, k_block), warps = _shape(q, k, size)
-    warps = min(2 * warps, 16)  # of two tensors each: half the values in a thread's registers leave room for programs
+    warps = min(2 * warps, 16)  # two tensors: half the values per thread leave registers for more programs
     if not need_weight:
         _qk_norm_rope_backward_launcher(
             batch * tokens, used, (tokens, *strides, eps), (half, block, q_heads, q_block, k_heads, k_block, offset),
-            warps, key if same(used, given) else None,
+            warps, key if all_same(used, given) else None,
         )  # fmt: skip
-        put_back((grad_q, grad_k), used[:2])
+        copy_back((grad_q, grad_k), used[:2])
         return None
-    group, share, of_q, programs = _division(q.shape, k_heads)
+    group, share, q_programs, programs = _division(q.shape, k_heads)
     sums = torch.empty(programs, size, dtype=torch.float32, device=q.device)
     _qk_norm_rope_backward_sums_launcher(
         programs, (*used, sums), (batch * tokens, tokens, share, *strides, eps),
         (half, block, q_heads, k_heads, group, offset, STAGES), GROUP_WARPS,
     )  # fmt: skip
-    put_back((grad_q, grad_k), used[:2])
-    return _of_weights(sums, of_q, q_weight, k_weight)
+    copy_back((grad_q, grad_k), used[:2])
+    return _weight_gradients(sums, q_programs, q_weight, k_weight)

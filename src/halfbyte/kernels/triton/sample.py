@@ -1,4 +1,4 @@
-"""Triton: a token of each row and its log-probability, in one pass over its logits, by blocks; then over the blocks."""
+"""Triton: sampling of a token per row with its log-probability: one pass over blocks of logits, then over blocks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ...ops.sample import draw_tokens
 from ..tiling import power_of_2
 from .launch import Launcher
 
-BLOCK = 4096  # tokens of a program
+BLOCK = 4096  # tokens per program
 
 
 @triton.jit
 def _exponential(words):
-    """As `ops.sample.exponentials`."""
+    """Exponential numbers from random words, as in `ops.sample.exponentials`."""
     v = tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
-    series = v * (1.0 + v * (0.5 + v * (0.3333333333 + v * 0.25)))  # where 1 - v would lose v's last bits
+    series = v * (1.0 + v * (0.5 + v * (0.3333333333 + v * 0.25)))  # where 1 - v would lose precision
     return tl.where(v < 0.015625, series, -tl.log(1.0 - v))
 
 

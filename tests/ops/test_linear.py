@@ -1,4 +1,4 @@
-"""Products without a gradient, by either library."""
+"""Check linear products without a gradient, by torch and by oneDNN."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from halfbyte.autograd.linear import quantized_linear
 from halfbyte.formats import named
-from halfbyte.ops import losses, linear
+from halfbyte.ops import linear, losses
 from halfbyte.tensor import QuantizedTensor
 
 needs_onednn = pytest.mark.skipif(
@@ -17,7 +17,7 @@ needs_onednn = pytest.mark.skipif(
 
 @pytest.fixture
 def by_onednn(monkeypatch):
-    """float32 products by oneDNN, whatever processor this is; the weights that it multiplied by."""
+    """Compute float32 products by oneDNN on any processor; returns the list of weights that it multiplied by."""
     monkeypatch.setattr(linear, "onednn_beats_mkl", lambda: True)
     asked, own = [], linear.multiplies_by_onednn
     monkeypatch.setattr(
@@ -47,8 +47,8 @@ def test_products_by_onednn_are_right(by_onednn, count, transposed):
 
 @needs_onednn
 @pytest.mark.parametrize("inner", [64, 512, 1536])
-def test_a_row_has_the_same_bits_beside_any_others(by_onednn, inner):
-    """So completions do not depend on who is answered beside, from two rows on (`generation.paged.MIN_CPU_ROWS`)."""
+def test_row_is_bit_equal_in_any_batch(by_onednn, inner):
+    """Completions then do not depend on the batch, from two rows on (`generation.paged.LEAST_ROWS`)."""
     x, weight = numbers(300, inner), numbers(1100, inner, seed=1)
     whole = linear.linear_rows(x, weight)
     for count in (2, 3, 4, 5, 31, 64, 257):
@@ -57,15 +57,15 @@ def test_a_row_has_the_same_bits_beside_any_others(by_onednn, inner):
 
 
 @needs_onednn
-def test_a_small_weight_and_16_bits_stay_with_torch(by_onednn):
+def test_small_weights_and_16_bits_use_torch(by_onednn):
     linear.linear(numbers(500, 64), numbers(16, 64, seed=1))
     linear.linear(numbers(8, 512).bfloat16(), numbers(512, 512, seed=1).bfloat16())
     assert not by_onednn
 
 
 @needs_onednn
-def test_training_goes_through_it(by_onednn):
-    """Forward and backward of a frozen weight, and of the loss's head."""
+def test_training_uses_onednn(by_onednn):
+    """Forward and backward of a frozen weight, and of the loss's head, use oneDNN."""
     weight, x = numbers(512, 256, seed=1), numbers(3, 20, 256).requires_grad_()
     packed = QuantizedTensor.quantize(weight, named("nf4"))
     y = quantized_linear(x, packed)

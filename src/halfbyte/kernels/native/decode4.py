@@ -1,4 +1,7 @@
-"""C: a token's way through all decoder layers as one call. It computes in fp32; the cache may be bf16."""
+"""C: linears of a few rows with 4-bit weights, and all decoder layers of a decoding step in one call.
+
+Both compute in fp32; the cache may be bf16. A row's sums do not depend on the other rows.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,69 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...ops.blockwise4 import linear_blockwise4
 from ...ops.codebooks import codebook4
 from ...ops.decode_layers import DecoderLayer, Projections, Run, Stack, Weight4, one_launch
+from ...ops.linear import add_term
+from . import library
 from .blockwise4 import CPU
-from .gemv4 import GEMV_ROWS, ROWS, Weight, lib
 
 _pointer, _int64 = ctypes.c_void_p, ctypes.c_int64
 VECTOR = 16
 HALF = torch.bfloat16, torch.float16
-CACHES = {torch.float32: VECTOR, torch.bfloat16: 2 * VECTOR}  # dtype: what a head's size is a multiple of
+CACHES = {torch.float32: VECTOR, torch.bfloat16: 2 * VECTOR}  # by dtype: head sizes are multiples of this
 PARTS = "qkv", "out", "gate_up", "down"
+GEMV_ROWS = 4  # rows per call
+ROWS = 16  # for more rows, dequantizing is cheaper; up to here it takes 1 to 4 times as long in fp32
+
+
+class Weight(ctypes.Structure):
+    """`weight4` of native/decode4.c. The tensors behind its pointers must outlive it."""
+
+    _fields_ = (
+        *[(name, _pointer) for name in ("packed", "absmax", "second", "code", "codebook", "bias", "up")],
+        *[(name, _int64) for name in ("rows", "columns", "blocksize", "begin", "rank")],
+        ("offset", ctypes.c_float),
+    )
+
+
+lib = library("decode4")
+lib.halfbyte_gemv4.argtypes = [_pointer] * 3 + [ctypes.c_int] * 2
+lib.halfbyte_gemv4.restype = ctypes.c_int
+
+
+def gemv_obstacle(x: Tensor, packed: Tensor, absmax: Tensor, nested: Any, blocksize: int, *_: Any) -> str | None:
+    suits = 1 <= x.shape[0] <= ROWS and not x.shape[1] % blocksize
+    return None if suits else "takes 1 to 16 rows, of whole blocks"
+
+
+@linear_blockwise4.kernel("cpu", unless=gemv_obstacle)
+def gemv(
+    x: Tensor,
+    packed: Tensor,
+    absmax: Tensor,
+    nested: tuple[Tensor, Tensor, Tensor] | None,
+    blocksize: int,
+    quant_type: str,
+    rows: int,
+    bias: Tensor | None,
+    term: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    batch, columns = x.shape
+    exact, y = x.float().contiguous(), torch.empty(batch, rows)
+    packed, absmax, codebook = packed.contiguous(), absmax.contiguous(), codebook4(quant_type, CPU)
+    weight = Weight(packed.data_ptr(), absmax.data_ptr(), codebook=codebook.data_ptr(), rows=rows, columns=columns,
+                    blocksize=blocksize)  # fmt: skip
+    if nested is not None:
+        second, code = nested[0].contiguous(), nested[1].contiguous()  # keep references during the call
+        weight.second, weight.code, weight.offset = second.data_ptr(), code.data_ptr(), float(nested[2])
+    for some, out in zip(exact.split(GEMV_ROWS), y.split(GEMV_ROWS), strict=True):
+        threads = torch.get_num_threads()
+        if lib.halfbyte_gemv4(ctypes.byref(weight), some.data_ptr(), out.data_ptr(), len(some), threads):
+            raise MemoryError(f"gemv4: no memory for {len(some)} rows of {columns} values")
+    if bias is not None:
+        y += bias
+    return add_term(y.to(x.dtype), term)
 
 
 class _Projections(ctypes.Structure):
@@ -52,11 +108,11 @@ lib.halfbyte_decode.argtypes, lib.halfbyte_decode.restype = [_pointer] * 2, None
 
 
 class _Refused(Exception):
-    """The C has no way for a tensor of this dtype, shape or memory order."""
+    """The C code does not support this tensor's dtype, shape or layout."""
 
 
 class _Pointers:
-    """Pointers of tensors; holds the tensors, so that the pointers stay good. What is 16-bit is copied into fp32."""
+    """Pointers of tensors, which this object keeps alive. 16-bit tensors are copied to fp32."""
 
     def __init__(self) -> None:
         self.held: list[Tensor] = []
@@ -115,7 +171,7 @@ def obstacle(hidden: Tensor, stack: Stack) -> str | None:
 
 
 def _some_rows(stack: Stack, rows: slice) -> Stack:
-    """The stack for a part of the batch."""
+    """The stack for some sequences of the batch."""
 
     def projections(given: Projections) -> Projections:
         return given if given.mask is None else replace(given, mask=given.mask[rows])
@@ -129,7 +185,7 @@ def _some_rows(stack: Stack, rows: slice) -> Stack:
 
 @one_launch.kernel("cpu", unless=obstacle)
 def one_call(hidden: Tensor, stack: Stack) -> Run | None:
-    """A call for every few rows, one after the other."""
+    """Call the C code for groups of up to `GEMV_ROWS` sequences, one after another."""
     parts = [slice(at, at + GEMV_ROWS) for at in range(0, len(hidden), GEMV_ROWS)]
     runs = [_few(hidden[rows], _some_rows(stack, rows)) for rows in parts]
     known = [run for run in runs if run is not None]
@@ -167,5 +223,5 @@ def _few(hidden: Tensor, stack: Stack) -> Run | None:
 
 
 def _ranks(layers: Any) -> int:
-    """The most factors that linears of one input have."""
+    """The largest number of low-rank factors for one input."""
     return max(each.ranks for layer in layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down))
