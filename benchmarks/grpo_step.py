@@ -77,8 +77,8 @@ def looped(given: argparse.Namespace, folder: str) -> tuple[Any, Any, Any]:
     from halfbyte.methods import method_of
     from halfbyte.modeling.adapters import compute_autocast
     from halfbyte.modeling.patch import patch
-    from halfbyte.rl.rewards import Rewards, read_specs
-    from halfbyte.rl.rewards.specs import named
+    from halfbyte.rl.rewards.score import Rewards
+    from halfbyte.rl.rewards.specs import named, read_specs
     from halfbyte.rl.rollouts import Generations
     from halfbyte.train.callback_arguments import training_arguments
     from halfbyte.train.loop import TrainingLoop

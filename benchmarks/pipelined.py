@@ -31,13 +31,14 @@ from halfbyte.modeling.head import Head, set_verified_head
 from halfbyte.modeling.layer import causal_lm_of, decoder_layers
 from halfbyte.modeling.patch import patch
 from halfbyte.optim import trained_parameters
-from halfbyte.parallel import Mesh, clip_gradients, present_mesh, sum_gradients
+from halfbyte.parallel.mesh import Mesh, present_mesh
 from halfbyte.parallel.pipeline.model import Stages, layer_seconds
 from halfbyte.parallel.pipeline.partition import cut_layers, stage_seconds
 from halfbyte.parallel.pipeline.runtime import Pipeline
 from halfbyte.parallel.pipeline.schedules import Schedule
 from halfbyte.parallel.pipeline.simulation import Seconds, simulate
 from halfbyte.parallel.pipeline.stepper import PipelinedStepper
+from halfbyte.parallel.reduction import clip_gradients, sum_gradients
 from halfbyte.train.stepper import Stepper
 
 MODEL, SFT = "llama-3.1-8b", METHODS["sft"]

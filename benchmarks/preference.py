@@ -141,7 +141,6 @@ def adapted(given: argparse.Namespace, config: Any) -> Any:
 
 def our_step(given: argparse.Namespace) -> tuple[Callable[[], None], list[int], int]:
     """Return halfbyte's loss and backward of two rows, the indices of the rows, and their tokens."""
-    from halfbyte.config import resolve
     from halfbyte.layers.plain import multiply_by_onednn
     from halfbyte.loading.load import load_model, load_tokenizer
     from halfbyte.methods import method_of
@@ -149,9 +148,9 @@ def our_step(given: argparse.Namespace) -> tuple[Callable[[], None], list[int], 
     from halfbyte.train.look_ahead import Ahead
 
     config, tokenizer = configured(given), load_tokenizer(given.model)
-    method, run = method_of(config), resolve(config)
-    base = load_model(config.model_name_or_path, run.storage, dtype=torch.float32, device="cpu")
-    model = add_adapter(base, run.adapter, scores=method.scores)
+    method = method_of(config)
+    base = load_model(config.model_name_or_path, config.storage, dtype=torch.float32, device="cpu")
+    model = add_adapter(base, config.adapter, scores=method.scores)
     multiply_by_onednn(model)
     rows = method.ready(config, tokenizer, base.config).train
     order = sorted(range(len(rows)), key=lambda index: abs(len(rows[index]["input_ids"]) - given.tokens))

@@ -33,10 +33,11 @@ from benchmarks.step_model import build, empty_model, fill, random_batch, run_co
 from halfbyte.config import Parallel
 from halfbyte.memory.allocators import FIRST_KERNELS, memory_cap
 from halfbyte.modeling.cast_cache import cast_replacements
-from halfbyte.parallel import ALONE, Mesh, clip_gradients, present_mesh, sum_gradients
 from halfbyte.parallel.launch.bandwidth import gather_rate
+from halfbyte.parallel.mesh import ALONE, Mesh, present_mesh
+from halfbyte.parallel.reduction import clip_gradients, sum_gradients
 from halfbyte.parallel.shard.model import shard_model, sharded, trains_alike
-from halfbyte.parallel.shard.trained import trained_units
+from halfbyte.parallel.shard.trained import shard_optimizer
 from halfbyte.train.stepper import GraphedStepper, Stepper
 from halfbyte.utils.hardware import fixed_segments, free_cached_memory
 
@@ -185,7 +186,7 @@ class Sharded(Training):
         """Shard adapters and optimizer state like the training loop."""
         alike = sharded(self.model) is not None and trains_alike(self.model)
         narrow = partial(cast_replacements, self.model, torch.bfloat16)
-        self.units = trained_units(self.mesh, self.trained, elementwise=True, alike=alike, narrow=narrow)
+        self.units = shard_optimizer(self.mesh, self.trained, elementwise=True, alike=alike, narrow=narrow)
         self.units.adopt(self.optimizer)
         free_memory()
 

@@ -298,7 +298,7 @@ def test_missing_space_or_library_is_reported_before_starting(tmp_path, llama, m
         patch.setattr(shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(10, 9, 1))
         with pytest.raises(TrainingError):
             load_model(str(llama[1]))
-    monkeypatch.setitem(__import__("sys").modules, "halfbyte.gguf.unpack", None)
+    monkeypatch.setitem(__import__("sys").modules, "halfbyte.gguf.importer", None)
     with pytest.raises(ConfigError):
         load_model(str(llama[1]))
     assert not (tmp_path / "cache").exists()

@@ -277,7 +277,7 @@ def test_unpacked_documents_need_more_tokens_and_disable_graphs(monkeypatch, way
     keys = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     config = run_config(packing=True, max_length=300, **keys)
     options = {"device": "cuda", "capacity_bytes": GIB}
-    monkeypatch.setattr("halfbyte.plan.shapes.isolate_like", lambda *_, **__: SimpleNamespace(way=way))
+    monkeypatch.setattr("halfbyte.plan.shapes.isolate_tiny_model", lambda *_, **__: SimpleNamespace(way=way))
     found = estimate(config, model_config, **options)
     assert found.use_graphs == graphs
     padded = config.model_copy(update={"packing": False, "max_length": round(300 * longer)})

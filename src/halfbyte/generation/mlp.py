@@ -37,9 +37,9 @@ from ..ops.experts import (
     expert_unit,
     grouped_product,
     route,
+    top_experts,
 )
 from ..ops.glu import glu
-from ..ops.router import top_experts
 from ..tensor import QuantizedTensor
 from .linears import RANKS, Linears, Unsupported
 
