@@ -77,12 +77,17 @@ def looped(given: argparse.Namespace, folder: str) -> tuple[Any, Any, Any]:
     from halfbyte.methods import method_of
     from halfbyte.modeling.adapters import compute_autocast
     from halfbyte.modeling.patch import patch
+<<<<<<< ours
+=======
+    from halfbyte.optim import trained_parameters
+>>>>>>> theirs
     from halfbyte.rl.rewards.score import Rewards
     from halfbyte.rl.rewards.specs import named, read_specs
     from halfbyte.rl.rollouts import Generations
     from halfbyte.train.callback_arguments import training_arguments
     from halfbyte.train.loop import TrainingLoop
     from halfbyte.train.metrics import MetricsFile
+    from halfbyte.train.stepper import GraphedStepper, Stepper, sums_of
 
     named(odd)
     device = torch.device(given.device)
@@ -100,19 +105,19 @@ def looped(given: argparse.Namespace, folder: str) -> tuple[Any, Any, Any]:
         patch(model, plan.levels or None)
     arguments = training_arguments(config, device, dtype, rows=len(rows), evaluate=False)
     metrics, collate = MetricsFile(Path(folder, "metrics.jsonl")), method.collator(config, tokenizer, device)
-    loop = TrainingLoop(
-        config=config, data={"rows": len(rows)}, metrics=metrics, compute_dtype=dtype, model=model, args=arguments,
-        device=device, rows=data.train, collate=collate,
-    )  # fmt: skip
+    sums = sums_of(method, model, dtype)
+    parameters = list(trained_parameters(model).values())
+    stepper = GraphedStepper(sums, parameters) if plan.use_graphs else Stepper(sums)
     specs = read_specs(config.reward_funcs, [])
     generations = Generations(
         config, method, model, tokenizer, data.train, Rewards(specs, [], 60.0, given.new), device=device,
-        computing=partial(compute_autocast, model, dtype), stops=[], file=MetricsFile(Path(folder, "completions.jsonl")),
-        plan=plan.answering, shared=data.shared,
+        computing=partial(compute_autocast, model, dtype), stops=[],
+        file=MetricsFile(Path(folder, "completions.jsonl")), plan=plan.answering, shared=data.shared, stepper=stepper,
     )  # fmt: skip
-    if plan.use_graphs:
-        loop.use_graphs()
-    loop.use_generations(generations)
+    loop = TrainingLoop(
+        config=config, data={"rows": len(rows)}, metrics=metrics, compute_dtype=dtype, model=model, args=arguments,
+        device=device, rows=data.train, collate=collate, stepper=stepper, rollouts=generations,
+    )  # fmt: skip
     return loop, generations, plan
 
 

@@ -105,7 +105,7 @@ def steps_of(model: Any, asked: Any, batch: Any, graphed: bool, plain: Any, with
             return asked.sums(model, given)
 
     trained = trained_of(model)
-    stepper = with_graphs(sums, trained, lambda: True) if graphed else plain(sums)
+    stepper = with_graphs(sums, trained) if graphed else plain(sums)
     count = torch.ones((), device="cuda")
     for _ in range(6):
         for parameter in trained:

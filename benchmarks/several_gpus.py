@@ -81,7 +81,7 @@ class Training:
             return {"loss": causal_lm_loss(self.model, batch)[0]}
 
         self.trained = self.trained_parameters()
-        self.stepper: Stepper = GraphedStepper(sums, self.trained, lambda: True) if graphs else Stepper(sums)
+        self.stepper: Stepper = GraphedStepper(sums, self.trained) if graphs else Stepper(sums)
         self.optimizer = torch.optim.AdamW(self.trained, lr=2e-4, weight_decay=0.0, fused=True)
         self.count = torch.full((), float(rows * (length - 1) * mesh.size), device="cuda")
 
@@ -195,7 +195,7 @@ class Sharded(Training):
         sums = self.units.reduce(sums) if together else sums
         self.units.clip(1.0)
         self.optimizer.step()
-        self.units.stepped()
+        self.units.after_step()
         return sums[0] / self.count
 
     def time(self, mesh: Mesh, tokens: int, together: bool = True, steps: int = 10) -> dict[str, Any]:
@@ -259,7 +259,7 @@ class BothShapes(Training):
         found = {}
         for shape in shapes:
             self.batch, graphed = self.batches[shape], shape == SHORT
-            self.stepper = GraphedStepper(self.eager.sums, self.trained, lambda: True) if graphed else self.eager
+            self.stepper = GraphedStepper(self.eager.sums, self.trained) if graphed else self.eager
             run = self.time(mesh, self.batch["input_ids"].numel(), together, 10 if graphed else 3)
             found[shape] = run["ms"]
             self.stepper.close()

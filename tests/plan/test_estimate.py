@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from replayed import transient_bytes
 from torch import nn
 
 from halfbyte.config import RunConfig
@@ -28,6 +27,7 @@ from halfbyte.plan.ledger import Ledger
 from halfbyte.plan.shapes import ModelShapes
 from halfbyte.utils import notices
 from halfbyte.utils.errors import ModelError
+from tests.helpers.planned_steps import transient_bytes
 
 SHAPE = {
     "vocab_size": 515,
@@ -217,7 +217,7 @@ KEYS_8B = {"dtype": "auto", "packing": True, "per_device_train_batch_size": 4, "
 
 
 def test_fused_8b_as_measured():
-    """benchmarks.step on an H200: 34.1 GiB at keep, 9.3 checkpointed (docs/log.md)."""
+    """benchmarks.step on an H200: 34.1 GiB at keep, 9.3 checkpointed (docs/log/)."""
     for value, measured in ((False, 34.1), (True, 9.3)):
         config = run_config(**KEYS_8B, activation_checkpointing=value)
         plan = estimate(config, LLAMA_8B, device="cuda", capacity_bytes=139 * GIB)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import transformers
-from replayed import transient_bytes
 
 from halfbyte.autograd.losses import linear_cross_entropy
 from halfbyte.config import RunConfig
@@ -14,6 +13,7 @@ from halfbyte.plan.estimate import GIB, estimate
 from halfbyte.plan.ledger import Ledger
 from halfbyte.qat.model import fake_quantize_linears
 from halfbyte.utils.errors import ModelError
+from tests.helpers.planned_steps import transient_bytes
 
 WIDE = transformers.LlamaConfig(
     vocab_size=115,

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from replayed import transient_bytes
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
@@ -31,6 +30,7 @@ from halfbyte.plan.replay import AttentionBytes, _Attention, attend
 from halfbyte.plan.shapes import ModelShapes
 from halfbyte.qat.model import fake_quantize_linears
 from tests.helpers.measure_on_cpu import batch_of
+from tests.helpers.planned_steps import transient_bytes
 
 FLASH = Implementation("builds no scores", scores=False, mask=False)
 SIZES = {

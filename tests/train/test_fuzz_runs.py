@@ -9,13 +9,13 @@ import random
 
 import pytest
 from safetensors.torch import load_file
-from tiny_cases import FAMILIES, FORMATS, METHODS, OPTIONS, Case, Place
 
 from halfbyte.config import load_config
 from halfbyte.export.merge import merge
 from halfbyte.train.run import train
 from halfbyte.utils import notices
 from halfbyte.utils.errors import HalfbyteError
+from tests.helpers.tiny_cases import FAMILIES, FORMATS, METHODS, OPTIONS, Case, Place
 
 SEEDS = 2000
 TOGETHER = 20  # seeds of a test

@@ -31,7 +31,7 @@ GROWING, FIXED = "expandable_segments:True", "expandable_segments:False"
 
 def let_segments_grow() -> None:
     """Let torch's CUDA allocator grow its segments, unless the user has set it up: activations of many sizes leave gaps
-    in fixed ones, 1.0 GiB of 8 in a run that then had no room (docs/log.md). It counts before torch uses a GPU."""
+    in fixed ones, 1.0 GiB of 8 in a run that then had no room (docs/log/). It counts before torch uses a GPU."""
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", GROWING)
 
@@ -69,7 +69,7 @@ KEPT_PRIMITIVES = 128  # several times what one shape of batch needs
 
 def bound_cpu_primitives() -> None:
     """Let oneDNN and ideep keep few compiled products, unless the user has set it up: each of their caches takes 1,024,
-    0.9 MiB a piece, and a batch of another length needs 23 more (docs/log.md). It counts before torch multiplies."""
+    0.9 MiB a piece, and a batch of another length needs 23 more (docs/log/). It counts before torch multiplies."""
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(name, str(KEPT_PRIMITIVES))
 
@@ -129,7 +129,7 @@ def onednn_beats_mkl() -> bool:
     """Whether oneDNN multiplies float32 matrices faster here than MKL, which torch has do it.
 
     MKL runs AVX2 code on AMD's processors, whatever they have, and oneDNN AVX-512: 230 against 105 GFLOP/s on a core of
-    an EPYC with full-width units (docs/log.md). torch has no public way to say so for float32 (2.11 to 2.13).
+    an EPYC with full-width units (docs/log/). torch has no public way to say so for float32 (2.11 to 2.13).
     """
     import torch
 
@@ -224,7 +224,7 @@ def compute_dtype(device: torch.device) -> ComputeDtype:
     """bfloat16 where `device` multiplies it natively; otherwise float16 (older GPUs) or float32 (older CPUs).
 
     bf16 matrix products were measured 6-15 times faster than fp32 on CPUs with AMX, and 5 times *slower* on a CPU
-    that has neither AMX nor AVX512-BF16 (docs/log.md), so the choice is by instruction set, never by default.
+    that has neither AMX nor AVX512-BF16 (docs/log/), so the choice is by instruction set, never by default.
 
     A GPU that is only planned for, on a machine without any, is taken to have bfloat16.
     """

@@ -1,4 +1,4 @@
-"""Five lists that nobody had tried, written from the README and docs/ alone, as a user's; see docs/log.md for how many
+"""Five lists that nobody had tried, written from the README and docs/ alone, as a user's; see docs/log/ for how many
 fell short. Here are those that did, and what was known before."""
 
 import shutil
