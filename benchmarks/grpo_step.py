@@ -77,10 +77,7 @@ def looped(given: argparse.Namespace, folder: str) -> tuple[Any, Any, Any]:
     from halfbyte.methods import method_of
     from halfbyte.modeling.adapters import compute_autocast
     from halfbyte.modeling.patch import patch
-<<<<<<< ours
-=======
     from halfbyte.optim import trained_parameters
->>>>>>> theirs
     from halfbyte.rl.rewards.score import Rewards
     from halfbyte.rl.rewards.specs import named, read_specs
     from halfbyte.rl.rollouts import Generations

@@ -148,15 +148,9 @@ def our_step(given: argparse.Namespace) -> tuple[Callable[[], None], list[int], 
     from halfbyte.train.look_ahead import Ahead
 
     config, tokenizer = configured(given), load_tokenizer(given.model)
-<<<<<<< ours
     method = method_of(config)
     base = load_model(config.model_name_or_path, config.storage, dtype=torch.float32, device="cpu")
     model = add_adapter(base, config.adapter, scores=method.scores)
-=======
-    method, run = method_of(config), config
-    base = load_model(config.model_name_or_path, run.storage, dtype=torch.float32, device="cpu")
-    model = add_adapter(base, run.adapter, scores=method.scores)
->>>>>>> theirs
     multiply_by_onednn(model)
     rows = method.ready(config, tokenizer, base.config).train
     order = sorted(range(len(rows)), key=lambda index: abs(len(rows[index]["input_ids"]) - given.tokens))

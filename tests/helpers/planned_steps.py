@@ -32,7 +32,7 @@ def layer_of(family: str, rows: int, length: int, recipe: str = "bf16") -> Layer
     return _Planner(shapes, Batches.alike(rows, length), GIB).layer(Shape(rows, length))
 
 
-def moving(config: RunConfig, model_config: Any, batch: Shape, level: str) -> tuple[int, int]:
+def transient_bytes(config: RunConfig, model_config: Any, batch: Shape, level: str) -> tuple[int, int]:
     """Return the planned bytes excluding weights, gradients and optimizer, and the loss's part of them."""
     config = config.model_copy(update={"gradient_accumulation_steps": 2})  # gradients are there from the start
     shapes = ModelShapes(config, model_config, torch.device("cpu"))

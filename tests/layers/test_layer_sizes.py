@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import transformers
-from tiny_cases import FAMILIES, METHODS, SIZES, Case, Place, write_model
 
 from halfbyte.config import Parallel, load_config
 from halfbyte.modeling.config_facts import LayerSizes, layer_sizes, max_layer_sizes
@@ -12,6 +11,7 @@ from halfbyte.plan.costs import LayerCost
 from halfbyte.plan.rank import rank_config
 from halfbyte.train.run import train
 from halfbyte.utils.errors import ModelError
+from tests.helpers.tiny_cases import FAMILIES, METHODS, SIZES, Case, Place, write_model
 
 PLAIN = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
 
