@@ -72,7 +72,7 @@ def check_merged(merged, scheme, expected):
 
 def test_the_merged_model_is_the_one_that_was_trained(place, tmp_path, trained_logits):
     result = sft.train(config(place, tmp_path / "out"))
-    assert "# trained to be rounded to nf4;" in (tmp_path / "out" / "README.md").read_text()
+    assert "# trained for nf4;" in (tmp_path / "out" / "README.md").read_text()
     report = result.merge(tmp_path / "merged")
     assert report.quantize == "nf4"
     check_merged(load_model(str(tmp_path / "merged"), dtype="float32", device="cpu"), "nf4", trained_logits[0])

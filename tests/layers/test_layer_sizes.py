@@ -25,7 +25,7 @@ def test_every_layer_has_its_sizes():
     assert layer_sizes(config("Gemma4Text")) == [narrow, wide, narrow, wide]
     assert max_layer_sizes(config("Gemma4Text")) == wide
     own = config("Gemma3nText", intermediate_size=[128, 64, 256, 32])
-    assert [each.inner for each in layer_sizes(own)] == [128, 64, 256, 32]
+    assert [each.mlp_width for each in layer_sizes(own)] == [128, 64, 256, 32]
     assert max_layer_sizes(own) == LayerSizes(4, 2, 16, 256)
     assert layer_sizes(config("Llama")) == [narrow, narrow]
 
@@ -55,7 +55,7 @@ def test_costs_and_shares_of_layers_that_differ(family):
     width = 32 if family == "Gemma4Text" else 16
     assert (cost.inner, cost.queries, cost.keys) == (128, 4 * width, 2 * width)
     share = max_layer_sizes(rank_config(text, Parallel(tensor=2)))
-    assert (share.heads, share.key_heads, share.head_dim, share.inner) == (2, 1, width, 64)
+    assert (share.heads, share.key_heads, share.head_dim, share.mlp_width) == (2, 1, width, 64)
 
 
 def test_sizes_that_contradict_each_other(tmp_path):

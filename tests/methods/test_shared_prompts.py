@@ -211,7 +211,7 @@ def test_restored_model_is_unpatched():
         ("gpt_oss", {}, {}, "heads have sinks"),
         ("Llama", {"attention_dropout": 0.1}, {}, "attention_dropout"),
         ("Llama", {}, {"use_kernels": False}, "use_kernels: false"),
-        ("Llama", {}, {"attn_implementation": "eager"}, "attn_implementation: eager"),
+        ("Llama", {}, {"attn_implementation": "eager"}, "attn_implementation is eager"),
         ("Gemma3", {}, {}, "takes images"),
         ("Llama", {}, {}, ""),
     ],

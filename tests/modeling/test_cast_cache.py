@@ -44,7 +44,7 @@ def test_cached_casts_are_bit_equal_to_casts_at_use(model, monkeypatch):
 
 def test_factors_of_one_input_are_contiguous(model):
     loss_and_gradients(model, batch())
-    copies = [existing_record(m).copied["default"][0] for m in model.modules() if isinstance(m, LoraLinear)][:3]
+    copies = [existing_record(m).casts["default"][0] for m in model.modules() if isinstance(m, LoraLinear)][:3]
     stacked = lora.stack(copies)
     assert stacked.data_ptr() == copies[0].data_ptr()
     assert torch.equal(stacked, torch.cat(copies))
@@ -116,7 +116,7 @@ def test_two_forwards_before_one_backward(model):
 def test_no_casts_without_dtype_change_or_gradients(model):
     with torch.no_grad():
         model(**batch())
-    assert not any(existing_record(module) and existing_record(module).copies for module in model.modules())
+    assert not any(existing_record(module) and existing_record(module).cast_cache for module in model.modules())
     plain = tiny("Llama")
     halfbyte.patch(plain.train())
     loss_and_gradients(plain, batch())
@@ -134,7 +134,7 @@ def test_casts_replace_factors(model, device, level, monkeypatch):
     inputs = {name: value.to(device) for name, value in batch().items()}
     expected = loss_and_gradients(model, inputs)
     pairs = cast_replacements(model, torch.bfloat16)
-    assert [factor for factor, _ in pairs] == existing_record(model.get_base_model().model).copies.factors
+    assert [factor for factor, _ in pairs] == existing_record(model.get_base_model().model).cast_cache.factors
     for factor, held in pairs:
         factor.data = held.copy_(factor.detach())
         factor.grad_dtype = torch.float32
@@ -144,7 +144,7 @@ def test_casts_replace_factors(model, device, level, monkeypatch):
     assert not casts
     assert {gradient.dtype for gradient in found[1].values()} == {torch.float32}
     assert_same(found, expected, 1e-12 if device == "cpu" else 1e-4)  # sums of a GPU may be in another order
-    assert not existing_record(model.get_base_model().model).copies.factors
+    assert not existing_record(model.get_base_model().model).cast_cache.factors
 
 
 def test_lora_variants_keep_fp32_factors():

@@ -66,7 +66,7 @@ def test_layers_of_other_models():
     model = transformers.AutoModelForCausalLM.from_config(config)
     name, layers = decoder_layers(model)
     assert name == "transformer.h"
-    assert layer_view(layers[0]) == "GPT2Block is of no family that halfbyte knows"
+    assert "GPT2Block" in layer_view(layers[0])
     model.config.n_layer = 4
     with pytest.raises(ModelError, match=r"GPT2LMHeadModel.*4 decoder"):
         decoder_layers(model)

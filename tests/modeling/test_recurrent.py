@@ -91,7 +91,7 @@ def test_a_scan_begins_anew_with_each_document(name):
 
 def test_documents_of_a_batch():
     found = documents_from(told(empty=3), 2, 20)
-    assert found.places.all == (0, 7, 8, 20, 23, 40)
+    assert found.layout.starts == (0, 7, 8, 20, 23, 40)
     assert documents_from({}, 2, 20) is None
     assert documents_from(told([20, 20]), 2, 20) is None  # every row is one document
     assert documents_from(told([20, 20], empty=4), 2, 20) is None
@@ -100,9 +100,9 @@ def test_documents_of_a_batch():
 
 def test_layers_of_one_batch_read_the_device_once():
     kwargs = told()
-    assert documents_from(kwargs, 2, 20).places is documents_from(kwargs, 2, 20).places
+    assert documents_from(kwargs, 2, 20).layout is documents_from(kwargs, 2, 20).layout
     kwargs["cu_seq_lens_q"].copy_(told([3, 17, 1, 2, 17])["cu_seq_lens_q"])  # a graph's inputs are written in place
-    assert documents_from(kwargs, 2, 20).places.all == (0, 3, 20, 21, 23, 40)
+    assert documents_from(kwargs, 2, 20).layout.starts == (0, 3, 20, 21, 23, 40)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_the_delta_rule_is_ours_where_no_kernel_computes_it(monkeypatch, packed)
     x = torch.randn(2, 20, 32)
     transformers_own = module.torch_chunk_gated_delta_rule
     with monkeypatch.context() as patch:
-        patch.setattr(recurrent, "_gated", lambda own, *given, **keys: inspect.unwrap(own)(*given, **keys))
+        patch.setattr(recurrent, "_gated_delta_rule", lambda own, *given, **keys: inspect.unwrap(own)(*given, **keys))
         expected = document_forward(type(layer), documents)(layer, x)
 
     @functools.wraps(inspect.unwrap(transformers_own))

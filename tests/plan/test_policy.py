@@ -59,7 +59,7 @@ def test_offload_is_limited_by_the_host_link(layer_8b):
     assert layer_8b.offload_seconds(("offload_attention",) * 30) == 0
     both = layer_8b.offload_seconds(("offload_kept", "keep") * 15)
     assert both > 0
-    assert extra_seconds(layer_8b, ("offload_kept", "keep") * 15) == pytest.approx(15 * layer_8b.seconds("offload_kept") + both)
+    assert extra_seconds(layer_8b, ("offload_kept", "keep") * 15) == pytest.approx(15 * layer_8b.extra_seconds("offload_kept") + both)
 
 
 def test_small_models_stay_in_cuda_graphs():
@@ -93,7 +93,7 @@ def test_choose_returns_the_fastest_mix_that_fits(layer_8b):
         time = extra_seconds(layer_8b, best)
         assert peak_of(layer_8b, best) <= budget
         for levels in mixes(6):
-            if peak_of(layer_8b, levels) <= budget and sum(map(layer_8b.on_host, levels)) <= GIB:
+            if peak_of(layer_8b, levels) <= budget and sum(map(layer_8b.host_bytes, levels)) <= GIB:
                 assert time <= extra_seconds(layer_8b, levels)
 
 

@@ -257,7 +257,7 @@ def test_levels_and_gathered_layers_are_chosen_together(layer_8b):
         return sum(sizes[level] for level in choice.levels) + choice.stays * gathers.block
 
     def time(choice):
-        return extra_seconds(layer_8b, choice.levels, False) + gathers.waiting(layer_8b, choice.levels, choice.stays, False)
+        return extra_seconds(layer_8b, choice.levels, False) + gathers.exposed_seconds(layer_8b, choice.levels, choice.stays, False)
 
     options = {"usual": layer_8b, "largest": layer_8b, "host": 0, "graphs": False}
     for budget in (need(Choice(("checkpoint",) * layers, False)), 2 * GIB, 4 * GIB, 40 * GIB):
@@ -286,7 +286,7 @@ def test_exposed_seconds_of_gathers(layer_8b):
     for stays, gathers in ((0, 15), (4, 7)):
         waits = (gathers + 1) * slow.seconds - forward - backward
         beside = max(gathers * slow.seconds - waits, 0)
-        assert slow.waiting(layer_8b, levels, stays, False) == pytest.approx(waits + GATHER_SLOWDOWN[False] * beside)
+        assert slow.exposed_seconds(layer_8b, levels, stays, False) == pytest.approx(waits + GATHER_SLOWDOWN[False] * beside)
 
 
 def test_blocks_that_stay_are_spread():

@@ -18,7 +18,7 @@ OWN = {
     "export/weights.py": "a copy of a value",
     "utils/files.py": "writes",
     "utils/hardware.py": "the kernel's files",
-    "lm_eval.py": "options written as JSON to compare them",
+    "evaluation/lm_eval.py": "options written as JSON to compare them",
     "memory/allocators.py": "the kernel's files",
     "loading/sharded.py": "slices of safetensors whose heads were looked over",
     "parallel/launch/launcher.py": "what a process of this run has written",

@@ -315,7 +315,7 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url":
         (TEXT, {"model": "tiny", "prompt": "a" * 128}, 400, "prompt", "asked for 129 (128 in prompt, at least 1"),
         (TEXT, ONCE | {"logprobs": 6}, 400, "logprobs", "less than or equal to 5"),
         (TEXT, ONCE | {"best_of": 17}, 400, "best_of", "17 answers"),
-        (TEXT, ONCE | {"best_of": 2, "n": 3}, 400, "best_of", "2 answers"),
+        (TEXT, ONCE | {"best_of": 2, "n": 3}, 400, "best_of", "n: 3"),
         (TEXT, ONCE | {"best_of": 2, "stream": True}, 400, "best_of", ""),
         (TEXT, ONCE | {"suffix": "b"}, 400, "suffix", ""),
         (TEXT, {"model": "tiny", "prompt": [5], "suffix": "b"}, 400, "suffix", ""),

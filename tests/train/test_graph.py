@@ -296,7 +296,7 @@ def test_a_capture_without_room_ends_all_graphs(monkeypatch):
 def test_a_process_that_others_wait_for_neither_runs_again_nor_goes_on_without(monkeypatch, when):
     """What it computed with them they would not compute again."""
     stand_in = StandIn(room=8 if when == "beside" else None).install(monkeypatch)
-    with_others = SimpleNamespace(is_alone=False, any_says=lambda said: said)
+    with_others = SimpleNamespace(is_alone=False, any=lambda flag: flag)
     graphed = []
 
     def wrap(step, trained):

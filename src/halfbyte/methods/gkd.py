@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..data.preference import ANSWERS
 from ..utils.errors import DataError
 from ..utils.text import brief
 from .base import Batch, Method, Metric, Numbers
@@ -31,6 +30,8 @@ def given_answer(config: RunConfig, columns: Mapping[str, Any], number: int) -> 
     Raises:
         DataError: there is no answer.
     """
+    from ..data.preference import ANSWERS
+
     name = (config.column_mapping or {}).get("completion") or next((each for each in ANSWERS if each in columns), None)
     fix = "map the answers' column, column_mapping: {completion: COLUMN}, or set lmbda: 1"
     if name is None or name not in columns:
