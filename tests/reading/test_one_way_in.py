@@ -29,7 +29,6 @@ OWN = {
     "rl/rewards/jail.py": "what the run has asked of it",
     "rl/rewards/sandbox.py": "the kernel's files",
     "rl/rewards/process.py": "requests and answers between processes of this run",
-    "serve/stored.py": "answers that it stored as JSON",
 }
 WRITING = [["'w'"], ["'wb'"], ["'a'"], ["'x'"]]
 

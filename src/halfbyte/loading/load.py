@@ -19,11 +19,12 @@ from ..modeling.config_facts import default_attention, layer_sizes, max_layer_si
 from ..modeling.tiny_model import tiny_config
 from ..parallel.mesh import ALONE, Mesh
 from ..reading import open_bytes, read_text
-from ..reading.boundary import answered, text_of
+from ..reading.boundary import answered
 from ..reading.tensors import safetensors_files
 from ..utils.errors import ConfigError, ModelError
 from ..utils.hardware import chosen_device, compute_dtype
 from ..utils.notices import notice
+from ..utils.text import counts
 from ..utils.transformers_logging import no_loading_bars, quiet
 from .assignment import skipped_modules
 from .completeness import check_finite, check_loaded
@@ -271,8 +272,8 @@ def _prequantized(stored: Any, name: str, storage: Storage) -> dict[str, Any]:
     if not storage.quantized:
         raise ModelError(f"{name} holds quantized weights", "set load_in_4bit: true, or use the 16-bit model")
     if "kept" in entry:
-        others = f"; quantizing others by the bnb_4bit keys: {text_of(entry['others'])}" if entry["others"] else ""
-        notice(f"kept-{name}", f"{name}: keeping the file's values of linear layers: {text_of(entry['kept'])}{others}")
+        others = f"; quantizing others by the bnb_4bit keys: {counts(entry['others'])}" if entry["others"] else ""
+        notice(f"kept-{name}", f"{name}: keeping the file's values of linear layers: {counts(entry['kept'])}{others}")
         return entry | {"storage": storage}
     if entry.get("quant_method") == "halfbyte":
         notice("prequantized", f"{name} is already quantized ({', '.join(entry['formats'])}): keeping its bytes")

@@ -83,7 +83,7 @@ REWARDS = [
     Case("+ a reward that never says anything", f"train run.yaml {GRPO} reward_funcs=r.py:f", code=(0, 1),
          files={**PROMPTS, "r.py": "def f(completions, **_): return [None] * len(completions)\n"}, seconds=6,
          after=LEFT),
-    Case("+ a reward that is a mapping", f"train run.yaml {GRPO} reward_funcs=r.py:f", says="gave", fix="mend",
+    Case("+ a reward that is a mapping", f"train run.yaml {GRPO} reward_funcs=r.py:f", says="gave", fix="correct",
          files={**PROMPTS, "r.py": "def f(completions, **_): return {'a': 1}\n"}, seconds=6),
     rewarded("+ lengths past counting", "{length: 1000000000000000000000000000000}", code=(0, 1)),
     rewarded("+ a format that nobody knows", "{format: xml}", "format"),
