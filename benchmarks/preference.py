@@ -145,7 +145,7 @@ def our_step(given: argparse.Namespace) -> tuple[Callable[[], None], list[int], 
     from halfbyte.loading.load import load_model, load_tokenizer
     from halfbyte.methods import method_of
     from halfbyte.modeling.adapters import add_adapter, compute_autocast, no_input_casts
-    from halfbyte.train.look_ahead import Ahead
+    from halfbyte.train.stepper import LookAhead
 
     config, tokenizer = configured(given), load_tokenizer(given.model)
     method = method_of(config)
@@ -156,7 +156,7 @@ def our_step(given: argparse.Namespace) -> tuple[Callable[[], None], list[int], 
     order = sorted(range(len(rows)), key=lambda index: abs(len(rows[index]["input_ids"]) - given.tokens))
     taken = [order[place] for place in NEAREST]
     batch = method.collator(config, tokenizer, torch.device("cpu"))([rows[index] for index in taken])
-    ahead = Ahead(method, model, torch.float32)
+    ahead = LookAhead(method, model, torch.float32)
 
     def step() -> None:
         model.train()

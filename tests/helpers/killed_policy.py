@@ -26,7 +26,7 @@ from halfbyte.generation.paged import PagedDecoder
 from halfbyte.rl.rewards.process import RewardProcess
 from halfbyte.train import checkpoint as checkpoints
 from halfbyte.train import loop as loops
-from halfbyte.train.metrics import MetricsFile
+from halfbyte.runs.metrics import MetricsFile
 from halfbyte.train.run import train
 from halfbyte.train.stepper import Stepper
 from tests.helpers.run_records import lines, timeless

@@ -102,7 +102,7 @@ def measured(model: str, lengths: tuple[int, int], rows: int, steps: int, of: in
     widths: list[tuple[int, ...]] = []
     stores: list[Offload] = []
     pinned: list[int] = []
-    count, init = training_rows.Counting.__call__, Offload.__init__
+    count, init = training_rows.CountingCollator.__call__, Offload.__init__
 
     def counting(self, batch):
         made = count(self, batch)
@@ -127,7 +127,7 @@ def measured(model: str, lengths: tuple[int, int], rows: int, steps: int, of: in
             (run, "load_model"): random_model,
             (preflight, "look_over_run"): lambda *_: None,  # there are no weights
             (preflight, "find_model"): lambda origin: ModelFiles(origin.name, origin, load_model_config(origin)),
-            (training_rows.Counting, "__call__"): counting,
+            (training_rows.CountingCollator, "__call__"): counting,
             (Offload, "__init__"): noted,
         }
         before = {where: getattr(*where) for where in patched}

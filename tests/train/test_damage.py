@@ -169,7 +169,7 @@ def test_the_checkpoint_saved_after_resuming_from_an_older_one_stays(tmp_path):
     """With 4, 8 and 12 there, 6 would be the oldest but one."""
     make_loop(config_in(tmp_path, max_steps=12, save_steps=4)).train()
     chosen = tmp_path / "checkpoint-4"
-    checkpoints.set_aside_newer(tmp_path, chosen)
+    checkpoints.rename_newer(tmp_path, chosen)
     make_loop(config_in(tmp_path, max_steps=6, save_steps=4, save_total_limit=2)).train(chosen)
     assert names(tmp_path) == ["checkpoint-12.set-aside", "checkpoint-4", "checkpoint-6", "checkpoint-8.set-aside"]
 
@@ -198,7 +198,7 @@ def test_resuming_from_an_older_checkpoint_keeps_what_it_saves(place, tmp_path):
     for path in tmp_path.glob("checkpoint-4/*"):
         assert path.read_bytes() == (output / "checkpoint-4.set-aside" / path.name).read_bytes()
     assert checkpoints.starting_point(config, True).name == "checkpoint-6"
-    checkpoints.set_aside_newer(output, output / "checkpoint-4")
+    checkpoints.rename_newer(output, output / "checkpoint-4")
     assert "checkpoint-6.set-aside-2" in names(output)
     again = output / "checkpoint-4.set-aside"  # may be resumed by its path
     assert checkpoints.starting_point(config, str(again)) == again

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfbyte.train import gradients, graph
+from halfbyte.train import graph, graph
 from halfbyte.train.graph import GraphedBackward, GraphedStep
 from halfbyte.utils import notices
 from halfbyte.utils.errors import TrainingError
@@ -326,7 +326,7 @@ def test_running_out_of_memory_without_graphs_is_an_error(monkeypatch):
 
 def test_a_closed_set_leaves_no_hook_and_no_gradient():
     weight = nn.Parameter(torch.ones(2))
-    found = gradients.Gradients([weight])
+    found = graph.Gradients([weight])
     found.begin()
     (weight * 2).sum().backward()
     found.flush()

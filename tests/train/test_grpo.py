@@ -15,9 +15,9 @@ from halfbyte.config import load_config
 from halfbyte.evaluation.held_out import evaluate
 from halfbyte.optim import trained_parameters
 from halfbyte.rl import setup as rl_setup
-from halfbyte.rl.importance import Mismatch
+from halfbyte.rl.rollouts import ImportanceCorrection
 from halfbyte.rl.rollouts import Generations
-from halfbyte.rl.statistics import passes
+from halfbyte.rl.rollout_batch import pass_rates
 from halfbyte.train import checkpoint as checkpoints
 from halfbyte.train import run as train_run
 from halfbyte.train.run import finetune, train
@@ -361,13 +361,13 @@ def test_the_mismatch_is_corrected_for_once_it_is_large(prompts, tmp_path, monke
     """auto: the ratios of a step decide of the next generation, and what is on stays on; said once."""
     notices.forget()
     monkeypatch.setattr("halfbyte.rl.importance.OFF", 0.5)
-    own, shares = Mismatch.saw, iter([0.6, 0.0, 0.0])
+    own, shares = ImportanceCorrection.add_step, iter([0.6, 0.0, 0.0])
 
     def saw(self, sums, counts):
         own(self, sums, counts)
         self.outside = next(shares)
 
-    monkeypatch.setattr(Mismatch, "saw", saw)
+    monkeypatch.setattr(ImportanceCorrection, "saw", saw)
     bounds = {"importance_sampling_mode": "token_truncate", "importance_sampling_clip_max": 0.5}
     run(prompts, tmp_path / "out", max_steps=3, **bounds)
     weights = [each["sampling/importance_sampling_ratio/mean"] for each in records_of(tmp_path / "out")["train"]]
@@ -439,9 +439,9 @@ def test_evaluated_by_the_answers_that_pass(prompts, tmp_path):
         assert each["pass@1"] == pytest.approx(each["reward"])
         assert each["pass@1"] <= each["pass@3"] <= 1
     assert "trl#6789" in notices.said()["narrowed-sampling"]
-    assert passes([1, 0, 0, 0, 1, 1], 3) == {"pass@1": 0.5, "pass@3": 1.0}
-    assert passes([1, None, 0, 0.5], 2) == {"pass@1": 0.25, "pass@2": 0.5}
-    assert passes([-1, 0], 2) == {}
+    assert pass_rates([1, 0, 0, 0, 1, 1], 3) == {"pass@1": 0.5, "pass@3": 1.0}
+    assert pass_rates([1, None, 0, 0.5], 2) == {"pass@1": 0.25, "pass@2": 0.5}
+    assert pass_rates([-1, 0], 2) == {}
 
 
 @pytest.mark.slow

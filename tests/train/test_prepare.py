@@ -23,7 +23,7 @@ from halfbyte.plan.advice import check_fits
 from halfbyte.runs.inputs import check_output_dir
 from halfbyte.runs.lock import check_free, run_lock
 from halfbyte.train import run as sft
-from halfbyte.train.dry_run import trackers, try_optimizer
+from halfbyte.train.preflight import check_trackers, check_optimizer
 from halfbyte.train.preflight import prepare_run
 from halfbyte.utils import notices
 from halfbyte.utils.errors import CheckpointError, ConfigError, ModelError
@@ -151,12 +151,12 @@ def test_what_a_full_vision_run_trains_is_what_is_planned(tmp_path, place):
 
 
 def test_trackers_are_there_or_named():
-    assert not trackers([])
-    assert not trackers(["none"])
-    trackers(["all"])
+    assert not check_trackers([])
+    assert not check_trackers(["none"])
+    check_trackers(["all"])
     for names, wrong in ((["nonsense"], "nonsense"), (["comet_ml"], "comet_ml"), (["none", "all"], "none")):
         with pytest.raises(ConfigError, match=f"report_to: {wrong}: "):
-            trackers(names)
+            check_trackers(names)
 
 
 def test_an_optimizer_takes_a_step_before_it_is_needed(tmp_path, monkeypatch):
@@ -164,17 +164,17 @@ def test_an_optimizer_takes_a_step_before_it_is_needed(tmp_path, monkeypatch):
         return load_config(None, {"model_name_or_path": "m", "dataset": "d", **changed})
 
     for name in ("adamw_torch_fused", "adafactor", "sgd"):
-        try_optimizer(config(optim=name), CPU)
+        check_optimizer(config(optim=name), CPU)
 
     def broken(model, settings):
         raise RuntimeError("\nno CUDA here\nmore")
 
     monkeypatch.setitem(OPTIMIZERS, "sgd", Optimizer(broken, lambda model: 0))
     with pytest.raises(ConfigError, match=r"(?s)optim: sgd.*CUDA"):
-        try_optimizer(config(optim="sgd"), CPU)
+        check_optimizer(config(optim="sgd"), CPU)
     monkeypatch.setitem(OPTIMIZERS, "sgd", Optimizer(broken, lambda model: 0, package="not_there"))
     with pytest.raises(ConfigError, match="not_there"):
-        try_optimizer(config(optim="sgd"), CPU)
+        check_optimizer(config(optim="sgd"), CPU)
 
 
 def test_a_schedule_is_tried_at_its_ends(place, tmp_path):

@@ -20,8 +20,8 @@ from halfbyte.config import load_config
 from halfbyte.parallel.mesh import Mesh
 from halfbyte.train.stepper import Stepper
 from halfbyte.train import run as sft
-from halfbyte.train.checkpoint import starting_point
-from halfbyte.train.metrics import MetricsFile
+from halfbyte.runs.checkpoints import starting_point
+from halfbyte.runs.metrics import MetricsFile
 from halfbyte.train.run import finetune, train
 from halfbyte.utils.errors import ConfigError, DataError, ModelError, TrainingError
 from tests.helpers.sft_runs import keys, run

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..auxiliary.find import find_teacher
+from ..auxiliary.model import find_teacher
 from ..config import RunConfig
 from ..config.policy import DISTILLING
 from ..loading.find import ModelFiles
