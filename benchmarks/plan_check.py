@@ -197,7 +197,7 @@ def train(model: Any, plan: Any, config: Any, batch: dict[str, Tensor], dtype: t
         graphs = GraphedBackward(backward, trained) if graphed else None
         for step in range(GRAPHED_STEPS if graphed else STEPS):
             if graphs:
-                graphs(batch, ready=step > 0)  # after the first the optimizer's state is there
+                graphs(batch, may_capture=step > 0)  # after the first the optimizer's state is there
             else:
                 backward(batch)
             optimizer.step()

@@ -30,7 +30,7 @@ def ours(config: Any, tokenizer: Any, wanted: int) -> tuple[Callable[[], None], 
     from halfbyte.loading.load import load_model
     from halfbyte.methods import method_of
     from halfbyte.modeling.adapters import add_adapter, compute_autocast, no_input_casts
-    from halfbyte.train.look_ahead import Ahead
+    from halfbyte.train.stepper import LookAhead
 
     method, run = method_of(config), config
     base = load_model(config.model_name_or_path, run.storage, dtype=torch.float32, device="cpu")
@@ -40,7 +40,7 @@ def ours(config: Any, tokenizer: Any, wanted: int) -> tuple[Callable[[], None], 
     order = sorted(range(len(rows)), key=lambda index: abs(len(rows[index]["input_ids"]) - wanted))
     taken = [order[place] for place in NEAREST]
     batch = method.collator(config, tokenizer, torch.device("cpu"))([rows[index] for index in taken])
-    ahead = Ahead(method, model, torch.float32)
+    ahead = LookAhead(method, model, torch.float32)
 
     def step() -> None:
         model.train()

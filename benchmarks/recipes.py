@@ -20,7 +20,7 @@ from benchmarks.common import write_result
 def run(given: argparse.Namespace, recipe: str) -> dict[str, Any]:
     """Train once; losses of all steps, final and held-out loss."""
     from halfbyte.config import RunConfig
-    from halfbyte.train.metrics import MetricsFile
+    from halfbyte.runs.metrics import MetricsFile
     from halfbyte.train.run import train
 
     with tempfile.TemporaryDirectory() as folder:

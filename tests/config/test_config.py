@@ -18,7 +18,7 @@ from halfbyte.config import (
 from halfbyte.config import aliases as config_aliases
 from halfbyte.config import foreign as config_foreign
 from halfbyte.optim import OPTIMIZERS
-from halfbyte.train.dry_run import try_optimizer
+from halfbyte.train.preflight import check_optimizer
 from halfbyte.utils import notices
 from halfbyte.utils.errors import ConfigError
 
@@ -215,10 +215,10 @@ class TestRefusing:
 
     def test_an_optimizer_whose_package_is_missing(self, monkeypatch):
         """The file means the same on every machine; what prepares a run looks (65)."""
-        monkeypatch.setattr("halfbyte.train.dry_run.find_spec", lambda name: None)
+        monkeypatch.setattr("halfbyte.train.preflight.find_spec", lambda name: None)
         config = load_config(None, with_needed("optim=paged_adamw_8bit"))
         with pytest.raises(ConfigError):
-            try_optimizer(config, torch.device("cpu"))
+            check_optimizer(config, torch.device("cpu"))
 
     def test_eval_steps_without_data_to_evaluate(self):
         load_config(None, with_needed("eval_steps=10"))

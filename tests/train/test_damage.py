@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from halfbyte.config import load_config
-from halfbyte.runs import manifest
-from halfbyte.train import checkpoint as checkpoints
+from halfbyte.runs import checkpoints, manifest
 from halfbyte.train.run import train
 from halfbyte.utils import notices
 from halfbyte.utils.errors import CheckpointError, ConfigError

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfbyte.train import gradients, graph
+from halfbyte.train import graph
 from halfbyte.train.graph import GraphedBackward, GraphedStep
 from halfbyte.utils import notices
 from halfbyte.utils.errors import TrainingError
@@ -194,7 +194,7 @@ def test_what_may_not_be_captured_yet_warms_up(monkeypatch):
     stand_in = StandIn().install(monkeypatch)
     graphed = stand_in.backwards(lambda batch: batch["x"].sum(), [nn.Parameter(torch.ones(1))])
     for batch in sized(*[8] * 5):
-        graphed(batch, ready=False)
+        graphed(batch, may_capture=False)
     assert not graphed.holds_graphs
     graphed(next(iter(sized(8))))
     assert graphed.holds_graphs
@@ -293,10 +293,10 @@ def test_a_capture_without_room_ends_all_graphs(monkeypatch):
 
 
 @pytest.mark.parametrize("when", ["beside", "capture"])
-def test_a_process_that_others_wait_for_neither_runs_again_nor_goes_on_without(monkeypatch, when):
-    """What it computed with them they would not compute again."""
+def test_out_of_memory_ends_a_run_whose_ranks_share_collectives(monkeypatch, when):
+    """The other ranks would not repeat the step."""
     stand_in = StandIn(room=8 if when == "beside" else None).install(monkeypatch)
-    with_others = SimpleNamespace(is_alone=False, any_says=lambda said: said)
+    with_others = SimpleNamespace(is_alone=False, any=lambda flag: flag)
     graphed = []
 
     def wrap(step, trained):
@@ -326,11 +326,11 @@ def test_running_out_of_memory_without_graphs_is_an_error(monkeypatch):
 
 def test_a_closed_set_leaves_no_hook_and_no_gradient():
     weight = nn.Parameter(torch.ones(2))
-    found = gradients.Gradients([weight])
+    found = graph.Gradients([weight])
     found.begin()
     (weight * 2).sum().backward()
     found.flush()
-    found.hand_over()
+    found.publish()
     assert weight.grad is found.buffers[0]
     found.close()
     assert weight.grad is None

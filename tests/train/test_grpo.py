@@ -15,11 +15,10 @@ from halfbyte.config import load_config
 from halfbyte.evaluation.held_out import evaluate
 from halfbyte.optim import trained_parameters
 from halfbyte.rl import setup as rl_setup
-from halfbyte.rl.importance import Mismatch
-from halfbyte.rl.rollouts import Generations
-from halfbyte.rl.statistics import passes
-from halfbyte.train import checkpoint as checkpoints
-from halfbyte.train import run as train_run
+from halfbyte.rl.rollout_batch import pass_rates
+from halfbyte.rl.rollouts import Generations, ImportanceCorrection
+from halfbyte.runs import checkpoints
+from halfbyte.train import setup
 from halfbyte.train.run import finetune, train
 from halfbyte.train.stepper import GraphedStepper
 from halfbyte.utils import notices
@@ -211,7 +210,7 @@ def test_rollouts_beside_graphs(prompts, tmp_path, monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return generate(engine, *arguments, **keys)
 
-    monkeypatch.setattr(train_run, "make_stepper", in_graphs)
+    monkeypatch.setattr(setup, "make_stepper", in_graphs)
     monkeypatch.setattr(Rollouts, "generate", short)
     run(prompts, tmp_path / "graphed", max_steps=8)
     assert held == [False] * 2 + [True] * 5 + [False] * 2  # captured in the second step, gone in the seventh
@@ -360,14 +359,14 @@ def test_checked_and_not_evaluated_by_a_loss(prompts, tmp_path):
 def test_the_mismatch_is_corrected_for_once_it_is_large(prompts, tmp_path, monkeypatch):
     """auto: the ratios of a step decide of the next generation, and what is on stays on; said once."""
     notices.forget()
-    monkeypatch.setattr("halfbyte.rl.importance.OFF", 0.5)
-    own, shares = Mismatch.saw, iter([0.6, 0.0, 0.0])
+    monkeypatch.setattr("halfbyte.rl.rollouts.MISMATCH_SHARE", 0.5)
+    own, shares = ImportanceCorrection.add_step, iter([0.6, 0.0, 0.0])
 
-    def saw(self, sums, counts):
+    def add_step(self, sums, counts):
         own(self, sums, counts)
         self.outside = next(shares)
 
-    monkeypatch.setattr(Mismatch, "saw", saw)
+    monkeypatch.setattr(ImportanceCorrection, "add_step", add_step)
     bounds = {"importance_sampling_mode": "token_truncate", "importance_sampling_clip_max": 0.5}
     run(prompts, tmp_path / "out", max_steps=3, **bounds)
     weights = [each["sampling/importance_sampling_ratio/mean"] for each in records_of(tmp_path / "out")["train"]]
@@ -439,14 +438,14 @@ def test_evaluated_by_the_answers_that_pass(prompts, tmp_path):
         assert each["pass@1"] == pytest.approx(each["reward"])
         assert each["pass@1"] <= each["pass@3"] <= 1
     assert "trl#6789" in notices.said()["narrowed-sampling"]
-    assert passes([1, 0, 0, 0, 1, 1], 3) == {"pass@1": 0.5, "pass@3": 1.0}
-    assert passes([1, None, 0, 0.5], 2) == {"pass@1": 0.25, "pass@2": 0.5}
-    assert passes([-1, 0], 2) == {}
+    assert pass_rates([1, 0, 0, 0, 1, 1], 3) == {"pass@1": 0.5, "pass@3": 1.0}
+    assert pass_rates([1, None, 0, 0.5], 2) == {"pass@1": 0.25, "pass@2": 0.5}
+    assert pass_rates([-1, 0], 2) == {}
 
 
 @pytest.mark.slow
 def test_a_reward_that_says_nothing_is_said(prompts, tmp_path, monkeypatch):
-    monkeypatch.setattr("halfbyte.rl.rollout_batch.SAME", 2)
+    monkeypatch.setattr("halfbyte.rl.rollout_batch.CONSTANT_GENERATIONS", 2)
     notices.forget()
     file = tmp_path / "silent.py"
     file.write_text("def silent(completions, **columns): return [None] * len(completions)\n")

@@ -16,7 +16,7 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
-from halfbyte.auxiliary.reward_model import judging
+from halfbyte.auxiliary.reward_model import loaded_reward_models
 from halfbyte.cli import app
 from halfbyte.config import load_config
 from halfbyte.modeling.adapters import add_adapter
@@ -75,7 +75,7 @@ def scored(judges, rewards, *, model, prompts, answers):
     config = load_config(None, keys(judges, judges / "none", rewards))
     asked = Rewards(read_specs(rewards, []), [], 1.0, 8)
     tokenizer = AutoTokenizer.from_pretrained(judges / "model")
-    with judging(config, asked, model, tokenizer, torch.device("cpu"), torch.float32):
+    with loaded_reward_models(config, asked, model, tokenizer, torch.device("cpu"), torch.float32):
         return [judge(prompts, answers) for judge in asked.models.values()]
 
 

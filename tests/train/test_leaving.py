@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from halfbyte.train import checkpoint as checkpoints
+from halfbyte.runs import checkpoints
 from halfbyte.train import loop as loops
 from halfbyte.utils.files import new_directory
 from halfbyte.utils.signals import Stopped, as_exceptions, as_requests
@@ -92,7 +92,7 @@ def test_the_step_is_finished_and_saved_and_the_resumed_run_is_the_same(uninterr
     ],
 )
 def test_what_takes_too_long_is_given_up_and_done_again(uninterrupted, tmp_path, monkeypatch, moment, step, owes):
-    monkeypatch.setattr(loops, "PATIENCE", 0.0)
+    monkeypatch.setattr(loops, "LEAVE_TIMEOUT", 0.0)
     loop, checkpoint = interrupted(tmp_path, moment)
     assert checkpoint.name == f"checkpoint-{step}"
     assert checkpoints.read_state(checkpoint).get("owes_evaluation", False) == owes
@@ -100,7 +100,7 @@ def test_what_takes_too_long_is_given_up_and_done_again(uninterrupted, tmp_path,
 
 
 def test_before_a_step_is_done_there_is_nothing_to_save(tmp_path, monkeypatch):
-    monkeypatch.setattr(loops, "PATIENCE", 0.0)
+    monkeypatch.setattr(loops, "LEAVE_TIMEOUT", 0.0)
     loop = loop_of(tmp_path)
     loop.metrics.listeners.append(lambda record: pytest.fail("a step was done"))
     inner = loop.stepper.sums

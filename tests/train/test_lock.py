@@ -13,9 +13,9 @@ import time
 import pytest
 
 from halfbyte.config import load_config
-from halfbyte.runs import lock
+from halfbyte.runs import inputs, lock
 from halfbyte.runs.lock import run_lock
-from halfbyte.train import preflight_paths, run
+from halfbyte.train import run
 from halfbyte.utils import notices
 from halfbyte.utils.errors import ConfigError
 from halfbyte.utils.processes import Process
@@ -51,7 +51,7 @@ def test_a_second_run_is_refused_and_the_first_is_named(tmp_path):
 
 def test_train_is_refused_before_it_looks_at_anything(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "open_run", lambda *_: pytest.fail("it began"))
-    monkeypatch.setattr(preflight_paths, "check_inputs", lambda *_: pytest.fail("it began"))
+    monkeypatch.setattr(inputs, "check_inputs", lambda *_: pytest.fail("it began"))
     config = load_config(None, {"model_name_or_path": "m", "dataset": "d", "output_dir": str(tmp_path / "out")})
     with run_lock(tmp_path / "out"), pytest.raises(ConfigError):
         run.train(config)

@@ -12,7 +12,7 @@ from transformers import Trainer, set_seed
 from halfbyte.modeling.adapters import add_adapter
 from halfbyte.parallel.mesh import ALONE
 from halfbyte.train import stepper
-from halfbyte.train.callback_arguments import total_steps, training_arguments
+from halfbyte.train.callbacks import total_steps, training_arguments
 from halfbyte.train.sampler import batches
 from halfbyte.utils.errors import ConfigError, TrainingError
 from tests.helpers.tiny_runs import collate, losses, make_loop, rows, run_config, tiny_llama
@@ -214,7 +214,7 @@ class Graphs:
     """Stands for captured micro-batches: notes the steps that run as them, and holds memory until it gives up."""
 
     def __init__(self, backward, parameters, alike):
-        self.backward, self.steps, self.holds_graphs, self.most_pool_bytes = backward, [], True, 5
+        self.backward, self.steps, self.holds_graphs, self.peak_pool_bytes = backward, [], True, 5
         self.begun = lambda: 0  # steps that the loop has finished
 
     def __call__(self, batch, ready):
@@ -249,7 +249,7 @@ def test_graphs_begin_with_the_second_step_and_end_with_the_training(tmp_path, g
     loop.train()
     assert graphs.steps == [2, 3]
     assert graphs.closed
-    assert loop.stepper.most_graph_bytes == 5
+    assert loop.stepper.peak_graph_bytes == 5
     assert losses(loop) == losses(plain)
 
 

@@ -13,7 +13,7 @@ from halfbyte.config import load_config
 from halfbyte.evaluation.held_out import evaluate
 from halfbyte.methods import METHODS, Method, Metric, Numbers
 from halfbyte.modeling.head import IGNORE_INDEX, backbone_inputs, token_log_probs
-from halfbyte.train.metrics import Window
+from halfbyte.runs.metrics import Window
 from halfbyte.train.run import finetune
 from halfbyte.utils.errors import ConfigError, DataError
 

@@ -22,9 +22,8 @@ from halfbyte.optim import OPTIMIZERS, Optimizer
 from halfbyte.plan.advice import check_fits
 from halfbyte.runs.inputs import check_output_dir
 from halfbyte.runs.lock import check_free, run_lock
-from halfbyte.train import run as sft
-from halfbyte.train.dry_run import trackers, try_optimizer
-from halfbyte.train.preflight import prepare_run
+from halfbyte.train import setup
+from halfbyte.train.preflight import check_optimizer, check_trackers, prepare_run
 from halfbyte.utils import notices
 from halfbyte.utils.errors import CheckpointError, ConfigError, ModelError
 from tests.helpers.sft_runs import keys, run
@@ -140,7 +139,7 @@ def test_what_a_full_vision_run_trains_is_what_is_planned(tmp_path, place):
     transformers.AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "model")
     keys = {"model_name_or_path": str(tmp_path / "model"), "use_peft": False, "load_in_4bit": False}
     made = prepared(place, tmp_path / "out", **keys)
-    model = sft._trainable_model(made, {})
+    model = setup.load_trainable_model(made, {})
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained
     assert not [name for name in trained if "vision" in name or "projector" in name]
@@ -151,12 +150,12 @@ def test_what_a_full_vision_run_trains_is_what_is_planned(tmp_path, place):
 
 
 def test_trackers_are_there_or_named():
-    assert not trackers([])
-    assert not trackers(["none"])
-    trackers(["all"])
+    assert not check_trackers([])
+    assert not check_trackers(["none"])
+    check_trackers(["all"])
     for names, wrong in ((["nonsense"], "nonsense"), (["comet_ml"], "comet_ml"), (["none", "all"], "none")):
         with pytest.raises(ConfigError, match=f"report_to: {wrong}: "):
-            trackers(names)
+            check_trackers(names)
 
 
 def test_an_optimizer_takes_a_step_before_it_is_needed(tmp_path, monkeypatch):
@@ -164,17 +163,17 @@ def test_an_optimizer_takes_a_step_before_it_is_needed(tmp_path, monkeypatch):
         return load_config(None, {"model_name_or_path": "m", "dataset": "d", **changed})
 
     for name in ("adamw_torch_fused", "adafactor", "sgd"):
-        try_optimizer(config(optim=name), CPU)
+        check_optimizer(config(optim=name), CPU)
 
     def broken(model, settings):
         raise RuntimeError("\nno CUDA here\nmore")
 
     monkeypatch.setitem(OPTIMIZERS, "sgd", Optimizer(broken, lambda model: 0))
     with pytest.raises(ConfigError, match=r"(?s)optim: sgd.*CUDA"):
-        try_optimizer(config(optim="sgd"), CPU)
+        check_optimizer(config(optim="sgd"), CPU)
     monkeypatch.setitem(OPTIMIZERS, "sgd", Optimizer(broken, lambda model: 0, package="not_there"))
     with pytest.raises(ConfigError, match="not_there"):
-        try_optimizer(config(optim="sgd"), CPU)
+        check_optimizer(config(optim="sgd"), CPU)
 
 
 def test_a_schedule_is_tried_at_its_ends(place, tmp_path):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from halfbyte.train import readback
+from halfbyte.train import guards, metrics_log
 from halfbyte.utils import notices
 from halfbyte.utils.errors import TrainingError
 from tests.helpers.tiny_runs import losses, make_loop, rows, run_config
@@ -155,7 +155,7 @@ def test_seconds_are_those_of_the_steps_and_of_nothing_else(tmp_path, monkeypatc
     held_out = rows(3, 9)
     loop = make_loop(run_config(tmp_path, max_steps=6, eval_steps=2), None, held_out)
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(readback, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(metrics_log, "perf_counter", lambda: clock.now)
     backward, evaluation = loop.stepper.micro_batch, loop.evaluate
 
     def micro_batch(batch):
@@ -179,11 +179,11 @@ def test_a_guarded_optimizer_does_nothing_for_numbers_that_are_not_finite(device
     weight = nn.Parameter(torch.ones(5, device=device))
     optimizer = kind([weight], lr=0.1, weight_decay=0.1, fused=True)
     weight.grad = torch.ones_like(weight)
-    readback.guard(optimizer, torch.tensor([2.0, 3.0], device=device))
+    guards.skip_if_not_finite(optimizer, torch.tensor([2.0, 3.0], device=device))
     optimizer.step()
     before = [weight.detach().clone(), *(value.clone() for value in optimizer.state[weight].values())]
     weight.grad = torch.full_like(weight, number)
-    readback.guard(optimizer, torch.tensor([2.0, number], device=device))
+    guards.skip_if_not_finite(optimizer, torch.tensor([2.0, number], device=device))
     optimizer.step()
     after = [weight.detach(), *optimizer.state[weight].values()]
     same = [torch.equal(one, other) for one, other in zip(before, after, strict=True)]

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from halfbyte.modeling.projections import configured_recipe
-from halfbyte.train import checkpoint as checkpoints
+from halfbyte.runs import checkpoints
 from halfbyte.utils.errors import CheckpointError
 from tests.helpers.tiny_runs import losses, make_loop, rows, run_config
 

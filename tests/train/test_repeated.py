@@ -37,16 +37,16 @@ def test_model_and_trainer_are_gone_when_a_run_returns(start, monkeypatch):
     """At once, not when Python happens to look for cycles."""
     seen = []
 
-    make = sft._loop
+    make = sft.TrainingLoop
 
-    def spy(job, model, *rest):
-        loop = make(job, model, *rest)
-        # the optimizer is made in training: its parameters stand for it
+    def spy(*, model, **keys):
+        loop = make(model=model, **keys)
+        # the optimizer is created in training: its parameters stand for it
         weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
         seen.extend(map(weakref.ref, (loop, model, weights[0])))
         return loop
 
-    monkeypatch.setattr(sft, "_loop", spy)
+    monkeypatch.setattr(sft, "TrainingLoop", spy)
     gc.disable()
     try:
         start(device="cpu", dtype="float32", max_steps=1)

@@ -27,8 +27,8 @@ from halfbyte.config import RunConfig, load_config
 from halfbyte.data.prepare import PreparedData
 from halfbyte.modeling.patch import PatchReport
 from halfbyte.train.checkpoint import STATE, check_same_run
-from halfbyte.train.determinism import repeatable, verdict
-from halfbyte.train.preflight import lengths_worth_plans
+from halfbyte.train.checks import deterministic_algorithms, reproducibility
+from halfbyte.train.preflight import planned_lengths
 from halfbyte.train.run import train
 from halfbyte.utils.errors import ConfigError, TrainingError
 from halfbyte.utils.files import write_json
@@ -52,22 +52,22 @@ def silence():
 
 
 def test_verdict():
-    assert verdict(config(), CPU, None)["equal"]
-    assert verdict(config(), CUDA, FUSED)["equal"]
-    assert verdict(config(), CUDA, None)["why"] != verdict(config(), CUDA, FUSED)["why"]
+    assert reproducibility(config(), CPU, None)["equal"]
+    assert reproducibility(config(), CUDA, FUSED)["equal"]
+    assert reproducibility(config(), CUDA, None)["why"] != reproducibility(config(), CUDA, FUSED)["why"]
     with_experts = PatchReport("qwen3", FUSED.fused, Counter({("experts", "own function"): 2}))
-    assert not verdict(config(), CUDA, with_experts)["equal"]
+    assert not reproducibility(config(), CUDA, with_experts)["equal"]
     notice(DIFFERS, "two runs may differ: cuDNN")
-    assert verdict(config(), CUDA, FUSED)["why"].startswith("two runs may differ: cuDNN; deterministic: true")
-    assert verdict(config(deterministic=True), CUDA, FUSED) == {"equal": True, "why": "deterministic: true"}
+    assert reproducibility(config(), CUDA, FUSED)["why"].startswith("two runs may differ: cuDNN; deterministic: true")
+    assert reproducibility(config(deterministic=True), CUDA, FUSED) == {"equal": True, "why": "deterministic: true"}
 
 
 def test_deterministic_is_torchs_and_ends_with_the_run(monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     filled = torch.utils.deterministic.fill_uninitialized_memory
-    with repeatable(config(), CUDA), repeatable(config(deterministic=True), CPU):
+    with deterministic_algorithms(config(), CUDA), deterministic_algorithms(config(deterministic=True), CPU):
         assert not torch.are_deterministic_algorithms_enabled()
-    with repeatable(config(deterministic=True), CUDA):
+    with deterministic_algorithms(config(deterministic=True), CUDA):
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
         assert not torch.utils.deterministic.fill_uninitialized_memory
@@ -77,10 +77,11 @@ def test_deterministic_is_torchs_and_ends_with_the_run(monkeypatch):
 
 
 def test_an_operation_that_does_not_repeat_is_an_error_that_names_it():
-    with pytest.raises(TrainingError, match="put_") as caught, repeatable(config(deterministic=True), CUDA):
+    deterministic = deterministic_algorithms(config(deterministic=True), CUDA)
+    with pytest.raises(TrainingError, match="put_") as caught, deterministic:
         torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
     assert "deterministic: false" in str(caught.value)
-    with pytest.raises(RuntimeError, match="size"), repeatable(config(deterministic=True), CUDA):
+    with pytest.raises(RuntimeError, match="size"), deterministic_algorithms(config(deterministic=True), CUDA):
         torch.zeros(3) + torch.zeros(4)
     assert not torch.are_deterministic_algorithms_enabled()
 
@@ -122,7 +123,7 @@ def test_lengths_that_repay_a_plan(lengths, steps, keys, planned):
     rows = Dataset.from_dict({"input_ids": [[1] * length for length in lengths]})
     data = PreparedData(rows, None, {})
     job = SimpleNamespace(config=config(**{"max_length": 2048} | keys), data=data, total_steps=steps)
-    assert lengths_worth_plans(job) == planned
+    assert planned_lengths(job) == planned
 
 
 # --- on a GPU ------------------------------------------------------------------------------------------------------
@@ -131,7 +132,7 @@ WORDS = [f"w{index}" for index in range(250)]
 KILLED = """
     import json, os, signal, sys
     from halfbyte.config import load_config
-    from halfbyte.train import metrics
+    from halfbyte.runs import metrics
     from halfbyte.train.run import train
     append = metrics.MetricsFile.append
     def and_kill(self, record):

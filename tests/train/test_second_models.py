@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
-from halfbyte.auxiliary.reward_model import behind_answers, judging
+from halfbyte.auxiliary.reward_model import answer_suffix, loaded_reward_models
 from halfbyte.config import load_config
 from halfbyte.evaluation.held_out import evaluate
 from halfbyte.methods import method_of
@@ -74,7 +74,7 @@ def test_a_reward_model_scores_a_rollout_as_the_row_it_was_trained_on(talks, tmp
     rows = method.ready(saved.config, saved.tokenizer, saved.model.config).train
     collate = method.collator(saved.config, saved.tokenizer)
     wanted = [score(saved.model, collate([rows[n]])).flatten().tolist()[0] for n in range(4)]
-    end, behind = behind_answers(saved.tokenizer)
+    end, behind = answer_suffix(saved.tokenizer)
     assert saved.tokenizer.decode(list(behind)) == "\n"
     config = load_config(None, keys(talks, tmp_path / "out", "prompts", method="grpo", num_generations=2,
                                     reward_funcs=[{"model": str(tmp_path / "reward")}]))  # fmt: skip
@@ -85,7 +85,8 @@ def test_a_reward_model_scores_a_rollout_as_the_row_it_was_trained_on(talks, tmp
         prompts.append(saved.tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"])
         text = row["chosen"][0]["content"]
         answers.append([*saved.tokenizer(text, add_special_tokens=False)["input_ids"], end])
-    with torch.no_grad(), judging(config, asked, saved.model, saved.tokenizer, torch.device("cpu"), torch.float32):
+    where = torch.device("cpu"), torch.float32
+    with torch.no_grad(), loaded_reward_models(config, asked, saved.model, saved.tokenizer, *where):
         [judge] = asked.models.values()
         found = judge(prompts, answers)
         cut = judge(prompts, [answer[:-1] for answer in answers])
@@ -96,9 +97,9 @@ def test_a_reward_model_scores_a_rollout_as_the_row_it_was_trained_on(talks, tmp
 def test_nothing_is_put_behind_an_answer_where_the_template_writes_nothing(talks):
     tokenizer = AutoTokenizer.from_pretrained(talks / "model")
     tokenizer.chat_template = CHATML.replace("'</s>\n'", "'</s>'")
-    assert behind_answers(tokenizer) == (tokenizer.eos_token_id, ())
+    assert answer_suffix(tokenizer) == (tokenizer.eos_token_id, ())
     tokenizer.chat_template = None
-    assert behind_answers(tokenizer) == (tokenizer.eos_token_id, ())
+    assert answer_suffix(tokenizer) == (tokenizer.eos_token_id, ())
 
 
 def mistral(folder, **more):

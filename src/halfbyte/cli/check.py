@@ -7,7 +7,7 @@ import contextlib
 from rich.text import Text
 
 from ..config import RunConfig
-from ..train.preflight_paths import look_over_run
+from ..runs.inputs import check_paths
 from ..utils.console import Console
 from .imports import quick_imports
 
@@ -18,7 +18,7 @@ def check_run(config: RunConfig) -> None:
     Raises:
         HalfbyteError: what `halfbyte train` would raise before its first step.
     """
-    look_over_run(config)
+    check_paths(config)
     with quick_imports():
         from ..parallel.launch.agreement import check_agreement
         from ..parallel.launch.launcher import layout_wanted

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..config import Parallel, RunConfig
-from ..train.preflight_paths import look_over_run
+from ..runs.inputs import check_paths
 from ..utils.console import Console
 from ..utils.errors import ConfigError
 from ..utils.text import one_line
@@ -32,7 +32,7 @@ def check_meshes(config: RunConfig, gpus: int | None, gpu_memory: float | None) 
         HalfbyteError: what is wrong with the run, or there is no GPU to ask; `parallel` is of another number, or cannot
             divide this run.
     """
-    look_over_run(config)
+    check_paths(config)
     with quick_imports():
         from ..plan.meshes import Meshes
 

@@ -30,17 +30,18 @@ def preview_rollouts(config: RunConfig, count: int, answers: int) -> None:
     """
     check_inputs(config)
     with quick_imports():
-        from ..auxiliary.reward_model import check_judges, judging
+        from ..auxiliary.reward_model import check_reward_model_compatibility, loaded_reward_models
         from ..loading.find import find_model
         from ..loading.load import load_model, load_tokenizer
         from ..methods import method_of
         from ..methods.grpo import PolicyOptimization
         from ..modeling.adapters import add_adapter, compute_autocast, compute_dtype_of
         from ..rl.distillation import DistilledGenerations
+        from ..rl.preflight import rewards_of
         from ..rl.rollouts import Generations
-        from ..rl.served import look_over_server
-        from ..rl.setup import answer_ends, rewards_of
-        from ..train.metrics import MetricsFile
+        from ..rl.served import check_server
+        from ..rl.setup import answer_stop_tokens
+        from ..runs.metrics import MetricsFile
         from ..utils.hardware import chosen_device
 
     method = method_of(config)
@@ -50,10 +51,10 @@ def preview_rollouts(config: RunConfig, count: int, answers: int) -> None:
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
     data = method.ready(config, tokenizer)
     rewards = rewards_of(config, data)
-    look_over_server(config, data, tokenizer, Console(quiet=True))
+    check_server(config, data, tokenizer, Console(quiet=True))
     try:
         rewards.check()
-        check_judges(config, rewards, files.config, tokenizer, Console(quiet=True))
+        check_reward_model_compatibility(config, rewards, files.config, tokenizer, Console(quiet=True))
         how: dict[str, Any] = {"device": config.device, "attn_implementation": config.attn_implementation}
         model = load_model(files, config.storage, dtype=config.precision.compute, **how)
         model = add_adapter(model, config.adapter) if config.adapter else model  # new, it adds nothing
@@ -61,13 +62,13 @@ def preview_rollouts(config: RunConfig, count: int, answers: int) -> None:
         where: dict[str, Any] = {
             "device": device,
             "computing": partial(compute_autocast, model, dtype),
-            "stops": answer_ends(tokenizer, model, data),
+            "stops": answer_stop_tokens(tokenizer, model, data),
             "file": MetricsFile(Path(os.devnull)),
         }
         kind = DistilledGenerations if config.method in DISTILLING else Generations
         generations = kind(config, method, model, tokenizer, data.train, rewards, **where)
         shown = list(range(min(count, len(data.train))))
-        with closing(generations), judging(config, rewards, model, tokenizer, device, dtype):
+        with closing(generations), loaded_reward_models(config, rewards, model, tokenizer, device, dtype):
             found = generations.answer(shown, [data.train[at] for at in shown], answers, 0, BEFORE)
         console = Console(soft_wrap=True)
         for line in _lines(found, answers, tokenizer):

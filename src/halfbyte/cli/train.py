@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..config import Parallel, RunConfig
-from ..train.checkpoint import checkpoints
-from ..train.preflight_paths import look_over_run
+from ..runs.checkpoints import checkpoints
+from ..runs.inputs import check_paths
 from ..utils.console import Console
 from ..utils.processes import was_restarted
 from ..utils.signals import Stopped
@@ -27,16 +27,16 @@ def train_run(config: RunConfig, file: Path, resume: bool, arguments: Sequence[s
     """
     again: str | bool | None = True if resume else config.resume_from_checkpoint
     again = True if was_restarted() else again
-    look_over_run(config, again)
+    check_paths(config, again)
     with quick_imports():
         from ..parallel.launch.launcher import launch, layout_wanted
 
     if (layout := layout_wanted(config)).size > 1:
         if config.report_to:  # said before any process starts
             with quick_imports():
-                from ..train.dry_run import trackers
+                from ..train.preflight import check_trackers
 
-            trackers(config.report_to)
+            check_trackers(config.report_to)
         command = [*_python(), "-m", "halfbyte", *(arguments or sys.argv[1:])]
 
         def program(now: Parallel) -> list[str]:

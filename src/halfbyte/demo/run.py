@@ -128,7 +128,7 @@ def _show(output_dir: Path, console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from ..train.metrics import MetricsFile
+    from ..runs.metrics import MetricsFile
 
     records = MetricsFile(output_dir / METRICS).records()
     losses = [record["loss"] for record in records if record["kind"] == EVAL]
