@@ -177,7 +177,7 @@ def test_a_resumed_run_saves_logs_and_evaluates_as_its_config_says_now(tmp_path)
     changed = run_config(tmp_path, **keys | {"save_steps": 2, "logging_steps": 1, "eval_steps": 3})
     checkpoint = tmp_path / "checkpoint-4"
     checkpoints.check_same_run(changed, checkpoint)
-    checkpoints.set_aside_newer(tmp_path, checkpoint)
+    checkpoints.rename_newer(tmp_path, checkpoint)
     loop = make_loop(changed, held_out=rows(3, 9))
     loop.metrics.keep_until(4)
     loop.train(checkpoint)

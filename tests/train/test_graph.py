@@ -327,7 +327,7 @@ def test_running_out_of_memory_without_graphs_is_an_error(monkeypatch):
 def test_a_closed_set_leaves_no_hook_and_no_gradient():
     weight = nn.Parameter(torch.ones(2))
     found = graph.Gradients([weight])
-    found.begin()
+    found.start()
     (weight * 2).sum().backward()
     found.flush()
     found.publish()

@@ -199,7 +199,7 @@ class Generations:
         return _EpochBatches(count * lasts - skip, produce)
 
     def taken(self) -> dict[str, float]:
-        """Return the mean numbers of the generations since the last record, or those of the current generation."""
+        """Return the mean numbers of the generations since the last record, or of the current generation."""
         found = mean_numbers(self._since_record) if self._since_record else self._last
         self._since_record = []
         return found
@@ -500,7 +500,7 @@ def rollout_plan_of(checkpoint: Path) -> tuple[str, int] | None:
 
 
 def check_same_files(files: Mapping[str, str], checkpoint: Path) -> None:
-    """Check that the files of reward functions and of auxiliary models are those of the checkpoint's run.
+    """Check that the files of reward functions and auxiliary models have not changed since the checkpoint.
 
     Args:
         files: SHA-256 by path.

@@ -39,7 +39,7 @@ from .metrics import MetricsFile, Window
 PICKLED = (OPTIMIZER_STATE, SCHEDULER_STATE, RANDOM_STATE)  # torch writes them as zip files
 EARLIER = "resume from an earlier checkpoint, or start a new run in another output_dir"
 
-# Keys that do not change what is learned: output paths, intervals and hardware.
+# Keys that do not affect training: output paths, intervals and hardware.
 FREE_KEYS = frozenset(
     [
         *("output_dir", "resume_from_checkpoint", "save_steps", "save_total_limit"),
@@ -287,7 +287,7 @@ def results_in(output: Path) -> list[str]:
 
 
 def check_same_run(config: RunConfig, checkpoint: Path) -> None:
-    """Check that the settings that change what is learned are those of the checkpoint.
+    """Check that the settings that affect training are the same as in the checkpoint.
 
     Raises:
         ConfigError: some differ; names each key with both values.
@@ -338,7 +338,7 @@ def keep_step_size(config: RunConfig, checkpoint: Path, ways: int) -> RunConfig:
 
 
 def check_same_data(data: dict[str, Any], checkpoint: Path) -> None:
-    """Check that the prepared data, and the adapter that the run began with, are those of the checkpoint's run.
+    """Check that the prepared data, and the adapter that the run started from, are the same as in the checkpoint.
 
     Args:
         data: rows, tokens and trained tokens, and the digests of all columns and of the adapter.

@@ -40,7 +40,7 @@ def check_paths(config: RunConfig, resume: str | bool | None = None) -> None:
         resume: as in `prepare_run`.
 
     Raises:
-        HalfbyteError: what is wrong, and the fix.
+        HalfbyteError: a check fails; with the fix.
     """
     method = method_of(config)
     check_path_spelling(config)

@@ -131,7 +131,7 @@ class MetricsFile:
 
 
 def _is_record(found: Any) -> bool:
-    """Return whether `found` has the keys of every record, and a training record those of a run's summary."""
+    """Return whether `found` has the keys of every record, and if it is a training record, the keys of a summary."""
     if not isinstance(found, dict) or "kind" not in found or type(found.get("step")) is not int:
         return False
     loss, tokens, rate = (found.get(name) for name in ("loss", TOKENS, "tokens_per_second"))

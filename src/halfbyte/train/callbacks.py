@@ -21,7 +21,7 @@ from halfbyte.utils.errors import ConfigError
 
 
 class Callbacks:
-    """Calls every callback for an event, with the state of the run; `control` holds what they request.
+    """Calls every callback for an event, with the state of the run; `control` holds their requests.
 
     transformers' DefaultFlowCallback is the first one: it requests logging, evaluation and saving.
 
@@ -43,9 +43,9 @@ class Callbacks:
         return TrainerState(stateful_callbacks=[self.control])
 
     def begin(self, saved: Path | None, *, steps: int, epochs: int, optimizer: Any, schedule: Any) -> None:
-        """Begin a training of `steps` steps in total, or continue from the state in the file `saved`.
+        """Start a training of `steps` steps in total, or continue from the state in the file `saved`.
 
-        The intervals of logging, evaluation and saving are those of the arguments, which may change in a resumed run.
+        The intervals of logging, evaluation and saving come from the arguments, which may change in a resumed run.
         """
         state = self.state = self._new_state() if saved is None else TrainerState.load_from_json(str(saved))
         state.train_batch_size = self.args.per_device_train_batch_size

@@ -1,7 +1,7 @@
 """Save and load the state in a checkpoint: weights, optimizer, schedule, loss scale, fp8 scales, random states.
 
-Names and contents are those of transformers' Trainer, except that weights keep their own dtype (PEFT's loader would
-convert bfloat16 adapters to float32). Which checkpoint to use is decided in `runs.checkpoints`, without torch.
+The files are those of transformers' Trainer, except that weights keep their own dtype (PEFT's loader would convert
+bfloat16 adapters to float32). Which checkpoint to use is decided in `runs.checkpoints`, without torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Training steps as CUDA graphs: forward and backward, or the optimizer too, without a launch from Python.
 
-Below about 4k tokens a step's time is that of its kernel launches, not of its arithmetic; a graph replays them in one
+Below about 4k tokens, kernel launches take longer than the arithmetic of a step; a graph replays them in one
 (docs/design.md, decision 5). A graph is valid for the shapes it was captured with, so there is one graph per shape, and
 all share one memory pool, since they never run at the same time.
 
@@ -53,11 +53,11 @@ Shapes = tuple[Any, ...]
 class Gradients:
     """The gradients of `parameters`, in buffers of their shapes and devices, and of the dtypes of gradients.
 
-    Call `begin`, run a backward, call `flush`, which a capture includes, then `publish`. A `.grad` that exists at
-    `begin` is added to. Buffers and hooks exist from the first `begin` to `close`.
+    Call `start`, run a backward, call `flush`, which a capture includes, then `publish`. A `.grad` that exists at
+    `start` is added to. Buffers and hooks exist from the first `start` to `close`.
 
     Attributes:
-        written: indices of the parameters whose gradients were added since `begin`. A replay runs no hook, so the
+        written: indices of the parameters whose gradients were added since `start`. A replay runs no hook, so the
             caller sets them.
     """
 
@@ -65,7 +65,7 @@ class Gradients:
         self.parameters = list(parameters)
         self.buffers: list[Tensor] = []
         self.written: set[int] = set()
-        self._accumulated: set[int] = set()  # indices of the parameters that had a gradient at `begin`
+        self._accumulated: set[int] = set()  # indices of the parameters that had a gradient at `start`
         self._pending: list[tuple[int, Tensor]] = []
         self._pending_bytes = 0
         self._hooks: list[Any] = []
@@ -75,7 +75,7 @@ class Gradients:
         return sum(buffer.nbytes for buffer in self.buffers)
 
     @torch.no_grad()
-    def begin(self) -> None:
+    def start(self) -> None:
         """Prepare a micro-batch: buffers hold what `.grad` held, or zeros, and `.grad` is None."""
         if not self.buffers:
             wide = [gradient_dtype(parameter) for parameter in self.parameters]
@@ -151,7 +151,7 @@ class _Captured:
             finally:
                 self.graph.capture_end()
         launched.wait_stream(stream)
-        AFTER_CAPTURE.settle()  # free what was garbage collected during the capture
+        AFTER_CAPTURE.settle()  # free host memory that was garbage collected during the capture
 
     def replay(self, batch: Batch) -> Tensor:
         for key, value in self.batch.items():
@@ -283,7 +283,7 @@ class _Graphs:
         return captured.replay(batch)
 
     def _has_headroom(self) -> bool:
-        """Return whether the device has as many free bytes as the largest step so far used."""
+        """Return whether the device has enough free bytes for the largest step so far."""
         device = self.stream.device
         taken = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
         return reservable_bytes(device) >= taken
@@ -356,7 +356,7 @@ class GraphedBackward(_Graphs):
     """The forward and backward of micro-batches as CUDA graphs; gradients are added to the parameters' `.grad`.
 
     All shapes, and eager steps, use one set of gradients (`Gradients`). `.grad` references its buffers; setting it to
-    None begins a new sum. An eager step that runs out of memory is repeated once, with the same random numbers, after
+    None starts a new sum. An eager step that runs out of memory is repeated once, with the same random numbers, after
     all graphs were freed.
 
     Args:
@@ -376,7 +376,7 @@ class GraphedBackward(_Graphs):
         super().__init__(step_and_flush, self.gradients.discard_pending, sync)
 
     def __call__(self, batch: Batch, may_capture: bool = True) -> Tensor:
-        self.gradients.begin()
+        self.gradients.start()
         result = super().__call__(batch, may_capture)
         self.gradients.publish()
         return result

@@ -12,7 +12,7 @@ schedule step; the step's numbers are read and recorded while the next step is l
 - Checkpoints hold adapters, optimizer, schedule and random states. They are written to a temporary folder and renamed.
 - On SIGTERM, SIGHUP or Ctrl-C the run ends its step, saves a checkpoint and stops. Work that takes longer than
   `LEAVE_TIMEOUT` (a step of many micro-batches, an evaluation) is dropped: the checkpoint is of the state before it.
-- Order of rows, schedule, parameter groups and checkpoints are those of transformers' Trainer (5.17 to 5.23).
+- Order of rows, schedule, parameter groups and checkpoints match transformers' Trainer (5.17 to 5.23).
 """
 
 from __future__ import annotations
@@ -245,8 +245,8 @@ class TrainingLoop:
     def _epoch(self, epoch: int, done: int, checkpoint: Path | None) -> None:
         """Run the steps of an epoch after the first `done`.
 
-        A DataLoader draws a random number when it begins. In the middle of an epoch the checkpoint's random states are
-        restored after that; a checkpoint of an epoch's end was saved before it, so they are restored before.
+        A DataLoader draws a random number when its iteration starts. In the middle of an epoch the checkpoint's random
+        states are restored after that; a checkpoint of an epoch's end was saved before it, so they are restored before.
         """
         if checkpoint is not None and not done:
             self._restore_random_states(checkpoint)
@@ -410,7 +410,7 @@ class TrainingLoop:
 
         Args:
             random: random states that the resumed run continues with; default: the current ones.
-            evaluation_pending: whether the resumed run begins with an evaluation.
+            evaluation_pending: whether the resumed run evaluates first.
 
         Raises:
             TrainingError: it could not be written (a full disk); earlier checkpoints are untouched.

@@ -29,7 +29,7 @@ from .callbacks import Callbacks
 from .guards import StepGuards
 from .stepper import Stepper
 
-ASYNCHRONOUS = ("cuda", "xpu")  # device types that run behind the host
+ASYNCHRONOUS = ("cuda", "xpu")  # device types that execute asynchronously
 BREAKDOWN_INTERVAL = 10  # steps from one time breakdown to the next
 GATHERS, IDLE = "gather_share", "idle_share"
 
@@ -204,7 +204,7 @@ class StepNumbers:
         counts: name → number over the step's rows.
         values: float32 [n + 1], the sums of the method's metrics and the gradient norm. They are copied from an
             accelerator to pinned memory without blocking the host.
-        local: begin and end of the part that this rank computed without others; None with one rank.
+        local: start and end of the part that this rank computed without others; None with one rank.
 
     Attributes:
         end: end of the step, as far as it was launched.
@@ -268,7 +268,7 @@ class TimeBreakdown:
         watched: component by share. `GATHERS` is the share of its work, `IDLE` the rest of the step.
 
     Attributes:
-        last_step: begin and end of the last step's part that this rank computed without others.
+        last_step: start and end of the last step's part that this rank computed without others.
     """
 
     def __init__(self, device: torch.device | None, watched: Mapping[str, Watched]):
@@ -314,7 +314,7 @@ class TimeBreakdown:
             return {}
         (began, end), spans = found
         seconds = end.seconds_since(began)
-        seen = {name: each for name, each in spans.items() if each}  # empty for what a CUDA graph replays
+        seen = {name: each for name, each in spans.items() if each}  # a replayed CUDA graph has none
         parts = {name: sum(end.seconds_since(began) for began, end in each) / seconds for name, each in seen.items()}
         return {name: 1 - part if name == IDLE else part for name, part in parts.items()}
 

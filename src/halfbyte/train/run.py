@@ -82,7 +82,7 @@ class RunResult:
 
 
 def finetune(model: str, dataset: str | list[str], **keys: Any) -> RunResult:
-    """Fine-tune `model` on `dataset`; `keys` are those of the configuration file. reward_funcs may contain functions.
+    """Fine-tune `model` on `dataset`; `keys` are keys of the configuration file. reward_funcs may contain functions.
 
     Raises:
         HalfbyteError: with the key, file, line or tensor at fault and the fix.

@@ -269,6 +269,6 @@ def _pipeline_losses(stepper: PipelinedStepper, ids: Tensor, around: Callable[[]
 
 
 def _stage_levels(levels: Sequence[str], cut: Cut, rank: int) -> list[str]:
-    """Return the recomputation levels of a rank's layers, from those of all layers."""
+    """Return the recomputation levels of a rank's layers."""
     here = sorted(index for stage in cut.schedule.stages_of(rank) for index in cut.parts[stage])
     return [levels[index] for index in here] if levels else []
