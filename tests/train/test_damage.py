@@ -1,4 +1,4 @@
-"""Damaged, renamed and abandoned checkpoints: what is wrong is named, and nothing goes on as if it were not."""
+"""Damaged, renamed and incomplete checkpoints: the damage is named, and no run continues from it."""
 
 import json
 import pickle
@@ -18,7 +18,7 @@ FILES = [
     "adapter_config.json", "adapter_model.safetensors", "halfbyte.json", "optimizer.pt", "rng_state.pth",
     "scheduler.pt", "trainer_state.json",
 ]  # fmt: skip
-READ = [name for name in FILES if name != "adapter_config.json"]  # what resuming cannot do without
+READ = [name for name in FILES if name != "adapter_config.json"]  # files that resuming needs
 STATE, TRAINER_STATE = checkpoints.STATE, checkpoints.TRAINER_STATE
 
 
@@ -49,14 +49,14 @@ def truncate(file):
 
 
 def flip(file):
-    """One bit, in the middle: the size is right, and every reader takes it."""
+    """Flip one bit in the middle: the size is right, and every reader accepts the file."""
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
 
 
 def before_manifests(checkpoint):
-    """The checkpoint, as the version before wrote it."""
+    """Rewrite the checkpoint as the previous version wrote it."""
     state = json.loads((checkpoint / STATE).read_text())
     state.pop("format")
     (checkpoint / STATE).write_text(json.dumps(state))
@@ -168,7 +168,7 @@ def test_the_checkpoint_saved_after_resuming_from_an_older_one_stays(tmp_path):
     """With 4, 8 and 12 there, 6 would be the oldest but one."""
     make_loop(config_in(tmp_path, max_steps=12, save_steps=4)).train()
     chosen = tmp_path / "checkpoint-4"
-    checkpoints.set_aside_newer(tmp_path, chosen)
+    checkpoints.rename_newer(tmp_path, chosen)
     make_loop(config_in(tmp_path, max_steps=6, save_steps=4, save_total_limit=2)).train(chosen)
     assert names(tmp_path) == ["checkpoint-12.set-aside", "checkpoint-4", "checkpoint-6", "checkpoint-8.set-aside"]
 
@@ -197,7 +197,7 @@ def test_resuming_from_an_older_checkpoint_keeps_what_it_saves(place, tmp_path):
     for path in tmp_path.glob("checkpoint-4/*"):
         assert path.read_bytes() == (output / "checkpoint-4.set-aside" / path.name).read_bytes()
     assert checkpoints.starting_point(config, True).name == "checkpoint-6"
-    checkpoints.set_aside_newer(output, output / "checkpoint-4")
+    checkpoints.rename_newer(output, output / "checkpoint-4")
     assert "checkpoint-6.set-aside-2" in names(output)
     again = output / "checkpoint-4.set-aside"  # may be resumed by its path
     assert checkpoints.starting_point(config, str(again)) == again

@@ -1,4 +1,4 @@
-"""What a run says about its bits, what `deterministic` asks of torch, and, on a GPU, that two runs are equal."""
+"""Reproducibility: the result in checks.json, `deterministic: true`, and, on a GPU, bit-equal runs."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def silence():
     forget()
 
 
-def test_verdict():
+def test_reproducibility():
     assert reproducibility(config(), CPU, None)["equal"]
     assert reproducibility(config(), CUDA, FUSED)["equal"]
     assert reproducibility(config(), CUDA, None)["why"] != reproducibility(config(), CUDA, FUSED)["why"]
@@ -117,7 +117,7 @@ def test_a_checkpoint_from_before_the_key_is_resumed_as_what_it_was(tmp_path):
         ([100, 300], 10, {"padding_free": True}, None),
     ],
 )
-def test_lengths_that_repay_a_plan(lengths, steps, keys, planned):
+def test_lengths_that_amortize_a_plan(lengths, steps, keys, planned):
     from datasets import Dataset
 
     rows = Dataset.from_dict({"input_ids": [[1] * length for length in lengths]})

@@ -1,4 +1,4 @@
-"""What holds for a whole process while a run trains."""
+"""Settings of the process while a run trains."""
 
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ GIB = 2**30
         (None, (), (0, 1), 20 * GIB - FIRST_KERNELS),
     ],
 )
-def test_a_device_that_is_filled_keeps_room_for_kernels(limit, hosted, offloaded, most):
+def test_offloaded_runs_reserve_memory_for_kernels(limit, hosted, offloaded, most):
     plan = SimpleNamespace(hosted=hosted, offloaded=offloaded, capacity_bytes=20 * GIB)
     run = SimpleNamespace(plan=plan, config=SimpleNamespace(memory_limit_gib=limit))
     assert memory_limit(run) == most
