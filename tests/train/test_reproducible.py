@@ -26,7 +26,7 @@ from halfbyte.autograd.attention import DIFFERS
 from halfbyte.config import RunConfig, load_config
 from halfbyte.data.prepare import PreparedData
 from halfbyte.modeling.patch import PatchReport
-from halfbyte.train.checkpoint import STATE, check_same_run
+from halfbyte.runs.checkpoints import STATE, check_same_run
 from halfbyte.train.checks import deterministic_algorithms, reproducibility
 from halfbyte.train.preflight import planned_lengths
 from halfbyte.train.run import train
