@@ -44,7 +44,7 @@ def ours(config: Any, tokenizer: Any, wanted: int) -> tuple[Callable[[], None], 
 
     def step() -> None:
         model.train()
-        (own,) = ahead.shared([batch], method.counts(batch))
+        (own,) = ahead.add_numbers([batch], method.counts(batch))
         with no_input_casts(model, torch.float32), compute_autocast(model, torch.float32):
             method.sums(model, own)["loss"].backward()
         model.zero_grad()
