@@ -81,9 +81,9 @@ def looped(given: argparse.Namespace, folder: str) -> tuple[Any, Any, Any]:
     from halfbyte.rl.rewards.score import Rewards
     from halfbyte.rl.rewards.specs import named, read_specs
     from halfbyte.rl.rollouts import Generations
+    from halfbyte.runs.metrics import MetricsFile
     from halfbyte.train.callbacks import training_arguments
     from halfbyte.train.loop import TrainingLoop
-    from halfbyte.runs.metrics import MetricsFile
     from halfbyte.train.stepper import GraphedStepper, Stepper, sums_of
 
     named(odd)

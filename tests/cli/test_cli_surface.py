@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from halfbyte.cli import app, main
 from halfbyte.cli.train import _what_is_saved
-from halfbyte.train import checkpoint
+from halfbyte.runs import checkpoints
 from halfbyte.utils.files import write_json
 
 SURFACE = {
@@ -117,9 +117,9 @@ def test_a_known_error_is_one_message_and_exit_1(tmp_path, capsys):
 def test_what_is_saved_names_the_newest_whole_checkpoint(tmp_path):
     assert "checkpoint-" not in _what_is_saved(tmp_path, "run.yaml")
     for step in (9, 10):
-        for name in (checkpoint.TRAINER_STATE, *checkpoint.PICKLED, checkpoint.ADAPTER):
+        for name in (checkpoints.TRAINER_STATE, *checkpoints.PICKLED, checkpoints.ADAPTER):
             write_json(tmp_path / f"checkpoint-{step}" / name, {"global_step": step})
-        write_json(tmp_path / f"checkpoint-{step}" / checkpoint.STATE, {"config": {}, "data": {}, "window": {}})
+        write_json(tmp_path / f"checkpoint-{step}" / checkpoints.STATE, {"config": {}, "data": {}, "window": {}})
     (tmp_path / "checkpoint-11").mkdir()
     (tmp_path / "checkpoint-12.set-aside-77").mkdir()
     assert f"{tmp_path}/checkpoint-10" in _what_is_saved(tmp_path, "run.yaml")

@@ -215,7 +215,7 @@ class TestRefusing:
 
     def test_an_optimizer_whose_package_is_missing(self, monkeypatch):
         """The file means the same on every machine; what prepares a run looks (65)."""
-        monkeypatch.setattr("halfbyte.train.dry_run.find_spec", lambda name: None)
+        monkeypatch.setattr("halfbyte.train.preflight.find_spec", lambda name: None)
         config = load_config(None, with_needed("optim=paged_adamw_8bit"))
         with pytest.raises(ConfigError):
             check_optimizer(config, torch.device("cpu"))

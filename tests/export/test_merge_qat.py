@@ -15,9 +15,9 @@ from halfbyte.layers import QuantizedLinear
 from halfbyte.loading.load import load_model
 from halfbyte.modeling.adapters import compute_autocast
 from halfbyte.qat.model import round_merged
+from halfbyte.runs.checkpoints import checkpoints
 from halfbyte.runs.saved import load_saved
 from halfbyte.train import run as sft
-from halfbyte.runs.checkpoints import checkpoints
 from halfbyte.utils.errors import CheckpointError, ConfigError, ModelError
 from halfbyte.utils.notices import forget, said
 from tests.helpers.merge_runs import save_base, save_run
@@ -59,7 +59,7 @@ def trained_logits(monkeypatch):
         found.append(logits(loop.model, job.prepared.machine.compute_dtype))
         return save(job, loop, ids)
 
-    monkeypatch.setattr(sft, "_save", record)
+    monkeypatch.setattr(sft, "save_trained", record)
     return found
 
 

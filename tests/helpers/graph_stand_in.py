@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import torch
 
-from halfbyte.train import graph, graph
+from halfbyte.train import graph
 
 
 class StandIn:
@@ -48,9 +48,9 @@ class StandIn:
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
         monkeypatch.setattr(graph, "capture_stream", lambda _: stream)
         monkeypatch.setattr(graph, "free_cached_memory", lambda _: None)
-        monkeypatch.setattr(graph, "_leave_failed_capture", lambda *_: None)
+        monkeypatch.setattr(graph, "_reset_after_failed_capture", lambda *_: None)
         monkeypatch.setattr(graph, "_Captured", self.captured)
-        monkeypatch.setattr(graph, "PENDING", 1)  # every gradient is added at once
+        monkeypatch.setattr(graph, "PENDING_BYTES", 1)  # every gradient is added at once
         return self
 
     def pool(self):

@@ -24,9 +24,9 @@ from typing import Any
 from halfbyte.config import load_config
 from halfbyte.generation.paged import PagedDecoder
 from halfbyte.rl.rewards.process import RewardProcess
-from halfbyte.train import checkpoint as checkpoints
-from halfbyte.train import loop as loops
+from halfbyte.runs import checkpoints
 from halfbyte.runs.metrics import MetricsFile
+from halfbyte.train import loop as loops
 from halfbyte.train.run import train
 from halfbyte.train.stepper import Stepper
 from tests.helpers.run_records import lines, timeless
@@ -35,7 +35,7 @@ from tests.helpers.run_records import lines, timeless
 MOMENTS: dict[str, list[tuple[Any, str]]] = {
     "rollout": [(PagedDecoder, "step"), (PagedDecoder, "prefill")],
     "reward": [(RewardProcess, "answer")],
-    "step": [(Stepper, "micro_batch"), (loops.TrainingLoop, "_move"), (loops.TrainingLoop, "evaluate")],
+    "step": [(Stepper, "micro_batch"), (loops.TrainingLoop, "_update_weights"), (loops.TrainingLoop, "evaluate")],
     "record": [(MetricsFile, "append")],
     "save": [(loops, name) for name in ("save_weights", "save_optimizer", "save_random", "write_manifest")]
     + [(checkpoints, "keep_newest")],

@@ -63,7 +63,7 @@ def mean_loss(asked, model, batches):
     """The loss of a step over these micro-batches, as the loop and the stepper have it, and all sums and counts."""
     counts = [asked.counts(batch) for batch in batches]
     counts = {name: sum(each[name] for each in counts) for name in counts[0]}
-    sums = [asked.sums(model, batch) for batch in LookAhead(asked, model).shared(batches, counts)]
+    sums = [asked.sums(model, batch) for batch in LookAhead(asked, model).add_numbers(batches, counts)]
     sums = {name: sum(each[name] for each in sums) for name in sums[0]}
     return sums["loss"] / counts[asked.numbers.trained[0].over], sums, counts
 

@@ -80,22 +80,27 @@ def breaks_on_one():
     import torch
 
     from halfbyte.cli import main
-    from halfbyte.train.loop import TrainingLoop
+    from halfbyte.train import setup
 
-    calls, inner = [], TrainingLoop._sums
+    calls, make = [], setup.sums_of
 
-    def sums(self, batch):
-        calls.extend([1] * self.model.training)
-        found = inner(self, batch)
-        if RANK != 1 or len(calls) != 3 or not self.model.training:
-            return found
-        if sys.argv[3] == "memory":
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        if sys.argv[3] == "bug":
-            raise KeyError("nobody foresaw this")
-        return {name: value * float("nan") for name, value in found.items()}
+    def sums_of(method, model, dtype):
+        inner = make(method, model, dtype)
 
-    with mock.patch.object(TrainingLoop, "_sums", sums):
+        def sums(batch):
+            calls.extend([1] * model.training)
+            found = inner(batch)
+            if RANK != 1 or len(calls) != 3 or not model.training:
+                return found
+            if sys.argv[3] == "memory":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            if sys.argv[3] == "bug":
+                raise KeyError("nobody foresaw this")
+            return {name: value * float("nan") for name, value in found.items()}
+
+        return sums
+
+    with mock.patch.object(setup, "sums_of", sums_of):
         main(["train", str(FOLDER / "run.yaml")])
 
 

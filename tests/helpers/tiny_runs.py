@@ -13,9 +13,9 @@ from halfbyte.modeling.adapters import add_adapter
 from halfbyte.modeling.patch import patch
 from halfbyte.optim import trained_parameters
 from halfbyte.parallel.mesh import ALONE
+from halfbyte.runs.metrics import MetricsFile
 from halfbyte.train.callbacks import training_arguments
 from halfbyte.train.loop import TrainingLoop, seed_process
-from halfbyte.runs.metrics import MetricsFile
 from halfbyte.train.stepper import GraphedStepper, Stepper, sums_of
 from halfbyte.utils.hardware import chosen_device
 

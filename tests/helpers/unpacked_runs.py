@@ -29,7 +29,7 @@ from halfbyte.formats import named
 from halfbyte.layers import QuantizedLinear
 from halfbyte.loading.find import ModelFiles, load_model_config
 from halfbyte.memory.offload import Offload
-from halfbyte.train import preflight, run
+from halfbyte.train import preflight, run, setup
 from halfbyte.train import sampler as training_rows
 from halfbyte.utils import notices
 
@@ -124,8 +124,8 @@ def measured(model: str, lengths: tuple[int, int], rows: int, steps: int, of: in
             save_steps=10_000, **{"device": "cuda"} | keys,
         )  # fmt: skip
         patched = {
-            (run, "load_model"): random_model,
-            (preflight, "look_over_run"): lambda *_: None,  # there are no weights
+            (setup, "load_model"): random_model,
+            (preflight, "check_paths"): lambda *_: None,  # there are no weights
             (preflight, "find_model"): lambda origin: ModelFiles(origin.name, origin, load_model_config(origin)),
             (training_rows.CountingCollator, "__call__"): counting,
             (Offload, "__init__"): noted,

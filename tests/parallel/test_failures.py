@@ -45,16 +45,21 @@ def test_what_one_rank_meets(place, tmp_path, kind, said):
 def one_is_slow(mesh, place, output):
     from unittest import mock
 
-    from halfbyte.train.stepper import Stepper
+    from halfbyte.train import setup
 
-    backward = Stepper.backward
+    make = setup.sums_of
 
-    def slow(self, batch):
-        time.sleep(0.1 * mesh.rank)
-        return backward(self, batch)
+    def slow_sums_of(*arguments):
+        inner = make(*arguments)
+
+        def sums(batch):
+            time.sleep(0.1 * mesh.rank)
+            return inner(batch)
+
+        return sums
 
     keys = {"gradient_accumulation_steps": 1, "parallel": {"data": 2}, "sample_prompts": 0, "max_steps": 3}
-    with mock.patch.object(Stepper, "backward", slow):
+    with mock.patch.object(setup, "sums_of", slow_sums_of):
         train(configured(place, output, **keys))
 
 

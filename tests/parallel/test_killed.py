@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from halfbyte.config import dump_given
-from halfbyte.train import checkpoint as checkpoints
+from halfbyte.runs import checkpoints
 from tests.helpers.rank_runs import Left, configured, run, write_place
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]

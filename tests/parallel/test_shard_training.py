@@ -9,8 +9,7 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from halfbyte.parallel.shard import trained
-from halfbyte.train import preflight
-from halfbyte.train import run as sft
+from halfbyte.train import preflight, setup
 from tests.helpers.rank_runs import VOCABULARY, Left, run, trains, write_place
 
 pytestmark = pytest.mark.dist
@@ -78,8 +77,8 @@ def trains_from_the_host(mesh, place, output, keys):
     planned, seen = preflight.estimate, []
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(preflight, "estimate", lambda *given, **more: replace(planned(*given, **more), hosted=(1, 2)))
-        real = sft.shard_model
-        patched.setattr(sft, "shard_model", lambda *given, **more: seen.append(more["on_host"]) or real(*given, **more))
+        real = setup.shard_model
+        patched.setattr(setup, "shard_model", lambda *given, **more: seen.append(more["on_host"]) or real(*given, **more))
         trains(mesh, place, output, keys, None)
     return seen
 

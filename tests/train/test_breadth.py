@@ -1,4 +1,4 @@
-"""Families × formats × options: each trains for 30 steps, evaluates and is the same in plain PEFT, or says why not.
+"""Families × formats × options: each trains for 30 steps, evaluates and equals plain PEFT, or is refused with a reason.
 
 On a GPU all rows; on a CPU three, so that what decides here is itself tested where there is no GPU.
 """
@@ -31,7 +31,7 @@ from tests.helpers.run_inputs import VOCABULARY, write_model, write_rows
 
 STEPS = 30
 SAME = 0.01  # relative; 16-bit forwards of other kernels, averaged over some 600 tokens
-SAME_RECIPE = 0.05  # evaluated in fewer bits than plain PEFT computes in
+SAME_RECIPE = 0.05  # evaluated at lower precision than plain PEFT
 
 TINY = {
     "vocab_size": VOCABULARY,
@@ -201,7 +201,7 @@ def documents(config, tokenizer):
 
 @torch.no_grad()
 def plain_loss(config, output, device):
-    """Held-out loss of what the run saved, by transformers and PEFT: one document at a time, full logits."""
+    """Return the held-out loss of the saved adapter by transformers and PEFT: one document at a time, full logits."""
     load = partial(load_model, dtype=config.dtype, device=device, attn_implementation=config.attn_implementation)
     if config.use_peft:
         model = load(find_model(config.origin), config.storage)
@@ -223,7 +223,7 @@ def plain_loss(config, output, device):
 
 
 def check(row, models, output, device):
-    """Train `row`, or skip it with the words it is refused in."""
+    """Train `row`, or skip the test with the message of the refusal."""
     try:
         config = load_config(None, keys_of(row, models, output, device))
         train(config)

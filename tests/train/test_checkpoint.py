@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from halfbyte.config import RunConfig
-from halfbyte.train import checkpoint as checkpoints
+from halfbyte.runs import checkpoints
 from halfbyte.runs.metrics import MetricsFile
+from halfbyte.train import checkpoint as checkpoints
 from halfbyte.utils import files, notices
 from halfbyte.utils.errors import CheckpointError, ConfigError, TrainingError
 from tests.helpers.tiny_runs import comparable, losses, make_loop, rows, run_config
@@ -263,7 +264,7 @@ def test_paths_of_earlier_runs_are_those_of_the_same_home(monkeypatch, tmp_path)
     """They were kept as they were written; now `~` is filled in."""
     given = {"model_name_or_path": "m", "dataset": ["~/one.jsonl", "two.jsonl"]}
     state = {"config": RunConfig(**given).model_dump(mode="json") | given}
-    monkeypatch.setattr("halfbyte.train.checkpoint.read_state", lambda checkpoint: state)
+    monkeypatch.setattr("halfbyte.runs.checkpoints.read_state", lambda checkpoint: state)
     checkpoints.check_same_run(RunConfig(**given), tmp_path)
     with pytest.raises(ConfigError, match="dataset: "):
         checkpoints.check_same_run(RunConfig(**given | {"dataset": "~/one.jsonl"}), tmp_path)

@@ -1,4 +1,4 @@
-"""Damaged, renamed and abandoned checkpoints: what is wrong is named, and nothing goes on as if it were not."""
+"""Damaged, renamed and incomplete checkpoints: the damage is named, and no run continues from it."""
 
 import json
 import pickle
@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from halfbyte.config import load_config
-from halfbyte.runs import manifest
-from halfbyte.train import checkpoint as checkpoints
+from halfbyte.runs import checkpoints, manifest
 from halfbyte.train.run import train
 from halfbyte.utils import notices
 from halfbyte.utils.errors import CheckpointError, ConfigError
@@ -19,7 +18,7 @@ FILES = [
     "adapter_config.json", "adapter_model.safetensors", "halfbyte.json", "optimizer.pt", "rng_state.pth",
     "scheduler.pt", "trainer_state.json",
 ]  # fmt: skip
-READ = [name for name in FILES if name != "adapter_config.json"]  # what resuming cannot do without
+READ = [name for name in FILES if name != "adapter_config.json"]  # files that resuming needs
 STATE, TRAINER_STATE = checkpoints.STATE, checkpoints.TRAINER_STATE
 
 
@@ -50,14 +49,14 @@ def truncate(file):
 
 
 def flip(file):
-    """One bit, in the middle: the size is right, and every reader takes it."""
+    """Flip one bit in the middle: the size is right, and every reader accepts the file."""
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
 
 
 def before_manifests(checkpoint):
-    """The checkpoint, as the version before wrote it."""
+    """Rewrite the checkpoint as the previous version wrote it."""
     state = json.loads((checkpoint / STATE).read_text())
     state.pop("format")
     (checkpoint / STATE).write_text(json.dumps(state))

@@ -1,4 +1,4 @@
-"""A mixture from the command line: its experts packed and adapted, cut short and resumed, merged, and answering."""
+"""A mixture of experts from the command line: quantized, trained with adapters, resumed, merged, and generating."""
 
 import json
 import shutil
@@ -60,7 +60,7 @@ def test_experts_are_trained_and_their_adapter_loads(trained):
 
 
 @pytest.mark.slow
-def test_dora_beside_experts_is_saved_although_rounding_may_send_a_token_elsewhere(trained, tmp_path):
+def test_dora_with_experts_reloads_although_rounding_may_change_routing(trained, tmp_path):
     more = ["use_dora=true", "learning_rate=1e-3", "max_steps=4", f"output_dir={tmp_path / 'out'}"]
     assert ran("train", trained / "run.yaml", *more) == 0
     reload = json.loads((tmp_path / "out/checks.json").read_text())["adapter_reload"]
@@ -68,7 +68,7 @@ def test_dora_beside_experts_is_saved_although_rounding_may_send_a_token_elsewhe
 
 
 @pytest.mark.slow
-def test_resumed_is_as_if_never_stopped(trained, tmp_path):
+def test_a_resumed_run_is_bit_equal(trained, tmp_path):
     again = tmp_path / "again"
     shutil.copytree(trained, again)
     shutil.rmtree(again / "out/checkpoint-4")
@@ -85,7 +85,7 @@ def test_resumed_is_as_if_never_stopped(trained, tmp_path):
 
 @pytest.mark.slow
 def test_low_rank_routers(trained, tmp_path):
-    """Beside packed experts, checkpointed, with dropout, balanced: planned, saved, reloaded by PEFT to equal logits."""
+    """With quantized experts, recomputation, dropout and balancing: planned, saved, reloaded by PEFT, equal logits."""
     named = "target_parameters=[experts.gate_up_proj, experts.down_proj, mlp.gate.weight]"
     more = ["modules_to_save=null", named, "max_steps=2", "lora_dropout=0.1", "activation_checkpointing=true"]
     assert ran("train", trained / "run.yaml", *more, f"output_dir={tmp_path / 'out'}") == 0
@@ -99,7 +99,7 @@ def test_low_rank_routers(trained, tmp_path):
     assert report["targets"]["dequantized"]["explained_by_rounding"]
 
 
-def test_merged_and_asked(trained, tmp_path, capsys):
+def test_the_merged_model_generates(trained, tmp_path, capsys):
     assert ran("merge", trained / "out", tmp_path / "merged") == 0
     report = json.loads((trained / "out/merge.json").read_text())
     assert report["targets"]["dequantized"]["explained_by_rounding"]
@@ -114,7 +114,7 @@ def test_merged_and_asked(trained, tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_experts_that_wait_in_the_hosts_memory(trained, tmp_path, monkeypatch, capsys, device):
+def test_offloaded_experts_train_to_the_same_weights(trained, tmp_path, monkeypatch, capsys, device):
     """The same weights, after a resume, too, and the same answers; a CPU stands for a device that is not the host."""
     monkeypatch.setattr("halfbyte.plan.experts._unsupported_reason", lambda *_: None)
     common = [f"device={device}", "deterministic=true", "activation_checkpointing=keep"]
@@ -140,4 +140,4 @@ def test_experts_that_wait_in_the_hosts_memory(trained, tmp_path, monkeypatch, c
     assert all(answers)
     assert (
         device != "cpu" or answers[0] == answers[1]
-    )  # elsewhere another forward answers, whose near ties may fall otherwise
+    )  # another forward may break near ties differently

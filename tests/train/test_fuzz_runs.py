@@ -1,7 +1,7 @@
-"""Seeded runs of what meets: methods × families × formats × options × resuming × merging, on tiny models.
+"""Seeded runs of combinations: methods × families × formats × options × resuming × merging, on tiny models.
 
-A seed draws one run. It must end well, or be refused by an error of `halfbyte.utils.errors` before its first step; a resumed
-run must end with the bytes of one that was not interrupted. `HALFBYTE_FUZZ=first:last` chooses seeds by hand.
+A seed draws one run. It must finish, or be refused by an error of `halfbyte.utils.errors` before its first step; a
+resumed run must be bit-equal to an uninterrupted one. `HALFBYTE_FUZZ=first:last` chooses seeds by hand.
 """
 
 import os
@@ -25,7 +25,7 @@ FEW = 4  # seeds that `make test` runs
 
 
 def drawn(seed):
-    """A case, and what is done with the run afterwards."""
+    """A case, and the commands after the run."""
     chance = random.Random(seed)
     family, method = chance.choice(sorted(FAMILIES)), chance.choice(sorted(METHODS))
     keys = {"method": method, "seed": seed, "dtype": chance.choice(["float32", "float32", "bfloat16"])}

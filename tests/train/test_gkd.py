@@ -1,4 +1,4 @@
-"""Distillation from a configuration to a finished run: it comes nearer to its teacher, resumes exactly, is planned."""
+"""Distillation runs: the divergence falls, resuming is exact, and the plan counts the teacher."""
 
 import json
 import shutil
@@ -25,13 +25,13 @@ PT = {"format": "pt"}
 
 @pytest.fixture(scope="module")
 def taught(place, tmp_path_factory):
-    """Prompts; `other`, a teacher with weights of its own; `adapter`, one on the weights of `model`."""
+    """A folder with prompts; teachers `other`, with its own weights, and `adapter`, on the weights of `model`."""
     folder = tmp_path_factory.mktemp("taught")
     rows = [json.loads(line) for line in (place / "data.jsonl").read_text().splitlines()]
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in rows))
     shutil.copytree(place / "model", folder / "model")
     weights = load_file(folder / "model/model.safetensors")
-    weights["lm_head.weight"] *= 15  # a model that is sure of something, so that it can be moved
+    weights["lm_head.weight"] *= 15  # a confident model, which training can change
     save_file(weights, folder / "model/model.safetensors", PT)
     drawn = torch.Generator().manual_seed(0)
     shutil.copytree(folder / "model", folder / "other")
@@ -56,7 +56,7 @@ def keys(taught, output, **more):
 
 
 def divergence(folder, teacher, rows, beta):
-    """TRL's, of plain models, over the answers of a step."""
+    """Return TRL's loss of plain models over the answers of a step."""
     student = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     total, count = 0.0, 0
     for row in rows:
@@ -69,8 +69,8 @@ def divergence(folder, teacher, rows, beta):
 
 
 @pytest.mark.parametrize(("kind", "share"), [pytest.param("other", 0.9, marks=pytest.mark.slow), ("adapter", 0.6)])
-def test_comes_nearer_to_its_teacher(taught, tmp_path, kind, share):
-    """Of a model of its own, and of an adapter on the same weights; the first loss is that of plain models in TRL."""
+def test_the_divergence_from_the_teacher_falls(taught, tmp_path, kind, share):
+    """With a separate model, and with an adapter on the trained weights; the first loss equals TRL's."""
     more = {"teacher_model_name_or_path": str(taught / kind), "max_steps": 16, "learning_rate": 5e-3}
     more |= {"eval_split_size": 4, "beta": 0.5, "save_steps": 1, "save_total_limit": 16}
     run(taught, tmp_path / "out", **more)
@@ -115,8 +115,8 @@ def test_a_resumed_run_is_the_same_run(taught, tmp_path, kind):
 
 
 @pytest.mark.slow
-def test_some_answers_are_the_data_s(taught, tmp_path):
-    """A generation's are all of one kind, drawn by its number; those of the data end as the model's would."""
+def test_some_generations_use_the_data_s_answers(taught, tmp_path):
+    """The generation's number seeds the choice; the data's answers end with the end token."""
     rows = [{"prompt": f"what is {n}?", "completion": f" it is {n}."} for n in range(32)]
     (tmp_path / "answered.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = {"dataset": str(tmp_path / "answered.jsonl"), "lmbda": 0.5, "max_steps": 8, "max_completion_length": 12}
@@ -146,7 +146,7 @@ def test_some_answers_are_the_data_s(taught, tmp_path):
         ),
     ],
 )
-def test_answers_that_the_data_lacks(taught, tmp_path, rows, why):
+def test_missing_answers_in_the_data_are_refused(taught, tmp_path, rows, why):
     (tmp_path / "some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(DataError, match=why):
         prepare_run(load_config(None, keys(taught, tmp_path / "o", dataset=str(tmp_path / "some.jsonl"), lmbda=0.3)))
@@ -154,7 +154,7 @@ def test_answers_that_the_data_lacks(taught, tmp_path, rows, why):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kind", "file"), [("adapter", "adapter_model.safetensors"), ("other", "model.safetensors")])
-def test_a_changed_teacher_is_not_resumed_with(taught, tmp_path, kind, file):
+def test_resuming_with_a_changed_teacher_is_refused(taught, tmp_path, kind, file):
     shutil.copytree(taught / kind, tmp_path / "teacher")
     more = {"teacher_model_name_or_path": str(tmp_path / "teacher"), "save_steps": 1, "max_steps": 2}
     run(taught, tmp_path / "out", **more)
@@ -176,8 +176,8 @@ def test_accumulated_equals_the_large_batch(taught, tmp_path):
 
 
 @pytest.mark.slow
-def test_all_weights_learn_from_an_adapter_on_a_copy_of_what_they_were(taught, tmp_path):
-    """Without an adapter of its own the model shares nothing; padding-free rows are the same rows."""
+def test_full_fine_tuning_learns_from_an_adapter_on_the_initial_weights(taught, tmp_path):
+    """The teacher is loaded separately; padding-free rows give the same losses."""
     more = {"teacher_model_name_or_path": str(taught / "first"), "use_peft": False, "max_steps": 3}
     run(taught, tmp_path / "out", learning_rate=1e-3, **more)
     run(taught, tmp_path / "free", learning_rate=1e-3, padding_free=True, **more)
@@ -217,7 +217,7 @@ def other_words(folder):
 @pytest.mark.parametrize(
     ("change", "why"), [(smaller_vocabulary, None), (other_words, "'[ab]'")]
 )
-def test_a_teacher_of_other_words_is_refused(taught, tmp_path, change, why):
+def test_a_teacher_with_another_vocabulary_is_refused(taught, tmp_path, change, why):
     shutil.copytree(taught / "other", tmp_path / "teacher")
     change(tmp_path / "teacher")
     with pytest.raises(ConfigError, match=why):
@@ -225,7 +225,7 @@ def test_a_teacher_of_other_words_is_refused(taught, tmp_path, change, why):
     assert not (tmp_path / "out").exists()
 
 
-def test_said_by_check_and_preview(taught, tmp_path):
+def test_check_and_preview_print_the_teacher(taught, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps(keys(taught, tmp_path / "out", teacher_model_name_or_path=str(taught / "adapter"))))
     found = CliRunner().invoke(app, ["check", str(file)])

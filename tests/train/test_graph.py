@@ -1,5 +1,5 @@
-"""Graphs: replays train as eager steps do, each shape has its graph, what cannot be captured stays eager, and there is
-one set of gradients and one pool, which go when memory runs out. On a stand-in for CUDA's graphs, and on a GPU."""
+"""CUDA graphs of training steps: replays equal eager steps, each shape has a graph, steps that cannot be captured stay
+eager, and all graphs share one set of gradients and one pool. On a stand-in for CUDA graphs, and on a GPU."""
 
 from types import SimpleNamespace
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfbyte.train import graph, graph
+from halfbyte.train import graph
 from halfbyte.train.graph import GraphedBackward, GraphedStep
 from halfbyte.utils import notices
 from halfbyte.utils.errors import TrainingError
@@ -41,7 +41,7 @@ def batches(count):
 
 
 @pytest.mark.gpu
-def test_replays_train_as_eager_steps_do_for_every_shape():
+def test_replays_equal_eager_steps_for_every_shape():
     step, _ = training()
     expected = [step(batch).item() for batch in batches(20)]
     step, optimizer = training()
@@ -52,7 +52,7 @@ def test_replays_train_as_eager_steps_do_for_every_shape():
 
 
 @pytest.mark.gpu
-def test_a_step_that_waits_for_the_device_stays_eager_and_is_said():
+def test_a_step_that_synchronizes_stays_eager_with_a_notice():
     notices.forget()
     step, _ = training(waits=True)
     expected = [step(batch).item() for batch in batches(12)]
@@ -63,7 +63,7 @@ def test_a_step_that_waits_for_the_device_stays_eager_and_is_said():
 
 
 @pytest.mark.gpu
-def test_after_a_failed_capture_random_numbers_and_memory_are_as_before():
+def test_a_failed_capture_restores_random_numbers_and_memory():
     step, optimizer = training(waits=True)
     graphed = GraphedStep(step, optimizer)
     for batch in batches(12):
@@ -77,17 +77,17 @@ def test_after_a_failed_capture_random_numbers_and_memory_are_as_before():
     used.record_stream(torch.cuda.Stream())
     del used
     torch.cuda.synchronize()
-    seen = torch.empty(1, device="cuda")  # the allocator looks who has finished
+    seen = torch.empty(1, device="cuda")  # the allocator frees blocks whose streams have finished
     assert torch.cuda.memory_allocated() <= before + seen.untyped_storage().nbytes() + 512
 
 
 @pytest.mark.gpu
-def test_a_capture_does_not_touch_the_random_numbers_of_a_graph_that_still_runs():
+def test_a_capture_does_not_change_random_numbers_of_a_running_graph():
     square = torch.randn(4096, 4096, device="cuda") / 64
 
     def step(batch):
         ones = batch["x"]
-        for _ in range(30):  # so long that the host is ahead by far
+        for _ in range(30):  # long enough that the host runs ahead
             ones = ones @ square
         return torch.nn.functional.dropout(torch.ones_like(ones), 0.5)
 
@@ -125,7 +125,7 @@ def run_backwards(wrap, given, window, device="cpu", dropout=0.0):
     for i, batch in enumerate(given):
         losses.append(call(batch).item())
         if (i + 1) % window == 0:
-            torch.nn.utils.clip_grad_norm_(trained, 0.5)  # in place, where a graph will write again
+            torch.nn.utils.clip_grad_norm_(trained, 0.5)  # in place, on the graphs' gradient buffers
             optimizer.step()
             optimizer.zero_grad()
     assert unused.grad is None
@@ -140,7 +140,7 @@ def eager(step, _):
 
 
 def sized(*rows):
-    """Batches of so many rows."""
+    """Yield batches with these numbers of rows."""
     generator = torch.Generator().manual_seed(1)
     for count in rows:
         x = torch.randn(count, 8, generator=generator)
@@ -148,14 +148,14 @@ def sized(*rows):
 
 
 def pools(graphed):
-    """Rows of each shape that has a graph → its pool."""
+    """Return the pool of each captured shape, by its number of rows."""
     captured = graphed._captured.items()
     return {dict(shapes)["x"][0][0]: found.pool for shapes, found in captured if found is not None}
 
 
 @pytest.mark.parametrize("window", [1, 4])
 def test_all_shapes_and_eager_steps_share_one_set_of_gradients(monkeypatch, window):
-    """The numbers are those of autograd's own gradients to the bit; the first call finds some of those."""
+    """Gradients equal autograd's bit by bit; at the first call some exist already."""
     stand_in = StandIn().install(monkeypatch)
     places = []
 
@@ -179,8 +179,8 @@ def test_all_shapes_and_eager_steps_share_one_set_of_gradients(monkeypatch, wind
     assert pools(call.graphed).keys() == {8, 4, 6}
 
 
-def test_a_shape_is_captured_as_it_first_comes(monkeypatch):
-    """After the first steps of the run: nothing is launched from Python beside the pool."""
+def test_a_shape_is_captured_when_it_first_occurs(monkeypatch):
+    """After the first steps of the run, no new shape runs eagerly."""
     stand_in, launched = StandIn().install(monkeypatch), []
     _, _, graphed = run_backwards(stand_in.backwards, sized(*[8] * 4), 1)
     monkeypatch.setattr(graphed, "_eager", lambda batch: launched.append(batch))
@@ -190,32 +190,32 @@ def test_a_shape_is_captured_as_it_first_comes(monkeypatch):
     assert pools(graphed).keys() == {12, 6}
 
 
-def test_what_may_not_be_captured_yet_warms_up(monkeypatch):
+def test_steps_that_may_not_be_captured_yet_warm_up(monkeypatch):
     stand_in = StandIn().install(monkeypatch)
     graphed = stand_in.backwards(lambda batch: batch["x"].sum(), [nn.Parameter(torch.ones(1))])
     for batch in sized(*[8] * 5):
-        graphed(batch, ready=False)
+        graphed(batch, may_capture=False)
     assert not graphed.holds_graphs
     graphed(next(iter(sized(8))))
     assert graphed.holds_graphs
 
 
-def test_what_a_capture_leaves_alive_no_other_graph_overwrites(monkeypatch):
-    """All graphs go, and from there on each shape is warmed up before its capture, as what it leaves then is known."""
+def test_no_graph_overwrites_a_tensor_that_a_capture_left_alive(monkeypatch):
+    """All graphs are dropped, and from there on each shape is warmed up before its capture."""
     stand_in = StandIn().install(monkeypatch)
     _, _, graphed = run_backwards(stand_in.backwards, sized(*[8] * 4), 1)
     assert pools(graphed).keys() == {8}
     stand_in.left = 1
     expected = [loss for batch in sized(6, 8, 6, 4) for loss in [graphed.step(batch).item()]]
     assert [graphed(batch).item() for batch in sized(6, 8, 6, 4)] == expected
-    assert pools(graphed).keys() == {8}  # which was warm, and came again
+    assert pools(graphed).keys() == {8}  # it was warm and occurred again
     for batch in sized(*[4] * 3):
         graphed(batch)
     assert pools(graphed).keys() == {8, 4}
 
 
 def test_a_shape_whose_first_capture_fails_is_warmed_up(monkeypatch):
-    """And said, once it fails again; others have their graphs."""
+    """After a second failure it stays eager with a notice; other shapes have graphs."""
     notices.forget()
     stand_in = StandIn().install(monkeypatch)
     _, _, graphed = run_backwards(stand_in.backwards, sized(*[8] * 4), 1)
@@ -233,7 +233,7 @@ def test_a_shape_whose_first_capture_fails_is_warmed_up(monkeypatch):
     assert pools(graphed).keys() == {8, 6}  # it stays eager
 
 
-def test_of_more_shapes_than_graphs_those_that_come_often_have_them(monkeypatch):
+def test_frequent_shapes_have_the_graphs_if_there_are_more_shapes_than_graphs(monkeypatch):
     monkeypatch.setattr(graph, "MAX_GRAPHS", 2)
     stand_in = StandIn().install(monkeypatch)
     _, _, graphed = run_backwards(stand_in.backwards, sized(*[8] * 4, 6), 1)
@@ -245,7 +245,7 @@ def test_of_more_shapes_than_graphs_those_that_come_often_have_them(monkeypatch)
     assert pools(graphed).keys() == {8, 4}  # 6 was not used for longest
 
 
-def test_the_largest_shape_makes_the_pool(monkeypatch):
+def test_the_largest_shape_allocates_the_pool(monkeypatch):
     stand_in = StandIn().install(monkeypatch)
     _, _, graphed = run_backwards(stand_in.backwards, sized(*[4] * 5), 1)
     first = pools(graphed)
@@ -260,10 +260,10 @@ def test_the_largest_shape_makes_the_pool(monkeypatch):
 
 
 @pytest.mark.parametrize("window", [1, 4])
-def test_a_step_without_room_beside_the_graphs_runs_again_without_them(monkeypatch, window):
-    """Its first try has added all its gradients, in a window that held some, and drawn its random numbers."""
+def test_a_step_that_runs_out_of_memory_is_repeated_without_graphs(monkeypatch, window):
+    """The failed step has already added all its gradients and drawn its random numbers."""
     notices.forget()
-    monkeypatch.setattr(graph, "MAX_GRAPHS", 1)  # so that another shape's first steps run beside
+    monkeypatch.setattr(graph, "MAX_GRAPHS", 1)  # so that another shape's first steps are eager
     stand_in = StandIn(room=8).install(monkeypatch)
     rows = [8] * 5 + [12] * 5 + [8] * 6
     expected = run_backwards(eager, sized(*rows), window, dropout=0.5)
@@ -274,7 +274,7 @@ def test_a_step_without_room_beside_the_graphs_runs_again_without_them(monkeypat
     assert "cuda-graph-memory" in notices.said()
 
 
-def test_a_capture_without_room_ends_all_graphs(monkeypatch):
+def test_a_capture_that_runs_out_of_memory_drops_all_graphs(monkeypatch):
     notices.forget()
     stand_in = StandIn().install(monkeypatch)
     rows = [8] * 5 + [12] * 6
@@ -293,8 +293,8 @@ def test_a_capture_without_room_ends_all_graphs(monkeypatch):
 
 
 @pytest.mark.parametrize("when", ["beside", "capture"])
-def test_a_process_that_others_wait_for_neither_runs_again_nor_goes_on_without(monkeypatch, when):
-    """What it computed with them they would not compute again."""
+def test_out_of_memory_ends_a_run_whose_ranks_share_collectives(monkeypatch, when):
+    """The other ranks would not repeat the step."""
     stand_in = StandIn(room=8 if when == "beside" else None).install(monkeypatch)
     with_others = SimpleNamespace(is_alone=False, any=lambda flag: flag)
     graphed = []
@@ -324,13 +324,13 @@ def test_running_out_of_memory_without_graphs_is_an_error(monkeypatch):
         GraphedBackward(step, [weight])({"x": torch.ones(1)})
 
 
-def test_a_closed_set_leaves_no_hook_and_no_gradient():
+def test_close_removes_hooks_and_gradients():
     weight = nn.Parameter(torch.ones(2))
     found = graph.Gradients([weight])
-    found.begin()
+    found.start()
     (weight * 2).sum().backward()
     found.flush()
-    found.hand_over()
+    found.publish()
     assert weight.grad is found.buffers[0]
     found.close()
     assert weight.grad is None
@@ -344,8 +344,8 @@ def test_a_closed_set_leaves_no_hook_and_no_gradient():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [1, 3])
-def test_gradients_of_a_window_are_those_of_eager_backward(window):
-    """Gradients are handed over, added up over a window, and an eager batch in between adds to them too."""
+def test_gradients_of_a_window_equal_eager_backward(window):
+    """Gradients accumulate over a window, also from an eager batch between replays."""
     expected = run_backwards(eager, batches(24), window, "cuda")
     losses, weights, graphed = run_backwards(GraphedBackward, batches(24), window, "cuda")
     assert losses == pytest.approx(expected[0], rel=1e-4)
@@ -355,7 +355,7 @@ def test_gradients_of_a_window_are_those_of_eager_backward(window):
 
 
 def wide(rows, device="cuda"):
-    """Batches of so many rows of a model whose activations are megabytes."""
+    """Yield batches with these numbers of rows for a model whose activations take megabytes."""
     for count in rows:
         yield {"x": torch.ones(count, 1024, device=device)}
 
@@ -375,12 +375,12 @@ def wide_backward():
 
 @pytest.mark.gpu
 def test_one_pool_and_one_set_of_gradients_on_a_gpu():
-    """8 shapes hold what one does, in any order of their coming; a run's end frees it."""
+    """8 shapes in any order take the memory of the largest one; `close` frees it."""
     rows = range(256, 2049, 256)
     inputs = sum(4096 * count for count in rows)
 
     def held(shapes, first=False):
-        """Bytes of the pool, and bytes allocated beside it; in the first call cuBLAS may make its workspaces."""
+        """Return bytes of the pool, and bytes allocated outside; the first call may allocate cuBLAS's workspaces."""
         backward, trained = wide_backward()
         torch.cuda.empty_cache()
         allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
@@ -400,7 +400,7 @@ def test_one_pool_and_one_set_of_gradients_on_a_gpu():
 
     held([256], first=True)
     one, _, _ = held([2048])
-    assert one >= 8 * 2048 * 1024 * 4  # what backward reads of the largest
+    assert one >= 8 * 2048 * 1024 * 4  # saved activations of the largest shape
     for shapes in (rows, rows[::-1]):
         pool, beside, gradients_bytes = held(shapes)
         assert pool <= one + 32 * 2**20
@@ -409,8 +409,8 @@ def test_one_pool_and_one_set_of_gradients_on_a_gpu():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("frees", ["torch", "we"])
-def test_memory_that_another_stream_still_reads_is_not_given_back(frees):
-    """A step's result by torch's own `empty_cache`; what any other stream has made by `free_cached_memory`."""
+def test_memory_that_another_stream_reads_is_not_freed(frees):
+    """By `empty_cache` for a step's result, by `free_cached_memory` for tensors of other streams."""
     graphs = GraphedBackward(lambda batch: batch["x"] + 1.0, [torch.zeros(1, device="cuda", requires_grad=True)])
     batch = {"x": torch.zeros(2**24, device="cuda")}
     torch.cuda.synchronize()
@@ -420,7 +420,7 @@ def test_memory_that_another_stream_still_reads_is_not_given_back(frees):
         with torch.cuda.stream(graphs.stream):
             result = batch["x"] + 1.0
         torch.cuda.current_stream().wait_stream(graphs.stream)
-    torch.cuda._sleep(200_000_000)  # clocks: the host is far ahead of what reads the result
+    torch.cuda._sleep(200_000_000)  # clocks: the host runs far ahead of the stream that reads the result
     total = result.sum()
     read = torch.cuda.Event()
     read.record()
@@ -432,8 +432,8 @@ def test_memory_that_another_stream_still_reads_is_not_given_back(frees):
 
 
 @pytest.mark.gpu
-def test_a_larger_shape_without_room_on_a_gpu(monkeypatch):
-    """The process may take what it has and little more: the graphs make room for a step beside them."""
+def test_a_larger_shape_out_of_memory_on_a_gpu(monkeypatch):
+    """The process may allocate little more than it has: graphs are freed for an eager step."""
     notices.forget()
     monkeypatch.setattr(graph, "MAX_GRAPHS", 1)
     backward, trained = wide_backward()

@@ -15,11 +15,11 @@ from halfbyte.config import load_config
 from halfbyte.evaluation.held_out import evaluate
 from halfbyte.optim import trained_parameters
 from halfbyte.rl import setup as rl_setup
-from halfbyte.rl.rollouts import ImportanceCorrection
-from halfbyte.rl.rollouts import Generations
 from halfbyte.rl.rollout_batch import pass_rates
+from halfbyte.rl.rollouts import Generations, ImportanceCorrection
+from halfbyte.runs import checkpoints
 from halfbyte.train import checkpoint as checkpoints
-from halfbyte.train import run as train_run
+from halfbyte.train import setup
 from halfbyte.train.run import finetune, train
 from halfbyte.train.stepper import GraphedStepper
 from halfbyte.utils import notices
@@ -30,7 +30,7 @@ from tests.helpers.run_records import lines, records_of
 
 REWARD = '''
 def letters(prompts, completions, completion_ids, kind, **columns):
-    """The share of an answer that is letters."""
+    """Return the share of letters in each answer."""
     assert set(kind) == {"sum"}
     return [sum(c.isascii() and c.isalpha() for c in text) / max(len(text), 1) for text in completions]
 '''
@@ -45,7 +45,7 @@ def prompts(place):
     lines = (json.dumps({"prompt": row["prompt"], "kind": "sum", "n": n}) for n, row in enumerate(rows))
     (place / "prompts.jsonl").write_text("\n".join(lines) + "\n")
     (place / "mine.py").write_text(REWARD)
-    shutil.copytree(place / "model", place / "sharp")  # a model that is not sure of nothing, so that it can be moved
+    shutil.copytree(place / "model", place / "sharp")  # a confident model, which training can change
     weights = load_file(place / "sharp/model.safetensors")
     save_file(weights | {"lm_head.weight": weights["lm_head.weight"] * 15}, place / "sharp/model.safetensors", PT)
     return place
@@ -64,8 +64,8 @@ def run(prompts, output, resume=None, **more):
 
 
 @pytest.mark.slow
-def test_prompts_without_room_for_an_answer_are_left_out(prompts, tmp_path):
-    """Text and columns of the others stay as they are; rows picked from a table are copied when it gets a column."""
+def test_prompts_that_leave_no_tokens_for_an_answer_are_dropped(prompts, tmp_path):
+    """Text and columns of the other prompts do not change."""
     rows = lines(prompts / "prompts.jsonl")
     mixed = [{**row, "prompt": row["prompt"] * (30 if at % 3 == 0 else 1)} for at, row in enumerate(rows)]
     (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in mixed))
@@ -106,7 +106,7 @@ OPENING = (
 )
 
 
-def test_a_thought_that_the_chat_template_opens_is_judged_with_the_answer(prompts, tmp_path, monkeypatch):
+def test_a_thought_that_the_chat_template_opens_is_scored_with_the_answer(prompts, tmp_path, monkeypatch):
     """trl#6966: an answer to a prompt that ends with <think> has no opening tag of its own."""
     (tmp_path / "opening.jinja").write_text(OPENING)
     rows = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in lines(prompts / "prompts.jsonl")]
@@ -140,7 +140,7 @@ SLOW = ("rloo", "truncated", "entropy", "corrected")
     "more", [pytest.param(WAYS[name], id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name in WAYS]
 )
 def test_a_resumed_run_is_the_same_run(prompts, tmp_path, more):
-    """From every checkpoint, most of them within a generation: completions, rewards, losses, adapter, bit for bit."""
+    """From every checkpoint, most within a generation: completions, rewards, losses and adapter are bit-equal."""
     options = {"max_steps": 6, "save_steps": 1, "save_total_limit": 10, "eval_split_size": 4, "eval_steps": 3} | more
     whole = tmp_path / "whole"
     run(prompts, whole, **options)
@@ -158,7 +158,7 @@ def test_a_resumed_run_is_the_same_run(prompts, tmp_path, more):
 
 @pytest.mark.parametrize("loss_type", slow_except(["dapo", "grpo", "bnpo"], ["dapo"]))
 def test_accumulated_equals_the_large_batch(loss_type, prompts, tmp_path):
-    """Micro-batches of uneven lengths, in steps of two, against steps of one large one."""
+    """Steps of two micro-batches of uneven lengths equal steps of one large batch."""
     more = {"max_steps": 2, "loss_type": loss_type, "entropy_coef": 0.01}
     run(prompts, tmp_path / "small", **more)
     run(prompts, tmp_path / "large", per_device_train_batch_size=16, gradient_accumulation_steps=1, **more)
@@ -170,7 +170,7 @@ def test_accumulated_equals_the_large_batch(loss_type, prompts, tmp_path):
 
 @pytest.mark.slow
 def test_prompts_are_computed_once_and_the_steps_are_the_same(prompts, tmp_path):
-    """Beside a run whose answers have a prompt each; generations of two steps, with log-probabilities from before."""
+    """Compared with a run whose answers have a prompt each; generations of two steps, with old log-probabilities."""
     more = {"max_steps": 4, "steps_per_generation": 4, "beta": 0.1}
     run(prompts, tmp_path / "once", **more)
     run(prompts, tmp_path / "apart", use_kernels=False, **more)
@@ -189,9 +189,9 @@ def test_prompts_are_computed_once_and_the_steps_are_the_same(prompts, tmp_path)
 
 
 @pytest.mark.slow
-def test_rollouts_beside_graphs(prompts, tmp_path, monkeypatch):
-    """Micro-batches of a GPU's few shapes, with a stand-in for its graphs; a rollout that finds no room has them go,
-    and is drawn again: the same answers, rewards and losses."""
+def test_rollouts_while_graphs_are_held(prompts, tmp_path, monkeypatch):
+    """A rollout that runs out of memory frees the graphs (a stand-in) and is repeated: answers, rewards and losses are
+    the same."""
     from halfbyte.data import collate
     from halfbyte.generation import Rollouts
 
@@ -211,18 +211,18 @@ def test_rollouts_beside_graphs(prompts, tmp_path, monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return generate(engine, *arguments, **keys)
 
-    monkeypatch.setattr(train_run, "make_stepper", in_graphs)
+    monkeypatch.setattr(setup, "make_stepper", in_graphs)
     monkeypatch.setattr(Rollouts, "generate", short)
     run(prompts, tmp_path / "graphed", max_steps=8)
-    assert held == [False] * 2 + [True] * 5 + [False] * 2  # captured in the second step, gone in the seventh
+    assert held == [False] * 2 + [True] * 5 + [False] * 2  # captured in the second step, freed in the seventh
     eager, graphed = (lines(tmp_path / name / "metrics.jsonl") for name in ("eager", "graphed"))
     for name in ("loss", "reward", "entropy", "trained_tokens", "completions/mean_length"):
         assert [record[name] for record in eager] == pytest.approx([record[name] for record in graphed], rel=1e-6), name
 
 
 @pytest.mark.slow
-def test_a_rollouts_memory_that_stays_changes_nothing(prompts, tmp_path, monkeypatch):
-    """One engine for the whole run, with the adapter of each generation; one that fails gives its memory back."""
+def test_resident_rollout_memory_changes_no_result(prompts, tmp_path, monkeypatch):
+    """One engine serves the run with the adapter of each generation; a failed rollout frees its memory."""
     from halfbyte.generation import Rollouts
 
     run(prompts, tmp_path / "fresh", max_steps=4)
@@ -261,12 +261,12 @@ def test_a_function_given_in_python(prompts, tmp_path):
 
 
 def test_no_reward_at_all(prompts, tmp_path):
-    """Groups without spread teach nothing; neither do they stop a run."""
+    """Groups without spread give no gradient, and do not stop a run."""
     run(prompts, tmp_path / "out", max_steps=2, reward_funcs=[{"regex": "never this"}])
     assert [record["grad_norm"] for record in records_of(tmp_path / "out")["train"]] == [0.0, 0.0]
 
 
-def test_a_changed_file_is_not_resumed_with(prompts, tmp_path):
+def test_resuming_with_a_changed_reward_file_is_refused(prompts, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(REWARD)
     more = {"reward_funcs": [f"{file}:letters"], "save_steps": 1}
@@ -276,7 +276,7 @@ def test_a_changed_file_is_not_resumed_with(prompts, tmp_path):
         run(prompts, tmp_path / "out", resume=str(tmp_path / "out/checkpoint-1"), max_steps=2, **more)
 
 
-def test_a_function_that_hangs_and_one_that_gives_nonsense(prompts, tmp_path):
+def test_reward_functions_that_hang_or_return_nonsense(prompts, tmp_path):
     file = tmp_path / "bad.py"
     file.write_text(
         "import time\n"
@@ -311,13 +311,13 @@ def test_a_function_that_hangs_and_one_that_gives_nonsense(prompts, tmp_path):
         ({"per_device_train_batch_size": 64}, "32 prompts.*24"),
     ],
 )
-def test_what_is_refused_before_anything_runs(prompts, tmp_path, more, why):
+def test_invalid_configurations_are_refused_before_the_run(prompts, tmp_path, more, why):
     with pytest.raises(Exception, match=why) as raised:
         run(prompts, tmp_path / "out", **more)
     assert type(raised.value).__module__ == "halfbyte.utils.errors"
 
 
-def test_rewards_are_tried_before_a_run(prompts, tmp_path):
+def test_preview_scores_rollouts_before_a_run(prompts, tmp_path):
     """`halfbyte preview --rollouts`."""
     file = tmp_path / "run.yaml"
     config = keys(prompts, tmp_path / "out", reward_funcs=[f"{prompts / 'mine.py'}:letters", {"length": {"max": 3}}])
@@ -357,17 +357,17 @@ def test_checked_and_not_evaluated_by_a_loss(prompts, tmp_path):
         evaluate(str(tmp_path / "out"), str(prompts / "data.jsonl"))
 
 
-def test_the_mismatch_is_corrected_for_once_it_is_large(prompts, tmp_path, monkeypatch):
-    """auto: the ratios of a step decide of the next generation, and what is on stays on; said once."""
+def test_importance_correction_is_enabled_by_a_large_mismatch(prompts, tmp_path, monkeypatch):
+    """auto: a step's ratios enable the correction of the next generation; it stays enabled, with one notice."""
     notices.forget()
-    monkeypatch.setattr("halfbyte.rl.importance.OFF", 0.5)
+    monkeypatch.setattr("halfbyte.rl.rollouts.MISMATCH_SHARE", 0.5)
     own, shares = ImportanceCorrection.add_step, iter([0.6, 0.0, 0.0])
 
-    def saw(self, sums, counts):
+    def add_step(self, sums, counts):
         own(self, sums, counts)
         self.outside = next(shares)
 
-    monkeypatch.setattr(ImportanceCorrection, "saw", saw)
+    monkeypatch.setattr(ImportanceCorrection, "add_step", add_step)
     bounds = {"importance_sampling_mode": "token_truncate", "importance_sampling_clip_max": 0.5}
     run(prompts, tmp_path / "out", max_steps=3, **bounds)
     weights = [each["sampling/importance_sampling_ratio/mean"] for each in records_of(tmp_path / "out")["train"]]
@@ -376,8 +376,8 @@ def test_the_mismatch_is_corrected_for_once_it_is_large(prompts, tmp_path, monke
 
 
 @pytest.mark.slow
-def test_an_fp8_cache_weighs_tokens_and_faint_weights_are_said(prompts, tmp_path):
-    """It is off by much in every token, and a whole answer's ratio is their product."""
+def test_an_fp8_cache_weights_tokens_and_small_weights_give_a_notice(prompts, tmp_path):
+    """Every token's ratio is far from 1, and an answer's ratio is their product."""
     notices.forget()
     keys_ = {"kv_cache": "fp8", "importance_sampling_correction": True, "max_steps": 1}
     run(prompts, tmp_path / "fp8", **keys_)
@@ -389,10 +389,10 @@ def test_an_fp8_cache_weighs_tokens_and_faint_weights_are_said(prompts, tmp_path
 
 
 @pytest.mark.slow
-def test_groups_without_spread_are_exchanged(prompts, tmp_path):
-    """DAPO's dynamic sampling: prompts of which all answers are as good give way to others."""
+def test_dynamic_sampling_replaces_groups_without_spread(prompts, tmp_path):
+    """DAPO's dynamic sampling: a prompt whose answers have equal rewards is replaced."""
     file = tmp_path / "some.py"
-    file.write_text(  # odd prompts are told apart, and even ones are not
+    file.write_text(  # rewards differ for odd prompts only
         "def some(completions, n, **columns):\n"
         "    return [len(c) / 50 if number % 2 else 0.5 for c, number in zip(completions, n)]\n"
     )
@@ -412,7 +412,7 @@ def test_groups_without_spread_are_exchanged(prompts, tmp_path):
 
 
 @pytest.mark.slow
-def test_continued_from_an_adapter_its_copy_is_the_reference(prompts, tmp_path):
+def test_a_copy_of_the_continued_adapter_is_the_reference(prompts, tmp_path):
     """KL is 0 in the first step and grows; without the adapter it would not be 0. The copy is not saved."""
     run(prompts, tmp_path / "first", max_steps=4, lr_scheduler_type="constant")
     adapter = tmp_path / "first/adapter"
@@ -445,8 +445,8 @@ def test_evaluated_by_the_answers_that_pass(prompts, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_reward_that_says_nothing_is_said(prompts, tmp_path, monkeypatch):
-    monkeypatch.setattr("halfbyte.rl.rollout_batch.SAME", 2)
+def test_rewards_of_none_and_constant_rewards_give_a_notice(prompts, tmp_path, monkeypatch):
+    monkeypatch.setattr("halfbyte.rl.rollout_batch.CONSTANT_GENERATIONS", 2)
     notices.forget()
     file = tmp_path / "silent.py"
     file.write_text("def silent(completions, **columns): return [None] * len(completions)\n")
@@ -456,7 +456,7 @@ def test_a_reward_that_says_nothing_is_said(prompts, tmp_path, monkeypatch):
     assert "all 16" in said["reward-none:silent"]
     assert "2 generations" in said["reward-constant:regex"]
     assert "what is" in said["reward-constant:regex"]
-    notices.forget()  # a resumed run counts on
+    notices.forget()  # a resumed run continues the count
     again = {"reward_funcs": [f"{file}:silent", {"regex": "never this"}], **more}
     run(prompts, tmp_path / "out", resume=str(tmp_path / "out/checkpoint-1"), **again)
     assert "reward-constant:regex" in notices.said()
@@ -464,7 +464,7 @@ def test_a_reward_that_says_nothing_is_said(prompts, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_best_checkpoint_is_kept(prompts, tmp_path, monkeypatch):
-    """By the rewards of held-out prompts, beside the newest; without evaluations none is."""
+    """By the rewards of held-out prompts, in addition to the newest; without evaluations there is no best."""
     rewards = iter([0.1, 0.5, 0.9, 0.4, 0.3])
     own = Generations.evaluate
     monkeypatch.setattr(Generations, "evaluate", lambda *a: own(*a) | {"reward": next(rewards)})

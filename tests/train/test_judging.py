@@ -1,4 +1,4 @@
-"""Reward models as rewards: scores beside plain transformers, on shared and on other weights; runs, plan, resume."""
+"""Reward models as rewards: scores equal plain transformers', on shared and on separate weights; runs, plan, resume."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ PT = {"format": "pt"}
 
 @pytest.fixture(scope="module")
 def judges(place, tmp_path_factory):
-    """Prompts; `answers` and `steps`, adapters with a head on `model`; `whole`, a model with a head of its own."""
+    """A folder with prompts; adapters with a head, `answers` and `steps`; and a classification model, `whole`."""
     folder = tmp_path_factory.mktemp("judges")
     shutil.copytree(place / "model", folder / "model")
     weights = load_file(folder / "model/model.safetensors")
@@ -71,7 +71,7 @@ TEXTS = [([40, 41, 42], [50, 51, 52, 53]), ([60, 61], [70]), ([44, 45, 46, 47, 4
 
 
 def scored(judges, rewards, *, model, prompts, answers):
-    """What `judging` makes of prompts and answers, beside a policy whose own adapter matters."""
+    """Return the scores of prompts and answers, with a policy whose own adapter is not zero."""
     config = load_config(None, keys(judges, judges / "none", rewards))
     asked = Rewards(read_specs(rewards, []), [], 1.0, 8)
     tokenizer = AutoTokenizer.from_pretrained(judges / "model")
@@ -89,8 +89,8 @@ def policy(judges):
     return model
 
 
-def test_scores_are_those_of_plain_transformers(judges):
-    """An adapter on the weights that train, the same on a copy of them, and a whole model; the policy stays itself."""
+def test_scores_equal_plain_transformers(judges):
+    """For an adapter on the trained weights, on a copy of them, and a full model; the policy does not change."""
     shutil.copytree(judges / "model", judges / "copy", dirs_exist_ok=True)
     shutil.copytree(judges / "answers/adapter", judges / "elsewhere", dirs_exist_ok=True)
     said = json.loads((judges / "elsewhere/adapter_config.json").read_text())
@@ -121,7 +121,7 @@ def test_scores_are_those_of_plain_transformers(judges):
 
 
 def test_steps_are_scored_at_their_ends(judges):
-    """The product over the steps that the answer is cut into."""
+    """The score is the product over the steps of an answer."""
     tokenizer = AutoTokenizer.from_pretrained(judges / "model")
     prompt = tokenizer("what is 1?")["input_ids"]
     texts = [" it is\n 3\n", " it is 4", "\n"]
@@ -141,7 +141,7 @@ def test_steps_are_scored_at_their_ends(judges):
 
 
 def test_a_run_rewarded_by_a_model(judges, tmp_path):
-    """Rewards rise; what is saved is the policy's adapter alone; a resumed run is the same run."""
+    """Rewards rise; only the policy's adapter is saved; a resumed run is bit-equal."""
     more = {"max_steps": 8, "save_steps": 4, "beta": 0.01, "lr_scheduler_type": "constant"}
     rewards = [entry(judges, "answers"), {"length": {"max": 6}}]
     whole = tmp_path / "whole"
@@ -165,7 +165,7 @@ def test_a_run_rewarded_by_a_model(judges, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "file"), [("answers/adapter", "adapter_model.safetensors"), ("whole", "model.safetensors")]
 )
-def test_a_changed_reward_model_is_not_resumed_with(judges, tmp_path, kind, file):
+def test_resuming_with_a_changed_reward_model_is_refused(judges, tmp_path, kind, file):
     shutil.copytree(judges / kind, tmp_path / "judge")
     config = load_config(None, keys(judges, tmp_path / "out", [{"model": str(tmp_path / "judge")}], max_steps=2,
                                     save_steps=1))  # fmt: skip
@@ -186,7 +186,7 @@ def test_the_plan_counts_reward_models(judges, tmp_path):
     assert whole - plain == sum(4 * tensor.numel() for tensor in load_file(judges / "whole/model.safetensors").values())
 
 
-def test_said_by_check_and_preview(judges, tmp_path):
+def test_check_and_preview_print_reward_models(judges, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps(keys(judges, tmp_path / "out", [entry(judges, "answers"), entry(judges, "whole")])))
     found = CliRunner().invoke(app, ["check", str(file)])
@@ -211,7 +211,7 @@ def many_labels(folder):
 @pytest.mark.parametrize(
     ("change", "why"), [(other_vocabulary, "99"), (many_labels, "3 labels"), (shutil.rmtree, "judge")]
 )
-def test_a_model_that_cannot_judge_is_refused(judges, tmp_path, change, why):
+def test_an_unsuitable_reward_model_is_refused(judges, tmp_path, change, why):
     shutil.copytree(judges / "whole", tmp_path / "judge")
     change(tmp_path / "judge")
     with pytest.raises(HalfbyteError, match=why):
@@ -226,7 +226,7 @@ def test_a_model_that_cannot_judge_is_refused(judges, tmp_path, change, why):
         ([{"model": "answers"}, {"model": "steps"}], None),
     ],
 )
-def test_what_is_refused_before_anything_runs(judges, tmp_path, rewards, why):
+def test_invalid_reward_models_are_refused_before_the_run(judges, tmp_path, rewards, why):
     for each in rewards:
         if isinstance(each["model"], str):
             each["model"] = str(judges / each["model"])

@@ -1,4 +1,4 @@
-"""Asked to leave by a signal: a checkpoint is saved, and the run that goes on from it is the one that was not asked."""
+"""A signal saves a checkpoint and ends the run; the resumed run is bit-equal to an uninterrupted one."""
 
 import contextlib
 import os
@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from halfbyte.train import checkpoint as checkpoints
+from halfbyte.runs import checkpoints
 from halfbyte.train import loop as loops
 from halfbyte.utils.files import new_directory
 from halfbyte.utils.signals import Stopped, as_exceptions, as_requests
@@ -24,7 +24,7 @@ def loop_of(output):
 
 @pytest.fixture(autouse=True)
 def _as_a_terminal_has_them():
-    """In the background of a shell, or after nohup, signals are ignored, and stay so."""
+    """Signals that are ignored, as in the background of a shell or after nohup, stay ignored."""
     usual = {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
     before = {number: signal.signal(number, handler) for number, handler in usual.items()}
     yield
@@ -77,7 +77,7 @@ def same(one, other):
         (signal.SIGINT, 14, 4),  # in the last step of an epoch, which evaluates, too
     ],
 )
-def test_the_step_is_finished_and_saved_and_the_resumed_run_is_the_same(uninterrupted, tmp_path, number, moment, step):
+def test_the_step_is_finished_and_saved_and_the_resumed_run_is_bit_equal(uninterrupted, tmp_path, number, moment, step):
     loop, checkpoint = interrupted(tmp_path, moment, number)
     assert checkpoint.name == f"checkpoint-{step}"
     assert same(loop, uninterrupted)
@@ -91,16 +91,16 @@ def test_the_step_is_finished_and_saved_and_the_resumed_run_is_the_same(uninterr
         (15, 4, True),  # in the one at the epoch's end
     ],
 )
-def test_what_takes_too_long_is_given_up_and_done_again(uninterrupted, tmp_path, monkeypatch, moment, step, owes):
-    monkeypatch.setattr(loops, "PATIENCE", 0.0)
+def test_work_beyond_the_timeout_is_dropped_and_repeated(uninterrupted, tmp_path, monkeypatch, moment, step, owes):
+    monkeypatch.setattr(loops, "LEAVE_TIMEOUT", 0.0)
     loop, checkpoint = interrupted(tmp_path, moment)
     assert checkpoint.name == f"checkpoint-{step}"
     assert checkpoints.read_state(checkpoint).get("owes_evaluation", False) == owes
     assert same(loop, uninterrupted)
 
 
-def test_before_a_step_is_done_there_is_nothing_to_save(tmp_path, monkeypatch):
-    monkeypatch.setattr(loops, "PATIENCE", 0.0)
+def test_a_signal_in_the_first_step_saves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(loops, "LEAVE_TIMEOUT", 0.0)
     loop = loop_of(tmp_path)
     loop.metrics.listeners.append(lambda record: pytest.fail("a step was done"))
     inner = loop.stepper.sums
@@ -113,7 +113,7 @@ def test_before_a_step_is_done_there_is_nothing_to_save(tmp_path, monkeypatch):
 # --- signals ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_second_signal_leaves_at_once_and_a_third_is_the_system_s():
+def test_a_second_signal_ends_at_once_and_a_third_has_the_default_handler():
     said, third = [], []
     with contextlib.suppress(Stopped), as_requests(said.append) as request:
         signal.raise_signal(signal.SIGTERM)
@@ -127,7 +127,7 @@ def test_a_second_signal_leaves_at_once_and_a_third_is_the_system_s():
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
 
-def test_what_is_ignored_or_handled_by_somebody_else_stays_so():
+def test_ignored_signals_and_other_handlers_are_not_replaced():
     def theirs(*_):
         """Of a job manager."""
 
@@ -142,14 +142,14 @@ def test_what_is_ignored_or_handled_by_somebody_else_stays_so():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_what_is_being_written_goes(tmp_path, number):
+def test_a_file_being_written_is_removed(tmp_path, number):
     with pytest.raises(Stopped) as stopped, as_exceptions(), new_directory(tmp_path / "merged"):
         signal.raise_signal(number)
     assert stopped.value.number == number
     assert not list(tmp_path.iterdir())
 
 
-def test_a_forked_worker_ends_as_ever(tmp_path):
+def test_a_forked_worker_has_default_handlers(tmp_path):
     reads, writes = os.pipe()
     with as_exceptions():
         child = os.fork()

@@ -1,4 +1,4 @@
-"""One run at a time in a folder: a second is refused at once, and what a killed one leaves does not stop the next."""
+"""One run at a time per folder: a second run is refused at once, and a killed run's lock does not block the next."""
 
 import errno
 import json
@@ -13,9 +13,8 @@ import time
 import pytest
 
 from halfbyte.config import load_config
-from halfbyte.runs import lock
+from halfbyte.runs import inputs, lock
 from halfbyte.runs.lock import run_lock
-from halfbyte.runs import inputs
 from halfbyte.train import run
 from halfbyte.utils import notices
 from halfbyte.utils.errors import ConfigError
@@ -50,7 +49,7 @@ def test_a_second_run_is_refused_and_the_first_is_named(tmp_path):
     assert not notices.said()
 
 
-def test_train_is_refused_before_it_looks_at_anything(tmp_path, monkeypatch):
+def test_train_refuses_a_locked_folder_before_other_checks(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "open_run", lambda *_: pytest.fail("it began"))
     monkeypatch.setattr(inputs, "check_inputs", lambda *_: pytest.fail("it began"))
     config = load_config(None, {"model_name_or_path": "m", "dataset": "d", "output_dir": str(tmp_path / "out")})
@@ -73,7 +72,7 @@ def test_a_killed_run_leaves_nothing_that_stops_the_next(tmp_path):
         assert killed.wait(60) == -signal.SIGKILL
         try:
             with run_lock(tmp_path / "out"):
-                os.killpg(killed.pid, 0)  # the child is there
+                os.killpg(killed.pid, 0)  # the child is running
                 (said,) = notices.said().values()
                 assert f"process {killed.pid}" in said
         finally:

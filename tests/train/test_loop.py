@@ -1,4 +1,4 @@
-"""The loop's arithmetic: accumulation, evaluation, records, and the stops (a broken step: test_readback.py)."""
+"""The loop's arithmetic: accumulation, evaluation, records, and the guards (a broken step: test_readback.py)."""
 
 import functools
 import math
@@ -77,7 +77,7 @@ def test_logging_every_few_steps_averages_over_tokens(tmp_path):
     assert losses(some)[0] == pytest.approx(expected, rel=1e-9)
 
 
-def test_evaluation_weighs_every_token_alike(tmp_path):
+def test_evaluation_weights_every_token_equally(tmp_path):
     held_out = rows(5, seed=9)
     loop = make_loop(run_config(tmp_path, per_device_eval_batch_size=2), held_out=held_out)
     metrics = loop.evaluate()
@@ -211,11 +211,11 @@ def test_full_fine_tuning_saves_all_weights(tmp_path):
 
 
 class Graphs:
-    """Stands for captured micro-batches: notes the steps that run as them, and holds memory until it gives up."""
+    """Replaces captured micro-batches: records the steps that run as graphs, and holds memory until `give_up`."""
 
     def __init__(self, backward, parameters, alike):
         self.backward, self.steps, self.holds_graphs, self.peak_pool_bytes = backward, [], True, 5
-        self.started = lambda: 0  # steps that the loop has finished
+        self.begun = lambda: 0  # steps that the loop has finished
 
     def __call__(self, batch, ready):
         self.steps += [self.started() + 1] * ready
@@ -241,8 +241,8 @@ def graphed(monkeypatch):
     return make
 
 
-def test_graphs_begin_with_the_second_step_and_end_with_the_training(tmp_path, graphed):
-    """The optimizer's state is made by the first, and must find room."""
+def test_graphs_start_in_the_second_step_and_are_freed_at_the_end(tmp_path, graphed):
+    """The first step allocates the optimizer's state."""
     plain = make_loop(run_config(tmp_path / "plain", max_steps=3))
     plain.train()
     loop, graphs = graphed(run_config(tmp_path / "graphs", max_steps=3))
@@ -253,7 +253,7 @@ def test_graphs_begin_with_the_second_step_and_end_with_the_training(tmp_path, g
     assert losses(loop) == losses(plain)
 
 
-def test_an_evaluation_without_room_beside_the_graphs_frees_them(tmp_path, monkeypatch, graphed):
+def test_an_evaluation_that_runs_out_of_memory_frees_the_graphs(tmp_path, monkeypatch, graphed):
     config, held_out = run_config(tmp_path, per_device_eval_batch_size=2), rows(5, seed=9)
     eager = make_loop(config, held_out=held_out)
     expected = eager.evaluate()

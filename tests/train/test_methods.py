@@ -61,7 +61,7 @@ def added(monkeypatch):
 
 @pytest.fixture(scope="module")
 def data(place):
-    """Rows of which every other one weighs nothing, and those that weigh something alone."""
+    """Rows of which every other one has weight 0, and the rows with a positive weight."""
     rows = [json.loads(line) for line in (place / "data.jsonl").read_text().splitlines()]
     weighed = [{**row, "weight": 2.5 * (number % 2)} for number, row in enumerate(rows)]
     (place / "weighed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in weighed))
@@ -80,7 +80,7 @@ def records(output):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", [{}, {"packing": True}, {"padding_free": True}], ids=["padded", "packed", "flat"])
-def test_rows_that_weigh_nothing_teach_nothing(data, tmp_path, layout):
+def test_rows_of_weight_0_do_not_change_the_step(data, tmp_path, layout):
     """A step over all rows equals a step of supervised fine-tuning over those with a weight."""
     whole = {"per_device_train_batch_size": 12, "num_train_epochs": 2, "logging_steps": 1, **layout}
     weighed, plain = tmp_path / "weighed", tmp_path / "plain"

@@ -1,5 +1,4 @@
-"""Ray Train starts the processes. Ray itself is not installed for tests: this is what it is asked for, and what a
-worker does."""
+"""Ray Train starts the ranks. Ray is not installed for tests: these check the calls to it, and a worker's work."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -14,7 +13,7 @@ from halfbyte.utils.errors import ConfigError
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What Ray was asked for, by the names of its own interface."""
+    """A stand-in for Ray that records its arguments."""
     found = {}
 
     class TorchTrainer:
@@ -41,7 +40,7 @@ def config_of(tmp_path, **keys):
 @pytest.mark.parametrize(
     ("device", "gpus", "backend"), [(None, True, "cpu:gloo,cuda:nccl"), ("cpu", False, "cpu:gloo")]
 )
-def test_a_worker_for_each_process_of_the_mesh(asked, tmp_path, device, gpus, backend):
+def test_one_worker_per_rank(asked, tmp_path, device, gpus, backend):
     config = config_of(tmp_path, parallel={"data": 2, "shard": 2}, device=device)
     assert train_on_ray(config, resume=True, placement_strategy="SPREAD") == tmp_path / "out"
     assert (asked["num_workers"], asked["use_gpu"], asked["placement_strategy"]) == (4, gpus, "SPREAD")
@@ -49,7 +48,7 @@ def test_a_worker_for_each_process_of_the_mesh(asked, tmp_path, device, gpus, ba
     assert (asked["trained"], asked["resume"]) == (config, True)
 
 
-def test_auto_wants_a_number(asked, tmp_path):
+def test_auto_needs_num_workers(asked, tmp_path):
     config = config_of(tmp_path, parallel="auto")
     with pytest.raises(ConfigError) as refused:
         train_on_ray(config)

@@ -80,7 +80,7 @@ def runs(place, tmp_path_factory):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("key", ["packing", "padding_free"])
-def test_checks_say_how_documents_were_kept_apart(runs, key):
+def test_checks_record_how_documents_were_isolated(runs, key):
     found = read(runs[key], "checks.json")["isolation"]
     assert found["way"] == "bounds"
     assert found["leak"] == "base_model.model.model.layers.0.conv, a Lfm2ShortConv"

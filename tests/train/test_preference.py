@@ -118,7 +118,7 @@ def test_another_layout_makes_the_same_steps(data, tmp_path):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", ["dpo", "reward"])
 def test_prompts_are_computed_once_and_the_steps_are_the_same(data, tmp_path, method):
-    """Beside a run whose answers have a prompt each, and says why."""
+    """Compared with a run whose answers have a prompt each."""
     more = {"method": method, "max_steps": 4, "eval_split_size": 6, "num_train_epochs": 1}
     run(data, tmp_path / "once", **more)
     run(data, tmp_path / "apart", **more, use_kernels=False)
@@ -141,7 +141,7 @@ def test_prompts_are_computed_once_and_the_steps_are_the_same(data, tmp_path, me
 
 
 @pytest.mark.slow
-def test_a_kept_reference_serves_other_losses_and_no_other_model(data, tmp_path, cache):
+def test_a_cached_reference_is_used_for_other_losses_of_the_same_model(data, tmp_path, cache):
     run(data, tmp_path / "first", max_steps=7, precompute_ref_log_probs=True)
     [kept] = cache.iterdir()
     written = kept.stat().st_mtime_ns
@@ -158,7 +158,7 @@ def test_a_kept_reference_serves_other_losses_and_no_other_model(data, tmp_path,
     assert len(list(cache.iterdir())) == 3
 
 
-def test_a_wrong_kept_reference_stops_the_run(data, tmp_path, cache):
+def test_a_wrong_cached_reference_stops_the_run(data, tmp_path, cache):
     from safetensors.torch import save_file
 
     run(data, tmp_path / "first", max_steps=7)

@@ -1,4 +1,4 @@
-"""What is known of a run before its first step, and that nothing is written for it."""
+"""Preflight checks of a run, which write no file."""
 
 import dataclasses
 import json
@@ -22,9 +22,8 @@ from halfbyte.optim import OPTIMIZERS, Optimizer
 from halfbyte.plan.advice import check_fits
 from halfbyte.runs.inputs import check_output_dir
 from halfbyte.runs.lock import check_free, run_lock
-from halfbyte.train import run as sft
-from halfbyte.train.preflight import check_trackers, check_optimizer
-from halfbyte.train.preflight import prepare_run
+from halfbyte.train import setup
+from halfbyte.train.preflight import check_optimizer, check_trackers, prepare_run
 from halfbyte.utils import notices
 from halfbyte.utils.errors import CheckpointError, ConfigError, ModelError
 from tests.helpers.sft_runs import keys, run
@@ -45,7 +44,7 @@ def adapter(place, tmp_path_factory):
     return out / "adapter"
 
 
-def test_a_prepared_run_has_written_nothing_and_says_what_train_says(place, tmp_path):
+def test_prepare_run_writes_nothing_and_raises_the_errors_of_train(place, tmp_path):
     made = prepared(place, tmp_path / "new" / "out")
     assert made.plan.fits
     assert len(made.prompts) == 2
@@ -67,7 +66,7 @@ def test_where_a_run_cannot_write(tmp_path):
         with pytest.raises(ConfigError, match="output_dir"):
             check_output_dir(name if name.strip() == "" else f"{tmp_path}/{name}")
     if sys.platform == "linux":
-        for name in ("/proc/x", "/sys/kernel/x", f"/proc/{os.getpid()}/root/proc/x"):  # where root may write, they say
+        for name in ("/proc/x", "/sys/kernel/x", f"/proc/{os.getpid()}/root/proc/x"):  # os.access allows root
             with pytest.raises(ConfigError, match="output_dir"):
                 check_output_dir(name)
         check_output_dir(f"/proc/self/cwd/{os.path.relpath(tmp_path)}/new")
@@ -76,25 +75,25 @@ def test_where_a_run_cannot_write(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link"]
 
 
-def test_a_folder_is_asked_for_without_being_locked(tmp_path):
+def test_checking_a_folder_does_not_lock_it(tmp_path):
     check_free(tmp_path / "out")
     with run_lock(tmp_path / "out"):
         with pytest.raises(ConfigError):
             check_free(tmp_path / "out")
-        with pytest.raises(ConfigError):  # the look has not given it up
+        with pytest.raises(ConfigError):  # the check has not released it
             run_lock(tmp_path / "out").__enter__()
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_that_does_not_fit_is_refused_with_what_would(place, tmp_path):
+def test_a_run_that_does_not_fit_is_refused_with_alternatives(place, tmp_path):
     with pytest.raises(ConfigError, match=r"memory_limit_gib: 0.001.*1.0 MiB") as refused:
         run(place, tmp_path / "out", memory_limit_gib=0.001)
     assert "memory_limit_gib" in refused.value.fix
     assert not list(tmp_path.iterdir())
 
 
-def test_who_knows_better_than_the_plan_says_so(place, tmp_path):
-    """By a limit above what is free, which the plan is not made for."""
+def test_memory_limit_above_free_memory_overrides_the_plan(place, tmp_path):
+    """A limit above the free memory allows a run that the plan refuses."""
     made = prepared(place, tmp_path)
     plan = dataclasses.replace(made.plan, capacity_bytes=made.plan.total // 2)
     fit = {"rows": 20, "batches": lambda config: Batches.alike(1, 8)}
@@ -127,7 +126,7 @@ def test_a_continued_adapter_must_fit_the_model(place, tmp_path, adapter):
         prepared(place, tmp_path / "out", adapter_path=str(tmp_path / "wrong"))
 
 
-def test_what_a_full_vision_run_trains_is_what_is_planned(tmp_path, place):
+def test_a_full_vision_run_trains_the_planned_weights(tmp_path, place):
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.Gemma3Config(
         text_config=sizes | {"head_dim": 16, "num_hidden_layers": 2, "vocab_size": 272, "sliding_window": 16},
@@ -140,17 +139,17 @@ def test_what_a_full_vision_run_trains_is_what_is_planned(tmp_path, place):
     transformers.AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "model")
     keys = {"model_name_or_path": str(tmp_path / "model"), "use_peft": False, "load_in_4bit": False}
     made = prepared(place, tmp_path / "out", **keys)
-    model = sft._trainable_model(made, {})
+    model = setup.load_trainable_model(made, {})
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained
     assert not [name for name in trained if "vision" in name or "projector" in name]
     assert made.plan.adapters == sum(parameter.nbytes for parameter in trained.values())
 
 
-# --- what is tried ----------------------------------------------------------------------------------------------------
+# --- dry runs ---------------------------------------------------------------------------------------------------------
 
 
-def test_trackers_are_there_or_named():
+def test_missing_trackers_are_named():
     assert not check_trackers([])
     assert not check_trackers(["none"])
     check_trackers(["all"])
@@ -207,7 +206,7 @@ def test_ids_beyond_the_embeddings_are_named():
             check_token_ids(model, {"tokens of the data": largest, "padding": pad})
 
 
-def test_positions_that_a_model_has_not():
+def test_rows_longer_than_the_positions_are_refused():
     learned = transformers.GPT2Config(n_positions=64, n_layer=1)
     check_positions(learned, 64)
     with pytest.raises(ConfigError, match=r"65 tokens.*64") as refused:

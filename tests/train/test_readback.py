@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from halfbyte.train import metrics_log
+from halfbyte.train import guards, metrics_log
 from halfbyte.utils import notices
 from halfbyte.utils.errors import TrainingError
 from tests.helpers.tiny_runs import losses, make_loop, rows, run_config
@@ -19,7 +19,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 class Happenings(TrainerCallback):
-    """What happens in a run, in order; and the weights and moments after each step."""
+    """Records the events of a run in order, and weights and moments after each step."""
 
     def __init__(self, loop):
         self.loop, self.list, self.held, self.logged = loop, [], {}, []
@@ -41,14 +41,14 @@ class Happenings(TrainerCallback):
             self.logged.append((state.global_step, state.epoch, logs["loss"]))
 
     def everything(self):
-        """Copies of what an optimizer changes."""
+        """Return copies of weights and moments."""
         weights = [p.detach().clone() for p in self.loop.trained]
         moments = [v.clone() for state in self.loop.optimizer.state.values() for v in state.values()]
         return weights + moments
 
 
 def poisoned(loop, step, value=float("nan")):
-    """From `step` on everything is multiplied by `value`, which a graph reads from the device."""
+    """Multiply embeddings by `value` from `step` on; a graph reads it from the device."""
     embedding = loop.model.get_input_embeddings()
     factor = torch.ones((), device=embedding.weight.device)
     embedding.register_forward_hook(lambda module, inputs, output: output * factor)
@@ -150,7 +150,7 @@ def test_a_callback_that_stops_the_run_gets_its_last_record(tmp_path):
     assert len(losses(loop)) == 2
 
 
-def test_seconds_are_those_of_the_steps_and_of_nothing_else(tmp_path, monkeypatch):
+def test_step_seconds_exclude_evaluations(tmp_path, monkeypatch):
     """A clock by hand: a forward takes a second, an evaluation 100."""
     held_out = rows(3, 9)
     loop = make_loop(run_config(tmp_path, max_steps=6, eval_steps=2), None, held_out)
@@ -175,15 +175,15 @@ def test_seconds_are_those_of_the_steps_and_of_nothing_else(tmp_path, monkeypatc
 @pytest.mark.parametrize("number", [1.0, float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_guarded_optimizer_does_nothing_for_numbers_that_are_not_finite(device, kind, number):
+def test_a_guarded_optimizer_skips_numbers_that_are_not_finite(device, kind, number):
     weight = nn.Parameter(torch.ones(5, device=device))
     optimizer = kind([weight], lr=0.1, weight_decay=0.1, fused=True)
     weight.grad = torch.ones_like(weight)
-    metrics_log.skip_if_not_finite(optimizer, torch.tensor([2.0, 3.0], device=device))
+    guards.skip_if_not_finite(optimizer, torch.tensor([2.0, 3.0], device=device))
     optimizer.step()
     before = [weight.detach().clone(), *(value.clone() for value in optimizer.state[weight].values())]
     weight.grad = torch.full_like(weight, number)
-    metrics_log.skip_if_not_finite(optimizer, torch.tensor([2.0, number], device=device))
+    guards.skip_if_not_finite(optimizer, torch.tensor([2.0, number], device=device))
     optimizer.step()
     after = [weight.detach(), *optimizer.state[weight].values()]
     same = [torch.equal(one, other) for one, other in zip(before, after, strict=True)]

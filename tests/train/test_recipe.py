@@ -1,11 +1,12 @@
-"""Training in a recipe: scales roll once a step, live in checkpoints, and a resumed run continues them."""
+"""Training with an fp8 recipe: scales are updated once a step, saved in checkpoints, and restored on resume."""
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from halfbyte.modeling.projections import configured_recipe
-from halfbyte.train import checkpoint as checkpoints
+from halfbyte.runs import checkpoints
+from halfbyte.train.checkpoint import SCALING, load_scaling
 from halfbyte.utils.errors import CheckpointError
 from tests.helpers.tiny_runs import losses, make_loop, rows, run_config
 
@@ -26,7 +27,7 @@ def trained(tmp_path_factory):
     return loop
 
 
-def test_scales_roll_once_a_step(trained):
+def test_scales_are_updated_once_a_step(trained):
     history = trained.scaling.history
     assert len(losses(trained)) == 4  # of three micro-batches each, and an evaluation after the last
     assert not history[:, 0].any()
@@ -34,22 +35,22 @@ def test_scales_roll_once_a_step(trained):
     torch.testing.assert_close(trained.scaling.scale[0], 448 / history[0].max())
 
 
-def test_a_resumed_run_continues_them(trained, tmp_path):
+def test_a_resumed_run_restores_scales(trained, tmp_path):
     middle, end = checkpoints.checkpoints(trained.output)
-    state = load_file(middle / checkpoints.SCALING)
+    state = load_file(middle / SCALING)
     assert state["history"][0].count_nonzero() == 2
     again = loop_in(trained.output)
     again.train(middle)
     assert again.scaling.settled[0]
-    for name, value in load_file(end / checkpoints.SCALING).items():
+    for name, value in load_file(end / SCALING).items():
         assert torch.equal(again.scaling.state_dict()[name], value)
     theirs = dict(trained.model.named_parameters())
     assert all(torch.equal(p, theirs[name]) for name, p in again.model.named_parameters())
 
 
-def test_scales_that_are_missing_or_of_another_model(trained, tmp_path):
-    with pytest.raises(CheckpointError, match=checkpoints.SCALING):
-        checkpoints.load_scaling(tmp_path, trained.scaling)
+def test_missing_scales_and_those_of_another_model_are_refused(trained, tmp_path):
+    with pytest.raises(CheckpointError, match=SCALING):
+        load_scaling(tmp_path, trained.scaling)
     other = loop_in(tmp_path / "other", amax_history_len=5)
     with pytest.raises(CheckpointError, match="history"):
-        checkpoints.load_scaling(checkpoints.checkpoints(trained.output)[0], other.scaling)
+        load_scaling(checkpoints.checkpoints(trained.output)[0], other.scaling)

@@ -1,4 +1,4 @@
-"""Runs after one another in a process: what a finished run leaves behind."""
+"""Consecutive runs in one process: a finished run frees its memory."""
 
 import gc
 import weakref
@@ -34,17 +34,19 @@ def start(tmp_path_factory):
 
 
 def test_model_and_trainer_are_gone_when_a_run_returns(start, monkeypatch):
-    """At once, not when Python happens to look for cycles."""
+    """Without waiting for Python's next garbage collection."""
     seen = []
 
-    class Spied(sft.TrainingLoop):
-        def __init__(self, **keys):
-            super().__init__(**keys)
-            # the optimizer is made in training: its parameters stand for it
-            weights = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-            seen.extend(map(weakref.ref, (self, self.model, weights[0])))
+    make = sft.TrainingLoop
 
-    monkeypatch.setattr(sft, "TrainingLoop", Spied)
+    def spy(*, model, **keys):
+        loop = make(model=model, **keys)
+        # the optimizer is created in training: a parameter represents it
+        weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        seen.extend(map(weakref.ref, (loop, model, weights[0])))
+        return loop
+
+    monkeypatch.setattr(sft, "TrainingLoop", spy)
     gc.disable()
     try:
         start(device="cpu", dtype="float32", max_steps=1)
@@ -55,7 +57,7 @@ def test_model_and_trainer_are_gone_when_a_run_returns(start, monkeypatch):
 
 
 @pytest.mark.slow
-def test_ten_runs_on_a_cpu_take_what_one_does(start):
+def test_ten_runs_on_a_cpu_take_the_memory_of_one(start):
     """Within 5%; one model that stayed would be 7%."""
     found = []
     for _ in range(RUNS):
@@ -74,7 +76,7 @@ def test_ten_runs_on_a_cpu_take_what_one_does(start):
     ],
     ids=["graphs", "offload", "whole"],
 )
-def test_ten_runs_leave_what_one_does(start, keys):
+def test_ten_runs_leave_the_memory_of_one(start, keys):
     """Bytes on the device and pinned within 16 MiB of those after the first run, the process within 5%."""
     found = []
     for _ in range(RUNS):

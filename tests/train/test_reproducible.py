@@ -1,4 +1,4 @@
-"""What a run says about its bits, what `deterministic` asks of torch, and, on a GPU, that two runs are equal."""
+"""Reproducibility: the result in checks.json, `deterministic: true`, and, on a GPU, bit-equal runs."""
 
 import json
 import os
@@ -26,8 +26,7 @@ from halfbyte.autograd.attention import DIFFERS
 from halfbyte.config import RunConfig, load_config
 from halfbyte.data.prepare import PreparedData
 from halfbyte.modeling.patch import PatchReport
-from halfbyte.train.checkpoint import STATE
-from halfbyte.runs.checkpoints import check_same_run
+from halfbyte.runs.checkpoints import STATE, check_same_run
 from halfbyte.train.checks import deterministic_algorithms, reproducibility
 from halfbyte.train.preflight import planned_lengths
 from halfbyte.train.run import train
@@ -52,7 +51,7 @@ def silence():
     forget()
 
 
-def test_verdict():
+def test_reproducibility():
     assert reproducibility(config(), CPU, None)["equal"]
     assert reproducibility(config(), CUDA, FUSED)["equal"]
     assert reproducibility(config(), CUDA, None)["why"] != reproducibility(config(), CUDA, FUSED)["why"]
@@ -78,7 +77,8 @@ def test_deterministic_is_torchs_and_ends_with_the_run(monkeypatch):
 
 
 def test_an_operation_that_does_not_repeat_is_an_error_that_names_it():
-    with pytest.raises(TrainingError, match="put_") as caught, deterministic_algorithms(config(deterministic=True), CUDA):
+    deterministic = deterministic_algorithms(config(deterministic=True), CUDA)
+    with pytest.raises(TrainingError, match="put_") as caught, deterministic:
         torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
     assert "deterministic: false" in str(caught.value)
     with pytest.raises(RuntimeError, match="size"), deterministic_algorithms(config(deterministic=True), CUDA):
@@ -117,7 +117,7 @@ def test_a_checkpoint_from_before_the_key_is_resumed_as_what_it_was(tmp_path):
         ([100, 300], 10, {"padding_free": True}, None),
     ],
 )
-def test_lengths_that_repay_a_plan(lengths, steps, keys, planned):
+def test_lengths_that_amortize_a_plan(lengths, steps, keys, planned):
     from datasets import Dataset
 
     rows = Dataset.from_dict({"input_ids": [[1] * length for length in lengths]})
@@ -132,7 +132,7 @@ WORDS = [f"w{index}" for index in range(250)]
 KILLED = """
     import json, os, signal, sys
     from halfbyte.config import load_config
-    from halfbyte.train import metrics
+    from halfbyte.runs import metrics
     from halfbyte.train.run import train
     append = metrics.MetricsFile.append
     def and_kill(self, record):

@@ -85,7 +85,7 @@ class Watch(TrainerCallback):
 
     def on_step_end(self, args, state, control, model=None, **keys):
         if state.global_step % 30 == 20:
-            run._answers(self.job.prepared, self.loop)
+            run._answers(self.job.prepared, self.loop.model, None)
         self.found.append(
             {
                 "allocated": torch.cuda.memory_allocated(),
@@ -100,15 +100,14 @@ class Watch(TrainerCallback):
 def test_memory_of_many_lengths(place, tmp_path, monkeypatch, name):
     watches, registered = [], Registered(monkeypatch)
 
-    make = run._loop
+    train = run._train
 
-    def watched(job, *arguments):
-        loop = make(job, *arguments)
+    def watched(job, loop, console):
         watches.append(Watch(job, loop, registered))
         loop.add_callback(watches[0])
-        return loop
+        train(job, loop, console)
 
-    monkeypatch.setattr(run, "_loop", watched)
+    monkeypatch.setattr(run, "_train", watched)
     keys = {"per_device_train_batch_size": 4, "max_steps": STEPS, "eval_steps": 40, "eval_split_size": 8}
     keys |= {"max_length": LONGEST, "sample_prompts": 1, "sample_max_new_tokens": 8, "save_steps": STEPS}
     keys |= {"model_name_or_path": str(place / "model"), "dataset": str(place / "rows.jsonl"), "device": "cuda"}

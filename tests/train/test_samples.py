@@ -40,7 +40,7 @@ def test_answers_are_transformers_greedy_ones_and_end_with_a_stop(tmp_path, keys
                 parameter.data += torch.randn_like(parameter)
     prompts, whole = answers(model, [3, 9])
     assert not trained or whole != base
-    assert model not in engine._engines  # no cache stays beside training
+    assert model not in engine._engines  # no cache remains during training
     for prompt, text in zip(prompts, whole, strict=True):
         ids = torch.tensor([prompt.ids])
         keys = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -51,7 +51,7 @@ def test_answers_are_transformers_greedy_ones_and_end_with_a_stop(tmp_path, keys
     assert answers(model, [3], stops=[stop])[1] == [" ".join(first[: first.index(str(stop)) + 1])]
 
 
-def test_a_prompt_gets_what_the_context_has_room_for():
+def test_answers_are_limited_by_the_context():
     model = tiny_llama(max_position_embeddings=12)
     assert [len(text.split()) for text in answers(model, [4, 10, 12, 15])[1]] == [6, 2, 0, 0]
 

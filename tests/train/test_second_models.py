@@ -1,4 +1,4 @@
-"""Models that a run asks in addition to its own: at which token, in which mode, and what a run is resumed with."""
+"""Auxiliary models: at which token they are read, in which mode they run, and checks of their files on resume."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def talks(place, tmp_path_factory):
-    """A model whose chat template writes a line break behind an answer's end, and pairs of conversations."""
+    """A model whose chat template writes a line break after an answer's end token, and pairs of conversations."""
     folder = tmp_path_factory.mktemp("talks")
     shutil.copytree(place / "model", folder / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
@@ -67,7 +67,7 @@ def losses(output):
 
 
 def test_a_reward_model_scores_a_rollout_as_the_row_it_was_trained_on(talks, tmp_path):
-    """The score was trained at the line break behind the end; a rollout ends with the end."""
+    """The score is trained at the line break after the end token; a rollout ends with the end token."""
     train(load_config(None, keys(talks, tmp_path / "reward", method="reward", max_steps=6)))
     saved = load_saved(str(tmp_path / "reward"), (), "reward", scores=True)
     method = method_of(saved.config)
@@ -85,7 +85,8 @@ def test_a_reward_model_scores_a_rollout_as_the_row_it_was_trained_on(talks, tmp
         prompts.append(saved.tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"])
         text = row["chosen"][0]["content"]
         answers.append([*saved.tokenizer(text, add_special_tokens=False)["input_ids"], end])
-    with torch.no_grad(), loaded_reward_models(config, asked, saved.model, saved.tokenizer, torch.device("cpu"), torch.float32):
+    where = torch.device("cpu"), torch.float32
+    with torch.no_grad(), loaded_reward_models(config, asked, saved.model, saved.tokenizer, *where):
         [judge] = asked.models.values()
         found = judge(prompts, answers)
         cut = judge(prompts, [answer[:-1] for answer in answers])
@@ -93,7 +94,7 @@ def test_a_reward_model_scores_a_rollout_as_the_row_it_was_trained_on(talks, tmp
     assert cut != pytest.approx(wanted, abs=1e-3)
 
 
-def test_nothing_is_put_behind_an_answer_where_the_template_writes_nothing(talks):
+def test_an_answer_has_no_suffix_if_the_template_writes_none(talks):
     tokenizer = AutoTokenizer.from_pretrained(talks / "model")
     tokenizer.chat_template = CHATML.replace("'</s>\n'", "'</s>'")
     assert answer_suffix(tokenizer) == (tokenizer.eos_token_id, ())
@@ -110,8 +111,8 @@ def mistral(folder, **more):
 
 
 @pytest.mark.slow
-def test_a_kept_reference_does_not_serve_weights_with_another_config(talks, tmp_path):
-    """sliding_window 60, then 8, with equal weights: the second run computes its own reference, and begins at ln 2."""
+def test_a_cached_reference_is_not_used_with_another_config(talks, tmp_path):
+    """sliding_window 60, then 8, with equal weights: the second run computes its own reference, and starts at ln 2."""
     folder = tmp_path / "mistral"
     shutil.copytree(talks, folder)
     (folder / "model/model.safetensors").unlink()
@@ -134,7 +135,7 @@ def test_a_reference_of_each_step_has_no_noise_and_no_dropout(talks, tmp_path):
     assert quiet == pytest.approx(losses(tmp_path / "kept")[0], abs=1e-5)  # the same noise, in the policy alone
 
 
-def test_eval_mode_ends_where_it_began(talks):
+def test_the_mode_is_restored_after_a_forward_in_eval_mode(talks):
     model = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Dropout().eval())
     with in_eval_mode(model):
         assert not any(module.training for module in model.modules())
@@ -150,7 +151,7 @@ def gpt2(folder):
 @pytest.mark.parametrize(
     ("asked", "exact"), [({}, True), pytest.param({"disable_dropout": False}, False, marks=pytest.mark.slow)]
 )
-def test_the_dropout_of_the_base_is_off_where_models_are_compared(talks, tmp_path, asked, exact):
+def test_dropout_of_the_base_is_off_if_models_are_compared(talks, tmp_path, asked, exact):
     folder = tmp_path / "gpt2"
     shutil.copytree(talks, folder)
     (folder / "model/model.safetensors").unlink()
@@ -193,7 +194,7 @@ def sft_rows(talks):
     return str(talks / "sft.jsonl")
 
 
-def test_a_swapped_dataset_of_one_size_is_not_resumed_with(talks, tmp_path):
+def test_resuming_with_another_dataset_of_equal_size_is_refused(talks, tmp_path):
     folder = tmp_path / "data"
     shutil.copytree(talks, folder)
     config = keys(folder, tmp_path / "out", method="dpo", max_steps=2, save_steps=1)
@@ -207,7 +208,7 @@ def test_a_swapped_dataset_of_one_size_is_not_resumed_with(talks, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_changed_column_of_rewards_is_not_resumed_with(talks, tmp_path):
+def test_resuming_with_a_changed_reward_column_is_refused(talks, tmp_path):
     folder = tmp_path / "data"
     shutil.copytree(talks, folder)
     prompts = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
@@ -227,7 +228,7 @@ def test_a_changed_column_of_rewards_is_not_resumed_with(talks, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_changed_adapter_that_a_run_began_with_is_not_resumed_with(talks, tmp_path):
+def test_resuming_with_a_changed_initial_adapter_is_refused(talks, tmp_path):
     train(load_config(None, keys(talks, tmp_path / "first", method="dpo", max_steps=1)))
     config = keys(talks, tmp_path / "out", method="dpo", max_steps=2, save_steps=1,
                   adapter_path=str(tmp_path / "first/adapter"))  # fmt: skip
@@ -239,7 +240,7 @@ def test_a_changed_adapter_that_a_run_began_with_is_not_resumed_with(talks, tmp_
     assert found.value.message.startswith("adapter_path")
 
 
-def test_a_generation_of_answers_that_are_all_cut_is_a_step_without_a_loss(talks, tmp_path):
+def test_a_generation_of_truncated_answers_has_a_loss_of_0(talks, tmp_path):
     config = keys(talks, tmp_path / "out", "prompts", method="grpo", reward_funcs=["repetition"], max_steps=2,
                   save_steps=1, num_generations=2, max_completion_length=1,
                   mask_truncated_completions=True)  # fmt: skip
@@ -251,7 +252,7 @@ def test_a_generation_of_answers_that_are_all_cut_is_a_step_without_a_loss(talks
     assert losses(tmp_path / "again")[-1] == 0.0
 
 
-def test_a_dtype_that_was_asked_for_is_the_one_that_is_named(talks, tmp_path):
+def test_the_configured_dtype_is_named(talks, tmp_path):
     finetune(str(talks / "model"), sft_rows(talks), **{
         key: value for key, value in keys(talks, tmp_path / "out", max_steps=1).items()
         if key not in ("model_name_or_path", "dataset")
@@ -281,7 +282,7 @@ def test_a_run_that_balances_its_routers_is_evaluated(talks, tmp_path):
     assert found.numbers["aux_loss"] == pytest.approx(last["aux_loss"], rel=1e-4)
 
 
-def test_another_adapter_is_asked_in_eval_mode(talks, tmp_path):
+def test_another_adapter_runs_in_eval_mode(talks, tmp_path):
     saved = load_saved(_trained(talks, tmp_path), (), "x", scores=True)
     saved.model.train()
     with as_adapter(saved.model, "default"):

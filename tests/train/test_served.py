@@ -1,4 +1,4 @@
-"""Rollouts by a vLLM server: the adapter that trains answers, runs resume exactly, and what is wrong is named."""
+"""Rollouts by a vLLM server: it samples with the current adapter, resuming is exact, and errors name the fault."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ PT = {"format": "pt"}
 
 @pytest.fixture(scope="module")
 def model(place, tmp_path_factory):
-    """A model that is not sure of nothing, so that it can be moved, and prompts beside it."""
+    """A confident model, which training can change, and prompts."""
     folder = tmp_path_factory.mktemp("served") / "sharp"
     shutil.copytree(place / "model", folder)
     weights = load_file(folder / "model.safetensors")
@@ -61,8 +61,8 @@ def answers(folder):
     return lines(folder / "completions.jsonl")
 
 
-def test_the_adapter_that_trains_answers(model, tmp_path):
-    """In every generation, although the server caches prefixes by the adapter's name; rewards rise by it."""
+def test_the_server_samples_with_the_current_adapter(model, tmp_path):
+    """In every generation, although the server caches prefixes by the adapter's name; rewards rise."""
     fake = FakeVllm(model)
     with served(fake) as url:
         run(model, tmp_path / "out", url, max_steps=6, eval_split_size=4, eval_steps=4)
@@ -73,17 +73,17 @@ def test_the_adapter_that_trains_answers(model, tmp_path):
     assert sum(rewards[-2:]) > 1.5 * sum(rewards[:2])
     drawn = [body for body in fake.asked if body["model"] != fake.name]
     groups = {(body["seed"], tuple(body["prompt"])) for body in drawn}
-    assert len({seed for seed, _ in groups}) == len(groups) == 6 * 4 + 4  # evaluations draw alike
+    assert len({seed for seed, _ in groups}) == len(groups) == 6 * 4 + 4  # evaluations use equal seeds
     assert not any(body.get("load_inplace") for body in fake.loads)
     assert not fake.adapters
     assert not list((tmp_path / "out").glob("*halfbyte-*"))
     assert json.loads((tmp_path / "out/memory.json").read_text()).get("rollouts") is None
 
 
-def test_what_a_killed_run_leaves_for_the_server_goes_with_the_next(model, tmp_path):
+def test_the_adapter_folder_of_a_killed_run_is_removed_by_the_next(model, tmp_path):
     (tmp_path / "out").mkdir()
     rollouts = ServedRollouts(load_config(None, keys(model, tmp_path / "out", "http://localhost:1")), None)
-    assert Aside.of(rollouts.folder).target == tmp_path / "out" / rollouts.name  # what `clear_leftovers` looks for
+    assert Aside.of(rollouts.folder).target == tmp_path / "out" / rollouts.name  # as `clear_leftovers` expects
 
 
 @pytest.mark.slow
@@ -95,7 +95,7 @@ def test_what_a_killed_run_leaves_for_the_server_goes_with_the_next(model, tmp_p
     ],
 )
 def test_a_resumed_run_is_the_same_run(model, tmp_path, more):
-    """Within a generation its rows are those of the checkpoint; a later one is drawn with the same seeds."""
+    """Within a generation its rows come from the checkpoint; the next one uses the same seeds."""
     options = {"max_steps": 4, "save_steps": 1, "save_total_limit": 10} | more
     with served(FakeVllm(model, processed=True)) as url:
         run(model, tmp_path / "whole", url, **options)
@@ -114,13 +114,13 @@ def test_a_resumed_run_is_the_same_run(model, tmp_path, more):
 @pytest.mark.parametrize(
     ("faults", "said", "fix"),
     [
-        ("not vllm", "/v1/models gives 404", ""),
+        ("not vllm", "404", ""),
         ("no ids", "", "0.10.2"),
         ("cuts prompts", "", ""),
         ("other vocabulary", "", "serve"),
     ],
 )
-def test_looked_over_before_a_run(model, tmp_path, faults, said, fix):
+def test_the_server_is_checked_before_a_run(model, tmp_path, faults, said, fix):
     with served(FakeVllm(model, faults=[faults])) as url, pytest.raises(ConfigError) as stop:
         prepare_run(load_config(None, keys(model, tmp_path / "out", url)))
     assert said in stop.value.message
@@ -129,7 +129,7 @@ def test_looked_over_before_a_run(model, tmp_path, faults, said, fix):
 
 
 @pytest.mark.slow
-def test_what_the_server_was_started_with(model, tmp_path, monkeypatch):
+def test_the_server_s_options_are_checked(model, tmp_path, monkeypatch):
     fake = FakeVllm(model)
     fake.longest, fake.keys = 20, {"secret"}
 
@@ -169,13 +169,13 @@ def test_what_the_server_was_started_with(model, tmp_path, monkeypatch):
         ("slow", {"vllm_server_timeout": 0.2}, "0.2 s", "vllm_server_timeout"),
     ],
 )
-def test_an_adapter_that_does_not_come_to_answer(model, tmp_path, faults, more, said, fix):
+def test_an_adapter_that_cannot_be_loaded_ends_the_run(model, tmp_path, faults, more, said, fix):
     fake = FakeVllm(model)
     with served(fake) as url:
         config = load_config(None, keys(model, tmp_path / "out", url, **more))
         prepare = fake.complete
 
-        def later(body):  # what is asked before the run goes well
+        def later(body):  # requests before the run succeed
             fake.faults = {faults} if body["model"] != fake.name else set()
             return prepare(body)
 
@@ -188,7 +188,7 @@ def test_an_adapter_that_does_not_come_to_answer(model, tmp_path, faults, more, 
     assert not records(tmp_path / "out")
 
 
-def test_tried_before_a_run(model, tmp_path, capsys):
+def test_preview_samples_from_the_server(model, tmp_path, capsys):
     config = tmp_path / "run.yaml"
     with served(fake := FakeVllm(model)) as url:
         config.write_text(yaml.safe_dump(keys(model, tmp_path / "out", url)))
@@ -203,7 +203,7 @@ def test_tried_before_a_run(model, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("key", ["a\nb", pytest.param("ä", marks=pytest.mark.slow)])
-def test_a_key_that_is_none_is_not_shown(model, tmp_path, monkeypatch, key):
+def test_an_invalid_api_key_is_not_printed(model, tmp_path, monkeypatch, key):
     monkeypatch.setenv("VLLM_API_KEY", key)
     with pytest.raises(ConfigError, match="VLLM_API_KEY"):
         prepare_run(load_config(None, keys(model, tmp_path / "out", "http://127.0.0.1:9")))
@@ -226,15 +226,15 @@ def test_a_server_of_other_weights_is_refused_with_both_numbers(model, tmp_path,
 
 
 @pytest.mark.slow
-def test_a_server_that_keeps_a_former_adapter(model, tmp_path):
-    """It says that it has loaded the next one; the mismatch of the step says otherwise."""
+def test_a_server_that_keeps_an_earlier_adapter_ends_the_run(model, tmp_path):
+    """It reports that it loaded the next adapter; the ratios of the step show that it did not."""
     with served(FakeVllm(model, faults=["deaf"])) as url, pytest.raises(TrainingError):
         run(model, tmp_path / "out", url, max_steps=8, learning_rate=0.1)
     assert 1 <= len(records(tmp_path / "out")) < 8
 
 
 @pytest.mark.slow
-def test_an_adapter_that_would_not_go_is_replaced_in_place(model, tmp_path):
+def test_an_adapter_that_cannot_be_unloaded_is_replaced(model, tmp_path):
     fake = FakeVllm(model, faults=["keeps adapters"])
     with served(fake) as url:
         run(model, tmp_path / "out", url, max_steps=2)
@@ -242,7 +242,7 @@ def test_an_adapter_that_would_not_go_is_replaced_in_place(model, tmp_path):
     assert max(each["sampling/sampling_logp_difference/max"] for each in records(tmp_path / "out")) < 1e-4
 
 
-def test_a_server_that_goes_away_ends_the_run_which_resumes(model, tmp_path):
+def test_a_run_resumes_after_its_server_went_away(model, tmp_path):
     out, options = tmp_path / "out", {"max_steps": 2, "save_steps": 1}
     fake = FakeVllm(model)
     complete, fake.complete = fake.complete, lambda body: complete(body) if len(fake.asked) < 9 else (503, "")

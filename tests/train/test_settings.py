@@ -1,11 +1,11 @@
-"""What holds for a whole process while a run trains."""
+"""Settings of the process while a run trains."""
 
 from types import SimpleNamespace
 
 import pytest
 
 from halfbyte.memory.allocators import FIRST_KERNELS
-from halfbyte.train import run as sft
+from halfbyte.train.setup import memory_limit
 
 GIB = 2**30
 
@@ -19,7 +19,7 @@ GIB = 2**30
         (None, (), (0, 1), 20 * GIB - FIRST_KERNELS),
     ],
 )
-def test_a_device_that_is_filled_keeps_room_for_kernels(limit, hosted, offloaded, most):
+def test_offloaded_runs_reserve_memory_for_kernels(limit, hosted, offloaded, most):
     plan = SimpleNamespace(hosted=hosted, offloaded=offloaded, capacity_bytes=20 * GIB)
     run = SimpleNamespace(plan=plan, config=SimpleNamespace(memory_limit_gib=limit))
-    assert sft._most_bytes(run) == most
+    assert memory_limit(run) == most

@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM
 
 from halfbyte.config import load_config
 from halfbyte.parallel.mesh import Mesh
-from halfbyte.train.stepper import Stepper
-from halfbyte.train import run as sft
 from halfbyte.runs.checkpoints import starting_point
 from halfbyte.runs.metrics import MetricsFile
+from halfbyte.train import run as sft
+from halfbyte.train import setup
 from halfbyte.train.run import finetune, train
 from halfbyte.utils.errors import ConfigError, DataError, ModelError, TrainingError
 from tests.helpers.sft_runs import keys, run
@@ -98,7 +98,7 @@ def test_what_a_run_killed_at_its_end_did_not_write_is_written(finished, place, 
     (output / ".lock").write_text(json.dumps({"host": "h", "machine": "0" * 8, "pid": 1, "since": 1}))
     (output / ".checkpoint-4.cut").mkdir()
     for name in ["_run"] + ["load_model"] * ("adapter" not in missing):
-        monkeypatch.setattr(sft if name == "load_model" else sft.TrainingLoop, name, None)
+        monkeypatch.setattr(setup if name == "load_model" else sft.TrainingLoop, name, None)
     again = train(load_config(None, keys(place, output)), resume=True)
     assert again.metrics["loss"] == finished.metrics["loss"]
     assert sorted(path.name for path in output.iterdir()) == sorted(path.name for path in finished.output_dir.iterdir())
@@ -161,7 +161,7 @@ def test_full_fine_tuning_keeps_float32_weights_and_saves_as_the_base_was_stored
 KILLED = """
     import os, signal
     from halfbyte.config import load_config
-    from halfbyte.train import metrics
+    from halfbyte.runs import metrics
     from halfbyte.train.run import train
     append = metrics.MetricsFile.append
     def and_kill(self, record):
@@ -222,14 +222,15 @@ def test_running_out_of_memory_gives_advice(place, tmp_path, monkeypatch):
 
 
 def test_a_run_that_stops_leaves_the_report_of_what_it_did(place, tmp_path, monkeypatch):
-    steps = []
+    step = sft.TrainingLoop._step
 
-    class Broken(Stepper):
-        def __call__(self, *arguments, **keys):
-            steps.append(1)
-            return super().__call__(*arguments, **keys) * (math.nan if len(steps) == 3 else 1)
+    def broken(loop, taken, epoch):
+        if loop.state.global_step == 2:
+            sums = loop.stepper.sums
+            loop.stepper.sums = lambda batch: {name: value * math.nan for name, value in sums(batch).items()}
+        step(loop, taken, epoch)
 
-    monkeypatch.setattr(sft, "Stepper", Broken)
+    monkeypatch.setattr(sft.TrainingLoop, "_step", broken)
     with pytest.raises(TrainingError):
         run(place, tmp_path)
     report = (tmp_path / "report.html").read_text()

@@ -161,7 +161,7 @@ def libraries(folder):
     return {
         "safetensors": lambda: save_file({"a": torch.zeros(20000)}, folder / "a.safetensors"),
         "tokenizers": lambda: tokenizer.save(str(folder / "tokenizer.json")),
-        "torch": lambda: checkpoint.save_trained({"a": torch.zeros(20000)}, folder / "a.pt"),
+        "torch": lambda: checkpoint._save({"a": torch.zeros(20000)}, folder / "a.pt"),
         "json": lambda: files.write_json(folder / "a.json", "0" * 80000),
         "numpy": lambda: np.zeros(20000).tofile(folder / "a.npy"),
         "python": lambda: (folder / "a.txt").write_text("0" * 80000),

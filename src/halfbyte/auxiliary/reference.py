@@ -1,7 +1,7 @@
-"""The log-probabilities of the reference: computed once before training, kept, and compared with the policy's.
+"""Log-probabilities of the reference: compute them once before training, cache them, compare them with the policy's.
 
-The reference is the model as it is before the first step: without its adapter, or, where training continues from an
-adapter, quantizes as it trains or trains all weights, with all that it then has. So no second model is needed.
+The reference is the model before the first step, so no second model is needed. It is the model without its adapter; if
+training continues from an adapter, uses quantization-aware training or trains all weights, it is the initial model.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from ..reading.tensors import read_tensors
 from ..train.preflight import PreparedRun
 from ..utils.text import one_line
 
-ROUNDING = {torch.float32: 1e-4}  # of a token's log-probability, relative to their mean size; else:
-ROUNDING_16 = 1 / 64
-CHECKED = 4  # of the first rows, and of the longest, that policy and reference are compared on
+# Tolerance of a token's log-probability, relative to the mean of their absolute values.
+ROUNDING, ROUNDING_16 = {torch.float32: 1e-4}, 1 / 64
+CHECKED_ROWS = 4  # number of first rows, and of longest rows, on which policy and reference are compared
 SPLITS = ("train", "eval")
-NAMES = ("_name_or_path", "name_or_path", "transformers_version", "quantization_config", "architectures")
+IGNORED_KEYS = ("_name_or_path", "name_or_path", "transformers_version", "quantization_config", "architectures")
 
 
 def add_reference(run: PreparedRun, model: Any, console: Console) -> tuple[Any, Any, dict[str, Any]]:
@@ -49,34 +49,34 @@ def add_reference(run: PreparedRun, model: Any, console: Console) -> tuple[Any, 
     `model` must be in its state before the first step.
 
     Returns:
-        Training rows, held-out rows, and for checks.json the largest and the mean difference of policy and reference
-        per token, and their origin.
+        Training rows, held-out rows, and for checks.json the origin of the log-probabilities, and the largest and mean
+        difference of policy and reference per token.
 
     Raises:
         TrainingError: policy and reference differ before training by more than rounding.
     """
     began, origin, rows, held_out = time.time(), "each step", run.data.train, run.data.eval
     if run.computes_reference_once:
-        splits = {"train": rows, "eval": held_out}
-        found, origin = _kept_or_computed(run, model, {name: rows for name, rows in splits.items() if rows is not None})
-        rows = _with_reference(rows, found["train"])
+        splits = {"train": rows} | ({} if held_out is None else {"eval": held_out})
+        found, origin = _cached_or_computed(run, model, splits)
+        rows = _add_column(rows, found["train"])
         if held_out is not None:
-            held_out = _with_reference(held_out, found["eval"])
+            held_out = _add_column(held_out, found["eval"])
         tokens = sum(map(len, found.values()))
-        said = f"reference: log-probabilities of {tokens:,} tokens, {origin}, {time.time() - began:.1f} s"
-        console.print(one_line(said), soft_wrap=True)
-    return rows, held_out, {"from": origin, **_compared(run, model, rows)}
+        line = f"reference: log-probabilities of {tokens:,} tokens, {origin}, {time.time() - began:.1f} s"
+        console.print(one_line(line), soft_wrap=True)
+    return rows, held_out, {"from": origin, **_compare(run, model, rows)}
 
 
 @contextlib.contextmanager
-def _forwards(run: PreparedRun, model: Any) -> Iterator[None]:
-    """Around forwards of the reference."""
+def _as_reference(run: PreparedRun, model: Any) -> Iterator[None]:
+    """Let the model compute as the reference inside."""
     with contextlib.nullcontext() if reference_is_initial_model(run.config) else as_reference(model):
         yield
 
 
-def _with_reference(rows: Any, values: torch.Tensor) -> Dataset:
-    """`rows` with a column of their trained tokens' log-probabilities."""
+def _add_column(rows: Any, values: torch.Tensor) -> Dataset:
+    """Return `rows` with a column of their trained tokens' log-probabilities."""
     parts = values.split([trained_tokens(row) for row in rows])
     return rows.add_column(
         REFERENCE, [part.numpy() for part in parts], new_fingerprint=new_fingerprint(), feature=List(Value("float32"))
@@ -87,16 +87,16 @@ def _with_reference(rows: Any, values: torch.Tensor) -> Dataset:
 
 
 @torch.no_grad()
-def _computed(run: PreparedRun, model: Any, rows: Any) -> torch.Tensor:
-    """Log-probabilities fp32 of all trained tokens of `rows`, in order; processes share the batches."""
+def _compute(run: PreparedRun, model: Any, rows: Any) -> torch.Tensor:
+    """Return fp32 log-probabilities of all trained tokens of `rows`, in order. Ranks share the batches."""
     config, mesh = run.config, run.mesh
     collate = answer_collator(config, run.tokenizer, run.machine.device, answers=run.data.answers)
     lengths = [len(row["input_ids"]) for row in rows]
-    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])  # like lengths together: little padding
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])  # for little padding
     size = config.per_device_eval_batch_size or config.per_device_train_batch_size
     batches = [order[first : first + size] for first in range(0, len(order), size)]
     own = batches[mesh.place(*ROWS) :: mesh.ways(*ROWS)]
-    most = -(-len(batches) // mesh.ways(*ROWS))  # each gathers slices of the model in as many forwards as the others
+    most = -(-len(batches) // mesh.ways(*ROWS))  # forwards of every rank, since sharded ranks gather together
     found: dict[int, torch.Tensor] = {}
     model.eval()
     for indices in own + [order[-1:]] * (most - len(own)):
@@ -108,7 +108,7 @@ def _computed(run: PreparedRun, model: Any, rows: Any) -> torch.Tensor:
 
 
 def _log_probs(model: Any, batch: dict[str, Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Those of the trained tokens of `batch`, on the CPU, without what fills it up."""
+    """Return log-probabilities of the trained tokens of `batch`, on the CPU, padding removed."""
     tokens = int((batch["answer"] >= 0).sum())
     batch = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
     with compute_autocast(model, dtype):
@@ -116,64 +116,69 @@ def _log_probs(model: Any, batch: dict[str, Any], dtype: torch.dtype, device: to
 
 
 @torch.no_grad()
-def _compared(run: PreparedRun, model: Any, rows: Any) -> dict[str, Any]:
-    """How far policy and reference are apart on the first rows and the longest, which windows and scales of long
-    contexts change.
+def _compare(run: PreparedRun, model: Any, rows: Any) -> dict[str, Any]:
+    """Return the differences of policy and reference on the first rows and on the longest rows.
+
+    Sliding windows and rope scaling affect the longest ones.
 
     Raises:
-        TrainingError: by more than rounding.
+        TrainingError: they differ by more than rounding.
     """
     lengths = [len(row["input_ids"]) for row in rows]
-    longest = sorted(range(len(lengths)), key=lambda index: -lengths[index])[:CHECKED]
-    chosen = list(dict.fromkeys([*range(min(len(lengths), CHECKED)), *longest]))
+    longest = sorted(range(len(lengths)), key=lambda index: -lengths[index])[:CHECKED_ROWS]
+    chosen = list(dict.fromkeys([*range(min(len(lengths), CHECKED_ROWS)), *longest]))
     collate = answer_collator(run.config, run.tokenizer, run.machine.device, answers=run.data.answers)
-    together = run.config.per_device_eval_batch_size or run.config.per_device_train_batch_size
+    size = run.config.per_device_eval_batch_size or run.config.per_device_train_batch_size
     dtype = run.machine.compute_dtype
     model.eval()
     found = []
-    for first in range(0, len(chosen), together):
-        batch = collate([rows[index] for index in chosen[first : first + together]])
+    for first in range(0, len(chosen), size):
+        batch = collate([rows[index] for index in chosen[first : first + size]])
         policies = _log_probs(model, batch, dtype, run.machine.device)
         if REFERENCE in batch:
             references = batch[REFERENCE][: len(policies)]
         else:
-            with _forwards(run, model):
+            with _as_reference(run, model):
                 references = _log_probs(model, batch, dtype, run.machine.device)
         found.append((policies, references.cpu()))
     policy, reference = (torch.cat(parts) for parts in zip(*found, strict=True))
-    apart, size = (policy - reference).abs(), float(reference.abs().mean())
-    if not float(apart.mean()) <= ROUNDING.get(dtype, ROUNDING_16) * max(size, 1e-3):  # also where either is NaN
+    difference, scale = (policy - reference).abs(), float(reference.abs().mean())
+    if not float(difference.mean()) <= ROUNDING.get(dtype, ROUNDING_16) * max(scale, 1e-3):  # also if either is NaN
         raise TrainingError(
-            f"before training the policy is not its reference: log-probabilities differ by {float(apart.mean()):.3g} a"
-            f" token (they are {size:.3g})",
-            "the reference is the model without its adapter, which must add nothing at first: set"
+            f"before training the policy differs from its reference, by {float(difference.mean()):.3g} in the"
+            f" log-probability of a token (their mean is {scale:.3g})",
+            "the reference is the model without its adapter, which must compute the same at first: set"
             " init_lora_weights: true, or continue from an adapter with adapter_path, which then is the reference",
         )
-    return {"largest_difference": float(apart.max()), "mean_difference": float(apart.mean()), "tokens": len(apart)}
+    numbers = {"largest_difference": float(difference.max()), "mean_difference": float(difference.mean())}
+    return {**numbers, "tokens": len(difference)}
 
 
-# --- keeping ---------------------------------------------------------------------------------------------------------
+# --- cache -----------------------------------------------------------------------------------------------------------
 
 
-def _kept_or_computed(
+def _cached_or_computed(
     run: PreparedRun, model: Any, splits: dict[str, Any]
 ) -> tuple[dict[str, torch.Tensor], str]:
-    """Of each split: what an earlier run with the same frozen weights, tokens and arithmetic kept, or computed now."""
+    """Return each split's log-probabilities, and whether they were computed or come from an earlier run's cache.
+
+    A cache file is valid for the same frozen weights, tokens and arithmetic.
+    """
     file = None if run.mesh.size > 1 else _file(run, model, splits)
     if file is not None and file.is_file():
-        with contextlib.suppress(CheckpointError):  # a damaged one is computed again
+        with contextlib.suppress(CheckpointError):  # a damaged file is computed again
             found = read_tensors(file)
             if all(name in found and len(found[name]) == _tokens(rows) for name, rows in splits.items()):
                 return found, f"kept in {file}"
-    with _forwards(run, model):
-        found = {name: _computed(run, model, rows) for name, rows in splits.items()}
+    with _as_reference(run, model):
+        found = {name: _compute(run, model, rows) for name, rows in splits.items()}
     if file is not None:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             with new_file(file) as aside:
                 save_file(found, aside)
         except (OSError, TrainingError) as error:
-            notice("reference-cache", f"the reference's log-probabilities are not kept for other runs: {error}")
+            notice("reference-cache", f"the reference's log-probabilities are not cached for other runs: {error}")
     return found, "computed"
 
 
@@ -182,7 +187,7 @@ def _tokens(rows: Any) -> int:
 
 
 def _file(run: PreparedRun, model: Any, splits: dict[str, Any]) -> Path | None:
-    """Where runs with this reference and these rows keep it; None without a cache."""
+    """Return the cache file of this reference and these rows; None without a cache."""
     try:
         folder = cache_folder() / "reference"
     except ConfigError:
@@ -194,7 +199,7 @@ def _file(run: PreparedRun, model: Any, splits: dict[str, Any]) -> Path | None:
         *(config.use_kernels, config.attn_implementation, config.padding_free, config.qat_scheme, size),
     )
     digest = hashlib.sha256(repr(arithmetic).encode())
-    digest.update(_described(model).encode())
+    digest.update(_describe(model).encode())
     for rows in splits.values():
         table = rows.with_format("arrow")[:]
         for column in ("input_ids", "labels", "seq_lengths"):
@@ -209,15 +214,15 @@ def _file(run: PreparedRun, model: Any, splits: dict[str, Any]) -> Path | None:
     return folder / f"{digest.hexdigest()[:32]}.safetensors"
 
 
-def _described(model: torch.nn.Module) -> str:
-    """Return what a model computes beside its weights: its class and its configuration, without names of places."""
+def _describe(model: torch.nn.Module) -> str:
+    """Return a model's class and configuration, without paths; with the weights they determine its results."""
     plain = causal_lm_of(model)
-    keys = {key: value for key, value in plain.config.to_dict().items() if key not in NAMES}
+    keys = {key: value for key, value in plain.config.to_dict().items() if key not in IGNORED_KEYS}
     return f"{type(plain).__name__} {json.dumps(keys, sort_keys=True, default=str)}"
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The plain tensors that a tensor is made of: one, or of a quantized one its codes and scales."""
+    """Return the plain tensors of a tensor: itself, or the codes and scales of a quantized one."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()

@@ -1,4 +1,4 @@
-"""Reward models as rewards: on the weights that train, where their adapter is on those, else beside them."""
+"""Reward models of a run: preflight check, loading (on the trained model's weights if possible), and scoring."""
 
 from __future__ import annotations
 
@@ -14,64 +14,59 @@ import torch
 import transformers
 from torch import Tensor
 
-from halfbyte.auxiliary.find import check_vocabulary, digest_of_model
+from halfbyte.auxiliary.model import additional_adapter
 from halfbyte.config import RunConfig
 from halfbyte.config.methods import SCORES
 from halfbyte.data.chat import ChatTemplate
 from halfbyte.data.encode import Encoder
-from halfbyte.loading.load import check_stored, load_model
 from halfbyte.methods.answers import as_adapter, score
-from halfbyte.modeling.adapters import check_adapter_files, compute_autocast, load_adapter
+from halfbyte.modeling.adapters import compute_autocast
 from halfbyte.reading.boundary import answered
 from halfbyte.rl.rewards.reward_models import RewardModelFiles, find_reward_models, key_of
-from halfbyte.rl.rewards.score import RewardModel, Rewards
+from halfbyte.rl.rewards.score import Rewards
 from halfbyte.utils.console import Console
 from halfbyte.utils.errors import ModelError, of_key
 from halfbyte.utils.transformers_logging import quiet
 
 from ..utils.text import one_line
-from .teacher import tokens_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PAD = 0  # of texts in a batch, whose positions nobody asks for
+PAD = 0  # token id of padding; no score is read at its positions
 
 
-def check_judges(
+def check_reward_model_compatibility(
     config: RunConfig, rewards: Rewards, model_config: Any, tokenizer: PreTrainedTokenizerBase, console: Console
 ) -> None:
-    """Whether the reward models of a run are there and read the tokens of the model that trains; said.
+    """Check that the reward models of a run exist and have the vocabulary of the trained model; print their kind.
 
     Args:
-        model_config: transformers', of that model.
+        model_config: transformers' config of the trained model.
 
     Raises:
-        HalfbyteError: one is not, and why.
+        HalfbyteError: a check fails.
     """
     for found in find_reward_models(config, rewards.specs):
         name = key_of(str(found.spec.options["path"]))
         with of_key(name):
-            if found.adapter is not None:
-                check_adapter_files(found.adapter)
-            if found.files is not None:
-                if found.adapter is not None:
-                    check_stored(found.files, config.storage)
-                check_vocabulary(name, found.files, model_config, tokenizer.get_vocab(), tokens_of(found.files))
+            found.check(name, config, model_config, tokenizer, stored=found.adapter is not None)
         where = "it shares the model's weights" if found.files is None else f"on {found.files.name}"
-        what = "scores answers" if found.scores == "SEQ_CLS" else "scores steps, whose product counts"
+        what = "scores answers" if found.scores == "SEQ_CLS" else "scores steps; the reward is their product"
         console.print(one_line(f"{name} {what}; {where}"), soft_wrap=True)
 
 
-def judge_files(config: RunConfig, rewards: Rewards) -> dict[str, str]:
-    """SHA-256 of the reward models of a run that have weights of their own, by their paths or hub ids; their adapters
-    are among the files of `rewards`."""
-    found = [each.files for each in find_reward_models(config, rewards.specs) if each.files is not None]
-    return {name: digest for files in found for name, digest in digest_of_model(files).items()}
+def reward_model_files(config: RunConfig, rewards: Rewards) -> dict[str, str]:
+    """Return digests of the reward models that have their own weights, by path or hub id.
+
+    The digests of their adapters are in `rewards.files`.
+    """
+    found = find_reward_models(config, rewards.specs)
+    return {name: digest for each in found for name, digest in each.model_digest().items()}
 
 
 @contextlib.contextmanager
-def judging(
+def loaded_reward_models(
     config: RunConfig,
     rewards: Rewards,
     model: Any,
@@ -79,24 +74,23 @@ def judging(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Iterator[None]:
-    """Inside, the reward models among `rewards` answer.
+    """Load the reward models of a run, and let `rewards` use them inside.
 
     Args:
-        model: that trains.
-        dtype: of matrix products.
+        model: the trained model.
+        dtype: compute dtype.
 
     Raises:
         HalfbyteError: one cannot be loaded.
     """
     with ExitStack() as stack:
         for number, found in enumerate(find_reward_models(config, rewards.specs)):
-            asked = stack.enter_context(_asked(config, found, model, device, dtype, f"reward-{number}"))
+            loaded = stack.enter_context(_loaded_scorer(config, found, model, device, dtype, f"reward-{number}"))
             size = config.per_device_eval_batch_size or config.per_device_train_batch_size
-            scores = Scores(*asked, size, device, *behind_answers(tokenizer))
-            judge: RewardModel = scores.of_answers
+            texts = TextScorer(*loaded, size, device, *answer_suffix(tokenizer))
+            rewards.models[found.spec.name] = texts.score_answers
             if found.scores == "TOKEN_CLS":
-                judge = partial(scores.of_steps, tokenizer, found.separator)
-            rewards.models[found.spec.name] = judge
+                rewards.models[found.spec.name] = partial(texts.score_steps, tokenizer, found.separator)
         try:
             yield
         finally:
@@ -108,49 +102,46 @@ Scorer = Callable[[dict[str, Tensor]], Tensor]
 
 
 @contextlib.contextmanager
-def _asked(
+def _loaded_scorer(
     config: RunConfig, found: RewardModelFiles, model: Any, device: torch.device, dtype: torch.dtype, name: str
 ) -> Iterator[tuple[Scorer, Around]]:
-    """What scores a batch, and what is around it."""
+    """Yield the function that scores a batch, and the context of its forward."""
     if found.adapter is None:
-        yield partial(_whole, _load_whole(found, device, dtype)), contextlib.nullcontext
+        yield partial(_classify, _load_classifier(found, device, dtype)), contextlib.nullcontext
         return
     if found.files is not None:
-        how: dict[str, Any] = {"device": device, "attn_implementation": config.attn_implementation}
-        base = load_model(found.files, config.storage, dtype=dtype, **how)
-        other = load_adapter(base, found.adapter, found.files.name)
+        other = found.load(config, device, dtype)
         yield partial(score, other), partial(compute_autocast, other, dtype)
         return
-    load_adapter(model, found.adapter, config.model_name_or_path, name)
-    _freeze(model, name)
     try:
-        yield partial(score, model), partial(_as_judge, model, name, dtype)
+        with additional_adapter(config, model, found.adapter, name):
+            _freeze(model, name)
+            yield partial(score, model), partial(_as_reward_model, model, name, dtype)
     finally:
-        model.delete_adapter(name)
-        with contextlib.suppress(AttributeError):  # another judge had the same head
+        with contextlib.suppress(AttributeError):  # another reward model may have deleted the shared head
             del model.get_base_model().score
 
 
 def _freeze(model: Any, name: str) -> None:
-    """PEFT has what an adapter saves whole trained, whatever is said."""
+    """Freeze an adapter and its head; PEFT enables gradients of the modules that an adapter saves in full."""
     for key, parameter in model.named_parameters():
         if f".{name}." in key or ".score." in key:
             parameter.requires_grad_(False)
 
 
 @contextlib.contextmanager
-def _as_judge(model: Any, name: str, dtype: torch.dtype) -> Iterator[None]:
+def _as_reward_model(model: Any, name: str, dtype: torch.dtype) -> Iterator[None]:
     with as_adapter(model, name), compute_autocast(model, dtype):
         yield
     _freeze(model, name)
 
 
-def _load_whole(found: RewardModelFiles, device: torch.device, dtype: torch.dtype) -> Any:
-    """A classification model as transformers loads it, in the run's dtype."""
+def _load_classifier(found: RewardModelFiles, device: torch.device, dtype: torch.dtype) -> Any:
+    """Load a classification model with transformers, in the run's dtype."""
     assert found.files is not None
     place = found.files.place
-    said, fix = f"cannot load {found.files.name}", "check the reward model's files"
-    with answered(said, fix, ModelError), quiet():
+    problem, fix = f"cannot load {found.files.name}", "check the reward model's files"
+    with answered(problem, fix, ModelError), quiet():
         return (
             getattr(transformers, SCORES[found.scores][1])
             .from_pretrained(
@@ -164,21 +155,21 @@ def _load_whole(found: RewardModelFiles, device: torch.device, dtype: torch.dtyp
         )
 
 
-def _whole(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Scores at `ends` of a classification model, whose backbone and head are asked apart: fp32 [N, labels]."""
+def _classify(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Return a classification model's scores at `ends`, fp32 [N, labels]; the head runs at these positions only."""
     inputs = {name: value for name, value in batch.items() if name != "ends"}
     hidden = getattr(model, model.base_model_prefix)(**inputs, use_cache=False).last_hidden_state
     head = model.score if hasattr(model, "score") else model.classifier
     return head(hidden.flatten(0, 1)[batch["ends"]]).float()
 
 
-def behind_answers(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, tuple[int, ...]]:
-    """Return the token that ends an answer by the chat template, and the tokens that the template writes behind it."""
+def answer_suffix(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, tuple[int, ...]]:
+    """Return the token that ends an answer in the chat template, and the tokens that the template adds after it."""
     if not tokenizer.chat_template:
         return tokenizer.eos_token_id, ()
-    asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     plain = Encoder(tokenizer, ChatTemplate(tokenizer), max_length=2**20)
-    row = plain({"document": [json.dumps({"messages": asked})], "where": [""]})
+    row = plain({"document": [json.dumps({"messages": turns})], "where": [""]})
     ids, ends = [int(token) for token in row["input_ids"][0]], row["ends"][0]
     if not ends or ends[-1] < 0:
         return None, ()
@@ -187,15 +178,15 @@ def behind_answers(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, tupl
 
 
 @dataclass(frozen=True)
-class Scores:
-    """Asks a reward model about texts.
+class TextScorer:
+    """Scores texts with a reward model.
 
     Attributes:
         scorer: a batch with `ends` → fp32 [N, labels].
-        around: its forwards.
-        size: texts at once.
-        end: the token that ends an answer by the chat template.
-        behind: what the template writes behind it, which `method: reward` trained the score at the end of.
+        around: context of a forward.
+        size: texts per batch.
+        end: the token that ends an answer in the chat template.
+        suffix: tokens that the template adds after it; `method: reward` trains the score at the last of them.
     """
 
     scorer: Scorer
@@ -203,33 +194,36 @@ class Scores:
     size: int
     device: torch.device
     end: int | None = None
-    behind: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
 
-    def of_answers(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> list[float | None]:
-        """Return the score of each prompt with its answer, at the token that `method: reward` learns it at.
+    def score_answers(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> list[float | None]:
+        """Return the score of each prompt with its answer, at the token at which `method: reward` trains it.
 
-        That is the last token of the whole conversation: behind an answer that has ended stands what the chat template
-        writes there, such as the line break behind ChatML's <|im_end|>. An answer that was cut is scored at its end.
+        That is the last token of the conversation. A finished answer is followed by the tokens that the chat template
+        adds, such as the line break after ChatML's <|im_end|>. A truncated answer is scored at its last token.
         """
         texts = [
-            [*prompt, *answer, *(self.behind if answer and answer[-1] == self.end else ())]
+            [*prompt, *answer, *(self.suffix if answer and answer[-1] == self.end else ())]
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
         return [float(found[0, 0]) for found in self._scored(texts, [[len(text) - 1] for text in texts])]
 
-    def of_steps(
+    def score_steps(
         self,
         tokenizer: PreTrainedTokenizerBase,
         separator: str,
         prompts: Sequence[Sequence[int]],
         answers: Sequence[Sequence[int]],
     ) -> list[float | None]:
-        """The probability that every step of an answer is right: the product over its steps (arXiv:2305.20050, section
-        2.6), each taken at its last token, tokenized as `method: prm` learns it. None of an answer without steps."""
+        """Return the probability that all steps of each answer are right; None for an answer without steps.
+
+        It is the product over the steps (arXiv:2305.20050, section 2.6). Each step is scored at its last token, and
+        tokenized as in `method: prm`.
+        """
         texts, ends = [], []
         for prompt, answer in zip(prompts, answers, strict=True):
-            said = str(tokenizer.decode(list(answer), skip_special_tokens=True))
-            steps = [step for step in said.split(separator) if step.strip()]
+            decoded = str(tokenizer.decode(list(answer), skip_special_tokens=True))
+            steps = [step for step in decoded.split(separator) if step.strip()]
             text, places = list(prompt), []
             for ids in tokenizer([separator, *steps], add_special_tokens=False, verbose=False)["input_ids"][1:]:
                 text += [*ids, *tokenizer(separator, add_special_tokens=False)["input_ids"]]
@@ -241,16 +235,16 @@ class Scores:
 
     @torch.no_grad()
     def _scored(self, texts: Sequence[Sequence[int]], ends: Sequence[Sequence[int]]) -> list[Tensor]:
-        """fp32 [places, labels] of each text, on the CPU; like lengths together."""
+        """Return each text's scores at its `ends`, fp32 [len(ends), labels], on the CPU."""
         found: dict[int, Tensor] = {}
-        order = sorted(range(len(texts)), key=lambda index: -len(texts[index]))
+        order = sorted(range(len(texts)), key=lambda index: -len(texts[index]))  # little padding
         for begin in range(0, len(order), self.size):
             some = order[begin : begin + self.size]
             width = len(texts[some[0]])
             ids = torch.full((len(some), width), PAD)
             for row, index in enumerate(some):
                 ids[row, : len(texts[index])] = torch.tensor(texts[index])
-            # what fills a row up stands behind its text, where causal attention does not look
+            # padding is on the right, which causal attention of the text does not read
             places = [row * width + end for row, index in enumerate(some) for end in ends[index]]
             if not places:
                 continue

@@ -37,10 +37,10 @@ def preview_rollouts(config: RunConfig, count: int, answers: int) -> None:
         from ..methods.grpo import PolicyOptimization
         from ..modeling.adapters import add_adapter, compute_autocast, compute_dtype_of
         from ..rl.distillation import DistilledGenerations
+        from ..rl.preflight import rewards_of
         from ..rl.rollouts import Generations
         from ..rl.served import check_server
         from ..rl.setup import answer_stop_tokens
-        from ..rl.preflight import rewards_of
         from ..runs.metrics import MetricsFile
         from ..utils.hardware import chosen_device
 

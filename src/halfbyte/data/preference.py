@@ -28,7 +28,6 @@ from typing import Any, Literal
 
 from ..utils.errors import DataError
 from ..utils.notices import notice
-from .chat import common_prefix
 from .formats import (
     CHAT_COLUMNS,
     METHODS_FOR,
@@ -51,6 +50,7 @@ from .formats import (
     turns_in,
 )
 from .sources import Row, Source
+from .turns import common_prefix
 
 Kind = Literal["pairs", "unpaired", "prompts", "stepwise"]
 # Parts that `column_mapping` may name.

@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..auxiliary.model import find_teacher
+from ..auxiliary.model import AuxiliaryModel, find_teacher
 from ..config import RunConfig
 from ..config.policy import DISTILLING
-from ..loading.find import ModelFiles
 from ..memory.activations import Batches
 from ..reading.tensors import ADAPTER, ADAPTER_AGAIN, read_header, safetensors_files
-from ..rl.rewards.reward_models import RewardModelFiles, find_reward_models
+from ..rl.rewards.reward_models import find_reward_models
 from ..rl.rewards.specs import MODEL, read_specs
 
 if TYPE_CHECKING:
@@ -73,38 +72,37 @@ def find_auxiliary(config: RunConfig, device: torch.device, itemsize: int = 4) -
         HalfbyteError: one cannot be found.
     """
     models = [entry for entry in config.reward_funcs or [] if isinstance(entry, dict) and MODEL in entry]
-    judges = find_reward_models(config, read_specs(models, []))
-    held = sum(_judge_bytes(config, judge, device, itemsize) for judge in judges)
+    reward_models = find_reward_models(config, read_specs(models, []))
+    held = sum(_reward_model_bytes(config, found, device, itemsize) for found in reward_models)
     if config.method not in DISTILLING:
         return AuxiliaryModels(held)
     found = find_teacher(config)
-    shapes = _shapes(config, found.files, device)
-    held += _adapter_bytes(found.adapter) + (shapes.frozen_bytes() if shapes else 0)
-    return AuxiliaryModels(held, True, shapes)
+    shapes = _shapes(config, found, device)
+    return AuxiliaryModels(held + _bytes(found, shapes), True, shapes)
 
 
-def _shapes(config: RunConfig, files: ModelFiles | None, device: torch.device) -> ModelShapes | None:
+def _shapes(config: RunConfig, found: AuxiliaryModel, device: torch.device) -> ModelShapes | None:
+    """Return the shapes of an auxiliary model; None if it shares the trained model's weights."""
     from .shapes import ModelShapes
 
-    if files is None:
+    if found.files is None:
         return None
-    return ModelShapes(
-        config.model_copy(update={**STUDENT_KEYS, "model_name_or_path": files.name}), files.config, device
-    )
+    keys = {**STUDENT_KEYS, "model_name_or_path": found.files.name}
+    return ModelShapes(config.model_copy(update=keys), found.files.config, device)
 
 
-def _judge_bytes(config: RunConfig, found: RewardModelFiles, device: torch.device, itemsize: int) -> int:
+def _reward_model_bytes(config: RunConfig, found: AuxiliaryModel, device: torch.device, itemsize: int) -> int:
     """Device bytes of one reward model: a full model, or an adapter with its base."""
     if found.adapter is None:
         assert found.files is not None
         return itemsize * _count_elements(safetensors_files(Path(found.files.place.name)))
-    shapes = _shapes(config, found.files, device)
-    return _adapter_bytes(found.adapter) + (shapes.frozen_bytes() if shapes else 0)
+    return _bytes(found, _shapes(config, found, device))
 
 
-def _adapter_bytes(folder: Path | None) -> int:
-    """Device bytes of an adapter, loaded in float32."""
-    return 0 if folder is None else 4 * _count_elements([folder / ADAPTER])
+def _bytes(found: AuxiliaryModel, shapes: ModelShapes | None) -> int:
+    """Device bytes of an auxiliary model's weights, and of its adapter, which is loaded in float32."""
+    adapter = 0 if found.adapter is None else 4 * _count_elements([found.adapter / ADAPTER])
+    return adapter + (shapes.frozen_bytes() if shapes else 0)
 
 
 def _count_elements(files: Sequence[Path]) -> int:

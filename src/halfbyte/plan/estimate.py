@@ -458,7 +458,7 @@ class _Planner:
             layer = Seconds(self.usual.forward_seconds, self.usual.backward_seconds + again, again)
             head = Seconds(head_seconds(self.usual, self.vocabulary), 0.0)
         cut = cut_model(self.shapes.causal_lm, self.config.pipeline_schedule, ranks, window, recomputed)
-        ahead = self.layout.shard == 1  # as in `train.pipeline_run`
+        ahead = self.layout.shard == 1  # as in `train.setup`
         return pipeline_of(cut, [layer] * self.depth, head, window, ahead=ahead)
 
     def _step(self, batch: Shape, choice: Choice) -> Step:

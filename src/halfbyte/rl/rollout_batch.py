@@ -1,8 +1,9 @@
-"""Answers to prompts with what reward functions said of them, before they are compared."""
+"""Answers to prompts with their rewards, and the numbers that are recorded of them, by TRL's names."""
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,17 +18,19 @@ from halfbyte.utils.notices import notice
 
 from ..utils.text import brief
 
-SAME = 20  # generations in which a function gives one number, after which that is said
+CONSTANT_GENERATIONS = 20  # generations with one reward value after which a notice is given
 
 
 @dataclass
-class Answered:
-    """Answers to some prompts, a prompt's behind each other.
+class RolloutBatch:
+    """Answers to some prompts; the answers to one prompt are adjacent.
 
     Attributes:
-        prompts: the prompt of each.
-        scored: their rewards.
-        numbers: what is recorded of them.
+        prompts: prompt of each answer.
+        completions: answers as tokens.
+        texts: answers as texts.
+        scored: rewards of the answers.
+        numbers: numbers to record.
     """
 
     prompts: list[dict[str, Any]]
@@ -38,17 +41,16 @@ class Answered:
 
     @property
     def rewards(self) -> Tensor:
-        """fp32 [N, F], NaN where a function says nothing."""
-        columns = [[math.nan if value is None else value for value in each] for each in self.scored.rewards.values()]
-        return torch.tensor(columns, dtype=torch.float32).T.contiguous()
+        """Rewards fp32 [N, F]; NaN if a function returns None."""
+        return _reward_columns(self.scored).contiguous()
 
-    def dull(self, weights: Sequence[float], group: int) -> list[int]:
-        """The groups of so many answers in which all are as good."""
+    def without_spread(self, weights: Sequence[float], group: int) -> list[int]:
+        """Return the indices of the groups, of `group` answers each, whose answers all have the same total reward."""
         total = combined(self.rewards, torch.tensor(weights))
         return without_spread(total, group).nonzero().flatten().tolist()
 
-    def exchange(self, own: int, other: Answered, theirs: int, group: int) -> None:
-        """Put a group of `other` in the place of one of these; the numbers stay as they are."""
+    def replace_group(self, own: int, other: RolloutBatch, theirs: int, group: int) -> None:
+        """Replace group `own` with group `theirs` of `other`; `numbers` do not change."""
         mine, at = slice(own * group, (own + 1) * group), slice(theirs * group, (theirs + 1) * group)
         self.prompts[mine], self.completions[mine] = other.prompts[at], other.completions[at]
         self.texts[mine] = other.texts[at]
@@ -57,32 +59,102 @@ class Answered:
                 values[name][mine] = others[name][at]
 
 
-class Monotony:
-    """Says of a reward function, once, that it gives no number, or `SAME` generations long the same one.
+class RewardMonitor:
+    """Gives one notice about a reward function that returns None, or one value for `CONSTANT_GENERATIONS` generations.
 
     Attributes:
-        seen: of each function the number that it gave last, and in how many generations it has given no other.
+        seen: by function, its last value and the number of generations in which it returned no other.
     """
 
     def __init__(self) -> None:
         self.seen: dict[str, tuple[float, int]] = {}
 
-    def look_at(self, answered: Answered) -> None:
-        for name, values in answered.scored.rewards.items():
+    def add(self, batch: RolloutBatch) -> None:
+        for name, values in batch.scored.rewards.items():
             known = {value for value in values if value is not None}
-            example = f"such as {brief(answered.texts[0])} to {brief(answered.prompts[0]['prompt'])}"
+            example = f"such as {brief(batch.texts[0])} to {brief(batch.prompts[0]['prompt'])}"
             if not known:
-                if name not in answered.scored.failed:
-                    said = (
-                        f"reward function {name} says nothing of all {len(values)} answers of a generation, {example}"
-                    )
-                    notice(f"reward-none:{name}", said)
+                if name not in batch.scored.failed:
+                    problem = f"reward function {name} returns None for all {len(values)} answers of a generation"
+                    notice(f"reward-none:{name}", f"{problem}, {example}")
             elif len(known) > 1:
                 self.seen.pop(name, None)
             else:
                 (value,) = known
                 before, times = self.seen.get(name, (value, 0))
                 self.seen[name] = value, times + 1 if value == before else 1
-                if self.seen[name][1] >= SAME:
-                    said = f"reward function {name} gave {value:g} to each answer of {SAME} generations, {example}"
-                    notice(f"reward-constant:{name}", f"{said}: it teaches nothing")
+                if self.seen[name][1] >= CONSTANT_GENERATIONS:
+                    problem = f"reward function {name} returned {value:g} for each answer"
+                    during = f"of {CONSTANT_GENERATIONS} generations, {example}"
+                    notice(f"reward-constant:{name}", f"{problem} {during}: it teaches nothing")
+
+
+# --- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def rollout_numbers(
+    completions: Sequence[Completion], scored: Scored, weights: Sequence[float], group: int
+) -> dict[str, float]:
+    """Return the numbers of answers and their rewards; numbers that do not exist (no answer ended) are left out.
+
+    Args:
+        group: number of answers to a prompt, which are adjacent.
+    """
+    found: dict[str, float] = {}
+    for name, values in scored.rewards.items():
+        known = [value for value in values if value is not None]
+        found[f"rewards/{name}/mean"] = _mean(known)
+        found[f"rewards/{name}/std"] = _deviation(known)
+        if failed := scored.failed.get(name):
+            found[f"rewards/{name}/failed"] = failed
+    total = combined(_reward_columns(scored), torch.tensor(weights))
+    known = [value for value in total.tolist() if not math.isnan(value)]
+    found |= {"reward": _mean(known), "reward_std": _deviation(known)}
+    found["frac_reward_zero_std"] = float(without_spread(total, group).float().mean()) if group > 1 else math.nan
+    found |= completion_lengths(completions) | scored.metrics
+    return {name: value for name, value in found.items() if math.isfinite(value)}
+
+
+def _reward_columns(scored: Scored) -> Tensor:
+    """Return rewards as fp32 [N, F]; NaN for None."""
+    columns = [[math.nan if value is None else value for value in values] for values in scored.rewards.values()]
+    return torch.tensor(columns, dtype=torch.float32).T
+
+
+def pass_rates(rewards: Sequence[float | None], each: int) -> dict[str, float]:
+    """Return pass@1 and pass@k, with k = `each` adjacent answers to a prompt; an answer passes if its reward is 1.
+
+    Empty for rewards outside 0 to 1, which do not tell right from wrong. pass@k is the share of prompts with an answer
+    that passes: Chen et al. 2021, arXiv:2107.03374, equation 1, with k samples.
+    """
+    values = [0.0 if value is None else value for value in rewards]
+    if not all(0 <= value <= 1 for value in values):
+        return {}
+    right = [value == 1 for value in values]
+    some = [any(right[at : at + each]) for at in range(0, len(right), each)]
+    return {"pass@1": _mean(right), f"pass@{each}": _mean(some)}
+
+
+def completion_lengths(completions: Sequence[Completion]) -> dict[str, float]:
+    """Return the lengths of answers in tokens; NaN for finished answers if none finished."""
+    every = [len(each.ids) for each in completions]
+    ended = [len(each.ids) for each in completions if each.ended]
+    found = {"completions/clipped_ratio": 1 - len(ended) / len(every)}
+    for name, lengths in (("", every), ("terminated_", ended)):
+        for kind, of in (("mean", _mean), ("min", min), ("max", max)):
+            found[f"completions/{kind}_{name}length"] = float(of(lengths)) if lengths else math.nan
+    return found
+
+
+def mean_numbers(several: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the mean of each number over the dicts that have it."""
+    names = dict.fromkeys(name for each in several for name in each)
+    return {name: _mean([each[name] for each in several if name in each]) for name in names}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else math.nan
+
+
+def _deviation(values: Sequence[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else math.nan

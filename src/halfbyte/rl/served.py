@@ -1,4 +1,4 @@
-"""Rollouts by a vLLM server: looked over before a run, given the adapter as it trains, compared with this model."""
+"""Rollouts by a vLLM server: check it before a run, load the current adapter into it, verify that its weights match."""
 
 from __future__ import annotations
 
@@ -28,25 +28,26 @@ from ..utils.text import brief, one_line
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-OTHER = 0.5  # share of ratios outside 0.9 to 1.1 above which a server has other weights; NF4 against 16 bits has it
-TELLING = 32  # tokens from which on that share says something
-READ = 64  # ids of a prompt that both tokenizers read
+# Share of ratios outside 0.9 to 1.1 above which a server has other weights; NF4 against 16 bits exceeds it.
+OTHER_WEIGHTS_SHARE = 0.5
+MIN_TOKENS = 32  # tokens below which that share is not significant
+COMPARED_IDS = 64  # token ids of a prompt that both tokenizers decode
 
 
 def server_of(config: RunConfig) -> VllmServer:
-    """The server of a run, which nobody has asked yet."""
+    """Return the client of a run's server; sends no request."""
     rank = max([config.r, *(config.rank_pattern or {}).values()])
     return VllmServer(str(config.vllm_server_base_url), config.model_name_or_path, rank, config.vllm_server_timeout)
 
 
-def look_over_server(
+def check_server(
     config: RunConfig, data: PreparedData, tokenizer: PreTrainedTokenizerBase, console: Console
 ) -> None:
-    """What can be known of a run's server before anything is loaded; nothing where it has none.
+    """Check the run's vLLM server, if it has one, before a model is loaded.
 
     Raises:
-        ConfigError: it is away, too old, has another vocabulary, no room for the longest answer, or log-probabilities
-            of another kind than the run's temperature asks for.
+        ConfigError: it does not answer, is too old, has another vocabulary, is too short for the longest answer, or
+            returns log-probabilities that do not match the run's temperature.
     """
     if config.rollout != "vllm":
         return
@@ -55,48 +56,48 @@ def look_over_server(
     longest = max(map(len, data.train["prompt_ids"])) + config.max_completion_length
     if served.longest is not None and served.longest < longest:
         raise ConfigError(
-            f"{KEY}: {server.url} takes {served.longest:,} tokens of a prompt with its answer, and the longest here may"
-            f" have {longest:,}",
+            f"{KEY}: {server.url} accepts {served.longest:,} tokens of a prompt with its answer, and the longest of"
+            f" this run may have {longest:,}",
             f"start it with --max-model-len {longest}, or lower max_completion_length",
         )
     prompt = data.train[0]["prompt_ids"]
     special = set(tokenizer.all_special_ids)
-    ids = [each for each in prompt if each not in special][:READ]
+    ids = [each for each in prompt if each not in special][:COMPARED_IDS]
     there, here = server.text_of(served, ids), str(tokenizer.decode(ids))
     if there is not None and "".join(there.split()) != "".join(here.split()):
         raise ConfigError(
-            f"{KEY}: {server.url} has another vocabulary: it reads the first prompt as {brief(there)}, and"
+            f"{KEY}: {server.url} has another vocabulary: it decodes the first prompt as {brief(there)}, and"
             f" {config.model_name_or_path} as {brief(here)}",
             f"serve {config.model_name_or_path}",
         )
-    _look_over_log_probs(config, server, server.counts_temperature(served, prompt))
+    _check_log_probs(config, server, server.counts_temperature(served, prompt))
     if Path(served.root).name != Path(config.model_name_or_path).name:
         notice("vllm-model", f"{server.url} serves {served.root}, and this run trains {config.model_name_or_path}:"
-               " what they make of the first answers is compared before the first step")  # fmt: skip
+               " their log-probabilities of the first answers are compared before the first step")  # fmt: skip
     version = f"vLLM {served.version}".strip()
     console.print(one_line(f"rollouts: {version} at {server.url} serves {served.root}"), soft_wrap=True)
 
 
-def _look_over_log_probs(config: RunConfig, server: VllmServer, processed: bool) -> None:
+def _check_log_probs(config: RunConfig, server: VllmServer, processed: bool) -> None:
     if config.temperature != 1 and not processed:
         raise ConfigError(
-            f"{KEY}: {server.url} gives log-probabilities at temperature 1, and this run draws at"
+            f"{KEY}: {server.url} returns log-probabilities at temperature 1, and this run samples at"
             f" {config.temperature:g}",
             "start it with --logprobs-mode processed_logprobs, or set temperature: 1",
         )
     if processed and (config.top_p < 1 or config.top_k or config.min_p):
         raise ConfigError(
-            f"{KEY}: {server.url} gives log-probabilities over what top_p, top_k and min_p leave, and training's are"
-            " over all tokens",
+            f"{KEY}: {server.url} returns log-probabilities over the tokens that top_p, top_k and min_p leave, and"
+            " training's are over all tokens",
             "start it without --logprobs-mode, or remove top_p, top_k and min_p",
         )
 
 
 class ServedRollouts:
-    """Answers by a vLLM server, in the place of `generation.Rollouts`; the adapter goes there before they are drawn.
+    """Samples answers with a vLLM server instead of `generation.Rollouts`; loads the current adapter into it first.
 
     Args:
-        model: that trains, with its adapter.
+        model: the trained model with its adapter.
     """
 
     def __init__(self, config: RunConfig, model: Any):
@@ -104,21 +105,21 @@ class ServedRollouts:
         self.config, self.model = config, model
         place = config.output_path if config.output_path.is_dir() else Path(tempfile.gettempdir())
         self.name = f"halfbyte-{hashlib.sha256(str(config.output_path.resolve()).encode()).hexdigest()[:8]}"
-        self.folder = aside_of(place.resolve() / self.name)  # the run that follows a killed one removes it
+        self.folder = aside_of(place.resolve() / self.name)  # after a kill the next run removes it
         self._adapter: ServedAdapter | None = None
-        self._loaded = b""  # digest of what the server has
+        self._loaded = b""  # digest of the adapter on the server
 
     def free(self) -> None:
-        """Nothing of an answer is left here."""
+        """Do nothing: the server holds the memory."""
 
     def close(self) -> None:
-        """Have the server forget the adapter."""
+        """Unload the adapter from the server."""
         if self._loaded:
             self._loaded = b""
             try:
                 self.server.unload(self.name)
             except ConfigError as error:
-                notice("vllm-unload", f"the server keeps adapter {self.name}: {error.message}")
+                notice("vllm-unload", f"the adapter {self.name} could not be unloaded from the server: {error.message}")
             remove(self.folder)
 
     def generate(
@@ -131,13 +132,13 @@ class ServedRollouts:
         stops: Sequence[int],
         keys: Sequence[int],
     ) -> list[Completion]:
-        """As `Rollouts.generate`.
+        """Sample as `Rollouts.generate` does.
 
         Raises:
-            TrainingError: the server does not answer as it should, see `VllmServer.complete`.
+            TrainingError: the server's reply is invalid, see `VllmServer.complete`.
         """
         try:
-            self._send()
+            self._send_adapter()
             found = self.server.complete(
                 self.name, prompts, n, max_new_tokens=max_new_tokens, sampling=sampling, stops=stops, keys=keys
             )
@@ -146,11 +147,11 @@ class ServedRollouts:
         known = self.model.get_input_embeddings().weight.shape[0]
         for token in (each for completion in found for each in completion.ids):
             if not 0 <= token < known:
-                raise self.other_weights(f"it answers with token {token}, and the vocabulary here has {known:,}")
+                raise self.other_weights_error(f"it sampled token {token}, and this run's vocabulary has {known:,}")
         return found
 
-    def _send(self) -> None:
-        """Load the adapter as it is now, if the server has another one."""
+    def _send_adapter(self) -> None:
+        """Load the current adapter into the server, unless it has it."""
         if self._adapter is None:
             layers = AdapterLayers(self.config, None, torch.device("cpu"), trained=self.model)
             self._adapter = ServedAdapter(layers, self.config.origin, "the adapter")
@@ -161,33 +162,33 @@ class ServedRollouts:
             self.server.load(self.name, self._adapter.write(tensors, self.folder))
 
     def check_same_model(self, there: Tensor, here: Tensor) -> bool:
-        """Whether there are enough tokens to know that both have made the same of them.
+        """Compare log-probabilities of the server and of the training forward; return whether there are enough tokens.
 
         Args:
-            there: their log-probabilities [N] by the server.
-            here: by the training forward.
+            there: log-probabilities [N] of tokens by the server.
+            here: log-probabilities [N] of the same tokens by the training forward.
 
         Raises:
-            TrainingError: they have other weights.
+            TrainingError: the server has other weights.
         """
         outside = float(((here - there).exp() - 1).abs().gt(0.1).float().mean())
-        if len(here) >= TELLING and outside > OTHER:
-            raise self.other_weights(
-                f"the tokens of its first answers have a mean log-probability of {there.mean():.3f} there and of"
-                f" {here.mean():.3f} here, and {outside:.0%} of their ratios are outside 0.9 to 1.1"
+        if len(here) >= MIN_TOKENS and outside > OTHER_WEIGHTS_SHARE:
+            raise self.other_weights_error(
+                f"the tokens of its first answers have a mean log-probability of {there.mean():.3f} on the"
+                f" server and of {here.mean():.3f} here, and {outside:.0%} of their ratios are outside 0.9 to 1.1"
             )
-        return len(here) >= TELLING
+        return len(here) >= MIN_TOKENS
 
-    def other_weights(self, said: str) -> TrainingError:
+    def other_weights_error(self, reason: str) -> TrainingError:
         return TrainingError(
-            f"{KEY}: {self.server.url} has other weights than this run: {said}",
+            f"{KEY}: {self.server.url} has other weights than this run: {reason}",
             f"serve {self.config.model_name_or_path} with its weights stored as they are here (NF4: --quantization"
             " bitsandbytes; 16 bits: load_in_4bit: false), start the server again, or set rollout: halfbyte",
         )
 
 
 def engine_of(config: RunConfig, model: Any, rows: int, plan: RolloutPlan | None) -> Rollouts | ServedRollouts:
-    """What answers the prompts of a run, `rows` at once at most."""
+    """Return the engine that samples a run's answers, at most `rows` at once."""
     if config.rollout == "vllm":
         return ServedRollouts(config, model)
     how: dict[str, Any] = {"weights": config.rollout_weights, "kv_cache": config.kv_cache}

@@ -1,4 +1,4 @@
-"""Preflight checks of a run's input and output paths, made before torch is imported.
+"""Preflight checks of a run's input and output paths, made before torch is imported, so that errors appear at once.
 
 Hub ids are checked when they are fetched. Each check is also made where its input is read.
 """
@@ -9,11 +9,13 @@ import os
 import re
 from pathlib import Path
 
-from ..auxiliary.find import look_over_teacher
+from ..auxiliary.model import check_teacher_files
 from ..config import RunConfig
+from ..config.methods import SCORES
 from ..config.run_config import PATHS
 from ..data.sources import files_of
 from ..loading.find import preflight_model
+from ..methods import METHODS, Method, method_of
 from ..parallel.support import unsupported_sizes
 from ..reading import look, why
 from ..reading.model_config import CONFIG, read_config
@@ -21,12 +23,47 @@ from ..reading.tensors import ADAPTER, ADAPTER_AGAIN, ADAPTER_CONFIG, read_adapt
 from ..rl.rewards.reward_models import check_reward_models
 from ..rl.rewards.specs import read_specs
 from ..utils import hub
-from ..utils.errors import ConfigError, of_key
+from ..utils.errors import CheckpointError, ConfigError, of_key
 from ..utils.text import brief
+from .checkpoints import starting_point
+from .lock import check_free
 
 SUFFIXES = (".html", ".json", ".jsonl", ".md", ".yaml")  # of the files that a run writes
 VARIABLE = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))")
 LONGEST_BELOW = "x" * 160  # as long as the longest path that a run writes below output_dir
+
+
+def check_paths(config: RunConfig, resume: str | bool | None = None) -> None:
+    """Check that a run may write into its folder, and that its model, adapter and data exist.
+
+    Args:
+        resume: as in `prepare_run`.
+
+    Raises:
+        HalfbyteError: a check fails; with the fix.
+    """
+    method = method_of(config)
+    check_path_spelling(config)
+    check_output_dir(config.output_dir)
+    check_free(config.output_path)
+    starting_point(config, config.resume_from_checkpoint if resume is None else resume, contents=False)
+    check_inputs(config)
+    check_tensor_sizes(config)
+    if config.adapter_path:
+        _check_adapter_head(config, method)
+
+
+def _check_adapter_head(config: RunConfig, method: Method) -> None:
+    """Check that the adapter to continue from has the score head that the method trains, or none if it trains none."""
+    kind = read_adapter_config(Path(str(config.adapter_path))).get("task_type")
+    if kind != method.scores and (method.scores or kind in SCORES):
+        said = f"a score head ({kind})" if kind in SCORES else "no score head"
+        made = next((other for other, each in METHODS.items() if each.scores == kind and kind in SCORES), "sft")
+        raise CheckpointError(
+            f"adapter_path: {config.adapter_path} has {said}, and method: {config.method} trains"
+            f" {'another' if kind in SCORES and method.scores else 'one' if method.scores else 'none'}",
+            f"set method: {made}, as it was trained, or continue from another adapter",
+        )
 
 
 def check_path_spelling(config: RunConfig) -> None:
@@ -60,7 +97,7 @@ def check_inputs(config: RunConfig) -> None:
             read_header(Path(config.adapter_path) / ADAPTER, ADAPTER_AGAIN)
     if config.teacher_model_name_or_path is not None:
         with of_key("teacher_model_name_or_path"):
-            look_over_teacher(config)
+            check_teacher_files(config)
     if config.chat_template_path is not None:
         with of_key("chat_template_path"):
             _check_template(config.chat_template_path)

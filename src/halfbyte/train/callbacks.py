@@ -1,4 +1,4 @@
-"""transformers' callbacks (`report_to`, and those that are added), told of our loop as of its Trainer's."""
+"""transformers' callbacks (`report_to` and added ones), and the configuration as their TrainingArguments."""
 
 from __future__ import annotations
 
@@ -8,21 +8,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.integrations.neftune import activate_neftune, deactivate_neftune
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
+from halfbyte.config import RunConfig
+from halfbyte.methods import method_of
 from halfbyte.parallel.mesh import ALONE, Mesh
+from halfbyte.utils.errors import ConfigError
 
 
 class Callbacks:
-    """Calls every callback for an event, with the state of the run; what they want is in `control`.
+    """Calls every callback for an event, with the state of the run; `control` holds their requests.
 
-    transformers' DefaultFlowCallback is the first of them: it says when a step is logged, evaluated or saved.
+    transformers' DefaultFlowCallback is the first one: it requests logging, evaluation and saving.
 
     Args:
-        reports: whether this process is the one that tells `report_to`.
+        reports: whether this rank reports to `report_to`.
     """
 
     def __init__(self, args: TrainingArguments, model: Any, reports: bool = True):
@@ -39,9 +43,9 @@ class Callbacks:
         return TrainerState(stateful_callbacks=[self.control])
 
     def begin(self, saved: Path | None, *, steps: int, epochs: int, optimizer: Any, schedule: Any) -> None:
-        """A training of `steps` steps in all begins, or goes on from the state in the file `saved`.
+        """Start a training of `steps` steps in total, or continue from the state in the file `saved`.
 
-        How often things happen is what the arguments say, not that state: it may change in a resumed run.
+        The intervals of logging, evaluation and saving come from the arguments, which may change in a resumed run.
         """
         state = self.state = self._new_state() if saved is None else TrainerState.load_from_json(str(saved))
         state.train_batch_size = self.args.per_device_train_batch_size
@@ -50,7 +54,7 @@ class Callbacks:
         self.handler.optimizer, self.handler.lr_scheduler = optimizer, schedule
 
     def log(self, numbers: dict[str, Any]) -> None:
-        """Hand on `numbers` of the present step, and keep them in the state."""
+        """Pass `numbers` of the current step to the callbacks, and add them to the state's history."""
         numbers = {**numbers, "epoch": self.state.epoch}
         self.state.log_history.append({**numbers, "step": self.state.global_step})
         self("on_log", logs=numbers)
@@ -58,12 +62,94 @@ class Callbacks:
 
 @contextlib.contextmanager
 def noisy_embeddings(model: Any, alpha: float | None, mesh: Mesh = ALONE) -> Iterator[None]:
-    """NEFTune (Jain et al. 2023): while `model` trains, noise on its embeddings, of α / √(tokens of a row · width)."""
+    """Add NEFTune's noise (Jain et al. 2023) to the embeddings while `model` trains: α / √(tokens of a row · width)."""
     if alpha is None:
         yield
         return
-    handle = activate_neftune(model, alpha / math.sqrt(mesh.ways("context")))  # it sees slices of rows
+    handle = activate_neftune(model, alpha / math.sqrt(mesh.ways("context")))  # the embedding sees shards of rows
     try:
         yield
     finally:
         deactivate_neftune(model, handle)
+
+
+# --- steps and arguments ---------------------------------------------------------------------------------------------
+
+
+def steps_per_epoch(config: RunConfig, rows: int, ways: int = 1) -> int:
+    """Return the optimizer steps of one pass over `rows`; the last accumulation window may be incomplete.
+
+    Args:
+        ways: number of ranks that rows are distributed to.
+    """
+    batches = method_of(config).micro_batches(config, rows, ways)
+    return math.ceil(batches / (config.gradient_accumulation_steps * ways))
+
+
+def total_steps(config: RunConfig, rows: int, ways: int = 1) -> int:
+    """Return the optimizer steps of the run."""
+    if config.max_steps > 0:
+        return config.max_steps
+    return math.ceil(config.num_train_epochs * steps_per_epoch(config, rows, ways))
+
+
+def check_dtype(config: RunConfig, device: torch.device, dtype: torch.dtype) -> None:
+    """Check that a run can train in `dtype` on `device`.
+
+    Raises:
+        ConfigError: it is float16, and the run cannot scale its loss.
+    """
+    if dtype == torch.float16 and (device.type == "cpu" or not config.use_peft or config.adapter_dtype != "float32"):
+        raise ConfigError(
+            "dtype: float16 needs loss scaling, which works for float32 adapters on an accelerator only",
+            "use dtype: bfloat16 or float32",
+        )
+
+
+def training_arguments(
+    config: RunConfig, device: torch.device, dtype: torch.dtype, *, rows: int, evaluate: bool, ways: int = 1
+) -> TrainingArguments:
+    """Translate `config` for a training set of `rows`, distributed to `ways` ranks.
+
+    All intervals are counted in steps (an epoch too), so that the evaluation and the checkpoint of a step always come
+    in the same order, also in a resumed run.
+
+    Raises:
+        ConfigError: a value that transformers does not know, or float16 without loss scaling.
+    """
+    check_dtype(config, device, dtype)
+    epoch = steps_per_epoch(config, rows, ways)
+    try:
+        arguments = TrainingArguments(
+            **_shared_keys(config),
+            use_cpu=device.type == "cpu",
+            data_seed=config.seed,
+            per_device_eval_batch_size=config.per_device_eval_batch_size or config.per_device_train_batch_size,
+            logging_strategy="steps",
+            save_strategy="steps",
+            save_steps=_interval(config.save_steps) or epoch,
+            eval_strategy="steps" if evaluate else "no",
+            eval_steps=_interval(config.eval_steps) or epoch,
+            report_to=config.report_to or "none",
+            disable_tqdm=True,
+        )
+    except ValueError as error:  # transformers names the value and the known ones
+        raise ConfigError(f"training arguments: {error}", "correct the key of that name") from error
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # TrainingArguments has selected cuda:0
+    return arguments
+
+
+def _shared_keys(config: RunConfig) -> dict[str, Any]:
+    """Return the keys that have the same name and meaning in TrainingArguments."""
+    names = (
+        "output_dir per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps learning_rate"
+        " lr_scheduler_type warmup_steps weight_decay max_grad_norm adam_beta1 adam_beta2 neftune_noise_alpha"
+        " logging_steps save_total_limit seed"
+    )
+    return {name: getattr(config, name) for name in names.split()}
+
+
+def _interval(steps: float | None) -> int | float | None:
+    """Return a number of steps as an integer, a share of the run (below 1) as it is."""
+    return steps if steps is None or steps < 1 else int(steps)

@@ -1,7 +1,9 @@
-"""What a run verifies about itself: the loss it trains with, and the files it leaves. Numbers go to checks.json."""
+"""Checks of a running run: its loss, the files it saved, and whether it is reproducible. Results go to checks.json."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,13 +14,22 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
+from halfbyte.autograd.attention import DIFFERS
+from halfbyte.config import RunConfig
 from halfbyte.layers.expert_adapters import attach_adapter_forwards, changed_experts
 from halfbyte.layers.expert_targets import weights_as_modules
 from halfbyte.methods.answers import model_inputs
 from halfbyte.methods.base import Batch
-from halfbyte.modeling.adapters import compute_autocast, load_adapter_weights, quiet_peft, saved_adapter_config
+from halfbyte.modeling.adapters import (
+    adapter_weights,
+    compute_autocast,
+    load_adapter_weights,
+    quiet_peft,
+    saved_adapter_config,
+)
 from halfbyte.modeling.architectures import expert_stacks
 from halfbyte.modeling.head import causal_lm_loss, hidden_states_at
+from halfbyte.modeling.patch import PatchReport
 from halfbyte.ops import IGNORE_INDEX
 from halfbyte.optim import trained_parameters
 from halfbyte.parallel.context.model import slice_of
@@ -26,17 +37,20 @@ from halfbyte.parallel.mesh import Mesh
 from halfbyte.parallel.shard.model import sharded
 from halfbyte.parallel.tensor.layers import are_whole, whole_inside
 from halfbyte.qat.model import round_merged
-from halfbyte.reading.tensors import read_tensors, safetensors_files
+from halfbyte.reading.tensors import ADAPTER, read_tensors, safetensors_files
 from halfbyte.utils.errors import TrainingError
+from halfbyte.utils.notices import said
 
-TOKENS = 256  # of one row: its full logits are small even with a vocabulary of 256k
-ROUNDING = 1 / 64  # relative to the largest logit; bfloat16 keeps 8 bits
-APART, APART_16 = {torch.float32: 1e-4}, 0.1  # of a token's hidden states; in 16 bits rounding grows through the layers
+TOKENS = 256  # tokens of the row that is checked: its full logits are small even with a vocabulary of 256k
+ROUNDING = 1 / 64  # tolerance relative to the loss or the largest logit; bfloat16 has 8 bits
+# Tolerance of a token's hidden states, relative; in 16 bits rounding errors grow through the layers.
+HIDDEN_TOLERANCE, HIDDEN_TOLERANCE_16 = {torch.float32: 1e-4}, 0.1
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # torch requires it for deterministic cuBLAS
 
 
 @torch.no_grad()
 def logits(model: nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[1, T, V] float32 logits of `ids` [1, T], without dropout."""
+    """Return float32 logits [1, T, V] of `ids` [1, T], without dropout."""
     model.eval()
     with compute_autocast(model, dtype):
         return model(input_ids=ids, use_cache=False).logits.float()
@@ -44,7 +58,7 @@ def logits(model: nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> torch.Ten
 
 @torch.no_grad()
 def loss_check(model: nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
-    """The loss that is trained (no full logits) against cross-entropy on the model's own logits.
+    """Compare the training loss (no full logits) with cross-entropy on the model's own logits.
 
     Raises:
         TrainingError: they differ by more than rounding, or are NaN or Inf.
@@ -53,33 +67,33 @@ def loss_check(model: nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> dict[
     reference = float(F.cross_entropy(full[0, :-1], ids[0, 1:]))
     with compute_autocast(model, dtype):
         loss_sum, count = causal_lm_loss(model, {"input_ids": ids, "labels": ids})
-    return first_step(float(loss_sum / count), reference, int(count))
+    return compare_first_loss(float(loss_sum / count), reference, int(count))
 
 
-def first_step(loss: float, reference: float, tokens: int) -> dict[str, Any]:
-    """What `loss_check` says of the two losses."""
+def compare_first_loss(loss: float, reference: float, tokens: int) -> dict[str, Any]:
+    """Return the result of `loss_check` for the two losses, or raise."""
     if not abs(loss - reference) <= ROUNDING * abs(reference):  # also when either is NaN
         raise TrainingError(
             f"before training, the loss is {loss:.6g} but the model's own logits give {reference:.6g}",
-            "check the checkpoint for NaN; if it is sound, this is a bug: please report the model",
+            "check the checkpoint for NaN; if it has none, this is a bug: please report the model",
         )
     return {"loss": loss, "reference_loss": reference, "difference": abs(loss - reference), "tokens": tokens}
 
 
 @torch.no_grad()
 def fused_check(model: nn.Module, ids: torch.Tensor, dtype: torch.dtype, reference: float) -> dict[str, Any]:
-    """The loss through the fused kernels against `reference`, that of transformers' own forwards.
+    """Compare the loss through the fused kernels with `reference`, the loss of transformers' own forwards.
 
     Raises:
         TrainingError: they differ by more than rounding.
     """
     with compute_autocast(model, dtype):
         loss_sum, count = causal_lm_loss(model, {"input_ids": ids, "labels": ids})
-    return fused(float(loss_sum / count), reference)
+    return compare_fused_loss(float(loss_sum / count), reference)
 
 
-def fused(loss: float, reference: float) -> dict[str, Any]:
-    """What `fused_check` says of the two losses."""
+def compare_fused_loss(loss: float, reference: float) -> dict[str, Any]:
+    """Return the result of `fused_check` for the two losses, or raise."""
     if not abs(loss - reference) <= ROUNDING * abs(reference):
         raise TrainingError(
             f"with fused kernels the loss is {loss:.6g}, with transformers' forwards {reference:.6g}",
@@ -89,24 +103,26 @@ def fused(loss: float, reference: float) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def shared_check(model: nn.Module, shared: Batch, apart: Batch, dtype: torch.dtype) -> dict[str, Any]:
-    """Hidden states of answers that share prompts against those of each answer with a prompt of its own.
+def shared_check(model: nn.Module, shared: Batch, separate: Batch, dtype: torch.dtype) -> dict[str, Any]:
+    """Compare hidden states of answers that share a prompt with those of each answer after its own copy of the prompt.
 
     Args:
-        shared, apart: batches of the same answers, of `data.collate_answers`.
+        shared, separate: batches of the same answers, of `data.collate_answers`.
 
     Raises:
         TrainingError: they differ by more than rounding.
     """
     with compute_autocast(model, dtype):
-        found, expected = (hidden_states_at(model, model_inputs(batch), batch["at"]).float() for batch in (shared, apart))
+        found, expected = (
+            hidden_states_at(model, model_inputs(batch), batch["at"]).float() for batch in (shared, separate)
+        )
     real = shared["wanted"] != IGNORE_INDEX
-    found, expected = found[real], expected[apart["wanted"] != IGNORE_INDEX]
+    found, expected = found[real], expected[separate["wanted"] != IGNORE_INDEX]
     off = (found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
     difference = float(off.median())
-    if not difference <= APART.get(dtype, APART_16):
+    if not difference <= HIDDEN_TOLERANCE.get(dtype, HIDDEN_TOLERANCE_16):
         raise TrainingError(
-            f"with the prompts shared by their answers, hidden states differ by {difference:.3g} from those apart",
+            f"with shared prompts, hidden states differ by {difference:.3g} from those with a prompt per answer",
             "set use_kernels: false, and please report the model",
         )
     return {"median_difference": difference, "largest_difference": float(off.max()), "tokens": len(off)}
@@ -116,7 +132,7 @@ def shared_check(model: nn.Module, shared: Batch, apart: Batch, dtype: torch.dty
 def divided_check(
     model: nn.Module, ids: torch.Tensor, dtype: torch.dtype, reference: float, mesh: Mesh
 ) -> dict[str, Any]:
-    """The loss of a row cut along its tokens, inside `divided`, against `reference`, that of the whole row.
+    """Compare the loss of a context-parallel row, inside `divided`, with `reference`, the loss of the full row.
 
     Raises:
         TrainingError: they differ by more than rounding.
@@ -126,34 +142,33 @@ def divided_check(
     loss = mesh.sum(float(loss_sum), ("context",)) / (ids.shape[1] - 1)
     if not abs(loss - reference) <= ROUNDING * abs(reference):
         raise TrainingError(
-            f"with its row cut {mesh.ways('context')} ways the loss is {loss:.6g}, of the whole row {reference:.6g}",
+            f"with context: {mesh.ways('context')} the loss is {loss:.6g}, without context parallelism {reference:.6g}",
             "leave context out of `parallel`, and please report the model",
         )
     return {"loss": loss, "reference_loss": reference, "difference": abs(loss - reference)}
 
 
 def adapter_reload(model: PeftModel, folder: Path, ids: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
-    """Take the adapter off and let plain PEFT put the saved one on the same base: logits must not change; of a mixture,
-    those of most tokens.
+    """Unload the adapter and let plain PEFT load the saved one on the same base: logits must not change.
 
-    PEFT cannot make an adapter beside slices of weights: there the saved one is loaded in the place of the trained one.
-    `model` must not be used afterwards.
+    In a mixture, and with DoRA, the logits of most tokens must not change. PEFT cannot load an adapter onto sharded
+    weights; there the saved weights replace the trained ones. `model` must not be used afterwards.
 
     Raises:
-        TrainingError: the saved adapter computes something else.
+        TrainingError: the saved adapter computes other logits.
     """
-    trained, whole = logits(model, ids, dtype), sharded(model) is None and are_whole(model.parameters())
-    changed = changed_experts(model) if whole else None
-    # DoRA's reloaded weights round otherwise, and where rounding sends a token to another expert its logits are others.
+    trained, unsharded = logits(model, ids, dtype), sharded(model) is None and are_whole(model.parameters())
+    changed = changed_experts(model) if unsharded else None
+    # DoRA's reloaded weights round differently, and rounding may route a token to another expert.
     scattered = bool(expert_stacks(model, [])) or bool(saved_adapter_config(folder).use_dora)
-    if whole:
+    if unsharded:
         lora = saved_adapter_config(folder)
         lora.inference_mode = True
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters() if parameter.requires_grad}
         base: Any = model.unload()
         with quiet_peft(), weights_as_modules(lora, base):
             model = PeftModel.from_pretrained(base, str(folder), config=lora)
-        for name, parameter in model.named_parameters():  # PEFT makes adapters float32, which bf16 ones are not
+        for name, parameter in model.named_parameters():  # PEFT loads adapters as float32
             if name in dtypes:
                 parameter.data = parameter.data.to(dtypes[name])
         round_merged(model)
@@ -165,36 +180,36 @@ def adapter_reload(model: PeftModel, folder: Path, ids: torch.Tensor, dtype: tor
                 parameter.detach().zero_()
             load_adapter_weights(model, folder)
     again = logits(model, ids, dtype)
-    apart, largest = (again - trained).abs().amax(-1), float(trained.abs().max())
-    result = {"largest_difference": float(apart.max()), "largest_logit": largest}
-    result |= {"median_difference": float(apart.median()), "equal": bool(torch.equal(again, trained))}
+    differences, largest = (again - trained).abs().amax(-1), float(trained.abs().max())
+    result = {"largest_difference": float(differences.max()), "largest_logit": largest}
+    result |= {"median_difference": float(differences.median()), "equal": bool(torch.equal(again, trained))}
     difference = result["median_difference" if scattered else "largest_difference"]
-    again_changed = changed_experts(model) if whole else None
+    again_changed = changed_experts(model) if unsharded else None
     if again_changed is not None:
         result |= {"experts_changed": again_changed[0], "experts": again_changed[1]}
     if not difference <= ROUNDING * largest or again_changed != changed:
         raise TrainingError(
-            f"the adapter saved in {folder} gives other logits than the trained one (by up to {difference:.3g})",
+            f"the adapter saved in {folder} gives logits that differ by up to {difference:.3g} from the trained one's",
             "the last checkpoint holds the trained weights; please report this",
         )
     return result
 
 
 def model_reload(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
-    """Compare the saved tensors of full fine-tuning with those in memory, bit by bit.
+    """Compare the saved tensors of full fine-tuning with the trained ones, bit by bit.
 
     Raises:
         TrainingError: a tensor differs.
     """
     own, compared = model.state_dict(), set()
     for name, tensor in saved_weights(model, folder):
-        _same(folder, name, tensor, own[name])
+        _check_equal(folder, name, tensor, own[name])
         compared.add(name)
     return {"tensors": len(compared), "equal": True}
 
 
 def saved_weights(model: PreTrainedModel, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor of each weight that `model.save_pretrained(folder)` wrote, under the names of `model`."""
+    """Yield name and tensor of each weight that `model.save_pretrained(folder)` saved, under the names of `model`."""
     own, renamed = model.state_dict().keys(), False
     for path in safetensors_files(folder):
         for name, tensor in read_tensors(path).items():
@@ -202,10 +217,79 @@ def saved_weights(model: PreTrainedModel, folder: Path) -> Iterator[tuple[str, t
                 yield name, tensor
             else:
                 renamed = True
-    if renamed:  # transformers saves some families under the names of older versions, and restores them
+    if renamed:  # transformers saves some families under older names, and translates them when loading
         yield from type(model).from_pretrained(folder, dtype="auto").state_dict().items()
 
 
-def _same(folder: Path, name: str, saved: torch.Tensor, trained: torch.Tensor) -> None:
+def _check_equal(folder: Path, name: str, saved: torch.Tensor, trained: torch.Tensor) -> None:
     if not torch.equal(saved, trained.cpu()):
         raise TrainingError(f"{folder}: {name} differs from the trained weight", "please report this")
+
+
+def adapter_file(model: PeftModel, folder: Path) -> dict[str, Any]:
+    """Compare the saved tensors of this pipeline rank's adapters with the trained ones, bit by bit.
+
+    Raises:
+        TrainingError: a tensor differs or is missing.
+    """
+    saved, own = read_tensors(folder / ADAPTER), adapter_weights(model)
+    for name, tensor in own.items():
+        if name not in saved or not torch.equal(saved[name], tensor):
+            raise TrainingError(f"{folder}: {name} differs from the trained weight", "please report this")
+    return {"tensors": len(own), "equal": True}
+
+
+# --- reproducibility -------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def deterministic_algorithms(config: RunConfig, device: torch.device) -> Iterator[None]:
+    """Use torch's deterministic algorithms inside, if the run sets `deterministic: true` on a GPU.
+
+    torch would also fill new tensors, so that reading uninitialized memory repeats; that costs a quarter of a small
+    step's time, and is disabled.
+
+    Raises:
+        TrainingError: an operation has no deterministic algorithm.
+    """
+    if not config.deterministic or device.type == "cpu":
+        yield
+        return
+    os.environ.setdefault(WORKSPACE, ":4096:8")
+    memory: Any = torch.utils.deterministic
+    before = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory = False
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        if WORKSPACE in str(error):
+            fix = f"start a new process, or set {WORKSPACE}=:4096:8 before this one uses the GPU"
+            raise TrainingError(f"deterministic: {reason}", fix) from error
+        if "deterministic" in reason:
+            raise TrainingError(f"deterministic: {reason}", "set deterministic: false") from error
+        raise
+    finally:
+        torch.set_deterministic_debug_mode(before[0])
+        memory.fill_uninitialized_memory = before[1]
+
+
+def reproducibility(config: RunConfig, device: torch.device, report: PatchReport | None) -> dict[str, Any]:
+    """Return whether another run with this seed on this machine has equal bytes, and the reason, for checks.json.
+
+    Args:
+        report: report of `patch`; None if the model ran transformers' own forwards.
+    """
+    if device.type == "cpu":
+        return {"equal": True, "why": "a CPU's sums have one order"}
+    if config.deterministic:
+        return {"equal": True, "why": "deterministic: true"}
+    if DIFFERS in said():
+        return {"equal": False, "why": f"{said()[DIFFERS]}; deterministic: true repeats them"}
+    if report is None or not report.fused:
+        return {"equal": False, "why": "transformers' own forwards ran; deterministic: true repeats them"}
+    if any(what == "experts" for what, _ in report.unfused):
+        why = "transformers' function adds experts' results in any order"
+        return {"equal": False, "why": f"{why}; deterministic: true repeats them"}
+    return {"equal": True, "why": "every sum of this run has one order"}

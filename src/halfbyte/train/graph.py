@@ -1,32 +1,37 @@
 """Training steps as CUDA graphs: forward and backward, or the optimizer too, without a launch from Python.
 
-Below about 4k tokens a step's time is that of its launches, not of its arithmetic; a graph replays them in one
-(docs/design.md, decision 5). A graph holds for the shapes it was captured with, so there is one for each, in one memory
-pool: they never run at the same time.
+Below about 4k tokens, kernel launches take longer than the arithmetic of a step; a graph replays them in one
+(docs/design.md, decision 5). A graph is valid for the shapes it was captured with, so there is one graph per shape, and
+all share one memory pool, since they never run at the same time.
 
-Ranks that share collectives do all of this together (`parallel.rank_sync`): what one of them would do by itself, such as
-running a step again, ends the run.
+Ranks that share collectives warm up, capture and replay together (`parallel.rank_sync`). A fallback that one of them
+would take alone, such as repeating a step, ends the run.
 
-The first steps of a run are launched from Python: kernels are compiled, and buffers made. After that a shape is
-captured as it first comes, and runs as its graph: Python does for a capture what it does for a step, and what a step
-takes is taken in the pool alone. What such a capture leaves alive in the pool, such as a table that somebody keeps for
-this length, other graphs would overwrite; then all go, and from there on each shape's first steps are launched from
-Python.
+- The first `WARMUP` steps of a run are eager: kernels are compiled and buffers allocated. After that a shape is
+  captured when it first occurs. A capture takes as long as an eager step, and allocates in the pool only.
+- A capture may leave a live tensor in the pool, such as a cached table for this length. Other graphs would overwrite
+  it. Then all graphs are dropped, and from there on each shape's first steps are eager.
+- The pool keeps the memory of the largest captured shape; evaluation and sampling allocate outside the pool. A larger
+  shape starts a new pool, and the other shapes are captured again when they occur.
+- When memory runs out, all graphs are dropped and training continues eagerly.
 
-The pool keeps what the largest captured shape needs, and whatever runs beside it (evaluation) takes its own. So the
-pool is made by the largest shape: a larger one starts it anew, and those that were there are captured again as they
-come. When memory runs out all graphs go, and training goes on from Python.
+There is one set of gradients for all micro-batches (`Gradients`). A graph writes to the memory it was captured with; if
+that were a graph's own, every captured shape would hold a full set of gradients. So gradients are added into buffers
+that are allocated once: hooks take each gradient from autograd, and add `PENDING_BYTES` of them in a few launches,
+where autograd would need one launch per parameter.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from halfbyte.autograd.lora import gradient_dtype
 from halfbyte.memory.activations import MAX_GRAPHS
 from halfbyte.memory.pinned import AFTER_CAPTURE
 from halfbyte.utils.errors import TrainingError
@@ -36,15 +41,96 @@ from halfbyte.utils.notices import notice
 from ..batch import SYNCED_SHAPE, Batch
 from ..parallel.mesh import ALONE
 from ..parallel.rank_sync import RankSync
-from .gradients import Gradients
 
-WARMUP = 3  # steps in which kernels compile and make their buffers
-FAR = 2**40  # random numbers ahead, where nobody is
-ONE = RankSync(ALONE)
-
-
+WARMUP = 3  # steps in which kernels are compiled and allocate their buffers
+UNUSED_OFFSET = 2**40  # offset in the random number stream that no run reaches
+PENDING_BYTES = 16 * 2**20  # bytes of gradients that are added together
+SINGLE_RANK = RankSync(ALONE)
 
 Shapes = tuple[Any, ...]
+
+
+class Gradients:
+    """The gradients of `parameters`, in buffers of their shapes and devices, and of the dtypes of gradients.
+
+    Call `start`, run a backward, call `flush`, which a capture includes, then `publish`. A `.grad` that exists at
+    `start` is added to. Buffers and hooks exist from the first `start` to `close`.
+
+    Attributes:
+        written: indices of the parameters whose gradients were added since `start`. A replay runs no hook, so the
+            caller sets them.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]):
+        self.parameters = list(parameters)
+        self.buffers: list[Tensor] = []
+        self.written: set[int] = set()
+        self._accumulated: set[int] = set()  # indices of the parameters that had a gradient at `start`
+        self._pending: list[tuple[int, Tensor]] = []
+        self._pending_bytes = 0
+        self._hooks: list[Any] = []
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers)
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Prepare a micro-batch: buffers hold what `.grad` held, or zeros, and `.grad` is None."""
+        if not self.buffers:
+            wide = [gradient_dtype(parameter) for parameter in self.parameters]
+            self.buffers = [torch.empty_like(p, dtype=dtype) for p, dtype in zip(self.parameters, wide, strict=True)]
+            hooked = enumerate(self.parameters)
+            self._hooks = [p.register_post_accumulate_grad_hook(partial(self._collect, i)) for i, p in hooked]
+        fresh = []
+        self._accumulated = set()
+        for i, (parameter, buffer) in enumerate(zip(self.parameters, self.buffers, strict=True)):
+            if parameter.grad is None:
+                fresh.append(buffer)
+                continue
+            if parameter.grad is not buffer:  # of a backward before the buffers existed
+                buffer.copy_(parameter.grad)
+            self._accumulated.add(i)
+            parameter.grad = None
+        if fresh:
+            torch._foreach_zero_(fresh)
+        self.written = set()
+
+    def _collect(self, i: int, parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None or i in self.written:  # added before backward ran out of memory, and computed again
+            return
+        self._pending.append((i, gradient))
+        self._pending_bytes += gradient.nbytes
+        if self._pending_bytes >= PENDING_BYTES:
+            self.flush()
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Add the pending gradients to the buffers."""
+        if self._pending:
+            indices, gradients = zip(*self._pending, strict=True)
+            torch._foreach_add_([self.buffers[i] for i in indices], list(gradients))
+            self.written.update(indices)
+        self._pending, self._pending_bytes = [], 0
+
+    def discard_pending(self) -> None:
+        """Drop the pending gradients of a failed backward. Gradients already added remain, and are not added again."""
+        self._pending, self._pending_bytes = [], 0
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def publish(self) -> None:
+        """Set `.grad` to the buffer of each parameter with a gradient, from this micro-batch or before."""
+        for i in self._accumulated | self.written:
+            self.parameters[i].grad = self.buffers[i]
+
+    def close(self) -> None:
+        """Remove the hooks, and free the buffers, also as `.grad`."""
+        for hook in self._hooks:
+            hook.remove()
+        self.discard_pending()
+        self._hooks, self.buffers = [], []
 
 
 class _Captured:
@@ -54,18 +140,18 @@ class _Captured:
         self.batch = batch
         self.written: set[int] = set()
         self.graph = torch.cuda.CUDAGraph()
-        # A capture begins by writing, on its stream, where all graphs read their random numbers: not while one runs.
+        # A capture first writes, on its stream, the random state that all graphs read; no graph may run meanwhile.
         launched = torch.cuda.current_stream(stream.device)
         stream.wait_stream(launched)
         with torch.cuda.stream(stream):
-            # relaxed: a kernel that this shape is the first to need may be loaded meanwhile
+            # relaxed: a kernel that this shape needs first may be loaded during the capture
             self.graph.capture_begin(pool=pool, capture_error_mode="relaxed")
             try:
                 self.result = step(self.batch)
             finally:
                 self.graph.capture_end()
         launched.wait_stream(stream)
-        AFTER_CAPTURE.settle()  # what garbage collection let go of meanwhile
+        AFTER_CAPTURE.settle()  # free host memory that was garbage collected during the capture
 
     def replay(self, batch: Batch) -> Tensor:
         for key, value in self.batch.items():
@@ -78,51 +164,51 @@ class _Captured:
 class _Graphs:
     """Runs `step` on each batch: eagerly for the first `WARMUP` batches, then as the CUDA graph of its shape.
 
-    Every call trains, the warm-up too. A shape whose first capture fails is warmed up alone, and what a capture cannot
-    hold then (a wait for the device, a shape that depends on values) is said once: that shape stays eager. So does a
-    shape beyond `MAX_GRAPHS` until it has come as often as a warm-up: then the least recently used graph goes.
-    Processes that compute together warm up every shape.
+    Every call trains, including the warm-up. A shape whose first capture fails is warmed up on its own and captured
+    again; if that fails too (a device synchronization, a shape that depends on values), one notice gives the reason and
+    the shape stays eager. A shape beyond `MAX_GRAPHS` is eager until it has occurred more than `WARMUP` times; then it
+    replaces the least recently used graph. Ranks that share collectives warm up every shape.
 
     Args:
-        step: batch → a tensor to report, such as the loss. What changes between steps it reads from the device.
-        discard: drops the gradients that a failed capture may leave, which were never computed.
-        sync: the processes that compute together with this one, whose micro-batches `RankSync.pad` pads.
+        step: batch → a tensor to report, such as the loss. It reads values that change between steps from the device.
+        discard: drops the gradients, never computed, that a failed capture may leave.
+        sync: the ranks that share this rank's collectives; `RankSync.pad` pads their micro-batches.
 
     Attributes:
-        pool_bytes: of device memory that the graphs hold, for results and all in between.
-        most_pool_bytes: that they ever held.
+        pool_bytes: device bytes of the pool, for results and intermediate tensors.
+        peak_pool_bytes: largest `pool_bytes` so far.
 
-    Call with a batch of tensors on the device and plain numbers (a number is part of the shape), and with whether it
-    may be captured. Returns the step's result, a tensor of its own.
+    Call with a batch of tensors on the device and Python numbers (a number is part of the shape), and whether it may be
+    captured. Returns a copy of the step's result.
     """
 
-    def __init__(self, step: Callable[[Batch], Tensor], discard: Callable[[], Any], sync: RankSync = ONE):
+    def __init__(self, step: Callable[[Batch], Tensor], discard: Callable[[], Any], sync: RankSync = SINGLE_RANK):
         self.step, self.discard, self.sync = step, discard, sync
-        # for warm-ups and captures, since autograd remembers a leaf's stream
+        # warm-ups and captures use one stream, since autograd remembers a leaf's stream
         self.stream = capture_stream(torch.cuda.current_device())
         self.pool = torch.cuda.graph_pool_handle()
-        self.pool_bytes = self.most_pool_bytes = 0
+        self.pool_bytes = self.peak_pool_bytes = 0
         self._calls = 0
         self._seen: dict[Shapes, int] = {}
-        self._captured: dict[Shapes, _Captured | None] = {}  # those used last at the end; None: stays eager
+        self._captured: dict[Shapes, _Captured | None] = {}  # least recently used first; None: stays eager
         self._to_warm_up: set[Shapes] = set()
         self._warm_up_each = not sync.is_alone
-        self._largest = 0  # captured
+        self._largest = 0  # size of the largest captured shape
         self._eager_only = False
 
-    def __call__(self, batch: Batch, ready: bool = True) -> Tensor:
+    def __call__(self, batch: Batch, may_capture: bool = True) -> Tensor:
         shapes = tuple((key, _shape(value)) for key, value in sorted(batch.items()))
         self._calls += 1
         self._seen[shapes] = self._seen.get(shapes, 0) + 1
         warm = self._seen[shapes] > WARMUP
-        if ready and shapes not in self._captured and self._is_due(shapes, warm):
-            self._take(shapes, batch, warm)
+        if may_capture and shapes not in self._captured and self._is_due(shapes, warm):
+            self._add_graph(shapes, batch, warm)
         captured = self._captured.get(shapes)
         if captured is None:
             return self._eager(batch)
         self._captured[shapes] = self._captured.pop(shapes)
         result = self._replay(captured, batch)
-        if not warm and self._live_blocks() > self._graphs:  # whose values the replay has computed
+        if not warm and self._live_blocks() > self._graphs:  # the capture left a tensor alive in the pool
             self.drop()
             self._warm_up_each = True
         return result
@@ -132,10 +218,10 @@ class _Graphs:
             return False
         return warm or not (self._warm_up_each or shapes in self._to_warm_up or self._graphs >= MAX_GRAPHS)
 
-    def _take(self, shapes: Shapes, batch: Batch, warm: bool) -> None:
-        """Capture a shape, which may take another's place."""
+    def _add_graph(self, shapes: Shapes, batch: Batch, warm: bool) -> None:
+        """Capture a shape; at `MAX_GRAPHS` it replaces the least recently used graph."""
         if self._graphs >= MAX_GRAPHS:
-            torch.cuda.synchronize(self.stream.device)  # before a graph goes
+            torch.cuda.synchronize(self.stream.device)  # a graph must not be freed while it runs
             del self._captured[next(each for each, captured in self._captured.items() if captured is not None)]
         captured = self._capture(batch, warm)
         if captured is None and not warm:
@@ -148,7 +234,7 @@ class _Graphs:
         return sum(captured is not None for captured in self._captured.values())
 
     def _live_blocks(self) -> int:
-        """How many tensors the pool holds; of each graph, its result."""
+        """Return the number of live tensors in the pool; each graph's result is one."""
         segments = torch.cuda.memory_snapshot(self.pool, include_traces=False)
         return sum(block["state"] == "active_allocated" for segment in segments for block in segment["blocks"])
 
@@ -157,20 +243,20 @@ class _Graphs:
         with torch.cuda.stream(self.stream):
             result = self.step(batch)
         torch.cuda.current_stream().wait_stream(self.stream)
-        result.record_stream(torch.cuda.current_stream())  # which reads it while the next step is launched
+        result.record_stream(torch.cuda.current_stream())  # it reads the result later
         return result
 
     def _capture(self, batch: Batch, warm: bool) -> _Captured | None:
-        """None where it fails, which is said of a shape that is `warm`."""
+        """Capture the step, or return None if that fails; for a `warm` shape a notice gives the reason."""
         size = max(value.numel() for value in batch.values() if isinstance(value, Tensor))
         size = batch[SYNCED_SHAPE].size if SYNCED_SHAPE in batch else size
         if size > self._largest:
             self.drop()
-            if not self.sync.is_alone and self.sync.any(not self._has_room()):
+            if not self.sync.is_alone and self.sync.any(not self._has_headroom()):
                 self.give_up()
                 return None
-        elif reservable_bytes(self.stream.device) < self.pool_bytes:  # than which no smaller shape takes more
-            free_cached_memory(self.stream.device)  # else this capture need not wait for the step before it
+        elif reservable_bytes(self.stream.device) < self.pool_bytes:  # the most that a smaller shape takes
+            free_cached_memory(self.stream.device)  # synchronizes, so it is called only if memory is short
         inputs = {key: value.clone() if isinstance(value, Tensor) else value for key, value in batch.items()}
         before = torch.cuda.memory_reserved(self.stream.device)
         try:
@@ -179,24 +265,25 @@ class _Graphs:
             reason, no_memory = str(error).splitlines()[0], is_out_of_memory(error)
         else:
             self.pool_bytes += torch.cuda.memory_reserved(self.stream.device) - before
-            self.most_pool_bytes = max(self.most_pool_bytes, self.pool_bytes)
+            self.peak_pool_bytes = max(self.peak_pool_bytes, self.pool_bytes)
             self._largest = max(self._largest, size)
             return captured
         if no_memory and not self.sync.is_alone:
-            raise torch.OutOfMemoryError(f"{reason} (as a CUDA graph was captured; others wait for this process)")
+            context = "while capturing a CUDA graph; other ranks are in a collective, so the step cannot be repeated"
+            raise torch.OutOfMemoryError(f"{reason} ({context})")
         self.discard()
-        _leave_failed_capture(self.stream.device.index, self.pool, FAR if self.holds_graphs else 0)
+        _reset_after_failed_capture(self.stream.device.index, self.pool, UNUSED_OFFSET if self.holds_graphs else 0)
         if no_memory:
             self.give_up()
         elif warm:
-            notice("cuda-graph", f"the training step is launched from Python, not as a CUDA graph: {reason}")
+            notice("cuda-graph", f"training steps of this shape run eagerly, not as a CUDA graph: {reason}")
         return None
 
     def _replay(self, captured: _Captured, batch: Batch) -> Tensor:
         return captured.replay(batch)
 
-    def _has_room(self) -> bool:
-        """Whether the device has as many bytes as any step so far has taken."""
+    def _has_headroom(self) -> bool:
+        """Return whether the device has enough free bytes for the largest step so far."""
         device = self.stream.device
         taken = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
         return reservable_bytes(device) >= taken
@@ -206,36 +293,35 @@ class _Graphs:
         return self._graphs > 0
 
     def drop(self) -> None:
-        """Free all graphs and their pool; shapes that come again are captured again."""
+        """Free all graphs and their pool; shapes that occur again are captured again."""
         if self.holds_graphs:
-            torch.cuda.synchronize(self.stream.device)  # before the graphs go
+            torch.cuda.synchronize(self.stream.device)  # graphs must not be freed while they run
             self._captured = {shapes: None for shapes, captured in self._captured.items() if captured is None}
         self.pool, self.pool_bytes, self._largest = torch.cuda.graph_pool_handle(), 0, 0
         free_cached_memory(self.stream.device)
 
     def give_up(self) -> None:
-        """Free all graphs and capture no more, since memory ran out."""
+        """Free all graphs and stop capturing, since memory ran out."""
         notice(
             "cuda-graph-memory",
-            "the GPU's memory ran out beside the CUDA graphs of the training step: from here on it is launched from"
-            " Python",
+            "the GPU ran out of memory while CUDA graphs of the training step held some: from here on steps are eager",
         )
         self._eager_only = True
         self.drop()
 
 
-def _leave_failed_capture(device: int, pool: tuple[int, int], ahead: int) -> None:
-    """Have random numbers, and memory that comes free, as if nothing had been captured.
+def _reset_after_failed_capture(device: int, pool: tuple[int, int], ahead: int) -> None:
+    """Reset torch's random number generator and allocator after a failed capture.
 
-    The numbers go on where they were, so that a resumed run, in which captures fail at other steps, draws the same;
-    `ahead` of there where graphs of other shapes draw from the generator's old state.
+    Random numbers continue where they were, so that a resumed run, in which captures fail at other steps, draws the
+    same ones. If graphs of other shapes use the generator's old state, they continue `ahead` of it.
 
-    torch ends a capture for its generator and its allocator after the driver has, which for a capture that failed is an
-    error: from then on the one would refuse random numbers ("Offset increment outside graph capture"), and the other
-    would keep what a second stream has used.
+    torch ends a capture of its generator and allocator after the driver has ended it, which raises for a failed
+    capture. Without this reset the generator would refuse random numbers ("Offset increment outside graph capture"),
+    and the allocator would not reuse memory that a second stream has used.
     """
     generator = torch.cuda.default_generators[device]
-    with contextlib.suppress(RuntimeError):  # a torch that cleans up by itself may refuse
+    with contextlib.suppress(RuntimeError):  # a later torch may clean up itself and raise here
         fresh = generator.clone_state()
         fresh.set_offset(fresh.get_offset() + ahead)
         generator.graphsafe_set_state(fresh)
@@ -244,11 +330,11 @@ def _leave_failed_capture(device: int, pool: tuple[int, int], ahead: int) -> Non
 
 
 class GraphedStep(_Graphs):
-    """A whole training step: it must leave no gradients behind (`zero_grad` at its end).
+    """A training step with its optimizer as CUDA graphs. The step must end with `zero_grad`.
 
     Args:
         step: batch → a tensor to report. Numbers that change, such as the learning rate, are tensors on the device.
-        optimizer: the one that `step` runs, made with `capturable=True`.
+        optimizer: the optimizer that `step` runs, made with `capturable=True`.
 
     Raises:
         TrainingError: the optimizer is not capturable.
@@ -262,37 +348,37 @@ class GraphedStep(_Graphs):
 
     def _replay(self, captured: _Captured, batch: Batch) -> Tensor:
         result = super()._replay(captured, batch)
-        torch.autograd.graph.increment_version(self.parameters)  # the step changed them, which only Python would note
+        torch.autograd.graph.increment_version(self.parameters)  # only eager steps increment it
         return result
 
 
 class GraphedBackward(_Graphs):
-    """A micro-batch's forward and backward: gradients are added to the parameters' `.grad`, as eager does.
+    """The forward and backward of micro-batches as CUDA graphs; gradients are added to the parameters' `.grad`.
 
-    There is one set of gradients, for all shapes and for eager steps too (`Gradients`). `.grad` is that set while it is
-    used; setting it to None begins a new sum. A step that runs out of memory beside graphs is run again without them,
-    with the same random numbers.
+    All shapes, and eager steps, use one set of gradients (`Gradients`). `.grad` references its buffers; setting it to
+    None starts a new sum. An eager step that runs out of memory is repeated once, with the same random numbers, after
+    all graphs were freed.
 
     Args:
         step: batch → a tensor to report; runs `backward` and nothing after it.
-        parameters: those that get gradients.
+        parameters: the parameters that get gradients.
         sync: as in `_Graphs`.
     """
 
-    def __init__(self, step: Callable[[Batch], Tensor], parameters: Sequence[Tensor], sync: RankSync = ONE):
+    def __init__(self, step: Callable[[Batch], Tensor], parameters: Sequence[Tensor], sync: RankSync = SINGLE_RANK):
         self.gradients = Gradients(parameters)
 
-        def collected(batch: Batch) -> Tensor:
+        def step_and_flush(batch: Batch) -> Tensor:
             result = step(batch)
             self.gradients.flush()
             return result
 
-        super().__init__(collected, self.gradients.forget, sync)
+        super().__init__(step_and_flush, self.gradients.discard_pending, sync)
 
-    def __call__(self, batch: Batch, ready: bool = True) -> Tensor:
-        self.gradients.begin()
-        result = super().__call__(batch, ready)
-        self.gradients.hand_over()
+    def __call__(self, batch: Batch, may_capture: bool = True) -> Tensor:
+        self.gradients.start()
+        result = super().__call__(batch, may_capture)
+        self.gradients.publish()
         return result
 
     def _eager(self, batch: Batch) -> Tensor:
@@ -302,8 +388,8 @@ class GraphedBackward(_Graphs):
         except RuntimeError as error:
             if not is_out_of_memory(error) or not self.holds_graphs or not self.sync.is_alone:
                 raise
-        # out of the handler, whose error would keep the step's tensors
-        self.gradients.forget()
+        # outside the handler, whose error references the step's tensors
+        self.gradients.discard_pending()
         self.give_up()
         torch.cuda.set_rng_state(random, self.stream.device)
         return super()._eager(batch)
@@ -312,7 +398,7 @@ class GraphedBackward(_Graphs):
         captured = super()._capture(batch, warm)
         if captured is not None:
             captured.written = self.gradients.written
-        self.gradients.written = set()  # nothing was computed
+        self.gradients.written = set()  # a capture computes nothing
         return captured
 
     def _replay(self, captured: _Captured, batch: Batch) -> Tensor:
@@ -320,7 +406,7 @@ class GraphedBackward(_Graphs):
         return super()._replay(captured, batch)
 
     def close(self) -> None:
-        """Free all graphs and gradients; the next call begins anew."""
+        """Free all graphs and gradients; the next call allocates them again."""
         self.drop()
         self.gradients.close()
 

@@ -1,19 +1,18 @@
 """The training loop: the story of a step, and of the run around it.
 
-A step takes its rows; a stepper gives gradients and sums; then gradients are clipped, a broken step is caught, the
-optimizer moves, and the step's numbers are read and recorded when the next one is queued. What holds throughout:
+A step takes its micro-batches (`_next_micro_batches`); the stepper runs their forwards and backwards and returns the
+sums of the method's metrics; gradients are reduced and clipped; guards stop a broken step; the optimizer and the
+schedule step; the step's numbers are read and recorded while the next step is launched.
 
 - The loss of a step is its sum over the whole accumulation window divided by the count over that window (for
-  supervised fine-tuning: of trained tokens), so accumulating equals the large batch.
-- NaN or Inf in loss or gradient, and windows with nothing to train on, stop the run before a weight moves (`stops`).
-- The host does not wait for the step it launches (`readback`, `records`) but where something depends on its numbers: a
-  checkpoint, an evaluation, the end. An optimizer that cannot be told on the device to leave the weights alone waits
-  for them, too.
-- Checkpoints hold adapters, optimizer, schedule and random states, written aside and renamed.
-- Asked to leave (SIGTERM, SIGHUP, Ctrl-C), the run ends its step, saves a checkpoint and goes. What takes longer (a
-  step of many micro-batches, an evaluation) is given up: the checkpoint is of the moment before it.
-- Order of rows, schedule, parameter groups and checkpoints are those of transformers' Trainer (5.17 to 5.23), with
-  which runs of earlier versions were made.
+  supervised fine-tuning: trained tokens). So gradient accumulation equals the large batch.
+- NaN or Inf in loss or gradient, and a step with nothing to train on, stop the run before a weight changes (`guards`).
+- The host does not block on the step it launches (`metrics_log`), except before a checkpoint, an evaluation and the
+  end, and with optimizers that cannot skip a step on the device.
+- Checkpoints hold adapters, optimizer, schedule and random states. They are written to a temporary folder and renamed.
+- On SIGTERM, SIGHUP or Ctrl-C the run ends its step, saves a checkpoint and stops. Work that takes longer than
+  `LEAVE_TIMEOUT` (a step of many micro-batches, an evaluation) is dropped: the checkpoint is of the state before it.
+- Order of rows, schedule, parameter groups and checkpoints match transformers' Trainer (5.17 to 5.23).
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from halfbyte.ops.fp8_scaling import DelayedScaling
 from halfbyte.optim import OPTIMIZERS, trained_parameters
 from halfbyte.parallel.context.model import slice_of
 from halfbyte.parallel.mesh import ALONE, AXES, ROWS, Mesh
-from halfbyte.parallel.mesh import TOKENS as OTHER_TOKENS
+from halfbyte.parallel.mesh import TOKENS as TOKEN_AXES
 from halfbyte.parallel.shard.model import trains_alike
 from halfbyte.parallel.shard.trained import shard_optimizer
 from halfbyte.parallel.tensor.layers import whole_inside
@@ -49,53 +48,52 @@ from halfbyte.utils.signals import Request, Stopped, as_requests
 
 from ..parallel.pipeline.full_state import PipelineState, scaling_state
 from ..rl.rollouts import Generations
-from ..runs.layout import checkpoint_folder
+from ..runs import checkpoints
+from ..runs.layout import TRAINER_STATE, checkpoint_folder
 from ..runs.manifest import write_manifest
-from . import checkpoint as checkpoints
-from .callback_arguments import steps_per_epoch, total_steps
-from .callbacks import Callbacks, noisy_embeddings
-from .checkpoint_state import (
+from ..runs.metrics import TOKENS, MetricsFile, Window
+from .callbacks import Callbacks, noisy_embeddings, steps_per_epoch, total_steps
+from .checkpoint import (
     load_optimizer,
     load_random,
+    load_scaling,
     load_weights,
     random_states,
     save_optimizer,
     save_random,
+    save_scaling,
     save_weights,
 )
-from .early_stop import PATIENCE, Stops, announce
-from .look_ahead import Ahead, with_numbers
-from .metrics import TOKENS, MetricsFile, Window
-from .metrics_log import Records
-from .readback import StepNumbers, guard
-from .sampler import Counting, batches
-from .stepper import Stepper, beside_graphs
+from .guards import LEAVE_TIMEOUT, StepGuards, announce_signal, skip_if_not_finite
+from .metrics_log import MetricsLog, StepNumbers
+from .sampler import CountingCollator, batches
+from .stepper import LookAhead, Stepper, free_stream_caches, with_numbers
 
 Part = TypeVar("Part")
 
 
 def seed_process(config: RunConfig, mesh: Mesh) -> None:
-    """Seed the random numbers of this process: dropout differs between processes except along `tensor`, where all
-    compute the same rows."""
+    """Seed the random numbers of this rank. Dropout differs between ranks except along `tensor`, whose ranks compute
+    the same rows."""
     set_seed(config.seed + mesh.place(*(axis for axis in AXES if axis != "tensor")))
 
 
 class TrainingLoop:
-    """Trains a causal LM on rows by the method of its configuration, and evaluates it on others.
+    """Trains a causal LM on rows by the method of its configuration, and evaluates it on held-out rows.
 
     Args:
         config: the run's configuration; part of every checkpoint.
         data: rows, tokens and trained tokens of the training set; part of every checkpoint.
-        metrics: where records go.
-        compute_dtype: dtype of matrix products, whatever dtype the trained weights are kept in.
+        metrics: file of the records.
+        compute_dtype: dtype of matrix products, independent of the dtype of the trained weights.
         model: a PeftModel, or a transformers model in full fine-tuning, on `device`.
         args: `config` for transformers' callbacks.
-        rows: of the training set.
+        rows: the training set.
         held_out: rows to evaluate on.
-        collate: rows → a batch, the method's own.
-        stepper: runs the micro-batches of a step; it decides between eager steps, CUDA graphs and a pipeline.
-        mesh: the processes that train.
-        scaling: the recipe's delayed scales, if it has any.
+        collate: the method's collator, rows → a batch.
+        stepper: runs the micro-batches of a step: eager, as CUDA graphs or through a pipeline.
+        mesh: the ranks that train.
+        scaling: delayed scales of the fp8 recipe.
         rollouts: samples the rows of each step; None: `rows` are trained on as they are.
         pipeline_state: gathers weights and optimizer state from the stages of a pipeline; None: one stage.
     """
@@ -122,22 +120,22 @@ class TrainingLoop:
         self.config, self.data, self.metrics, self.compute_dtype = config, data, metrics, compute_dtype
         self.model, self.args, self.device, self.mesh = model, args, device, mesh
         self.rows, self.held_out, self.method = rows, held_out, method_of(config)
-        self.collate = Counting(self.method, collate)
-        self.ahead = Ahead(self.method, model, compute_dtype, mesh)
+        self.collate = CountingCollator(self.method, collate)
+        self.look_ahead = LookAhead(self.method, model, compute_dtype, mesh)
         self.loss_count = self.method.numbers.trained[0].over
-        self.output, self.row = Path(config.output_dir), OPTIMIZERS[config.optim]
+        self.output, self.optimizer_row = Path(config.output_dir), OPTIMIZERS[config.optim]
         self.trained = list(trained_parameters(model).values())
         self.stepper, self.scaler, self.scaling = stepper, stepper.scaler, scaling
         self.rollouts, self.pipeline_state = rollouts, pipeline_state
         self.callbacks, self.request = Callbacks(args, model, reports=mesh.is_main), Request()
-        self._owed = False  # an evaluation, by the checkpoint that the run continues from
+        self._evaluation_pending = False  # whether the checkpoint was saved before its step's evaluation
         self.optimizer: Any = None
         self.units: Any = None
         self.schedule: Any = None
-        self.stops = Stops(config, self.loss_count, sampled=rollouts is not None)
-        scaled = self.scaler is not None
-        self.records = Records(metrics, self.callbacks, self.method.numbers, self.stops, device, mesh, scaled, rollouts)
-        self.ways = mesh.ways(*ROWS)
+        self.guards = StepGuards(config, self.loss_count, sampled=rollouts is not None)
+        numbers, scaled = self.method.numbers, self.scaler is not None
+        self.log = MetricsLog(metrics, self.callbacks, numbers, self.guards, device, mesh, scaled, rollouts)
+        self.ways = mesh.ways(*ROWS)  # ranks that rows are distributed to
 
     @property
     def state(self) -> TrainerState:
@@ -147,54 +145,58 @@ class TrainingLoop:
         self.callbacks.handler.add_callback(callback)
 
     @property
-    def _steady(self) -> bool:
-        """Whether a step may be captured: after the first one, so that the optimizer's state is allocated before the
-        graphs' memory, and with the recipe's scales set, because a graph replays the branch it was captured in."""
+    def _may_capture(self) -> bool:
+        """Whether a step may be captured.
+
+        The optimizer's state is allocated in the first step, before the graphs' memory. A graph replays the branch that
+        it was captured in, so the recipe's scales must be set.
+        """
         return self.state.global_step > 0 and (self.scaling is None or any(self.scaling.settled))
 
     # --- a run -------------------------------------------------------------------------------------------------------
 
     def train(self, checkpoint: Path | None = None) -> None:
-        """Train to the end from `checkpoint`, or from the start; a checkpoint of the end is only loaded.
+        """Train to the last step from `checkpoint`, or from the start; a checkpoint of the last step is only loaded.
 
-        A run that raises has written the records of all steps before.
+        Before it raises, the records of all finished steps are written.
 
         Raises:
-            TrainingError: a step is broken, or has nothing to train on; see `Stops`.
+            TrainingError: a step is broken, or has nothing to train on; see `StepGuards`.
             CheckpointError: `checkpoint` cannot be read.
-            Stopped: the process was asked to leave; a checkpoint of the last step is saved.
+            Stopped: the process received a signal; a checkpoint of the last step is saved.
         """
         steps = total_steps(self.config, len(self.rows), self.ways)
-        self._begin(checkpoint, steps)
+        self._set_up(checkpoint, steps)
         if self.state.global_step >= steps:
-            if self.mesh.is_main:  # a run that was killed between the last save and this
+            if self.mesh.is_main:  # the run may have been killed between its last save and the removal of older ones
                 checkpoints.keep_newest(self.output, self.config.save_total_limit)
             return
         try:
             with (
                 noisy_embeddings(self.model, self.config.neftune_noise_alpha, self.mesh),
-                as_requests(announce) as self.request,
+                as_requests(announce_signal) as self.request,
             ):
                 self._run(checkpoint)
         except BaseException:
-            self.records.read_all()
+            self.log.flush()
             raise
         finally:
             self.stepper.close()
 
-    def _begin(self, checkpoint: Path | None, steps: int) -> None:
-        """Weights, optimizer, schedule and state, new or as `checkpoint` has them."""
+    def _set_up(self, checkpoint: Path | None, steps: int) -> None:
+        """Create weights, optimizer, schedule and state, or load them from `checkpoint`."""
         split = self.pipeline_state
         if checkpoint is not None:
             with whole_inside(self.trained):
                 load_weights(self.model, checkpoint, split.stages.elsewhere if split else None)
-            checkpoints.load_scaling(checkpoint, self.scaling, split.own_scaling if split else dict)
+            load_scaling(checkpoint, self.scaling, split.own_scaling if split else dict)
             state = checkpoints.read_state(checkpoint)
             if self.rollouts is not None:
                 self.rollouts.load(checkpoint)
-            self.records.window, self._owed = Window.of_dict(state["window"]), state.get("owes_evaluation", False)
-        self.optimizer = self.row.make(self.model, self.config)
-        elementwise = self.row.elementwise and self.scaler is None
+            self.log.window = Window.of_dict(state["window"])
+            self._evaluation_pending = state.get("owes_evaluation", False)
+        self.optimizer = self.optimizer_row.make(self.model, self.config)
+        elementwise = self.optimizer_row.elementwise and self.scaler is None
         alike = self.mesh.ways("shard") > 1 and trains_alike(self.model) and not self.stepper.captures
         narrow = partial(cast_replacements, self.model, self.compute_dtype)
         self.units = shard_optimizer(self.mesh, self.trained, elementwise=elementwise, alike=alike, narrow=narrow)
@@ -202,17 +204,17 @@ class TrainingLoop:
         warmup = self.args.get_warmup_steps(steps)
         self.schedule = get_scheduler(self.config.lr_scheduler_type, self.optimizer, warmup, steps)
         if checkpoint is not None:
-            own = partial(split.own_part, self.optimizer) if split else self.units.local_state
+            local_part = partial(split.own_part, self.optimizer) if split else self.units.local_state
             with whole_inside(self.trained, self.optimizer):
-                load_optimizer(checkpoint, self.optimizer, self.schedule, self.scaler, own)
+                load_optimizer(checkpoint, self.optimizer, self.schedule, self.scaler, local_part)
         by_steps = self.config.max_steps > 0
         epochs = math.ceil(steps / self._steps_per_epoch if by_steps else self.config.num_train_epochs)
-        saved = None if checkpoint is None else checkpoint / checkpoints.TRAINER_STATE
+        saved = None if checkpoint is None else checkpoint / TRAINER_STATE
         self.callbacks.begin(saved, steps=steps, epochs=epochs, optimizer=self.optimizer, schedule=self.schedule)
 
     @property
-    def _micro_batches(self) -> int:
-        """Of a whole step, in all processes."""
+    def _micro_batches_per_step(self) -> int:
+        """Micro-batches of a step on all ranks."""
         return self.config.gradient_accumulation_steps * self.ways
 
     @property
@@ -220,10 +222,10 @@ class TrainingLoop:
         return steps_per_epoch(self.config, len(self.rows), self.ways)
 
     def _run(self, checkpoint: Path | None) -> None:
-        """Epoch after epoch until a callback says stop, as the first one does at the last step."""
+        """Train epochs until a callback requests a stop; DefaultFlowCallback does so at the last step."""
         began, first = time.time(), self.state.global_step
         self.units.drop_gradients()
-        self.records.watch(self.model, self.stepper)
+        self.log.start(self.model, self.stepper)
         self.model.train()
         self.callbacks("on_train_begin")
         epoch, done = divmod(first, self._steps_per_epoch)
@@ -232,97 +234,102 @@ class TrainingLoop:
             self._epoch(epoch, done, checkpoint)
             self.callbacks("on_epoch_end")
             self._evaluate_and_save()
-            self._leave_if_asked()
+            self._stop_if_requested()
             epoch, done, checkpoint = epoch + 1, 0, None
         steps = self.state.global_step - first
-        rows = steps * self._micro_batches * self.config.per_device_train_batch_size
-        summary = {"total_flos": 0, "train_loss": self.records.mean_losses / max(steps, 1)}
+        rows = steps * self._micro_batches_per_step * self.config.per_device_train_batch_size
+        summary = {"total_flos": 0, "train_loss": self.log.mean_losses / max(steps, 1)}
         self.callbacks.log(speed_metrics("train", began, rows, steps) | summary)
         self.callbacks("on_train_end")
 
     def _epoch(self, epoch: int, done: int, checkpoint: Path | None) -> None:
-        """The steps of an epoch after the first `done`.
+        """Run the steps of an epoch after the first `done`.
 
-        A loader draws a random number when it begins, so the checkpoint's numbers come back after that in the middle
-        of an epoch, and before it where the checkpoint was at an epoch's end.
+        A DataLoader draws a random number when its iteration starts. In the middle of an epoch the checkpoint's random
+        states are restored after that; a checkpoint of an epoch's end was saved before it, so they are restored before.
         """
         if checkpoint is not None and not done:
-            self._continue(checkpoint)
+            self._restore_random_states(checkpoint)
         config = self.config
-        size, skip = config.per_device_train_batch_size, done * self._micro_batches
+        size, skip = config.per_device_train_batch_size, done * self._micro_batches_per_step
         order, pinned = config.seed + epoch, self.device.type != "cpu"
-        share: Any
+        source: Any
         if self.rollouts is not None:
-            share = self.rollouts.share(self.collate, epoch, skip, self.callbacks, settle=self.records.read)
+            source = self.rollouts.epoch_batches(self.collate, epoch, skip, self.callbacks, settle=self.log.read)
         else:
-            share = batches(self.rows, size, self.collate, self.mesh, shuffled=order, skip=skip, pinned=pinned)
-        micro_batches, seen = skip + share.total, skip
-        iterator = iter(share)
-        while taken := self._take(iterator):
+            source = batches(self.rows, size, self.collate, self.mesh, shuffled=order, skip=skip, pinned=pinned)
+        micro_batches, seen = skip + source.total, skip
+        iterator = iter(source)
+        while taken := self._next_micro_batches(iterator):
             if checkpoint is not None and done:
-                self._continue(checkpoint)
+                self._restore_random_states(checkpoint)
                 checkpoint = None
-            seen = min(seen + len(taken) * self.ways, micro_batches)  # some may be blank
+            seen = min(seen + len(taken) * self.ways, micro_batches)  # the last ones of some ranks may be blank
             self._step(taken, epoch + seen / micro_batches)
             control = self.callbacks.control
             if control.should_epoch_stop or control.should_training_stop:
                 return
-            if seen < micro_batches:  # the end of an epoch has things to do yet
-                self._leave_if_asked()
+            if seen < micro_batches:  # after an epoch's last step `_run` evaluates and saves first
+                self._stop_if_requested()
 
-    def _continue(self, checkpoint: Path) -> None:
-        """Take the random numbers of `checkpoint`, and do what was left out after its step."""
+    def _restore_random_states(self, checkpoint: Path) -> None:
+        """Load the random states of `checkpoint`, and run the evaluation that it was saved before."""
         load_random(checkpoint, self.mesh.rank)
-        if self._owed:
+        if self._evaluation_pending:
             self.evaluate()
-            self._owed = False
+            self._evaluation_pending = False
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
-    def _take(self, loader: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The micro-batches of the next step, on their way to the device; none at the end of the epoch."""
-        self.records.begin()
+    def _next_micro_batches(self, loader: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the micro-batches of the next step, being copied to the device; empty at the end of the epoch."""
+        self.log.begin_step()
         taken = [to_device(batch, self.device) for batch in islice(loader, self.config.gradient_accumulation_steps)]
-        return [slice_of(batch, self.mesh) for batch in self.stepper.synced(taken)]
+        return [slice_of(batch, self.mesh) for batch in self.stepper.pad_across_ranks(taken)]
 
-    def _own(self, batch: dict[str, Any]) -> Batch:
+    def _to_device(self, batch: dict[str, Any]) -> Batch:
+        """Return this rank's context-parallel shard of a batch, on the device."""
         return slice_of(to_device(batch, self.device), self.mesh)
 
     def _step(self, taken: list[dict[str, Any]], epoch: float) -> None:
-        """One optimizer step; `epoch` is how far the run is after it."""
-        self.callbacks("on_step_begin")
-        number, counts = self.state.global_step + 1, take_counts(taken)
-        counts = self.mesh.sum(counts)
-        divisor = self.stops.check_count(number, counts[self.loss_count], len(taken) * self.ways)
-        if not self.model.training:  # after an evaluation; it walks all modules
-            self.model.train()
-        count = torch.full((), divisor, device=self.device)  # a launch; a copy could wait
-        taken = self.ahead.shared(taken, counts)
-        before = random_states() if len(taken) > 1 else None
-        with self.records.shares.of(number):
-            sums = self.stepper(self._unless_late(taken, before), count, steady=self._steady)
-        sums = self.units.reduce(sums)
-        norm = self._clip()
-        numbers = torch.cat([sums, norm.to(sums).reshape(1)])
-        if guarded := self.scaler is None and self.row.guarded:  # float16's scaler has a way of its own
-            guard(self.optimizer, numbers)
-        step = StepNumbers(number, counts, numbers, self.records.shares.step)
-        self.records.launch(step)
-        if not guarded or number == 1:
-            self.records.check(step)
-        if self.scaler is not None:
-            self.stops.check_scale(number, self.records.norm, self.scaler.get_scale())
-        self.callbacks("on_pre_optimizer_step")
-        self._finish_step(self._move(), epoch)
+        """Run one optimizer step on these micro-batches.
 
-    def _clip(self) -> torch.Tensor:
-        """The norm of the gradients, before they are clipped to `max_grad_norm`."""
+        Args:
+            epoch: position of the run after the step, in epochs.
+        """
+        self.callbacks("on_step_begin")
+        number, counts = self.state.global_step + 1, self.mesh.sum(take_counts(taken))
+        divisor = self.guards.check_count(number, counts[self.loss_count], len(taken) * self.ways)
+        if not self.model.training:  # after an evaluation; `train()` walks all modules
+            self.model.train()
+        count = torch.full((), divisor, device=self.device)  # a kernel launch; a copy from the host could block
+        taken = self.look_ahead.add_numbers(taken, counts)
+        before = random_states() if len(taken) > 1 else None
+        with self.log.breakdown.step(number):
+            sums = self.stepper(self._stop_when_late(taken, before), count, may_capture=self._may_capture)
+        sums = self.units.reduce(sums)
+        norm = self._clip_gradients()
+        numbers = torch.cat([sums, norm.to(sums).reshape(1)])
+        # float16's scaler skips broken steps itself
+        if skips_on_device := self.scaler is None and self.optimizer_row.guarded:
+            skip_if_not_finite(self.optimizer, numbers)
+        step = StepNumbers(number, counts, numbers, self.log.breakdown.last_step)
+        self.log.launch(step)
+        if not skips_on_device or number == 1:
+            self.log.check(step)
+        if self.scaler is not None:
+            self.guards.check_scale(number, self.log.norm, self.scaler.get_scale())
+        self.callbacks("on_pre_optimizer_step")
+        self._finish_step(self._update_weights(), epoch)
+
+    def _clip_gradients(self) -> torch.Tensor:
+        """Clip the gradients to `max_grad_norm` and return their norm before that."""
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         return self.units.clip(self.config.max_grad_norm or math.inf)
 
-    def _move(self) -> float:
-        """The optimizer's step, and the schedule's; the learning rate that it was made with."""
+    def _update_weights(self) -> float:
+        """Step the optimizer and the schedule; return the learning rate of this step."""
         rate = self.schedule.get_last_lr()[0]
         if self.scaler is None:
             self.optimizer.step()
@@ -330,28 +337,29 @@ class TrainingLoop:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         self.callbacks("on_optimizer_step")
-        # a step that the scaler leaves out is none of the schedule's; a fused optimizer leaves it out itself
-        if self.scaler is None or math.isfinite(self.records.norm) or self.row.guarded:
+        # If the scaler skips a step, the schedule does not count it. A fused optimizer skips it on the device, where
+        # the host does not see it, so the schedule counts it.
+        if self.scaler is None or math.isfinite(self.log.norm) or self.optimizer_row.guarded:
             self.schedule.step()
         self.units.after_step()
         return rate
 
     def _finish_step(self, rate: float, epoch: float) -> None:
-        """The end of a step: what it says is recorded once its numbers are there, then evaluate and save."""
+        """Count the step, schedule its record, then evaluate and save if requested."""
         state = self.state
         state.global_step, state.epoch = state.global_step + 1, epoch
         self.callbacks("on_step_end")
         control = self.callbacks.control
-        last = state.global_step >= state.max_steps  # whose record may span fewer than logging_steps
-        self.records.finish(rate if control.should_log or last else None)
+        last = state.global_step >= state.max_steps  # its record may span fewer than logging_steps
+        self.log.finish(rate if control.should_log or last else None)
         if self.scaling is not None:
-            self.scaling.roll(partial(self.mesh.max, axes=OTHER_TOKENS))
+            self.scaling.roll(partial(self.mesh.max, axes=TOKEN_AXES))
         if last or control.should_training_stop or control.should_evaluate or control.should_save:
-            self.records.read()
+            self.log.read()
         self._evaluate_and_save()
 
     def _evaluate_and_save(self) -> None:
-        """What the callbacks ask for."""
+        """Evaluate and save a checkpoint, if the callbacks request it."""
         if self.callbacks.control.should_evaluate:
             self.evaluate()
         if self.callbacks.control.should_save:
@@ -361,18 +369,18 @@ class TrainingLoop:
     # --- evaluation and checkpoints ----------------------------------------------------------------------------------
 
     def evaluate(self) -> dict[str, float]:
-        """The method's numbers over the held-out rows, recorded.
+        """Compute the method's numbers over the held-out rows, record and return them.
 
         Raises:
-            TrainingError: the loss is NaN or Inf, or there is nothing to take it over.
+            TrainingError: the loss is NaN or Inf, or there is nothing to evaluate.
         """
         assert self.held_out is not None
-        self.records.read()
+        self.log.read()
         began, size = time.time(), self.args.per_device_eval_batch_size
         rows, answers = self.held_out, self.rollouts
         numbers = answers.evaluate(rows, self.callbacks) if answers else self._held_out_numbers(rows, size)
         numbers["seconds"] = time.time() - began
-        self.records.write("eval", numbers)
+        self.log.write("eval", numbers)
         named = {f"eval_{name}": value for name, value in numbers.items()}
         named |= speed_metrics("eval", began, len(self.held_out), math.ceil(len(self.held_out) / size))
         self.callbacks.log(named)
@@ -380,29 +388,29 @@ class TrainingLoop:
         return numbers
 
     def _held_out_numbers(self, rows: Rows, size: int) -> dict[str, float]:
-        """What the method makes of `rows`, `size` a batch."""
+        """Return the method's numbers over `rows`, `size` per batch."""
         found, random = Window.of(self.method.numbers.trained), random_states()
         self.model.eval()
-        share = batches(rows, size, self.collate, self.mesh, pinned=self.device.type != "cpu")
-        with beside_graphs(self.stepper, self.device), torch.no_grad():
-            shared = self.ahead.of_all(map(self._own, share))
-            late = iter(self._unless_late(share, random, evaluates=True))
-            while together := list(islice(late, self.stepper.together)):
-                counted = [take_counts([batch]) for batch in together]
-                ready: list[Batch] = [with_numbers(self._own(batch), shared) for batch in together]
-                for own, sums in zip(counted, self.stepper.evaluate(ready), strict=True):
-                    found.add({name: float(value) for name, value in sums.items()}, own, 0.0)
+        source = batches(rows, size, self.collate, self.mesh, pinned=self.device.type != "cpu")
+        with free_stream_caches(self.stepper, self.device), torch.no_grad():
+            shared = self.look_ahead.numbers(map(self._to_device, source))
+            remaining = iter(self._stop_when_late(source, random, evaluates=True))
+            while some := list(islice(remaining, self.stepper.evaluation_batches)):
+                counted = [take_counts([batch]) for batch in some]
+                ready: list[Batch] = [with_numbers(self._to_device(batch), shared) for batch in some]
+                for counts, sums in zip(counted, self.stepper.evaluate(ready), strict=True):
+                    found.add({name: float(value) for name, value in sums.items()}, counts, 0.0)
         found = found.over(self.mesh)
-        counts = {name: count for name, count in found.counts.items() if name != TOKENS}
-        self.stops.check_held_out(self.state.global_step, found.sums["loss"], counts[self.loss_count])
-        return self.method.evaluation(found.means(self.method.numbers.trained), counts)
+        totals = {name: count for name, count in found.counts.items() if name != TOKENS}
+        self.guards.check_held_out(self.state.global_step, found.sums["loss"], totals[self.loss_count])
+        return self.method.evaluation(found.means(self.method.numbers.trained), totals)
 
-    def _save(self, random: dict[str, Any] | None = None, owes_evaluation: bool = False) -> None:
-        """Write checkpoint-N aside, rename it, and only then remove older ones.
+    def _save(self, random: dict[str, Any] | None = None, evaluation_pending: bool = False) -> None:
+        """Write checkpoint-N to a temporary folder, rename it, and only then remove older checkpoints.
 
         Args:
-            random: states that the run is to continue with; default: those of now.
-            owes_evaluation: whether it is to begin with an evaluation.
+            random: random states that the resumed run continues with; default: the current ones.
+            evaluation_pending: whether the resumed run evaluates first.
 
         Raises:
             TrainingError: it could not be written (a full disk); earlier checkpoints are untouched.
@@ -415,65 +423,72 @@ class TrainingLoop:
             scaling = scaling_state(self.scaling, split)
             with self.units.full():
                 if self.mesh.is_main:
-                    self._write(weights, optimizer, scaling, states, owes_evaluation)
+                    self._write_checkpoint(weights, optimizer, scaling, states, evaluation_pending)
 
-    def _write(
+    def _write_checkpoint(
         self,
         weights: dict[str, torch.Tensor] | None,
         optimizer: dict[str, Any],
         scaling: dict[str, torch.Tensor] | None,
         random: list[dict[str, Any]],
-        owes_evaluation: bool,
+        evaluation_pending: bool,
     ) -> None:
-        """The files of a checkpoint: `weights` of a model in stages, whole (None: as they are); all random states."""
-        try:
-            with new_directory(self._place()) as aside:
-                save_weights(self.model, aside, weights)
-                save_optimizer(aside, optimizer, self.schedule, self.scaler)
-                save_random(aside, random)
-                checkpoints.save_scaling(aside, scaling)
-                if self.rollouts is not None:
-                    self.rollouts.save(aside)
-                self.state.save_to_json(str(aside / checkpoints.TRAINER_STATE))
-                checkpoints.write_state(aside, self.config, self.data, self.records.window, owes_evaluation, self.ways)
-                write_manifest(aside, self.state.global_step)
-        except TrainingError as error:
-            raise TrainingError(error.message, f"{error.fix}; {self.stops.last_checkpoint()}") from error
-        checkpoints.keep_newest(self.output, self.config.save_total_limit)
-
-    def _place(self) -> Path:
-        """Where the checkpoint of the last step is, or would be."""
-        return self.output / checkpoint_folder(self.state.global_step)
-
-    # --- leaving -----------------------------------------------------------------------------------------------------
-
-    def _leave_if_asked(self) -> None:
-        """After a step."""
-        if number := self.mesh.max(self.request.number):
-            self.request.number = number  # which may have reached another process alone
-            self._leave()
-
-    def _unless_late(
-        self, parts: Iterable[Part], random: dict[str, Any] | None, evaluates: bool = False
-    ) -> Iterator[Part]:
-        """The `parts` of a step, or of an evaluation; once the process has been asked to leave for `PATIENCE`, it does.
+        """Write the files of a checkpoint.
 
         Args:
-            random: states from before them.
+            weights: full weights of a model in stages; None: the model's own.
+            random: random states by rank.
+        """
+        try:
+            with new_directory(self._checkpoint_folder()) as folder:
+                save_weights(self.model, folder, weights)
+                save_optimizer(folder, optimizer, self.schedule, self.scaler)
+                save_random(folder, random)
+                save_scaling(folder, scaling)
+                if self.rollouts is not None:
+                    self.rollouts.save(folder)
+                self.state.save_to_json(str(folder / TRAINER_STATE))
+                checkpoints.write_state(
+                    folder, self.config, self.data, self.log.window, evaluation_pending, self.ways
+                )
+                write_manifest(folder, self.state.global_step)
+        except TrainingError as error:
+            raise TrainingError(error.message, f"{error.fix}; {self.guards.last_checkpoint()}") from error
+        checkpoints.keep_newest(self.output, self.config.save_total_limit)
+
+    def _checkpoint_folder(self) -> Path:
+        """Folder of the last step's checkpoint, which need not exist."""
+        return self.output / checkpoint_folder(self.state.global_step)
+
+    # --- signals -----------------------------------------------------------------------------------------------------
+
+    def _stop_if_requested(self) -> None:
+        """After a step, save and stop if any rank received a signal."""
+        if number := self.mesh.max(self.request.number):
+            self.request.number = number  # the signal may have reached another rank only
+            self._save_and_stop()
+
+    def _stop_when_late(
+        self, parts: Iterable[Part], random: dict[str, Any] | None, evaluates: bool = False
+    ) -> Iterator[Part]:
+        """Yield the `parts` of a step or an evaluation; stop between them `LEAVE_TIMEOUT` seconds after a signal.
+
+        Args:
+            random: random states from before the first part.
         """
         for part in parts:
-            # a recipe's scales have moved with the first part, and other processes wait for all of them
-            if self.request.seconds > PATIENCE and self.scaling is None and self.mesh.size == 1:
-                self._leave(random, evaluates)
+            # The first part changes a recipe's scales, and with several ranks the others would block in a collective.
+            if self.request.seconds > LEAVE_TIMEOUT and self.scaling is None and self.mesh.size == 1:
+                self._save_and_stop(random, evaluates)
             yield part
 
-    def _leave(self, random: dict[str, Any] | None = None, owes_evaluation: bool = False) -> None:
-        """Save what the last step came to, and go.
+    def _save_and_stop(self, random: dict[str, Any] | None = None, evaluation_pending: bool = False) -> None:
+        """Save a checkpoint of the last step, if there is none, and end the run.
 
         Raises:
             Stopped: always.
         """
-        self.records.read()
-        if self.state.global_step and self.mesh.from_main(checkpoints.damage(self._place())) is not None:
-            self._save(random, owes_evaluation)
+        self.log.read()
+        if self.state.global_step and self.mesh.from_main(checkpoints.damage(self._checkpoint_folder())) is not None:
+            self._save(random, evaluation_pending)
         raise Stopped(self.request.number)

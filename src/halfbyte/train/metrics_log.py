@@ -1,41 +1,55 @@
-"""The numbers of steps, read one step late, and the records that are made of them."""
+"""The numbers of steps: read one step late, and written as records of metrics.jsonl.
+
+Reading a loss right after its backward leaves the device idle while Python launches clipping, the optimizer and the
+next forward. Here the numbers of step k are copied to the host while step k + 1 is launched.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import resource
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
+from time import perf_counter
 from typing import Any, Protocol
 
+import psutil
 import torch
+from torch import Tensor
 
 from halfbyte.methods.base import Numbers
 from halfbyte.parallel.mesh import AXES, Mesh
+from halfbyte.parallel.shard.model import sharded
 
+from ..runs.metrics import MetricsFile, Window
 from .callbacks import Callbacks
-from .early_stop import Stops
-from .metrics import MetricsFile, Window, peak_memory
-from .readback import Mark, StepNumbers
+from .guards import StepGuards
 from .stepper import Stepper
-from .time_breakdown import Shares, shares_of
+
+ASYNCHRONOUS = ("cuda", "xpu")  # device types that execute asynchronously
+BREAKDOWN_INTERVAL = 10  # steps from one time breakdown to the next
+GATHERS, IDLE = "gather_share", "idle_share"
 
 
-class Rollouts(Protocol):
-    """The part of `rl.rollouts.Generations` that records ask: `taken` gives numbers of the rows of a record."""
+class RolloutNumbers(Protocol):
+    """The part of `rl.rollouts.Generations` that records need; `taken` returns numbers of the current generation."""
 
-    mismatch: Any
+    correction: Any
 
     def taken(self) -> dict[str, float]: ...
 
 
-class Records:
-    """Takes each step as it is launched, reads it when the next one is, and writes the records that are due.
+class MetricsLog:
+    """Takes each step when it is launched, reads it when the next step is, and writes the records that are due.
 
     Attributes:
         window: the steps since the last record.
         norm: the last gradient norm that was read.
-        mean_losses: the sum of the steps' mean losses.
-        shares: of the time of this process, of several.
+        mean_losses: sum of the steps' mean losses.
+        breakdown: shares of a step's time, if several ranks train.
     """
 
     def __init__(
@@ -43,42 +57,42 @@ class Records:
         file: MetricsFile,
         callbacks: Callbacks,
         numbers: Numbers,
-        stops: Stops,
+        guards: StepGuards,
         device: torch.device,
         mesh: Mesh,
         scaled: bool,
-        rollouts: Rollouts | None = None,
+        rollouts: RolloutNumbers | None = None,
     ):
-        self.file, self.callbacks, self.numbers, self.stops = file, callbacks, numbers, stops
+        self.file, self.callbacks, self.numbers, self.guards = file, callbacks, numbers, guards
         self.device, self.mesh, self.scaled = device, mesh, scaled
         self.window = Window.of(numbers.trained)
         self.norm = math.nan
         self.mean_losses = 0.0
         self.rollouts = rollouts
-        self.shares = Shares(None, {})
-        self._own = 0.0  # seconds that this process, of several, computed by itself since the last record
+        self.breakdown = TimeBreakdown(None, {})
+        self._local_seconds = 0.0  # seconds since the last record that this rank computed without other ranks
         self._launched: StepNumbers | None = None  # the step being launched, from its gradient norm on
         self._unread: StepNumbers | None = None  # the step before
-        self._since = Mark(device)  # until when the window counts the time
-        self._due: float | None = None  # learning rate of a record that waits for its step's numbers
-        self._beside: dict[str, float] = {}  # of that record
+        self._since = TimeMark(device)  # end of the time that the window has counted
+        self._due: float | None = None  # learning rate of a record whose numbers are not read yet
+        self._rollout_numbers: dict[str, float] = {}  # of the record that is due
 
-    def watch(self, model: Any, stepper: Stepper) -> None:
-        """From the next step on know what its time goes into, where several processes train."""
-        self.shares = shares_of(self.mesh, self.device, model, stepper)
+    def start(self, model: Any, stepper: Stepper) -> None:
+        """Measure the time breakdown of the steps from here on, if several ranks train."""
+        self.breakdown = time_breakdown(self.mesh, self.device, model, stepper)
 
-    def begin(self) -> None:
-        """The rows of a step are taken; after a pause, time counts from here, else from the end of the step before."""
+    def begin_step(self) -> None:
+        """Start counting time after a pause; without a pause time counts from the end of the previous step."""
         if self._unread is None:
-            self._since = Mark(self.device)
+            self._since = TimeMark(self.device)
 
     def launch(self, step: StepNumbers) -> None:
-        """A step's numbers are on their way: read the step before, while the device is busy with this one."""
+        """Take a launched step, and read the previous one while the device computes this one."""
         self._launched = step
         self.read()
 
     def finish(self, rate: float | None) -> None:
-        """The launched step ends here, after its optimizer.
+        """End the launched step, after its optimizer.
 
         Args:
             rate: its learning rate, if a record is due.
@@ -86,23 +100,23 @@ class Records:
         assert self._launched is not None
         self._launched.finish()
         self._unread, self._launched, self._due = self._launched, None, rate
-        if rate is not None:  # before the next rows are there
-            self._beside = self.rollouts.taken() if self.rollouts else {}
+        if rate is not None:  # before the next rows are sampled
+            self._rollout_numbers = self.rollouts.taken() if self.rollouts else {}
 
     def check(self, step: StepNumbers) -> list[float]:
-        """The step's sums.
+        """Return the step's sums; blocks until they are on the host.
 
         Raises:
-            TrainingError: see `Stops.check_numbers`.
+            TrainingError: see `StepGuards.check_numbers`.
         """
         *sums, self.norm = step.read()
-        self.stops.check_numbers(step.number, sums[0], self.norm, self.scaled)
+        self.guards.check_numbers(step.number, sums[0], self.norm, self.scaled)
         return sums
 
     def read(self) -> None:
-        """Take the unread step into the window, and write the record that is due.
+        """Add the unread step to the window, and write the record that is due.
 
-        At that time the state is still that step's own: the next one counts after its optimizer.
+        The trainer state is still that step's: `global_step` increases after the next step's optimizer.
         """
         step, rate = self._unread, self._due
         self._unread = self._due = None
@@ -111,40 +125,226 @@ class Records:
             sums = dict(zip((metric.name for metric in metrics), self.check(step), strict=True))
             self.mean_losses += sums[metrics[0].name] / (step.counts[metrics[0].over] or 1)
             if self.rollouts:
-                self.rollouts.mismatch.saw(sums, step.counts)
+                self.rollouts.correction.add_step(sums, step.counts)
             self.window.add(sums, step.counts, step.end.seconds_since(self._since))
             self._since = step.end
-            self._own += step.own_seconds
+            self._local_seconds += step.local_seconds
         if rate is not None:
             window, self.window = self.window, Window.of(metrics)
-            norm = self.norm if math.isfinite(self.norm) else None  # float16's overflows: JSON has no Inf
+            norm = self.norm if math.isfinite(self.norm) else None  # overflow in float16: JSON has no Inf
             rates = {"grad_norm": norm, "learning_rate": rate}
-            record = window.means(metrics) | self._beside | rates | window.totals() | self._of_all(window.steps)
+            ranks = self._across_ranks(window.steps)
+            record = window.means(metrics) | self._rollout_numbers | rates | window.totals() | ranks
             self.write("train", record)
             self.callbacks.log(record)
 
-    def _of_all(self, steps: int) -> dict[str, float]:
-        """The most memory that any process took; and of several, how long the fastest and the slowest one computed in a
-        step of the window before it summed gradients with the others, and the means of their `shares`."""
-        own, self._own = self._own / max(steps, 1), 0.0
-        shares = self.mesh.sum(found, AXES) if (found := self.shares.read()) else {}
-        most = self.mesh.max({"memory_bytes": peak_memory(self.device), "slowest_seconds": own, "fastest": -own})
+    def _across_ranks(self, steps: int) -> dict[str, float]:
+        """Return the largest memory of any rank, bytes.
+
+        With several ranks also the seconds per step that the fastest and the slowest rank computed before summing
+        gradients with others, and the mean time breakdown.
+        """
+        local, self._local_seconds = self._local_seconds / max(steps, 1), 0.0
+        shares = self.mesh.sum(found, AXES) if (found := self.breakdown.read()) else {}
+        most = self.mesh.max({"memory_bytes": peak_memory(self.device), "slowest_seconds": local, "fastest": -local})
         fastest = -most.pop("fastest")
         if self.mesh.size == 1:
             del most["slowest_seconds"]
             return most
         return most | {"fastest_seconds": fastest} | {name: each / self.mesh.size for name, each in shares.items()}
 
-    def read_all(self) -> None:
-        """The run ends early: what was not finished is dropped, what was is recorded; but not in a process of several,
-        which may end alone: the others are in other collectives than a record's."""
+    def flush(self) -> None:
+        """Record the finished steps when the run ends early, and drop the unfinished one.
+
+        With several ranks nothing is recorded: a record is a collective, and other ranks may be in another one.
+        """
         self._launched = None
         if self.mesh.size == 1:
             self.read()
 
     def write(self, kind: str, numbers: Mapping[str, Any]) -> None:
-        """A record of metrics.jsonl."""
+        """Append a record to metrics.jsonl."""
         state = self.callbacks.state
         position = {"step": state.global_step, "epoch": state.epoch or 0.0, "time": time.time()}
         if self.mesh.is_main:
             self.file.append({"kind": kind, **position, **numbers})
+
+
+# --- numbers of a step -----------------------------------------------------------------------------------------------
+
+
+class TimeMark:
+    """The time at which the work launched so far ends, by the device's clock; on a CPU the current time."""
+
+    def __init__(self, device: torch.device):
+        self._now = perf_counter()
+        self._event: Any = None
+        if device.type in ASYNCHRONOUS:
+            self._event = torch.get_device_module(device).Event(enable_timing=True)
+            self._event.record()
+
+    def wait(self) -> None:
+        """Block until the device reaches the mark; work launched later may still run."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_since(self, earlier: TimeMark) -> float:
+        """Return the seconds from `earlier`, a mark of the same device, to this one; blocks until this one."""
+        self.wait()
+        if self._event is None:
+            return self._now - earlier._now
+        return earlier._event.elapsed_time(self._event) / 1e3
+
+
+class StepNumbers:
+    """The numbers of one optimizer step: counts that the host knows, and values that the device computes.
+
+    Args:
+        number: of the step, from 1.
+        counts: name → number over the step's rows.
+        values: float32 [n + 1], the sums of the method's metrics and the gradient norm. They are copied from an
+            accelerator to pinned memory without blocking the host.
+        local: start and end of the part that this rank computed without others; None with one rank.
+
+    Attributes:
+        end: end of the step, as far as it was launched.
+    """
+
+    def __init__(
+        self, number: int, counts: Mapping[str, float], values: Tensor, local: tuple[TimeMark, TimeMark] | None = None
+    ):
+        self.number, self.counts, self._local = number, counts, local
+        self._values = values.to("cpu", non_blocking=values.device.type in ASYNCHRONOUS)
+        self._read: list[float] | None = None
+        self._device = values.device
+        self.end = TimeMark(self._device)
+
+    def finish(self) -> None:
+        """Set the end of the step to now, after its optimizer."""
+        self.end = TimeMark(self._device)
+
+    @property
+    def local_seconds(self) -> float:
+        """Seconds that this rank computed without others; 0 with one rank."""
+        return self._local[1].seconds_since(self._local[0]) if self._local else 0.0
+
+    def read(self) -> list[float]:
+        """Return the values; the first call blocks until the launched part of the step is done."""
+        if self._read is None:
+            self.end.wait()
+            self._read = self._values.tolist()
+        return self._read
+
+
+# --- time of a step by ranks -----------------------------------------------------------------------------------------
+
+Span = tuple[TimeMark, TimeMark]
+
+
+class Watched(Protocol):
+    """A component that enters the context `watch` around each piece of its work, except while a graph is captured."""
+
+    watch: Any
+
+
+def time_breakdown(mesh: Mesh, device: torch.device, model: Any, stepper: Stepper) -> TimeBreakdown:
+    """Return the time breakdown of a run's layout."""
+    watched: dict[str, Watched] = {}
+    if (share := sharded(model)) is not None:
+        watched[GATHERS] = share.gathers
+    if stepper.pipeline is not None:
+        watched[IDLE] = stepper.pipeline
+    return TimeBreakdown(device if mesh.size > 1 else None, watched)
+
+
+class TimeBreakdown:
+    """Share of a step in which this rank gathers weights, or idles in a pipeline.
+
+    Measured in one step of `BREAKDOWN_INTERVAL`, with device events around each gather and each piece of a stage's
+    work, without blocking.
+
+    Args:
+        device: device whose clock counts; None: nothing is measured, since there is one rank.
+        watched: component by share. `GATHERS` is the share of its work, `IDLE` the rest of the step.
+
+    Attributes:
+        last_step: start and end of the last step's part that this rank computed without others.
+    """
+
+    def __init__(self, device: torch.device | None, watched: Mapping[str, Watched]):
+        self.device, self.watched = device, watched
+        self.last_step: Span | None = None
+        self._spans: dict[str, list[Span]] = {}
+        self._found: tuple[Span, dict[str, list[Span]]] | None = None
+
+    @contextlib.contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Measure the forwards and backwards of step `number`, from 1."""
+        if self.device is None:
+            yield
+            return
+        watched = self.watched if number % BREAKDOWN_INTERVAL == 1 else {}
+        self._spans = {name: [] for name in watched}
+        for name, each in watched.items():
+            each.watch = partial(self._span, self._spans[name])
+        began = TimeMark(self.device)
+        try:
+            yield
+        finally:
+            for each in watched.values():
+                del each.watch
+        self.last_step = began, TimeMark(self.device)
+        if watched:
+            self._found = self.last_step, self._spans
+
+    @contextlib.contextmanager
+    def _span(self, spans: list[Span], *_: Any) -> Iterator[None]:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            yield
+            return
+        assert self.device is not None
+        began = TimeMark(self.device)
+        yield
+        spans.append((began, TimeMark(self.device)))
+
+    def read(self) -> dict[str, float]:
+        """Return the shares of the last measured step, once; blocks until its end."""
+        found, self._found = self._found, None
+        if found is None:
+            return {}
+        (began, end), spans = found
+        seconds = end.seconds_since(began)
+        seen = {name: each for name, each in spans.items() if each}  # a replayed CUDA graph has none
+        parts = {name: sum(end.seconds_since(began) for began, end in each) / seconds for name, each in seen.items()}
+        return {name: 1 - part if name == IDLE else part for name, part in parts.items()}
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the peak of held bytes: of torch's allocator on an accelerator, of the process on a CPU."""
+    if device.type in ASYNCHRONOUS:
+        return torch.get_device_module(device).max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+
+
+def reserved_memory(device: torch.device) -> dict[str, int]:
+    """Return the peak that torch's allocator reserved on an accelerator, including its cache and graph pools."""
+    if device.type not in ASYNCHRONOUS:
+        return {}
+    return {"reserved_bytes": torch.get_device_module(device).max_memory_reserved(device)}
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Reset the peak of an accelerator; the peak of a process on a CPU cannot be reset."""
+    if device.type in ASYNCHRONOUS:
+        torch.get_device_module(device).reset_peak_memory_stats(device)
+
+
+def current_memory(device: torch.device) -> int:
+    """Return the bytes held now, counted as `peak_memory` counts them."""
+    if device.type in ASYNCHRONOUS:
+        return torch.get_device_module(device).memory_allocated(device)
+    return psutil.Process().memory_info().rss

@@ -1,18 +1,21 @@
-"""Everything that can be known of a run before its first step, without a file written.
+"""Prepare a run: every check that is possible before its first step, without writing a file.
 
-`halfbyte check` is `prepare_run` and nothing else. `halfbyte train` goes on from it, and writes its first file then. So
-what `check` calls ready starts, and what it refuses is refused with the same words.
+`halfbyte check` only calls `prepare_run`; `halfbyte train` continues from its result. So both accept the same
+configurations, and report the same errors. Functions named `check_<thing>` raise if the run could not start.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase, TrainingArguments
+from torch import nn
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments, get_scheduler
+from transformers.integrations import get_reporting_integration_callbacks
 
 from halfbyte.config import Parallel, RunConfig
 from halfbyte.config.policy import SAMPLING
@@ -43,37 +46,39 @@ from halfbyte.plan.shapes import ModelShapes
 from halfbyte.qat.model import qat_format
 from halfbyte.utils.console import Console
 from halfbyte.utils.environment import environment
-from halfbyte.utils.errors import CheckpointError, DataError
+from halfbyte.utils.errors import CheckpointError, ConfigError, DataError
 from halfbyte.utils.files import check_space
 from halfbyte.utils.hardware import bound_cpu_primitives, chosen_device, free_bytes, free_cached_memory
 from halfbyte.utils.notices import notice
 from halfbyte.utils.terminal import print_data, print_header, print_memory, print_processes, size
 from halfbyte.utils.text import one_line
 
+from ..auxiliary.model import adapter_digest
 from ..auxiliary.teacher import check_teacher
 from ..parallel.launch.bandwidth import gather_rate, host_rate
-from ..rl.rollouts import answered_with, digest_of
-from ..rl.served import look_over_server
-from ..rl.setup import look_over_rewards
-from . import checkpoint as checkpoints
+from ..rl.preflight import check_rewards
+from ..rl.rollouts import rollout_plan_of
+from ..rl.served import check_server
+from ..runs import checkpoints
+from ..runs.inputs import check_paths
 from . import samples
-from .callback_arguments import check_dtype, total_steps, training_arguments
-from .dry_run import trackers, try_optimizer, try_schedule
-from .preflight_paths import look_over_run
+from .callbacks import check_dtype, total_steps, training_arguments
 
-# Micro-batches of a length that repay cuDNN's plan for it. On an H200 one takes 0.15 s, and in a 0.6B model four rows
-# of 2,048 to 4,096 tokens then take 7 to 30 ms less; short rows, whose repeatable backward takes 0.54 s to plan, 1 ms.
-REPAID, SHORT, REPAID_SHORT = 50, 1024, 500
+# Number of micro-batches of one width that amortize cuDNN's plan for it. On an H200 a plan takes 0.15 s and saves 7 to
+# 30 ms for four rows of 2,048 to 4,096 tokens in a 0.6B model. A plan for rows of at most `SHORT` tokens takes 0.54 s
+# (deterministic backward) and saves 1 ms.
+PLAN_BATCHES, SHORT, SHORT_PLAN_BATCHES = 50, 1024, 500
+WIDTH = 64  # of the layer in `check_optimizer`: bitsandbytes keeps states of fewer than 4,096 numbers in 32 bits
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a run computes, and in what.
+    """The device and dtypes of a run.
 
     Attributes:
-        compute_dtype: of matrix products.
-        weights_dtype: of weights that are not quantized.
-        facts: what environment.json begins with.
+        compute_dtype: dtype of matrix products.
+        weights_dtype: dtype of weights that are not quantized.
+        facts: the first entries of environment.json.
     """
 
     device: torch.device
@@ -84,13 +89,13 @@ class Machine:
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A run that is ready to load its model; nothing of it was written.
+    """A run that is ready to load its model; no file is written.
 
     Attributes:
-        checkpoint: where to continue from; None for step 0.
-        files: the model, looked up once.
-        prompts: answered before and after training.
-        cut: where the model is cut into the stages of a pipeline, if it is.
+        checkpoint: checkpoint to continue from; None for step 0.
+        files: the files of the model.
+        prompts: prompts to answer before and after training.
+        cut: the pipeline partition of the model, if it has stages.
     """
 
     config: RunConfig
@@ -108,16 +113,18 @@ class PreparedRun:
 
     @property
     def size(self) -> dict[str, Any]:
-        """What `described` says of the training set."""
-        return described(self.config, self.data)
+        """Size and digests of the training set, see `data_identity`."""
+        return data_identity(self.config, self.data)
 
     @property
     def computes_reference_once(self) -> bool:
-        """Whether the reference is computed before training: always where it is asked for or cannot be had later, else
-        where the run takes each row at least once."""
-        asked, config = self.config.precompute_ref_log_probs, self.config
-        if asked != "auto":
-            return bool(asked)
+        """Whether the reference's log-probabilities are computed once, before training.
+
+        With `auto`: if the reference does not exist later, or if the run uses each row at least once.
+        """
+        precompute, config = self.config.precompute_ref_log_probs, self.config
+        if precompute != "auto":
+            return bool(precompute)
         rows = config.per_device_train_batch_size * config.gradient_accumulation_steps * self.mesh.ways(*ROWS)
         return reference_is_initial_model(config) or self.total_steps * rows >= len(self.data.train)
 
@@ -133,29 +140,29 @@ def prepare_run(
     mesh: Mesh = ALONE,
     layout: Parallel | None = None,
 ) -> PreparedRun:
-    """Look a run over, read and tokenize its data and plan its memory, saying what was found.
+    """Check a run, read and tokenize its data, and plan its memory.
 
     Args:
         resume: True for the newest checkpoint in output_dir, or a checkpoint folder; default: `resume_from_checkpoint`.
-        console: where that is said; default: nowhere.
-        layout: of the processes that the run would have, where it is only looked over; default: those of `mesh`.
+        console: prints the results; default: none.
+        layout: layout that the run would have, if it is only checked; default: the layout of `mesh`.
 
     Raises:
-        HalfbyteError: whatever would keep the run from its first step: in the configuration, on this machine, in the
-            output folder, the model's files, the adapter to continue from, the data, or for want of memory or space.
+        HalfbyteError: the reason why the run cannot reach its first step: in the configuration, this machine, the
+            output folder, the model's files, the adapter to continue from, the data, memory or disk space.
     """
     console = console or Console(quiet=True)
     resume = config.resume_from_checkpoint if resume is None else resume
-    look_over_run(config, resume)
+    check_paths(config, resume)
     bound_cpu_primitives()
     method = method_of(config)
     layout = config.layout or layout or mesh.layout
     machine = _machine(config, method, mesh)
-    trackers(config.report_to)
-    optimizer = try_optimizer(config, machine.device)
-    config, checkpoint = _continued(config, resume, layout, mesh)
+    check_trackers(config.report_to)
+    optimizer = check_optimizer(config, machine.device)
+    config, checkpoint = _resumed(config, resume, layout, mesh)
     print_header(console, machine.facts, config)
-    files = mesh.first(lambda: find_model(config.origin))  # a GGUF file is unpacked once
+    files = mesh.first(lambda: find_model(config.origin))  # one rank unpacks a GGUF file
     check_stored(files, config.storage)
     check_attention(files.config, config.attn_implementation, machine.device, trains=True)
     if config.adapter_path:
@@ -166,44 +173,47 @@ def prepare_run(
     check_balancing(shapes.causal_lm, config.router_aux_loss_coef)
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
     data = _read_data(config, method, shapes, tokenizer, checkpoint, mesh, console)
-    config, layout = _laid_out(config, files, machine, data, shapes, mesh, layout, console)
+    config, layout = _with_layout(config, files, machine, data, shapes, mesh, layout, console)
     mesh = mesh if mesh.size == 1 or mesh.layout == layout else mesh.laid_out(layout)
-    _check_divided(shapes, mesh)
-    ways = _dealt(layout)
+    _check_context_parallel(shapes, mesh)
+    ways = _row_ranks(layout)
     arguments = _arguments(config, machine, data, ways)
-    try_schedule(config, arguments, optimizer, total_steps(config, len(data.train), ways))
+    check_schedule(config, arguments, optimizer, total_steps(config, len(data.train), ways))
     rows, templated = data.train if data.eval is None else data.eval, data.report["template"] is not None
     prompts = [] if method.scores else samples.pick_prompts(config, tokenizer, rows, templated=templated)
-    _say_whole_states(config, machine, layout)
+    _notice_unsharded_states(config, machine, layout)
     if layout.size > 1:
         print_processes(console, layout, layout.size, config, ways)
-    plan = _planned(config, files, machine, data, shapes, mesh, layout, console, checkpoint)
-    mesh = mesh if mesh.size == 1 else replace(mesh, layout=plan.layout)  # which says whether frozen bytes are divided
-    cut = _cut(config, layout, shapes, plan)
+    plan = _memory_plan(config, files, machine, data, shapes, mesh, layout, console, checkpoint)
+    if mesh.size > 1:  # the plan decides whether frozen weights are sharded
+        mesh = replace(mesh, layout=plan.layout)
+    cut = _pipeline_partition(config, layout, shapes, plan)
     run = PreparedRun(
         config, method, mesh, machine, checkpoint, files, tokenizer, data, plan, arguments, prompts, cut
     )
     if method.reference:
-        console.print(f"reference {_reference_said(run)}")
+        console.print(f"reference {_describe_reference(run)}")
     return run
 
 
-def _reference_said(run: PreparedRun) -> str:
+def _describe_reference(run: PreparedRun) -> str:
     if run.computes_reference_once:
-        return "computed once, a forward of all rows before the first step, and kept"
+        return "computed once, by a forward of all rows before the first step, and cached"
     return "computed in each step: two forwards and a backward"
 
 
-def _continued(
+def _resumed(
     config: RunConfig, resume: str | bool | None, layout: Parallel, mesh: Mesh
 ) -> tuple[RunConfig, Path | None]:
-    """The checkpoint that the run goes on from, and its configuration, in which a step keeps its rows."""
+    """Return the checkpoint to continue from, and the configuration with its number of rows per step."""
     checkpoint = checkpoints.starting_point(config, resume)
     if not mesh.equal(checkpoint):
         raise CheckpointError(
-            "the processes of this run see different checkpoints", "put output_dir on a disk they share"
+            "the processes of this run see different checkpoints", "put output_dir on a disk that they share"
         )
-    return config if checkpoint is None else checkpoints.same_steps(config, checkpoint, _dealt(layout)), checkpoint
+    if checkpoint is not None:
+        config = checkpoints.keep_step_size(config, checkpoint, _row_ranks(layout))
+    return config, checkpoint
 
 
 def _read_data(
@@ -215,46 +225,46 @@ def _read_data(
     mesh: Mesh,
     console: Console,
 ) -> PreparedData:
-    """The rows of the run, once for all processes of a host, looked over and said."""
+    """Read, check and print the run's data; one rank of each host prepares it, the others read its cache."""
     data = mesh.first(lambda: method.ready(config, tokenizer, shapes.causal_lm.config))
     print_data(console, data.report)
     _check_data(config, shapes, tokenizer, data)
-    now = described(config, data)
+    now = data_identity(config, data)
     if not mesh.equal(now):
-        raise DataError("the processes of this run read different data", "give each the same files")
+        raise DataError("the processes of this run read different data", "give all of them the same files")
     if checkpoint is not None:
         checkpoints.check_same_data(now, checkpoint)
     if method.rows == "prompts":
         model_config = shapes.causal_lm.config
-        look_over_rewards(config, data, model_config, tokenizer, checkpoint, console)
-        look_over_server(config, data, tokenizer, console)
+        check_rewards(config, data, model_config, tokenizer, checkpoint, console)
+        check_server(config, data, tokenizer, console)
         check_teacher(config, model_config, tokenizer, checkpoint, console, _longest(data))
     return data
 
 
-def _say_whole_states(config: RunConfig, machine: Machine, layout: Parallel) -> None:
-    """Say what keeps the optimizer's state from being divided where the frozen weights are."""
+def _notice_unsharded_states(config: RunConfig, machine: Machine, layout: Parallel) -> None:
+    """Give a notice if the optimizer's state cannot be sharded although the frozen weights are."""
     scaled, row = machine.compute_dtype == torch.float16, OPTIMIZERS[config.optim]
     if optimizer_shards(layout, True) == optimizer_shards(layout, row.elementwise and not scaled):
         return
     if row.elementwise:
-        why, instead = "dtype: float16 scales the loss", "dtype: bfloat16 divides it"
+        why, instead = "dtype: float16 scales the loss", "dtype: bfloat16 shards it"
     else:
         known = ", ".join(name for name, other in OPTIMIZERS.items() if other.elementwise)
-        why, instead = f"optim: {config.optim} steps no slices of a parameter", f"these do: {known}"
-    notice("whole-states", f"{why}, so the optimizer's state is whole on each GPU; {instead}")
+        why, instead = f"optim: {config.optim} cannot step a shard of a parameter", f"these do: {known}"
+    notice("whole-states", f"{why}, so each GPU holds the full optimizer state; {instead}")
 
 
-def _dealt(layout: Parallel) -> int:
-    """Processes that rows are dealt to."""
+def _row_ranks(layout: Parallel) -> int:
+    """Return the number of ranks that rows are distributed to."""
     return Mesh(layout=layout).ways(*ROWS)
 
 
-def _cut(config: RunConfig, layout: Parallel, shapes: ModelShapes, plan: MemoryPlan) -> Cut | None:
-    """Where the model of a run is cut; None where it is not.
+def _pipeline_partition(config: RunConfig, layout: Parallel, shapes: ModelShapes, plan: MemoryPlan) -> Cut | None:
+    """Return the pipeline partition of a run's model, or None without pipeline.
 
     Raises:
-        ConfigError, ModelError: what is asked for cannot be computed in stages.
+        ConfigError, ModelError: the model or its adapter cannot be computed in stages.
     """
     ranks = layout.pipeline
     if ranks == 1:
@@ -265,22 +275,22 @@ def _cut(config: RunConfig, layout: Parallel, shapes: ModelShapes, plan: MemoryP
     return cut
 
 
-def described(config: RunConfig, data: PreparedData) -> dict[str, Any]:
-    """Return what decides the steps of a run beside its configuration, for its checkpoints.
+def data_identity(config: RunConfig, data: PreparedData) -> dict[str, Any]:
+    """Return the numbers and digests that, with the configuration, determine a run; checkpoints store them.
 
     Returns:
-        Rows, tokens and trained tokens of the training set, the SHA-256 of all its prepared columns (those that reward
-        functions get, too), and that of the adapter which the run continues from.
+        Rows, tokens and trained tokens of the training set, the SHA-256 of all its prepared columns (including the
+        columns of reward functions), and the SHA-256 of the adapter that the run continues from.
     """
     size = {name: data.report["train"][name] for name in ("rows", "tokens", "trained_tokens")}
-    adapter = "".join(digest_of(Path(config.adapter_path)).values()) if config.adapter_path else None
+    adapter = "".join(adapter_digest(Path(config.adapter_path)).values()) if config.adapter_path else None
     return {**size, "digest": digest_of_rows(data.train), "adapter_path": adapter}
 
 
-def lengths_worth_plans(run: PreparedRun) -> frozenset[int] | None:
-    """Of rows that are one document each the widths that come so often that planning for them pays; None: all.
+def planned_lengths(run: PreparedRun) -> frozenset[int] | None:
+    """Return the batch widths that occur often enough to amortize cuDNN's plan; None: all widths.
 
-    Data and configuration decide, so a resumed run has the same.
+    They depend on data and configuration only, so a resumed run has the same.
     """
     if run.config.packing or run.config.padding_free:
         return None
@@ -288,7 +298,7 @@ def lengths_worth_plans(run: PreparedRun) -> frozenset[int] | None:
     if len(shares) == 1:
         return None
     batches = run.total_steps * run.config.gradient_accumulation_steps
-    least = {width: REPAID_SHORT if width <= SHORT else REPAID for width in shares}
+    least = {width: SHORT_PLAN_BATCHES if width <= SHORT else PLAN_BATCHES for width in shares}
     return frozenset(width for width, share in shares.items() if share * batches >= least[width])
 
 
@@ -301,13 +311,13 @@ def _machine(config: RunConfig, method: Method, mesh: Mesh) -> Machine:
         resolve_dtype(name, device) for name in (config.precision.compute, config.precision.weights)
     )
     check_dtype(config, device, compute)
-    described = environment(str(device), compute, config.precision.compute)
-    facts = {**described, "numbers": method.numbers.document(), "started": time.time()}
+    found = environment(str(device), compute, config.precision.compute)
+    facts = {**found, "numbers": method.numbers.document(), "started": time.time()}
     return Machine(device, compute, weights, facts)
 
 
-def _check_divided(shapes: ModelShapes, mesh: Mesh) -> None:
-    """Whether the rows of the model can be cut along their tokens, where they are to be."""
+def _check_context_parallel(shapes: ModelShapes, mesh: Mesh) -> None:
+    """Check that the model supports context parallelism, if the layout uses it."""
     if mesh.ways("context") == 1:
         return
     attention, trust = shapes.config.attn_implementation, shapes.config.trust_remote_code
@@ -315,8 +325,8 @@ def _check_divided(shapes: ModelShapes, mesh: Mesh) -> None:
 
 
 def _check_data(config: RunConfig, shapes: ModelShapes, tokenizer: PreTrainedTokenizerBase, data: PreparedData) -> None:
-    """Whether the model has embeddings for all tokens of the data, of padding and of the ends of answers, which prompts
-    do not have, and positions for its longest row."""
+    """Check that the model has embeddings for all token ids of the data, padding and ends of answers, and positions for
+    the longest row."""
     splits = [rows for rows in (data.train, data.eval) if rows is not None]
     ends: Any = tokenizer.convert_tokens_to_ids(data.report.get("stop_tokens", []))
     named = {"padding": tokenizer.pad_token_id, "the end of an answer": max(filter(None, ends), default=None)}
@@ -325,61 +335,61 @@ def _check_data(config: RunConfig, shapes: ModelShapes, tokenizer: PreTrainedTok
 
 
 def _longest(data: PreparedData) -> int:
-    """Tokens of the longest row."""
+    """Return the number of tokens in the longest row."""
     return max(longest_row(rows, data.answers) for rows in (data.train, data.eval) if rows is not None)
 
 
 def _arguments(config: RunConfig, machine: Machine, data: PreparedData, ways: int) -> TrainingArguments:
     rows, evaluate = len(data.train), data.eval is not None
-    asked = config.per_device_train_batch_size * config.gradient_accumulation_steps * ways
-    if asked > rows and config.method not in SAMPLING:
+    wanted = config.per_device_train_batch_size * config.gradient_accumulation_steps * ways
+    if wanted > rows and config.method not in SAMPLING:
         keys = "per_device_train_batch_size and gradient_accumulation_steps"
-        notice("step-rows", f"{keys} ask for {asked:,} rows a step, and there are {rows:,}: a step takes them all")
+        notice("step-rows", f"{keys} ask for {wanted:,} rows a step, and the data has {rows:,}: a step uses them all")
     return training_arguments(config, machine.device, machine.compute_dtype, rows=rows, evaluate=evaluate, ways=ways)
 
 
-def _laid_out(
+def _with_layout(
     config: RunConfig, files: ModelFiles, machine: Machine, data: PreparedData, shapes: ModelShapes, mesh: Mesh,
     layout: Parallel, console: Console,
 ) -> tuple[RunConfig, Parallel]:  # fmt: skip
-    """The run as `parallel: auto` divides it among as many processes, said with the reason; steps keep their rows."""
+    """Choose a layout for `parallel: auto` at this world size and print the reason; the global batch stays."""
     if config.parallel != "auto" or layout.size == 1:
         return config, layout
     card, on_host = _card(machine, mesh), _on_host(mesh, layout)
     device = Device(machine.device, _free_bytes(machine, mesh, on_host), card, on_host)
     meshes = Meshes(config, files.config, device, lambda changed: batches_of(changed, data, machine.device), shapes)
     option, reason = meshes.choose(layout.size)
-    chosen, said = mesh.from_main((option, reason))  # what is free in the host's memory differs from moment to moment
+    chosen, said = mesh.from_main((option, reason))  # ranks may measure different free host memory
     console.print(one_line(f"parallel: {chosen.layout}: {said}"), soft_wrap=True)
     return chosen.config.model_copy(update={"parallel": "auto"}), chosen.layout
 
 
 def _card(machine: Machine, mesh: Mesh) -> Card:
-    """What this process computes on, with the link to the others as it was measured, by which what NCCL needs beside
-    torch is taken."""
+    """Return this rank's card with the measured bandwidth to other ranks. Measuring also allocates NCCL's buffers, so
+    free memory excludes them."""
     card = card_of(machine.device).measured(link=gather_rate(mesh, machine.device))
     free_cached_memory(machine.device)
     return card
 
 
 def _free_bytes(machine: Machine, mesh: Mesh, on_host: int) -> int:
-    """Of the device that has least."""
+    """Return the free bytes on the rank with the least free memory."""
     return -mesh.max(-free_bytes(machine.device, on_host))
 
 
 def _on_host(mesh: Mesh, layout: Parallel) -> int:
-    """Processes on the host that has most; of those that are not here, all."""
+    """Return the number of ranks on the host with the most ranks; all, if they are not started yet."""
     return layout.size if mesh.size == 1 else mesh.max(mesh.local) + 1
 
 
-def _planned(
+def _memory_plan(
     config: RunConfig, files: ModelFiles, machine: Machine, data: PreparedData, shapes: ModelShapes, mesh: Mesh,
     layout: Parallel, console: Console, checkpoint: Path | None,
 ) -> MemoryPlan:  # fmt: skip
-    """The plan of a run that fits, with room on the disk for a checkpoint: every process's, the main one's.
+    """Plan the memory of a run on the main rank; check that it fits, and that the disk has space for a checkpoint.
 
     Args:
-        checkpoint: that the run goes on from, whose rollouts it plans for.
+        checkpoint: checkpoint to continue from; the plan of its rollouts is kept.
     """
 
     def batches(changed: RunConfig) -> Any:
@@ -387,7 +397,7 @@ def _planned(
 
     options: dict[str, Any] = {"device": machine.device, "batches": batches(config), "layout": layout}
     if checkpoint is not None and config.method in SAMPLING:
-        options["answered"] = answered_with(checkpoint)
+        options["answered"] = rollout_plan_of(checkpoint)
     card = _card(machine, mesh)
     if layout.size > 1:
         options["on_host"] = _on_host(mesh, layout)
@@ -395,15 +405,89 @@ def _planned(
     if layout.tensor == 1:
         options["shapes"] = shapes
     plan = mesh.from_main(estimate(config, files.config, card=card, **options))
-    if mesh.size > 1 and not OFFLOADED.keys().isdisjoint(plan.levels):  # all copy at once
+    if mesh.size > 1 and not OFFLOADED.keys().isdisjoint(plan.levels):  # all ranks copy at once
         card = card.measured(host=host_rate(mesh, machine.device))
         plan = mesh.from_main(estimate(config, files.config, card=card, **options))
     print_memory(console, plan)
     if plan.answering is not None:
         step = size(plan.activations + plan.logits)
-        how = "beside" if plan.answering.stays else "in turn with"
+        how = "in addition to" if plan.answering.stays else "in turn with"
         console.print(one_line(f"rollouts {plan.answering}, {how} a step's {step}"), soft_wrap=True)
     check_fits(plan, config, files.config, rows=len(data.train), batches=batches)
     needed = plan.adapters + plan.optimizer
     check_space(config.output_path / "checkpoint", needed, "free some space, or choose another output_dir")
     return plan
+
+
+# --- dry runs of libraries -------------------------------------------------------------------------------------------
+
+
+def _first_line(error: BaseException) -> str:
+    """Return the first line of a library's error message, or the error's class name if it has none."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def check_trackers(names: list[str]) -> list[TrainerCallback]:
+    """Create the callbacks of `report_to`.
+
+    Raises:
+        ConfigError: a tracker does not exist, or is not installed.
+    """
+    made = []
+    for name in names:
+        given = name if len(names) == 1 else [name]  # a single name may be "all" or "none"
+        try:
+            made += [callback() for callback in get_reporting_integration_callbacks(given)]
+        except Exception as error:  # any error of a tracker's library
+            raise ConfigError(
+                f"report_to: {name}: {_first_line(error)}", f"install what it needs, or leave {name} out of report_to"
+            ) from error
+    return made
+
+
+def check_optimizer(config: RunConfig, device: torch.device) -> torch.optim.Optimizer:
+    """Return the run's optimizer of one small layer on `device`, after a step.
+
+    An installed package may not run here, so the step is run.
+
+    Raises:
+        ConfigError: it cannot be created, or does not run on `device`.
+    """
+    package = OPTIMIZERS[config.optim].package
+    if package is not None and find_spec(package) is None:
+        wrong = f"optim: {config.optim} needs the package {package}, which is not installed"
+        raise ConfigError(wrong, f"pip install {package}, or set optim: adamw_torch_fused")
+    dtype = getattr(torch, config.adapter_dtype) if config.use_peft else torch.float32
+    try:
+        layer = torch.nn.utils.skip_init(nn.Linear, WIDTH, WIDTH, bias=False, device=device, dtype=dtype)
+        nn.init.ones_(layer.weight)
+        layer.weight.grad = torch.ones_like(layer.weight)
+        optimizer = OPTIMIZERS[config.optim].make(layer, config)
+        optimizer.step()
+    except Exception as error:  # any error of the optimizer's library
+        raise ConfigError(
+            f"optim: {config.optim} does not run on {device}: {_first_line(error)}", "set optim: adamw_torch_fused"
+        ) from error
+    return optimizer
+
+
+def check_schedule(config: RunConfig, args: TrainingArguments, optimizer: Any, steps: int) -> None:
+    """Check that the learning rate schedule can be created for `steps` steps.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    warmup = args.get_warmup_steps(steps)
+    try:
+        schedule = get_scheduler(config.lr_scheduler_type, optimizer, warmup, steps)
+        for step in (0, 1, warmup, steps):
+            schedule.lr_lambdas[0](step)
+        highest = max(map(schedule.lr_lambdas[0], range(steps))) if steps <= warmup else 1.0
+    except (ValueError, ArithmeticError) as error:
+        message = f"lr_scheduler_type: {config.lr_scheduler_type} of {steps} steps, {warmup} of them warmup"
+        fix = "set lr_scheduler_type: cosine, or change learning_rate, max_steps or warmup_steps"
+        raise ConfigError(f"{message}: {_first_line(error)}", fix) from error
+    if highest < 1.0:
+        most = f"at most {highest * config.learning_rate:.1e} of {config.learning_rate:.1e}"
+        said = f"learning_rate is never reached: {warmup} steps of warmup (warmup_steps) in {steps}"
+        notice("warmup", f"{said}, {most}" if highest else f"{said}: it is 0 in all steps")

@@ -1,11 +1,11 @@
-"""A run whose processes Ray Train starts, on the hosts of its cluster: `pip install 'halfbyte[ray]'`.
+"""Start the ranks of a run with Ray Train on the hosts of its cluster: `pip install 'halfbyte[ray]'`.
 
     from halfbyte.config import load_config
     from halfbyte.train.ray import train_on_ray
 
     train_on_ray(load_config("run.yaml", {"parallel": {"data": 2, "shard": 8}}))
 
-Each worker calls `train`, as a process of torchrun does, and finds the others through the environment that Ray sets.
+Each worker calls `train`, as a rank of torchrun does, and connects to the others by the environment that Ray sets.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from halfbyte.utils.errors import ConfigError
 
 
 def train_on_ray(config: RunConfig, *, resume: str | bool | None = None, **scaling: Any) -> Path:
-    """Train what `config` describes on a Ray cluster; `output_dir`, on a disk that all of its hosts have, is returned.
+    """Train as `config` describes on a Ray cluster, and return `output_dir`, which must be on a shared disk.
 
     Args:
         resume: as in `train`.
-        scaling: keywords of `ray.train.ScalingConfig`; default: as many workers as `parallel` multiplies to, each with
-            a GPU unless `device` is cpu.
+        scaling: keywords of `ray.train.ScalingConfig`; default: one worker per rank of `parallel`, each with a GPU
+            unless `device` is cpu.
 
     Raises:
-        ConfigError: Ray is not installed; `parallel` is auto, and no `num_workers` says of how many.
+        ConfigError: Ray is not installed; `parallel` is auto and `num_workers` is not given.
         ray.train.v2.api.exceptions.TrainingFailedError: a worker failed; its cause is the worker's error.
     """
     try:

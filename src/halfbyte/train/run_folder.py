@@ -1,25 +1,35 @@
-"""A prepared run's folder is opened: what a stopped run left is cleared away, and the first files are written."""
+"""The folder of a run: open it, and write its files, from the configuration to the trained weights and the report."""
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from halfbyte.config import RunConfig, dump_config, dump_given
+from halfbyte.optim import trained_parameters
+from halfbyte.parallel.tensor.layers import whole_inside
 from halfbyte.plan.policy import describe_levels
-from halfbyte.utils.errors import ConfigError
-from halfbyte.utils.files import write_json, write_text
+from halfbyte.reading.model_config import GENERATION
+from halfbyte.utils.console import Console
+from halfbyte.utils.errors import ConfigError, TrainingError
+from halfbyte.utils.files import new_directory, write_json, write_text
 from halfbyte.utils.notices import said
 
 from ..reading import read_json, read_text
+from ..runs import checkpoints
 from ..runs.layout import (
+    CHECKS,
     COMPLETIONS,
     DATA_REPORT,
     ENVIRONMENT,
     FIRST,
+    GENERATIONS,
     GIVEN_CONFIG,
     LAST,
     MEMORY,
@@ -27,12 +37,16 @@ from ..runs.layout import (
     RESOLVED_CONFIG,
     WEIGHTS,
 )
+from ..runs.metrics import MetricsFile
+from ..runs.stop_tokens import generation_keys
 from ..utils.text import one_line
-from . import checkpoint as checkpoints
-from .metrics import MetricsFile
+from . import checks
+from .checkpoint import save_weights
+from .loop import TrainingLoop
 from .preflight import PreparedRun
+from .samples import Prompt
 
-MARK = "# Written by halfbyte: the keys that were given."
+HEADER = "# Written by halfbyte: the keys that were given."
 
 
 @dataclass(frozen=True)
@@ -40,8 +54,8 @@ class OpenRun:
     """A run that writes into its folder, which is locked.
 
     Attributes:
-        prepared: what was known before.
-        output: the folder.
+        prepared: the prepared run.
+        output: its folder.
         metrics: its metrics.jsonl.
     """
 
@@ -52,36 +66,37 @@ class OpenRun:
 
 @contextlib.contextmanager
 def open_run(prepared: PreparedRun, resume: str | bool | None) -> Iterator[OpenRun]:
-    """Write the `FIRST` files; where the run ends before it has made a step, they go again.
+    """Write the `FIRST` files; remove them again if the run ends before its first step.
 
     Args:
-        resume: that `prepared` was prepared with.
+        resume: the argument of `prepare_run`.
 
     Raises:
-        ConfigError: another run has written into the folder meanwhile.
-        TrainingError: it cannot be written.
+        ConfigError: another run has written into the folder since `prepare_run`.
+        TrainingError: a file cannot be written.
     """
     config, output = prepared.config, prepared.config.output_path
     run = OpenRun(prepared, output, MetricsFile(output / METRICS))
     if not prepared.mesh.is_main:
         yield run
         return
-    # Sizes alone tell, but of a damaged checkpoint that has its size and was passed over.
+    # Comparing sizes is enough, except if a damaged checkpoint of the right size was skipped; so compare contents too.
     if all(checkpoints.starting_point(config, resume, contents=read) != prepared.checkpoint for read in (False, True)):
-        raise ConfigError(f"output_dir: another run has saved a checkpoint in {output} meanwhile", "start again")
+        wrong = f"output_dir: another run has saved a checkpoint in {output} since this one started"
+        raise ConfigError(wrong, "start this run again")
     try:
         _write_first(run)
         yield run
     finally:
         if not (prepared.checkpoint or checkpoints.results_in(output)):
-            for name in (*FIRST, COMPLETIONS, *([GIVEN_CONFIG] if _is_ours(output / GIVEN_CONFIG) else [])):
+            for name in (*FIRST, COMPLETIONS, *([GIVEN_CONFIG] if _is_generated(output / GIVEN_CONFIG) else [])):
                 (output / name).unlink(missing_ok=True)
 
 
 def finished_measures(prepared: PreparedRun) -> dict[str, int] | None:
-    """What the run to continue has measured (bytes), where its weights and all its numbers are written; else None.
+    """Return the measured memory (bytes) of a run that has finished, with weights and numbers written; else None.
 
-    environment.json says that a run has finished after all of these, and before what is made from them: `PAGES`.
+    environment.json is marked as finished after these files and before the pages made from them (`PAGES`).
     """
     output, checkpoint = prepared.config.output_path, prepared.checkpoint
     if checkpoint is None or checkpoints.step_of(checkpoint) < prepared.total_steps:
@@ -94,12 +109,12 @@ def finished_measures(prepared: PreparedRun) -> dict[str, int] | None:
     if not isinstance(environment, dict) or not environment.get("finished") or "stopped" in environment:
         return None
     measured = memory.get("measured") if isinstance(memory, dict) else None
-    sound = isinstance(measured, dict) and "peak_bytes" in measured and all(type(n) is int for n in measured.values())
-    return measured if sound else None
+    valid = isinstance(measured, dict) and "peak_bytes" in measured and all(type(n) is int for n in measured.values())
+    return measured if valid else None
 
 
 def saved_in(config: RunConfig) -> str:
-    """The folder of a finished run's weights."""
+    """Return the folder name of a finished run's weights."""
     return WEIGHTS[0 if config.use_peft else 1]
 
 
@@ -108,32 +123,35 @@ def _write_first(run: OpenRun) -> None:
     output.mkdir(parents=True, exist_ok=True)
     checkpoints.remove_leftovers(output)
     if checkpoint:
-        checkpoints.set_aside_newer(output, checkpoint)
+        checkpoints.rename_newer(output, checkpoint)
     run.metrics.keep_until(checkpoints.step_of(checkpoint) if checkpoint else -1)
     write_text(output / RESOLVED_CONFIG, dump_config(run.prepared.config))
-    _write_short(output / GIVEN_CONFIG, run.prepared.config)
+    _write_given_config(output / GIVEN_CONFIG, run.prepared.config)
     write_json(output / DATA_REPORT, run.prepared.data.report)
     write_memory(run, {})
     write_environment(run)
 
 
-def _write_short(file: Path, config: RunConfig) -> None:
-    """What this run was asked for, as a file that `halfbyte train` takes; a file of the user's own stays."""
-    if not file.exists() or _is_ours(file):
+def _write_given_config(file: Path, config: RunConfig) -> None:
+    """Write the given keys as a file for `halfbyte train`; a file that a user wrote is not replaced."""
+    if not file.exists() or _is_generated(file):
         again = one_line(f"halfbyte train {file} output_dir=NEW")
-        write_text(file, f"{MARK} `{again}` does the same again.\n{dump_given(config)}")
+        write_text(file, f"{HEADER} `{again}` does the same again.\n{dump_given(config)}")
 
 
-def _is_ours(file: Path) -> bool:
+def _is_generated(file: Path) -> bool:
     try:
-        return read_text(file, ConfigError).startswith(MARK)
+        return read_text(file, ConfigError).startswith(HEADER)
     except ConfigError:
         return False
 
 
 def write_memory(run: OpenRun, measured: dict[str, int], ranks: Sequence[dict[str, int]] = ()) -> None:
-    """memory.json: what was planned (bytes, layers that stay gathered, or whose slices or experts the host has,
-    seconds of a step), and what was measured so far (bytes); `ranks`: in each of several processes."""
+    """Write memory.json: the plan, and the memory measured so far (bytes).
+
+    Args:
+        ranks: measured memory by rank.
+    """
     plan = run.prepared.plan
     document = {
         "device": str(run.prepared.machine.device),
@@ -157,9 +175,104 @@ def write_memory(run: OpenRun, measured: dict[str, int], ranks: Sequence[dict[st
 
 
 def write_environment(run: OpenRun, **more: Any) -> None:
-    """environment.json, with everything announced so far; `more` is known at a run's end."""
+    """Write environment.json, with all notices so far; `more` holds facts known at a run's end."""
     facts = run.prepared.machine.facts | {"finished": None} | more
     mesh = run.prepared.mesh
     if mesh.size > 1:
         facts |= {"processes": mesh.size, "parallel": str(mesh.layout)}
     write_json(run.output / ENVIRONMENT, facts | {"notices": said()})
+
+
+# --- end of a run ----------------------------------------------------------------------------------------------------
+
+
+def save_trained(job: OpenRun, loop: TrainingLoop, ids: torch.Tensor) -> dict[str, Any]:
+    """Write adapter/ (or model/) with the tokenizer, and compare the files with the trained weights.
+
+    Ranks that compute one model together all compare; otherwise the main rank does.
+
+    Args:
+        ids: token ids [1, T] for logits of the reloaded adapter.
+
+    Returns:
+        Results for checks.json.
+    """
+    run, model = job.prepared, loop.model
+    split = loop.pipeline_state
+    weights = split.weights() if split else None
+    folder = job.output / saved_in(run.config)
+    if not run.config.use_peft and run.config.storage.qat_scheme is None:
+        # Save in the base model's dtype. With QAT `halfbyte merge` rounds the trained weights, so they keep theirs.
+        model.to(run.files.config.dtype or torch.float32)
+    with whole_inside(trained_parameters(model).values()), loop.units.full():
+        if run.mesh.is_main:
+            with new_directory(folder) as temporary:
+                save_weights(model, temporary, weights)
+                run.tokenizer.save_pretrained(temporary)
+                if not run.config.use_peft:
+                    write_json(temporary / GENERATION, generation_keys(temporary, run.tokenizer, run.data.report))
+    run.mesh.wait()
+    if split:
+        return {"adapter_file": checks.adapter_file(split.stages.model, folder)}
+    if not run.mesh.is_main and not run.mesh.computes_together:
+        return {}
+    if run.config.use_peft:
+        return {"adapter_reload": checks.adapter_reload(model, folder, ids, run.machine.compute_dtype)}
+    return {"model_reload": checks.model_reload(model, folder)}
+
+
+def write_results(
+    job: OpenRun, ranks: list[dict[str, int]], results: dict[str, Any], answers: list[tuple[Prompt, str, str]]
+) -> None:
+    """Write memory.json, checks.json, generations.json and environment.json of a finished run.
+
+    Args:
+        ranks: measured memory by rank, bytes.
+        results: for checks.json.
+        answers: prompts with their answers before and after training.
+    """
+    write_memory(job, ranks[0], ranks)
+    write_json(job.output / CHECKS, results)
+    write_json(
+        job.output / GENERATIONS,
+        [{"prompt": p.text, "before": b, "after": a, "reference": p.reference} for p, b, a in answers],
+    )
+    write_environment(job, reproducible=results["reproducible"], finished=time.time())
+
+
+def write_report_files(job: OpenRun, console: Console, card: bool = True) -> None:
+    """Write report.html, and the model card if `card`."""
+    from halfbyte.report import write_card, write_report
+
+    if card:
+        write_card(job.output)
+    report = write_report(job.output)
+    saved = job.output / saved_in(job.prepared.config)
+    console.print(one_line(f"saved: {saved} · report: {report}"), soft_wrap=True)
+
+
+def write_report_of_stopped(run: OpenRun, error: TrainingError, console: Console) -> None:
+    """Write the report of the steps before `error`, if there are any; ignore a full disk, which `error` names."""
+    if run.prepared.mesh.is_main and any(record["kind"] == "train" for record in run.metrics.records()):
+        from halfbyte.report import write_report
+
+        with contextlib.suppress(TrainingError):
+            write_environment(run, finished=time.time(), stopped=error.message)
+            console.print(one_line(f"report until then: {write_report(run.output)}"), soft_wrap=True)
+
+
+def summarize(job: OpenRun, measured: dict[str, int]) -> dict[str, Any]:
+    """Return the last numbers of a run."""
+    records = job.metrics.records()
+    trained = [record for record in records if record["kind"] == "train"]
+    evaluated = [record for record in records if record["kind"] == "eval"]
+    summary = {"steps": job.prepared.total_steps, "peak_bytes": measured["peak_bytes"]}
+    if trained:  # empty if a user removed metrics.jsonl
+        seconds = sum(record["tokens"] / record["tokens_per_second"] for record in trained)
+        summary["tokens_per_second"] = sum(record["tokens"] for record in trained) / seconds
+        summary |= {"steps": trained[-1]["step"], "loss": trained[-1]["loss"]}
+    if evaluated:
+        first, *others = (metric.name for metric in job.prepared.method.numbers.evaluated)
+        summary |= {f"eval_{first}": evaluated[-1][first], f"eval_{first}_before": evaluated[0][first]}
+        summary |= {name: evaluated[-1][name] for name in others if name in evaluated[-1]}
+    return summary

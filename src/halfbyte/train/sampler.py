@@ -13,11 +13,11 @@ from halfbyte.batch import COUNTS
 from halfbyte.methods.base import Collate, Method, Rows
 
 from ..parallel.mesh import ROWS, Mesh
-from .metrics import TOKENS
+from ..runs.metrics import TOKENS
 
 
-class Counting:
-    """A collator that also counts, as plain numbers, which stay on the host."""
+class CountingCollator:
+    """A collator that adds the counts of its rows as Python numbers, which stay on the host."""
 
     def __init__(self, method: Method, collate: Collate):
         self.method, self.collate = method, collate
@@ -27,16 +27,16 @@ class Counting:
         return {**batch, COUNTS: {TOKENS: self.method.tokens(rows), **self.method.counts(batch)}}
 
     def blank(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """A batch of the same shapes that counts for nothing."""
+        """Return a batch of the same shapes without trained tokens, whose counts are 0."""
         batch = self.method.blank(batch)
         return {**batch, COUNTS: {TOKENS: 0, **self.method.counts(batch)}}
 
 
-class Share:
-    """The micro-batches of one process. All processes have as many, the last of some being blank.
+class RankBatches:
+    """The micro-batches of one rank. All ranks have equally many; the last one of some ranks is blank.
 
     Attributes:
-        total: micro-batches of all processes, without blank ones.
+        total: number of micro-batches of all ranks, without blank ones.
     """
 
     def __init__(self, loader: DataLoader, blank: Callable[[dict[str, Any]], dict[str, Any]], own: int, total: int):
@@ -50,20 +50,20 @@ class Share:
 def batches(
     rows: Rows,
     size: int,
-    collate: Counting,
+    collate: CountingCollator,
     mesh: Mesh,
     *,
     shuffled: int | None = None,
     skip: int = 0,
     pinned: bool = False,
-) -> Share:
-    """Collated batches of `size` rows, the last one of what is left, dealt to the processes in turn.
+) -> RankBatches:
+    """Return this rank's collated batches of `size` rows; the last batch may be smaller.
 
     Args:
-        shuffled: seed of the order; None: as they are. An epoch's is the run's seed plus its number, as accelerate
-            has it.
-        skip: batches of all processes to leave out at the beginning.
-        pinned: in memory that a GPU can copy from while the host goes on.
+        shuffled: seed of the order; None: the order of `rows`. An epoch's seed is the run's plus its number, as in
+            accelerate.
+        skip: number of batches of all ranks to leave out at the beginning.
+        pinned: use pinned memory, from which a GPU copies without blocking the host.
     """
     sampler: Any = SequentialSampler(rows)
     if shuffled is not None:
@@ -73,4 +73,4 @@ def batches(
     blank = order[-1:] if len(own) < math.ceil(len(order) / mesh.ways(*ROWS)) else []
     mine: Any = own + blank
     loader: DataLoader = DataLoader(rows, batch_sampler=mine, collate_fn=collate, pin_memory=pinned)  # type: ignore[arg-type]
-    return Share(loader, collate.blank, len(own), len(order))
+    return RankBatches(loader, collate.blank, len(own), len(order))

@@ -1,14 +1,19 @@
-"""A few prompts answered before and after training, so that a person sees what changed."""
+"""A few prompts answered before and after training, to show what changed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.nn.functional as F
 from datasets import Dataset
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ..batch import Batch
 from ..config import RunConfig
 from ..data.chat import prompt_text
 from ..data.collate_answers import documents_of
@@ -18,15 +23,18 @@ from ..ops import IGNORE_INDEX
 from ..parallel.shard.model import sharded
 from ..utils.hardware import free_cached_memory
 
-TEXT_PROMPT_TOKENS = 32  # of a plain text, which has no prompt of its own
-TOGETHER = {"cpu": 8}  # prompts; elsewhere a plan has room for the cache of one
-LONGEST_PROMPT = 512  # longer ones are passed over while shorter ones are left
+if TYPE_CHECKING:
+    from ..parallel.pipeline.stepper import PipelinedStepper
+
+TEXT_PROMPT_TOKENS = 32  # tokens of a plain text that serve as its prompt
+PROMPTS_PER_BATCH = {"cpu": 8}  # by device type; on other devices the plan includes the KV cache of one prompt
+LONGEST_PROMPT = 512  # longer prompts are chosen only if too few shorter ones exist
+PIPELINE_WIDTH = 64  # through a pipeline, texts are padded to multiples of this
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids to continue, their text as the model gets it, special tokens included, and what the data says comes
-    next (None for prompts from the config)."""
+    """A prompt: token ids, their text including special tokens, and the data's answer (None if given in the config)."""
 
     ids: list[int]
     text: str
@@ -36,11 +44,11 @@ class Prompt:
 def pick_prompts(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, rows: Dataset, *, templated: bool
 ) -> list[Prompt]:
-    """The prompts of `config.sample_prompts`: given ones, or the beginnings of the first so many `rows`.
+    """Return the prompts of `config.sample_prompts`: the given texts, or the prompts of its number of first `rows`.
 
     Args:
-        rows: tokenized rows, held-out ones where there are any.
-        templated: the data went through the chat template, so given prompts do too.
+        rows: tokenized rows, held-out ones if the run has some.
+        templated: whether the data uses the chat template; given prompts then use it too.
     """
     if isinstance(config.sample_prompts, list):
         return [_given(text, tokenizer, templated) for text in config.sample_prompts]
@@ -58,13 +66,13 @@ def _given(text: str, tokenizer: PreTrainedTokenizerBase, templated: bool) -> Pr
 
 
 def from_row(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Prompt:
-    """The first document of a row, cut where training begins; the first trained part is the reference."""
+    """Return the first document of a row up to its first trained token; the first trained part is the reference."""
     document = documents_of(row)[0] if row.get("seq_lengths") else row
     ids, labels = document["input_ids"], document["labels"]
     length = len(ids)
     trained = [position for position in range(1, length) if labels[position] != IGNORE_INDEX]
     begin = trained[0] if trained else length
-    if begin <= 1:  # trained from the start: plain text
+    if begin <= 1:  # plain text: all tokens are trained
         begin = max(1, min(TEXT_PROMPT_TOKENS, length // 2))
     end = next((at for at in range(begin, length) if labels[at] == IGNORE_INDEX), length)
     return Prompt(list(ids[:begin]), str(tokenizer.decode(ids[:begin])), _text(tokenizer, ids[begin:end]))
@@ -77,26 +85,68 @@ def _text(tokenizer: PreTrainedTokenizerBase, ids: Any) -> str:
 def answer(
     model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], *, max_new_tokens: int, stops: list[int]
 ) -> list[str]:
-    """Continue each prompt greedily, as far as the model's context has room; special tokens are left out of the text.
+    """Return each prompt's greedy continuation within the model's context, without special tokens.
 
-    Nothing of it stays in memory, and what other streams have left cached is given back first. Where each token gathers
-    the model's slices, all prompts are continued together, and on a CPU several, in half the time of one by one.
+    Frees torch's cached memory before and after. A sharded model, which is gathered for each token, continues all
+    prompts in one batch; a CPU continues several.
     """
     model.eval()
     limit, device = context_length(model), next(model.parameters()).device
-    room = [max_new_tokens if limit is None else min(max_new_tokens, limit - len(prompt.ids)) for prompt in prompts]
-    asked = [at for at, new in enumerate(room) if new > 0]
+    lengths = [max_new_tokens if limit is None else min(max_new_tokens, limit - len(prompt.ids)) for prompt in prompts]
+    fitting = [at for at, new in enumerate(lengths) if new > 0]
     answers = [""] * len(prompts)
     free_cached_memory(device)
     try:
-        together = len(asked) if sharded(model) else TOGETHER.get(device.type, 1)
-        for first in range(0, len(asked), together or 1):
-            some = asked[first : first + together]
-            ids, lengths = [prompts[at].ids for at in some], [room[at] for at in some]
-            found = generate(model, ids, max_new_tokens=lengths, stops=stops)
+        size = len(fitting) if sharded(model) else PROMPTS_PER_BATCH.get(device.type, 1)
+        for first in range(0, len(fitting), size or 1):
+            some = fitting[first : first + size]
+            ids, new = [prompts[at].ids for at in some], [lengths[at] for at in some]
+            found = generate(model, ids, max_new_tokens=new, stops=stops)
             for at, tokens in zip(some, found, strict=True):
                 answers[at] = _text(tokenizer, tokens)
     finally:
         forget(model)
-        free_cached_memory(device)  # the pools of graphs are nobody else's
+        free_cached_memory(device)  # other streams cannot use the memory pools of decoding graphs
     return answers
+
+
+def answer_in_stages(
+    stepper: PipelinedStepper,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    around: Callable[[], Any],
+    *,
+    max_new_tokens: int,
+    stops: Sequence[int],
+) -> list[str]:
+    """Return each prompt's greedy continuation through a pipeline, without a KV cache: one forward per token.
+
+    Args:
+        around: the context of a forward.
+    """
+    model, device = stepper.stages.model, stepper.pipeline.device
+    limit = context_length(model) or math.inf
+    texts, unfinished = [list(prompt.ids) for prompt in prompts], list(range(len(prompts)))
+    model.eval()
+
+    def read(batch: Batch) -> Tensor:
+        with around():
+            logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+        return logits[0, batch["last"]].argmax(-1, keepdim=True).float()
+
+    for _ in range(max_new_tokens):
+        unfinished = [index for index in unfinished if len(texts[index]) < limit]
+        if not unfinished:
+            break
+        found = stepper.through([_padded(texts[index], device) for index in unfinished], read, 1)
+        for index, token in zip(unfinished, found[:, 0].long().tolist(), strict=True):
+            texts[index].append(token)
+        unfinished = [index for index in unfinished if texts[index][-1] not in stops]
+    answers = (text[len(prompt.ids) :] for text, prompt in zip(texts, prompts, strict=True))
+    return [_text(tokenizer, ids) for ids in answers]
+
+
+def _padded(ids: list[int], device: torch.device) -> dict[str, Any]:
+    """Return a row with padding on its right, which causal attention of the text does not read."""
+    row = F.pad(torch.tensor([ids], device=device), (0, -len(ids) % PIPELINE_WIDTH))
+    return {"input_ids": row, "last": len(ids) - 1}

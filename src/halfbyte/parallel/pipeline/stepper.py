@@ -42,11 +42,11 @@ class PipelinedStepper(Stepper):
     ):
         super().__init__(sums, scaler)
         self.names, self.blank, self.around = tuple(names), blank, around
-        self.pipeline, self.stages, self.together = pipeline, stages, 4 * pipeline.schedule.ranks
+        self.pipeline, self.stages, self.evaluation_batches = pipeline, stages, 4 * pipeline.schedule.ranks
 
     has_all_layers = False
 
-    def __call__(self, batches: Iterable[Batch], count: Tensor, steady: bool = False) -> Tensor:
+    def __call__(self, batches: Iterable[Batch], count: Tensor, may_capture: bool = False) -> Tensor:
         window = list(batches)
         window += [self.blank(window[-1])] * (self.pipeline.schedule.at_least(len(window)) - len(window))
         total = torch.zeros(len(self.names), device=self.pipeline.device)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...auxiliary.find import adapter_in, look_over_origin, origin_of
+from ...auxiliary.model import AuxiliaryModel, adapter_in, check_origin, origin_of
 from ...config import Origin, RunConfig
 from ...config.methods import SCORES
 from ...loading.find import ModelFiles, find_model, local_origin, preflight_model, read_model_config
@@ -20,19 +20,16 @@ CLASSES = {"ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TO
 
 
 @dataclass(frozen=True)
-class RewardModelFiles:
-    """The files of a reward model.
+class RewardModelFiles(AuxiliaryModel):
+    """The files of a reward model. Its adapter has the score head; without adapter the model itself has it.
 
     Attributes:
+        spec: its entry in `reward_funcs`.
         scores: task type, a key of `SCORES`: one score of the whole answer, or classes of each step.
-        adapter: the adapter with the head; None if the model itself has the head.
-        files: the model, or the adapter's base model; None if that is the training model: one set of weights.
     """
 
     spec: RewardSpec
     scores: str
-    adapter: Path | None
-    files: ModelFiles | None
 
     @property
     def separator(self) -> str:
@@ -55,7 +52,7 @@ def check_reward_models(config: RunConfig, specs: Sequence[RewardSpec]) -> None:
                 preflight_model(_model_origin(config, path))
                 continue
             _task_type(adapter)
-            look_over_origin(origin_of(config, path, adapter), adapter)
+            check_origin(origin_of(config, path, adapter), adapter)
 
 
 def key_of(path: str) -> str:
@@ -88,7 +85,7 @@ def _find(config: RunConfig, spec: RewardSpec) -> RewardModelFiles:
         if adapter is None:
             return _find_checkpoint(config, spec, path)
         kind, origin = _task_type(adapter), origin_of(config, path, adapter)
-        return RewardModelFiles(spec, kind, adapter, None if origin is None else find_model(origin))
+        return RewardModelFiles(adapter, None if origin is None else find_model(origin), spec, kind)
 
 
 def _task_type(adapter: Path) -> str:
@@ -119,4 +116,4 @@ def _find_checkpoint(config: RunConfig, spec: RewardSpec, path: str) -> RewardMo
     labels, wanted = model_config.num_labels, SCORES[kind][0]
     if labels != wanted:
         raise ConfigError(f"{path} has {labels} labels", f"give a model with {wanted}")
-    return RewardModelFiles(spec, kind, None, ModelFiles(path, place, model_config))
+    return RewardModelFiles(None, ModelFiles(path, place, model_config), spec, kind)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...auxiliary.find import adapter_in
+from ...auxiliary.model import adapter_in
 from ...reading import parse_json
 from ...reading.files import look, open_bytes
 from ...reading.tensors import ADAPTER, ADAPTER_AGAIN, read_adapter_config, read_header

@@ -1,0 +1,82 @@
+"""Preflight checks of a run's reward functions, reward models and reference adapter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halfbyte.config import RunConfig
+from halfbyte.config.policy import POLICY
+from halfbyte.data.prepare import PreparedData
+from halfbyte.rl.rewards.score import Rewards
+from halfbyte.rl.rewards.specs import check_columns, read_specs
+from halfbyte.utils.console import Console
+from halfbyte.utils.notices import notice
+
+from ..auxiliary.model import adapter_digest
+from ..auxiliary.reward_model import check_reward_model_compatibility, reward_model_files
+from ..utils.text import one_line
+from .rollouts import check_same_files
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def rewards_of(config: RunConfig, data: PreparedData) -> Rewards:
+    """Return the functions that `reward_funcs` names, for the prompts of `data`.
+
+    Raises:
+        ConfigError: an entry is invalid.
+    """
+    columns = sorted(data.train[0]["columns"])
+    specs = read_specs(config.reward_funcs or [], columns)
+    return Rewards(specs, columns, config.reward_timeout_s, config.max_completion_length)
+
+
+def check_rewards(
+    config: RunConfig,
+    data: PreparedData,
+    model_config: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    checkpoint: Path | None,
+    console: Console,
+) -> None:
+    """Load every reward function once, check every reward model, and print the files that are executed.
+
+    Args:
+        model_config: transformers' config of the trained model.
+
+    Raises:
+        HalfbyteError: one cannot be loaded or called, or the prompts' columns do not suit it.
+    """
+    if config.method in POLICY and (config.top_p < 1 or config.top_k or config.min_p):
+        notice(
+            "narrowed-sampling",
+            "top_p, top_k and min_p restrict the tokens that are sampled, but training's log-probabilities are over all"
+            " tokens: their ratios are biased (trl#6789)",
+        )
+    rewards = rewards_of(config, data)
+    for rows in (data.train, data.eval):
+        if rows is not None:
+            check_columns(rewards.specs, rows)
+    if checkpoint is not None:
+        check_same_files(rewards.files | reference_files(config) | reward_model_files(config, rewards), checkpoint)
+    try:
+        rewards.check()
+    finally:
+        rewards.close()
+    for path, digest in rewards.files.items():
+        console.print(one_line(f"rewards: {path} (SHA-256 {digest})"), soft_wrap=True)
+    check_reward_model_compatibility(config, rewards, model_config, tokenizer, console)
+
+
+def reference_adapter(config: RunConfig) -> Path | None:
+    """Return the adapter that a run continues from, if it is also the reference policy."""
+    uses_reference = config.beta and config.method in POLICY
+    return Path(config.adapter_path) if config.adapter_path and uses_reference else None
+
+
+def reference_files(config: RunConfig) -> dict[str, str]:
+    """Return the SHA-256 of the adapter that is the reference policy, by its path."""
+    adapter = reference_adapter(config)
+    return {} if adapter is None else adapter_digest(adapter)

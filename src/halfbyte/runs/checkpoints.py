@@ -1,0 +1,362 @@
+"""Find, verify and rotate the checkpoints of a run, and check that resuming continues the same run. Imports no torch.
+
+A checkpoint is written to a temporary folder and renamed, so it is complete or absent. It contains `halfbyte.json` (the
+configuration, the size of the data and the open metrics window) and, written last, a manifest of all its files. A
+checkpoint that differs from its manifest is damaged: a notice names the damage, and the newest complete checkpoint is
+used. The step is read from the state, not from the folder's name.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from halfbyte.config import RunConfig
+from halfbyte.config.run_config import PATHS, at_home
+from halfbyte.reading import read_json, why
+from halfbyte.reading.tensors import ADAPTER, read_header, safetensors_files
+from halfbyte.utils.errors import CheckpointError, ConfigError
+from halfbyte.utils.files import clear_leftovers, remove, write_json
+from halfbyte.utils.notices import notice
+
+from .layout import (
+    CHECKPOINT,
+    CHECKPOINTS,
+    METRICS,
+    MODEL,
+    OPTIMIZER_STATE,
+    RANDOM_STATE,
+    SCHEDULER_STATE,
+    TRAINER_STATE,
+    WEIGHTS,
+)
+from .layout import CHECKPOINT_STATE as STATE
+from .layout import RESOLVED_CONFIG as RESOLVED
+from .manifest import FORMAT, damage_by_manifest, read_manifest
+from .metrics import MetricsFile, Window
+
+PICKLED = (OPTIMIZER_STATE, SCHEDULER_STATE, RANDOM_STATE)  # torch writes them as zip files
+EARLIER = "resume from an earlier checkpoint, or start a new run in another output_dir"
+
+# Keys that do not affect training: output paths, intervals and hardware.
+FREE_KEYS = frozenset(
+    [
+        *("output_dir", "resume_from_checkpoint", "save_steps", "save_total_limit"),
+        *("logging_steps", "eval_steps", "per_device_eval_batch_size", "report_to"),
+        *("sample_prompts", "sample_max_new_tokens", "activation_checkpointing", "memory_limit_gib"),
+        *("device", "dataset_num_proc", "trust_remote_code", "reward_timeout_s", "num_generations_eval"),
+        *("vllm_server_base_url", "vllm_server_timeout"),
+        # distribution of a step's rows: see `keep_step_size`
+        *("parallel", "gradient_accumulation_steps", "max_restarts", "pipeline_schedule"),
+    ]
+)
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the number of optimizer steps before a checkpoint, from its state; -1 if that cannot be read."""
+    try:
+        if (checkpoint / STATE).is_file() and "format" in read_state(checkpoint):
+            return read_manifest(checkpoint)["step"]
+        return int(read_json(checkpoint / TRAINER_STATE, CheckpointError, EARLIER)["global_step"])
+    except (CheckpointError, OSError, ValueError, KeyError, TypeError):
+        return -1
+
+
+def checkpoints(output_dir: Path) -> list[Path]:
+    """Return the complete checkpoints in `output_dir`, oldest first."""
+    return sorted((path for path in _named(output_dir) if damage(path) is None), key=_order)
+
+
+def _named(output_dir: Path) -> list[Path]:
+    """Return the folders with a checkpoint's name."""
+    return [path for path in output_dir.glob(CHECKPOINTS) if CHECKPOINT.fullmatch(path.name) and path.is_dir()]
+
+
+def _order(checkpoint: Path) -> tuple[int, int]:
+    """Return a sort key: the step from the state, else the step in the name."""
+    step, name = step_of(checkpoint), int(checkpoint.name.removeprefix("checkpoint-"))
+    return (name if step < 0 else step), name
+
+
+def damage(checkpoint: Path, *, contents: bool = False) -> str | None:
+    """Return why a folder cannot be resumed from; None for a complete checkpoint.
+
+    Args:
+        contents: read every file, not only its size.
+    """
+    try:
+        if not checkpoint.is_dir():
+            return "there is no such folder"
+        if not (checkpoint / STATE).is_file():
+            return f"{STATE} is missing"
+        state = read_state(checkpoint)
+        if missing := {"config", "data", "window"} - state.keys():
+            return f"{STATE} has no {min(missing)!r}"
+        if "format" in state:
+            return damage_by_manifest(checkpoint, read_manifest(checkpoint), contents)
+        return _damage_without_manifest(checkpoint, contents)
+    except CheckpointError as error:
+        return error.message
+    except OSError as error:
+        return why(error)
+    except (ValueError, zipfile.BadZipFile) as error:
+        return str(error)
+
+
+def _damage_without_manifest(checkpoint: Path, contents: bool) -> str | None:
+    """Return the damage of a checkpoint without manifest (written by 0.x), by the files that resuming reads."""
+    for name in (TRAINER_STATE, *PICKLED):
+        if not (checkpoint / name).is_file():
+            return f"{name} is missing"
+    single = checkpoint / ADAPTER
+    weights = [single] if single.is_file() else safetensors_files(checkpoint)
+    if not weights:
+        return f"{ADAPTER} is missing"
+    if contents:
+        if step_of(checkpoint) < 0:
+            return f"{TRAINER_STATE} is truncated or names no step"
+        for file in weights:
+            read_header(file)
+        for name in PICKLED:
+            if not zipfile.is_zipfile(checkpoint / name):
+                return f"{name} is truncated"
+            with zipfile.ZipFile(checkpoint / name) as archive:
+                if archive.testzip():
+                    return f"{name} is damaged"
+    return None
+
+
+def write_state(
+    folder: Path,
+    config: RunConfig,
+    data: dict[str, int],
+    window: Window,
+    evaluation_pending: bool = False,
+    ways: int = 1,
+) -> None:
+    """Write `halfbyte.json` of a checkpoint: what resuming compares, and the open metrics window.
+
+    Args:
+        evaluation_pending: whether the evaluation after this step was not done.
+        ways: number of ranks that the rows of a step were distributed to.
+    """
+    state: dict[str, Any] = {"config": config.model_dump(), "data": data, "window": window.as_dict(), "ways": ways}
+    if evaluation_pending:
+        state["owes_evaluation"] = True
+    write_json(folder / STATE, {"format": FORMAT, **state})
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """Return the contents of `halfbyte.json`.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    state = read_json(checkpoint / STATE, CheckpointError, EARLIER)
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{checkpoint / STATE} was not written by halfbyte", EARLIER)
+    return state
+
+
+def keep_newest(output_dir: Path, limit: int | None) -> None:
+    """Remove all checkpoints but the newest `limit` and the best. Each is renamed first, so that none is ever
+    incomplete."""
+    kept = best(output_dir) if limit else None
+    for path in checkpoints(output_dir)[: -limit if limit else 0]:
+        if path != kept:
+            remove(path)
+
+
+def best(output_dir: Path) -> Path | None:
+    """Return the checkpoint with the highest mean reward on held-out prompts, the earliest in a tie.
+
+    None if no checkpoint has such an evaluation.
+    """
+    records = MetricsFile(output_dir / METRICS).records()
+    evaluated = (record for record in records if record["kind"] == "eval" and isinstance(record.get("reward"), float))
+    rewards = {record["step"]: record["reward"] for record in evaluated}
+    found = [path for path in checkpoints(output_dir) if step_of(path) in rewards]
+    return max(found, key=lambda path: rewards[step_of(path)], default=None)
+
+
+def remove_leftovers(output_dir: Path) -> None:
+    """Remove the temporary folders of a killed run, on any machine; the run lock excludes concurrent writers."""
+    clear_leftovers(output_dir)
+    for path in output_dir.glob(f".{CHECKPOINTS}"):
+        remove(path)
+
+
+def rename_newer(output_dir: Path, chosen: Path) -> None:
+    """Rename the checkpoints after `chosen`, which a run resumes from, including damaged ones.
+
+    Otherwise rotation would remove the run's own checkpoints first, and a later --resume would continue from these.
+    """
+    step = step_of(chosen)
+    for path in _named(output_dir):
+        if _order(path)[0] > step and path.resolve() != chosen.resolve():
+            aside, number = path.with_name(f"{path.name}.set-aside"), 1
+            while aside.exists():
+                number += 1
+                aside = path.with_name(f"{path.name}.set-aside-{number}")
+            path.rename(aside)
+            what = f"{path} is newer and was renamed to {aside.name}; remove it if you do not need it"
+            notice(f"set-aside {path}", f"the run continues from {chosen}: {what}")
+
+
+# --- preflight checks ------------------------------------------------------------------------------------------------
+
+
+def starting_point(config: RunConfig, resume: str | bool | None, *, contents: bool = True) -> Path | None:
+    """Return the checkpoint to continue from; None for a start at step 0.
+
+    Args:
+        contents: read every file of it, not only its size.
+
+    Raises:
+        ConfigError: `output_dir` holds another run and `resume` is not set, or a finished run without a checkpoint; or
+            the run to resume was started with other settings.
+        CheckpointError: the named checkpoint is damaged, or all checkpoints in `output_dir` are.
+    """
+    output = config.output_path
+    if not resume:
+        if held := results_in(output):
+            if held == [MODEL] and not (output / RESOLVED).exists():  # probably a base model
+                raise ConfigError(
+                    f"output_dir: {output} holds {held[0]}/, where a run writes the trained model",
+                    "name a folder that only this run uses",
+                )
+            raise ConfigError(
+                f"output_dir: {output} already holds a run ({', '.join(held)})",
+                "continue it with --resume, or choose another output_dir",
+            )
+        return None
+    if resume is True:
+        checkpoint = _newest_complete(output, contents)
+        if checkpoint is None:  # job scripts always pass --resume
+            if held := [name for name in WEIGHTS if (output / name).exists()]:
+                raise ConfigError(
+                    f"output_dir: {output} holds {held[0]}/ and no checkpoint to resume from",
+                    "choose another output_dir, or remove this one",
+                )
+            notice("resume_from_start", f"{output} holds no checkpoint yet, so the run starts at step 0")
+            return None
+    else:
+        checkpoint = Path(resume)
+        if (wrong := damage(checkpoint, contents=contents)) is not None:
+            inside = sorted(_named(checkpoint), key=_order)
+            fix = f"name a checkpoint in it: {inside[-1]}" if inside else EARLIER
+            raise CheckpointError(
+                f"resume_from_checkpoint: {checkpoint} is not a complete checkpoint of halfbyte: {wrong}", fix
+            )
+    check_same_run(config, checkpoint)
+    return checkpoint
+
+
+def _newest_complete(output: Path, contents: bool) -> Path | None:
+    """Return the newest complete checkpoint, with a notice about newer damaged ones; None if there is no checkpoint.
+
+    Raises:
+        CheckpointError: there are checkpoints, and all are damaged.
+    """
+    damaged = []
+    for path in sorted(_named(output), key=_order, reverse=True):
+        if (wrong := damage(path, contents=contents)) is not None:
+            damaged.append(f"{path}: {wrong}")
+            continue
+        if damaged:
+            notice("damaged_checkpoint", f"the run continues from {path}, because {'; '.join(damaged)}")
+        if (step := step_of(path)) != _order(path)[1]:
+            notice("renamed_checkpoint", f"{path} holds step {step}, unlike its name; the run continues at that step")
+        return path
+    if damaged:
+        raise CheckpointError(
+            f"output_dir: no checkpoint in {output} is complete: {'; '.join(damaged)}",
+            "copy the missing or damaged files there again, or start a new run in another output_dir",
+        )
+    return None
+
+
+def results_in(output: Path) -> list[str]:
+    """Return the names of results in `output` that a second run would overwrite or mix with its own."""
+    held = [path.name for path in sorted(_named(output), key=_order)[-1:]]
+    held += [name for name in WEIGHTS if (output / name).exists()]
+    if any(record["kind"] == "train" for record in MetricsFile(output / METRICS).records()):
+        held.append(METRICS)
+    return held
+
+
+def check_same_run(config: RunConfig, checkpoint: Path) -> None:
+    """Check that the settings that affect training are the same as in the checkpoint.
+
+    Raises:
+        ConfigError: some differ; names each key with both values.
+    """
+    # An older checkpoint may not have all keys.
+    known = {key: field.default for key, field in RunConfig.model_fields.items()}
+    before, now = known | read_state(checkpoint)["config"], config.model_dump(mode="json")
+    before |= {key: at_home(before[key]) for key in PATHS}  # earlier versions stored paths as they were given
+    differing = [
+        f"{key}: {before[key]!r} then, {now[key]!r} now"
+        for key in now
+        if key not in FREE_KEYS and before[key] != now[key]
+    ]
+    if differing:
+        raise ConfigError(
+            f"{checkpoint} was made with other settings ({'; '.join(differing)})",
+            "resume with the same settings, or start a new run in another output_dir (adapter_path continues weights)",
+        )
+
+
+def keep_step_size(config: RunConfig, checkpoint: Path, ways: int) -> RunConfig:
+    """Return the configuration whose steps on `ways` ranks have the checkpoint's number of micro-batches.
+
+    If the number of ranks changed, `gradient_accumulation_steps` changes inversely.
+
+    Raises:
+        ConfigError: the micro-batches do not divide evenly, or the key was changed.
+    """
+    state = read_state(checkpoint)
+    key, now = "gradient_accumulation_steps", config.gradient_accumulation_steps
+    before, ways_before = state["config"][key], state.get("ways", 1)
+    step = before * ways_before
+    if now * ways == step:
+        return config
+    if ways == ways_before or now != before:
+        raise ConfigError(
+            f"{checkpoint} was made with other settings ({key}: {before} then, {now} now)",
+            f"resume with {key}: {before}, or start a new run in another output_dir (adapter_path continues weights)",
+        )
+    if step % ways:
+        fitting = ", ".join(str(n) for n in range(1, step + 1) if step % n == 0)
+        raise ConfigError(
+            f"a step of {checkpoint} has {step} micro-batches, which {ways} processes cannot share evenly",
+            f"resume on a number of processes that divides it: {fitting}",
+        )
+    notice(key, f"{key}: {step // ways} instead of {before}, so that a step has the same rows on {ways} processes")
+    return config.model_copy(update={key: step // ways})
+
+
+def check_same_data(data: dict[str, Any], checkpoint: Path) -> None:
+    """Check that the prepared data, and the adapter that the run started from, are the same as in the checkpoint.
+
+    Args:
+        data: rows, tokens and trained tokens, and the digests of all columns and of the adapter.
+
+    Raises:
+        ConfigError: they differ; names the key.
+    """
+    before = read_state(checkpoint)["data"]
+    if missing := data.keys() - before.keys():
+        notice("no-digest", f"{checkpoint} has no {', '.join(sorted(missing))}, so a change of these is not detected")
+    if before.get("adapter_path", data.get("adapter_path")) != data.get("adapter_path"):
+        raise ConfigError(
+            f"adapter_path: the adapter has changed since {checkpoint} was made; the run started from it",
+            "restore it, or start a new run in another output_dir",
+        )
+    if any(before[name] != data[name] for name in before.keys() & data.keys()):
+        then, now = ({name: known[name] for name in data if name in known} for known in (before, data))
+        raise ConfigError(
+            f"dataset: it has changed since {checkpoint} was made ({then} then, {now} now)",
+            "restore the data, or start a new run in another output_dir",
+        )

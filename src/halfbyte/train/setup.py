@@ -1,0 +1,274 @@
+"""The model of a run: load it, shard it, patch it, and verify its loss after each change."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import set_seed
+
+from halfbyte.batch import to_device
+from halfbyte.data.collate import make_collator
+from halfbyte.data.collate_answers import answer_collator, first_prompt, with_own_prompts
+from halfbyte.layers.plain import multiply_by_onednn
+from halfbyte.loading.load import load_model
+from halfbyte.memory.allocators import FIRST_KERNELS, HEAP_WASTE, memory_cap, return_large_blocks
+from halfbyte.memory.expert_offload import offload_experts
+from halfbyte.methods.answers import turn_dropout_off
+from halfbyte.modeling.adapters import add_adapter, compute_autocast, reads_base_weights
+from halfbyte.modeling.attention import cudnn_lengths
+from halfbyte.modeling.checkpointing import enable_checkpointing
+from halfbyte.modeling.head import causal_lm_loss
+from halfbyte.modeling.layer import decoder_layers
+from halfbyte.modeling.packing import isolate_for_run
+from halfbyte.modeling.patch import PatchReport, patch, patch_attention
+from halfbyte.modeling.projections import configured_recipe
+from halfbyte.modeling.routers import track_routers
+from halfbyte.ops.fp8_scaling import DelayedScaling
+from halfbyte.optim import trained_parameters
+from halfbyte.parallel.context.model import divided
+from halfbyte.parallel.mesh import SLICES
+from halfbyte.parallel.pipeline.model import Cut, Stages
+from halfbyte.parallel.pipeline.runtime import Pipeline
+from halfbyte.parallel.shard.model import shard_model
+from halfbyte.parallel.tensor.model import divide_products
+from halfbyte.plan.estimate import GIB
+from halfbyte.utils.console import Console
+from halfbyte.utils.files import write_json
+from halfbyte.utils.terminal import said_of_experts
+
+from ..parallel.pipeline.stepper import PipelinedStepper
+from ..parallel.rank_sync import RankSync
+from ..runs.layout import EXPERTS
+from . import checks
+from .metrics_log import current_memory, reset_peak_memory
+from .preflight import PreparedRun, planned_lengths
+from .run_folder import OpenRun
+from .stepper import Batch, GraphedStepper, Stepper, Sums, loss_scaler, sums_of
+
+
+@contextlib.contextmanager
+def process_settings(run: PreparedRun) -> Iterator[None]:
+    """Apply the settings of the process while a run trains: memory cap, algorithms, and lengths with cuDNN plans."""
+    with (
+        memory_cap(run.machine.device, memory_limit(run)),
+        checks.deterministic_algorithms(run.config, run.machine.device),
+        cudnn_lengths(planned_lengths(run)),
+    ):
+        yield
+
+
+def memory_limit(run: PreparedRun) -> int | None:
+    """Cap for torch's CUDA allocator, bytes; None: no cap.
+
+    Offloaded runs fill the device, so `FIRST_KERNELS` bytes stay free for kernels that are loaded later.
+    """
+    if run.plan.hosted or run.plan.offloaded:
+        return run.plan.capacity_bytes - FIRST_KERNELS
+    return None if run.config.memory_limit_gib is None else int(run.config.memory_limit_gib * GIB)
+
+
+def load_trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
+    """Load the model, add the adapter and enable recomputation; adds memory before and after loading to `measured`."""
+    device = run.machine.device
+    if device.type == "cpu" and run.plan.total * HEAP_WASTE > run.plan.capacity_bytes:
+        return_large_blocks()
+    reset_peak_memory(device)
+    measured["base_bytes"] = current_memory(device)
+    how: dict[str, Any] = {"device": device, "attn_implementation": run.config.attn_implementation, "mesh": run.mesh}
+    adapter, storage = run.config.adapter, run.config.storage
+    # QAT, and adapters initialized from base weights, read all layers, so every rank loads them in full.
+    if adapter and storage.qat_scheme is None and not reads_base_weights(adapter):
+        slices = run.mesh.wide(SLICES) if run.mesh.layout.slices > 1 else ()
+        products = run.mesh.wide(("tensor",))
+        how["along"] = () if slices and products else slices or products  # 2D sharding loads full weights
+        how["elsewhere"] = run.cut.elsewhere if run.cut else None
+    model = load_model(run.files, storage, dtype=run.machine.weights_dtype, experts_on_host=run.plan.offloaded, **how)
+    if run.plan.offloaded:
+        offload_experts([*decoder_layers(model)[1]], run.plan.offloaded, device)
+    measured["after_load_bytes"] = current_memory(device)
+    set_seed(run.config.seed)
+    if run.config.method != "sft" and run.config.disable_dropout:
+        turn_dropout_off(model)
+    if run.plan.activation_checkpointing and not run.plan.levels:
+        enable_checkpointing(model)
+    if adapter:
+        model = add_adapter(model, adapter, scores=run.method.scores)
+        if run.mesh.size == 1:
+            multiply_by_onednn(model)
+    return model
+
+
+def shard_for_rank(run: PreparedRun, model: Any) -> Stages | None:
+    """Reduce the model to this rank's part; returns its pipeline stages, or None without a pipeline."""
+    stages = None if run.cut is None else run.cut.take(model, run.mesh.place("pipeline"))
+    divide_products(model, run.mesh)
+    shard_model(model, run.mesh, kept=run.plan.stays, on_host=run.plan.hosted)
+    return stages
+
+
+def pipelined_stepper(run: PreparedRun, model: Any, stages: Stages) -> PipelinedStepper:
+    """Return the stepper that runs micro-batches through the stages of a run's model."""
+    assert run.cut is not None
+    device, dtype = run.machine.device, run.machine.compute_dtype
+    width = stages.causal_lm.config.get_text_config().hidden_size
+    how: dict[str, Any] = {"width": width, "dtype": stages.dtype, "device": device}
+    how["ahead"] = 0 if run.mesh.ways("shard") > 1 else len(stages.all)  # sharded weights are gathered per backward
+    if device.type == "cuda":
+        how["spare"] = max(run.plan.capacity_bytes - run.plan.total, 0)
+    pipeline = Pipeline(run.mesh, run.cut.schedule, run.cut.seconds, **how)
+    names = [metric.name for metric in run.method.numbers.trained]
+    sums, scaler, around = sums_of(run.method, model, dtype), loss_scaler(device, dtype), autocast_of(run, model)
+    return PipelinedStepper(sums, names, run.method.blank, around, pipeline, stages, scaler)
+
+
+def autocast_of(run: PreparedRun, model: Any) -> Callable[[], Any]:
+    """Return the context of a forward in the run's compute dtype."""
+    return partial(compute_autocast, model, run.machine.compute_dtype)
+
+
+@contextlib.contextmanager
+def training_stepper(
+    job: OpenRun, model: Any, pipelined: PipelinedStepper | None, graphs: bool, console: Console
+) -> Iterator[Stepper]:
+    """Yield the stepper of a run, inside context parallelism and with the chosen experts of a mixture counted.
+
+    Args:
+        graphs: whether steps may be captured in CUDA graphs.
+    """
+    run, device, dtype = job.prepared, job.prepared.machine.device, job.prepared.machine.compute_dtype
+    with divided(model, run.mesh):
+        if pipelined is not None:  # ranks of a pipeline have different layers, so experts are not counted
+            yield pipelined
+            return
+        with _counted_experts(job, model, sums_of(run.method, model, dtype), console) as sums:
+            yield make_stepper(run, model, sums, loss_scaler(device, dtype), graphs)
+
+
+def make_stepper(
+    run: PreparedRun, model: Any, sums: Sums, scaler: torch.amp.GradScaler | None, graphs: bool
+) -> Stepper:
+    """Return the stepper of a run without pipeline."""
+    if not graphs:
+        return Stepper(sums, scaler)
+    return GraphedStepper(sums, list(trained_parameters(model).values()), RankSync(run.mesh))
+
+
+@contextlib.contextmanager
+def _counted_experts(job: OpenRun, model: Any, sums: Sums, console: Console) -> Iterator[Sums]:
+    """Yield `sums`, which for a mixture also count the chosen experts; write and print the counts afterwards."""
+    with track_routers(model, balanced=bool(job.prepared.config.router_aux_loss_coef)) as routers:
+        yield sums if routers is None else routers.counted(sums)
+        if routers is not None:
+            found = routers.usage(job.prepared.mesh)
+            if job.prepared.mesh.is_main:
+                write_json(job.output / EXPERTS, found)
+            console.print(said_of_experts(found))
+
+
+# --- patch and verify ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The results of patching and verifying a model.
+
+    Attributes:
+        results: for checks.json.
+        report: report of `patch`; None if the model runs transformers' forwards.
+        scaling: delayed scales of the fp8 recipe.
+        graphs: whether steps may be captured in CUDA graphs.
+    """
+
+    results: dict[str, Any]
+    report: PatchReport | None
+    scaling: DelayedScaling | None = None
+    graphs: bool = False
+
+
+def patch_and_verify(run: PreparedRun, model: Any, ids: Tensor, console: Console) -> Verified:
+    """Patch the model and isolate packed documents; compare the loss after each change with the loss before.
+
+    Args:
+        ids: token ids [1, T] of the loss.
+
+    Raises:
+        TrainingError: losses differ by more than rounding.
+    """
+    report, scaling, device, dtype = None, None, run.machine.device, run.machine.compute_dtype
+    results = {"first_step": checks.loss_check(model, ids, dtype)}
+    if run.config.use_kernels and device.type != "cpu":
+        report = patch(model, run.plan.levels or None)
+        console.print(str(report))
+        results["fused"] = checks.fused_check(model, ids, dtype, results["first_step"]["loss"])
+    elif run.config.use_kernels and run.config.precision.recipe == "bf16" and (name := patch_attention(model)):
+        console.print(f"attention: {name}")
+        results["fused"] = checks.fused_check(model, ids, dtype, results["first_step"]["loss"])
+    plain = make_collator(run.config, run.tokenizer, device)
+    isolation = isolate_for_run(model, run.config, plain, run.data.train, dtype, run.mesh)
+    if isolation is not None:
+        results["isolation"] = isolation.document()
+    if run.data.shared:
+        shared, separate = _first_prompt_batches(run, device)
+        results["shared_prompts"] = checks.shared_check(model, shared, separate, dtype)
+    if run.mesh.ways("context") > 1:
+        loss = results.get("fused", results["first_step"])["loss"]
+        with divided(model, run.mesh):
+            results["divided"] = checks.divided_check(model, ids, dtype, loss, run.mesh)
+    by_positions = isolation is None or isolation.way == "positions"  # other ways read the batch's values
+    if run.config.precision.recipe != "bf16":  # on a CPU too
+        scaling = patch(model, run.plan.levels or None, configured_recipe(run.config.precision)).scaling
+    return Verified(results, report, scaling, run.plan.use_graphs and by_positions)
+
+
+def _first_prompt_batches(run: PreparedRun, device: torch.device) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return two batches of the answers to the first prompt: sharing the prompt, and each with its own copy."""
+    collate = answer_collator(run.config, run.tokenizer, device, answers=run.data.answers)
+    row = first_prompt(run.data.train[0])
+    return to_device(collate([row]), device), to_device(collate([with_own_prompts(row)]), device)
+
+
+def patch_and_verify_stages(run: PreparedRun, model: Any, stepper: PipelinedStepper, ids: Tensor) -> Verified:
+    """Patch this rank's stages; compare the loss through the pipeline before and after.
+
+    Raises:
+        TrainingError: losses differ by more than rounding.
+    """
+    device, around = run.machine.device, autocast_of(run, model)
+    loss, reference = _pipeline_losses(stepper, ids, around)
+    results, report, scaling = {"first_step": checks.compare_first_loss(loss, reference, ids.shape[1] - 1)}, None, None
+    assert run.cut is not None
+    levels = _stage_levels(run.plan.levels, run.cut, run.mesh.place("pipeline")) or None
+    if run.config.use_kernels and device.type != "cpu":
+        report = patch(model, levels)
+        results["fused"] = checks.compare_fused_loss(_pipeline_losses(stepper, ids, around)[0], loss)
+    if run.config.precision.recipe != "bf16":
+        scaling = patch(model, levels, configured_recipe(run.config.precision)).scaling
+    return Verified(results, report, scaling)
+
+
+def _pipeline_losses(stepper: PipelinedStepper, ids: Tensor, around: Callable[[], Any]) -> tuple[float, float]:
+    """Return the training loss, and cross-entropy on the model's own logits, of `ids` [1, T] without dropout."""
+    model = stepper.stages.model
+
+    def read(batch: Batch) -> Tensor:
+        with around():
+            logits = model(input_ids=batch["input_ids"], use_cache=False).logits.float()
+            loss_sum, count = causal_lm_loss(model, batch)
+        return torch.stack([loss_sum / count, F.cross_entropy(logits[0, :-1], ids[0, 1:])])
+
+    model.eval()
+    loss, reference = stepper.through([{"input_ids": ids, "labels": ids}], read, 2)[0].tolist()
+    return loss, reference
+
+
+def _stage_levels(levels: Sequence[str], cut: Cut, rank: int) -> list[str]:
+    """Return the recomputation levels of a rank's layers."""
+    here = sorted(index for stage in cut.schedule.stages_of(rank) for index in cut.parts[stage])
+    return [levels[index] for index in here] if levels else []
