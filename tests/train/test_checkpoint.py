@@ -14,7 +14,6 @@ import torch
 from halfbyte.config import RunConfig
 from halfbyte.runs import checkpoints
 from halfbyte.runs.metrics import MetricsFile
-from halfbyte.train import checkpoint as checkpoints
 from halfbyte.utils import files, notices
 from halfbyte.utils.errors import CheckpointError, ConfigError, TrainingError
 from tests.helpers.tiny_runs import comparable, losses, make_loop, rows, run_config

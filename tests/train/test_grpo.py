@@ -18,7 +18,6 @@ from halfbyte.rl import setup as rl_setup
 from halfbyte.rl.rollout_batch import pass_rates
 from halfbyte.rl.rollouts import Generations, ImportanceCorrection
 from halfbyte.runs import checkpoints
-from halfbyte.train import checkpoint as checkpoints
 from halfbyte.train import setup
 from halfbyte.train.run import finetune, train
 from halfbyte.train.stepper import GraphedStepper
