@@ -32,11 +32,11 @@ from halfbyte.modeling.layer import causal_lm_of, decoder_layers
 from halfbyte.modeling.patch import patch
 from halfbyte.optim import trained_parameters
 from halfbyte.parallel.mesh import Mesh, present_mesh
-from halfbyte.parallel.pipeline.model import Stages, layer_seconds
-from halfbyte.parallel.pipeline.partition import cut_layers, stage_seconds
+from halfbyte.parallel.pipeline.model import LocalStages, layer_seconds
+from halfbyte.parallel.pipeline.partition import partition_layers, stage_seconds
 from halfbyte.parallel.pipeline.runtime import Pipeline
 from halfbyte.parallel.pipeline.schedules import Schedule
-from halfbyte.parallel.pipeline.simulation import Seconds, simulate
+from halfbyte.parallel.pipeline.schedules import Seconds, simulate
 from halfbyte.parallel.pipeline.stepper import PipelinedStepper
 from halfbyte.parallel.reduction import clip_gradients, sum_gradients
 from halfbyte.train.stepper import Stepper
@@ -102,12 +102,12 @@ def one(mesh: Mesh, whole: Whole, schedule: Schedule, ahead: int, batches: list[
     """Measure and simulate one schedule."""
     model, device = whole.model, batches[0]["input_ids"].device
     seconds, head = layer_seconds(model, recomputed=True)
-    parts = cut_layers(schedule, seconds, head)
+    parts = partition_layers(schedule, seconds, head)
     of_stages = stage_seconds(parts, seconds, head)
     width = whole.causal_lm.config.hidden_size
     line = Pipeline(mesh, schedule, of_stages, width=width, dtype=torch.bfloat16, device=device, ahead=ahead)
     set_verified_head(model, Head())
-    stages = Stages(model, parts, line.own)
+    stages = LocalStages(model, parts, line.own)
     around = partial(torch.autocast, device.type, torch.bfloat16)
 
     def sums(batch: Any) -> dict[str, Tensor]:
@@ -131,7 +131,7 @@ def _settle(mesh: Mesh) -> None:
     """Disable garbage collection during the timed steps: it would stall the other ranks."""
     gc.collect()
     gc.freeze()
-    mesh.wait()
+    mesh.barrier()
 
 
 def _watched(mesh: Mesh, line: Pipeline, stepper: Stepper, batches: list[dict[str, Tensor]], count: Tensor) -> Any:
@@ -140,7 +140,7 @@ def _watched(mesh: Mesh, line: Pipeline, stepper: Stepper, batches: list[dict[st
     steps = []
     for _ in range(WATCHED):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        mesh.wait()
+        mesh.barrier()
         begin.record()
         stepper(batches, count)
         end.record()
@@ -169,7 +169,7 @@ def _watched(mesh: Mesh, line: Pipeline, stepper: Stepper, batches: list[dict[st
 
 def data_parallel(mesh: Mesh, model: Any, batches: list[dict[str, Tensor]]) -> dict[str, Any]:
     """Time a data-parallel step over the same rows."""
-    rows, device = mesh.laid_out(Parallel(data=mesh.size)), batches[0]["input_ids"].device
+    rows, device = mesh.with_layout(Parallel(data=mesh.size)), batches[0]["input_ids"].device
 
     def sums(batch: Any) -> dict[str, Tensor]:
         with torch.autocast(device.type, torch.bfloat16):
@@ -196,7 +196,7 @@ def main(words: Sequence[str] | None = None) -> None:
     given = parser().parse_args(words)
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     with present_mesh(kind="cuda") as mesh:
-        mesh, results = mesh.laid_out(Parallel(pipeline=mesh.size)), Results(mesh, given.json)
+        mesh, results = mesh.with_layout(Parallel(pipeline=mesh.size)), Results(mesh, given.json)
         model = build(given.model, "cuda")
         patch(model, "checkpoint")
         tokens = random_batch(given.model, given.batches, given.length, "cuda")

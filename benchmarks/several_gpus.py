@@ -33,11 +33,11 @@ from benchmarks.step_model import build, empty_model, fill, random_batch, run_co
 from halfbyte.config import Parallel
 from halfbyte.memory.allocators import FIRST_KERNELS, memory_cap
 from halfbyte.modeling.cast_cache import cast_replacements
-from halfbyte.parallel.launch.bandwidth import gather_rate
-from halfbyte.parallel.mesh import ALONE, Mesh, present_mesh
+from halfbyte.parallel.launch.bandwidth import all_gather_bandwidth
+from halfbyte.parallel.mesh import SINGLE_PROCESS, Mesh, present_mesh
 from halfbyte.parallel.reduction import clip_gradients, sum_gradients
-from halfbyte.parallel.shard.model import shard_model, sharded, trains_alike
-from halfbyte.parallel.shard.trained import shard_optimizer
+from halfbyte.parallel.shard.model import shard_model, sharded, has_static_gradients
+from halfbyte.parallel.shard.optimizer import shard_optimizer
 from halfbyte.train.stepper import GraphedStepper, Stepper
 from halfbyte.utils.hardware import fixed_segments, free_cached_memory
 
@@ -100,7 +100,7 @@ class Training:
 
     def time(self, mesh: Mesh, tokens: int, together: bool = True, steps: int = 10) -> dict[str, Any]:
         """Time the slowest rank's step."""
-        mesh.wait()
+        mesh.barrier()
         run = timed(lambda: self.step(together), tokens, steps)
         return run | {"ms": mesh.max(run["ms"]), "held_gib": torch.cuda.memory_allocated() / GIB}
 
@@ -128,21 +128,21 @@ def data(mesh: Mesh, results: Results) -> None:
 def tensor(mesh: Mesh, results: Results) -> None:
     """Time one GPU alone, then all. Also compares the first step's loss and gradient norm."""
     import halfbyte
-    from halfbyte.parallel.tensor.model import divide_products
+    from halfbyte.parallel.tensor.model import apply_tensor_parallel
 
     rows, length, found = 4, 2048, dict[str, Any]()
-    mesh = mesh.laid_out(Parallel(tensor=mesh.size))
+    mesh = mesh.with_layout(Parallel(tensor=mesh.size))
     for way in ("alone", "together"):
         training = Training(mesh, EIGHT, rows, length, False)
         training.count = torch.full((), float(rows * (length - 1)), device="cuda")
         if way == "together":
             halfbyte.unpatch(training.model)
-            divide_products(training.model, mesh)
+            apply_tensor_parallel(training.model, mesh)
             halfbyte.patch(training.model)
             training.trained = training.trained_parameters()
         if way == "together" or mesh.is_main:
             found[way] = _tensor_steps(training, mesh, way == "together")
-        mesh.wait()
+        mesh.barrier()
         training.close()
     found["together"]["ms"] = mesh.max(found["together"]["ms"])
     if mesh.is_main:
@@ -162,7 +162,7 @@ def _tensor_steps(training: Training, mesh: Mesh, together: bool) -> dict[str, A
         sums = training.stepper([training.batch], training.count)
         if together:
             sums = sum_gradients(mesh, training.trained, sums)
-        norm = clip_gradients(mesh if together else ALONE, training.trained, 1.0)
+        norm = clip_gradients(mesh if together else SINGLE_PROCESS, training.trained, 1.0)
         norms = norms or [float(sums[0] / training.count), float(norm)]
         for parameter in training.trained:
             parameter.grad = None
@@ -184,7 +184,7 @@ class Sharded(Training):
 
     def shard_trained(self) -> None:
         """Shard adapters and optimizer state like the training loop."""
-        alike = sharded(self.model) is not None and trains_alike(self.model)
+        alike = sharded(self.model) is not None and has_static_gradients(self.model)
         narrow = partial(cast_replacements, self.model, torch.bfloat16)
         self.units = shard_optimizer(self.mesh, self.trained, elementwise=True, alike=alike, narrow=narrow)
         self.units.adopt(self.optimizer)
@@ -217,7 +217,7 @@ def gathers(mesh: Mesh, results: Results) -> None:
     ways_to_stay = {"each call": ["call"] * layers, "half kept": ["call", "always"] * (layers // 2),
                     "all kept": ["always"] * layers}  # fmt: skip
     for way, stays in ways_to_stay.items():
-        training = Sharded(mesh.laid_out(Parallel(shard=mesh.size)), EIGHT, rows, length, stays)
+        training = Sharded(mesh.with_layout(Parallel(shard=mesh.size)), EIGHT, rows, length, stays)
         run = training.time(training.mesh, rows * length)
         results.add("gathers", way=way, **run, of_data=data_ms["ms"] / run["ms"])
         training.close()
@@ -267,7 +267,7 @@ class BothShapes(Training):
 
 
 def ways(mesh: Mesh, results: Results) -> None:
-    sliced, training = mesh.laid_out(Parallel(shard=mesh.size)), BothShapes(mesh)
+    sliced, training = mesh.with_layout(Parallel(shard=mesh.size)), BothShapes(mesh)
     alone = training.times(mesh, together=False, shapes=[SHORT])[SHORT]
     data_ms = training.times(mesh)
     results.add("ways", way="data", ms=data_ms, of_alone=data_ms[SHORT] / alone)
@@ -314,7 +314,7 @@ def one_gather(share: Any, mesh: Mesh) -> dict[str, Any]:
     own = torch.empty(gather.raw.numel(), dtype=torch.uint8, device="cuda")
     nccl = event_us([lambda: dist.all_gather_into_tensor(found, own, group=share.group)], 20)
     gather.whole.untyped_storage().resize_(0)
-    mesh.wait()
+    mesh.barrier()
     return {"us": mesh.max(us), "nccl_us": nccl, "of_nccl": nccl / us, "equal": equal}
 
 
@@ -331,10 +331,10 @@ def build_sharded(name: str, mesh: Mesh) -> Any:
 
     def piece(linear: nn.Linear) -> nn.Module:
         stored = QuantizedLinear.from_linear(linear, format_)
-        if mesh.ways("shard") == 1:
+        if mesh.degree("shard") == 1:
             return stored
         weight = stored.weight.data
-        own = placement.cut(weight, mesh.ways("shard"))[mesh.place("shard")].clone()
+        own = placement.cut(weight, mesh.degree("shard"))[mesh.coordinate("shard")].clone()
         parameter: Any = nn.Parameter(own, requires_grad=False)
         empty = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
         parameter.template = QuantizedTensor.quantize(empty, format_)
@@ -388,13 +388,13 @@ class Seventy(Sharded):
 def seventy(mesh: Mesh, results: Results, card_gib: float) -> None:
     from halfbyte.plan.estimate import estimate
 
-    shard, device = mesh.laid_out(Parallel(shard=mesh.size)), torch.device("cuda", mesh.local)
+    shard, device = mesh.with_layout(Parallel(shard=mesh.size)), torch.device("cuda", mesh.local)
     filled = FilledGpu(card_gib)
 
     def log(phase: str) -> None:
         results.add("seventy", phase=phase, gib=filled.memory())
 
-    gather_rate(shard, device)  # as a run does before it plans: NCCL's buffers are allocated
+    all_gather_bandwidth(shard, device)  # as a run does before it plans: NCCL's buffers are allocated
     free_cached_memory(device)
     log("connected")
     config = run_config(SEVENTY, per_device_train_batch_size=1, max_length=2048, activation_checkpointing="offload")
@@ -411,10 +411,10 @@ def seventy(mesh: Mesh, results: Results, card_gib: float) -> None:
     del filled.ballast
     free_memory()
     if mesh.is_main:
-        training = Seventy(ALONE, "checkpoint", (), lambda phase: None)
-        results.add("seventy", way="one GPU", **training.time(ALONE, 2048, together=False, steps=6))
+        training = Seventy(SINGLE_PROCESS, "checkpoint", (), lambda phase: None)
+        results.add("seventy", way="one GPU", **training.time(SINGLE_PROCESS, 2048, together=False, steps=6))
         training.close()
-    mesh.wait()
+    mesh.barrier()
 
 
 PARTS: dict[str, Callable[..., None]] = {

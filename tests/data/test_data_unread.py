@@ -7,7 +7,7 @@ import pytest
 from halfbyte.data.prepare import prepare
 from halfbyte.data.prepare_answers import prepare_answers
 from halfbyte.utils.errors import DataError
-from halfbyte.utils.notices import said
+from halfbyte.utils.notices import notices_so_far
 
 TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 
@@ -76,7 +76,7 @@ def test_history_is_shown_as_earlier_turns(prepared, names):
     _, text, trained = prepared([row])
     turns = [("system", "s"), ("user", "q1"), ("assistant", "r1"), ("user", "q2"), ("assistant", "r2"),
              ("user", "q"), ("assistant", "r")]  # fmt: skip
-    assert text == "".join(f"<|im_start|>{role}\n{said}<|im_end|>\n" for role, said in turns)
+    assert text == "".join(f"<|im_start|>{role}\n{notices_so_far}<|im_end|>\n" for role, notices_so_far in turns)
     assert trained == "r<|im_end|>"
 
 
@@ -121,7 +121,7 @@ def test_unread_columns_of_every_layout_are_named_once(prepared):
     ):  # fmt: skip
         report, _, _ = prepared(rows, **keys)
         assert left_out(report) == {"id": 3, "tag": 1}
-        assert sum(key.startswith("left-out:") for key in said()) == 1
+        assert sum(key.startswith("left-out:") for key in notices_so_far()) == 1
 
 
 def test_margin_is_unread_without_a_reward_model(prepared):

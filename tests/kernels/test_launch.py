@@ -138,14 +138,14 @@ def refusing(call):
 
 @refusals
 def test_failing_kernel_is_refused_and_logged_once(how, said, launched):
-    notices.forget()
+    notices.reset_notices()
     call = launch.Launcher(Refusing(**how))
     double, tensors = refusing(call), (torch.zeros(16), torch.zeros(16).half())
     for number in range(3):  # sizes change every time: nothing is compiled again for a new one
         assert double(tensors[0], number).tolist() == [0] * 16
     assert double(tensors[1], 1).tolist() == [0] * 16
     assert call.function.asked == 2
-    (text,) = notices.said().values()
+    (text,) = notices.notices_so_far().values()
     assert said in text
     assert "it does not run on Triton's interpreter: " in text
 

@@ -237,4 +237,4 @@ def test_dequantizes_where_it_does_not_compile(backend, spec, monkeypatch):
         found = weight.format.linear(x, weight.parts, weight.shape, None)
         expected = x @ weight.format.dequantize(weight.parts, weight.shape, BF16).T
         torch.testing.assert_close(found, expected)
-    assert "no NVRTC" in notices.said()["kernel-cuda.linear_planes.gemm16_bitplane"]
+    assert "no NVRTC" in notices.notices_so_far()["kernel-cuda.linear_planes.gemm16_bitplane"]

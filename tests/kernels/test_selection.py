@@ -122,7 +122,7 @@ def test_reasons():
 
 def test_external_kernel_registration(monkeypatch):
     """Two lines register a kernel: dispatch takes it, logs its refusal once, runs the next one, and lists it."""
-    notices.forget()
+    notices.reset_notices()
     monkeypatch.setattr(
         linear_blockwise4, "_added", {name: list(rows) for name, rows in linear_blockwise4._added.items()}
     )
@@ -146,7 +146,7 @@ def test_external_kernel_registration(monkeypatch):
         with torch.no_grad():
             torch.testing.assert_close(torch.nn.functional.linear(x, weight), expected, rtol=1e-5, atol=1e-5)
     assert calls == [1, 2, 2]
-    (text,) = notices.said().values()
+    (text,) = notices.notices_so_far().values()
     assert text.startswith("tests.kernels.test_selection.mine: too many rows; ")
     found = linear_blockwise4.choices("cpu", torch.randn(1, 320), *arguments(8, 320), None)
     assert found[0] == ("tests.kernels.test_selection.mine", "takes blocks of 32")

@@ -80,10 +80,10 @@ def test_a_disk_that_another_process_does_not_see(two, tmp_path):
 
 @pytest.mark.parametrize("name", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
 def test_another_library_that_is_to_divide_the_run(monkeypatch, name):
-    from halfbyte.parallel.launch.ranks import meeting
+    from halfbyte.parallel.launch.ranks import rendezvous
 
     monkeypatch.setenv(name, "true")
-    with pytest.raises(ConfigError, match=name), meeting(2):
+    with pytest.raises(ConfigError, match=name), rendezvous(2):
         pass
 
 

@@ -21,7 +21,7 @@ def one_is_late(mesh, late, seconds):
         try:
             return mesh.sum(1)
         except TrainingError as error:  # which ends a run, and its marks with it
-            timeouts.meeting_place().delete_key(timeouts._key("waits", mesh.rank))
+            timeouts.rendezvous_store().delete_key(timeouts._key("waits", mesh.rank))
             return error.message
 
 
@@ -48,7 +48,7 @@ def slow_first(mesh):
         return time.monotonic()
 
     with mock.patch.multiple(timeouts, **SHORT):
-        return mesh.first(make), made
+        return mesh.local_first(make), made
 
 
 def test_what_the_first_makes_may_take_long(two):

@@ -5,9 +5,9 @@ from random import Random
 
 import pytest
 
-from halfbyte.parallel.pipeline.partition import chosen, cut_layers, stage_seconds
+from halfbyte.parallel.pipeline.partition import choose_schedule, partition_layers, stage_seconds
 from halfbyte.parallel.pipeline.schedules import Schedule
-from halfbyte.parallel.pipeline.simulation import Action, Seconds, programs, simulate
+from halfbyte.parallel.pipeline.schedules import Action, Seconds, add_messages, simulate
 from halfbyte.utils.errors import ConfigError
 
 KINDS = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-v", 2), ("zb-1p", 2))
@@ -67,7 +67,7 @@ def test_messages_wait_for_nobody_in_a_circle(name, chunks, ranks):
     random, schedule = Random(ranks), Schedule(name, ranks, chunks)
     between = sum(one != other for one, other in pairwise(owners(schedule)))
     for ahead in (False, True) * 3:
-        programs_ = programs(schedule.orders(2 * ranks), some_seconds(random, schedule), ahead=ahead)
+        programs_ = add_messages(schedule.orders(2 * ranks), some_seconds(random, schedule), ahead=ahead)
         lines = [[action for action in line if " " in action.kind] for line in programs_]
         assert sum(map(len, lines)) == 2 * 2 * 2 * ranks * between
         while any(lines):
@@ -94,7 +94,7 @@ def test_one_stream_for_both_directions_of_a_pair_loses_nothing(name, chunks, ra
     random, schedule = Random(ranks), Schedule(name, ranks, chunks)
     orders = schedule.orders(2 * ranks)
     for ahead in (False, True) * 3:
-        lines = programs(orders, some_seconds(random, schedule), ahead=ahead)
+        lines = add_messages(orders, some_seconds(random, schedule), ahead=ahead)
         actual = some_seconds(random, schedule)
         assert step_seconds(lines, actual, owners(schedule), ahead) == simulate(orders, actual, ahead=ahead).seconds
 
@@ -138,7 +138,7 @@ def step_seconds(lines, seconds, owner, ahead):
 
 
 def owners(schedule):
-    return [schedule.process_of(stage) for stage in range(schedule.stages)]
+    return [schedule.rank_of(stage) for stage in range(schedule.stages)]
 
 
 def test_an_interleaved_order_where_processes_wait_for_each_other_is_found():
@@ -149,13 +149,13 @@ def test_an_interleaved_order_where_processes_wait_for_each_other_is_found():
 def test_layers_are_cut_by_seconds():
     """Head and loss of an 8B weigh several layers: the last stage has fewer; nothing is left out."""
     layers = [LAYER] * 32
-    assert [len(part) for part in cut_layers(Schedule("1f1b", 2, 1), layers, Seconds(0, 0))] == [16, 16]
-    assert [len(part) for part in cut_layers(Schedule("1f1b", 2, 1), layers, Seconds(4 * LAYER.total, 0))] == [18, 14]
+    assert [len(part) for part in partition_layers(Schedule("1f1b", 2, 1), layers, Seconds(0, 0))] == [16, 16]
+    assert [len(part) for part in partition_layers(Schedule("1f1b", 2, 1), layers, Seconds(4 * LAYER.total, 0))] == [18, 14]
     slow = [Seconds(4, 8), *[Seconds(1, 2)] * 8]
-    assert [len(part) for part in cut_layers(Schedule("1f1b", 2, 1), slow, Seconds(0, 0))] == [3, 6]
+    assert [len(part) for part in partition_layers(Schedule("1f1b", 2, 1), slow, Seconds(0, 0))] == [3, 6]
     for name, chunks in KINDS:
         schedule = Schedule(name, 4, chunks)
-        parts = cut_layers(schedule, layers, HEAD)
+        parts = partition_layers(schedule, layers, HEAD)
         assert [index for part in parts for index in part] == list(range(32))
         assert len(parts) == schedule.stages
         seconds = stage_seconds(parts, layers, HEAD)
@@ -170,7 +170,7 @@ def test_cuts_of_random_shapes():
         (name, chunks), ranks = random.choice(KINDS), random.choice((2, 3, 4))
         layers = [Seconds(random.uniform(0.5, 2), 2) for _ in range(ranks * chunks + random.randrange(8))]
         head = Seconds(random.choice((0, 1, 8, 30)), 0)
-        parts = cut_layers(Schedule(name, ranks, chunks), layers, head)
+        parts = partition_layers(Schedule(name, ranks, chunks), layers, head)
         assert [index for part in parts for index in part] == list(range(len(layers)))
         assert all(parts[:-1])
         seconds = stage_seconds(parts, layers, head)
@@ -185,12 +185,12 @@ def test_cuts_of_random_shapes():
 
 def test_auto_takes_what_ends_first():
     layers = [LAYER] * 32
-    schedule, parts = chosen("auto", 4, layers, HEAD, 16)
+    schedule, parts = choose_schedule("auto", 4, layers, HEAD, 16)
     assert (schedule.name, len(parts)) == ("interleaved", schedule.stages)
-    assert chosen("1f1b", 4, layers, HEAD, 16)[0] == Schedule("1f1b", 4, 1)
-    assert chosen("interleaved", 4, layers[:8], HEAD, 16)[0].chunks == 2
-    assert chosen("auto", 4, layers[:4], Seconds(0, 0), 16)[0] == Schedule("1f1b", 4, 1)  # a layer each
-    assert chosen("auto", 2, layers, HEAD, 1)[0].name == "interleaved"  # 1f1b wants one for each process
+    assert choose_schedule("1f1b", 4, layers, HEAD, 16)[0] == Schedule("1f1b", 4, 1)
+    assert choose_schedule("interleaved", 4, layers[:8], HEAD, 16)[0].chunks == 2
+    assert choose_schedule("auto", 4, layers[:4], Seconds(0, 0), 16)[0] == Schedule("1f1b", 4, 1)  # a layer each
+    assert choose_schedule("auto", 2, layers, HEAD, 1)[0].name == "interleaved"  # 1f1b wants one for each process
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_auto_takes_what_ends_first():
 )
 def test_what_no_schedule_takes(name, ranks, layers, batches, said):
     with pytest.raises(ConfigError, match=said) as raised:
-        chosen(name, ranks, [LAYER] * layers, HEAD, batches)
+        choose_schedule(name, ranks, [LAYER] * layers, HEAD, batches)
     assert raised.value.fix
 
 

@@ -46,8 +46,8 @@ def beside(monkeypatch, mesh, blocks, delay):
     for block in blocks:
         seen = {id(p): p for m in block.modules() for p in m._parameters.values() if p is not None}
         frozen = [p for p in seen.values() if not p.requires_grad and p.dim()]
-        cut.append([torch.cat([weights._sliced(p, each)[1] for p in frozen]) for each in (mesh, other)])
-    joined = weights._joined
+        cut.append([torch.cat([weights._template_and_shard(p, each)[1] for p in frozen]) for each in (mesh, other)])
+    joined = weights._concatenated_shard
 
     def both(raws, mesh):
         parts = cut.pop(0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from halfbyte.parallel.shard import trained
+from halfbyte.parallel.shard import optimizer
 from halfbyte.train import preflight, setup
 from tests.helpers.rank_runs import VOCABULARY, Left, run, trains, write_place
 
@@ -116,7 +116,7 @@ def test_all_weights_trained(place, two, tmp_path, at_once):
 
 def reduces_at_once(mesh, at_once):
     """A case for ranks: from now on gradients are reduced in each backward, however few there are."""
-    trained.AT_ONCE = 0 if at_once else 2**29
+    optimizer.AT_ONCE = 0 if at_once else 2**29
 
 
 @pytest.mark.slow

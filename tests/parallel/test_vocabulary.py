@@ -32,13 +32,13 @@ def example(vocabulary, tokens, seed, dtype=torch.float32):
 
 def divided(mesh, axes, vocabulary, weight):
     over = Vocabulary.over(mesh, axes, vocabulary)
-    return over, over.slice_of(weight)
+    return over, over.local_rows(weight)
 
 
 def loss_and_gradient(mesh, axes, vocabulary, tokens, dtype, how):
     over, weight = divided(mesh, axes, vocabulary, example(vocabulary, tokens, 0, dtype)[0])
     _, hidden, labels = example(vocabulary, tokens, 0, dtype)
-    own = mesh.place(*(axis for axis in axes if axis != "tensor"))
+    own = mesh.coordinate(*(axis for axis in axes if axis != "tensor"))
     hidden = hidden[own].requires_grad_()
     loss = over.cross_entropy(hidden, weight, labels[own], **how)
     (loss / 7).backward()
@@ -143,7 +143,7 @@ def looked_up(mesh, axes, tokens, dtype):
     random = torch.Generator().manual_seed(1)
     table = torch.randn(101, WIDTH, generator=random).to(dtype)
     over, rows = divided(mesh, axes, 101, table)
-    own = mesh.place("shard")
+    own = mesh.coordinate("shard")
     ids = [torch.randint(101, (2, n), generator=random) for n in tokens][own]
     return torch.equal(over.embedded(ids, lambda local: F.embedding(local, rows)), table[ids])
 
@@ -205,7 +205,7 @@ def of_a_model(family, tied, rows, mesh=None, axes=()):
 
 
 def divided_model(mesh, family, tied, axes):
-    rows = slice(mesh.place("shard"), None, mesh.ways("shard"))
+    rows = slice(mesh.coordinate("shard"), None, mesh.degree("shard"))
     loss, tokens, grads, *rest = of_a_model(family, tied, rows, mesh, axes)
     return (
         mesh.sum(loss, ("shard",)),

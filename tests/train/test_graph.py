@@ -53,13 +53,13 @@ def test_replays_equal_eager_steps_for_every_shape():
 
 @pytest.mark.gpu
 def test_a_step_that_synchronizes_stays_eager_with_a_notice():
-    notices.forget()
+    notices.reset_notices()
     step, _ = training(waits=True)
     expected = [step(batch).item() for batch in batches(12)]
     step, optimizer = training(waits=True)
     graphed = GraphedStep(step, optimizer)
     assert [graphed(batch).item() for batch in batches(12)] == pytest.approx(expected, rel=1e-5)
-    assert "cuda-graph" in notices.said()
+    assert "cuda-graph" in notices.notices_so_far()
 
 
 @pytest.mark.gpu
@@ -216,17 +216,17 @@ def test_no_graph_overwrites_a_tensor_that_a_capture_left_alive(monkeypatch):
 
 def test_a_shape_whose_first_capture_fails_is_warmed_up(monkeypatch):
     """After a second failure it stays eager with a notice; other shapes have graphs."""
-    notices.forget()
+    notices.reset_notices()
     stand_in = StandIn().install(monkeypatch)
     _, _, graphed = run_backwards(stand_in.backwards, sized(*[8] * 4), 1)
     stand_in.refused = {4}
     for batch in sized(*[4] * 3, 6):
         graphed(batch)
     assert pools(graphed).keys() == {8, 6}
-    assert "cuda-graph" not in notices.said()
+    assert "cuda-graph" not in notices.notices_so_far()
     for batch in sized(*[4] * 2):
         graphed(batch)
-    assert "cuda-graph" in notices.said()
+    assert "cuda-graph" in notices.notices_so_far()
     stand_in.refused = set()
     for batch in sized(*[4] * 2):
         graphed(batch)
@@ -262,7 +262,7 @@ def test_the_largest_shape_allocates_the_pool(monkeypatch):
 @pytest.mark.parametrize("window", [1, 4])
 def test_a_step_that_runs_out_of_memory_is_repeated_without_graphs(monkeypatch, window):
     """The failed step has already added all its gradients and drawn its random numbers."""
-    notices.forget()
+    notices.reset_notices()
     monkeypatch.setattr(graph, "MAX_GRAPHS", 1)  # so that another shape's first steps are eager
     stand_in = StandIn(room=8).install(monkeypatch)
     rows = [8] * 5 + [12] * 5 + [8] * 6
@@ -271,11 +271,11 @@ def test_a_step_that_runs_out_of_memory_is_repeated_without_graphs(monkeypatch, 
     assert losses == expected[0]
     assert all(map(torch.equal, weights, expected[1]))
     assert not pools(graphed)
-    assert "cuda-graph-memory" in notices.said()
+    assert "cuda-graph-memory" in notices.notices_so_far()
 
 
 def test_a_capture_that_runs_out_of_memory_drops_all_graphs(monkeypatch):
-    notices.forget()
+    notices.reset_notices()
     stand_in = StandIn().install(monkeypatch)
     rows = [8] * 5 + [12] * 6
     expected = run_backwards(eager, sized(*rows), 2)
@@ -289,7 +289,7 @@ def test_a_capture_that_runs_out_of_memory_drops_all_graphs(monkeypatch):
     assert losses == expected[0]
     assert all(map(torch.equal, weights, expected[1]))
     assert not pools(graphed)
-    assert "cuda-graph-memory" in notices.said()
+    assert "cuda-graph-memory" in notices.notices_so_far()
 
 
 @pytest.mark.parametrize("when", ["beside", "capture"])
@@ -434,7 +434,7 @@ def test_memory_that_another_stream_reads_is_not_freed(frees):
 @pytest.mark.gpu
 def test_a_larger_shape_out_of_memory_on_a_gpu(monkeypatch):
     """The process may allocate little more than it has: graphs are freed for an eager step."""
-    notices.forget()
+    notices.reset_notices()
     monkeypatch.setattr(graph, "MAX_GRAPHS", 1)
     backward, trained = wide_backward()
     graphed = GraphedBackward(backward, trained)
@@ -453,7 +453,7 @@ def test_a_larger_shape_out_of_memory_on_a_gpu(monkeypatch):
     finally:
         torch.cuda.set_per_process_memory_fraction(share)
     assert not graphed.holds_graphs
-    assert "cuda-graph-memory" in notices.said()
+    assert "cuda-graph-memory" in notices.notices_so_far()
     graphed.close()
     assert backward(batch).item() == pytest.approx(loss.item(), rel=1e-5)
     for gradient, parameter in zip(found, trained, strict=True):

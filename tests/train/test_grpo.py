@@ -358,7 +358,7 @@ def test_checked_and_not_evaluated_by_a_loss(prompts, tmp_path):
 
 def test_importance_correction_is_enabled_by_a_large_mismatch(prompts, tmp_path, monkeypatch):
     """auto: a step's ratios enable the correction of the next generation; it stays enabled, with one notice."""
-    notices.forget()
+    notices.reset_notices()
     monkeypatch.setattr("halfbyte.rl.rollouts.MISMATCH_SHARE", 0.5)
     own, shares = ImportanceCorrection.add_step, iter([0.6, 0.0, 0.0])
 
@@ -371,20 +371,20 @@ def test_importance_correction_is_enabled_by_a_large_mismatch(prompts, tmp_path,
     run(prompts, tmp_path / "out", max_steps=3, **bounds)
     weights = [each["sampling/importance_sampling_ratio/mean"] for each in records_of(tmp_path / "out")["train"]]
     assert weights == [1.0, 0.5, 0.5]
-    assert "60% of the last step's ratios" in notices.said()["importance-sampling"]
+    assert "60% of the last step's ratios" in notices.notices_so_far()["importance-sampling"]
 
 
 @pytest.mark.slow
 def test_an_fp8_cache_weights_tokens_and_small_weights_give_a_notice(prompts, tmp_path):
     """Every token's ratio is far from 1, and an answer's ratio is their product."""
-    notices.forget()
+    notices.reset_notices()
     keys_ = {"kv_cache": "fp8", "importance_sampling_correction": True, "max_steps": 1}
     run(prompts, tmp_path / "fp8", **keys_)
     (record,) = records_of(tmp_path / "fp8")["train"]
     assert record["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=0.1)
-    assert "faint-weights" not in notices.said()
+    assert "faint-weights" not in notices.notices_so_far()
     run(prompts, tmp_path / "mask", **keys_, importance_sampling_mode="sequence_mask", importance_sampling_clip_max=0.8)
-    assert "token_truncate" in notices.said()["faint-weights"]
+    assert "token_truncate" in notices.notices_so_far()["faint-weights"]
 
 
 @pytest.mark.slow
@@ -430,14 +430,14 @@ def test_a_copy_of_the_continued_adapter_is_the_reference(prompts, tmp_path):
 
 def test_evaluated_by_the_answers_that_pass(prompts, tmp_path):
     more = {"eval_split_size": 4, "eval_steps": 1, "max_steps": 1, "num_generations_eval": 3, "min_p": 0.01}
-    notices.forget()
+    notices.reset_notices()
     run(prompts, tmp_path / "out", reward_funcs=[{"regex": "[a-m]"}], **more)
     evaluations = records_of(tmp_path / "out")["eval"]
     assert len(evaluations) == 2
     for each in evaluations:
         assert each["pass@1"] == pytest.approx(each["reward"])
         assert each["pass@1"] <= each["pass@3"] <= 1
-    assert "trl#6789" in notices.said()["narrowed-sampling"]
+    assert "trl#6789" in notices.notices_so_far()["narrowed-sampling"]
     assert pass_rates([1, 0, 0, 0, 1, 1], 3) == {"pass@1": 0.5, "pass@3": 1.0}
     assert pass_rates([1, None, 0, 0.5], 2) == {"pass@1": 0.25, "pass@2": 0.5}
     assert pass_rates([-1, 0], 2) == {}
@@ -446,19 +446,19 @@ def test_evaluated_by_the_answers_that_pass(prompts, tmp_path):
 @pytest.mark.slow
 def test_rewards_of_none_and_constant_rewards_give_a_notice(prompts, tmp_path, monkeypatch):
     monkeypatch.setattr("halfbyte.rl.rollout_batch.CONSTANT_GENERATIONS", 2)
-    notices.forget()
+    notices.reset_notices()
     file = tmp_path / "silent.py"
     file.write_text("def silent(completions, **columns): return [None] * len(completions)\n")
     more = {"max_steps": 2, "save_steps": 1}
     run(prompts, tmp_path / "out", reward_funcs=[f"{file}:silent", {"regex": "never this"}], **more)
-    said = notices.said()
+    said = notices.notices_so_far()
     assert "all 16" in said["reward-none:silent"]
     assert "2 generations" in said["reward-constant:regex"]
     assert "what is" in said["reward-constant:regex"]
-    notices.forget()  # a resumed run continues the count
+    notices.reset_notices()  # a resumed run continues the count
     again = {"reward_funcs": [f"{file}:silent", {"regex": "never this"}], **more}
     run(prompts, tmp_path / "out", resume=str(tmp_path / "out/checkpoint-1"), **again)
-    assert "reward-constant:regex" in notices.said()
+    assert "reward-constant:regex" in notices.notices_so_far()
 
 
 @pytest.mark.slow

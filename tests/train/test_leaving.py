@@ -10,7 +10,7 @@ import pytest
 from halfbyte.runs import checkpoints
 from halfbyte.train import loop as loops
 from halfbyte.utils.files import new_directory
-from halfbyte.utils.signals import Stopped, as_exceptions, as_requests
+from halfbyte.utils.processes import Stopped, raise_on_signals, request_on_signals
 from tests.helpers.tiny_runs import comparable, make_loop, rows, run_config
 
 # 20 rows, 2 a batch, 3 batches a step: 4 steps an epoch
@@ -115,7 +115,7 @@ def test_a_signal_in_the_first_step_saves_nothing(tmp_path, monkeypatch):
 
 def test_a_second_signal_ends_at_once_and_a_third_has_the_default_handler():
     said, third = [], []
-    with contextlib.suppress(Stopped), as_requests(said.append) as request:
+    with contextlib.suppress(Stopped), request_on_signals(said.append) as request:
         signal.raise_signal(signal.SIGTERM)
         assert (said, request.number) == ([signal.SIGTERM], signal.SIGTERM)
         try:
@@ -133,7 +133,7 @@ def test_ignored_signals_and_other_handlers_are_not_replaced():
 
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN), signal.signal(signal.SIGTERM, theirs)
     try:
-        with as_exceptions(), as_requests(print):
+        with raise_on_signals(), request_on_signals(print):
             signal.raise_signal(signal.SIGHUP)
             assert signal.getsignal(signal.SIGTERM) is theirs
     finally:
@@ -143,7 +143,7 @@ def test_ignored_signals_and_other_handlers_are_not_replaced():
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_file_being_written_is_removed(tmp_path, number):
-    with pytest.raises(Stopped) as stopped, as_exceptions(), new_directory(tmp_path / "merged"):
+    with pytest.raises(Stopped) as stopped, raise_on_signals(), new_directory(tmp_path / "merged"):
         signal.raise_signal(number)
     assert stopped.value.number == number
     assert not list(tmp_path.iterdir())
@@ -151,7 +151,7 @@ def test_a_file_being_written_is_removed(tmp_path, number):
 
 def test_a_forked_worker_has_default_handlers(tmp_path):
     reads, writes = os.pipe()
-    with as_exceptions():
+    with raise_on_signals():
         child = os.fork()
         if not child:
             os.write(writes, b"here")  # a signal that comes before Python is there is lost

@@ -15,7 +15,7 @@ from halfbyte.train.preflight import prepare_run
 from halfbyte.train.run import train
 from halfbyte.utils import notices
 from halfbyte.utils.errors import ConfigError, TrainingError
-from halfbyte.utils.files import Aside
+from halfbyte.utils.files import TemporaryPath
 from tests.helpers.fake_vllm import FakeVllm, served
 from tests.helpers.run_records import lines, timeless
 
@@ -83,7 +83,7 @@ def test_the_server_samples_with_the_current_adapter(model, tmp_path):
 def test_the_adapter_folder_of_a_killed_run_is_removed_by_the_next(model, tmp_path):
     (tmp_path / "out").mkdir()
     rollouts = ServedRollouts(load_config(None, keys(model, tmp_path / "out", "http://localhost:1")), None)
-    assert Aside.of(rollouts.folder).target == tmp_path / "out" / rollouts.name  # as `clear_leftovers` expects
+    assert TemporaryPath.of(rollouts.folder).target == tmp_path / "out" / rollouts.name  # as `clear_leftovers` expects
 
 
 @pytest.mark.slow
@@ -215,7 +215,7 @@ def test_a_server_of_other_weights_is_refused_with_both_numbers(model, tmp_path,
     shutil.copytree(model, other)
     weights = load_file(other / "model.safetensors")
     save_file(weights | {"lm_head.weight": weights["lm_head.weight"].flip(0)}, other / "model.safetensors", PT)
-    notices.forget()
+    notices.reset_notices()
     with (
         served(FakeVllm(other)) as url,
         pytest.raises(TrainingError, match=r"-\d+\.\d+.*-\d+\.\d+"),

@@ -78,15 +78,15 @@ def test_missing_things_are_null(monkeypatch):
 
 
 def test_failing_and_hanging_commands_are_null(monkeypatch):
-    assert module._output("false") is None
-    assert module._output("true") is None  # prints nothing
-    assert module._output("echo", "x") == "x"
+    assert module._run("false") is None
+    assert module._run("true") is None  # prints nothing
+    assert module._run("echo", "x") == "x"
 
     def hang(*arguments, **options):
         raise subprocess.TimeoutExpired("nvidia-smi", 10)
 
     monkeypatch.setattr(module.subprocess, "run", hang)
-    assert module._output("echo", "x") is None
+    assert module._run("echo", "x") is None
 
 
 def test_instruction_sets_are_read_from_cpuinfo(monkeypatch):

@@ -21,7 +21,7 @@ from halfbyte.utils import files, notices
 from halfbyte.utils.errors import CheckpointError, ConfigError, TrainingError
 from halfbyte.utils.files import cache_folder
 from halfbyte.utils.processes import Process
-from halfbyte.utils.signals import Stopped
+from halfbyte.utils.processes import Stopped
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_only_what_a_process_that_has_ended_left_is_removed_and_said(tmp_path):
     reused = Process.this()._replace(since=1)
     gone = [left_by(ended, target), left_by(ended, tmp_path / "another"), left_by(reused, target)]
     others = Process("00000000", 1, 1)
-    stays = [files.aside_of(target), left_by(others, target), tmp_path / ".m.gguf.x", tmp_path / "m.gguf.halfbyte"]
+    stays = [files.temporary_path(target), left_by(others, target), tmp_path / ".m.gguf.x", tmp_path / "m.gguf.halfbyte"]
     old = left_by(others, tmp_path / "old")
     for path in (*gone, *stays, old):
         path.mkdir()
@@ -91,7 +91,7 @@ def test_only_what_a_process_that_has_ended_left_is_removed_and_said(tmp_path):
     with files.new_file(target) as aside:
         aside.write_text("new")
     assert sorted(tmp_path.iterdir()) == sorted([target, *stays])
-    assert f"process {ended.pid}" in notices.said()[f"leftover {gone[0]}"]
+    assert f"process {ended.pid}" in notices.notices_so_far()[f"leftover {gone[0]}"]
 
 
 def test_a_kill_between_the_two_renames_loses_nothing(tmp_path):
@@ -103,7 +103,7 @@ def test_a_kill_between_the_two_renames_loses_nothing(tmp_path):
     files.clear_leftovers(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
     assert (target / "weights").read_text() == "former"
-    assert f"leftover {former}" in notices.said()
+    assert f"leftover {former}" in notices.notices_so_far()
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_an_error_of_ours_names_the_place_and_not_what_lies_aside(tmp_path):
         files.new_file(tmp_path / "m.gguf") as aside,
     ):
         raise CheckpointError(f"{aside}: norm.weight is NaN")
-    assert files.shown(f"see a.b, '.c d.{files.aside_of(Path('e')).name[3:]}'") == "see a.b, 'c d'"
+    assert files.with_target_names(f"see a.b, '.c d.{files.temporary_path(Path('e')).name[3:]}'") == "see a.b, 'c d'"
 
 
 def test_what_is_only_read_is_not_said_to_be_written(tmp_path):

@@ -9,15 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from halfbyte.utils.hardware import (
-    GROWING,
-    bound_cpu_primitives,
-    compute_dtype,
-    fixed_segments,
-    free_bytes,
-    let_segments_grow,
-    segments_grow,
-)
+from halfbyte.utils.hardware import EXPANDABLE, limit_primitive_caches, compute_dtype, fixed_segments, free_bytes, enable_expandable_segments, has_expandable_segments
 
 
 @pytest.mark.parametrize(
@@ -32,9 +24,9 @@ def test_the_allocator_is_set_up_unless_the_user_did(monkeypatch, given, expecte
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     with mock.patch.dict(os.environ, given):
-        let_segments_grow()
+        enable_expandable_segments()
         assert os.environ.get("PYTORCH_ALLOC_CONF") == expected
-        assert segments_grow() == (expected == GROWING)
+        assert has_expandable_segments() == (expected == EXPANDABLE)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +99,7 @@ def test_products_of_many_lengths_do_not_pile_up():
 
 def test_what_the_user_set_stays():
     with mock.patch.dict(os.environ, {"LRU_CACHE_CAPACITY": "7"}, clear=True):
-        bound_cpu_primitives()
+        limit_primitive_caches()
         assert os.environ == {"LRU_CACHE_CAPACITY": "7", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
 
 

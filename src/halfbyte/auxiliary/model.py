@@ -24,7 +24,7 @@ from ..reading.tensors import (
     read_adapter_config,
     read_header,
 )
-from ..utils.errors import CheckpointError, ConfigError, of_key
+from ..utils.errors import CheckpointError, ConfigError, attribute_to_key
 
 if TYPE_CHECKING:
     import torch
@@ -152,7 +152,7 @@ def check_origin(origin: Origin | None, adapter: Path | None) -> None:
         HalfbyteError: it is missing or damaged; names the adapter's file that refers to it.
     """
     if origin is not None:
-        with of_key(f"{adapter / ADAPTER_CONFIG}: base_model_name_or_path") if adapter else contextlib.nullcontext():
+        with attribute_to_key(f"{adapter / ADAPTER_CONFIG}: base_model_name_or_path") if adapter else contextlib.nullcontext():
             preflight_model(origin)
 
 

@@ -25,8 +25,8 @@ from halfbyte.reading.boundary import answered
 from halfbyte.rl.rewards.reward_models import RewardModelFiles, find_reward_models, key_of
 from halfbyte.rl.rewards.score import Rewards
 from halfbyte.utils.console import Console
-from halfbyte.utils.errors import ModelError, of_key
-from halfbyte.utils.transformers_logging import quiet
+from halfbyte.utils.errors import ModelError, attribute_to_key
+from halfbyte.utils.streams import quiet_transformers
 
 from ..utils.text import one_line
 
@@ -49,7 +49,7 @@ def check_reward_model_compatibility(
     """
     for found in find_reward_models(config, rewards.specs):
         name = key_of(str(found.spec.options["path"]))
-        with of_key(name):
+        with attribute_to_key(name):
             found.check(name, config, model_config, tokenizer, stored=found.adapter is not None)
         where = "it shares the model's weights" if found.files is None else f"on {found.files.name}"
         what = "scores answers" if found.scores == "SEQ_CLS" else "scores steps; the reward is their product"
@@ -141,7 +141,7 @@ def _load_classifier(found: RewardModelFiles, device: torch.device, dtype: torch
     assert found.files is not None
     place = found.files.place
     problem, fix = f"cannot load {found.files.name}", "check the reward model's files"
-    with answered(problem, fix, ModelError), quiet():
+    with answered(problem, fix, ModelError), quiet_transformers():
         return (
             getattr(transformers, SCORES[found.scores][1])
             .from_pretrained(

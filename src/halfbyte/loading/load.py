@@ -17,7 +17,7 @@ from ..formats.base import FLOATS
 from ..modeling.architectures import auto_class, non_text_modules
 from ..modeling.config_facts import default_attention, layer_sizes, max_layer_sizes
 from ..modeling.tiny_model import tiny_config
-from ..parallel.mesh import ALONE, Mesh
+from ..parallel.mesh import SINGLE_PROCESS, Mesh
 from ..reading import open_bytes, read_text
 from ..reading.boundary import answered
 from ..reading.tensors import safetensors_files
@@ -25,7 +25,7 @@ from ..utils.errors import ConfigError, ModelError
 from ..utils.hardware import chosen_device, compute_dtype
 from ..utils.notices import notice
 from ..utils.text import counts
-from ..utils.transformers_logging import no_loading_bars, quiet
+from ..utils.streams import no_loading_bars, quiet_transformers
 from .assignment import skipped_modules
 from .completeness import check_finite, check_loaded
 from .find import ModelFiles, explain_remote_code, find_model, local_origin
@@ -116,7 +116,7 @@ def load_model(
     attn_implementation: str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
-    mesh: Mesh = ALONE,
+    mesh: Mesh = SINGLE_PROCESS,
     along: tuple[str, ...] = (),
     elsewhere: OtherStages | None = None,
     experts_on_host: Collection[int] = (),
@@ -226,7 +226,7 @@ def _from_pretrained(
     with (
         explain_remote_code(name_or_path),
         answered(f"cannot load {name_or_path!r}", "check the checkpoint's files"),
-        quiet(),
+        quiet_transformers(),
         contextlib.nullcontext() if bars and not _is_small(name_or_path) else no_loading_bars(),
     ):
         model, info = (cls or auto_class(config)).from_pretrained(

@@ -364,7 +364,7 @@ def shard_vocabulary(model: nn.Module, mesh: Mesh, axes: Sequence[str]) -> None:
     vocabulary = Vocabulary.over(mesh, axes, len(head.weight))
     for weight in {id(module.weight): module.weight for module in (embedding, head)}.values():
         device = weight.device
-        weight.data = vocabulary.slice_of(weight.data)  # on the host: a full device may lack room for the copy
+        weight.data = vocabulary.local_rows(weight.data)  # on the host: a full device may lack room for the copy
         weight.data = weight.data.to(device)
     embedding.padding_idx = None  # would be a row number; unused in a frozen embedding
     embedding.forward = MethodType(partial(_embedding_forward, vocabulary), embedding)

@@ -19,12 +19,13 @@ from ..memory import allocators
 from ..memory.activations import Batches, Shape
 from ..modeling.packed_forwards import MIN_LENGTH_RATIO
 from ..optim import OPTIMIZERS, trained_parameters
-from ..parallel.pipeline.model import cut_model
-from ..parallel.pipeline.simulation import Seconds
+from ..parallel.pipeline.model import partition_model
+from ..parallel.pipeline.schedules import Seconds
 from ..parallel.reduction import BUCKET
-from ..parallel.shard.model import trains_alike
-from ..parallel.shard.trained import AT_ONCE, TOGETHER, optimizer_shards
-from ..utils.hardware import best_device, free_bytes, segments_grow
+from ..parallel.shard.model import has_static_gradients
+from ..parallel.shard.optimizer import AT_ONCE, optimizer_shards
+from ..parallel.shard.trained import TOGETHER
+from ..utils.hardware import best_device, free_bytes, has_expandable_segments
 from ..utils.notices import notice
 from .auxiliary import find_auxiliary
 from .cards import H200, Card
@@ -249,7 +250,7 @@ class _Planner:
     @property
     def budget(self) -> int:
         """Device bytes to plan for."""
-        grows = segments_grow() and self.shapes.device.type == "cuda"
+        grows = has_expandable_segments() and self.shapes.device.type == "cuda"
         return int((EXPANDABLE_MARGIN if grows else MARGIN) * self.capacity)
 
     @functools.cached_property
@@ -349,7 +350,7 @@ class _Planner:
     @functools.cached_property
     def _reduces_in_backward(self) -> bool:
         """Return whether gradients are reduce-scattered during each backward, so that each rank stores a shard."""
-        return self.slices > 1 and self.trained.bytes >= AT_ONCE and trains_alike(self.shapes.model)
+        return self.slices > 1 and self.trained.bytes >= AT_ONCE and has_static_gradients(self.shapes.model)
 
     @functools.cached_property
     def _bucket(self) -> int:
@@ -457,7 +458,7 @@ class _Planner:
             again = self.usual.extra_seconds(self.asked or "checkpoint") if recomputed else 0.0
             layer = Seconds(self.usual.forward_seconds, self.usual.backward_seconds + again, again)
             head = Seconds(head_seconds(self.usual, self.vocabulary), 0.0)
-        cut = cut_model(self.shapes.causal_lm, self.config.pipeline_schedule, ranks, window, recomputed)
+        cut = partition_model(self.shapes.causal_lm, self.config.pipeline_schedule, ranks, window, recomputed)
         ahead = self.layout.shard == 1  # as in `train.setup`
         return pipeline_of(cut, [layer] * self.depth, head, window, ahead=ahead)
 

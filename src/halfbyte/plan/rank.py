@@ -28,9 +28,9 @@ from torch import nn
 from ..config import Parallel
 from ..modeling.config_facts import max_layer_sizes
 from ..modeling.layer import causal_lm_of
-from ..parallel.pipeline.model import Cut
+from ..parallel.pipeline.model import PipelinePartition
 from ..parallel.pipeline.partition import stage_seconds
-from ..parallel.pipeline.simulation import Seconds, simulate
+from ..parallel.pipeline.schedules import Seconds, simulate
 from ..tensor import ALIGNMENT
 from .costs import KEEPS_STREAM, Gathers, LayerCost
 
@@ -73,7 +73,7 @@ class Pipeline:
 
 
 def pipeline_of(
-    cut: Cut | None, layers: Sequence[Seconds], head: Seconds, window: int, *, ahead: bool = False
+    cut: PipelinePartition | None, layers: Sequence[Seconds], head: Seconds, window: int, *, ahead: bool = False
 ) -> Pipeline:
     """Simulate the pipeline schedule of a partition; without one (None), a single rank holds all layers.
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from halfbyte.reading import parse_json
 from halfbyte.utils.errors import ConfigError
-from halfbyte.utils.files import new_folders, refusal
+from halfbyte.utils.files import remove_unused_folders, write_problem
 from halfbyte.utils.notices import notice
 from halfbyte.utils.processes import Process
 
@@ -44,12 +44,12 @@ def run_lock(output: Path) -> Iterator[None]:
     Raises:
         ConfigError: another run is writing into it, or it cannot be created or written.
     """
-    with new_folders(output):
+    with remove_unused_folders(output):
         try:
             output.mkdir(parents=True, exist_ok=True)
             descriptor = _open_locked(output / LOCK)
         except OSError as error:
-            message, fix = refusal(error.filename or output, error)
+            message, fix = write_problem(error.filename or output, error)
             raise ConfigError(f"output_dir: {message}", fix) from error
         place = output.resolve()
         _ours.add(place)

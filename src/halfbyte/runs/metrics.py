@@ -55,7 +55,7 @@ class Window:
 
     def over(self, mesh: Mesh) -> Window:
         """Return the window of all ranks. Sums are per shard of a row, counts per full row, so their axes differ."""
-        from halfbyte.parallel.mesh import TOKENS as TOKEN_AXES
+        from halfbyte.parallel.mesh import TOKEN_AXES as TOKEN_AXES
 
         return replace(self, sums=mesh.sum(self.sums, TOKEN_AXES), counts=mesh.sum(self.counts))
 

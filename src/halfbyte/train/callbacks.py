@@ -16,7 +16,7 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from halfbyte.config import RunConfig
 from halfbyte.methods import method_of
-from halfbyte.parallel.mesh import ALONE, Mesh
+from halfbyte.parallel.mesh import SINGLE_PROCESS, Mesh
 from halfbyte.utils.errors import ConfigError
 
 
@@ -61,12 +61,12 @@ class Callbacks:
 
 
 @contextlib.contextmanager
-def noisy_embeddings(model: Any, alpha: float | None, mesh: Mesh = ALONE) -> Iterator[None]:
+def noisy_embeddings(model: Any, alpha: float | None, mesh: Mesh = SINGLE_PROCESS) -> Iterator[None]:
     """Add NEFTune's noise (Jain et al. 2023) to the embeddings while `model` trains: α / √(tokens of a row · width)."""
     if alpha is None:
         yield
         return
-    handle = activate_neftune(model, alpha / math.sqrt(mesh.ways("context")))  # the embedding sees shards of rows
+    handle = activate_neftune(model, alpha / math.sqrt(mesh.degree("context")))  # the embedding sees shards of rows
     try:
         yield
     finally:

@@ -32,14 +32,14 @@ from halfbyte.modeling.head import causal_lm_loss, hidden_states_at
 from halfbyte.modeling.patch import PatchReport
 from halfbyte.ops import IGNORE_INDEX
 from halfbyte.optim import trained_parameters
-from halfbyte.parallel.context.model import slice_of
+from halfbyte.parallel.context.model import context_shard
 from halfbyte.parallel.mesh import Mesh
 from halfbyte.parallel.shard.model import sharded
-from halfbyte.parallel.tensor.layers import are_whole, whole_inside
+from halfbyte.parallel.tensor.layers import are_unsharded, full_parameters
 from halfbyte.qat.model import round_merged
 from halfbyte.reading.tensors import ADAPTER, read_tensors, safetensors_files
 from halfbyte.utils.errors import TrainingError
-from halfbyte.utils.notices import said
+from halfbyte.utils.notices import notices_so_far
 
 TOKENS = 256  # tokens of the row that is checked: its full logits are small even with a vocabulary of 256k
 ROUNDING = 1 / 64  # tolerance relative to the loss or the largest logit; bfloat16 has 8 bits
@@ -138,11 +138,11 @@ def divided_check(
         TrainingError: they differ by more than rounding.
     """
     with compute_autocast(model, dtype):
-        loss_sum, _ = causal_lm_loss(model, slice_of({"input_ids": ids, "labels": ids}, mesh))
+        loss_sum, _ = causal_lm_loss(model, context_shard({"input_ids": ids, "labels": ids}, mesh))
     loss = mesh.sum(float(loss_sum), ("context",)) / (ids.shape[1] - 1)
     if not abs(loss - reference) <= ROUNDING * abs(reference):
         raise TrainingError(
-            f"with context: {mesh.ways('context')} the loss is {loss:.6g}, without context parallelism {reference:.6g}",
+            f"with context: {mesh.degree('context')} the loss is {loss:.6g}, without context parallelism {reference:.6g}",
             "leave context out of `parallel`, and please report the model",
         )
     return {"loss": loss, "reference_loss": reference, "difference": abs(loss - reference)}
@@ -157,7 +157,7 @@ def adapter_reload(model: PeftModel, folder: Path, ids: torch.Tensor, dtype: tor
     Raises:
         TrainingError: the saved adapter computes other logits.
     """
-    trained, unsharded = logits(model, ids, dtype), sharded(model) is None and are_whole(model.parameters())
+    trained, unsharded = logits(model, ids, dtype), sharded(model) is None and are_unsharded(model.parameters())
     changed = changed_experts(model) if unsharded else None
     # DoRA's reloaded weights round differently, and rounding may route a token to another expert.
     scattered = bool(expert_stacks(model, [])) or bool(saved_adapter_config(folder).use_dora)
@@ -175,7 +175,7 @@ def adapter_reload(model: PeftModel, folder: Path, ids: torch.Tensor, dtype: tor
         attach_adapter_forwards(model)
     else:
         parameters = trained_parameters(model).values()
-        with whole_inside(parameters):
+        with full_parameters(parameters):
             for parameter in parameters:
                 parameter.detach().zero_()
             load_adapter_weights(model, folder)
@@ -285,8 +285,8 @@ def reproducibility(config: RunConfig, device: torch.device, report: PatchReport
         return {"equal": True, "why": "a CPU's sums have one order"}
     if config.deterministic:
         return {"equal": True, "why": "deterministic: true"}
-    if DIFFERS in said():
-        return {"equal": False, "why": f"{said()[DIFFERS]}; deterministic: true repeats them"}
+    if DIFFERS in notices_so_far():
+        return {"equal": False, "why": f"{notices_so_far()[DIFFERS]}; deterministic: true repeats them"}
     if report is None or not report.fused:
         return {"equal": False, "why": "transformers' own forwards ran; deterministic: true repeats them"}
     if any(what == "experts" for what, _ in report.unfused):

@@ -39,13 +39,13 @@ from halfbyte.utils.hardware import capture_stream, free_cached_memory, is_out_o
 from halfbyte.utils.notices import notice
 
 from ..batch import SYNCED_SHAPE, Batch
-from ..parallel.mesh import ALONE
+from ..parallel.mesh import SINGLE_PROCESS
 from ..parallel.rank_sync import RankSync
 
 WARMUP = 3  # steps in which kernels are compiled and allocate their buffers
 UNUSED_OFFSET = 2**40  # offset in the random number stream that no run reaches
 PENDING_BYTES = 16 * 2**20  # bytes of gradients that are added together
-SINGLE_RANK = RankSync(ALONE)
+SINGLE_RANK = RankSync(SINGLE_PROCESS)
 
 Shapes = tuple[Any, ...]
 

@@ -36,15 +36,15 @@ from halfbyte.methods.base import Batch, Collate, Rows
 from halfbyte.modeling.cast_cache import cast_replacements
 from halfbyte.ops.fp8_scaling import DelayedScaling
 from halfbyte.optim import OPTIMIZERS, trained_parameters
-from halfbyte.parallel.context.model import slice_of
-from halfbyte.parallel.mesh import ALONE, AXES, ROWS, Mesh
-from halfbyte.parallel.mesh import TOKENS as TOKEN_AXES
-from halfbyte.parallel.shard.model import trains_alike
-from halfbyte.parallel.shard.trained import shard_optimizer
-from halfbyte.parallel.tensor.layers import whole_inside
+from halfbyte.parallel.context.model import context_shard
+from halfbyte.parallel.mesh import SINGLE_PROCESS, AXES, DATA_AXES, Mesh
+from halfbyte.parallel.mesh import TOKEN_AXES as TOKEN_AXES
+from halfbyte.parallel.shard.model import has_static_gradients
+from halfbyte.parallel.shard.optimizer import shard_optimizer
+from halfbyte.parallel.tensor.layers import full_parameters
 from halfbyte.utils.errors import TrainingError
 from halfbyte.utils.files import new_directory
-from halfbyte.utils.signals import Request, Stopped, as_requests
+from halfbyte.utils.processes import StopRequest, Stopped, request_on_signals
 
 from ..parallel.pipeline.full_state import PipelineState, scaling_state
 from ..rl.rollouts import Generations
@@ -75,7 +75,7 @@ Part = TypeVar("Part")
 def seed_process(config: RunConfig, mesh: Mesh) -> None:
     """Seed the random numbers of this rank. Dropout differs between ranks except along `tensor`, whose ranks compute
     the same rows."""
-    set_seed(config.seed + mesh.place(*(axis for axis in AXES if axis != "tensor")))
+    set_seed(config.seed + mesh.coordinate(*(axis for axis in AXES if axis != "tensor")))
 
 
 class TrainingLoop:
@@ -112,7 +112,7 @@ class TrainingLoop:
         held_out: Rows | None = None,
         collate: Collate,
         stepper: Stepper,
-        mesh: Mesh = ALONE,
+        mesh: Mesh = SINGLE_PROCESS,
         scaling: DelayedScaling | None = None,
         rollouts: Generations | None = None,
         pipeline_state: PipelineState | None = None,
@@ -127,7 +127,7 @@ class TrainingLoop:
         self.trained = list(trained_parameters(model).values())
         self.stepper, self.scaler, self.scaling = stepper, stepper.scaler, scaling
         self.rollouts, self.pipeline_state = rollouts, pipeline_state
-        self.callbacks, self.request = Callbacks(args, model, reports=mesh.is_main), Request()
+        self.callbacks, self.request = Callbacks(args, model, reports=mesh.is_main), StopRequest()
         self._evaluation_pending = False  # whether the checkpoint was saved before its step's evaluation
         self.optimizer: Any = None
         self.units: Any = None
@@ -135,7 +135,7 @@ class TrainingLoop:
         self.guards = StepGuards(config, self.loss_count, sampled=rollouts is not None)
         numbers, scaled = self.method.numbers, self.scaler is not None
         self.log = MetricsLog(metrics, self.callbacks, numbers, self.guards, device, mesh, scaled, rollouts)
-        self.ways = mesh.ways(*ROWS)  # ranks that rows are distributed to
+        self.ways = mesh.degree(*DATA_AXES)  # ranks that rows are distributed to
 
     @property
     def state(self) -> TrainerState:
@@ -174,7 +174,7 @@ class TrainingLoop:
         try:
             with (
                 noisy_embeddings(self.model, self.config.neftune_noise_alpha, self.mesh),
-                as_requests(announce_signal) as self.request,
+                request_on_signals(announce_signal) as self.request,
             ):
                 self._run(checkpoint)
         except BaseException:
@@ -187,9 +187,9 @@ class TrainingLoop:
         """Create weights, optimizer, schedule and state, or load them from `checkpoint`."""
         split = self.pipeline_state
         if checkpoint is not None:
-            with whole_inside(self.trained):
+            with full_parameters(self.trained):
                 load_weights(self.model, checkpoint, split.stages.elsewhere if split else None)
-            load_scaling(checkpoint, self.scaling, split.own_scaling if split else dict)
+            load_scaling(checkpoint, self.scaling, split.local_scaling if split else dict)
             state = checkpoints.read_state(checkpoint)
             if self.rollouts is not None:
                 self.rollouts.load(checkpoint)
@@ -197,15 +197,15 @@ class TrainingLoop:
             self._evaluation_pending = state.get("owes_evaluation", False)
         self.optimizer = self.optimizer_row.make(self.model, self.config)
         elementwise = self.optimizer_row.elementwise and self.scaler is None
-        alike = self.mesh.ways("shard") > 1 and trains_alike(self.model) and not self.stepper.captures
+        alike = self.mesh.degree("shard") > 1 and has_static_gradients(self.model) and not self.stepper.captures
         narrow = partial(cast_replacements, self.model, self.compute_dtype)
         self.units = shard_optimizer(self.mesh, self.trained, elementwise=elementwise, alike=alike, narrow=narrow)
         self.units.adopt(self.optimizer)
         warmup = self.args.get_warmup_steps(steps)
         self.schedule = get_scheduler(self.config.lr_scheduler_type, self.optimizer, warmup, steps)
         if checkpoint is not None:
-            local_part = partial(split.own_part, self.optimizer) if split else self.units.local_state
-            with whole_inside(self.trained, self.optimizer):
+            local_part = partial(split.local_optimizer_state, self.optimizer) if split else self.units.local_state
+            with full_parameters(self.trained, self.optimizer):
                 load_optimizer(checkpoint, self.optimizer, self.schedule, self.scaler, local_part)
         by_steps = self.config.max_steps > 0
         epochs = math.ceil(steps / self._steps_per_epoch if by_steps else self.config.num_train_epochs)
@@ -285,11 +285,11 @@ class TrainingLoop:
         """Return the micro-batches of the next step, being copied to the device; empty at the end of the epoch."""
         self.log.begin_step()
         taken = [to_device(batch, self.device) for batch in islice(loader, self.config.gradient_accumulation_steps)]
-        return [slice_of(batch, self.mesh) for batch in self.stepper.pad_across_ranks(taken)]
+        return [context_shard(batch, self.mesh) for batch in self.stepper.pad_across_ranks(taken)]
 
     def _to_device(self, batch: dict[str, Any]) -> Batch:
         """Return this rank's context-parallel shard of a batch, on the device."""
-        return slice_of(to_device(batch, self.device), self.mesh)
+        return context_shard(to_device(batch, self.device), self.mesh)
 
     def _step(self, taken: list[dict[str, Any]], epoch: float) -> None:
         """Run one optimizer step on these micro-batches.
@@ -416,7 +416,7 @@ class TrainingLoop:
             TrainingError: it could not be written (a full disk); earlier checkpoints are untouched.
         """
         states = self.mesh.gather(random or random_states())
-        with whole_inside(self.trained, self.optimizer):
+        with full_parameters(self.trained, self.optimizer):
             split = self.pipeline_state
             weights = split.weights() if split else None
             optimizer = (split.optimizer if split else self.units.full_state)(self.optimizer)

@@ -32,10 +32,10 @@ from halfbyte.modeling.projections import check_recipe, configured_recipe
 from halfbyte.modeling.routers import check_balancing
 from halfbyte.modeling.tiny_model import check_positions
 from halfbyte.optim import OPTIMIZERS
-from halfbyte.parallel.context.model import check_divided_like
-from halfbyte.parallel.mesh import ALONE, ROWS, Mesh
-from halfbyte.parallel.pipeline.model import Cut, check_trained, cut_model
-from halfbyte.parallel.shard.trained import optimizer_shards
+from halfbyte.parallel.context.model import check_context_parallel
+from halfbyte.parallel.mesh import SINGLE_PROCESS, DATA_AXES, Mesh
+from halfbyte.parallel.pipeline.model import PipelinePartition, check_trained, partition_model
+from halfbyte.parallel.shard.optimizer import optimizer_shards
 from halfbyte.plan.advice import check_fits
 from halfbyte.plan.cards import Card, card_of
 from halfbyte.plan.estimate import estimate
@@ -48,14 +48,14 @@ from halfbyte.utils.console import Console
 from halfbyte.utils.environment import environment
 from halfbyte.utils.errors import CheckpointError, ConfigError, DataError
 from halfbyte.utils.files import check_space
-from halfbyte.utils.hardware import bound_cpu_primitives, chosen_device, free_bytes, free_cached_memory
+from halfbyte.utils.hardware import limit_primitive_caches, chosen_device, free_bytes, free_cached_memory
 from halfbyte.utils.notices import notice
 from halfbyte.utils.terminal import print_data, print_header, print_memory, print_processes, size
 from halfbyte.utils.text import one_line
 
 from ..auxiliary.model import adapter_digest
 from ..auxiliary.teacher import check_teacher
-from ..parallel.launch.bandwidth import gather_rate, host_rate
+from ..parallel.launch.bandwidth import all_gather_bandwidth, host_copy_bandwidth
 from ..rl.preflight import check_rewards
 from ..rl.rollouts import rollout_plan_of
 from ..rl.served import check_server
@@ -109,7 +109,7 @@ class PreparedRun:
     plan: MemoryPlan
     arguments: TrainingArguments
     prompts: list[samples.Prompt]
-    cut: Cut | None = None
+    cut: PipelinePartition | None = None
 
     @property
     def size(self) -> dict[str, Any]:
@@ -125,19 +125,19 @@ class PreparedRun:
         precompute, config = self.config.precompute_ref_log_probs, self.config
         if precompute != "auto":
             return bool(precompute)
-        rows = config.per_device_train_batch_size * config.gradient_accumulation_steps * self.mesh.ways(*ROWS)
+        rows = config.per_device_train_batch_size * config.gradient_accumulation_steps * self.mesh.degree(*DATA_AXES)
         return reference_is_initial_model(config) or self.total_steps * rows >= len(self.data.train)
 
     @property
     def total_steps(self) -> int:
-        return total_steps(self.config, len(self.data.train), self.mesh.ways(*ROWS))
+        return total_steps(self.config, len(self.data.train), self.mesh.degree(*DATA_AXES))
 
 
 def prepare_run(
     config: RunConfig,
     resume: str | bool | None = None,
     console: Console | None = None,
-    mesh: Mesh = ALONE,
+    mesh: Mesh = SINGLE_PROCESS,
     layout: Parallel | None = None,
 ) -> PreparedRun:
     """Check a run, read and tokenize its data, and plan its memory.
@@ -154,7 +154,7 @@ def prepare_run(
     console = console or Console(quiet=True)
     resume = config.resume_from_checkpoint if resume is None else resume
     check_paths(config, resume)
-    bound_cpu_primitives()
+    limit_primitive_caches()
     method = method_of(config)
     layout = config.layout or layout or mesh.layout
     machine = _machine(config, method, mesh)
@@ -162,7 +162,7 @@ def prepare_run(
     optimizer = check_optimizer(config, machine.device)
     config, checkpoint = _resumed(config, resume, layout, mesh)
     print_header(console, machine.facts, config)
-    files = mesh.first(lambda: find_model(config.origin))  # one rank unpacks a GGUF file
+    files = mesh.local_first(lambda: find_model(config.origin))  # one rank unpacks a GGUF file
     check_stored(files, config.storage)
     check_attention(files.config, config.attn_implementation, machine.device, trains=True)
     if config.adapter_path:
@@ -174,7 +174,7 @@ def prepare_run(
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
     data = _read_data(config, method, shapes, tokenizer, checkpoint, mesh, console)
     config, layout = _with_layout(config, files, machine, data, shapes, mesh, layout, console)
-    mesh = mesh if mesh.size == 1 or mesh.layout == layout else mesh.laid_out(layout)
+    mesh = mesh if mesh.size == 1 or mesh.layout == layout else mesh.with_layout(layout)
     _check_context_parallel(shapes, mesh)
     ways = _row_ranks(layout)
     arguments = _arguments(config, machine, data, ways)
@@ -207,7 +207,7 @@ def _resumed(
 ) -> tuple[RunConfig, Path | None]:
     """Return the checkpoint to continue from, and the configuration with its number of rows per step."""
     checkpoint = checkpoints.starting_point(config, resume)
-    if not mesh.equal(checkpoint):
+    if not mesh.all_equal(checkpoint):
         raise CheckpointError(
             "the processes of this run see different checkpoints", "put output_dir on a disk that they share"
         )
@@ -226,11 +226,11 @@ def _read_data(
     console: Console,
 ) -> PreparedData:
     """Read, check and print the run's data; one rank of each host prepares it, the others read its cache."""
-    data = mesh.first(lambda: method.ready(config, tokenizer, shapes.causal_lm.config))
+    data = mesh.local_first(lambda: method.ready(config, tokenizer, shapes.causal_lm.config))
     print_data(console, data.report)
     _check_data(config, shapes, tokenizer, data)
     now = data_identity(config, data)
-    if not mesh.equal(now):
+    if not mesh.all_equal(now):
         raise DataError("the processes of this run read different data", "give all of them the same files")
     if checkpoint is not None:
         checkpoints.check_same_data(now, checkpoint)
@@ -257,10 +257,10 @@ def _notice_unsharded_states(config: RunConfig, machine: Machine, layout: Parall
 
 def _row_ranks(layout: Parallel) -> int:
     """Return the number of ranks that rows are distributed to."""
-    return Mesh(layout=layout).ways(*ROWS)
+    return Mesh(layout=layout).degree(*DATA_AXES)
 
 
-def _pipeline_partition(config: RunConfig, layout: Parallel, shapes: ModelShapes, plan: MemoryPlan) -> Cut | None:
+def _pipeline_partition(config: RunConfig, layout: Parallel, shapes: ModelShapes, plan: MemoryPlan) -> PipelinePartition | None:
     """Return the pipeline partition of a run's model, or None without pipeline.
 
     Raises:
@@ -270,7 +270,7 @@ def _pipeline_partition(config: RunConfig, layout: Parallel, shapes: ModelShapes
     if ranks == 1:
         return None
     how = config.gradient_accumulation_steps, plan.activation_checkpointing, config.trust_remote_code
-    cut = cut_model(shapes.causal_lm, config.pipeline_schedule, ranks, *how)
+    cut = partition_model(shapes.causal_lm, config.pipeline_schedule, ranks, *how)
     check_trained(shapes.model, cut)
     return cut
 
@@ -318,10 +318,10 @@ def _machine(config: RunConfig, method: Method, mesh: Mesh) -> Machine:
 
 def _check_context_parallel(shapes: ModelShapes, mesh: Mesh) -> None:
     """Check that the model supports context parallelism, if the layout uses it."""
-    if mesh.ways("context") == 1:
+    if mesh.degree("context") == 1:
         return
     attention, trust = shapes.config.attn_implementation, shapes.config.trust_remote_code
-    check_divided_like(shapes.causal_lm.config, mesh, attention=attention, trust_remote_code=trust)
+    check_context_parallel(shapes.causal_lm.config, mesh, attention=attention, trust_remote_code=trust)
 
 
 def _check_data(config: RunConfig, shapes: ModelShapes, tokenizer: PreTrainedTokenizerBase, data: PreparedData) -> None:
@@ -367,7 +367,7 @@ def _with_layout(
 def _card(machine: Machine, mesh: Mesh) -> Card:
     """Return this rank's card with the measured bandwidth to other ranks. Measuring also allocates NCCL's buffers, so
     free memory excludes them."""
-    card = card_of(machine.device).measured(link=gather_rate(mesh, machine.device))
+    card = card_of(machine.device).measured(link=all_gather_bandwidth(mesh, machine.device))
     free_cached_memory(machine.device)
     return card
 
@@ -406,7 +406,7 @@ def _memory_plan(
         options["shapes"] = shapes
     plan = mesh.from_main(estimate(config, files.config, card=card, **options))
     if mesh.size > 1 and not OFFLOADED.keys().isdisjoint(plan.levels):  # all ranks copy at once
-        card = card.measured(host=host_rate(mesh, machine.device))
+        card = card.measured(host=host_copy_bandwidth(mesh, machine.device))
         plan = mesh.from_main(estimate(config, files.config, card=card, **options))
     print_memory(console, plan)
     if plan.answering is not None:

@@ -20,14 +20,14 @@ from halfbyte.generation.sampling import stop_tokens
 from halfbyte.modeling.adapters import no_input_casts
 from halfbyte.modeling.packing import remove_isolation
 from halfbyte.modeling.patch import unpatch
-from halfbyte.parallel.launch.launcher import say_idle
+from halfbyte.parallel.launch.launcher import notice_idle_gpus
 from halfbyte.parallel.mesh import present_mesh
 from halfbyte.plan.advice import advise_out_of_memory
 from halfbyte.rl.rewards.specs import named
 from halfbyte.utils.console import Console
 from halfbyte.utils.errors import TrainingError
 from halfbyte.utils.hardware import chosen_device, free_cached_memory, is_out_of_memory
-from halfbyte.utils.notices import forget, silent
+from halfbyte.utils.notices import reset_notices, silent
 from halfbyte.utils.terminal import LiveMetrics, print_memory
 from halfbyte.utils.text import one_line
 
@@ -87,7 +87,7 @@ def finetune(model: str, dataset: str | list[str], **keys: Any) -> RunResult:
     Raises:
         HalfbyteError: with the key, file, line or tensor at fault and the fix.
     """
-    forget()
+    reset_notices()
     if (entries := keys.get("reward_funcs")) is not None:
         several = entries if isinstance(entries, list) else [entries]
         keys["reward_funcs"] = [named(entry) if callable(entry) else entry for entry in several]
@@ -110,7 +110,7 @@ def train(config: RunConfig, *, resume: str | bool | None = None, console: Conso
         console = console if console is not None and mesh.is_main else Console(quiet=True)
         with contextlib.nullcontext() if mesh.is_main else silent():
             if mesh.size == 1:
-                say_idle(config)
+                notice_idle_gpus(config)
             check_agreement(mesh, config)
             prepared = prepare_run(config, resume, console, mesh)
             with run_lock(prepared.config.output_path) if mesh.is_main else contextlib.nullcontext():

@@ -13,13 +13,13 @@ import torch
 
 from halfbyte.config import RunConfig, dump_config, dump_given
 from halfbyte.optim import trained_parameters
-from halfbyte.parallel.tensor.layers import whole_inside
+from halfbyte.parallel.tensor.layers import full_parameters
 from halfbyte.plan.policy import describe_levels
 from halfbyte.reading.model_config import GENERATION
 from halfbyte.utils.console import Console
 from halfbyte.utils.errors import ConfigError, TrainingError
 from halfbyte.utils.files import new_directory, write_json, write_text
-from halfbyte.utils.notices import said
+from halfbyte.utils.notices import notices_so_far
 
 from ..reading import read_json, read_text
 from ..runs import checkpoints
@@ -180,7 +180,7 @@ def write_environment(run: OpenRun, **more: Any) -> None:
     mesh = run.prepared.mesh
     if mesh.size > 1:
         facts |= {"processes": mesh.size, "parallel": str(mesh.layout)}
-    write_json(run.output / ENVIRONMENT, facts | {"notices": said()})
+    write_json(run.output / ENVIRONMENT, facts | {"notices": notices_so_far()})
 
 
 # --- end of a run ----------------------------------------------------------------------------------------------------
@@ -204,17 +204,17 @@ def save_trained(job: OpenRun, loop: TrainingLoop, ids: torch.Tensor) -> dict[st
     if not run.config.use_peft and run.config.storage.qat_scheme is None:
         # Save in the base model's dtype. With QAT `halfbyte merge` rounds the trained weights, so they keep theirs.
         model.to(run.files.config.dtype or torch.float32)
-    with whole_inside(trained_parameters(model).values()), loop.units.full():
+    with full_parameters(trained_parameters(model).values()), loop.units.full():
         if run.mesh.is_main:
             with new_directory(folder) as temporary:
                 save_weights(model, temporary, weights)
                 run.tokenizer.save_pretrained(temporary)
                 if not run.config.use_peft:
                     write_json(temporary / GENERATION, generation_keys(temporary, run.tokenizer, run.data.report))
-    run.mesh.wait()
+    run.mesh.barrier()
     if split:
         return {"adapter_file": checks.adapter_file(split.stages.model, folder)}
-    if not run.mesh.is_main and not run.mesh.computes_together:
+    if not run.mesh.is_main and not run.mesh.is_model_parallel:
         return {}
     if run.config.use_peft:
         return {"adapter_reload": checks.adapter_reload(model, folder, ids, run.machine.compute_dtype)}

@@ -32,16 +32,16 @@ from halfbyte.modeling.projections import configured_recipe
 from halfbyte.modeling.routers import track_routers
 from halfbyte.ops.fp8_scaling import DelayedScaling
 from halfbyte.optim import trained_parameters
-from halfbyte.parallel.context.model import divided
-from halfbyte.parallel.mesh import SLICES
-from halfbyte.parallel.pipeline.model import Cut, Stages
+from halfbyte.parallel.context.model import context_parallel
+from halfbyte.parallel.mesh import SHARD_AXES
+from halfbyte.parallel.pipeline.model import PipelinePartition, LocalStages
 from halfbyte.parallel.pipeline.runtime import Pipeline
 from halfbyte.parallel.shard.model import shard_model
-from halfbyte.parallel.tensor.model import divide_products
+from halfbyte.parallel.tensor.model import apply_tensor_parallel
 from halfbyte.plan.estimate import GIB
 from halfbyte.utils.console import Console
 from halfbyte.utils.files import write_json
-from halfbyte.utils.terminal import said_of_experts
+from halfbyte.utils.terminal import expert_usage_line
 
 from ..parallel.pipeline.stepper import PipelinedStepper
 from ..parallel.rank_sync import RankSync
@@ -85,8 +85,8 @@ def load_trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
     adapter, storage = run.config.adapter, run.config.storage
     # QAT, and adapters initialized from base weights, read all layers, so every rank loads them in full.
     if adapter and storage.qat_scheme is None and not reads_base_weights(adapter):
-        slices = run.mesh.wide(SLICES) if run.mesh.layout.slices > 1 else ()
-        products = run.mesh.wide(("tensor",))
+        slices = run.mesh.active(SHARD_AXES) if run.mesh.layout.slices > 1 else ()
+        products = run.mesh.active(("tensor",))
         how["along"] = () if slices and products else slices or products  # 2D sharding loads full weights
         how["elsewhere"] = run.cut.elsewhere if run.cut else None
     model = load_model(run.files, storage, dtype=run.machine.weights_dtype, experts_on_host=run.plan.offloaded, **how)
@@ -105,21 +105,21 @@ def load_trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
     return model
 
 
-def shard_for_rank(run: PreparedRun, model: Any) -> Stages | None:
+def shard_for_rank(run: PreparedRun, model: Any) -> LocalStages | None:
     """Reduce the model to this rank's part; returns its pipeline stages, or None without a pipeline."""
-    stages = None if run.cut is None else run.cut.take(model, run.mesh.place("pipeline"))
-    divide_products(model, run.mesh)
+    stages = None if run.cut is None else run.cut.take(model, run.mesh.coordinate("pipeline"))
+    apply_tensor_parallel(model, run.mesh)
     shard_model(model, run.mesh, kept=run.plan.stays, on_host=run.plan.hosted)
     return stages
 
 
-def pipelined_stepper(run: PreparedRun, model: Any, stages: Stages) -> PipelinedStepper:
+def pipelined_stepper(run: PreparedRun, model: Any, stages: LocalStages) -> PipelinedStepper:
     """Return the stepper that runs micro-batches through the stages of a run's model."""
     assert run.cut is not None
     device, dtype = run.machine.device, run.machine.compute_dtype
     width = stages.causal_lm.config.get_text_config().hidden_size
     how: dict[str, Any] = {"width": width, "dtype": stages.dtype, "device": device}
-    how["ahead"] = 0 if run.mesh.ways("shard") > 1 else len(stages.all)  # sharded weights are gathered per backward
+    how["ahead"] = 0 if run.mesh.degree("shard") > 1 else len(stages.all)  # sharded weights are gathered per backward
     if device.type == "cuda":
         how["spare"] = max(run.plan.capacity_bytes - run.plan.total, 0)
     pipeline = Pipeline(run.mesh, run.cut.schedule, run.cut.seconds, **how)
@@ -143,7 +143,7 @@ def training_stepper(
         graphs: whether steps may be captured in CUDA graphs.
     """
     run, device, dtype = job.prepared, job.prepared.machine.device, job.prepared.machine.compute_dtype
-    with divided(model, run.mesh):
+    with context_parallel(model, run.mesh):
         if pipelined is not None:  # ranks of a pipeline have different layers, so experts are not counted
             yield pipelined
             return
@@ -169,7 +169,7 @@ def _counted_experts(job: OpenRun, model: Any, sums: Sums, console: Console) -> 
             found = routers.usage(job.prepared.mesh)
             if job.prepared.mesh.is_main:
                 write_json(job.output / EXPERTS, found)
-            console.print(said_of_experts(found))
+            console.print(expert_usage_line(found))
 
 
 # --- patch and verify ------------------------------------------------------------------------------------------------
@@ -217,9 +217,9 @@ def patch_and_verify(run: PreparedRun, model: Any, ids: Tensor, console: Console
     if run.data.shared:
         shared, separate = _first_prompt_batches(run, device)
         results["shared_prompts"] = checks.shared_check(model, shared, separate, dtype)
-    if run.mesh.ways("context") > 1:
+    if run.mesh.degree("context") > 1:
         loss = results.get("fused", results["first_step"])["loss"]
-        with divided(model, run.mesh):
+        with context_parallel(model, run.mesh):
             results["divided"] = checks.divided_check(model, ids, dtype, loss, run.mesh)
     by_positions = isolation is None or isolation.way == "positions"  # other ways read the batch's values
     if run.config.precision.recipe != "bf16":  # on a CPU too
@@ -244,7 +244,7 @@ def patch_and_verify_stages(run: PreparedRun, model: Any, stepper: PipelinedStep
     loss, reference = _pipeline_losses(stepper, ids, around)
     results, report, scaling = {"first_step": checks.compare_first_loss(loss, reference, ids.shape[1] - 1)}, None, None
     assert run.cut is not None
-    levels = _stage_levels(run.plan.levels, run.cut, run.mesh.place("pipeline")) or None
+    levels = _stage_levels(run.plan.levels, run.cut, run.mesh.coordinate("pipeline")) or None
     if run.config.use_kernels and device.type != "cpu":
         report = patch(model, levels)
         results["fused"] = checks.compare_fused_loss(_pipeline_losses(stepper, ids, around)[0], loss)
@@ -268,7 +268,7 @@ def _pipeline_losses(stepper: PipelinedStepper, ids: Tensor, around: Callable[[]
     return loss, reference
 
 
-def _stage_levels(levels: Sequence[str], cut: Cut, rank: int) -> list[str]:
+def _stage_levels(levels: Sequence[str], cut: PipelinePartition, rank: int) -> list[str]:
     """Return the recomputation levels of a rank's layers."""
     here = sorted(index for stage in cut.schedule.stages_of(rank) for index in cut.parts[stage])
     return [levels[index] for index in here] if levels else []

@@ -16,7 +16,7 @@ from halfbyte.modeling.adapters import compute_autocast
 from halfbyte.utils.hardware import free_cached_memory, is_out_of_memory
 
 from ..batch import LOSS_COUNT, SYNCED_SHAPE, Batch
-from ..parallel.mesh import ALONE, Mesh
+from ..parallel.mesh import SINGLE_PROCESS, Mesh
 from ..parallel.rank_sync import RankSync
 from .graph import SINGLE_RANK, GraphedBackward
 
@@ -162,7 +162,7 @@ class LookAhead:
         dtype: compute dtype of the forward; default: see `compute_autocast`.
     """
 
-    def __init__(self, method: Method, model: nn.Module, dtype: torch.dtype | None = None, mesh: Mesh = ALONE):
+    def __init__(self, method: Method, model: nn.Module, dtype: torch.dtype | None = None, mesh: Mesh = SINGLE_PROCESS):
         self.method, self.model, self.dtype, self.mesh = method, model, dtype, mesh
 
     def add_numbers(self, taken: list[dict[str, Any]], counts: Mapping[str, float]) -> list[dict[str, Any]]:
