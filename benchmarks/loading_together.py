@@ -32,7 +32,7 @@ from benchmarks.step_model import TARGETS, empty_model, model_config, random_wei
 from halfbyte.config import Parallel
 from halfbyte.formats import named
 from halfbyte.formats.base import entry_name
-from halfbyte.parallel.mesh import ALONE, Mesh, present_mesh
+from halfbyte.parallel.mesh import SINGLE_PROCESS, Mesh, present_mesh
 from halfbyte.parallel.shard.placement import Placement
 from halfbyte.tensor import QuantizedShard, QuantizedTensor
 
@@ -172,7 +172,7 @@ def check_sums(model: Any, mesh: Mesh | None = None) -> list[list[int]]:
                 found.append([check_sum(parameter)])
             else:
                 placement = Placement(SHARD if ".layers." in name else ())
-                ways = mesh.ways(*placement.axes)
+                ways = mesh.degree(*placement.axes)
                 pieces = [check_sum(piece) for piece in placement.cut(parameter, ways)]
                 found.append(pieces if ways > 1 else pieces * mesh.size)
     return found
@@ -183,27 +183,27 @@ def check_sums(model: Any, mesh: Mesh | None = None) -> list[list[int]]:
 
 def eight(mesh: Mesh, results: Results, work: Path) -> None:
     name = "llama-3.1-8b"
-    meshes = {"data": mesh.laid_out(Parallel(data=mesh.size)), "shard": mesh.laid_out(Parallel(shard=mesh.size))}
+    meshes = {"data": mesh.with_layout(Parallel(data=mesh.size)), "shard": mesh.with_layout(Parallel(shard=mesh.size))}
     if mesh.is_main:
         write_checkpoint(name, work / name, packed=False)
-    mesh.wait()
+    mesh.barrier()
     size = warm(work / name)
     wanted: dict[str, list[list[int]]] = {}
     best: dict[str, float] = {}
     for turn in range(3):  # the first is warm-up
         if mesh.is_main:
-            found, model = measured(lambda: load(work / name, ALONE))
+            found, model = measured(lambda: load(work / name, SINGLE_PROCESS))
             best["alone"] = min(best.get("alone", found["seconds"]), found["seconds"]) if turn else found["seconds"]
             results.add("eight", way="alone", turn=turn, **found)
             if not wanted:
                 wanted = {way: check_sums(model, laid) for way, laid in meshes.items()}
             del model
-        mesh.wait()
+        mesh.barrier()
         wanted = mesh.from_main(wanted)
         for way, laid in meshes.items():
             together(laid, results, work / name, way, turn, best, wanted[way])
     forget(work / name)
-    mesh.wait()
+    mesh.barrier()
     together(meshes["shard"], results, work / name, "shard", "cold", dict(best), wanted["shard"])
     results.add("eight", way="all", checkpoint_gb=size / 1e9, best=best)
 
@@ -233,13 +233,13 @@ def seventy(mesh: Mesh, results: Results, work: Path) -> None:
     if mesh.is_main:
         write_checkpoint(name, work / name, packed=True)
         torch.cuda.empty_cache()
-    mesh.wait()
+    mesh.barrier()
     before = torch.cuda.get_per_process_memory_fraction()
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     other = (used_bytes() - torch.cuda.memory_reserved()) / GIB
     torch.cuda.set_per_process_memory_fraction((24 - other) * GIB / total)
     try:
-        found, model = measured(lambda: load(work / name, mesh.laid_out(Parallel(shard=mesh.size)), SHARD))
+        found, model = measured(lambda: load(work / name, mesh.with_layout(Parallel(shard=mesh.size)), SHARD))
     finally:
         torch.cuda.set_per_process_memory_fraction(before)
     results.add("seventy", ranks=mesh.gather(found), parameters=sum(1 for _ in model.parameters()))

@@ -142,7 +142,7 @@ def _settle(mesh: Mesh) -> None:
     """Nothing is collected in the steps to come: one process that does lets the others wait."""
     gc.collect()
     gc.freeze()
-    mesh.wait()
+    mesh.barrier()
 
 
 def _watched(mesh: Mesh, line: Pipeline, stepper: Stepper, batches: list[dict[str, Tensor]], count: Tensor) -> Any:
@@ -152,7 +152,7 @@ def _watched(mesh: Mesh, line: Pipeline, stepper: Stepper, batches: list[dict[st
     steps = []
     for _ in range(WATCHED):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        mesh.wait()
+        mesh.barrier()
         begin.record()
         stepper(batches, count)
         end.record()
@@ -181,7 +181,7 @@ def _watched(mesh: Mesh, line: Pipeline, stepper: Stepper, batches: list[dict[st
 
 def data_parallel(mesh: Mesh, model: Any, batches: list[dict[str, Tensor]]) -> dict[str, Any]:
     """A step over the same rows, each process with its share of them."""
-    rows, device = mesh.laid_out(Parallel(data=mesh.size)), batches[0]["input_ids"].device
+    rows, device = mesh.with_layout(Parallel(data=mesh.size)), batches[0]["input_ids"].device
 
     def sums(batch: Any) -> dict[str, Tensor]:
         with torch.autocast(device.type, torch.bfloat16):
@@ -205,7 +205,7 @@ def seventy(mesh: Mesh, results: Results) -> None:
     seconds, head = layer_seconds(model, recomputed=True)
     schedule = Schedule("1f1b", mesh.size, 1)
     parts = cut_layers(schedule, seconds, head)
-    own, format_ = schedule.stages_of(mesh.place("pipeline")), named("nf4")
+    own, format_ = schedule.stages_of(mesh.coordinate("pipeline")), named("nf4")
     torch.manual_seed(0)
     fill(model, "cuda", lambda linear: QuantizedLinear.from_linear(linear, format_), elsewhere(model, parts, own))
     model = add_adapter(model, run_config(name)).train()
@@ -258,7 +258,7 @@ def main() -> None:
     given = parser.parse_args()
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     with present_mesh(kind="cuda") as mesh:
-        mesh, results = mesh.laid_out(Parallel(pipeline=mesh.size)), Results(mesh, given.json)
+        mesh, results = mesh.with_layout(Parallel(pipeline=mesh.size)), Results(mesh, given.json)
         if given.seventy:
             return seventy(mesh, results)
         before = tried(mesh, results)

@@ -34,9 +34,9 @@ from torch import Tensor
 from benchmarks.common import event_us, provenance
 from benchmarks.step_model import MODELS, build, random_batch, timed
 from halfbyte.config import Parallel
-from halfbyte.parallel.context.exchange import Context
-from halfbyte.parallel.context.model import slice_of
-from halfbyte.parallel.mesh import ALONE, Mesh, present_mesh
+from halfbyte.parallel.context.exchange import ContextGroup
+from halfbyte.parallel.context.model import context_shard
+from halfbyte.parallel.mesh import SINGLE_PROCESS, Mesh, present_mesh
 from halfbyte.parallel.reduction import clip_gradients, sum_gradients
 from halfbyte.train.stepper import GraphedStepper, Stepper
 
@@ -140,9 +140,9 @@ def data(mesh: Mesh, results: Results) -> None:
         training, tokens, ms = Training(mesh, name, rows, length, graphs), rows * length, {}
         if mesh.is_main:
             ms["alone"] = timed(lambda t=training: t.step(False), tokens)["ms"]  # type: ignore[misc]
-        mesh.wait()
+        mesh.barrier()
         for way, together in (("apart", False), ("together", True), ("apart again", False), ("together again", True)):
-            mesh.wait()
+            mesh.barrier()
             run = timed(lambda t=training, w=together: t.step(w), tokens)  # type: ignore[misc]
             ms[way] = mesh.max(run["ms"])
         apart, both = (min(ms[way], ms[f"{way} again"]) for way in ("apart", "together"))
@@ -162,18 +162,18 @@ def peers(mesh: Mesh, results: Results) -> None:
     """A step of all GPUs together, ours and a peer's."""
     for name, rows, length, graphs in (DATA[0], DATA[-1]):
         training, tokens = Training(mesh, name, rows, length, graphs), rows * length
-        mesh.wait()
+        mesh.barrier()
         ours = mesh.max(timed(lambda t=training: t.step(True), tokens)["ms"])  # type: ignore[misc]
         training.stepper.close()
         del training
         gc.collect()
         torch.cuda.empty_cache()
-        mesh.wait()
+        mesh.barrier()
         if mesh.is_main:
             theirs, said = _of_peer(mesh, name, rows, length)
             shape = {"model": name, "rows": rows, "length": length, "graphs": graphs}
             results.add("peers", **shape, ours_ms=ours, theirs_ms=theirs, times=theirs and theirs / ours, said=said)
-        mesh.wait()
+        mesh.barrier()
 
 
 def _of_peer(mesh: Mesh, name: str, rows: int, length: int) -> tuple[float | None, str]:
@@ -212,9 +212,9 @@ def long_row(name: str, packed: bool) -> dict[str, Any]:
 def context(mesh: Mesh, results: Results) -> None:
     """One row on one GPU while the others wait, then cut among all: T₁ ÷ n·T; the first step's loss and gradients."""
     import halfbyte
-    from halfbyte.parallel.context.model import divided
+    from halfbyte.parallel.context.model import context_parallel
 
-    name, mesh = "llama-3.1-8b, 8 layers", mesh.laid_out(Parallel(context=mesh.size))
+    name, mesh = "llama-3.1-8b, 8 layers", mesh.with_layout(Parallel(context=mesh.size))
     training = Training(mesh, name, 1, LONG, False)
     halfbyte.patch(training.model, "checkpoint")
     for packed in (False, True):
@@ -223,9 +223,9 @@ def context(mesh: Mesh, results: Results) -> None:
         training.batch = row
         if mesh.is_main:
             found["alone"] = _few_steps(training, mesh, together=False)
-        mesh.wait()
-        training.batch = slice_of(row, mesh)
-        with divided(training.model, mesh):
+        mesh.barrier()
+        training.batch = context_shard(row, mesh)
+        with context_parallel(training.model, mesh):
             found["together"] = _few_steps(training, mesh, together=True)
         ms = {way: mesh.max(each["ms"]) if way == "together" else each["ms"] for way, each in found.items()}
         peaks = {way: each["peak_gib"] for way, each in found.items()}
@@ -257,7 +257,7 @@ def _few_steps(training: Training, mesh: Mesh, together: bool) -> dict[str, Any]
 
 def _exchanges(mesh: Mesh, results: Results) -> None:
     """Milliseconds that a layer of the 8B spends around attention: to whole rows and back."""
-    among, length = Context(mesh.size, mesh.group("context")), LONG // mesh.size
+    among, length = ContextGroup(mesh.size, mesh.group("context")), LONG // mesh.size
     query, key, value = (
         torch.randn(1, length, heads, 128, dtype=torch.bfloat16, device="cuda").transpose(1, 2) for heads in (32, 8, 8)
     )
@@ -273,22 +273,22 @@ def _exchanges(mesh: Mesh, results: Results) -> None:
 def tensor(mesh: Mesh, results: Results) -> None:
     """A step of the 8B on one GPU while the others wait, then on all: T₁ ÷ T; the first step's loss and gradients."""
     import halfbyte
-    from halfbyte.parallel.tensor.model import divide_products
+    from halfbyte.parallel.tensor.model import apply_tensor_parallel
 
     name, rows, length = "llama-3.1-8b", 4, 2048
     found: dict[str, Any] = {}
-    mesh = mesh.laid_out(Parallel(tensor=mesh.size))
+    mesh = mesh.with_layout(Parallel(tensor=mesh.size))
     for way in ("alone", "together"):
         training = Training(mesh, name, rows, length, False)
         training.count = torch.full((), float(rows * (length - 1)), device="cuda")
         if way == "together":
             halfbyte.unpatch(training.model)
-            divide_products(training.model, mesh)
+            apply_tensor_parallel(training.model, mesh)
             halfbyte.patch(training.model)
             training.trained = [parameter for parameter in training.model.parameters() if parameter.requires_grad]
         if way == "together" or mesh.is_main:
             found[way] = _divided_steps(training, mesh, way == "together")
-        mesh.wait()
+        mesh.barrier()
         training.stepper.close()
         del training
         gc.collect()
@@ -314,7 +314,7 @@ def _divided_steps(training: Training, mesh: Mesh, together: bool) -> dict[str, 
         sums = training.stepper([training.batch], training.count)
         if together:
             sums = sum_gradients(mesh, training.trained, sums)
-        norm = clip_gradients(mesh if together else ALONE, training.trained, 1.0)
+        norm = clip_gradients(mesh if together else SINGLE_PROCESS, training.trained, 1.0)
         if not norms:
             norms = [float(sums[0] / training.count), float(norm)]
         for parameter in training.trained:

@@ -36,8 +36,8 @@ from benchmarks.step_model import empty_model, fill, random_batch, run_config, t
 from halfbyte.config import Parallel
 from halfbyte.memory.allocators import FIRST_KERNELS, memory_cap
 from halfbyte.modeling.cast_cache import cast_replacements
-from halfbyte.parallel.launch.bandwidth import gather_rate
-from halfbyte.parallel.mesh import ALONE, Mesh, present_mesh
+from halfbyte.parallel.launch.bandwidth import all_gather_bandwidth
+from halfbyte.parallel.mesh import SINGLE_PROCESS, Mesh, present_mesh
 from halfbyte.parallel.shard.model import shard_model, sharded, trains_alike
 from halfbyte.parallel.shard.trained import shard_optimizer
 from halfbyte.train.stepper import GraphedStepper
@@ -87,7 +87,7 @@ class Sharded(Training):
 
 def measured(training: Any, mesh: Mesh, tokens: int, together: bool = True, steps: int = 10) -> dict[str, Any]:
     """Time of a step, the slowest GPU's; what was gathered in one of them; what the GPU holds."""
-    mesh.wait()
+    mesh.barrier()
     run = timed(lambda: training.step(together), tokens, steps)
     run["ms"] = mesh.max(run["ms"])
     if isinstance(training, Sharded):
@@ -120,7 +120,7 @@ def ways_to_stay(layers: int) -> dict[str, list[str]]:
 
 def gathers(mesh: Mesh, results: Results) -> None:
     name, rows, length = "llama-3.1-8b", 4, 2048
-    sliced, tokens = mesh.laid_out(Parallel(shard=mesh.size)), rows * length
+    sliced, tokens = mesh.with_layout(Parallel(shard=mesh.size)), rows * length
     training: Any = Training(mesh, name, rows, length, False)
     data = measured(training, mesh, tokens)
     results.add("gathers", way="data", **data)
@@ -174,7 +174,7 @@ def quantized(block: Any) -> list[Any]:
 
 def graphs(mesh: Mesh, results: Results) -> None:
     name, rows, length = "llama-3.1-8b", 2, 512
-    sliced, tokens = mesh.laid_out(Parallel(shard=mesh.size)), rows * length
+    sliced, tokens = mesh.with_layout(Parallel(shard=mesh.size)), rows * length
     for graphed in (True, False):
         training: Any = Training(mesh, name, rows, length, graphed)
         alone = measured(training, mesh, tokens, together=False)
@@ -250,7 +250,7 @@ class Both(Training):
 
 
 def ways(mesh: Mesh, results: Results) -> None:
-    sliced = mesh.laid_out(Parallel(shard=mesh.size))
+    sliced = mesh.with_layout(Parallel(shard=mesh.size))
     training = Both(mesh, "llama-3.1-8b")
     short = training.batches.pop("4x2048")
     alone = training.times(mesh, together=False)[GRAPHED]
@@ -309,7 +309,7 @@ def one_gather(share: Any, mesh: Mesh) -> dict[str, Any]:
     own = torch.empty(gather.raw.numel(), dtype=torch.uint8, device="cuda")
     nccl = event_us([lambda: dist.all_gather_into_tensor(found, own, group=share.group)], 20)
     gather.whole.untyped_storage().resize_(0)
-    mesh.wait()
+    mesh.barrier()
     began = time.perf_counter()
     for _ in range(20):
         block.unshard()
@@ -357,10 +357,10 @@ def build_sliced(name: str, mesh: Mesh, storage: str = "nf4", device: str = "cud
 
     def piece(linear: nn.Linear) -> nn.Module:
         stored = QuantizedLinear.from_linear(linear, format_)
-        if mesh.ways("shard") == 1:
+        if mesh.degree("shard") == 1:
             return stored
         weight = stored.weight.data
-        own = placement.cut(weight, mesh.ways("shard"))[mesh.place("shard")].clone()
+        own = placement.cut(weight, mesh.degree("shard"))[mesh.coordinate("shard")].clone()
         parameter: Any = nn.Parameter(own, requires_grad=False)
         empty = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
         parameter.template = QuantizedTensor.quantize(empty, format_)
@@ -437,14 +437,14 @@ class Seventy(Sharded):
 
 
 def seventy(mesh: Mesh, results: Results) -> None:
-    sliced, level, device = mesh.laid_out(Parallel(shard=mesh.size)), "offload", torch.device("cuda", mesh.local)
+    sliced, level, device = mesh.with_layout(Parallel(shard=mesh.size)), "offload", torch.device("cuda", mesh.local)
     filled = Filled(SMALL)
 
     def say(phase: str) -> None:
         results.add("seventy", phase=phase, gib=filled.phases())
 
     say("filled")
-    gather_rate(sliced, device)  # as a run does before it plans: what NCCL takes is taken
+    all_gather_bandwidth(sliced, device)  # as a run does before it plans: what NCCL takes is taken
     free_cached_memory(device)
     say("connected")
     plan = planned(sliced, "llama-3.1-70b", level)
@@ -462,11 +462,11 @@ def seventy(mesh: Mesh, results: Results) -> None:
     gc.collect()
     torch.cuda.empty_cache()
     if mesh.is_main:
-        training = Seventy(ALONE, "checkpoint")
-        results.add("seventy", way="one GPU", **measured(training, ALONE, 2048, together=False, steps=6))
+        training = Seventy(SINGLE_PROCESS, "checkpoint")
+        results.add("seventy", way="one GPU", **measured(training, SINGLE_PROCESS, 2048, together=False, steps=6))
         clean(training)
         del training
-    mesh.wait()
+    mesh.barrier()
 
 
 PARTS = {"gathers": gathers, "graphs": graphs, "ways": ways, "seventy": seventy}

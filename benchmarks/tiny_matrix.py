@@ -39,7 +39,7 @@ def run_case(case: Case, place: Place) -> Result:
     from halfbyte.utils import notices
     from halfbyte.utils.errors import HalfbyteError
 
-    notices.forget()
+    notices.reset_notices()
     output, began = Path(tempfile.mkdtemp(dir=place.folder)), time.perf_counter()
     found: Result = {"case": case.name, "outcome": "ok"}
     try:

@@ -219,10 +219,10 @@ def test_empty_batch_and_autocast():
 
 
 def test_emulation_is_reported_once():
-    notices.forget()
+    notices.reset_notices()
     _, recipe = scaling()
     step(weight_of("fp8:row"), torch.randn(5, 64), torch.randn(5, 48), recipe)
-    assert "32 bits" in notices.said()["fp8-product-cpu"]
+    assert "32 bits" in notices.notices_so_far()["fp8-product-cpu"]
 
 
 @pytest.mark.gpu
@@ -233,9 +233,9 @@ def test_scaled_mm_equals_the_emulation(spec, rows, monkeypatch):
         pytest.skip("no FP8 products with scales a row")
     weight = weight_of(spec, torch.bfloat16, 256, 512).cuda()
     x, probe = torch.randn(rows, 512).bfloat16().cuda(), torch.randn(rows, 256).cuda()
-    notices.forget()
+    notices.reset_notices()
     found = step(weight, x, probe, scaling("cuda")[1])
-    assert "fp8-product-cuda" not in notices.said()
+    assert "fp8-product-cuda" not in notices.notices_so_far()
     monkeypatch.setattr(linear_fp8, "fp8_product", fp8_product.reference)
     for one, other in zip(found, step(weight, x, probe, scaling("cuda")[1]), strict=True):
         assert (one.float() - other.float()).norm() < 6e-3 * other.float().norm()  # bf16, and Hopper's partial sums

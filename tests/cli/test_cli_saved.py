@@ -186,13 +186,13 @@ class TestTalking:
 
     @pytest.mark.parametrize(("format", "prompt"), [("text", "Hi"), ("alpaca", INSTRUCTION.format(prompt="Hi"))])
     def test_without_a_template_prompts_are_as_in_training(self, run_folder, format, prompt, monkeypatch):
-        notices.forget()
+        notices.reset_notices()
         loaded = saved.load_saved(str(run_folder))
         monkeypatch.setattr(loaded.tokenizer, "chat_template", None)
         monkeypatch.setattr(conversation, "_data_report", lambda place: {"sources": [{"format": format}]})
         talk = conversation.Conversation(loaded, Sampling())
         assert talk.prompt("Hi") == prompt
-        assert "chat" in notices.said()
+        assert "chat" in notices.notices_so_far()
 
     def test_a_piped_conversation(self, run_folder, monkeypatch, capsys):
         lines = iter(["Hello", "", "/reset", "Again", "/quit", "never read"])

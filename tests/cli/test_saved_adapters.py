@@ -56,7 +56,7 @@ def original(base, tmp_path_factory):
 
 @pytest.fixture
 def run(original, tmp_path):
-    notices.forget()
+    notices.reset_notices()
     return Path(shutil.copytree(original, tmp_path / "run"))
 
 
@@ -138,7 +138,7 @@ HARMS = {
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "export"])  # llama.cpp has no tokenizer of bytes
 def test_a_sound_adapter_passes(run, base, inputs, way):
     WAYS[way](run, base, inputs)
-    assert not [key for key in notices.said() if key.startswith("adapter_base")]
+    assert not [key for key in notices.notices_so_far() if key.startswith("adapter_base")]
 
 
 @pytest.mark.sampled(3)
@@ -192,7 +192,7 @@ def test_a_base_of_another_name_is_said(run, base, tmp_path):
     file = run / "config.resolved.yaml"
     file.write_text(file.read_text().replace(str(base), str(moved)))
     load_saved(str(run))
-    assert f"{base}" in notices.said()[f"adapter_base {run / 'adapter'}"]
+    assert f"{base}" in notices.notices_so_far()[f"adapter_base {run / 'adapter'}"]
 
 
 def test_a_checkpoint_is_resumed_by_the_same_rules(tmp_path):

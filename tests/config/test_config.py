@@ -35,7 +35,7 @@ BOMB = "dataset: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 
 @pytest.fixture(autouse=True)
 def _unsaid():
-    notices.forget()
+    notices.reset_notices()
 
 
 @pytest.fixture
@@ -222,7 +222,7 @@ class TestRefusing:
 
     def test_eval_steps_without_data_to_evaluate(self):
         load_config(None, with_needed("eval_steps=10"))
-        assert "eval_steps" in notices.said()
+        assert "eval_steps" in notices.notices_so_far()
 
 
 class TestForeignNames:
@@ -241,7 +241,7 @@ class TestForeignNames:
 
     def test_one_notice_for_each_name(self, write):
         load_config(write("base_model: m\ndataset: d\nstrict: true\nlora_model_dir:\n"))
-        said = notices.said()
+        said = notices.notices_so_far()
         assert said["alias base_model"].endswith("run.yaml:1: base_model is read as model_name_or_path: m")
         assert "ignored strict" in said
         assert len(said) == 2

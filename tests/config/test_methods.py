@@ -36,7 +36,7 @@ OTHERWISE = {  # where ours is another on purpose
 
 @pytest.fixture(autouse=True)
 def _fresh_notices():
-    notices.forget()
+    notices.reset_notices()
 
 
 def keys_of(method):
@@ -75,7 +75,7 @@ def test_a_default_of_a_method_stays_a_key_that_was_not_given(tmp_path):
     config = load_config(None, {**GIVEN, "method": "dpo"})
     assert (config.beta, config.loss_type, config.learning_rate) == (0.1, "sigmoid", 1e-5)
     assert config.model_fields_set == {*GIVEN, "method"}
-    assert notices.said()["learning_rate"] == "learning_rate: 1e-05, the default of method: dpo for adapters"
+    assert notices.notices_so_far()["learning_rate"] == "learning_rate: 1e-05, the default of method: dpo for adapters"
     assert load_config(None, {**GIVEN, "method": "dpo", "learning_rate": 2e-4, "beta": 0.3}).beta == 0.3
     (tmp_path / "run.yaml").write_text(dump_config(config))
     assert load_config(tmp_path / "run.yaml").model_dump() == config.model_dump()

@@ -18,7 +18,7 @@ IN_16_BITS = {"load_in_4bit": False}
 
 @pytest.fixture(autouse=True)
 def _unsaid():
-    notices.forget()
+    notices.reset_notices()
 
 
 def resolved(**keys):

@@ -44,7 +44,7 @@ def byte_tokenizer(template: str | None = "plain") -> PreTrainedTokenizerFast:
 
 @pytest.fixture(autouse=True)
 def _fresh_notices():
-    notices.forget()
+    notices.reset_notices()
 
 
 @pytest.fixture(scope="session")

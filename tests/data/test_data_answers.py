@@ -224,7 +224,7 @@ def test_pairs_are_split_into_labelled_answers(config, write, make_tokenizer):
         (True, pair["chosen_ids"]),
         (False, pair["rejected_ids"]),
     ]
-    assert notices.said()
+    assert notices.notices_so_far()
 
 
 def test_prompts_keep_further_columns(config, write, make_tokenizer):
@@ -302,7 +302,7 @@ def test_reward_models_drop_truncated_answers(config, write, make_tokenizer, met
     data = prepare_answers(config(write([short, long]), method=method, max_length=80), tokenizer, kind)
     assert data.report["train"]["dropped"] == {"with an answer cut at max_length": 1}
     assert (data.report["train"]["rows"], data.report["train"]["truncated"]) == (1, 0)
-    assert any(key.startswith("dropped:training rows") for key in notices.said())
+    assert any(key.startswith("dropped:training rows") for key in notices.notices_so_far())
     with pytest.raises(DataError, match="max_length"):
         prepare_answers(config(write([long]), method=method, max_length=80), tokenizer, kind)
     if kind == "pairs":
@@ -425,7 +425,7 @@ def test_template_that_changes_the_prompt_without_answer_is_reported(config, wri
     template = last + "+ '<|im_end|>' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>a' }}{%- endif %}"
     prepared = prepare_answers(config(write([PAIR])), make_tokenizer(template), "pairs")
     assert prepared.report["train"]["prompts_otherwise_alone"] == 1
-    assert "otherwise:training" in notices.said()
+    assert "otherwise:training" in notices.notices_so_far()
     assert (
         prepare_answers(config(write([PAIR])), make_tokenizer("plain"), "pairs").report["train"][
             "prompts_otherwise_alone"

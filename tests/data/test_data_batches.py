@@ -58,10 +58,10 @@ def test_no_batch_is_larger_than_planned(keys, device):
 
 
 def test_a_batch_has_no_more_rows_than_the_data():
-    notices.forget()
+    notices.reset_notices()
     batches = batches_of_lengths(
         run_config(per_device_train_batch_size=100_000), np.full(60, 50), NOTHING, rounded=False
     )
     assert batches.largest == batches.usual == Shape(60, 50)
     assert batches.second.tokens == batches.evaluation.tokens == 0
-    assert "60 rows" in notices.said()["batch-rows"]
+    assert "60 rows" in notices.notices_so_far()["batch-rows"]

@@ -7,7 +7,7 @@ import pytest
 from halfbyte.data.formats import documents, recognise
 from halfbyte.data.sources import Source
 from halfbyte.utils.errors import DataError
-from halfbyte.utils.notices import said
+from halfbyte.utils.notices import notices_so_far
 
 TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 TOOL = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
@@ -34,7 +34,7 @@ def test_parts_of_content_are_joined():
     parts = [{"type": "text", "text": "hel"}, {"type": "text", "value": "lo"}]
     _, [document] = read({"messages": [TURNS[0], {"role": "assistant", "content": parts, "loss_weight": 0.5}]})
     assert document == {"messages": TURNS}
-    assert "loss-weight" in said()
+    assert "loss-weight" in notices_so_far()
 
 
 def test_sharegpt_with_tools():
@@ -70,7 +70,7 @@ def test_prompt_completion(names):
     layout, found = read({names[0]: "q", names[1]: "a", "other": 1})
     assert layout.format == "prompt-completion"
     assert found == [{"prompt": "q", "completion": "a"}]
-    assert bool(said()) == (names != ("prompt", "completion"))
+    assert bool(notices_so_far()) == (names != ("prompt", "completion"))
 
 
 def test_prompt_and_completion_may_be_turns():

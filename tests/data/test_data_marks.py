@@ -5,7 +5,7 @@ import pytest
 from halfbyte.data.prepare import prepare
 from halfbyte.data.prepare_answers import prepare_answers
 from halfbyte.utils.errors import DataError
-from halfbyte.utils.notices import said
+from halfbyte.utils.notices import notices_so_far
 
 OFF = [("train", False), ("training", False), ("loss", False), ("loss_mask", 0), ("weight", 0), ("loss_weight", 0.0)]
 
@@ -41,7 +41,7 @@ def test_a_turn_that_is_marked_untrained_is_context(prepared, template, key, off
     assert trained == "good<|im_end|>"
     assert shown_and_trained(prepared(turns(None, {key: off}), template))[1] == "bad<|im_end|>"
     assert shown_and_trained(prepared(turns({key: not off}, {key: 1}), template))[1] == "bad<|im_end|>good<|im_end|>"
-    assert "loss-weight" not in said()
+    assert "loss-weight" not in notices_so_far()
 
 
 def test_one_untrained_mark_suffices(prepared):
@@ -98,8 +98,8 @@ def test_a_mark_of_another_kind_is_refused_by_turn_and_key(prepared, value):
 
 def test_fractional_and_other_roles_marks_are_reported(prepared):
     assert shown_and_trained(prepared(turns({"weight": 0.5})))[1] == "bad<|im_end|>good<|im_end|>"
-    assert "loss-weight" in said()
+    assert "loss-weight" in notices_so_far()
     messages = turns()
     messages[0]["train"] = True
     assert shown_and_trained(prepared(messages))[1] == "bad<|im_end|>good<|im_end|>"
-    assert "trained-roles" in said()
+    assert "trained-roles" in notices_so_far()

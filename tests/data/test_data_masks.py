@@ -19,7 +19,7 @@ from halfbyte.data.encode import CUT_AWAY, IGNORE_INDEX, TOO_LONG, UNTRAINED, En
 from halfbyte.data.formats import documents, recognise
 from halfbyte.data.sources import Source, read_sources
 from halfbyte.utils.errors import DataError, ModelError
-from halfbyte.utils.notices import said
+from halfbyte.utils.notices import notices_so_far
 
 REAL = ["llama-40m", "qwen2.5", "qwen3", "phi-3"]
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}]
@@ -172,11 +172,11 @@ def test_tool_calls_are_trained_and_results_are_not(real_tokenizer, name):
     assert "result" in whole
     if name.startswith("qwen"):
         assert first == '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call><|im_end|>'
-        assert not said()
+        assert not notices_so_far()
     else:
         assert first == '{"name": "f", "arguments": {"x": 1}}' + ("<|end|>" if name == "phi-3" else "<|im_end|>")
-        assert {"tools", "tool-calls"} <= set(said())
-        assert ("tool-results" in said()) == (name == "phi-3")
+        assert {"tools", "tool-calls"} <= set(notices_so_far())
+        assert ("tool-results" in notices_so_far()) == (name == "phi-3")
 
 
 def test_marks_around_the_content_alone_still_train_the_end_of_turn(make_tokenizer):
@@ -214,7 +214,7 @@ def test_strict_template_like_gemma(make_tokenizer):
     row = encode(tokenizer, {"messages": chat("a", " b ", "c", "d\n", system="s")})
     assert runs(tokenizer, row) == ["b<|im_end|>", "d<|im_end|>"]
     assert "user\ns\n\na<|im_end|>" in tokenizer.decode(row["input_ids"])
-    assert "system" in said()
+    assert "system" in notices_so_far()
 
 
 def test_a_refused_conversation_is_named(make_tokenizer):

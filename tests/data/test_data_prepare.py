@@ -11,7 +11,7 @@ from halfbyte.data.prepare import prepare
 from halfbyte.data.report import token_strings
 from halfbyte.methods import method_of
 from halfbyte.utils.errors import ConfigError, DataError
-from halfbyte.utils.notices import said
+from halfbyte.utils.notices import notices_so_far
 
 PAIRS = [{"prompt": f"question {i}", "completion": f"answer {i} " + "x" * (7 * i % 40)} for i in range(30)]
 
@@ -40,7 +40,7 @@ def test_report(config, make_tokenizer, write):
         {"path": path, "format": "prompt-completion", "why": "columns prompt, completion", "rows": 30}
     ]
     assert report["mask"].startswith("assistant turns, by difference of two renderings")
-    assert "generation-marks" in said()
+    assert "generation-marks" in notices_so_far()
     assert (report["eos_trained"], report["stop_tokens"]) == (True, ["<|im_end|>"])
     for dataset, part in ((data.train, report["train"]), (data.eval, report["eval"])):
         lengths = [len(row["input_ids"]) for row in dataset]
@@ -99,9 +99,9 @@ def test_eval_dataset(config, make_tokenizer, write):
     data = prepare(config(paths[0], eval_dataset=paths[1], eval_split_size=0.5), make_tokenizer("marked"))
     assert (len(data.train), len(data.eval)) == (3, 2)
     assert [source["path"] for source in data.report["sources"]] == list(paths)
-    assert "same-data" not in said()
+    assert "same-data" not in notices_so_far()
     prepare(config(paths[0], eval_dataset=paths[0]), make_tokenizer("marked"))
-    assert "same-data" in said()
+    assert "same-data" in notices_so_far()
 
 
 @pytest.mark.parametrize("processes", [None, 2])
@@ -142,11 +142,11 @@ def test_overlong_rows_are_counted_and_reported(config, make_tokenizer, write):
     assert cut.report["train"]["dropped"] == {"no trained tokens left after truncation": 1}
     assert [len(row["input_ids"]) for row in cut.train][1] == 80
     assert cut.report["train"]["length_histogram"]["edges"][-1] > 200
-    assert said()["truncated:training"] == "1 of 3 training documents cut to max_length 80: the longest has 122 tokens"
+    assert notices_so_far()["truncated:training"] == "1 of 3 training documents cut to max_length 80: the longest has 122 tokens"
     dropped = prepare(config(path, max_length=80, overlong="drop"), tokenizer)
     assert dropped.report["train"]["dropped"] == {"longer than max_length": 2}
     assert dropped.report["train"]["truncated"] == 0
-    assert any("2 of 3 training documents dropped: longer than max_length" in text for text in said().values())
+    assert any("2 of 3 training documents dropped: longer than max_length" in text for text in notices_so_far().values())
 
 
 @pytest.mark.parametrize("template", ["marked", None])
@@ -155,7 +155,7 @@ def test_empty_answers_are_counted_and_reported(config, make_tokenizer, write, t
     empty, full = {"prompt": "p", "completion": " \n"}, {"prompt": "p", "completion": "c"}
     prepared = prepare(config(write([empty, full, empty])), tokenizer)
     assert prepared.report["train"]["empty_answers"] == 2
-    assert said()["empty:training"] == "2 of 3 training documents have empty answers: they teach to say nothing"
+    assert notices_so_far()["empty:training"] == "2 of 3 training documents have empty answers: they teach to say nothing"
     with pytest.raises(DataError, match=r"(?s)1 training.*column_mapping"):
         prepare(config(write([empty])), tokenizer)
     assert prepare(config(write([full])), tokenizer).report["train"]["empty_answers"] == 0
@@ -217,20 +217,20 @@ ENDLESS = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{%
 def test_eos_is_appended_where_the_template_writes_no_end(config, make_tokenizer, write):
     data = prepare(config(write(PAIRS)), make_tokenizer(ENDLESS))
     assert (data.report["eos_trained"], data.report["stop_tokens"]) == (True, ["<|im_end|>"])
-    assert "eos-trained" not in said()
+    assert "eos-trained" not in notices_so_far()
 
 
 def test_earlier_turn_without_an_end_is_reported(config, make_tokenizer, write):
     turns = [{"role": role, "content": "a"} for role in ("user", "assistant") * 2]
     data = prepare(config(write([{"messages": turns}])), make_tokenizer(ENDLESS))
     assert not data.report["eos_trained"]
-    assert "eos-trained" in said()
+    assert "eos-trained" in notices_so_far()
 
 
 def test_end_of_turn_that_is_not_eos_is_reported(config, real_tokenizer, write):
     data = prepare(config(write(PAIRS)), real_tokenizer("llama-40m"))
     assert (data.report["eos_trained"], data.report["stop_tokens"]) == (True, ["<|im_end|>"])
-    assert "not the tokenizer's EOS <|endoftext|>" in said()["stop-token"]
+    assert "not the tokenizer's EOS <|endoftext|>" in notices_so_far()["stop-token"]
 
 
 def test_a_conversation_needs_a_template(config, make_tokenizer, write):

@@ -12,7 +12,7 @@ from pyarrow import parquet
 
 from halfbyte.data.sources import read_sources
 from halfbyte.utils.errors import DataError
-from halfbyte.utils.notices import said
+from halfbyte.utils.notices import notices_so_far
 
 ROWS = [{"question": "1+1?", "answer": "2"}, {"question": '2, "or"\n3?', "answer": "both"}]
 
@@ -75,7 +75,7 @@ def test_folder_reads_known_files_in_order_and_names_skipped_ones(write, tmp_pat
     write("a", "folder/a.txt")
     write("?", "folder/c.xlsx")
     assert rows_of(str(tmp_path / "folder")) == [[{"text": "a"}], [{"text": "b"}]]
-    assert any("c.xlsx" in message for message in said().values())
+    assert any("c.xlsx" in message for message in notices_so_far().values())
 
 
 def test_several_sources_are_concatenated(write):

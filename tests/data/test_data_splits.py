@@ -9,7 +9,7 @@ from pyarrow import parquet
 from halfbyte.data.prepare import prepare
 from halfbyte.data.sources import read_sources, split_to_evaluate
 from halfbyte.utils.errors import DataError
-from halfbyte.utils.notices import said
+from halfbyte.utils.notices import notices_so_far
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def read(name, *args, **keys):
 def test_training_reads_the_files_of_its_split(folder, trained, others):
     name = folder(*trained, *others)
     assert sorted(read(name)) == sorted(trained)
-    notices = [message for key, message in said().items() if key.startswith("splits:")]
+    notices = [message for key, message in notices_so_far().items() if key.startswith("splits:")]
     assert bool(notices) == bool(others)
     assert all(other in notices[0] for other in others)
 
@@ -73,7 +73,7 @@ def test_another_split_can_be_asked_for(folder):
     assert read(name, "test_sft") == ["test_sft.jsonl"]
     assert read(name, "train+validation") == ["dev.jsonl", "train.jsonl"]
     assert read(name, "train[:10%]") == ["train.jsonl"]
-    assert "dataset_split" in said()
+    assert "dataset_split" in notices_so_far()
 
 
 def test_splits_without_training_rows_are_refused(folder):

@@ -7,7 +7,7 @@ import pytest
 from halfbyte.data.prepare import prepare
 from halfbyte.data.prepare_answers import prepare_answers
 from halfbyte.utils.errors import DataError
-from halfbyte.utils.notices import said
+from halfbyte.utils.notices import notices_so_far
 
 TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 
@@ -121,7 +121,7 @@ def test_unread_columns_of_every_layout_are_named_once(prepared):
     ):  # fmt: skip
         report, _, _ = prepared(rows, **keys)
         assert left_out(report) == {"id": 3, "tag": 1}
-        assert sum(key.startswith("left-out:") for key in said()) == 1
+        assert sum(key.startswith("left-out:") for key in notices_so_far()) == 1
 
 
 def test_margin_is_unread_without_a_reward_model(prepared):

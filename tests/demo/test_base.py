@@ -17,7 +17,7 @@ from tests.helpers.demo_tiny import TEXTS, TINY
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(corpus, "gather", lambda seed: TEXTS)
-    notices.forget()
+    notices.reset_notices()
     return tmp_path / "cache"
 
 
@@ -65,7 +65,7 @@ def test_the_base_loads_and_is_built_once(cache, monkeypatch):
     assert described["parameters"] == sum(parameter.numel() for parameter in model.parameters())
     monkeypatch.setattr(base, "pretrain", lambda *_, **__: pytest.fail("built again"))
     assert base.base_model(TINY) == path
-    assert notices.said() == {}
+    assert notices.notices_so_far() == {}
 
 
 def test_another_recipe_is_another_base(cache):
@@ -82,7 +82,7 @@ def test_a_slow_machine_gets_fewer_steps_and_a_notice(cache):
     recipe = replace(TINY, steps=150)
     path = base.base_model(recipe, seconds=0.0)
     assert json.loads((path / "recipe.json").read_text())["steps_done"] == 50
-    assert "50 of 150" in notices.said()["demo-base"]
+    assert "50 of 150" in notices.notices_so_far()["demo-base"]
 
 
 def test_an_interrupted_build_leaves_nothing(cache, monkeypatch):

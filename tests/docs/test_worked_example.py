@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from halfbyte.generation import generate
 from halfbyte.modeling import head
-from halfbyte.utils.notices import forget, said
+from halfbyte.utils.notices import notices_so_far, reset_notices
 
 TEXT = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
 EXAMPLE = re.search(r"\*A worked example.*?```python\n(.*?)```", TEXT, re.DOTALL).group(1)
@@ -36,17 +36,17 @@ def test_a_head_with_a_new_logit_scale(model, monkeypatch):
     ids = torch.randint(0, 61, (2, 9))
     logits = model(input_ids=ids).logits
     want = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
-    forget()
+    reset_notices()
     loss, _ = head.causal_lm_loss(model, {"input_ids": ids, "labels": ids})
     torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-5)
-    assert "full_logits" in said()  # right, and the dear way
+    assert "full_logits" in notices_so_far()  # right, and the dear way
 
     exec(EXAMPLE, {})
-    forget()
+    reset_notices()
     torch.manual_seed(0)
     known = Multiplied(model.config)
     loss, _ = head.causal_lm_loss(known, {"input_ids": ids, "labels": ids})
     torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-5)
-    assert "full_logits" not in said()
+    assert "full_logits" not in notices_so_far()
     assert head.head_from_config(model.config).scale == 3.0
     assert len(generate(known, [[3, 4, 5]], max_new_tokens=4, stops=[])[0]) == 4

@@ -148,9 +148,9 @@ def test_it_trains_fused(model, level):
 
 def test_it_decodes_statically(model):
     prompts = [[5, 9, 17, 33], [7, 64], [50, 51, 52]]
-    notices.forget()
+    notices.reset_notices()
     found = generation.generate(model.eval(), prompts, max_new_tokens=20, stops=[])
-    assert not any(key.startswith("generation") for key in notices.said())
+    assert not any(key.startswith("generation") for key in notices.notices_so_far())
     keys = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 0}
     for ids, mine in zip(prompts, found, strict=True):
         theirs = model.generate(input_ids=torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), **keys)

@@ -135,9 +135,9 @@ def test_a_gguf_file_and_its_modelfile_name_all_ends(made, tmp_path):
 def test_ends_that_gguf_cannot_store_are_reported(copied, tmp_path):
     _, run, _ = copied
     learn(run, "<|im_end|>", "<|other|>")
-    notices.forget()
+    notices.reset_notices()
     report = export_gguf(run, "f32", tmp_path / "m.gguf", device="cpu")
-    assert "<|eom|>" in notices.said()["gguf-ends"]
+    assert "<|eom|>" in notices.notices_so_far()["gguf-ends"]
     assert set(stops_of(report.modelfile)) == set(NAMES)
 
 
@@ -169,13 +169,13 @@ def test_an_adapter_for_servers_brings_a_generation_config(made, tmp_path, capsy
 
 
 def test_a_gguf_adapter_reports_ends_missing_in_its_base(made, copied, tmp_path):
-    notices.forget()
+    notices.reset_notices()
     export_adapter(made[1], "f32", tmp_path / "adapter.gguf")
-    assert "<|im_end|>" in notices.said()["adapter-ends"]
-    notices.forget()
+    assert "<|im_end|>" in notices.notices_so_far()["adapter-ends"]
+    notices.reset_notices()
     learn(copied[1], "</s>", "<|eom|>")
     export_adapter(copied[1], "f32", tmp_path / "other.gguf")
-    assert "adapter-ends" not in notices.said()
+    assert "adapter-ends" not in notices.notices_so_far()
 
 
 def test_loaded_models_and_conversations_stop_at_all_ends(made):

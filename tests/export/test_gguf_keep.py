@@ -28,7 +28,7 @@ from halfbyte.plan.shapes import ModelShapes
 from halfbyte.runs.saved import load_saved
 from halfbyte.train.run import finetune
 from halfbyte.utils.errors import CheckpointError, ConfigError, ModelError
-from halfbyte.utils.notices import said
+from halfbyte.utils.notices import notices_so_far
 from tests.helpers.gguf_models import save_model
 
 OPTIONS = {"dtype": "float32", "device": "cpu"}
@@ -152,7 +152,7 @@ def test_layers_of_a_file_hold_its_values(mixed):
         "gptq_v2:32:float16:runs": 4, "hqq:8:32:range:float16": 4, "mxfp4": 2, "blockwise4:nf4:64:nested": 4,
     }  # fmt: skip
     kept, others = "2 MXFP4, 4 Q4_0, 4 Q8_0", "2 Q4_1, 2 Q5_0"
-    assert any(text.startswith(f"{mixed}: ") and kept in text and text.endswith(others) for text in said().values())
+    assert any(text.startswith(f"{mixed}: ") and kept in text and text.endswith(others) for text in notices_so_far().values())
 
 
 def test_other_layers_equal_the_default_import(mixed):
@@ -168,7 +168,7 @@ def test_other_layers_equal_the_default_import(mixed):
 def test_the_default_import_lists_what_keep_preserves(mixed, exact, tmp_path):
     load_model(str(mixed), **OPTIONS)
     load_model(str(exact), **OPTIONS)
-    hints = [each for each in said().values() if str(tmp_path) in each and "`quantization: keep`" in each]
+    hints = [each for each in notices_so_far().values() if str(tmp_path) in each and "`quantization: keep`" in each]
     assert len(hints) == 1
     assert hints[0].startswith(f"importing {mixed}")
     assert hints[0].endswith(": 4 Q4_0, 4 Q8_0, 2 MXFP4")
@@ -218,7 +218,7 @@ def test_stories260k(shared, tmp_path, mix):
     kept = load_model(str(tmp_path / "s.gguf"), quantization="keep", **OPTIONS)
     count, others = {"q4_0": (20, "5 F16, 10 Q4_0 of 172 rows"), "q8_0": (30, "5 F16")}[mix]
     assert sum(each.weight.format == EXACT[Type[mix.upper()]][0] for each in linears(kept).values()) == count
-    assert any(f"{count} {mix.upper()}; " in each and each.endswith(others) for each in said().values())
+    assert any(f"{count} {mix.upper()}; " in each and each.endswith(others) for each in notices_so_far().values())
     ids = torch.arange(300, 400)[None]
     with torch.no_grad():
         torch.testing.assert_close(kept(ids).logits, plain_twin(kept)(ids).logits, rtol=1e-5, atol=1e-4)

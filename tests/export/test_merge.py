@@ -16,7 +16,7 @@ from halfbyte.export.weights import MergedWeights
 from halfbyte.loading.load import load_model
 from halfbyte.utils.errors import CheckpointError, TrainingError
 from halfbyte.utils.files import write_json
-from halfbyte.utils.notices import said
+from halfbyte.utils.notices import notices_so_far
 from tests.helpers.merge_runs import TEMPLATE, by_peft, save_base, save_run, tensors
 
 KINDS = {
@@ -297,5 +297,5 @@ def test_a_merge_is_complete_without_its_report(tmp_path, run, monkeypatch, caps
     monkeypatch.setattr("halfbyte.report.write_report", full)
     merge_run(run, tmp_path / "merged", "auto", True)
     assert f"{tmp_path / 'merged'}" in capsys.readouterr().out
-    assert "merge-report" in said()
+    assert "merge-report" in notices_so_far()
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged")

@@ -12,7 +12,7 @@ from halfbyte.formats import named
 from halfbyte.loading.load import load_model
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.utils.errors import CheckpointError
-from halfbyte.utils.notices import forget
+from halfbyte.utils.notices import reset_notices
 from tests.helpers.expert_models import dequantized, mixture, stacks
 from tests.helpers.merge_runs import byte_tokenizer, save_run
 
@@ -113,7 +113,7 @@ def test_experts_are_quantized_again(name, stored, trained, tmp_path):
     """Packed stacks are merged one expert at a time; the loaded model equals the fp32 merge in the format."""
     _, base, run = trained(name)
     report = merge(run, tmp_path / "merged", base="original", quantize=stored, verify=False)
-    forget()  # the loss of few bits is reported
+    reset_notices()  # the loss of few bits is reported
     experts = 3 if name == "Mixtral" else 4
     assert report.experts == (4 * experts, 4 * experts)  # two stacks in each of two layers
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)

@@ -18,7 +18,7 @@ from halfbyte.loading.load import load_model
 from halfbyte.runs.saved import load_saved
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.utils.errors import ConfigError
-from halfbyte.utils.notices import said
+from halfbyte.utils.notices import notices_so_far
 from tests.helpers.merge_runs import by_peft, save_trained_base, tensors, train_run
 
 EIGHT_BITS = ["bnb-int8", "fp8-block", "fp8", "fp8-tensor"]
@@ -96,9 +96,9 @@ def test_the_retained_share_is_printed_without_verification(tmp_path, run, capsy
     merge_run(run, tmp_path / "kept", "auto", False, "bnb-nf4")
     assert "original" in (out := capsys.readouterr().out)
     assert re.search(r"\d%", out)
-    assert "merge-kept" not in said()
+    assert "merge-kept" not in notices_so_far()
     merge_run(run, tmp_path / "lost", "dequantized", False, "bnb-nf4")
-    assert "merge-kept" in said()
+    assert "merge-kept" in notices_so_far()
 
 
 def test_what_costs_more_than_training_did_is_refused_in_the_runs_own_format_too(tmp_path, run, monkeypatch):

@@ -19,7 +19,7 @@ from halfbyte.runs.saved import load_saved
 from halfbyte.train import run as sft
 from halfbyte.train.checkpoint import checkpoints
 from halfbyte.utils.errors import CheckpointError, ConfigError, ModelError
-from halfbyte.utils.notices import forget, said
+from halfbyte.utils.notices import notices_so_far, reset_notices
 from tests.helpers.merge_runs import save_base, save_run
 
 LAYER = "model.layers.1.mlp.down_proj"
@@ -77,7 +77,7 @@ def test_the_merged_model_is_the_one_that_was_trained(place, tmp_path, trained_l
     assert report.quantize == "nf4"
     check_merged(load_model(str(tmp_path / "merged"), dtype="float32", device="cpu"), "nf4", trained_logits[0])
     check_merged(load_saved(str(tmp_path / "out")).model.get_base_model(), "nf4", trained_logits[0])
-    assert "14 linear" in said()["qat-blockwise4:nf4:64:nested"]
+    assert "14 linear" in notices_so_far()["qat-blockwise4:nf4:64:nested"]
 
 
 QAT = {"load_in_4bit": False, "dtype": "float32"}
@@ -130,11 +130,11 @@ def test_other_targets_are_merged_with_a_notice(place, tmp_path):
     run = save_run(tmp_path / "run", place / "model", **QAT, qat_scheme="nf4")
     report = merge(run, tmp_path / "merged", quantize="16bit")
     assert report.quantize == "16bit"
-    assert "nf4" in said()["merge-qat"]
-    forget()
+    assert "nf4" in notices_so_far()["merge-qat"]
+    reset_notices()
     same = merge(run, tmp_path / "bnb", quantize="bnb-nf4").targets["original"]  # another tool's name of the layout
     assert same.exact.max_logit_difference <= 1e-5 * same.largest_logit
-    assert "merge-qat" not in said()
+    assert "merge-qat" not in notices_so_far()
 
 
 @pytest.mark.sampled(2)

@@ -107,7 +107,7 @@ def test_replaced_weights_rebuild_the_engine(built):
     model.merge_adapter()
     greedy(model)
     assert len(built) == 3
-    assert "merged" in str(notices.said())
+    assert "merged" in str(notices.notices_so_far())
 
 
 def test_concurrent_streams_have_separate_engines(built):

@@ -35,9 +35,9 @@ def test_greedy_tokens_equal_transformers(family):
     model = tiny(family).eval()
     if family == "Gemma2":
         model.get_base_model().set_attn_implementation("eager")
-    notices.forget()
+    notices.reset_notices()
     found = generation.generate(model, PROMPTS, max_new_tokens=20, stops=[])
-    assert any(key.startswith("generation") for key in notices.said()) == (family in STOCK)
+    assert any(key.startswith("generation") for key in notices.notices_so_far()) == (family in STOCK)
     for ids, mine in zip(PROMPTS, found, strict=True):
         assert mine == theirs(model, ids, 20), family
 
@@ -76,12 +76,12 @@ def test_each_row_uses_its_own_adapter():
 
 
 def test_an_unsupported_family_runs_transformers_forward():
-    notices.forget()
+    notices.reset_notices()
     config = transformers.GPT2Config(vocab_size=101, n_embd=32, n_layer=2, n_head=2, n_positions=64)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     found = generation.generate(model, PROMPTS, max_new_tokens=10, stops=[])
     assert found == [theirs(model, ids, 10) for ids in PROMPTS]
-    assert any("GPT2LMHeadModel" in text for text in notices.said().values())
+    assert any("GPT2LMHeadModel" in text for text in notices.notices_so_far().values())
     with pytest.raises(ModelError, match="kv_cache: fp8"):
         generation.generate(model, PROMPTS, kv_cache="fp8", max_new_tokens=2)
 

@@ -27,17 +27,17 @@ def theirs(model, ids, new=20):
 
 
 def mine(model, prompts=PROMPTS, new=20, **keys):
-    notices.forget()
+    notices.reset_notices()
     found = generation.generate(model, prompts, max_new_tokens=new, stops=[], **keys)
-    assert not any(key.startswith("generation") for key in notices.said()), notices.said()
+    assert not any(key.startswith("generation") for key in notices.notices_so_far()), notices.notices_so_far()
     return found
 
 
 def answered(model, engine, new=20, n=3, **keys):
-    notices.forget()
+    notices.reset_notices()
     sampling = keys.pop("sampling", Sampling())
     found = engine.generate(PROMPTS, n, max_new_tokens=new, sampling=sampling, stops=[], **keys)
-    assert not any(key.startswith("rollouts") for key in notices.said()), notices.said()
+    assert not any(key.startswith("rollouts") for key in notices.notices_so_far()), notices.notices_so_far()
     return found
 
 
@@ -140,7 +140,7 @@ def test_adapters_and_states_are_reset_in_each_call():
 def test_a_hooked_convolution_runs_transformers_forward():
     model = tiny("Qwen3_5Text", adapter=False).eval()
     model.model.layers[0].linear_attn.conv1d.register_forward_hook(lambda *_: None)
-    notices.forget()
+    notices.reset_notices()
     found = generation.generate(model, PROMPTS[:1], max_new_tokens=6, stops=[])
     assert found == [theirs(model, PROMPTS[0], 6)]
-    assert any("hooks" in text for text in notices.said().values())
+    assert any("hooks" in text for text in notices.notices_so_far().values())

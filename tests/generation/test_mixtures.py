@@ -45,9 +45,9 @@ def theirs(model, ids, new=12):
 
 
 def mine(model, prompts=PROMPTS, new=12, **keys):
-    notices.forget()
+    notices.reset_notices()
     found = generation.generate(model, prompts, max_new_tokens=new, stops=[], **keys)
-    assert not any(key.startswith("generation") for key in notices.said()), notices.said()
+    assert not any(key.startswith("generation") for key in notices.notices_so_far()), notices.notices_so_far()
     return found
 
 
@@ -96,12 +96,12 @@ def test_rollouts(name, tmp_path):
     """While a run counts how often experts are chosen, in training."""
     model = made(name, tmp_path)
     expected = [theirs(model, ids, 20) for ids in PROMPTS]
-    notices.forget()
+    notices.reset_notices()
     with routers.track_routers(model.train(), balanced=False) as counted:
         found = Rollouts(model, rows=2).generate(PROMPTS, max_new_tokens=20, sampling=Sampling(), stops=[])
         assert counted.usage()["layers"]
         assert not any(sum(each["used"]) for each in counted.usage()["layers"].values())
-    assert not any(key.startswith("rollouts") for key in notices.said())
+    assert not any(key.startswith("rollouts") for key in notices.notices_so_far())
     assert [each.ids for each in found] == expected
 
 
@@ -117,10 +117,10 @@ def test_a_captured_step_sees_new_adapters_in_the_same_memory(tmp_path):
 
 
 def falls_back(model):
-    notices.forget()
+    notices.reset_notices()
     found = generation.generate(model, PROMPTS, max_new_tokens=8, stops=[])
     assert found == [theirs(model, ids, 8) for ids in PROMPTS]
-    (said,) = [text for key, text in notices.said().items() if key.startswith("generation")]
+    (said,) = [text for key, text in notices.notices_so_far().items() if key.startswith("generation")]
     return said
 
 

@@ -50,9 +50,9 @@ def log_probs_of(model, prompt, ids, temperature=1.0):
 @pytest.mark.parametrize("family", DENSE)
 def test_greedy_rollouts_equal_generate(family):
     model, prompts = model_of(family), prompts_of(11, 2, 70, 64, 5)
-    notices.forget()
+    notices.reset_notices()
     found = Rollouts(model, rows=3).generate(prompts, max_new_tokens=20, sampling=Sampling(), stops=[])
-    assert not any(key.startswith("rollouts") for key in notices.said())
+    assert not any(key.startswith("rollouts") for key in notices.notices_so_far())
     assert [each.ids for each in found] == generation.generate(model, prompts, max_new_tokens=20, stops=[])
 
 
@@ -63,11 +63,11 @@ def test_a_patched_model_uses_the_engine(family):
     model, prompts = quantize(model_of(family)), prompts_of(11, 2, 70)
     wanted = Rollouts(model, rows=3).generate(prompts, max_new_tokens=12, sampling=Sampling(), stops=[])
     halfbyte.patch(model, "checkpoint")
-    notices.forget()
+    notices.reset_notices()
     with compute_autocast(model, torch.float32):
         found = Rollouts(model, rows=3).generate(prompts, max_new_tokens=12, sampling=Sampling(), stops=[])
         answers = generation.generate(model, prompts, max_new_tokens=12, stops=[])
-    assert not any(key.startswith(("rollouts", "generation")) for key in notices.said())
+    assert not any(key.startswith(("rollouts", "generation")) for key in notices.notices_so_far())
     assert [each.ids for each in found] == [each.ids for each in wanted] == answers
 
 
@@ -220,12 +220,12 @@ def test_filtered_tokens_are_never_drawn_and_log_probs_cover_the_vocabulary(keys
 def test_an_unsupported_family_runs_transformers_forward():
     config = transformers.GPT2Config(vocab_size=101, n_embd=32, n_layer=2, n_head=2, n_positions=64)
     model, prompts = transformers.AutoModelForCausalLM.from_config(config).eval(), prompts_of(11, 2, 5)
-    notices.forget()
+    notices.reset_notices()
     options = {"max_new_tokens": 12, "sampling": Sampling(1.0, seed=2), "stops": [9]}
     found = Rollouts(model.train(), rows=4).generate(prompts, 3, **options)
     assert model.training
     model.eval()  # it has dropout
-    assert any("GPT2LMHeadModel" in text for text in notices.said().values())
+    assert any("GPT2LMHeadModel" in text for text in notices.notices_so_far().values())
     alone = Rollouts(model).generate([prompts[1]], 3, keys=[1], **options)
     assert [each.ids for each in found[3:6]] == [each.ids for each in alone]
     for number, each in enumerate(found):
@@ -381,7 +381,7 @@ def test_on_a_gpu_an_8_bit_cache_stays_close():
 def test_foreign_hooks_are_run():
     model = model_of()
     halfbyte.patch(model)
-    notices.forget()
+    notices.reset_notices()
     model.get_base_model().model.norm.register_forward_hook(lambda *_: None)
     Rollouts(model).generate(prompts_of(9), 2, max_new_tokens=6, sampling=Sampling(1.0, seed=3), stops=[])
-    assert any(key.startswith("rollouts") for key in notices.said())
+    assert any(key.startswith("rollouts") for key in notices.notices_so_far())

@@ -10,9 +10,9 @@ RANK, FOLDER = int(os.environ["RANK"]), Path(sys.argv[2])
 
 
 def fail(error, cause=None):
-    from halfbyte.parallel.launch.ranks import leave_error
+    from halfbyte.parallel.launch.ranks import report_error
 
-    assert leave_error(error, cause or error, bug=False)
+    assert report_error(error, cause or error, bug=False)
     os._exit(1)
 
 
@@ -24,18 +24,18 @@ def all_alike():
 
 def one_raises():
     """The other waits for it, and says so."""
-    from halfbyte.parallel.launch.ranks import lost_another
+    from halfbyte.parallel.launch.ranks import lost_peer_error
     from halfbyte.parallel.mesh import present_mesh
     from halfbyte.utils.errors import TrainingError
 
     with present_mesh() as mesh:
-        mesh.wait()
+        mesh.barrier()
         if RANK == 1:
             fail(TrainingError("out of memory", "take less"))
         try:
-            mesh.wait()
+            mesh.barrier()
         except RuntimeError as error:
-            fail(lost_another(error), error)
+            fail(lost_peer_error(error), error)
 
 
 def one_is_killed():

@@ -103,7 +103,7 @@ def _rank(rank, size, kind, port, pipe, path):
             try:
                 if file not in modules:
                     modules[file] = _module(file)
-                answer = True, getattr(modules[file], name)(mesh.laid_out(layout), *args)
+                answer = True, getattr(modules[file], name)(mesh.with_layout(layout), *args)
             except BaseException:
                 answer = False, traceback.format_exc()
             pipe.send(answer)

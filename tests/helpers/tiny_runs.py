@@ -12,7 +12,7 @@ from halfbyte.methods import method_of
 from halfbyte.modeling.adapters import add_adapter
 from halfbyte.modeling.patch import patch
 from halfbyte.optim import trained_parameters
-from halfbyte.parallel.mesh import ALONE
+from halfbyte.parallel.mesh import SINGLE_PROCESS
 from halfbyte.train.callback_arguments import training_arguments
 from halfbyte.train.loop import TrainingLoop, seed_process
 from halfbyte.train.metrics import MetricsFile
@@ -77,7 +77,7 @@ def make_loop(config, train=None, held_out=None, model=None, graphs=None, recipe
     else:
         stepper = Stepper(sums, scaler)
     train = train if train is not None else rows(12)
-    seed_process(config, ALONE)
+    seed_process(config, SINGLE_PROCESS)
     return TrainingLoop(
         config=config,
         data={"rows": len(train)},

@@ -98,7 +98,7 @@ def random_model(files: ModelFiles, storage: Storage, **keys: Any) -> Any:
 
 def measured(model: str, lengths: tuple[int, int], rows: int, steps: int, of: int = 0, **keys: Any) -> dict[str, Any]:
     """Train, and read the run's records."""
-    notices.forget()
+    notices.reset_notices()
     widths: list[tuple[int, ...]] = []
     stores: list[Offload] = []
     pinned: list[int] = []
@@ -173,7 +173,7 @@ def _numbers(memory: dict[str, Any], records: list[dict[str, Any]], widths: list
         "shapes": len(by_shape),
         "new_shape_ms": [round(1e3 * max(first, default=0)), round(1e3 * statistics.mean(first or [0]))],
         "first_four_ms": round(1e3 * statistics.mean(four or [0])),
-        "notices": [str(text)[:150] for key, text in notices.said().items() if "graph" in key or "memory" in key],
+        "notices": [str(text)[:150] for key, text in notices.notices_so_far().items() if "graph" in key or "memory" in key],
     }
 
 

@@ -13,7 +13,7 @@ from halfbyte.utils import notices
 
 def test_what_does_not_compile_is_said_once_and_not_tried_again():
     """Of one variant: others run."""
-    notices.forget()
+    notices.reset_notices()
     calls = []
 
     @remembered
@@ -34,7 +34,7 @@ def test_what_does_not_compile_is_said_once_and_not_tried_again():
     x = torch.ones(2)
     assert [product(x, which, term=10) for which in (0, 1, 2, 1, 2, 0)] == [10, 11, "reference", 11, "reference", 10]
     assert calls == [0, 1, 2]
-    (text,) = notices.said().values()
+    (text,) = notices.notices_so_far().values()
     assert text.endswith("compiled: no NVRTC; another kernel or the torch reference runs instead, more slowly")
 
 

@@ -63,7 +63,7 @@ def test_rows_and_heads_go_through_in_parts(executed, monkeypatch, fitting, part
 
 
 def test_rows_that_are_too_long_or_have_no_plan_take_two_passes(executed, monkeypatch):
-    notices.forget()
+    notices.reset_notices()
     operands = drawn(**SHAPE)
     expected = rows_backward.reference(*operands, 0.2)
     with monkeypatch.context() as changed:
@@ -72,7 +72,7 @@ def test_rows_that_are_too_long_or_have_no_plan_take_two_passes(executed, monkey
     monkeypatch.setattr(cudnn_attention, "_plan", lambda *_: "no such graph")
     again = rows_backward.on("cuda")(*operands, 0.2)
     assert not executed
-    assert "kernel-cuda.cudnn_attention.backward" in notices.said()
+    assert "kernel-cuda.cudnn_attention.backward" in notices.notices_so_far()
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(expected, found, again, strict=True))
 
 

@@ -162,7 +162,7 @@ def test_layers_whose_blocks_do_not_run_at_once_are_separate_kernels(refuses, mo
             if refuses:
                 raise Unavailable("the device runs 0 of 132 blocks at once")
 
-    notices.forget()
+    notices.reset_notices()
     monkeypatch.setattr(device, "_assumed", device.KNOWN["h100"])
     monkeypatch.setattr(decode_layers, "cubin", lambda *_: Image(b"", 0, 0))
     monkeypatch.setattr(decode_layers, "Kernel", Loaded)
@@ -170,7 +170,7 @@ def test_layers_whose_blocks_do_not_run_at_once_are_separate_kernels(refuses, mo
     found = one_launch.on("cuda")(*decoder_stack(1, BF16, 128, False))
     decode_layers._kernel.cache_clear(), decode_layers._image.cache_clear()
     assert (found is None) == refuses
-    assert list(notices.said()) == (["kernel-cuda.decode_layers.compile_layers"] if refuses else [])
+    assert list(notices.notices_so_far()) == (["kernel-cuda.decode_layers.compile_layers"] if refuses else [])
 
 
 def test_what_the_kernel_does_not_take(monkeypatch):

@@ -15,7 +15,7 @@ def forgotten():
     """Notices of this test alone."""
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("no FP8 units")
-    notices.forget()
+    notices.reset_notices()
 
 
 def operands(rows, columns, inner, a_dtype=E4M3, per_row=False):
@@ -39,7 +39,7 @@ def test_the_product(size, a_dtype, fast):
     arguments = operands(*size, a_dtype=a_dtype)
     found = torch.full(size[:2], torch.nan, dtype=torch.bfloat16, device="cuda")
     fp8_product(*arguments, found, fast)
-    assert not notices.said()
+    assert not notices.notices_so_far()
     assert_close(found, arguments)
 
 
@@ -51,7 +51,7 @@ def test_every_dtype_of_results_and_scales_of_rows(dtype, per_row):
     arguments = operands(64, 256, 512, per_row=per_row)
     found = torch.full((64, 256), torch.nan, dtype=dtype, device="cuda")
     fp8_product(*arguments, found, False)
-    assert not notices.said()
+    assert not notices.notices_so_far()
     assert_close(found, arguments)
 
 
@@ -59,7 +59,7 @@ def test_sizes_that_are_no_multiple_of_16_are_multiplied_otherwise():
     arguments = operands(5, 24, 40)
     found = torch.empty(5, 24, dtype=torch.bfloat16, device="cuda")
     fp8_product(*arguments, found, True)
-    assert "16" in notices.said()["fp8-product-cuda"]
+    assert "16" in notices.notices_so_far()["fp8-product-cuda"]
     assert_close(found, arguments)
 
 

@@ -138,14 +138,14 @@ def refusing(call):
 
 @refusals
 def test_a_kernel_that_does_not_run_here_is_refused_and_said_once(how, said, launched):
-    notices.forget()
+    notices.reset_notices()
     call = launch.Launcher(Refusing(**how))
     double, tensors = refusing(call), (torch.zeros(16), torch.zeros(16).half())
     for number in range(3):  # sizes are ever new: nothing is compiled again for that
         assert double(tensors[0], number).tolist() == [0] * 16
     assert double(tensors[1], 1).tolist() == [0] * 16
     assert call.function.asked == 2
-    (text,) = notices.said().values()
+    (text,) = notices.notices_so_far().values()
     assert said in text
     assert text.endswith("another kernel or the torch reference runs instead, more slowly")
 

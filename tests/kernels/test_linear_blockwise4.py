@@ -357,5 +357,5 @@ def test_another_stands_in_where_one_does_not_compile(mark, monkeypatch, request
     request.addfinalizer(gemv4._kernel.cache_clear)  # it remembers the refusal
     for _ in range(2):
         check(linear_blockwise4, 3, on_gpu(64, 256), 256, BF16)
-    assert list(notices.said()) == ["kernel-cuda.gemv4.gemm"]
-    assert "NVRTC" in notices.said()["kernel-cuda.gemv4.gemm"]
+    assert list(notices.notices_so_far()) == ["kernel-cuda.gemv4.gemm"]
+    assert "NVRTC" in notices.notices_so_far()["kernel-cuda.gemv4.gemm"]

@@ -235,4 +235,4 @@ def test_dequantizes_where_it_does_not_compile(backend, spec, monkeypatch):
         found = weight.format.linear(x, weight.parts, weight.shape, None)
         expected = x @ weight.format.dequantize(weight.parts, weight.shape, BF16).T
         torch.testing.assert_close(found, expected)
-    assert "NVRTC" in notices.said()["kernel-cuda.gemv_planes.bitplane"]
+    assert "NVRTC" in notices.notices_so_far()["kernel-cuda.gemv_planes.bitplane"]

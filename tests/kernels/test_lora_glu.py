@@ -183,12 +183,12 @@ def test_without_nvrtc_the_next_kernel_is_asked(kernels, backend, monkeypatch):
             row if row.name.startswith("cuda") else row._replace(function=refused(asked)) for row in op.kernels("cuda")
         ]
         monkeypatch.setattr(op, "_added", {"cuda": rows})
-    notices.forget()
+    notices.reset_notices()
     mine = run_forward(ops.lora_glu.on("cuda"), arguments, "silu")
     assert all(map(torch.equal, mine, run_forward(ops.lora_glu.reference, arguments, "silu")))
     run_backward(ops.lora_glu_backward_.on("cuda"), arguments, "silu")
-    assert notices.said()["kernel-cuda.lora_glu.forward"].startswith("cuda.lora_glu.forward: no NVRTC; ")
-    assert notices.said()["kernel-cuda.lora_glu.backward_"].startswith("cuda.lora_glu.backward_: no NVRTC; ")
+    assert notices.notices_so_far()["kernel-cuda.lora_glu.forward"].startswith("cuda.lora_glu.forward: no NVRTC; ")
+    assert notices.notices_so_far()["kernel-cuda.lora_glu.backward_"].startswith("cuda.lora_glu.backward_: no NVRTC; ")
     assert asked == ["triton"] * 2
 
 

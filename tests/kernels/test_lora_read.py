@@ -72,7 +72,7 @@ def run(backend, monkeypatch):
     loaded(kernels, backend, monkeypatch, RUN)
     if backend == "emulated":
         monkeypatch.setattr(kernels, "BLOCKS", kernels.Blocks(4, 1, 2))
-    notices.forget()
+    notices.reset_notices()
 
     def call(tensors, factors, scalings, low, slot=None, columns=None):
         x, *more = tensors
@@ -82,7 +82,7 @@ def run(backend, monkeypatch):
         return found
 
     yield call
-    assert not notices.said()
+    assert not notices.notices_so_far()
 
 
 @cases(
@@ -133,11 +133,11 @@ def test_without_nvrtc_products_are_of_their_own(backend, monkeypatch):
         raise Unavailable("no NVRTC")
 
     monkeypatch.setattr(kernels, "cubin", no_nvrtc)
-    notices.forget()
+    notices.reset_notices()
     tensors, factors, scalings, low = case(SIZES[0], BF16, "cpu")
     found = lora_read.on("cuda")(tensors[0], [], factors, scalings, low, FP32, None, None)
     check(found, tensors, factors, scalings, low, None, None)
-    assert notices.said()["kernel-cuda.lora_read.read"].startswith("cuda.lora_read.read: no NVRTC; ")
+    assert notices.notices_so_far()["kernel-cuda.lora_read.read"].startswith("cuda.lora_read.read: no NVRTC; ")
 
 
 @backends("hopper")

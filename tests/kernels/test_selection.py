@@ -121,7 +121,7 @@ def test_reasons():
 
 def test_a_kernel_for_one_op_from_outside(monkeypatch):
     """Two lines add it: dispatch takes it, its refusal is said once and the next one runs, and the table shows it."""
-    notices.forget()
+    notices.reset_notices()
     monkeypatch.setattr(
         linear_blockwise4, "_added", {name: list(rows) for name, rows in linear_blockwise4._added.items()}
     )
@@ -145,7 +145,7 @@ def test_a_kernel_for_one_op_from_outside(monkeypatch):
         with torch.no_grad():
             torch.testing.assert_close(torch.nn.functional.linear(x, weight), expected, rtol=1e-5, atol=1e-5)
     assert calls == [1, 2, 2]
-    (text,) = notices.said().values()
+    (text,) = notices.notices_so_far().values()
     assert text.startswith("tests.kernels.test_selection.mine: too many rows; ")
     found = linear_blockwise4.choices("cpu", torch.randn(1, 320), *arguments(8, 320), None)
     assert found[0] == ("tests.kernels.test_selection.mine", "takes blocks of 32")

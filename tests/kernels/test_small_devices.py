@@ -31,7 +31,7 @@ def triton_alone(monkeypatch):
         rows = [row for row in op.kernels("cuda") if row.name.startswith("triton")]
         monkeypatch.setattr(op, "_added", {"cuda": rows})
         monkeypatch.setattr(op, "_by_device", {})
-    notices.forget()
+    notices.reset_notices()
 
 
 def fits(launcher, kib):
@@ -57,7 +57,7 @@ def test_the_gated_unit(rank, dtype, kib, monkeypatch):
         assert_close_to(ops.lora_glu_backward_.reference, run_backward, mine, before, "silu")
     fits(kernels._forward_launcher, kib)
     fits(kernels._backward_launcher, kib)
-    assert not notices.said()
+    assert not notices.notices_so_far()
 
 
 @devices
@@ -99,11 +99,11 @@ def test_a_refused_kernel_s_op_gives_the_reference_s_result(monkeypatch):
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     if INTERPRETED:
         return  # on a CPU the op is the reference
-    said = notices.said()
+    said = notices.notices_so_far()
     assert len(said) == 2
     assert all("232448" in text for text in said.values())
     assert all(text.endswith("the torch reference runs instead, more slowly") for text in said.values())
-    notices.forget()
+    notices.reset_notices()
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs CUDA graphs")
@@ -120,8 +120,8 @@ def test_a_kernel_refused_in_a_capture_leaves_the_capture_whole(before, monkeypa
         found = ops.lora_glu(gate, up, low, factors, "silu")
     graph.replay()
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-    assert len(notices.said()) == 1
-    notices.forget()
+    assert len(notices.notices_so_far()) == 1
+    notices.reset_notices()
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs CUDA graphs")
@@ -140,7 +140,7 @@ def test_a_kernel_first_met_in_a_capture_runs_or_is_left_for_later(monkeypatch):
         found = decode_attention(q, keys, keys, first, last, 0.2, None, None)
     expected = decode_attention.reference(q.float(), keys.float(), keys.float(), first, last, 0.2, None, None)
     assert (found.float() - expected).norm() <= 0.02 * expected.norm()
-    assert not notices.said()
+    assert not notices.notices_so_far()
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs FP8 conversions")
@@ -156,4 +156,4 @@ def test_the_gated_unit_in_float8(rank, kib):
         hidden, u_down = kernels.lora_glu(gate, up, low, factors, "silu")
     assert torch.equal(low_down, u_down)
     assert torch.equal(codes.float(), (hidden.float() * 16).clamp(-448, 448).to(E4M3).float())
-    assert not notices.said()
+    assert not notices.notices_so_far()

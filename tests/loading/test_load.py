@@ -24,7 +24,7 @@ TOKENS = torch.tensor([[5, 9, 3, 77, 21, 4, 4, 60]])
 
 @pytest.fixture(autouse=True)
 def _unsaid():
-    notices.forget()
+    notices.reset_notices()
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_auto_dtype_depends_on_hardware_and_is_logged(tiny_checkpoint):
     model = load_model(str(tiny_checkpoint()), device="cpu")
     chosen = compute_dtype(torch.device("cpu"))
     assert model.model.norm.weight.dtype == chosen.dtype
-    assert chosen.reason in notices.said()["dtype-cpu"]
+    assert chosen.reason in notices.notices_so_far()["dtype-cpu"]
 
 
 def test_sixteen_bit_mode(tiny_checkpoint):
@@ -217,7 +217,7 @@ def test_bitsandbytes_checkpoint_keeps_its_bytes(bitsandbytes_checkpoint):
         entries = module.state_dict()
         for suffix, value in entries.items():
             assert torch.equal(value, stored[f"{name}.{suffix}"]), f"{name}.{suffix}"
-    assert "prequantized" in notices.said()
+    assert "prequantized" in notices.notices_so_far()
 
 
 def test_bitsandbytes_8bit_checkpoint_keeps_its_bytes(tiny_checkpoint, tmp_path):
@@ -233,7 +233,7 @@ def test_bitsandbytes_8bit_checkpoint_keeps_its_bytes(tiny_checkpoint, tmp_path)
     for name, module in found.items():
         assert torch.equal(module.weight.parts["codes"], stored[f"{name}.weight"]), name
         assert torch.equal(module.weight.parts["absmax"], stored[f"{name}.SCB"]), name
-    assert "(int8)" in notices.said()["prequantized"]
+    assert "(int8)" in notices.notices_so_far()["prequantized"]
 
 
 def test_what_we_save_loads_in_bitsandbytes(tiny_checkpoint, tmp_path):
@@ -431,13 +431,13 @@ def test_tokenizer_without_eos(tmp_path):
 def test_tokenizer_without_pad(tmp_path):
     tokenizer = load_tokenizer(write_tokenizer(tmp_path, eos_token="</s>"))
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == 2
-    assert "pad-token" in notices.said()
+    assert "pad-token" in notices.notices_so_far()
 
 
 def test_tokenizer_with_both_is_left_alone(tmp_path):
     tokenizer = load_tokenizer(write_tokenizer(tmp_path, eos_token="</s>", pad_token="<pad>"))
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 2)
-    assert not notices.said()
+    assert not notices.notices_so_far()
 
 
 def test_folder_without_tokenizer(tiny_checkpoint):

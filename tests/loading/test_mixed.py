@@ -29,7 +29,7 @@ SMALL = {name: named(name) for name in ("nf4", "hqq4", "kbit2", "kbit3", "kbit4"
 
 @pytest.fixture(autouse=True)
 def _unsaid():
-    notices.forget()
+    notices.reset_notices()
 
 
 def options(seed, layers=4):
@@ -187,7 +187,7 @@ def test_experts_without_tokens_get_the_mean_error_with_a_notice():
     model = mixture("Qwen3Moe", num_experts=16)
     few = {"input_ids": TOKENS[:, :2], "labels": TOKENS[:, :2]}
     found = measure(model, EXPERTS, [few])
-    assert re.match(r"no token of the calibration text reached \d+ of 32 experts", notices.said()["mix-unreached"])
+    assert re.match(r"no token of the calibration text reached \d+ of 32 experts", notices.notices_so_far()["mix-unreached"])
     assert all(option.error > 0 for option in found["model.layers.0.mlp.experts.down_proj"][1:])
 
 

@@ -136,7 +136,7 @@ def test_layers_left_in_16_bits_still_run(saved):
 
 def test_a_stack_without_full_blocks_stays_in_16_bits_with_a_notice(saved, caplog):
     _, folder = saved("Qwen3Moe", moe_intermediate_size=17)
-    notices.forget()
+    notices.reset_notices()
     stored = load(folder, bnb_4bit_blocksize=4096)
     assert not stacks(stored)
     assert "16 bits" in caplog.text

@@ -25,7 +25,7 @@ MIXED = {"*.0.mlp.down_proj": "16bit", "*.down_proj": "fp4", "*.mlp.*": "blockwi
 
 @pytest.fixture(autouse=True)
 def _unsaid():
-    notices.forget()
+    notices.reset_notices()
 
 
 def formats(model):
@@ -115,7 +115,7 @@ def test_skipped_layers_at_the_ends(tiny_checkpoint):
 def test_unmatched_layers_stay_in_16_bits_with_a_notice(tiny_checkpoint):
     found = formats(load(tiny_checkpoint(), quantization={"*.down_proj": "nf4"}))
     assert len(found) == 2
-    assert "12 linear layers" in notices.said()["quantization-unmatched"]
+    assert "12 linear layers" in notices.notices_so_far()["quantization-unmatched"]
 
 
 @pytest.mark.parametrize(

@@ -374,7 +374,7 @@ def test_levels_in_a_cuda_graph(level, captured):
     from halfbyte.train.graph import GraphedStep
     from halfbyte.utils import notices
 
-    notices.forget()
+    notices.reset_notices()
     model = gpu_model()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -397,4 +397,4 @@ def test_levels_in_a_cuda_graph(level, captured):
     losses = [graphed({"input_ids": tokens, "labels": tokens}).item() for _ in range(8)]
     assert losses[-1] < losses[0]
     assert any(graph is not None for graph in graphed._captured.values()) == captured
-    assert captured or "cuda-graph" in notices.said()
+    assert captured or "cuda-graph" in notices.notices_so_far()

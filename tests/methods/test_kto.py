@@ -208,11 +208,11 @@ def answered(*prompts):
     ],
 )
 def test_mismatched_answers_are_to_another_prompt(prompts, others):
-    notices.forget()
+    notices.reset_notices()
     rows = answered(*prompts)
     found = mismatched(Dataset.from_list(rows), 64)
     assert found["other_ids"][:] == [rows[at]["completion_ids"] for at in others]
-    assert ("one-prompt" in notices.said()) == (len(set(prompts)) == 1)
+    assert ("one-prompt" in notices.notices_so_far()) == (len(set(prompts)) == 1)
 
 
 def test_mismatched_answers_of_pairs_match_trl(tmp_path):

@@ -64,7 +64,7 @@ def test_all_linear_trains(family):
     adapted = {name.partition(".lora_A")[0].rpartition(".")[2] for name in factors}
     assert adapted - {"experts", "base_layer"} == CONFIGS[family][1]  # PEFT's names of what wraps stacked experts
     step(model)
-    assert ("all-linear-mamba" in notices.said()) == (family in ("FalconH1", "Mamba"))
+    assert ("all-linear-mamba" in notices.notices_so_far()) == (family in ("FalconH1", "Mamba"))
 
 
 @pytest.mark.sampled(2)
@@ -114,4 +114,4 @@ def test_a_model_without_linears_is_refused():
 
 @pytest.fixture(autouse=True)
 def _unsaid():
-    notices.forget()
+    notices.reset_notices()

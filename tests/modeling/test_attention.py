@@ -18,7 +18,7 @@ from halfbyte.autograd import attention as causal
 from halfbyte.autograd import tiled_attention
 from halfbyte.modeling import attention
 from halfbyte.modeling.patch import patch_attention
-from halfbyte.utils.notices import said
+from halfbyte.utils.notices import notices_so_far
 from tests.helpers.patch_models import assert_same, batch, loop_over_documents, loss_and_gradients, of_stock, tiny
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read with a process's first product; torch asks for it
@@ -148,7 +148,7 @@ def test_flash_attention_3_is_chosen_and_announced(flash3, monkeypatch, family, 
     )
     assert words in attention.bind_attention(model)
     assert model.config._attn_implementation == name
-    assert "FlashAttention 3" in said()["attention-flash3"]
+    assert "FlashAttention 3" in notices_so_far()["attention-flash3"]
     attention.unbind_attention(model)
     assert model.config._attn_implementation == before
 
@@ -156,7 +156,7 @@ def test_flash_attention_3_is_chosen_and_announced(flash3, monkeypatch, family, 
 def test_a_flash_attention_3_that_does_not_load_is_not_used(flash3, monkeypatch):
     monkeypatch.delattr(sys.modules["flash_attn_interface"], "flash_attn_varlen_func")
     assert causal.flash3() is None
-    assert "flash3" in said()
+    assert "flash3" in notices_so_far()
 
 
 def test_bounds_given_by_the_caller_are_used(on_cpu):
@@ -258,7 +258,7 @@ def test_before_ampere_masks_are_transformers_and_keys_are_repeated(turing, on_c
         assert_same(loss_and_gradients(patched(model), inputs), expected)
         assert called == [(True, False, not packed)] * 2
     assert not on_cpu
-    assert "8.0 (Ampere)" in " ".join(said().values())
+    assert "8.0 (Ampere)" in " ".join(notices_so_far().values())
 
 
 CUDA = torch.device("cuda")

@@ -214,11 +214,11 @@ def test_transformers_checkpointing_with_levels_is_refused():
 
 
 def test_a_model_that_is_not_patched_is_left_to_transformers():
-    notices.forget()
+    notices.reset_notices()
     config = transformers.GPT2Config(vocab_size=101, n_embd=32, n_layer=1, n_head=2)
     report = halfbyte.patch(transformers.AutoModelForCausalLM.from_config(config), "checkpoint")
     assert not report.fused
-    assert "activations" in notices.said()
+    assert "activations" in notices.notices_so_far()
 
 
 def test_evaluation_and_generation_do_not_recompute():

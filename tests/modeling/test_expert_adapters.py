@@ -67,7 +67,7 @@ def twin_logits(plain):
 
 
 def test_all_linear_takes_experts_and_no_router(tmp_path, caplog):
-    notices.forget()
+    notices.reset_notices()
     stored, _ = quantized("Qwen3Moe", tmp_path / "model")
     model = adapted(stored)
     save_adapter(model, tmp_path)

@@ -86,7 +86,7 @@ def assert_same(model: nn.Module, batch: dict[str, torch.Tensor], rtol=1e-5, **k
 
 @pytest.fixture(autouse=True)
 def _quiet():
-    notices.forget()
+    notices.reset_notices()
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -95,14 +95,14 @@ def test_families_with_adapters(family, tied):
     model = with_adapter(tiny(family, tied))
     assert_same(model, padded_batch())
     assert_same(model, packed_batch())
-    assert "full_logits" not in notices.said()
+    assert "full_logits" not in notices.notices_so_far()
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma2"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_full_fine_tuning_trains_the_head(family, tied):
     assert_same(tiny(family, tied), padded_batch())
-    assert "full_logits" not in notices.said()
+    assert "full_logits" not in notices.notices_so_far()
 
 
 def test_full_logits_are_never_made(monkeypatch):
@@ -189,4 +189,4 @@ def test_under_autocast():
 def assert_notice(pattern: str):
     import re
 
-    assert re.search(pattern, notices.said().get("full_logits", "")), notices.said()
+    assert re.search(pattern, notices.notices_so_far().get("full_logits", "")), notices.notices_so_far()

@@ -83,7 +83,7 @@ def test_quantized_layers_are_generated_as_the_stock_model_does(family):
     keys = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0}
     expected = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **keys)[0, 6:].tolist()
     assert generation.generate(model, prompt.tolist(), max_new_tokens=12, stops=[]) == [expected]
-    assert not [key for key in notices.said() if key.startswith("generation")]
+    assert not [key for key in notices.notices_so_far() if key.startswith("generation")]
 
 
 def test_adapters_by_name_or_active():

@@ -115,11 +115,11 @@ def test_unpatched_is_as_before_and_names_are_checked():
 
 
 def test_linears_of_their_own_forward_are_said():
-    notices.forget()
+    notices.reset_notices()
     model = tiny("Llama", shape=SHAPE, use_dora=True)
     halfbyte.patch(model, recipe="fp8-hybrid")
     loss_and_gradients(model, batch())
-    assert "fp8-hybrid" in notices.said()["recipe-unfused"]
+    assert "fp8-hybrid" in notices.notices_so_far()["recipe-unfused"]
 
 
 def test_compiled_models_are_refused():

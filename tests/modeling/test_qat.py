@@ -174,7 +174,7 @@ def test_one_adapter_at_a_time():
 
 @pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
 def test_patched_forwards_leave_its_products_to_it(peft):
-    notices.forget()
+    notices.reset_notices()
     model = adapted() if peft else tiny_llama()
     if not peft:
         fake_quantize_linears(model, named("nf4"))

@@ -127,13 +127,13 @@ def test_adapters_of_peft_itself_load(tmp_path):
 
 
 def test_all_linear_excludes_routers_with_a_notice(tmp_path):
-    notices.forget()
+    notices.reset_notices()
     model = adapted(mixture("Qwen3Moe"), target_modules="all-linear")
     assert not any(router_wrappers(model))
-    assert not any("routers" in said for said in notices.said().values())
+    assert not any("routers" in said for said in notices.notices_so_far().values())
 
     adapted(mixture("Qwen3Moe"))
-    [said] = [each for each in notices.said().values() if "routers" in each]
+    [said] = [each for each in notices.notices_so_far().values() if "routers" in each]
     weights = 2 * 4 * (64 + 4)  # two layers, r = 4, 64 inputs, 4 experts
     assert f"{weights / 1e6:.3g}M " in said
     assert "2 routers" in said

@@ -13,7 +13,7 @@ from tests.helpers.patch_models import FAMILIES, batch, tiny
 @pytest.mark.parametrize("head", ["plain", "biased"])
 def test_token_log_probs_equal_full_logits(family, head):
     assert "final_logit_softcapping" in FAMILIES["Gemma2"]
-    notices.forget()
+    notices.reset_notices()
     model = tiny(family).eval()
     if head == "biased":
         model.get_base_model().lm_head.bias = nn.Parameter(torch.randn(101))
@@ -29,7 +29,7 @@ def test_token_log_probs_equal_full_logits(family, head):
     torch.testing.assert_close(log_probs, expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(likeliest, (logits.argmax(-1) == labels)[asked])
     assert 0 < likeliest.sum() < len(likeliest)
-    assert ("full_logits" in notices.said()) == (head == "biased")
+    assert ("full_logits" in notices.notices_so_far()) == (head == "biased")
 
 
 def test_no_labels():
@@ -44,7 +44,7 @@ def test_no_labels():
 @pytest.mark.parametrize("head", ["plain", "biased"])
 def test_log_probs_at_positions_and_gradients(family, head):
     """Gradients and entropies at a temperature equal those of full logits."""
-    notices.forget()
+    notices.reset_notices()
     model = tiny(family).train()
     if head == "biased":
         model.get_base_model().lm_head.bias = nn.Parameter(torch.randn(101))

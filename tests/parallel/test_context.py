@@ -18,8 +18,8 @@ from halfbyte.modeling.head import backbone_inputs, causal_lm_loss
 from halfbyte.modeling.layer import causal_lm_of
 from halfbyte.modeling.patch import patch
 from halfbyte.parallel import support
-from halfbyte.parallel.context.model import check_divided_like, divided, slice_of
-from halfbyte.parallel.mesh import ROWS, Mesh
+from halfbyte.parallel.context.model import check_context_parallel, context_parallel, context_shard
+from halfbyte.parallel.mesh import DATA_AXES, Mesh
 from halfbyte.parallel.reduction import sum_gradients
 from halfbyte.train import preflight
 from halfbyte.train.callbacks import noisy_embeddings
@@ -63,8 +63,8 @@ def gradients_of(model):
 def step(mesh, model, inputs):
     """The loss of all tokens and the gradients, summed over the mesh; `inputs`: the rows of this rank."""
     model.zero_grad()
-    with divided(model, mesh):
-        loss = causal_lm_loss(model, slice_of(inputs, mesh))[0]
+    with context_parallel(model, mesh):
+        loss = causal_lm_loss(model, context_shard(inputs, mesh))[0]
     loss.backward()  # outside: what it computes again needs no state
     trained = [p for p in model.parameters() if p.requires_grad]
     return sum_gradients(mesh, trained, loss.detach()[None]).item(), gradients_of(model)
@@ -129,7 +129,7 @@ def rows_and_tokens(mesh):
     torch.manual_seed(0)
     model, inputs = tiny("Llama"), batch(True)
     expected = whole_step(model, inputs)
-    row = mesh.place(*ROWS)
+    row = mesh.coordinate(*DATA_AXES)
     return farthest(step(mesh, model, {name: value[row : row + 1] for name, value in inputs.items()}), expected)
 
 
@@ -188,9 +188,9 @@ def perturbed(mesh, family, changed):
     torch.manual_seed(0)
     model = tiny(family).eval()
     found = []
-    with divided(model, mesh), torch.no_grad():
+    with context_parallel(model, mesh), torch.no_grad():
         for inputs in (batch(True), batch(True, changed)):
-            cut = slice_of(inputs, mesh)
+            cut = context_shard(inputs, mesh)
             states = causal_lm_of(model).base_model(**backbone_inputs(model, cut), use_cache=False).last_hidden_state
             found.append(states)
     return (found[0] != found[1]).any(-1)
@@ -216,7 +216,7 @@ def member(place, ways):
 def test_a_slice_in_numbers():
     rows = torch.arange(1, 15).view(2, 7)
     inputs = {"input_ids": rows, "labels": rows, "counts": {"tokens": 14}, "weights": rows / 2}
-    slices = [slice_of(inputs, member(place, 3)) for place in range(3)]
+    slices = [context_shard(inputs, member(place, 3)) for place in range(3)]
     first, _, last = slices
     assert last["input_ids"].tolist() == [[7, 0, 0], [14, 0, 0]]
     assert last["position_ids"].tolist() == [[6, 7, 8]] * 2
@@ -225,7 +225,7 @@ def test_a_slice_in_numbers():
     assert last["weights"].tolist() == [[3.5, 0, 0], [7, 0, 0]]
     assert first["counts"] == {"tokens": 14}
     assert "labels" not in first
-    assert slice_of(inputs, Mesh()) == inputs
+    assert context_shard(inputs, Mesh()) == inputs
 
 
 def test_bounds_of_rows_that_grow():
@@ -233,7 +233,9 @@ def test_bounds_of_rows_that_grow():
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6]])
     bounds = torch.tensor([0, 3, 7, 14, 14], dtype=torch.int32)
     places = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 8, "max_length_k": 8}
-    cut = slice_of({"input_ids": positions, "labels": positions, "position_ids": positions, **places}, member(1, 3))
+    cut = context_shard(
+        {"input_ids": positions, "labels": positions, "position_ids": positions, **places}, member(1, 3)
+    )
     assert cut["cu_seq_lens_q"].tolist() == cut["cu_seq_lens_k"].tolist() == [0, 3, 7, 9, 16, 18, 18]
     assert cut["cu_seq_lens_q"].dtype is torch.int32
     assert cut["position_ids"].tolist() == [[0, 1, 2], [3, 4, 5]]
@@ -249,7 +251,7 @@ def refusal(mesh, kind, keys, attention_name=None, known=()):
     config = getattr(transformers, f"{kind}Config")(**keys)
     try:
         with mock.patch.object(support, "ATTENTION", {*support.ATTENTION, *known}):
-            check_divided_like(config, mesh, attention=attention_name)
+            check_context_parallel(config, mesh, attention=attention_name)
     except ConfigError as error:
         return f"{error.message} -> {error.fix}"
     return ""

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from halfbyte.ops.float8 import E4M3
 from halfbyte.ops.fp8_scaling import DelayedScaling, ScalingOptions
-from halfbyte.parallel.mesh import TOKENS
+from halfbyte.parallel.mesh import TOKEN_AXES
 from halfbyte.train.checkpoint import SCALING
 from tests.helpers import rank_runs
 
@@ -24,7 +24,7 @@ def scales(mesh, reduced):
     for amax in AMAXES:
         state.observe(0, torch.tensor(amax[mesh.rank]))
         state.observe(1, torch.tensor(3.0))
-        state.roll(partial(mesh.max, axes=TOKENS))
+        state.roll(partial(mesh.max, axes=TOKEN_AXES))
         found.append(state.scale.tolist())
     return found
 

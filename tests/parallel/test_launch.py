@@ -12,7 +12,7 @@ import torch
 
 from halfbyte.config import Parallel, RunConfig
 from halfbyte.parallel.launch import launcher as launching
-from halfbyte.parallel.launch.launcher import fewer, launch, layout_wanted, say_idle
+from halfbyte.parallel.launch.launcher import launch, layout_to_launch, notice_idle_gpus, smaller_layout
 from halfbyte.utils import notices
 from halfbyte.utils.errors import ConfigError, DataError, TrainingError
 from halfbyte.utils.processes import Process
@@ -41,7 +41,7 @@ def _no_rank(monkeypatch):
 
 def wanted(monkeypatch, gpus, **keys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    return layout_wanted(RunConfig(model_name_or_path="m", dataset="d", **keys)).size
+    return layout_to_launch(RunConfig(model_name_or_path="m", dataset="d", **keys)).size
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_process_for_each_device(monkeypatch, gpus, keys, count):
 def test_a_rank_starts_no_ranks(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     config = RunConfig(model_name_or_path="m", dataset="d", device="cpu", parallel={"data": 2})
-    assert layout_wanted(config).size == 1
+    assert layout_to_launch(config).size == 1
 
 
 def test_more_than_there_are_gpus(monkeypatch):
@@ -88,22 +88,22 @@ def test_more_than_there_are_gpus(monkeypatch):
     ],
 )
 def test_a_smaller_mesh_keeps_the_rows_of_a_step(layout, most, smaller):
-    assert fewer(Parallel(**layout), most) == Parallel(**smaller)
+    assert smaller_layout(Parallel(**layout), most) == Parallel(**smaller)
 
 
 def test_stages_do_not_fit_on_fewer():
-    assert fewer(Parallel(pipeline=4), 3) is None
+    assert smaller_layout(Parallel(pipeline=4), 3) is None
 
 
 @pytest.mark.parametrize(
     ("gpus", "keys"), [(1, {}), (3, {"device": "cuda:1"}), (3, {"parallel": {"data": 1}}), (3, {})]
 )
 def test_gpus_left_idle_are_named(monkeypatch, gpus, keys):
-    notices.forget()
+    notices.reset_notices()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    say_idle(RunConfig(model_name_or_path="m", dataset="d", **keys))
-    said = notices.said().get("idle_gpus", "")
-    assert ("2 more GPUs are here: `halfbyte train`" in said) == (gpus == 3 and not keys)
+    notice_idle_gpus(RunConfig(model_name_or_path="m", dataset="d", **keys))
+    said = notices.notices_so_far().get("idle_gpus", "")
+    assert ("2 more GPUs" in said) == (gpus == 3 and not keys)
 
 
 # --- failure ----------------------------------------------------------------------------------------------------------

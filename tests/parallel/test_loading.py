@@ -20,10 +20,10 @@ from halfbyte.formats import FORMATS, from_spec
 from halfbyte.loading import sharded
 from halfbyte.loading.load import load_model
 from halfbyte.modeling.architectures import all_linear
-from halfbyte.parallel.mesh import ALONE
+from halfbyte.parallel.mesh import SINGLE_PROCESS
 from halfbyte.parallel.shard.placement import Placement
 from halfbyte.parallel.shard.weights import shard_blocks
-from halfbyte.parallel.tensor.model import divided_along
+from halfbyte.parallel.tensor.model import sharded_dims
 from halfbyte.tensor import QuantizedShard, QuantizedTensor
 from halfbyte.utils import notices
 from halfbyte.utils.errors import HalfbyteError
@@ -73,9 +73,9 @@ def known(model):
 
 def loads(mesh, folder, keys, along=()):
     """What a rank holds, what else it knows, and why it loaded the whole."""
-    notices.forget()
+    notices.reset_notices()
     model = load_model(folder, device="cpu", mesh=mesh, along=along, **keys)
-    return digests(model), known(model), notices.said().get("loaded-whole")
+    return digests(model), known(model), notices.notices_so_far().get("loaded-whole")
 
 
 def expected(folder, keys, along=(), ranks=2):
@@ -134,7 +134,7 @@ def test_products_come_divided(two, tiny_checkpoint):
     found = two.run(several, models, ("tensor",), layout={"tensor": 2})
     for at, (where, keys) in enumerate(models):
         model = load_model(where, device="cpu", **keys)
-        dims, named = divided_along(model), dict(model.named_parameters())
+        dims, named = sharded_dims(model), dict(model.named_parameters())
         assert {name.split(".", 3)[3] for name in dims if name.endswith("bias")} == {
             f"self_attn.{each}_proj.bias" for each in "qkv"
         }
@@ -409,7 +409,7 @@ def test_an_error_is_everybodys(axis, two, tiny_checkpoint, tmp_path):
         shutil.copytree(tiny_checkpoint("Qwen2"), folder)
         change(folder, edit)
         found = two.run(fails, str(folder), keys, along, layout={axis: 2})
-        assert found[0] == found[1] == fails(ALONE, str(folder), keys, ())
+        assert found[0] == found[1] == fails(SINGLE_PROCESS, str(folder), keys, ())
         assert name in found[0][1]
 
 

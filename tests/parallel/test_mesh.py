@@ -8,7 +8,7 @@ import torch
 
 import halfbyte
 from halfbyte.config import Parallel
-from halfbyte.parallel.mesh import ALONE, present_mesh
+from halfbyte.parallel.mesh import SINGLE_PROCESS, present_mesh
 from halfbyte.utils.errors import ConfigError
 
 PACKAGE = Path(halfbyte.__file__).parent
@@ -17,18 +17,18 @@ ASKS = re.compile(r"WORLD_SIZE|LOCAL_RANK|[\"']RANK[\"']|get_rank|get_world_size
 
 def test_alone_every_verb_is_the_identity():
     value = torch.ones(3)
-    assert ALONE.sum(value) is value
-    assert ALONE.max(7) == 7
-    assert ALONE.every([7, 8]) == [[7, 8]]
-    assert ALONE.first(lambda: "made") == "made"
-    assert ALONE.equal({"rows": 3})
-    assert (ALONE.rank, ALONE.size, ALONE.is_main) == (0, 1, True)
+    assert SINGLE_PROCESS.sum(value) is value
+    assert SINGLE_PROCESS.max(7) == 7
+    assert SINGLE_PROCESS.gather_ints([7, 8]) == [[7, 8]]
+    assert SINGLE_PROCESS.local_first(lambda: "made") == "made"
+    assert SINGLE_PROCESS.all_equal({"rows": 3})
+    assert (SINGLE_PROCESS.rank, SINGLE_PROCESS.size, SINGLE_PROCESS.is_main) == (0, 1, True)
 
 
 def test_one_process_is_a_mesh_of_one(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with present_mesh(None) as mesh:
-        assert mesh == ALONE
+        assert mesh == SINGLE_PROCESS
     with (
         pytest.raises(ConfigError, match=r"\{shard: 2\}.*2 processes.*1 were"),
         present_mesh(Parallel(shard=2)),

@@ -29,20 +29,20 @@ def access(monkeypatch):
 
 
 def test_a_cpu_needs_no_reason():
-    assert peer_memory.readable(OWN, None) == (None, "")
-    assert peer_memory.readable([], None) == (None, "")
+    assert peer_memory.map_peer_tensors(OWN, None) == (None, "")
+    assert peer_memory.map_peer_tensors([], None) == (None, "")
 
 
 def test_nobody_counts_for_a_reader_of_its_own_memory(monkeypatch):
     """A handle that nobody opens would keep the memory for good."""
     monkeypatch.setattr(peer_memory, "reduce_tensor", lambda tensor: ("rebuild", (tensor,)))
-    offers = peer_memory._offered(OWN, DEVICE, 3, 1)
+    offers = peer_memory._share_handles(OWN, DEVICE, 3, 1)
     assert [len(handles) for _, _, handles, _ in offers] == [1, 0, 1]
 
 
 @pytest.mark.usefixtures("access")
 def test_every_process_is_in_its_place():
-    found, why = peer_memory._opened(OWN, [offer(), offer()], 1, DEVICE)
+    found, why = peer_memory._open_handles(OWN, [offer(), offer()], 1, DEVICE)
     assert not why
     assert len(found) == 1
     assert found[0][0] is OTHER[0]
@@ -61,17 +61,18 @@ def test_every_process_is_in_its_place():
     ],
 )
 def test_what_cannot_be_read(other, why):
-    assert why in peer_memory._opened(OWN, [offer(), other], 0, DEVICE)[1]
+    assert why in peer_memory._open_handles(OWN, [offer(), other], 0, DEVICE)[1]
 
 
 def case_one_cannot(mesh, unable):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(torch.cuda, "synchronize", lambda _: None)
-        patched.setattr(peer_memory, "_offered", lambda own, device, ways, place: [()] * ways)
-        patched.setattr(peer_memory, "_opened", lambda *_: ([], "no access") if mesh.rank == unable else ([OWN], ""))
-        patched.setattr(peer_memory, "_ever", [])
-        held, why = peer_memory.readable([SimpleNamespace(device=DEVICE)], mesh.group("shard"))
-        return held is not None, why, list(peer_memory._ever)
+        patched.setattr(peer_memory, "_share_handles", lambda own, device, ways, place: [()] * ways)
+        opened = ([], "no access") if mesh.rank == unable else ([OWN], "")
+        patched.setattr(peer_memory, "_open_handles", lambda *_: opened)
+        patched.setattr(peer_memory, "_outcomes", [])
+        held, why = peer_memory.map_peer_tensors([SimpleNamespace(device=DEVICE)], mesh.group("shard"))
+        return held is not None, why, list(peer_memory._outcomes)
 
 
 @pytest.mark.dist
@@ -84,11 +85,11 @@ def test_all_read_or_none(two, unable):
 def test_what_was_read_is_let_go_before_the_others_end(monkeypatch):
     said = []
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: said.append("collected"))
-    monkeypatch.setattr(peer_memory, "_ever", [])
-    peer_memory.let_go(lambda: said.append("waited"))
+    monkeypatch.setattr(peer_memory, "_outcomes", [])
+    peer_memory.release_peer_memory(lambda: said.append("waited"))
     assert said == []
-    peer_memory._ever.append(True)
-    held = peer_memory.Readable([[OWN[0], OTHER[0]]])
-    peer_memory.let_go(lambda: said.append("waited"))
+    peer_memory._outcomes.append(True)
+    held = peer_memory.PeerTensors([[OWN[0], OTHER[0]]])
+    peer_memory.release_peer_memory(lambda: said.append("waited"))
     assert held.each == [[]]
     assert said == ["waited", "collected"]

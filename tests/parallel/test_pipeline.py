@@ -15,7 +15,7 @@ from halfbyte.methods import METHODS
 from halfbyte.modeling.head import Head, set_verified_head
 from halfbyte.modeling.patch import patch
 from halfbyte.optim import trained_parameters
-from halfbyte.parallel.mesh import ALONE
+from halfbyte.parallel.mesh import SINGLE_PROCESS
 from halfbyte.parallel.pipeline import runtime as pipelines
 from halfbyte.parallel.pipeline.model import Cut, Stages, check_stages, check_trained, layer_seconds
 from halfbyte.parallel.pipeline.partition import cut_layers, stage_seconds
@@ -72,7 +72,7 @@ def count_of(batches) -> torch.Tensor:
     return torch.tensor(float(sum(SFT.counts(batch)["trained_tokens"] for batch in batches)))
 
 
-def three_steps(stepper, model, window, mesh=ALONE):
+def three_steps(stepper, model, window, mesh=SINGLE_PROCESS):
     """Windows of `window` micro-batches, the last one incomplete: sums, gradients and weights of three steps."""
     trained = trained_parameters(model)
     found = []
@@ -100,7 +100,7 @@ def whole(family, keys, layers, window, activations):
 
 def in_stages(mesh, name, chunks, family, keys, layers, window, activations, ahead):
     model = model_of(family, layers, **keys)
-    schedule = Schedule(name, mesh.ways("pipeline"), chunks)
+    schedule = Schedule(name, mesh.degree("pipeline"), chunks)
     seconds, end = layer_seconds(model, recomputed=activations is not None)
     parts = cut_layers(schedule, seconds, end)
     assert bool(parts[-1]) == (keys.get("vocab_size") != HEAVY)
@@ -294,7 +294,7 @@ def test_as_many_layers_ahead_as_there_is_room_for(monkeypatch):
     monkeypatch.setattr(pipelines, "run_ahead", lambda left: (ran.append(left), held.__setitem__(0, held[0] + 200)))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: held[0])
     how = {"width": 4, "dtype": torch.float32, "device": torch.device("cpu"), "ahead": 9}
-    line = Pipeline(ALONE, Schedule("interleaved", 1, 2), [Seconds(1, 1)] * 2, **how, spare=500)
+    line = Pipeline(SINGLE_PROCESS, Schedule("interleaved", 1, 2), [Seconds(1, 1)] * 2, **how, spare=500)
     layers = [Left() for _ in range(6)]
     line.recompute_ahead(layers, 2)
     assert ran == layers[:-2:-1]  # not known yet: the one that backward would run first
@@ -304,7 +304,7 @@ def test_as_many_layers_ahead_as_there_is_room_for(monkeypatch):
     ran.clear()
     line.recompute_ahead(layers, 20)
     assert ran == layers[:-2:-1]
-    unbounded = Pipeline(ALONE, Schedule("interleaved", 1, 2), [Seconds(1, 1)] * 2, **how)
+    unbounded = Pipeline(SINGLE_PROCESS, Schedule("interleaved", 1, 2), [Seconds(1, 1)] * 2, **how)
     ran.clear()
     unbounded.recompute_ahead(layers, 20)
     assert ran == layers[::-1]

@@ -10,7 +10,7 @@ import halfbyte
 from halfbyte.batch import COUNTS, SYNCED_SHAPE
 from halfbyte.data.collate import PackedCollator, PaddedCollator
 from halfbyte.modeling.head import causal_lm_loss
-from halfbyte.parallel.mesh import ALONE
+from halfbyte.parallel.mesh import SINGLE_PROCESS
 from halfbyte.parallel.rank_sync import RankSync
 from halfbyte.parallel.shard.model import shard_model
 from halfbyte.train import stepper
@@ -37,7 +37,7 @@ def micro_batch(lengths, packed):
 
 def case_agrees(mesh, packed):
     """The micro-batches of a step here, as they were and as they are."""
-    own = [micro_batch(lengths, packed) | {COUNTS: {}} for lengths in LENGTHS[mesh.place("shard") :: 2]]
+    own = [micro_batch(lengths, packed) | {COUNTS: {}} for lengths in LENGTHS[mesh.coordinate("shard") :: 2]]
     return list(zip(own, RankSync(mesh).pad(own), strict=True))
 
 
@@ -75,7 +75,7 @@ def test_what_cannot_grow_is_a_shape_of_all(two):
 
 def case_others(mesh):
     sizes = [(2, 2), (2, 3), (2, 3)]
-    own = [{"pairs": torch.zeros(pair[mesh.place("shard")])} for pair in sizes]
+    own = [{"pairs": torch.zeros(pair[mesh.coordinate("shard")])} for pair in sizes]
     agreed = RankSync(mesh).pad(own)
     assert [each["pairs"].shape for each in agreed] == [each["pairs"].shape for each in own]
     return [each[SYNCED_SHAPE] for each in agreed]
@@ -86,7 +86,7 @@ def model_of():
     return quantize(tiny("Llama", shape=SIZES))
 
 
-def trains(model, make, mesh=ALONE):
+def trains(model, make, mesh=SINGLE_PROCESS):
     """Losses and gradients of each step of SGD, and the agreed shapes that have a graph at the end."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     halfbyte.patch(model)
@@ -94,7 +94,7 @@ def trains(model, make, mesh=ALONE):
     window = [micro_batch(lengths, True) for lengths in LENGTHS]
     count = sum((each["labels"][:, 1:] != -100).sum() for each in window).float()
     for _ in range(WINDOWS):
-        own = copy.deepcopy(window[mesh.place("shard") :: mesh.ways("shard")])
+        own = copy.deepcopy(window[mesh.coordinate("shard") :: mesh.degree("shard")])
         sums = mesh.sum(steps(steps.synced(own), count, steady=True))
         record.append((sums, [mesh.sum(parameter.grad.clone()) for parameter in trained]))
         for parameter, gradient in zip(trained, record[-1][1], strict=True):
@@ -108,7 +108,7 @@ def case_trains(mesh, free):
     model = model_of()
     shard_model(model, mesh)
     with pytest.MonkeyPatch.context() as patched:
-        stand_in = StandIn(free=free[mesh.place("shard")]).install(patched)
+        stand_in = StandIn(free=free[mesh.coordinate("shard")]).install(patched)
         patched.setattr(stepper, "GraphedBackward", stand_in.backwards)
 
         def graphed(sums, trained):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from halfbyte.parallel import reduction
-from halfbyte.parallel.mesh import ALONE
+from halfbyte.parallel.mesh import SINGLE_PROCESS
 from halfbyte.parallel.reduction import sum_gradients
 
 pytestmark = pytest.mark.dist
@@ -40,17 +40,17 @@ def test_gradients_are_summed(two, bucket):
 
 def test_alone_nothing_moves():
     sums = torch.ones(2)
-    assert sum_gradients(ALONE, [nn.Parameter(torch.ones(1))], sums) is sums
+    assert sum_gradients(SINGLE_PROCESS, [nn.Parameter(torch.ones(1))], sums) is sums
 
 
 def cut(mesh):
     """A weight [4, 3] cut by rows along tensor, one that is whole, of which each has a part, and one a stage's own."""
     torch.manual_seed(0)
     full = {name: torch.randn(2, 4, 3) for name in ("cut", "whole", "stage")}  # [stage, ...]
-    stage, place = mesh.place("pipeline"), mesh.place("tensor")
+    stage, place = mesh.coordinate("pipeline"), mesh.coordinate("tensor")
     rows = slice(2 * place, 2 * place + 2)
     parameters = {"cut": nn.Parameter(torch.zeros(2, 3)), "whole": nn.Parameter(torch.zeros(4, 3))}
-    setattr(parameters["cut"], reduction.CUT, ("tensor",))
+    setattr(parameters["cut"], reduction.SHARDED_ALONG, ("tensor",))
     parameters["cut"].grad = full["cut"][stage][rows].clone()
     parameters["whole"].grad = full["whole"][stage] * (0.25 if place else 0.75)
     if stage:

@@ -40,7 +40,7 @@ def trained(model):
 
 def train(model, windows, mesh=None):
     """Losses and gradients of each step of SGD, micro-batch j on rank j mod N."""
-    place, ways = (mesh.place("data", "shard"), mesh.ways("data", "shard")) if mesh else (0, 1)
+    place, ways = (mesh.coordinate("data", "shard"), mesh.degree("data", "shard")) if mesh else (0, 1)
     optimizer = torch.optim.SGD(trained(model).values(), lr=0.1)
     record = []
     for window in windows:
@@ -95,7 +95,7 @@ def case_trains(mesh, levels, stays, family="Llama", lora=None, on_host=(), patc
         halfbyte.patch(model, levels)
     share = sharded(model)
     for each in share.each if levels == "read" else ():
-        each.slices = list(collectives.gathered(each.raw.unsqueeze(0), share.group))
+        each.slices = list(collectives.all_gather(each.raw.unsqueeze(0), share.group))
     windows, record = micro_batches(3, 2 * mesh.size), []
     with torch.no_grad():
         causal_lm_loss(model, windows[0][0])

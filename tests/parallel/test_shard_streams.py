@@ -51,7 +51,7 @@ def beside(monkeypatch, mesh, blocks, delay):
 
     def both(raws, mesh):
         parts = cut.pop(0)
-        monkeypatch.setattr(weights, "gathered", lambda *_: torch.cat(parts))
+        monkeypatch.setattr(weights, "all_gather", lambda *_: torch.cat(parts))
         own = joined(raws, mesh)
         slices[own[0].data_ptr()] = joined(raws, other)[0]
         return own

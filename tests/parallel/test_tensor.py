@@ -12,10 +12,10 @@ from halfbyte.generation import generate
 from halfbyte.layers import QuantizedLinear
 from halfbyte.modeling.head import causal_lm_loss, shard_vocabulary
 from halfbyte.modeling.patch import patch
-from halfbyte.parallel.mesh import ALONE
-from halfbyte.parallel.reduction import clip_gradients, cut_along, sum_gradients
-from halfbyte.parallel.tensor.layers import InSlices, part_of, whole_inside
-from halfbyte.parallel.tensor.model import check_products, divide_products
+from halfbyte.parallel.mesh import SINGLE_PROCESS
+from halfbyte.parallel.reduction import clip_gradients, sharded_along, sum_gradients
+from halfbyte.parallel.tensor.layers import ShardedStore, full_parameters, shard_of
+from halfbyte.parallel.tensor.model import apply_tensor_parallel, check_tensor_parallel
 from halfbyte.utils.errors import ModelError
 from tests.helpers.patch_models import batch, tiny
 
@@ -40,8 +40,8 @@ def prepared(mesh, family, spec, fused, level=None, **lora):
     model = tiny(family, shape=SHAPE, **lora)
     model = stored(model, spec) if spec else model.double()
     if mesh.size > 1:
-        divide_products(model, mesh)
-        if mesh.ways("shard") > 1:  # which `shard_model` would do
+        apply_tensor_parallel(model, mesh)
+        if mesh.degree("shard") > 1:  # which `shard_model` would do
             shard_vocabulary(model, mesh, ("shard", "tensor"))
     if fused:
         report = patch(model, level)
@@ -57,7 +57,8 @@ def trained(mesh, family, spec, fused, level=None, **lora):
     for step in range(3):
         torch.manual_seed(step)
         inputs = {
-            key: value[mesh.place("shard") :: mesh.ways("shard")] for key, value in batch(packed=step == 1).items()
+            key: value[mesh.coordinate("shard") :: mesh.degree("shard")]
+            for key, value in batch(packed=step == 1).items()
         }
         loss, _ = causal_lm_loss(model, inputs)
         (loss / 40).backward()
@@ -68,12 +69,12 @@ def trained(mesh, family, spec, fused, level=None, **lora):
         optimizer.zero_grad()
     model.eval()
     answer = generate(model, batch()["input_ids"][:2, :5].tolist(), max_new_tokens=4, stops=[])
-    with whole_inside(factors.values()):
+    with full_parameters(factors.values()):
         return found, {name: p.detach().clone() for name, p in factors.items()}, answer
 
 
 def _whole(parameter, part):
-    return part.clone() if part_of(parameter) is None else part_of(parameter).whole(part)
+    return part.clone() if shard_of(parameter) is None else shard_of(parameter).gather(part)
 
 
 def assert_close(name, found, expected, error):
@@ -102,14 +103,14 @@ def test_families(two, family, fused):
     """Biases of all linears; norms of q and k; norms behind the blocks and capped scores. In float64, so that what is
     wrong is not taken for rounding."""
     results = two.run(trained, family, None, fused, layout={"tensor": 2})
-    assert_same_training(results, trained(ALONE, family, None, fused), 1e-8, 1e-6)
+    assert_same_training(results, trained(SINGLE_PROCESS, family, None, fused), 1e-8, 1e-6)
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("spec", KINDS)
 def test_formats(two, spec):
     assert_same_training(
-        two.run(trained, "Llama", spec, True, layout={"tensor": 2}), trained(ALONE, "Llama", spec, True)
+        two.run(trained, "Llama", spec, True, layout={"tensor": 2}), trained(SINGLE_PROCESS, "Llama", spec, True)
     )
 
 
@@ -119,26 +120,26 @@ def few_adapters(mesh):
 
 
 def test_linears_without_adapters(two):
-    assert_same_training(two.run(few_adapters, layout={"tensor": 2}), few_adapters(ALONE))
+    assert_same_training(two.run(few_adapters, layout={"tensor": 2}), few_adapters(SINGLE_PROCESS))
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("level", ["recompute", "recompute_mlp", "checkpoint", "tiled"])
 def test_levels(two, level):
     results = two.run(trained, "Mistral", KINDS[0], True, level, layout={"tensor": 2})
-    assert_same_training(results, trained(ALONE, "Mistral", KINDS[0], True, level))
+    assert_same_training(results, trained(SINGLE_PROCESS, "Mistral", KINDS[0], True, level))
 
 
 def kept(mesh, level):
     """What is kept of the stream in a forward: elements in this process, and of the whole."""
-    model, sizes, pack = prepared(mesh, "Llama", KINDS[0], True, level), [], InSlices.pack
+    model, sizes, pack = prepared(mesh, "Llama", KINDS[0], True, level), [], ShardedStore.pack
 
     def seen(self, tensor):
         packed = pack(self, tensor)
         sizes.append((packed[0].tensor.numel(), tensor.numel()))
         return packed
 
-    with mock.patch.object(InSlices, "pack", seen):
+    with mock.patch.object(ShardedStore, "pack", seen):
         causal_lm_loss(model, batch())
     return sizes
 
@@ -153,7 +154,7 @@ def test_checkpoints_are_kept_in_slices(two, level):
 
 def put_together(mesh):
     """A tensor that does not divide; and one with fewer elements than processes."""
-    store = InSlices(mesh.group("tensor"), OnDevice())
+    store = ShardedStore(mesh.group("tensor"), OnDevice())
     return [store.unpack(store.pack(torch.arange(float(n)).view(1, n))) for n in (7, 1)]
 
 
@@ -166,7 +167,7 @@ def test_what_slices_come_to(four):
 @pytest.mark.parametrize("layout", [{"tensor": 4}, {"shard": 2, "tensor": 2}], ids=str)
 def test_four_processes(four, layout):
     results = four.run(trained, "Llama", KINDS[0], True, layout=layout)
-    assert_same_training(results, trained(ALONE, "Llama", KINDS[0], True))
+    assert_same_training(results, trained(SINGLE_PROCESS, "Llama", KINDS[0], True))
 
 
 def held(mesh):
@@ -175,13 +176,13 @@ def held(mesh):
     layers = model.get_base_model().model.layers
     bytes_ = sum(p.nbytes for name, p in layers.named_parameters() if "base_layer.weight" in name)
     cut = {name.split("layers.")[1].removesuffix(".default.weight") for name, p in model.named_parameters()
-           if p.requires_grad and cut_along(p)}  # fmt: skip
+           if p.requires_grad and sharded_along(p)}  # fmt: skip
     return bytes_, {name for name in cut if name.startswith("0.")}
 
 
 def test_each_holds_its_part(two):
     (one, cut), (other, _) = two.run(held, layout={"tensor": 2})
-    whole_bytes, _ = held(ALONE)
+    whole_bytes, _ = held(SINGLE_PROCESS)
     assert one == other
     assert one <= whole_bytes / 2 * 1.12  # columns have scales that are not nested
     rows, columns = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
@@ -202,14 +203,14 @@ def test_each_holds_its_part(two):
 )
 def test_models_that_are_not_divided(family, shape, ways, named):
     with pytest.raises(ModelError, match=f"parallel: {{tensor: {ways}}}: .*{named}"):
-        check_products(tiny(family, adapter=False, shape=shape), ways)
+        check_tensor_parallel(tiny(family, adapter=False, shape=shape), ways)
 
 
 def test_a_format_whose_blocks_do_not_divide():
     model = stored(tiny("Llama", shape=SHAPE | {"intermediate_size": 160}), "kbit:4:bnf")
     with pytest.raises(ModelError, match=r"parallel: {tensor: 2}: down_proj: kbit:4:bnf:.*\(64, 160\).*by"):
-        check_products(model, 2)
-    check_products(stored(tiny("Llama", shape=SHAPE), "kbit:4:bnf"), 2)
+        check_tensor_parallel(model, 2)
+    check_tensor_parallel(stored(tiny("Llama", shape=SHAPE), "kbit:4:bnf"), 2)
 
 
 @pytest.mark.parametrize(
@@ -224,4 +225,4 @@ def test_a_format_whose_blocks_do_not_divide():
 def test_adapters_that_are_not_divided(lora, said):
     model = tiny("Llama", **lora)
     with pytest.raises(ModelError, match=said):
-        check_products(model, 2)
+        check_tensor_parallel(model, 2)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from halfbyte.optim import OPTIMIZERS
-from halfbyte.parallel.mesh import ALONE
+from halfbyte.parallel.mesh import SINGLE_PROCESS
 from halfbyte.parallel.shard import trained
 from halfbyte.parallel.shard.trained import ReplicatedOptimizer, ShardedOptimizer, shard_optimizer
 
@@ -76,7 +76,7 @@ def assert_equal_state(found, expected):
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_every_elementwise_optimizer(two, name):
-    expected = run(ALONE, [0, 1], name, range(3))
+    expected = run(SINGLE_PROCESS, [0, 1], name, range(3))
     assert expected[5] is ReplicatedOptimizer
     results = two.run(run, [0, 1], name, range(3), layout={"shard": 2})
     assert sum(result[4] for result in results) == expected[4]  # each rank keeps the state of its slices
@@ -92,10 +92,10 @@ def test_every_elementwise_optimizer(two, name):
 @pytest.mark.parametrize("layout", [{"shard": 4}, {"data": 2, "shard": 2}])
 def test_state_of_one_process_continues_on_four(four, layout):
     ranks, name = [0, 1, 2, 3], "adamw_torch"
-    values, _, _, state, *_ = run(ALONE, ranks, name, range(2))
+    values, _, _, state, *_ = run(SINGLE_PROCESS, ranks, name, range(2))
     model = Model()
     model.load_state_dict(values)
-    expected = run(ALONE, ranks, name, range(2, 4), state, model)
+    expected = run(SINGLE_PROCESS, ranks, name, range(2, 4), state, model)
     results = four.run(run, ranks, name, range(2, 4), state, model, layout=layout)
     for parameters, sums, norms, *_ in results:
         assert (sums, norms) == (expected[1], pytest.approx(expected[2], rel=1e-6))
@@ -194,7 +194,7 @@ def narrow_here(mesh, at_once):
 @pytest.mark.parametrize("at_once", [True, False])
 def test_parameters_that_products_read(two, at_once):
     """They are stepped with all their digits, and read as one process casts them."""
-    _, expected, _ = narrow_run(ALONE, [0, 1], at_once)
+    _, expected, _ = narrow_run(SINGLE_PROCESS, [0, 1], at_once)
     results = two.run(narrow_here, at_once, layout={"shard": 2})
     assert sum(held for *_, held in results) == sum(each.numel() for each in expected)
     for rank, (read, full, _) in enumerate(results):

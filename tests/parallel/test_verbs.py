@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from halfbyte.config import Parallel
-from halfbyte.parallel.mesh import AXES, TOKENS
+from halfbyte.parallel.mesh import AXES, TOKEN_AXES
 
 pytestmark = pytest.mark.dist
 
@@ -18,11 +18,11 @@ def verbs(mesh):
         "tensor": mesh.sum(counted),
         "in place": counted,
         "max": mesh.max(mesh.rank),
-        "same": mesh.equal({"rows": 3}),
-        "other": mesh.equal(mesh.rank),
+        "same": mesh.all_equal({"rows": 3}),
+        "other": mesh.all_equal(mesh.rank),
         "main": mesh.from_main(f"of {mesh.rank}"),
-        "first": mesh.first(lambda: mesh.rank),
-        "every": mesh.every([mesh.rank, 2**48 + 1]),
+        "first": mesh.local_first(lambda: mesh.rank),
+        "every": mesh.gather_ints([mesh.rank, 2**48 + 1]),
     }
 
 
@@ -41,10 +41,10 @@ def places(mesh):
     along = {axis: mesh.sum(1 << mesh.rank, (axis,)) for axis in AXES}
     return {
         **along,
-        "tokens": mesh.sum(1 << mesh.rank, TOKENS),
-        "place": [mesh.place(axis) for axis in AXES],
-        "torch": [dist.get_rank(mesh.group(axis)) if mesh.ways(axis) > 1 else 0 for axis in AXES],
-        "both": (mesh.place("data", "tensor"), mesh.ways("data", "tensor")),
+        "tokens": mesh.sum(1 << mesh.rank, TOKEN_AXES),
+        "place": [mesh.coordinate(axis) for axis in AXES],
+        "torch": [dist.get_rank(mesh.group(axis)) if mesh.degree(axis) > 1 else 0 for axis in AXES],
+        "both": (mesh.coordinate("data", "tensor"), mesh.degree("data", "tensor")),
     }
 
 
@@ -61,7 +61,7 @@ def test_axes_of_a_mesh(four):
 
 
 def one_raises(mesh):
-    mesh.first(lambda: 1 / 0)
+    mesh.local_first(lambda: 1 / 0)
 
 
 def test_what_the_first_raises_the_others_raise(two):
@@ -71,7 +71,7 @@ def test_what_the_first_raises_the_others_raise(two):
 
 
 def wrong_layout(mesh):
-    mesh.laid_out(Parallel(shard=3))
+    mesh.with_layout(Parallel(shard=3))
 
 
 def test_a_layout_of_another_number_of_processes(two):

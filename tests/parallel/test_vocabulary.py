@@ -32,20 +32,20 @@ def example(vocabulary, tokens, seed, dtype=torch.float32):
 
 def divided(mesh, axes, vocabulary, weight):
     over = Vocabulary.over(mesh, axes, vocabulary)
-    return over, over.slice_of(weight)
+    return over, over.local_rows(weight)
 
 
 def loss_and_gradient(mesh, axes, vocabulary, tokens, dtype, how):
     over, weight = divided(mesh, axes, vocabulary, example(vocabulary, tokens, 0, dtype)[0])
     _, hidden, labels = example(vocabulary, tokens, 0, dtype)
-    own = mesh.place(*(axis for axis in axes if axis != "tensor"))
+    own = mesh.coordinate(*(axis for axis in axes if axis != "tensor"))
     hidden = hidden[own].requires_grad_()
     loss = over.cross_entropy(hidden, weight, labels[own], **how)
     (loss / 7).backward()
     with torch.no_grad():
         assert over.cross_entropy(hidden, weight, labels[own], **how) == loss
-        log_probs, likeliest = over.likeliest(hidden, weight, labels[own], **how)
-        products = over.products(hidden, weight)
+        log_probs, likeliest = over.log_probs_and_argmax(hidden, weight, labels[own], **how)
+        products = over.logits(hidden, weight)
     again = hidden.detach().requires_grad_()
     weighed = over.log_probs(again, weight, labels[own], temperature=0.7, **how)
     (weighed * weights_of(labels[own])).sum().backward()
@@ -143,9 +143,9 @@ def looked_up(mesh, axes, tokens, dtype):
     random = torch.Generator().manual_seed(1)
     table = torch.randn(101, WIDTH, generator=random).to(dtype)
     over, rows = divided(mesh, axes, 101, table)
-    own = mesh.place("shard")
+    own = mesh.coordinate("shard")
     ids = [torch.randint(101, (2, n), generator=random) for n in tokens][own]
-    return torch.equal(over.embedded(ids, lambda local: F.embedding(local, rows)), table[ids])
+    return torch.equal(over.embed(ids, lambda local: F.embedding(local, rows)), table[ids])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -205,7 +205,7 @@ def of_a_model(family, tied, rows, mesh=None, axes=()):
 
 
 def divided_model(mesh, family, tied, axes):
-    rows = slice(mesh.place("shard"), None, mesh.ways("shard"))
+    rows = slice(mesh.coordinate("shard"), None, mesh.degree("shard"))
     loss, tokens, grads, *rest = of_a_model(family, tied, rows, mesh, axes)
     return (
         mesh.sum(loss, ("shard",)),

@@ -12,7 +12,7 @@ from halfbyte.config import Parallel, RunConfig, Sliced
 from halfbyte.memory.activations import Batches
 from halfbyte.parallel.mesh import Mesh
 from halfbyte.parallel.support import layouts, unsupported_layout
-from halfbyte.parallel.tensor.model import divide_products
+from halfbyte.parallel.tensor.model import apply_tensor_parallel
 from halfbyte.plan.cards import H200, card_named, card_of_memory
 from halfbyte.plan.costs import GATHER_SLOWDOWN, LATENCY, Gathers, LayerCost, extra_seconds, micro_seconds
 from halfbyte.plan.estimate import GIB, estimate
@@ -154,7 +154,7 @@ def test_tensor_parallel_shards_keep_their_format(shapes_8b):
     """Column shards have scales that are not nested: 4.5 bits per weight of o and down instead of 4.127."""
     layout = Parallel(tensor=2)
     whole = ModelShapes(run_of(), LLAMA_8B, torch.device("cuda"))
-    divide_products(whole.model, Mesh(layout=layout, groups={("tensor",): None}))
+    apply_tensor_parallel(whole.model, Mesh(layout=layout, groups={("tensor",): None}))
     planned = ModelShapes(run_of(), rank_config(LLAMA_8B, layout), torch.device("cuda"), 2)
     assert planned.frozen().block(0) == whole.frozen().block(0)
     assert 1.02 < planned.frozen().block(0) / (shapes_8b.frozen().block(0) / 2) < 1.04

@@ -8,7 +8,7 @@ import pytest
 from halfbyte.rl.rewards.score import BATCHES, Rewards
 from halfbyte.rl.rewards.specs import named, read_specs
 from halfbyte.utils.errors import ConfigError, TrainingError
-from halfbyte.utils.notices import said
+from halfbyte.utils.notices import notices_so_far
 
 FUNCTIONS = """
 import asyncio, os, sys, time
@@ -111,7 +111,7 @@ def test_hanging_function_fails_its_batch(file, rewards_of):
     assert time.monotonic() - began < 1.0 + 2.0
     assert scored.rewards == {"hangs": [None, None], "regex": [0.0, 1.0]}
     assert scored.failed == {"hangs": 2}
-    assert any("hangs" in each for each in said().values())
+    assert any("hangs" in each for each in notices_so_far().values())
     assert ask(rewards, ["x", "y"]).rewards["hangs"] == [1.0, 1.0]
 
 

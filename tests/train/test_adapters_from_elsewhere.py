@@ -30,7 +30,7 @@ FLOAT = ["dtype=float32", "load_in_4bit=false", "device=cpu"]
 
 @pytest.fixture(autouse=True)
 def _fresh_notices():
-    notices.forget()
+    notices.reset_notices()
 
 
 def base_of(place, folder, tied=True):
@@ -109,7 +109,7 @@ def test_added_tokens_grow_the_base(place, tmp_path):
     with torch.no_grad():
         assert torch.allclose(saved.model(ids).logits, model(ids).logits, atol=1e-4)
     assert len(saved.tokenizer) == len(tokenizer)
-    assert any(key.startswith("grown") for key in notices.said())
+    assert any(key.startswith("grown") for key in notices.notices_so_far())
     with pytest.raises(CheckpointError) as found:
         merge(str(tmp_path / "adapter"), tmp_path / "merged")
     assert "tokens" in found.value.fix
@@ -192,11 +192,11 @@ def keys(place, output, data="data", **more):
 
 def test_keys_that_a_saved_adapter_has_decided_are_named(place, tmp_path):
     train(load_config(None, keys(place, tmp_path / "first", lora_dropout=0.5)))
-    notices.forget()
+    notices.reset_notices()
     more = {"adapter_path": str(tmp_path / "first/adapter"), "modules_to_save": ["lm_head"]}
     more |= {"target_modules": ["q_proj"]}
     train(load_config(None, keys(place, tmp_path / "second", **more)))
-    named = notices.said()["adapter_shape"]
+    named = notices.notices_so_far()["adapter_shape"]
     assert all(key in named for key in ("lora_dropout", "modules_to_save", "target_modules"))
 
 

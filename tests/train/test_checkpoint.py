@@ -223,7 +223,7 @@ def test_nothing_to_resume(tmp_path):
     with pytest.raises(CheckpointError, match="checkpoint-9"):
         checkpoints.starting_point(config, str(tmp_path / "checkpoint-9"))
     assert checkpoints.starting_point(config, True) is None
-    assert "step 0" in notices.said()["resume_from_start"]
+    assert "step 0" in notices.notices_so_far()["resume_from_start"]
     (tmp_path / "none" / "adapter").mkdir(parents=True)
     with pytest.raises(ConfigError):
         checkpoints.starting_point(config, True)

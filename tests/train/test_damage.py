@@ -33,7 +33,7 @@ def original(tmp_path_factory):
 
 @pytest.fixture
 def output(original, tmp_path):
-    notices.forget()
+    notices.reset_notices()
     return Path(shutil.copytree(original, tmp_path / "out"))
 
 
@@ -88,7 +88,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(output, name, ha
     harm(output / "checkpoint-3" / name)
     found = checkpoints.starting_point(config_in(output), True)
     assert found.name == "checkpoint-2"
-    said = notices.said()["damaged_checkpoint"]
+    said = notices.notices_so_far()["damaged_checkpoint"]
     assert f"{output}/checkpoint-3: " in said
     assert name in said or harm is flip  # a changed name in JSON is reported as that
     with pytest.raises(CheckpointError, match=r"resume_from_checkpoint: .*checkpoint-3"):
@@ -113,10 +113,10 @@ def test_a_run_never_starts_again_over_damaged_checkpoints(output, name):
 def test_checkpoints_of_the_version_before(output, name, harm):
     before_manifests(output / "checkpoint-3")
     assert checkpoints.starting_point(config_in(output), True).name == "checkpoint-3"
-    assert "damaged_checkpoint" not in notices.said()
+    assert "damaged_checkpoint" not in notices.notices_so_far()
     harm(output / "checkpoint-3" / name)
     assert checkpoints.starting_point(config_in(output), True).name == "checkpoint-2"
-    assert name in notices.said()["damaged_checkpoint"]
+    assert name in notices.notices_so_far()["damaged_checkpoint"]
 
 
 def test_a_checkpoint_of_a_later_version_is_refused(output):
@@ -137,7 +137,7 @@ def test_a_folder_s_name_is_not_believed_over_its_state(output, old):
     (output / "checkpoint-1").rename(output / "checkpoint-200")
     checkpoint = checkpoints.starting_point(config_in(output), True)
     assert (checkpoint.name, checkpoints.step_of(checkpoint)) == ("checkpoint-9999", 2)
-    assert "step 2" in notices.said()["renamed_checkpoint"]
+    assert "step 2" in notices.notices_so_far()["renamed_checkpoint"]
     loop = make_loop(config)
     loop.train(checkpoint)
     assert loop.state.global_step == 5
@@ -191,10 +191,10 @@ def test_resuming_from_an_older_checkpoint_keeps_what_it_saves(place, tmp_path):
     (output / "checkpoint-6" / "optimizer.pt").unlink()  # a damaged one is in the way as well
     shutil.copytree(output / "checkpoint-4", tmp_path / "checkpoint-4")
     config = load_config(None, keys | {"resume_from_checkpoint": str(output / "checkpoint-2")})
-    notices.forget()
+    notices.reset_notices()
     train(config)
     assert names(output) == ["checkpoint-4", "checkpoint-4.set-aside", "checkpoint-6", "checkpoint-6.set-aside"]
-    assert "checkpoint-4.set-aside" in notices.said()[f"set-aside {output / 'checkpoint-4'}"]
+    assert "checkpoint-4.set-aside" in notices.notices_so_far()[f"set-aside {output / 'checkpoint-4'}"]
     for path in tmp_path.glob("checkpoint-4/*"):
         assert path.read_bytes() == (output / "checkpoint-4.set-aside" / path.name).read_bytes()
     assert checkpoints.starting_point(config, True).name == "checkpoint-6"

@@ -37,7 +37,7 @@ def drawn(seed):
 
 
 def run_of(place, case, output, **more):
-    notices.forget()
+    notices.reset_notices()
     return train(load_config(None, place.keys(case, output) | more))
 
 

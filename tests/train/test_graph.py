@@ -53,13 +53,13 @@ def test_replays_train_as_eager_steps_do_for_every_shape():
 
 @pytest.mark.gpu
 def test_a_step_that_waits_for_the_device_stays_eager_and_is_said():
-    notices.forget()
+    notices.reset_notices()
     step, _ = training(waits=True)
     expected = [step(batch).item() for batch in batches(12)]
     step, optimizer = training(waits=True)
     graphed = GraphedStep(step, optimizer)
     assert [graphed(batch).item() for batch in batches(12)] == pytest.approx(expected, rel=1e-5)
-    assert "cuda-graph" in notices.said()
+    assert "cuda-graph" in notices.notices_so_far()
 
 
 @pytest.mark.gpu
@@ -216,17 +216,17 @@ def test_what_a_capture_leaves_alive_no_other_graph_overwrites(monkeypatch):
 
 def test_a_shape_whose_first_capture_fails_is_warmed_up(monkeypatch):
     """And said, once it fails again; others have their graphs."""
-    notices.forget()
+    notices.reset_notices()
     stand_in = StandIn().install(monkeypatch)
     _, _, graphed = run_backwards(stand_in.backwards, sized(*[8] * 4), 1)
     stand_in.refused = {4}
     for batch in sized(*[4] * 3, 6):
         graphed(batch)
     assert pools(graphed).keys() == {8, 6}
-    assert "cuda-graph" not in notices.said()
+    assert "cuda-graph" not in notices.notices_so_far()
     for batch in sized(*[4] * 2):
         graphed(batch)
-    assert "cuda-graph" in notices.said()
+    assert "cuda-graph" in notices.notices_so_far()
     stand_in.refused = set()
     for batch in sized(*[4] * 2):
         graphed(batch)
@@ -262,7 +262,7 @@ def test_the_largest_shape_makes_the_pool(monkeypatch):
 @pytest.mark.parametrize("window", [1, 4])
 def test_a_step_without_room_beside_the_graphs_runs_again_without_them(monkeypatch, window):
     """Its first try has added all its gradients, in a window that held some, and drawn its random numbers."""
-    notices.forget()
+    notices.reset_notices()
     monkeypatch.setattr(graph, "MAX_GRAPHS", 1)  # so that another shape's first steps run beside
     stand_in = StandIn(room=8).install(monkeypatch)
     rows = [8] * 5 + [12] * 5 + [8] * 6
@@ -271,11 +271,11 @@ def test_a_step_without_room_beside_the_graphs_runs_again_without_them(monkeypat
     assert losses == expected[0]
     assert all(map(torch.equal, weights, expected[1]))
     assert not pools(graphed)
-    assert "cuda-graph-memory" in notices.said()
+    assert "cuda-graph-memory" in notices.notices_so_far()
 
 
 def test_a_capture_without_room_ends_all_graphs(monkeypatch):
-    notices.forget()
+    notices.reset_notices()
     stand_in = StandIn().install(monkeypatch)
     rows = [8] * 5 + [12] * 6
     expected = run_backwards(eager, sized(*rows), 2)
@@ -289,7 +289,7 @@ def test_a_capture_without_room_ends_all_graphs(monkeypatch):
     assert losses == expected[0]
     assert all(map(torch.equal, weights, expected[1]))
     assert not pools(graphed)
-    assert "cuda-graph-memory" in notices.said()
+    assert "cuda-graph-memory" in notices.notices_so_far()
 
 
 @pytest.mark.parametrize("when", ["beside", "capture"])
@@ -434,7 +434,7 @@ def test_memory_that_another_stream_still_reads_is_not_given_back(frees):
 @pytest.mark.gpu
 def test_a_larger_shape_without_room_on_a_gpu(monkeypatch):
     """The process may take what it has and little more: the graphs make room for a step beside them."""
-    notices.forget()
+    notices.reset_notices()
     monkeypatch.setattr(graph, "MAX_GRAPHS", 1)
     backward, trained = wide_backward()
     graphed = GraphedBackward(backward, trained)
@@ -453,7 +453,7 @@ def test_a_larger_shape_without_room_on_a_gpu(monkeypatch):
     finally:
         torch.cuda.set_per_process_memory_fraction(share)
     assert not graphed.holds_graphs
-    assert "cuda-graph-memory" in notices.said()
+    assert "cuda-graph-memory" in notices.notices_so_far()
     graphed.close()
     assert backward(batch).item() == pytest.approx(loss.item(), rel=1e-5)
     for gradient, parameter in zip(found, trained, strict=True):

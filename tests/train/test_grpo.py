@@ -359,7 +359,7 @@ def test_checked_and_not_evaluated_by_a_loss(prompts, tmp_path):
 
 def test_the_mismatch_is_corrected_for_once_it_is_large(prompts, tmp_path, monkeypatch):
     """auto: the ratios of a step decide of the next generation, and what is on stays on; said once."""
-    notices.forget()
+    notices.reset_notices()
     monkeypatch.setattr("halfbyte.rl.importance.OFF", 0.5)
     own, shares = Mismatch.saw, iter([0.6, 0.0, 0.0])
 
@@ -372,20 +372,20 @@ def test_the_mismatch_is_corrected_for_once_it_is_large(prompts, tmp_path, monke
     run(prompts, tmp_path / "out", max_steps=3, **bounds)
     weights = [each["sampling/importance_sampling_ratio/mean"] for each in records_of(tmp_path / "out")["train"]]
     assert weights == [1.0, 0.5, 0.5]
-    assert "60% of the last step's ratios" in notices.said()["importance-sampling"]
+    assert "60% of the last step's ratios" in notices.notices_so_far()["importance-sampling"]
 
 
 @pytest.mark.slow
 def test_an_fp8_cache_weighs_tokens_and_faint_weights_are_said(prompts, tmp_path):
     """It is off by much in every token, and a whole answer's ratio is their product."""
-    notices.forget()
+    notices.reset_notices()
     keys_ = {"kv_cache": "fp8", "importance_sampling_correction": True, "max_steps": 1}
     run(prompts, tmp_path / "fp8", **keys_)
     (record,) = records_of(tmp_path / "fp8")["train"]
     assert record["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=0.1)
-    assert "faint-weights" not in notices.said()
+    assert "faint-weights" not in notices.notices_so_far()
     run(prompts, tmp_path / "mask", **keys_, importance_sampling_mode="sequence_mask", importance_sampling_clip_max=0.8)
-    assert "token_truncate" in notices.said()["faint-weights"]
+    assert "token_truncate" in notices.notices_so_far()["faint-weights"]
 
 
 @pytest.mark.slow
@@ -431,14 +431,14 @@ def test_continued_from_an_adapter_its_copy_is_the_reference(prompts, tmp_path):
 
 def test_evaluated_by_the_answers_that_pass(prompts, tmp_path):
     more = {"eval_split_size": 4, "eval_steps": 1, "max_steps": 1, "num_generations_eval": 3, "min_p": 0.01}
-    notices.forget()
+    notices.reset_notices()
     run(prompts, tmp_path / "out", reward_funcs=[{"regex": "[a-m]"}], **more)
     evaluations = records_of(tmp_path / "out")["eval"]
     assert len(evaluations) == 2
     for each in evaluations:
         assert each["pass@1"] == pytest.approx(each["reward"])
         assert each["pass@1"] <= each["pass@3"] <= 1
-    assert "trl#6789" in notices.said()["narrowed-sampling"]
+    assert "trl#6789" in notices.notices_so_far()["narrowed-sampling"]
     assert passes([1, 0, 0, 0, 1, 1], 3) == {"pass@1": 0.5, "pass@3": 1.0}
     assert passes([1, None, 0, 0.5], 2) == {"pass@1": 0.25, "pass@2": 0.5}
     assert passes([-1, 0], 2) == {}
@@ -447,19 +447,19 @@ def test_evaluated_by_the_answers_that_pass(prompts, tmp_path):
 @pytest.mark.slow
 def test_a_reward_that_says_nothing_is_said(prompts, tmp_path, monkeypatch):
     monkeypatch.setattr("halfbyte.rl.rollout_batch.SAME", 2)
-    notices.forget()
+    notices.reset_notices()
     file = tmp_path / "silent.py"
     file.write_text("def silent(completions, **columns): return [None] * len(completions)\n")
     more = {"max_steps": 2, "save_steps": 1}
     run(prompts, tmp_path / "out", reward_funcs=[f"{file}:silent", {"regex": "never this"}], **more)
-    said = notices.said()
+    said = notices.notices_so_far()
     assert "all 16" in said["reward-none:silent"]
     assert "2 generations" in said["reward-constant:regex"]
     assert "what is" in said["reward-constant:regex"]
-    notices.forget()  # a resumed run counts on
+    notices.reset_notices()  # a resumed run counts on
     again = {"reward_funcs": [f"{file}:silent", {"regex": "never this"}], **more}
     run(prompts, tmp_path / "out", resume=str(tmp_path / "out/checkpoint-1"), **again)
-    assert "reward-constant:regex" in notices.said()
+    assert "reward-constant:regex" in notices.notices_so_far()
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ HOST = socket.gethostname()
 
 @pytest.fixture(autouse=True)
 def _forget():
-    notices.forget()
+    notices.reset_notices()
 
 
 def elsewhere(code, *arguments):
@@ -46,7 +46,7 @@ def test_a_second_run_is_refused_and_the_first_is_named(tmp_path):
     assert [path.name for path in out.iterdir()] == ["metrics.jsonl"]
     with run_lock(out):
         pass
-    assert not notices.said()
+    assert not notices.notices_so_far()
 
 
 def test_train_is_refused_before_it_looks_at_anything(tmp_path, monkeypatch):
@@ -73,7 +73,7 @@ def test_a_killed_run_leaves_nothing_that_stops_the_next(tmp_path):
         try:
             with run_lock(tmp_path / "out"):
                 os.killpg(killed.pid, 0)  # the child is there
-                (said,) = notices.said().values()
+                (said,) = notices.notices_so_far().values()
                 assert f"process {killed.pid}" in said
         finally:
             os.killpg(killed.pid, signal.SIGKILL)
@@ -108,7 +108,7 @@ def test_a_file_system_without_locks_is_said_and_goes_by_the_name(tmp_path, monk
     out, ended = tmp_path / "out", subprocess.Popen(["true"])
     ended.wait()
     with run_lock(out):
-        assert "no-locks" in notices.said()
+        assert "no-locks" in notices.notices_so_far()
     out.mkdir()
     for pid, host, alive in ((os.getppid(), HOST, True), (1, "another", True), (ended.pid, HOST, False)):
         holder = Process.here(pid)._replace(**({"machine": "0"} if host != HOST else {}))
@@ -119,7 +119,7 @@ def test_a_file_system_without_locks_is_said_and_goes_by_the_name(tmp_path, monk
             assert f"{out}/.lock" in refused.value.fix
         else:
             with run_lock(out):
-                assert f"lock {out / lock.LOCK}" in notices.said()
+                assert f"lock {out / lock.LOCK}" in notices.notices_so_far()
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):

@@ -10,7 +10,7 @@ from datasets import Dataset
 from transformers import Trainer, set_seed
 
 from halfbyte.modeling.adapters import add_adapter
-from halfbyte.parallel.mesh import ALONE
+from halfbyte.parallel.mesh import SINGLE_PROCESS
 from halfbyte.train import stepper
 from halfbyte.train.callback_arguments import total_steps, training_arguments
 from halfbyte.train.sampler import batches
@@ -50,7 +50,7 @@ def test_accumulation_equals_the_large_batch(tmp_path):
 def test_the_recorded_loss_is_the_mean_over_trained_tokens(tmp_path):
     config = run_config(tmp_path, per_device_train_batch_size=4, max_steps=1, lora_dropout=0.0)
     loop = make_loop(config)
-    order = next(iter(batches(loop.rows, 4, loop.collate, ALONE, shuffled=config.seed)))
+    order = next(iter(batches(loop.rows, 4, loop.collate, SINGLE_PROCESS, shuffled=config.seed)))
     with torch.no_grad():
         logits = loop.model.eval()(input_ids=order["input_ids"], attention_mask=order["attention_mask"]).logits
     expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), order["labels"][:, 1:].flatten(), ignore_index=-100)

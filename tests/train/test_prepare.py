@@ -100,17 +100,17 @@ def test_who_knows_better_than_the_plan_says_so(place, tmp_path):
     fit = {"rows": 20, "batches": lambda config: Batches.alike(1, 8)}
     with pytest.raises(ConfigError, match="memory_limit_gib: 0"):
         check_fits(plan, made.config, made.files.config, **fit)
-    notices.forget()
+    notices.reset_notices()
     check_fits(plan, made.config.model_copy(update={"memory_limit_gib": 1.0}), made.files.config, **fit)
-    assert "memory_limit_gib" in notices.said()["memory_plan"]
+    assert "memory_limit_gib" in notices.notices_so_far()["memory_plan"]
 
 
 def test_a_rough_guess_refuses_nothing(place, tmp_path):
     made = prepared(place, tmp_path)
     plan = dataclasses.replace(made.plan, capacity_bytes=1000, rough=True)
-    notices.forget()
+    notices.reset_notices()
     check_fits(plan, made.config, made.files.config, rows=20, batches=None)
-    assert "memory_plan" in notices.said()
+    assert "memory_plan" in notices.notices_so_far()
 
 
 def test_a_continued_adapter_is_planned_by_its_own_rank(place, tmp_path, adapter):
@@ -213,9 +213,9 @@ def test_positions_that_a_model_has_not():
     with pytest.raises(ConfigError, match=r"65 tokens.*64") as refused:
         check_positions(learned, 65)
     assert refused.value.fix == "set max_length: 64"
-    notices.forget()
+    notices.reset_notices()
     check_positions(transformers.LlamaConfig(max_position_embeddings=64), 65)
-    assert "64" in notices.said()["positions of the model"]
+    assert "64" in notices.notices_so_far()["positions of the model"]
 
 
 def test_rows_that_were_left_out_count_for_nothing():

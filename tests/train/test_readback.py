@@ -193,7 +193,7 @@ def test_a_guarded_optimizer_does_nothing_for_numbers_that_are_not_finite(device
 @pytest.mark.gpu
 def test_a_step_in_the_middle_of_a_run_never_waits_for_the_device(tmp_path):
     """Steps 8 to 20, over several epochs, with a record each; any wait but for an event raises."""
-    notices.forget()
+    notices.reset_notices()
     loop = make_loop(run_config(tmp_path, device="cuda", max_steps=24, save_steps=100, **FOUR))
 
     class Watch(TrainerCallback):
@@ -206,7 +206,7 @@ def test_a_step_in_the_middle_of_a_run_never_waits_for_the_device(tmp_path):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len(losses(loop)) == 24
-    assert "cuda-graph" not in notices.said()
+    assert "cuda-graph" not in notices.notices_so_far()
 
 
 @pytest.mark.gpu

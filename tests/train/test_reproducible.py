@@ -32,7 +32,7 @@ from halfbyte.train.preflight import lengths_worth_plans
 from halfbyte.train.run import train
 from halfbyte.utils.errors import ConfigError, TrainingError
 from halfbyte.utils.files import write_json
-from halfbyte.utils.notices import forget, notice
+from halfbyte.utils.notices import notice, reset_notices
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read with a process's first product; torch asks for it
 
@@ -46,9 +46,9 @@ def config(**keys):
 
 @pytest.fixture(autouse=True)
 def silence():
-    forget()
+    reset_notices()
     yield
-    forget()
+    reset_notices()
 
 
 def test_verdict():
@@ -205,7 +205,7 @@ def killed(process):
 
 
 def run(keys, resume=None):
-    forget()
+    reset_notices()
     train(load_config(None, keys), resume=resume)
 
 

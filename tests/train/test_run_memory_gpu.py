@@ -9,8 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from halfbyte.config import load_config
 from halfbyte.train import run
-from halfbyte.utils.notices import forget
-from halfbyte.utils.notices import said as said_by_now
+from halfbyte.utils.notices import notices_so_far as said_by_now
+from halfbyte.utils.notices import reset_notices
 from tests.helpers.run_inputs import VOCABULARY, write_model, write_rows
 
 pytestmark = pytest.mark.gpu
@@ -113,7 +113,7 @@ def test_memory_of_many_lengths(place, tmp_path, monkeypatch, name):
     keys |= {"max_length": LONGEST, "sample_prompts": 1, "sample_max_new_tokens": 8, "save_steps": STEPS}
     keys |= {"model_name_or_path": str(place / "model"), "dataset": str(place / "rows.jsonl"), "device": "cuda"}
     torch.cuda.empty_cache()
-    forget()
+    reset_notices()
     beside = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()  # what other tests of this process hold
     run.train(load_config(None, keys | {"output_dir": str(tmp_path / "out")} | CASES[name]))
     memory = json.loads((tmp_path / "out" / "memory.json").read_text())

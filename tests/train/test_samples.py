@@ -70,7 +70,7 @@ def test_the_engine_answers_in_checkpointed_runs(tmp_path, keys):
     keys = {"activation_checkpointing": True, "max_steps": 1, "max_length": 64, "sample_max_new_tokens": 4} | keys
     keys |= {"output_dir": str(tmp_path / "out"), "device": "cpu", "sample_prompts": 1}
     places = {"model_name_or_path": str(tmp_path / "model"), "dataset": str(tmp_path / "rows.jsonl")}
-    notices.forget()
+    notices.reset_notices()
     train(
         load_config(None, places | {"output_dir": str(tmp_path / "out"), "device": "cpu", "sample_prompts": 1} | keys)
     )

@@ -215,7 +215,7 @@ def test_a_server_of_other_weights_is_refused_with_both_numbers(model, tmp_path,
     shutil.copytree(model, other)
     weights = load_file(other / "model.safetensors")
     save_file(weights | {"lm_head.weight": weights["lm_head.weight"].flip(0)}, other / "model.safetensors", PT)
-    notices.forget()
+    notices.reset_notices()
     with (
         served(FakeVllm(other)) as url,
         pytest.raises(TrainingError, match=r"-\d+\.\d+.*-\d+\.\d+"),

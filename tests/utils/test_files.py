@@ -91,7 +91,7 @@ def test_only_what_a_process_that_has_ended_left_is_removed_and_said(tmp_path):
     with files.new_file(target) as aside:
         aside.write_text("new")
     assert sorted(tmp_path.iterdir()) == sorted([target, *stays])
-    assert f"process {ended.pid}" in notices.said()[f"leftover {gone[0]}"]
+    assert f"process {ended.pid}" in notices.notices_so_far()[f"leftover {gone[0]}"]
 
 
 def test_a_kill_between_the_two_renames_loses_nothing(tmp_path):
@@ -103,7 +103,7 @@ def test_a_kill_between_the_two_renames_loses_nothing(tmp_path):
     files.clear_leftovers(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
     assert (target / "weights").read_text() == "former"
-    assert f"leftover {former}" in notices.said()
+    assert f"leftover {former}" in notices.notices_so_far()
 
 
 @pytest.mark.parametrize(

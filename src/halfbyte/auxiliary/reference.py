@@ -26,7 +26,7 @@ from halfbyte.methods.answers import REFERENCE, as_reference, log_probs
 from halfbyte.methods.preference import reference_is_initial_model
 from halfbyte.modeling.adapters import compute_autocast
 from halfbyte.modeling.layer import causal_lm_of
-from halfbyte.parallel.mesh import ROWS
+from halfbyte.parallel.mesh import DATA_AXES
 from halfbyte.utils.console import Console
 from halfbyte.utils.errors import CheckpointError, ConfigError, TrainingError
 from halfbyte.utils.files import cache_folder, new_file
@@ -95,8 +95,8 @@ def _computed(run: PreparedRun, model: Any, rows: Any) -> torch.Tensor:
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])  # like lengths together: little padding
     size = config.per_device_eval_batch_size or config.per_device_train_batch_size
     batches = [order[first : first + size] for first in range(0, len(order), size)]
-    own = batches[mesh.place(*ROWS) :: mesh.ways(*ROWS)]
-    most = -(-len(batches) // mesh.ways(*ROWS))  # each gathers slices of the model in as many forwards as the others
+    own = batches[mesh.coordinate(*DATA_AXES) :: mesh.degree(*DATA_AXES)]
+    most = -(-len(batches) // mesh.degree(*DATA_AXES))  # equal numbers of forwards, which gather shards
     found: dict[int, torch.Tensor] = {}
     model.eval()
     for indices in own + [order[-1:]] * (most - len(own)):

@@ -21,14 +21,14 @@ def check_run(config: RunConfig) -> None:
     look_over_run(config)
     with quick_imports():
         from ..parallel.launch.agreement import check_agreement
-        from ..parallel.launch.launcher import layout_wanted
+        from ..parallel.launch.launcher import layout_to_launch
         from ..parallel.launch.ranks import is_rank
         from ..parallel.mesh import present_mesh
         from ..train.preflight import prepare_run
         from ..utils.hardware import chosen_device
         from ..utils.notices import silent
 
-    layout = layout_wanted(config)
+    layout = layout_to_launch(config)
     asked = config.layout if is_rank() else None
     with present_mesh(asked, chosen_device(config.device).type) as mesh:
         console = Console(quiet=not mesh.is_main)

@@ -81,9 +81,9 @@ def _answer(error: BaseException, meta: dict[str, Any]) -> int:
 
 def _left_to_launcher(said: HalfbyteError, error: BaseException, *, bug: bool) -> bool:
     """Whether who has started this process beside others says it, once for all of them."""
-    from ..parallel.launch.ranks import leave_error
+    from ..parallel.launch.ranks import report_error
 
-    return leave_error(said, error, bug=bug)
+    return report_error(said, error, bug=bug)
 
 
 def _known(error: BaseException) -> HalfbyteError | None:
@@ -98,9 +98,9 @@ def _known(error: BaseException) -> HalfbyteError | None:
     if isinstance(error, MemoryError) or ("torch" in sys.modules and is_out_of_memory(error)):
         return HalfbyteError("out of memory", "end other programs, or take a machine with more")
     if was_launched():
-        from ..parallel.launch.ranks import lost_another
+        from ..parallel.launch.ranks import lost_peer_error
 
-        return lost_another(error)
+        return lost_peer_error(error)
     return None
 
 

@@ -29,9 +29,9 @@ def train_run(config: RunConfig, file: Path, resume: bool, arguments: Sequence[s
     again = True if was_restarted() else again
     look_over_run(config, again)
     with quick_imports():
-        from ..parallel.launch.launcher import launch, layout_wanted
+        from ..parallel.launch.launcher import launch, layout_to_launch
 
-    if (layout := layout_wanted(config)).size > 1:
+    if (layout := layout_to_launch(config)).size > 1:
         if config.report_to:  # said before any process starts
             with quick_imports():
                 from ..train.dry_run import trackers

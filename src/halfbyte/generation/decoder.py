@@ -26,7 +26,7 @@ from ..ops.decode_layers import DecoderLayer
 from ..ops.norms import rms_norm
 from ..ops.rope import qk_norm_rope, rope_
 from ..parallel.shard.model import sharded
-from ..parallel.tensor.layers import is_divided
+from ..parallel.tensor.layers import is_tensor_parallel
 from .delta_net import DeltaNet, is_delta_net
 from .linears import Linears, Unsupported, adapter_names
 from .mlp import DenseMLP, MoEBlock
@@ -302,7 +302,7 @@ def _views(causal: Any) -> list[LayerView]:
     for rope in (ropes, *(value for value in ropes.values() if isinstance(value, dict))):
         if rope.get("rope_type") in ("dynamic", "longrope"):
             raise Unsupported(f"its RoPE ({rope['rope_type']}) changes with the length")
-    if any(is_divided(view.attention_half.inner) for view in views):
+    if any(is_tensor_parallel(view.attention_half.inner) for view in views):
         raise Unsupported("its layers are split by tensor parallelism")
     around = causal.lm_head, backbone.embed_tokens, backbone.norm
     if any(has_hooks(module) if is_bound(module) else hooked(module) for module in around):

@@ -17,7 +17,7 @@ from ..formats.base import FLOATS
 from ..modeling.architectures import auto_class, non_text_modules
 from ..modeling.config_facts import default_attention, layer_sizes, max_layer_sizes
 from ..modeling.tiny_model import tiny_config
-from ..parallel.mesh import ALONE, Mesh
+from ..parallel.mesh import SINGLE_PROCESS, Mesh
 from ..reading import open_bytes, read_text
 from ..reading.boundary import answered, text_of
 from ..reading.tensors import safetensors_files
@@ -115,7 +115,7 @@ def load_model(
     attn_implementation: str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
-    mesh: Mesh = ALONE,
+    mesh: Mesh = SINGLE_PROCESS,
     along: tuple[str, ...] = (),
     elsewhere: OtherStages | None = None,
     experts_on_host: Collection[int] = (),

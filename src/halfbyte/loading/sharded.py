@@ -23,10 +23,10 @@ from torch import Tensor
 
 from ..config import Origin
 from ..modeling.layer import decoder_layers
-from ..parallel.mesh import ALONE, Mesh
+from ..parallel.mesh import SINGLE_PROCESS, Mesh
 from ..parallel.shard.placement import Placement, all_read, crew_of, hand_out
 from ..parallel.tensor.layers import AXIS
-from ..parallel.tensor.model import divided_along
+from ..parallel.tensor.model import sharded_dims
 from ..reading.tensors import read_header, safetensors_files
 from ..utils.errors import HalfbyteError
 from ..utils.notices import notice
@@ -50,16 +50,16 @@ class ModelShare:
             parameter belongs only to other stages, so it stays on the meta device. None: there are no stages.
     """
 
-    mesh: Mesh = ALONE
+    mesh: Mesh = SINGLE_PROCESS
     along: tuple[str, ...] = ()
     elsewhere: OtherStages | None = None
 
     def placements(self, model: Any) -> Callable[[str], Placement]:
         """Return a function from a parameter's name to its placement."""
-        axes = self.along if self.mesh.ways(*self.along) > 1 else ()
+        axes = self.along if self.mesh.degree(*self.along) > 1 else ()
         layers = f"{decoder_layers(model)[0]}." if axes else ""
-        dims = divided_along(model) if axes == (AXIS,) else None
-        absent = [self.elsewhere(model, place) for place in range(self.mesh.ways("pipeline"))] if self.elsewhere else []
+        dims = sharded_dims(model) if axes == (AXIS,) else None
+        absent = [self.elsewhere(model, place) for place in range(self.mesh.degree("pipeline"))] if self.elsewhere else []
 
         def placement(name: str) -> Placement:
             stages = frozenset(place for place, other in enumerate(absent) if not other(name)) if absent else None
@@ -72,7 +72,7 @@ class ModelShare:
     @property
     def memory_degree(self) -> int:
         """Number of ranks that hold one model."""
-        return self.mesh.ways(*self.along, *(("pipeline",) if self.elsewhere else ()))
+        return self.mesh.degree(*self.along, *(("pipeline",) if self.elsewhere else ()))
 
 
 def load_together(place: Origin, config: Any, share: ModelShare, device: torch.device, load: Load) -> Any:
@@ -91,7 +91,7 @@ def load_together(place: Origin, config: Any, share: ModelShare, device: torch.d
     """
     mesh = share.mesh
     local = crew_of(mesh)
-    folder = mesh.first(lambda: base_folder(place))
+    folder = mesh.local_first(lambda: base_folder(place))
     why = "" if safetensors_files(folder) else "it has no safetensors files"
     if not why:
         ranks = len(local.ranks)

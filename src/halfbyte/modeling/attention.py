@@ -40,7 +40,7 @@ from ..autograd import attention as causal
 from ..autograd.tiled_attention import tile_bytes, tiled_attention
 from ..dispatch import autocast_dtype, on_compiler
 from ..ops.attention import Scores, Spans, spans
-from ..parallel.context.exchange import Context
+from ..parallel.context.exchange import ContextGroup
 from ..utils.notices import notice
 from . import shared_prefix
 from .cast_cache import use_cast_cache
@@ -338,7 +338,7 @@ def attend(
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
     document_spans: Spans | None = None,
-    context: Context | None = None,
+    context: ContextGroup | None = None,
     sharing: shared_prefix.Sharing | None = None,
     s_aux: Tensor | None = None,
     **kwargs: Any,

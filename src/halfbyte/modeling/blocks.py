@@ -23,7 +23,7 @@ from ..autograd.lora_mlp import glu, lora_mlp
 from ..autograd.norms import add_rms_norm, layer_norm, rms_norm
 from ..autograd.rope import qk_norm_rope, rope
 from ..layers.plain import hooked
-from ..parallel.tensor.layers import Leaving
+from ..parallel.tensor.layers import OutputHook
 from . import layer, recurrent
 from .families import Family
 from .layer import (
@@ -145,7 +145,7 @@ def mlp_half(
 def _may_skip(half: Half) -> bool:
     """Return whether only the residual stream reads the MLP's output."""
     untouched = not half.dropout and half.output_norm is None and half.scale == 1
-    has_hooks = any(not isinstance(hook, Leaving) for hook in half.inner._forward_hooks.values())
+    has_hooks = any(not isinstance(hook, OutputHook) for hook in half.inner._forward_hooks.values())
     return untouched and is_bound(half.inner) and not has_hooks
 
 

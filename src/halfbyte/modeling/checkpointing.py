@@ -18,7 +18,7 @@ from ..config import Level
 from ..dispatch import on_compiler
 from ..memory.activations import LEVELS, OFFLOADED, TILE_ROWS
 from ..memory.offload import Offload
-from ..parallel.tensor.layers import stream_in_slices
+from ..parallel.tensor.layers import sharded_saved_tensors
 from ..utils.errors import ModelError
 from ..utils.notices import notice
 from .blocks import attention_half, mixer_of, mlp_half, runs_parallel
@@ -117,7 +117,7 @@ def _run_level(self: Any, activations: Activations, hidden_states: Tensor, kwarg
             return _block(self, hidden_states, **kwargs)
         base = OFFLOADED.get(level, level)
         if base == "checkpoint":
-            with stream_in_slices(mixer_of(self), host or OnDevice()):
+            with sharded_saved_tensors(mixer_of(self), host or OnDevice()):
                 return _checkpointed(self, hidden_states, level == "tiled", kwargs)
         store = host or OnDevice()
         if base == "recompute":

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import RunConfig
-from ..parallel.mesh import ALONE, Mesh
+from ..parallel.mesh import SINGLE_PROCESS, Mesh
 from ..utils.errors import ConfigError
 from ..utils.notices import notice
 from . import recurrent
@@ -114,7 +114,7 @@ def isolate_documents(
     length: int,
     tokens: Sequence[int],
     dtype: Any = None,
-    mesh: Mesh = ALONE,
+    mesh: Mesh = SINGLE_PROCESS,
 ) -> Isolation:
     """Probe `model` and, if packed documents see each other, bind forwards that isolate them; see `remove_isolation`.
 
@@ -167,7 +167,7 @@ def isolate_for_run(
     collate: Collate,
     rows: Sequence[Mapping[str, Any]],
     dtype: Any = None,
-    mesh: Mesh = ALONE,
+    mesh: Mesh = SINGLE_PROCESS,
 ) -> Isolation | None:
     """Call `isolate_documents` for a run with packing, with tokens of the first `rows`; otherwise return None.
 
@@ -221,7 +221,7 @@ class _Probe:
         length: int,
         tokens: Sequence[int],
         dtype: Any,
-        mesh: Mesh = ALONE,
+        mesh: Mesh = SINGLE_PROCESS,
     ):
         self.model, self.collate, self.dtype, self.mesh = model, collate, dtype, mesh
         self.tokens = torch.tensor(sorted({*tokens} if len({*tokens}) > 1 else {0, 1}))

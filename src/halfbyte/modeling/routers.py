@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..parallel.mesh import ALONE, TOKENS, Mesh
+from ..parallel.mesh import SINGLE_PROCESS, TOKEN_AXES, Mesh
 from ..utils.errors import ConfigError, ModelError
 from .architectures import runs_experts
 from .layer import causal_lm_of
@@ -105,7 +105,7 @@ class Routers:
 
         return within_forward
 
-    def usage(self, mesh: Mesh = ALONE) -> dict[str, Any]:
+    def usage(self, mesh: Mesh = SINGLE_PROCESS) -> dict[str, Any]:
         """Return how often each expert was selected in training, over all ranks.
 
         Returns:
@@ -113,7 +113,7 @@ class Routers:
             and experts without a token (`dead`). Over all layers: the mean entropy and the number of dead experts.
         """
         counts = {(name, at): float(n) for name, used in self.used.items() for at, n in enumerate(used.tolist())}
-        counts = mesh.sum(counts, TOKENS)
+        counts = mesh.sum(counts, TOKEN_AXES)
         layers = {}
         for name, used in self.used.items():
             own = [int(counts[name, at]) for at in range(len(used))]

@@ -19,7 +19,7 @@ from ..config import Parallel, RunConfig
 from ..memory.activations import Batches
 from ..modeling.layer import decoder_layers
 from ..parallel.support import layouts, unsupported_context, unsupported_packing, unsupported_reason
-from ..parallel.tensor.model import check_products
+from ..parallel.tensor.model import check_tensor_parallel
 from ..utils.errors import ConfigError, HalfbyteError
 from ..utils.notices import silent
 from ..utils.terminal import size
@@ -52,7 +52,7 @@ def check_layout(layout: Parallel, config: RunConfig, shapes: ModelShapes) -> No
     if reason:
         raise ConfigError(reason.problem, reason.fix)
     if layout.tensor > 1:
-        check_products(shapes.model, layout.tensor)
+        check_tensor_parallel(shapes.model, layout.tensor)
     if layout.shard > 1:
         decoder_layers(shapes.causal_lm)
 

@@ -32,7 +32,7 @@ from ..modeling.families import family_of_config
 from ..modeling.layer import causal_lm_of, decoder_layers
 from ..modeling.packing import isolate_tiny_model
 from ..modeling.patch import EXPERTS, PatchReport, patch, patch_attention, unpatch
-from ..parallel.tensor.model import divided_along
+from ..parallel.tensor.model import sharded_dims
 from ..qat.model import fake_quantize_linears, qat_format
 from ..tensor import QuantizedTensor
 from ..utils.errors import ConfigError, ModelError
@@ -404,7 +404,7 @@ class ModelShapes:
 def _split_formats(model: nn.Module, ways: int) -> None:
     """Store one rank's weights in the format that splitting the full weights gives: column shards have scales that are
     not nested."""
-    for name, dim in divided_along(model).items():
+    for name, dim in sharded_dims(model).items():
         linear = model.get_submodule(name.rpartition(".")[0])
         if isinstance(linear, QuantizedLinear) and name.endswith(".weight"):
             part = linear.weight.data

@@ -13,7 +13,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 from transformers.integrations.neftune import activate_neftune, deactivate_neftune
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
-from halfbyte.parallel.mesh import ALONE, Mesh
+from halfbyte.parallel.mesh import SINGLE_PROCESS, Mesh
 
 
 class Callbacks:
@@ -57,12 +57,12 @@ class Callbacks:
 
 
 @contextlib.contextmanager
-def noisy_embeddings(model: Any, alpha: float | None, mesh: Mesh = ALONE) -> Iterator[None]:
+def noisy_embeddings(model: Any, alpha: float | None, mesh: Mesh = SINGLE_PROCESS) -> Iterator[None]:
     """NEFTune (Jain et al. 2023): while `model` trains, noise on its embeddings, of α / √(tokens of a row · width)."""
     if alpha is None:
         yield
         return
-    handle = activate_neftune(model, alpha / math.sqrt(mesh.ways("context")))  # it sees slices of rows
+    handle = activate_neftune(model, alpha / math.sqrt(mesh.degree("context")))  # it sees slices of rows
     try:
         yield
     finally:

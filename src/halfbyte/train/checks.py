@@ -21,10 +21,10 @@ from halfbyte.modeling.architectures import expert_stacks
 from halfbyte.modeling.head import causal_lm_loss, hidden_states_at
 from halfbyte.ops import IGNORE_INDEX
 from halfbyte.optim import trained_parameters
-from halfbyte.parallel.context.model import slice_of
+from halfbyte.parallel.context.model import context_shard
 from halfbyte.parallel.mesh import Mesh
 from halfbyte.parallel.shard.model import sharded
-from halfbyte.parallel.tensor.layers import are_whole, whole_inside
+from halfbyte.parallel.tensor.layers import are_unsharded, full_parameters
 from halfbyte.qat.model import round_merged
 from halfbyte.reading.tensors import read_tensors, safetensors_files
 from halfbyte.utils.errors import TrainingError
@@ -122,11 +122,11 @@ def divided_check(
         TrainingError: they differ by more than rounding.
     """
     with compute_autocast(model, dtype):
-        loss_sum, _ = causal_lm_loss(model, slice_of({"input_ids": ids, "labels": ids}, mesh))
+        loss_sum, _ = causal_lm_loss(model, context_shard({"input_ids": ids, "labels": ids}, mesh))
     loss = mesh.sum(float(loss_sum), ("context",)) / (ids.shape[1] - 1)
     if not abs(loss - reference) <= ROUNDING * abs(reference):
         raise TrainingError(
-            f"with its row cut {mesh.ways('context')} ways the loss is {loss:.6g}, of the whole row {reference:.6g}",
+            f"with its row cut {mesh.degree('context')} ways the loss is {loss:.6g}, of the whole row {reference:.6g}",
             "leave context out of `parallel`, and please report the model",
         )
     return {"loss": loss, "reference_loss": reference, "difference": abs(loss - reference)}
@@ -142,7 +142,7 @@ def adapter_reload(model: PeftModel, folder: Path, ids: torch.Tensor, dtype: tor
     Raises:
         TrainingError: the saved adapter computes something else.
     """
-    trained, whole = logits(model, ids, dtype), sharded(model) is None and are_whole(model.parameters())
+    trained, whole = logits(model, ids, dtype), sharded(model) is None and are_unsharded(model.parameters())
     changed = changed_experts(model) if whole else None
     # DoRA's reloaded weights round otherwise, and where rounding sends a token to another expert its logits are others.
     scattered = bool(expert_stacks(model, [])) or bool(saved_adapter_config(folder).use_dora)
@@ -160,7 +160,7 @@ def adapter_reload(model: PeftModel, folder: Path, ids: torch.Tensor, dtype: tor
         attach_adapter_forwards(model)
     else:
         parameters = trained_parameters(model).values()
-        with whole_inside(parameters):
+        with full_parameters(parameters):
             for parameter in parameters:
                 parameter.detach().zero_()
             load_adapter_weights(model, folder)

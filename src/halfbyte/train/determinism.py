@@ -13,7 +13,7 @@ from halfbyte.autograd.attention import DIFFERS
 from halfbyte.config import RunConfig
 from halfbyte.modeling.patch import PatchReport
 from halfbyte.utils.errors import TrainingError
-from halfbyte.utils.notices import said
+from halfbyte.utils.notices import notices_so_far
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # torch wants it said that cuBLAS has one of a fixed size, as it gives it anyway
 
@@ -60,8 +60,8 @@ def verdict(config: RunConfig, device: torch.device, report: PatchReport | None)
         return {"equal": True, "why": "a CPU's sums have one order"}
     if config.deterministic:
         return {"equal": True, "why": "deterministic: true"}
-    if DIFFERS in said():
-        return {"equal": False, "why": f"{said()[DIFFERS]}; deterministic: true repeats them"}
+    if DIFFERS in notices_so_far():
+        return {"equal": False, "why": f"{notices_so_far()[DIFFERS]}; deterministic: true repeats them"}
     if report is None or not report.fused:
         return {"equal": False, "why": "transformers' own forwards ran; deterministic: true repeats them"}
     if any(what == "experts" for what, _ in report.unfused):

@@ -34,13 +34,13 @@ from halfbyte.utils.hardware import capture_stream, free_cached_memory, is_out_o
 from halfbyte.utils.notices import notice
 
 from ..batch import SYNCED_SHAPE, Batch
-from ..parallel.mesh import ALONE
+from ..parallel.mesh import SINGLE_PROCESS
 from ..parallel.rank_sync import RankSync
 from .gradients import Gradients
 
 WARMUP = 3  # steps in which kernels compile and make their buffers
 FAR = 2**40  # random numbers ahead, where nobody is
-ONE = RankSync(ALONE)
+ONE = RankSync(SINGLE_PROCESS)
 
 
 

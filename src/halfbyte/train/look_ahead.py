@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from halfbyte.data.collate_answers import AHEAD
 from halfbyte.methods.base import Batch, Method
 from halfbyte.modeling.adapters import compute_autocast
-from halfbyte.parallel.mesh import ALONE, Mesh
+from halfbyte.parallel.mesh import SINGLE_PROCESS, Mesh
 
 
 class Ahead:
@@ -21,7 +21,7 @@ class Ahead:
         model: that trains, in matrix products of `dtype` (default: see `compute_autocast`).
     """
 
-    def __init__(self, method: Method, model: nn.Module, dtype: torch.dtype | None = None, mesh: Mesh = ALONE):
+    def __init__(self, method: Method, model: nn.Module, dtype: torch.dtype | None = None, mesh: Mesh = SINGLE_PROCESS):
         self.method, self.model, self.dtype, self.mesh = method, model, dtype, mesh
 
     def shared(self, taken: list[dict[str, Any]], counts: Mapping[str, float]) -> list[dict[str, Any]]:

@@ -37,12 +37,11 @@ from halfbyte.methods.base import Batch, Collate, Rows
 from halfbyte.modeling.cast_cache import cast_replacements
 from halfbyte.ops.fp8_scaling import DelayedScaling
 from halfbyte.optim import OPTIMIZERS, trained_parameters
-from halfbyte.parallel.context.model import slice_of
-from halfbyte.parallel.mesh import ALONE, AXES, ROWS, Mesh
-from halfbyte.parallel.mesh import TOKENS as OTHER_TOKENS
+from halfbyte.parallel.context.model import context_shard
+from halfbyte.parallel.mesh import AXES, DATA_AXES, SINGLE_PROCESS, TOKEN_AXES, Mesh
 from halfbyte.parallel.shard.model import trains_alike
 from halfbyte.parallel.shard.trained import shard_optimizer
-from halfbyte.parallel.tensor.layers import whole_inside
+from halfbyte.parallel.tensor.layers import full_parameters
 from halfbyte.utils.errors import TrainingError
 from halfbyte.utils.files import new_directory
 from halfbyte.utils.signals import Request, Stopped, as_requests
@@ -77,7 +76,7 @@ Part = TypeVar("Part")
 def seed_process(config: RunConfig, mesh: Mesh) -> None:
     """Seed the random numbers of this process: dropout differs between processes except along `tensor`, where all
     compute the same rows."""
-    set_seed(config.seed + mesh.place(*(axis for axis in AXES if axis != "tensor")))
+    set_seed(config.seed + mesh.coordinate(*(axis for axis in AXES if axis != "tensor")))
 
 
 class TrainingLoop:
@@ -114,7 +113,7 @@ class TrainingLoop:
         held_out: Rows | None = None,
         collate: Collate,
         stepper: Stepper,
-        mesh: Mesh = ALONE,
+        mesh: Mesh = SINGLE_PROCESS,
         scaling: DelayedScaling | None = None,
         rollouts: Generations | None = None,
         pipeline_state: PipelineState | None = None,
@@ -137,7 +136,7 @@ class TrainingLoop:
         self.stops = Stops(config, self.loss_count, sampled=rollouts is not None)
         scaled = self.scaler is not None
         self.records = Records(metrics, self.callbacks, self.method.numbers, self.stops, device, mesh, scaled, rollouts)
-        self.ways = mesh.ways(*ROWS)
+        self.ways = mesh.degree(*DATA_AXES)
 
     @property
     def state(self) -> TrainerState:
@@ -186,7 +185,7 @@ class TrainingLoop:
         """Weights, optimizer, schedule and state, new or as `checkpoint` has them."""
         split = self.pipeline_state
         if checkpoint is not None:
-            with whole_inside(self.trained):
+            with full_parameters(self.trained):
                 load_weights(self.model, checkpoint, split.stages.elsewhere if split else None)
             checkpoints.load_scaling(checkpoint, self.scaling, split.own_scaling if split else dict)
             state = checkpoints.read_state(checkpoint)
@@ -195,7 +194,7 @@ class TrainingLoop:
             self.records.window, self._owed = Window.of_dict(state["window"]), state.get("owes_evaluation", False)
         self.optimizer = self.row.make(self.model, self.config)
         elementwise = self.row.elementwise and self.scaler is None
-        alike = self.mesh.ways("shard") > 1 and trains_alike(self.model) and not self.stepper.captures
+        alike = self.mesh.degree("shard") > 1 and trains_alike(self.model) and not self.stepper.captures
         narrow = partial(cast_replacements, self.model, self.compute_dtype)
         self.units = shard_optimizer(self.mesh, self.trained, elementwise=elementwise, alike=alike, narrow=narrow)
         self.units.adopt(self.optimizer)
@@ -203,7 +202,7 @@ class TrainingLoop:
         self.schedule = get_scheduler(self.config.lr_scheduler_type, self.optimizer, warmup, steps)
         if checkpoint is not None:
             own = partial(split.own_part, self.optimizer) if split else self.units.local_state
-            with whole_inside(self.trained, self.optimizer):
+            with full_parameters(self.trained, self.optimizer):
                 load_optimizer(checkpoint, self.optimizer, self.schedule, self.scaler, own)
         by_steps = self.config.max_steps > 0
         epochs = math.ceil(steps / self._steps_per_epoch if by_steps else self.config.num_train_epochs)
@@ -283,10 +282,10 @@ class TrainingLoop:
         """The micro-batches of the next step, on their way to the device; none at the end of the epoch."""
         self.records.begin()
         taken = [to_device(batch, self.device) for batch in islice(loader, self.config.gradient_accumulation_steps)]
-        return [slice_of(batch, self.mesh) for batch in self.stepper.synced(taken)]
+        return [context_shard(batch, self.mesh) for batch in self.stepper.synced(taken)]
 
     def _own(self, batch: dict[str, Any]) -> Batch:
-        return slice_of(to_device(batch, self.device), self.mesh)
+        return context_shard(to_device(batch, self.device), self.mesh)
 
     def _step(self, taken: list[dict[str, Any]], epoch: float) -> None:
         """One optimizer step; `epoch` is how far the run is after it."""
@@ -345,7 +344,7 @@ class TrainingLoop:
         last = state.global_step >= state.max_steps  # whose record may span fewer than logging_steps
         self.records.finish(rate if control.should_log or last else None)
         if self.scaling is not None:
-            self.scaling.roll(partial(self.mesh.max, axes=OTHER_TOKENS))
+            self.scaling.roll(partial(self.mesh.max, axes=TOKEN_AXES))
         if last or control.should_training_stop or control.should_evaluate or control.should_save:
             self.records.read()
         self._evaluate_and_save()
@@ -408,7 +407,7 @@ class TrainingLoop:
             TrainingError: it could not be written (a full disk); earlier checkpoints are untouched.
         """
         states = self.mesh.gather(random or random_states())
-        with whole_inside(self.trained, self.optimizer):
+        with full_parameters(self.trained, self.optimizer):
             split = self.pipeline_state
             weights = split.weights() if split else None
             optimizer = (split.optimizer if split else self.units.full_state)(self.optimizer)

@@ -59,9 +59,9 @@ class Window:
 
     def over(self, mesh: Mesh) -> Window:
         """The sums over all processes' tokens, and the counts of their rows, which are of whole rows."""
-        from halfbyte.parallel.mesh import TOKENS as SLICES
+        from halfbyte.parallel.mesh import TOKEN_AXES
 
-        return replace(self, sums=mesh.sum(self.sums, SLICES), counts=mesh.sum(self.counts))
+        return replace(self, sums=mesh.sum(self.sums, TOKEN_AXES), counts=mesh.sum(self.counts))
 
     def means(self, metrics: Sequence[Metric]) -> dict[str, float]:
         """Return each metric's sum over its count, and of those without a count the first alone, the loss: a step in

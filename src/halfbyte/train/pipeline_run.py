@@ -58,7 +58,7 @@ def pipelined_stepper(
     device = run.machine.device
     width = stages.causal_lm.config.get_text_config().hidden_size
     how: dict[str, Any] = {"width": width, "dtype": stages.dtype, "device": device}
-    how["ahead"] = 0 if run.mesh.ways("shard") > 1 else len(stages.all)  # slices are gathered for a gradient alone
+    how["ahead"] = 0 if run.mesh.degree("shard") > 1 else len(stages.all)  # slices are gathered for a gradient alone
     if device.type == "cuda":
         how["spare"] = max(run.plan.capacity_bytes - run.plan.total, 0)
     pipeline = Pipeline(run.mesh, run.cut.schedule, run.cut.seconds, **how)
@@ -88,7 +88,7 @@ def make_ready(run: PreparedRun, model: Any, stepper: PipelinedStepper, ids: Ten
     loss, reference = first_losses(stepper, ids, around)
     results, report, scaling = {"first_step": checks.first_step(loss, reference, ids.shape[1] - 1)}, None, None
     assert run.cut is not None
-    levels = stage_levels(run.plan.levels, run.cut, run.mesh.place("pipeline")) or None
+    levels = stage_levels(run.plan.levels, run.cut, run.mesh.coordinate("pipeline")) or None
     if run.config.use_kernels and device.type != "cpu":
         report = patch(model, levels)
         results["fused"] = checks.fused(first_losses(stepper, ids, around)[0], loss)

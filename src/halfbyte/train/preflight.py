@@ -29,8 +29,8 @@ from halfbyte.modeling.projections import check_recipe, configured_recipe
 from halfbyte.modeling.routers import check_balancing
 from halfbyte.modeling.tiny_model import check_positions
 from halfbyte.optim import OPTIMIZERS
-from halfbyte.parallel.context.model import check_divided_like
-from halfbyte.parallel.mesh import ALONE, ROWS, Mesh
+from halfbyte.parallel.context.model import check_context_parallel
+from halfbyte.parallel.mesh import DATA_AXES, SINGLE_PROCESS, Mesh
 from halfbyte.parallel.pipeline.model import Cut, check_trained, cut_model
 from halfbyte.parallel.shard.trained import optimizer_shards
 from halfbyte.plan.advice import check_fits
@@ -51,7 +51,7 @@ from halfbyte.utils.terminal import print_data, print_header, print_memory, prin
 from halfbyte.utils.text import one_line
 
 from ..auxiliary.teacher import check_teacher
-from ..parallel.launch.bandwidth import gather_rate, host_rate
+from ..parallel.launch.bandwidth import all_gather_bandwidth, host_copy_bandwidth
 from ..rl.rollouts import answered_with, digest_of
 from ..rl.served import look_over_server
 from ..rl.setup import look_over_rewards
@@ -118,19 +118,19 @@ class PreparedRun:
         asked, config = self.config.precompute_ref_log_probs, self.config
         if asked != "auto":
             return bool(asked)
-        rows = config.per_device_train_batch_size * config.gradient_accumulation_steps * self.mesh.ways(*ROWS)
+        rows = config.per_device_train_batch_size * config.gradient_accumulation_steps * self.mesh.degree(*DATA_AXES)
         return reference_is_initial_model(config) or self.total_steps * rows >= len(self.data.train)
 
     @property
     def total_steps(self) -> int:
-        return total_steps(self.config, len(self.data.train), self.mesh.ways(*ROWS))
+        return total_steps(self.config, len(self.data.train), self.mesh.degree(*DATA_AXES))
 
 
 def prepare_run(
     config: RunConfig,
     resume: str | bool | None = None,
     console: Console | None = None,
-    mesh: Mesh = ALONE,
+    mesh: Mesh = SINGLE_PROCESS,
     layout: Parallel | None = None,
 ) -> PreparedRun:
     """Look a run over, read and tokenize its data and plan its memory, saying what was found.
@@ -155,7 +155,7 @@ def prepare_run(
     optimizer = try_optimizer(config, machine.device)
     config, checkpoint = _continued(config, resume, layout, mesh)
     print_header(console, machine.facts, config)
-    files = mesh.first(lambda: find_model(config.origin))  # a GGUF file is unpacked once
+    files = mesh.local_first(lambda: find_model(config.origin))  # a GGUF file is unpacked once
     check_stored(files, config.storage)
     check_attention(files.config, config.attn_implementation, machine.device, trains=True)
     if config.adapter_path:
@@ -167,7 +167,7 @@ def prepare_run(
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
     data = _read_data(config, method, shapes, tokenizer, checkpoint, mesh, console)
     config, layout = _laid_out(config, files, machine, data, shapes, mesh, layout, console)
-    mesh = mesh if mesh.size == 1 or mesh.layout == layout else mesh.laid_out(layout)
+    mesh = mesh if mesh.size == 1 or mesh.layout == layout else mesh.with_layout(layout)
     _check_divided(shapes, mesh)
     ways = _dealt(layout)
     arguments = _arguments(config, machine, data, ways)
@@ -199,7 +199,7 @@ def _continued(
 ) -> tuple[RunConfig, Path | None]:
     """The checkpoint that the run goes on from, and its configuration, in which a step keeps its rows."""
     checkpoint = checkpoints.starting_point(config, resume)
-    if not mesh.equal(checkpoint):
+    if not mesh.all_equal(checkpoint):
         raise CheckpointError(
             "the processes of this run see different checkpoints", "put output_dir on a disk they share"
         )
@@ -216,11 +216,11 @@ def _read_data(
     console: Console,
 ) -> PreparedData:
     """The rows of the run, once for all processes of a host, looked over and said."""
-    data = mesh.first(lambda: method.ready(config, tokenizer, shapes.causal_lm.config))
+    data = mesh.local_first(lambda: method.ready(config, tokenizer, shapes.causal_lm.config))
     print_data(console, data.report)
     _check_data(config, shapes, tokenizer, data)
     now = described(config, data)
-    if not mesh.equal(now):
+    if not mesh.all_equal(now):
         raise DataError("the processes of this run read different data", "give each the same files")
     if checkpoint is not None:
         checkpoints.check_same_data(now, checkpoint)
@@ -247,7 +247,7 @@ def _say_whole_states(config: RunConfig, machine: Machine, layout: Parallel) -> 
 
 def _dealt(layout: Parallel) -> int:
     """Processes that rows are dealt to."""
-    return Mesh(layout=layout).ways(*ROWS)
+    return Mesh(layout=layout).degree(*DATA_AXES)
 
 
 def _cut(config: RunConfig, layout: Parallel, shapes: ModelShapes, plan: MemoryPlan) -> Cut | None:
@@ -308,10 +308,10 @@ def _machine(config: RunConfig, method: Method, mesh: Mesh) -> Machine:
 
 def _check_divided(shapes: ModelShapes, mesh: Mesh) -> None:
     """Whether the rows of the model can be cut along their tokens, where they are to be."""
-    if mesh.ways("context") == 1:
+    if mesh.degree("context") == 1:
         return
     attention, trust = shapes.config.attn_implementation, shapes.config.trust_remote_code
-    check_divided_like(shapes.causal_lm.config, mesh, attention=attention, trust_remote_code=trust)
+    check_context_parallel(shapes.causal_lm.config, mesh, attention=attention, trust_remote_code=trust)
 
 
 def _check_data(config: RunConfig, shapes: ModelShapes, tokenizer: PreTrainedTokenizerBase, data: PreparedData) -> None:
@@ -357,7 +357,7 @@ def _laid_out(
 def _card(machine: Machine, mesh: Mesh) -> Card:
     """What this process computes on, with the link to the others as it was measured, by which what NCCL needs beside
     torch is taken."""
-    card = card_of(machine.device).measured(link=gather_rate(mesh, machine.device))
+    card = card_of(machine.device).measured(link=all_gather_bandwidth(mesh, machine.device))
     free_cached_memory(machine.device)
     return card
 
@@ -396,7 +396,7 @@ def _planned(
         options["shapes"] = shapes
     plan = mesh.from_main(estimate(config, files.config, card=card, **options))
     if mesh.size > 1 and not OFFLOADED.keys().isdisjoint(plan.levels):  # all copy at once
-        card = card.measured(host=host_rate(mesh, machine.device))
+        card = card.measured(host=host_copy_bandwidth(mesh, machine.device))
         plan = mesh.from_main(estimate(config, files.config, card=card, **options))
     print_memory(console, plan)
     if plan.answering is not None:

@@ -37,13 +37,13 @@ from halfbyte.modeling.patch import patch, patch_attention, unpatch
 from halfbyte.modeling.projections import configured_recipe
 from halfbyte.modeling.routers import track_routers
 from halfbyte.optim import trained_parameters
-from halfbyte.parallel.context.model import divided
-from halfbyte.parallel.launch.launcher import say_idle
-from halfbyte.parallel.mesh import SLICES, present_mesh
+from halfbyte.parallel.context.model import context_parallel
+from halfbyte.parallel.launch.launcher import notice_idle_gpus
+from halfbyte.parallel.mesh import SHARD_AXES, present_mesh
 from halfbyte.parallel.pipeline.model import Stages
 from halfbyte.parallel.shard.model import shard_model
-from halfbyte.parallel.tensor.layers import whole_inside
-from halfbyte.parallel.tensor.model import divide_products
+from halfbyte.parallel.tensor.layers import full_parameters
+from halfbyte.parallel.tensor.model import apply_tensor_parallel
 from halfbyte.plan.advice import advise_out_of_memory
 from halfbyte.plan.estimate import GIB
 from halfbyte.reading.model_config import GENERATION
@@ -52,7 +52,7 @@ from halfbyte.utils.console import Console
 from halfbyte.utils.errors import TrainingError
 from halfbyte.utils.files import new_directory, write_json
 from halfbyte.utils.hardware import chosen_device, free_cached_memory, is_out_of_memory
-from halfbyte.utils.notices import forget, silent
+from halfbyte.utils.notices import reset_notices, silent
 from halfbyte.utils.terminal import LiveMetrics, print_memory, said_of_experts
 from halfbyte.utils.text import one_line
 
@@ -97,7 +97,7 @@ def finetune(model: str, dataset: str | list[str], **keys: Any) -> RunResult:
     Raises:
         HalfbyteError: with the key, file, line or tensor at fault and the fix.
     """
-    forget()
+    reset_notices()
     if (entries := keys.get("reward_funcs")) is not None:
         several = entries if isinstance(entries, list) else [entries]
         keys["reward_funcs"] = [named(entry) if callable(entry) else entry for entry in several]
@@ -120,7 +120,7 @@ def train(config: RunConfig, *, resume: str | bool | None = None, console: Conso
         console = console if console is not None and mesh.is_main else Console(quiet=True)
         with contextlib.nullcontext() if mesh.is_main else silent():
             if mesh.size == 1:
-                say_idle(config)
+                notice_idle_gpus(config)
             check_agreement(mesh, config)
             prepared = prepare_run(config, resume, console, mesh)
             with _locked(prepared):
@@ -210,7 +210,7 @@ def _run(job: OpenRun, console: Console) -> RunResult:
         if run.method.reference:
             rows, held_out, results["reference"] = add_reference(run, model, console)
         before = _answers(run, model, pipelined)
-        with divided(model, run.mesh), _counted_experts(job, model, sums, console) as sums:
+        with context_parallel(model, run.mesh), _counted_experts(job, model, sums, console) as sums:
             stepper = pipelined or make_stepper(run, model, sums, scaler, ready.graphs)
             with sampled_rollouts(job, model, stepper) as rollouts:
                 loop = TrainingLoop(
@@ -306,9 +306,9 @@ def _make_ready(run: PreparedRun, model: Any, ids: torch.Tensor, console: Consol
     if run.data.shared:
         shared, alone = _shared_and_apart(run, device)
         results["shared_prompts"] = checks.shared_check(model, shared, alone, dtype)
-    if run.mesh.ways("context") > 1:
+    if run.mesh.degree("context") > 1:
         loss = results.get("fused", results["first_step"])["loss"]
-        with divided(model, run.mesh):
+        with context_parallel(model, run.mesh):
             results["divided"] = checks.divided_check(model, ids, dtype, loss, run.mesh)
     by_positions = isolation is None or isolation.way == "positions"  # other ways look at the batch
     if run.config.precision.recipe != "bf16":  # a CPU computes in it, too
@@ -340,8 +340,8 @@ def _trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
     how: dict[str, Any] = {"device": device, "attn_implementation": run.config.attn_implementation, "mesh": run.mesh}
     adapter, storage = run.config.adapter, run.config.storage
     if adapter and storage.qat_scheme is None and not reads_base_weights(adapter):  # else all layers are looked at first
-        slices = run.mesh.wide(SLICES) if run.mesh.layout.slices > 1 else ()
-        products = run.mesh.wide(("tensor",))
+        slices = run.mesh.active(SHARD_AXES) if run.mesh.layout.slices > 1 else ()
+        products = run.mesh.active(("tensor",))
         how["along"] = () if slices and products else slices or products  # what is cut twice is loaded whole
         how["elsewhere"] = run.cut.elsewhere if run.cut else None
     model = load_model(run.files, storage, dtype=run.machine.weights_dtype, experts_on_host=run.plan.offloaded, **how)
@@ -362,8 +362,8 @@ def _trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
 
 def _own_part(run: PreparedRun, model: Any) -> Stages | None:
     """Leave this process its part of the model; the stages among it, where there are any."""
-    stages = None if run.cut is None else run.cut.take(model, run.mesh.place("pipeline"))
-    divide_products(model, run.mesh)
+    stages = None if run.cut is None else run.cut.take(model, run.mesh.coordinate("pipeline"))
+    apply_tensor_parallel(model, run.mesh)
     shard_model(model, run.mesh, kept=run.plan.stays, on_host=run.plan.hosted)
     return stages
 
@@ -412,17 +412,17 @@ def _save(job: OpenRun, loop: TrainingLoop, ids: torch.Tensor) -> dict[str, Any]
     if not run.config.use_peft and run.config.storage.qat_scheme is None:
         # as the base was stored; in quantization-aware training `halfbyte merge` rounds what was trained, and once
         model.to(run.files.config.dtype or torch.float32)
-    with whole_inside(trained_parameters(model).values()), loop.units.full():
+    with full_parameters(trained_parameters(model).values()), loop.units.full():
         if run.mesh.is_main:
             with new_directory(folder) as aside:
                 save_weights(model, aside, weights)
                 run.tokenizer.save_pretrained(aside)
                 if not run.config.use_peft:
                     write_json(aside / GENERATION, generation_keys(aside, run.tokenizer, run.data.report))
-    run.mesh.wait()
+    run.mesh.barrier()
     if split:
         return {"adapter_file": pipeline_run.adapter_file(split.stages, folder)}
-    if not run.mesh.is_main and not run.mesh.computes_together:
+    if not run.mesh.is_main and not run.mesh.is_model_parallel:
         return {}
     if run.config.use_peft:
         return {"adapter_reload": checks.adapter_reload(model, folder, ids, run.machine.compute_dtype)}

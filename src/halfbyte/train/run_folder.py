@@ -12,7 +12,7 @@ from halfbyte.config import RunConfig, dump_config, dump_given
 from halfbyte.plan.policy import describe_levels
 from halfbyte.utils.errors import ConfigError
 from halfbyte.utils.files import write_json, write_text
-from halfbyte.utils.notices import said
+from halfbyte.utils.notices import notices_so_far
 
 from ..reading import read_json, read_text
 from ..runs.layout import (
@@ -162,4 +162,4 @@ def write_environment(run: OpenRun, **more: Any) -> None:
     mesh = run.prepared.mesh
     if mesh.size > 1:
         facts |= {"processes": mesh.size, "parallel": str(mesh.layout)}
-    write_json(run.output / ENVIRONMENT, facts | {"notices": said()})
+    write_json(run.output / ENVIRONMENT, facts | {"notices": notices_so_far()})

@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from halfbyte.batch import COUNTS
 from halfbyte.methods.base import Collate, Method, Rows
 
-from ..parallel.mesh import ROWS, Mesh
+from ..parallel.mesh import DATA_AXES, Mesh
 from .metrics import TOKENS
 
 
@@ -69,8 +69,8 @@ def batches(
     if shuffled is not None:
         sampler = RandomSampler(rows, generator=torch.Generator().manual_seed(shuffled))
     order = list(BatchSampler(sampler, size, drop_last=False))[skip:]
-    own = order[mesh.place(*ROWS) :: mesh.ways(*ROWS)]
-    blank = order[-1:] if len(own) < math.ceil(len(order) / mesh.ways(*ROWS)) else []
+    own = order[mesh.coordinate(*DATA_AXES) :: mesh.degree(*DATA_AXES)]
+    blank = order[-1:] if len(own) < math.ceil(len(order) / mesh.degree(*DATA_AXES)) else []
     mine: Any = own + blank
     loader: DataLoader = DataLoader(rows, batch_sampler=mine, collate_fn=collate, pin_memory=pinned)  # type: ignore[arg-type]
     return Share(loader, collate.blank, len(own), len(order))

@@ -19,12 +19,12 @@ def notice(key: str, message: str) -> None:
         logger.warning(_said[key])
 
 
-def said() -> dict[str, str]:
+def notices_so_far() -> dict[str, str]:
     """Everything announced so far, key → message, in order."""
     return dict(_said)
 
 
-def forget() -> None:
+def reset_notices() -> None:
     """Forget what was said (a new run in the same process; tests)."""
     _said.clear()
 

@@ -103,7 +103,7 @@ class PipelineState:
 
     def _from_stages(self, own: dict[Key, Any]) -> dict[Key, Any]:
         """The entries of all stages; other processes have the same as one of these."""
-        speaks = self.mesh.place(*(axis for axis in AXES if axis != "pipeline")) == 0
+        speaks = self.mesh.coordinate(*(axis for axis in AXES if axis != "pipeline")) == 0
         return {name: each for part in self.mesh.gather(own if speaks else {}) for name, each in part.items()}
 
 

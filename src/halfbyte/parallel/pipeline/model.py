@@ -344,7 +344,9 @@ def check_stages(model: nn.Module, trust_remote_code: bool = False, head_alone: 
     causal_lm = causal_lm_of(model)
     name = type(causal_lm).__name__
     if non_text_modules(causal_lm):
-        raise ModelError(f"parallel: {name} has a vision tower, and only language models are cut into stages", WITHOUT_PIPELINE)
+        raise ModelError(
+            f"parallel: {name} has a vision tower, and only language models are cut into stages", WITHOUT_PIPELINE
+        )
     try:
         tiny = tiny_model(causal_lm.config, trust_remote_code=trust_remote_code).requires_grad_(False)
         ids = torch.arange(10, 26).view(2, 8)

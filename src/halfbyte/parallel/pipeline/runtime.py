@@ -67,7 +67,7 @@ class Pipeline:
         self.mesh, self.schedule, self.seconds, self.ahead = mesh, schedule, tuple(seconds), ahead
         self.width, self.dtype, self.device, self.spare = width, dtype, device, spare
         self.saved = 0.0  # bytes of a recomputed layer and token, once known
-        self.rank, self.group = mesh.place("pipeline"), mesh.group("pipeline")
+        self.rank, self.group = mesh.coordinate("pipeline"), mesh.group("pipeline")
         self.process_of = [schedule.process_of(stage) for stage in range(schedule.stages)]
 
     @property

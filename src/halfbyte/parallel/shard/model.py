@@ -69,7 +69,7 @@ def shard_model(
 
 
 def _divide_vocabulary(model: nn.Module, mesh: Mesh) -> None:
-    axes = mesh.wide(("shard", "tensor"))
+    axes = mesh.active(("shard", "tensor"))
     if axes and (why := vocabulary_unsupported_reason(model)):
         notice("vocabulary", f"head and embedding stay whole on each GPU: {why}")
     elif axes:

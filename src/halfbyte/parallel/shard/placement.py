@@ -41,7 +41,9 @@ class Placement:
     def wanted(self, mesh: Mesh, rank: int) -> int | None:
         """Which of the pieces a process keeps."""
         other = replace(mesh, rank=rank)
-        return other.place(*self.axes) if self.stages is None or other.place("pipeline") in self.stages else None
+        return (
+            other.coordinate(*self.axes) if self.stages is None or other.coordinate("pipeline") in self.stages else None
+        )
 
     def cut(self, whole: Tensor, ways: int) -> list[Tensor]:
         """All pieces, as FSDP2 cuts a parameter: rows, or of a quantized tensor its bytes; or along `dim`. On the meta
@@ -188,7 +190,7 @@ def hand_out(
             slots[name] = nn.Parameter(described.template(), requires_grad=described.requires_grad)
         elif kept is not held:
             slots[name] = parameter = nn.Parameter(kept, requires_grad=described.requires_grad)
-            if mesh.ways(*chosen.axes) > 1 and described.shape and chosen.dim is None:
+            if mesh.degree(*chosen.axes) > 1 and described.shape and chosen.dim is None:
                 parameter.template = described.template()  # type: ignore[attr-defined]
                 if len(described.shape) == 3:  # where PEFT looks for the shape of a stack of which this is a part
                     parameter.ds_shape = described.shape  # type: ignore[attr-defined]
@@ -217,7 +219,7 @@ def _kept(
     device: torch.device,
 ) -> Any:
     """What this process keeps of a tensor that it holds, or that its owner sends; None: nothing."""
-    ways, owner = mesh.ways(*placement.axes), holders[0]
+    ways, owner = mesh.degree(*placement.axes), holders[0]
     pieces = placement.cut(described.template() if held is None else held, ways)
     wanted = [placement.wanted(mesh, rank) for rank in crew.ranks]
     own = wanted[crew.place]

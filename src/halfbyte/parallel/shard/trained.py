@@ -32,9 +32,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...config import Parallel
-from ..collectives import gathered, scattered_sum
-from ..mesh import TOKENS, Mesh
-from ..reduction import BUCKET, CUT, buckets, clip_gradients, sum_gradients
+from ..collectives import all_gather, reduce_scatter
+from ..mesh import TOKEN_AXES, Mesh
+from ..reduction import BUCKET, SHARDED_ALONG, buckets, clip_gradients, sum_gradients
 
 AXIS = "shard"
 AT_ONCE = 2**29  # bytes of full gradients from which on each backward reduces them
@@ -114,11 +114,11 @@ class ShardedOptimizer(ReplicatedOptimizer):
 
     def __init__(self, mesh: Mesh, parameters: Sequence[nn.Parameter], *, at_once: bool = False, narrow: Narrow = ()):
         super().__init__(mesh, parameters)
-        ways, self.place = mesh.ways(AXIS), mesh.place(AXIS)
+        ways, self.place = mesh.degree(AXIS), mesh.coordinate(AXIS)
         self.widths = [-(-parameter.numel() // ways) for parameter in self.parameters]
         self.slices = [nn.Parameter(self._own(parameter.detach(), at)) for at, parameter in enumerate(self.parameters)]
         for part in self.slices:
-            setattr(part, CUT, (AXIS,))
+            setattr(part, SHARDED_ALONG, (AXIS,))
         self.narrow = self._narrow(narrow)
         self.order: list[int] = []  # indices of the parameters, in the optimizer's order
         # Buckets of the backward, the last layers first; all ranks reduce them in this order.
@@ -167,12 +167,12 @@ class ShardedOptimizer(ReplicatedOptimizer):
     @torch.no_grad()
     def reduce(self, sums: Tensor) -> Tensor:
         here = torch.tensor([parameter.grad is not None for parameter in self.parameters], dtype=torch.uint8)
-        anywhere = self.mesh.max(here, TOKENS).tolist()
+        anywhere = self.mesh.max(here, TOKEN_AXES).tolist()
         found = [at for at, has in enumerate(anywhere) if has]
-        for bucket in self._buckets(self.slices, found, BUCKET // self.mesh.ways(AXIS)):
+        for bucket in self._buckets(self.slices, found, BUCKET // self.mesh.degree(AXIS)):
             self._reduce(bucket)
         self._next = 0
-        return self.mesh.sum(sums.clone(), TOKENS)
+        return self.mesh.sum(sums.clone(), TOKEN_AXES)
 
     def _reduce_complete_buckets(self, _: Tensor) -> None:
         """Hook on gradients: reduce the next buckets in order while they are complete; `reduce` does the rest."""
@@ -188,8 +188,8 @@ class ShardedOptimizer(ReplicatedOptimizer):
         del full  # free its memory before the collective
         for at in bucket:
             self.parameters[at].grad = None
-        own = scattered_sum(flat.view(-1), self.mesh.group(AXIS))
-        self.mesh.sum(own, tuple(axis for axis in TOKENS if axis != AXIS))
+        own = reduce_scatter(flat.view(-1), self.mesh.group(AXIS))
+        self.mesh.sum(own, tuple(axis for axis in TOKEN_AXES if axis != AXIS))
         for at, padded in zip(bucket, own.split([self.widths[at] for at in bucket]), strict=True):
             part, held = padded[: self.slices[at].numel()], self.slices[at].grad
             self.slices[at].grad = part if held is None else held.add_(part)
@@ -246,13 +246,13 @@ class ShardedOptimizer(ReplicatedOptimizer):
         gradient = (
             torch.zeros_like(parameter, dtype=self.slices[at].dtype) if parameter.grad is None else parameter.grad
         )
-        return _padded(gradient.reshape(-1), width * self.mesh.ways(AXIS)).view(-1, width)
+        return _padded(gradient.reshape(-1), width * self.mesh.degree(AXIS)).view(-1, width)
 
     def _gathered(self, parts: Sequence[Tensor], bucket: Sequence[int]) -> list[Tensor]:
         """All-gather the ranks' `parts` to tensors with the shapes of the parameters."""
         widths = [self.widths[at] for at in bucket]
         padded = map(_padded, parts, widths)
-        columns = gathered(torch.cat([*padded]), self.mesh.group(AXIS)).view(-1, sum(widths)).split(widths, dim=1)
+        columns = all_gather(torch.cat([*padded]), self.mesh.group(AXIS)).view(-1, sum(widths)).split(widths, dim=1)
         shapes = [self.parameters[at].shape for at in bucket]
         return [column.reshape(-1)[: shape.numel()].view(shape) for column, shape in zip(columns, shapes, strict=True)]
 

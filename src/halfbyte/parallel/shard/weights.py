@@ -38,9 +38,9 @@ from torch.distributed.fsdp import fully_shard
 
 from ...tensor import BlockShard, QuantizedShard, QuantizedTensor
 from ...utils.hardware import fixed_segments
-from ..collectives import gathered
-from ..mesh import SLICES, Mesh
-from ..peer_memory import Readable, readable
+from ..collectives import all_gather
+from ..mesh import SHARD_AXES, Mesh
+from ..peer_memory import PeerTensors, map_peer_tensors
 from .placement import Placement
 
 # How long a block stays whole: while it computes; from its forward until after its backward; from the first time on.
@@ -148,7 +148,7 @@ class Sharded:
     gathers: Gathers = field(default_factory=Gathers)
     each: list[BlockGather | None] = field(default_factory=list)
     why: str = ""
-    readable: Readable | None = None
+    readable: PeerTensors | None = None
 
     def agreed(self, tensor: Tensor) -> Tensor:
         """`tensor`, in place, as the first process of the group has it: who decides by it must decide alike, since all
@@ -181,7 +181,7 @@ class Sharded:
         """Read the slices of other processes where they are, if all processes of the group can; not those in memory of
         the host, which each copies from there, and a collective gathers."""
         own = [each for each in self.each if each is not None and each.raw.device == each.whole.device]
-        self.readable, self.why = readable([each.raw for each in own], self.group)
+        self.readable, self.why = map_peer_tensors([each.raw for each in own], self.group)
         for at, each in enumerate(own):
             each.slices = self.readable.each[at] if self.readable else None
 
@@ -197,12 +197,12 @@ def shard_blocks(
     Args:
         root: the module that calls the blocks; all of its calls go through `root.__call__`.
         blocks: of `root`, in its order; whole, or with the pieces that loading made (`placement`).
-        mesh: slices are as many as processes along `SLICES`.
+        mesh: slices are as many as processes along `SHARD_AXES`.
         stays: how long each block stays whole.
         on_host: numbers of the blocks whose slices are kept in (pinned) memory of the host, and copied to the device
             for each gather.
     """
-    sharded = Sharded(list(blocks), list(stays), mesh.group(*SLICES))
+    sharded = Sharded(list(blocks), list(stays), mesh.group(*SHARD_AXES))
     options: dict[str, Any] = {"mesh": DeviceMesh.from_group(sharded.group, mesh.kind)}
     for at, (block, stay) in enumerate(zip(blocks, stays, strict=True)):
         sharded.each.append(_leave_slice(block, mesh, sharded.gathers, at in on_host, stay == "always"))
@@ -274,15 +274,15 @@ def _leave_slice(block: nn.Module, mesh: Mesh, gathers: Gathers, on_host: bool, 
     for each in frozen:
         each.put(each.whole)
     own, spans = _joined(raws, mesh)
-    whole = own.new_empty(mesh.ways(*SLICES) * own.numel())
+    whole = own.new_empty(mesh.degree(*SHARD_AXES) * own.numel())
     for each, span in zip(frozen, spans, strict=True):
         each.put(each.view(whole[span]))
     whole.untyped_storage().resize_(0)
     if on_host:
         own = own.cpu() if whole.device.type == "cpu" else own.cpu().pin_memory()
-    shard = BlockShard(own, mesh.ways(*SLICES), whole, stays)
+    shard = BlockShard(own, mesh.degree(*SHARD_AXES), whole, stays)
     block.register_parameter(BYTES, nn.Parameter(shard, requires_grad=False))
-    return BlockGather(own, whole, mesh.group(*SLICES), mesh.place(*SLICES), gathers)
+    return BlockGather(own, whole, mesh.group(*SHARD_AXES), mesh.coordinate(*SHARD_AXES), gathers)
 
 
 def _joined(raws: Sequence[Tensor], mesh: Mesh) -> tuple[Tensor, list[slice]]:
@@ -294,15 +294,17 @@ def _joined(raws: Sequence[Tensor], mesh: Mesh) -> tuple[Tensor, list[slice]]:
     Returns:
         uint8 [n], this process's part of the row of bytes; and where in that row each parameter is.
     """
-    ways, end, spans = mesh.ways(*SLICES), 0, []
+    ways, end, spans = mesh.degree(*SHARD_AXES), 0, []
     for raw in raws:
         spans.append(slice(end, end + ways * raw.numel()))
         end += _up(ways * raw.numel(), ALIGNMENT)
     size = _up(end, ways * ALIGNMENT) // ways
     with fixed_segments(raws[0].device):  # for `peers`
         own = raws[0].new_zeros(size)
-    first = mesh.place(*SLICES) * size
-    columns = gathered(torch.cat(list(raws)), mesh.group(*SLICES)).view(ways, -1).split([len(raw) for raw in raws], 1)
+    first = mesh.coordinate(*SHARD_AXES) * size
+    columns = (
+        all_gather(torch.cat(list(raws)), mesh.group(*SHARD_AXES)).view(ways, -1).split([len(raw) for raw in raws], 1)
+    )
     for span, column in zip(spans, columns, strict=True):  # a device that is full has no room for the row
         begin, end = max(span.start, first), min(span.stop, first + size)
         if begin < end:
@@ -325,10 +327,10 @@ def _sliced(parameter: nn.Parameter, mesh: Mesh) -> tuple[Any, Tensor]:
     if whole is None:
         is_packed = isinstance(piece, QuantizedTensor)
         whole = piece.map(lambda part: part.to("meta")) if is_packed else piece.to("meta")
-        piece = Placement(SLICES).cut(piece, mesh.ways(*SLICES))[mesh.place(*SLICES)]
+        piece = Placement(SHARD_AXES).cut(piece, mesh.degree(*SHARD_AXES))[mesh.coordinate(*SHARD_AXES)]
     if isinstance(piece, QuantizedShard):
         return whole, piece.raw.view(-1)
-    rows = -(-whole.shape[0] // mesh.ways(*SLICES))
+    rows = -(-whole.shape[0] // mesh.degree(*SHARD_AXES))
     raw = torch.zeros(rows * whole[:1].nbytes, dtype=torch.uint8, device=piece.device)
     raw[: piece.nbytes] = piece.contiguous().view(-1).view(torch.uint8)
     return whole, raw
