@@ -173,7 +173,7 @@ def check_sums(model: Any, mesh: Mesh | None = None) -> list[list[int]]:
             else:
                 placement = Placement(SHARD if ".layers." in name else ())
                 ways = mesh.degree(*placement.axes)
-                pieces = [check_sum(piece) for piece in placement.cut(parameter, ways)]
+                pieces = [check_sum(piece) for piece in placement.split(parameter, ways)]
                 found.append(pieces if ways > 1 else pieces * mesh.size)
     return found
 

@@ -38,7 +38,7 @@ from halfbyte.memory.allocators import FIRST_KERNELS, memory_cap
 from halfbyte.modeling.cast_cache import cast_replacements
 from halfbyte.parallel.launch.bandwidth import all_gather_bandwidth
 from halfbyte.parallel.mesh import SINGLE_PROCESS, Mesh, present_mesh
-from halfbyte.parallel.shard.model import shard_model, sharded, trains_alike
+from halfbyte.parallel.shard.model import has_static_gradients, shard_model, sharded
 from halfbyte.parallel.shard.trained import shard_optimizer
 from halfbyte.train.stepper import GraphedStepper
 from halfbyte.utils.hardware import fixed_segments, free_cached_memory
@@ -65,7 +65,7 @@ class Sharded(Training):
 
     def step_slices(self) -> None:
         """Have the optimizer step what the loop's would."""
-        alike = sharded(self.model) is not None and trains_alike(self.model)
+        alike = sharded(self.model) is not None and has_static_gradients(self.model)
         narrow = partial(cast_replacements, self.model, torch.bfloat16)
         self.units = shard_optimizer(self.mesh, self.trained, elementwise=True, alike=alike, narrow=narrow)
         self.units.adopt(self.optimizer)
@@ -82,7 +82,7 @@ class Sharded(Training):
 
     def gathered(self) -> tuple[int, int]:
         share = sharded(self.model)
-        return (0, 0) if share is None else (share.gathers.count, share.gathers.nbytes)
+        return (0, 0) if share is None else (share.stats.count, share.stats.nbytes)
 
 
 def measured(training: Any, mesh: Mesh, tokens: int, together: bool = True, steps: int = 10) -> dict[str, Any]:
@@ -141,14 +141,14 @@ def rate(mesh: Mesh, results: Results, training: Sharded) -> None:
     """A block's gather, copies into place included, beside NCCL's all-gather of as many bytes."""
     share = sharded(training.model)
     assert share is not None
-    block, before = share.blocks[1], share.gathers.nbytes
+    block, before = share.blocks[1], share.stats.nbytes
 
     def gather() -> None:
         block.unshard()
         block.reshard()
 
     gather()
-    size = share.gathers.nbytes - before
+    size = share.stats.nbytes - before
     packed = sum(p.nbytes for p in quantized(block))
     out = torch.empty(size, dtype=torch.uint8, device="cuda")
     own = torch.empty(size // mesh.size, dtype=torch.uint8, device="cuda")
@@ -203,21 +203,21 @@ def with_channels(count: int) -> Callable[[Any], None]:
         options = dist.ProcessGroupNCCL.Options()
         options.config.max_ctas = count
         group = dist.new_group(backend="nccl", pg_options=options)
-        for each in share.each:
-            each.slices, each.group = None, group
+        for each in share.block_gathers:
+            each.peer_shards, each.group = None, group
 
     return use
 
 
 def by_nccl(share: Any) -> None:
-    for each in share.each:
-        each.slices, each.group = None, share.group
+    for each in share.block_gathers:
+        each.peer_shards, each.group = None, share.group
 
 
 def by_handles(share: Any) -> None:
     share.read_peers()
-    if share.why:
-        raise RuntimeError(share.why)
+    if share.fallback_reason:
+        raise RuntimeError(share.fallback_reason)
 
 
 GRAPHED = "2x512 as a graph"
@@ -298,17 +298,17 @@ def keep(share: Any, chosen: Collection[int]) -> None:
 def one_gather(share: Any, mesh: Mesh) -> dict[str, Any]:
     """Of a block: its time on the device beside NCCL's all-gather of as many bytes, FSDP2's on the host; whether its
     bytes are those that NCCL gathers."""
-    gather, block = share.each[1], share.blocks[1]
+    gather, block = share.block_gathers[1], share.blocks[1]
     token = torch.empty(16 * mesh.size, dtype=torch.uint8, device="cuda")
     us = event_us([lambda: gather(token, token, None)], 20)
-    found, slices = gather.whole.clone(), gather.slices
-    gather.slices = None
+    found, slices = gather.full.clone(), gather.peer_shards
+    gather.peer_shards = None
     gather(token, token, None)
-    equal = torch.equal(found, gather.whole)
-    gather.slices = slices
+    equal = torch.equal(found, gather.full)
+    gather.peer_shards = slices
     own = torch.empty(gather.raw.numel(), dtype=torch.uint8, device="cuda")
     nccl = event_us([lambda: dist.all_gather_into_tensor(found, own, group=share.group)], 20)
-    gather.whole.untyped_storage().resize_(0)
+    gather.full.untyped_storage().resize_(0)
     mesh.barrier()
     began = time.perf_counter()
     for _ in range(20):
@@ -360,7 +360,7 @@ def build_sliced(name: str, mesh: Mesh, storage: str = "nf4", device: str = "cud
         if mesh.degree("shard") == 1:
             return stored
         weight = stored.weight.data
-        own = placement.cut(weight, mesh.degree("shard"))[mesh.coordinate("shard")].clone()
+        own = placement.split(weight, mesh.degree("shard"))[mesh.coordinate("shard")].clone()
         parameter: Any = nn.Parameter(own, requires_grad=False)
         empty = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
         parameter.template = QuantizedTensor.quantize(empty, format_)
@@ -451,7 +451,7 @@ def seventy(mesh: Mesh, results: Results) -> None:
     results.add("seventy", planned_gib=plan.total / GIB, capacity_gib=plan.capacity_bytes / GIB, hosted=plan.hosted)
     with memory_cap(device, plan.capacity_bytes - FIRST_KERNELS):  # as a run is
         training = Seventy(sliced, level, plan.hosted, say)
-        results.add("seventy", collective=sharded(training.model).why)  # type: ignore[union-attr]
+        results.add("seventy", collective=sharded(training.model).fallback_reason)  # type: ignore[union-attr]
         say("ready")
         training.step(True)
         say("first step")

@@ -88,7 +88,7 @@ def expected(folder, keys, along=(), ranks=2):
         for name, parameter in named.items():
             if along and re.search(r"\.(layers|h)\.", name) and "vision" not in name:
                 with torch.no_grad():
-                    piece = Placement(along).cut(parameter, ranks)[rank]
+                    piece = Placement(along).split(parameter, ranks)[rank]
                 own[name] = digest(torch.nn.Parameter(piece.clone(), requires_grad=parameter.requires_grad))
         found.append((own, known(model), None))
     return found
@@ -141,7 +141,7 @@ def test_products_come_divided(two, tiny_checkpoint):
         for rank in range(2):
             wanted = digests(model)
             for name, dim in dims.items():
-                piece = Placement(("tensor",), dim=dim).cut(named[name].detach(), 2)[rank]
+                piece = Placement(("tensor",), dim=dim).split(named[name].detach(), 2)[rank]
                 wanted[name] = digest(torch.nn.Parameter(piece, requires_grad=named[name].requires_grad))
                 assert piece.nbytes < named[name].nbytes * 0.6
             assert found[rank][at][0] == wanted, keys

@@ -13,7 +13,7 @@ from halfbyte.config import Parallel
 from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.modeling.layer import causal_lm_of, decoder_layers
 from halfbyte.parallel.pipeline.model import cut_model
-from halfbyte.parallel.shard.model import shard_model, sharded, stays_of
+from halfbyte.parallel.shard.model import residencies_of, shard_model, sharded
 from halfbyte.plan.rank import Frozen, Stage, pipeline_of
 from halfbyte.tensor import BlockShard, QuantizedTensor
 from halfbyte.train.preflight import prepare_run
@@ -53,13 +53,13 @@ def here(parameter):
 def case_holds(mesh, family, kept):
     """Bytes of frozen weights here; and what a micro-batch has gathered, once those that stay are there."""
     model = model_of(family)
-    shard_model(model, mesh, stays_of(LAYERS, kept))
+    shard_model(model, mesh, residencies_of(LAYERS, kept))
     held = sum(here(each) for each in (*frozen_parameters(model), *model.buffers()))
     counted = []
     for _ in range(2):
-        before = sharded(model).gathers.nbytes
+        before = sharded(model).stats.nbytes
         causal_lm_loss(model, batch())[0].backward()
-        counted.append(sharded(model).gathers.nbytes - before)
+        counted.append(sharded(model).stats.nbytes - before)
     return held, counted[1]
 
 

@@ -94,16 +94,16 @@ def case_trains(mesh, levels, stays, family="Llama", lora=None, on_host=(), patc
     if patched == "after":
         halfbyte.patch(model, levels)
     share = sharded(model)
-    for each in share.each if levels == "read" else ():
-        each.slices = list(collectives.all_gather(each.raw.unsqueeze(0), share.group))
+    for each in share.block_gathers if levels == "read" else ():
+        each.peer_shards = list(collectives.all_gather(each.shard.unsqueeze(0), share.group))
     windows, record = micro_batches(3, 2 * mesh.size), []
     with torch.no_grad():
         causal_lm_loss(model, windows[0][0])
-    gathered = [share.gathers.nbytes]
+    gathered = [share.stats.nbytes]
     for window in windows:
         record += train(model, [window], mesh)
-        gathered.append(share.gathers.nbytes)
-    with share.whole():
+        gathered.append(share.stats.nbytes)
+    with share.unsharded():
         after = frozen(model)
     return record, gathered, after
 

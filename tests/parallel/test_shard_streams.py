@@ -46,8 +46,8 @@ def beside(monkeypatch, mesh, blocks, delay):
     for block in blocks:
         seen = {id(p): p for m in block.modules() for p in m._parameters.values() if p is not None}
         frozen = [p for p in seen.values() if not p.requires_grad and p.dim()]
-        cut.append([torch.cat([weights._sliced(p, each)[1] for p in frozen]) for each in (mesh, other)])
-    joined = weights._joined
+        cut.append([torch.cat([weights._template_and_shard(p, each)[1] for p in frozen]) for each in (mesh, other)])
+    joined = weights._concatenated_shard
 
     def both(raws, mesh):
         parts = cut.pop(0)
@@ -62,7 +62,7 @@ def beside(monkeypatch, mesh, blocks, delay):
         for place, part in zip(out.view(2, -1), (own, slices[own.data_ptr()]), strict=True):
             place.copy_(part)
 
-    monkeypatch.setattr(weights, "_joined", both)
+    monkeypatch.setattr(weights, "_concatenated_shard", both)
     monkeypatch.setattr(weights, "_all_gather", gather)
 
 
@@ -123,12 +123,12 @@ def test_layers_read_their_own_bytes(monkeypatch, one_of_two, device, stays, lat
 
     found, held = trained(model, graphed if device == "cuda" else eager, device)
     assert held == (device == "cuda")
-    assert share.gathers.count
+    assert share.stats.count
     for (loss, gradients), (its, theirs) in zip(found, expected, strict=True):
         torch.testing.assert_close(loss, its, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(gradients, theirs, rtol=1e-4, atol=1e-5)
     theirs = dict(plain.named_parameters())
-    with share.whole():
+    with share.unsharded():
         for name, parameter in model.named_parameters():
             if isinstance(parameter.data, QuantizedTensor):
                 assert torch.equal(parameter.data.to_bytes(), theirs[name].data.to_bytes()), name

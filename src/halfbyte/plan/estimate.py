@@ -22,7 +22,7 @@ from ..optim import OPTIMIZERS, trained_parameters
 from ..parallel.pipeline.model import cut_model
 from ..parallel.pipeline.simulation import Seconds
 from ..parallel.reduction import BUCKET
-from ..parallel.shard.model import trains_alike
+from ..parallel.shard.model import has_static_gradients
 from ..parallel.shard.trained import AT_ONCE, TOGETHER, optimizer_shards
 from ..utils.hardware import best_device, free_bytes, segments_grow
 from ..utils.notices import notice
@@ -349,7 +349,7 @@ class _Planner:
     @functools.cached_property
     def _reduces_in_backward(self) -> bool:
         """Return whether gradients are reduce-scattered during each backward, so that each rank stores a shard."""
-        return self.slices > 1 and self.trained.bytes >= AT_ONCE and trains_alike(self.shapes.model)
+        return self.slices > 1 and self.trained.bytes >= AT_ONCE and has_static_gradients(self.shapes.model)
 
     @functools.cached_property
     def _bucket(self) -> int:

@@ -364,7 +364,7 @@ def _own_part(run: PreparedRun, model: Any) -> Stages | None:
     """Leave this process its part of the model; the stages among it, where there are any."""
     stages = None if run.cut is None else run.cut.take(model, run.mesh.coordinate("pipeline"))
     apply_tensor_parallel(model, run.mesh)
-    shard_model(model, run.mesh, kept=run.plan.stays, on_host=run.plan.hosted)
+    shard_model(model, run.mesh, resident=run.plan.stays, on_host=run.plan.hosted)
     return stages
 
 

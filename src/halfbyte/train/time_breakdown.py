@@ -35,7 +35,7 @@ def shares_of(mesh: Mesh, device: torch.device, model: Any, stepper: Stepper) ->
     """Those of a run that is divided so."""
     watched: dict[str, Watched] = {}
     if (share := sharded(model)) is not None:
-        watched[GATHERS] = share.gathers
+        watched[GATHERS] = share.stats
     if stepper.pipeline is not None:
         watched[IDLE] = stepper.pipeline
     return Shares(device if mesh.size > 1 else None, watched)

@@ -134,7 +134,7 @@ def check_device(local: int) -> None:
         raise ConfigError(problem, f"start at most {here} processes on this host (--nproc-per-node)")
 
 
-# --- failures ----------------------------------------------------------------------------------------------------------
+# --- failures ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
