@@ -43,11 +43,10 @@ from halfbyte.modeling.layer import causal_lm_of, decoder_layers
 from halfbyte.modeling.patch import patch
 from halfbyte.optim import trained_parameters
 from halfbyte.parallel.mesh import Mesh, present_mesh
-from halfbyte.parallel.pipeline.model import Stages, elsewhere, layer_seconds
-from halfbyte.parallel.pipeline.partition import cut_layers, stage_seconds
+from halfbyte.parallel.pipeline.model import LocalStages, layer_seconds, remote_filter
+from halfbyte.parallel.pipeline.partition import partition_layers, stage_seconds
 from halfbyte.parallel.pipeline.runtime import Pipeline
-from halfbyte.parallel.pipeline.schedules import Schedule
-from halfbyte.parallel.pipeline.simulation import Seconds, simulate
+from halfbyte.parallel.pipeline.schedules import Schedule, Seconds, simulate
 from halfbyte.parallel.pipeline.stepper import PipelinedStepper
 from halfbyte.parallel.reduction import clip_gradients, sum_gradients
 from halfbyte.train.stepper import Stepper
@@ -113,12 +112,12 @@ def one(mesh: Mesh, whole: Whole, schedule: Schedule, ahead: int, batches: list[
     """A schedule's step, measured and simulated."""
     model, device = whole.model, batches[0]["input_ids"].device
     seconds, head = layer_seconds(model, recomputed=True)
-    parts = cut_layers(schedule, seconds, head)
+    parts = partition_layers(schedule, seconds, head)
     of_stages = stage_seconds(parts, seconds, head)
     width = whole.causal_lm.config.hidden_size
     line = Pipeline(mesh, schedule, of_stages, width=width, dtype=torch.bfloat16, device=device, ahead=ahead)
     set_verified_head(model, Head())
-    stages = Stages(model, parts, line.own)
+    stages = LocalStages(model, parts, line.own)
     around = partial(torch.autocast, device.type, torch.bfloat16)  # as `modeling.adapters.compute_autocast`
 
     def sums(batch: Any) -> dict[str, Tensor]:
@@ -166,9 +165,9 @@ def _watched(mesh: Mesh, line: Pipeline, stepper: Stepper, batches: list[dict[st
     means = {key: sum(values) / len(values) for key, values in every.items()}
     seconds = []
     for stage in range(line.schedule.stages):
-        again = means[("again", stage)] if line.ahead else 0.0
+        again = means[("recompute", stage)] if line.ahead else 0.0
         seconds.append(Seconds(means[("F", stage)], again + means[("B", stage)], again))
-    simulated = simulate(line.schedule.orders(len(batches)), seconds, ahead=line.ahead > 0)
+    simulated = simulate(line.schedule.actions(len(batches)), seconds, ahead=line.ahead > 0)
     return {
         "idle": 1 - sum(mesh.gather(busy)) / (took * mesh.size),
         "simulated_idle": simulated.idle,
@@ -204,13 +203,13 @@ def seventy(mesh: Mesh, results: Results) -> None:
     results.add("seventy", planned_gib=plan.total / 2**30, capacity_gib=plan.capacity_bytes / 2**30, free=free)
     seconds, head = layer_seconds(model, recomputed=True)
     schedule = Schedule("1f1b", mesh.size, 1)
-    parts = cut_layers(schedule, seconds, head)
+    parts = partition_layers(schedule, seconds, head)
     own, format_ = schedule.stages_of(mesh.coordinate("pipeline")), named("nf4")
     torch.manual_seed(0)
-    fill(model, "cuda", lambda linear: QuantizedLinear.from_linear(linear, format_), elsewhere(model, parts, own))
+    fill(model, "cuda", lambda linear: QuantizedLinear.from_linear(linear, format_), remote_filter(model, parts, own))
     model = add_adapter(model, run_config(name)).train()
     set_verified_head(model, Head())
-    stages = Stages(model, parts, own)
+    stages = LocalStages(model, parts, own)
     gc.collect()
     torch.cuda.empty_cache()
     patch(model, level)

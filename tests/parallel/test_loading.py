@@ -435,5 +435,5 @@ def test_what_does_not_load_by_entries_is_loaded_whole(axis, two, tiny_checkpoin
         found = two.run(case, str(folder), keys, along, layout={axis: 2})
         for rank, wanted in enumerate(expected(str(folder), keys, along)):
             assert found[rank][:2] == wanted[:2]
-            assert f"loads {folder}" in found[rank][2]
+            assert str(folder) in found[rank][2]
             assert why in found[rank][2]

@@ -17,11 +17,10 @@ from halfbyte.modeling.patch import patch
 from halfbyte.optim import trained_parameters
 from halfbyte.parallel.mesh import SINGLE_PROCESS
 from halfbyte.parallel.pipeline import runtime as pipelines
-from halfbyte.parallel.pipeline.model import Cut, Stages, check_stages, check_trained, layer_seconds
-from halfbyte.parallel.pipeline.partition import cut_layers, stage_seconds
+from halfbyte.parallel.pipeline.model import LocalStages, PipelinePartition, check_stages, check_trained, layer_seconds
+from halfbyte.parallel.pipeline.partition import partition_layers, stage_seconds
 from halfbyte.parallel.pipeline.runtime import Pipeline
-from halfbyte.parallel.pipeline.schedules import Schedule
-from halfbyte.parallel.pipeline.simulation import Seconds
+from halfbyte.parallel.pipeline.schedules import Schedule, Seconds
 from halfbyte.parallel.pipeline.stepper import PipelinedStepper
 from halfbyte.parallel.reduction import clip_gradients, sum_gradients
 from halfbyte.train.stepper import Stepper
@@ -102,13 +101,13 @@ def in_stages(mesh, name, chunks, family, keys, layers, window, activations, ahe
     model = model_of(family, layers, **keys)
     schedule = Schedule(name, mesh.degree("pipeline"), chunks)
     seconds, end = layer_seconds(model, recomputed=activations is not None)
-    parts = cut_layers(schedule, seconds, end)
+    parts = partition_layers(schedule, seconds, end)
     assert bool(parts[-1]) == (keys.get("vocab_size") != HEAVY)
     head = check_stages(model, head_alone=not parts[-1])
     how = {"width": SHAPE["hidden_size"], "dtype": torch.float32, "device": torch.device("cpu"), "ahead": ahead}
     pipeline = Pipeline(mesh, schedule, stage_seconds(parts, seconds, end), **how)
     set_verified_head(model, head)
-    stages = Stages(model, parts, pipeline.own)
+    stages = LocalStages(model, parts, pipeline.own)
     if activations is not None:
         patch(model, activations)
     stepper = PipelinedStepper(
@@ -277,7 +276,7 @@ def test_what_is_no_pipeline():
         })))  # fmt: skip
     model = model_of("Qwen3", 4, tie_word_embeddings=True)
     schedule = Schedule("1f1b", 2, 1)
-    cut = Cut(schedule, (range(2), range(2, 4)), (Seconds(1, 1), Seconds(1, 1)), Head())
+    cut = PipelinePartition(schedule, (range(2), range(2, 4)), (Seconds(1, 1), Seconds(1, 1)), Head())
     check_trained(model, cut)
     model.get_input_embeddings().weight.requires_grad_(True)
     with pytest.raises(ModelError):

@@ -12,7 +12,7 @@ from halfbyte.cli.check import check_run
 from halfbyte.config import Parallel
 from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.modeling.layer import causal_lm_of, decoder_layers
-from halfbyte.parallel.pipeline.model import cut_model
+from halfbyte.parallel.pipeline.model import partition_model
 from halfbyte.parallel.shard.model import residencies_of, shard_model, sharded
 from halfbyte.plan.rank import Frozen, Stage, pipeline_of
 from halfbyte.tensor import BlockShard, QuantizedTensor
@@ -93,7 +93,7 @@ def frozen_buffers(family):
 def test_stages_are_those_that_are_cut(name):
     """Every layer is one process's, and bytes of all processes are the model's, with a tied embedding twice."""
     model = model_of("Gemma2")
-    cut = cut_model(model, name, 2, 4, recomputed=True)
+    cut = partition_model(model, name, 2, 4, recomputed=True)
     found = pipeline_of(cut, list(cut.seconds[:1]) * LAYERS, cut.seconds[-1], 4)
     assert pipeline_of(cut, list(cut.seconds[:1]) * LAYERS, cut.seconds[-1], 4, ahead=True).idle < found.idle
     assert sorted(index for stage in found.stages for index in stage.layers) == list(range(LAYERS))
@@ -105,7 +105,7 @@ def test_stages_are_those_that_are_cut(name):
     assert found.stages[0].in_flight >= found.stages[1].in_flight >= 1
     named = [(name, each) for name, each in causal_lm_of(model).named_parameters() if not each.requires_grad]
     for process, stage in enumerate(found.stages):
-        elsewhere = cut.elsewhere(model, process)
+        elsewhere = cut.remote_filter(model, process)
         own = sum(each.nbytes for name, each in named if not elsewhere(name))
         assert frozen.share(stage, Parallel(pipeline=2)) == pytest.approx(own, rel=0.02)
 

@@ -5,13 +5,12 @@ from random import Random
 
 import pytest
 
-from halfbyte.parallel.pipeline.partition import chosen, cut_layers, stage_seconds
-from halfbyte.parallel.pipeline.schedules import Schedule
-from halfbyte.parallel.pipeline.simulation import Action, Seconds, programs, simulate
+from halfbyte.parallel.pipeline.partition import choose_schedule, partition_layers, stage_seconds
+from halfbyte.parallel.pipeline.schedules import Action, Schedule, Seconds, add_messages, simulate
 from halfbyte.utils.errors import ConfigError
 
 KINDS = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-v", 2), ("zb-1p", 2))
-LAYER, HEAD = Seconds(1, 2, again=1, weights=0.03), Seconds(4.8, 0)
+LAYER, HEAD = Seconds(1, 2, recompute=1, weights=0.03), Seconds(4.8, 0)
 # Seconds of a stage, whether it recomputes ahead → idle percent of `KINDS`, 4 processes and 16 micro-batches
 TABLE = {
     "everything trained": (Seconds(1, 1, weights=1), False, (15.8, 8.6, 4.5, 3.0, 3.0)),
@@ -23,7 +22,7 @@ TABLE = {
 
 def idle(name, chunks, seconds, ahead, ranks=4, batches=16):
     schedule = Schedule(name, ranks, chunks)
-    return 100 * simulate(schedule.orders(batches), [seconds] * schedule.stages, ahead=ahead).idle
+    return 100 * simulate(schedule.actions(batches), [seconds] * schedule.stages, ahead=ahead).idle
 
 
 @pytest.mark.parametrize("row", TABLE)
@@ -44,7 +43,7 @@ def test_the_idle_time_of_1f1b_is_the_known_one():
 @pytest.mark.parametrize(("ranks", "batches"), [(2, 4), (4, 8)])
 def test_every_stage_computes_every_micro_batch_once(name, chunks, ranks, batches):
     schedule = Schedule(name, ranks, chunks)
-    orders = schedule.orders(batches)
+    orders = schedule.actions(batches)
     done = [action for order in orders for action in order]
     each = [(stage, batch) for stage in range(schedule.stages) for batch in range(batches)]
     assert sorted((a.stage, a.batch) for a in done if a.kind == "F") == each
@@ -55,7 +54,7 @@ def test_every_stage_computes_every_micro_batch_once(name, chunks, ranks, batche
 
 def some_seconds(random, schedule):
     """A stage may take six times as long as another."""
-    return [Seconds(random.uniform(0.5, 3), backward := random.uniform(0.5, 3), again=backward / 2)
+    return [Seconds(random.uniform(0.5, 3), backward := random.uniform(0.5, 3), recompute=backward / 2)
             for _ in range(schedule.stages)]  # fmt: skip
 
 
@@ -67,7 +66,7 @@ def test_messages_wait_for_nobody_in_a_circle(name, chunks, ranks):
     random, schedule = Random(ranks), Schedule(name, ranks, chunks)
     between = sum(one != other for one, other in pairwise(owners(schedule)))
     for ahead in (False, True) * 3:
-        programs_ = programs(schedule.orders(2 * ranks), some_seconds(random, schedule), ahead=ahead)
+        programs_ = add_messages(schedule.actions(2 * ranks), some_seconds(random, schedule), ahead=ahead)
         lines = [[action for action in line if " " in action.kind] for line in programs_]
         assert sum(map(len, lines)) == 2 * 2 * 2 * ranks * between
         while any(lines):
@@ -92,9 +91,9 @@ def test_one_stream_for_both_directions_of_a_pair_loses_nothing(name, chunks, ra
     a message when both have come to it; computing waits for what it takes alone. However far the seconds are from
     those that programs were made with, the step takes as long as if every message went at once."""
     random, schedule = Random(ranks), Schedule(name, ranks, chunks)
-    orders = schedule.orders(2 * ranks)
+    orders = schedule.actions(2 * ranks)
     for ahead in (False, True) * 3:
-        lines = programs(orders, some_seconds(random, schedule), ahead=ahead)
+        lines = add_messages(orders, some_seconds(random, schedule), ahead=ahead)
         actual = some_seconds(random, schedule)
         assert step_seconds(lines, actual, owners(schedule), ahead) == simulate(orders, actual, ahead=ahead).seconds
 
@@ -138,7 +137,7 @@ def step_seconds(lines, seconds, owner, ahead):
 
 
 def owners(schedule):
-    return [schedule.process_of(stage) for stage in range(schedule.stages)]
+    return [schedule.rank_of(stage) for stage in range(schedule.stages)]
 
 
 def test_an_interleaved_order_where_processes_wait_for_each_other_is_found():
@@ -149,13 +148,16 @@ def test_an_interleaved_order_where_processes_wait_for_each_other_is_found():
 def test_layers_are_cut_by_seconds():
     """Head and loss of an 8B weigh several layers: the last stage has fewer; nothing is left out."""
     layers = [LAYER] * 32
-    assert [len(part) for part in cut_layers(Schedule("1f1b", 2, 1), layers, Seconds(0, 0))] == [16, 16]
-    assert [len(part) for part in cut_layers(Schedule("1f1b", 2, 1), layers, Seconds(4 * LAYER.total, 0))] == [18, 14]
+    assert [len(part) for part in partition_layers(Schedule("1f1b", 2, 1), layers, Seconds(0, 0))] == [16, 16]
+    assert [len(part) for part in partition_layers(Schedule("1f1b", 2, 1), layers, Seconds(4 * LAYER.total, 0))] == [
+        18,
+        14,
+    ]
     slow = [Seconds(4, 8), *[Seconds(1, 2)] * 8]
-    assert [len(part) for part in cut_layers(Schedule("1f1b", 2, 1), slow, Seconds(0, 0))] == [3, 6]
+    assert [len(part) for part in partition_layers(Schedule("1f1b", 2, 1), slow, Seconds(0, 0))] == [3, 6]
     for name, chunks in KINDS:
         schedule = Schedule(name, 4, chunks)
-        parts = cut_layers(schedule, layers, HEAD)
+        parts = partition_layers(schedule, layers, HEAD)
         assert [index for part in parts for index in part] == list(range(32))
         assert len(parts) == schedule.stages
         seconds = stage_seconds(parts, layers, HEAD)
@@ -170,7 +172,7 @@ def test_cuts_of_random_shapes():
         (name, chunks), ranks = random.choice(KINDS), random.choice((2, 3, 4))
         layers = [Seconds(random.uniform(0.5, 2), 2) for _ in range(ranks * chunks + random.randrange(8))]
         head = Seconds(random.choice((0, 1, 8, 30)), 0)
-        parts = cut_layers(Schedule(name, ranks, chunks), layers, head)
+        parts = partition_layers(Schedule(name, ranks, chunks), layers, head)
         assert [index for part in parts for index in part] == list(range(len(layers)))
         assert all(parts[:-1])
         seconds = stage_seconds(parts, layers, head)
@@ -185,12 +187,12 @@ def test_cuts_of_random_shapes():
 
 def test_auto_takes_what_ends_first():
     layers = [LAYER] * 32
-    schedule, parts = chosen("auto", 4, layers, HEAD, 16)
+    schedule, parts = choose_schedule("auto", 4, layers, HEAD, 16)
     assert (schedule.name, len(parts)) == ("interleaved", schedule.stages)
-    assert chosen("1f1b", 4, layers, HEAD, 16)[0] == Schedule("1f1b", 4, 1)
-    assert chosen("interleaved", 4, layers[:8], HEAD, 16)[0].chunks == 2
-    assert chosen("auto", 4, layers[:4], Seconds(0, 0), 16)[0] == Schedule("1f1b", 4, 1)  # a layer each
-    assert chosen("auto", 2, layers, HEAD, 1)[0].name == "interleaved"  # 1f1b wants one for each process
+    assert choose_schedule("1f1b", 4, layers, HEAD, 16)[0] == Schedule("1f1b", 4, 1)
+    assert choose_schedule("interleaved", 4, layers[:8], HEAD, 16)[0].chunks == 2
+    assert choose_schedule("auto", 4, layers[:4], Seconds(0, 0), 16)[0] == Schedule("1f1b", 4, 1)  # a layer each
+    assert choose_schedule("auto", 2, layers, HEAD, 1)[0].name == "interleaved"  # 1f1b wants one for each process
 
 
 @pytest.mark.parametrize(
@@ -204,11 +206,11 @@ def test_auto_takes_what_ends_first():
 )
 def test_what_no_schedule_takes(name, ranks, layers, batches, said):
     with pytest.raises(ConfigError, match=said) as raised:
-        chosen(name, ranks, [LAYER] * layers, HEAD, batches)
+        choose_schedule(name, ranks, [LAYER] * layers, HEAD, batches)
     assert raised.value.fix
 
 
 def test_the_next_number_of_micro_batches():
     schedule = Schedule("interleaved", 4, 2)
-    assert [schedule.at_least(number) for number in (1, 4, 8, 9)] == [1, 4, 8, 10]
-    assert Schedule("1f1b", 4, 1).at_least(1) == 4
+    assert [schedule.next_accepted(number) for number in (1, 4, 8, 9)] == [1, 4, 8, 10]
+    assert Schedule("1f1b", 4, 1).next_accepted(1) == 4

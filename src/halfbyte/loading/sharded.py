@@ -95,7 +95,7 @@ def load_together(place: Origin, config: Any, share: ModelShare, device: torch.d
     why = "" if safetensors_files(folder) else "it has no safetensors files"
     if not why:
         ranks = len(local.ranks)
-        make = functools.partial(_load_own_entries, place, folder, config, local.place, ranks, load, device)
+        make = functools.partial(_load_own_entries, place, folder, config, local.index, ranks, load, device)
         model, why = _gather_results(mesh, make)
     if not why:
         read = gather_loaded(model, mesh, local)

@@ -1,19 +1,19 @@
 """Which runs each axis of parallelism supports: every requirement, the key to change, and the fix.
 
-All functions return a `Reason`, or None when the layout is supported. They read keys and numbers of a model's config, so
-a layout is refused before torch is imported. What only the model's modules show is checked where the axis is applied:
+All functions return a `Reason`, or None when the layout is supported. They read keys and numbers of a model's config,
+so a layout is refused before torch is imported. Requirements of modules are checked where the axis is applied:
 `tensor.model.check_tensor_parallel`, `context.model.check_context_parallel` and `pipeline.model.check_stages`.
 
-axis      requires of the layout   of the method          of the keys                           of the model
-data      -                        one process for gkd,   -                                     -
+axis      requires of the layout   of the method          of the keys                     of the model
+data      -                        one process for gkd,   -                               -
                                    grpo and rloo
-shard     -                        sft or a comparison    -                                     decoder layers
-tensor    no pipeline              sft                    no router loss, recipe: bf16,         heads, key heads and channels
-                                                          an elementwise optimizer              divisible by the degree
-context   no pipeline              sft                    no router loss                        attention layers only; as many
-                                                                                                heads; documents by positions
-pipeline  only data and shard      sft                    no router loss, adapters only,        a tiny model's stages equal the
-                                                          no modules_to_save                    model; documents by positions
+shard     -                        sft or a comparison    -                               decoder layers
+tensor    no pipeline              sft                    no router loss, recipe: bf16,   heads, key heads and channels
+                                                          an elementwise optimizer        divisible by the degree
+context   no pipeline              sft                    no router loss                  attention layers only; enough
+                                                                                          heads; documents by positions
+pipeline  only data and shard      sft                    no router loss, adapters only,  a tiny model's stages equal the
+                                                          no modules_to_save              model; documents by positions
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def unsupported_layout(layout: Parallel) -> Reason | None:
 
 
 def _unsupported_method(layout: Parallel, method: str) -> Reason | None:
-    """Return why the method cannot have this layout. Losses that compare answers need full sequences on each process."""
+    """Return why the method cannot have this layout. Comparing losses need full sequences on each process."""
     if method == "sft" or layout.size == 1:
         return None
     if method in SAMPLING:

@@ -19,8 +19,8 @@ from ..memory import allocators
 from ..memory.activations import Batches, Shape
 from ..modeling.packed_forwards import MIN_LENGTH_RATIO
 from ..optim import OPTIMIZERS, trained_parameters
-from ..parallel.pipeline.model import cut_model
-from ..parallel.pipeline.simulation import Seconds
+from ..parallel.pipeline.model import partition_model
+from ..parallel.pipeline.schedules import Seconds
 from ..parallel.reduction import BUCKET
 from ..parallel.shard.model import has_static_gradients
 from ..parallel.shard.trained import AT_ONCE, TOGETHER, optimizer_shards
@@ -457,7 +457,7 @@ class _Planner:
             again = self.usual.extra_seconds(self.asked or "checkpoint") if recomputed else 0.0
             layer = Seconds(self.usual.forward_seconds, self.usual.backward_seconds + again, again)
             head = Seconds(head_seconds(self.usual, self.vocabulary), 0.0)
-        cut = cut_model(self.shapes.causal_lm, self.config.pipeline_schedule, ranks, window, recomputed)
+        cut = partition_model(self.shapes.causal_lm, self.config.pipeline_schedule, ranks, window, recomputed)
         ahead = self.layout.shard == 1  # as in `train.pipeline_run`
         return pipeline_of(cut, [layer] * self.depth, head, window, ahead=ahead)
 

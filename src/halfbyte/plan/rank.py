@@ -28,9 +28,9 @@ from torch import nn
 from ..config import Parallel
 from ..modeling.config_facts import max_layer_sizes
 from ..modeling.layer import causal_lm_of
-from ..parallel.pipeline.model import Cut
+from ..parallel.pipeline.model import PipelinePartition
 from ..parallel.pipeline.partition import stage_seconds
-from ..parallel.pipeline.simulation import Seconds, simulate
+from ..parallel.pipeline.schedules import Seconds, simulate
 from ..tensor import ALIGNMENT
 from .costs import KEEPS_STREAM, Gathers, LayerCost
 
@@ -73,7 +73,7 @@ class Pipeline:
 
 
 def pipeline_of(
-    cut: Cut | None, layers: Sequence[Seconds], head: Seconds, window: int, *, ahead: bool = False
+    cut: PipelinePartition | None, layers: Sequence[Seconds], head: Seconds, window: int, *, ahead: bool = False
 ) -> Pipeline:
     """Simulate the pipeline schedule of a partition; without one (None), a single rank holds all layers.
 
@@ -87,12 +87,12 @@ def pipeline_of(
         return Pipeline((Stage(tuple(range(len(layers)))),))
     schedule = cut.schedule
     seconds = stage_seconds(cut.parts, layers, head)
-    simulated = simulate(schedule.orders(window), seconds, ahead=ahead)
+    simulated = simulate(schedule.actions(window), seconds, ahead=ahead)
     stages = []
     for process in range(schedule.ranks):
         own = schedule.stages_of(process)
         indices = tuple(index for stage in own for index in cut.parts[stage])
-        held = simulated.held[process] / schedule.chunks
+        held = simulated.in_flight[process] / schedule.chunks
         stages.append(Stage(indices, held, has_embedding=0 in own, has_head=schedule.stages - 1 in own))
     return Pipeline(tuple(stages), simulated.idle)
 

@@ -186,8 +186,8 @@ class TrainingLoop:
         split = self.pipeline_state
         if checkpoint is not None:
             with full_parameters(self.trained):
-                load_weights(self.model, checkpoint, split.stages.elsewhere if split else None)
-            checkpoints.load_scaling(checkpoint, self.scaling, split.own_scaling if split else dict)
+                load_weights(self.model, checkpoint, split.stages.is_remote if split else None)
+            checkpoints.load_scaling(checkpoint, self.scaling, split.local_scaling if split else dict)
             state = checkpoints.read_state(checkpoint)
             if self.rollouts is not None:
                 self.rollouts.load(checkpoint)
@@ -201,7 +201,7 @@ class TrainingLoop:
         warmup = self.args.get_warmup_steps(steps)
         self.schedule = get_scheduler(self.config.lr_scheduler_type, self.optimizer, warmup, steps)
         if checkpoint is not None:
-            own = partial(split.own_part, self.optimizer) if split else self.units.local_state
+            own = partial(split.local_optimizer_state, self.optimizer) if split else self.units.local_state
             with full_parameters(self.trained, self.optimizer):
                 load_optimizer(checkpoint, self.optimizer, self.schedule, self.scaler, own)
         by_steps = self.config.max_steps > 0
@@ -410,7 +410,7 @@ class TrainingLoop:
         with full_parameters(self.trained, self.optimizer):
             split = self.pipeline_state
             weights = split.weights() if split else None
-            optimizer = (split.optimizer if split else self.units.full_state)(self.optimizer)
+            optimizer = (split.optimizer_state if split else self.units.full_state)(self.optimizer)
             scaling = scaling_state(self.scaling, split)
             with self.units.full():
                 if self.mesh.is_main:

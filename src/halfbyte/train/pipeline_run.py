@@ -20,7 +20,7 @@ from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.modeling.patch import PatchReport, patch
 from halfbyte.modeling.projections import configured_recipe
 from halfbyte.ops.fp8_scaling import DelayedScaling
-from halfbyte.parallel.pipeline.model import Cut, Stages
+from halfbyte.parallel.pipeline.model import LocalStages, PipelinePartition
 from halfbyte.parallel.pipeline.runtime import Pipeline
 from halfbyte.reading.tensors import ADAPTER, read_tensors
 from halfbyte.utils.errors import TrainingError
@@ -51,14 +51,14 @@ class Ready:
 
 
 def pipelined_stepper(
-    run: PreparedRun, model: Any, stages: Stages, sums: Sums, scaler: torch.amp.GradScaler | None
+    run: PreparedRun, model: Any, stages: LocalStages, sums: Sums, scaler: torch.amp.GradScaler | None
 ) -> PipelinedStepper:
     """Return the stepper that runs the micro-batches of a run through the stages of its model."""
     assert run.cut is not None
     device = run.machine.device
     width = stages.causal_lm.config.get_text_config().hidden_size
     how: dict[str, Any] = {"width": width, "dtype": stages.dtype, "device": device}
-    how["ahead"] = 0 if run.mesh.degree("shard") > 1 else len(stages.all)  # slices are gathered for a gradient alone
+    how["ahead"] = 0 if run.mesh.degree("shard") > 1 else len(stages.layers)  # slices are gathered for a gradient alone
     if device.type == "cuda":
         how["spare"] = max(run.plan.capacity_bytes - run.plan.total, 0)
     pipeline = Pipeline(run.mesh, run.cut.schedule, run.cut.seconds, **how)
@@ -78,7 +78,7 @@ def first_losses(stepper: PipelinedStepper, ids: Tensor, around: Callable[[], An
         return torch.stack([loss_sum / count, F.cross_entropy(logits[0, :-1], ids[0, 1:])])
 
     model.eval()
-    loss, reference = stepper.through([{"input_ids": ids, "labels": ids}], read, 2)[0].tolist()
+    loss, reference = stepper.map_last_stage([{"input_ids": ids, "labels": ids}], read, 2)[0].tolist()
     return loss, reference
 
 
@@ -121,7 +121,7 @@ def answer(
         open_ = [index for index in open_ if len(texts[index]) < limit]
         if not open_:
             break
-        found = stepper.through([_padded(texts[index], device) for index in open_], read, 1)
+        found = stepper.map_last_stage([_padded(texts[index], device) for index in open_], read, 1)
         for index, token in zip(open_, found[:, 0].long().tolist(), strict=True):
             texts[index].append(token)
         open_ = [index for index in open_ if texts[index][-1] not in stops]
@@ -135,7 +135,7 @@ def _padded(ids: list[int], device: torch.device) -> dict[str, Any]:
     return {"input_ids": row, "last": len(ids) - 1}
 
 
-def adapter_file(stages: Stages, folder: Path) -> dict[str, Any]:
+def adapter_file(stages: LocalStages, folder: Path) -> dict[str, Any]:
     """Compare the saved tensors of this process's adapters with those in memory, bit by bit.
 
     Raises:
@@ -148,7 +148,7 @@ def adapter_file(stages: Stages, folder: Path) -> dict[str, Any]:
     return {"tensors": len(own), "equal": True}
 
 
-def stage_levels(levels: Sequence[str], cut: Cut, rank: int) -> list[str]:
+def stage_levels(levels: Sequence[str], cut: PipelinePartition, rank: int) -> list[str]:
     """Of the levels of all layers, those of the layers that a process has."""
     here = sorted(index for stage in cut.schedule.stages_of(rank) for index in cut.parts[stage])
     return [levels[index] for index in here] if levels else []

@@ -31,7 +31,7 @@ from halfbyte.modeling.tiny_model import check_positions
 from halfbyte.optim import OPTIMIZERS
 from halfbyte.parallel.context.model import check_context_parallel
 from halfbyte.parallel.mesh import DATA_AXES, SINGLE_PROCESS, Mesh
-from halfbyte.parallel.pipeline.model import Cut, check_trained, cut_model
+from halfbyte.parallel.pipeline.model import PipelinePartition, check_trained, partition_model
 from halfbyte.parallel.shard.trained import optimizer_shards
 from halfbyte.plan.advice import check_fits
 from halfbyte.plan.cards import Card, card_of
@@ -104,7 +104,7 @@ class PreparedRun:
     plan: MemoryPlan
     arguments: TrainingArguments
     prompts: list[samples.Prompt]
-    cut: Cut | None = None
+    cut: PipelinePartition | None = None
 
     @property
     def size(self) -> dict[str, Any]:
@@ -250,7 +250,7 @@ def _dealt(layout: Parallel) -> int:
     return Mesh(layout=layout).degree(*DATA_AXES)
 
 
-def _cut(config: RunConfig, layout: Parallel, shapes: ModelShapes, plan: MemoryPlan) -> Cut | None:
+def _cut(config: RunConfig, layout: Parallel, shapes: ModelShapes, plan: MemoryPlan) -> PipelinePartition | None:
     """Where the model of a run is cut; None where it is not.
 
     Raises:
@@ -260,7 +260,7 @@ def _cut(config: RunConfig, layout: Parallel, shapes: ModelShapes, plan: MemoryP
     if ranks == 1:
         return None
     how = config.gradient_accumulation_steps, plan.activation_checkpointing, config.trust_remote_code
-    cut = cut_model(shapes.causal_lm, config.pipeline_schedule, ranks, *how)
+    cut = partition_model(shapes.causal_lm, config.pipeline_schedule, ranks, *how)
     check_trained(shapes.model, cut)
     return cut
 

@@ -40,7 +40,7 @@ from halfbyte.optim import trained_parameters
 from halfbyte.parallel.context.model import context_parallel
 from halfbyte.parallel.launch.launcher import notice_idle_gpus
 from halfbyte.parallel.mesh import SHARD_AXES, present_mesh
-from halfbyte.parallel.pipeline.model import Stages
+from halfbyte.parallel.pipeline.model import LocalStages
 from halfbyte.parallel.shard.model import shard_model
 from halfbyte.parallel.tensor.layers import full_parameters
 from halfbyte.parallel.tensor.model import apply_tensor_parallel
@@ -343,7 +343,7 @@ def _trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
         slices = run.mesh.active(SHARD_AXES) if run.mesh.layout.slices > 1 else ()
         products = run.mesh.active(("tensor",))
         how["along"] = () if slices and products else slices or products  # what is cut twice is loaded whole
-        how["elsewhere"] = run.cut.elsewhere if run.cut else None
+        how["elsewhere"] = run.cut.remote_filter if run.cut else None
     model = load_model(run.files, storage, dtype=run.machine.weights_dtype, experts_on_host=run.plan.offloaded, **how)
     if run.plan.offloaded:
         offload_experts([*decoder_layers(model)[1]], run.plan.offloaded, device)
@@ -360,9 +360,9 @@ def _trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
     return model
 
 
-def _own_part(run: PreparedRun, model: Any) -> Stages | None:
+def _own_part(run: PreparedRun, model: Any) -> LocalStages | None:
     """Leave this process its part of the model; the stages among it, where there are any."""
-    stages = None if run.cut is None else run.cut.take(model, run.mesh.coordinate("pipeline"))
+    stages = None if run.cut is None else run.cut.local_stages(model, run.mesh.coordinate("pipeline"))
     apply_tensor_parallel(model, run.mesh)
     shard_model(model, run.mesh, resident=run.plan.stays, on_host=run.plan.hosted)
     return stages

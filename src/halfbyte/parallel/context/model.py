@@ -171,8 +171,8 @@ def check_context_parallel(
     except (TypeError, AttributeError) as error:  # a forward that does not pass keyword arguments to its layers
         raise ConfigError(f"{prefix}{error}", WITHOUT_CONTEXT) from error
     own = slice(mesh.coordinate(CONTEXT) * PROBE_TOKENS, (mesh.coordinate(CONTEXT) + 1) * PROBE_TOKENS)
-    error = max(_distance(found, expected[:, own]) for found, expected in zip(slices, full, strict=True))
-    if not mesh.max(error) <= TOLERANCE:
+    largest = max(_distance(found, expected[:, own]) for found, expected in zip(slices, full, strict=True))
+    if not mesh.max(largest) <= TOLERANCE:
         raise ConfigError(f"{prefix}its layers mix tokens outside attention", WITHOUT_CONTEXT)
 
 

@@ -276,8 +276,8 @@ def _shard_block(block: nn.Module, mesh: Mesh, stats: GatherStats, on_host: bool
     full.untyped_storage().resize_(0)
     if on_host:
         own = own.cpu() if full.device.type == "cpu" else own.cpu().pin_memory()
-    parameter = BlockShard(own, mesh.degree(*SHARD_AXES), full, resident)
-    block.register_parameter(BYTES, nn.Parameter(parameter, requires_grad=False))
+    block_shard = BlockShard(own, mesh.degree(*SHARD_AXES), full, resident)
+    block.register_parameter(BYTES, nn.Parameter(block_shard, requires_grad=False))
     return BlockGather(own, full, mesh.group(*SHARD_AXES), mesh.coordinate(*SHARD_AXES), stats)
 
 
