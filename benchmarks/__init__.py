@@ -1,5 +1,5 @@
 """Measurements: each module is a command (`python -m benchmarks.NAME`) that prints a table and can write JSON."""
 
-from halfbyte.utils.hardware import let_segments_grow
+from halfbyte.utils.hardware import enable_expandable_segments
 
-let_segments_grow()  # as the command line does
+enable_expandable_segments()  # as the command line does

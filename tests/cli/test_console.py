@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rich.table import Table
 from rich.text import Text
 
-from halfbyte.utils.console import Console, coloured
+from halfbyte.utils.console import Console, has_colours
 from halfbyte.utils.streams import ENCODING_ERRORS
 from halfbyte.utils.text import one_line, visible
 
@@ -68,15 +68,15 @@ def test_a_reader_that_left(capsys):
 def test_where_there_are_colours(terminal, colours, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", terminal)
-    assert coloured(Console(force_terminal=True, _environ=os.environ)) is colours
+    assert has_colours(Console(force_terminal=True, _environ=os.environ)) is colours
     monkeypatch.setenv("NO_COLOR", "1")
-    assert not coloured(Console(force_terminal=True, _environ=os.environ))
+    assert not has_colours(Console(force_terminal=True, _environ=os.environ))
 
 
 OTHERS = """
 import logging, os, sys, warnings
-from halfbyte.utils.streams import settle_streams
-settle_streams(everything=bool(int(sys.argv[1])))
+from halfbyte.utils.streams import configure_streams
+configure_streams(everything=bool(int(sys.argv[1])))
 logging.getLogger("bitsandbytes").warning("theirs")
 logging.getLogger("halfbyte.x").warning("ours \\x1b[31m")
 warnings.warn("theirs, too")

@@ -117,7 +117,7 @@ def test_room_beside_graphs_is_planned_and_not_compared():
     """torch's allocator does not count what a pool of graphs leaves unused."""
     console = plain()
     graphs = {**PLAN, "graphs": 2 * GIB, "total": PLAN["total"] + 2 * GIB}
-    assert terminal.compared(graphs, {"peak_bytes": 8 * GIB}) == (PLAN["total"], 8 * GIB)
+    assert terminal.comparable_bytes(graphs, {"peak_bytes": 8 * GIB}) == (PLAN["total"], 8 * GIB)
     terminal.print_memory(console, graphs, {"peak_bytes": 8 * GIB})
     assert "CUDA graphs 2.0 GiB" in shown(console)
     assert "measured 8.0 GiB, 6.7%" in shown(console)

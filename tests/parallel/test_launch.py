@@ -132,7 +132,7 @@ def test_the_death_of_one_ends_those_that_wait_for_it(tmp_path, monkeypatch):
         ranks("one_is_killed", tmp_path)
     assert "memory" in failed.value.fix
     for rank in range(2):
-        assert Process.here(int((tmp_path / f"joined-{rank}").read_text())).since == 0  # of one that has ended
+        assert Process.of_pid(int((tmp_path / f"joined-{rank}").read_text())).since == 0  # of one that has ended
 
 
 def test_the_last_lines_of_one_that_ends_without_an_error_file(tmp_path, capfd):
@@ -165,9 +165,9 @@ import sys
 from halfbyte.utils import notices
 from halfbyte.config import Parallel
 from halfbyte.parallel.launch.launcher import launch
-from halfbyte.utils.signals import as_exceptions
+from halfbyte.utils.processes import raise_on_signals
 
-with as_exceptions():
+with raise_on_signals():
     launch(lambda layout: sys.argv[1:], Parallel(data=2))
 """
 

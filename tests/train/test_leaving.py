@@ -10,7 +10,7 @@ import pytest
 from halfbyte.train import checkpoint as checkpoints
 from halfbyte.train import loop as loops
 from halfbyte.utils.files import new_directory
-from halfbyte.utils.signals import Stopped, as_exceptions, as_requests
+from halfbyte.utils.processes import Stopped, raise_on_signals, request_on_signals
 from tests.helpers.tiny_runs import comparable, make_loop, rows, run_config
 
 # 20 rows, 2 a batch, 3 batches a step: 4 steps an epoch
@@ -115,7 +115,7 @@ def test_before_a_step_is_done_there_is_nothing_to_save(tmp_path, monkeypatch):
 
 def test_a_second_signal_leaves_at_once_and_a_third_is_the_system_s():
     said, third = [], []
-    with contextlib.suppress(Stopped), as_requests(said.append) as request:
+    with contextlib.suppress(Stopped), request_on_signals(said.append) as request:
         signal.raise_signal(signal.SIGTERM)
         assert (said, request.number) == ([signal.SIGTERM], signal.SIGTERM)
         try:
@@ -133,7 +133,7 @@ def test_what_is_ignored_or_handled_by_somebody_else_stays_so():
 
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN), signal.signal(signal.SIGTERM, theirs)
     try:
-        with as_exceptions(), as_requests(print):
+        with raise_on_signals(), request_on_signals(print):
             signal.raise_signal(signal.SIGHUP)
             assert signal.getsignal(signal.SIGTERM) is theirs
     finally:
@@ -143,7 +143,7 @@ def test_what_is_ignored_or_handled_by_somebody_else_stays_so():
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_what_is_being_written_goes(tmp_path, number):
-    with pytest.raises(Stopped) as stopped, as_exceptions(), new_directory(tmp_path / "merged"):
+    with pytest.raises(Stopped) as stopped, raise_on_signals(), new_directory(tmp_path / "merged"):
         signal.raise_signal(number)
     assert stopped.value.number == number
     assert not list(tmp_path.iterdir())
@@ -151,7 +151,7 @@ def test_what_is_being_written_goes(tmp_path, number):
 
 def test_a_forked_worker_ends_as_ever(tmp_path):
     reads, writes = os.pipe()
-    with as_exceptions():
+    with raise_on_signals():
         child = os.fork()
         if not child:
             os.write(writes, b"here")  # a signal that comes before Python is there is lost

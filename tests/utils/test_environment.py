@@ -57,7 +57,7 @@ def test_kernels_follow_triton_on_a_gpu(monkeypatch):
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     assert module._kernels(gpu) == {
         "enabled": False,
-        "reason": "triton is not installed, so the PyTorch reference does the work",
+        "reason": "triton is not installed; using the PyTorch reference",
     }
     monkeypatch.setattr(module, "find_spec", lambda name: SimpleNamespace())
     monkeypatch.setattr(module, "_version", lambda name: "3.9.0")

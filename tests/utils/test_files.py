@@ -20,8 +20,7 @@ from halfbyte.train import checkpoint_state
 from halfbyte.utils import files, notices
 from halfbyte.utils.errors import CheckpointError, ConfigError, TrainingError
 from halfbyte.utils.files import cache_folder
-from halfbyte.utils.processes import Process
-from halfbyte.utils.signals import Stopped
+from halfbyte.utils.processes import Process, Stopped
 
 
 @pytest.mark.parametrize(
@@ -63,9 +62,9 @@ def dead_process() -> Process:
     child = os.fork()
     if not child:
         time.sleep(60)
-    ended = Process.here(child)
+    ended = Process.of_pid(child)
     os.kill(child, signal.SIGKILL)
-    assert Process.here(child).since == ended.since  # asking again changes nothing
+    assert Process.of_pid(child).since == ended.since  # asking again changes nothing
     os.waitpid(child, 0)
     return ended
 
@@ -77,11 +76,20 @@ def left_by(process, target, kind=files.NEW):
 
 def test_only_what_a_process_that_has_ended_left_is_removed_and_said(tmp_path):
     ended, target = dead_process(), tmp_path / "m.gguf"
-    assert (ended.runs, Process.this().runs, Process.here(os.getppid()).runs) == (False, True, True)
-    reused = Process.this()._replace(since=1)
+    assert (ended.is_running, Process.current().is_running, Process.of_pid(os.getppid()).is_running) == (
+        False,
+        True,
+        True,
+    )
+    reused = Process.current()._replace(since=1)
     gone = [left_by(ended, target), left_by(ended, tmp_path / "another"), left_by(reused, target)]
     others = Process("00000000", 1, 1)
-    stays = [files.aside_of(target), left_by(others, target), tmp_path / ".m.gguf.x", tmp_path / "m.gguf.halfbyte"]
+    stays = [
+        files.temporary_path(target),
+        left_by(others, target),
+        tmp_path / ".m.gguf.x",
+        tmp_path / "m.gguf.halfbyte",
+    ]
     old = left_by(others, tmp_path / "old")
     for path in (*gone, *stays, old):
         path.mkdir()
@@ -190,7 +198,7 @@ def test_an_error_of_ours_names_the_place_and_not_what_lies_aside(tmp_path):
         files.new_file(tmp_path / "m.gguf") as aside,
     ):
         raise CheckpointError(f"{aside}: norm.weight is NaN")
-    assert files.shown(f"see a.b, '.c d.{files.aside_of(Path('e')).name[3:]}'") == "see a.b, 'c d'"
+    assert files.with_target_names(f"see a.b, '.c d.{files.temporary_path(Path('e')).name[3:]}'") == "see a.b, 'c d'"
 
 
 def test_what_is_only_read_is_not_said_to_be_written(tmp_path):

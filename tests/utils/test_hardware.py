@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from halfbyte.utils.hardware import (
-    GROWING,
-    bound_cpu_primitives,
+    EXPANDABLE,
     compute_dtype,
+    enable_expandable_segments,
     fixed_segments,
     free_bytes,
-    let_segments_grow,
-    segments_grow,
+    has_expandable_segments,
+    limit_primitive_caches,
 )
 
 
@@ -32,9 +32,9 @@ def test_the_allocator_is_set_up_unless_the_user_did(monkeypatch, given, expecte
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     with mock.patch.dict(os.environ, given):
-        let_segments_grow()
+        enable_expandable_segments()
         assert os.environ.get("PYTORCH_ALLOC_CONF") == expected
-        assert segments_grow() == (expected == GROWING)
+        assert has_expandable_segments() == (expected == EXPANDABLE)
 
 
 @pytest.mark.parametrize(
@@ -76,10 +76,10 @@ def test_the_dtype_is_that_of_the_device_that_is_asked_for(monkeypatch):
 LENGTHS = """
 import psutil, torch
 import torch.nn.functional as F
-from halfbyte.utils.hardware import bound_cpu_primitives
+from halfbyte.utils.hardware import limit_primitive_caches
 
 torch.set_num_threads(1)
-bound_cpu_primitives()
+limit_primitive_caches()
 
 def products(length):
     q = torch.randn(2, 4, length, 64, dtype=torch.bfloat16, requires_grad=True)
@@ -107,7 +107,7 @@ def test_products_of_many_lengths_do_not_pile_up():
 
 def test_what_the_user_set_stays():
     with mock.patch.dict(os.environ, {"LRU_CACHE_CAPACITY": "7"}, clear=True):
-        bound_cpu_primitives()
+        limit_primitive_caches()
         assert os.environ == {"LRU_CACHE_CAPACITY": "7", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
 
 

@@ -39,10 +39,10 @@ def test_an_id_is_no_path(here, name):
 
 
 def test_the_nearest_is_something_else_that_is_there(here):
-    assert str(hub.nearest(here / "out" / "checkpoint-9")) == f"{here}/out/checkpoint-90"
-    assert str(hub.nearest(here / "ouut" / "checkpoint-90" / "x")) == f"{here}/out"
-    assert hub.nearest(here / "loop") is None
-    assert hub.nearest(here / "quite-another") is None
+    assert str(hub.nearest_path(here / "out" / "checkpoint-9")) == f"{here}/out/checkpoint-90"
+    assert str(hub.nearest_path(here / "ouut" / "checkpoint-90" / "x")) == f"{here}/out"
+    assert hub.nearest_path(here / "loop") is None
+    assert hub.nearest_path(here / "quite-another") is None
 
 
 @pytest.fixture
@@ -51,29 +51,29 @@ def silent(monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(hub, "_silence", "")
+    monkeypatch.setattr(hub, "_offline_reason", "")
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "")  # so that what is set is taken back
-    monkeypatch.setattr(hub, "_ask", lambda: time.sleep(3) or "")
-    monkeypatch.setattr(hub, "PATIENCE", 0.0)
+    monkeypatch.setattr(hub, "_request", lambda: time.sleep(3) or "")
+    monkeypatch.setattr(hub, "TIMEOUT", 0.0)
 
 
 def test_a_silent_hub_is_said_and_asked_no_more(here, silent):
     from huggingface_hub import constants
 
     with pytest.raises(ModelError, match=r"https://.*within 0") as error:
-        hub.look_for_model("Qwen/Qwen3-0.8B")
+        hub.check_model_available("Qwen/Qwen3-0.8B")
     assert error.value.fix == "did you mean Qwen/Qwen3-0.6B?"
     assert constants.HF_HUB_OFFLINE
     started = time.monotonic()
     with pytest.raises(ModelError, match="within 0"):
-        hub.look_for_model("nothere")
+        hub.check_model_available("nothere")
     assert time.monotonic() - started < 0.4
 
 
 def test_a_model_in_the_cache_is_used(here, silent, monkeypatch):
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file, revision: f"{name}/{file}")
-    hub.look_for_model("Qwen/Qwen3-8B", "main")
+    hub.check_model_available("Qwen/Qwen3-8B", "main")
 
 
 @pytest.mark.parametrize("command", ["check run.yaml", "chat gpt2", "generate gpt2 run.yaml", "export gpt2 --gguf f16"])

@@ -19,7 +19,7 @@ from ..reading.tensors import (
     read_adapter_config,
     read_header,
 )
-from ..utils.errors import CheckpointError, ConfigError, of_key
+from ..utils.errors import CheckpointError, ConfigError, attribute_to_key
 
 KEY = "teacher_model_name_or_path"
 
@@ -66,7 +66,7 @@ def look_over_origin(origin: Origin | None, adapter: Path | None) -> None:
         HalfbyteError: it is not there, or damaged; with the file that names it, where an adapter does.
     """
     if origin is not None:
-        with of_key(f"{adapter / ADAPTER_CONFIG}: base_model_name_or_path") if adapter else nullcontext():
+        with attribute_to_key(f"{adapter / ADAPTER_CONFIG}: base_model_name_or_path") if adapter else nullcontext():
             preflight_model(origin)
 
 

@@ -26,8 +26,8 @@ from halfbyte.reading.boundary import answered
 from halfbyte.rl.rewards.reward_models import RewardModelFiles, find_reward_models, key_of
 from halfbyte.rl.rewards.score import RewardModel, Rewards
 from halfbyte.utils.console import Console
-from halfbyte.utils.errors import ModelError, of_key
-from halfbyte.utils.transformers_logging import quiet
+from halfbyte.utils.errors import ModelError, attribute_to_key
+from halfbyte.utils.streams import quiet_transformers
 
 from ..utils.text import one_line
 from .teacher import tokens_of
@@ -51,7 +51,7 @@ def check_judges(
     """
     for found in find_reward_models(config, rewards.specs):
         name = key_of(str(found.spec.options["path"]))
-        with of_key(name):
+        with attribute_to_key(name):
             if found.adapter is not None:
                 check_adapter_files(found.adapter)
             if found.files is not None:
@@ -150,7 +150,7 @@ def _load_whole(found: RewardModelFiles, device: torch.device, dtype: torch.dtyp
     assert found.files is not None
     place = found.files.place
     said, fix = f"cannot load {found.files.name}", "check the reward model's files"
-    with answered(said, fix, ModelError), quiet():
+    with answered(said, fix, ModelError), quiet_transformers():
         return (
             getattr(transformers, SCORES[found.scores][1])
             .from_pretrained(

@@ -21,7 +21,7 @@ from halfbyte.modeling.packing import isolate_for_run
 from halfbyte.modeling.patch import patch
 from halfbyte.modeling.tiny_model import check_positions
 from halfbyte.utils.console import Console
-from halfbyte.utils.errors import ModelError, of_key
+from halfbyte.utils.errors import ModelError, attribute_to_key
 
 from ..rl.rollouts import check_same_files, digest_of
 from ..utils.text import one_line
@@ -54,7 +54,7 @@ def check_teacher(
     """
     if config.method not in DISTILLING:
         return
-    with of_key(KEY):
+    with attribute_to_key(KEY):
         found = find_teacher(config)
         if found.adapter is not None:
             check_adapter_files(found.adapter)

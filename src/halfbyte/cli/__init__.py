@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from ..utils.processes import end_with_launcher, was_launched
-from ..utils.streams import settle_streams
+from ..utils.streams import configure_streams
 from .app import app
 from .bytecode import keep_bytecode
 
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     keep_bytecode()
     given = list(sys.argv[1:] if arguments is None else arguments)
     rest = [argument for argument in given if argument != "--debug"]
-    settle_streams(everything=len(rest) < len(given))
+    configure_streams(everything=len(rest) < len(given))
     given = ["--debug", *rest] if len(rest) < len(given) else rest
     try:
         app(given, prog_name="halfbyte", obj=given)

@@ -9,7 +9,7 @@ import typer
 
 from .. import __version__
 from ..runs.layout import GIVEN_CONFIG
-from ..utils.hardware import bound_cpu_primitives, let_segments_grow
+from ..utils.hardware import enable_expandable_segments, limit_primitive_caches
 from .asked import check_option, check_order, finite, read_run
 from .exits import RUN_FOLDER, Commands
 
@@ -54,8 +54,8 @@ def options(
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks; may stand anywhere.")] = False,
 ) -> None:
-    let_segments_grow()
-    bound_cpu_primitives()
+    enable_expandable_segments()
+    limit_primitive_caches()
 
 
 @app.command()

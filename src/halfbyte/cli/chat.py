@@ -9,7 +9,7 @@ from io import TextIOWrapper
 from typing import TYPE_CHECKING
 
 from ..utils.errors import DataError, HalfbyteError, ModelError
-from ..utils.signals import Stopped
+from ..utils.processes import Stopped
 from ..utils.text import visible
 
 if TYPE_CHECKING:

@@ -22,8 +22,7 @@ from typer.core import TyperGroup
 
 from ..utils.errors import HalfbyteError, UsageError
 from ..utils.hardware import is_out_of_memory
-from ..utils.processes import was_launched
-from ..utils.signals import Stopped, as_exceptions
+from ..utils.processes import Stopped, raise_on_signals, was_launched
 from ..utils.streams import discard_stdout
 from ..utils.text import visible
 
@@ -44,7 +43,7 @@ class Commands(TyperGroup):
             return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, ctx: Any) -> Any:
-        with _answered(ctx.params.get("debug", False), ctx.meta), as_exceptions():
+        with _answered(ctx.params.get("debug", False), ctx.meta), raise_on_signals():
             result = super().invoke(ctx)
             if sys.stdout is not None:
                 sys.stdout.flush()

@@ -11,7 +11,7 @@ from rich.text import Text
 from ..config import RunConfig
 from ..ops import IGNORE_INDEX
 from ..runs.inputs import check_inputs
-from ..utils.console import Console, coloured
+from ..utils.console import Console, has_colours
 from ..utils.text import brief
 from .imports import quick_imports
 
@@ -38,7 +38,7 @@ def preview_rows(config: RunConfig, count: int) -> None:
     stops = [tokenizer.convert_tokens_to_ids(token) for token in prepared.report["stop_tokens"]]
     ends = {tokenizer.eos_token_id, *stops}
     console = Console(soft_wrap=True)
-    marks = not coloured(console)
+    marks = not has_colours(console)
     console.print(legend(marks, answers=collate is None))
     for number in range(min(count, len(prepared.train))):
         row = prepared.train[number]

@@ -12,8 +12,7 @@ from ..config import Parallel, RunConfig
 from ..train.checkpoint import checkpoints
 from ..train.preflight_paths import look_over_run
 from ..utils.console import Console
-from ..utils.processes import was_restarted
-from ..utils.signals import Stopped
+from ..utils.processes import Stopped, was_restarted
 from .imports import quick_imports
 
 

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 
 from ..reading import look, open_bytes, open_text, parse_json, why
 from ..utils.errors import DataError
-from ..utils.hub import id_in, is_local, nearest
+from ..utils.hub import id_of_url, is_local, nearest_path
 from ..utils.notices import notice
 from ..utils.text import brief
 
@@ -121,7 +121,7 @@ def files_of(name: str) -> list[Path] | None:
     if not is_local(name):
         return None
     if "://" in name:
-        hub_id = id_in(name)
+        hub_id = id_of_url(name)
         fix = f"write {hub_id}" if hub_id else "download it, and give the file's path"
         raise DataError(f"{name}: halfbyte does not read data from URLs", fix)
     fix = "give the folder, or a list of files" if "*" in name else "check the path"
@@ -135,7 +135,7 @@ def files_of(name: str) -> list[Path] | None:
 
 def _closest(path: Path) -> str:
     """Return the existing neighbour with the most similar name, as the end of a message."""
-    near = nearest(path)
+    near = nearest_path(path)
     if near and unicodedata.normalize("NFC", str(near)) == unicodedata.normalize("NFC", str(path)):
         return OTHER_UNICODE
     return f" (the closest existing one is {near})" if near else ""

@@ -34,7 +34,7 @@ from halfbyte.utils.notices import notice, silent
 
 from ..loading.checkpoint import DTYPES
 from ..reading import read_json
-from ..utils.transformers_logging import no_loading_bars
+from ..utils.streams import no_loading_bars
 from .fidelity import (
     DRAWS,
     NO_ROUNDING,

@@ -25,7 +25,7 @@ from ..reading.model_config import CONFIG, EXPERTS, LAYERS
 from ..reading.tensors import AGAIN, SINGLE, pickled_files, read_state, safetensors_files
 from ..utils.errors import CheckpointError, HalfbyteError
 from ..utils.notices import notice
-from ..utils.transformers_logging import no_loading_bars, quiet
+from ..utils.streams import no_loading_bars, quiet_transformers
 from .checkpoint import DTYPES, TYPES, BaseCheckpoint
 
 MISMATCH_FIX = "check that config.json belongs to these weights, or re-download the checkpoint"
@@ -65,7 +65,7 @@ def check_complete(place: Origin, config: Any) -> None:
             weights[name] = weights[name] if weights[name].shape == shape else weights[name].transpose(1, 2)
     if model.__module__.startswith("transformers_modules."):  # the checkpoint's own code may load in any way
         return
-    with answered(f"the weights in {folder} do not fit {CONFIG}", MISMATCH_FIX), quiet(), no_loading_bars():
+    with answered(f"the weights in {folder} do not fit {CONFIG}", MISMATCH_FIX), quiet_transformers(), no_loading_bars():
         _, info = type(model).from_pretrained(
             None,
             config=_unquantized_config(config),
@@ -90,7 +90,7 @@ def meta_model(place: Origin, config: Any) -> Any:
     """
     path = Path(place.name) / CONFIG
     try:
-        with answered(f"{path} describes no model that can be built", MISMATCH_FIX), torch.device("meta"), quiet():
+        with answered(f"{path} describes no model that can be built", MISMATCH_FIX), torch.device("meta"), quiet_transformers():
             return auto_class(config).from_config(
                 _unquantized_config(config), attn_implementation="eager", trust_remote_code=place.trust_remote_code
             )

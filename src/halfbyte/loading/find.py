@@ -18,8 +18,8 @@ from ..reading.model_config import CONFIG, read_config
 from ..reading.tensors import ADAPTER_CONFIG, check_checkpoint
 from ..utils import hub
 from ..utils.errors import CheckpointError, ModelError
+from ..utils.streams import quiet_transformers
 from ..utils.text import brief
-from ..utils.transformers_logging import quiet
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,13 @@ def preflight_model(origin: Origin) -> None:
         ConfigError: `keep` is set but there are no GGUF types to keep.
     """
     if "://" in origin.name:
-        there = hub.id_in(origin.name)
+        there = hub.id_of_url(origin.name)
         fix = f"write {there}" if there else "download it, and name its folder or file"
         raise ModelError(f"{origin.name}: halfbyte does not read models from URLs", fix)
     if gguf_file(origin.name, origin.keep) is None:
         _check_folder(origin.name)
         if not Path(origin.name).is_dir():
-            hub.look_for_model(origin.name, origin.revision)
+            hub.check_model_available(origin.name, origin.revision)
         check_checkpoint(Path(origin.name))
 
 
@@ -99,8 +99,8 @@ def read_model_config(model: str | Origin) -> Any:
     if local:
         _check_model_type(Path(name))
     message = f"cannot read {Path(name) / CONFIG}" if local else f"cannot read the model config of {name!r}"
-    fix = "correct it, or re-download it" if local else "give a folder with config.json, or a hub id you can reach"
-    with explain_remote_code(name), answered(message, fix, CheckpointError if local else ModelError), quiet():
+    fix = "correct it, or re-download it" if local else "give a folder with config.json, or a hub id you can unreachable_reason"
+    with explain_remote_code(name), answered(message, fix, CheckpointError if local else ModelError), quiet_transformers():
         config = AutoConfig.from_pretrained(name, revision=place.revision, trust_remote_code=place.trust_remote_code)
     if getattr(config, "quantization_config", {}) is None:  # merging tools write "quantization_config": null
         del config.quantization_config
@@ -184,5 +184,5 @@ def _check_folder(name_or_path: str) -> None:
             inside = sorted([*path.glob(f"*/{CONFIG}"), *path.glob(f"snapshots/*/{CONFIG}")], key=os.path.getmtime)
             raise ModelError(f"{path} has no {CONFIG}", f"did you mean {inside[-1].parent}?" if inside else fix)
     elif hub.is_local(name_or_path):
-        near = hub.nearest(path)
+        near = hub.nearest_path(path)
         raise ModelError(f"there is no folder {path}", f"did you mean {near}?" if near else fix)

@@ -24,7 +24,7 @@ from ..reading.tensors import safetensors_files
 from ..utils.errors import ConfigError, ModelError
 from ..utils.hardware import chosen_device, compute_dtype
 from ..utils.notices import notice
-from ..utils.transformers_logging import no_loading_bars, quiet
+from ..utils.streams import no_loading_bars, quiet_transformers
 from .assignment import skipped_modules
 from .completeness import check_finite, check_loaded
 from .find import ModelFiles, explain_remote_code, find_model, local_origin
@@ -225,7 +225,7 @@ def _from_pretrained(
     with (
         explain_remote_code(name_or_path),
         answered(f"cannot load {name_or_path!r}", "check the checkpoint's files"),
-        quiet(),
+        quiet_transformers(),
         contextlib.nullcontext() if bars and not _is_small(name_or_path) else no_loading_bars(),
     ):
         model, info = (cls or auto_class(config)).from_pretrained(

@@ -24,7 +24,7 @@ from torch import Tensor
 from ..config import Origin
 from ..modeling.layer import decoder_layers
 from ..parallel.mesh import SINGLE_PROCESS, Mesh
-from ..parallel.shard.placement import Placement, gather_loaded, local_group, distribute_tensors
+from ..parallel.shard.placement import Placement, distribute_tensors, gather_loaded, local_group
 from ..parallel.tensor.layers import AXIS
 from ..parallel.tensor.model import sharded_dims
 from ..reading.tensors import read_header, safetensors_files

@@ -11,8 +11,8 @@ shard     -                        sft or a comparison    -                     
 tensor    no pipeline              sft                    no router loss, recipe: bf16,   heads, key heads and channels
                                                           an elementwise optimizer        divisible by the degree
 context   no pipeline              sft                    no router loss                  attention layers only; enough
-                                                                                          heads; documents by positions
-pipeline  only data and shard      sft                    no router loss, adapters only,  a tiny model's stages equal the
+                                                                                          heads; documents by position
+pipeline  only data and shard      sft                    no router loss, adapters only,  tiny model's stages equal the
                                                           no modules_to_save              model; documents by positions
 """
 

@@ -12,7 +12,7 @@ from ..config.yaml import dump_value
 from ..memory.activations import Batches
 from ..utils.errors import ConfigError
 from ..utils.notices import notice
-from ..utils.terminal import MEMORY_PARTS, as_plan, size
+from ..utils.terminal import MEMORY_PARTS, flat_plan, size
 from .estimate import estimate
 from .experts import is_mixture
 from .memory_plan import GIB, MemoryPlan
@@ -140,7 +140,7 @@ def advise_out_of_memory(plan: Any, error: BaseException, config: RunConfig | No
         error: torch's out-of-memory error; its message has the size of the failed allocation.
         config: the run's configuration, to name exact values.
     """
-    flat = as_plan(plan)
+    flat = flat_plan(plan)
     parts = {name: flat.get(name) or 0 for name in MEMORY_PARTS if name != "runtime"}
     total, capacity = flat.get("total") or sum(parts.values()), flat.get("capacity_bytes")
     largest = max(parts, key=lambda name: parts[name])

@@ -24,7 +24,7 @@ from ..parallel.pipeline.schedules import Seconds
 from ..parallel.reduction import BUCKET
 from ..parallel.shard.model import has_static_gradients
 from ..parallel.shard.trained import AT_ONCE, TOGETHER, optimizer_shards
-from ..utils.hardware import best_device, free_bytes, segments_grow
+from ..utils.hardware import best_device, free_bytes, has_expandable_segments
 from ..utils.notices import notice
 from .auxiliary import find_auxiliary
 from .cards import H200, Card
@@ -249,7 +249,7 @@ class _Planner:
     @property
     def budget(self) -> int:
         """Device bytes to plan for."""
-        grows = segments_grow() and self.shapes.device.type == "cuda"
+        grows = has_expandable_segments() and self.shapes.device.type == "cuda"
         return int((EXPANDABLE_MARGIN if grows else MARGIN) * self.capacity)
 
     @functools.cached_property

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..runs.layout import REPORT, RESOLVED_CONFIG
 from ..utils.files import write_text
-from ..utils.terminal import as_plan, compared, duration, method, off_by, size, storage, why_above
+from ..utils.terminal import comparable_bytes, deviation, duration, excess_reason, flat_plan, method, size, storage
 from .run import Run, read_run
 from .sections import sections, shown, text
 from .style import CSS
@@ -116,12 +116,12 @@ def headline(run: Run) -> Iterator[tuple[str, str, str]]:
 
 
 def _memory_tile(run: Run) -> tuple[str, str, str]:
-    """Peak memory on top of the process before the run, compared with the plan."""
+    """Peak memory on top of the process before the run, comparable_bytes with the plan."""
     measured = (run.memory or {}).get("measured") or {}
-    plan = as_plan(run.memory or {})
-    predicted, added = compared(plan, measured | {"peak_bytes": run.peak_bytes})
-    remarks = [f"{off_by(predicted, added)} the predicted {size(predicted)}"] if predicted else []
-    if why := why_above(predicted, added, plan):
+    plan = flat_plan(run.memory or {})
+    predicted, added = comparable_bytes(plan, measured | {"peak_bytes": run.peak_bytes})
+    remarks = [f"{deviation(predicted, added)} the predicted {size(predicted)}"] if predicted else []
+    if why := excess_reason(predicted, added, plan):
         remarks.append(why)
     if base := measured.get("base_bytes"):
         remarks.append(f"in addition to the process's {size(base)}")

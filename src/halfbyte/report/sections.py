@@ -10,7 +10,7 @@ from typing import Any
 
 from ..config import RunConfig
 from ..runs.layout import CHECKS, DATA_REPORT, ENVIRONMENT, MEMORY, METRICS, RESOLVED_CONFIG
-from ..utils.terminal import MEASURED_PARTS, MEMORY_PARTS, as_plan, measured_parts, said_of_experts, size
+from ..utils.terminal import MEASURED_PARTS, MEMORY_PARTS, expert_usage_line, flat_plan, measured_parts, size
 from ..utils.text import visible
 from . import plots
 from .run import Run
@@ -118,7 +118,7 @@ def memory(run: Run) -> str:
     """Bars of predicted and measured bytes by component, to the same scale."""
     if not run.memory:
         return missing(f"No {MEMORY} in this run.")
-    plan = as_plan(run.memory)
+    plan = flat_plan(run.memory)
     predicted = {name: plan.get(name) or 0 for name in MEMORY_PARTS}
     measured = measured_parts(run.memory.get("measured") or {})
     predicted = {"base": measured["base"], **predicted}  # the measured peak includes the process, so both bars do
@@ -333,7 +333,7 @@ def experts(run: Run) -> str:
         shares = (f"{chosen / all_:.1%}" for chosen in (max(used), statistics.median(used), min(used)))
         rows.append((text(name), f"{each['entropy']:.3f}", *shares, text([str(at) for at in each["dead"]])))
     head = ("Layer", "entropy, of equal use's", "most used", "median", "least used", "never chosen")
-    return f"<p class='note'>{text(said_of_experts(use))}.</p>" + table(head, rows)
+    return f"<p class='note'>{text(expert_usage_line(use))}.</p>" + table(head, rows)
 
 
 def checks(run: Run) -> str:

@@ -20,7 +20,7 @@ from halfbyte.generation.vllm import KEY, VllmServer
 from halfbyte.plan.memory_plan import RolloutPlan
 from halfbyte.utils.console import Console
 from halfbyte.utils.errors import ConfigError, TrainingError
-from halfbyte.utils.files import aside_of, remove
+from halfbyte.utils.files import remove, temporary_path
 from halfbyte.utils.notices import notice
 
 from ..utils.text import brief, one_line
@@ -104,7 +104,7 @@ class ServedRollouts:
         self.config, self.model = config, model
         place = config.output_path if config.output_path.is_dir() else Path(tempfile.gettempdir())
         self.name = f"halfbyte-{hashlib.sha256(str(config.output_path.resolve()).encode()).hexdigest()[:8]}"
-        self.folder = aside_of(place.resolve() / self.name)  # the run that follows a killed one removes it
+        self.folder = temporary_path(place.resolve() / self.name)  # the run that follows a killed one removes it
         self._adapter: ServedAdapter | None = None
         self._loaded = b""  # digest of what the server has
 

@@ -21,7 +21,7 @@ from ..reading.tensors import ADAPTER, ADAPTER_AGAIN, ADAPTER_CONFIG, read_adapt
 from ..rl.rewards.reward_models import check_reward_models
 from ..rl.rewards.specs import read_specs
 from ..utils import hub
-from ..utils.errors import ConfigError, of_key
+from ..utils.errors import ConfigError, attribute_to_key
 from ..utils.text import brief
 
 SUFFIXES = (".html", ".json", ".jsonl", ".md", ".yaml")  # of the files that a run writes
@@ -55,14 +55,14 @@ def check_inputs(config: RunConfig) -> None:
     """
     preflight_model(config.origin)
     if config.adapter_path:
-        with of_key("adapter_path"):
+        with attribute_to_key("adapter_path"):
             read_adapter_config(Path(config.adapter_path))
             read_header(Path(config.adapter_path) / ADAPTER, ADAPTER_AGAIN)
     if config.teacher_model_name_or_path is not None:
-        with of_key("teacher_model_name_or_path"):
+        with attribute_to_key("teacher_model_name_or_path"):
             look_over_teacher(config)
     if config.chat_template_path is not None:
-        with of_key("chat_template_path"):
+        with attribute_to_key("chat_template_path"):
             _check_template(config.chat_template_path)
     check_reward_models(config, read_specs(config.reward_funcs or [], None))
     check_datasets(config.dataset, config.eval_dataset)
@@ -110,8 +110,8 @@ def check_datasets(*names: str | list[str] | None) -> None:
     for given in names:
         for name in [given] if isinstance(given, str) else given or []:
             if files_of(name) is None:
-                hub.reach()
-                hub.say_silent()
+                hub.unreachable_reason()
+                hub.notice_offline()
 
 
 def _check_template(name: str) -> None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from halfbyte.reading import parse_json
 from halfbyte.utils.errors import ConfigError
-from halfbyte.utils.files import new_folders, refusal
+from halfbyte.utils.files import remove_unused_folders, write_problem
 from halfbyte.utils.notices import notice
 from halfbyte.utils.processes import Process
 
@@ -44,12 +44,12 @@ def run_lock(output: Path) -> Iterator[None]:
     Raises:
         ConfigError: another run is writing into it, or it cannot be created or written.
     """
-    with new_folders(output):
+    with remove_unused_folders(output):
         try:
             output.mkdir(parents=True, exist_ok=True)
             descriptor = _open_locked(output / LOCK)
         except OSError as error:
-            message, fix = refusal(error.filename or output, error)
+            message, fix = write_problem(error.filename or output, error)
             raise ConfigError(f"output_dir: {message}", fix) from error
         place = output.resolve()
         _ours.add(place)
@@ -77,7 +77,7 @@ def check_free(output: Path) -> None:
         return
     try:
         before = _holder(descriptor)
-        if not _lock(descriptor, path) and before and before.process.runs is not False:
+        if not _lock(descriptor, path) and before and before.process.is_running is not False:
             raise ConfigError(*_refusal(path, str(before), f"; remove {path} if that process has ended"))
     finally:
         os.close(descriptor)
@@ -94,11 +94,11 @@ def _open_locked(path: Path) -> int:
     descriptor, ours = os.open(path, os.O_RDWR | os.O_CREAT, 0o666), False
     try:
         locked, before = _lock(descriptor, path), _holder(descriptor)
-        if before and not locked and before.process.runs is not False:
+        if before and not locked and before.process.is_running is not False:
             raise ConfigError(*_refusal(path, str(before), f"; remove {path} if that process has ended"))
         ours = True
         os.ftruncate(descriptor, 0)
-        named = {"host": socket.gethostname(), **Process.this()._asdict()}
+        named = {"host": socket.gethostname(), **Process.current()._asdict()}
         os.pwrite(descriptor, json.dumps(named).encode(), 0)
         if _is_still(descriptor, path):
             if before:

@@ -44,7 +44,7 @@ from halfbyte.parallel.shard.trained import shard_optimizer
 from halfbyte.parallel.tensor.layers import full_parameters
 from halfbyte.utils.errors import TrainingError
 from halfbyte.utils.files import new_directory
-from halfbyte.utils.signals import Request, Stopped, as_requests
+from halfbyte.utils.processes import Stopped, StopRequest, request_on_signals
 
 from ..parallel.pipeline.full_state import PipelineState, scaling_state
 from ..rl.rollouts import Generations
@@ -128,7 +128,7 @@ class TrainingLoop:
         self.trained = list(trained_parameters(model).values())
         self.stepper, self.scaler, self.scaling = stepper, stepper.scaler, scaling
         self.rollouts, self.pipeline_state = rollouts, pipeline_state
-        self.callbacks, self.request = Callbacks(args, model, reports=mesh.is_main), Request()
+        self.callbacks, self.request = Callbacks(args, model, reports=mesh.is_main), StopRequest()
         self._owed = False  # an evaluation, by the checkpoint that the run continues from
         self.optimizer: Any = None
         self.units: Any = None
@@ -172,7 +172,7 @@ class TrainingLoop:
         try:
             with (
                 noisy_embeddings(self.model, self.config.neftune_noise_alpha, self.mesh),
-                as_requests(announce) as self.request,
+                request_on_signals(announce) as self.request,
             ):
                 self._run(checkpoint)
         except BaseException:

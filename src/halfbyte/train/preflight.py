@@ -45,7 +45,7 @@ from halfbyte.utils.console import Console
 from halfbyte.utils.environment import environment
 from halfbyte.utils.errors import CheckpointError, DataError
 from halfbyte.utils.files import check_space
-from halfbyte.utils.hardware import bound_cpu_primitives, chosen_device, free_bytes, free_cached_memory
+from halfbyte.utils.hardware import chosen_device, free_bytes, free_cached_memory, limit_primitive_caches
 from halfbyte.utils.notices import notice
 from halfbyte.utils.terminal import print_data, print_header, print_memory, print_processes, size
 from halfbyte.utils.text import one_line
@@ -147,7 +147,7 @@ def prepare_run(
     console = console or Console(quiet=True)
     resume = config.resume_from_checkpoint if resume is None else resume
     look_over_run(config, resume)
-    bound_cpu_primitives()
+    limit_primitive_caches()
     method = method_of(config)
     layout = config.layout or layout or mesh.layout
     machine = _machine(config, method, mesh)

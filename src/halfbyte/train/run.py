@@ -53,7 +53,7 @@ from halfbyte.utils.errors import TrainingError
 from halfbyte.utils.files import new_directory, write_json
 from halfbyte.utils.hardware import chosen_device, free_cached_memory, is_out_of_memory
 from halfbyte.utils.notices import reset_notices, silent
-from halfbyte.utils.terminal import LiveMetrics, print_memory, said_of_experts
+from halfbyte.utils.terminal import LiveMetrics, expert_usage_line, print_memory
 from halfbyte.utils.text import one_line
 
 from ..auxiliary.reference import add_reference
@@ -271,7 +271,7 @@ def _counted_experts(job: OpenRun, model: Any, sums: Sums, console: Console) -> 
             found = routers.usage(job.prepared.mesh)
             if job.prepared.mesh.is_main:
                 write_json(job.output / EXPERTS, found)
-            console.print(said_of_experts(found))
+            console.print(expert_usage_line(found))
 
 
 def _write_results(

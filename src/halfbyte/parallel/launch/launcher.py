@@ -36,8 +36,7 @@ from ...config.policy import SAMPLING
 from ...utils.errors import ConfigError, TrainingError
 from ...utils.hardware import chosen_device
 from ...utils.notices import notice
-from ...utils.processes import LAUNCHER
-from ...utils.signals import LEAVING, Request, Stopped, as_requests
+from ...utils.processes import LAUNCHER, TERMINATION_SIGNALS, Stopped, StopRequest, request_on_signals
 from .ranks import Failure, is_rank, read_failure
 
 GRACE = 5.0  # seconds that other ranks have to report after one has failed
@@ -152,14 +151,14 @@ def _attempt(program: Sequence[str], count: int, restarts: int) -> Failure | Non
         return replace(cause, may_pass=False) if cause and request.number else cause
 
 
-def _clean_exits(request: Request) -> set[int]:
+def _clean_exits(request: StopRequest) -> set[int]:
     """Return the exit codes of ranks that ended well; after a signal, a rank may have died of it before it started."""
     return {0, 128 + request.number, -request.number}
 
 
 @contextlib.contextmanager
-def _stop_requests() -> Iterator[Request]:
-    with as_requests(lambda number: None) as request:
+def _stop_requests() -> Iterator[StopRequest]:
+    with request_on_signals(lambda number: None) as request:
         try:
             yield request
         except SignalException as early:  # torch's handler, before ours was restored
@@ -181,7 +180,7 @@ def _start(program: Sequence[str], count: int, restarts: int, port: int, logs: s
         LAUNCHER: str(os.getpid()),
     }
     quiet = dict.fromkeys(range(1, count), Std.ALL)
-    before = {number: signal.getsignal(number) for number in (*LEAVING, signal.SIGINT, signal.SIGQUIT)}
+    before = {number: signal.getsignal(number) for number in (*TERMINATION_SIGNALS, signal.SIGINT, signal.SIGQUIT)}
     try:
         ranks = start_processes(
             "halfbyte",
@@ -212,7 +211,7 @@ def _numa() -> dict[str, Any]:
     return {"numa_options": NumaOptions(AffinityMode.NODE, should_fall_back_if_binding_fails=True)}
 
 
-def _watch(ranks: SubprocessContext, request: Request) -> dict[int, tuple[int, int]]:
+def _watch(ranks: SubprocessContext, request: StopRequest) -> dict[int, tuple[int, int]]:
     """Wait until all ranks have ended, or `GRACE` seconds after one has failed.
 
     Returns:

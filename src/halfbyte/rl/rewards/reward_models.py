@@ -12,7 +12,7 @@ from ...config import Origin, RunConfig
 from ...config.methods import SCORES
 from ...loading.find import ModelFiles, find_model, local_origin, preflight_model, read_model_config
 from ...reading.tensors import read_adapter_config
-from ...utils.errors import ConfigError, of_key
+from ...utils.errors import ConfigError, attribute_to_key
 from .specs import MODEL, RewardSpec
 
 SEPARATOR = "\n"  # text after each step, the default of method: prm
@@ -49,7 +49,7 @@ def check_reward_models(config: RunConfig, specs: Sequence[RewardSpec]) -> None:
         if spec.kind != MODEL:
             continue
         path = str(spec.options["path"])
-        with of_key(key_of(path)):
+        with attribute_to_key(key_of(path)):
             adapter = adapter_in(path)
             if adapter is None:
                 preflight_model(_model_origin(config, path))
@@ -84,7 +84,7 @@ def find_reward_models(config: RunConfig, specs: Sequence[RewardSpec]) -> list[R
 def _find(config: RunConfig, spec: RewardSpec) -> RewardModelFiles:
     path = str(spec.options["path"])
     adapter = adapter_in(path)
-    with of_key(key_of(path)):
+    with attribute_to_key(key_of(path)):
         if adapter is None:
             return _find_checkpoint(config, spec, path)
         kind, origin = _task_type(adapter), origin_of(config, path, adapter)

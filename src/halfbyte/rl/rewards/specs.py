@@ -15,7 +15,7 @@ from ...auxiliary.find import adapter_in
 from ...reading import parse_json
 from ...reading.files import look, open_bytes
 from ...reading.tensors import ADAPTER, ADAPTER_AGAIN, read_adapter_config, read_header
-from ...utils.errors import ConfigError, DataError, of_key
+from ...utils.errors import ConfigError, DataError, attribute_to_key
 from ...utils.text import brief
 from . import sandbox
 from .functions import COLUMN, OPTIONS, has_result, options_of
@@ -72,7 +72,7 @@ def read_specs(entries: Sequence[Any], columns: Sequence[str] | None) -> list[Re
             raise ConfigError(wrong, "rename that column of the data")
     specs: list[RewardSpec] = []
     for entry in entries:
-        with of_key("reward_funcs"):
+        with attribute_to_key("reward_funcs"):
             spec = _read(entry, columns)
         taken = sum(re.fullmatch(rf"{re.escape(spec.name)}(_\d+)?", other.name) is not None for other in specs)
         name = f"{spec.name}_{taken + 1}" if taken else spec.name
