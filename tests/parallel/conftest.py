@@ -1,4 +1,4 @@
-"""Gloo ranks, one set of two and one of four for all tests of a process."""
+"""Gloo ranks, one set of two and one of four shared by all tests of a process."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Rows cut along their tokens: on several ranks, the losses, gradients and files of one process's whole rows."""
+"""Context parallelism: losses, gradients and files on several ranks equal those of one process."""
 
 import json
 import re
@@ -135,7 +135,7 @@ def rows_and_tokens(mesh):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", ["data", "shard"])
-def test_rows_are_divided_too(four, axis):
+def test_context_with_data_or_shard(four, axis):
     assert_close(four.run(rows_and_tokens, layout={axis: 2, "context": 2}))
 
 
@@ -197,7 +197,7 @@ def perturbed(mesh, family, changed):
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma2"])
-def test_documents_do_not_see_each_other_across_ranks(four, family):
+def test_documents_are_isolated_across_ranks(four, family):
     """The second document of the first row lies on all four ranks, the third of the second on one."""
     changed = (1, 4)
     found = torch.cat(four.run(perturbed, family, changed, layout={"context": 4}), 1)[:, :LENGTH]
@@ -213,7 +213,7 @@ def member(place, ways):
     return Mesh(place, Parallel(context=ways), groups={("context",): None})
 
 
-def test_a_slice_in_numbers():
+def test_context_shard_of_a_batch():
     rows = torch.arange(1, 15).view(2, 7)
     inputs = {"input_ids": rows, "labels": rows, "counts": {"tokens": 14}, "weights": rows / 2}
     slices = [context_shard(inputs, member(place, 3)) for place in range(3)]
@@ -228,7 +228,7 @@ def test_a_slice_in_numbers():
     assert context_shard(inputs, Mesh()) == inputs
 
 
-def test_bounds_of_rows_that_grow():
+def test_document_bounds_of_padded_sequences():
     """Two rows of 7 tokens become rows of 9, each with a document of padding; bounds at the end stand for no tokens."""
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6]])
     bounds = torch.tensor([0, 3, 7, 14, 14], dtype=torch.int32)
@@ -269,13 +269,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_models_that_cannot_be_cut(two, case):
+def test_unsupported_models_are_refused(two, case):
     *asked, message = REFUSED[case]
     for said in two.run(refusal, *asked, layout={"context": 2}):
         assert re.search(message, said), said
 
 
-def test_the_probe_sees_a_state(two):
+def test_probe_detects_a_recurrent_state(two):
     """Falcon H1's layers have attention and a recurrent state."""
     for said in two.run(refusal, "FalconH1", {}, None, ["hybrid", "attention"], layout={"context": 2}):
         assert re.search(r"falcon_h1 cannot be ", said)
@@ -286,13 +286,13 @@ def likeness(mesh, heads):
         return refusal(mesh, "Llama", {})
 
 
-def test_a_model_whose_likeness_has_fewer_heads(four):
+def test_probe_with_fewer_heads_than_ranks(four):
     """A tiny model has four heads, and there may be more processes."""
     assert four.run(likeness, 2, layout={"context": 4}) == [""] * 4
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Gemma2", "Qwen3Moe", "GPT2", "Cohere2", "DeepseekV3"])
-def test_models_that_can_be_cut(two, kind):
+def test_supported_models_are_accepted(two, kind):
     assert two.run(refusal, kind, {}, layout={"context": 2}) == ["", ""]
 
 
@@ -305,7 +305,7 @@ def place(tmp_path_factory):
 
 
 @pytest.mark.parametrize("packing", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_run_is_that_of_one_process(place, two, tmp_path, packing):
+def test_context_run_equals_one_process(place, two, tmp_path, packing):
     """In loss and weights, in evaluations and answers; one process goes on from the other's checkpoint."""
     keys = {"packing": packing, "max_length": 40, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
     keys |= {"save_steps": 2, "activation_checkpointing": packing}
@@ -333,7 +333,7 @@ def divides_all(mesh, place, output, keys):
         trains(mesh, place, output, keys, None)
 
 
-def test_frozen_weights_in_slices(place, two, tmp_path):
+def test_context_with_sharded_weights(place, two, tmp_path):
     """Along the same processes that have slices of each row."""
     keys = {"packing": True, "max_length": 40, "gradient_accumulation_steps": 2}
     two.run(divides_all, place, tmp_path / "out", keys | {"parallel": {"context": 2}})
@@ -352,14 +352,14 @@ def noise(mesh, alpha):
         return float((embeddings(whole[:, :200]) - plain[:, :200]).abs().max()), plain[0].numel()
 
 
-def test_noise_is_that_of_whole_rows(two):
+def test_neftune_noise_scale_is_of_full_sequences(two):
     for found, numbers in two.run(noise, 5.0, layout={"context": 2}):
         assert found == pytest.approx(5 / numbers**0.5, rel=1e-2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", ["shard", "tensor"])
-def test_beside_another_axis(place, four, tmp_path, axis):
+def test_context_with_another_axis(place, four, tmp_path, axis):
     """Pairs of ranks have halves of every row, and of the frozen bytes or the products."""
     keys = {"packing": True, "max_length": 40}
     alone = run(None, place, tmp_path / "alone", gradient_accumulation_steps=2, **keys)

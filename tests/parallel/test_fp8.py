@@ -1,4 +1,4 @@
-"""Delayed scaling: processes with other tokens scale alike, those with other tensors each for itself."""
+"""Delayed scaling: ranks with different tokens of one tensor share scales; ranks with different tensors do not."""
 
 import math
 import shutil
@@ -30,12 +30,12 @@ def scales(mesh, reduced):
 
 
 @pytest.mark.parametrize("axis", ["data", "shard", "context"])
-def test_other_tokens_are_scaled_alike(two, axis):
+def test_ranks_with_other_tokens_share_scales(two, axis):
     for found in two.run(scales, True, layout={axis: 2}):  # not finite on one rank: kept on both
         assert found == [pytest.approx([448 / amax, 448 / 3]) for amax in (2, 2, 2, 8)]
 
 
-def test_apart(two):
+def test_scales_are_local_by_default(two):
     """Where nobody asks for it, and where a process has other tensors."""
     for layout, reduced in (({"data": 2}, False), ({"pipeline": 2}, True)):
         one, other = two.run(scales, reduced, layout=layout)
@@ -59,7 +59,7 @@ KEYS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["1f1b", "interleaved"])
-def test_stages_leave_the_scales_of_one_process(two, place, tmp_path, name):
+def test_checkpointed_scales_of_stages_equal_one_process(two, place, tmp_path, name):
     """Layer by layer; and a run goes on from them, in stages or without."""
     alone = rank_runs.run(None, place, tmp_path / "alone", **KEYS)
     stages = {"parallel": {"pipeline": 2}, "pipeline_schedule": name}

@@ -1,4 +1,4 @@
-"""Each rank loads its share: what comes out is one process's model, byte for byte, whole or in pieces."""
+"""Sharded loading gives the bytes of one process's model, full or in pieces."""
 
 import contextlib
 import hashlib
@@ -126,7 +126,7 @@ def test_every_format(axis, two, folder):
     check(two, axis, [(folder, keys_of(spec)) for spec in EXAMPLES])
 
 
-def test_products_come_divided(two, tiny_checkpoint):
+def test_tensor_parallel_linears_are_loaded_sharded(two, tiny_checkpoint):
     """Rows of q, k, v, gate and up and columns of o and down, each of whole blocks; the rest is whole."""
     folder = str(tiny_checkpoint("Qwen2", dtype="bfloat16", intermediate_size=128))
     specs = ("nf4", "int8", "fp8", "nvfp4", "kbit4")
@@ -149,7 +149,7 @@ def test_products_come_divided(two, tiny_checkpoint):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", ["data", "shard"])
-def test_what_was_quantized_before(axis, two, folder, tiny_checkpoint, tmp_path):
+def test_prequantized_checkpoints(axis, two, folder, tiny_checkpoint, tmp_path):
     """By halfbyte, in each format and in several; by other tools; and what is not quantized at all."""
     models = [(folder, {"load_in_4bit": False, "dtype": "float32"})]
     firsts = [examples[0].spec for cls in FORMATS.values() if (examples := cls.examples())]
@@ -165,7 +165,7 @@ def test_what_was_quantized_before(axis, two, folder, tiny_checkpoint, tmp_path)
 
 
 @pytest.mark.parametrize("axis", ["data", pytest.param("shard", marks=pytest.mark.slow)])
-def test_mixtures_that_were_quantized_before(axis, two, tmp_path):
+def test_prequantized_mixtures(axis, two, tmp_path):
     """Expert by expert, and as gpt-oss is published."""
     save_gpt_oss(tmp_path / "gpt_oss")
     for kind, how in KINDS.items():
@@ -292,7 +292,7 @@ def counted():
         safetensors.safe_open = opens
 
 
-def test_entries_are_divided_by_bytes():
+def test_entries_are_balanced_by_bytes():
     sizes = {f"model.layers.{layer}.{part}.weight": 8 + 4 * part for layer in range(6) for part in range(3)}
     sizes |= {"model.embed_tokens.weight": 40, "lm_head.weight": 40, "model.norm.weight": 1}
     reader = sharded.assign_readers(sizes, 3)
@@ -339,7 +339,7 @@ def peak(mesh, folder, keys):
     return held.most, kept, alone.most + weight.nbytes
 
 
-def test_no_rank_holds_the_model(two, tiny_checkpoint):
+def test_peak_memory_of_a_rank_is_below_the_model(two, tiny_checkpoint):
     """There is never more than what is kept, one tensor that is being quantized and another on its way."""
     shape = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 24, "vocab_size": 128, "head_dim": 32}
     folder, keys = str(tiny_checkpoint("Llama", dtype="bfloat16", **shape)), keys_of("blockwise4:nf4:64:nested")
@@ -367,7 +367,7 @@ def computes(mesh, folder, on_host):
 
 
 @pytest.mark.parametrize("on_host", [(), (0,), (0, 1)])
-def test_pieces_are_what_is_gathered(two, folder, on_host):
+def test_pieces_compute_the_logits_of_one_process(two, folder, on_host):
     assert two.run(computes, folder, on_host, layout={"shard": 2}) == [[True, True]] * 2
 
 
@@ -401,7 +401,7 @@ DAMAGE = [
 
 
 @pytest.mark.parametrize("axis", ["data", "shard"])
-def test_an_error_is_everybodys(axis, two, tiny_checkpoint, tmp_path):
+def test_errors_are_equal_on_all_ranks(axis, two, tiny_checkpoint, tmp_path):
     """Wherever the tensor lies, all ranks say what one process says."""
     along = SHARD if axis == "shard" else ()
     for at, (name, keys, edit) in enumerate(DAMAGE):
@@ -423,7 +423,7 @@ def entry_by_entry(mesh, folder, keys, along):
 
 
 @pytest.mark.parametrize("axis", ["data", "shard"])
-def test_what_does_not_load_by_entries_is_loaded_whole(axis, two, tiny_checkpoint, tmp_path):
+def test_unsupported_checkpoints_are_loaded_in_full(axis, two, tiny_checkpoint, tmp_path):
     along = SHARD if axis == "shard" else ()
     pickled = shutil.copytree(tiny_checkpoint(), tmp_path / "pickled")
     change(pickled, lambda tensors: torch.save(dict(tensors), pickled / "pytorch_model.bin"))

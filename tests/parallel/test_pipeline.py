@@ -1,8 +1,9 @@
-"""A model in stages: losses, gradients and adapters are those of one process."""
+"""Pipeline stages: losses, gradients and adapters equal those of one process."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 
 import pytest
@@ -155,7 +156,7 @@ def test_four_processes(four, name, chunks, window):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("level", "ahead"), [("checkpoint", 1), ("checkpoint", 99), ("recompute_mlp", 99)])
-def test_recomputing_ahead_of_the_gradient(two, level, ahead):
+def test_recomputation_before_the_gradient_arrives(two, level, ahead):
     """In a patched model, some of a stage's layers or all, before the gradient is there."""
     check(two, "interleaved", 2, activations=level, ahead=ahead)
 
@@ -178,7 +179,7 @@ def test_families(two, family, keys, patched):
     ("name", "family", "patched"),
     [("interleaved", "Llama", False), ("zb-1p", "Llama", True), ("zb-v", "Gemma2", False), ("zb-v", "Qwen3", True)],
 )
-def test_a_last_stage_that_is_the_head_alone(two, name, family, patched):
+def test_last_stage_with_head_only(two, name, family, patched):
     keys = {"vocab_size": HEAVY}
     check(two, name, 2, family=family, keys=keys, layers=4, activations="checkpoint" if patched else None, ahead=1)
 
@@ -194,7 +195,7 @@ def alone(place, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["1f1b", pytest.param("interleaved", marks=pytest.mark.slow)])
-def test_a_run_in_stages(two, place, alone, tmp_path, name):
+def test_pipeline_run_equals_one_process(two, place, alone, tmp_path, name):
     """From `parallel: {pipeline: 2}` to a finished folder: losses, adapter and answers are one process's."""
     keys = {"parallel": {"pipeline": 2}, "pipeline_schedule": name, "gradient_accumulation_steps": 4}
     found = rank_runs.run(two, place, tmp_path / "run", **keys)
@@ -205,7 +206,7 @@ def test_a_run_in_stages(two, place, alone, tmp_path, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("other", "packing"), [("data", True), ("shard", False)])
-def test_stages_and_rows(four, place, alone, tmp_path_factory, tmp_path, other, packing):
+def test_pipeline_with_data_or_shard(four, place, alone, tmp_path_factory, tmp_path, other, packing):
     """Two stages of two processes each, which have other rows, and of frozen weights slices."""
     if packing:
         alone = rank_runs.run(None, place, tmp_path_factory.mktemp("packed"), gradient_accumulation_steps=4,
@@ -244,11 +245,11 @@ def refused(mesh, place, output, keys):
     ("keys", "said"),
     [
         ({"target_modules": ["q_proj", "lm_head"]}, None),  # from full logits, in the last stage
-        ({"gradient_accumulation_steps": 1}, "1f1b over 2 processes takes no step of 1 micro-batches"),
-        ({"target_modules": r".*layers\.[0-2]\..*q_proj"}, "with layers 3 to 5 has nothing to train"),
+        ({"gradient_accumulation_steps": 1}, "pipeline_schedule: 1f1b over 2 .* 1 micro-batches"),
+        ({"target_modules": r".*layers\.[0-2]\..*q_proj"}, "layers 3 to 5 "),
     ],
 )
-def test_what_stages_do_not_train(two, place, tmp_path, keys, said):
+def test_untrainable_stages_are_refused(two, place, tmp_path, keys, said):
     """One error that names the key, before anything is loaded or written; and a run that goes well after them."""
     keys = {"parallel": {"pipeline": 2}, "pipeline_schedule": "1f1b", "max_steps": 1, **keys}
     keys = {"gradient_accumulation_steps": 2, "eval_split_size": 0, "sample_prompts": 0} | keys
@@ -256,18 +257,18 @@ def test_what_stages_do_not_train(two, place, tmp_path, keys, said):
         assert rank_runs.run(two, place, tmp_path / "run", **keys).trained
         return
     for error in two.run(refused, place, tmp_path / "run", keys):
-        assert said in error
+        assert re.search(said, error)
         assert "fix: " in error
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_more_stages_than_layers(four, tmp_path):
+def test_more_stages_than_layers_are_refused(four, tmp_path):
     place = rank_runs.write_place(tmp_path, num_hidden_layers=3)
     for error in four.run(refused, place, tmp_path / "run", {"parallel": {"pipeline": 4}}):
-        assert "4 pipeline stages for a model of 3 decoder layers" in error
+        assert re.search(r"parallel: 4 .*\b3\b", error)
 
 
-def test_what_is_no_pipeline():
+def test_models_without_stages_are_refused():
     """A layer that keeps state for later ones, a tied embedding that is trained."""
     with pytest.raises(ModelError, match="Gemma3nForCausalLM"):
         check_stages(transformers.AutoModelForCausalLM.from_config(transformers.Gemma3nTextConfig(**SHAPE | {
@@ -287,7 +288,7 @@ class Left:
     """What a layer leaves for backward, without a layer."""
 
 
-def test_as_many_layers_ahead_as_there_is_room_for(monkeypatch):
+def test_recompute_ahead_fits_spare_memory(monkeypatch):
     """100 bytes a layer and token: of 500 spare bytes and 2 tokens, two layers beside the one that is free."""
     ran, held = [], [0]
     monkeypatch.setattr(pipelines, "run_ahead", lambda left: (ran.append(left), held.__setitem__(0, held[0] + 200)))

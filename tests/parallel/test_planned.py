@@ -1,4 +1,4 @@
-"""What the plan says of one process, against what processes hold and exchange."""
+"""The plan's memory and communication per rank equal what ranks hold and exchange."""
 
 import contextlib
 import io
@@ -64,7 +64,7 @@ def case_holds(mesh, family, kept):
 
 
 @pytest.mark.parametrize("family", ["Llama", pytest.param("Gemma2", marks=pytest.mark.slow)])
-def test_a_share_is_as_planned(two, family):
+def test_bytes_of_a_rank_equal_the_plan(two, family):
     """Gemma 2's head is its embedding."""
     frozen, layout = frozen_of(model_of(family)), Parallel(shard=2)
     planned = frozen.share(WHOLE, layout)
@@ -76,7 +76,7 @@ def test_a_share_is_as_planned(two, family):
     assert 0.5 * alone < planned < 0.56 * alone
 
 
-def test_slices_along_context_too(four):
+def test_shards_along_context(four):
     """Processes that have other tokens of the same rows hold other slices."""
     frozen, layout = frozen_of(model_of("Llama")), Parallel(shard=2, context=2)
     planned = frozen.share(WHOLE, layout)
@@ -90,7 +90,7 @@ def frozen_buffers(family):
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved"])
-def test_stages_are_those_that_are_cut(name):
+def test_planned_stages_equal_the_partition(name):
     """Every layer is one process's, and bytes of all processes are the model's, with a tied embedding twice."""
     model = model_of("Gemma2")
     cut = partition_model(model, name, 2, 4, recomputed=True)
@@ -117,7 +117,7 @@ def case_prepares(mesh, place, output, limit):
     return run.mesh.layout, run.plan
 
 
-def test_auto_divides_as_the_plan_says(two, tmp_path):
+def test_auto_layout_equals_the_plan(two, tmp_path):
     """With a vocabulary that is most of the model, half of it is what fits."""
     place = write_place(tmp_path, vocab_size=120_000)
     roomy = two.run(case_prepares, place, tmp_path / "a", None)
@@ -140,7 +140,7 @@ def case_checks(mesh, place, output, keys):
     return " ".join(said.getvalue().split())
 
 
-def test_check_plans_for_the_processes_that_train(two, tmp_path, capsys, caplog):
+def test_check_plans_the_launched_layout(two, tmp_path, capsys, caplog):
     """Those of a launcher, which say it once, or those that `halfbyte train` would start: the same plan."""
     place, keys = write_place(tmp_path), {"parallel": {"shard": 2}}
     first, second = two.run(case_checks, place, tmp_path / "out", keys)

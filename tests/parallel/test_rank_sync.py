@@ -1,4 +1,4 @@
-"""Processes that compute together warm up, capture, replay and give up alike, on a stand-in for CUDA's graphs."""
+"""Ranks agree on warm-up, capture, replay and release of CUDA graphs, on a stand-in for CUDA's graphs."""
 
 import copy
 import itertools
@@ -42,7 +42,7 @@ def case_agrees(mesh, packed):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_micro_batches_become_as_wide_as_the_widest(two, packed):
+def test_micro_batches_are_padded_to_the_longest(two, packed):
     results = two.run(case_agrees, packed, layout={"shard": 2})
     for (_, first), (_, other) in zip(*results, strict=True):
         assert first[SYNCED_SHAPE] == other[SYNCED_SHAPE]
@@ -66,7 +66,7 @@ def test_micro_batches_become_as_wide_as_the_widest(two, packed):
         assert max(positions) < after["max_length_q"]
 
 
-def test_what_cannot_grow_is_a_shape_of_all(two):
+def test_unpadded_batches_share_the_synced_shape(two):
     """Rows of a kind that this does not know stay as they are; what differs anywhere tells shapes apart."""
     first, other = two.run(case_others, layout={"shard": 2})
     assert first == other
@@ -119,7 +119,7 @@ def case_trains(mesh, free):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("free", [(10, 10), (10, 9)])
-def test_graphs_of_processes_that_gather_together(two, free):
+def test_graphs_are_captured_on_all_ranks_or_none(two, free):
     """Each of two shapes has a graph once it is warm; where one process lacks room for it, no process has any."""
     results = two.run(case_trains, free, layout={"shard": 2})
     expected, _ = trains(model_of(), lambda sums, trained: stepper.Stepper(sums))

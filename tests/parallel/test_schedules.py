@@ -1,4 +1,4 @@
-"""Schedules as torch has them, and what the simulation makes of them."""
+"""torch's schedules and their simulation."""
 
 from itertools import pairwise
 from random import Random
@@ -31,7 +31,7 @@ def test_idle_time_of_torchs_schedules(row):
     assert [round(idle(name, chunks, seconds, ahead), 1) for name, chunks in KINDS] == list(expected)
 
 
-def test_the_idle_time_of_1f1b_is_the_known_one():
+def test_idle_share_of_1f1b_is_the_formula():
     """(p - 1) / (m + p - 1), whatever a stage's seconds; recomputing ahead saves a part of the drain alone."""
     for ranks, batches in ((2, 8), (4, 16), (8, 8)):
         expected = 100 * (ranks - 1) / (batches + ranks - 1)
@@ -60,7 +60,7 @@ def some_seconds(random, schedule):
 
 @pytest.mark.parametrize(("name", "chunks"), KINDS)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_messages_wait_for_nobody_in_a_circle(name, chunks, ranks):
+def test_messages_do_not_deadlock(name, chunks, ranks):
     """Each process does its program in order, a send waiting for its receive: all come to their end. So they do where
     less waits, whether NCCL makes a communicator at a message, CUDA loads a kernel or memory is freed meanwhile."""
     random, schedule = Random(ranks), Schedule(name, ranks, chunks)
@@ -86,7 +86,7 @@ def taker(send):
 
 @pytest.mark.parametrize(("name", "chunks"), KINDS)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_one_stream_for_both_directions_of_a_pair_loses_nothing(name, chunks, ranks):
+def test_shared_queue_of_a_pair_costs_no_time(name, chunks, ranks):
     """As NCCL does it: what two processes send each other goes through one queue, in the order in which they began it,
     a message when both have come to it; computing waits for what it takes alone. However far the seconds are from
     those that programs were made with, the step takes as long as if every message went at once."""
@@ -116,9 +116,9 @@ def step_seconds(lines, seconds, owner, ahead):
             needed = here.get(action._replace(kind=f"receive {'F' if kind == 'F' else 'B'}"))
         if needed is None:
             return False
-        again = of.again if ahead and kind in "BI" else 0.0
+        recompute = of.recompute if ahead and kind in "BI" else 0.0
         work = {"F": of.forward, "B": of.backward + of.weights, "I": of.backward, "W": of.weights}[kind]
-        clock[rank] = max(clock[rank] + again, needed) + work - again
+        clock[rank] = max(clock[rank] + recompute, needed) + work - recompute
         return True
 
     while any(done < len(line) for done, line in zip(at, lines, strict=True)):
@@ -140,12 +140,12 @@ def owners(schedule):
     return [schedule.rank_of(stage) for stage in range(schedule.stages)]
 
 
-def test_an_interleaved_order_where_processes_wait_for_each_other_is_found():
+def test_deadlock_is_detected():
     with pytest.raises(AssertionError):
         simulate(((Action("B", 0, 0),), (Action("B", 1, 0), Action("F", 1, 0))), [LAYER, LAYER, LAYER])
 
 
-def test_layers_are_cut_by_seconds():
+def test_layers_are_partitioned_by_seconds():
     """Head and loss of an 8B weigh several layers: the last stage has fewer; nothing is left out."""
     layers = [LAYER] * 32
     assert [len(part) for part in partition_layers(Schedule("1f1b", 2, 1), layers, Seconds(0, 0))] == [16, 16]
@@ -165,7 +165,7 @@ def test_layers_are_cut_by_seconds():
         assert max(busy) <= (32 * LAYER.total + HEAD.total) / 4 + LAYER.total
 
 
-def test_cuts_of_random_shapes():
+def test_partitions_of_random_shapes():
     """Every layer is in one stage, and the head in the last one alone; where that has no layer, the head is heavy."""
     random, alone = Random(0), 0
     for _ in range(150):
@@ -185,7 +185,7 @@ def test_cuts_of_random_shapes():
     assert alone > 10
 
 
-def test_auto_takes_what_ends_first():
+def test_auto_chooses_the_fastest_schedule():
     layers = [LAYER] * 32
     schedule, parts = choose_schedule("auto", 4, layers, HEAD, 16)
     assert (schedule.name, len(parts)) == ("interleaved", schedule.stages)
@@ -198,19 +198,19 @@ def test_auto_takes_what_ends_first():
 @pytest.mark.parametrize(
     ("name", "ranks", "layers", "batches", "said"),
     [
-        ("auto", 4, 3, 16, "parallel: 4.*3 decoder"),
-        ("zb-v", 4, 4, 16, "pipeline_schedule:.*process 2.*4 decoder"),
+        ("auto", 4, 3, 16, r"parallel: 4.*\b3\b"),
+        ("zb-v", 4, 4, 16, "pipeline_schedule: zb-v.*4 decoder"),
         ("1f1b", 4, 32, 3, "pipeline_schedule: 1f1b over 4.*3"),
         ("interleaved", 4, 32, 9, "pipeline_schedule: interleaved over 4.*9"),
     ],
 )
-def test_what_no_schedule_takes(name, ranks, layers, batches, said):
+def test_unsupported_micro_batches_are_refused(name, ranks, layers, batches, said):
     with pytest.raises(ConfigError, match=said) as raised:
         choose_schedule(name, ranks, [LAYER] * layers, HEAD, batches)
     assert raised.value.fix
 
 
-def test_the_next_number_of_micro_batches():
+def test_next_accepted_number_of_micro_batches():
     schedule = Schedule("interleaved", 4, 2)
     assert [schedule.next_accepted(number) for number in (1, 4, 8, 9)] == [1, 4, 8, 10]
     assert Schedule("1f1b", 4, 1).next_accepted(1) == 4

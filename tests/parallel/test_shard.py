@@ -1,4 +1,4 @@
-"""Sharded blocks on gloo ranks: what one process computes, and no byte more gathered than is due."""
+"""Sharded blocks on gloo ranks compute what one process does and gather no byte more than necessary."""
 
 import copy
 
@@ -174,13 +174,13 @@ def test_patched_before_or_after(two):
     check(results, expected("recompute_mlp"))
 
 
-def test_dora_and_trained_modules_are_no_part_of_a_unit(two):
+def test_trained_modules_are_not_sharded(two):
     """DoRA reads its weight inside the layer; a norm that is trained stays whole."""
     lora = {"use_dora": True, "target_modules": ["q_proj", "down_proj"], "modules_to_save": ["input_layernorm"]}
     check(two.run(case_trains, None, ["always"] * LAYERS, "Llama", lora, layout={"shard": 2}), expected(None, **lora))
 
 
-def test_slices_that_are_read_from_their_owners(two):
+def test_shards_in_peer_memory(two):
     """As GPUs of one host do, which a CPU stands for with copies."""
     results = two.run(case_trains, "read", CALL, layout={"shard": 2})
     check(results, expected("keep"))
@@ -189,7 +189,7 @@ def test_slices_that_are_read_from_their_owners(two):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("on_host", [(0, 1, 2, 3), (1, 3)])
-def test_slices_on_the_host(two, on_host):
+def test_shards_in_host_memory(two, on_host):
     check(two.run(case_trains, "keep", CALL, "Llama", None, on_host, layout={"shard": 2}), expected("keep"))
 
 
@@ -202,7 +202,7 @@ def case_groups(mesh):
     return before, len(groups)
 
 
-def test_blocks_are_gathered_in_the_group_that_is_there(two):
+def test_no_new_process_group_is_made(two):
     """NCCL would take several hundred MB of a GPU for another."""
     for before, after in two.run(case_groups, layout={"shard": 2}):
         assert before == after

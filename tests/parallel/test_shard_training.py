@@ -1,4 +1,4 @@
-"""Whole runs whose frozen weights are sharded are the run of one process."""
+"""Runs with sharded frozen weights equal the run of one process."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ def optimizer_of(checkpoint):
     return torch.load(checkpoint / "optimizer.pt", map_location="cpu")
 
 
-def test_two_slices_are_the_run_of_one_process(place, alone, two, tmp_path):
+def test_sharded_run_equals_one_process(place, alone, two, tmp_path):
     """And its checkpoints are: with them one process goes on, and with one process's two."""
     keys = {"gradient_accumulation_steps": 2, "save_steps": 2, "parallel": {"shard": 2}}
     found = run(two, place, tmp_path / "out", **keys)
@@ -51,7 +51,7 @@ def test_two_slices_are_the_run_of_one_process(place, alone, two, tmp_path):
     run(two, place, copied, resume=str(copied / "checkpoint-4"), **keys).same_as(alone)
 
 
-def test_experts_and_their_adapters_in_slices(two, tmp_path):
+def test_sharded_experts_and_adapters(two, tmp_path):
     """PEFT sizes an adapter of a stack by the stack, of which a process may hold a slice."""
     place = write_place(tmp_path)
     sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
@@ -85,7 +85,7 @@ def trains_from_the_host(mesh, place, output, keys):
 
 
 @pytest.mark.slow
-def test_slices_that_wait_on_the_host(place, alone, two, tmp_path):
+def test_run_with_shards_in_host_memory(place, alone, two, tmp_path):
     keys = {"gradient_accumulation_steps": 2, "save_steps": 2, "parallel": {"shard": 2}}
     assert two.run(trains_from_the_host, place, tmp_path / "out", keys) == [[(1, 2)]] * 2
     found = Left(tmp_path / "out")
@@ -94,7 +94,7 @@ def test_slices_that_wait_on_the_host(place, alone, two, tmp_path):
 
 
 @pytest.mark.slow
-def test_slices_of_two_replicas(place, alone, four, tmp_path):
+def test_shards_with_two_replicas(place, alone, four, tmp_path):
     """The last window has three micro-batches for four ranks."""
     keys = {"gradient_accumulation_steps": 1, "parallel": {"data": 2, "shard": 2}}
     run(four, place, tmp_path / "out", **keys).same_as(alone)
@@ -121,7 +121,7 @@ def reduces_at_once(mesh, at_once):
 
 
 @pytest.mark.slow
-def test_factors_are_whole_in_16_bits_only(place, two, tmp_path):
+def test_full_factors_are_16_bit_only(place, two, tmp_path):
     """What one process casts its factors to is all that is whole; what is saved has all digits, and goes on exactly."""
     keys = {"dtype": "bfloat16", "save_steps": 2, "lora_dropout": 0.0}
     one = run(None, place, tmp_path / "one", gradient_accumulation_steps=4, **keys)

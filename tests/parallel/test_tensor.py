@@ -1,4 +1,4 @@
-"""Products divided over processes, against the same model on one."""
+"""Tensor parallelism equals the same model on one process."""
 
 from unittest import mock
 
@@ -145,7 +145,7 @@ def kept(mesh, level):
 
 
 @pytest.mark.parametrize("level", ["checkpoint", "tiled", "recompute"])
-def test_checkpoints_are_kept_in_slices(two, level):
+def test_saved_stream_is_sharded(two, level):
     """The input of each layer, which is all that these levels keep; where others keep more, nothing."""
     stream = batch()["input_ids"].numel() * SHAPE["hidden_size"]
     expected = [] if level == "recompute" else [(stream // 2, stream)] * 2
@@ -158,7 +158,7 @@ def put_together(mesh):
     return [store.unpack(store.pack(torch.arange(float(n)).view(1, n))) for n in (7, 1)]
 
 
-def test_what_slices_come_to(four):
+def test_sharded_store_restores_tensors(four):
     for found in four.run(put_together, layout={"tensor": 4}):
         assert [each.tolist() for each in found] == [[[0, 1, 2, 3, 4, 5, 6]], [[0]]]
 
@@ -180,7 +180,7 @@ def held(mesh):
     return bytes_, {name for name in cut if name.startswith("0.")}
 
 
-def test_each_holds_its_part(two):
+def test_each_rank_holds_its_shard(two):
     (one, cut), (other, _) = two.run(held, layout={"tensor": 2})
     whole_bytes, _ = held(SINGLE_PROCESS)
     assert one == other
@@ -201,12 +201,12 @@ def test_each_holds_its_part(two):
         ("Llama", {"attention_dropout": 0.1}, 2, "attention_dropout"),
     ],
 )
-def test_models_that_are_not_divided(family, shape, ways, named):
+def test_unsupported_sizes_are_refused(family, shape, ways, named):
     with pytest.raises(ModelError, match=f"parallel: {{tensor: {ways}}}: .*{named}"):
         check_tensor_parallel(tiny(family, adapter=False, shape=shape), ways)
 
 
-def test_a_format_whose_blocks_do_not_divide():
+def test_unsplittable_format_is_refused():
     model = stored(tiny("Llama", shape=SHAPE | {"intermediate_size": 160}), "kbit:4:bnf")
     with pytest.raises(ModelError, match=r"parallel: {tensor: 2}: down_proj: kbit:4:bnf:.*\(64, 160\).*by"):
         check_tensor_parallel(model, 2)
@@ -222,7 +222,7 @@ def test_a_format_whose_blocks_do_not_divide():
         ({"target_modules": ["q_proj", "lm_head"]}, "lm_head"),
     ],
 )
-def test_adapters_that_are_not_divided(lora, said):
+def test_unsupported_adapters_are_refused(lora, said):
     model = tiny("Llama", **lora)
     with pytest.raises(ModelError, match=said):
         check_tensor_parallel(model, 2)

@@ -1,4 +1,4 @@
-"""Under torchrun, on one host and on what stands for two, a run is the one that `halfbyte train` starts."""
+"""A run under torchrun, on one host or on two agents as two hosts, equals that of `halfbyte train`."""
 
 import os
 import subprocess

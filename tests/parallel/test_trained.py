@@ -1,4 +1,4 @@
-"""Trained parameters stepped in slices: what one process does, bit by bit, and the files of one process."""
+"""ZeRO-1: stepping shards of parameters is bit-equal to one process, with the files of one process."""
 
 import copy
 
@@ -108,7 +108,7 @@ def kind(mesh, elementwise):
     return type(shard_optimizer(mesh, list(Model().parameters()), elementwise=elementwise)) is ShardedOptimizer
 
 
-def test_what_stays_whole(two):
+def test_unsharded_optimizers(two):
     assert two.run(kind, False, layout={"shard": 2}) == [False, False]
     assert two.run(kind, True, layout={"data": 2}) == [False, False]
 
@@ -132,7 +132,7 @@ def ranks_own(mesh, at_once, unused, together):
 
 
 @pytest.mark.parametrize("together", [1, 64, 2**25])
-def test_gradients_reduced_as_they_come(two, together):
+def test_gradients_reduced_in_backward(two, together):
     """Those of one bucket, several, or all; a parameter that gets none leaves what comes after it to the step's end."""
     layout = {"shard": 2}
     for rank, (found, left) in enumerate(two.run(ranks_own, True, False, together, layout=layout)):
@@ -192,7 +192,7 @@ def narrow_here(mesh, at_once):
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_parameters_that_products_read(two, at_once):
+def test_parameters_read_by_gemms_only(two, at_once):
     """They are stepped with all their digits, and read as one process casts them."""
     _, expected, _ = narrow_run(SINGLE_PROCESS, [0, 1], at_once)
     results = two.run(narrow_here, at_once, layout={"shard": 2})

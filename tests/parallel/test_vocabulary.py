@@ -1,4 +1,4 @@
-"""A head and an embedding divided by vocabulary, against the same on one process."""
+"""Head and embedding sharded by vocabulary equal those of one process."""
 
 import pytest
 import torch
@@ -82,13 +82,13 @@ def assert_as_one(results, vocabulary, tokens, how, dtype=torch.float32):
 
 @pytest.mark.parametrize("how", [{}, CAPPED], ids=["plain", "capped"])
 @pytest.mark.parametrize("tokens", [(40, 40), (37, 5), (0, 9), (1, 0), (0, 0)], ids=str)
-def test_processes_with_their_own_rows(two, tokens, how):
+def test_ranks_with_different_tokens(two, tokens, how):
     for vocabulary in (101, 32, 3):
         results = two.run(loss_and_gradient, ("shard",), vocabulary, tokens, torch.float32, how, layout={"shard": 2})
         assert_as_one(results, vocabulary, tokens, how)
 
 
-def test_processes_with_the_same_rows(two):
+def test_ranks_with_equal_tokens(two):
     results = two.run(loss_and_gradient, ("tensor",), 101, (37,), torch.float32, CAPPED, layout={"tensor": 2})
     assert_as_one(results, 101, (37,), CAPPED)
 
@@ -149,7 +149,7 @@ def looked_up(mesh, axes, tokens, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_looking_up_is_exact(two, four, dtype):
+def test_embedding_is_exact(two, four, dtype):
     assert two.run(looked_up, ("shard",), (7, 3), dtype, layout={"shard": 2}) == [True] * 2
     assert two.run(looked_up, ("tensor",), (7,), dtype, layout={"tensor": 2}) == [True] * 2
     axes = ("shard", "tensor")
@@ -163,7 +163,7 @@ def with_label(mesh, label):
 
 
 @pytest.mark.parametrize("label", [101, -1])
-def test_a_label_outside_is_everybodys_error(two, label):
+def test_label_outside_raises_on_all_ranks(two, label):
     said = rf"(?s)rank 0.*label {label} .*101.*rank 1.*label {label} "
     with pytest.raises(AssertionError, match=said):
         two.run(with_label, label, layout={"shard": 2})
@@ -236,7 +236,7 @@ def test_models(two, family, tied, axis):
         assert found[6] == answer
 
 
-def test_what_is_not_divided():
+def test_unsupported_heads_are_refused():
     """By name, and before anything is changed."""
     model = tiny("Llama", modules_to_save=["lm_head"])
     assert "linear" in vocabulary_unsupported_reason(model)

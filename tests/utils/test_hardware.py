@@ -1,4 +1,4 @@
-"""What is prepared before torch is there."""
+"""Settings before torch is imported, and facts about devices."""
 
 import contextlib
 import os
@@ -28,7 +28,7 @@ from halfbyte.utils.hardware import (
         ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None),
     ],
 )
-def test_the_allocator_is_set_up_unless_the_user_did(monkeypatch, given, expected):
+def test_expandable_segments_unless_configured(monkeypatch, given, expected):
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     with mock.patch.dict(os.environ, given):
@@ -45,8 +45,8 @@ def test_the_allocator_is_set_up_unless_the_user_did(monkeypatch, given, expecte
         ("expandable_segments:True", "cpu", []),
     ],
 )
-def test_segments_stop_growing_for_what_others_read(monkeypatch, given, device, changes):
-    """The other settings are told again, since torch forgets what it is not told."""
+def test_fixed_segments_keep_other_settings(monkeypatch, given, device, changes):
+    """The other settings are passed again, since torch resets options that it does not get."""
     told = []
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", given)
@@ -57,7 +57,7 @@ def test_segments_stop_growing_for_what_others_read(monkeypatch, given, device, 
     assert told == [f"roundup_power2_divisions:4,expandable_segments:{each}" for each in changes]
 
 
-def test_the_dtype_is_that_of_the_device_that_is_asked_for(monkeypatch):
+def test_compute_dtype_is_of_the_given_device(monkeypatch):
     """A T4 beside an A100, the second of which is the current one."""
     monkeypatch.setattr(
         torch.cuda, "get_device_capability", lambda device=1: [(7, 5), (8, 0)][torch.device(device).index]
@@ -97,7 +97,7 @@ print(psutil.Process().memory_info().rss - before)
 @pytest.mark.skipif(
     compute_dtype(torch.device("cpu")).dtype != torch.bfloat16, reason="oneDNN compiles 16-bit products, here are none"
 )
-def test_products_of_many_lengths_do_not_pile_up():
+def test_primitive_caches_are_limited():
     """Of one attention, where all are kept, 4.4 MiB a length; set after torch is there, as in Python."""
     kept = {key: value for key, value in os.environ.items() if "CACHE_CAPACITY" not in key}  # other tests have bound it
     command = [sys.executable, "-c", LENGTHS]
@@ -105,14 +105,14 @@ def test_products_of_many_lengths_do_not_pile_up():
     assert grown <= 32 * 2**20
 
 
-def test_what_the_user_set_stays():
+def test_user_settings_of_caches_are_kept():
     with mock.patch.dict(os.environ, {"LRU_CACHE_CAPACITY": "7"}, clear=True):
         limit_primitive_caches()
         assert os.environ == {"LRU_CACHE_CAPACITY": "7", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
 
 
 @pytest.mark.parametrize(("free", "share", "expected"), [(40, 1.0, 40), (90, 0.5, 20), (10, 0.5, 10)])
-def test_free_memory_of_a_process_with_a_limit_is_what_the_limit_leaves(monkeypatch, free, share, expected):
+def test_free_bytes_respect_the_memory_fraction(monkeypatch, free, share, expected):
     """As `memory_limit_gib` sets it: what engines and graphs then take as free is not the whole device's."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 100))
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", {0: share}.__getitem__)

@@ -1,4 +1,4 @@
-"""The step's one reduction."""
+"""Gradient reduction and clipping."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_gradients_are_summed(two, bucket):
         assert sums.tolist() == [2.0, 20.0]
 
 
-def test_alone_nothing_moves():
+def test_reduction_of_one_process_is_the_identity():
     sums = torch.ones(2)
     assert sum_gradients(SINGLE_PROCESS, [nn.Parameter(torch.ones(1))], sums) is sums
 
@@ -67,5 +67,5 @@ def cut(mesh):
     return sums.tolist()
 
 
-def test_slices_and_stages(four):
+def test_reduction_with_shards_and_stages(four):
     assert four.run(cut, layout={"pipeline": 2, "tensor": 2}) == [[5.0]] * 4
