@@ -39,7 +39,7 @@ from halfbyte.modeling.cast_cache import cast_replacements
 from halfbyte.parallel.launch.bandwidth import all_gather_bandwidth
 from halfbyte.parallel.mesh import SINGLE_PROCESS, Mesh, present_mesh
 from halfbyte.parallel.shard.model import has_static_gradients, shard_model, sharded
-from halfbyte.parallel.shard.trained import shard_optimizer
+from halfbyte.parallel.shard.optimizer import shard_optimizer
 from halfbyte.train.stepper import GraphedStepper
 from halfbyte.utils.hardware import fixed_segments, free_cached_memory
 
@@ -65,9 +65,9 @@ class Sharded(Training):
 
     def step_slices(self) -> None:
         """Have the optimizer step what the loop's would."""
-        alike = sharded(self.model) is not None and has_static_gradients(self.model)
+        static_gradients = sharded(self.model) is not None and has_static_gradients(self.model)
         narrow = partial(cast_replacements, self.model, torch.bfloat16)
-        self.units = shard_optimizer(self.mesh, self.trained, elementwise=True, alike=alike, narrow=narrow)
+        self.units = shard_optimizer(self.mesh, self.trained, elementwise=True, static_gradients=static_gradients, narrow=narrow)
         self.units.adopt(self.optimizer)
         gc.collect()
         torch.cuda.empty_cache()

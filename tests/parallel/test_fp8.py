@@ -19,7 +19,7 @@ AMAXES = ((1.0, 2.0), (math.nan, 1.0), (5.0, math.inf), (8.0, 4.0))  # of each s
 
 
 def scales(mesh, reduced):
-    """Of two tensors after each step, of which the second has the same amax everywhere."""
+    """Return the scales of two tensors after each step; the second has the same amax on all ranks."""
     state, found = DelayedScaling([E4M3, E4M3], ScalingOptions(reduce_amax=reduced)), []
     for amax in AMAXES:
         state.observe(0, torch.tensor(amax[mesh.rank]))
@@ -36,7 +36,7 @@ def test_ranks_with_other_tokens_share_scales(two, axis):
 
 
 def test_scales_are_local_by_default(two):
-    """Where nobody asks for it, and where a process has other tensors."""
+    """Scales are also local if ranks have different tensors."""
     for layout, reduced in (({"data": 2}, False), ({"pipeline": 2}, True)):
         one, other = two.run(scales, reduced, layout=layout)
         assert [each[0] for each in one] == pytest.approx([448, 448, 448 / 5, 448 / 8])
@@ -60,7 +60,7 @@ KEYS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["1f1b", "interleaved"])
 def test_checkpointed_scales_of_stages_equal_one_process(two, place, tmp_path, name):
-    """Layer by layer; and a run goes on from them, in stages or without."""
+    """Scales are saved layer by layer, and a run resumes from them with or without stages."""
     alone = rank_runs.run(None, place, tmp_path / "alone", **KEYS)
     stages = {"parallel": {"pipeline": 2}, "pipeline_schedule": name}
     rank_runs.run(two, place, tmp_path / "run", **KEYS, **stages).same_as(alone, loss=1e-5, weights=1e-3)

@@ -61,7 +61,7 @@ def test_two_gpus_equal_one(gpus, place, alone, tmp_path, axis, accumulation, to
 
 
 def captures_more(mesh, place, output, keys):
-    """A case: a whole run in which these axes may be captured, too."""
+    """Run with graph capture enabled for more axes."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(estimate, "CAPTURED", {"data", "shard", "tensor", "context"})
         trains(mesh, place, output, keys, None)
@@ -69,7 +69,7 @@ def captures_more(mesh, place, output, keys):
 
 @pytest.mark.parametrize(("axis", "tolerance"), [("tensor", 4e-3), ("context", 1e-3)])
 def test_graph_capture_with_other_axes(gpus, place, alone, tmp_path, axis, tolerance):
-    """Not what a run does: whether it could."""
+    """Runs do not capture these axes; this tests that they could."""
     keys = {"parallel": {axis: 2}, "gradient_accumulation_steps": 4}
     gpus.run(captures_more, place, tmp_path / "out", KEYS | keys)
     found = Left(tmp_path / "out")
@@ -79,7 +79,7 @@ def test_graph_capture_with_other_axes(gpus, place, alone, tmp_path, axis, toler
 
 
 def test_graphs_of_several_widths(gpus, place, tmp_path):
-    """Rows that are one document each, of few widths, which differ between the GPUs; evaluations in between."""
+    """Sequences have one document and few widths, which differ between the GPUs; evaluations run in between."""
     texts = [{"prompt": "x" * (n % 7), "completion": f" it is {'1' * (n * 37 % 400)}."} for n in range(160)]
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in texts))

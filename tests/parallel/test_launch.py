@@ -22,7 +22,7 @@ PROGRAMS = str(Path(__file__).parents[1] / "helpers" / "rank_programs.py")
 
 
 def ranks(case, folder, count=2, **keys):
-    """Run a case of `rank_programs` on so many ranks."""
+    """Run a case of `rank_programs` on `n` ranks."""
     began = time.monotonic()
     try:
         launch(lambda layout: ["-P", PROGRAMS, case, str(folder), str(layout)], Parallel(data=count), **keys)

@@ -49,7 +49,7 @@ def places(mesh):
 
 
 def test_axes_of_a_mesh(four):
-    """Ranks are bits: tensor parallel neighbours are 0 and 1, 2 and 3."""
+    """Ranks are bits of the coordinates: tensor-parallel neighbours are 0 and 1, 2 and 3."""
     found = four.run(places, layout={"data": 2, "tensor": 2})
     assert [each["tensor"] for each in found] == [0b0011, 0b0011, 0b1100, 0b1100]
     assert [each["data"] for each in found] == [0b0101, 0b1010, 0b0101, 0b1010]

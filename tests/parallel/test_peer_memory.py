@@ -34,7 +34,7 @@ def test_cpu_has_no_peer_memory():
 
 
 def test_own_rank_gets_no_handle(monkeypatch):
-    """A handle that nobody opens would keep the memory for good."""
+    """A handle that is never opened would keep its memory allocated."""
     monkeypatch.setattr(peer_memory, "reduce_tensor", lambda tensor: ("rebuild", (tensor,)))
     offers = peer_memory._share_handles(OWN, DEVICE, 3, 1)
     assert [len(handles) for _, _, handles, _ in offers] == [1, 0, 1]

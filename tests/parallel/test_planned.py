@@ -42,7 +42,7 @@ def frozen_of(model):
 
 
 def here(parameter):
-    """Bytes that this process holds of it."""
+    """Return the bytes of it that this rank holds."""
     local = parameter.data._local_tensor if isinstance(parameter.data, DTensor) else parameter.data
     if isinstance(local, BlockShard):
         return local.raw.nbytes
@@ -51,7 +51,7 @@ def here(parameter):
 
 
 def case_holds(mesh, family, kept):
-    """Bytes of frozen weights here; and what a micro-batch has gathered, once those that stay are there."""
+    """Return this rank's bytes of frozen weights, and the bytes a micro-batch gathers after the resident layers."""
     model = model_of(family)
     shard_model(model, mesh, residencies_of(LAYERS, kept))
     held = sum(here(each) for each in (*frozen_parameters(model), *model.buffers()))
@@ -65,7 +65,7 @@ def case_holds(mesh, family, kept):
 
 @pytest.mark.parametrize("family", ["Llama", pytest.param("Gemma2", marks=pytest.mark.slow)])
 def test_bytes_of_a_rank_equal_the_plan(two, family):
-    """Gemma 2's head is its embedding."""
+    """Includes Gemma 2, whose head is tied."""
     frozen, layout = frozen_of(model_of(family)), Parallel(shard=2)
     planned = frozen.share(WHOLE, layout)
     for held, gathered in two.run(case_holds, family, (0, 2), layout={"shard": 2}):
@@ -77,7 +77,7 @@ def test_bytes_of_a_rank_equal_the_plan(two, family):
 
 
 def test_shards_along_context(four):
-    """Processes that have other tokens of the same rows hold other slices."""
+    """Ranks with different tokens of the same sequences hold different shards."""
     frozen, layout = frozen_of(model_of("Llama")), Parallel(shard=2, context=2)
     planned = frozen.share(WHOLE, layout)
     assert planned < 0.8 * frozen.share(WHOLE, Parallel(shard=2))
@@ -91,7 +91,7 @@ def frozen_buffers(family):
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved"])
 def test_planned_stages_equal_the_partition(name):
-    """Every layer is one process's, and bytes of all processes are the model's, with a tied embedding twice."""
+    """Every layer is on one rank, and the ranks' bytes add up to the model's, with a tied embedding twice."""
     model = model_of("Gemma2")
     cut = partition_model(model, name, 2, 4, recomputed=True)
     found = pipeline_of(cut, list(cut.seconds[:1]) * LAYERS, cut.seconds[-1], 4)
@@ -111,14 +111,14 @@ def test_planned_stages_equal_the_partition(name):
 
 
 def case_prepares(mesh, place, output, limit):
-    """What auto chose, and every process's plan."""
+    """Return the layout that auto chose, and every rank's plan."""
     config = configured(place, output, memory_limit_gib=limit, activation_checkpointing=True)
     run = prepare_run(config, mesh=mesh)
     return run.mesh.layout, run.plan
 
 
 def test_auto_layout_equals_the_plan(two, tmp_path):
-    """With a vocabulary that is most of the model, half of it is what fits."""
+    """The vocabulary is most of the model, and half of it fits."""
     place = write_place(tmp_path, vocab_size=120_000)
     roomy = two.run(case_prepares, place, tmp_path / "a", None)
     assert [layout for layout, _ in roomy] == [Parallel(data=2)] * 2
@@ -133,7 +133,7 @@ def test_auto_layout_equals_the_plan(two, tmp_path):
 
 
 def case_checks(mesh, place, output, keys):
-    """What `halfbyte check` says in processes that a launcher has started."""
+    """Return the output of `halfbyte check` in launched ranks."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         check_run(configured(place, output, **keys))
@@ -141,7 +141,7 @@ def case_checks(mesh, place, output, keys):
 
 
 def test_check_plans_the_launched_layout(two, tmp_path, capsys, caplog):
-    """Those of a launcher, which say it once, or those that `halfbyte train` would start: the same plan."""
+    """The plan is equal in launched ranks, where it is printed once, and in a process that would launch them."""
     place, keys = write_place(tmp_path), {"parallel": {"shard": 2}}
     first, second = two.run(case_checks, place, tmp_path / "out", keys)
     assert second == ""

@@ -58,7 +58,7 @@ def test_two_ranks_equal_one_process(place, two, tmp_path, monkeypatch, name):
 # `make test` runs KTO, whose loss exchanges the most between processes.
 @pytest.mark.parametrize("name", slow_except(SHARDED, ["kto"]))
 def test_two_shards_equal_one_process(place, two, tmp_path, monkeypatch, name):
-    """Of its layers, and of head and embedding by vocabulary, through which the log-probabilities' gradients go."""
+    """Layers are sharded, and head and embedding by vocabulary, which the log-probabilities' gradients pass."""
     monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "cache"))
     rows = "steps" if name == "prm" else "pairs"
     asked = {"dataset": str(place / f"{rows}.jsonl"), "sample_prompts": 0, **SHARDED[name]}

@@ -36,7 +36,7 @@ def micro_batch(lengths, packed):
 
 
 def case_agrees(mesh, packed):
-    """The micro-batches of a step here, as they were and as they are."""
+    """Return this rank's micro-batches of a step before and after padding."""
     own = [micro_batch(lengths, packed) | {COUNTS: {}} for lengths in LENGTHS[mesh.coordinate("shard") :: 2]]
     return list(zip(own, RankSync(mesh).pad(own), strict=True))
 
@@ -67,7 +67,7 @@ def test_micro_batches_are_padded_to_the_longest(two, packed):
 
 
 def test_unpadded_batches_share_the_synced_shape(two):
-    """Rows of a kind that this does not know stay as they are; what differs anywhere tells shapes apart."""
+    """Batches of an unknown kind are not padded; a difference on any rank makes another shape."""
     first, other = two.run(case_others, layout={"shard": 2})
     assert first == other
     assert len(set(first)) == 2
@@ -87,7 +87,7 @@ def model_of():
 
 
 def trains(model, make, mesh=SINGLE_PROCESS):
-    """Losses and gradients of each step of SGD, and the agreed shapes that have a graph at the end."""
+    """Return losses and gradients of each SGD step, and the synced shapes that have a graph at the end."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     halfbyte.patch(model)
     steps, record = make(lambda batch: {"loss": causal_lm_loss(model, batch)[0]}, trained), []
@@ -120,7 +120,7 @@ def case_trains(mesh, free):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("free", [(10, 10), (10, 9)])
 def test_graphs_are_captured_on_all_ranks_or_none(two, free):
-    """Each of two shapes has a graph once it is warm; where one process lacks room for it, no process has any."""
+    """Each of two warm shapes has a graph, unless one rank lacks memory for it."""
     results = two.run(case_trains, free, layout={"shard": 2})
     expected, _ = trains(model_of(), lambda sums, trained: stepper.Stepper(sums))
     for record, captured in results:

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.dist
 
 
 def gradients(mesh, bucket):
-    """One parameter has a gradient everywhere, one on rank 0 alone, one nowhere, one in another dtype."""
+    """Return parameters with a gradient on all ranks, on rank 0 only, on none, and in another dtype."""
     reduction.BUCKET = bucket
     both, first, none = (nn.Parameter(torch.zeros(3, size)) for size in (5, 7, 2))
     half = nn.Parameter(torch.zeros(11, dtype=torch.bfloat16))
@@ -44,7 +44,7 @@ def test_reduction_of_one_process_is_the_identity():
 
 
 def cut(mesh):
-    """A weight [4, 3] cut by rows along tensor, one that is whole, of which each has a part, and one a stage's own."""
+    """Return a weight [4, 3] sharded along tensor, a replicated one with partial gradients, and a stage's own."""
     torch.manual_seed(0)
     full = {name: torch.randn(2, 4, 3) for name in ("cut", "whole", "stage")}  # [stage, ...]
     stage, place = mesh.coordinate("pipeline"), mesh.coordinate("tensor")

@@ -32,7 +32,7 @@ def test_idle_time_of_torchs_schedules(row):
 
 
 def test_idle_share_of_1f1b_is_the_formula():
-    """(p - 1) / (m + p - 1), whatever a stage's seconds; recomputing ahead saves a part of the drain alone."""
+    """(p - 1) / (m + p - 1), whatever a stage's seconds; recomputing ahead shortens the drain only."""
     for ranks, batches in ((2, 8), (4, 16), (8, 8)):
         expected = 100 * (ranks - 1) / (batches + ranks - 1)
         assert idle("1f1b", 1, Seconds(3, 7), False, ranks, batches) == pytest.approx(expected)
@@ -53,7 +53,7 @@ def test_every_stage_computes_every_micro_batch_once(name, chunks, ranks, batche
 
 
 def some_seconds(random, schedule):
-    """A stage may take six times as long as another."""
+    """Return random seconds of stages, which differ by up to a factor of six."""
     return [Seconds(random.uniform(0.5, 3), backward := random.uniform(0.5, 3), recompute=backward / 2)
             for _ in range(schedule.stages)]  # fmt: skip
 
@@ -61,8 +61,11 @@ def some_seconds(random, schedule):
 @pytest.mark.parametrize(("name", "chunks"), KINDS)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_messages_do_not_deadlock(name, chunks, ranks):
-    """Each process does its program in order, a send waiting for its receive: all come to their end. So they do where
-    less waits, whether NCCL makes a communicator at a message, CUDA loads a kernel or memory is freed meanwhile."""
+    """Each rank runs its actions in order, and a send blocks until its receive starts: all ranks finish.
+
+    This holds with fewer dependencies too: NCCL may create a communicator at a message, CUDA may load a kernel, or
+    memory may be freed meanwhile.
+    """
     random, schedule = Random(ranks), Schedule(name, ranks, chunks)
     between = sum(one != other for one, other in pairwise(owners(schedule)))
     for ahead in (False, True) * 3:
@@ -79,7 +82,7 @@ def test_messages_do_not_deadlock(name, chunks, ranks):
 
 
 def taker(send):
-    """The receive of what is sent."""
+    """Return the receive of a send."""
     way = send.kind[-1]
     return Action(f"receive {way}", send.stage + (1 if way == "F" else -1), send.batch)
 
@@ -87,9 +90,11 @@ def taker(send):
 @pytest.mark.parametrize(("name", "chunks"), KINDS)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_shared_queue_of_a_pair_costs_no_time(name, chunks, ranks):
-    """As NCCL does it: what two processes send each other goes through one queue, in the order in which they began it,
-    a message when both have come to it; computing waits for what it takes alone. However far the seconds are from
-    those that programs were made with, the step takes as long as if every message went at once."""
+    """The messages of a pair of ranks share a queue in the order of their start, as in NCCL.
+
+    A message is exchanged when both ranks have reached it, and only computations that need its tensor wait. However far
+    the seconds are from those the messages were ordered by, the step takes as long as with instant messages.
+    """
     random, schedule = Random(ranks), Schedule(name, ranks, chunks)
     orders = schedule.actions(2 * ranks)
     for ahead in (False, True) * 3:
@@ -99,7 +104,7 @@ def test_shared_queue_of_a_pair_costs_no_time(name, chunks, ranks):
 
 
 def step_seconds(lines, seconds, owner, ahead):
-    """Seconds of a step in which messages of a pair queue up."""
+    """Return the seconds of a step in which the messages of a pair share a queue."""
     clock, at, here, queues, free = [0.0] * len(lines), [0] * len(lines), {}, {}, {}
 
     def do(rank, action):
@@ -146,7 +151,7 @@ def test_deadlock_is_detected():
 
 
 def test_layers_are_partitioned_by_seconds():
-    """Head and loss of an 8B weigh several layers: the last stage has fewer; nothing is left out."""
+    """Head and loss of an 8B model take as long as several layers, so the last stage has fewer."""
     layers = [LAYER] * 32
     assert [len(part) for part in partition_layers(Schedule("1f1b", 2, 1), layers, Seconds(0, 0))] == [16, 16]
     assert [len(part) for part in partition_layers(Schedule("1f1b", 2, 1), layers, Seconds(4 * LAYER.total, 0))] == [
@@ -166,7 +171,7 @@ def test_layers_are_partitioned_by_seconds():
 
 
 def test_partitions_of_random_shapes():
-    """Every layer is in one stage, and the head in the last one alone; where that has no layer, the head is heavy."""
+    """Every layer is in one stage and the head in the last, which has no layer if the head is slow."""
     random, alone = Random(0), 0
     for _ in range(150):
         (name, chunks), ranks = random.choice(KINDS), random.choice((2, 3, 4))

@@ -62,7 +62,7 @@ def trained(model):
 
 
 def two_steps(model, rows, dtype, mesh=None):
-    """Outputs, then gradients and adapters after each of two steps of SGD on `rows` of the batch."""
+    """Return outputs, then gradients and adapters after each of two SGD steps on `rows` of the batch."""
     optimizer = torch.optim.SGD(trained(model).values(), lr=0.1)
     record = []
     for step in range(2):

@@ -29,7 +29,7 @@ STAYS = [["call"] * LAYERS, ["call"] * (LAYERS - 1) + ["backward"], ["always", "
 
 @pytest.fixture
 def one_of_two():
-    """A mesh of two processes, of which there is one."""
+    """Return a mesh of two ranks, of which only this one exists."""
     if dist.is_initialized():
         pytest.skip("the process is in a group already")
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -41,7 +41,7 @@ def one_of_two():
 
 
 def beside(monkeypatch, mesh, blocks, delay):
-    """Have collectives find the other process's bytes here; gathers come late, over bytes that are no weights."""
+    """Emulate collectives with the other rank's bytes; they arrive late, over bytes that are no weights."""
     other, cut, slices = replace(mesh, rank=1), [], {}
     for block in blocks:
         seen = {id(p): p for m in block.modules() for p in m._parameters.values() if p is not None}
@@ -76,7 +76,7 @@ def eager(sums, _):
 
 
 def trained(model, stepper, device):
-    """Losses and gradients of steps, an evaluation after each fourth."""
+    """Return losses and gradients of steps, with an evaluation after every fourth."""
     parameters, record = [p for p in model.parameters() if p.requires_grad], []
     steps = stepper(lambda batch: {"loss": causal_lm_loss(model, batch)[0]}, parameters)
     for number, window in enumerate(windows()):

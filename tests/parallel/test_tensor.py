@@ -27,7 +27,7 @@ KINDS = ["blockwise4:nf4:64:nested", "int8", "fp8:row", "nvfp4:2d:plain", "mxfp4
 
 
 def stored(model, spec):
-    """`model` with its frozen linears in a format."""
+    """Return `model` with its frozen linears in a format."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear and "lora" not in name and name not in ("lm_head", "default"):
@@ -50,7 +50,7 @@ def prepared(mesh, family, spec, fused, level=None, **lora):
 
 
 def trained(mesh, family, spec, fused, level=None, **lora):
-    """Losses, gradients, norms, adapters and an answer of three steps on the rows that this process has."""
+    """Return losses, gradients, norms, adapters and an answer of three steps on this rank's sequences."""
     model = prepared(mesh, family, spec, fused, level, **lora)
     factors = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer, found = torch.optim.SGD(factors.values(), lr=0.1), []
@@ -100,8 +100,7 @@ def assert_same_training(results, expected, loss_error=1e-6, error=1e-5):
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2"])
 def test_families(two, family, fused):
-    """Biases of all linears; norms of q and k; norms behind the blocks and capped scores. In float64, so that what is
-    wrong is not taken for rounding."""
+    """Biases of all linears, q and k norms, norms after blocks, and softcaps; float64 excludes rounding."""
     results = two.run(trained, family, None, fused, layout={"tensor": 2})
     assert_same_training(results, trained(SINGLE_PROCESS, family, None, fused), 1e-8, 1e-6)
 
@@ -115,7 +114,7 @@ def test_formats(two, spec):
 
 
 def few_adapters(mesh):
-    """Linears without an adapter before and behind those that have one; with biases, as they are stored."""
+    """Return linears without an adapter before and after others with one; with biases, in a storage format."""
     return trained(mesh, "Llama", KINDS[0], False, target_modules=["v_proj", "up_proj"])
 
 
@@ -131,7 +130,7 @@ def test_levels(two, level):
 
 
 def kept(mesh, level):
-    """What is kept of the stream in a forward: elements in this process, and of the whole."""
+    """Return the elements of the stream saved in a forward: on this rank, and of the full stream."""
     model, sizes, pack = prepared(mesh, "Llama", KINDS[0], True, level), [], ShardedStore.pack
 
     def seen(self, tensor):
@@ -146,14 +145,14 @@ def kept(mesh, level):
 
 @pytest.mark.parametrize("level", ["checkpoint", "tiled", "recompute"])
 def test_saved_stream_is_sharded(two, level):
-    """The input of each layer, which is all that these levels keep; where others keep more, nothing."""
+    """Levels that save only each layer's input shard it; other levels shard nothing."""
     stream = batch()["input_ids"].numel() * SHAPE["hidden_size"]
     expected = [] if level == "recompute" else [(stream // 2, stream)] * 2
     assert two.run(kept, level, layout={"tensor": 2}) == [expected] * 2
 
 
 def put_together(mesh):
-    """A tensor that does not divide; and one with fewer elements than processes."""
+    """Round-trip a tensor that does not divide evenly, and one with fewer elements than ranks."""
     store = ShardedStore(mesh.group("tensor"), OnDevice())
     return [store.unpack(store.pack(torch.arange(float(n)).view(1, n))) for n in (7, 1)]
 
@@ -171,7 +170,7 @@ def test_four_processes(four, layout):
 
 
 def held(mesh):
-    """Bytes of the linears here, and which factors are cut."""
+    """Return the bytes of this rank's linears, and which factors are sharded."""
     model = prepared(mesh, "Llama", KINDS[0], True)
     layers = model.get_base_model().model.layers
     bytes_ = sum(p.nbytes for name, p in layers.named_parameters() if "base_layer.weight" in name)

@@ -35,7 +35,7 @@ def test_tensor_parallel_run_equals_one_process(alone, divided):
 
 
 def resumed(ranks, place, left, folder, **keys):
-    """What comes of going on from the first checkpoint of a run that left `left`."""
+    """Resume from the first checkpoint of a copy of the run `left`."""
     shutil.copytree(left.folder, folder)
     shutil.rmtree(folder / "adapter")
     return run(ranks, place, folder, resume=str(folder / "checkpoint-3"), **keys, **KEYS)

@@ -15,7 +15,7 @@ SHORT = {"POLL_INTERVAL": timedelta(seconds=0.1), "TIMEOUT": timedelta(seconds=0
 
 
 def one_is_late(mesh, late, seconds):
-    """What the others say of it; then it comes."""
+    """Return the other ranks' error while one rank is late."""
     with mock.patch.multiple(timeouts, **SHORT):
         if mesh.rank == late:
             time.sleep(seconds)
@@ -40,7 +40,7 @@ def test_late_rank_completes_the_collective(two):
 
 
 def slow_first(mesh):
-    """Longer than the others would wait for a collective."""
+    """Run `local_first` for longer than a collective's timeout."""
     made = []
 
     def make():

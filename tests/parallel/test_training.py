@@ -17,7 +17,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(place, tmp_path_factory):
-    """19 rows in windows of four: an incomplete last one of three, whose tokens are uneven."""
+    """Run on 19 rows in windows of four: the last window has three, with uneven numbers of tokens."""
     return run(None, place, tmp_path_factory.mktemp("alone") / "out", gradient_accumulation_steps=4, save_steps=2)
 
 
@@ -51,7 +51,7 @@ def test_rows_of_several_documents(place, two, tmp_path, way):
 
 @pytest.mark.slow
 def test_resume_on_another_number_of_ranks(place, alone, two, four, tmp_path):
-    """Accumulation follows, so that a step keeps its rows; dropout is off, so that its numbers are one process's."""
+    """Accumulation changes, so that a step keeps its rows; dropout is off, so that numbers equal one process's."""
     four_then = run(four, place, tmp_path / "four", gradient_accumulation_steps=1, save_steps=2, parallel={"data": 4})
     four_then.same_as(alone)
     folder = four_then.folder

@@ -20,7 +20,7 @@ CAPPED = {"softcap": 3.0, "scale": 0.5}
 
 
 def example(vocabulary, tokens, seed, dtype=torch.float32):
-    """A head, and of each of several processes hidden states and labels, a third of them ignored."""
+    """Return a head, and for each rank hidden states and labels, a third of them ignored."""
     random = torch.Generator().manual_seed(seed)
     weight = torch.randn(vocabulary, WIDTH, generator=random, dtype=dtype)
     hidden = [torch.randn(n, WIDTH, generator=random, dtype=dtype) for n in tokens]
@@ -54,7 +54,7 @@ def loss_and_gradient(mesh, axes, vocabulary, tokens, dtype, how):
 
 
 def weights_of(labels):
-    """Another factor of each token's log-probability."""
+    """Return a different factor for each token's log-probability."""
     return torch.linspace(-1.0, 2.0, len(labels))
 
 
@@ -124,7 +124,7 @@ def test_float64(two):
 
 
 def of_confident_tokens(mesh):
-    """In 16 bits, where the likeliest token has nearly all of the probability: a gradient is a small difference."""
+    """Return 16-bit gradients, small differences since the argmax token has nearly all of the probability."""
     over, weight = divided(mesh, ("shard",), 64, torch.eye(64).bfloat16())
     hidden = (torch.eye(64)[::3] * 8.5).bfloat16().requires_grad_()
     labels = torch.arange(64)[::3]
@@ -183,7 +183,7 @@ def test_a_trained_head_is_refused(two):
 
 
 def of_a_model(family, tied, rows, mesh=None, axes=()):
-    """Loss, gradients of the adapters, log-probabilities, and an answer, of `rows` of a batch."""
+    """Return loss, adapter gradients, log-probabilities and an answer for `rows` of a batch."""
     torch.manual_seed(3)
     model = tiny(family, shape={"tie_word_embeddings": tied})
     inputs = {name: value[rows] for name, value in batch().items()}
@@ -237,7 +237,7 @@ def test_models(two, family, tied, axis):
 
 
 def test_unsupported_heads_are_refused():
-    """By name, and before anything is changed."""
+    """The reason names the head, and nothing is changed."""
     model = tiny("Llama", modules_to_save=["lm_head"])
     assert "linear" in vocabulary_unsupported_reason(model)
     model = tiny("Llama", modules_to_save=["embed_tokens"])

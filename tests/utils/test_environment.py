@@ -97,10 +97,11 @@ def test_instruction_sets_are_read_from_cpuinfo(monkeypatch):
 
 
 def test_import_loads_neither_torch_nor_transformers():
-    code = "import sys, halfbyte.utils.environment, halfbyte.utils.terminal, halfbyte.report; print([m for m in sys.modules])"
+    modules = "halfbyte.utils.environment, halfbyte.utils.terminal, halfbyte.report"
+    code = f"import sys, {modules}; print([m for m in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert "'halfbyte.report.plots'" in loaded
-    for heavy in ("'torch'", "'transformers'", "'matplotlib'"):
+    assert "'halfbyte.report.plots'" in loaded for heavy in ("'torch'", "'transformers'",
+    "'matplotlib'"):
         assert heavy not in loaded
 
 

@@ -164,7 +164,7 @@ def test_modes_follow_the_umask(tmp_path, umask, file, folder):
 
 
 def libraries(folder):
-    """How each of them writes 80 kB."""
+    """Return functions of libraries that write 80 kB each."""
     tokenizer = Tokenizer(models.BPE(vocab={f"token {number}": number for number in range(3000)}, merges=[]))
     return {
         "safetensors": lambda: save_file({"a": torch.zeros(20000)}, folder / "a.safetensors"),

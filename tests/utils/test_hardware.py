@@ -58,7 +58,7 @@ def test_fixed_segments_keep_other_settings(monkeypatch, given, device, changes)
 
 
 def test_compute_dtype_is_of_the_given_device(monkeypatch):
-    """A T4 beside an A100, the second of which is the current one."""
+    """A T4 and an A100, the current device."""
     monkeypatch.setattr(
         torch.cuda, "get_device_capability", lambda device=1: [(7, 5), (8, 0)][torch.device(device).index]
     )
@@ -98,7 +98,7 @@ print(psutil.Process().memory_info().rss - before)
     compute_dtype(torch.device("cpu")).dtype != torch.bfloat16, reason="oneDNN compiles 16-bit products, here are none"
 )
 def test_primitive_caches_are_limited():
-    """Of one attention, where all are kept, 4.4 MiB a length; set after torch is there, as in Python."""
+    """With full caches an attention keeps 4.4 MiB per length; the limit also applies after torch is imported."""
     kept = {key: value for key, value in os.environ.items() if "CACHE_CAPACITY" not in key}  # other tests have bound it
     command = [sys.executable, "-c", LENGTHS]
     grown = int(subprocess.run(command, check=True, capture_output=True, text=True, env=kept).stdout)
@@ -113,7 +113,7 @@ def test_user_settings_of_caches_are_kept():
 
 @pytest.mark.parametrize(("free", "share", "expected"), [(40, 1.0, 40), (90, 0.5, 20), (10, 0.5, 10)])
 def test_free_bytes_respect_the_memory_fraction(monkeypatch, free, share, expected):
-    """As `memory_limit_gib` sets it: what engines and graphs then take as free is not the whole device's."""
+    """`memory_limit_gib` sets it; engines and graphs then see less than the device's free memory."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 100))
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", {0: share}.__getitem__)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 30)

@@ -47,7 +47,7 @@ def test_nearest_path_is_another_existing_path(here):
 
 @pytest.fixture
 def silent(monkeypatch):
-    """A hub whose name takes long to look up."""
+    """A hub whose name resolves slowly."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)

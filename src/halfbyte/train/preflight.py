@@ -32,7 +32,7 @@ from halfbyte.optim import OPTIMIZERS
 from halfbyte.parallel.context.model import check_context_parallel
 from halfbyte.parallel.mesh import DATA_AXES, SINGLE_PROCESS, Mesh
 from halfbyte.parallel.pipeline.model import PipelinePartition, check_trained, partition_model
-from halfbyte.parallel.shard.trained import optimizer_shards
+from halfbyte.parallel.shard.optimizer import optimizer_shards
 from halfbyte.plan.advice import check_fits
 from halfbyte.plan.cards import Card, card_of
 from halfbyte.plan.estimate import estimate

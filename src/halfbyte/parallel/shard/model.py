@@ -57,7 +57,7 @@ def shard_model(
     layers, residencies = [every[at] for at in numbers], [residencies[at] for at in numbers]
     hosted = {index for index, at in enumerate(numbers) if at in on_host}
     if all(parameter.requires_grad for layer in layers for parameter in layer.parameters()):
-        return  # `parallel.shard.trained` shards the optimizer state of trained parameters
+        return  # `parallel.shard.optimizer` shards the optimizer state of trained parameters
     _shard_vocabulary(model, mesh)  # first: sharding the layers needs memory for shards and full layers
     causal_lm = causal_lm_of(model)
     root = causal_lm.get_submodule(name.rpartition(".")[0])
