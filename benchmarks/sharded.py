@@ -54,7 +54,7 @@ step_model.MODELS["llama-3.1-70b"] = ("Llama", SEVENTY)
 
 
 class Sharded(Training):
-    """A model whose blocks stay whole as `stays` says (parallel.shard.weights), and the loop's own step on one batch."""
+    """A sharded model with given residencies of its blocks, and the training loop's step on one batch."""
 
     def __init__(
         self, mesh: Mesh, name: str, rows: int, length: int, graphs: bool, stays: Sequence[Any], on_host: bool = False
@@ -67,7 +67,9 @@ class Sharded(Training):
         """Have the optimizer step what the loop's would."""
         static_gradients = sharded(self.model) is not None and has_static_gradients(self.model)
         narrow = partial(cast_replacements, self.model, torch.bfloat16)
-        self.units = shard_optimizer(self.mesh, self.trained, elementwise=True, static_gradients=static_gradients, narrow=narrow)
+        self.units = shard_optimizer(
+            self.mesh, self.trained, elementwise=True, static_gradients=static_gradients, narrow=narrow
+        )
         self.units.adopt(self.optimizer)
         gc.collect()
         torch.cuda.empty_cache()

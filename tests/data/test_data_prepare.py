@@ -142,11 +142,16 @@ def test_overlong_rows_are_counted_and_reported(config, make_tokenizer, write):
     assert cut.report["train"]["dropped"] == {"no trained tokens left after truncation": 1}
     assert [len(row["input_ids"]) for row in cut.train][1] == 80
     assert cut.report["train"]["length_histogram"]["edges"][-1] > 200
-    assert notices_so_far()["truncated:training"] == "1 of 3 training documents cut to max_length 80: the longest has 122 tokens"
+    assert (
+        notices_so_far()["truncated:training"]
+        == "1 of 3 training documents cut to max_length 80: the longest has 122 tokens"
+    )
     dropped = prepare(config(path, max_length=80, overlong="drop"), tokenizer)
     assert dropped.report["train"]["dropped"] == {"longer than max_length": 2}
     assert dropped.report["train"]["truncated"] == 0
-    assert any("2 of 3 training documents dropped: longer than max_length" in text for text in notices_so_far().values())
+    assert any(
+        "2 of 3 training documents dropped: longer than max_length" in text for text in notices_so_far().values()
+    )
 
 
 @pytest.mark.parametrize("template", ["marked", None])
@@ -155,7 +160,9 @@ def test_empty_answers_are_counted_and_reported(config, make_tokenizer, write, t
     empty, full = {"prompt": "p", "completion": " \n"}, {"prompt": "p", "completion": "c"}
     prepared = prepare(config(write([empty, full, empty])), tokenizer)
     assert prepared.report["train"]["empty_answers"] == 2
-    assert notices_so_far()["empty:training"] == "2 of 3 training documents have empty answers: they teach to say nothing"
+    assert (
+        notices_so_far()["empty:training"] == "2 of 3 training documents have empty answers: they teach to say nothing"
+    )
     with pytest.raises(DataError, match=r"(?s)1 training.*column_mapping"):
         prepare(config(write([empty])), tokenizer)
     assert prepare(config(write([full])), tokenizer).report["train"]["empty_answers"] == 0

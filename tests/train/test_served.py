@@ -83,7 +83,9 @@ def test_the_adapter_that_trains_answers(model, tmp_path):
 def test_what_a_killed_run_leaves_for_the_server_goes_with_the_next(model, tmp_path):
     (tmp_path / "out").mkdir()
     rollouts = ServedRollouts(load_config(None, keys(model, tmp_path / "out", "http://localhost:1")), None)
-    assert TemporaryPath.of(rollouts.folder).target == tmp_path / "out" / rollouts.name  # what `clear_leftovers` looks for
+    assert (
+        TemporaryPath.of(rollouts.folder).target == tmp_path / "out" / rollouts.name
+    )  # what `clear_leftovers` looks for
 
 
 @pytest.mark.slow

@@ -100,8 +100,8 @@ def test_import_loads_neither_torch_nor_transformers():
     modules = "halfbyte.utils.environment, halfbyte.utils.terminal, halfbyte.report"
     code = f"import sys, {modules}; print([m for m in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert "'halfbyte.report.plots'" in loaded for heavy in ("'torch'", "'transformers'",
-    "'matplotlib'"):
+    assert "'halfbyte.report.plots'" in loaded
+    for heavy in ("'torch'", "'transformers'", "'matplotlib'"):
         assert heavy not in loaded
 
 

@@ -116,7 +116,7 @@ def headline(run: Run) -> Iterator[tuple[str, str, str]]:
 
 
 def _memory_tile(run: Run) -> tuple[str, str, str]:
-    """Peak memory on top of the process before the run, comparable_bytes with the plan."""
+    """Peak memory on top of the process before the run, comparable with the plan."""
     measured = (run.memory or {}).get("measured") or {}
     plan = flat_plan(run.memory or {})
     predicted, added = comparable_bytes(plan, measured | {"peak_bytes": run.peak_bytes})

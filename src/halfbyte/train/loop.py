@@ -194,9 +194,13 @@ class TrainingLoop:
             self.records.window, self._owed = Window.of_dict(state["window"]), state.get("owes_evaluation", False)
         self.optimizer = self.row.make(self.model, self.config)
         elementwise = self.row.elementwise and self.scaler is None
-        static_gradients = self.mesh.degree("shard") > 1 and has_static_gradients(self.model) and not self.stepper.captures
+        static_gradients = (
+            self.mesh.degree("shard") > 1 and has_static_gradients(self.model) and not self.stepper.captures
+        )
         narrow = partial(cast_replacements, self.model, self.compute_dtype)
-        self.units = shard_optimizer(self.mesh, self.trained, elementwise=elementwise, static_gradients=static_gradients, narrow=narrow)
+        self.units = shard_optimizer(
+            self.mesh, self.trained, elementwise=elementwise, static_gradients=static_gradients, narrow=narrow
+        )
         self.units.adopt(self.optimizer)
         warmup = self.args.get_warmup_steps(steps)
         self.schedule = get_scheduler(self.config.lr_scheduler_type, self.optimizer, warmup, steps)
