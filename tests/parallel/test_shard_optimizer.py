@@ -8,7 +8,7 @@ from torch import nn
 
 from halfbyte.optim import OPTIMIZERS
 from halfbyte.parallel.mesh import SINGLE_PROCESS
-from halfbyte.parallel.shard import trained
+from halfbyte.parallel.shard import optimizer as shard_optimizers
 from halfbyte.parallel.shard.optimizer import ReplicatedOptimizer, ShardedOptimizer, shard_optimizer
 
 pytestmark = pytest.mark.dist
@@ -127,7 +127,7 @@ def backwards(mesh, ranks, at_once, unused):
 
 
 def ranks_own(mesh, at_once, unused, together):
-    trained.TOGETHER = together
+    shard_optimizers.TOGETHER = together
     return backwards(mesh, [mesh.rank], at_once, unused)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from halfbyte.parallel.shard import trained
+from halfbyte.parallel.shard import optimizer as shard_optimizers
 from halfbyte.train import preflight
 from halfbyte.train import run as sft
 from tests.helpers.rank_runs import VOCABULARY, Left, run, trains, write_place
@@ -117,7 +117,7 @@ def test_all_weights_trained(place, two, tmp_path, at_once):
 
 def reduces_at_once(mesh, at_once):
     """Reduce gradients in each backward, however few there are."""
-    trained.AT_ONCE = 0 if at_once else 2**29
+    shard_optimizers.AT_ONCE = 0 if at_once else 2**29
 
 
 @pytest.mark.slow
