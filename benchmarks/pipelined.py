@@ -165,8 +165,8 @@ def _watched(mesh: Mesh, line: Pipeline, stepper: Stepper, batches: list[dict[st
     means = {key: sum(values) / len(values) for key, values in every.items()}
     seconds = []
     for stage in range(line.schedule.stages):
-        again = means[("recompute", stage)] if line.ahead else 0.0
-        seconds.append(Seconds(means[("F", stage)], again + means[("B", stage)], again))
+        recompute = means[("recompute", stage)] if line.ahead else 0.0
+        seconds.append(Seconds(means[("F", stage)], recompute + means[("B", stage)], recompute))
     simulated = simulate(line.schedule.actions(len(batches)), seconds, ahead=line.ahead > 0)
     return {
         "idle": 1 - sum(mesh.gather(busy)) / (took * mesh.size),
@@ -174,7 +174,7 @@ def _watched(mesh: Mesh, line: Pipeline, stepper: Stepper, batches: list[dict[st
         "forwards_and_backwards_ms": took,
         "of_all_watched_ms": [step[0] for step in steps],
         "simulated_ms": simulated.seconds,
-        "stage_ms": [[each.forward, each.backward - each.again, each.again] for each in seconds],
+        "stage_ms": [[each.forward, each.backward - each.recompute, each.recompute] for each in seconds],
     }
 
 

@@ -308,7 +308,7 @@ def one_gather(share: Any, mesh: Mesh) -> dict[str, Any]:
     gather(token, token, None)
     equal = torch.equal(found, gather.full)
     gather.peer_shards = slices
-    own = torch.empty(gather.raw.numel(), dtype=torch.uint8, device="cuda")
+    own = torch.empty(gather.shard.numel(), dtype=torch.uint8, device="cuda")
     nccl = event_us([lambda: dist.all_gather_into_tensor(found, own, group=share.group)], 20)
     gather.full.untyped_storage().resize_(0)
     mesh.barrier()
