@@ -211,7 +211,7 @@ def test_read_errors_are_not_reported_as_write_errors(tmp_path):
 @pytest.mark.parametrize(
     ("place", "said", "fix"),
     [
-        ("file/below", "a file stands where a folder is needed", "name a folder that you may write to"),
+        ("file/below", "file/below: a file", "name a folder that you may write to"),
         ("n" * 250, "the name is too long", "choose a shorter name"),
         ("/proc/m", "no file can be made there", "name a folder that you may write to"),
         ("/sys/m", "", "name a folder that you may write to"),

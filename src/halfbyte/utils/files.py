@@ -35,7 +35,7 @@ def cache_folder() -> Path:
         if chosen := os.environ.get("HALFBYTE_CACHE"):
             return Path(chosen).expanduser()
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "halfbyte"
-    except RuntimeError as error:  # as in containers that run under a number alone
+    except RuntimeError as error:  # as for a container's UID without an account
         raise ConfigError("this user has no home folder", "set HALFBYTE_CACHE to one for caches") from error
 
 
@@ -99,14 +99,9 @@ def clear_leftovers(folder: Path) -> None:
     What cannot be removed is silently left there.
     """
     with contextlib.suppress(OSError):
-        found = [
-            temporary
-            for path in folder.iterdir()
-            if path.name.startswith(".") and (temporary := TemporaryPath.parse(path))
-        ]
-        for temporary in sorted(
-            found, key=lambda temporary: temporary.kind
-        ):  # FORMER first: it may be the only version
+        hidden = (path for path in folder.iterdir() if path.name.startswith("."))
+        found = [temporary for path in hidden if (temporary := TemporaryPath.parse(path))]
+        for temporary in sorted(found, key=lambda each: each.kind):  # FORMER first: it may be the only version
             with contextlib.suppress(OSError):
                 if temporary.is_abandoned:
                     _clear(temporary)
@@ -148,7 +143,7 @@ DEFAULT_FIX = "name a folder that you may write to"
 ERRNO_TEXT = {
     errno.EACCES: "you may not write there",
     errno.ENOENT: "no file can be made there",
-    errno.EEXIST: "a file stands where a folder is needed",
+    errno.EEXIST: "a file has the name of a needed folder",
 }
 WRITE_ERRNOS = (*FULL, errno.EFBIG, errno.EROFS, errno.EIO)  # errors that reading cannot cause
 _RUST = re.compile(r"\(os error (\d+)\)")  # in messages of safetensors and tokenizers
