@@ -45,16 +45,16 @@ def test_failure_of_one_rank_is_reported_once(place, tmp_path, kind, said):
 def one_is_slow(mesh, place, output):
     from unittest import mock
 
-    from halfbyte.train.loop import TrainingLoop
+    from halfbyte.train.stepper import Stepper
 
-    inner = TrainingLoop._sums
+    inner = Stepper.__call__
 
-    def sums(self, batch):
+    def slow(self, batches, count, steady=False):
         time.sleep(0.1 * mesh.rank)
-        return inner(self, batch)
+        return inner(self, batches, count, steady)
 
     keys = {"gradient_accumulation_steps": 1, "parallel": {"data": 2}, "sample_prompts": 0, "max_steps": 3}
-    with mock.patch.object(TrainingLoop, "_sums", sums):
+    with mock.patch.object(Stepper, "__call__", slow):
         train(configured(place, output, **keys))
 
 
