@@ -108,7 +108,7 @@ def step_seconds(lines, seconds, owner, ahead):
     clock, at, here, queues, free = [0.0] * len(lines), [0] * len(lines), {}, {}, {}
 
     def do(rank, action):
-        """Whether it could begin."""
+        """Run the action if its input is ready; returns whether it is."""
         kind, _, way = action.kind.partition(" ")
         if way:
             message = taker(action) if kind == "send" else action

@@ -130,7 +130,7 @@ def gathered_as_due(results, stays, micro_batches=2, steps=3):
             backwards = step * micro_batches
             times = {"call": 2 + 2 * backwards, "backward": 2 + backwards, "always": 1}
             due = sum(times[stay] for stay in stays) * layer
-            assert due <= found <= 1.03 * due  # of layers of 26 KB, whose parameters begin at lines of caches
+            assert due <= found <= 1.03 * due  # layers have 26 KB, with padding to cache lines
 
 
 @pytest.mark.parametrize(

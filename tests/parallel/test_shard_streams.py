@@ -1,6 +1,6 @@
-"""Gathers of one process of two, whose other's slices are beside its own: what streams must wait for, on one GPU.
+"""Stream order of gathers on one GPU: one rank of two, with the other's shards in the same process.
 
-Late bytes and slow layers show a layer that reads before its bytes are there, or bytes that come over those in use.
+Late bytes and slow layers reveal a layer that reads before its bytes arrive, or bytes that overwrite those in use.
 """
 
 import copy
