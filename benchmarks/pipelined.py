@@ -35,8 +35,7 @@ from halfbyte.parallel.mesh import Mesh, present_mesh
 from halfbyte.parallel.pipeline.model import LocalStages, layer_seconds
 from halfbyte.parallel.pipeline.partition import partition_layers, stage_seconds
 from halfbyte.parallel.pipeline.runtime import Pipeline
-from halfbyte.parallel.pipeline.schedules import Schedule
-from halfbyte.parallel.pipeline.schedules import Seconds, simulate
+from halfbyte.parallel.pipeline.schedules import Schedule, Seconds, simulate
 from halfbyte.parallel.pipeline.stepper import PipelinedStepper
 from halfbyte.parallel.reduction import clip_gradients, sum_gradients
 from halfbyte.train.stepper import Stepper
@@ -154,16 +153,16 @@ def _watched(mesh: Mesh, line: Pipeline, stepper: Stepper, batches: list[dict[st
     means = {key: sum(values) / len(values) for key, values in every.items()}
     seconds = []
     for stage in range(line.schedule.stages):
-        again = means[("again", stage)] if line.ahead else 0.0
-        seconds.append(Seconds(means[("F", stage)], again + means[("B", stage)], again))
-    simulated = simulate(line.schedule.orders(len(batches)), seconds, ahead=line.ahead > 0)
+        recompute = means[("recompute", stage)] if line.ahead else 0.0
+        seconds.append(Seconds(means[("F", stage)], recompute + means[("B", stage)], recompute))
+    simulated = simulate(line.schedule.actions(len(batches)), seconds, ahead=line.ahead > 0)
     return {
         "idle": 1 - sum(mesh.gather(busy)) / (took * mesh.size),
         "simulated_idle": simulated.idle,
         "forwards_and_backwards_ms": took,
         "of_all_watched_ms": [step[0] for step in steps],
         "simulated_ms": simulated.seconds,
-        "stage_ms": [[each.forward, each.backward - each.again, each.again] for each in seconds],
+        "stage_ms": [[each.forward, each.backward - each.recompute, each.recompute] for each in seconds],
     }
 
 

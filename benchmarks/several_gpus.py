@@ -36,7 +36,7 @@ from halfbyte.modeling.cast_cache import cast_replacements
 from halfbyte.parallel.launch.bandwidth import all_gather_bandwidth
 from halfbyte.parallel.mesh import SINGLE_PROCESS, Mesh, present_mesh
 from halfbyte.parallel.reduction import clip_gradients, sum_gradients
-from halfbyte.parallel.shard.model import shard_model, sharded, has_static_gradients
+from halfbyte.parallel.shard.model import has_static_gradients, shard_model, sharded
 from halfbyte.parallel.shard.optimizer import shard_optimizer
 from halfbyte.train.stepper import GraphedStepper, Stepper
 from halfbyte.utils.hardware import fixed_segments, free_cached_memory

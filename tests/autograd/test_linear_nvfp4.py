@@ -10,7 +10,7 @@ from halfbyte.formats import named
 from halfbyte.ops.nvfp4 import rotate
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.utils.errors import ModelError
-from halfbyte.utils.notices import reset_notices, notices_so_far
+from halfbyte.utils.notices import notices_so_far, reset_notices
 
 PLAIN = {"disable_rht": True, "disable_stochastic_rounding": True}
 K, N = 70, 40

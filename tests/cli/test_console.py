@@ -75,8 +75,8 @@ def test_where_there_are_colours(terminal, colours, monkeypatch):
 
 OTHERS = """
 import logging, os, sys, warnings
-from halfbyte.utils.streams import settle_streams
-settle_streams(everything=bool(int(sys.argv[1])))
+from halfbyte.utils.streams import configure_streams
+configure_streams(everything=bool(int(sys.argv[1])))
 logging.getLogger("bitsandbytes").warning("theirs")
 logging.getLogger("halfbyte.x").warning("ours \\x1b[31m")
 warnings.warn("theirs, too")

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from halfbyte.generation import generate
 from halfbyte.modeling import head
-from halfbyte.utils.notices import reset_notices, notices_so_far
+from halfbyte.utils.notices import notices_so_far, reset_notices
 
 TEXT = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
 EXAMPLE = re.search(r"\*A worked example.*?```python\n(.*?)```", TEXT, re.DOTALL).group(1)

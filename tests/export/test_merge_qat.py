@@ -19,7 +19,7 @@ from halfbyte.runs.checkpoints import checkpoints
 from halfbyte.runs.saved import load_saved
 from halfbyte.train import run as sft
 from halfbyte.utils.errors import CheckpointError, ConfigError, ModelError
-from halfbyte.utils.notices import reset_notices, notices_so_far
+from halfbyte.utils.notices import notices_so_far, reset_notices
 from tests.helpers.merge_runs import save_base, save_run
 
 LAYER = "model.layers.1.mlp.down_proj"

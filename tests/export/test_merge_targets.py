@@ -16,7 +16,7 @@ from halfbyte.formats import named
 from halfbyte.loading.load import load_model
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.utils.errors import CheckpointError, ConfigError
-from halfbyte.utils.notices import reset_notices, notices_so_far
+from halfbyte.utils.notices import notices_so_far, reset_notices
 from tests.helpers.merge_runs import by_peft, save_base, save_run, tensors
 
 LAYER = "model.layers.1.mlp.down_proj"

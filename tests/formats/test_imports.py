@@ -10,7 +10,7 @@ from halfbyte.formats import Awq, Gptq, GptqV2, Mxfp4, Nvfp4, PackQuantized, Pac
 from halfbyte.layers import QuantizedLinear, quantized_parameter
 from halfbyte.tensor import QuantizedTensor
 from halfbyte.utils.errors import CheckpointError, ModelError
-from halfbyte.utils.notices import reset_notices, notices_so_far
+from halfbyte.utils.notices import notices_so_far, reset_notices
 from tests.helpers.imported_tensors import (
     CHECKPOINTS,
     GROUPS,

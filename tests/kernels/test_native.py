@@ -120,9 +120,9 @@ def test_a_user_without_a_home(monkeypatch):
 def test_products_run_without_a_compiler(tmp_path):
     """Run in a separate process: dispatch logs what is missing and takes the reference."""
     script = (
-        "import torch\nfrom halfbyte.ops import blockwise4\nfrom halfbyte.utils.notices import said\n"
+        "import torch\nfrom halfbyte.ops import blockwise4\nfrom halfbyte.utils.notices import notices_so_far\n"
         "packed, absmax = blockwise4.quantize_blockwise4(torch.randn(64), 64, 'nf4')\n"
-        "assert packed.numel() == 32\nprint(said())"
+        "assert packed.numel() == 32\nprint(notices_so_far())"
     )
     environment = os.environ | {"CC": "/bin/false", "HALFBYTE_CACHE": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)

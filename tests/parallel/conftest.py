@@ -1,4 +1,4 @@
-"""Gloo ranks, one set of two and one of four for all tests of a process."""
+"""Gloo ranks, one set of two and one of four shared by all tests of a process."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items):
-    """All tests of one set of ranks go to one process of xdist: ranks cost more to start than to ask."""
+    """Group all tests of one set of ranks in one xdist worker: starting ranks takes longer than a test."""
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.xdist_group("ranks"))

@@ -1,4 +1,4 @@
-"""Rows cut along their tokens: on several ranks, the losses, gradients and files of one process's whole rows."""
+"""Context parallelism: losses, gradients and files on several ranks equal those of one process."""
 
 import json
 import re
@@ -34,7 +34,7 @@ DOCUMENTS = (5, LENGTH - 5), (15, 3, 1, LENGTH - 19)  # of two rows
 
 
 def batch(packed=False, changed=()):
-    """Two rows; the documents `changed`, counted through both, are others."""
+    """Return two sequences; the tokens of the documents in `changed`, numbered over both, differ."""
     tokens = torch.randint(1, 100, (2, LENGTH), generator=torch.Generator().manual_seed(3))
     bounds = [bound for row in DOCUMENTS for bound in row]
     for document, piece in enumerate(tokens.view(-1).split(bounds)):
@@ -48,7 +48,7 @@ def batch(packed=False, changed=()):
 
 
 def padded():
-    """A row of 26 tokens, and one of 17 under a mask."""
+    """Return a sequence of 26 tokens, and one of 17 with a mask."""
     inputs = batch()
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     for name, fill in (("attention_mask", 0), ("labels", -100)):
@@ -61,7 +61,7 @@ def gradients_of(model):
 
 
 def step(mesh, model, inputs):
-    """The loss of all tokens and the gradients, summed over the mesh; `inputs`: the rows of this rank."""
+    """Return the loss and gradients of all tokens, summed over the mesh; `inputs` are this rank's sequences."""
     model.zero_grad()
     with context_parallel(model, mesh):
         loss = causal_lm_loss(model, context_shard(inputs, mesh))[0]
@@ -78,7 +78,7 @@ def whole_step(model, inputs):
 
 
 def farthest(found, expected):
-    """Relative errors: of the loss, and the largest of a gradient."""
+    """Return the relative errors of the loss and of the worst gradient."""
     assert all(gradient.any() for gradient in expected[1].values())
     errors = [(found[1][name] - g).norm() / g.norm() for name, g in expected[1].items()]
     return abs(found[0] / expected[0] - 1), float(max(errors))
@@ -135,7 +135,7 @@ def rows_and_tokens(mesh):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", ["data", "shard"])
-def test_rows_are_divided_too(four, axis):
+def test_context_with_data_or_shard(four, axis):
     assert_close(four.run(rows_and_tokens, layout={axis: 2, "context": 2}))
 
 
@@ -143,7 +143,7 @@ def test_rows_are_divided_too(four, axis):
 
 
 def fused(mesh, family, packed, level):
-    """The path of a CUDA device on a CPU: a loop in place of the kernel of variable lengths."""
+    """Emulate the path of a CUDA device on a CPU, with a loop instead of the variable-length kernel."""
     torch.manual_seed(0)
     model = tiny(family)
     inputs, places = batch(), {}
@@ -184,7 +184,7 @@ def test_fused_attention(two, packed, level):
 
 
 def perturbed(mesh, family, changed):
-    """The tokens of this rank whose hidden states change with some documents, [2, t]."""
+    """Return which of this rank's tokens have hidden states that depend on some documents, [2, t]."""
     torch.manual_seed(0)
     model = tiny(family).eval()
     found = []
@@ -197,8 +197,8 @@ def perturbed(mesh, family, changed):
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma2"])
-def test_documents_do_not_see_each_other_across_ranks(four, family):
-    """The second document of the first row lies on all four ranks, the third of the second on one."""
+def test_documents_are_isolated_across_ranks(four, family):
+    """The second document of the first sequence is on all four ranks, the third of the second on one."""
     changed = (1, 4)
     found = torch.cat(four.run(perturbed, family, changed, layout={"context": 4}), 1)[:, :LENGTH]
     pieces = found.reshape(-1).split([length for row in DOCUMENTS for length in row])
@@ -213,7 +213,7 @@ def member(place, ways):
     return Mesh(place, Parallel(context=ways), groups={("context",): None})
 
 
-def test_a_slice_in_numbers():
+def test_context_shard_of_a_batch():
     rows = torch.arange(1, 15).view(2, 7)
     inputs = {"input_ids": rows, "labels": rows, "counts": {"tokens": 14}, "weights": rows / 2}
     slices = [context_shard(inputs, member(place, 3)) for place in range(3)]
@@ -228,12 +228,14 @@ def test_a_slice_in_numbers():
     assert context_shard(inputs, Mesh()) == inputs
 
 
-def test_bounds_of_rows_that_grow():
-    """Two rows of 7 tokens become rows of 9, each with a document of padding; bounds at the end stand for no tokens."""
+def test_document_bounds_of_padded_sequences():
+    """Two sequences of 7 tokens are padded to 9, each by a document; unused bounds at the end are empty documents."""
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6]])
     bounds = torch.tensor([0, 3, 7, 14, 14], dtype=torch.int32)
     places = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 8, "max_length_k": 8}
-    cut = context_shard({"input_ids": positions, "labels": positions, "position_ids": positions, **places}, member(1, 3))
+    cut = context_shard(
+        {"input_ids": positions, "labels": positions, "position_ids": positions, **places}, member(1, 3)
+    )
     assert cut["cu_seq_lens_q"].tolist() == cut["cu_seq_lens_k"].tolist() == [0, 3, 7, 9, 16, 18, 18]
     assert cut["cu_seq_lens_q"].dtype is torch.int32
     assert cut["position_ids"].tolist() == [[0, 1, 2], [3, 4, 5]]
@@ -245,7 +247,7 @@ def test_bounds_of_rows_that_grow():
 
 
 def refusal(mesh, kind, keys, attention_name=None, known=()):
-    """What is said of a model of the default config of its kind; `known`: types of layers taken to be attention."""
+    """Return the error for the default config of a kind; `known` adds types of layers taken for attention."""
     config = getattr(transformers, f"{kind}Config")(**keys)
     try:
         with mock.patch.object(support, "ATTENTION", {*support.ATTENTION, *known}):
@@ -267,13 +269,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_models_that_cannot_be_cut(two, case):
+def test_unsupported_models_are_refused(two, case):
     *asked, message = REFUSED[case]
     for said in two.run(refusal, *asked, layout={"context": 2}):
         assert re.search(message, said), said
 
 
-def test_the_probe_sees_a_state(two):
+def test_probe_detects_a_recurrent_state(two):
     """Falcon H1's layers have attention and a recurrent state."""
     for said in two.run(refusal, "FalconH1", {}, None, ["hybrid", "attention"], layout={"context": 2}):
         assert re.search(r"falcon_h1 cannot be ", said)
@@ -284,13 +286,13 @@ def likeness(mesh, heads):
         return refusal(mesh, "Llama", {})
 
 
-def test_a_model_whose_likeness_has_fewer_heads(four):
-    """A tiny model has four heads, and there may be more processes."""
+def test_probe_with_fewer_heads_than_ranks(four):
+    """A tiny model has four heads; there may be more ranks."""
     assert four.run(likeness, 2, layout={"context": 4}) == [""] * 4
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Gemma2", "Qwen3Moe", "GPT2", "Cohere2", "DeepseekV3"])
-def test_models_that_can_be_cut(two, kind):
+def test_supported_models_are_accepted(two, kind):
     assert two.run(refusal, kind, {}, layout={"context": 2}) == ["", ""]
 
 
@@ -303,8 +305,8 @@ def place(tmp_path_factory):
 
 
 @pytest.mark.parametrize("packing", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_run_is_that_of_one_process(place, two, tmp_path, packing):
-    """In loss and weights, in evaluations and answers; one process goes on from the other's checkpoint."""
+def test_context_run_equals_one_process(place, two, tmp_path, packing):
+    """Loss, weights, evaluations and answers are equal, and one process resumes from the ranks' checkpoint."""
     keys = {"packing": packing, "max_length": 40, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
     keys |= {"save_steps": 2, "activation_checkpointing": packing}
     alone = run(None, place, tmp_path / "alone", **keys)
@@ -319,7 +321,7 @@ def test_a_run_is_that_of_one_process(place, two, tmp_path, packing):
 
 
 def divides_all(mesh, place, output, keys):
-    """A case: a whole run whose plan finds no room for whole frozen weights."""
+    """Run with a plan that has no memory for unsharded frozen weights."""
     planned = preflight.estimate
 
     def estimated(*given, **more):
@@ -331,8 +333,8 @@ def divides_all(mesh, place, output, keys):
         trains(mesh, place, output, keys, None)
 
 
-def test_frozen_weights_in_slices(place, two, tmp_path):
-    """Along the same processes that have slices of each row."""
+def test_context_with_sharded_weights(place, two, tmp_path):
+    """Frozen weights are sharded over the ranks that hold slices of each sequence."""
     keys = {"packing": True, "max_length": 40, "gradient_accumulation_steps": 2}
     two.run(divides_all, place, tmp_path / "out", keys | {"parallel": {"context": 2}})
     found = Left(tmp_path / "out")
@@ -350,15 +352,15 @@ def noise(mesh, alpha):
         return float((embeddings(whole[:, :200]) - plain[:, :200]).abs().max()), plain[0].numel()
 
 
-def test_noise_is_that_of_whole_rows(two):
+def test_neftune_noise_scale_is_of_full_sequences(two):
     for found, numbers in two.run(noise, 5.0, layout={"context": 2}):
         assert found == pytest.approx(5 / numbers**0.5, rel=1e-2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", ["shard", "tensor"])
-def test_beside_another_axis(place, four, tmp_path, axis):
-    """Pairs of ranks have halves of every row, and of the frozen bytes or the products."""
+def test_context_with_another_axis(place, four, tmp_path, axis):
+    """Pairs of ranks hold halves of every sequence, and of the frozen bytes or the linears."""
     keys = {"packing": True, "max_length": 40}
     alone = run(None, place, tmp_path / "alone", gradient_accumulation_steps=2, **keys)
     keys["gradient_accumulation_steps"] = 1 if axis == "shard" else 2

@@ -1,4 +1,4 @@
-"""What one rank meets in the middle of a run ends it on all, and is said once, as in a run of one process."""
+"""A failure of one rank ends the run on all ranks and is reported once."""
 
 import json
 import time
@@ -30,7 +30,7 @@ def place(tmp_path_factory):
         pytest.param("bug", "^process 1:.*KeyError:", marks=pytest.mark.slow),
     ],
 )
-def test_what_one_rank_meets(place, tmp_path, kind, said):
+def test_failure_of_one_rank_is_reported_once(place, tmp_path, kind, said):
     keys = {"gradient_accumulation_steps": 1, "parallel": {"data": 2}, "sample_prompts": 0}
     (tmp_path / "run.yaml").write_text(dump_given(configured(place, tmp_path / "out", **keys)))
     began = time.monotonic()
@@ -45,25 +45,20 @@ def test_what_one_rank_meets(place, tmp_path, kind, said):
 def one_is_slow(mesh, place, output):
     from unittest import mock
 
-    from halfbyte.train import setup
+    from halfbyte.train.stepper import Stepper
 
-    make = setup.sums_of
+    inner = Stepper.__call__
 
-    def slow_sums_of(*arguments):
-        inner = make(*arguments)
-
-        def sums(batch):
-            time.sleep(0.1 * mesh.rank)
-            return inner(batch)
-
-        return sums
+    def slow(self, batches, count, steady=False):
+        time.sleep(0.1 * mesh.rank)
+        return inner(self, batches, count, steady)
 
     keys = {"gradient_accumulation_steps": 1, "parallel": {"data": 2}, "sample_prompts": 0, "max_steps": 3}
-    with mock.patch.object(setup, "sums_of", slow_sums_of):
+    with mock.patch.object(Stepper, "__call__", slow):
         train(configured(place, output, **keys))
 
 
-def test_a_slow_process_is_seen(place, tmp_path, two):
+def test_slow_rank_is_reported(place, tmp_path, two):
     two.run(one_is_slow, place, tmp_path / "out")
     records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     trained = [record for record in records if record["kind"] == "train"]

@@ -1,4 +1,4 @@
-"""Delayed scaling: processes with other tokens scale alike, those with other tensors each for itself."""
+"""Delayed scaling: ranks with different tokens of one tensor share scales; ranks with different tensors do not."""
 
 import math
 import shutil
@@ -19,7 +19,7 @@ AMAXES = ((1.0, 2.0), (math.nan, 1.0), (5.0, math.inf), (8.0, 4.0))  # of each s
 
 
 def scales(mesh, reduced):
-    """Of two tensors after each step, of which the second has the same amax everywhere."""
+    """Return the scales of two tensors after each step; the second has the same amax on all ranks."""
     state, found = DelayedScaling([E4M3, E4M3], ScalingOptions(reduce_amax=reduced)), []
     for amax in AMAXES:
         state.observe(0, torch.tensor(amax[mesh.rank]))
@@ -30,13 +30,13 @@ def scales(mesh, reduced):
 
 
 @pytest.mark.parametrize("axis", ["data", "shard", "context"])
-def test_other_tokens_are_scaled_alike(two, axis):
+def test_ranks_with_other_tokens_share_scales(two, axis):
     for found in two.run(scales, True, layout={axis: 2}):  # not finite on one rank: kept on both
         assert found == [pytest.approx([448 / amax, 448 / 3]) for amax in (2, 2, 2, 8)]
 
 
-def test_apart(two):
-    """Where nobody asks for it, and where a process has other tensors."""
+def test_scales_are_local_by_default(two):
+    """Scales are also local if ranks have different tensors."""
     for layout, reduced in (({"data": 2}, False), ({"pipeline": 2}, True)):
         one, other = two.run(scales, reduced, layout=layout)
         assert [each[0] for each in one] == pytest.approx([448, 448, 448 / 5, 448 / 8])
@@ -59,8 +59,8 @@ KEYS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["1f1b", "interleaved"])
-def test_stages_leave_the_scales_of_one_process(two, place, tmp_path, name):
-    """Layer by layer; and a run goes on from them, in stages or without."""
+def test_checkpointed_scales_of_stages_equal_one_process(two, place, tmp_path, name):
+    """Scales are saved layer by layer, and a run resumes from them with or without stages."""
     alone = rank_runs.run(None, place, tmp_path / "alone", **KEYS)
     stages = {"parallel": {"pipeline": 2}, "pipeline_schedule": name}
     rank_runs.run(two, place, tmp_path / "run", **KEYS, **stages).same_as(alone, loss=1e-5, weights=1e-3)

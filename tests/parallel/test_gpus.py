@@ -1,4 +1,4 @@
-"""Runs on two GPUs are the run of one: fused kernels in bfloat16, NCCL, CUDA graphs where rows are dealt."""
+"""Runs on two GPUs equal the run on one: fused kernels in bfloat16, NCCL, and CUDA graphs with data parallelism."""
 
 import json
 
@@ -36,7 +36,7 @@ LAYOUTS = [("data", 2, 1e-3), ("shard", 2, 1e-3), ("tensor", 4, 4e-3), ("pipelin
 
 
 @pytest.mark.parametrize(("axis", "accumulation", "tolerance"), LAYOUTS)
-def test_two_gpus_are_one(gpus, place, alone, tmp_path, axis, accumulation, tolerance):
+def test_two_gpus_equal_one(gpus, place, alone, tmp_path, axis, accumulation, tolerance):
     """Partial products are rounded before they are added, which tensor parallelism does in each layer. Under `data`
     nothing is rounded otherwise, until a sum of gradients in another order flips a rounded bit of a factor."""
     layout = {"parallel": {axis: 2}, "gradient_accumulation_steps": accumulation}
@@ -61,15 +61,15 @@ def test_two_gpus_are_one(gpus, place, alone, tmp_path, axis, accumulation, tole
 
 
 def captures_more(mesh, place, output, keys):
-    """A case: a whole run in which these axes may be captured, too."""
+    """Run with graph capture enabled for more axes."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(estimate, "CAPTURED", {"data", "shard", "tensor", "context"})
         trains(mesh, place, output, keys, None)
 
 
 @pytest.mark.parametrize(("axis", "tolerance"), [("tensor", 4e-3), ("context", 1e-3)])
-def test_graphs_along_other_axes(gpus, place, alone, tmp_path, axis, tolerance):
-    """Not what a run does: whether it could."""
+def test_graph_capture_with_other_axes(gpus, place, alone, tmp_path, axis, tolerance):
+    """Runs do not capture these axes; this tests that they could."""
     keys = {"parallel": {axis: 2}, "gradient_accumulation_steps": 4}
     gpus.run(captures_more, place, tmp_path / "out", KEYS | keys)
     found = Left(tmp_path / "out")
@@ -79,7 +79,7 @@ def test_graphs_along_other_axes(gpus, place, alone, tmp_path, axis, tolerance):
 
 
 def test_graphs_of_several_widths(gpus, place, tmp_path):
-    """Rows that are one document each, of few widths, which differ between the GPUs; evaluations in between."""
+    """Sequences have one document and few widths, which differ between the GPUs; evaluations run in between."""
     texts = [{"prompt": "x" * (n % 7), "completion": f" it is {'1' * (n * 37 % 400)}."} for n in range(160)]
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in texts))
@@ -91,7 +91,7 @@ def test_graphs_of_several_widths(gpus, place, tmp_path):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-3), mine["step"]
 
 
-def test_a_run_goes_on_with_one_gpu(gpus, place, alone, tmp_path):
+def test_resume_on_one_gpu(gpus, place, alone, tmp_path):
     folder = tmp_path / "out"
     run(gpus, place, folder, **KEYS, parallel={"shard": 2}, gradient_accumulation_steps=2)
     for path in (folder / "adapter", folder / "checkpoint-12"):

@@ -1,4 +1,4 @@
-"""SIGKILL of a random rank at a random moment: all end, no half checkpoint is chosen, the resumed run is the same."""
+"""SIGKILL of a random rank at a random moment: all ranks end, no partial checkpoint is used, and resuming is exact."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def keys_on(ranks):
 
 
 def start(place, output, ranks, **more):
-    """`halfbyte train` on so many ranks, as a process of its own."""
+    """Start `halfbyte train` on `ranks` ranks in a process of its own."""
     file = output.with_suffix(".yaml")
     file.write_text(dump_given(configured(place, output, **keys_on(ranks), **more)))
     said = open(output.with_suffix(".txt"), "w")  # noqa: SIM115 - for as long as the process runs
@@ -44,8 +44,7 @@ def start(place, output, ranks, **more):
 
 
 def kill_one(process, output, ranks, chance):
-    """Once a random number of steps is recorded, and a moment later; the seconds until all have ended, if `process`
-    does."""
+    """Kill a rank shortly after a random step; returns the seconds until all ended, if `process` does."""
     metrics, steps, until = output / "metrics.jsonl", chance.randrange(1, 20), time.monotonic() + 120
     while time.monotonic() < until and not (metrics.exists() and metrics.read_text().count('"train"') >= steps):
         assert process.poll() is None, "it ended before it was killed"
@@ -58,7 +57,7 @@ def kill_one(process, output, ranks, chance):
 
 
 def killed(place, output, ranks, seed):
-    """A run of which a rank was killed; everything has ended within 30 seconds, with a failing exit code."""
+    """Run until a rank is killed; all processes end within 30 seconds, with a failing exit code."""
     process = start(place, output, ranks)
     family, when = kill_one(process, output, ranks, random.Random(seed))
     assert process.wait(30) == 1
@@ -71,7 +70,7 @@ def killed(place, output, ranks, seed):
     assert all(checkpoints.damage(path, contents=True) is None for path in whole)
 
 
-def test_a_rank_is_killed_and_the_command_goes_on(place, alone, tmp_path):
+def test_command_restarts_after_sigkill_of_a_rank(place, alone, tmp_path):
     output = tmp_path / "out"
     process = start(place, output, 2, max_restarts=1)
     kill_one(process, output, 2, random.Random(time.time_ns()))
@@ -80,7 +79,7 @@ def test_a_rank_is_killed_and_the_command_goes_on(place, alone, tmp_path):
     Left(output).same_as(alone, loss=1e-5, weights=1e-4)
 
 
-def test_a_rank_is_killed_and_the_run_resumed_on_one_process(place, alone, tmp_path):
+def test_resume_on_one_process_after_sigkill_of_a_rank(place, alone, tmp_path):
     killed(place, tmp_path / "out", 2, time.time_ns())
     run(None, place, tmp_path / "out", resume=True, **keys_on(2) | {"parallel": "auto"}).same_as(
         alone, loss=1e-5, weights=1e-4
@@ -90,7 +89,7 @@ def test_a_rank_is_killed_and_the_run_resumed_on_one_process(place, alone, tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("seed", range(10))
-def test_ranks_are_killed_at_random_moments(place, alone, tmp_path, ranks, seed):
+def test_resume_is_exact_after_sigkill_at_random_moments(place, alone, tmp_path, ranks, seed):
     output = tmp_path / "out"
     killed(place, output, ranks, seed)
     fewer = ranks if seed % 2 else ranks // 2
@@ -111,8 +110,8 @@ def test_ranks_are_killed_at_random_moments(place, alone, tmp_path, ranks, seed)
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("seed", range(10))
-def test_a_rank_is_killed_on_two_gpus(place, tmp_path, seed):
-    """The run goes on by itself on both, or is resumed on one; its losses are those of a run that nobody disturbed."""
+def test_sigkill_of_a_rank_on_two_gpus(place, tmp_path, seed):
+    """The run restarts on both GPUs or is resumed on one; its losses equal those of an undisturbed run."""
     keys = {"device": "cuda", "dtype": "auto", "deterministic": True}
     calm, output = tmp_path / "calm", tmp_path / "out"
     assert start(place, calm, 2, **keys).wait(300) == 0

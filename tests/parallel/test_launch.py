@@ -1,4 +1,4 @@
-"""Starting ranks, and what becomes of them when one fails, or the command is asked to leave."""
+"""The launcher starts ranks and handles failures and signals."""
 
 import contextlib
 import signal
@@ -12,7 +12,7 @@ import torch
 
 from halfbyte.config import Parallel, RunConfig
 from halfbyte.parallel.launch import launcher as launching
-from halfbyte.parallel.launch.launcher import smaller_layout, launch, layout_to_launch, notice_idle_gpus
+from halfbyte.parallel.launch.launcher import launch, layout_to_launch, notice_idle_gpus, smaller_layout
 from halfbyte.utils import notices
 from halfbyte.utils.errors import ConfigError, DataError, TrainingError
 from halfbyte.utils.processes import Process
@@ -22,7 +22,7 @@ PROGRAMS = str(Path(__file__).parents[1] / "helpers" / "rank_programs.py")
 
 
 def ranks(case, folder, count=2, **keys):
-    """Run a case of `rank_programs` on so many ranks."""
+    """Run a case of `rank_programs` on `n` ranks."""
     began = time.monotonic()
     try:
         launch(lambda layout: ["-P", PROGRAMS, case, str(folder), str(layout)], Parallel(data=count), **keys)
@@ -30,7 +30,7 @@ def ranks(case, folder, count=2, **keys):
         assert time.monotonic() - began < 30
 
 
-# --- what is started --------------------------------------------------------------------------------------------------
+# --- layouts ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
@@ -59,18 +59,18 @@ def wanted(monkeypatch, gpus, **keys):
         (4, {"parallel": {"data": 8}, "device": "cpu"}, 8),
     ],
 )
-def test_a_process_for_each_device(monkeypatch, gpus, keys, count):
+def test_one_process_per_device(monkeypatch, gpus, keys, count):
     assert wanted(monkeypatch, gpus, **keys) == count
 
 
 @pytest.mark.parametrize(("name", "value"), [("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")])
-def test_a_rank_starts_no_ranks(monkeypatch, name, value):
+def test_ranks_do_not_launch_ranks(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     config = RunConfig(model_name_or_path="m", dataset="d", device="cpu", parallel={"data": 2})
     assert layout_to_launch(config).size == 1
 
 
-def test_more_than_there_are_gpus(monkeypatch):
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
     with pytest.raises(ConfigError, match=r"parallel: \{data: 8\}.*8 GPUs.*2"):
         wanted(monkeypatch, 2, parallel={"data": 8})
     with pytest.raises(ConfigError, match=r"parallel: \{data: 1000000\}.*1,000,000 processes.*CPU"):
@@ -87,30 +87,30 @@ def test_more_than_there_are_gpus(monkeypatch):
         ({"shard": 4, "tensor": 2}, 6, {"shard": 2, "tensor": 2}),
     ],
 )
-def test_a_smaller_mesh_keeps_the_rows_of_a_step(layout, most, smaller):
+def test_smaller_layout_keeps_the_batch(layout, most, smaller):
     assert smaller_layout(Parallel(**layout), most) == Parallel(**smaller)
 
 
-def test_stages_do_not_fit_on_fewer():
+def test_pipeline_has_no_smaller_layout():
     assert smaller_layout(Parallel(pipeline=4), 3) is None
 
 
 @pytest.mark.parametrize(
     ("gpus", "keys"), [(1, {}), (3, {"device": "cuda:1"}), (3, {"parallel": {"data": 1}}), (3, {})]
 )
-def test_gpus_left_idle_are_named(monkeypatch, gpus, keys):
+def test_idle_gpus_are_logged(monkeypatch, gpus, keys):
     notices.reset_notices()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     notice_idle_gpus(RunConfig(model_name_or_path="m", dataset="d", **keys))
     said = notices.notices_so_far().get("idle_gpus", "")
-    assert ("2 more GPUs are here: `halfbyte train`" in said) == (gpus == 3 and not keys)
+    assert ("2 more GPUs" in said) == (gpus == 3 and not keys)
 
 
 # --- failure ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_what_all_say_is_said_once_and_not_tried_again(tmp_path, monkeypatch):
+def test_error_of_all_ranks_is_raised_once_without_restart(tmp_path, monkeypatch):
     tried, inner = [], launching._attempt
     monkeypatch.setattr(launching, "_attempt", lambda *given: tried.append(given) or inner(*given))
     with pytest.raises(DataError) as failed:
@@ -120,22 +120,22 @@ def test_what_all_say_is_said_once_and_not_tried_again(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_cause_is_said_and_not_what_follows(tmp_path):
+def test_root_cause_is_raised(tmp_path):
     with pytest.raises(TrainingError, match="process 1:") as failed:
         ranks("one_raises", tmp_path)
     assert "TrainingError:" in failed.value.__notes__[0]
 
 
-def test_the_death_of_one_ends_those_that_wait_for_it(tmp_path, monkeypatch):
+def test_death_of_a_rank_ends_the_others(tmp_path, monkeypatch):
     monkeypatch.setattr(launching, "GRACE", 1.0)
     with pytest.raises(TrainingError, match=r"process 1.*2.*SIGKILL") as failed:
         ranks("one_is_killed", tmp_path)
     assert "memory" in failed.value.fix
     for rank in range(2):
-        assert Process.here(int((tmp_path / f"joined-{rank}").read_text())).since == 0  # of one that has ended
+        assert Process.of_pid(int((tmp_path / f"joined-{rank}").read_text())).since == 0  # of one that has ended
 
 
-def test_the_last_lines_of_one_that_ends_without_an_error_file(tmp_path, capfd):
+def test_last_output_of_a_rank_without_error_report(tmp_path, capfd):
     with pytest.raises(TrainingError, match=r"(?s)process 1.*2 ended.*code 7.*stderr 1"):
         ranks("talkative", tmp_path)
     printed = capfd.readouterr()
@@ -145,13 +145,13 @@ def test_the_last_lines_of_one_that_ends_without_an_error_file(tmp_path, capfd):
 # --- restarts ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_restart(tmp_path):
+def test_restart_after_a_failure(tmp_path):
     ranks("killed_once", tmp_path, max_restarts=1)
     assert {path.name for path in tmp_path.iterdir() if path.name[0] == "1"} == {"1-0", "1-1"}
 
 
 @pytest.mark.slow
-def test_a_restart_on_the_devices_that_are_left(tmp_path, monkeypatch):
+def test_restart_on_remaining_devices(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     ranks("killed_once", tmp_path, count=4, max_restarts=1)
     again = {path.name: path.read_text() for path in tmp_path.iterdir() if path.name[0] == "1"}
@@ -165,9 +165,9 @@ import sys
 from halfbyte.utils import notices
 from halfbyte.config import Parallel
 from halfbyte.parallel.launch.launcher import launch
-from halfbyte.utils.signals import as_exceptions
+from halfbyte.utils.processes import raise_on_signals
 
-with as_exceptions():
+with raise_on_signals():
     launch(lambda layout: sys.argv[1:], Parallel(data=2))
 """
 
@@ -184,7 +184,7 @@ def parent(tmp_path):
         process.kill()
 
 
-def test_a_signal_reaches_every_rank_once(parent, tmp_path):
+def test_signal_is_forwarded_to_every_rank_once(parent, tmp_path):
     parent.send_signal(signal.SIGTERM)
     assert parent.wait(20) == 143
     assert [(tmp_path / f"heard-{rank}").read_text() for rank in range(2)] == ["1", "1"]

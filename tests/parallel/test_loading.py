@@ -1,4 +1,4 @@
-"""Each rank loads its share: what comes out is one process's model, byte for byte, whole or in pieces."""
+"""Sharded loading gives the bytes of one process's model, full or in pieces."""
 
 import contextlib
 import hashlib
@@ -40,7 +40,7 @@ SHARD = ("shard",)
 
 
 def digest(tensor):
-    """Of all bytes of a parameter, a piece of one, or a buffer; of its kind, too."""
+    """Return a digest of the kind and all bytes of a parameter, a piece of one, or a buffer."""
     if isinstance(tensor, QuantizedTensor):
         kind, held = (
             f"{tensor.format.spec} {tuple(tensor.shape)}",
@@ -62,7 +62,7 @@ def digests(model):
 
 
 def known(model):
-    """What else of a model is to be one process's."""
+    """Return the facts of a model that must equal one process's, besides tensors."""
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
     trains = model.training, {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     config = model.config.to_dict()
@@ -72,14 +72,14 @@ def known(model):
 
 
 def loads(mesh, folder, keys, along=()):
-    """What a rank holds, what else it knows, and why it loaded the whole."""
+    """Return the tensors a rank holds, its other facts, and why it loaded the full checkpoint."""
     notices.reset_notices()
     model = load_model(folder, device="cpu", mesh=mesh, along=along, **keys)
     return digests(model), known(model), notices.notices_so_far().get("loaded-whole")
 
 
 def expected(folder, keys, along=(), ranks=2):
-    """What each rank is to hold and to know."""
+    """Return the tensors and facts that each rank must have."""
     model = load_model(folder, device="cpu", **keys)
     named = dict(model.named_parameters(remove_duplicate=False))
     found = []
@@ -88,7 +88,7 @@ def expected(folder, keys, along=(), ranks=2):
         for name, parameter in named.items():
             if along and re.search(r"\.(layers|h)\.", name) and "vision" not in name:
                 with torch.no_grad():
-                    piece = Placement(along).cut(parameter, ranks)[rank]
+                    piece = Placement(along).split(parameter, ranks)[rank]
                 own[name] = digest(torch.nn.Parameter(piece.clone(), requires_grad=parameter.requires_grad))
         found.append((own, known(model), None))
     return found
@@ -99,7 +99,7 @@ def several(mesh, models, along):
 
 
 def check(ranks, axis, models):
-    """Loaded on ranks, a few models are those of one process."""
+    """Check that models loaded on ranks equal those of one process."""
     along = SHARD if axis == "shard" else ()
     found = ranks.run(several, models, along, layout={axis: ranks.size})
     for at, (folder, keys) in enumerate(models):
@@ -114,7 +114,7 @@ def keys_of(spec):
 
 @pytest.fixture(scope="module")
 def folder(tiny_checkpoint):
-    """With biases, in several files."""
+    """Write a checkpoint with biases, in several files."""
     made = tiny_checkpoint("Qwen2", dtype="bfloat16", num_hidden_layers=3)
     assert len(list(made.glob("*.safetensors"))) >= 3
     return str(made)
@@ -126,8 +126,8 @@ def test_every_format(axis, two, folder):
     check(two, axis, [(folder, keys_of(spec)) for spec in EXAMPLES])
 
 
-def test_products_come_divided(two, tiny_checkpoint):
-    """Rows of q, k, v, gate and up and columns of o and down, each of whole blocks; the rest is whole."""
+def test_tensor_parallel_linears_are_loaded_sharded(two, tiny_checkpoint):
+    """Rows of q, k, v, gate and up and columns of o and down, in full quantization blocks; others are full."""
     folder = str(tiny_checkpoint("Qwen2", dtype="bfloat16", intermediate_size=128))
     specs = ("nf4", "int8", "fp8", "nvfp4", "kbit4")
     models = [(folder, keys_of(spec)) for spec in specs] + [(folder, {"load_in_4bit": False})]
@@ -141,7 +141,7 @@ def test_products_come_divided(two, tiny_checkpoint):
         for rank in range(2):
             wanted = digests(model)
             for name, dim in dims.items():
-                piece = Placement(("tensor",), dim=dim).cut(named[name].detach(), 2)[rank]
+                piece = Placement(("tensor",), dim=dim).split(named[name].detach(), 2)[rank]
                 wanted[name] = digest(torch.nn.Parameter(piece, requires_grad=named[name].requires_grad))
                 assert piece.nbytes < named[name].nbytes * 0.6
             assert found[rank][at][0] == wanted, keys
@@ -149,8 +149,8 @@ def test_products_come_divided(two, tiny_checkpoint):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", ["data", "shard"])
-def test_what_was_quantized_before(axis, two, folder, tiny_checkpoint, tmp_path):
-    """By halfbyte, in each format and in several; by other tools; and what is not quantized at all."""
+def test_prequantized_checkpoints(axis, two, folder, tiny_checkpoint, tmp_path):
+    """Quantized by halfbyte, in each format and in several, by other tools, and not at all."""
     models = [(folder, {"load_in_4bit": False, "dtype": "float32"})]
     firsts = [examples[0].spec for cls in FORMATS.values() if (examples := cls.examples())]
     for at, quantization in enumerate([*firsts, {"*.0.*": "16bit", "*.down_proj": "fp4", "*": "nf4"}]):
@@ -165,8 +165,8 @@ def test_what_was_quantized_before(axis, two, folder, tiny_checkpoint, tmp_path)
 
 
 @pytest.mark.parametrize("axis", ["data", pytest.param("shard", marks=pytest.mark.slow)])
-def test_mixtures_that_were_quantized_before(axis, two, tmp_path):
-    """Expert by expert, and as gpt-oss is published."""
+def test_prequantized_mixtures(axis, two, tmp_path):
+    """Quantized expert by expert, and as gpt-oss is published."""
     save_gpt_oss(tmp_path / "gpt_oss")
     for kind, how in KINDS.items():
         (tmp_path / kind).mkdir()
@@ -194,7 +194,7 @@ def test_experts_towers_and_tied_heads(axis, two, tiny_checkpoint, tmp_path):
 
 
 def change(folder, edit):
-    """Edit the checkpoint's tensors, which lie in one file then."""
+    """Edit the checkpoint's tensors and write them to one file."""
     tensors = {}
     for file in folder.glob("*.safetensors*"):
         tensors |= load_file(file) if file.suffix == ".safetensors" else {}
@@ -204,7 +204,7 @@ def change(folder, edit):
 
 
 def test_four_ranks_and_two_axes(four, folder):
-    """Slices over two ranks, whole over the other two; a small head of keys has fewer rows than ranks."""
+    """Shards over two ranks, replicas over the other two; the small key projection has fewer rows than ranks."""
     keys = keys_of("nf4")
     found = four.run(loads, folder, keys, SHARD, layout={"data": 2, "shard": 2})
     wanted = expected(folder, keys, SHARD)
@@ -214,7 +214,7 @@ def test_four_ranks_and_two_axes(four, folder):
 
 
 def stages(mesh, folder):
-    """What a rank of two stages of two layers holds: names of what is on the meta device, and digests of the rest."""
+    """Return the meta tensors and digests of a rank with two stages of two layers."""
 
     def elsewhere(model, place):
         kept = ("model.layers.0.", EMBEDDING), ("model.layers.1.", "model.layers.2.", NORM, HEAD)
@@ -238,7 +238,7 @@ def test_a_stage_holds_its_layers(shards, two, four, folder):
 
 
 def on_two_hosts(mesh, folder, keys, along):
-    """Ranks 0 and 1 are of one host, 2 and 3 of another."""
+    """Load with ranks 0 and 1 on one host, 2 and 3 on another."""
     with counted() as read:
         found = loads(replace(mesh, local=mesh.rank % 2), folder, keys, along)
     return found, read
@@ -257,7 +257,7 @@ def test_every_host_reads_each_entry_once(four, folder):
 
 @contextlib.contextmanager
 def counted():
-    """How often each entry is read from disk."""
+    """Count how often each entry is read from disk."""
     opens, read = safetensors.safe_open, Counter()
 
     class Slice:
@@ -292,7 +292,7 @@ def counted():
         safetensors.safe_open = opens
 
 
-def test_entries_are_divided_by_bytes():
+def test_entries_are_balanced_by_bytes():
     sizes = {f"model.layers.{layer}.{part}.weight": 8 + 4 * part for layer in range(6) for part in range(3)}
     sizes |= {"model.embed_tokens.weight": 40, "lm_head.weight": 40, "model.norm.weight": 1}
     reader = sharded.assign_readers(sizes, 3)
@@ -305,7 +305,7 @@ def test_entries_are_divided_by_bytes():
 
 
 class Held(TorchDispatchMode):
-    """Most bytes of tensors that were there at once, of those made since."""
+    """Tracks the peak bytes of tensors made since its start."""
 
     def __init__(self):
         super().__init__()
@@ -329,7 +329,7 @@ class Held(TorchDispatchMode):
 
 
 def peak(mesh, folder, keys):
-    """Most bytes at once, those kept, and those while the largest tensor is quantized alone."""
+    """Return peak bytes, final bytes, and the bytes to quantize the largest tensor."""
     with Held() as held:
         model = load_model(folder, device="cpu", mesh=mesh, along=SHARD, **keys)
     kept = sum(getattr(parameter, "raw", parameter).nbytes for parameter in model.parameters())
@@ -339,8 +339,8 @@ def peak(mesh, folder, keys):
     return held.most, kept, alone.most + weight.nbytes
 
 
-def test_no_rank_holds_the_model(two, tiny_checkpoint):
-    """There is never more than what is kept, one tensor that is being quantized and another on its way."""
+def test_peak_memory_of_a_rank_is_below_the_model(two, tiny_checkpoint):
+    """The peak is what the rank keeps, one tensor that is quantized, and one in flight."""
     shape = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 24, "vocab_size": 128, "head_dim": 32}
     folder, keys = str(tiny_checkpoint("Llama", dtype="bfloat16", **shape)), keys_of("blockwise4:nf4:64:nested")
     with torch.no_grad():
@@ -352,7 +352,7 @@ def test_no_rank_holds_the_model(two, tiny_checkpoint):
 
 
 def computes(mesh, folder, on_host):
-    """The logits of a model whose layers came in pieces, and of one process's."""
+    """Return the logits of a model loaded in pieces, and of one process's model."""
     tokens = torch.arange(10, 20)[None]
     keys = {"dtype": "float32", "device": "cpu"}
     with torch.no_grad():
@@ -367,7 +367,7 @@ def computes(mesh, folder, on_host):
 
 
 @pytest.mark.parametrize("on_host", [(), (0,), (0, 1)])
-def test_pieces_are_what_is_gathered(two, folder, on_host):
+def test_pieces_compute_the_logits_of_one_process(two, folder, on_host):
     assert two.run(computes, folder, on_host, layout={"shard": 2}) == [[True, True]] * 2
 
 
@@ -401,8 +401,8 @@ DAMAGE = [
 
 
 @pytest.mark.parametrize("axis", ["data", "shard"])
-def test_an_error_is_everybodys(axis, two, tiny_checkpoint, tmp_path):
-    """Wherever the tensor lies, all ranks say what one process says."""
+def test_errors_are_equal_on_all_ranks(axis, two, tiny_checkpoint, tmp_path):
+    """Whichever rank reads the tensor, all ranks raise the error of one process."""
     along = SHARD if axis == "shard" else ()
     for at, (name, keys, edit) in enumerate(DAMAGE):
         folder = tmp_path / f"{at}"
@@ -414,7 +414,7 @@ def test_an_error_is_everybodys(axis, two, tiny_checkpoint, tmp_path):
 
 
 def entry_by_entry(mesh, folder, keys, along):
-    """Divided so that the parts of what transformers stacks are read by both ranks."""
+    """Split the entries so that both ranks read parts of what transformers stacks."""
     blocks, sharded.BLOCK_PREFIX = sharded.BLOCK_PREFIX, re.compile(r".*(?=\.)")
     try:
         return loads(mesh, folder, keys, along)
@@ -423,7 +423,7 @@ def entry_by_entry(mesh, folder, keys, along):
 
 
 @pytest.mark.parametrize("axis", ["data", "shard"])
-def test_what_does_not_load_by_entries_is_loaded_whole(axis, two, tiny_checkpoint, tmp_path):
+def test_unsupported_checkpoints_are_loaded_in_full(axis, two, tiny_checkpoint, tmp_path):
     along = SHARD if axis == "shard" else ()
     pickled = shutil.copytree(tiny_checkpoint(), tmp_path / "pickled")
     change(pickled, lambda tensors: torch.save(dict(tensors), pickled / "pytorch_model.bin"))

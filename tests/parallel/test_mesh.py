@@ -1,4 +1,4 @@
-"""One process: every verb of the mesh is the identity, and nobody asks for ranks elsewhere."""
+"""A mesh of one process: collectives are the identity, and only `parallel` reads ranks."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ PACKAGE = Path(halfbyte.__file__).parent
 ASKS = re.compile(r"WORLD_SIZE|LOCAL_RANK|[\"']RANK[\"']|get_rank|get_world_size|process_index|num_processes")
 
 
-def test_alone_every_verb_is_the_identity():
+def test_collectives_of_one_process_are_the_identity():
     value = torch.ones(3)
     assert SINGLE_PROCESS.sum(value) is value
     assert SINGLE_PROCESS.max(7) == 7
@@ -36,7 +36,7 @@ def test_one_process_is_a_mesh_of_one(monkeypatch):
         pass
 
 
-def test_nothing_else_asks_for_rank_or_world_size():
+def test_only_parallel_reads_rank_and_world_size():
     asking = [
         str(path.relative_to(PACKAGE))
         for path in sorted(PACKAGE.rglob("*.py"))

@@ -1,8 +1,9 @@
-"""A model in stages: losses, gradients and adapters are those of one process."""
+"""Pipeline stages: losses, gradients and adapters equal those of one process."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 
 import pytest
@@ -17,11 +18,10 @@ from halfbyte.modeling.patch import patch
 from halfbyte.optim import trained_parameters
 from halfbyte.parallel.mesh import SINGLE_PROCESS
 from halfbyte.parallel.pipeline import runtime as pipelines
-from halfbyte.parallel.pipeline.model import PipelinePartition, LocalStages, check_stages, check_trained, layer_seconds
+from halfbyte.parallel.pipeline.model import LocalStages, PipelinePartition, check_stages, check_trained, layer_seconds
 from halfbyte.parallel.pipeline.partition import partition_layers, stage_seconds
 from halfbyte.parallel.pipeline.runtime import Pipeline
-from halfbyte.parallel.pipeline.schedules import Schedule
-from halfbyte.parallel.pipeline.schedules import Seconds
+from halfbyte.parallel.pipeline.schedules import Schedule, Seconds
 from halfbyte.parallel.pipeline.stepper import PipelinedStepper
 from halfbyte.parallel.reduction import clip_gradients, sum_gradients
 from halfbyte.train.stepper import Stepper
@@ -56,7 +56,7 @@ def model_of(family="Llama", layers=8, **keys) -> nn.Module:
 
 
 def batches_of(number: int, seed: int = 0) -> list[dict]:
-    """Of differing widths; every other one holds two documents a row."""
+    """Return micro-batches of different widths; every other one packs two documents per sequence."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for index in range(number):
@@ -73,7 +73,7 @@ def count_of(batches) -> torch.Tensor:
 
 
 def three_steps(stepper, model, window, mesh=SINGLE_PROCESS):
-    """Windows of `window` micro-batches, the last one incomplete: sums, gradients and weights of three steps."""
+    """Return sums, gradients and weights of three steps of `window` micro-batches, the last one incomplete."""
     trained = trained_parameters(model)
     found = []
     for number, size in enumerate((window, window, max(window - 3, 1))):
@@ -156,8 +156,8 @@ def test_four_processes(four, name, chunks, window):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("level", "ahead"), [("checkpoint", 1), ("checkpoint", 99), ("recompute_mlp", 99)])
-def test_recomputing_ahead_of_the_gradient(two, level, ahead):
-    """In a patched model, some of a stage's layers or all, before the gradient is there."""
+def test_recomputation_before_the_gradient_arrives(two, level, ahead):
+    """Some or all layers of a stage of a patched model are recomputed before the gradient arrives."""
     check(two, "interleaved", 2, activations=level, ahead=ahead)
 
 
@@ -179,7 +179,7 @@ def test_families(two, family, keys, patched):
     ("name", "family", "patched"),
     [("interleaved", "Llama", False), ("zb-1p", "Llama", True), ("zb-v", "Gemma2", False), ("zb-v", "Qwen3", True)],
 )
-def test_a_last_stage_that_is_the_head_alone(two, name, family, patched):
+def test_last_stage_with_head_only(two, name, family, patched):
     keys = {"vocab_size": HEAVY}
     check(two, name, 2, family=family, keys=keys, layers=4, activations="checkpoint" if patched else None, ahead=1)
 
@@ -195,8 +195,8 @@ def alone(place, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["1f1b", pytest.param("interleaved", marks=pytest.mark.slow)])
-def test_a_run_in_stages(two, place, alone, tmp_path, name):
-    """From `parallel: {pipeline: 2}` to a finished folder: losses, adapter and answers are one process's."""
+def test_pipeline_run_equals_one_process(two, place, alone, tmp_path, name):
+    """Losses, adapter and answers of a full run with `parallel: {pipeline: 2}` equal those of one process."""
     keys = {"parallel": {"pipeline": 2}, "pipeline_schedule": name, "gradient_accumulation_steps": 4}
     found = rank_runs.run(two, place, tmp_path / "run", **keys)
     found.same_as(alone)
@@ -206,8 +206,8 @@ def test_a_run_in_stages(two, place, alone, tmp_path, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("other", "packing"), [("data", True), ("shard", False)])
-def test_stages_and_rows(four, place, alone, tmp_path_factory, tmp_path, other, packing):
-    """Two stages of two processes each, which have other rows, and of frozen weights slices."""
+def test_pipeline_with_data_or_shard(four, place, alone, tmp_path_factory, tmp_path, other, packing):
+    """Two stages of two ranks each, which have different sequences and shards of the frozen weights."""
     if packing:
         alone = rank_runs.run(None, place, tmp_path_factory.mktemp("packed"), gradient_accumulation_steps=4,
                                packing=True)  # fmt: skip
@@ -218,7 +218,7 @@ def test_stages_and_rows(four, place, alone, tmp_path_factory, tmp_path, other, 
 @pytest.mark.slow
 @pytest.mark.parametrize("before", ["stages", "alone"])
 def test_resume_with_and_without_stages(two, place, alone, tmp_path, before):
-    """A checkpoint of two processes is taken by one, and one's by two: the run is the same."""
+    """One process resumes a checkpoint of two stages, and two stages one of one process."""
     keys = {"gradient_accumulation_steps": 4, "save_steps": 2, "save_total_limit": None}
     stages = {"parallel": {"pipeline": 2}}
     first, then = (two, stages), (None, {})
@@ -245,31 +245,31 @@ def refused(mesh, place, output, keys):
     ("keys", "said"),
     [
         ({"target_modules": ["q_proj", "lm_head"]}, None),  # from full logits, in the last stage
-        ({"gradient_accumulation_steps": 1}, "1f1b over 2 processes takes no step of 1 micro-batches"),
-        ({"target_modules": r".*layers\.[0-2]\..*q_proj"}, "with layers 3 to 5 has nothing to train"),
+        ({"gradient_accumulation_steps": 1}, "pipeline_schedule: 1f1b over 2 .* 1 micro-batches"),
+        ({"target_modules": r".*layers\.[0-2]\..*q_proj"}, "layers 3 to 5 "),
     ],
 )
-def test_what_stages_do_not_train(two, place, tmp_path, keys, said):
-    """One error that names the key, before anything is loaded or written; and a run that goes well after them."""
+def test_untrainable_stages_are_refused(two, place, tmp_path, keys, said):
+    """The error names the key before anything is loaded or written, and a following run succeeds."""
     keys = {"parallel": {"pipeline": 2}, "pipeline_schedule": "1f1b", "max_steps": 1, **keys}
     keys = {"gradient_accumulation_steps": 2, "eval_split_size": 0, "sample_prompts": 0} | keys
     if said is None:
         assert rank_runs.run(two, place, tmp_path / "run", **keys).trained
         return
     for error in two.run(refused, place, tmp_path / "run", keys):
-        assert said in error
+        assert re.search(said, error)
         assert "fix: " in error
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_more_stages_than_layers(four, tmp_path):
+def test_more_stages_than_layers_are_refused(four, tmp_path):
     place = rank_runs.write_place(tmp_path, num_hidden_layers=3)
     for error in four.run(refused, place, tmp_path / "run", {"parallel": {"pipeline": 4}}):
-        assert "4 pipeline stages for a model of 3 decoder layers" in error
+        assert re.search(r"parallel: 4 .*\b3\b", error)
 
 
-def test_what_is_no_pipeline():
-    """A layer that keeps state for later ones, a tied embedding that is trained."""
+def test_models_without_stages_are_refused():
+    """A layer with state for later layers; a tied embedding that is trained."""
     with pytest.raises(ModelError, match="Gemma3nForCausalLM"):
         check_stages(transformers.AutoModelForCausalLM.from_config(transformers.Gemma3nTextConfig(**SHAPE | {
             "num_hidden_layers": 4, "num_kv_shared_layers": 2, "intermediate_size": 96, "layer_types": None,
@@ -285,11 +285,11 @@ def test_what_is_no_pipeline():
 
 
 class Left:
-    """What a layer leaves for backward, without a layer."""
+    """Pending recomputation of a layer, without a layer."""
 
 
-def test_as_many_layers_ahead_as_there_is_room_for(monkeypatch):
-    """100 bytes a layer and token: of 500 spare bytes and 2 tokens, two layers beside the one that is free."""
+def test_recompute_ahead_fits_spare_memory(monkeypatch):
+    """With 100 bytes per layer and token, 500 spare bytes and 2 tokens fit two layers after the first."""
     ran, held = [], [0]
     monkeypatch.setattr(pipelines, "run_ahead", lambda left: (ran.append(left), held.__setitem__(0, held[0] + 200)))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: held[0])

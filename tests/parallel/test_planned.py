@@ -1,4 +1,4 @@
-"""What the plan says of one process, against what processes hold and exchange."""
+"""The plan's memory and communication per rank equal what ranks hold and exchange."""
 
 import contextlib
 import io
@@ -13,7 +13,7 @@ from halfbyte.config import Parallel
 from halfbyte.modeling.head import causal_lm_loss
 from halfbyte.modeling.layer import causal_lm_of, decoder_layers
 from halfbyte.parallel.pipeline.model import partition_model
-from halfbyte.parallel.shard.model import shard_model, sharded, stays_of
+from halfbyte.parallel.shard.model import residencies_of, shard_model, sharded
 from halfbyte.plan.rank import Frozen, Stage, pipeline_of
 from halfbyte.tensor import BlockShard, QuantizedTensor
 from halfbyte.train.preflight import prepare_run
@@ -42,7 +42,7 @@ def frozen_of(model):
 
 
 def here(parameter):
-    """Bytes that this process holds of it."""
+    """Return the bytes of it that this rank holds."""
     local = parameter.data._local_tensor if isinstance(parameter.data, DTensor) else parameter.data
     if isinstance(local, BlockShard):
         return local.raw.nbytes
@@ -51,21 +51,21 @@ def here(parameter):
 
 
 def case_holds(mesh, family, kept):
-    """Bytes of frozen weights here; and what a micro-batch has gathered, once those that stay are there."""
+    """Return this rank's bytes of frozen weights, and the bytes a micro-batch gathers after the resident layers."""
     model = model_of(family)
-    shard_model(model, mesh, stays_of(LAYERS, kept))
+    shard_model(model, mesh, residencies_of(LAYERS, kept))
     held = sum(here(each) for each in (*frozen_parameters(model), *model.buffers()))
     counted = []
     for _ in range(2):
-        before = sharded(model).gathers.nbytes
+        before = sharded(model).stats.nbytes
         causal_lm_loss(model, batch())[0].backward()
-        counted.append(sharded(model).gathers.nbytes - before)
+        counted.append(sharded(model).stats.nbytes - before)
     return held, counted[1]
 
 
 @pytest.mark.parametrize("family", ["Llama", pytest.param("Gemma2", marks=pytest.mark.slow)])
-def test_a_share_is_as_planned(two, family):
-    """Gemma 2's head is its embedding."""
+def test_bytes_of_a_rank_equal_the_plan(two, family):
+    """Includes Gemma 2, whose head is tied."""
     frozen, layout = frozen_of(model_of(family)), Parallel(shard=2)
     planned = frozen.share(WHOLE, layout)
     for held, gathered in two.run(case_holds, family, (0, 2), layout={"shard": 2}):
@@ -76,8 +76,8 @@ def test_a_share_is_as_planned(two, family):
     assert 0.5 * alone < planned < 0.56 * alone
 
 
-def test_slices_along_context_too(four):
-    """Processes that have other tokens of the same rows hold other slices."""
+def test_shards_along_context(four):
+    """Ranks with different tokens of the same sequences hold different shards."""
     frozen, layout = frozen_of(model_of("Llama")), Parallel(shard=2, context=2)
     planned = frozen.share(WHOLE, layout)
     assert planned < 0.8 * frozen.share(WHOLE, Parallel(shard=2))
@@ -90,8 +90,8 @@ def frozen_buffers(family):
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved"])
-def test_stages_are_those_that_are_cut(name):
-    """Every layer is one process's, and bytes of all processes are the model's, with a tied embedding twice."""
+def test_planned_stages_equal_the_partition(name):
+    """Every layer is on one rank, and the ranks' bytes add up to the model's, with a tied embedding twice."""
     model = model_of("Gemma2")
     cut = partition_model(model, name, 2, 4, recomputed=True)
     found = pipeline_of(cut, list(cut.seconds[:1]) * LAYERS, cut.seconds[-1], 4)
@@ -105,20 +105,20 @@ def test_stages_are_those_that_are_cut(name):
     assert found.stages[0].in_flight >= found.stages[1].in_flight >= 1
     named = [(name, each) for name, each in causal_lm_of(model).named_parameters() if not each.requires_grad]
     for process, stage in enumerate(found.stages):
-        elsewhere = cut.elsewhere(model, process)
+        elsewhere = cut.remote_filter(model, process)
         own = sum(each.nbytes for name, each in named if not elsewhere(name))
         assert frozen.share(stage, Parallel(pipeline=2)) == pytest.approx(own, rel=0.02)
 
 
 def case_prepares(mesh, place, output, limit):
-    """What auto chose, and every process's plan."""
+    """Return the layout that auto chose, and every rank's plan."""
     config = configured(place, output, memory_limit_gib=limit, activation_checkpointing=True)
     run = prepare_run(config, mesh=mesh)
     return run.mesh.layout, run.plan
 
 
-def test_auto_divides_as_the_plan_says(two, tmp_path):
-    """With a vocabulary that is most of the model, half of it is what fits."""
+def test_auto_layout_equals_the_plan(two, tmp_path):
+    """The vocabulary is most of the model, and half of it fits."""
     place = write_place(tmp_path, vocab_size=120_000)
     roomy = two.run(case_prepares, place, tmp_path / "a", None)
     assert [layout for layout, _ in roomy] == [Parallel(data=2)] * 2
@@ -133,15 +133,15 @@ def test_auto_divides_as_the_plan_says(two, tmp_path):
 
 
 def case_checks(mesh, place, output, keys):
-    """What `halfbyte check` says in processes that a launcher has started."""
+    """Return the output of `halfbyte check` in launched ranks."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         check_run(configured(place, output, **keys))
     return " ".join(said.getvalue().split())
 
 
-def test_check_plans_for_the_processes_that_train(two, tmp_path, capsys, caplog):
-    """Those of a launcher, which say it once, or those that `halfbyte train` would start: the same plan."""
+def test_check_plans_the_launched_layout(two, tmp_path, capsys, caplog):
+    """The plan is equal in launched ranks, where it is printed once, and in a process that would launch them."""
     place, keys = write_place(tmp_path), {"parallel": {"shard": 2}}
     first, second = two.run(case_checks, place, tmp_path / "out", keys)
     assert second == ""

@@ -1,4 +1,4 @@
-"""Preference training on two ranks is that of one process: references, z and likelihoods are of the whole step."""
+"""Preference training on two ranks equals that of one process, with references, z and likelihoods of the full step."""
 
 import json
 
@@ -44,7 +44,7 @@ def place(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", slow_except(ASKED, ["dpo"]))
-def test_two_ranks_are_one_process(place, two, tmp_path, monkeypatch, name):
+def test_two_ranks_equal_one_process(place, two, tmp_path, monkeypatch, name):
     monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "cache"))
     asked = {"dataset": str(place / "pairs.jsonl"), "sample_prompts": 0, **ASKED[name]}
     one = run(None, place, tmp_path / "one", gradient_accumulation_steps=4, **asked)
@@ -57,8 +57,8 @@ def test_two_ranks_are_one_process(place, two, tmp_path, monkeypatch, name):
 
 # `make test` runs KTO, whose loss exchanges the most between processes.
 @pytest.mark.parametrize("name", slow_except(SHARDED, ["kto"]))
-def test_two_ranks_with_slices_of_the_model_are_one_process(place, two, tmp_path, monkeypatch, name):
-    """Of its layers, and of head and embedding by vocabulary, through which the log-probabilities' gradients go."""
+def test_two_shards_equal_one_process(place, two, tmp_path, monkeypatch, name):
+    """Layers are sharded, and head and embedding by vocabulary, which the log-probabilities' gradients pass."""
     monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "cache"))
     rows = "steps" if name == "prm" else "pairs"
     asked = {"dataset": str(place / f"{rows}.jsonl"), "sample_prompts": 0, **SHARDED[name]}
@@ -67,7 +67,7 @@ def test_two_ranks_with_slices_of_the_model_are_one_process(place, two, tmp_path
     both.same_as(one, loss=2e-6, weights=1e-4)
 
 
-def test_other_ways_to_divide_a_run_are_refused(place, tmp_path):
+def test_unsupported_layouts_are_refused(place, tmp_path):
     from halfbyte.config import RunConfig
     from halfbyte.config.resolved import Parallel
     from halfbyte.plan.meshes import check_layout

@@ -1,4 +1,4 @@
-"""Processes that compute together warm up, capture, replay and give up alike, on a stand-in for CUDA's graphs."""
+"""Ranks agree on warm-up, capture, replay and release of CUDA graphs, on a stand-in for CUDA's graphs."""
 
 import copy
 import itertools
@@ -36,13 +36,13 @@ def micro_batch(lengths, packed):
 
 
 def case_agrees(mesh, packed):
-    """The micro-batches of a step here, as they were and as they are."""
+    """Return this rank's micro-batches of a step before and after padding."""
     own = [micro_batch(lengths, packed) | {COUNTS: {}} for lengths in LENGTHS[mesh.coordinate("shard") :: 2]]
     return list(zip(own, RankSync(mesh).pad(own), strict=True))
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_micro_batches_become_as_wide_as_the_widest(two, packed):
+def test_micro_batches_are_padded_to_the_longest(two, packed):
     results = two.run(case_agrees, packed, layout={"shard": 2})
     for (_, first), (_, other) in zip(*results, strict=True):
         assert first[SYNCED_SHAPE] == other[SYNCED_SHAPE]
@@ -66,8 +66,8 @@ def test_micro_batches_become_as_wide_as_the_widest(two, packed):
         assert max(positions) < after["max_length_q"]
 
 
-def test_what_cannot_grow_is_a_shape_of_all(two):
-    """Rows of a kind that this does not know stay as they are; what differs anywhere tells shapes apart."""
+def test_unpadded_batches_share_the_synced_shape(two):
+    """Batches of an unknown kind are not padded; a difference on any rank makes another shape."""
     first, other = two.run(case_others, layout={"shard": 2})
     assert first == other
     assert len(set(first)) == 2
@@ -87,7 +87,7 @@ def model_of():
 
 
 def trains(model, make, mesh=SINGLE_PROCESS):
-    """Losses and gradients of each step of SGD, and the agreed shapes that have a graph at the end."""
+    """Return losses and gradients of each SGD step, and the synced shapes that have a graph at the end."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     halfbyte.patch(model)
     steps, record = make(lambda batch: {"loss": causal_lm_loss(model, batch)[0]}, trained), []
@@ -95,7 +95,7 @@ def trains(model, make, mesh=SINGLE_PROCESS):
     count = sum((each["labels"][:, 1:] != -100).sum() for each in window).float()
     for _ in range(WINDOWS):
         own = copy.deepcopy(window[mesh.coordinate("shard") :: mesh.degree("shard")])
-        sums = mesh.sum(steps(steps.pad_across_ranks(own), count, may_capture=True))
+        sums = mesh.sum(steps(steps.synced(own), count, steady=True))
         record.append((sums, [mesh.sum(parameter.grad.clone()) for parameter in trained]))
         for parameter, gradient in zip(trained, record[-1][1], strict=True):
             parameter.data.sub_(0.1 * gradient)
@@ -119,8 +119,8 @@ def case_trains(mesh, free):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("free", [(10, 10), (10, 9)])
-def test_graphs_of_processes_that_gather_together(two, free):
-    """Each of two shapes has a graph once it is warm; where one process lacks room for it, no process has any."""
+def test_graphs_are_captured_on_all_ranks_or_none(two, free):
+    """Each of two warm shapes has a graph, unless one rank lacks memory for it."""
     results = two.run(case_trains, free, layout={"shard": 2})
     expected, _ = trains(model_of(), lambda sums, trained: stepper.Stepper(sums))
     for record, captured in results:

@@ -1,4 +1,4 @@
-"""Sharded blocks on gloo ranks: what one process computes, and no byte more gathered than is due."""
+"""Sharded blocks on gloo ranks compute what one process does and gather no byte more than necessary."""
 
 import copy
 
@@ -28,7 +28,7 @@ def model_of(family="Llama", **lora):
 
 
 def micro_batches(steps, each):
-    """Steps of micro-batches, rows of other lengths in each, the last step an incomplete one."""
+    """Return steps of micro-batches with different lengths, the last step incomplete."""
     torch.manual_seed(1)
     made = [batch(length=6 + 2 * at) for at in range(steps * each)]
     return [made[at : at + each] for at in range(0, len(made) - 1, each)]
@@ -39,7 +39,7 @@ def trained(model):
 
 
 def train(model, windows, mesh=None):
-    """Losses and gradients of each step of SGD, micro-batch j on rank j mod N."""
+    """Return losses and gradients of each SGD step, with micro-batch j on rank j mod N."""
     place, ways = (mesh.coordinate("data", "shard"), mesh.degree("data", "shard")) if mesh else (0, 1)
     optimizer = torch.optim.SGD(trained(model).values(), lr=0.1)
     record = []
@@ -73,7 +73,7 @@ def assert_same(found, expected):
 
 
 def frozen(model):
-    """Bytes and values of what is frozen in the layers."""
+    """Return bytes and values of the layers' frozen parameters."""
     found = {}
     for name, parameter in model.named_parameters():
         if "layers" in name and not parameter.requires_grad and BYTES not in name:
@@ -94,16 +94,16 @@ def case_trains(mesh, levels, stays, family="Llama", lora=None, on_host=(), patc
     if patched == "after":
         halfbyte.patch(model, levels)
     share = sharded(model)
-    for each in share.each if levels == "read" else ():
-        each.slices = list(collectives.all_gather(each.raw.unsqueeze(0), share.group))
+    for each in share.block_gathers if levels == "read" else ():
+        each.peer_shards = list(collectives.all_gather(each.shard.unsqueeze(0), share.group))
     windows, record = micro_batches(3, 2 * mesh.size), []
     with torch.no_grad():
         causal_lm_loss(model, windows[0][0])
-    gathered = [share.gathers.nbytes]
+    gathered = [share.stats.nbytes]
     for window in windows:
         record += train(model, [window], mesh)
-        gathered.append(share.gathers.nbytes)
-    with share.whole():
+        gathered.append(share.stats.nbytes)
+    with share.unsharded():
         after = frozen(model)
     return record, gathered, after
 
@@ -123,14 +123,14 @@ def check(results, reference):
 
 
 def gathered_as_due(results, stays, micro_batches=2, steps=3):
-    """Bytes after the first loss, which takes two forwards without a backward, and after each step of the training."""
+    """Check the gathered bytes after the first loss, which runs two forwards, and after each step."""
     layer = packed_bytes(model_of()) / LAYERS
     for _, bytes_after, _ in results:
         for step, found in enumerate(bytes_after):
             backwards = step * micro_batches
             times = {"call": 2 + 2 * backwards, "backward": 2 + backwards, "always": 1}
             due = sum(times[stay] for stay in stays) * layer
-            assert due <= found <= 1.03 * due  # of layers of 26 KB, whose parameters begin at lines of caches
+            assert due <= found <= 1.03 * due  # layers have 26 KB, with padding to cache lines
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_three_steps(two, stays):
 
 @pytest.mark.parametrize("levels", slow_except([*LEVELS[1:], None], ["recompute"]))
 def test_every_activation_level(two, levels):
-    """Backward recomputes with the weights that its block has gathered; None: transformers' own layers."""
+    """Backward recomputes with the gathered weights of its block; None: transformers' own layers."""
     results = two.run(case_trains, levels, CALL, layout={"shard": 2})
     check(results, expected(levels))
     gathered_as_due(results, CALL)
@@ -174,14 +174,14 @@ def test_patched_before_or_after(two):
     check(results, expected("recompute_mlp"))
 
 
-def test_dora_and_trained_modules_are_no_part_of_a_unit(two):
-    """DoRA reads its weight inside the layer; a norm that is trained stays whole."""
+def test_trained_modules_are_not_sharded(two):
+    """DoRA reads its weight within the layer; a trained norm stays unsharded."""
     lora = {"use_dora": True, "target_modules": ["q_proj", "down_proj"], "modules_to_save": ["input_layernorm"]}
     check(two.run(case_trains, None, ["always"] * LAYERS, "Llama", lora, layout={"shard": 2}), expected(None, **lora))
 
 
-def test_slices_that_are_read_from_their_owners(two):
-    """As GPUs of one host do, which a CPU stands for with copies."""
+def test_shards_in_peer_memory(two):
+    """Emulates GPUs of one host by copies on a CPU."""
     results = two.run(case_trains, "read", CALL, layout={"shard": 2})
     check(results, expected("keep"))
     gathered_as_due(results, CALL)
@@ -189,12 +189,12 @@ def test_slices_that_are_read_from_their_owners(two):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("on_host", [(0, 1, 2, 3), (1, 3)])
-def test_slices_on_the_host(two, on_host):
+def test_shards_in_host_memory(two, on_host):
     check(two.run(case_trains, "keep", CALL, "Llama", None, on_host, layout={"shard": 2}), expected("keep"))
 
 
 def case_groups(mesh):
-    """How many process groups there are before blocks are sharded, and after a micro-batch."""
+    """Count process groups before blocks are sharded, and after a micro-batch."""
     groups = torch.distributed.distributed_c10d._world.pg_map
     before, model = len(groups), model_of()
     shard_model(model, mesh)
@@ -202,7 +202,7 @@ def case_groups(mesh):
     return before, len(groups)
 
 
-def test_blocks_are_gathered_in_the_group_that_is_there(two):
-    """NCCL would take several hundred MB of a GPU for another."""
+def test_no_new_process_group_is_made(two):
+    """NCCL would take several hundred MB of a GPU for one."""
     for before, after in two.run(case_groups, layout={"shard": 2}):
         assert before == after

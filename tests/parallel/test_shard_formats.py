@@ -1,6 +1,6 @@
-"""The format contract in slices: two ranks compute what one process does, in every format, adapters through PEFT.
+"""The format contract with shards: two ranks compute what one process does, in every format, adapters through PEFT.
 
-Row counts are odd, so that slices are uneven, and one weight has fewer rows than there are ranks.
+Row counts are odd, so that shards are uneven, and one weight has fewer rows than ranks.
 """
 
 import copy
@@ -51,8 +51,10 @@ def build(format, dtype):
 
 
 def batch(step, dtype):
-    """Rows of their own for each rank in fp32. In 16 bits both ranks get the same: where gradients of different rows
-    cancel in their sum, what is left may be no more than the rounding of each."""
+    """Return different rows for each rank in fp32, equal ones in 16 bits.
+
+    In 16 bits gradients of different rows may cancel to less than the rounding of each.
+    """
     rows = torch.randn(ROWS, 48, generator=torch.Generator().manual_seed(step)).to(dtype)
     return rows if dtype == torch.float32 else rows[: ROWS // RANKS].repeat(RANKS, 1)
 
@@ -62,7 +64,7 @@ def trained(model):
 
 
 def two_steps(model, rows, dtype, mesh=None):
-    """Outputs, then gradients and adapters after each of two steps of SGD on `rows` of the batch."""
+    """Return outputs, then gradients and adapters after each of two SGD steps on `rows` of the batch."""
     optimizer = torch.optim.SGD(trained(model).values(), lr=0.1)
     record = []
     for step in range(2):

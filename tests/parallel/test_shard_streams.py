@@ -1,6 +1,6 @@
-"""Gathers of one process of two, whose other's slices are beside its own: what streams must wait for, on one GPU.
+"""Stream order of gathers on one GPU: one rank of two, with the other's shards in the same process.
 
-Late bytes and slow layers show a layer that reads before its bytes are there, or bytes that come over those in use.
+Late bytes and slow layers reveal a layer that reads before its bytes arrive, or bytes that overwrite those in use.
 """
 
 import copy
@@ -29,7 +29,7 @@ STAYS = [["call"] * LAYERS, ["call"] * (LAYERS - 1) + ["backward"], ["always", "
 
 @pytest.fixture
 def one_of_two():
-    """A mesh of two processes, of which there is one."""
+    """Return a mesh of two ranks, of which only this one exists."""
     if dist.is_initialized():
         pytest.skip("the process is in a group already")
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -41,7 +41,7 @@ def one_of_two():
 
 
 def beside(monkeypatch, mesh, blocks, delay):
-    """Have collectives find the other process's bytes here; gathers come late, over bytes that are no weights."""
+    """Emulate collectives with the other rank's bytes; they arrive late, over bytes that are no weights."""
     other, cut, slices = replace(mesh, rank=1), [], {}
     for block in blocks:
         seen = {id(p): p for m in block.modules() for p in m._parameters.values() if p is not None}
@@ -51,7 +51,7 @@ def beside(monkeypatch, mesh, blocks, delay):
 
     def both(raws, mesh):
         parts = cut.pop(0)
-        monkeypatch.setattr(weights, "gathered", lambda *_: torch.cat(parts))
+        monkeypatch.setattr(weights, "all_gather", lambda *_: torch.cat(parts))
         own = joined(raws, mesh)
         slices[own[0].data_ptr()] = joined(raws, other)[0]
         return own
@@ -62,7 +62,7 @@ def beside(monkeypatch, mesh, blocks, delay):
         for place, part in zip(out.view(2, -1), (own, slices[own.data_ptr()]), strict=True):
             place.copy_(part)
 
-    monkeypatch.setattr(weights, "_joined", both)
+    monkeypatch.setattr(weights, "_concatenated_shard", both)
     monkeypatch.setattr(weights, "_all_gather", gather)
 
 
@@ -76,7 +76,7 @@ def eager(sums, _):
 
 
 def trained(model, stepper, device):
-    """Losses and gradients of steps, an evaluation after each fourth."""
+    """Return losses and gradients of steps, with an evaluation after every fourth."""
     parameters, record = [p for p in model.parameters() if p.requires_grad], []
     steps = stepper(lambda batch: {"loss": causal_lm_loss(model, batch)[0]}, parameters)
     for number, window in enumerate(windows()):
@@ -123,12 +123,12 @@ def test_layers_read_their_own_bytes(monkeypatch, one_of_two, device, stays, lat
 
     found, held = trained(model, graphed if device == "cuda" else eager, device)
     assert held == (device == "cuda")
-    assert share.gathers.count
+    assert share.stats.count
     for (loss, gradients), (its, theirs) in zip(found, expected, strict=True):
         torch.testing.assert_close(loss, its, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(gradients, theirs, rtol=1e-4, atol=1e-5)
     theirs = dict(plain.named_parameters())
-    with share.whole():
+    with share.unsharded():
         for name, parameter in model.named_parameters():
             if isinstance(parameter.data, QuantizedTensor):
                 assert torch.equal(parameter.data.to_bytes(), theirs[name].data.to_bytes()), name

@@ -1,4 +1,4 @@
-"""Whole runs whose frozen weights are sharded are the run of one process."""
+"""Runs with sharded frozen weights equal the run of one process."""
 
 import json
 import shutil
@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from halfbyte.parallel.shard import optimizer
+from halfbyte.parallel.shard import optimizer as shard_optimizers
 from halfbyte.train import preflight, setup
 from tests.helpers.rank_runs import VOCABULARY, Left, run, trains, write_place
 
@@ -29,8 +29,8 @@ def optimizer_of(checkpoint):
     return torch.load(checkpoint / "optimizer.pt", map_location="cpu")
 
 
-def test_two_slices_are_the_run_of_one_process(place, alone, two, tmp_path):
-    """And its checkpoints are: with them one process goes on, and with one process's two."""
+def test_sharded_run_equals_one_process(place, alone, two, tmp_path):
+    """One process resumes from the ranks' checkpoint, and two ranks from one process's."""
     keys = {"gradient_accumulation_steps": 2, "save_steps": 2, "parallel": {"shard": 2}}
     found = run(two, place, tmp_path / "out", **keys)
     found.same_as(alone)
@@ -50,8 +50,8 @@ def test_two_slices_are_the_run_of_one_process(place, alone, two, tmp_path):
     run(two, place, copied, resume=str(copied / "checkpoint-4"), **keys).same_as(alone)
 
 
-def test_experts_and_their_adapters_in_slices(two, tmp_path):
-    """PEFT sizes an adapter of a stack by the stack, of which a process may hold a slice."""
+def test_sharded_experts_and_adapters(two, tmp_path):
+    """PEFT sizes the adapter of a stack by the stack's shape, of which a rank may hold a shard."""
     place = write_place(tmp_path)
     sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
     sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY}
@@ -67,13 +67,13 @@ def test_experts_and_their_adapters_in_slices(two, tmp_path):
 
 
 def copied_to(folder, run):
-    """A run that stopped after its fourth step."""
+    """Copy a run that stopped after its fourth step."""
     shutil.copytree(run, folder, ignore=shutil.ignore_patterns("adapter", "model", "checkpoint-5", ".lock"))
     return folder
 
 
 def trains_from_the_host(mesh, place, output, keys):
-    """A case: a whole run whose plan has the slices of two layers wait in the host's memory."""
+    """Run with a plan that keeps the shards of two layers in host memory."""
     planned, seen = preflight.estimate, []
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(preflight, "estimate", lambda *given, **more: replace(planned(*given, **more), hosted=(1, 2)))
@@ -84,7 +84,7 @@ def trains_from_the_host(mesh, place, output, keys):
 
 
 @pytest.mark.slow
-def test_slices_that_wait_on_the_host(place, alone, two, tmp_path):
+def test_run_with_shards_in_host_memory(place, alone, two, tmp_path):
     keys = {"gradient_accumulation_steps": 2, "save_steps": 2, "parallel": {"shard": 2}}
     assert two.run(trains_from_the_host, place, tmp_path / "out", keys) == [[(1, 2)]] * 2
     found = Left(tmp_path / "out")
@@ -93,7 +93,7 @@ def test_slices_that_wait_on_the_host(place, alone, two, tmp_path):
 
 
 @pytest.mark.slow
-def test_slices_of_two_replicas(place, alone, four, tmp_path):
+def test_shards_with_two_replicas(place, alone, four, tmp_path):
     """The last window has three micro-batches for four ranks."""
     keys = {"gradient_accumulation_steps": 1, "parallel": {"data": 2, "shard": 2}}
     run(four, place, tmp_path / "out", **keys).same_as(alone)
@@ -101,7 +101,7 @@ def test_slices_of_two_replicas(place, alone, four, tmp_path):
 
 @pytest.mark.parametrize("at_once", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_all_weights_trained(place, two, tmp_path, at_once):
-    """Weights are whole everywhere, and stepped in slices; the run goes on in one process."""
+    """Weights are replicated and stepped in shards; one process resumes the run."""
     keys = {"use_peft": False, "load_in_4bit": False, "save_steps": 2, "learning_rate": 1e-3}
     one = run(None, place, tmp_path / "one", gradient_accumulation_steps=4, **keys)
     here = {"gradient_accumulation_steps": 2, "parallel": {"shard": 2}}
@@ -115,13 +115,13 @@ def test_all_weights_trained(place, two, tmp_path, at_once):
 
 
 def reduces_at_once(mesh, at_once):
-    """A case for ranks: from now on gradients are reduced in each backward, however few there are."""
-    optimizer.AT_ONCE = 0 if at_once else 2**29
+    """Reduce gradients in each backward, however few there are."""
+    shard_optimizers.AT_ONCE = 0 if at_once else 2**29
 
 
 @pytest.mark.slow
-def test_factors_are_whole_in_16_bits_only(place, two, tmp_path):
-    """What one process casts its factors to is all that is whole; what is saved has all digits, and goes on exactly."""
+def test_full_factors_are_16_bit_only(place, two, tmp_path):
+    """Only the casts of factors are full; checkpoints hold full precision, and resuming is exact."""
     keys = {"dtype": "bfloat16", "save_steps": 2, "lora_dropout": 0.0}
     one = run(None, place, tmp_path / "one", gradient_accumulation_steps=4, **keys)
     keys |= {"gradient_accumulation_steps": 2, "parallel": {"shard": 2}}

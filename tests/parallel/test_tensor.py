@@ -1,4 +1,4 @@
-"""Products divided over processes, against the same model on one."""
+"""Tensor parallelism equals the same model on one process."""
 
 from unittest import mock
 
@@ -14,8 +14,8 @@ from halfbyte.modeling.head import causal_lm_loss, shard_vocabulary
 from halfbyte.modeling.patch import patch
 from halfbyte.parallel.mesh import SINGLE_PROCESS
 from halfbyte.parallel.reduction import clip_gradients, sharded_along, sum_gradients
-from halfbyte.parallel.tensor.layers import ShardedStore, shard_of, full_parameters
-from halfbyte.parallel.tensor.model import check_tensor_parallel, apply_tensor_parallel
+from halfbyte.parallel.tensor.layers import ShardedStore, full_parameters, shard_of
+from halfbyte.parallel.tensor.model import apply_tensor_parallel, check_tensor_parallel
 from halfbyte.utils.errors import ModelError
 from tests.helpers.patch_models import batch, tiny
 
@@ -27,7 +27,7 @@ KINDS = ["blockwise4:nf4:64:nested", "int8", "fp8:row", "nvfp4:2d:plain", "mxfp4
 
 
 def stored(model, spec):
-    """`model` with its frozen linears in a format."""
+    """Return `model` with its frozen linears in a format."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear and "lora" not in name and name not in ("lm_head", "default"):
@@ -50,14 +50,15 @@ def prepared(mesh, family, spec, fused, level=None, **lora):
 
 
 def trained(mesh, family, spec, fused, level=None, **lora):
-    """Losses, gradients, norms, adapters and an answer of three steps on the rows that this process has."""
+    """Return losses, gradients, norms, adapters and an answer of three steps on this rank's sequences."""
     model = prepared(mesh, family, spec, fused, level, **lora)
     factors = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer, found = torch.optim.SGD(factors.values(), lr=0.1), []
     for step in range(3):
         torch.manual_seed(step)
         inputs = {
-            key: value[mesh.coordinate("shard") :: mesh.degree("shard")] for key, value in batch(packed=step == 1).items()
+            key: value[mesh.coordinate("shard") :: mesh.degree("shard")]
+            for key, value in batch(packed=step == 1).items()
         }
         loss, _ = causal_lm_loss(model, inputs)
         (loss / 40).backward()
@@ -73,7 +74,7 @@ def trained(mesh, family, spec, fused, level=None, **lora):
 
 
 def _whole(parameter, part):
-    return part.clone() if shard_of(parameter) is None else shard_of(parameter).whole(part)
+    return part.clone() if shard_of(parameter) is None else shard_of(parameter).gather(part)
 
 
 def assert_close(name, found, expected, error):
@@ -99,8 +100,7 @@ def assert_same_training(results, expected, loss_error=1e-6, error=1e-5):
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2"])
 def test_families(two, family, fused):
-    """Biases of all linears; norms of q and k; norms behind the blocks and capped scores. In float64, so that what is
-    wrong is not taken for rounding."""
+    """Biases of all linears, q and k norms, norms after blocks, and softcaps; float64 excludes rounding."""
     results = two.run(trained, family, None, fused, layout={"tensor": 2})
     assert_same_training(results, trained(SINGLE_PROCESS, family, None, fused), 1e-8, 1e-6)
 
@@ -114,7 +114,7 @@ def test_formats(two, spec):
 
 
 def few_adapters(mesh):
-    """Linears without an adapter before and behind those that have one; with biases, as they are stored."""
+    """Return linears without an adapter before and after others with one; with biases, in a storage format."""
     return trained(mesh, "Llama", KINDS[0], False, target_modules=["v_proj", "up_proj"])
 
 
@@ -130,7 +130,7 @@ def test_levels(two, level):
 
 
 def kept(mesh, level):
-    """What is kept of the stream in a forward: elements in this process, and of the whole."""
+    """Return the elements of the stream saved in a forward: on this rank, and of the full stream."""
     model, sizes, pack = prepared(mesh, "Llama", KINDS[0], True, level), [], ShardedStore.pack
 
     def seen(self, tensor):
@@ -144,20 +144,20 @@ def kept(mesh, level):
 
 
 @pytest.mark.parametrize("level", ["checkpoint", "tiled", "recompute"])
-def test_checkpoints_are_kept_in_slices(two, level):
-    """The input of each layer, which is all that these levels keep; where others keep more, nothing."""
+def test_saved_stream_is_sharded(two, level):
+    """Levels that save only each layer's input shard it; other levels shard nothing."""
     stream = batch()["input_ids"].numel() * SHAPE["hidden_size"]
     expected = [] if level == "recompute" else [(stream // 2, stream)] * 2
     assert two.run(kept, level, layout={"tensor": 2}) == [expected] * 2
 
 
 def put_together(mesh):
-    """A tensor that does not divide; and one with fewer elements than processes."""
+    """Round-trip a tensor that does not divide evenly, and one with fewer elements than ranks."""
     store = ShardedStore(mesh.group("tensor"), OnDevice())
     return [store.unpack(store.pack(torch.arange(float(n)).view(1, n))) for n in (7, 1)]
 
 
-def test_what_slices_come_to(four):
+def test_sharded_store_restores_tensors(four):
     for found in four.run(put_together, layout={"tensor": 4}):
         assert [each.tolist() for each in found] == [[[0, 1, 2, 3, 4, 5, 6]], [[0]]]
 
@@ -170,7 +170,7 @@ def test_four_processes(four, layout):
 
 
 def held(mesh):
-    """Bytes of the linears here, and which factors are cut."""
+    """Return the bytes of this rank's linears, and which factors are sharded."""
     model = prepared(mesh, "Llama", KINDS[0], True)
     layers = model.get_base_model().model.layers
     bytes_ = sum(p.nbytes for name, p in layers.named_parameters() if "base_layer.weight" in name)
@@ -179,7 +179,7 @@ def held(mesh):
     return bytes_, {name for name in cut if name.startswith("0.")}
 
 
-def test_each_holds_its_part(two):
+def test_each_rank_holds_its_shard(two):
     (one, cut), (other, _) = two.run(held, layout={"tensor": 2})
     whole_bytes, _ = held(SINGLE_PROCESS)
     assert one == other
@@ -200,12 +200,12 @@ def test_each_holds_its_part(two):
         ("Llama", {"attention_dropout": 0.1}, 2, "attention_dropout"),
     ],
 )
-def test_models_that_are_not_divided(family, shape, ways, named):
+def test_unsupported_sizes_are_refused(family, shape, ways, named):
     with pytest.raises(ModelError, match=f"parallel: {{tensor: {ways}}}: .*{named}"):
         check_tensor_parallel(tiny(family, adapter=False, shape=shape), ways)
 
 
-def test_a_format_whose_blocks_do_not_divide():
+def test_unsplittable_format_is_refused():
     model = stored(tiny("Llama", shape=SHAPE | {"intermediate_size": 160}), "kbit:4:bnf")
     with pytest.raises(ModelError, match=r"parallel: {tensor: 2}: down_proj: kbit:4:bnf:.*\(64, 160\).*by"):
         check_tensor_parallel(model, 2)
@@ -221,7 +221,7 @@ def test_a_format_whose_blocks_do_not_divide():
         ({"target_modules": ["q_proj", "lm_head"]}, "lm_head"),
     ],
 )
-def test_adapters_that_are_not_divided(lora, said):
+def test_unsupported_adapters_are_refused(lora, said):
     model = tiny("Llama", **lora)
     with pytest.raises(ModelError, match=said):
         check_tensor_parallel(model, 2)

@@ -1,4 +1,4 @@
-"""Whole runs whose products are divided are the run of one process, and resume on another mesh."""
+"""Tensor-parallel runs equal the run of one process and resume on another mesh."""
 
 import json
 import shutil
@@ -29,13 +29,13 @@ def divided(place, two, tmp_path_factory):
     return run(two, place, tmp_path_factory.mktemp("divided") / "out", **keys)
 
 
-def test_two_parts_are_the_run_of_one_process(alone, divided):
+def test_tensor_parallel_run_equals_one_process(alone, divided):
     divided.same_as(alone)
     assert json.loads((divided.folder / "checks.json").read_text())["adapter_reload"]["equal"]
 
 
 def resumed(ranks, place, left, folder, **keys):
-    """What comes of going on from the first checkpoint of a run that left `left`."""
+    """Resume from the first checkpoint of a copy of the run `left`."""
     shutil.copytree(left.folder, folder)
     shutil.rmtree(folder / "adapter")
     return run(ranks, place, folder, resume=str(folder / "checkpoint-3"), **keys, **KEYS)
@@ -49,7 +49,7 @@ def test_resumed_by_one_process_and_by_two(alone, divided, place, two, tmp_path)
 
 
 @pytest.mark.slow
-def test_with_slices_of_bytes(alone, place, four, tmp_path):
+def test_tensor_with_shard(alone, place, four, tmp_path):
     keys = {"gradient_accumulation_steps": 1, "parallel": {"shard": 2, "tensor": 2}, **KEYS}
     run(four, place, tmp_path / "out", **keys).same_as(alone)
 

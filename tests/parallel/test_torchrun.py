@@ -1,4 +1,4 @@
-"""Under torchrun, on one host and on what stands for two, a run is the one that `halfbyte train` starts."""
+"""A run under torchrun, on one host or on two agents as two hosts, equals that of `halfbyte train`."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ def alone(place, tmp_path_factory):
 
 
 def started(launcher, place, folder, **keys):
-    """A launcher's process for `halfbyte train`, on one of several hosts or the only one."""
+    """Start a launcher's process for `halfbyte train`, on one of several hosts or the only one."""
     file = folder / "run.yaml"
     given = {"gradient_accumulation_steps": 2, "parallel": {"data": 2}} | keys
     file.write_text(dump_given(configured(place, folder / "out", **given)))

@@ -1,4 +1,4 @@
-"""A run on several ranks is the run of one process: same rows in each step, same losses, same files."""
+"""Data parallelism: the rows of each step, losses and files equal those of one process."""
 
 import json
 
@@ -17,7 +17,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(place, tmp_path_factory):
-    """19 rows in windows of four: an incomplete last one of three, whose tokens are uneven."""
+    """Run on 19 rows in windows of four: the last window has three, with uneven numbers of tokens."""
     return run(None, place, tmp_path_factory.mktemp("alone") / "out", gradient_accumulation_steps=4, save_steps=2)
 
 
@@ -27,7 +27,7 @@ FILES = {
 }  # fmt: skip
 
 
-def test_two_ranks_are_the_run_of_one_process(place, alone, two, tmp_path):
+def test_data_parallel_run_equals_one_process(place, alone, two, tmp_path):
     found = run(two, place, tmp_path / "out", gradient_accumulation_steps=2, save_steps=2, parallel={"data": 2})
     found.same_as(alone)
     assert len(found.trained) == 5
@@ -51,7 +51,7 @@ def test_rows_of_several_documents(place, two, tmp_path, way):
 
 @pytest.mark.slow
 def test_resume_on_another_number_of_ranks(place, alone, two, four, tmp_path):
-    """Accumulation follows, so that a step keeps its rows; dropout is off, so that its numbers are one process's."""
+    """Accumulation changes, so that a step keeps its rows; dropout is off, so that numbers equal one process's."""
     four_then = run(four, place, tmp_path / "four", gradient_accumulation_steps=1, save_steps=2, parallel={"data": 4})
     four_then.same_as(alone)
     folder = four_then.folder
@@ -63,14 +63,14 @@ def test_resume_on_another_number_of_ranks(place, alone, two, four, tmp_path):
     run(None, place, folder, resume=str(folder / "checkpoint-4"), **keys).same_as(alone)
 
 
-def test_a_step_that_cannot_be_dealt(place, alone, two, tmp_path):
+def test_indivisible_batch_is_refused(place, alone, two, tmp_path):
     keys = {"gradient_accumulation_steps": 3, "save_steps": 2, "max_steps": 2}
     run(None, place, tmp_path / "out", **keys)
     with pytest.raises(AssertionError, match=r"3 micro-batches.*2 processes"):
         run(two, place, tmp_path / "out", resume=True, parallel={"data": 2}, **keys)
 
 
-def test_another_accumulation_on_as_many_is_refused(place, alone):
+def test_other_accumulation_on_equal_ranks_is_refused(place, alone):
     from halfbyte.utils.errors import ConfigError
 
     folder = alone.folder

@@ -1,4 +1,4 @@
-"""A head and an embedding divided by vocabulary, against the same on one process."""
+"""Head and embedding sharded by vocabulary equal those of one process."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ CAPPED = {"softcap": 3.0, "scale": 0.5}
 
 
 def example(vocabulary, tokens, seed, dtype=torch.float32):
-    """A head, and of each of several processes hidden states and labels, a third of them ignored."""
+    """Return a head, and for each rank hidden states and labels, a third of them ignored."""
     random = torch.Generator().manual_seed(seed)
     weight = torch.randn(vocabulary, WIDTH, generator=random, dtype=dtype)
     hidden = [torch.randn(n, WIDTH, generator=random, dtype=dtype) for n in tokens]
@@ -44,8 +44,8 @@ def loss_and_gradient(mesh, axes, vocabulary, tokens, dtype, how):
     (loss / 7).backward()
     with torch.no_grad():
         assert over.cross_entropy(hidden, weight, labels[own], **how) == loss
-        log_probs, likeliest = over.likeliest(hidden, weight, labels[own], **how)
-        products = over.products(hidden, weight)
+        log_probs, likeliest = over.log_probs_and_argmax(hidden, weight, labels[own], **how)
+        products = over.logits(hidden, weight)
     again = hidden.detach().requires_grad_()
     weighed = over.log_probs(again, weight, labels[own], temperature=0.7, **how)
     (weighed * weights_of(labels[own])).sum().backward()
@@ -54,7 +54,7 @@ def loss_and_gradient(mesh, axes, vocabulary, tokens, dtype, how):
 
 
 def weights_of(labels):
-    """Another factor of each token's log-probability."""
+    """Return a different factor for each token's log-probability."""
     return torch.linspace(-1.0, 2.0, len(labels))
 
 
@@ -82,13 +82,13 @@ def assert_as_one(results, vocabulary, tokens, how, dtype=torch.float32):
 
 @pytest.mark.parametrize("how", [{}, CAPPED], ids=["plain", "capped"])
 @pytest.mark.parametrize("tokens", [(40, 40), (37, 5), (0, 9), (1, 0), (0, 0)], ids=str)
-def test_processes_with_their_own_rows(two, tokens, how):
+def test_ranks_with_different_tokens(two, tokens, how):
     for vocabulary in (101, 32, 3):
         results = two.run(loss_and_gradient, ("shard",), vocabulary, tokens, torch.float32, how, layout={"shard": 2})
         assert_as_one(results, vocabulary, tokens, how)
 
 
-def test_processes_with_the_same_rows(two):
+def test_ranks_with_equal_tokens(two):
     results = two.run(loss_and_gradient, ("tensor",), 101, (37,), torch.float32, CAPPED, layout={"tensor": 2})
     assert_as_one(results, 101, (37,), CAPPED)
 
@@ -124,7 +124,7 @@ def test_float64(two):
 
 
 def of_confident_tokens(mesh):
-    """In 16 bits, where the likeliest token has nearly all of the probability: a gradient is a small difference."""
+    """Return 16-bit gradients, small differences since the argmax token has nearly all of the probability."""
     over, weight = divided(mesh, ("shard",), 64, torch.eye(64).bfloat16())
     hidden = (torch.eye(64)[::3] * 8.5).bfloat16().requires_grad_()
     labels = torch.arange(64)[::3]
@@ -145,11 +145,11 @@ def looked_up(mesh, axes, tokens, dtype):
     over, rows = divided(mesh, axes, 101, table)
     own = mesh.coordinate("shard")
     ids = [torch.randint(101, (2, n), generator=random) for n in tokens][own]
-    return torch.equal(over.embedded(ids, lambda local: F.embedding(local, rows)), table[ids])
+    return torch.equal(over.embed(ids, lambda local: F.embedding(local, rows)), table[ids])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_looking_up_is_exact(two, four, dtype):
+def test_embedding_is_exact(two, four, dtype):
     assert two.run(looked_up, ("shard",), (7, 3), dtype, layout={"shard": 2}) == [True] * 2
     assert two.run(looked_up, ("tensor",), (7,), dtype, layout={"tensor": 2}) == [True] * 2
     axes = ("shard", "tensor")
@@ -163,7 +163,7 @@ def with_label(mesh, label):
 
 
 @pytest.mark.parametrize("label", [101, -1])
-def test_a_label_outside_is_everybodys_error(two, label):
+def test_label_outside_raises_on_all_ranks(two, label):
     said = rf"(?s)rank 0.*label {label} .*101.*rank 1.*label {label} "
     with pytest.raises(AssertionError, match=said):
         two.run(with_label, label, layout={"shard": 2})
@@ -183,7 +183,7 @@ def test_a_trained_head_is_refused(two):
 
 
 def of_a_model(family, tied, rows, mesh=None, axes=()):
-    """Loss, gradients of the adapters, log-probabilities, and an answer, of `rows` of a batch."""
+    """Return loss, adapter gradients, log-probabilities and an answer for `rows` of a batch."""
     torch.manual_seed(3)
     model = tiny(family, shape={"tie_word_embeddings": tied})
     inputs = {name: value[rows] for name, value in batch().items()}
@@ -236,8 +236,8 @@ def test_models(two, family, tied, axis):
         assert found[6] == answer
 
 
-def test_what_is_not_divided():
-    """By name, and before anything is changed."""
+def test_unsupported_heads_are_refused():
+    """The reason names the head, and nothing is changed."""
     model = tiny("Llama", modules_to_save=["lm_head"])
     assert "linear" in vocabulary_unsupported_reason(model)
     model = tiny("Llama", modules_to_save=["embed_tokens"])

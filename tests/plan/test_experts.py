@@ -30,7 +30,7 @@ STACKS = 32 * 3 * 512 * 1024  # weights of a layer's experts
 @pytest.fixture(autouse=True)
 def a_machine(monkeypatch):
     monkeypatch.setattr(allocators, "available_bytes", lambda: 64 * GIB)
-    monkeypatch.setattr("halfbyte.plan.estimate.segments_grow", lambda: False)
+    monkeypatch.setattr("halfbyte.plan.estimate.has_expandable_segments", lambda: False)
 
 
 @pytest.fixture(scope="module")

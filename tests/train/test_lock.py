@@ -111,7 +111,7 @@ def test_a_file_system_without_locks_is_said_and_goes_by_the_name(tmp_path, monk
         assert "no-locks" in notices.notices_so_far()
     out.mkdir()
     for pid, host, alive in ((os.getppid(), HOST, True), (1, "another", True), (ended.pid, HOST, False)):
-        holder = Process.here(pid)._replace(**({"machine": "0"} if host != HOST else {}))
+        holder = Process.of_pid(pid)._replace(**({"machine": "0"} if host != HOST else {}))
         (out / lock.LOCK).write_text(json.dumps({"host": host, **holder._asdict()}))
         if alive:
             with pytest.raises(ConfigError, match=f"process {pid}.*{host}") as refused, run_lock(out):

@@ -32,7 +32,7 @@ from halfbyte.train.preflight import planned_lengths
 from halfbyte.train.run import train
 from halfbyte.utils.errors import ConfigError, TrainingError
 from halfbyte.utils.files import write_json
-from halfbyte.utils.notices import reset_notices, notice
+from halfbyte.utils.notices import notice, reset_notices
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read with a process's first product; torch asks for it
 

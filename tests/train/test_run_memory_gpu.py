@@ -9,8 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from halfbyte.config import load_config
 from halfbyte.train import run
-from halfbyte.utils.notices import reset_notices
 from halfbyte.utils.notices import notices_so_far as said_by_now
+from halfbyte.utils.notices import reset_notices
 from tests.helpers.run_inputs import VOCABULARY, write_model, write_rows
 
 pytestmark = pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""environment(): serialisable everywhere, honest about what is missing, lean to import."""
+"""environment() is serialisable, reports unknown facts as null, and is cheap to import."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ from halfbyte.utils.errors import ConfigError
 from halfbyte.utils.hardware import best_device, chosen_device, compute_dtype
 
 
-def test_report_is_json_and_tells_this_machine():
+def test_environment_is_json_of_this_machine():
     report = json.loads(json.dumps(environment()))
     assert report["halfbyte"]["version"] == halfbyte.__version__
     assert report["python"] == ".".join(map(str, sys.version_info[:3]))
@@ -39,14 +39,14 @@ def test_report_is_json_and_tells_this_machine():
         ("AVX2", torch.float32),
     ],
 )
-def test_the_dtype_is_one_that_onednn_may_be_fast_in(monkeypatch, limit, expected):
+def test_compute_dtype_respects_onednn_max_cpu_isa(monkeypatch, limit, expected):
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     assert compute_dtype(torch.device("cpu")).dtype is expected
 
 
-def test_kernels_are_off_on_a_cpu_and_say_why():
+def test_kernels_are_off_on_a_cpu_with_a_reason():
     kernels = environment("cpu")["kernels"]
     assert kernels["enabled"] is False
     assert "CPU" in kernels["reason"]
@@ -57,14 +57,14 @@ def test_kernels_follow_triton_on_a_gpu(monkeypatch):
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     assert module._kernels(gpu) == {
         "enabled": False,
-        "reason": "triton is not installed, so the PyTorch reference does the work",
+        "reason": "triton is not installed; using the PyTorch reference",
     }
     monkeypatch.setattr(module, "find_spec", lambda name: SimpleNamespace())
     monkeypatch.setattr(module, "_version", lambda name: "3.9.0")
     assert module._kernels(gpu) == {"enabled": True, "reason": "triton 3.9.0 drives cuda"}
 
 
-def test_missing_things_are_null(monkeypatch):
+def test_unknown_facts_are_null(monkeypatch):
     monkeypatch.setattr(module.shutil, "which", lambda name: None)
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     monkeypatch.setattr(module, "PACKAGES", ("torch", "no-such-package"))
@@ -96,8 +96,9 @@ def test_instruction_sets_are_read_from_cpuinfo(monkeypatch):
     assert cpu["instruction_sets"] == ["AMX-BF16", "AVX512", "AVX2"]
 
 
-def test_importing_touches_neither_torch_nor_transformers():
-    code = "import sys, halfbyte.utils.environment, halfbyte.utils.terminal, halfbyte.report; print([m for m in sys.modules])"
+def test_import_loads_neither_torch_nor_transformers():
+    modules = "halfbyte.utils.environment, halfbyte.utils.terminal, halfbyte.report"
+    code = f"import sys, {modules}; print([m for m in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "'halfbyte.report.plots'" in loaded
     for heavy in ("'torch'", "'transformers'", "'matplotlib'"):

@@ -1,4 +1,4 @@
-"""Where what is cached lies; and writing: all or nothing, whoever fails, and nothing left behind."""
+"""Cache folder and atomic writes: all or nothing, with leftovers of ended processes removed."""
 
 import contextlib
 import errno
@@ -20,8 +20,7 @@ from halfbyte.train import checkpoint
 from halfbyte.utils import files, notices
 from halfbyte.utils.errors import CheckpointError, ConfigError, TrainingError
 from halfbyte.utils.files import cache_folder
-from halfbyte.utils.processes import Process
-from halfbyte.utils.processes import Stopped
+from halfbyte.utils.processes import Process, Stopped
 
 
 @pytest.mark.parametrize(
@@ -35,7 +34,7 @@ from halfbyte.utils.processes import Stopped
         ({}, "/home/me/.cache/halfbyte"),
     ],
 )
-def test_where_the_cache_is(monkeypatch, environment, folder):
+def test_cache_folder(monkeypatch, environment, folder):
     for name in ("HALFBYTE_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in ({"HOME": "/home/me"} | environment).items():
@@ -43,7 +42,7 @@ def test_where_the_cache_is(monkeypatch, environment, folder):
     assert cache_folder() == Path(folder)
 
 
-def test_a_user_without_a_home(monkeypatch):
+def test_cache_folder_without_home(monkeypatch):
     for name in ("HALFBYTE_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
 
@@ -59,29 +58,38 @@ def test_a_user_without_a_home(monkeypatch):
 
 
 def dead_process() -> Process:
-    """One that has just ended."""
+    """Return the identity of a process that has just ended."""
     child = os.fork()
     if not child:
         time.sleep(60)
-    ended = Process.here(child)
+    ended = Process.of_pid(child)
     os.kill(child, signal.SIGKILL)
-    assert Process.here(child).since == ended.since  # asking again changes nothing
+    assert Process.of_pid(child).since == ended.since  # asking again changes nothing
     os.waitpid(child, 0)
     return ended
 
 
 def left_by(process, target, kind=files.NEW):
-    """What that process would have left beside `target`."""
+    """Return the temporary path that `process` would have left for `target`."""
     return target.with_name(f".{target.name}.halfbyte-{'-'.join(map(str, process))}-0.{kind}")
 
 
-def test_only_what_a_process_that_has_ended_left_is_removed_and_said(tmp_path):
+def test_only_leftovers_of_ended_processes_are_removed(tmp_path):
     ended, target = dead_process(), tmp_path / "m.gguf"
-    assert (ended.runs, Process.this().runs, Process.here(os.getppid()).runs) == (False, True, True)
-    reused = Process.this()._replace(since=1)
+    assert (ended.is_running, Process.current().is_running, Process.of_pid(os.getppid()).is_running) == (
+        False,
+        True,
+        True,
+    )
+    reused = Process.current()._replace(since=1)
     gone = [left_by(ended, target), left_by(ended, tmp_path / "another"), left_by(reused, target)]
     others = Process("00000000", 1, 1)
-    stays = [files.temporary_path(target), left_by(others, target), tmp_path / ".m.gguf.x", tmp_path / "m.gguf.halfbyte"]
+    stays = [
+        files.temporary_path(target),
+        left_by(others, target),
+        tmp_path / ".m.gguf.x",
+        tmp_path / "m.gguf.halfbyte",
+    ]
     old = left_by(others, tmp_path / "old")
     for path in (*gone, *stays, old):
         path.mkdir()
@@ -94,7 +102,7 @@ def test_only_what_a_process_that_has_ended_left_is_removed_and_said(tmp_path):
     assert f"process {ended.pid}" in notices.notices_so_far()[f"leftover {gone[0]}"]
 
 
-def test_a_kill_between_the_two_renames_loses_nothing(tmp_path):
+def test_kill_between_renames_loses_nothing(tmp_path):
     target = tmp_path / "m"
     former, ended = left_by(dead_process(), target, files.FORMER), dead_process()
     for path, text in ((former, "former"), (left_by(ended, target), "new")):
@@ -109,7 +117,7 @@ def test_a_kill_between_the_two_renames_loses_nothing(tmp_path):
 @pytest.mark.parametrize(
     "stop", [KeyboardInterrupt, Stopped(signal.SIGTERM), ValueError("no"), OSError("no file named")]
 )
-def test_whatever_stops_it_the_former_stays_and_nothing_else(tmp_path, stop):
+def test_interrupted_write_keeps_the_previous_version(tmp_path, stop):
     for make, target in ((files.new_file, tmp_path / "f"), (files.new_directory, tmp_path / "d")):
         with make(target) as aside:
             (aside / "x" if aside.is_dir() else aside).write_text("former")
@@ -122,7 +130,7 @@ def test_whatever_stops_it_the_former_stays_and_nothing_else(tmp_path, stop):
     assert (tmp_path / "f").read_text() == (tmp_path / "d" / "x").read_text() == "former"
 
 
-def test_a_directory_that_cannot_be_put_in_place_leaves_the_former(tmp_path, monkeypatch):
+def test_failed_rename_restores_the_previous_directory(tmp_path, monkeypatch):
     target = files.write_text(tmp_path / "d" / "x", "former").parent
     replace = os.replace
 
@@ -139,7 +147,7 @@ def test_a_directory_that_cannot_be_put_in_place_leaves_the_former(tmp_path, mon
 
 
 @pytest.mark.parametrize(("umask", "file", "folder"), [(0o027, 0o640, 0o750), (0o002, 0o664, 0o775)])
-def test_the_umask_counts_whatever_a_library_chose(tmp_path, umask, file, folder):
+def test_modes_follow_the_umask(tmp_path, umask, file, folder):
     before = os.umask(umask)
     try:
         with files.new_directory(tmp_path / "d") as aside:
@@ -156,7 +164,7 @@ def test_the_umask_counts_whatever_a_library_chose(tmp_path, umask, file, folder
 
 
 def libraries(folder):
-    """How each of them writes 80 kB."""
+    """Return functions of libraries that write 80 kB each."""
     tokenizer = Tokenizer(models.BPE(vocab={f"token {number}": number for number in range(3000)}, merges=[]))
     return {
         "safetensors": lambda: save_file({"a": torch.zeros(20000)}, folder / "a.safetensors"),
@@ -169,7 +177,7 @@ def libraries(folder):
 
 
 @pytest.mark.parametrize("library", ["safetensors", "tokenizers", "torch", "json", "numpy", "python"])
-def test_every_library_s_error_is_ours(tmp_path, library):
+def test_write_errors_of_libraries_are_translated(tmp_path, library):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
     try:
@@ -184,7 +192,7 @@ def test_every_library_s_error_is_ours(tmp_path, library):
     assert not list(tmp_path.iterdir())
 
 
-def test_an_error_of_ours_names_the_place_and_not_what_lies_aside(tmp_path):
+def test_errors_name_the_target_not_the_temporary_path(tmp_path):
     with (
         pytest.raises(CheckpointError, match=f"^{tmp_path}/m.gguf: norm.weight.*NaN$"),
         files.new_file(tmp_path / "m.gguf") as aside,
@@ -193,7 +201,7 @@ def test_an_error_of_ours_names_the_place_and_not_what_lies_aside(tmp_path):
     assert files.with_target_names(f"see a.b, '.c d.{files.temporary_path(Path('e')).name[3:]}'") == "see a.b, 'c d'"
 
 
-def test_what_is_only_read_is_not_said_to_be_written(tmp_path):
+def test_read_errors_are_not_reported_as_write_errors(tmp_path):
     with pytest.raises(FileNotFoundError), files.new_file(tmp_path / "f"):
         (tmp_path / "base" / "weights").read_bytes()
     with pytest.raises(SafetensorError), files.new_file(tmp_path / "f"):
@@ -203,13 +211,13 @@ def test_what_is_only_read_is_not_said_to_be_written(tmp_path):
 @pytest.mark.parametrize(
     ("place", "said", "fix"),
     [
-        ("file/below", "a file stands where a folder is needed", "name a folder that you may write to"),
+        ("file/below", "file/below: a file", "name a folder that you may write to"),
         ("n" * 250, "the name is too long", "choose a shorter name"),
         ("/proc/m", "no file can be made there", "name a folder that you may write to"),
         ("/sys/m", "", "name a folder that you may write to"),
     ],
 )
-def test_places_where_nothing_can_be_written(tmp_path, place, said, fix):
+def test_unwritable_paths_are_reported(tmp_path, place, said, fix):
     (tmp_path / "file").touch()
     for write in (lambda path: files.write_text(path, ""), lambda path: files.new_directory(path).__enter__()):
         with pytest.raises(TrainingError, match=said) as refused:
@@ -219,8 +227,8 @@ def test_places_where_nothing_can_be_written(tmp_path, place, said, fix):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_space_is_said_in_units_that_fit(tmp_path, monkeypatch):
+def test_free_space_is_reported_in_units(tmp_path, monkeypatch):
     monkeypatch.setattr(files.shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(2**30, 2**30, 4096))
-    with pytest.raises(TrainingError, match=r"2.6 MiB, 4.0 KiB"):
+    with pytest.raises(TrainingError, match=r"2.6 MiB.* 4.0 KiB"):
         files.check_space(tmp_path / "m", 2_700_000, "free some")
     files.check_space("/proc/m", 0, "")

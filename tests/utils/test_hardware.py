@@ -1,4 +1,4 @@
-"""What is prepared before torch is there."""
+"""Settings before torch is imported, and facts about devices."""
 
 import contextlib
 import os
@@ -9,7 +9,15 @@ from unittest import mock
 import pytest
 import torch
 
-from halfbyte.utils.hardware import EXPANDABLE, limit_primitive_caches, compute_dtype, fixed_segments, free_bytes, enable_expandable_segments, has_expandable_segments
+from halfbyte.utils.hardware import (
+    EXPANDABLE,
+    compute_dtype,
+    enable_expandable_segments,
+    fixed_segments,
+    free_bytes,
+    has_expandable_segments,
+    limit_primitive_caches,
+)
 
 
 @pytest.mark.parametrize(
@@ -20,7 +28,7 @@ from halfbyte.utils.hardware import EXPANDABLE, limit_primitive_caches, compute_
         ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None),
     ],
 )
-def test_the_allocator_is_set_up_unless_the_user_did(monkeypatch, given, expected):
+def test_expandable_segments_unless_configured(monkeypatch, given, expected):
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     with mock.patch.dict(os.environ, given):
@@ -37,8 +45,8 @@ def test_the_allocator_is_set_up_unless_the_user_did(monkeypatch, given, expecte
         ("expandable_segments:True", "cpu", []),
     ],
 )
-def test_segments_stop_growing_for_what_others_read(monkeypatch, given, device, changes):
-    """The other settings are told again, since torch forgets what it is not told."""
+def test_fixed_segments_keep_other_settings(monkeypatch, given, device, changes):
+    """The other settings are passed again, since torch resets options that it does not get."""
     told = []
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", given)
@@ -49,8 +57,8 @@ def test_segments_stop_growing_for_what_others_read(monkeypatch, given, device, 
     assert told == [f"roundup_power2_divisions:4,expandable_segments:{each}" for each in changes]
 
 
-def test_the_dtype_is_that_of_the_device_that_is_asked_for(monkeypatch):
-    """A T4 beside an A100, the second of which is the current one."""
+def test_compute_dtype_is_of_the_given_device(monkeypatch):
+    """A T4 and an A100, the current device."""
     monkeypatch.setattr(
         torch.cuda, "get_device_capability", lambda device=1: [(7, 5), (8, 0)][torch.device(device).index]
     )
@@ -68,10 +76,10 @@ def test_the_dtype_is_that_of_the_device_that_is_asked_for(monkeypatch):
 LENGTHS = """
 import psutil, torch
 import torch.nn.functional as F
-from halfbyte.utils.hardware import bound_cpu_primitives
+from halfbyte.utils.hardware import limit_primitive_caches
 
 torch.set_num_threads(1)
-bound_cpu_primitives()
+limit_primitive_caches()
 
 def products(length):
     q = torch.randn(2, 4, length, 64, dtype=torch.bfloat16, requires_grad=True)
@@ -89,23 +97,23 @@ print(psutil.Process().memory_info().rss - before)
 @pytest.mark.skipif(
     compute_dtype(torch.device("cpu")).dtype != torch.bfloat16, reason="oneDNN compiles 16-bit products, here are none"
 )
-def test_products_of_many_lengths_do_not_pile_up():
-    """Of one attention, where all are kept, 4.4 MiB a length; set after torch is there, as in Python."""
+def test_primitive_caches_are_limited():
+    """With full caches an attention keeps 4.4 MiB per length; the limit also applies after torch is imported."""
     kept = {key: value for key, value in os.environ.items() if "CACHE_CAPACITY" not in key}  # other tests have bound it
     command = [sys.executable, "-c", LENGTHS]
     grown = int(subprocess.run(command, check=True, capture_output=True, text=True, env=kept).stdout)
     assert grown <= 32 * 2**20
 
 
-def test_what_the_user_set_stays():
+def test_user_settings_of_caches_are_kept():
     with mock.patch.dict(os.environ, {"LRU_CACHE_CAPACITY": "7"}, clear=True):
         limit_primitive_caches()
         assert os.environ == {"LRU_CACHE_CAPACITY": "7", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
 
 
 @pytest.mark.parametrize(("free", "share", "expected"), [(40, 1.0, 40), (90, 0.5, 20), (10, 0.5, 10)])
-def test_free_memory_of_a_process_with_a_limit_is_what_the_limit_leaves(monkeypatch, free, share, expected):
-    """As `memory_limit_gib` sets it: what engines and graphs then take as free is not the whole device's."""
+def test_free_bytes_respect_the_memory_fraction(monkeypatch, free, share, expected):
+    """`memory_limit_gib` sets it; engines and graphs then see less than the device's free memory."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 100))
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", {0: share}.__getitem__)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 30)

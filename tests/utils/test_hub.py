@@ -1,4 +1,4 @@
-"""Paths and hub ids are told apart, and a hub that does not answer costs seconds."""
+"""Local names and hub ids are distinguished, and an unreachable hub costs seconds only."""
 
 import subprocess
 import sys
@@ -29,16 +29,16 @@ IDS = ["gpt2", "Qwen/Qwen3-8B", "tatsu-lab/alpaca", "owner/Qwen2.5-7B", "nothere
 
 
 @pytest.mark.parametrize("name", LOCAL)
-def test_what_looks_like_a_path_is_no_id(here, name):
+def test_local_names(here, name):
     assert hub.is_local(name)
 
 
 @pytest.mark.parametrize("name", IDS)
-def test_an_id_is_no_path(here, name):
+def test_hub_ids(here, name):
     assert not hub.is_local(name)
 
 
-def test_the_nearest_is_something_else_that_is_there(here):
+def test_nearest_path_is_another_existing_path(here):
     assert str(hub.nearest_path(here / "out" / "checkpoint-9")) == f"{here}/out/checkpoint-90"
     assert str(hub.nearest_path(here / "ouut" / "checkpoint-90" / "x")) == f"{here}/out"
     assert hub.nearest_path(here / "loop") is None
@@ -47,18 +47,18 @@ def test_the_nearest_is_something_else_that_is_there(here):
 
 @pytest.fixture
 def silent(monkeypatch):
-    """A hub whose name takes long to look up."""
+    """A hub whose name resolves slowly."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(hub, "_silence", "")
+    monkeypatch.setattr(hub, "_offline_reason", "")
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "")  # so that what is set is taken back
-    monkeypatch.setattr(hub, "_ask", lambda: time.sleep(3) or "")
-    monkeypatch.setattr(hub, "PATIENCE", 0.0)
+    monkeypatch.setattr(hub, "_request", lambda: time.sleep(3) or "")
+    monkeypatch.setattr(hub, "TIMEOUT", 0.0)
 
 
-def test_a_silent_hub_is_said_and_asked_no_more(here, silent):
+def test_unreachable_hub_is_reported_and_not_retried(here, silent):
     from huggingface_hub import constants
 
     with pytest.raises(ModelError, match=r"https://.*within 0") as error:
@@ -71,13 +71,13 @@ def test_a_silent_hub_is_said_and_asked_no_more(here, silent):
     assert time.monotonic() - started < 0.4
 
 
-def test_a_model_in_the_cache_is_used(here, silent, monkeypatch):
+def test_cached_model_is_used_offline(here, silent, monkeypatch):
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file, revision: f"{name}/{file}")
     hub.check_model_available("Qwen/Qwen3-8B", "main")
 
 
 @pytest.mark.parametrize("command", ["check run.yaml", "chat gpt2", "generate gpt2 run.yaml", "export gpt2 --gguf f16"])
-def test_without_a_hub_a_command_says_so_within_seconds(here, command):
+def test_commands_fail_fast_without_the_hub(here, command):
     (here / "run.yaml").write_text("model_name_or_path: gpt2\ndataset: data.jsonl\noutput_dir: new\n")
     (here / "data.jsonl").write_text('{"text": "one"}\n')
     program = "import sys\nfrom halfbyte.cli import main\nmain(sys.argv[1:])"

@@ -422,7 +422,7 @@ class Projections:
 
 
 def gradient_dtype(factor: Tensor) -> torch.dtype:
-    """Dtype of a factor's gradient; `parallel.shard.trained` sets a wider `grad_dtype`."""
+    """Dtype of a factor's gradient; `parallel.shard.optimizer` sets a wider `grad_dtype`."""
     return (factor.grad_dtype if factor.is_leaf else None) or factor.dtype
 
 

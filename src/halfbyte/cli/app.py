@@ -9,7 +9,7 @@ import typer
 
 from .. import __version__
 from ..runs.layout import GIVEN_CONFIG
-from ..utils.hardware import limit_primitive_caches, enable_expandable_segments
+from ..utils.hardware import enable_expandable_segments, limit_primitive_caches
 from .asked import check_option, check_order, finite, read_run
 from .exits import RUN_FOLDER, Commands
 

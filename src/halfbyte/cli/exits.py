@@ -22,8 +22,7 @@ from typer.core import TyperGroup
 
 from ..utils.errors import HalfbyteError, UsageError
 from ..utils.hardware import is_out_of_memory
-from ..utils.processes import was_launched
-from ..utils.processes import Stopped, raise_on_signals
+from ..utils.processes import Stopped, raise_on_signals, was_launched
 from ..utils.streams import discard_stdout
 from ..utils.text import visible
 

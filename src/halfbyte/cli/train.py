@@ -12,8 +12,7 @@ from ..config import Parallel, RunConfig
 from ..runs.checkpoints import checkpoints
 from ..runs.inputs import check_paths
 from ..utils.console import Console
-from ..utils.processes import was_restarted
-from ..utils.processes import Stopped
+from ..utils.processes import Stopped, was_restarted
 from .imports import quick_imports
 
 

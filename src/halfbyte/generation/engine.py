@@ -281,7 +281,7 @@ class StockEngine:
             watch(0, result.logits)
         self.cache = getattr(result, name, None)
         logits = result.logits[:, -1].float()
-        return logits if self.sharded is None else self.sharded.agreed(logits.contiguous())
+        return logits if self.sharded is None else self.sharded.broadcast_(logits.contiguous())
 
     @contextlib.contextmanager
     def _adapter(self):

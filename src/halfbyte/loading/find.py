@@ -18,8 +18,8 @@ from ..reading.model_config import CONFIG, read_config
 from ..reading.tensors import ADAPTER_CONFIG, check_checkpoint
 from ..utils import hub
 from ..utils.errors import CheckpointError, ModelError
-from ..utils.text import brief
 from ..utils.streams import quiet_transformers
+from ..utils.text import brief
 
 
 @dataclass(frozen=True)

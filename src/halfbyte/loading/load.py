@@ -24,8 +24,8 @@ from ..reading.tensors import safetensors_files
 from ..utils.errors import ConfigError, ModelError
 from ..utils.hardware import chosen_device, compute_dtype
 from ..utils.notices import notice
-from ..utils.text import counts
 from ..utils.streams import no_loading_bars, quiet_transformers
+from ..utils.text import counts
 from .assignment import skipped_modules
 from .completeness import check_finite, check_loaded
 from .find import ModelFiles, explain_remote_code, find_model, local_origin

@@ -2,7 +2,7 @@
 
 transformers' own loader runs in every rank, over all entries of the checkpoint. Entries that another rank reads are
 tensors on the meta device, so renaming, merging, splitting and tying happen in every rank. Each parameter is real in
-the rank that has read its entries. Then `hand_out` sends every rank its share.
+the rank that has read its entries. Then `distribute_tensors` sends every rank its share.
 
 Entries are assigned by decoder layer (by numbered block, whatever its name), so entries that transformers merges are in
 one rank. If they are not, or if a checkpoint does not load entry by entry, every rank loads the full checkpoint.
@@ -24,7 +24,7 @@ from torch import Tensor
 from ..config import Origin
 from ..modeling.layer import decoder_layers
 from ..parallel.mesh import SINGLE_PROCESS, Mesh
-from ..parallel.shard.placement import Placement, gather_loaded, local_group, distribute_tensors
+from ..parallel.shard.placement import Placement, distribute_tensors, gather_loaded, local_group
 from ..parallel.tensor.layers import AXIS
 from ..parallel.tensor.model import sharded_dims
 from ..reading.tensors import read_header, safetensors_files
@@ -95,11 +95,11 @@ def load_together(place: Origin, config: Any, share: ModelShare, device: torch.d
     why = "" if safetensors_files(folder) else "it has no safetensors files"
     if not why:
         ranks = len(local.ranks)
-        make = functools.partial(_load_own_entries, place, folder, config, local.place, ranks, load, device)
+        make = functools.partial(_load_own_entries, place, folder, config, local.index, ranks, load, device)
         model, why = _gather_results(mesh, make)
     if not why:
         read = gather_loaded(model, mesh, local)
-        why = f"no rank alone can make {read.unread[0]}" if read.unread else ""
+        why = f"no rank alone can make {read.missing[0]}" if read.missing else ""
     if why:
         notice("loaded-whole", f"every rank loads all of {place.name}: {why}")
         model = None  # free it before the next one is loaded

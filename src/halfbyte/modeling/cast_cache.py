@@ -9,8 +9,8 @@ are read only during that forward and its recomputation in backward. Everywhere 
 the cache (adapters added later), the GEMM casts for itself. Casts are contiguous in the order of the modules, so the A
 of projections with one input form one stacked matrix.
 
-With a sharded optimizer (`parallel.shard.trained`), no rank holds a full fp32 factor: the casts replace the parameters
-(`cast_replacements`).
+With a sharded optimizer (`parallel.shard.optimizer`), no rank holds a full fp32 factor: the casts replace the
+parameters (`cast_replacements`).
 """
 
 from __future__ import annotations

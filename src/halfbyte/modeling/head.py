@@ -176,7 +176,7 @@ def token_log_probs(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor)
     hidden = causal_lm.base_model(**inputs, use_cache=False).last_hidden_state[selected]
     weight, vocabulary = causal_lm.get_output_embeddings().weight, _sharded_vocabularies.get(causal_lm)
     if vocabulary is not None:
-        return vocabulary.likeliest(hidden, weight, targets, softcap=head.softcap, scale=head.scale)
+        return vocabulary.log_probs_and_argmax(hidden, weight, targets, softcap=head.softcap, scale=head.scale)
     log_probs, _ = linear_log_probs(hidden, weight, targets, softcap=head.softcap, scale=head.scale)
     # A scale and a softcap do not change the argmax.
     likeliest = [(rows.to(weight.dtype) @ weight.T).argmax(-1) for rows in hidden.split(ARGMAX_ROWS)]
@@ -393,12 +393,12 @@ def vocabulary_unsupported_reason(model: nn.Module) -> str | None:
 
 def _embedding_forward(vocabulary: Vocabulary, self: Any, ids: Tensor) -> Tensor:
     """Run the embedding class's forward on the tokens whose rows this rank holds."""
-    return vocabulary.embedded(ids, partial(type(self).forward, self))
+    return vocabulary.embed(ids, partial(type(self).forward, self))
 
 
 def _head_forward(vocabulary: Vocabulary, self: Any, hidden: Tensor) -> Tensor:
     """Compute the sharded head's logits."""
-    return vocabulary.products(hidden, self.weight)
+    return vocabulary.logits(hidden, self.weight)
 
 
 def _text_config(model: nn.Module) -> Any:

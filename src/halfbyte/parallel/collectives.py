@@ -1,6 +1,6 @@
-"""Tensors exchanged within a group of processes; a group of None is this process alone, which they pass by.
+"""Collectives within a process group; a group of None is a single process, for which each is the identity.
 
-Nothing here is differentiable: whoever calls it writes its own backward.
+They are not differentiable: callers write their own backward.
 """
 
 from __future__ import annotations
@@ -12,38 +12,38 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def members(group: Any) -> int:
-    """How many processes it has."""
+def group_size(group: Any) -> int:
+    """Number of ranks in `group`."""
     return 1 if group is None else dist.get_world_size(group)
 
 
-def gathered(part: Tensor, group: Any) -> Tensor:
-    """[n, ...] of each process, as long in all, one after another: [ways·n, ...]."""
+def all_gather(shard: Tensor, group: Any) -> Tensor:
+    """Concatenate the ranks' shards [n, ...], which have equal shapes, to [degree·n, ...]."""
     if group is None:
-        return part
-    whole = part.new_empty(members(group) * part.shape[0], *part.shape[1:])
-    dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
-    return whole
+        return shard
+    full = shard.new_empty(group_size(group) * shard.shape[0], *shard.shape[1:])
+    dist.all_gather_into_tensor(full, shard.contiguous(), group=group)
+    return full
 
 
-def scattered_sum(whole: Tensor, group: Any) -> Tensor:
-    """This process's part [n, ...] of the sum over all processes of `whole` [ways·n, ...]."""
+def reduce_scatter(full: Tensor, group: Any) -> Tensor:
+    """Sum `full` [degree·n, ...] over the ranks and return this rank's shard [n, ...]."""
     if group is None:
-        return whole
-    part = whole.new_empty(whole.shape[0] // members(group), *whole.shape[1:])
-    dist.reduce_scatter_tensor(part, whole.contiguous(), group=group)
-    return part
+        return full
+    shard = full.new_empty(full.shape[0] // group_size(group), *full.shape[1:])
+    dist.reduce_scatter_tensor(shard, full.contiguous(), group=group)
+    return shard
 
 
-def summed(part: Tensor, group: Any) -> Tensor:
-    """The sum over all processes, in place."""
+def all_reduce_(partial: Tensor, group: Any) -> Tensor:
+    """Sum over the ranks, in place."""
     if group is not None:
-        dist.all_reduce(part, group=group)
-    return part
+        dist.all_reduce(partial, group=group)
+    return partial
 
 
-def longest(number: int, group: Any) -> int:
-    """The largest of all processes' numbers, told from host to host: no device is waited for."""
+def max_int(number: int, group: Any) -> int:
+    """Largest of the ranks' numbers, exchanged on the host without a device synchronization."""
     if group is None:
         return number
     found = torch.tensor(number)

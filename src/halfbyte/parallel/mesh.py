@@ -1,6 +1,6 @@
-"""The processes that train together. Everything else asks these few verbs, and nothing else asks for ranks.
+"""The ranks of a run and the few collectives of Python values that the rest of the package uses.
 
-A mesh of one is a mesh: its verbs are the identity, and need no process group.
+On a mesh of one process the collectives are the identity and need no process group.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from torch import Tensor
 
 from ..config import Parallel
 from ..utils.errors import ConfigError
-from .launch.ranks import MOST, check_device, launched_as, meeting
-from .peer_memory import let_go
-from .timeouts import OWN_LIMITS, finish, say_done, wait_until_done
+from .launch.ranks import MAX_PROCESSES, check_device, launcher_int, rendezvous
+from .peer_memory import release_peer_memory
+from .timeouts import BACKEND_TIMEOUT, mark_done, wait_for_collective, wait_until_done
 
 T = TypeVar("T")
 ONE = Parallel()
-AXES = ("pipeline", "data", "shard", "context", "tensor")  # neighbours on the last ones share the fastest links
-ROWS = ("data", "shard")  # along these, processes take different rows
-SLICES = ("shard", "context")  # along these, different slices of frozen bytes, where there are any
-TOKENS = (*ROWS, "context")  # along these, different tokens
+AXES = ("pipeline", "data", "shard", "context", "tensor")  # from slow to fast links: tensor neighbours share a host
+DATA_AXES = ("data", "shard")  # ranks along these axes train on different sequences
+SHARD_AXES = ("shard", "context")  # ranks along these axes hold different shards of frozen weights
+TOKEN_AXES = (*DATA_AXES, "context")  # ranks along these axes compute different tokens
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The processes of a run, one a device, and where this one stands among them.
+    """The ranks of a run, one per device, and this rank's coordinates.
 
     Attributes:
-        rank: of this process, from 0.
-        layout: along which axes there are how many.
-        local: rank among the processes of this host, which is the number of its device.
-        kind: of the devices they compute on, "cpu" or "cuda".
-        groups: axes → the processes that differ from this one along those axes alone. Whoever exchanges tensors among
-            them does it in this group: NCCL takes several hundred MB of a GPU for each group that moves large ones.
+        rank: this process, from 0.
+        layout: degree of each axis.
+        local: rank within the host, which is also the device index.
+        kind: device type, "cpu" or "cuda".
+        groups: axes → process group of the ranks that differ from this one along those axes only. Exchange tensors
+            through these groups only: NCCL takes several hundred MB of a GPU for each group with large messages.
     """
 
     rank: int = 0
@@ -51,54 +51,54 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """How many processes there are."""
+        """Number of ranks."""
         return self.layout.size
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes files, says notices and shows the run."""
+        """Whether this rank writes files and prints."""
         return self.rank == 0
 
     @property
-    def computes_together(self) -> bool:
-        """Whether a process cannot run the model alone: it has a part of it, or of each row."""
-        return self.size > self.ways("data")
+    def is_model_parallel(self) -> bool:
+        """Whether a forward needs other ranks, which hold parts of the model or of each sequence."""
+        return self.size > self.degree("data")
 
-    def ways(self, *axes: str) -> int:
-        """How many processes differ along `axes` alone."""
+    def degree(self, *axes: str) -> int:
+        """Return the number of ranks that differ along `axes` only."""
         return Parallel(**{axis: getattr(self.layout, axis) for axis in axes}).size
 
-    def place(self, *axes: str) -> int:
-        """Which of those this process is, from 0."""
-        place, rank = 0, self.rank
+    def coordinate(self, *axes: str) -> int:
+        """Return this rank's index among the ranks that differ along `axes` only."""
+        coordinate, rank = 0, self.rank
         coordinates = {}
         for axis in reversed(AXES):
             rank, coordinates[axis] = divmod(rank, getattr(self.layout, axis))
         for axis in (axis for axis in AXES if axis in axes):
-            place = place * getattr(self.layout, axis) + coordinates[axis]
-        return place
+            coordinate = coordinate * getattr(self.layout, axis) + coordinates[axis]
+        return coordinate
 
-    def wide(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """Those of `axes` along which there are several processes, in order."""
+    def active(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Return those of `axes` with a degree above 1, in the order of `AXES`."""
         return tuple(axis for axis in _in_order(axes) if getattr(self.layout, axis) > 1)
 
     def group(self, *axes: str) -> Any:
-        """The process group of those; None where this process is alone."""
-        return self.groups[_in_order(axes)] if self.ways(*axes) > 1 else None
+        """Return the process group along `axes`, or None if its degree is 1."""
+        return self.groups[_in_order(axes)] if self.degree(*axes) > 1 else None
 
     def device(self, chosen: torch.device) -> torch.device:
-        """This process's own, of the kind that the run is to use."""
+        """Return this rank's device of the `chosen` type."""
         return torch.device(chosen.type, self.local) if self.size > 1 and chosen.type != "cpu" else chosen
 
-    def sum(self, value: T, axes: tuple[str, ...] = ROWS) -> T:
-        """The sum along `axes` of a number, of each number of a mapping, or of a tensor (in place), on its device."""
-        return self._reduced(value, dist.ReduceOp.SUM, axes)
+    def sum(self, value: T, axes: tuple[str, ...] = DATA_AXES) -> T:
+        """Sum along `axes` a number, each number of a mapping, or a tensor (in place, on its device)."""
+        return self._reduce(value, dist.ReduceOp.SUM, axes)
 
     def max(self, value: T, axes: tuple[str, ...] = AXES) -> T:
-        """The largest along `axes` of numbers; of tensors (in place), element by element."""
-        return self._reduced(value, dist.ReduceOp.MAX, axes)
+        """Return the maximum along `axes` of numbers or, elementwise and in place, of a tensor."""
+        return self._reduce(value, dist.ReduceOp.MAX, axes)
 
-    def _reduced(self, value: T, operation: Any, axes: tuple[str, ...]) -> T:
+    def _reduce(self, value: T, operation: Any, axes: tuple[str, ...]) -> T:
         group = self.group(*axes)
         if group is None:
             return value
@@ -107,69 +107,69 @@ class Mesh:
             return value
         named = value if isinstance(value, dict) else {"": value}
         numbers = torch.tensor([*named.values()], dtype=torch.float64)
-        finish(dist.all_reduce(numbers, operation, group=group, async_op=True), group)
+        wait_for_collective(dist.all_reduce(numbers, operation, group=group, async_op=True), group)
         found = {name: type(own)(number) for (name, own), number in zip(named.items(), numbers.tolist(), strict=True)}
         return found if isinstance(value, dict) else found[""]  # type: ignore[return-value]
 
-    def every(self, numbers: Sequence[int], axes: tuple[str, ...] = AXES) -> list[list[int]]:
-        """The numbers of each process along `axes`, as many in all; told from host to host."""
+    def gather_ints(self, numbers: Sequence[int], axes: tuple[str, ...] = AXES) -> list[list[int]]:
+        """Return each rank's integers, equally many on every rank, exchanged on the host."""
         group = self.group(*axes)
         if group is None:
             return [list(numbers)]
         own = torch.tensor(numbers, dtype=torch.int64)
-        found = [torch.empty_like(own) for _ in range(self.ways(*axes))]
-        finish(dist.all_gather(found, own, group=group, async_op=True), group)
+        found = [torch.empty_like(own) for _ in range(self.degree(*axes))]
+        wait_for_collective(dist.all_gather(found, own, group=group, async_op=True), group)
         return [each.tolist() for each in found]
 
-    def first(self, make: Callable[[], T]) -> T:
-        """What `make` gives, made by each host's first process before its others begin, which find what is cached."""
+    def local_first(self, make: Callable[[], T]) -> T:
+        """Call `make` on each host's local rank 0 first, then on the other ranks, which hit its cache."""
         if self.size == 1:
             return make()
         made: list[T] = []
-        hosts, number = self.sum(int(self.local == 0), AXES), next(_numbers)
+        hosts, number = self.sum(int(self.local == 0), AXES), next(_call_numbers)
         if self.local == 0:
             try:
                 made.append(make())
-            finally:  # what `make` raises, it raises in the others too: they need not wait
-                say_done(number)
+            finally:  # also if `make` raises: the other ranks call it too and raise the same error
+                mark_done(number)
         wait_until_done(number, hosts)
         return made[0] if made else make()
 
-    def equal(self, value: Any) -> bool:
-        """Whether all processes hold the same value, by its `repr`."""
+    def all_equal(self, value: Any) -> bool:
+        """Return whether all ranks pass the same value, compared by `repr`."""
         return len(set(self.gather(hashlib.sha256(repr(value).encode()).digest()))) == 1
 
     def gather(self, value: T) -> list[T]:
-        """Every process's value, by rank; it can be pickled."""
+        """Return every rank's value, in the order of ranks; values must be picklable."""
         values: list[Any] = [value] * self.size
         if self.size > 1:
-            self.wait()
+            self.barrier()
             dist.all_gather_object(values, value)
         return values
 
     def from_main(self, value: T) -> T:
-        """The main process's value, which can be pickled."""
+        """Return the main rank's value, which must be picklable."""
         if self.size == 1:
             return value
         values = [value]
-        self.wait()
+        self.barrier()
         dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
         return values[0]
 
-    def wait(self) -> None:
-        """Until all processes are here."""
+    def barrier(self) -> None:
+        """Block until all ranks have called it."""
         if self.size > 1:
             self.max(0)
 
-    def laid_out(self, layout: Parallel) -> Mesh:
-        """The same processes along other axes; every process calls it with the same `layout`.
+    def with_layout(self, layout: Parallel) -> Mesh:
+        """Arrange the same ranks along other axes; every rank must call it with the same `layout`.
 
         Raises:
-            ConfigError: it is of another number of processes.
+            ConfigError: the layout has another number of ranks.
         """
         if layout.size != self.size:
             raise ConfigError(
-                f"parallel: {layout} takes {layout.size} processes, and {self.size} were started",
+                f"parallel: {layout} needs {layout.size} processes, and {self.size} were started",
                 f"start {layout.size} (`halfbyte train` does, or torchrun), or let `parallel` multiply to {self.size}",
             )
         if self.size == 1:
@@ -177,8 +177,8 @@ class Mesh:
         return replace(self, layout=layout, groups=_groups(tuple(getattr(layout, axis) for axis in AXES)))
 
 
-ALONE = Mesh()
-_numbers = itertools.count()  # of the calls of `first`, which all processes make in one order
+SINGLE_PROCESS = Mesh()
+_call_numbers = itertools.count()  # numbers of the calls of `local_first`, equal on all ranks
 
 
 def _in_order(axes: Iterable[str]) -> tuple[str, ...]:
@@ -186,8 +186,7 @@ def _in_order(axes: Iterable[str]) -> tuple[str, ...]:
 
 
 def _groups(sizes: tuple[int, ...]) -> dict[tuple[str, ...], Any]:
-    """A process group for every set of axes along which there are several processes; sets that come to the same
-    processes share theirs."""
+    """Create a process group for every set of axes with a degree above 1; sets with the same ranks share a group."""
     ranks = torch.arange(dist.get_world_size()).view(sizes)
     wide = [i for i, size in enumerate(sizes) if size > 1]
     made: dict[tuple[int, ...], Any] = {}
@@ -205,29 +204,29 @@ def _groups(sizes: tuple[int, ...]) -> dict[tuple[str, ...], Any]:
 
 @contextlib.contextmanager
 def present_mesh(parallel: Parallel | None = None, kind: str = "cpu") -> Iterator[Mesh]:
-    """The processes that the launcher has started, for as long as a run takes.
+    """Join the processes that the launcher started, for the duration of the context.
 
     Args:
-        parallel: how they divide the run; None: by rows.
-        kind: of the devices they compute on, "cpu" or "cuda".
+        parallel: layout of the mesh; default: data parallelism.
+        kind: device type, "cpu" or "cuda".
 
     Raises:
-        ConfigError: `parallel` is of another number of processes, or the launcher's environment is not whole.
+        ConfigError: `parallel` has another number of ranks, or the launcher's environment is incomplete.
     """
-    size = launched_as("WORLD_SIZE", 1, MOST, 1)
-    local = launched_as("LOCAL_RANK", 0, size - 1, 0)  # which transformers reads, too
+    size = launcher_int("WORLD_SIZE", 1, MAX_PROCESSES, 1)
+    local = launcher_int("LOCAL_RANK", 0, size - 1, 0)
     if size == 1:
-        yield ALONE.laid_out(parallel or ONE)
+        yield SINGLE_PROCESS.with_layout(parallel or ONE)
         return
     if kind == "cuda":
         check_device(local)
         torch.cuda.set_device(local)
     joined_before = dist.is_initialized()
-    if not joined_before:  # without `device_id`: with it every group would take its share of the GPU, used or not
-        with meeting(size):
-            dist.init_process_group("cpu:gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl", timeout=OWN_LIMITS)
+    if not joined_before:  # no `device_id`: it would make every group allocate GPU memory, used or not
+        with rendezvous(size):
+            dist.init_process_group("cpu:gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl", timeout=BACKEND_TIMEOUT)
     mesh = Mesh(dist.get_rank(), Parallel(data=size), local, kind, _groups((1, size, 1, 1, 1)))
-    yield mesh.laid_out(parallel) if parallel else mesh
-    let_go(mesh.wait)
-    if not joined_before:  # what fails ends the process: the group would wait for the others
+    yield mesh.with_layout(parallel) if parallel else mesh
+    release_peer_memory(mesh.barrier)
+    if not joined_before:  # not after an exception: destroying the group would block on the other ranks
         dist.destroy_process_group()

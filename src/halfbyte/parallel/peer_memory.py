@@ -1,6 +1,6 @@
-"""Memory of the other processes of a host, read where it is, by the copy engines of their devices.
+"""Peer memory (CUDA IPC): tensors of other ranks on the same host, read in place by the GPUs' copy engines.
 
-Source: CUDA's inter-process handles, as torch.multiprocessing shares tensors by them.
+Source: CUDA's inter-process handles, as torch.multiprocessing shares tensors.
 """
 
 from __future__ import annotations
@@ -19,115 +19,115 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from ..utils.text import cut
-from .collectives import members
+from .collectives import group_size
 
-DEVICE = 6  # where, among what rebuilds a tensor, its device stands: the reader's, which maps the owner's memory
-SAMPLE = 64  # bytes that are compared once
+DEVICE = 6  # index of the device among the arguments that rebuild a shared tensor; the reader passes its own
+SAMPLE = 64  # bytes compared with the owner's as a check
 
 
-class Readable:
-    """Tensors of all processes of a group, for this one to read.
+class PeerTensors:
+    """Tensors of all ranks of a group that this rank may read.
 
     Attributes:
-        each: of each tensor, every process's in their order, this one's own among them.
+        each: for each tensor, the ranks' tensors in order, this rank's own included.
     """
 
     def __init__(self, each: list[list[Tensor]]):
         self.each = each
-        _held.add(self)
+        _mapped.add(self)
 
 
-_held: weakref.WeakSet[Readable] = weakref.WeakSet()
-_ever: list[bool] = []  # of the groups that asked, whether they could; as many and the same in all their processes
+_mapped: weakref.WeakSet[PeerTensors] = weakref.WeakSet()
+_outcomes: list[bool] = []  # success of each `map_peer_tensors`, equal on all ranks of its group
 
 
-def readable(own: Sequence[Tensor], group: Any) -> tuple[Readable | None, str]:
-    """Every process's tensors, for this one to read.
+def map_peer_tensors(own: Sequence[Tensor], group: Any) -> tuple[PeerTensors | None, str]:
+    """Map the tensors of all ranks of `group` into this process; all ranks must call it.
 
     Args:
-        own: uint8 [n] each, as many and as long in all processes of the group; nobody writes to them from here on.
+        own: uint8 [n] each, equal in number and sizes on all ranks, and never written again.
 
     Returns:
-        None where one of the processes cannot read another's: on a CPU, on several hosts, where devices have no access
-        to each other, where memory cannot be shared; and why, but for a CPU. All processes get the same answer, and all
-        call this.
+        The tensors and "", or None and the reason (empty on a CPU) if one rank cannot read another's memory: several
+        hosts, no peer access between devices, or no shareable memory. All ranks get the same result.
     """
     if not own or own[0].device.type != "cuda":
         return None, ""
-    device, place = own[0].device, dist.get_rank(group)
-    torch.cuda.synchronize(device)  # others read at any time from here on
-    offers = [offer[place] for offer in _told(_offered(own, device, members(group), place), group)]
-    found, why = _opened(own, offers, place, device)
-    why = next(filter(None, _told(why, group)), "")
-    _ever.append(not why)
-    return (None, why) if why else (Readable(found), "")
+    device, coordinate = own[0].device, dist.get_rank(group)
+    torch.cuda.synchronize(device)  # other ranks may read from here on
+    handles = _gather_objects(_share_handles(own, device, group_size(group), coordinate), group)
+    offers = [each[coordinate] for each in handles]
+    found, why = _open_handles(own, offers, coordinate, device)
+    why = next(filter(None, _gather_objects(why, group)), "")
+    _outcomes.append(not why)
+    return (None, why) if why else (PeerTensors(found), "")
 
 
-def let_go(wait: Callable[[], Any]) -> None:
-    """Read nothing of other processes any more: before they end, which gives their memory back.
+def release_peer_memory(barrier: Callable[[], Any]) -> None:
+    """Unmap the memory of other ranks, before they exit and free it; all ranks must call it.
 
     Args:
-        wait: for all processes, which all call this.
+        barrier: blocks until all ranks have called it.
     """
-    if not any(_ever):
+    if not any(_outcomes):
         return
-    for held in list(_held):
-        for tensors in held.each:
+    for mapped in list(_mapped):
+        for tensors in mapped.each:
             tensors.clear()
     gc.collect()
-    wait()
+    barrier()
     torch.cuda.ipc_collect()
 
 
-def _told(value: Any, group: Any) -> list[Any]:
-    values: list[Any] = [None] * members(group)
+def _gather_objects(value: Any, group: Any) -> list[Any]:
+    values: list[Any] = [None] * group_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
 
-def _offered(own: Sequence[Tensor], device: torch.device, ways: int, place: int) -> list[Any]:
-    """What each of the others needs, or why memory cannot be shared.
+def _share_handles(own: Sequence[Tensor], device: torch.device, degree: int, coordinate: int) -> list[Any]:
+    """Return the handles for each other rank, or why memory cannot be shared.
 
-    Each handle counts for one that has the memory, which is not free until all have let go: so this process gets none.
+    Each handle is a reference that keeps the memory allocated until released, so the own rank gets none.
     """
     try:
-        handles = [[reduce_tensor(tensor) for tensor in own] if at != place else [] for at in range(ways)]
+        handles = [[reduce_tensor(tensor) for tensor in own] if at != coordinate else [] for at in range(degree)]
     except RuntimeError as error:
-        return [_said(error)] * ways
+        return [_first_line(error)] * degree
     return [(_host(), device.index, each, own[0][:SAMPLE].tolist()) for each in handles]
 
 
-def _opened(
-    own: Sequence[Tensor], offers: Sequence[Any], place: int, device: torch.device
+def _open_handles(
+    own: Sequence[Tensor], offers: Sequence[Any], coordinate: int, device: torch.device
 ) -> tuple[list[list[Tensor]], str]:
-    """The tensors of all, or why not."""
+    """Return the tensors of all ranks, or why they cannot be opened."""
     every: list[Sequence[Tensor]] = []
     for rank, offer in enumerate(offers):
         if isinstance(offer, str):
             return [], offer
         host, index, handles, sample = offer
-        if rank == place:
+        if rank == coordinate:
             every.append(own)
             continue
         if host != _host():
-            return [], "processes are on several hosts"
+            return [], "the ranks are on several hosts"
         try:
             if index == device.index or not torch.cuda.can_device_access_peer(device.index, index):
                 return [], f"GPU {device.index} has no access to GPU {index}"
-            theirs = [rebuild(*given[:DEVICE], device.index, *given[DEVICE + 1 :]) for rebuild, given in handles]
-            if theirs[0][:SAMPLE].tolist() != sample:
+            opened = [rebuild(*given[:DEVICE], device.index, *given[DEVICE + 1 :]) for rebuild, given in handles]
+            if opened[0][:SAMPLE].tolist() != sample:
                 return [], f"GPU {device.index} reads other bytes than GPU {index} holds"
         except (RuntimeError, AssertionError) as error:
-            return [], _said(error)
-        every.append(theirs)
+            return [], _first_line(error)
+        every.append(opened)
     return [list(each) for each in zip(*every, strict=True)], ""
 
 
-def _said(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return cut(str(error).splitlines()[0] if str(error) else type(error).__name__, 120)
 
 
 def _host() -> tuple[str, str, str]:
-    """What names this machine; NCCL_HOSTID counts as it does for NCCL."""
+    """Return a machine identity; NCCL_HOSTID overrides it as for NCCL."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return socket.gethostname(), boot.read_text() if boot.exists() else "", os.environ.get("NCCL_HOSTID", "")

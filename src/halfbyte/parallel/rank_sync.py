@@ -50,7 +50,7 @@ class RankSync:
     @property
     def is_alone(self) -> bool:
         """Whether no other rank shares this one's collectives."""
-        return self.mesh.ways(*TOGETHER) == 1
+        return self.mesh.degree(*TOGETHER) == 1
 
     def pad(self, batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Pad this step's micro-batches to the longest sequence on any rank, and add `SYNCED_SHAPE`.
@@ -60,7 +60,7 @@ class RankSync:
         if self.is_alone or not batches:
             return list(batches)
         own = [_Shape.of(batch) for batch in batches]
-        gathered = self.mesh.every([number for shape in own for number in astuple(shape)], TOGETHER)
+        gathered = self.mesh.gather_ints([number for shape in own for number in astuple(shape)], TOGETHER)
         each = len(fields(_Shape))
         columns = [[_Shape(*numbers[at : at + each]) for numbers in gathered] for at in range(0, each * len(own), each)]
         return [_synced(batch, shape, every) for batch, shape, every in zip(batches, own, columns, strict=True)]

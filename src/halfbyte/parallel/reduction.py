@@ -1,11 +1,11 @@
-"""A step's one reduction: gradients and sums, added over the processes that computed other parts of them.
+"""Gradient reduction: one all-reduce per optimizer step over the ranks that computed different parts of the gradients.
 
-A step's loss is its sum over all tokens divided by their number in all processes, so gradients are summed, never
-averaged. They go in a few flat all-reduces after the last backward of the window: adapters are 0.6% of a model, so
-overlapping them with the backward, in buckets, would save 0.1% of a step and cost the CUDA graphs.
+The loss of a step is its sum over all tokens divided by their number on all ranks, so gradients are summed, never
+averaged. They are reduced in a few flat all-reduces after the last backward of the step: adapters are 0.6% of a model,
+so overlapping buckets with the backward would save 0.1% of a step and rule out CUDA graphs.
 
-A parameter that is cut along "tensor" says so (`cut_along`): its gradient is whole where it is. That of one that is not
-cut, whose products are, is a part on each process, and the parts are added, too.
+A parameter that is sharded along "tensor" has the attribute `sharded_along`; its local gradient is complete. Replicated
+parameters of sharded linears have partial gradients, which are summed along "tensor" too.
 """
 
 from __future__ import annotations
@@ -16,42 +16,42 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
-from .mesh import TOKENS, Mesh
+from .mesh import TOKEN_AXES, Mesh
 
 Axes = tuple[str, ...]
-BUCKET = 256 * 2**20  # bytes that are copied beside each other for one all-reduce
-CUT = "cut_along"  # on a parameter: the axes that it is cut along
-SLICED: tuple[Axes, ...] = ((), ("tensor",), ("shard",))  # what that may be
+BUCKET = 256 * 2**20  # bytes of one flat all-reduce
+SHARDED_ALONG = "sharded_along"  # attribute of a parameter: the mesh axes that it is sharded along
+SHARDINGS: tuple[Axes, ...] = ((), ("tensor",), ("shard",))  # possible values of that attribute
 
 
-def cut_along(parameter: Tensor) -> Axes:
-    """The axes along which processes hold different slices of it."""
-    return getattr(parameter, CUT, ())
+def sharded_along(parameter: Tensor) -> Axes:
+    """Return the mesh axes that `parameter` is sharded along."""
+    return getattr(parameter, SHARDED_ALONG, ())
 
 
 @torch.no_grad()
 def sum_gradients(mesh: Mesh, parameters: Sequence[Tensor], sums: Tensor) -> Tensor:
-    """Add `.grad` of all `parameters`, in place, and `sums`, over the processes that have parts of them.
+    """Sum `.grad` of all `parameters`, in place, and `sums` over the ranks that hold parts of them.
 
-    Where some processes have no gradient of a parameter, it counts as zeros; where none has, it stays None.
+    A parameter without a gradient on some ranks counts as zeros there; without one on all ranks it stays None.
 
     Args:
-        sums: of the step's tokens here [n]; of a pipeline's, zeros in all stages but the last.
+        sums: sums over this rank's tokens [n]; with pipeline parallelism zeros in all stages but the last.
 
     Returns:
-        Of the tokens everywhere [n].
+        Sums over all ranks [n].
     """
     if mesh.size == 1:
         return sums
     here = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
-    for parameter, anywhere in zip(parameters, mesh.max(here, (*TOKENS, "tensor")).tolist(), strict=True):
+    for parameter, anywhere in zip(parameters, mesh.max(here, (*TOKEN_AXES, "tensor")).tolist(), strict=True):
         if anywhere and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    parts: dict[Axes, list[Tensor]] = {(*TOKENS, "pipeline"): [sums := sums.clone()]}
+    parts: dict[Axes, list[Tensor]] = {(*TOKEN_AXES, "pipeline"): [sums := sums.clone()]}
     for parameter in parameters:
         if parameter.grad is not None:
-            shared = () if "tensor" in cut_along(parameter) else ("tensor",)
-            parts.setdefault(mesh.wide((*TOKENS, *shared)), []).append(parameter.grad)
+            shared = () if "tensor" in sharded_along(parameter) else ("tensor",)
+            parts.setdefault(mesh.active((*TOKEN_AXES, *shared)), []).append(parameter.grad)
     for along, tensors in parts.items():
         for bucket in buckets(tensors, BUCKET):
             flat = mesh.sum(torch.cat([tensor.reshape(-1) for tensor in bucket]), along)
@@ -61,27 +61,27 @@ def sum_gradients(mesh: Mesh, parameters: Sequence[Tensor], sums: Tensor) -> Ten
 
 
 def buckets(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
-    """Tensors of one dtype that come to `most` bytes, or one that is larger."""
-    waiting: dict[torch.dtype, tuple[list[Tensor], int]] = {}
+    """Group tensors of one dtype into buckets of at most `most` bytes; a larger tensor has its own bucket."""
+    pending: dict[torch.dtype, tuple[list[Tensor], int]] = {}
     for tensor in tensors:
-        bucket, size = waiting.get(tensor.dtype, ([], 0))
+        bucket, size = pending.get(tensor.dtype, ([], 0))
         if bucket and size + tensor.nbytes > most:
             yield bucket
             bucket, size = [], 0
         bucket.append(tensor)
-        waiting[tensor.dtype] = bucket, size + tensor.nbytes
-    yield from (bucket for bucket, _ in waiting.values())
+        pending[tensor.dtype] = bucket, size + tensor.nbytes
+    yield from (bucket for bucket, _ in pending.values())
 
 
 @torch.no_grad()
 def clip_gradients(mesh: Mesh, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-    """The norm of all gradients, those of other stages and slices too, before they are clipped to `max_norm`."""
-    if mesh.ways("pipeline", "tensor") == 1 and not any(map(cut_along, parameters)):
+    """Clip to `max_norm` by the norm over all stages and shards; returns the norm before clipping."""
+    if mesh.degree("pipeline", "tensor") == 1 and not any(map(sharded_along, parameters)):
         return clip_grad_norm_(parameters, max_norm)
     total = torch.zeros((), device=parameters[0].device)
-    for cut in SLICED:
-        own = [parameter.grad for parameter in parameters if cut_along(parameter) == cut and parameter.grad is not None]
+    for axes in SHARDINGS:
+        own = [each.grad for each in parameters if sharded_along(each) == axes and each.grad is not None]
         square = get_total_norm(own).float().square() if own else torch.zeros_like(total)
-        total += mesh.sum(square, (*cut, "pipeline"))
+        total += mesh.sum(square, (*axes, "pipeline"))
     clip_grads_with_norm_(parameters, max_norm, total.sqrt())
     return total.sqrt()

@@ -1,19 +1,19 @@
 """Which runs each axis of parallelism supports: every requirement, the key to change, and the fix.
 
-All functions return a `Reason`, or None when the layout is supported. They read keys and numbers of a model's config, so
-a layout is refused before torch is imported. What only the model's modules show is checked where the axis is applied:
-`tensor.model.check_products`, `context.model.check_divided_like` and `pipeline.model.check_stages`.
+All functions return a `Reason`, or None when the layout is supported. They read keys and numbers of a model's config,
+so a layout is refused before torch is imported. Requirements of modules are checked where the axis is applied:
+`tensor.model.check_tensor_parallel`, `context.model.check_context_parallel` and `pipeline.model.check_stages`.
 
-axis      requires of the layout   of the method          of the keys                           of the model
-data      -                        one process for gkd,   -                                     -
+axis      requires of the layout   of the method          of the keys                     of the model
+data      -                        one process for gkd,   -                               -
                                    grpo and rloo
-shard     -                        sft or a comparison    -                                     decoder layers
-tensor    no pipeline              sft                    no router loss, recipe: bf16,         heads, key heads and channels
-                                                          an elementwise optimizer              divisible by the degree
-context   no pipeline              sft                    no router loss                        attention layers only; as many
-                                                                                                heads; documents by positions
-pipeline  only data and shard      sft                    no router loss, adapters only,        a tiny model's stages equal the
-                                                          no modules_to_save                    model; documents by positions
+shard     -                        sft or a comparison    -                               decoder layers
+tensor    no pipeline              sft                    no router loss, recipe: bf16,   heads, key heads and channels
+                                                          an elementwise optimizer        divisible by the degree
+context   no pipeline              sft                    no router loss                  attention layers only; enough
+                                                                                          heads; documents by position
+pipeline  only data and shard      sft                    no router loss, adapters only,  tiny model's stages equal the
+                                                          no modules_to_save              model; documents by positions
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ from ..config.schema import RunKeys
 from ..optim import OPTIMIZERS
 
 WITH_PIPELINE = ("data", "shard")
-ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # values of layer_types in transformers' configs
+ATTENTION = {
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+}  # values of layer_types in transformers' configs
 DIVIDE_ROWS = "use parallel: {data: N} or {shard: N}"
 WITHOUT_PIPELINE = "leave `pipeline` out of `parallel`"
 WITHOUT_CONTEXT = "leave context out of `parallel`"
@@ -59,7 +63,7 @@ def unsupported_layout(layout: Parallel) -> Reason | None:
 
 
 def _unsupported_method(layout: Parallel, method: str) -> Reason | None:
-    """Return why the method cannot have this layout. Losses that compare answers need full sequences on each process."""
+    """Return why the method cannot have this layout. Comparing losses need full sequences on each process."""
     if method == "sft" or layout.size == 1:
         return None
     if method in SAMPLING:
@@ -85,7 +89,9 @@ def _unsupported_keys(layout: Parallel, keys: RunKeys) -> Reason | None:
         key = "modules_to_save"
         return Reason(key, f"{key}: a pipeline trains low-rank adapters only", f"remove it, or {WITHOUT_PIPELINE}")
     if tensor and keys.recipe != "bf16":
-        problem = f"parallel: {{tensor: {layout.tensor}}}: recipe {keys.recipe} would scale each process's part separately"
+        problem = (
+            f"parallel: {{tensor: {layout.tensor}}}: recipe {keys.recipe} would scale each process's part separately"
+        )
         return Reason("recipe", problem, "set recipe: bf16")
     if tensor and not OPTIMIZERS[keys.optim].elementwise:
         known = ", ".join(name for name, row in OPTIMIZERS.items() if row.elementwise)
@@ -124,7 +130,9 @@ def unsupported_context(model_config: Any, degree: int, tensor: int = 1) -> Reas
     config = model_config.get_text_config()
     where, heads = f"parallel: context: {degree}", getattr(config, "num_attention_heads", None)
     if others := sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION):
-        problem = f"{where}: layers of type {', '.join(others)} of {model_config.model_type} mix tokens outside attention"
+        problem = (
+            f"{where}: layers of type {', '.join(others)} of {model_config.model_type} mix tokens outside attention"
+        )
         return Reason("parallel", problem, WITHOUT_CONTEXT)
     if not isinstance(heads, int):
         problem = f"{where}: the config of {model_config.model_type} has no num_attention_heads"

@@ -1,7 +1,7 @@
-"""Waiting for other processes: without end where they are known to work, else for `PATIENCE`, naming who did not come.
+"""Timeouts of host-side collectives, with the ranks that did not reach them named in the error.
 
-A process that waits longer than `SLICE` leaves a mark in the store where the processes met; who has none is missed.
-Nothing of this costs anything while all come.
+A rank that blocks longer than `POLL_INTERVAL` sets a mark in the rendezvous store. On a timeout, ranks without a mark
+are the missing ones. Collectives that finish earlier cost nothing extra.
 """
 
 from __future__ import annotations
@@ -15,73 +15,73 @@ import torch.distributed as dist
 
 from ..utils.errors import TrainingError
 
-PATIENCE = timedelta(minutes=10)
-OWN_LIMITS = PATIENCE + timedelta(minutes=5)  # of gloo and NCCL, which name nobody
-SLICE = timedelta(seconds=30)
-LOOK = 0.2  # seconds between two looks at the store
+TIMEOUT = timedelta(minutes=10)
+BACKEND_TIMEOUT = TIMEOUT + timedelta(minutes=5)  # of gloo and NCCL, whose errors do not name the missing rank
+POLL_INTERVAL = timedelta(seconds=30)
+STORE_POLL = 0.2  # seconds
 
 
-def meeting_place() -> dist.TCPStore:
-    """The store through which the processes met: the launcher's, or the first process's."""
+def rendezvous_store() -> dist.TCPStore:
+    """Connect to the rendezvous store, hosted by the launcher or by rank 0."""
     return dist.TCPStore(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=10)
     )
 
 
 def _key(what: str, number: int) -> str:
-    """In that store, which may be the same after a restart."""
+    """Return a key of the store; it includes the restart count, since the store may outlive a restart."""
     return f"halfbyte/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{what}/{number}"
 
 
-def finish(work: Any, group: Any) -> None:
-    """Wait for a collective of numbers on the host.
+def wait_for_collective(work: Any, group: Any) -> None:
+    """Wait for a host-side collective.
 
     Args:
-        work: torch's handle of it.
-        group: the processes that take part.
+        work: torch's handle.
+        group: its process group.
 
     Raises:
-        TrainingError: after `PATIENCE`, naming those that did not come.
-        RuntimeError: gloo's, where a process is gone.
+        TrainingError: after `TIMEOUT`, naming the ranks that did not reach it.
+        RuntimeError: gloo's, if a process is gone.
     """
     began, mark = time.monotonic(), ""
     while True:
         try:
-            work.wait(SLICE)
+            work.wait(POLL_INTERVAL)
             break
         except RuntimeError as error:
-            if "Operation timed out" not in str(error):  # the slice's; all others are gloo's own
+            if "Operation timed out" not in str(error):  # not our polling interval: gloo's own error
                 raise
-            if time.monotonic() - began >= PATIENCE.total_seconds():
-                raise _missing(group) from error
+            if time.monotonic() - began >= TIMEOUT.total_seconds():
+                raise _timeout_error(group) from error
         if not mark:
-            mark = _key("waits", dist.get_rank())
-            meeting_place().set(mark, "")
+            mark = _key("waiting", dist.get_rank())
+            rendezvous_store().set(mark, "")
     if mark:
-        meeting_place().delete_key(mark)
+        rendezvous_store().delete_key(mark)
 
 
-def _missing(group: Any) -> TrainingError:
-    """Who of the group does not wait."""
+def _timeout_error(group: Any) -> TrainingError:
+    """Return the error that names the ranks of `group` which did not reach the collective."""
     try:
-        store = meeting_place()
-        absent = [rank for rank in dist.get_process_group_ranks(group) if not store.check([_key("waits", rank)])]
-    except RuntimeError:  # the first process may keep the store, and be the one
+        store = rendezvous_store()
+        absent = [rank for rank in dist.get_process_group_ranks(group) if not store.check([_key("waiting", rank)])]
+    except RuntimeError:  # rank 0 may host the store and be the missing one
         absent = [0]
-    who = ", ".join(map(str, absent)) or "one that has come meanwhile"
+    who = ", ".join(map(str, absent)) or "(one that has arrived since)"
     return TrainingError(
-        f"process {who} of this run did not come within {PATIENCE.total_seconds() / 60:g} minutes; the others waited",
-        "look at what it does (`py-spy dump`), and continue with --resume",
+        f"process {who} of this run did not reach a collective within {TIMEOUT.total_seconds() / 60:g} minutes",
+        "find out where it is stuck (`py-spy dump`), and continue with --resume",
     )
 
 
-def say_done(number: int) -> None:
-    """For `wait_until_done` of the same number."""
-    meeting_place().add(_key("done", number), 1)
+def mark_done(number: int) -> None:
+    """Count towards `wait_until_done` of the same number."""
+    rendezvous_store().add(_key("done", number), 1)
 
 
 def wait_until_done(number: int, count: int) -> None:
-    """Until so many have said so, however long that takes: a launcher ends the others where one dies."""
-    store = meeting_place()
+    """Block until `count` ranks have called `mark_done`, without a timeout: the launcher ends all if one dies."""
+    store = rendezvous_store()
     while store.add(_key("done", number), 0) < count:
-        time.sleep(LOOK)
+        time.sleep(STORE_POLL)

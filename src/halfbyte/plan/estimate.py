@@ -23,8 +23,7 @@ from ..parallel.pipeline.model import partition_model
 from ..parallel.pipeline.schedules import Seconds
 from ..parallel.reduction import BUCKET
 from ..parallel.shard.model import has_static_gradients
-from ..parallel.shard.optimizer import AT_ONCE, optimizer_shards
-from ..parallel.shard.trained import TOGETHER
+from ..parallel.shard.optimizer import AT_ONCE, TOGETHER, optimizer_shards
 from ..utils.hardware import best_device, free_bytes, has_expandable_segments
 from ..utils.notices import notice
 from .auxiliary import find_auxiliary

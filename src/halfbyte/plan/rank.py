@@ -87,12 +87,12 @@ def pipeline_of(
         return Pipeline((Stage(tuple(range(len(layers)))),))
     schedule = cut.schedule
     seconds = stage_seconds(cut.parts, layers, head)
-    simulated = simulate(schedule.orders(window), seconds, ahead=ahead)
+    simulated = simulate(schedule.actions(window), seconds, ahead=ahead)
     stages = []
     for process in range(schedule.ranks):
         own = schedule.stages_of(process)
         indices = tuple(index for stage in own for index in cut.parts[stage])
-        held = simulated.held[process] / schedule.chunks
+        held = simulated.in_flight[process] / schedule.chunks
         stages.append(Stage(indices, held, has_embedding=0 in own, has_head=schedule.stages - 1 in own))
     return Pipeline(tuple(stages), simulated.idle)
 

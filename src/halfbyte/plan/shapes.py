@@ -43,7 +43,7 @@ from .replay import NO_SHAPES, Step, Target, own_error, replay
 
 CUDA_RUNTIME = 96 * 2**20  # cuBLAS workspaces of the forward and the backward thread, inside torch's allocator
 CPU_RUNTIME = 64 * 2**20  # thread pools and packed operands of oneDNN and MKL, malloc overhead
-CPU_PRIMITIVES = 112 * 2**20  # oneDNN GEMMs compiled for many lengths, see hardware.bound_cpu_primitives
+CPU_PRIMITIVES = 112 * 2**20  # oneDNN GEMMs compiled for many lengths, see hardware.limit_primitive_caches
 LONG = 8 * TILE_ROWS  # tokens; longer batches are extrapolated from replays of this length and its half
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..runs.layout import REPORT, RESOLVED_CONFIG
 from ..utils.files import write_text
-from ..utils.terminal import flat_plan, comparable_bytes, duration, method, deviation, size, storage, excess_reason
+from ..utils.terminal import comparable_bytes, deviation, duration, excess_reason, flat_plan, method, size, storage
 from .run import Run, read_run
 from .sections import sections, shown, text
 from .style import CSS
@@ -116,7 +116,7 @@ def headline(run: Run) -> Iterator[tuple[str, str, str]]:
 
 
 def _memory_tile(run: Run) -> tuple[str, str, str]:
-    """Peak memory on top of the process before the run, compared with the plan."""
+    """Peak memory on top of the process before the run, comparable with the plan."""
     measured = (run.memory or {}).get("measured") or {}
     plan = flat_plan(run.memory or {})
     predicted, added = comparable_bytes(plan, measured | {"peak_bytes": run.peak_bytes})

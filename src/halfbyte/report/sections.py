@@ -10,7 +10,7 @@ from typing import Any
 
 from ..config import RunConfig
 from ..runs.layout import CHECKS, DATA_REPORT, ENVIRONMENT, MEMORY, METRICS, RESOLVED_CONFIG
-from ..utils.terminal import MEASURED_PARTS, MEMORY_PARTS, flat_plan, measured_parts, expert_usage_line, size
+from ..utils.terminal import MEASURED_PARTS, MEMORY_PARTS, expert_usage_line, flat_plan, measured_parts, size
 from ..utils.text import visible
 from . import plots
 from .run import Run

@@ -20,7 +20,7 @@ from halfbyte.generation.vllm import KEY, VllmServer
 from halfbyte.plan.memory_plan import RolloutPlan
 from halfbyte.utils.console import Console
 from halfbyte.utils.errors import ConfigError, TrainingError
-from halfbyte.utils.files import temporary_path, remove
+from halfbyte.utils.files import remove, temporary_path
 from halfbyte.utils.notices import notice
 
 from ..utils.text import brief, one_line

@@ -77,7 +77,7 @@ def check_free(output: Path) -> None:
         return
     try:
         before = _holder(descriptor)
-        if not _lock(descriptor, path) and before and before.process.runs is not False:
+        if not _lock(descriptor, path) and before and before.process.is_running is not False:
             raise ConfigError(*_refusal(path, str(before), f"; remove {path} if that process has ended"))
     finally:
         os.close(descriptor)
@@ -94,11 +94,11 @@ def _open_locked(path: Path) -> int:
     descriptor, ours = os.open(path, os.O_RDWR | os.O_CREAT, 0o666), False
     try:
         locked, before = _lock(descriptor, path), _holder(descriptor)
-        if before and not locked and before.process.runs is not False:
+        if before and not locked and before.process.is_running is not False:
             raise ConfigError(*_refusal(path, str(before), f"; remove {path} if that process has ended"))
         ours = True
         os.ftruncate(descriptor, 0)
-        named = {"host": socket.gethostname(), **Process.this()._asdict()}
+        named = {"host": socket.gethostname(), **Process.current()._asdict()}
         os.pwrite(descriptor, json.dumps(named).encode(), 0)
         if _is_still(descriptor, path):
             if before:

@@ -37,14 +37,13 @@ from halfbyte.modeling.cast_cache import cast_replacements
 from halfbyte.ops.fp8_scaling import DelayedScaling
 from halfbyte.optim import OPTIMIZERS, trained_parameters
 from halfbyte.parallel.context.model import context_shard
-from halfbyte.parallel.mesh import SINGLE_PROCESS, AXES, DATA_AXES, Mesh
-from halfbyte.parallel.mesh import TOKEN_AXES as TOKEN_AXES
+from halfbyte.parallel.mesh import AXES, DATA_AXES, SINGLE_PROCESS, TOKEN_AXES, Mesh
 from halfbyte.parallel.shard.model import has_static_gradients
 from halfbyte.parallel.shard.optimizer import shard_optimizer
 from halfbyte.parallel.tensor.layers import full_parameters
 from halfbyte.utils.errors import TrainingError
 from halfbyte.utils.files import new_directory
-from halfbyte.utils.processes import StopRequest, Stopped, request_on_signals
+from halfbyte.utils.processes import Stopped, StopRequest, request_on_signals
 
 from ..parallel.pipeline.full_state import PipelineState, scaling_state
 from ..rl.rollouts import Generations
@@ -188,7 +187,7 @@ class TrainingLoop:
         split = self.pipeline_state
         if checkpoint is not None:
             with full_parameters(self.trained):
-                load_weights(self.model, checkpoint, split.stages.elsewhere if split else None)
+                load_weights(self.model, checkpoint, split.stages.is_remote if split else None)
             load_scaling(checkpoint, self.scaling, split.local_scaling if split else dict)
             state = checkpoints.read_state(checkpoint)
             if self.rollouts is not None:
@@ -197,9 +196,13 @@ class TrainingLoop:
             self._evaluation_pending = state.get("owes_evaluation", False)
         self.optimizer = self.optimizer_row.make(self.model, self.config)
         elementwise = self.optimizer_row.elementwise and self.scaler is None
-        alike = self.mesh.degree("shard") > 1 and has_static_gradients(self.model) and not self.stepper.captures
+        static_gradients = (
+            self.mesh.degree("shard") > 1 and has_static_gradients(self.model) and not self.stepper.captures
+        )
         narrow = partial(cast_replacements, self.model, self.compute_dtype)
-        self.units = shard_optimizer(self.mesh, self.trained, elementwise=elementwise, alike=alike, narrow=narrow)
+        self.units = shard_optimizer(
+            self.mesh, self.trained, elementwise=elementwise, static_gradients=static_gradients, narrow=narrow
+        )
         self.units.adopt(self.optimizer)
         warmup = self.args.get_warmup_steps(steps)
         self.schedule = get_scheduler(self.config.lr_scheduler_type, self.optimizer, warmup, steps)
@@ -419,7 +422,7 @@ class TrainingLoop:
         with full_parameters(self.trained, self.optimizer):
             split = self.pipeline_state
             weights = split.weights() if split else None
-            optimizer = (split.optimizer if split else self.units.full_state)(self.optimizer)
+            optimizer = (split.optimizer_state if split else self.units.full_state)(self.optimizer)
             scaling = scaling_state(self.scaling, split)
             with self.units.full():
                 if self.mesh.is_main:

@@ -251,7 +251,7 @@ def time_breakdown(mesh: Mesh, device: torch.device, model: Any, stepper: Steppe
     """Return the time breakdown of a run's layout."""
     watched: dict[str, Watched] = {}
     if (share := sharded(model)) is not None:
-        watched[GATHERS] = share.gathers
+        watched[GATHERS] = share.stats
     if stepper.pipeline is not None:
         watched[IDLE] = stepper.pipeline
     return TimeBreakdown(device if mesh.size > 1 else None, watched)

@@ -33,7 +33,7 @@ from halfbyte.modeling.routers import check_balancing
 from halfbyte.modeling.tiny_model import check_positions
 from halfbyte.optim import OPTIMIZERS
 from halfbyte.parallel.context.model import check_context_parallel
-from halfbyte.parallel.mesh import SINGLE_PROCESS, DATA_AXES, Mesh
+from halfbyte.parallel.mesh import DATA_AXES, SINGLE_PROCESS, Mesh
 from halfbyte.parallel.pipeline.model import PipelinePartition, check_trained, partition_model
 from halfbyte.parallel.shard.optimizer import optimizer_shards
 from halfbyte.plan.advice import check_fits
@@ -48,7 +48,7 @@ from halfbyte.utils.console import Console
 from halfbyte.utils.environment import environment
 from halfbyte.utils.errors import CheckpointError, ConfigError, DataError
 from halfbyte.utils.files import check_space
-from halfbyte.utils.hardware import limit_primitive_caches, chosen_device, free_bytes, free_cached_memory
+from halfbyte.utils.hardware import chosen_device, free_bytes, free_cached_memory, limit_primitive_caches
 from halfbyte.utils.notices import notice
 from halfbyte.utils.terminal import print_data, print_header, print_memory, print_processes, size
 from halfbyte.utils.text import one_line

@@ -138,7 +138,7 @@ def answer_in_stages(
         unfinished = [index for index in unfinished if len(texts[index]) < limit]
         if not unfinished:
             break
-        found = stepper.through([_padded(texts[index], device) for index in unfinished], read, 1)
+        found = stepper.map_last_stage([_padded(texts[index], device) for index in unfinished], read, 1)
         for index, token in zip(unfinished, found[:, 0].long().tolist(), strict=True):
             texts[index].append(token)
         unfinished = [index for index in unfinished if texts[index][-1] not in stops]

@@ -34,7 +34,7 @@ from halfbyte.ops.fp8_scaling import DelayedScaling
 from halfbyte.optim import trained_parameters
 from halfbyte.parallel.context.model import context_parallel
 from halfbyte.parallel.mesh import SHARD_AXES
-from halfbyte.parallel.pipeline.model import PipelinePartition, LocalStages
+from halfbyte.parallel.pipeline.model import LocalStages, PipelinePartition
 from halfbyte.parallel.pipeline.runtime import Pipeline
 from halfbyte.parallel.shard.model import shard_model
 from halfbyte.parallel.tensor.model import apply_tensor_parallel
@@ -88,7 +88,7 @@ def load_trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
         slices = run.mesh.active(SHARD_AXES) if run.mesh.layout.slices > 1 else ()
         products = run.mesh.active(("tensor",))
         how["along"] = () if slices and products else slices or products  # 2D sharding loads full weights
-        how["elsewhere"] = run.cut.elsewhere if run.cut else None
+        how["elsewhere"] = run.cut.remote_filter if run.cut else None
     model = load_model(run.files, storage, dtype=run.machine.weights_dtype, experts_on_host=run.plan.offloaded, **how)
     if run.plan.offloaded:
         offload_experts([*decoder_layers(model)[1]], run.plan.offloaded, device)
@@ -107,9 +107,9 @@ def load_trainable_model(run: PreparedRun, measured: dict[str, int]) -> Any:
 
 def shard_for_rank(run: PreparedRun, model: Any) -> LocalStages | None:
     """Reduce the model to this rank's part; returns its pipeline stages, or None without a pipeline."""
-    stages = None if run.cut is None else run.cut.take(model, run.mesh.coordinate("pipeline"))
+    stages = None if run.cut is None else run.cut.local_stages(model, run.mesh.coordinate("pipeline"))
     apply_tensor_parallel(model, run.mesh)
-    shard_model(model, run.mesh, kept=run.plan.stays, on_host=run.plan.hosted)
+    shard_model(model, run.mesh, resident=run.plan.stays, on_host=run.plan.hosted)
     return stages
 
 
@@ -119,7 +119,7 @@ def pipelined_stepper(run: PreparedRun, model: Any, stages: LocalStages) -> Pipe
     device, dtype = run.machine.device, run.machine.compute_dtype
     width = stages.causal_lm.config.get_text_config().hidden_size
     how: dict[str, Any] = {"width": width, "dtype": stages.dtype, "device": device}
-    how["ahead"] = 0 if run.mesh.degree("shard") > 1 else len(stages.all)  # sharded weights are gathered per backward
+    how["ahead"] = 0 if run.mesh.degree("shard") > 1 else len(stages.layers)  # sharded weights are gathered per backward
     if device.type == "cuda":
         how["spare"] = max(run.plan.capacity_bytes - run.plan.total, 0)
     pipeline = Pipeline(run.mesh, run.cut.schedule, run.cut.seconds, **how)
@@ -264,7 +264,7 @@ def _pipeline_losses(stepper: PipelinedStepper, ids: Tensor, around: Callable[[]
         return torch.stack([loss_sum / count, F.cross_entropy(logits[0, :-1], ids[0, 1:])])
 
     model.eval()
-    loss, reference = stepper.through([{"input_ids": ids, "labels": ids}], read, 2)[0].tolist()
+    loss, reference = stepper.map_last_stage([{"input_ids": ids, "labels": ids}], read, 2)[0].tolist()
     return loss, reference
 
 

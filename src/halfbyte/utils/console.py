@@ -1,4 +1,4 @@
-"""rich's console as halfbyte uses it: text is text, in any encoding, and a reader may leave."""
+"""Plain-text rich console: no markup or control codes, any output encoding, and handling of closed pipes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from rich import console as rich_console
 from rich.segment import Segment
 
 from .notices import notice
-from .streams import discard_stdout, in_encoding
+from .streams import discard_stdout, to_encoding
 from .text import visible
 
 
 class Console(rich_console.Console):
-    """Prints no markup, no emoji names, and no control code that a text brings.
+    """Console that prints no markup, no emoji names, and no control codes in texts.
 
     Args:
-        outlives_reader: when nobody reads the output any more, go on in silence; else a BrokenPipeError is raised.
+        outlives_reader: if the reader closes the pipe, continue without output; default: raise BrokenPipeError.
         how: rich's own arguments.
     """
 
@@ -32,16 +32,16 @@ class Console(rich_console.Console):
             if segment.control:
                 yield segment
             else:
-                yield Segment(in_encoding(visible(segment.text), self.encoding), segment.style)
+                yield Segment(to_encoding(visible(segment.text), self.encoding), segment.style)
 
     def on_broken_pipe(self) -> None:
         discard_stdout()
         if not self.outlives_reader:
             raise BrokenPipeError
         self.quiet = True
-        notice("reader", "nobody reads the output any more; the run goes on without it")
+        notice("reader", "the reader of the output has closed it; the run continues without output")
 
 
-def coloured(console: rich_console.Console) -> bool:
-    """Whether colours tell things apart there."""
+def has_colours(console: rich_console.Console) -> bool:
+    """Return whether the console prints colours."""
     return console.color_system is not None and not console.no_color

@@ -1,7 +1,7 @@
-"""Where a run happened: machine, versions, and the choices halfbyte makes because of them.
+"""Environment of a run: machine, versions, and the choices that depend on them.
 
-`environment()` is what `halfbyte env` prints and what environment.json holds. Whatever this machine cannot tell is
-None, so that one missing tool never costs the rest.
+`environment()` is printed by `halfbyte env` and stored in environment.json. Unknown facts are None, so that a missing
+tool does not hide the others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 PACKAGES = ("torch", "triton", "transformers", "peft", "trl", "accelerate", "datasets", "bitsandbytes")
 
-# Flags of /proc/cpuinfo that decide which arithmetic is fast, and the names people know them by.
+# Flags of /proc/cpuinfo that determine fast dtypes → common names.
 INSTRUCTION_SETS = {
     "amx_bf16": "AMX-BF16",
     "amx_int8": "AMX-INT8",
@@ -40,13 +40,15 @@ INSTRUCTION_SETS = {
 }
 
 
-def environment(device: str | None = None, computed: torch.dtype | None = None, key: str = "auto") -> dict[str, Any]:
+def environment(
+    device: str | None = None, chosen_dtype: torch.dtype | None = None, key: str = "auto"
+) -> dict[str, Any]:
     """Describe this machine as a JSON-serialisable dict.
 
     Args:
         device: the device a run is configured for; default: the first accelerator, else the CPU.
-        computed: the dtype that a run computes in; default: what the device is fast in.
-        key: the run's `dtype`, which has chosen it unless it is "auto".
+        chosen_dtype: the run's compute dtype; default: the device's fastest.
+        key: the run's `dtype`; unless "auto", it is the reason for the dtype.
 
     Keys: halfbyte {version, commit}, python, platform, cpu {model, cores, threads, memory_bytes, instruction_sets},
     gpus [{name, memory_bytes, capability, driver}], versions {package: version, and cuda, rocm}, device,
@@ -73,17 +75,17 @@ def environment(device: str | None = None, computed: torch.dtype | None = None, 
     report["gpus"] = _gpus()
     report["device"] = str(chosen)
     reason = choice.reason if key == "auto" else f"dtype: {key}"
-    report["compute_dtype"] = {"dtype": str(computed or choice.dtype).removeprefix("torch."), "reason": reason}
+    report["compute_dtype"] = {"dtype": str(chosen_dtype or choice.dtype).removeprefix("torch."), "reason": reason}
     report["kernels"] = _kernels(chosen)
     return report
 
 
 def _kernels(device: torch.device) -> dict[str, Any]:
-    """Whether the Triton kernels serve `device`, and why."""
+    """Return whether Triton kernels run on `device`, and why."""
     if device.type == "cpu":
-        return {"enabled": False, "reason": "they are for GPUs; on a CPU the 4-bit ops run in C, the rest in PyTorch"}
+        return {"enabled": False, "reason": "kernels need a GPU; on a CPU the 4-bit ops run in C, the rest in PyTorch"}
     if find_spec("triton") is None:
-        return {"enabled": False, "reason": "triton is not installed, so the PyTorch reference does the work"}
+        return {"enabled": False, "reason": "triton is not installed; using the PyTorch reference"}
     return {"enabled": True, "reason": f"triton {_version('triton') or ''} drives {device.type}".replace("  ", " ")}
 
 
@@ -94,8 +96,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _output(*command: str) -> str | None:
-    """What `command` prints, stripped; None where it is missing, fails or hangs."""
+def _run(*command: str) -> str | None:
+    """Return the stripped output of `command`; None if it is missing, fails or hangs."""
     if shutil.which(command[0]) is None:
         return None
     try:
@@ -106,11 +108,11 @@ def _output(*command: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The git commit of a checkout, with -dirty when files differ from it; None for an installed package."""
+    """Return a checkout's git commit, with -dirty for local changes; None for an installed package."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
-    return _output("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+    return _run("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
 
 
 def _cpu() -> dict[str, Any]:
@@ -118,7 +120,7 @@ def _cpu() -> dict[str, Any]:
 
     fields = _cpuinfo()
     flags = set(fields.get("flags", fields.get("Features", "")).split())
-    model = fields.get("model name") or _output("sysctl", "-n", "machdep.cpu.brand_string") or platform.processor()
+    model = fields.get("model name") or _run("sysctl", "-n", "machdep.cpu.brand_string") or platform.processor()
     return {
         "model": model or None,
         "cores": psutil.cpu_count(logical=False),
@@ -129,7 +131,7 @@ def _cpu() -> dict[str, Any]:
 
 
 def _cpuinfo() -> dict[str, str]:
-    """The fields of the first processor in /proc/cpuinfo; empty on systems without it."""
+    """Return the fields of the first processor in /proc/cpuinfo; empty on systems without it."""
     path = Path("/proc/cpuinfo")
     if not path.exists():
         return {}
@@ -139,7 +141,7 @@ def _cpuinfo() -> dict[str, str]:
 
 
 def _gpus() -> list[dict[str, Any]]:
-    """Every CUDA, ROCm or XPU device torch sees."""
+    """Describe every CUDA, ROCm or XPU device that torch sees."""
     import torch
 
     if torch.cuda.is_available():
@@ -175,8 +177,8 @@ def _xpu_device(properties: Any) -> dict[str, Any]:
 
 
 def _driver() -> str | None:
-    """Version of the NVIDIA driver, or of amdgpu on ROCm."""
-    nvidia = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    """Return the version of the NVIDIA driver, or of amdgpu on ROCm."""
+    nvidia = _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     if nvidia:
         return nvidia.splitlines()[0]
     amd = Path("/sys/module/amdgpu/version")

@@ -1,7 +1,7 @@
-"""The errors a user can act on. Each message names the thing at fault (key, file, line, tensor) and the fix.
+"""Errors that a user can act on. Each message names the faulty key, file, line or tensor, and the fix.
 
-The command line prints a `HalfbyteError` as one message and exits with 1, or with 2 where the command line itself is
-wrong. Any other exception is a bug: its traceback goes into a file.
+The command line prints a `HalfbyteError` as one message and exits with 1, or with 2 if the command line itself is
+wrong. Any other exception is a bug, and its traceback is written to a file.
 """
 
 import contextlib
@@ -15,16 +15,15 @@ class HalfbyteError(Exception):
     """Base of all errors with a known cause.
 
     Args:
-        message: what is wrong, naming the key, file, line or tensor. Control characters are spelled out, and
-            long lines cut.
-        fix: what to do about it, as an imperative sentence; empty when the message already says it.
+        message: what is wrong, naming the key, file, line or tensor. Control characters are escaped and long lines cut.
+        fix: what to do about it, as an imperative sentence; empty if the message says it.
     """
 
     def __init__(self, message: str, fix: str = ""):
         self.message, self.fix = text.message(message), text.message(fix)
         super().__init__(f"{self.message}\n  fix: {self.fix}" if fix else self.message)
 
-    def __reduce__(self) -> tuple[Any, ...]:  # for the way back from another process
+    def __reduce__(self) -> tuple[Any, ...]:  # for pickling, from another process
         return type(self), (self.message, self.fix)
 
 
@@ -53,8 +52,8 @@ class TrainingError(HalfbyteError):
 
 
 @contextlib.contextmanager
-def of_key(key: str) -> Iterator[None]:
-    """What is wrong inside is said of `key`, where it is not said of it already."""
+def attribute_to_key(key: str) -> Iterator[None]:
+    """Prefix the messages of errors raised within the context with `key`, unless they start with it."""
     try:
         yield
     except HalfbyteError as error:

@@ -1,4 +1,4 @@
-"""What this machine can do: the device to train on and the dtype its arithmetic is fast in.
+"""Hardware: the training device, its compute dtype and memory, CUDA captures, and settings of allocators and oneDNN.
 
 Imports torch only inside functions, so that the command line starts quickly.
 """
@@ -20,62 +20,67 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ComputeDtype:
-    """A dtype and the reason it was chosen, for the header of a run."""
+    """Compute dtype and the reason for it, for the header of a run."""
 
     dtype: torch.dtype
     reason: str
 
 
-GROWING, FIXED = "expandable_segments:True", "expandable_segments:False"
+EXPANDABLE, FIXED = "expandable_segments:True", "expandable_segments:False"
 
 
-def let_segments_grow() -> None:
-    """Let torch's CUDA allocator grow its segments, unless the user has set it up: activations of many sizes leave gaps
-    in fixed ones, 1.0 GiB of 8 in a run that then had no room (docs/log/). It counts before torch uses a GPU."""
+def enable_expandable_segments() -> None:
+    """Enable expandable segments of torch's CUDA allocator, unless configured by the user; call it before GPU use.
+
+    With fixed segments, activations of many sizes fragment memory: 1.0 GiB of 8 in a run that then ran out
+    (docs/log.md).
+    """
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", GROWING)
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", EXPANDABLE)
 
 
-def segments_grow() -> bool:
-    """Whether they do."""
-    return any(GROWING in os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+def has_expandable_segments() -> bool:
+    """Return whether expandable segments are enabled."""
+    return any(EXPANDABLE in os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
 
 
 @contextlib.contextmanager
 def fixed_segments(device: torch.device) -> Iterator[None]:
-    """Inside, what torch allocates on a CUDA device lies in segments that do not grow.
+    """Within the context, torch allocates on a CUDA device in segments that are not expandable.
 
-    Other processes may read there by CUDA's plain handles (`parallel.peer_memory`). Those of a growing segment are file
-    descriptors, one for every 20 MiB, which containers keep from each other (pytorch#165685). torch leaves growing
-    segments aside while the setting is off; it has no public name to change it by (torch 2.11 to 2.13).
+    Other processes can map their memory with CUDA IPC handles (`parallel.peer_memory`). Expandable segments are shared
+    as file descriptors, one per 20 MiB, which containers isolate (pytorch#165685). torch does not reuse expandable
+    segments while the setting is off; it has no public function to change it (torch 2.11 to 2.13).
     """
     import torch
 
-    if device.type != "cuda" or not segments_grow():
+    if device.type != "cuda" or not has_expandable_segments():
         yield
         return
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    asked = next(text for text in map(os.environ.get, names) if text and GROWING in text)
-    change(asked.replace(GROWING, FIXED))  # all of it: what a text does not name goes back to torch's default
+    asked = next(text for text in map(os.environ.get, names) if text and EXPANDABLE in text)
+    change(asked.replace(EXPANDABLE, FIXED))  # the full setting: torch resets options that it does not name
     try:
         yield
     finally:
         change(asked)
 
 
-KEPT_PRIMITIVES = 128  # several times what one shape of batch needs
+CACHED_PRIMITIVES = 128  # several times the number for one batch shape
 
 
-def bound_cpu_primitives() -> None:
-    """Let oneDNN and ideep keep few compiled products, unless the user has set it up: each of their caches takes 1,024,
-    0.9 MiB a piece, and a batch of another length needs 23 more (docs/log/). It counts before torch multiplies."""
+def limit_primitive_caches() -> None:
+    """Limit the caches of oneDNN and ideep, unless the user has; call it before torch's first matmul.
+
+    Each caches 1,024 compiled GEMMs of 0.9 MiB, and a batch of another length adds 23 (docs/log.md).
+    """
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-        os.environ.setdefault(name, str(KEPT_PRIMITIVES))
+        os.environ.setdefault(name, str(CACHED_PRIMITIVES))
 
 
 def best_device() -> torch.device:
-    """The first accelerator torch sees (CUDA or ROCm, then XPU), else the CPU."""
+    """Return the first accelerator torch sees (CUDA or ROCm, then XPU), else the CPU."""
     import torch
 
     if torch.cuda.is_available():
@@ -86,10 +91,10 @@ def best_device() -> torch.device:
 
 
 def chosen_device(name: str | torch.device | None) -> torch.device:
-    """The device of that name, with an index ("cuda" is the current one); None: `best_device`.
+    """Return the device of this name, with an index ("cuda" is the current one); None: `best_device`.
 
     Raises:
-        ConfigError: no such device here.
+        ConfigError: the device does not exist.
     """
     import torch
 
@@ -106,12 +111,13 @@ def chosen_device(name: str | torch.device | None) -> torch.device:
     module = getattr(torch, device.type)
     if not module.is_available() or (device.index or 0) >= module.device_count():
         raise ConfigError(
-            f"device {name!s} is not here: torch sees {module.device_count()} {device.type} devices", "leave device out"
+            f"device {name!s} does not exist: torch sees {module.device_count()} {device.type} devices",
+            "remove the key device",
         )
     return torch.device(device.type, module.current_device() if device.index is None else device.index)
 
 
-# What ONEDNN_MAX_CPU_ISA can say, from the oldest on; oneDNN is what multiplies matrices on x86 CPUs.
+# Values of ONEDNN_MAX_CPU_ISA, from the oldest; torch uses oneDNN for matmuls on x86 CPUs.
 ONEDNN_LEVELS = (
     *("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16"),
     *("AVX512_CORE_FP16", "AVX512_CORE_AMX", "AVX512_CORE_AMX_FP16"),
@@ -119,17 +125,17 @@ ONEDNN_LEVELS = (
 
 
 def _onednn_may_use(level: str) -> bool:
-    """Whether ONEDNN_MAX_CPU_ISA leaves oneDNN that instruction set; unset, or anything newer, leaves it all."""
+    """Return whether ONEDNN_MAX_CPU_ISA allows an instruction set; unset or unknown values allow all."""
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
     return limit not in ONEDNN_LEVELS or ONEDNN_LEVELS.index(limit) >= ONEDNN_LEVELS.index(level)
 
 
 @functools.cache
 def onednn_beats_mkl() -> bool:
-    """Whether oneDNN multiplies float32 matrices faster here than MKL, which torch has do it.
+    """Return whether oneDNN's float32 matmuls are faster on this CPU than MKL's, which torch uses.
 
-    MKL runs AVX2 code on AMD's processors, whatever they have, and oneDNN AVX-512: 230 against 105 GFLOP/s on a core of
-    an EPYC with full-width units (docs/log/). torch has no public way to say so for float32 (2.11 to 2.13).
+    On AMD processors MKL runs AVX2 code, whatever they support, and oneDNN AVX-512: 230 against 105 GFLOP/s on a core
+    of an EPYC with full-width units (docs/log.md). torch has no public setting for float32 (2.11 to 2.13).
     """
     import torch
 
@@ -149,7 +155,7 @@ _capture_streams: dict[int, torch.cuda.Stream] = {}
 
 
 def capture_stream(device: int) -> torch.cuda.Stream:
-    """The stream of all captures of CUDA graphs on a GPU: cuBLAS keeps 64 MiB for each stream it has met."""
+    """Return the stream of all CUDA graph captures on a GPU: cuBLAS allocates 64 MiB for each stream it has seen."""
     import torch
 
     if device not in _capture_streams:
@@ -158,7 +164,7 @@ def capture_stream(device: int) -> torch.cuda.Stream:
 
 
 def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured: on this thread's stream, or by any thread on a `capture_stream`."""
+    """Return whether a CUDA graph is being captured, on this thread's stream or by any thread on a `capture_stream`."""
     import torch
 
     if not torch.cuda.is_initialized():
@@ -173,10 +179,10 @@ def is_capturing() -> bool:
 
 
 def free_cached_memory(device: torch.device) -> None:
-    """Give back what torch's allocator caches of a GPU's memory, once nothing that was launched uses it.
+    """Synchronize the device, then free the cached memory of torch's allocator.
 
-    torch unmaps an expandable segment after waiting for the stream that it belongs to. What was allocated there and
-    freed may still be read on another stream, where that wait alone ends in an illegal memory access.
+    torch unmaps an expandable segment after synchronizing the segment's stream only. Memory freed there may still be
+    read on another stream, which would be an illegal memory access.
     """
     import torch
 
@@ -187,7 +193,7 @@ def free_cached_memory(device: torch.device) -> None:
 
 
 def free_bytes(device: torch.device, processes: int = 1) -> int:
-    """Of `device` now; of a CPU's memory, which the processes of a host share, the part of one."""
+    """Return the free bytes of `device`; on a CPU, one process's part of the host's free memory."""
     import psutil
     import torch
 
@@ -199,7 +205,7 @@ def free_bytes(device: torch.device, processes: int = 1) -> int:
 
 
 def reservable_bytes(device: torch.device) -> int:
-    """Of a CUDA device that torch's allocator may still take: what is free there, and left of this process's share."""
+    """Return the bytes that torch's allocator may still reserve on a CUDA device, within its memory fraction."""
     import torch
 
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -209,29 +215,33 @@ def reservable_bytes(device: torch.device) -> int:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether `error`, or what it came from, says that a device's or the host's memory ran out."""
+    """Return whether `error` or its cause is out of memory, on a device or the host."""
     import torch
 
     if error is None:
         return False
-    said = ("can't allocate memory", "out of memory", "STATUS_ALLOC_FAILED")  # a CPU's allocator, CUDA, its libraries
+    messages = (
+        "can't allocate memory",
+        "out of memory",
+        "STATUS_ALLOC_FAILED",
+    )  # the CPU allocator, CUDA, CUDA libraries
     typed = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    told = isinstance(error, RuntimeError) and any(words in str(error) for words in said)
-    return typed or told or is_out_of_memory(error.__cause__ or error.__context__)
+    named = isinstance(error, RuntimeError) and any(words in str(error) for words in messages)
+    return typed or named or is_out_of_memory(error.__cause__ or error.__context__)
 
 
 def compute_dtype(device: torch.device) -> ComputeDtype:
-    """bfloat16 where `device` multiplies it natively; otherwise float16 (older GPUs) or float32 (older CPUs).
+    """Return bfloat16 if `device` has native matmuls, otherwise float16 (older GPUs) or float32 (older CPUs).
 
-    bf16 matrix products were measured 6-15 times faster than fp32 on CPUs with AMX, and 5 times *slower* on a CPU
-    that has neither AMX nor AVX512-BF16 (docs/log/), so the choice is by instruction set, never by default.
+    bf16 matmuls were measured 6-15 times faster than fp32 on CPUs with AMX, and 5 times *slower* on a CPU with neither
+    AMX nor AVX512-BF16 (docs/log.md), so the choice depends on the instruction set.
 
-    A GPU that is only planned for, on a machine without any, is taken to have bfloat16.
+    A GPU that is only planned for, on a machine without one, is assumed to have bfloat16.
     """
     import torch
 
     if device.type == "cuda" and not torch.cuda.is_available():
-        return ComputeDtype(torch.bfloat16, "there is no GPU here to ask")
+        return ComputeDtype(torch.bfloat16, "this machine has no GPU to query")
     if device.type == "cuda":
         # Not torch.cuda.is_bf16_supported, which asks the current device.
         if torch.version.hip or torch.cuda.get_device_capability(device) >= (8, 0):

@@ -1,6 +1,6 @@
-"""The hub: what is looked for there, and whether it answers. A path is no hub id, and an absent hub is said at once.
+"""Hugging Face hub: hub ids and local paths, and a fast check whether the hub is reachable.
 
-Left alone, huggingface_hub asks six times in 25 seconds before it says that there is no network.
+Without this check huggingface_hub retries six times over 25 seconds before it reports that there is no network.
 """
 
 from __future__ import annotations
@@ -14,41 +14,41 @@ from pathlib import Path
 from .errors import ModelError
 from .notices import notice
 
-PATIENCE = 4.0  # seconds for one answer
+TIMEOUT = 4.0  # seconds for one answer
 _ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _FILE = re.compile(r"\.(bin|csv|gguf|jinja|json|jsonl|ndjson|parquet|safetensors|tsv|txt|yaml|yml)", re.IGNORECASE)
-_LONGEST = 200  # characters; the hub's own bound is 96 for each part
-_ALIKE = 0.75  # how alike two names are that were meant to be one
+_LONGEST = 200  # characters; the hub allows 96 per part
+_SIMILAR = 0.75  # difflib ratio from which a name counts as a typo
 
 
 def is_local(name: str) -> bool:
-    """Whether `name` can only be meant as a path here, be something there or not.
+    """Return whether `name` is meant as a local path, existing or not.
 
-    It is no hub id, or one would not be spelled so: with the ending of a file, within a folder that holds files (that
-    of an owner holds models' folders only), or a bare name beside a folder of nearly that name.
+    Otherwise it is a hub id. Local names are no valid id, or have a file's suffix, or are in a folder that contains
+    files (an owner's folder contains model folders only), or are a bare name close to that of an existing folder.
     """
     if len(name) > _LONGEST or not _ID.fullmatch(name) or os.path.lexists(name) or _FILE.fullmatch(Path(name).suffix):
         return True
     owner, slash, _ = name.partition("/")
     if slash:
         return any(entry.is_file() for entry in _entries(Path(owner)))
-    close = nearest(Path(name), _ALIKE)
+    close = nearest_path(Path(name), _SIMILAR)
     return close is not None and close.is_dir()
 
 
-def id_in(address: str) -> str:
-    """The id of the model or dataset whose page on the hub that is; empty where it is no such address."""
+def id_of_url(address: str) -> str:
+    """Return the id of the model or dataset of a hub URL; empty for other strings."""
     found = re.match(r"https?://(?:huggingface\.co|hf\.co)/(?:datasets/)?([\w.-]+/[\w.-]+)(?:/tree/main)?/?$", address)
     return found[1] if found else ""
 
 
-def nearest(path: Path, alike: float = 0.5) -> Path | None:
-    """What is there and has nearly the name of `path`, or of the first of its parents that is not there."""
+def nearest_path(path: Path, ratio: float = 0.5) -> Path | None:
+    """Return an existing path with a name close to that of `path`, or of its first parent that does not exist."""
     folder, wanted = path.parent, path.name
     while not folder.is_dir() and folder != folder.parent:
         folder, wanted = folder.parent, folder.name
-    there = {entry.name: entry for entry in _entries(folder) if entry.exists() and entry != path}
-    return next((there[name] for name in difflib.get_close_matches(wanted, list(there), 1, alike)), None)
+    entries = {entry.name: entry for entry in _entries(folder) if entry.exists() and entry != path}
+    return next((entries[name] for name in difflib.get_close_matches(wanted, list(entries), 1, ratio)), None)
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -58,67 +58,67 @@ def _entries(folder: Path) -> list[Path]:
         return []
 
 
-def look_for_model(name: str, revision: str | None = None) -> None:
-    """Whether a model of that id is in the cache, or the hub can be asked for it.
+def check_model_available(name: str, revision: str | None = None) -> None:
+    """Check that a model is in the cache or the hub is reachable.
 
     Raises:
         ModelError: neither.
     """
-    why = reach()
+    why = unreachable_reason()
     if not why:
         return
     from huggingface_hub import try_to_load_from_cache
 
     if isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
-        say_silent()
+        notice_offline()
         return
-    close = nearest(Path(name))
+    close = nearest_path(Path(name))
     raise ModelError(
-        f"there is no folder {name}, no such model in the cache, and the hub cannot be asked: {why}",
+        f"no folder {name}, no such model in the cache, and the hub cannot be reached: {why}",
         f"did you mean {close}?" if close else "name a folder, or go online to fetch the model once",
     )
 
 
-def reach() -> str:
-    """Why the hub cannot be asked; empty if it can. It is asked once, and if it is silent, only the cache counts."""
+def unreachable_reason() -> str:
+    """Return why the hub cannot be reached; empty if it can. After one failure only the cache is used."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
-        return _silence or "HF_HUB_OFFLINE is set"
+        return _offline_reason or "HF_HUB_OFFLINE is set"
     answers: list[str] = []
-    asking = threading.Thread(target=lambda: answers.append(_ask()), daemon=True)  # a name may take long to look up
-    asking.start()
-    asking.join(PATIENCE + 0.5)
-    why = answers[0] if answers else f"no answer within {PATIENCE:.0f} s"
+    request = threading.Thread(target=lambda: answers.append(_request()), daemon=True)  # DNS may block
+    request.start()
+    request.join(TIMEOUT + 0.5)
+    why = answers[0] if answers else f"no answer within {TIMEOUT:.0f} s"
     if why:
         _go_offline(f"{constants.ENDPOINT}: {why}")
-    return _silence
+    return _offline_reason
 
 
-_silence = ""  # why the hub is not asked any more
+_offline_reason = ""  # why the hub is no longer used
 
 
-def _ask() -> str:
+def _request() -> str:
     from huggingface_hub import constants, get_session
 
     try:
-        status = get_session().head(constants.ENDPOINT, timeout=PATIENCE).status_code
-    except Exception as error:  # whatever the client of this version raises
+        status = get_session().head(constants.ENDPOINT, timeout=TIMEOUT).status_code
+    except Exception as error:  # depends on the version of its HTTP client
         return re.sub(r"\[Errno -?\d+\] ", "", str(error)) or type(error).__name__
     return f"status {status}" if status >= 500 else ""
 
 
 def _go_offline(why: str) -> None:
-    """Make the libraries that fetch take what they have, at once."""
-    global _silence
+    """Switch huggingface_hub and the libraries on it to offline mode."""
+    global _offline_reason
     from huggingface_hub import constants
 
-    _silence = why
+    _offline_reason = why
     constants.HF_HUB_OFFLINE = True
-    os.environ["HF_HUB_OFFLINE"] = "1"  # for what is imported later, and for other processes
+    os.environ["HF_HUB_OFFLINE"] = "1"  # for later imports and child processes
 
 
-def say_silent() -> None:
-    """Say that only what was fetched before is used, where that was not asked for."""
-    if _silence:
-        notice("hub", f"the hub cannot be reached ({_silence}); only what was fetched before is used")
+def notice_offline() -> None:
+    """Log that only cached files are used, unless the user chose offline mode."""
+    if _offline_reason:
+        notice("hub", f"the hub cannot be reached ({_offline_reason}); using cached files only")

@@ -1,4 +1,4 @@
-"""Say it once: fallbacks, renamed keys and automatic choices are announced with their reason, one time each."""
+"""Notices: messages about fallbacks, renamed keys and automatic choices, logged once each with the reason."""
 
 import contextlib
 import logging
@@ -8,33 +8,33 @@ from . import text
 
 logger = logging.getLogger("halfbyte")
 
-_said: dict[str, str] = {}
-_silent = False
+_logged: dict[str, str] = {}
+_muted = False
 
 
 def notice(key: str, message: str) -> None:
-    """Log `message` at WARNING the first time `key` is seen in this process, and remember it for the report."""
-    if key not in _said and not _silent:
-        _said[key] = text.message(message)
-        logger.warning(_said[key])
+    """Log `message` at WARNING if `key` is new in this process, and keep it for the report."""
+    if key not in _logged and not _muted:
+        _logged[key] = text.message(message)
+        logger.warning(_logged[key])
 
 
-def said() -> dict[str, str]:
-    """Everything announced so far, key → message, in order."""
-    return dict(_said)
+def notices_so_far() -> dict[str, str]:
+    """Return all notices logged so far, key → message, in order."""
+    return dict(_logged)
 
 
-def forget() -> None:
-    """Forget what was said (a new run in the same process; tests)."""
-    _said.clear()
+def reset_notices() -> None:
+    """Clear the notices, for a new run in the same process and for tests."""
+    _logged.clear()
 
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """Within it nothing is announced or remembered: for reading back what was just written, which is no news."""
-    global _silent
-    before, _silent = _silent, True
+    """Within the context, notices are neither logged nor kept: for reading back what was just written."""
+    global _muted
+    before, _muted = _muted, True
     try:
         yield
     finally:
-        _silent = before
+        _muted = before

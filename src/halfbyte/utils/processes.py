@@ -1,27 +1,32 @@
-"""Who a process is, written down so that another one can tell later whether it still runs.
+"""Processes and signals: identity of a process across restarts and machines, its launcher, and requests to stop.
 
-A number alone does not say: it is given again after a reboot, in another container, on another machine.
+A PID alone does not identify a process: it is reused after a reboot, in another container, or on another machine.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
 import signal
 import socket
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from types import FrameType
+from typing import Any, NamedTuple
 
 
 class Process(NamedTuple):
-    """A process.
+    """Identity of a process.
 
     Attributes:
-        machine: 8 hex digits, of the host's name and of the space its process numbers are from.
-        pid: its number there.
-        since: when it began, in a unit of the machine's own that setting the clock does not change.
+        machine: 8 hex digits, a hash of the host name and the PID namespace.
+        pid: process ID.
+        since: start time, in a unit of the machine that is independent of the clock.
     """
 
     machine: str
@@ -29,35 +34,36 @@ class Process(NamedTuple):
     since: int
 
     @classmethod
-    def this(cls) -> Process:
-        return cls.here(os.getpid())
+    def current(cls) -> Process:
+        """Return the identity of this process."""
+        return cls.of_pid(os.getpid())
 
     @classmethod
-    def here(cls, pid: int) -> Process:
-        """That of this number on this machine."""
-        return cls(_machine(), pid, _since(pid) or 0)
+    def of_pid(cls, pid: int) -> Process:
+        """Return the identity of a process on this machine."""
+        return cls(_machine(), pid, _start_time(pid) or 0)
 
     @property
-    def runs(self) -> bool | None:
-        """Whether it does; None where that cannot be known, as it is another machine's."""
-        return _since(self.pid) == self.since if self.machine == _machine() else None
+    def is_running(self) -> bool | None:
+        """Whether the process is running; None if unknown, since it belongs to another machine."""
+        return _start_time(self.pid) == self.since if self.machine == _machine() else None
 
 
 @functools.cache
 def _machine() -> str:
-    namespace = Path("/proc/self/ns/pid")  # a container's own
-    named = f"{socket.gethostname()} {namespace.readlink() if namespace.is_symlink() else ''}"
-    return hashlib.sha256(named.encode()).hexdigest()[:8]
+    namespace = Path("/proc/self/ns/pid")  # differs between containers
+    identity = f"{socket.gethostname()} {namespace.readlink() if namespace.is_symlink() else ''}"
+    return hashlib.sha256(identity.encode()).hexdigest()[:8]
 
 
-def _since(pid: int) -> int | None:
-    """Ticks between the machine's start and that of a process (Unix seconds without /proc); None: it has ended."""
+def _start_time(pid: int) -> int | None:
+    """Return the ticks from boot to a process's start (Unix seconds without /proc), or None if it has ended."""
     if Path("/proc/self/stat").is_file():
         try:
             state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except (OSError, ValueError):
             return None
-        return None if state in "ZX" else int(rest[18])  # a zombie has ended; its parent has yet to notice
+        return None if state in "ZX" else int(rest[18])  # a zombie has ended, but its parent has not reaped it
     import psutil
 
     try:
@@ -67,21 +73,23 @@ def _since(pid: int) -> int | None:
         return None
 
 
-LAUNCHER = "HALFBYTE_LAUNCHER"  # in the environment of a process that `halfbyte train` has started: its number
+# --- launcher ---------------------------------------------------------------------------------------------------------
+
+LAUNCHER = "HALFBYTE_LAUNCHER"  # environment variable: PID of the `halfbyte train` that started this process
 
 
 def was_launched() -> bool:
-    """Whether torchrun, or what stands for it, has started this process beside others."""
+    """Return whether torchrun or another launcher started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def was_restarted() -> bool:
-    """Whether it has done so again after a failure, so that a run is to resume."""
+    """Return whether the launcher restarted this process after a failure, so that the run is to resume."""
     return was_launched() and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def end_with_launcher() -> None:
-    """Let the system end this process when the one that launched it ends, however that is; Linux alone can."""
+    """Have Linux kill this process when its launcher ends for any reason; no effect on other systems."""
     launcher = os.environ.get(LAUNCHER)
     if launcher is None or sys.platform != "linux":
         return
@@ -89,5 +97,98 @@ def end_with_launcher() -> None:
 
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    if os.getppid() != int(launcher):  # it has ended already
+    if os.getppid() != int(launcher):  # the launcher has ended already
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+# --- signals ----------------------------------------------------------------------------------------------------------
+
+TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal ends the command, like Ctrl-C.
+
+    Args:
+        number: of the signal; the command's exit code is 128 more.
+        saved: message for the user about what is saved and how to continue; may be empty.
+    """
+
+    def __init__(self, number: int, saved: str = ""):
+        super().__init__(saved)
+        self.number = signal.Signals(number)
+
+
+@contextlib.contextmanager
+def raise_on_signals() -> Iterator[None]:
+    """Within the context, SIGTERM and SIGHUP raise `Stopped`, so that cleanup runs.
+
+    A second signal ends the process as usual. Signals that are ignored (nohup) or have a handler are left alone.
+    """
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        raise Stopped(number)
+
+    with _handled(dict.fromkeys(TERMINATION_SIGNALS, handle)):
+        yield
+
+
+class StopRequest:
+    """Request to stop: the signal's number (0: none) and the time since it arrived."""
+
+    number, since = 0, 0.0
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.since if self.number else 0.0
+
+
+@contextlib.contextmanager
+def request_on_signals(notify: Callable[[int], None]) -> Iterator[StopRequest]:
+    """Within the context, the first SIGTERM, SIGHUP or Ctrl-C only sets the `StopRequest`, which the caller polls.
+
+    A second signal raises `Stopped`, and a third ends the process. Ignored or handled signals are left alone.
+
+    Args:
+        notify: called with the first signal, within its handler.
+    """
+    request = StopRequest()
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if request.number:
+            signal.signal(number, signal.SIG_DFL)
+            raise Stopped(number)
+        request.number, request.since = number, time.monotonic()
+        notify(number)
+
+    with _handled(dict.fromkeys((*TERMINATION_SIGNALS, signal.SIGINT), ask)):
+        yield request
+
+
+@contextlib.contextmanager
+def _handled(handlers: dict[signal.Signals, Callable[[int, FrameType | None], None]]) -> Iterator[None]:
+    """Install `handlers` in this process for signals with the default handler, Python's, or one of ours."""
+    here = os.getpid()
+    before: dict[signal.Signals, Any] = {}
+
+    def wrapped(handler: Callable[[int, FrameType | None], None]) -> Callable[[int, FrameType | None], None]:
+        def handle(number: int, frame: FrameType | None) -> None:
+            if os.getpid() == here:
+                return handler(number, frame)
+            signal.signal(number, signal.SIG_DFL)  # a forked worker dies at once
+            os.kill(os.getpid(), number)
+
+        handle.halfbyte = True  # type: ignore[attr-defined]
+        return handle
+
+    if threading.current_thread() is threading.main_thread():  # Python allows handlers in the main thread only
+        for sign, handler in handlers.items():
+            now = signal.getsignal(sign)
+            if now in (signal.SIG_DFL, signal.default_int_handler) or hasattr(now, "halfbyte"):
+                before[sign] = signal.signal(sign, wrapped(handler))
+    try:
+        yield
+    finally:
+        for sign, handler in before.items():
+            signal.signal(sign, handler)

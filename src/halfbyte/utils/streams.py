@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import logging
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 
 from .text import visible
 
@@ -16,7 +18,7 @@ _ASCII = dict(zip(_SIGNS, _REPLACEMENTS.split(), strict=True))
 ENCODING_ERRORS = "halfbyte.stand-ins"
 
 
-def in_encoding(text: str, encoding: str) -> str:
+def to_encoding(text: str, encoding: str) -> str:
     """`text` with characters that `encoding` cannot represent replaced by ASCII."""
     return text if text.isascii() else text.encode(encoding, ENCODING_ERRORS).decode(encoding)
 
@@ -42,7 +44,7 @@ class _VisibleFormatter(logging.Formatter):
         return visible(super().format(record))
 
 
-def settle_streams(everything: bool) -> None:
+def configure_streams(everything: bool) -> None:
     """Configure the streams of a command: any character prints, and stderr shows halfbyte's log messages only.
 
     Args:
@@ -84,3 +86,30 @@ def discard_stdout() -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, target)
     os.close(null)
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Within the context, transformers logs errors only: our errors name the tensors that its warnings list."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+@contextlib.contextmanager
+def no_loading_bars() -> Iterator[None]:
+    """Within the context, transformers shows no progress bars, which would be drawn over ours."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

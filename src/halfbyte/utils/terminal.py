@@ -1,7 +1,7 @@
-"""What a run shows in the terminal: header, memory bar, data line and live metrics.
+"""Terminal output of a run: header, memory bar, data line and live metrics.
 
-Presentation only: everything here takes plain dicts (the records of environment.json, memory.json, data_report.json
-and metrics.jsonl) and a rich console. Torch is never imported.
+Everything here takes plain dicts (the records of environment.json, memory.json, data_report.json and metrics.jsonl) and
+a rich console. Torch is never imported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..config import SIXTEEN
-from .console import coloured
+from .console import has_colours
 from .text import one_line
 
 if TYPE_CHECKING:
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
 
 class Part(NamedTuple):
-    """How a part of memory is shown: its name, its colour, and its letter where there are no colours."""
+    """Display of a memory component: name, colour, and letter for terminals without colours."""
 
     name: str
     colour: str
     letter: str
 
 
-RECENT_SECONDS = 30.0  # of training, by which the remaining time is estimated
-HEAP = 1.15  # how far a CPU's process outgrows its plan without a reason
-# The parts of a memory plan in the order they come to life: the process, what loading adds, what training adds.
+RECENT_SECONDS = 30.0  # of training steps that the ETA is estimated from
+HEAP_GROWTH = 1.15  # measured over planned memory on a CPU from which the heap is named as the reason
+# Components of a memory plan in the order of allocation: process, loading, training.
 MEMORY_PARTS = {
     "runtime": Part("runtime", "bright_black", "r"),
     "weights": Part("weights", "blue", "w"),
@@ -51,7 +51,7 @@ MEMORY_PARTS = {
     "optimizer": Part("optimizer", "yellow", "o"),
     "activations": Part("activations", "magenta", "A"),
     "logits": Part("logits", "red", "l"),
-    "graphs": Part("beside CUDA graphs", "bright_magenta", "G"),
+    "graphs": Part("outside CUDA graphs", "bright_magenta", "G"),
     "rollouts": Part("rollouts beyond a step", "bright_cyan", "R"),
 }
 MEASURED_PARTS = {
@@ -62,7 +62,7 @@ MEASURED_PARTS = {
 
 
 def size(count: float | None) -> str:
-    """Bytes for people: '6.2 GiB', '512 MiB', '3 KiB'; '–' when unknown."""
+    """Format bytes: '6.2 GiB', '512 MiB', '3 KiB'; '–' if unknown."""
     if count is None:
         return "–"
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
@@ -73,7 +73,7 @@ def size(count: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds for people: '8.2 s', '3:07 min', '2:03:07 h'; '–' when unknown."""
+    """Format seconds: '8.2 s', '3:07 min', '2:03:07 h'; '–' if unknown."""
     if seconds is None or not math.isfinite(seconds):
         return "–"
     if seconds < 59.95:
@@ -84,7 +84,7 @@ def duration(seconds: float | None) -> str:
 
 
 def method(config: RunConfig | Mapping[str, Any]) -> str:
-    """How the weights are trained, in a few words: '4-bit NF4 + LoRA r=16', 'full fine-tuning'."""
+    """Describe how weights are trained: '4-bit NF4 + LoRA r=16', 'full fine-tuning'."""
     keys = config if isinstance(config, Mapping) else config.model_dump()
     if not keys.get("use_peft", True):
         return "full fine-tuning"
@@ -93,7 +93,7 @@ def method(config: RunConfig | Mapping[str, Any]) -> str:
 
 
 def storage(keys: Mapping[str, Any]) -> str:
-    """How the frozen weights of a run are stored, in a few words: '16-bit', '4-bit NF4', 'kbit5', 'mixed (3)'."""
+    """Describe how frozen weights are stored: '16-bit', '4-bit NF4', 'kbit5', 'mixed (3)'."""
     chosen = keys.get("quantization")
     if not keys.get("load_in_4bit", True) or chosen == SIXTEEN:
         return "16-bit"
@@ -104,7 +104,7 @@ def storage(keys: Mapping[str, Any]) -> str:
 
 
 def print_header(console: Console, environment: Mapping[str, Any], config: RunConfig) -> None:
-    """Say what is about to run, where, and with which choices and why."""
+    """Print the model, data, device and choices of a run, with their reasons."""
     machine = _machine(environment)
     datasets = [config.dataset] if isinstance(config.dataset, str) else config.dataset
     lines = {
@@ -118,30 +118,30 @@ def print_header(console: Console, environment: Mapping[str, Any], config: RunCo
     console.print(_facts(lines))
 
 
-def print_processes(console: Console, layout: object, size: int, config: RunConfig, ways: int) -> None:
-    """Over how many processes a run is divided, and how its steps come to their rows.
+def print_processes(console: Console, layout: object, size: int, config: RunConfig, data_degree: int) -> None:
+    """Print the layout of a run and the micro-batches of its steps.
 
     Args:
         layout: as the key `parallel` is written.
-        ways: processes that rows are dealt to.
+        data_degree: number of ranks with different sequences.
     """
     rows, steps = config.per_device_train_batch_size, config.gradient_accumulation_steps
-    step = f"a step has {ways} × {steps} micro-batches of {rows} row{'s' if rows > 1 else ''}"
+    step = f"a step has {data_degree} × {steps} micro-batches of {rows} row{'s' if rows > 1 else ''}"
     console.print(_facts({"processes": f"{size}, as parallel: {layout} · {step}"}))
 
 
-def said_of_experts(use: Mapping[str, Any]) -> str:
-    """How evenly the experts of a mixture were chosen, from experts.json."""
+def expert_usage_line(use: Mapping[str, Any]) -> str:
+    """Describe how evenly a mixture's experts were used, from experts.json."""
     dead = {name: each["dead"] for name, each in use["layers"].items() if each["dead"]}
-    said = f"experts: chosen with {use['entropy']:.0%} of the entropy of equal use"
+    line = f"experts: routed with {use['entropy']:.0%} of the entropy of uniform use"
     if not dead:
-        return f"{said}, each of {use['experts']} at least once"
+        return f"{line}, each of {use['experts']} at least once"
     name, first = next(iter(dead.items()))
-    return one_line(f"{said}; {use['dead']} of {use['experts']} never, first {first[0]} of {name}")
+    return one_line(f"{line}; {use['dead']} of {use['experts']} never, first {first[0]} of {name}")
 
 
 def print_environment(console: Console, environment: Mapping[str, Any]) -> None:
-    """What `environment` found, in words, a line for each fact."""
+    """Print the facts of `environment`, one per line."""
     console.print(_facts(_machine(environment)))
 
 
@@ -181,7 +181,7 @@ def _device_line(environment: Mapping[str, Any], cpu: Mapping[str, Any]) -> str:
 
 
 def _facts(lines: Mapping[str, str | RenderableType]) -> Table:
-    """Names on the left, values on the right, wrapping within their column."""
+    """Return a table with names on the left and wrapped values on the right."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bright_black", no_wrap=True, min_width=8)
     table.add_column(overflow="fold")
@@ -191,9 +191,9 @@ def _facts(lines: Mapping[str, str | RenderableType]) -> Table:
 
 
 def bar_widths(values: Sequence[float], width: int) -> list[int]:
-    """Cells for each of `values` in a bar of `width` cells; they add up to `width` exactly.
+    """Return the cells of each of `values` in a bar of `width` cells; they add up to `width`.
 
-    Cells are shared by largest remainder, so bars of one scale compare; what has no cell is in the legend.
+    Cells are assigned by largest remainder, so that bars of one scale are comparable; a value may have no cell.
     """
     total = sum(values)
     if total <= 0:
@@ -206,53 +206,53 @@ def bar_widths(values: Sequence[float], width: int) -> list[int]:
     return cells
 
 
-def as_plan(plan: Any) -> dict[str, Any]:
-    """One flat dict from a MemoryPlan, its dict, or the document of memory.json."""
+def flat_plan(plan: Any) -> dict[str, Any]:
+    """Return a flat dict of a MemoryPlan, its dict, or the document of memory.json."""
     flat = asdict(plan) if is_dataclass(plan) and not isinstance(plan, type) else dict(plan)
     return {**flat, **flat.get("predicted", {})}
 
 
 def measured_parts(measured: Mapping[str, Any]) -> dict[str, float]:
-    """Split the measured peak into what the process, loading and training each brought (bytes, never negative)."""
+    """Split the measured peak into what process, loading and training added (bytes, never negative)."""
     base = measured.get("base_bytes") or 0
     loaded = max(measured.get("after_load_bytes") or base, base)
     peak = max(measured.get("peak_bytes") or loaded, loaded)
     return {"base": base, "loading": loaded - base, "training": peak - loaded}
 
 
-def compared(flat: Mapping[str, Any], measured: Mapping[str, Any]) -> tuple[float, float]:
-    """Predicted and measured bytes of what a run adds to its process, as they are to be compared.
+def comparable_bytes(flat: Mapping[str, Any], measured: Mapping[str, Any]) -> tuple[float, float]:
+    """Return predicted and measured bytes that a run adds to its process, with equal scope.
 
-    On a CPU the process, its libraries, was there before the model. What the plan leaves for shapes beside the pool of
-    CUDA graphs is no part of the peak that torch's allocator counts.
+    On a CPU the process and its libraries existed before the model. The plan's reserve for shapes outside of CUDA
+    graphs is not part of the peak of torch's allocator.
 
     Args:
-        flat: as `as_plan` gives it.
+        flat: as `flat_plan` returns it.
     """
     predicted = flat.get("total") or sum(flat.get(name) or 0 for name in MEMORY_PARTS)
     shown = measured_parts(measured)
     return predicted - (flat.get("graphs") or 0), shown["loading"] + shown["training"]
 
 
-def off_by(predicted: float, measured: float) -> str:
-    """Such as "4.2% above"."""
+def deviation(predicted: float, measured: float) -> str:
+    """Format the deviation of a measurement: "4.2% above"."""
     return f"{abs(measured - predicted) / predicted:.1%} {'above' if measured > predicted else 'below'}"
 
 
-def why_above(predicted: float, measured: float, flat: Mapping[str, Any]) -> str:
-    """Of far more than was predicted, on a CPU: the process holds more than live tensors (`memory.allocators`)."""
-    heap = str(flat.get("device")).startswith("cpu") and measured > HEAP * predicted
-    return "freed blocks that the C library keeps among it" if heap else ""
+def excess_reason(predicted: float, measured: float, flat: Mapping[str, Any]) -> str:
+    """Return why a CPU run's memory far exceeds the plan: its heap keeps freed blocks (`memory.allocators`)."""
+    heap = str(flat.get("device")).startswith("cpu") and measured > HEAP_GROWTH * predicted
+    return "including freed blocks that the C library keeps" if heap else ""
 
 
 def print_memory(console: Console, plan: Any, measured: Mapping[str, Any] | None = None) -> None:
-    """One stacked bar of the predicted parts and what stays free; with `measured`, a second bar to the same scale.
+    """Print a stacked bar of predicted memory by component and the free rest; with `measured`, a second bar to scale.
 
     Args:
         plan: a MemoryPlan, its dict (bytes by part, total), or memory.json; `capacity_bytes` gives the free part.
         measured: base_bytes, after_load_bytes, peak_bytes.
     """
-    flat = as_plan(plan)
+    flat = flat_plan(plan)
     parts = {name: flat.get(name) or 0 for name in MEMORY_PARTS}
     total = flat.get("total") or sum(parts.values())
     shown = measured_parts(measured) if measured else {}
@@ -269,8 +269,8 @@ def print_memory(console: Console, plan: Any, measured: Mapping[str, Any] | None
 def _stack(
     console: Console, parts: Mapping[str, float], names: Mapping[str, Part], scale: float, capacity_known: bool
 ) -> Group:
-    """A stacked bar with its legend under it; what `parts` leave of a known capacity is free."""
-    in_colours = coloured(console)
+    """Return a stacked bar and its legend; the rest of a known capacity is free."""
+    in_colours = has_colours(console)
     free, cells = max(scale - sum(parts.values()), 0), max(4, min(console.width - 14, 72))
     used, _ = bar_widths([sum(parts.values()), free], cells)
     widths = bar_widths(list(parts.values()), used)
@@ -289,22 +289,22 @@ def _stack(
 
 
 def _totals(total: float, measured: Mapping[str, Any], flat: Mapping[str, Any]) -> str:
-    capacity, (predicted, peak) = flat.get("capacity_bytes"), compared(flat, measured)
+    capacity, (predicted, peak) = flat.get("capacity_bytes"), comparable_bytes(flat, measured)
     words = [f"predicted {size(predicted if peak else total)}"]
     if peak:
-        beside = f" beside the process's {size(measured['base_bytes'])}" if measured.get("base_bytes") else ""
-        told = [off_by(predicted, peak), why_above(predicted, peak, flat)]
-        words.append(", ".join([f"measured {size(peak)}{beside}", *filter(None, told)]))
+        base = f" in addition to the process's {size(measured['base_bytes'])}" if measured.get("base_bytes") else ""
+        remarks = [deviation(predicted, peak), excess_reason(predicted, peak, flat)]
+        words.append(", ".join([f"measured {size(peak)}{base}", *filter(None, remarks)]))
     if capacity:
         words.append(f"device {size(capacity)}")
     if flat.get("activation_checkpointing") is not None:
-        because = f": {flat['reason']}" if flat.get("reason") else ""
-        words.append(f"activation checkpointing {'on' if flat['activation_checkpointing'] else 'off'}{because}")
+        reason = f": {flat['reason']}" if flat.get("reason") else ""
+        words.append(f"activation checkpointing {'on' if flat['activation_checkpointing'] else 'off'}{reason}")
     return " · ".join(words)
 
 
 def print_data(console: Console, report: Mapping[str, Any]) -> None:
-    """One line per split: rows, documents, dropped, truncated, trained tokens, packing, and whether EOS is trained."""
+    """Print a line per split: rows, dropped, truncated and trained tokens, packing, and whether EOS is trained."""
     lines: dict[str, Text] = {}
     for name in ("train", "eval"):
         if report.get(name):
@@ -313,7 +313,7 @@ def print_data(console: Console, report: Mapping[str, Any]) -> None:
 
 
 def data_line(split: Mapping[str, Any], eos_trained: bool | None) -> Text:
-    """The facts of one split of data_report.json."""
+    """Describe one split of data_report.json."""
     tokens, trained = split["tokens"], split["trained_tokens"]
     dropped = {reason: count for reason, count in split["dropped"].items() if count}
     words = [*_rows(split), f"{tokens:,} tokens"]
@@ -335,7 +335,7 @@ def data_line(split: Mapping[str, Any], eos_trained: bool | None) -> Text:
 
 
 def _rows(split: Mapping[str, Any]) -> list[str]:
-    """How many rows a split has, and of those with answers, which and how long."""
+    """Describe the number of rows of a split and, for answers, their kind and mean length."""
     means = split.get("mean_tokens")
     if means is None:
         return [f"{split['documents']:,} documents in {split['rows']:,} rows"]
@@ -357,18 +357,18 @@ def _verdict_style(good: bool) -> str:
 
 
 class LiveMetrics:
-    """A live display of a run, fed with the records of metrics.jsonl.
+    """Live display of a run, fed with the records of metrics.jsonl.
 
-    On a terminal it is a progress bar with the newest numbers under it, redrawn in place; evaluations stay as lines
-    above. Elsewhere (a log file, CI) it prints plain lines: the first and last step, every evaluation, and in between
-    one every `every_seconds`.
+    On a terminal it is a progress bar with the latest numbers, redrawn in place; evaluations remain as lines above. In
+    a log file it prints plain lines: the first and last step, every evaluation, and otherwise one every
+    `every_seconds`.
 
     Args:
-        console: where to show it.
+        console: where to print.
         total_steps: optimizer steps of the whole run.
         numbers: of its method.
-        capacity_bytes: memory of the device, shown beside the peak.
-        every_seconds: shortest time between plain lines, by the records' own clock.
+        capacity_bytes: memory of the device, printed next to the peak.
+        every_seconds: minimum time between plain lines, by the records' clock.
     """
 
     def __init__(
@@ -447,10 +447,10 @@ class LiveMetrics:
         return " · ".join(numbers)
 
     def _eta(self, record: Mapping[str, Any]) -> str:
-        """Return the time left at the recent pace; evaluations and saves come on top.
+        """Return the remaining time at the recent pace, excluding evaluations and saves.
 
-        The pace is the median over the last 30 seconds of steps, at least 3 records: a first step that compiles
-        does not count as the pace. A machine that becomes busy, or free again, shows in it within that time.
+        The pace is the median over the last 30 seconds of steps, at least 3 records, so that a first step that compiles
+        does not count, and changes in the machine's load show within that time.
         """
         recent: list[float] = []
         covered = 0.0
@@ -463,7 +463,7 @@ class LiveMetrics:
 
 
 def evaluation_line(record: Mapping[str, Any], numbers: Numbers, first: Mapping[str, Any] | None = None) -> Text:
-    """One evaluation: step, held-out loss (and the first one's), the method's other numbers, and time."""
+    """Describe an evaluation: step, held-out loss (and the first one), the method's other numbers, and time."""
     loss, *others = numbers.evaluated
     was = f" (from {loss.shown(first)} at step {first['step']})" if first else ""
     parts = [f"step {record['step']}", f"{loss.label} {loss.shown(record)}{was}"]

@@ -1,4 +1,4 @@
-"""Values and text from outside, as a message may show them: short, on one line, and without a terminal's commands."""
+"""Formatting of values and outside text in messages: short, on one line, without terminal commands."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 LONGEST_LINE = 800
-# What a terminal obeys or cannot print: control characters, half surrogate pairs, reversals of the reading direction.
-_COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+# Characters that a terminal executes or cannot print: controls, lone surrogates, changes of the reading direction.
+_UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
+)
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 3, 80, 80, 60
@@ -18,30 +20,30 @@ _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = 4
 
 
 def visible(text: str) -> str:
-    """`text` with control characters spelled out (`\\x1b`); newlines and tabs stay."""
-    return _COMMANDS.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)
+    r"""Escape the control characters in `text` (`\\x1b`), except newlines and tabs."""
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)
 
 
 def json_line(value: Any) -> str:
-    """`value` as JSON on one line, control characters escaped as JSON has them (`\\u007f`)."""
-    return _COMMANDS.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, ensure_ascii=False))
+    r"""Return `value` as JSON on one line, with control characters escaped as JSON does (`\\u007f`)."""
+    return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, ensure_ascii=False))
 
 
 def one_line(text: str) -> str:
-    """`text` as `visible` shows it, newlines and tabs spelled out, too: for a path within a line."""
+    """Escape control characters, newlines and tabs in `text`, for a path within a line."""
     return visible(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def brief(value: Any, longest: int = 120) -> str:
-    """`repr(value)` in at most `longest` characters, whose cost does not grow with the value."""
+    """Return `repr(value)` in at most `longest` characters, at a cost independent of the value's size."""
     try:
         return cut(visible(_SHORT.repr(value)), longest)
-    except ValueError:  # an integer of more digits than Python writes
+    except ValueError:  # an integer with more digits than Python converts
         return f"a {type(value).__name__} that is too long to show"
 
 
 def cut(line: str, longest: int = LONGEST_LINE) -> str:
-    """`line`, its middle left out where it is longer than `longest` characters."""
+    """Replace the middle of a `line` longer than `longest` characters by an ellipsis."""
     if len(line) <= longest:
         return line
     end = longest // 3
@@ -49,7 +51,7 @@ def cut(line: str, longest: int = LONGEST_LINE) -> str:
 
 
 def message(text: str) -> str:
-    """`text`, a few lines, as an error may hold it: every line cut, and no terminal's commands in it."""
+    """Cut and escape every line of `text` for an error message."""
     return "\n".join(cut(visible(line)) for line in text.split("\n"))
 
 

@@ -1,16 +1,16 @@
-"""Rows cut along their tokens: each process of the axis `context` holds a slice of every row.
+"""Context parallelism: each rank of the mesh axis `context` holds a slice of every sequence's tokens.
 
-Tokens of a row meet in attention alone. Around it an all-to-all makes slices of all heads into whole rows of some
-heads, and another turns the result back (Jacobs et al. 2023, DeepSpeed-Ulysses, arXiv:2309.14509, section 3):
+Only attention mixes tokens. Before it, an all-to-all turns slices of all heads into full sequences of some heads; after
+it, another one turns the result back (Jacobs et al. 2023, DeepSpeed-Ulysses, arXiv:2309.14509, section 3):
 
     q, k, v [B, H, T/n, D]  →  [B, H/n, T, D]  →  attention  →  [B, T, H/n, D]  →  [B, T/n, H, D]
 
-Attention is a sum over keys for each head by itself, so whatever computes it stays as it is: windows, caps, documents
-of packed rows, repeatable backwards. The gradient of an all-to-all is the all-to-all of the gradients. A process sends
-(n − 1)/n of its (Hq + 2·Hk)·D and Hq·D numbers a token and layer, whatever the number of processes.
+Heads are independent, so the attention itself is unchanged: windows, softcaps, documents of packed sequences,
+deterministic backwards. The gradient of an all-to-all is the all-to-all of the gradients. A rank sends (n − 1)/n of its
+(Hq + 2·Hk)·D and Hq·D numbers per token and layer.
 
-Fewer key heads than processes: each is sent to several (its gradients are summed). Heads that do not divide: heads of
-zeros make up for what is lacking; they cost no time, since processes with a head less would wait for the others.
+With fewer key heads than ranks, each key head is sent to several ranks and its gradients are summed. If n does not
+divide the heads, zero heads pad them; this costs no time, since ranks with fewer heads would idle.
 """
 
 from __future__ import annotations
@@ -29,71 +29,71 @@ from ...autograd.function import OnceFunction
 
 
 @dataclass(frozen=True)
-class Context:
-    """The processes that hold the slices of a row, in their order.
+class ContextGroup:
+    """The ranks that hold the slices of a sequence, in order.
 
     Attributes:
-        ways: how many there are.
-        group: their process group.
+        degree: number of ranks.
+        group: process group.
     """
 
-    ways: int
+    degree: int
     group: Any
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Whole rows of this process's heads; every process of the group calls it.
+        """Exchange slices of all heads for full sequences of this rank's heads; all ranks must call it.
 
         Args:
             query: [B, Hq, t, D], a slice of all heads.
             key, value: [B, Hk, t, D] and [B, Hk, t, E], Hk dividing Hq.
 
         Returns:
-            query: [B, hq, ways · t, D], hq = ⌈Hq / ways⌉.
-            key, value: [B, hk, ways · t, D] and [B, hk, ways · t, E], hk dividing hq.
+            query: [B, hq, degree · t, D], hq = ⌈Hq / degree⌉.
+            key, value: [B, hk, degree · t, D] and [B, hk, degree · t, E], hk dividing hq.
         """
-        again, lacking = self._fit(query.shape[1], key.shape[1])
-        key, value = (x.repeat_interleave(again, 1) if again > 1 else x for x in (key, value))
-        heads = (F.pad(x, (0, 0, 0, 0, 0, lacking)) if lacking else x for x in (query, key, value))
-        slices = (x.unflatten(1, (self.ways, -1)).permute(1, 0, 3, 2, 4) for x in heads)  # [ways, B, t, h, D]
-        rows = (x.transpose(0, 1).flatten(1, 2) for x in _Exchange.apply(self.group, *slices))
+        repeats, padding = self._fit(query.shape[1], key.shape[1])
+        key, value = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (key, value))
+        heads = (F.pad(x, (0, 0, 0, 0, 0, padding)) if padding else x for x in (query, key, value))
+        slices = (x.unflatten(1, (self.degree, -1)).permute(1, 0, 3, 2, 4) for x in heads)  # [degree, B, t, h, D]
+        rows = (x.transpose(0, 1).flatten(1, 2) for x in _AllToAll.apply(self.group, *slices))
         query, key, value = (x.transpose(1, 2) for x in rows)
         return query, key, value
 
     def to_tokens(self, out: Tensor, heads: int) -> Tensor:
-        """This process's slice of all heads.
+        """Exchange full sequences of this rank's heads for this rank's slice of all heads; all ranks must call it.
 
         Args:
-            out: [B, ways · t, h, D], whole rows of this process's heads.
-            heads: of all processes.
+            out: [B, degree · t, h, D].
+            heads: number of heads on all ranks.
 
         Returns:
             [B, t, heads, D].
         """
-        slices = out.unflatten(1, (self.ways, -1)).transpose(0, 1)
-        return _Exchange.apply(self.group, slices)[0].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :heads]
+        slices = out.unflatten(1, (self.degree, -1)).transpose(0, 1)
+        return _AllToAll.apply(self.group, slices)[0].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :heads]
 
     def _fit(self, heads: int, key_heads: int) -> tuple[int, int]:
-        """How often each key head is sent, and how many heads of zeros follow."""
-        lacking = -heads % self.ways
-        most = heads if lacking else math.lcm(key_heads, self.ways)
-        return most // key_heads, lacking
+        """Return how often each key head is repeated, and the number of zero heads that pad the heads."""
+        padding = -heads % self.degree
+        sent = heads if padding else math.lcm(key_heads, self.degree)
+        return sent // key_heads, padding
 
 
-class _Exchange(OnceFunction):
-    """Of each tensor [ways, …] part i goes to process i; part j of the result came from process j."""
+class _AllToAll(OnceFunction):
+    """All-to-all of tensors [degree, …]: rank i receives entry i, and entry j of the result is from rank j."""
 
     @staticmethod
     def forward(ctx, group, *tensors):
         ctx.group = group
-        return _exchanged(tensors, group)
+        return _all_to_all(tensors, group)
 
     @staticmethod
     def backward(ctx, *grads):
-        return None, *_exchanged(grads, ctx.group)
+        return None, *_all_to_all(grads, ctx.group)
 
 
-def _exchanged(tensors: Sequence[Tensor], group: Any) -> tuple[Tensor, ...]:
-    """Each is on its way while the next is laid out."""
+def _all_to_all(tensors: Sequence[Tensor], group: Any) -> tuple[Tensor, ...]:
+    """Exchange tensors; each transfer overlaps the layout change of the next tensor."""
     sent, received, works = [], [], []
     for tensor in tensors:
         sent.append(tensor.contiguous())

@@ -1,13 +1,13 @@
-"""Models whose rows are cut along their tokens (`parallel.context.exchange`): a process's slice of a batch, what attention is
-told of whole rows, and which models cannot be cut.
+"""Context parallelism of a model (`parallel.context.exchange`): shards of a batch, metadata of full sequences for
+attention, and the models that are refused.
 
-A forward is divided where its batch says so (`slice_of`); every other runs as ever: answers and checks see
-whole rows. What a batch says reaches `attention.attend` as a keyword argument, so a layer that is computed again in
-backward repeats its all-to-alls, in the same order on every process.
+A forward is context parallel only if its batch has a `context` entry (`context_shard`); sampling and checks pass full
+sequences. The entry reaches `attention.attend` as a keyword argument, so that recomputation in backward repeats the
+all-to-alls, in the same order on every rank.
 
-A model in which tokens meet outside of attention (a recurrent state, a convolution) would compute something else on
-slices, silently. So the kinds of layers are looked at, a tiny model of the same kind is run whole and divided before
-any weight is read, and the run compares its loss with the undivided one (`train.checks`).
+A model that mixes tokens outside of attention (a recurrent state, a convolution) would silently compute something else
+on slices. So its kinds of layers are checked, a tiny model of the same kind is run unsharded and sharded before any
+weight is read, and the run compares its loss with the unsharded one (`train.checks`).
 """
 
 from __future__ import annotations
@@ -29,47 +29,47 @@ from ...modeling.packed_forwards import is_wrapped, unwrap, wrap, wrapped_forwar
 from ...modeling.tiny_model import tiny_model
 from ...ops import IGNORE_INDEX
 from ...utils.errors import ConfigError
-from ..context.exchange import Context
+from ..context.exchange import ContextGroup
 from ..mesh import Mesh
 from ..support import WITHOUT_CONTEXT, unsupported_context, unsupported_packing
 
-OF_ATTENTION = (POSITION_IDS, ATTENTION_MASK)  # columns that attention needs for full sequences
-PROBE = 12  # tokens a process of the probe's rows, above a tiny model's windows
-TOKENS = 200  # of a tiny model's vocabulary
-FAR = 1e-3  # relative to its norm, so far from the undivided one no rounding brings a hidden state in float32
+ATTENTION_COLUMNS = (POSITION_IDS, ATTENTION_MASK)  # columns that attention needs of full sequences
+PROBE_TOKENS = 12  # tokens per rank in the probe's sequences, above a tiny model's windows
+PROBE_VOCABULARY = 200  # tokens in a tiny model's vocabulary
+TOLERANCE = 1e-3  # relative error of hidden states, far above float32 rounding
 
 
 @contextlib.contextmanager
-def divided(model: nn.Module, mesh: Mesh) -> Iterator[None]:
-    """Inside, `model` takes what `slice_of` gives, and whole batches as before.
+def context_parallel(model: nn.Module, mesh: Mesh) -> Iterator[None]:
+    """Within the context, `model` also accepts the shards of `context_shard`, in addition to full batches.
 
     Args:
         model: a causal LM of transformers, plain or inside a `peft.PeftModel`, patched or not.
 
     Raises:
-        ConfigError: it cannot be divided.
+        ConfigError: the model does not support it.
     """
-    if mesh.ways(CONTEXT) == 1:
+    if mesh.degree(CONTEXT) == 1:
         yield
         return
     causal_lm = causal_lm_of(model)
-    if reason := unsupported_context(causal_lm.config, mesh.ways(CONTEXT), mesh.ways("tensor")):
+    if reason := unsupported_context(causal_lm.config, mesh.degree(CONTEXT), mesh.degree("tensor")):
         raise ConfigError(reason.problem, reason.fix)
     if is_wrapped(causal_lm.base_model):
         reason = unsupported_packing(mesh.layout, None)
         assert reason is not None
         raise ConfigError(reason.problem, reason.fix)
-    with _divided(causal_lm):
+    with _context_parallel(causal_lm):
         yield
 
 
 @contextlib.contextmanager
-def _divided(causal_lm: Any) -> Iterator[None]:
+def _context_parallel(causal_lm: Any) -> Iterator[None]:
     config = causal_lm.config.get_text_config()
     before = config._attn_implementation
-    config._attn_implementation = _divided_name(causal_lm, config)
+    config._attn_implementation = _attention_name(causal_lm, config)
     register()
-    wrap(causal_lm.base_model, divided_forward)
+    wrap(causal_lm.base_model, context_parallel_forward)
     try:
         yield
     finally:
@@ -77,10 +77,12 @@ def _divided(causal_lm: Any) -> Iterator[None]:
         config._attn_implementation = before
 
 
-def _divided_name(causal_lm: Any, config: Any) -> str:
-    """Of an attention that knows of slices, and that computes what the model's does."""
+def _attention_name(causal_lm: Any, config: Any) -> str:
+    """Return the context-parallel attention that computes what the model's attention does."""
     capped, name = is_capped(config), config._attn_implementation
-    if name in (ATTENTION_NAME, SCORES_NAME) and not has_sinks(config):  # whose heads' sinks would have to go where the heads go
+    if name in (ATTENTION_NAME, SCORES_NAME) and not has_sinks(
+        config
+    ):  # whose heads' sinks would have to go where the heads go
         return name
     if name != ("eager" if capped else "sdpa"):
         raise ConfigError(*_unknown_attention(name, "eager" if capped else "sdpa" if causal_lm._supports_sdpa else ""))
@@ -88,89 +90,90 @@ def _divided_name(causal_lm: Any, config: Any) -> str:
 
 
 def _unknown_attention(name: str, known: str) -> tuple[str, str]:
-    wrong = f"attn_implementation: {name} does not see whole rows where context cuts them"
-    return wrong, f"set attn_implementation: {known}, or {WITHOUT_CONTEXT}" if known else WITHOUT_CONTEXT
+    problem = f"attn_implementation: {name} does not support context parallelism"
+    return problem, f"set attn_implementation: {known}, or {WITHOUT_CONTEXT}" if known else WITHOUT_CONTEXT
 
 
-def divided_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """A backbone's forward; of a slice, its attention is told of the whole rows."""
+def context_parallel_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Forward of a backbone; for a shard, it passes metadata of the full sequences to attention."""
     own, kwargs = wrapped_forward(self, args, kwargs)
-    context: Context | None = kwargs.get(CONTEXT)
+    context: ContextGroup | None = kwargs.get(CONTEXT)
     if context is None:
         return own(**kwargs)
-    whole = {name: kwargs.pop(UNSPLIT + name, None) for name in OF_ATTENTION}
+    full = {name: kwargs.pop(UNSPLIT + name, None) for name in ATTENTION_COLUMNS}
     tokens = kwargs["inputs_embeds"] if kwargs.get("input_ids") is None else kwargs["input_ids"]
-    return own(**kwargs | _of_attention(self, tokens, context, {**kwargs, **whole}))
+    return own(**kwargs | _attention_inputs(self, tokens, context, {**kwargs, **full}))
 
 
-def _of_attention(module: Any, tokens: Tensor, context: Context, whole: Mapping[str, Any]) -> dict[str, Any]:
-    """What attention reads of whole rows: where documents begin, or transformers' masks."""
+def _attention_inputs(module: Any, tokens: Tensor, context: ContextGroup, full: Mapping[str, Any]) -> dict[str, Any]:
+    """Return document bounds or transformers' masks of the full sequences."""
     backbone = getattr(module, "language_model", module)
-    rows, length = tokens.shape[0], tokens.shape[1] * context.ways
+    rows, length = tokens.shape[0], tokens.shape[1] * context.degree
     if backbone.config._attn_implementation in (ATTENTION_NAME, SCORES_NAME):
-        found = metadata(backbone, rows, length, tokens.device, whole)
+        found = metadata(backbone, rows, length, tokens.device, full)
         if found:
             return found
-    return {"attention_mask": _masks(backbone, rows, length, tokens.device, whole)}
+    return {"attention_mask": _masks(backbone, rows, length, tokens.device, full)}
 
 
-def _masks(backbone: Any, rows: int, length: int, device: torch.device, whole: Mapping[str, Any]) -> Any:
-    """transformers' mask of whole rows, or one for each type of layer."""
+def _masks(backbone: Any, rows: int, length: int, device: torch.device, full: Mapping[str, Any]) -> Any:
+    """Return transformers' mask of full sequences, or one per type of layer."""
     from transformers.masking_utils import create_masks_for_generate
 
     dtype = backbone.get_input_embeddings().weight.dtype
     masks = create_masks_for_generate(
         backbone.config,
         torch.empty(rows, length, 0, dtype=dtype, device=device),  # the embeddings, read for their shape and dtype
-        whole["attention_mask"],
+        full["attention_mask"],
         None,  # no cache, whose name differs between versions of transformers
-        position_ids=whole["position_ids"],
+        position_ids=full["position_ids"],
     )
     # models with layers of one type may know no others, and all take one mask for all layers
     return next(iter(masks.values())) if isinstance(masks, dict) and len(masks) == 1 else masks
 
 
-def check_divided_like(
+def check_context_parallel(
     model_config: Any, mesh: Mesh, *, attention: str | None = None, trust_remote_code: bool = False
 ) -> None:
-    """Whether the rows of a model of `model_config` can be cut: a few small layers of the kinds that it has are run
-    whole and divided, by every process of `mesh`.
+    """Check that models of `model_config` support context parallelism, on a few small layers of the same kinds.
+
+    All ranks of `mesh` must call it.
 
     Args:
-        attention: `attn_implementation`; None: as models are loaded.
+        attention: `attn_implementation`; default: as models are loaded.
 
     Raises:
-        ConfigError: they cannot be.
+        ConfigError: they do not.
     """
-    ways = mesh.ways(CONTEXT)
-    if reason := unsupported_context(model_config, ways, mesh.ways("tensor")):
+    degree = mesh.degree(CONTEXT)
+    if reason := unsupported_context(model_config, degree, mesh.degree("tensor")):
         raise ConfigError(reason.problem, reason.fix)
     known = "eager" if is_capped(model_config.get_text_config()) else "sdpa"
     if attention not in (None, known):
         raise ConfigError(*_unknown_attention(attention, known))
-    rows = torch.arange(10, 10 + 2 * ways * PROBE).view(2, -1)
-    documents = torch.cat([torch.arange(n) for n in (PROBE + 5, ways * PROBE - PROBE - 5)])
-    plain = {"input_ids": rows % TOKENS, "labels": rows}
+    rows = torch.arange(10, 10 + 2 * degree * PROBE_TOKENS).view(2, -1)
+    documents = torch.cat([torch.arange(n) for n in (PROBE_TOKENS + 5, degree * PROBE_TOKENS - PROBE_TOKENS - 5)])
+    plain = {"input_ids": rows % PROBE_VOCABULARY, "labels": rows}
     batches = [plain, {**plain, "position_ids": documents.repeat(2, 1)}]
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = tiny_model(model_config, trust_remote_code=trust_remote_code)
-        if attention or known == "eager":  # as it is loaded; transformers 5.17 would leave out the cap
+        if attention or known == "eager":  # as loading does; transformers 5.17 would ignore the softcap
             model.set_attn_implementation(known)
-        whole = [_hidden_states(model, batch) for batch in batches]
-    except Exception:  # whatever the model's own code says to sizes that were not made for it; the run asks again
+        full = [_hidden_states(model, batch) for batch in batches]
+    except Exception:  # the model's code may not support tiny sizes; the run checks its loss later
         return
-    refused = f"parallel: context: {ways}: rows of {model_config.model_type} cannot be cut: "
+    prefix = f"parallel: context: {degree}: {model_config.model_type} cannot be split along tokens: "
     try:
-        with _divided(model):  # which may have fewer heads than there are processes
-            slices = [_hidden_states(model, slice_of(batch, mesh)) for batch in batches]
-    except (TypeError, AttributeError) as error:  # a forward that hands its layers no keyword arguments
-        raise ConfigError(f"{refused}{error}", WITHOUT_CONTEXT) from error
-    own = slice(mesh.place(CONTEXT) * PROBE, (mesh.place(CONTEXT) + 1) * PROBE)
-    far = max(_distance(found, expected[:, own]) for found, expected in zip(slices, whole, strict=True))
-    if not mesh.max(far) <= FAR:
-        raise ConfigError(f"{refused}its layers see other tokens otherwise than by attention", WITHOUT_CONTEXT)
+        with _context_parallel(model):
+            slices = [_hidden_states(model, context_shard(batch, mesh)) for batch in batches]
+    except (TypeError, AttributeError) as error:  # a forward that does not pass keyword arguments to its layers
+        raise ConfigError(f"{prefix}{error}", WITHOUT_CONTEXT) from error
+    own = slice(mesh.coordinate(CONTEXT) * PROBE_TOKENS, (mesh.coordinate(CONTEXT) + 1) * PROBE_TOKENS)
+    largest = max(_distance(found, expected[:, own]) for found, expected in zip(slices, full, strict=True))
+    if not mesh.max(largest) <= TOLERANCE:
+        raise ConfigError(f"{prefix}its layers mix tokens outside attention", WITHOUT_CONTEXT)
 
 
 @torch.no_grad()
@@ -179,43 +182,46 @@ def _hidden_states(model: Any, batch: Mapping[str, Any]) -> Tensor:
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
-    """Of hidden states [B, T, H], the largest of a token, relative to its norm."""
-    far = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
-    return float(far.nan_to_num(torch.inf).max())
+    """Return the largest error of a token's hidden state [B, T, H], relative to its norm."""
+    errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    return float(errors.nan_to_num(torch.inf).max())
 
 
-def slice_of(batch: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
-    """This process's slice of the rows of a batch; the batch itself where rows are not cut.
+def context_shard(batch: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
+    """Return this rank's slice of a batch's sequences; the batch itself without context parallelism.
 
-    Rows are padded on the right, with untrained tokens, to a multiple of the slices. Nothing waits for the device.
+    Sequences are padded on the right with untrained tokens to a multiple of the degree, without a device
+    synchronization.
 
     Args:
-        batch: `input_ids` and `labels` [B, T], and perhaps `attention_mask` and `position_ids` [B, T]; where documents
-            begin, as transformers' flash attention is told; and more. Tensors [B, T, …] are cut, others left.
+        batch: `input_ids` and `labels` [B, T], optionally `attention_mask` and `position_ids` [B, T], document bounds
+            as for transformers' flash attention, and other entries. Tensors [B, T, …] are sliced, others unchanged.
 
     Returns:
-        The slice: its `position_ids` [B, t] are those within the row, or the document; `shift_labels` [B, t] take the
-        place of `labels`: position i has the label of the token behind it, which may be in the next slice. Beside it
-        `context`, and of whole rows what attention must know, named with `UNSPLIT`.
+        The slice. Its `position_ids` [B, t] count within the full sequence or document. `shift_labels` [B, t] replace
+        `labels`: position i has the label of the next token, which may be in the next slice. `context` is the
+        `ContextGroup`; what attention needs of full sequences is named with the prefix `UNSPLIT`.
     """
-    ways = mesh.ways(CONTEXT)
-    if ways == 1:
+    degree = mesh.degree(CONTEXT)
+    if degree == 1:
         return dict(batch)
     rows, length = batch["input_ids"].shape
-    lacking = -length % ways
-    size = (length + lacking) // ways
-    own = slice(mesh.place(CONTEXT) * size, (mesh.place(CONTEXT) + 1) * size)
+    padding = -length % degree
+    size = (length + padding) // degree
+    own = slice(mesh.coordinate(CONTEXT) * size, (mesh.coordinate(CONTEXT) + 1) * size)
     row = {
-        name: pad_tokens(value, lacking) if is_per_token(value, rows, length) else value
+        name: pad_tokens(value, padding) if is_per_token(value, rows, length) else value
         for name, value in batch.items()
     }
-    row["shift_labels"] = F.pad(row.pop("labels")[:, 1:length], (0, 1 + lacking), value=IGNORE_INDEX)
-    positions = torch.arange(length + lacking, device=row["input_ids"].device).expand(rows, -1)
-    if "position_ids" in batch:  # the padding is a document
-        row["position_ids"] = torch.cat([batch["position_ids"], positions[:, :lacking]], 1)
-    whole = {UNSPLIT + name: row[name] for name in OF_ATTENTION if name in row} | padded_bounds(row, length, lacking)
+    row["shift_labels"] = F.pad(row.pop("labels")[:, 1:length], (0, 1 + padding), value=IGNORE_INDEX)
+    positions = torch.arange(length + padding, device=row["input_ids"].device).expand(rows, -1)
+    if "position_ids" in batch:  # the padding is a document of its own
+        row["position_ids"] = torch.cat([batch["position_ids"], positions[:, :padding]], 1)
+    full = {UNSPLIT + name: row[name] for name in ATTENTION_COLUMNS if name in row} | padded_bounds(
+        row, length, padding
+    )
     row = {"position_ids": positions} | row
     row.pop("attention_mask", None)
-    cut = {name: value[:, own].contiguous() if is_per_token(value, rows, length + lacking) else value
+    cut = {name: value[:, own].contiguous() if is_per_token(value, rows, length + padding) else value
            for name, value in row.items()}  # fmt: skip
-    return cut | whole | {CONTEXT: Context(ways, mesh.group(CONTEXT))}
+    return cut | full | {CONTEXT: ContextGroup(degree, mesh.group(CONTEXT))}

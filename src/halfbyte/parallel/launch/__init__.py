@@ -1,1 +1,1 @@
-"""Start the processes of a run, compare what they were given and end them together."""
+"""Launcher of a run's ranks, checks that they agree, bandwidth probe and failure reports."""

@@ -1,5 +1,6 @@
-"""What the processes of a run must have in common, compared before any long work: else it ends in a hang, or in losses
-that no process alone would have."""
+"""Checks that all ranks agree on keys, versions, GPUs and output folder, before any long work: a difference would
+end in a hang or in silently different losses.
+"""
 
 from __future__ import annotations
 
@@ -17,55 +18,56 @@ from ...utils.errors import ConfigError
 from ...utils.text import cut
 from ..mesh import Mesh
 
-OWN = frozenset(["device", "dataset_num_proc"])  # keys that may differ between hosts
+PER_HOST_KEYS = frozenset(["device", "dataset_num_proc"])
 PACKAGES = ("torch", "transformers", "peft")
-PATIENCE = 15.0  # seconds until a file that one host has written is seen by another, whose file system may remember
+VISIBILITY_TIMEOUT = 15.0  # seconds until another host sees a new file; network file systems cache directories
 
 
 def check_agreement(mesh: Mesh, config: RunConfig) -> None:
-    """Whether all processes have the same keys and versions, and each a GPU of its own.
+    """Check that all ranks have equal keys and versions and a GPU each.
 
     Raises:
-        ConfigError: in every process, the first difference; or which share a GPU.
+        ConfigError: on every rank, with the first difference or the shared GPU.
     """
     if mesh.size == 1:
         return
-    keys = {key: repr(value) for key, value in config.model_dump().items() if key not in OWN}
+    keys = {key: repr(value) for key, value in config.model_dump().items() if key not in PER_HOST_KEYS}
     versions = {"halfbyte": __version__} | {name: metadata.version(name) for name in PACKAGES}
     facts: dict[str, Any] = {"keys": keys, "versions": versions, "gpu": _gpu(mesh)}
-    told = mesh.gather(facts)
-    for what, fix in (
+    gathered = mesh.gather(facts)
+    for kind, fix in (
         ("versions", "install the same versions on every host"),
-        ("keys", "start all with the same file and the same keys"),
+        ("keys", "start all processes with the same file and the same keys"),
     ):
-        for rank, theirs in enumerate(told):
-            if differing := _difference(told[0][what], theirs[what]):
+        for rank, theirs in enumerate(gathered):
+            if differing := _difference(gathered[0][kind], theirs[kind]):
                 name, first, other = differing
-                said = f"{name} is {cut(first, 80)} in process 0, and {cut(other, 80)} in process {rank}"
-                raise ConfigError(f"the processes of this run differ: {said}", fix)
-    gpus = [each["gpu"] for each in told]
+                detail = f"{name} is {cut(first, 80)} in process 0, and {cut(other, 80)} in process {rank}"
+                raise ConfigError(f"the processes of this run differ: {detail}", fix)
+    gpus = [each["gpu"] for each in gathered]
     for rank, gpu in enumerate(gpus):
         if gpu and gpus.index(gpu) < rank:
-            what = f"processes {gpus.index(gpu)} and {rank} of this run have the same GPU ({gpu})"
-            raise ConfigError(what, "start at most a process for each GPU of a host, numbered from 0 on")
+            problem = f"processes {gpus.index(gpu)} and {rank} of this run have the same GPU ({gpu})"
+            raise ConfigError(problem, "start at most one process per GPU of a host, numbered from 0")
 
 
 def _gpu(mesh: Mesh) -> str:
-    """What names this process's GPU among all there are; empty on a CPU."""
+    """Return the UUID of this rank's GPU; empty on a CPU."""
     if mesh.kind == "cpu":
         return ""
     return str(torch.cuda.get_device_properties(mesh.local).uuid)
 
 
 def _difference(first: dict[str, str], other: dict[str, str]) -> tuple[str, str, str] | None:
+    """Return the first key that differs, with both values."""
     return next(((name, value, other[name]) for name, value in first.items() if other[name] != value), None)
 
 
 def check_shared(mesh: Mesh, folder: Path) -> None:
-    """Whether all processes see the folder that the first one writes into.
+    """Check that all ranks see the folder that the main rank writes to.
 
     Raises:
-        ConfigError: in every process, which do not.
+        ConfigError: on every rank, with the ranks that do not see it.
     """
     if mesh.size == 1:
         return
@@ -73,8 +75,8 @@ def check_shared(mesh: Mesh, folder: Path) -> None:
     try:
         if mesh.is_main:
             mark.touch()
-        mesh.wait()
-        until = time.monotonic() + PATIENCE
+        mesh.barrier()
+        until = time.monotonic() + VISIBILITY_TIMEOUT
         while not (seen := mark.exists()) and time.monotonic() < until:
             time.sleep(0.5)
         blind = [str(rank) for rank, sees in enumerate(mesh.gather(seen)) if not sees]
@@ -82,5 +84,5 @@ def check_shared(mesh: Mesh, folder: Path) -> None:
         if mesh.is_main:
             mark.unlink(missing_ok=True)
     if blind:
-        what = f"output_dir: what process 0 writes into {folder} is not seen by process {', '.join(blind)}"
-        raise ConfigError(what, "name a folder on a disk that every host has at the same path")
+        problem = f"output_dir: files that process 0 writes into {folder} are not visible to process {', '.join(blind)}"
+        raise ConfigError(problem, "name a folder on a disk that every host has at the same path")

@@ -1,4 +1,4 @@
-"""How fast the links of a mesh carry bytes while all of its processes use them."""
+"""Bandwidth probe of a mesh's links, with all ranks using them at once."""
 
 from __future__ import annotations
 
@@ -8,37 +8,39 @@ from typing import Any
 
 import torch
 
-from ..collectives import gathered
+from ..collectives import all_gather
 from ..mesh import AXES, Mesh
 
-SHARE = 64 * 2**20  # bytes that each process gives
-TIMES = 3
+MESSAGE_BYTES = 64 * 2**20  # per rank
+REPEATS = 3
 
 
-def gather_rate(mesh: Mesh, device: torch.device) -> float | None:
-    """Bytes a second that each process receives in an all-gather over all; None where nothing is measured: alone, or on
-    a CPU."""
+def all_gather_bandwidth(mesh: Mesh, device: torch.device) -> float | None:
+    """Measure bytes per second that each rank receives in an all-gather over all; None with one process or on a CPU."""
     if mesh.size == 1 or device.type != "cuda":
         return None
-    group, own = mesh.group(*AXES), torch.zeros(SHARE, dtype=torch.uint8, device=device)
-    return (mesh.size - 1) * SHARE / _seconds(mesh, device, lambda: gathered(own, group))
+    group, own = mesh.group(*AXES), torch.zeros(MESSAGE_BYTES, dtype=torch.uint8, device=device)
+    return (mesh.size - 1) * MESSAGE_BYTES / _seconds(mesh, device, lambda: all_gather(own, group))
 
 
-def host_rate(mesh: Mesh, device: torch.device) -> float | None:
-    """Bytes a second that each process copies to pinned host memory while all do, the slowest's; None on a CPU."""
+def host_copy_bandwidth(mesh: Mesh, device: torch.device) -> float | None:
+    """Measure bytes per second of the slowest rank's copies to pinned host memory, all ranks at once; None on a CPU."""
     if device.type != "cuda":
         return None
-    here, there = torch.zeros(SHARE, dtype=torch.uint8, device=device), torch.empty(SHARE, dtype=torch.uint8)
+    here, there = (
+        torch.zeros(MESSAGE_BYTES, dtype=torch.uint8, device=device),
+        torch.empty(MESSAGE_BYTES, dtype=torch.uint8),
+    )
     there = there.pin_memory()
-    return SHARE / _seconds(mesh, device, lambda: there.copy_(here, non_blocking=True))
+    return MESSAGE_BYTES / _seconds(mesh, device, lambda: there.copy_(here, non_blocking=True))
 
 
 def _seconds(mesh: Mesh, device: torch.device, call: Callable[[], Any]) -> float:
-    """Of the fastest of a few calls that all processes begin together, the slowest process's."""
+    """Time a few synchronized calls; returns the slowest rank's fastest call."""
     seconds = []
-    for _ in range(TIMES):
+    for _ in range(REPEATS):
         torch.cuda.synchronize(device)
-        mesh.wait()
+        mesh.barrier()
         began = time.perf_counter()
         call()
         torch.cuda.synchronize(device)

@@ -1,7 +1,7 @@
-"""What one process of several knows of its launcher (halfbyte's, torchrun, accelerate's), and leaves it when it fails.
+"""Launcher environment of one rank (halfbyte's launcher, torchrun or accelerate), rendezvous and failure reports.
 
-A rank that fails does not print: it leaves its error in the file that torch's launchers name, where halfbyte's own
-reads it and torchrun finds its "root cause". So an error is said once, last, whichever rank met it.
+A rank that fails does not print its error. It writes the error to the file that torch's launchers name. halfbyte's
+launcher reads it and torchrun reports it as the root cause, so an error is printed once, at the end.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from ...utils.notices import notice
 from ...utils.text import brief
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-OURS = "halfbyte"  # in that file: what torch's own keys have no room for
-MEETING = ("RANK", "MASTER_ADDR", "MASTER_PORT")
-FOREIGN = {
+OUR_KEY = "halfbyte"  # key of that JSON file for fields that torch does not define
+RENDEZVOUS_KEYS = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+ACCELERATE_SWITCHES = {
     "ACCELERATE_USE_FSDP": "{shard: N}",
     "ACCELERATE_USE_DEEPSPEED": "{shard: N}",
     "ACCELERATE_USE_MEGATRON_LM": "{tensor: N}, or another axis",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "{data: N}, or another axis",
 }
-GONE = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
-MOST = 2**20  # processes of a run
-SILENT = 10.0  # seconds of waiting, after which that is said
-NAMED = 30.0  # seconds in which the launcher's host is to have its name
-LATER = 3600  # seconds; torchrun takes the earliest failure for the cause
+LOST_PEER_MESSAGES = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+MAX_PROCESSES = 2**20
+NOTICE_AFTER = 10.0  # seconds in the rendezvous before a notice
+DNS_TIMEOUT = 30.0  # seconds
+CONSEQUENCE_DELAY = 3600  # seconds added to timestamps: torchrun reports the earliest failure as the cause
 
 
 def is_rank() -> bool:
-    """Whether a launcher has started this process as one of several, or as the only one that is to be."""
+    """Return whether a launcher started this process as a rank, the only one included."""
     return "LOCAL_RANK" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1"
 
 
-def launched_as(name: str, least: int, most: int, default: int) -> int:
-    """A whole number that the launcher has put into the environment; `default` where it has not.
+def launcher_int(name: str, least: int, most: int, default: int) -> int:
+    """Return an integer from the launcher's environment, or `default` if it is not set.
 
     Raises:
-        ConfigError: it is none from `least` to `most`.
+        ConfigError: the value is not an integer from `least` to `most`.
     """
     given = os.environ.get(name) or str(default)
     if not (given.isascii() and given.isdigit() and least <= int(given[:9]) <= most):
@@ -62,52 +62,53 @@ def launched_as(name: str, least: int, most: int, default: int) -> int:
 
 
 def is_main_rank() -> bool:
-    """Whether this process is the one that speaks: the first, or the only one."""
+    """Return whether this process is rank 0 or the only process."""
     return os.environ.get("RANK", "0") == "0"
 
 
-# --- meeting ----------------------------------------------------------------------------------------------------------
+# --- rendezvous -------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def meeting(size: int) -> Iterator[None]:
-    """Around what joins a process group: what keeps processes from meeting is an error that says how they can.
+def rendezvous(size: int) -> Iterator[None]:
+    """Check the launcher's environment, and turn errors of joining the process group into instructive ones.
 
     Raises:
-        ConfigError: the launcher's environment is not whole, asks for other software, or its port is in use.
-        TrainingError: not all processes have come.
+        ConfigError: the environment is incomplete or asks for another library's parallelism, or the port is in use.
+        TrainingError: not all processes have joined.
     """
-    for name, instead in FOREIGN.items():
+    for name, instead in ACCELERATE_SWITCHES.items():
         if os.environ.get(name, "false").lower() in ("true", "1"):
             fix = f"set parallel: {instead}, and launch with torchrun or a plain `accelerate launch`"
-            raise ConfigError(f"{name} is set: accelerate is to divide the run, which `parallel` does here", fix)
-    if missing := [name for name in MEETING if not os.environ.get(name)]:
+            raise ConfigError(f"{name} is set: accelerate would divide the run, which the key `parallel` does", fix)
+    if missing := [name for name in RENDEZVOUS_KEYS if not os.environ.get(name)]:
         fix = "start it with `halfbyte train` or torchrun, which set them (docs/several-gpus.md)"
         are = "are" if len(missing) > 1 else "is"
         raise ConfigError(f"WORLD_SIZE is {size}, and {', '.join(missing)} {are} not set in the environment", fix)
-    launched_as("RANK", 0, size - 1, 0)
-    place = f"{os.environ['MASTER_ADDR']}:{launched_as('MASTER_PORT', 1, 65535, 0)}"
-    _look_up(os.environ["MASTER_ADDR"])
-    waiting = threading.Timer(SILENT, notice, ("meeting", f"waiting at {place} for all {size} processes (WORLD_SIZE)"))
-    waiting.daemon = True
-    waiting.start()
+    launcher_int("RANK", 0, size - 1, 0)
+    address = f"{os.environ['MASTER_ADDR']}:{launcher_int('MASTER_PORT', 1, 65535, 0)}"
+    _wait_for_dns(os.environ["MASTER_ADDR"])
+    text = f"waiting at {address} for all {size} processes (WORLD_SIZE)"
+    timer = threading.Timer(NOTICE_AFTER, notice, ("rendezvous", text))
+    timer.daemon = True
+    timer.start()
     try:
         yield
     except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
-        said = _line(error)
         if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
-            raise ConfigError(f"{place} is in use by another program", "choose another --master-port") from error
-        fix = "look at the other processes, and whether every host can reach that address"
-        raise TrainingError(f"the {size} processes of this run did not meet at {place}: {said}", fix) from error
+            raise ConfigError(f"{address} is in use by another program", "choose another --master-port") from error
+        fix = "check the other processes, and that every host can reach this address"
+        message = f"the {size} processes of this run did not connect at {address}: {_first_line(error)}"
+        raise TrainingError(message, fix) from error
     finally:
-        waiting.cancel()
+        timer.cancel()
 
 
-def _look_up(host: str) -> None:
-    """Wait until the network knows the launcher's host: names of a cluster may come up after the processes.
+def _wait_for_dns(host: str) -> None:
+    """Wait until `host` resolves: names in a cluster may appear after the processes start.
 
     Raises:
-        ConfigError: it does not in `NAMED` seconds.
+        ConfigError: it does not resolve within `DNS_TIMEOUT`.
     """
     began = time.monotonic()
     while True:
@@ -115,25 +116,25 @@ def _look_up(host: str) -> None:
             socket.getaddrinfo(host, None)
             return
         except (OSError, UnicodeError) as error:
-            if time.monotonic() - began >= NAMED:
+            if time.monotonic() - began >= DNS_TIMEOUT:
                 cause = why(error) if isinstance(error, OSError) else str(error)
-                said = f"MASTER_ADDR: no host of the name {brief(host)} is found: {cause}"
-                raise ConfigError(said, "give the address of the first process's host") from error
+                message = f"MASTER_ADDR: cannot resolve {brief(host)}: {cause}"
+                raise ConfigError(message, "give the address of the first process's host") from error
         time.sleep(1)
 
 
 def check_device(local: int) -> None:
-    """Whether this process has a GPU of its own.
+    """Check that this process has a GPU of its own.
 
     Raises:
-        ConfigError: there are fewer than processes.
+        ConfigError: the host has fewer GPUs than processes.
     """
     if local >= (here := torch.cuda.device_count()):
-        what = f"process {local} of this host has no GPU: torch sees {here}"
-        raise ConfigError(what, f"start at most {here} processes on it (--nproc-per-node)")
+        problem = f"process {local} of this host has no GPU: torch sees {here}"
+        raise ConfigError(problem, f"start at most {here} processes on this host (--nproc-per-node)")
 
 
-# --- failing ----------------------------------------------------------------------------------------------------------
+# --- failures ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -141,66 +142,68 @@ class Failure:
     """How a rank ended.
 
     Attributes:
-        error: what is to be said.
-        follows: whether it failed for want of another one, which is the cause.
-        recorded: whether it left its error.
-        passing: whether starting again may help: the error is none that the user has to mend first.
-        trace: of its exception.
+        error: the error to print.
+        is_consequence: whether the rank failed because another rank did.
+        recorded: whether the rank reported the error itself.
+        may_pass: whether a restart may help; False for errors that the user has to fix.
+        trace: traceback.
     """
 
     rank: int
     error: HalfbyteError
-    follows: bool = False
+    is_consequence: bool = False
     recorded: bool = False
-    passing: bool = True
+    may_pass: bool = True
     trace: str = ""
 
 
-def lost_another(error: BaseException | None) -> HalfbyteError | None:
-    """The error of a process whose partner in a collective is gone or silent; None where it is another error."""
+def lost_peer_error(error: BaseException | None) -> HalfbyteError | None:
+    """Return the error to print if a peer in a collective exited or does not respond; None for other exceptions."""
     if error is None or isinstance(error, HalfbyteError):
         return None
-    if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and any(w in str(error) for w in GONE)):
-        fix = "look at that one's error, and continue with --resume"
-        return TrainingError(f"another process of this run is gone or does not answer: {_line(error)}", fix)
-    return lost_another(error.__cause__ or error.__context__)
+    if isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(w in str(error) for w in LOST_PEER_MESSAGES)
+    ):
+        fix = "see the error of that process, and continue with --resume"
+        return TrainingError(f"another process of this run has exited or does not respond: {_first_line(error)}", fix)
+    return lost_peer_error(error.__cause__ or error.__context__)
 
 
-def leave_error(error: HalfbyteError, cause: BaseException, *, bug: bool) -> bool:
-    """Leave what ended this rank to who has started it; False: nobody reads that, so that it must be printed.
+def report_error(error: HalfbyteError, cause: BaseException, *, bug: bool) -> bool:
+    """Report this rank's error to the launcher. Returns False if no launcher reads it, so that it must be printed.
 
     Args:
-        error: what the user is to read.
-        cause: what was raised.
-        bug: whether nobody foresaw it.
+        error: for the user.
+        cause: the exception.
+        bug: whether the exception was unexpected.
     """
-    place = os.environ.get(ERROR_FILE)
-    if not (is_rank() and place):
+    path = os.environ.get(ERROR_FILE)
+    if not (is_rank() and path):
         return False
-    follows = lost_another(cause) is not None
+    follows = lost_peer_error(cause) is not None
     trace = "".join(traceback.format_exception(cause))
-    said = f"error: {error.message}\nfix: {error.fix}"
+    text = f"error: {error.message}\nfix: {error.fix}"
     ours: dict[str, Any] = {"kind": type(error).__name__, "message": error.message, "fix": error.fix, "trace": trace}
-    ours |= {"follows": follows, "passing": bug or follows or lost_another(cause.__cause__) is not None}
-    when = int(time.time()) + (LATER if follows else 0)
-    extra = {"py_callstack": f"{trace}\n{said}" if bug else said, "timestamp": str(when)}
+    ours |= {"follows": follows, "passing": bug or follows or lost_peer_error(cause.__cause__) is not None}
+    when = int(time.time()) + (CONSEQUENCE_DELAY if follows else 0)
+    extra = {"py_callstack": f"{trace}\n{text}" if bug else text, "timestamp": str(when)}
     try:
-        document = {"message": {"message": said, "extraInfo": extra}, OURS: ours}
-        Path(place).write_text(json.dumps(document), encoding="utf-8")
+        document = {"message": {"message": text, "extraInfo": extra}, OUR_KEY: ours}
+        Path(path).write_text(json.dumps(document), encoding="utf-8")
     except OSError:
         return False
     return True
 
 
 def read_failure(rank: int, file: str) -> Failure | None:
-    """What a rank has left in `file`; None: nothing."""
+    """Read the error that a rank reported in `file`; None if there is none."""
     try:
-        ours: dict[str, Any] = json.loads(Path(file).read_text(encoding="utf-8"))[OURS]
+        ours: dict[str, Any] = json.loads(Path(file).read_text(encoding="utf-8"))[OUR_KEY]
     except (OSError, ValueError, KeyError):
         return None
     error = getattr(errors, ours["kind"])(ours["message"], ours["fix"])
-    return Failure(rank, error, ours["follows"], recorded=True, passing=ours["passing"], trace=ours["trace"])
+    return Failure(rank, error, ours["follows"], recorded=True, may_pass=ours["passing"], trace=ours["trace"])
 
 
-def _line(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]

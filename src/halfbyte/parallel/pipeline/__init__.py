@@ -1,1 +1,1 @@
-"""Pipeline parallelism: each process holds a stage, a run of consecutive decoder layers."""
+"""Pipeline parallelism: each rank holds stages of consecutive decoder layers."""

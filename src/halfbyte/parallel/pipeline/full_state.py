@@ -1,7 +1,7 @@
-"""What the stages of a pipeline hold apart, as one process would hold it: weights and the optimizer's state.
+"""Full state of a model in pipeline stages: weights and optimizer state as one process would hold them.
 
-Checkpoints and adapters are written whole, by the main process, in the order of one process's parameters. So they do
-not tell how many processes there were, and a run continues on another number of them.
+Checkpoints and adapters are full, written by the main rank in the order of one process's parameters. They do not depend
+on the number of ranks, and a run may resume with another number.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from halfbyte.modeling.projections import scaling_indices
 from halfbyte.ops.fp8_scaling import DelayedScaling
 from halfbyte.optim import trained_parameters
 from halfbyte.parallel.mesh import AXES, Mesh
-from halfbyte.parallel.pipeline.model import Stages
+from halfbyte.parallel.pipeline.model import LocalStages
 
 Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
 class PipelineState:
-    """The trained parameters of a model in stages; every process calls the same methods."""
+    """Gathers and splits the trained state of a model in stages; all ranks must call the same methods."""
 
     mesh: Mesh
-    stages: Stages
+    stages: LocalStages
 
     def weights(self) -> dict[str, Tensor]:
-        """Of the whole model's adapter, by their names in its file, on the CPU."""
-        return self._from_stages(adapter_weights(self.stages.model))
+        """Return the full model's adapter, by the names in its file, on the CPU."""
+        return self._gather_stages(adapter_weights(self.stages.model))
 
-    def optimizer(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The state dict that one process's optimizer would have."""
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return the state dict that the optimizer of one process would have."""
         groups, state = self._groups(optimizer), optimizer.state_dict()
         own = [name for group in self._own_groups(optimizer) for name in group]
-        found = self._from_stages({own[index]: _on_cpu(each) for index, each in state["state"].items()})
+        found = self._gather_stages({own[index]: _on_cpu(each) for index, each in state["state"].items()})
         order = {name: index for index, name in enumerate(name for group in groups for name in group)}
         return {
             "state": {order[name]: each for name, each in sorted(found.items(), key=lambda item: order[item[0]])},
@@ -48,8 +48,8 @@ class PipelineState:
             ],
         }
 
-    def own_part(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Of `state`, one process's, what this process's optimizer takes."""
+    def local_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Return this rank's part of one process's optimizer `state`."""
         order = {name: index for index, name in enumerate(name for group in self._groups(optimizer) for name in group)}
         groups = self._own_groups(optimizer)
         own = [name for group in groups for name in group]
@@ -63,55 +63,55 @@ class PipelineState:
         }
 
     def scaling(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The amax histories and scales that one process would have, on the CPU: layer by layer."""
+        """Return the amax histories and scales that one process would have, in the order of layers, on the CPU."""
         own = {
             index: {name: value[rows].cpu() for name, value in state.items()} for index, rows in self._rows().items()
         }
-        found = self._from_stages(own)
+        found = self._gather_stages(own)
         return {name: torch.cat([found[index][name] for index in sorted(found)]) for name in state}
 
-    def own_scaling(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of one process's, what this process's layers take."""
+    def local_scaling(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return this rank's part of one process's amax histories and scales."""
         own, found = self._rows(), dict[str, Tensor]()
-        lengths = self._from_stages({index: len(rows) for index, rows in own.items()})
+        lengths = self._gather_stages({index: len(rows) for index, rows in own.items()})
         order = sorted(lengths)
-        for name, whole in state.items():
-            parts = dict(zip(order, whole.split([lengths[index] for index in order]), strict=True))
-            found[name] = whole.new_empty(sum(map(len, own.values())), *whole.shape[1:])
+        for name, full in state.items():
+            parts = dict(zip(order, full.split([lengths[index] for index in order]), strict=True))
+            found[name] = full.new_empty(sum(map(len, own.values())), *full.shape[1:])
             for index, rows in own.items():
                 found[name][rows] = parts[index]
         return found
 
     def _rows(self) -> dict[int, list[int]]:
-        """Number of a layer of this process → its tensors in the state of a recipe."""
-        found = {index: scaling_indices(layer.modules()) for index, layer in enumerate(self.stages.all)}
+        """Map the index of each local layer to its tensors in the recipe's state."""
+        found = {index: scaling_indices(layer.modules()) for index, layer in enumerate(self.stages.layers)}
         return {index: rows for index, rows in found.items() if rows}
 
     def _own(self) -> dict[str, nn.Parameter]:
         return trained_parameters(self.stages.model)
 
     def _own_groups(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-        """Names of this process's parameters in each group of its optimizer."""
+        """Return the names of this rank's parameters in each group of its optimizer."""
         names = {id(parameter): name for name, parameter in self._own().items()}
         return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
     def _groups(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-        """Names of the whole model's parameters in each group, as one process's optimizer has them."""
+        """Return the names of the full model's parameters in each group, in the order of one process."""
         parts = self.mesh.gather(self._own_groups(optimizer))
-        held = [{name for part in parts for name in part[index]} for index in range(len(parts[0]))]
-        return [[name for name in self.stages.names if name in group] for group in held]
+        members = [{name for part in parts for name in part[index]} for index in range(len(parts[0]))]
+        return [[name for name in self.stages.names if name in group] for group in members]
 
-    def _from_stages(self, own: dict[Key, Any]) -> dict[Key, Any]:
-        """The entries of all stages; other processes have the same as one of these."""
-        speaks = self.mesh.place(*(axis for axis in AXES if axis != "pipeline")) == 0
-        return {name: each for part in self.mesh.gather(own if speaks else {}) for name, each in part.items()}
+    def _gather_stages(self, own: dict[Key, Any]) -> dict[Key, Any]:
+        """Merge the entries of all stages; along other axes ranks have equal entries, so one of them contributes."""
+        contributes = self.mesh.coordinate(*(axis for axis in AXES if axis != "pipeline")) == 0
+        return {name: each for part in self.mesh.gather(own if contributes else {}) for name, each in part.items()}
 
 
-def scaling_state(scaling: DelayedScaling | None, gathered: PipelineState | None) -> dict[str, Tensor] | None:
-    """What a checkpoint keeps of a recipe's state, whole; None: the run has none. Every process calls it."""
+def scaling_state(scaling: DelayedScaling | None, pipeline: PipelineState | None) -> dict[str, Tensor] | None:
+    """Return the full state of a delayed-scaling recipe for a checkpoint, or None; all ranks must call it."""
     if scaling is None:
         return None
-    return gathered.scaling(scaling.state_dict()) if gathered else scaling.state_dict()
+    return pipeline.scaling(scaling.state_dict()) if pipeline else scaling.state_dict()
 
 
 def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which schedule a pipeline runs, and which layers each of its stages has: by the seconds of layers and head."""
+"""Pipeline partition: the schedule, and the layers of each stage, chosen by the seconds of layers and head."""
 
 from __future__ import annotations
 
@@ -6,76 +6,77 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 from ...utils.errors import ConfigError
-from .schedules import Schedule
-from .simulation import Seconds, simulate
+from .schedules import Schedule, Seconds, simulate
 
-MOST_CHUNKS = 4  # stages a process, interleaved: messages stay small beside what a stage computes
-CUTS: dict[str, Callable[[int], Sequence[int]]] = {  # name → stages a process, the best first, by layers a process
+MAX_CHUNKS = 4  # stages per rank of interleaved; with more, messages would take long compared to a stage
+CHUNKS_PER_RANK: dict[
+    str, Callable[[int], Sequence[int]]
+] = {  # name → stages per rank, best first, for layers per rank
     "1f1b": lambda layers: [1],
-    "interleaved": lambda layers: range(min(MOST_CHUNKS, layers), 1, -1),
+    "interleaved": lambda layers: range(min(MAX_CHUNKS, layers), 1, -1),
     "zb-1p": lambda layers: [2] if layers > 1 else [],
     "zb-v": lambda layers: [2] if layers > 1 else [],
 }
 
 
-def chosen(
+def choose_schedule(
     name: str, ranks: int, layers: Sequence[Seconds], head: Seconds, batches: int
 ) -> tuple[Schedule, list[range]]:
-    """The schedule that a run asks for, and the layers of each stage.
+    """Return the schedule of a run and the layers of each stage.
 
     Args:
-        name: the key `pipeline_schedule`; "auto" takes 1f1b or interleaved, whichever ends first, recomputing ahead.
+        name: the key `pipeline_schedule`; "auto" simulates 1f1b and interleaved, with `ahead`, and takes the faster.
         layers: of each decoder layer; the embedding takes no time.
         head: of head and loss, after the last layer.
-        batches: micro-batches of a step.
+        batches: micro-batches per step.
 
     Raises:
-        ConfigError: there are fewer layers than stages, or the schedule does not take so many micro-batches.
+        ConfigError: there are fewer layers than stages, or the schedule does not support this number of micro-batches.
     """
     if len(layers) < ranks:
         raise ConfigError(
-            f"parallel: {ranks} pipeline stages for a model of {len(layers)} decoder layers",
+            f"parallel: {ranks} pipeline stages need as many decoder layers, and the model has {len(layers)}",
             f"set pipeline to {len(layers)} or less",
         )
     names = ["1f1b", "interleaved"] if name == "auto" else [name]
-    found = [Schedule(each, ranks, chunks) for each in names for chunks in CUTS[each](len(layers) // ranks)]
+    found = [Schedule(each, ranks, chunks) for each in names for chunks in CHUNKS_PER_RANK[each](len(layers) // ranks)]
     if not found:
         raise ConfigError(
-            f"pipeline_schedule: {name} gives each process 2 stages or more, and there are {len(layers)} decoder"
+            f"pipeline_schedule: {name} needs 2 stages or more per process, and there are {len(layers)} decoder"
             f" layers for {ranks} processes",
             "set pipeline_schedule: 1f1b, or a smaller pipeline",
         )
     timed: list[tuple[float, Schedule, list[range]]] = []
     for schedule in found:
         if schedule is found[-1] and not timed:
-            schedule.orders(batches)  # says what no schedule takes
-        if schedule.takes(batches):
-            cut = cut_layers(schedule, layers, head)
+            schedule.actions(batches)  # raises the error
+        if schedule.accepts(batches):
+            cut = partition_layers(schedule, layers, head)
             stages = stage_seconds(cut, layers, head)
-            timed.append((simulate(schedule.orders(batches), stages, ahead=True).seconds, schedule, cut))
+            timed.append((simulate(schedule.actions(batches), stages, ahead=True).seconds, schedule, cut))
     _, schedule, cut = min(timed, key=lambda each: each[0])
     return schedule, cut
 
 
 def stage_seconds(parts: Sequence[range], layers: Sequence[Seconds], head: Seconds) -> list[Seconds]:
-    """Seconds of every stage: its layers', and in the last stage the head's, which may be all that it has."""
+    """Return the seconds of every stage: its layers, and in the last stage, which may have no layer, the head."""
     found = [sum((layers[index] for index in part), Seconds(0.0, 0.0)) for part in parts]
     return [*found[:-1], found[-1] + head]
 
 
-def cut_layers(schedule: Schedule, layers: Sequence[Seconds], head: Seconds) -> list[range]:
-    """The layers of each stage: such that the busiest process has least to do, and then stages are alike.
+def partition_layers(schedule: Schedule, layers: Sequence[Seconds], head: Seconds) -> list[range]:
+    """Return the layers of each stage that minimize the load of the busiest rank, then the differences of stages.
 
-    Every stage has a layer but for the last of several a process, which may be the head alone.
+    Every stage has a layer, except that with several stages per rank the last stage may be the head only.
     """
-    stages, cheap = schedule.stages, [layer.total for layer in layers]
-    owner = [schedule.process_of(stage) for stage in range(stages)]
+    stages, totals = schedule.stages, [layer.total for layer in layers]
+    owner = [schedule.rank_of(stage) for stage in range(stages)]
     least = [1] * (stages - 1) + [0 if schedule.chunks > 1 and head.total else 1]
 
     def cost(bounds: Sequence[int]) -> tuple[float, float]:
         sums, busy = [], [0.0] * schedule.ranks
         for stage in range(stages):
-            seconds = sum(cheap[bounds[stage] : bounds[stage + 1]]) + (head.total if stage == stages - 1 else 0.0)
+            seconds = sum(totals[bounds[stage] : bounds[stage + 1]]) + (head.total if stage == stages - 1 else 0.0)
             sums.append(seconds)
             busy[owner[stage]] += seconds
         return round(max(busy), 9), round(sum(each * each for each in sums), 9)
@@ -93,7 +94,7 @@ def cut_layers(schedule: Schedule, layers: Sequence[Seconds], head: Seconds) -> 
 
 
 def _moves(bounds: list[int], least: Sequence[int]) -> Iterator[list[int]]:
-    """`bounds` with a run of neighbouring ones moved by a layer, where every stage keeps its least."""
+    """Yield `bounds` with a run of neighbours moved by one layer, if every stage keeps its minimum."""
     inner = len(bounds) - 1
     for begin in range(1, inner):
         for end in range(begin + 1, inner + 1):

@@ -1,16 +1,16 @@
-"""One process's share of a pipeline: it computes its stages in a schedule's order, and hands on what they give.
+"""Pipeline runtime of one rank: computes its stages in the order of a schedule and exchanges hidden states.
 
-The order is torch's (`schedules`); running it is done here, because torch's own runtime takes one shape for the
-micro-batches of all steps, where rows are as long as they are, runs the backward of a fused function twice where a
-schedule splits it (pytorch#174017: `needs_input_grad` does not know partial backwards), and says what went wrong in a
-stage as a RuntimeError. So a backward is never split: with adapters the gradients of weights are 3% of a forward.
+The order is torch's (`schedules`), but torch's runtime is not used: it requires one shape for the micro-batches of all
+steps, runs the backward of a fused function twice if a schedule splits it (pytorch#174017: `needs_input_grad` ignores
+partial backwards), and turns a stage's exceptions into RuntimeErrors. So backwards are never split: with adapters the
+gradients of weights are 3% of a forward.
 
-All processes of a pipeline read the same rows, so each knows the shape of what it will receive, and document bounds
-and positions need no sending.
+All ranks of a pipeline read the same sequences, so each knows the shapes of its messages, and document bounds and
+positions are not sent.
 
-Messages go one by one, each pair of processes with a communicator of its own, in the order of `programs`, which says
-why that neither blocks nor loses time. In batches, as torch's own schedules send them, they would go through one queue
-for all neighbours: a process would pass on late what it has, behind what it gets late.
+Messages are sent one by one, with a communicator per pair of ranks, in the order of `add_messages`, which explains why
+this neither deadlocks nor loses time. Batched messages, as in torch's own runtime, would share one queue for all
+neighbours, where a late receive delays a send.
 """
 
 from __future__ import annotations
@@ -26,28 +26,26 @@ from torch import Tensor
 from ...autograd.checkpointing import pending_recomputes, run_ahead
 from ...utils.errors import ModelError
 from ..mesh import Mesh
-from .schedules import Schedule
-from .simulation import Action, Seconds, programs
+from .schedules import Action, Schedule, Seconds, add_messages
 
 Batch = Mapping[str, Any]
-# (stage, micro-batch, what the stage before gave [B, T, H] or None in the first) → hidden states [B, T, H]; what the
-# last stage gives is differentiated, 0-d
+# (stage, micro-batch, output of the previous stage [B, T, H] or None) → hidden states [B, T, H], or the 0-d loss
 Forward = Callable[[int, Batch, Tensor | None], Tensor]
 
 
 class Pipeline:
-    """The stages of this process among those of the others along the axis `pipeline`.
+    """This rank's stages in the pipeline along the axis `pipeline`.
 
     Args:
-        seconds: of each stage of the model, in any unit; the same in all processes. They decide the order of messages.
+        seconds: of each stage of the model, in any unit; equal on all ranks. They determine the order of messages.
         width: H of the hidden states between stages.
         dtype: of the hidden states.
-        ahead: of a stage, how many of its layers that are recomputed may be so before the gradient is there.
-        spare: bytes of the device for what those after the first save until then; None: as many as it takes.
+        ahead: how many layers of a stage may be recomputed before the gradient arrives.
+        spare: device bytes for the activations of such layers after the first; None: unlimited.
 
     Attributes:
-        watch: a context around all that a stage computes, given "F" (forward), "again" or "B" (the rest of backward)
-            and the stage.
+        watch: context manager entered around a stage's work, given "F" (forward), "recompute" or "B" (the rest of
+            backward), and the stage.
     """
 
     watch: Callable[[str, int], AbstractContextManager[Any]] = staticmethod(lambda kind, stage: nullcontext())
@@ -66,14 +64,14 @@ class Pipeline:
     ):
         self.mesh, self.schedule, self.seconds, self.ahead = mesh, schedule, tuple(seconds), ahead
         self.width, self.dtype, self.device, self.spare = width, dtype, device, spare
-        self.saved = 0.0  # bytes of a recomputed layer and token, once known
-        self.rank, self.group = mesh.place("pipeline"), mesh.group("pipeline")
-        self.process_of = [schedule.process_of(stage) for stage in range(schedule.stages)]
+        self.saved = 0.0  # bytes per recomputed layer and token, measured at the first recomputation
+        self.rank, self.group = mesh.coordinate("pipeline"), mesh.group("pipeline")
+        self.rank_of = [schedule.rank_of(stage) for stage in range(schedule.stages)]
 
     @property
     def own(self) -> list[int]:
-        """This process's stages, from the first."""
-        return [stage for stage, rank in enumerate(self.process_of) if rank == self.rank]
+        """This rank's stages, in order."""
+        return [stage for stage, rank in enumerate(self.rank_of) if rank == self.rank]
 
     @property
     def last(self) -> int:
@@ -81,19 +79,19 @@ class Pipeline:
 
     @property
     def has_last(self) -> bool:
-        """Whether the loss is computed here."""
-        return self.process_of[self.last] == self.rank
+        """Whether this rank computes the loss."""
+        return self.rank_of[self.last] == self.rank
 
-    def recompute_ahead(self, left: Sequence[Any], tokens: int) -> None:
-        """Of what a stage's layers have left for backward, run what there is room for; backward begins with the last.
+    def recompute_ahead(self, pending: Sequence[Any], tokens: int) -> None:
+        """Recompute `pending` layers of a stage, as far as spare memory allows; backward starts with the last layer.
 
         Args:
             tokens: of the micro-batch.
         """
-        count = min(self.ahead, len(left))
-        if self.spare is not None:  # the first one's graph would be there in backward, too
+        count = min(self.ahead, len(pending))
+        if self.spare is not None:  # the first layer's activations exist in backward in any case
             count = min(count, 1 + int(self.spare // (self.saved * tokens)) if self.saved else 1)
-        for each in reversed(left[len(left) - count :]):
+        for each in reversed(pending[len(pending) - count :]):
             before = self._allocated()
             run_ahead(each)
             self.saved = max(self.saved, (self._allocated() - before) / tokens)
@@ -102,27 +100,27 @@ class Pipeline:
         return torch.cuda.memory_allocated(self.device) if self.spare is not None and not self.saved else 0
 
     def step(self, batches: Sequence[Batch], forward: Forward) -> None:
-        """Forward and backward of the micro-batches of a step, which all processes call with the same ones.
+        """Run forward and backward of the micro-batches of a step; all ranks must call it with the same ones.
 
-        Gradients are added to `.grad`.
+        Gradients accumulate in `.grad`.
 
         Args:
-            batches: as many as the schedule takes.
+            batches: a number that the schedule supports.
 
         Raises:
-            ModelError: hidden states of another dtype than `dtype` leave a stage.
+            ModelError: a stage returns hidden states of another dtype than `dtype`.
         """
-        orders = self.schedule.orders(len(batches))
-        _Run(self, batches, forward).follow(programs(orders, self.seconds, ahead=self.ahead > 0)[self.rank])
+        actions = self.schedule.actions(len(batches))
+        _Run(self, batches, forward).execute(add_messages(actions, self.seconds, ahead=self.ahead > 0)[self.rank])
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch], forward: Forward) -> None:
-        """The forwards alone, of any number of micro-batches."""
-        orders = self.schedule.orders(self.schedule.at_least(len(batches)))
+        """Run forwards only, of any number of micro-batches."""
+        actions = self.schedule.actions(self.schedule.next_accepted(len(batches)))
         forwards = tuple(
-            tuple(action for action in order if action.kind == "F" and action.batch < len(batches)) for order in orders
+            tuple(action for action in order if action.kind == "F" and action.batch < len(batches)) for order in actions
         )
-        _Run(self, batches, forward).follow(programs(forwards, self.seconds)[self.rank])
+        _Run(self, batches, forward).execute(add_messages(forwards, self.seconds)[self.rank])
 
 
 class _Run:
@@ -131,19 +129,19 @@ class _Run:
     def __init__(self, pipeline: Pipeline, batches: Sequence[Batch], forward: Forward):
         self.pipeline, self.batches, self.forward = pipeline, batches, forward
         self.grad = torch.is_grad_enabled()
-        self.here: dict[Action, tuple[Tensor, Any]] = {}  # what a stage takes, by "F" or "B", and what to wait for
+        self.inputs: dict[Action, tuple[Tensor, Any]] = {}  # inputs of actions, with their receives
         self.computed: dict[tuple[int, int], tuple[Tensor | None, Tensor, list[Any]]] = {}
         self.sending: list[tuple[Any, Tensor]] = []
 
-    def follow(self, program: Sequence[Action]) -> None:
-        does = {"F": self.compute, "B": self.differentiate, "I": self.differentiate}
+    def execute(self, program: Sequence[Action]) -> None:
+        does = {"F": self.compute, "B": self.backward, "I": self.backward}
         for action in program:
-            kind, _, way = action.kind.partition(" ")
+            kind, _, direction = action.kind.partition(" ")
             if kind == "send":
-                self.send(action._replace(kind=way))
+                self.send(action._replace(kind=direction))
             elif kind == "receive":
-                self.receive(action._replace(kind=way))
-            elif kind in does:  # "W": its part of the backward is done
+                self.receive(action._replace(kind=direction))
+            elif kind in does:  # "W" is part of the backward here
                 does[kind](action)
         for work, _ in self.sending:
             work.wait()
@@ -151,23 +149,23 @@ class _Run:
     # --- messages ----------------------------------------------------------------------------------------------------
 
     def receive(self, action: Action) -> None:
-        """Begin to receive what a stage takes."""
-        line, tokens = self.pipeline, self.batches[action.batch]["input_ids"]
-        buffer = torch.empty(*tokens.shape, line.width, dtype=line.dtype, device=line.device)
-        sender = line.process_of[action.stage + (-1 if action.kind == "F" else 1)]
-        self.here[action] = buffer, dist.irecv(buffer, group=line.group, group_src=sender)
+        """Start to receive the input of an action."""
+        pipeline, tokens = self.pipeline, self.batches[action.batch]["input_ids"]
+        buffer = torch.empty(*tokens.shape, pipeline.width, dtype=pipeline.dtype, device=pipeline.device)
+        sender = pipeline.rank_of[action.stage + (-1 if action.kind == "F" else 1)]
+        self.inputs[action] = buffer, dist.irecv(buffer, group=pipeline.group, group_src=sender)
 
     def send(self, action: Action) -> None:
-        """Begin to send what a stage has given, to where it is taken; what has been sent is let go."""
-        line, target = self.pipeline, _taker(action)
-        tensor, _ = self.here.pop(target)
+        """Start to send an action's result to its consumer; release completed sends."""
+        pipeline, target = self.pipeline, _consumer(action)
+        tensor, _ = self.inputs.pop(target)
         self.sending = [(work, sent) for work, sent in self.sending if not work.is_completed()]
-        receiver = line.process_of[target.stage]
-        self.sending.append((dist.isend(tensor, group=line.group, group_dst=receiver), tensor))
+        receiver = pipeline.rank_of[target.stage]
+        self.sending.append((dist.isend(tensor, group=pipeline.group, group_dst=receiver), tensor))
 
     def take(self, action: Action) -> Tensor:
-        """What a stage takes, once it is here."""
-        tensor, work = self.here.pop(action)
+        """Return the input of an action, after its receive."""
+        tensor, work = self.inputs.pop(action)
         if work is not None:
             work.wait()
         return tensor
@@ -175,38 +173,38 @@ class _Run:
     # --- computing ---------------------------------------------------------------------------------------------------
 
     def compute(self, action: Action) -> None:
-        line, stage, number = self.pipeline, action.stage, action.batch
+        pipeline, stage, number = self.pipeline, action.stage, action.batch
         x = None if stage == 0 else self.take(action).requires_grad_(self.grad)
-        with line.watch("F", stage), pending_recomputes() as left:
+        with pipeline.watch("F", stage), pending_recomputes() as pending:
             output = self.forward(stage, self.batches[number], x)
         if self.grad:
-            self.computed[stage, number] = x, output, left
-        if stage == line.last:
+            self.computed[stage, number] = x, output, pending
+        if stage == pipeline.last:
             return
-        if output.dtype is not line.dtype:
+        if output.dtype is not pipeline.dtype:
             raise ModelError(
-                f"parallel: hidden states leave layer by layer in {line.dtype}, and a stage of this model gives"
+                f"parallel: hidden states between stages are {pipeline.dtype}, and a stage of this model returns"
                 f" {output.dtype}",
                 "leave `pipeline` out of `parallel`",
             )
-        self.here[_taker(action)] = output.detach().contiguous(), None
+        self.inputs[_consumer(action)] = output.detach().contiguous(), None
 
-    def differentiate(self, action: Action) -> None:
-        line, stage = self.pipeline, action.stage
-        x, output, left = self.computed.pop((stage, action.batch))
-        with line.watch("again", stage):
-            line.recompute_ahead(left, self.batches[action.batch]["input_ids"].numel())
-        gradient = None if stage == line.last else self.take(action._replace(kind="B"))
-        with line.watch("B", stage):
+    def backward(self, action: Action) -> None:
+        pipeline, stage = self.pipeline, action.stage
+        x, output, pending = self.computed.pop((stage, action.batch))
+        with pipeline.watch("recompute", stage):
+            pipeline.recompute_ahead(pending, self.batches[action.batch]["input_ids"].numel())
+        gradient = None if stage == pipeline.last else self.take(action._replace(kind="B"))
+        with pipeline.watch("B", stage):
             if output.requires_grad:
                 torch.autograd.backward(output, gradient)
         if x is not None:
-            given = x.grad if x.grad is not None else torch.zeros_like(x)
-            self.here[_taker(action)] = given.contiguous(), None
+            gradient = x.grad if x.grad is not None else torch.zeros_like(x)
+            self.inputs[_consumer(action)] = gradient.contiguous(), None
 
 
-def _taker(action: Action) -> Action:
-    """What the next stage, or for gradients the one before, does with what `action` gives."""
+def _consumer(action: Action) -> Action:
+    """Return the action of the next stage, or for gradients of the previous one, that reads the result of `action`."""
     if action.kind == "F":
         return action._replace(stage=action.stage + 1)
     return Action("B", action.stage - 1, action.batch)

@@ -1,4 +1,4 @@
-"""A step through the stages of a pipeline."""
+"""Training and evaluation steps through the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte.parallel.pipeline.model import Stages
+from halfbyte.parallel.pipeline.model import LocalStages
 from halfbyte.parallel.pipeline.runtime import Pipeline
 
 from ...train.stepper import Batch, Stepper
 
-Read = Callable[[Batch], Tensor]  # micro-batch → numbers [n], float32; called while the model is its last stage alone
+Read = Callable[[Batch], Tensor]  # micro-batch → numbers [n], float32; called with the last stage installed
 
 
 class PipelinedStepper(Stepper):
-    """Runs the micro-batches of a step through stages, of which this process has some.
+    """Runs the micro-batches of a step through stages, some of which are on this rank.
 
-    Every process of the pipeline calls it with the same micro-batches. The sums are those of the last stage, and zeros
-    in other processes. Where the schedule does not take as many micro-batches as a window has, blank ones follow.
+    All ranks of the pipeline must call it with the same micro-batches. Sums are those of the last stage, and zeros on
+    other ranks. Blank micro-batches pad a window to a number that the schedule supports.
 
     Args:
         sums: micro-batch → named sums, 0-d.
         names: of the sums.
-        blank: a micro-batch → the same with nothing to train on.
-        around: the context of a forward.
+        blank: micro-batch → the same without trained tokens.
+        around: returns the context manager of a forward.
         scaler: of the loss, in float16.
     """
 
@@ -37,7 +37,7 @@ class PipelinedStepper(Stepper):
         blank: Callable[[Batch], dict[str, Any]],
         around: Callable[[], Any],
         pipeline: Pipeline,
-        stages: Stages,
+        stages: LocalStages,
         scaler: torch.amp.GradScaler | None = None,
     ):
         super().__init__(sums, scaler)
@@ -48,13 +48,13 @@ class PipelinedStepper(Stepper):
 
     def __call__(self, batches: Iterable[Batch], count: Tensor, may_capture: bool = False) -> Tensor:
         window = list(batches)
-        window += [self.blank(window[-1])] * (self.pipeline.schedule.at_least(len(window)) - len(window))
+        window += [self.blank(window[-1])] * (self.pipeline.schedule.next_accepted(len(window)) - len(window))
         total = torch.zeros(len(self.names), device=self.pipeline.device)
 
         def forward(stage: int, batch: Batch, x: Tensor | None) -> Tensor:
             if stage < self.stages.last:
                 return self._hidden(stage, batch, x)
-            with self.stages.alone(stage, x):
+            with self.stages.installed(stage, x):
                 sums = self.sums(batch)
             total.add_(torch.stack([sums[name].detach() for name in self.names]))
             loss = sums["loss"] / count
@@ -62,7 +62,9 @@ class PipelinedStepper(Stepper):
 
         self.pipeline.step(window, forward)
         if self.scaler is not None and not self.pipeline.has_last:
-            self.scaler.scale(torch.zeros((), device=self.pipeline.device))  # it exists from its first loss on
+            self.scaler.scale(
+                torch.zeros((), device=self.pipeline.device)
+            )  # creates the scale, which other ranks create with their first loss
         return total
 
     def evaluate(self, batches: Sequence[Batch]) -> list[Mapping[str, Tensor]]:
@@ -70,19 +72,19 @@ class PipelinedStepper(Stepper):
             sums = self.sums(batch)
             return torch.stack([sums[name] for name in self.names])
 
-        found = self.through(batches, read, len(self.names))
+        found = self.map_last_stage(batches, read, len(self.names))
         return [dict(zip(self.names, sums.unbind(), strict=True)) for sums in found]
 
     @torch.no_grad()
-    def through(self, batches: Sequence[Batch], read: Read, numbers: int) -> Tensor:
-        """What `read` says of each micro-batch in the last stage, in all processes: float32 [batches, numbers]."""
+    def map_last_stage(self, batches: Sequence[Batch], read: Read, numbers: int) -> Tensor:
+        """Apply `read` to each micro-batch in the last stage; returns float32 [batches, numbers] on all ranks."""
         found = torch.zeros(len(batches), numbers, device=self.pipeline.device)
         rows = iter(found)
 
         def forward(stage: int, batch: Batch, x: Tensor | None) -> Tensor:
             if stage < self.stages.last:
                 return self._hidden(stage, batch, x)
-            with self.stages.alone(stage, x):
+            with self.stages.installed(stage, x):
                 return next(rows).copy_(read(batch))
 
         self.pipeline.evaluate(batches, forward)

@@ -1,1 +1,1 @@
-"""Sharding: each process stores a slice of the weights or of the optimizer state."""
+"""Sharding: each rank stores a shard of the frozen weights or of the optimizer state."""

@@ -1,7 +1,7 @@
-"""A model's frozen layers, of which each process keeps a slice: `parallel.shard.weights` for decoder layers of transformers.
+"""Sharding of a model's frozen decoder layers (`parallel.shard.weights`), for causal LMs of transformers.
 
-Its place is after quantizing and adapters; activation levels and `patch` may come before or after. Embedding and head,
-which are read beside the layers, are never gathered: each process has its rows of the vocabulary (`shard_vocabulary`).
+It comes after quantization and adapters, and before or after activation levels and `patch`. Head and embedding are read
+outside of layers and never gathered: each rank has its rows of the vocabulary (`shard_vocabulary`).
 """
 
 from __future__ import annotations
@@ -19,78 +19,78 @@ from ...utils.notices import notice
 from ..mesh import Mesh
 
 if TYPE_CHECKING:
-    from .weights import Sharded, Stay
+    from .weights import Residency, ShardedBlocks
 
-_sharded: WeakKeyDictionary[nn.Module, Sharded] = WeakKeyDictionary()
+_sharded: WeakKeyDictionary[nn.Module, ShardedBlocks] = WeakKeyDictionary()
 
 
 def shard_model(
     model: nn.Module,
     mesh: Mesh,
-    stays: Sequence[Stay] | None = None,
+    residencies: Sequence[Residency] | None = None,
     *,
-    kept: Collection[int] = (),
+    resident: Collection[int] = (),
     on_host: Collection[int] = (),
 ) -> None:
-    """Leave of the frozen weights of `model`'s decoder layers this process's slice; all where the mesh has no shards.
-    Where nothing in them is frozen, nothing is sliced.
+    """Shard the frozen weights of `model`'s decoder layers, if the mesh has shards and anything in them is frozen.
 
     Args:
         model: a causal LM of transformers, quantized or not, or a `peft.PeftModel` around one.
-        stays: how long each layer stays whole; default: `stays_of` those that are `kept`.
-        kept: numbers of the layers that stay for good.
-        on_host: numbers of the layers whose slices are in the host's memory.
+        residencies: how long each layer stays unsharded; default: `residencies_of` the `resident` ones.
+        resident: indices of the layers that are never resharded.
+        on_host: indices of the layers whose shards are in host memory.
 
     Raises:
-        ModelError: it has no list of decoder layers, or `stays` is not of as many.
+        ModelError: it has no list of decoder layers, or another number of them than `residencies`.
     """
     if mesh.layout.slices == 1:
         return
-    from .weights import shard_blocks  # half a second of torch
+    from .weights import shard_blocks  # imports FSDP2, half a second
 
     name, every = decoder_layers(model)
-    stays = stays_of(len(every), kept) if stays is None else stays
-    if len(stays) != len(every):
-        raise ModelError(f"{len(stays)} stays for {len(every)} layers", "give one a layer")
-    numbers = [at for at, layer in enumerate(every) if next(layer.parameters(), None) is not None]  # of no other stage
-    layers, stays = [every[at] for at in numbers], [stays[at] for at in numbers]
-    hosted = {place for place, at in enumerate(numbers) if at in on_host}
+    residencies = residencies_of(len(every), resident) if residencies is None else residencies
+    if len(residencies) != len(every):
+        raise ModelError(f"{len(residencies)} residencies for {len(every)} layers", "pass one per layer")
+    numbers = [
+        at for at, layer in enumerate(every) if next(layer.parameters(), None) is not None
+    ]  # others are in other pipeline stages
+    layers, residencies = [every[at] for at in numbers], [residencies[at] for at in numbers]
+    hosted = {index for index, at in enumerate(numbers) if at in on_host}
     if all(parameter.requires_grad for layer in layers for parameter in layer.parameters()):
-        return  # of what is trained, `parallel.shard.trained` slices what can be
-    _divide_vocabulary(model, mesh)  # first: the slices of layers need room beside whole ones
+        return  # `parallel.shard.optimizer` shards the optimizer state of trained parameters
+    _shard_vocabulary(model, mesh)  # first: sharding the layers needs memory for shards and full layers
     causal_lm = causal_lm_of(model)
     root = causal_lm.get_submodule(name.rpartition(".")[0])
-    share = _sharded[causal_lm] = shard_blocks(root, layers, mesh, stays, on_host=hosted)
-    if share.why:
+    share = _sharded[causal_lm] = shard_blocks(root, layers, mesh, residencies, on_host=hosted)
+    if share.fallback_reason:
         notice(
             "gathers",
-            f"layers are gathered by a collective, which is slower than reading the others' memory: {share.why}",
+            f"layers are gathered by NCCL, which is slower than reading peer memory: {share.fallback_reason}",
         )
 
 
-def _divide_vocabulary(model: nn.Module, mesh: Mesh) -> None:
-    axes = mesh.wide(("shard", "tensor"))
+def _shard_vocabulary(model: nn.Module, mesh: Mesh) -> None:
+    axes = mesh.active(("shard", "tensor"))
     if axes and (why := vocabulary_unsupported_reason(model)):
-        notice("vocabulary", f"head and embedding stay whole on each GPU: {why}")
+        notice("vocabulary", f"head and embedding are replicated on each GPU: {why}")
     elif axes:
         shard_vocabulary(model, mesh, axes)
 
 
-def stays_of(layers: int, kept: Collection[int]) -> list[Stay]:
-    """How long as many layers stay whole, where those numbered `kept` stay for good: the others for a call, but for the
-    last, of which backward asks first."""
-    each: list[Stay] = ["always" if at in kept else "call" for at in range(layers)]
+def residencies_of(layers: int, resident: Collection[int]) -> list[Residency]:
+    """Return "always" for `resident` layers, else "call", or "backward" for the last layer, where backward starts."""
+    each: list[Residency] = ["always" if at in resident else "call" for at in range(layers)]
     if each[-1] == "call":
         each[-1] = "backward"
     return each
 
 
-def sharded(model: nn.Module) -> Sharded | None:
-    """What `shard_model` made of `model`; None: its weights are whole."""
+def sharded(model: nn.Module) -> ShardedBlocks | None:
+    """Return the sharded blocks of `model`, or None if it is not sharded."""
     return _sharded.get(causal_lm_of(model))
 
 
-def trains_alike(model: nn.Module) -> bool:
-    """Whether each backward gives all trained parameters a gradient, whatever the tokens: no experts choose."""
+def has_static_gradients(model: nn.Module) -> bool:
+    """Return whether every backward gives all trained parameters a gradient; with routed experts it may not."""
     views = [layer_view(layer) for layer in decoder_layers(model)[1]]
     return all(isinstance(view, LayerView) and view.mlp is not None for view in views)

@@ -1,11 +1,11 @@
-"""What each process keeps of a model whose tensors a host's processes have read in turns.
+"""Distribution of a loaded model: each host's ranks read a checkpoint in parallel, and each rank keeps its pieces.
 
-A tensor is read, and quantized, by one process of a host: its owner. The owner cuts it as the tensor's `Placement` says
-and sends each of its host the piece that is theirs, byte for byte; where all keep the same, it is broadcast. One tensor
-after another is handed on, of every owner in turn, so that a device holds what it read, what it keeps and two tensors.
+One rank per host, the owner, reads and quantizes a tensor. It splits the tensor by its `Placement` and sends each local
+rank its piece, byte for byte; replicated tensors are broadcast. Tensors are sent one at a time, round-robin over
+owners, so that a device holds what it read, what it keeps and two tensors.
 
-A piece stands in the model as a parameter of its own size, on the device, and knows the shape of the whole as
-`template`. `shard` takes pieces as it takes what is whole.
+A piece is a parameter of its own size, on the device, with the full tensor's shape as `template`. `shard_model` accepts
+pieces as well as full tensors.
 """
 
 from __future__ import annotations
@@ -26,72 +26,73 @@ from ..mesh import Mesh
 
 @dataclass(frozen=True)
 class Placement:
-    """Which part of a tensor a process keeps.
+    """Which piece of a tensor a rank keeps.
 
     Attributes:
-        axes: of the mesh, along which processes keep different pieces of it; along all others the same one.
-        stages: places along "pipeline" of those that keep any; None: all.
-        dim: which pieces are cut along, where they are computed with as they are (`parallel.tensor.layers`).
+        axes: mesh axes along which ranks keep different pieces; the tensor is replicated along the others.
+        stages: coordinates along "pipeline" of the ranks that keep a piece; None: all.
+        dim: dimension that pieces are split along, if GEMMs read the pieces directly (`parallel.tensor.layers`).
     """
 
     axes: tuple[str, ...] = ()
     stages: frozenset[int] | None = None
     dim: int | None = None
 
-    def wanted(self, mesh: Mesh, rank: int) -> int | None:
-        """Which of the pieces a process keeps."""
+    def piece_of(self, mesh: Mesh, rank: int) -> int | None:
+        """Return the index of the piece that `rank` keeps, or None."""
         other = replace(mesh, rank=rank)
-        return other.place(*self.axes) if self.stages is None or other.place("pipeline") in self.stages else None
+        return (
+            other.coordinate(*self.axes) if self.stages is None or other.coordinate("pipeline") in self.stages else None
+        )
 
-    def cut(self, whole: Tensor, ways: int) -> list[Tensor]:
-        """All pieces, as FSDP2 cuts a parameter: rows, or of a quantized tensor its bytes; or along `dim`. On the meta
-        device, too.
+    def split(self, full: Tensor, degree: int) -> list[Tensor]:
+        """Split a tensor, also on the meta device, into `degree` pieces: along `dim`, or as FSDP2 splits rows or bytes.
 
         Raises:
-            ModelError: a format whose blocks do not end where pieces do.
+            ModelError: the format's blocks would cross pieces.
         """
-        if ways == 1 or whole.dim() == 0:
-            return [whole] * ways
+        if degree == 1 or full.dim() == 0:
+            return [full] * degree
         if self.dim is not None:
-            if isinstance(whole, QuantizedTensor):
-                return [*whole.split_for(self.dim, ways)]
-            return [piece.contiguous() for piece in whole.tensor_split(ways, self.dim)]
-        pieces = list(torch.chunk(whole, ways))
-        return [*pieces, *(pieces[0].new_empty((0, *pieces[0].shape[1:])) for _ in range(ways - len(pieces)))]
+            if isinstance(full, QuantizedTensor):
+                return [*full.split_for(self.dim, degree)]
+            return [piece.contiguous() for piece in full.tensor_split(degree, self.dim)]
+        pieces = list(torch.chunk(full, degree))
+        return [*pieces, *(pieces[0].new_empty((0, *pieces[0].shape[1:])) for _ in range(degree - len(pieces)))]
 
 
-WHOLE = Placement()
+REPLICATED = Placement()
 
 
 @dataclass(frozen=True)
-class Crew:
-    """The processes of this host, which read a checkpoint together.
+class LocalGroup:
+    """The ranks of this host, which read a checkpoint together.
 
     Attributes:
-        ranks: theirs, in order.
-        place: of this process among them.
-        group: process group of them.
+        ranks: in order.
+        index: this rank's index among them.
+        group: their process group.
     """
 
     ranks: tuple[int, ...]
-    place: int
+    index: int
     group: Any
 
 
-def crew_of(mesh: Mesh) -> Crew:
-    """Every process calls it at once."""
+def local_group(mesh: Mesh) -> LocalGroup:
+    """Return this host's ranks; all ranks must call it."""
     firsts = mesh.gather(mesh.rank - mesh.local)
     hosts = [[rank for rank, own in enumerate(firsts) if own == first] for first in dict.fromkeys(firsts)]
     group = dist.group.WORLD if len(hosts) == 1 else dist.new_subgroups_by_enumeration(hosts)[0]
-    return Crew(tuple(next(host for host in hosts if mesh.rank in host)), mesh.local, group)
+    return LocalGroup(tuple(next(host for host in hosts if mesh.rank in host)), mesh.local, group)
 
 
 @dataclass(frozen=True)
-class _Described:
-    """What a process says of a tensor that it holds.
+class _TensorInfo:
+    """Description of a tensor that a rank has loaded.
 
     Attributes:
-        spec: of its format; None where it is not quantized.
+        spec: of its format; None if it is not quantized.
         same_as: name of the parameter that it is tied to.
     """
 
@@ -102,12 +103,12 @@ class _Described:
     same_as: str | None
 
     def template(self) -> Tensor:
-        whole = torch.empty(self.shape, dtype=self.dtype, device="meta")
-        return whole if self.spec is None else QuantizedTensor.quantize(whole, from_spec(self.spec))
+        full = torch.empty(self.shape, dtype=self.dtype, device="meta")
+        return full if self.spec is None else QuantizedTensor.quantize(full, from_spec(self.spec))
 
 
-class _Slots:
-    """Where the parameters and buffers of a model stand, by name; a tied one under each of its names."""
+class _TensorSlots:
+    """Parameters and buffers of a model by name; tied ones have an entry for each name."""
 
     def __init__(self, model: nn.Module):
         self.at = {
@@ -126,8 +127,8 @@ class _Slots:
         module, key = self.at[name]
         setattr(module, key, tensor)
 
-    def described(self) -> dict[str, _Described]:
-        """What of the model is not on the meta device."""
+    def infos(self) -> dict[str, _TensorInfo]:
+        """Describe the tensors that are not on the meta device."""
         firsts: dict[int, str] = {}
         found = {}
         for name in self.at:
@@ -136,120 +137,125 @@ class _Slots:
             if not tensor.is_meta:
                 spec = tensor.format.spec if isinstance(tensor, QuantizedTensor) else None
                 same_as = None if first == name else first
-                found[name] = _Described(spec, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, same_as)
+                found[name] = _TensorInfo(spec, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, same_as)
         return found
 
 
 @dataclass(frozen=True)
-class Read:
-    """What the processes of a host have read of a model, each a part of it.
+class LoadedTensors:
+    """The tensors of a model that the ranks of a host have loaded.
 
     Attributes:
-        by: name → what is known of the tensor, and the places in the crew of those that hold it.
-        unread: names of what none of them holds.
+        entries: name → description of the tensor, and the local indices of the ranks that hold it.
+        missing: names of tensors that no rank holds.
     """
 
-    by: Mapping[str, tuple[_Described, list[int]]]
-    unread: list[str]
+    entries: Mapping[str, tuple[_TensorInfo, list[int]]]
+    missing: list[str]
 
 
-def all_read(model: nn.Module, mesh: Mesh, crew: Crew) -> Read:
-    """What all have read of `model`; in each process what it has not read is on the meta device."""
-    slots = _Slots(model)
-    said = mesh.gather(slots.described())
-    found: dict[str, tuple[_Described, list[int]]] = {}
-    for place, rank in enumerate(crew.ranks):
-        for name, described in said[rank].items():
-            found.setdefault(name, (described, []))[1].append(place)
-    return Read(found, [name for name in slots.at if name not in found])
+def gather_loaded(model: nn.Module, mesh: Mesh, local: LocalGroup) -> LoadedTensors:
+    """Exchange which tensors of `model` each rank has loaded; the others are on the meta device."""
+    slots = _TensorSlots(model)
+    infos = mesh.gather(slots.infos())
+    found: dict[str, tuple[_TensorInfo, list[int]]] = {}
+    for index, rank in enumerate(local.ranks):
+        for name, info in infos[rank].items():
+            found.setdefault(name, (info, []))[1].append(index)
+    return LoadedTensors(found, [name for name in slots.at if name not in found])
 
 
 @torch.no_grad()
-def hand_out(
-    model: nn.Module, read: Read, mesh: Mesh, crew: Crew, placement: Callable[[str], Placement], device: torch.device
+def distribute_tensors(
+    model: nn.Module,
+    loaded: LoadedTensors,
+    mesh: Mesh,
+    local: LocalGroup,
+    placement: Callable[[str], Placement],
+    device: torch.device,
 ) -> None:
-    """Give every process what it keeps of every tensor of `model`, on `device`.
+    """Send every rank its piece of every tensor of `model`, to `device`.
 
     Args:
-        placement: of a parameter, by its name; buffers are whole everywhere.
+        placement: maps a parameter's name to its placement; buffers are replicated.
     """
-    slots = _Slots(model)
-    if device.type != "cpu":  # NCCL connects everybody in a group's first collective: messages between two come after
-        dist.all_reduce(torch.zeros(1, device=device), group=crew.group)
-    for name in _in_turns(read):
-        described, holders = read.by[name]
+    slots = _TensorSlots(model)
+    if device.type != "cpu":  # NCCL connects all ranks in a group's first collective, which must precede sends
+        dist.all_reduce(torch.zeros(1, device=device), group=local.group)
+    for name in _round_robin(loaded):
+        info, holders = loaded.entries[name]
         module, key = slots.at[name]
-        chosen = placement(name) if key in module._parameters else WHOLE
+        chosen = placement(name) if key in module._parameters else REPLICATED
         held = slots[name]
-        kept = _kept(None if held.is_meta else held, described, holders, chosen, mesh, crew, device)
+        piece = _receive(None if held.is_meta else held, info, holders, chosen, mesh, local, device)
         if key in module._buffers:
-            slots[name] = kept
-        elif kept is None:
-            slots[name] = nn.Parameter(described.template(), requires_grad=described.requires_grad)
-        elif kept is not held:
-            slots[name] = parameter = nn.Parameter(kept, requires_grad=described.requires_grad)
-            if mesh.ways(*chosen.axes) > 1 and described.shape and chosen.dim is None:
-                parameter.template = described.template()  # type: ignore[attr-defined]
-                if len(described.shape) == 3:  # where PEFT looks for the shape of a stack of which this is a part
-                    parameter.ds_shape = described.shape  # type: ignore[attr-defined]
-    for name, (described, _) in read.by.items():
-        if described.same_as:
-            slots[name] = slots[described.same_as]
+            slots[name] = piece
+        elif piece is None:
+            slots[name] = nn.Parameter(info.template(), requires_grad=info.requires_grad)
+        elif piece is not held:
+            slots[name] = parameter = nn.Parameter(piece, requires_grad=info.requires_grad)
+            if mesh.degree(*chosen.axes) > 1 and info.shape and chosen.dim is None:
+                parameter.template = info.template()  # type: ignore[attr-defined]
+                if len(info.shape) == 3:  # PEFT reads the full shape of a stack of experts here
+                    parameter.ds_shape = info.shape  # type: ignore[attr-defined]
+    for name, (info, _) in loaded.entries.items():
+        if info.same_as:
+            slots[name] = slots[info.same_as]
 
 
-def _in_turns(read: Read) -> Iterator[str]:
-    """Names of all tensors but what is tied to another: the first of every owner, then the second of every one."""
+def _round_robin(loaded: LoadedTensors) -> Iterator[str]:
+    """Yield the names of untied tensors: the first of every owner, then the second of every owner, and so on."""
     owned: dict[int, list[str]] = {}
-    for name, (described, holders) in read.by.items():
-        if described.same_as is None:
+    for name, (info, holders) in loaded.entries.items():
+        if info.same_as is None:
             owned.setdefault(holders[0], []).append(name)
     for row in zip_longest(*owned.values()):
         yield from (name for name in row if name is not None)
 
 
-def _kept(
+def _receive(
     held: Tensor | None,
-    described: _Described,
+    info: _TensorInfo,
     holders: list[int],
     placement: Placement,
     mesh: Mesh,
-    crew: Crew,
+    local: LocalGroup,
     device: torch.device,
 ) -> Any:
-    """What this process keeps of a tensor that it holds, or that its owner sends; None: nothing."""
-    ways, owner = mesh.ways(*placement.axes), holders[0]
-    pieces = placement.cut(described.template() if held is None else held, ways)
-    wanted = [placement.wanted(mesh, rank) for rank in crew.ranks]
-    own = wanted[crew.place]
+    """Return this rank's piece of a tensor, from its own copy or from the owner; None if it keeps none."""
+    degree, owner = mesh.degree(*placement.axes), holders[0]
+    pieces = placement.split(info.template() if held is None else held, degree)
+    wanted = [placement.piece_of(mesh, rank) for rank in local.ranks]
+    own = wanted[local.index]
     mine = None if own is None else pieces[own]
     if held is not None and mine is not None:
-        mine = (mine if ways == 1 else _alone(mine)).to(device)
+        mine = (mine if degree == 1 else _compact(mine)).to(device)
     elif mine is not None:
-        mine = _room(mine, device)
-    if len(holders) == len(crew.ranks):
+        mine = _empty_like(mine, device)
+    if len(holders) == len(local.ranks):
         return mine
-    if set(wanted) == {0} and ways == 1:
+    if set(wanted) == {0} and degree == 1:
         for buffer in _buffers(mine):
-            dist.broadcast(_bytes(buffer), crew.ranks[owner], crew.group)
-    elif crew.place == owner:
-        sent = [(rank, pieces[index]) for rank, index in zip(crew.ranks, wanted, strict=True)
+            dist.broadcast(_bytes(buffer), local.ranks[owner], local.group)
+    elif local.index == owner:
+        sent = [(rank, pieces[index]) for rank, index in zip(local.ranks, wanted, strict=True)
                 if index is not None and rank != mesh.rank]  # fmt: skip
-        _wait([(dist.isend, rank, buffer) for rank, piece in sent for buffer in _buffers(piece)], crew)
+        _send_and_receive([(dist.isend, rank, buffer) for rank, piece in sent for buffer in _buffers(piece)], local)
     elif mine is not None:
-        _wait([(dist.irecv, crew.ranks[owner], buffer) for buffer in _buffers(mine)], crew)
+        _send_and_receive([(dist.irecv, local.ranks[owner], buffer) for buffer in _buffers(mine)], local)
     return mine
 
 
-def _wait(messages: list[tuple[Any, int, Tensor]], crew: Crew) -> None:
+def _send_and_receive(messages: list[tuple[Any, int, Tensor]], local: LocalGroup) -> None:
     messages = [message for message in messages if message[2].numel()]
     if messages:
-        ops = [dist.P2POp(verb, _bytes(buffer), rank, crew.group) for verb, rank, buffer in messages]
+        ops = [dist.P2POp(verb, _bytes(buffer), rank, local.group) for verb, rank, buffer in messages]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
 
 
 def _buffers(piece: Any) -> list[Tensor]:
-    """The plain tensors that store it, in an order of their names."""
+    """Return the plain tensors that store a piece, sorted by name."""
     if isinstance(piece, QuantizedTensor):
         parts = piece.parts
         return [parts[name] for name in sorted(parts)]
@@ -260,14 +266,14 @@ def _bytes(buffer: Tensor) -> Tensor:
     return buffer.contiguous().view(-1).view(torch.uint8)
 
 
-def _room(piece: Tensor, device: torch.device) -> Tensor:
-    """Memory for a piece that is on the meta device."""
+def _empty_like(piece: Tensor, device: torch.device) -> Tensor:
+    """Allocate memory for a piece that is on the meta device."""
     if isinstance(piece, QuantizedShard):
         raw = torch.empty_like(piece.raw, device=device)
         return QuantizedShard(raw, piece.spec, piece.full_shape, piece.rows, piece.dtype)
     return torch.empty_like(piece, device=device)
 
 
-def _alone(piece: Tensor) -> Tensor:
-    """A piece that does not keep the whole in memory."""
+def _compact(piece: Tensor) -> Tensor:
+    """Copy a piece, so that it does not keep the full tensor's memory."""
     return piece.clone(memory_format=torch.contiguous_format) if type(piece) is Tensor else piece.clone()

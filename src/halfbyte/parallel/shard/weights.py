@@ -1,24 +1,21 @@
-"""Frozen weights, of which each process keeps a slice, gathered while a block computes.
+"""Sharding of frozen weights (FSDP): each rank stores a shard, all-gathered while a block computes.
 
-**Who reads a weight owns its gather.** Fused forwards read the weights of projections past their modules' hooks, and
-recomputation reads them in backward. So neither a linear nor a function gathers: a block (a decoder layer) does, as one
-unit, whoever calls it. FSDP2 has hooks on a block's call and on the gradient of its output: within the call, and within
-its backward with all that it computes again, every frozen weight of the block is whole. Training, evaluation, checks
-and answers call blocks, and need to know no more. What reads weights elsewhere enters `whole` around it, in all
-processes.
+**Unit of gathers.** Fused forwards read the weights of projections without calling their modules, and recomputation
+reads them in backward. So blocks (decoder layers) are the units that are gathered, not linears. FSDP2 has hooks on a
+block's call and on the gradient of its output: within the call, and within its backward including recomputation, all
+frozen weights of the block are unsharded. Training, evaluation, checks and sampling call blocks and need nothing else.
+Code that reads weights outside of a call must enter `unsharded`, on all ranks.
 
-All processes gather together, so all call the same blocks in the same order. `state_dict()` and `load_state_dict()` are
-calls of that kind: FSDP2 leaves slices of everything then.
+All ranks gather together, so they must call the same blocks in the same order. `state_dict()` and `load_state_dict()`
+count as calls; after them FSDP2 leaves everything sharded.
 
-What is gathered are bytes, of packed weights (`tensor.QuantizedShard`) and of norms and biases beside them, bit by bit
-what was sliced. A block's bytes lie one parameter after another, and a slice of them is cut anywhere: so what arrives
-is where it is read, without a copy before or after. Where a host's processes can read each other's slices (`peers`) no
-collective is needed: a slice never changes, so nobody has to wait for its owner, and copy engines carry it while all
-multiprocessors compute.
+A gather moves bytes: of packed weights (`tensor.QuantizedShard`), norms and biases, bit by bit. A block's parameters
+are concatenated in one buffer that is split at arbitrary bytes, so that data arrives in place, without copies before
+or after. If the ranks of a host can read each other's shards (`peer_memory`), no collective is needed: a shard never
+changes, so there is nothing to synchronize, and copy engines move it while all multiprocessors compute.
 
-Parameters that are trained are in no unit: one that stays whole is not gathered again, and trained numbers in it would
-go stale without an error. Nothing of a unit has a gradient, so nothing is reduced here; and of several shards (`data`)
-each gathers for itself.
+Trained parameters are in no unit, because a unit that stays unsharded is not gathered again and would hold stale
+values. Frozen weights have no gradients, so there is no reduction, and replicas along `data` gather independently.
 
 Source: Zhao et al. 2023 (arXiv:2304.11277); torch's `fully_shard`, 2.11 to 2.13.
 """
@@ -38,30 +35,30 @@ from torch.distributed.fsdp import fully_shard
 
 from ...tensor import BlockShard, QuantizedShard, QuantizedTensor
 from ...utils.hardware import fixed_segments
-from ..collectives import gathered
-from ..mesh import SLICES, Mesh
-from ..peer_memory import Readable, readable
+from ..collectives import all_gather
+from ..mesh import SHARD_AXES, Mesh
+from ..peer_memory import PeerTensors, map_peer_tensors
 from .placement import Placement
 
-# How long a block stays whole: while it computes; from its forward until after its backward; from the first time on.
-Stay = Literal["call", "backward", "always"]
+# How long a block stays unsharded: during each call; from forward until the end of backward; from the first call on.
+Residency = Literal["call", "backward", "always"]
 
-BYTES = "frozen_bytes"  # of a block: its parameter that is sharded
-ALIGNMENT = 128  # bytes; every parameter of a block begins at a multiple of it, as lines of caches do
+BYTES = "frozen_bytes"  # name of a block's sharded parameter
+ALIGNMENT = 128  # bytes, a cache line; every parameter in a block's buffer is aligned to it
 
-# torch 2.13 renamed it, and warns of the old name
+# renamed in torch 2.13, which warns about the old name
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass
-class Gathers:
-    """What blocks have gathered; a CUDA graph counts once, as it is captured.
+class GatherStats:
+    """Counts of all blocks' gathers; a CUDA graph counts once, at capture.
 
     Attributes:
-        count: how often.
-        nbytes: that it left on this process, its own slices included.
-        stream: on which blocks compute; None on a CPU, and before the first call.
-        watch: a context around each.
+        count: number of gathers.
+        nbytes: bytes that they produced on this rank, its own shards included.
+        stream: the stream that blocks compute on; None on a CPU, and before the first call.
+        watch: context manager entered around each gather.
     """
 
     watch = staticmethod(contextlib.nullcontext)
@@ -71,95 +68,93 @@ class Gathers:
 
 
 class BlockGather:
-    """FSDP2's collective of one block.
+    """FSDP2's custom all-gather of one block.
 
     Args:
-        raw: uint8 [n], this process's slice; on the device, or in pinned memory of the host.
-        whole: uint8 [ways · n], of which the block's parameters are views; it has memory while the block is whole.
-        group: the processes that have the other slices.
-        place: of this process among them.
-        gathers: of all blocks.
+        shard: uint8 [n], this rank's shard, on the device or in pinned host memory.
+        full: uint8 [degree · n] that the block's parameters are views of; it has memory while the block is unsharded.
+        group: the ranks that hold the shards.
+        coordinate: this rank's index among them.
+        stats: shared by all blocks.
 
     Attributes:
-        slices: every process's, as this one reads them; None: a collective gathers them.
+        peer_shards: every rank's shard in peer memory; None: a collective gathers them.
     """
 
-    def __init__(self, raw: Tensor, whole: Tensor, group: Any, place: int, gathers: Gathers):
-        self.raw, self.whole, self.group, self.place, self.gathers = raw, whole, group, place, gathers
-        self.slices: Sequence[Tensor] | None = None
-        self._arriving = whole.data  # the same bytes with a version of their own: autograd sees no change
-        self._parts = self._arriving.view(-1, raw.numel())
+    def __init__(self, shard: Tensor, full: Tensor, group: Any, coordinate: int, stats: GatherStats):
+        self.shard, self.full, self.group, self.coordinate, self.stats = shard, full, group, coordinate, stats
+        self.peer_shards: Sequence[Tensor] | None = None
+        self._output = full.data  # shares the bytes but has its own version counter for autograd
+        self._parts = self._output.view(-1, shard.numel())
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)  # for tokens
+        return torch.empty(*size, dtype=dtype, device=device)  # for FSDP2's dummy tensors
 
     @torch.no_grad()
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
-        """Have all bytes of the block on their way, on the current stream; FSDP2's own tensors are tokens."""
-        self.gathers.count += 1
-        self.gathers.nbytes += self.whole.nbytes
-        self._make_room()
-        with self.gathers.watch():
+        """Gather all bytes of the block on the current stream; the arguments are FSDP2's dummy tensors."""
+        self.stats.count += 1
+        self.stats.nbytes += self.full.nbytes
+        self._allocate_full()
+        with self.stats.watch():
             self._fill()
 
     def _fill(self) -> None:
-        if self.slices is not None:
-            for step in range(1, len(self.slices) + 1):  # each process begins with another's
-                at = (self.place + step) % len(self.slices)
-                self._parts[at].copy_(self.slices[at], non_blocking=True)
+        if self.peer_shards is not None:
+            for step in range(1, len(self.peer_shards) + 1):  # start at the next rank, to spread the load over links
+                at = (self.coordinate + step) % len(self.peer_shards)
+                self._parts[at].copy_(self.peer_shards[at], non_blocking=True)
             return
-        own = self.raw
-        if own.device != self.whole.device:
-            own = self._parts[self.place].copy_(own, non_blocking=True)
-        _all_gather(self._arriving, own, group=self.group)
+        own = self.shard
+        if own.device != self.full.device:
+            own = self._parts[self.coordinate].copy_(own, non_blocking=True)
+        _all_gather(self._output, own, group=self.group)
 
-    def _make_room(self) -> None:
-        """Memory of the stream that computes, to which it goes back when the block is let go; what is launched there so
-        far may still read from it."""
-        memory, device = self.whole.untyped_storage(), self.whole.device
+    def _allocate_full(self) -> None:
+        """Allocate on the compute stream, where the memory is freed at reshard, after the kernels launched so far."""
+        memory, device = self.full.untyped_storage(), self.full.device
         if device.type == "cpu":
-            memory.resize_(self.whole.nbytes)
+            memory.resize_(self.full.nbytes)
             return
         module = torch.get_device_module(device)
         here = module.current_stream(device)
-        computing = self.gathers.stream or here
+        computing = self.stats.stream or here
         with module.stream(computing):
-            memory.resize_(self.whole.nbytes)
+            memory.resize_(self.full.nbytes)
         here.wait_stream(computing)
 
 
 @dataclass
-class Sharded:
-    """Blocks of which each process has a slice.
+class ShardedBlocks:
+    """Blocks of which each rank stores a shard.
 
     Attributes:
-        blocks: in the order in which forward calls them.
-        stays: how long each stays whole.
-        group: the processes that have the other slices.
-        gathers: what was gathered so far.
-        each: how each block gathers; None where nothing of it is frozen.
-        readable: what this process reads of the others; None: a collective gathers.
-        why: a collective gathers, though devices compute; empty where processes read each other's slices.
+        blocks: in the order of forward.
+        residencies: how long each stays unsharded.
+        group: the ranks that hold the shards.
+        stats: counts of all gathers.
+        block_gathers: the all-gather of each block; None if nothing in it is frozen.
+        peers: peer memory of the other ranks; None: a collective gathers.
+        fallback_reason: why a collective gathers on GPUs; empty with peer memory.
     """
 
     blocks: list[Any]
-    stays: list[Stay]
+    residencies: list[Residency]
     group: Any
-    gathers: Gathers = field(default_factory=Gathers)
-    each: list[BlockGather | None] = field(default_factory=list)
-    why: str = ""
-    readable: Readable | None = None
+    stats: GatherStats = field(default_factory=GatherStats)
+    block_gathers: list[BlockGather | None] = field(default_factory=list)
+    fallback_reason: str = ""
+    peers: PeerTensors | None = None
 
-    def agreed(self, tensor: Tensor) -> Tensor:
-        """`tensor`, in place, as the first process of the group has it: who decides by it must decide alike, since all
-        gather together, and kernels may round differently."""
+    def broadcast_(self, tensor: Tensor) -> Tensor:
+        """Broadcast `tensor` from the group's first rank, in place, so that all ranks decide by equal values."""
         dist.broadcast(tensor, group=self.group, group_src=0)
         return tensor
 
     @contextlib.contextmanager
-    def whole(self, *blocks: nn.Module) -> Iterator[None]:
-        """Inside, the weights of these blocks, or of all, may be read by whoever wants to."""
-        chosen = [(block, stay) for block, stay in zip(self.blocks, self.stays, strict=True)
+    def unsharded(self, *blocks: nn.Module) -> Iterator[None]:
+        """Within the context, the weights of these blocks (default: all) may be read."""
+        chosen = [(block, residency) for block, residency in zip(self.blocks, self.residencies, strict=True)
                   if not blocks or block in blocks]  # fmt: skip
         self.note_stream()
         for block, _ in chosen:
@@ -167,63 +162,64 @@ class Sharded:
         try:
             yield
         finally:
-            for block, stay in chosen:
-                if stay != "always":
+            for block, residency in chosen:
+                if residency != "always":
                     block.reshard()
 
     def note_stream(self, *_: Any) -> None:
-        """Blocks compute on the current stream from here on."""
-        device = next((each.whole.device for each in self.each if each is not None), None)
+        """Record the current stream as the one that blocks compute on."""
+        device = next((each.full.device for each in self.block_gathers if each is not None), None)
         if device is not None and device.type != "cpu":
-            self.gathers.stream = torch.get_device_module(device).current_stream(device)
+            self.stats.stream = torch.get_device_module(device).current_stream(device)
 
     def read_peers(self) -> None:
-        """Read the slices of other processes where they are, if all processes of the group can; not those in memory of
-        the host, which each copies from there, and a collective gathers."""
-        own = [each for each in self.each if each is not None and each.raw.device == each.whole.device]
-        self.readable, self.why = readable([each.raw for each in own], self.group)
+        """Read shards from peer memory if all ranks of the group can; collectives gather shards in host memory."""
+        own = [each for each in self.block_gathers if each is not None and each.shard.device == each.full.device]
+        self.peers, self.fallback_reason = map_peer_tensors([each.shard for each in own], self.group)
         for at, each in enumerate(own):
-            each.slices = self.readable.each[at] if self.readable else None
+            each.peer_shards = self.peers.each[at] if self.peers else None
 
 
 def shard_blocks(
-    root: nn.Module, blocks: Sequence[nn.Module], mesh: Mesh, stays: Sequence[Stay], *, on_host: Collection[int] = ()
-) -> Sharded:
-    """Leave of the frozen parameters of `blocks` this process's slice.
+    root: nn.Module,
+    blocks: Sequence[nn.Module],
+    mesh: Mesh,
+    residencies: Sequence[Residency],
+    *,
+    on_host: Collection[int] = (),
+) -> ShardedBlocks:
+    """Shard the frozen parameters of `blocks` over the ranks along `SHARD_AXES`.
 
-    While a block computes, the next one that is not whole is on its way, in both directions: so two blocks' bytes exist
-    at a time.
+    While a block computes, the next one is gathered, in forward and backward, so two blocks are unsharded at a time.
 
     Args:
         root: the module that calls the blocks; all of its calls go through `root.__call__`.
-        blocks: of `root`, in its order; whole, or with the pieces that loading made (`placement`).
-        mesh: slices are as many as processes along `SLICES`.
-        stays: how long each block stays whole.
-        on_host: numbers of the blocks whose slices are kept in (pinned) memory of the host, and copied to the device
-            for each gather.
+        blocks: of `root`, in its order; full, or with the pieces that loading made (`placement`).
+        residencies: how long each block stays unsharded.
+        on_host: indices of blocks whose shards are in (pinned) host memory and copied to the device for each gather.
     """
-    sharded = Sharded(list(blocks), list(stays), mesh.group(*SLICES))
+    sharded = ShardedBlocks(list(blocks), list(residencies), mesh.group(*SHARD_AXES))
     options: dict[str, Any] = {"mesh": DeviceMesh.from_group(sharded.group, mesh.kind)}
-    for at, (block, stay) in enumerate(zip(blocks, stays, strict=True)):
-        sharded.each.append(_leave_slice(block, mesh, sharded.gathers, at in on_host, stay == "always"))
+    for at, (block, residency) in enumerate(zip(blocks, residencies, strict=True)):
+        sharded.block_gathers.append(_shard_block(block, mesh, sharded.stats, at in on_host, residency == "always"))
         rest = {parameter for name, parameter in block.named_parameters() if name != BYTES}
-        fully_shard(block, reshard_after_forward=stay == "call", ignored_params=rest, **options)
-    # torch lets the blocks' streams and order be shared by what lies under one root
+        fully_shard(block, reshard_after_forward=residency == "call", ignored_params=rest, **options)
+    # blocks under one root share FSDP2's streams and order of gathers
     fully_shard(root, ignored_params=set(root.parameters()), **options)
     root.register_forward_pre_hook(sharded.note_stream, prepend=True)
     _prefetch(root, sharded)
-    for block, stay, gather in zip(sharded.blocks, stays, sharded.each, strict=True):
+    for block, residency, gather in zip(sharded.blocks, residencies, sharded.block_gathers, strict=True):
         if gather is not None:
             block.set_custom_all_gather(gather)
-        block.set_reshard_after_backward(stay != "always", recurse=False)
-        if stay == "backward":
-            block.register_forward_hook(_without_backward)
+        block.set_reshard_after_backward(residency != "always", recurse=False)
+        if residency == "backward":
+            block.register_forward_hook(_reshard_without_grad)
     sharded.read_peers()
     return sharded
 
 
-def _without_backward(block: Any, *_: Any) -> None:
-    """A block that stays until its backward does not stay where none will come: in an evaluation, say."""
+def _reshard_without_grad(block: Any, *_: Any) -> None:
+    """Forward hook of blocks with residency "backward": reshard if no backward will follow, as in evaluation."""
     if not torch.is_grad_enabled():
         block.reshard()
 
@@ -233,116 +229,121 @@ class _Frozen:
     """A frozen parameter of a block.
 
     Attributes:
-        slots: (module, name) where it stands.
-        whole: like it, on the meta device.
+        slots: (module, name) of every reference to it.
+        template: a meta tensor like the full parameter.
     """
 
     slots: list[tuple[nn.Module, str]]
-    whole: Any
+    template: Any
 
     def put(self, tensor: Tensor) -> None:
         for module, name in self.slots:
             setattr(module, name, nn.Parameter(tensor, requires_grad=False))
 
     def view(self, gathered: Tensor) -> Tensor:
-        """The parameter, of all processes' slices one after another."""
-        whole = self.whole
-        if isinstance(whole, QuantizedTensor):
-            return QuantizedTensor.from_bytes(gathered, whole.format, tuple(whole.shape), whole.dtype)
-        return gathered[: whole.nbytes].view(whole.dtype).view(whole.shape)
+        """Return the parameter as a view of the gathered bytes."""
+        like = self.template
+        if isinstance(like, QuantizedTensor):
+            return QuantizedTensor.from_bytes(gathered, like.format, tuple(like.shape), like.dtype)
+        return gathered[: like.nbytes].view(like.dtype).view(like.shape)
 
 
-def _leave_slice(block: nn.Module, mesh: Mesh, gathers: Gathers, on_host: bool, stays: bool) -> BlockGather | None:
-    """Replace the frozen parameters of a block by one that has this process's slice; None: there are none.
+def _shard_block(block: nn.Module, mesh: Mesh, stats: GatherStats, on_host: bool, resident: bool) -> BlockGather | None:
+    """Replace a block's frozen parameters by one parameter with this rank's shard; None if there are none.
 
-    In their places stand views of what is gathered, whose memory is there while the block is whole.
+    The modules get views of the gathered bytes, whose memory exists while the block is unsharded.
     """
     found: dict[int, _Frozen] = {}
-    raws: list[Tensor] = []
+    shards: list[Tensor] = []
     for module in block.modules():
         for name, parameter in module._parameters.items():
             if parameter is None or parameter.requires_grad or parameter.dim() == 0:
                 continue
             if id(parameter) not in found:
-                whole, raw = _sliced(parameter, mesh)
-                found[id(parameter)] = _Frozen([], whole)
-                raws.append(raw)
+                template, shard = _template_and_shard(parameter, mesh)
+                found[id(parameter)] = _Frozen([], template)
+                shards.append(shard)
             found[id(parameter)].slots.append((module, name))
     if not found:
         return None
     frozen = list(found.values())
     for each in frozen:
-        each.put(each.whole)
-    own, spans = _joined(raws, mesh)
-    whole = own.new_empty(mesh.ways(*SLICES) * own.numel())
+        each.put(each.template)
+    own, spans = _concatenated_shard(shards, mesh)
+    full = own.new_empty(mesh.degree(*SHARD_AXES) * own.numel())
     for each, span in zip(frozen, spans, strict=True):
-        each.put(each.view(whole[span]))
-    whole.untyped_storage().resize_(0)
+        each.put(each.view(full[span]))
+    full.untyped_storage().resize_(0)
     if on_host:
-        own = own.cpu() if whole.device.type == "cpu" else own.cpu().pin_memory()
-    shard = BlockShard(own, mesh.ways(*SLICES), whole, stays)
-    block.register_parameter(BYTES, nn.Parameter(shard, requires_grad=False))
-    return BlockGather(own, whole, mesh.group(*SLICES), mesh.place(*SLICES), gathers)
+        own = own.cpu() if full.device.type == "cpu" else own.cpu().pin_memory()
+    block_shard = BlockShard(own, mesh.degree(*SHARD_AXES), full, resident)
+    block.register_parameter(BYTES, nn.Parameter(block_shard, requires_grad=False))
+    return BlockGather(own, full, mesh.group(*SHARD_AXES), mesh.coordinate(*SHARD_AXES), stats)
 
 
-def _joined(raws: Sequence[Tensor], mesh: Mesh) -> tuple[Tensor, list[slice]]:
-    """One slice of all parameters' bytes, one after another, for the slices of each.
+def _concatenated_shard(shards: Sequence[Tensor], mesh: Mesh) -> tuple[Tensor, list[slice]]:
+    """Convert shards of each parameter to one shard of the concatenated bytes of all parameters.
 
     Args:
-        raws: uint8, this process's slice of each parameter, of one length in all processes.
+        shards: uint8, this rank's shard of each parameter, with equal lengths on all ranks.
 
     Returns:
-        uint8 [n], this process's part of the row of bytes; and where in that row each parameter is.
+        uint8 [n], this rank's shard of the concatenation, and each parameter's slice in the concatenation.
     """
-    ways, end, spans = mesh.ways(*SLICES), 0, []
-    for raw in raws:
-        spans.append(slice(end, end + ways * raw.numel()))
-        end += _up(ways * raw.numel(), ALIGNMENT)
-    size = _up(end, ways * ALIGNMENT) // ways
-    with fixed_segments(raws[0].device):  # for `peers`
-        own = raws[0].new_zeros(size)
-    first = mesh.place(*SLICES) * size
-    columns = gathered(torch.cat(list(raws)), mesh.group(*SLICES)).view(ways, -1).split([len(raw) for raw in raws], 1)
-    for span, column in zip(spans, columns, strict=True):  # a device that is full has no room for the row
+    degree, end, spans = mesh.degree(*SHARD_AXES), 0, []
+    for shard in shards:
+        spans.append(slice(end, end + degree * shard.numel()))
+        end += _round_up(degree * shard.numel(), ALIGNMENT)
+    size = _round_up(end, degree * ALIGNMENT) // degree
+    with fixed_segments(shards[0].device):  # required by `peer_memory`
+        own = shards[0].new_zeros(size)
+    first = mesh.coordinate(*SHARD_AXES) * size
+    gathered = all_gather(torch.cat(list(shards)), mesh.group(*SHARD_AXES)).view(degree, -1)
+    columns = gathered.split([len(shard) for shard in shards], 1)
+    for span, column in zip(spans, columns, strict=True):  # a full device may lack memory for the whole buffer
         begin, end = max(span.start, first), min(span.stop, first + size)
         if begin < end:
             own[begin - first : end - first] = column.reshape(-1)[begin - span.start : end - span.start]
     return own, spans
 
 
-def _up(size: int, step: int) -> int:
+def _round_up(size: int, step: int) -> int:
     return -(-size // step) * step
 
 
-def _sliced(parameter: nn.Parameter, mesh: Mesh) -> tuple[Any, Tensor]:
-    """A tensor like a parameter on the meta device, and this process's bytes of it, as many as the others'.
+def _template_and_shard(parameter: nn.Parameter, mesh: Mesh) -> tuple[Any, Tensor]:
+    """Return a meta tensor like the full parameter, and this rank's bytes of it, padded to equal lengths.
 
     Args:
-        parameter: whole, or the piece that loading made of one.
+        parameter: full, or a piece that loading made.
     """
-    whole: Any = getattr(parameter, "template", None)
+    template: Any = getattr(parameter, "template", None)
     piece: Any = parameter.detach()
-    if whole is None:
+    if template is None:
         is_packed = isinstance(piece, QuantizedTensor)
-        whole = piece.map(lambda part: part.to("meta")) if is_packed else piece.to("meta")
-        piece = Placement(SLICES).cut(piece, mesh.ways(*SLICES))[mesh.place(*SLICES)]
+        template = piece.map(lambda part: part.to("meta")) if is_packed else piece.to("meta")
+        piece = Placement(SHARD_AXES).split(piece, mesh.degree(*SHARD_AXES))[mesh.coordinate(*SHARD_AXES)]
     if isinstance(piece, QuantizedShard):
-        return whole, piece.raw.view(-1)
-    rows = -(-whole.shape[0] // mesh.ways(*SLICES))
-    raw = torch.zeros(rows * whole[:1].nbytes, dtype=torch.uint8, device=piece.device)
+        return template, piece.raw.view(-1)
+    rows = -(-template.shape[0] // mesh.degree(*SHARD_AXES))
+    raw = torch.zeros(rows * template[:1].nbytes, dtype=torch.uint8, device=piece.device)
     raw[: piece.nbytes] = piece.contiguous().view(-1).view(torch.uint8)
-    return whole, raw
+    return template, raw
 
 
-def _prefetch(root: Any, sharded: Sharded) -> None:
-    """Each block asks for the next one that has to be gathered: forward before it computes, and in backward too."""
-    blocks, stays = sharded.blocks, sharded.stays
-    forward = [block for block, stay in zip(blocks, stays, strict=True) if stay != "always"]
+def _prefetch(root: Any, sharded: ShardedBlocks) -> None:
+    """Have each block prefetch the next one that is not resident, in forward and in backward."""
+    blocks, residencies = sharded.blocks, sharded.residencies
+    forward = [block for block, residency in zip(blocks, residencies, strict=True) if residency != "always"]
     if forward:
         root.set_modules_to_forward_prefetch(forward[:1])
     for at, block in enumerate(blocks):
-        after = [other for other, stay in zip(blocks[at + 1 :], stays[at + 1 :], strict=True) if stay != "always"]
-        before = [other for other, stay in zip(blocks[:at], stays[:at], strict=True) if stay == "call"]
+        after = [
+            other
+            for other, residency in zip(blocks[at + 1 :], residencies[at + 1 :], strict=True)
+            if residency != "always"
+        ]
+        before = [other for other, residency in zip(blocks[:at], residencies[:at], strict=True) if residency == "call"]
         block.set_modules_to_forward_prefetch(after[:1])
-        # none: itself, which is whole; where nothing is named, FSDP2 would take the last block of a forward before
+        # without one, the block itself: given an empty list, FSDP2 would prefetch the last block of an earlier forward
         block.set_modules_to_backward_prefetch(before[-1:] or [block])

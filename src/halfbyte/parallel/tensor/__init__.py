@@ -1,1 +1,1 @@
-"""Tensor parallelism: the processes of a group share the rows and columns of each layer's linears."""
+"""Tensor parallelism: linears of decoder layers, head and embedding sharded over ranks with the same tokens."""

@@ -1,31 +1,32 @@
-"""Tensor parallelism: the products of attention and MLP divided over processes that have the same tokens.
+"""Tensor parallelism: the linears of attention and MLP sharded over ranks that have the same tokens.
 
-A block has linears that read one input (q, k, v; gate, up), whose rows are divided, and one for the output (o; down),
-whose columns are: between them each process has some heads, or some channels, and nothing is exchanged. What enters a
-block is the same everywhere; what leaves it is a part, and the parts are summed. On the way back it is the other way
-round: the gradient of what left is the same everywhere, that of what entered is a sum of parts. Two sums of the stream
-a block, one forward, one backward (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
+A block has linears that read one input (q, k, v; gate, up), whose rows are sharded, and an output linear (o; down),
+whose columns are sharded. Between them each rank has some heads or channels and nothing is exchanged. The block's input
+is replicated; its outputs are partial and all-reduced. In backward the gradient of the output is replicated and the
+gradients of the input are partial and all-reduced. This is one all-reduce of the residual stream per block in forward
+and one in backward (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
 
-Adapters need no sums of their own. With process i of n, scaling s, and the shapes of `autograd.lora`:
+Adapters need no all-reduces of their own. With rank i of n, scaling s, and the shapes of `autograd.lora`:
 
-    rows     y_i = x·W_iᵀ + s·(x·Aᵀ)·B_iᵀ      B has the rows of W, A is whole. u = x·Aᵀ is the same everywhere, so
-             dB_i = s·dy_iᵀ·u is whole for its rows. v_i = s·dy_i·B_i is a part of v = Σ v_i, so dA_i = v_iᵀ·x is a
-             part of dA, and v_i·A + dy_i·W_i one of dx, which are summed where x entered.
-    columns  y = Σ x_i·W_iᵀ + s·(x_i·A_iᵀ)·Bᵀ  A has the columns of W, B is whole: s·(Σ x_i·A_iᵀ)·Bᵀ is linear in what
-             the sum is over, so the parts ride on the base's sum. v = s·dy·B is the same everywhere, so dA_i = vᵀ·x_i
-             is whole for its columns, and dx_i = v·A_i + dy·W_i the gradient of x_i. dB_i = s·dyᵀ·(x_i·A_iᵀ) is a part.
+    rows     y_i = x·W_iᵀ + s·(x·Aᵀ)·B_iᵀ      B is sharded like the rows of W, A is replicated. u = x·Aᵀ is equal on
+             all ranks, so dB_i = s·dy_iᵀ·u is complete for its rows. v_i = s·dy_i·B_i is a term of v = Σ v_i, so
+             dA_i = v_iᵀ·x is partial, and so is v_i·A + dy_i·W_i for dx, which is all-reduced at the block's input.
+    columns  y = Σ x_i·W_iᵀ + s·(x_i·A_iᵀ)·Bᵀ  A is sharded like the columns of W, B is replicated. s·(Σ x_i·A_iᵀ)·Bᵀ
+             is linear, so its terms are added before the base's all-reduce. v = s·dy·B is equal on all ranks, so
+             dA_i = vᵀ·x_i is complete for its columns, and dx_i = v·A_i + dy·W_i is the gradient of x_i.
+             dB_i = s·dyᵀ·(x_i·A_iᵀ) is partial.
 
-So a factor that is divided has its whole gradient where it is; that of a factor that is not is a part on each process,
-and the step's one reduction adds the parts (`reduce`). A bias of a linear with divided columns is added by one process.
+So the gradient of a sharded factor is complete locally; that of a replicated factor is partial and is summed by the
+step's gradient reduction (`parallel.reduction`). One rank adds the bias of a linear with sharded columns.
 
-Hooks stand on the blocks, not on linears, which fused functions would pass by.
+Hooks are on blocks, not on linears, because fused functions read the linears' weights without calling them.
 
-Parts are summed in the stream's dtype, as products write them: sums in fp32 would move twice the bytes, and bring no
-loss but the first step's nearer to one process's (docs/several-gpus.md).
+All-reduces run in the stream's dtype. In fp32 they would move twice the bytes, and only the first step's loss would be
+closer to that of one process (docs/several-gpus.md).
 
-The stream between blocks, and its norms, are whole on each process. Slices of its tokens (Korthikanti et al. 2022,
-arXiv:2205.05198, section 4.2) would move as many bytes, and products save what they read whole. Where the stream is all
-that a layer keeps, each process keeps a slice of it (`InSlices`): 1/n for a gather a layer.
+The stream between blocks and its norms are replicated. Sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198,
+section 4.2) would move as many bytes, and GEMMs would still save full inputs. If a layer saves the stream only, each
+rank saves a shard of it (`ShardedStore`): 1/n of the memory for an all-gather per layer.
 """
 
 from __future__ import annotations
@@ -43,103 +44,101 @@ from torch import Tensor, nn
 from ...autograd.checkpointing import Store
 from ...autograd.function import OnceFunction
 from ...tensor import QuantizedTensor
-from ..collectives import gathered, members, summed
+from ..collectives import all_gather, all_reduce_, group_size
 from ..mesh import Mesh
-from ..reduction import CUT
+from ..reduction import SHARDED_ALONG
 
 AXIS = "tensor"
-PART = "part_of_whole"  # on a parameter that is cut: which part of it this process has
+SHARD_ATTRIBUTE = "tensor_shard"  # attribute of a sharded parameter: its `TensorShard`
 
 
 @dataclass(frozen=True)
-class Part:
-    """One of equal parts of a tensor along a dimension, one a process."""
+class TensorShard:
+    """Which of `degree` equal shards along a dimension this rank holds."""
 
     dim: int
-    ways: int
-    place: int
+    degree: int
+    coordinate: int
     group: Any
 
-    def of(self, whole: Tensor) -> Tensor:
-        """This process's part, in memory of its own; a quantized weight's has equal values."""
-        if isinstance(whole, QuantizedTensor):
-            return whole.split_for(self.dim, self.ways)[self.place]
-        return whole.tensor_split(self.ways, self.dim)[self.place].clone(memory_format=torch.contiguous_format)
+    def shard(self, full: Tensor) -> Tensor:
+        """Return this rank's shard of `full`, in its own memory; shards of quantized weights have equal values."""
+        if isinstance(full, QuantizedTensor):
+            return full.split_for(self.dim, self.degree)[self.coordinate]
+        return full.tensor_split(self.degree, self.dim)[self.coordinate].clone(memory_format=torch.contiguous_format)
 
-    def whole(self, part: Tensor) -> Tensor:
-        """The tensor that the processes' parts make; all of them call it."""
-        return gathered(part.movedim(self.dim, 0), self.group).movedim(0, self.dim).contiguous()
-
-
-def part_of(parameter: Tensor) -> Part | None:
-    """Which part of a whole this process has in `parameter`; None: all of it."""
-    return getattr(parameter, PART, None)
+    def gather(self, shard: Tensor) -> Tensor:
+        """All-gather the ranks' shards to the full tensor; all ranks must call it."""
+        return all_gather(shard.movedim(self.dim, 0), self.group).movedim(0, self.dim).contiguous()
 
 
-def are_whole(parameters: Iterable[Tensor]) -> bool:
-    """Whether none of them is cut."""
-    return all(part_of(parameter) is None for parameter in parameters)
+def shard_of(parameter: Tensor) -> TensorShard | None:
+    """Return which shard of the full parameter this rank holds, or None if it is not sharded."""
+    return getattr(parameter, SHARD_ATTRIBUTE, None)
+
+
+def are_unsharded(parameters: Iterable[Tensor]) -> bool:
+    """Return whether none of `parameters` is sharded."""
+    return all(shard_of(parameter) is None for parameter in parameters)
 
 
 @contextlib.contextmanager
-def whole_inside(parameters: Iterable[nn.Parameter], optimizer: Any = None) -> Iterator[None]:
-    """Inside, cut parameters are whole in each process, and what `optimizer` keeps of their shape with them; all
-    processes enter. Afterwards each has its part of what they are then: what was loaded into them, say.
+def full_parameters(parameters: Iterable[nn.Parameter], optimizer: Any = None) -> Iterator[None]:
+    """Within the context, sharded parameters and their optimizer state are full on every rank; all ranks must enter it.
 
-    A parameter's part stays in its place in memory, which CUDA graphs know.
+    On exit each rank keeps its shard of the current values, so that they may be loaded within the context. Shards keep
+    their memory address, which CUDA graphs read.
     """
-    cuts = [(parameter, mine, parameter.data) for parameter in parameters if (mine := part_of(parameter)) is not None]
-    for parameter, mine, part in cuts:
-        _map_state(optimizer, parameter, part.shape, mine.whole)
-        parameter.data = mine.whole(part)
+    sharded = [(each, spec, each.data) for each in parameters if (spec := shard_of(each)) is not None]
+    for parameter, spec, shard in sharded:
+        _map_state(optimizer, parameter, shard.shape, spec.gather)
+        parameter.data = spec.gather(shard)
     try:
         yield
     finally:
-        for parameter, mine, part in cuts:
-            _map_state(optimizer, parameter, parameter.shape, mine.of)
-            part.copy_(mine.of(parameter.data))
-            parameter.data = part
+        for parameter, spec, shard in sharded:
+            _map_state(optimizer, parameter, parameter.shape, spec.shard)
+            shard.copy_(spec.shard(parameter.data))
+            parameter.data = shard
 
 
 def _map_state(optimizer: Any, parameter: Tensor, shape: torch.Size, function: Callable[[Tensor], Tensor]) -> None:
-    """Replace what an optimizer keeps for a parameter in tensors of `shape`."""
+    """Apply `function` to the tensors of `shape` in the optimizer state of `parameter`."""
     state = {} if optimizer is None else optimizer.state.get(parameter, {})
     for name, value in state.items():
         if isinstance(value, Tensor) and value.shape == shape:
             state[name] = function(value)
 
 
-def cut(module: nn.Module, name: str, dim: int, mesh: Mesh) -> None:
-    """Leave this process its part of a module's parameter, along "tensor"."""
+def shard_parameter(module: nn.Module, name: str, dim: int, mesh: Mesh) -> None:
+    """Replace a module's parameter by this rank's shard along "tensor"."""
     parameter = getattr(module, name)
-    mine = Part(dim, mesh.ways(AXIS), mesh.place(AXIS), mesh.group(AXIS))
-    part = nn.Parameter(mine.of(parameter.detach()), requires_grad=parameter.requires_grad)
-    setattr(part, CUT, (AXIS,))
-    setattr(part, PART, mine)
-    setattr(module, name, part)
+    spec = TensorShard(dim, mesh.degree(AXIS), mesh.coordinate(AXIS), mesh.group(AXIS))
+    shard = nn.Parameter(spec.shard(parameter.detach()), requires_grad=parameter.requires_grad)
+    setattr(shard, SHARDED_ALONG, (AXIS,))
+    setattr(shard, SHARD_ATTRIBUTE, spec)
+    setattr(module, name, shard)
 
 
-def cut_rows(linear: Any, mesh: Mesh) -> None:
-    """Leave this process its rows of a linear, of which there is a multiple of the processes; it may have been loaded
-    with these alone."""
+def shard_rows(linear: Any, mesh: Mesh) -> None:
+    """Keep this rank's rows of a linear, a multiple of the degree in all; loading may have sharded it already."""
     for name in ("weight", "bias"):
         if (held := getattr(linear, name)) is not None and len(held) == linear.out_features:
-            cut(linear, name, 0, mesh)
+            shard_parameter(linear, name, 0, mesh)
     linear.out_features = linear.weight.shape[0]
 
 
-def cut_columns(linear: Any, mesh: Mesh) -> None:
-    """Leave this process its columns of a linear, which may have been loaded with these alone; the first process adds
-    the bias."""
+def shard_columns(linear: Any, mesh: Mesh) -> None:
+    """Keep this rank's columns of a linear, which loading may have sharded already; rank 0 keeps the bias."""
     if linear.weight.shape[1] == linear.in_features:
-        cut(linear, "weight", 1, mesh)
-    if mesh.place(AXIS):
+        shard_parameter(linear, "weight", 1, mesh)
+    if mesh.coordinate(AXIS):
         linear.bias = None
     linear.in_features = linear.weight.shape[1]
 
 
-class _Enter(OnceFunction):
-    """The input; its gradients are parts, which are summed."""
+class _CopyToRanks(OnceFunction):
+    """Identity in forward; all-reduces the partial gradients in backward (Megatron's f)."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -148,16 +147,16 @@ class _Enter(OnceFunction):
 
     @staticmethod
     def backward(ctx, grad):
-        return summed(grad.clone(), ctx.group), None
+        return all_reduce_(grad.clone(), ctx.group), None
 
 
-class _Leave(OnceFunction):
-    """The sum of parts; its gradient is that of each."""
+class _ReduceFromRanks(OnceFunction):
+    """All-reduces partial results in forward; identity in backward (Megatron's g)."""
 
     @staticmethod
-    def forward(ctx, part, group):  # in the place of the part, which nothing has saved
+    def forward(ctx, part, group):  # in place: no function has saved the partial result
         ctx.mark_dirty(part)
-        return summed(part, group)
+        return all_reduce_(part, group)
 
     @staticmethod
     def backward(ctx, grad):
@@ -165,59 +164,60 @@ class _Leave(OnceFunction):
 
 
 @dataclass(frozen=True)
-class Entering:
-    """A forward pre-hook of a block: what enters it, its first argument or the one called `hidden_states`."""
+class InputHook:
+    """Forward pre-hook of a block, for its first argument or `hidden_states`: all-reduces its gradient."""
 
     group: Any
 
     def __call__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if args:
-            return (_Enter.apply(args[0], self.group), *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": _Enter.apply(kwargs["hidden_states"], self.group)}
+            return (_CopyToRanks.apply(args[0], self.group), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": _CopyToRanks.apply(kwargs["hidden_states"], self.group)}
 
 
 @dataclass(frozen=True)
-class Leaving:
-    """A forward hook of a block: what leaves it, its result or the first of several."""
+class OutputHook:
+    """Forward hook of a block: all-reduces its result, or the first of several."""
 
     group: Any
 
     def __call__(self, block: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        if kwargs.get("output") is False:  # nobody looks at it
+        if kwargs.get("output") is False:  # the caller discards the result
             return output
         if isinstance(output, tuple):
-            return (_Leave.apply(_changeable(output[0]), self.group), *output[1:])
-        return _Leave.apply(_changeable(output), self.group)
+            return (_ReduceFromRanks.apply(_writable(output[0]), self.group), *output[1:])
+        return _ReduceFromRanks.apply(_writable(output), self.group)
 
 
-def _changeable(part: Tensor) -> Tensor:
-    """`part`, or a copy of it where autograd forbids to change it, or it has gaps."""
+def _writable(part: Tensor) -> Tensor:
+    """Return `part`, or a contiguous copy if it is a view or has gaps: autograd forbids to write into views."""
     return part.clone() if part._is_view() or not part.is_contiguous() else part
 
 
-def is_divided(block: nn.Module) -> bool:
-    """Whether `sum_around` was called: what computes its products past its own call must sum them."""
+def is_tensor_parallel(block: nn.Module) -> bool:
+    """Return whether `all_reduce_around` was called; code that bypasses the block's call must all-reduce."""
     return _group_of(block) is not None
 
 
 def _group_of(block: nn.Module) -> Any:
-    return next((hook.group for hook in block._forward_hooks.values() if isinstance(hook, Leaving)), None)
+    return next((hook.group for hook in block._forward_hooks.values() if isinstance(hook, OutputHook)), None)
 
 
 @dataclass(frozen=True)
-class InSlices:
-    """The store of what all processes have alike: each keeps a slice until backward, where all ask for the same tensor
-    at the same time.
+class ShardedStore:
+    """Saved-tensor store for tensors equal on all ranks: each rank saves a shard, and backward all-gathers it.
+
+    All ranks must unpack the same tensors in the same order.
 
     Args:
-        store: of the slices.
+        store: holds the shards.
     """
 
     group: Any
     store: Store
 
     def pack(self, tensor: Tensor) -> tuple[Any, torch.Size]:
-        size = -(-tensor.numel() // members(self.group))
+        size = -(-tensor.numel() // group_size(self.group))
         begin = dist.get_rank(self.group) * size
         own = tensor.detach().reshape(-1)[begin : begin + size]
         own = F.pad(own, (0, size - len(own))) if len(own) < size else own.clone()
@@ -225,21 +225,20 @@ class InSlices:
 
     def unpack(self, packed: tuple[Any, torch.Size]) -> Tensor:
         own, shape = packed
-        return gathered(self.store.unpack(own), self.group)[: shape.numel()].view(shape)
+        return all_gather(self.store.unpack(own), self.group)[: shape.numel()].view(shape)
 
 
-def stream_in_slices(block: nn.Module, store: Store) -> contextlib.AbstractContextManager[Any]:
-    """Inside, each process of a divided `block` keeps in `store` a slice of what is saved, which must be the same
-    in all: the stream."""
+def sharded_saved_tensors(block: nn.Module, store: Store) -> contextlib.AbstractContextManager[Any]:
+    """Within the context, ranks of a tensor-parallel `block` save shards, in `store`, of tensors equal on all ranks."""
     group = _group_of(block)
     if group is None:
         return contextlib.nullcontext()
-    slices = InSlices(group, store)
+    slices = ShardedStore(group, store)
     return torch.autograd.graph.saved_tensors_hooks(slices.pack, slices.unpack)
 
 
-def sum_around(block: nn.Module, mesh: Mesh) -> None:
-    """Have the processes along "tensor" sum what leaves `block`, and the gradient of what enters it."""
+def all_reduce_around(block: nn.Module, mesh: Mesh) -> None:
+    """All-reduce the output of `block`, and the gradient of its input, along "tensor"."""
     group = mesh.group(AXIS)
-    block.register_forward_pre_hook(Entering(group), with_kwargs=True)
-    block.register_forward_hook(Leaving(group), with_kwargs=True)
+    block.register_forward_pre_hook(InputHook(group), with_kwargs=True)
+    block.register_forward_hook(OutputHook(group), with_kwargs=True)

@@ -1,4 +1,4 @@
-"""A model's products divided over processes (`parallel.tensor.layers`): which linears of it, and what cannot be divided."""
+"""Tensor parallelism of a model: which of its linears are sharded (`parallel.tensor.layers`), and what is refused."""
 
 from __future__ import annotations
 
@@ -15,63 +15,64 @@ from ...utils.errors import ModelError
 from ...utils.notices import notice
 from ..mesh import Mesh
 from ..support import Reason, unsupported_sizes, unsupported_tensor
-from .layers import AXIS, cut, cut_columns, cut_rows, sum_around
+from .layers import AXIS, all_reduce_around, shard_columns, shard_parameter, shard_rows
 
 
-def divide_products(model: nn.Module, mesh: Mesh) -> None:
-    """Leave this process its heads and channels of every decoder layer, and its rows of the vocabulary; all where the
-    mesh does not divide products. Nothing is changed where a layer cannot be divided.
+def apply_tensor_parallel(model: nn.Module, mesh: Mesh) -> None:
+    """Shard heads and channels of every decoder layer and rows of the vocabulary, if the mesh has "tensor".
+
+    The model is unchanged if a layer is refused.
 
     Args:
-        model: with its adapters, not sharded or patched yet; `shard_model` divides the vocabulary of one that will be.
+        model: with its adapters, before sharding and patching. With sharding, `shard_model` shards the vocabulary.
 
     Raises:
-        ModelError: what cannot be divided, by name.
+        ModelError: naming what cannot be sharded.
     """
-    if mesh.ways(AXIS) == 1:
+    if mesh.degree(AXIS) == 1:
         return
-    check_products(model, mesh.ways(AXIS))
+    check_tensor_parallel(model, mesh.degree(AXIS))
     for view in _views(model):
         for half, block in _blocks(view):
             for linear in block.inputs:
-                _cut(linear, 0, mesh)
-            _cut(block.output, 1, mesh)
-            sum_around(half, mesh)
-    if mesh.ways("shard") > 1:
+                _shard_linear(linear, 0, mesh)
+            _shard_linear(block.output, 1, mesh)
+            all_reduce_around(half, mesh)
+    if mesh.degree("shard") > 1:
         return
     if why := vocabulary_unsupported_reason(model):
-        notice("vocabulary", f"head and embedding stay whole on each GPU: {why}")
+        notice("vocabulary", f"head and embedding are replicated on each GPU: {why}")
     else:
         shard_vocabulary(model, mesh, (AXIS,))
 
 
-def check_products(model: nn.Module, ways: int) -> None:
-    """Whether the products of `model`, with its adapters, are divided so many ways; it may be on the meta device.
+def check_tensor_parallel(model: nn.Module, degree: int) -> None:
+    """Check that the linears of `model`, with its adapters, can be sharded; it may be on the meta device.
 
     Raises:
-        ModelError: what cannot be divided, by name.
+        ModelError: naming what cannot be sharded.
     """
-    if reason := _unsupported_layer(model, ways) or _unsupported_adapter(model, ways):
+    if reason := _unsupported_layer(model, degree) or _unsupported_adapter(model, degree):
         raise ModelError(reason.problem, reason.fix)
     for view in _views(model):
         for _, block in _blocks(view):
             for name, linear in block.linears.items():
                 weight, dim = _base(linear).weight.data, int(linear is block.output)
-                whole = weight.shape[dim] == (_base(linear).in_features if dim else _base(linear).out_features)
-                if isinstance(weight, QuantizedTensor) and whole:
-                    _check_split(weight, dim, ways, name)
+                unsharded = weight.shape[dim] == (_base(linear).in_features if dim else _base(linear).out_features)
+                if isinstance(weight, QuantizedTensor) and unsharded:
+                    _check_split(weight, dim, degree, name)
 
 
-def _check_split(weight: QuantizedTensor, dim: int, ways: int, name: str) -> None:
+def _check_split(weight: QuantizedTensor, dim: int, degree: int, name: str) -> None:
     parts = {name: part.to("meta") for name, part in weight.parts.items()}
     try:
-        weight.format.split(parts, tuple(weight.shape), dim, ways)
+        weight.format.split(parts, tuple(weight.shape), dim, degree)
     except ModelError as error:
-        raise ModelError(f"parallel: {{tensor: {ways}}}: {name}: {error.message}", error.fix) from error
+        raise ModelError(f"parallel: {{tensor: {degree}}}: {name}: {error.message}", error.fix) from error
 
 
-def _unsupported_layer(model: nn.Module, ways: int) -> Reason | None:
-    """Return why a decoder layer cannot be split over `ways` processes."""
+def _unsupported_layer(model: nn.Module, degree: int) -> Reason | None:
+    """Return why a decoder layer cannot be sharded."""
     for layer in decoder_layers(model)[1]:
         view = layer_view(layer)
         problem = view if isinstance(view, str) else _unsupported_kind(view)
@@ -80,10 +81,10 @@ def _unsupported_layer(model: nn.Module, ways: int) -> Reason | None:
             assert view.attention is not None
             assert view.mlp is not None
             heads, key_heads = (_rows(linear) // view.attention.head_dim for linear in view.attention.inputs[:2])
-            if reason := unsupported_sizes(ways, heads, key_heads, _rows(view.mlp.inputs[0])):
+            if reason := unsupported_sizes(degree, heads, key_heads, _rows(view.mlp.inputs[0])):
                 return reason
         else:
-            return unsupported_tensor(ways, problem)
+            return unsupported_tensor(degree, problem)
     return None
 
 
@@ -107,8 +108,8 @@ def _unsupported_kind(view: LayerView) -> str | None:
     return None
 
 
-def divided_along(model: nn.Module) -> dict[str, int]:
-    """Parameter of a model without adapters → which dimension of it is divided; those that are not are left out."""
+def sharded_dims(model: nn.Module) -> dict[str, int]:
+    """Map each sharded parameter of a model without adapters to its sharded dimension."""
     dims: dict[Any, int] = {}
     for view in _views(model):
         for _, block in _blocks(view):
@@ -130,7 +131,7 @@ def _views(model: nn.Module) -> Iterator[LayerView]:
 
 
 def _blocks(view: LayerView) -> Iterator[tuple[nn.Module, Block]]:
-    """The modules of a layer that hold products, as they are read."""
+    """Yield the attention and MLP modules of a layer with their linears."""
     assert view.attention is not None  # `_unsupported_layer` has checked
     yield view.attention_half.inner, view.attention
     if view.mlp is not None:
@@ -145,10 +146,10 @@ def _rows(linear: Any) -> int:
     return _base(linear).out_features
 
 
-def _unsupported_adapter(model: nn.Module, ways: int) -> Reason | None:
+def _unsupported_adapter(model: nn.Module, degree: int) -> Reason | None:
     """Return why a trained parameter is not a plain LoRA factor of a split linear."""
     problem = _adapter_problem(model)
-    return None if problem is None else unsupported_tensor(ways, problem)
+    return None if problem is None else unsupported_tensor(degree, problem)
 
 
 def _adapter_problem(model: nn.Module) -> str | None:
@@ -170,11 +171,11 @@ def _adapter_problem(model: nn.Module) -> str | None:
     return None
 
 
-def _cut(linear: Any, dim: int, mesh: Mesh) -> None:
-    """A linear with its adapters, by rows (0) or columns (1)."""
-    (cut_columns if dim else cut_rows)(_base(linear), mesh)
+def _shard_linear(linear: Any, dim: int, mesh: Mesh) -> None:
+    """Shard a linear and its adapters by rows (dim 0) or columns (dim 1)."""
+    (shard_columns if dim else shard_rows)(_base(linear), mesh)
     if linear is _base(linear):
         return
     linear.in_features, linear.out_features = linear.base_layer.in_features, linear.base_layer.out_features
     for factor in (linear.lora_A if dim else linear.lora_B).values():
-        cut(factor, "weight", dim, mesh)
+        shard_parameter(factor, "weight", dim, mesh)

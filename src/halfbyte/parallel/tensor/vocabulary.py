@@ -1,21 +1,21 @@
-"""A head and an embedding divided by rows of the vocabulary: each process holds a slice, and no slice ever moves.
+"""Head and embedding sharded by rows of the vocabulary; weights are never gathered.
 
-What moves is hidden states, and a few numbers for each token. Process i of n holds rows W_i [V_i, H] of the weight. For
-hidden states X [N, H] of *all* processes it makes the logits of its slice, a chunk of tokens at a time, and of those
-L_i = logsumexp [N]. With L = logsumexp over i of L_i, and y the label, which one process holds,
+Ranks exchange hidden states and a few numbers per token. Rank i of n holds rows W_i [V_i, H] of the weight. For the
+hidden states X [N, H] of *all* ranks it computes its shard of the logits, in chunks of tokens, and their logsumexp
+L_i [N]. With L = logsumexp over i of L_i, and label y, whose row is on one rank,
 
-    ℓ = L − z_y = (L − L_i) + ℓ_i     there: ℓ_i is the loss over its slice alone
+    ℓ = L − z_y = (L − L_i) + ℓ_i     on the rank with y; ℓ_i is the loss over its shard alone
     ∂ℓ/∂X = Σ_i (exp(z_i − L) − onehot_i(y))·∂z_i/∂a·W_i
 
-so that between the logits and their gradient, which takes their place, only L_i and ℓ_i are exchanged. That is the
-arithmetic of one process (`ops.losses`): as many products, divided; sums of H values in the hidden states' dtype.
+so that only L_i and ℓ_i are exchanged between the logits and their gradient, which overwrites them. The arithmetic is
+that of one process (`ops.losses`): the same GEMMs, sharded, and sums of H values in the hidden states' dtype.
 
-Where processes have different rows (or tokens), hidden states are gathered, and their gradients come back summed: 33 MB
-for 2,048 tokens of a 70B model, whose head is 2.1 GB. Where they have the same ones, there is nothing to gather. All
-processes of a vocabulary call its verbs together, with as many tokens as each has.
+If ranks have different tokens, hidden states are all-gathered and their gradients reduce-scattered: 33 MB for 2,048
+tokens of a 70B model, whose head has 2.1 GB. Otherwise there is nothing to gather. All ranks must call the methods
+together; each may have another number of tokens.
 
-The embedding is the transpose of this: each process looks up the tokens that it has rows of. One of the summed rows is
-not zero, so the sum is exact.
+The embedding is the transpose: each rank looks up the tokens whose rows it has. One term of each sum is not zero, so
+the sum is exact.
 """
 
 from __future__ import annotations
@@ -34,94 +34,96 @@ from ...ops import ELSEWHERE, IGNORE_INDEX
 from ...ops.cross_entropy import Objective, cross_entropy_, log_probs_backward_
 from ...ops.losses import check_labels, chunk_rows
 from ...utils.errors import ModelError
-from ..collectives import gathered, longest, members, scattered_sum, summed
-from ..mesh import TOKENS, Mesh
+from ..collectives import all_gather, all_reduce_, group_size, max_int, reduce_scatter
+from ..mesh import TOKEN_AXES, Mesh
 
-OUTSIDE = -1  # what cross-entropies call a label that no slice holds
+OUTSIDE = -1  # label outside the vocabulary
 
 
-class Answers(NamedTuple):
-    """Of a process's own tokens."""
+class TokenOutputs(NamedTuple):
+    """Results for this rank's tokens."""
 
     losses: Tensor  # fp32 [N]
-    gradient: Tensor | None  # [N, H] of the losses' sum
-    likeliest: Tensor | None  # int64 [N], the tokens with the largest logits
+    gradient: Tensor | None  # of the losses' sum with respect to hidden states [N, H]
+    argmax: Tensor | None  # int64 [N], tokens with the largest logits
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """How a vocabulary is divided, and which slice this process holds.
+    """Sharding of a vocabulary and this rank's shard.
 
     Attributes:
-        size: tokens in it.
-        ways: slices.
-        place: of this process's slice.
-        turn: which of `others` this process is.
-        every: the processes that hold the slices.
-        others: of these, those with other tokens than this one.
-        same: of these, those with the same tokens.
+        size: tokens in the vocabulary.
+        degree: number of shards.
+        coordinate: index of this rank's shard.
+        token_coordinate: this rank's index in `token_group`.
+        group: the ranks that hold the shards.
+        token_group: the ranks of `group` with different tokens; None if there are none.
+        replica_group: the ranks of `group` with the same tokens; None if there are none.
     """
 
     size: int
-    ways: int
-    place: int
-    turn: int
-    every: Any
-    others: Any
-    same: Any
+    degree: int
+    coordinate: int
+    token_coordinate: int
+    group: Any
+    token_group: Any
+    replica_group: Any
 
     @classmethod
     def over(cls, mesh: Mesh, axes: Sequence[str], size: int) -> Vocabulary:
-        """The vocabulary divided over the processes along `axes`.
+        """Shard a vocabulary over the ranks along `axes`.
 
         Raises:
-            ModelError: there are more processes than tokens.
+            ModelError: there are more ranks than tokens.
         """
-        if mesh.ways(*axes) > size:
-            raise ModelError(f"a vocabulary of {size} is not divided {mesh.ways(*axes)} ways", "take fewer processes")
-        differing = [axis for axis in axes if axis in TOKENS]
-        alike = [axis for axis in axes if axis not in TOKENS]
-        groups = (mesh.group(*which) if which else None for which in (axes, differing, alike))
-        return cls(size, mesh.ways(*axes), mesh.place(*axes), mesh.place(*differing), *groups)
+        if mesh.degree(*axes) > size:
+            raise ModelError(
+                f"a vocabulary of {size} has fewer rows than the {mesh.degree(*axes)} processes", "use fewer processes"
+            )
+        token_axes = [axis for axis in axes if axis in TOKEN_AXES]
+        replica_axes = [axis for axis in axes if axis not in TOKEN_AXES]
+        groups = (mesh.group(*which) if which else None for which in (axes, token_axes, replica_axes))
+        return cls(size, mesh.degree(*axes), mesh.coordinate(*axes), mesh.coordinate(*token_axes), *groups)
 
-    def bounds(self, place: int | None = None) -> tuple[int, int]:
-        """First token of a slice, and the first after it; slices differ by one token at most."""
-        place = self.place if place is None else place
-        return self.size * place // self.ways, self.size * (place + 1) // self.ways
+    def bounds(self, coordinate: int | None = None) -> tuple[int, int]:
+        """Return the first token of a shard and the first after it; sizes of shards differ by at most one."""
+        coordinate = self.coordinate if coordinate is None else coordinate
+        return self.size * coordinate // self.degree, self.size * (coordinate + 1) // self.degree
 
     @property
-    def widest(self) -> int:
-        """Tokens of the largest slice."""
-        return -(-self.size // self.ways)
+    def largest_shard(self) -> int:
+        """Number of tokens in the largest shard."""
+        return -(-self.size // self.degree)
 
-    def slice_of(self, weight: Tensor) -> Tensor:
-        """This process's rows of `weight` [V, ...], in the host's memory."""
+    def local_rows(self, weight: Tensor) -> Tensor:
+        """Copy this rank's rows of `weight` [V, ...] to host memory."""
         begin, end = self.bounds()
         return weight[begin:end].to("meta" if weight.is_meta else "cpu", copy=True)
 
-    def embedded(self, ids: Tensor, look_up: Callable[[Tensor], Tensor]) -> Tensor:
-        """[*ids.shape, H] of token ids, which each process has its own or the same of.
+    def embed(self, ids: Tensor, look_up: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return embeddings [*ids.shape, H] of this rank's token ids.
 
         Args:
-            look_up: ids within this process's slice, int64 [n], → [n, H].
+            look_up: maps ids within this rank's shard, int64 [n], to [n, H].
         """
         (begin, end), own = self.bounds(), ids.reshape(-1)
-        most = longest(len(own), self.others)
-        every = gathered(F.pad(own, (0, most - len(own))), self.others)
+        most = max_int(len(own), self.token_group)
+        every = all_gather(F.pad(own, (0, most - len(own))), self.token_group)
         held = (every >= begin) & (every < end)
         rows = look_up((every - begin).masked_fill(~held, 0)).masked_fill(~held.unsqueeze(1), 0.0)
-        found = scattered_sum(summed(rows, self.same), self.others)[: len(own)]
+        found = reduce_scatter(all_reduce_(rows, self.replica_group), self.token_group)[: len(own)]
         return found.view(*ids.shape, rows.shape[1])
 
     def cross_entropy(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, *, softcap: float | None = None, scale: float = 1.0
     ) -> Tensor:
-        """`autograd.losses.linear_cross_entropy` of this process's tokens: their summed loss, labels not shifted.
+        """Return the summed loss of this rank's tokens; `autograd.losses.linear_cross_entropy` with unshifted labels.
 
         Args:
             hidden: [..., T, H].
-            weight: this process's slice [V_i, H], frozen.
-            labels: [..., T] int64, `IGNORE_INDEX` where nothing is trained.
+            weight: this rank's shard [V_i, H], frozen.
+            labels: [..., T] int64, `IGNORE_INDEX` for untrained tokens.
 
         Returns:
             0-d fp32, differentiable.
@@ -144,7 +146,7 @@ class Vocabulary:
         scale: float = 1.0,
         temperature: float = 1.0,
     ) -> Tensor:
-        """Log-probabilities fp32 [N] of `labels` [N] of this process's tokens, differentiable; 0 of ignored ones.
+        """Return log-probabilities fp32 [N] of this rank's `labels` [N], differentiable; 0 for ignored labels.
 
         Arguments as in `cross_entropy`; `temperature` divides the logits.
 
@@ -154,61 +156,64 @@ class Vocabulary:
         _check_frozen(weight)
         return -_Losses.apply(*flat_rows(hidden, weight, labels), Objective(scale, softcap, temperature), self)
 
-    def likeliest(
+    def log_probs_and_argmax(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, *, softcap: float | None = None, scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities fp32 [N] of `labels` [N] of this process's tokens, and whether each is the likeliest; not
-        differentiable. Arguments as in `cross_entropy`."""
+        """Return log-probabilities fp32 [N] of this rank's `labels` [N], and whether each label has the largest logit.
+
+        Not differentiable. Arguments as in `cross_entropy`.
+        """
         flat = flat_rows(hidden, weight, labels)
-        found = self._answers(*flat, Objective(scale, softcap), likeliest=True)
-        return -found.losses, torch.eq(found.likeliest, flat[2])  # type: ignore[arg-type]
+        found = self._token_outputs(*flat, Objective(scale, softcap), argmax=True)
+        return -found.losses, torch.eq(found.argmax, flat[2])  # type: ignore[arg-type]
 
     @torch.no_grad()
-    def products(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """hidden·Wᵀ [..., V] of this process's tokens [..., H], whole: for the few tokens that are sampled from."""
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Return full logits [..., V] of this rank's hidden states [..., H], for the few tokens that are sampled."""
         own = hidden.reshape(-1, hidden.shape[-1])
-        most = longest(len(own), self.others)
-        part = F.linear(gathered(_lengthened(own, most), self.others), weight)
-        parts = gathered(F.pad(part, (0, self.widest - part.shape[1])), self.every).unflatten(0, (self.ways, -1))
-        widths = [end - begin for begin, end in map(self.bounds, range(self.ways))]
-        whole = torch.cat([each[:, :width] for each, width in zip(parts, widths, strict=True)], dim=1)
-        first = self.turn * most
-        return whole[first : first + len(own)].view(*hidden.shape[:-1], self.size)
+        most = max_int(len(own), self.token_group)
+        part = F.linear(all_gather(_pad_rows(own, most), self.token_group), weight)
+        padded = F.pad(part, (0, self.largest_shard - part.shape[1]))
+        parts = all_gather(padded, self.group).unflatten(0, (self.degree, -1))
+        widths = [end - begin for begin, end in map(self.bounds, range(self.degree))]
+        full = torch.cat([each[:, :width] for each, width in zip(parts, widths, strict=True)], dim=1)
+        first = self.token_coordinate * most
+        return full[first : first + len(own)].view(*hidden.shape[:-1], self.size)
 
     @torch.no_grad()
-    def _answers(
+    def _token_outputs(
         self,
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
         objective: Objective,
         gradient: bool = False,
-        likeliest: bool = False,
-    ) -> Answers:
-        """Of tokens [N, H] and their labels [N]; on a CPU, where counting is free, untrained ones cost no product."""
+        argmax: bool = False,
+    ) -> TokenOutputs:
+        """Compute the results of tokens [N, H] with labels [N]; on a CPU, skip untrained tokens."""
         if hidden.device.type != "cpu":
-            return self._answers_of_all(hidden, weight, labels, objective, gradient, likeliest)
+            return self._all_token_outputs(hidden, weight, labels, objective, gradient, argmax)
         trained = (labels != IGNORE_INDEX).nonzero().squeeze(1)
         own = hidden[trained], weight, labels[trained]
-        found = self._answers_of_all(*own, objective, gradient, likeliest)
+        found = self._all_token_outputs(*own, objective, gradient, argmax)
 
         def spread(values: Tensor | None, like: Tensor) -> Tensor | None:
             return None if values is None else values.new_zeros(like.shape).index_copy_(0, trained, values)
 
-        return Answers(*map(spread, found, (labels, hidden, labels)))  # type: ignore[arg-type]
+        return TokenOutputs(*map(spread, found, (labels, hidden, labels)))  # type: ignore[arg-type]
 
-    def _answers_of_all(
-        self, hidden: Tensor, weight: Tensor, labels: Tensor, objective: Objective, gradient: bool, likeliest: bool
-    ) -> Answers:
+    def _all_token_outputs(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, objective: Objective, gradient: bool, argmax: bool
+    ) -> TokenOutputs:
         own = len(hidden)
-        most = longest(own, self.others)
+        most = max_int(own, self.token_group)
         labels = F.pad(labels, (0, most - own), value=IGNORE_INDEX)
-        hidden = _lengthened(hidden, most)
+        hidden = _pad_rows(hidden, most)
         found: list[list[Tensor]] = [[], [], []]
         for rows, every in self._chunks(labels, weight):
-            logits = _products(gathered(hidden[rows], self.others), weight)
-            if likeliest:
-                found[2].append(self._own(self._likeliest(logits)))
+            logits = _padded_matmul(all_gather(hidden[rows], self.token_group), weight)
+            if argmax:
+                found[2].append(self._own(self._argmax(logits)))
             losses, logsumexp = self._losses(logits, every, objective)
             found[0].append(self._own(losses))
             if gradient:
@@ -216,62 +221,61 @@ class Vocabulary:
                 log_probs_backward_(
                     logits, local, logsumexp, None, losses.new_full(losses.shape, -1.0), None, objective
                 )
-                found[1].append(scattered_sum(summed(logits @ weight, self.same), self.others))
+                found[1].append(reduce_scatter(all_reduce_(logits @ weight, self.replica_group), self.token_group))
         exact = torch.promote_types(hidden.dtype, torch.float32)
         none = hidden.new_empty(0, dtype=exact), hidden[:0], labels[:0]
         losses, grads, tokens = (torch.cat([first, *parts])[:own] for first, parts in zip(none, found, strict=True))
-        return Answers(losses, grads if gradient else None, tokens if likeliest else None)
+        return TokenOutputs(losses, grads if gradient else None, tokens if argmax else None)
 
     def _chunks(self, labels: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """(which of a process's tokens, the labels [ways·n] of those of all processes), chunk by chunk."""
-        every = gathered(labels, self.others).view(members(self.others), -1)  # of no tokens, too
+        """Yield chunks: this rank's tokens as a slice, and the labels [degree·n] of all ranks' tokens."""
+        every = all_gather(labels, self.token_group).view(group_size(self.token_group), -1)
         if labels.device.type == "cpu":
             check_labels(every[every != IGNORE_INDEX], self.size)
-        step = max(chunk_rows(self.widest, weight.device.type, weight.element_size()) // len(every), 1)
+        step = max(chunk_rows(self.largest_shard, weight.device.type, weight.element_size()) // len(every), 1)
         for start in range(0, len(labels), step):
             rows = slice(start, start + step)
             yield rows, every[:, rows].reshape(-1)
 
     def _own(self, values: Tensor) -> Tensor:
-        """Those of this process's tokens, of values [ways·n]."""
-        return values.view(members(self.others), -1)[self.turn]
+        """Return this rank's part of `values` [degree·n]."""
+        return values.view(group_size(self.token_group), -1)[self.token_coordinate]
 
     def _local(self, labels: Tensor) -> Tensor:
-        """Labels as this process's slice counts them, from 0; those of other slices are `ELSEWHERE`, of none `OUTSIDE`,
-        ignored ones stay."""
+        """Map labels to rows of this shard, `ELSEWHERE` (another shard), `OUTSIDE` (no shard) or `IGNORE_INDEX`."""
         begin, end = self.bounds()
         known = torch.where((labels >= 0) & (labels < self.size), ELSEWHERE, OUTSIDE)
         local = torch.where((labels >= begin) & (labels < end), labels - begin, known)
         return local.masked_fill_(labels == IGNORE_INDEX, IGNORE_INDEX)
 
     def _losses(self, logits: Tensor, labels: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
-        """ℓ and L [n] of a chunk, from the logits [n, V_i] of this slice; ℓ is 0 in ignored rows."""
+        """Return ℓ and L [n] of a chunk from this shard's logits [n, V_i]; ℓ is 0 for ignored labels."""
         local = self._local(labels)
         held = local >= 0
-        anywhere = local.masked_fill(local == ELSEWHERE, 0)  # some label: the loss of such a row is not looked at
+        anywhere = local.masked_fill(local == ELSEWHERE, 0)  # any valid label: the losses of these rows are ignored
         own = cross_entropy_(logits, anywhere, objective, False, False)
-        parts = gathered(torch.stack([own.logsumexp, own.loss, held.to(own.loss)]).unsqueeze(0), self.every)
+        parts = all_gather(torch.stack([own.logsumexp, own.loss, held.to(own.loss)]).unsqueeze(0), self.group)
         logsumexp = parts[:, 0].logsumexp(0)
         losses = torch.where(parts[:, 2] > 0, logsumexp - parts[:, 0] + parts[:, 1], 0.0).sum(0)
         return losses.masked_fill_(local == OUTSIDE, torch.nan), logsumexp
 
-    def _likeliest(self, logits: Tensor) -> Tensor:
-        """The token [n] with the largest logit, from those [n, V_i] of this slice; a scale or softcap changes nothing.
+    def _argmax(self, logits: Tensor) -> Tensor:
+        """Return the token [n] with the largest logit, the first of equal ones, from this shard's logits [n, V_i].
 
-        Of equal ones, the first.
+        A scale or softcap does not change it.
         """
         largest, token = logits.max(-1)
         found = torch.stack([largest.double(), token + self.bounds()[0]]).unsqueeze(0)
-        values, tokens = gathered(found, self.every).unbind(1)
+        values, tokens = all_gather(found, self.group).unbind(1)
         return tokens.gather(0, values.argmax(0, keepdim=True)).squeeze(0).long()
 
 
 class _Losses(OnceFunction):
-    """The loss [N] of each token. Forward makes the gradients, as on one process, and backward scales them."""
+    """Loss [N] of each token. As on one process, forward computes the gradients and backward scales them."""
 
     @staticmethod
     def forward(ctx, hidden, weight, labels, objective, vocabulary):
-        found = vocabulary._answers(hidden, weight, labels, objective, gradient=ctx.needs_input_grad[0])
+        found = vocabulary._token_outputs(hidden, weight, labels, objective, gradient=ctx.needs_input_grad[0])
         ctx.save_for_backward(found.gradient)
         return found.losses
 
@@ -282,15 +286,15 @@ class _Losses(OnceFunction):
 
 def _check_frozen(weight: Tensor) -> None:
     if weight.requires_grad:
-        raise ModelError("a head that is trained is not divided by vocabulary", "leave it out of modules_to_save")
+        raise ModelError("a trained head cannot be sharded by vocabulary", "leave it out of modules_to_save")
 
 
-def _lengthened(rows: Tensor, length: int) -> Tensor:
-    """[n, H] with zeros after them: [length, H]."""
+def _pad_rows(rows: Tensor, length: int) -> Tensor:
+    """Pad [n, H] with zeros to [length, H]."""
     return rows if len(rows) == length else F.pad(rows, (0, 0, 0, length - len(rows)))
 
 
-def _products(x: Tensor, weight: Tensor) -> Tensor:
-    """x·Wᵀ [n, V_i]; rows begin at multiples of 16, which vector loads and matrix products want."""
+def _padded_matmul(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x·Wᵀ [n, V_i], with rows aligned to 16 elements for vector loads and tensor cores."""
     width = len(weight)
     return torch.mm(x, weight.T, out=x.new_empty(len(x), -(-width // 16) * 16)[:, :width])

@@ -1,4 +1,4 @@
-"""Memory of other processes: who may read it, and that all of them read or none does."""
+"""Peer memory: which ranks can read it, and that all ranks or none do."""
 
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ OTHER = [torch.arange(80, dtype=torch.uint8) + 1]
 
 
 def offer(host=None, index=1, tensors=OTHER, sample=None):
-    """Of a process whose tensors are rebuilt from seven arguments and more; the device is the reader's."""
+    """Return a handle offer whose tensors are rebuilt from more than seven arguments; the device is the reader's."""
 
     def rebuild(*given):
         assert given[peer_memory.DEVICE] == DEVICE.index
@@ -28,20 +28,20 @@ def access(monkeypatch):
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: other != 7)
 
 
-def test_a_cpu_needs_no_reason():
+def test_cpu_has_no_peer_memory():
     assert peer_memory.map_peer_tensors(OWN, None) == (None, "")
     assert peer_memory.map_peer_tensors([], None) == (None, "")
 
 
-def test_nobody_counts_for_a_reader_of_its_own_memory(monkeypatch):
-    """A handle that nobody opens would keep the memory for good."""
+def test_own_rank_gets_no_handle(monkeypatch):
+    """A handle that is never opened would keep its memory allocated."""
     monkeypatch.setattr(peer_memory, "reduce_tensor", lambda tensor: ("rebuild", (tensor,)))
     offers = peer_memory._share_handles(OWN, DEVICE, 3, 1)
     assert [len(handles) for _, _, handles, _ in offers] == [1, 0, 1]
 
 
 @pytest.mark.usefixtures("access")
-def test_every_process_is_in_its_place():
+def test_tensors_are_in_rank_order():
     found, why = peer_memory._open_handles(OWN, [offer(), offer()], 1, DEVICE)
     assert not why
     assert len(found) == 1
@@ -60,31 +60,32 @@ def test_every_process_is_in_its_place():
         ("operation not permitted", "operation not permitted"),
     ],
 )
-def test_what_cannot_be_read(other, why):
+def test_unreadable_peer_memory_is_reported(other, why):
     assert why in peer_memory._open_handles(OWN, [offer(), other], 0, DEVICE)[1]
 
 
 def case_one_cannot(mesh, unable):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(torch.cuda, "synchronize", lambda _: None)
-        patched.setattr(peer_memory, "_offered", lambda own, device, ways, place: [()] * ways)
-        patched.setattr(peer_memory, "_opened", lambda *_: ([], "no access") if mesh.rank == unable else ([OWN], ""))
-        patched.setattr(peer_memory, "_ever", [])
+        patched.setattr(peer_memory, "_share_handles", lambda own, device, ways, place: [()] * ways)
+        opened = ([], "no access") if mesh.rank == unable else ([OWN], "")
+        patched.setattr(peer_memory, "_open_handles", lambda *_: opened)
+        patched.setattr(peer_memory, "_outcomes", [])
         held, why = peer_memory.map_peer_tensors([SimpleNamespace(device=DEVICE)], mesh.group("shard"))
         return held is not None, why, list(peer_memory._outcomes)
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("unable", [None, 0, 1])
-def test_all_read_or_none(two, unable):
+def test_all_ranks_read_or_none(two, unable):
     expected = (True, "", [True]) if unable is None else (False, "no access", [False])
     assert two.run(case_one_cannot, unable, layout={"shard": 2}) == [expected] * 2
 
 
-def test_what_was_read_is_let_go_before_the_others_end(monkeypatch):
+def test_peer_memory_is_released_before_exit(monkeypatch):
     said = []
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: said.append("collected"))
-    monkeypatch.setattr(peer_memory, "_ever", [])
+    monkeypatch.setattr(peer_memory, "_outcomes", [])
     peer_memory.release_peer_memory(lambda: said.append("waited"))
     assert said == []
     peer_memory._outcomes.append(True)

@@ -1,4 +1,4 @@
-"""Trained parameters stepped in slices: what one process does, bit by bit, and the files of one process."""
+"""ZeRO-1: stepping shards of parameters is bit-equal to one process, with the files of one process."""
 
 import copy
 
@@ -8,7 +8,7 @@ from torch import nn
 
 from halfbyte.optim import OPTIMIZERS
 from halfbyte.parallel.mesh import SINGLE_PROCESS
-from halfbyte.parallel.shard import optimizer
+from halfbyte.parallel.shard import optimizer as shard_optimizers
 from halfbyte.parallel.shard.optimizer import ReplicatedOptimizer, ShardedOptimizer, shard_optimizer
 
 pytestmark = pytest.mark.dist
@@ -32,14 +32,14 @@ class Model(nn.Module):
 
 
 def gradients(step, rank):
-    """Small whole numbers, whose sums are exact in any order; one rank has none of the first parameter."""
+    """Return small integers, whose sums are exact in any order; one rank has none for the first parameter."""
     torch.manual_seed(10 * step + rank)
     found = [torch.randint(-4, 5, shape).float() for shape in [(4,), *SHAPES]]
     return [None if rank == 1 and at == 0 else each for at, each in enumerate(found)]
 
 
 def run(mesh, ranks, name, steps, state=None, model=None):
-    """`steps` of an optimizer; parameters, norms, and the optimizer's state in the main process."""
+    """Run `steps` of an optimizer; returns parameters, norms, and the optimizer state on the main rank."""
     model = copy.deepcopy(model) or Model()  # what ranks are sent lies in memory that they share
     parameters = list(model.parameters())
     named = [model.bias, *model.weights]
@@ -108,13 +108,13 @@ def kind(mesh, elementwise):
     return type(shard_optimizer(mesh, list(Model().parameters()), elementwise=elementwise)) is ShardedOptimizer
 
 
-def test_what_stays_whole(two):
+def test_unsharded_optimizers(two):
     assert two.run(kind, False, layout={"shard": 2}) == [False, False]
     assert two.run(kind, True, layout={"data": 2}) == [False, False]
 
 
 def backwards(mesh, ranks, at_once, unused):
-    """Gradients of slices after a step of two micro-batches, and how many whole ones were left before its end."""
+    """Return the slices' gradients after two micro-batches, and how many full ones were left before the end."""
     model = Model()
     parameters = [each for each in model.parameters() if unused or each is not model.unused]
     units = ShardedOptimizer(mesh, parameters, at_once=at_once)
@@ -127,13 +127,13 @@ def backwards(mesh, ranks, at_once, unused):
 
 
 def ranks_own(mesh, at_once, unused, together):
-    optimizer.TOGETHER = together
+    shard_optimizers.TOGETHER = together
     return backwards(mesh, [mesh.rank], at_once, unused)
 
 
 @pytest.mark.parametrize("together", [1, 64, 2**25])
-def test_gradients_reduced_as_they_come(two, together):
-    """Those of one bucket, several, or all; a parameter that gets none leaves what comes after it to the step's end."""
+def test_gradients_reduced_in_backward(two, together):
+    """One bucket, several, or all; buckets after a missing gradient are reduced at the end of the step."""
     layout = {"shard": 2}
     for rank, (found, left) in enumerate(two.run(ranks_own, True, False, together, layout=layout)):
         assert left == 0
@@ -148,7 +148,7 @@ def test_gradients_reduced_as_they_come(two, together):
 
 
 def narrow_run(mesh, ranks, at_once):
-    """Two steps of parameters that are read in bfloat16: how they are read, what is stepped, and dtypes on the way."""
+    """Run two steps of parameters that are read in bfloat16; returns how they are read, stepped, and their dtypes."""
     model = Model()
     parameters = [each for each in model.parameters() if each is not model.unused]
     optimizer = torch.optim.SGD(parameters, lr=0.1)
@@ -175,7 +175,7 @@ def narrow_run(mesh, ranks, at_once):
 
 
 class _Third(torch.autograd.Function):
-    """Its gradient has digits that bfloat16 does not keep."""
+    """Function whose gradient is not representable in bfloat16."""
 
     @staticmethod
     def forward(ctx, parameter, gradient):
@@ -192,8 +192,8 @@ def narrow_here(mesh, at_once):
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_parameters_that_products_read(two, at_once):
-    """They are stepped with all their digits, and read as one process casts them."""
+def test_parameters_read_by_gemms_only(two, at_once):
+    """They are stepped in full precision, and read as one process casts them."""
     _, expected, _ = narrow_run(SINGLE_PROCESS, [0, 1], at_once)
     results = two.run(narrow_here, at_once, layout={"shard": 2})
     assert sum(held for *_, held in results) == sum(each.numel() for each in expected)

@@ -1,4 +1,4 @@
-"""The step's one reduction."""
+"""Gradient reduction and clipping."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.dist
 
 
 def gradients(mesh, bucket):
-    """One parameter has a gradient everywhere, one on rank 0 alone, one nowhere, one in another dtype."""
+    """Return parameters with a gradient on all ranks, on rank 0 only, on none, and in another dtype."""
     reduction.BUCKET = bucket
     both, first, none = (nn.Parameter(torch.zeros(3, size)) for size in (5, 7, 2))
     half = nn.Parameter(torch.zeros(11, dtype=torch.bfloat16))
@@ -38,13 +38,13 @@ def test_gradients_are_summed(two, bucket):
         assert sums.tolist() == [2.0, 20.0]
 
 
-def test_alone_nothing_moves():
+def test_reduction_of_one_process_is_the_identity():
     sums = torch.ones(2)
     assert sum_gradients(SINGLE_PROCESS, [nn.Parameter(torch.ones(1))], sums) is sums
 
 
 def cut(mesh):
-    """A weight [4, 3] cut by rows along tensor, one that is whole, of which each has a part, and one a stage's own."""
+    """Return a weight [4, 3] sharded along tensor, a replicated one with partial gradients, and a stage's own."""
     torch.manual_seed(0)
     full = {name: torch.randn(2, 4, 3) for name in ("cut", "whole", "stage")}  # [stage, ...]
     stage, place = mesh.coordinate("pipeline"), mesh.coordinate("tensor")
@@ -67,5 +67,5 @@ def cut(mesh):
     return sums.tolist()
 
 
-def test_slices_and_stages(four):
+def test_reduction_with_shards_and_stages(four):
     assert four.run(cut, layout={"pipeline": 2, "tensor": 2}) == [[5.0]] * 4

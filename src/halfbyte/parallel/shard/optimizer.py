@@ -32,9 +32,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...config import Parallel
-from ..collectives import gathered, scattered_sum
-from ..mesh import TOKENS, Mesh
-from ..reduction import BUCKET, CUT, buckets, clip_gradients, sum_gradients
+from ..collectives import all_gather, reduce_scatter
+from ..mesh import TOKEN_AXES, Mesh
+from ..reduction import BUCKET, SHARDED_ALONG, buckets, clip_gradients, sum_gradients
 
 AXIS = "shard"
 AT_ONCE = 2**29  # bytes of full gradients from which on each backward reduces them
@@ -48,7 +48,7 @@ def shard_optimizer(
     parameters: Sequence[nn.Parameter],
     *,
     elementwise: bool,
-    alike: bool = False,
+    static_gradients: bool = False,
     narrow: Callable[[], Narrow] = list,
 ) -> ReplicatedOptimizer:
     """Choose how the `parameters` of a run are reduced and stepped.
@@ -56,12 +56,13 @@ def shard_optimizer(
     Args:
         elementwise: whether the optimizer treats each element separately and there is no loss scaling. With pipeline or
             tensor parallelism, parameters are not sliced.
-        alike: whether every backward produces gradients of all parameters on all ranks and no CUDA graph captures it.
+        static_gradients: whether every backward produces gradients of all parameters on all ranks, outside of CUDA
+            graphs.
         narrow: returns the parameters that only GEMMs read; called only if parameters are sliced.
     """
     if optimizer_shards(mesh.layout, elementwise) == 1:
         return ReplicatedOptimizer(mesh, parameters)
-    at_once = alike and sum(parameter.nbytes for parameter in parameters) >= AT_ONCE
+    at_once = static_gradients and sum(parameter.nbytes for parameter in parameters) >= AT_ONCE
     return ShardedOptimizer(mesh, parameters, at_once=at_once, narrow=narrow())
 
 
@@ -80,7 +81,7 @@ class ReplicatedOptimizer:
         """Replace the parameters in a new `optimizer` by the slices that this rank steps."""
 
     def reduce(self, sums: Tensor) -> Tensor:
-        """Reduce the gradients after the last backward of a step; `sums` as in `reduce.sum_gradients`."""
+        """Reduce the gradients after the last backward of a step; `sums` as in `reduction.sum_gradients`."""
         return sum_gradients(self.mesh, self.parameters, sums)
 
     def clip(self, max_norm: float) -> Tensor:
@@ -114,16 +115,16 @@ class ShardedOptimizer(ReplicatedOptimizer):
 
     def __init__(self, mesh: Mesh, parameters: Sequence[nn.Parameter], *, at_once: bool = False, narrow: Narrow = ()):
         super().__init__(mesh, parameters)
-        ways, self.place = mesh.ways(AXIS), mesh.place(AXIS)
-        self.widths = [-(-parameter.numel() // ways) for parameter in self.parameters]
+        degree, self.coordinate = mesh.degree(AXIS), mesh.coordinate(AXIS)
+        self.widths = [-(-parameter.numel() // degree) for parameter in self.parameters]
         self.slices = [nn.Parameter(self._own(parameter.detach(), at)) for at, parameter in enumerate(self.parameters)]
         for part in self.slices:
-            setattr(part, CUT, (AXIS,))
+            setattr(part, SHARDED_ALONG, (AXIS,))
         self.narrow = self._narrow(narrow)
         self.order: list[int] = []  # indices of the parameters, in the optimizer's order
         # Buckets of the backward, the last layers first; all ranks reduce them in this order.
         everything = range(len(self.parameters))
-        self._ordered = list(self._buckets(self.slices, everything, TOGETHER // ways))[::-1] if at_once else []
+        self._ordered = list(self._buckets(self.slices, everything, TOGETHER // degree))[::-1] if at_once else []
         self._next = 0
         for parameter in self.parameters if at_once else ():
             parameter.register_post_accumulate_grad_hook(self._reduce_complete_buckets)
@@ -167,12 +168,12 @@ class ShardedOptimizer(ReplicatedOptimizer):
     @torch.no_grad()
     def reduce(self, sums: Tensor) -> Tensor:
         here = torch.tensor([parameter.grad is not None for parameter in self.parameters], dtype=torch.uint8)
-        anywhere = self.mesh.max(here, TOKENS).tolist()
+        anywhere = self.mesh.max(here, TOKEN_AXES).tolist()
         found = [at for at, has in enumerate(anywhere) if has]
-        for bucket in self._buckets(self.slices, found, BUCKET // self.mesh.ways(AXIS)):
+        for bucket in self._buckets(self.slices, found, BUCKET // self.mesh.degree(AXIS)):
             self._reduce(bucket)
         self._next = 0
-        return self.mesh.sum(sums.clone(), TOKENS)
+        return self.mesh.sum(sums.clone(), TOKEN_AXES)
 
     def _reduce_complete_buckets(self, _: Tensor) -> None:
         """Hook on gradients: reduce the next buckets in order while they are complete; `reduce` does the rest."""
@@ -188,8 +189,8 @@ class ShardedOptimizer(ReplicatedOptimizer):
         del full  # free its memory before the collective
         for at in bucket:
             self.parameters[at].grad = None
-        own = scattered_sum(flat.view(-1), self.mesh.group(AXIS))
-        self.mesh.sum(own, tuple(axis for axis in TOKENS if axis != AXIS))
+        own = reduce_scatter(flat.view(-1), self.mesh.group(AXIS))
+        self.mesh.sum(own, tuple(axis for axis in TOKEN_AXES if axis != AXIS))
         for at, padded in zip(bucket, own.split([self.widths[at] for at in bucket]), strict=True):
             part, held = padded[: self.slices[at].numel()], self.slices[at].grad
             self.slices[at].grad = part if held is None else held.add_(part)
@@ -238,27 +239,27 @@ class ShardedOptimizer(ReplicatedOptimizer):
     def _own(self, full: Tensor, at: int) -> Tensor:
         """This rank's slice of a tensor with the shape of parameter `at`, as a view."""
         width = self.widths[at]
-        return full.reshape(-1)[self.place * width : (self.place + 1) * width]
+        return full.reshape(-1)[self.coordinate * width : (self.coordinate + 1) * width]
 
     def _gradient(self, at: int) -> Tensor:
-        """[ways, width]: the gradient of parameter `at`, one row per rank; zeros if it has none."""
+        """[degree, width]: the gradient of parameter `at`, one row per rank; zeros if it has none."""
         parameter, width = self.parameters[at], self.widths[at]
         gradient = (
             torch.zeros_like(parameter, dtype=self.slices[at].dtype) if parameter.grad is None else parameter.grad
         )
-        return _padded(gradient.reshape(-1), width * self.mesh.ways(AXIS)).view(-1, width)
+        return _padded(gradient.reshape(-1), width * self.mesh.degree(AXIS)).view(-1, width)
 
     def _gathered(self, parts: Sequence[Tensor], bucket: Sequence[int]) -> list[Tensor]:
         """All-gather the ranks' `parts` to tensors with the shapes of the parameters."""
         widths = [self.widths[at] for at in bucket]
         padded = map(_padded, parts, widths)
-        columns = gathered(torch.cat([*padded]), self.mesh.group(AXIS)).view(-1, sum(widths)).split(widths, dim=1)
+        columns = all_gather(torch.cat([*padded]), self.mesh.group(AXIS)).view(-1, sum(widths)).split(widths, dim=1)
         shapes = [self.parameters[at].shape for at in bucket]
         return [column.reshape(-1)[: shape.numel()].view(shape) for column, shape in zip(columns, shapes, strict=True)]
 
     @staticmethod
     def _buckets(tensors: Sequence[Tensor], chosen: Sequence[int], most: int) -> Iterator[list[int]]:
-        """`reduce.buckets` of the chosen `tensors`, as indices."""
+        """`reduction.buckets` of the chosen `tensors`, as indices."""
         numbers = {id(tensors[at]): at for at in chosen}
         for bucket in buckets([tensors[at] for at in chosen], most):
             yield [numbers[id(tensor)] for tensor in bucket]

@@ -1,4 +1,4 @@
-"""The verbs of a mesh of several processes."""
+"""Collectives of a mesh of several ranks."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def verbs(mesh):
     }
 
 
-def test_verbs(two):
+def test_collectives(two):
     for rank, found in enumerate(two.run(verbs)):
         assert (found["sum"], found["float"], found["max"]) == (3, 1.0, 1)
         assert type(found["sum"]) is int
@@ -49,7 +49,7 @@ def places(mesh):
 
 
 def test_axes_of_a_mesh(four):
-    """Ranks are bits: tensor parallel neighbours are 0 and 1, 2 and 3."""
+    """Ranks are bits of the coordinates: tensor-parallel neighbours are 0 and 1, 2 and 3."""
     found = four.run(places, layout={"data": 2, "tensor": 2})
     assert [each["tensor"] for each in found] == [0b0011, 0b0011, 0b1100, 0b1100]
     assert [each["data"] for each in found] == [0b0101, 0b1010, 0b0101, 0b1010]
@@ -64,7 +64,7 @@ def one_raises(mesh):
     mesh.local_first(lambda: 1 / 0)
 
 
-def test_what_the_first_raises_the_others_raise(two):
+def test_local_first_raises_on_all_ranks(two):
     with pytest.raises(AssertionError, match=r"(?s)rank 0.*ZeroDivisionError.*rank 1.*ZeroDivisionError"):
         two.run(one_raises)
     assert two.run(verbs)[0]["sum"] == 3  # the next case has ranks again
@@ -74,6 +74,6 @@ def wrong_layout(mesh):
     mesh.with_layout(Parallel(shard=3))
 
 
-def test_a_layout_of_another_number_of_processes(two):
+def test_layout_of_another_size_is_refused(two):
     with pytest.raises(AssertionError, match=r"parallel: \{shard: 3\}.*3 processes.*2 were"):
         two.run(wrong_layout)
