@@ -2,7 +2,7 @@
 
 import pytest
 
-from halfbyte.cli.asked import check_order, read_run
+from halfbyte.cli.arguments import check_order, read_run
 from halfbyte.utils.errors import ConfigError, UsageError
 
 

@@ -7,7 +7,7 @@ import sys
 import peft
 import pytest
 
-from halfbyte.cli.imports import quick_imports
+from halfbyte.cli.startup import quick_imports
 
 
 @pytest.fixture

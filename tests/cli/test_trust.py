@@ -8,7 +8,7 @@ import torch
 
 from halfbyte.cli.app import app
 from halfbyte.cli.chat import chat
-from halfbyte.cli.generate import answer_file
+from halfbyte.cli.answers import answer_file
 from halfbyte.config import dump_config, load_config
 from halfbyte.evaluation.held_out import evaluate
 from halfbyte.export.gguf_adapter import export_adapter

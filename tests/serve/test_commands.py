@@ -7,7 +7,7 @@ import json
 import pytest
 
 from halfbyte.cli.chat import chat
-from halfbyte.cli.generate import answer_file
+from halfbyte.cli.answers import answer_file
 from halfbyte.generation import Sampling
 from halfbyte.runs.saved import Place, load_saved
 from halfbyte.serve.conversation import Conversation, _data_report

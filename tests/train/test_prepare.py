@@ -96,7 +96,7 @@ def test_memory_limit_above_free_memory_overrides_the_plan(place, tmp_path):
     """A limit above the free memory allows a run that the plan refuses."""
     made = prepared(place, tmp_path)
     plan = dataclasses.replace(made.plan, capacity_bytes=made.plan.total // 2)
-    fit = {"rows": 20, "batches": lambda config: Batches.alike(1, 8)}
+    fit = {"rows": 20, "batches": lambda config: Batches.uniform(1, 8)}
     with pytest.raises(ConfigError, match="memory_limit_gib: 0"):
         check_fits(plan, made.config, made.files.config, **fit)
     notices.reset_notices()

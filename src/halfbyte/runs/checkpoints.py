@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from halfbyte.config import RunConfig
-from halfbyte.config.run_config import PATHS, at_home
+from halfbyte.config.run_config import PATHS, expand_home
 from halfbyte.reading import read_json, why
 from halfbyte.reading.tensors import ADAPTER, read_header, safetensors_files
 from halfbyte.utils.errors import CheckpointError, ConfigError
@@ -295,7 +295,7 @@ def check_same_run(config: RunConfig, checkpoint: Path) -> None:
     # An older checkpoint may not have all keys.
     known = {key: field.default for key, field in RunConfig.model_fields.items()}
     before, now = known | read_state(checkpoint)["config"], config.model_dump(mode="json")
-    before |= {key: at_home(before[key]) for key in PATHS}  # earlier versions stored paths as they were given
+    before |= {key: expand_home(before[key]) for key in PATHS}  # earlier versions stored paths as they were given
     differing = [
         f"{key}: {before[key]!r} then, {now[key]!r} now"
         for key in now
