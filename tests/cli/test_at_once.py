@@ -128,7 +128,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_wrong_input_is_said_before_torch_is_imported(folder, command):
+def test_wrong_input_is_refused_before_torch_is_imported(folder, command):
     wanted = COMMANDS[command]
     arguments = [[*words.split(), *given] for words, *given in wanted]
     program = [sys.executable, "-c", PROGRAM, json.dumps(arguments)]
@@ -150,7 +150,7 @@ def test_torch_is_imported_without_garbage_collections(folder):
     assert {words.split()[0] for words in GOOD} == COMMANDS.keys()
 
 
-def test_every_command_that_reads_is_here():
+def test_every_command_with_inputs_is_covered():
     from halfbyte.cli.app import app
 
     names = {command.name or command.callback.__name__ for command in app.registered_commands}

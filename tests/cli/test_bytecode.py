@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from halfbyte.cli import bytecode
+from halfbyte.cli import startup
 
 
 @pytest.fixture
@@ -18,8 +18,8 @@ def site(tmp_path, monkeypatch):
     (tmp_path / "site" / "largest" / "__init__.py").write_text("value = 1\n")
     (tmp_path / "site" / "largest-1.0.dist-info").mkdir()
     may = os.access
-    monkeypatch.setattr(bytecode.os, "access", lambda path, mode: mode != os.W_OK and may(path, mode))
-    monkeypatch.setattr(bytecode, "LARGEST", "largest")
+    monkeypatch.setattr(startup.os, "access", lambda path, mode: mode != os.W_OK and may(path, mode))
+    monkeypatch.setattr(startup, "LARGEST", "largest")
     monkeypatch.setattr(sys, "pycache_prefix", None)
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     monkeypatch.syspath_prepend(tmp_path / "site")
@@ -28,8 +28,8 @@ def site(tmp_path, monkeypatch):
     sys.modules.pop("largest", None)
 
 
-def test_an_installation_without_any_is_compiled_once_into_the_cache_folder(site, tmp_path):
-    bytecode.keep_bytecode()
+def test_read_only_installation_is_compiled_once_into_the_cache_folder(site, tmp_path):
+    startup.keep_bytecode()
     importlib.import_module("largest")
     (folder,) = (tmp_path / "cache" / "bytecode").iterdir()
     assert list(folder.rglob("largest/*.pyc"))
@@ -37,12 +37,12 @@ def test_an_installation_without_any_is_compiled_once_into_the_cache_folder(site
     assert folder.stat().st_mode & 0o077 == 0
 
 
-def test_another_version_finds_nothing_of_the_one_before(site, monkeypatch):
-    bytecode.keep_bytecode()
+def test_another_version_has_its_own_bytecode_folder(site, monkeypatch):
+    startup.keep_bytecode()
     before = sys.pycache_prefix
     monkeypatch.setattr(sys, "pycache_prefix", None)
     (site / "largest-1.0.dist-info").rename(site / "largest-1.1.dist-info")
-    bytecode.keep_bytecode()
+    startup.keep_bytecode()
     assert sys.pycache_prefix not in (None, before)
 
 
@@ -53,7 +53,7 @@ def compiled_as_it_was_installed(site, monkeypatch):
 
 
 def may_be_written_to(site, monkeypatch):
-    monkeypatch.setattr(bytecode.os, "access", lambda path, mode: True)
+    monkeypatch.setattr(startup.os, "access", lambda path, mode: True)
 
 
 def imported_already(site, monkeypatch):
@@ -61,7 +61,7 @@ def imported_already(site, monkeypatch):
 
 
 def not_installed(site, monkeypatch):
-    monkeypatch.setattr(bytecode, "LARGEST", "larger")
+    monkeypatch.setattr(startup, "LARGEST", "larger")
 
 
 def no_files_asked_for(site, monkeypatch):
@@ -74,7 +74,7 @@ def no_place_for_caches(site, monkeypatch):
 
 
 def of_another_user(site, monkeypatch):
-    monkeypatch.setattr(bytecode.os, "geteuid", lambda: -1)
+    monkeypatch.setattr(startup.os, "geteuid", lambda: -1)
 
 
 REASONS = [
@@ -84,19 +84,19 @@ REASONS = [
 
 
 @pytest.mark.parametrize("reason", REASONS)
-def test_left_alone(site, monkeypatch, reason):
+def test_bytecode_settings_stay_unchanged(site, monkeypatch, reason):
     reason(site, monkeypatch)
-    bytecode.keep_bytecode()
+    startup.keep_bytecode()
     assert sys.pycache_prefix is None
 
 
-def test_a_place_of_the_users_own_stays(site, monkeypatch):
+def test_user_pycache_prefix_stays(site, monkeypatch):
     monkeypatch.setattr(sys, "pycache_prefix", "/theirs")
-    bytecode.keep_bytecode()
+    startup.keep_bytecode()
     assert sys.pycache_prefix == "/theirs"
 
 
-def test_every_command_looks(tmp_path):
+def test_every_command_calls_keep_bytecode(tmp_path):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").touch()
     program = (

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from halfbyte.cli.chat import chat
+from halfbyte.cli.answers import chat
 from halfbyte.config import dump_config, load_config
 from halfbyte.data.encode import INSTRUCTION
 from halfbyte.evaluation.held_out import evaluate, measure

@@ -8,7 +8,7 @@ import typer
 from typer.testing import CliRunner
 
 from halfbyte.cli import app, main
-from halfbyte.cli.train import _what_is_saved
+from halfbyte.cli.train import _saved_message
 from halfbyte.train import checkpoint
 from halfbyte.utils.files import write_json
 
@@ -114,16 +114,16 @@ def test_a_known_error_is_one_message_and_exit_1(tmp_path, capsys):
     ]
 
 
-def test_what_is_saved_names_the_newest_whole_checkpoint(tmp_path):
-    assert "checkpoint-" not in _what_is_saved(tmp_path, "run.yaml")
+def test_saved_message_names_the_newest_whole_checkpoint(tmp_path):
+    assert "checkpoint-" not in _saved_message(tmp_path, "run.yaml")
     for step in (9, 10):
         for name in (checkpoint.TRAINER_STATE, *checkpoint.PICKLED, checkpoint.ADAPTER):
             write_json(tmp_path / f"checkpoint-{step}" / name, {"global_step": step})
         write_json(tmp_path / f"checkpoint-{step}" / checkpoint.STATE, {"config": {}, "data": {}, "window": {}})
     (tmp_path / "checkpoint-11").mkdir()
     (tmp_path / "checkpoint-12.set-aside-77").mkdir()
-    assert f"{tmp_path}/checkpoint-10" in _what_is_saved(tmp_path, "run.yaml")
-    assert "`halfbyte train run.yaml --resume`" in _what_is_saved(tmp_path, "run.yaml")
+    assert f"{tmp_path}/checkpoint-10" in _saved_message(tmp_path, "run.yaml")
+    assert "`halfbyte train run.yaml --resume`" in _saved_message(tmp_path, "run.yaml")
 
 
 def test_overrides_and_options_may_mix(monkeypatch, tmp_path):

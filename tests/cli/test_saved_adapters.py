@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import halfbyte
-from halfbyte.cli.chat import chat
-from halfbyte.cli.generate import answer_file
+from halfbyte.cli.answers import answer_file, chat
 from halfbyte.config import dump_config, load_config
 from halfbyte.evaluation.held_out import evaluate
 from halfbyte.export.gguf_adapter import export_adapter

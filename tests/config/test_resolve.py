@@ -52,7 +52,7 @@ def test_storage_is_the_same_from_a_run_and_from_python(keys, storage):
     assert resolved(**keys).origin.keep == storage.keep
 
 
-def test_every_quantization_key_counts():
+def test_every_quantization_key_changes_the_storage():
     """A key that `storage` ignores would not change it."""
     other = {
         "load_in_4bit": False, "bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": False,
@@ -76,7 +76,7 @@ def test_every_quantization_key_counts():
         ({"load_in_4bit": False, "skip_quant_first_layers": 1}, "skip_quant_first_layers"),
     ],
 )
-def test_keywords_are_refused_as_keys_are(keys, said):
+def test_keywords_are_validated_like_keys(keys, said):
     with pytest.raises(ConfigError, match=said):
         storage_of(**keys)
 
@@ -105,7 +105,7 @@ def test_an_adapter_has_the_keys_of_its_section_and_its_base():
         adapter.r = 8
 
 
-def test_nobody_below_reads_the_keys_that_are_resolved():
+def test_resolved_keys_are_read_only_in_config():
     """Sections go down in their place. (`qat_scheme` is a name of both.)"""
     keys = QuantizationSection.model_fields.keys() - {"qat_scheme"} | {"model_revision"}
     package = Path(halfbyte.__file__).parent

@@ -8,7 +8,7 @@ import gguf
 import pytest
 from transformers import GenerationConfig
 
-from halfbyte.cli.export import export_for_servers
+from halfbyte.cli.commands import export_for_servers
 from halfbyte.config import load_config
 from halfbyte.export.gguf_adapter import export_adapter
 from halfbyte.export.gguf_model import export_gguf

@@ -8,7 +8,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from halfbyte.cli.merge import merge_run
+from halfbyte.cli.commands import merge_run
 from halfbyte.export import verify
 from halfbyte.export.fidelity import Distance
 from halfbyte.export.merge import merge

@@ -7,7 +7,7 @@ import shutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from halfbyte.cli.merge import merge_run
+from halfbyte.cli.commands import merge_run
 from halfbyte.export import merge as merge_module
 from halfbyte.export import shards, weights
 from halfbyte.export.merge import merge

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from halfbyte.cli.merge import merge_run
+from halfbyte.cli.commands import merge_run
 from halfbyte.export.fidelity import Loss, RetainedUpdate
 from halfbyte.export.merge import EXCESS, higher_loss_error, merge
 from halfbyte.export.verify import stored_values

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from halfbyte.cli.merge import merge_run
+from halfbyte.cli.commands import merge_run
 from halfbyte.export.merge import merge
 from halfbyte.export.packing import FOREIGN
 from halfbyte.export.verify import Verifier, stored_values

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from halfbyte.cli import serve as command
+from halfbyte.cli import commands as command
 from halfbyte.utils.errors import ConfigError
 
 

@@ -5,7 +5,7 @@ import socket
 import pytest
 from starlette.testclient import TestClient
 
-from halfbyte.cli import serve as command
+from halfbyte.cli import commands as command
 from halfbyte.serve import guard, run
 from halfbyte.serve.app import Endpoints, application
 from halfbyte.serve.guard import LOCAL, Access, access_to

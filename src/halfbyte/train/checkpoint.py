@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfbyte.config import RunConfig
-from halfbyte.config.run_config import PATHS, at_home
+from halfbyte.config.run_config import PATHS, expand_home
 from halfbyte.reading import read_json, why
 from halfbyte.reading.boundary import answered
 from halfbyte.reading.tensors import ADAPTER, read_header, read_tensors, safetensors_files
@@ -335,7 +335,7 @@ def check_same_run(config: RunConfig, checkpoint: Path) -> None:
     """
     known = {key: field.default for key, field in RunConfig.model_fields.items()}  # of keys that came later
     before, now = known | read_state(checkpoint)["config"], config.model_dump(mode="json")
-    before |= {key: at_home(before[key]) for key in PATHS}  # which were once kept as they were written
+    before |= {key: expand_home(before[key]) for key in PATHS}  # which were once kept as they were written
     differing = [
         f"{key}: {before[key]!r} then, {now[key]!r} now"
         for key in now
