@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from halfbyte.cli.check import check_meshes
-from halfbyte.cli.init import SHOWN, _packed, starting_config
+from halfbyte.cli.init import SHOWN_KEYS, _with_packing, starting_config
 from halfbyte.config import SECTIONS, RunConfig, load_config
 from halfbyte.loading.find import load_model_config
 from halfbyte.memory.activations import Batches
@@ -115,7 +115,7 @@ def test_init_asks_whether_packed_documents_see_each_other(family, packing, comm
     keys = {"layer_types": ["conv", "full_attention"] * 8, "num_hidden_layers": 16} if family == "Lfm2" else {}
     getattr(transformers, f"{family}Config")(**keys).save_pretrained(tmp_path)
     base = load_config(None, {"model_name_or_path": str(tmp_path), "dataset": "d"})
-    config, lines = _packed(base, load_model_config(str(tmp_path)))
+    config, lines = _with_packing(base, load_model_config(str(tmp_path)))
     assert config.packing is packing
     assert bool(lines) is bool(comment)
     assert comment in " ".join(lines)
@@ -136,7 +136,7 @@ def test_init_writes_a_file_that_loads_and_fits(shared, tmp_path, monkeypatch):
     (tmp_path / "run.yaml").write_text(text)
     config = load_config(tmp_path / "run.yaml")
     written = [line.split(":")[0] for line in text.splitlines() if not line.startswith("#")]
-    assert written == [key for section in SECTIONS for key in section.model_fields if key in SHOWN]
+    assert written == [key for section in SECTIONS for key in section.model_fields if key in SHOWN_KEYS]
     assert plan_of(config, load_model_config(config.model_name_or_path)).fits
     assert len(asked) <= 7
     assert config.max_length <= 2048  # what the model was made for

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from halfbyte.cli.app import app
-from halfbyte.cli.init import SHOWN, starting_config
+from halfbyte.cli.init import SHOWN_KEYS, starting_config
 from halfbyte.config import load_config
 from halfbyte.config.methods import DEFAULTS
 
@@ -24,7 +24,7 @@ def test_init_writes_a_file_for_another_method(method, shared, tmp_path):
     config = load_config(tmp_path / "run.yaml")
     assert (config.method, config.learning_rate, config.beta) == (method, 1e-5, 0.1)
     written = [line.split(":")[0] for line in text.splitlines() if not line.startswith("#")]
-    assert set(written) == {*SHOWN, "method", *DEFAULTS[method]}
+    assert set(written) == {*SHOWN_KEYS, "method", *DEFAULTS[method]}
     assert config.per_device_train_batch_size * config.gradient_accumulation_steps == 8
     assert config.max_length < 512  # a prompt with one answer fills it
 

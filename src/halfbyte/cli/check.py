@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from ..config import Parallel, RunConfig
+from ..config.schema import RunKeys, TrainingSection
 from ..train.preflight_paths import look_over_run
 from ..utils.console import Console
 from ..utils.errors import ConfigError
@@ -114,7 +115,7 @@ def _gib(device: Any) -> float:
     return torch.cuda.get_device_properties(device).total_memory / GIB
 
 
-def _inputs(config: RunConfig, device: Device) -> tuple[Any, Any]:
+def _inputs(config: RunKeys, device: Device) -> tuple[Any, Any]:
     """Return the model's config, and a function from a configuration to its micro-batches."""
     from ..data.batches import batches_of
     from ..loading.find import find_model
@@ -154,7 +155,7 @@ def _line(option: Option) -> str:
     return " · ".join(words)
 
 
-def _print_asked(console: Console, meshes: Meshes, asked: Parallel, config: RunConfig) -> None:
+def _print_asked(console: Console, meshes: Meshes, asked: Parallel, config: TrainingSection) -> None:
     option = meshes.option(asked, config.gradient_accumulation_steps)
     if option.plan is None:
         raise ConfigError(option.refused, "set parallel: auto, or a layout above that fits")

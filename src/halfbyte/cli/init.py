@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import SECTIONS, Parallel, RunConfig, load_config
 from ..config.methods import DEFAULTS
 from ..config.policy import DISTILLING, POLICY, SAMPLING
+from ..config.schema import RunKeys
 from ..config.yaml import dump_value
 from ..methods import method_of
 from ..runs.inputs import check_inputs
@@ -103,7 +104,7 @@ def _method_keys(method: str, teacher: str | None) -> dict[str, Any]:
     return asked | ({} if teacher is None else {"teacher_model_name_or_path": teacher})
 
 
-def _accumulation_of_groups(config: RunConfig, size: int) -> int:
+def _accumulation_of_groups(config: RunKeys, size: int) -> int:
     """Return the number of micro-batches of `size` answers in a step of at least four complete groups."""
     group = config.group_size
     return math.lcm(size, group) // size * max(1, 4 * group // math.lcm(size, group))

@@ -21,7 +21,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from ..config import Level, RunConfig
+from ..config import Level
+from ..config.schema import RunKeys
 
 LEVELS: tuple[Level, ...] = get_args(Level)
 OFFLOADED: dict[str, Level] = {  # level → the level whose saved tensors it moves to the host
@@ -76,7 +77,7 @@ class Batches:
         return cls(shape, shape)
 
     @classmethod
-    def of_full_rows(cls, config: RunConfig) -> Batches:
+    def of_full_rows(cls, config: RunKeys) -> Batches:
         """Micro-batches of maximal length, for a run whose data is not known."""
         rows, length = config.per_device_train_batch_size, config.max_length
         return cls.alike(1, rows * length) if config.padding_free else cls.alike(rows, length)

@@ -19,6 +19,7 @@ import torch
 from ..auxiliary.find import find_teacher
 from ..config import RunConfig
 from ..config.policy import DISTILLING
+from ..config.schema import RunKeys
 from ..loading.find import ModelFiles
 from ..memory.activations import Batches
 from ..reading.tensors import ADAPTER, ADAPTER_AGAIN, read_header, safetensors_files
@@ -83,7 +84,7 @@ def find_auxiliary(config: RunConfig, device: torch.device, itemsize: int = 4) -
     return AuxiliaryModels(held, True, shapes)
 
 
-def _shapes(config: RunConfig, files: ModelFiles | None, device: torch.device) -> ModelShapes | None:
+def _shapes(config: RunKeys, files: ModelFiles | None, device: torch.device) -> ModelShapes | None:
     from .shapes import ModelShapes
 
     if files is None:
@@ -93,7 +94,7 @@ def _shapes(config: RunConfig, files: ModelFiles | None, device: torch.device) -
     )
 
 
-def _judge_bytes(config: RunConfig, found: RewardModelFiles, device: torch.device, itemsize: int) -> int:
+def _judge_bytes(config: RunKeys, found: RewardModelFiles, device: torch.device, itemsize: int) -> int:
     """Device bytes of one reward model: a full model, or an adapter with its base."""
     if found.adapter is None:
         assert found.files is not None

@@ -12,6 +12,7 @@ from pathlib import Path
 from ..auxiliary.find import look_over_teacher
 from ..config import RunConfig
 from ..config.run_config import PATHS
+from ..config.schema import RunKeys
 from ..data.sources import files_of
 from ..loading.find import preflight_model
 from ..parallel.support import unsupported_sizes
@@ -29,7 +30,7 @@ VARIABLE = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))")
 LONGEST_BELOW = "x" * 160  # as long as the longest path that a run writes below output_dir
 
 
-def check_path_spelling(config: RunConfig) -> None:
+def check_path_spelling(config: RunKeys) -> None:
     """Check that the paths of a run have no environment variables, which only a shell expands.
 
     Raises:
@@ -69,7 +70,7 @@ def check_inputs(config: RunConfig) -> None:
     _check_output_outside_data(config)
 
 
-def _check_output_outside_data(config: RunConfig) -> None:
+def _check_output_outside_data(config: RunKeys) -> None:
     """Check that output_dir is not inside a folder that is read as data."""
     for given in (config.dataset, config.eval_dataset):
         for name in [given] if isinstance(given, str) else given or []:
@@ -78,7 +79,7 @@ def _check_output_outside_data(config: RunConfig) -> None:
                 raise ConfigError(what, "name a folder outside of it")
 
 
-def check_tensor_sizes(config: RunConfig) -> None:
+def check_tensor_sizes(config: RunKeys) -> None:
     """Check that tensor parallelism divides the heads and channels of a local model, before processes start.
 
     Raises:
