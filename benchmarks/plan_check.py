@@ -230,7 +230,7 @@ def measured(name: str, device: torch.device) -> dict[str, Any]:
         config = config.model_copy(update={"dtype": "auto"})
     model_config = getattr(transformers, f"{family}Config")(**sizes, pad_token_id=2)
     planning.may_capture = lambda *_: graphed
-    plan = planning.estimate(config, model_config, device=device, batches=Batches.alike(rows, length))
+    plan = planning.estimate(config, model_config, device=device, batches=Batches.uniform(rows, length))
     planned_in = time.perf_counter() - began
     on_gpu = device.type == "cuda"
     if on_gpu:

@@ -1,4 +1,4 @@
-"""A run can be named by a file or by a model and data; what cannot be meant is said with the line to write."""
+"""A run is given by a file, or by a model and data; other arguments are refused with the line to write."""
 
 import pytest
 

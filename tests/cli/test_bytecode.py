@@ -1,4 +1,4 @@
-"""Compiled Python goes to halfbyte's cache folder where, and only where, it cannot lie beside the libraries."""
+"""Bytecode goes to halfbyte's cache folder if and only if it cannot be stored next to the libraries."""
 
 import importlib
 import json
@@ -13,7 +13,7 @@ from halfbyte.cli import startup
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
-    """A folder of installed packages that nobody may write to; the cache folder is empty."""
+    """A read-only folder of installed packages, and an empty cache folder."""
     (tmp_path / "site" / "largest").mkdir(parents=True)
     (tmp_path / "site" / "largest" / "__init__.py").write_text("value = 1\n")
     (tmp_path / "site" / "largest-1.0.dist-info").mkdir()

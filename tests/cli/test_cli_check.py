@@ -1,4 +1,4 @@
-"""`check` names what makes a run fit, and `init` writes a file that loads and fits."""
+"""`check` suggests changes that make a run fit; `init` writes a file that loads and fits."""
 
 import json
 import re
@@ -43,7 +43,7 @@ MIXTURE = transformers.Qwen3MoeConfig(
     ],
 )
 def test_ranks_of_experts_are_lowered_first(weights, said):
-    """At r = 64 their adapters are 7.3 million weights: in fp32, with gradients and AdamW's state, 16 bytes each."""
+    """At r = 64 the adapters have 7.3 million weights: in fp32, with gradients and AdamW's state, 16 bytes each."""
     keys = {"max_length": 512, "r": 64, "lora_alpha": 16.0, "activation_checkpointing": True, "device": "cpu"}
     config = RunConfig(model_name_or_path="m", dataset="d", **keys)
     bare = plan_of(config.model_copy(update={"target_parameters": []}), MIXTURE, batches=full(config)).total
@@ -94,7 +94,7 @@ def test_a_batch_of_all_rows_shrinks_from_what_the_data_has():
 
 
 def full(config: RunConfig) -> Batches:
-    return Batches.alike(config.per_device_train_batch_size, config.max_length)
+    return Batches.uniform(config.per_device_train_batch_size, config.max_length)
 
 
 def test_a_wrong_target_module_shows_without_weights(shared):
@@ -139,7 +139,7 @@ def test_init_writes_a_file_that_loads_and_fits(shared, tmp_path, monkeypatch):
     assert written == [key for section in SECTIONS for key in section.model_fields if key in SHOWN_KEYS]
     assert plan_of(config, load_model_config(config.model_name_or_path)).fits
     assert len(asked) <= 7
-    assert config.max_length <= 2048  # what the model was made for
+    assert config.max_length <= 2048  # the model's positions
 
 
 @pytest.mark.slow
@@ -163,7 +163,7 @@ def test_init_reads_the_data(shared, tmp_path):
 
 
 def checked(monkeypatch, capsys, shared, tmp_path, *options, gpus=0, **keys):
-    """What `halfbyte check --gpus` prints where torch sees so many GPUs."""
+    """Return the output of `halfbyte check --gpus` on a machine with `gpus` GPUs."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     rows = [{"prompt": f"what is {n}?", "completion": "a number. " * (n % 9 + 1)} for n in range(40)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -186,7 +186,7 @@ def test_check_plans_every_mesh_without_a_gpu(monkeypatch, capsys, shared, tmp_p
 
 
 def test_check_lists_unsupported_layouts(monkeypatch, capsys, shared, tmp_path):
-    """The model has 8 heads, 4 of them with keys of their own."""
+    """The model has 8 heads and 4 key-value heads."""
     said = checked(monkeypatch, capsys, shared, tmp_path, 3, 24.0)
     assert "parallel: {tensor: 3}:" in said
     asked = checked(monkeypatch, capsys, shared, tmp_path, 2, 24.0, parallel={"shard": 2})

@@ -1,4 +1,4 @@
-"""Exit codes, and what is said when a command cannot go on: whatever it is, never a traceback."""
+"""Exit codes and error messages of commands, which never show a traceback."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ def exit_code(*arguments: str) -> int:
 
 @pytest.fixture
 def stopped_with(monkeypatch, tmp_path):
-    """A function that lets `halfbyte env` end in an exception."""
+    """Return a function that makes `halfbyte env` raise an exception."""
     monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "cache"))
 
     def stop_with(stop: BaseException) -> None:
@@ -75,7 +75,7 @@ def test_a_bug_of_a_run_is_written_into_its_folder(monkeypatch, tmp_path, capsys
     monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "cache"))
     (tmp_path / "run.yaml").write_text(f"model_name_or_path: m\ndataset: d\noutput_dir: {tmp_path}/out\n")
     assert exit_code("train", str(tmp_path / "run.yaml")) == 1
-    assert f"{tmp_path}/cache/halfbyte-bug-" in capsys.readouterr().err  # there is no folder of a run yet
+    assert f"{tmp_path}/cache/halfbyte-bug-" in capsys.readouterr().err  # the run's folder does not exist yet
     (tmp_path / "out").mkdir()
     assert exit_code("train", str(tmp_path / "run.yaml")) == 1
     assert f"{tmp_path}/out/halfbyte-bug-" in capsys.readouterr().err
@@ -152,7 +152,7 @@ def test_closed_output_pipe_ends_a_command_silently(command):
         capture_output=True,
         text=True,
     )
-    assert (done.returncode, done.stderr) in {(141, ""), (0, "")}  # it may have written all before its reader left
+    assert (done.returncode, done.stderr) in {(141, ""), (0, "")}  # 0: it wrote all before the pipe closed
 
 
 def test_full_output_device_is_reported():

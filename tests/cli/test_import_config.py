@@ -1,4 +1,4 @@
-"""`halfbyte import-config` on files as people have them."""
+"""`halfbyte import-config` on files of other tools."""
 
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def test_llamafactory_qlora(write, tmp_path):
         "save_steps": 500, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "learning_rate": 1e-4,
         "num_train_epochs": 3.0, "warmup_steps": 0.1, "dtype": "bfloat16", "eval_split_size": 0.1,
         "per_device_eval_batch_size": 1, "eval_steps": 500,
-        # what LLaMA-Factory fills in by itself
+        # defaults of LLaMA-Factory
         "lr_scheduler_type": "linear", "r": 8, "lora_alpha": 16.0,
     }  # fmt: skip
     assert set(imported.left_out) == {
@@ -125,7 +125,7 @@ def test_invalid_values_are_undecided(write):
     ],
 )
 def test_undecided_keys_are_refused(write, line, said):
-    """Whatever the value is (63)."""
+    """A key without equivalent is refused with any value (issue 63)."""
     imported = convert(write(f"base_model: m\ndataset: d\nload_in_4bit: true\n{line}\n"))
     assert ": :" not in imported.explain()
     with pytest.raises(ConfigError) as caught:
@@ -134,7 +134,7 @@ def test_undecided_keys_are_refused(write, line, said):
 
 
 def test_a_file_for_preferences_keeps_its_method(write):
-    """LLaMA-Factory says method and loss in two keys, and dpo with a share of likelihood is two losses here."""
+    """LLaMA-Factory has separate keys for method and loss; dpo with pref_ftx becomes two losses."""
     theirs = "stage: dpo\nmodel_name_or_path: m\ndataset: d\npref_beta: 0.2\npref_loss: hinge\npref_ftx: 0.5\n"
     imported = convert(write(theirs))
     assert imported.undecided == {}
@@ -145,7 +145,7 @@ def test_a_file_for_preferences_keeps_its_method(write):
 
 @pytest.mark.parametrize("line", ["rl: ppo", "stage: ppo", "stage: [a]"])
 def test_another_method_is_not_imported(write, line):
-    """A file that asks for PPO does not become one that trains something else (64)."""
+    """A file for PPO is refused instead of training another method (issue 64)."""
     with pytest.raises(ConfigError, match=f"theirs.yaml:2: {line.split(':')[0]}:"):
         convert(write(f"base_model: m\n{line}\n"))
 

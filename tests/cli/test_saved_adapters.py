@@ -252,6 +252,6 @@ def test_nothing_loads_an_adapter_in_another_way():
                 if call in PEFTS_OWN or call.endswith(".load_adapter"):
                     found.append(f"{path.relative_to(package)}: {call}")
     assert sorted(found) == [
-        "modeling/adapters.py: PeftConfig.from_pretrained",  # of a file that is there
-        "train/checks.py: PeftModel.from_pretrained",  # that plain PEFT reads what was saved is what is checked
+        "modeling/adapters.py: PeftConfig.from_pretrained",  # reads an existing file
+        "train/checks.py: PeftModel.from_pretrained",  # checks that plain PEFT reads the saved adapter
     ]

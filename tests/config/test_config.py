@@ -1,4 +1,4 @@
-"""One run's configuration: reading, overriding, refusing, translating, and writing it back."""
+"""A run's configuration: reading, overrides, errors, other tools' keys, and writing."""
 
 from pathlib import Path
 
@@ -164,7 +164,7 @@ class TestRefusing:
         assert said in problem(write(text))
 
     def test_values_in_messages_are_cut(self, write):
-        """A value of 729 texts, fewer than are refused (11)."""
+        """The value has 729 texts, below the limit (issue 11)."""
         bomb = (
             BOMB[: BOMB.index("d:")].replace("dataset: &a", "target_modules: &a").replace("b: &b", "rank_pattern: &b")
         )
@@ -181,7 +181,7 @@ class TestRefusing:
         assert problem(None, with_needed("target_modules=[q_proj")).startswith(error)
         assert (
             load_config(None, with_needed("output_dir=[bold]x[/nope]")).output_dir == "[bold]x[/nope]"
-        )  # a text's key
+        )  # a text key
         assert r"\x1b" in problem(None, with_needed("output_dir=a\x1b[31mb"))
 
     def test_at_most_20_problems_are_listed(self):
@@ -214,7 +214,7 @@ class TestRefusing:
         assert "fix:" in text
 
     def test_optimizer_with_a_missing_package(self, monkeypatch):
-        """The file means the same on every machine; what prepares a run looks (65)."""
+        """A file is valid on every machine; preparing a run checks the package (issue 65)."""
         monkeypatch.setattr("halfbyte.train.dry_run.find_spec", lambda name: None)
         config = load_config(None, with_needed("optim=paged_adamw_8bit"))
         with pytest.raises(ConfigError):
@@ -444,7 +444,7 @@ def test_quantization_is_a_name_a_mapping_or_a_file(tmp_path):
     assert load_config(None, run_keys(quantization=patterns)).quantization == patterns
     (tmp_path / "mixed.yaml").write_text('"*.down_proj": kbit5\n"*": nf4\n')
     config = load_config(None, run_keys(quantization=str(tmp_path / "mixed.yaml")))
-    assert config.quantization == patterns  # the resolved configuration stands alone
+    assert config.quantization == patterns  # the resolved configuration does not need the file
     assert list(config.quantization) == list(patterns)
     (tmp_path / "run.yaml").write_text(dump_config(config))
     assert load_config(tmp_path / "run.yaml") == config

@@ -1,4 +1,4 @@
-"""Keys of methods of training: whose they are, their defaults there, and other tools' names for them."""
+"""Keys of training methods: their methods, their defaults, and other tools' names for them."""
 
 import re
 from pathlib import Path
@@ -23,14 +23,14 @@ THEIRS = {
 }  # fmt: skip
 NOT_THEIRS = {"reward_funcs", "reward_timeout_s", "rollout", "rollout_weights", "rollout_memory_gib", "kv_cache"}
 NOT_THEIRS |= {"dynamic_sampling", "importance_sampling_correction", "importance_sampling_mode"}
-NOT_THEIRS |= {"importance_sampling_clip_max", "importance_sampling_clip_min"}  # vllm_... there
+NOT_THEIRS |= {"importance_sampling_clip_max", "importance_sampling_clip_min"}  # named vllm_... in TRL
 NEEDED = {method: {"reward_funcs": ["exact"], "gradient_accumulation_steps": 8} for method in ("grpo", "rloo")}
-OTHERWISE = {  # where ours is another on purpose
-    ("dpo", "loss_type"): ["sigmoid"],  # a list there
-    ("simpo", "cpo_alpha"): 1.0,  # without it, as in the paper's own
+OTHERWISE = {  # intended differences from TRL
+    ("dpo", "loss_type"): ["sigmoid"],  # a list in TRL
+    ("simpo", "cpo_alpha"): 1.0,  # ours is 0, as in the paper
     ("dpo", "precompute_ref_log_probs"): False, ("kto", "precompute_ref_log_probs"): False,
     ("grpo", "disable_dropout"): False, ("rloo", "disable_dropout"): False,
-    ("grpo", "steps_per_generation"): 1, ("rloo", "steps_per_generation"): 1,  # as many as make a step
+    ("grpo", "steps_per_generation"): 1, ("rloo", "steps_per_generation"): 1,  # ours: one optimizer step
 }  # fmt: skip
 
 
@@ -67,7 +67,7 @@ def test_names_and_defaults_match_trl(method):
 
 def test_every_method_that_takes_a_key_has_defaults():
     of_keys = {method for field in RunConfig.model_fields.values() for method in methods_of(field)}
-    assert of_keys - {"sft"} == set(DEFAULTS)  # whose defaults stand in the schema
+    assert of_keys - {"sft"} == set(DEFAULTS)  # sft has its defaults in the schema
     assert set(LOSS_TYPES) == {method for method in DEFAULTS if "loss_type" in keys_of(method)}
 
 
@@ -209,11 +209,11 @@ def test_the_preference_page_lists_every_key_of_a_method():
     named = dict(re.findall(r"^\| `(\w+)` \| [^|]* \| (.*) \|$", table, re.MULTILINE))
     assert set(named) == set(COMPARING)
     for method, keys in named.items():
-        assert set(re.findall(r"`(\w+)`", keys)) == set(keys_of(method)) - {"disable_dropout"}  # said of all below
+        assert set(re.findall(r"`(\w+)`", keys)) == set(keys_of(method)) - {"disable_dropout"}  # below the table
 
 
 def test_suggested_methods_accept_the_rows():
-    """What `data` says of rows that fit another method is what the methods say of themselves."""
+    """The methods that `data` suggests for a kind of rows accept these rows."""
     assert set(METHODS) == {"sft", *DEFAULTS}
     for name, method in METHODS.items():
         assert name in METHODS_FOR[method.rows].replace(",", "").split()

@@ -1,4 +1,4 @@
-"""Keys of recipes: each changes what it names, and none is taken where it would change nothing."""
+"""Keys of recipes: each changes its option, and a key without effect is refused."""
 
 import pytest
 

@@ -29,13 +29,13 @@ def layer_of(family: str, rows: int, length: int, recipe: str = "bf16") -> Layer
     shapes = ModelShapes(
         config, getattr(transformers, f"{family}Config")(**sizes, pad_token_id=0), torch.device("cuda")
     )
-    return _Planner(shapes, Batches.alike(rows, length), GIB).layer(Shape(rows, length))
+    return _Planner(shapes, Batches.uniform(rows, length), GIB).layer(Shape(rows, length))
 
 
 def moving(config: RunConfig, model_config: Any, batch: Shape, level: str) -> tuple[int, int]:
     """Return the planned bytes excluding weights, gradients and optimizer, and the loss's part of them."""
     config = config.model_copy(update={"gradient_accumulation_steps": 2})  # gradients are there from the start
     shapes = ModelShapes(config, model_config, torch.device("cpu"))
-    planner = _Planner(shapes, Batches.alike(batch.rows, batch.length), GIB)
+    planner = _Planner(shapes, Batches.uniform(batch.rows, batch.length), GIB)
     choice = Choice((level,) * planner.depth, graphs=False)
     return planner._transient(batch, choice, planner.stages[0]), planner._step(batch, choice).logits

@@ -190,7 +190,7 @@ def test_activations_grow_with_batch_size_and_length():
         for rows in (2, 8)
     )
     assert large.activations > 2 * small.activations
-    shorter = estimate(config, tiny_config("Llama"), capacity_bytes=GIB, batches=Batches.alike(2, 64))
+    shorter = estimate(config, tiny_config("Llama"), capacity_bytes=GIB, batches=Batches.uniform(2, 64))
     assert shorter.total < small.total
 
 
@@ -425,8 +425,8 @@ def test_the_plan_uses_the_datas_batches():
     assert held.fits
     assert held.use_graphs  # recomputing costs less than launching from Python
     asked = run_config(**keys | {"per_device_train_batch_size": 64, "activation_checkpointing": True})
-    rows = [estimate(asked, qwen, batches=Batches.alike(n, 4096), **options).total for n in (26, 64)]
+    rows = [estimate(asked, qwen, batches=Batches.uniform(n, 4096), **options).total for n in (26, 64)]
     assert rows[0] < 0.5 * rows[1]
     least = asked.model_copy(update={"activation_checkpointing": "tiled"})
     # attention's backward asked for the last 1.63 of 6.54 GiB there
-    assert 6.54 <= estimate(least, qwen, batches=Batches.alike(26, 4096), **options).total / GIB <= 1.07 * 6.54
+    assert 6.54 <= estimate(least, qwen, batches=Batches.uniform(26, 4096), **options).total / GIB <= 1.07 * 6.54

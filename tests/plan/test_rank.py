@@ -240,7 +240,7 @@ def test_more_ranks_never_need_more_per_rank(shapes_8b, axis):
     totals = []
     for ways in (1, 2, 4, 8):
         config = run_of(**keys)
-        options = {"device": "cuda", "capacity_bytes": GIB, "batches": Batches.alike(1, 8192)}
+        options = {"device": "cuda", "capacity_bytes": GIB, "batches": Batches.uniform(1, 8192)}
         own = {"shapes": shapes_8b} if axis != "tensor" else {}
         plan = estimate(config, LLAMA_8B, layout=Parallel(**{axis: ways}), **options, **own)
         totals.append(plan.total - plan.graphs)
@@ -299,7 +299,7 @@ def test_blocks_that_stay_are_spread():
 def meshes_of(shapes, gib, card, length=2048, **keys):
     config = shapes.config.model_copy(update={"max_length": length, **keys})
     device = Device(torch.device("cuda"), int(gib * GIB), card)
-    return Meshes(config, shapes.causal_lm.config, device, lambda changed: Batches.alike(1, length), shapes)
+    return Meshes(config, shapes.causal_lm.config, device, lambda changed: Batches.uniform(1, length), shapes)
 
 
 def test_auto_chooses_data_if_it_fits(shapes_8b):

@@ -97,7 +97,7 @@ def test_who_knows_better_than_the_plan_says_so(place, tmp_path):
     """By a limit above what is free, which the plan is not made for."""
     made = prepared(place, tmp_path)
     plan = dataclasses.replace(made.plan, capacity_bytes=made.plan.total // 2)
-    fit = {"rows": 20, "batches": lambda config: Batches.alike(1, 8)}
+    fit = {"rows": 20, "batches": lambda config: Batches.uniform(1, 8)}
     with pytest.raises(ConfigError, match="memory_limit_gib: 0"):
         check_fits(plan, made.config, made.files.config, **fit)
     notices.forget()

@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and exit.
 
     Args:
-        arguments: arguments without the program's name; default: those of this process.
+        arguments: arguments without the program's name; default: `sys.argv`.
     """
     end_with_launcher()
     keep_bytecode()

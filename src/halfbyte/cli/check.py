@@ -28,7 +28,7 @@ CUDA_AND_NCCL_GIB = 1.6
 
 
 def check_run(config: RunConfig) -> None:
-    """Print what a run would use and do.
+    """Print the preparation of a run, without training.
 
     Uses the ranks of a launcher if there is one, else it plans for the number of ranks that `halfbyte train` starts.
 

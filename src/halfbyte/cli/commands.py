@@ -102,7 +102,7 @@ def export_model(
     importance: str | None,
     trust_remote_code: bool = False,
 ) -> None:
-    """Write `source` as GGUF and print what was written.
+    """Write `source` as GGUF and print the files.
 
     Raises:
         ConfigError: the gguf library is missing.
@@ -197,7 +197,7 @@ def mix_formats(
         formats: comma-separated names; None: all formats.
         dataset: calibration text, read as for training.
         bits: mean bits per weight of the quantized layers, scales included.
-        tokens: number of tokens to measure on; as many are held out, at least `HELD_OUT`.
+        tokens: number of tokens to measure on, and to hold out (at least `HELD_OUT`).
 
     Returns:
         the best choice, and the mean loss per held-out token of "mixture" and of each compared format, by name.

@@ -135,7 +135,7 @@ def _coloured(
     marks: bool,
     colour: str = TRAINED,
 ) -> Text:
-    """Colour tokens; those of one kind are decoded together, since a character may consist of several tokens."""
+    """Colour tokens; decode runs of one kind together, since a character may consist of several tokens."""
     text = Text()
     kinds = [(label != IGNORE_INDEX, token in ends) for token, label in zip(tokens, labels, strict=True)]
     at = 0

@@ -36,7 +36,7 @@ def keep_bytecode() -> None:
     with contextlib.suppress(ConfigError, OSError):  # without a writable folder, every start compiles
         folder = cache_folder().absolute() / "bytecode" / _installation_hash(source.parent.parent)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder.stat().st_uid == os.geteuid():  # Python executes what it loads from there
+        if folder.stat().st_uid == os.geteuid():  # Python executes the bytecode there
             sys.pycache_prefix = str(folder)
 
 

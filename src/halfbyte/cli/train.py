@@ -23,7 +23,7 @@ def train_run(config: RunConfig, file: Path, resume: bool, arguments: Sequence[s
     On several devices this process starts one process per device, which runs the same command.
 
     Args:
-        arguments: arguments of that command; default: those of this process.
+        arguments: arguments of that command; default: `sys.argv`.
     """
     again: str | bool | None = True if resume else config.resume_from_checkpoint
     again = True if was_restarted() else again

@@ -1,6 +1,6 @@
 """Rules between keys of different sections: keys that exclude each other or have no meaning with others.
 
-Every rule yields the key to change, what is wrong, and the fix.
+Every rule yields the key to change, the problem, and the fix.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 from ..utils.text import brief
 from .yaml import dump_value
 
-Contradiction = tuple[str, str, str]  # the key to change, what is wrong, the fix
+Contradiction = tuple[str, str, str]  # key to change, problem, fix
 LARGEST = 2**31 - 1  # largest value of any number except the seed; libraries overflow above it
 
 

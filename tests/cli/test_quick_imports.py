@@ -1,4 +1,4 @@
-"""What commands do while they import torch, transformers and PEFT."""
+"""Quick imports of torch, transformers and PEFT."""
 
 import gc
 import importlib.util
