@@ -80,7 +80,7 @@ class Batches:
     def of_full_rows(cls, config: RunKeys) -> Batches:
         """Micro-batches of maximal length, for a run whose data is not known."""
         rows, length = config.per_device_train_batch_size, config.max_length
-        return cls.uniform(1, rows * length) if config.padding_free else cls.alike(rows, length)
+        return cls.uniform(1, rows * length) if config.padding_free else cls.uniform(rows, length)
 
     def longer(self, share: float) -> Batches:
         """The same micro-batches with every length multiplied by `share`."""
