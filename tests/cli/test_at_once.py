@@ -1,4 +1,4 @@
-"""A wrong model, dataset, run or adapter is said before torch is imported, in every command that takes one."""
+"""Every command refuses a wrong model, dataset, run or adapter before it imports torch."""
 
 import json
 import subprocess
@@ -23,7 +23,7 @@ NO_FOLDER, NO_CONFIG = "there is no folder none", "empty has no config.json"
 NO_FILE, NO_RUN = "no such file: none.jsonl (the closest existing one is one.jsonl)", "empty: neither a run"
 NO_ADAPTER = "empty has no adapter_config.json"
 MODEL, DATA = "model_name_or_path=model", "dataset=one.jsonl"
-# What is read of a run's file, but for one input of it.
+# Keys of a run's file, except one input.
 INPUTS = {
     ("model_name_or_path=./none", DATA): NO_FOLDER,
     ("model_name_or_path=empty", DATA): NO_CONFIG,
@@ -71,7 +71,7 @@ COMMANDS = {
 }
 
 
-# Ends a command where it begins to import torch.
+# Ends a command when it begins to import torch.
 FIRST_IMPORT = """
 import contextlib, gc, io, json, sys
 from halfbyte.cli import main
@@ -110,7 +110,7 @@ GOOD = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model and a dataset as far as they are looked at, and what is wrong in every way above."""
+    """A model and a dataset with the files that are checked, and wrong variants of them."""
     place = tmp_path_factory.mktemp("inputs")
     for name in ("model", "torn", "empty", "moved", "old/adapter"):
         (place / name).mkdir(parents=True)
@@ -128,7 +128,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_wrong_input_is_said_before_torch_is_imported(folder, command):
+def test_wrong_input_is_refused_before_torch_is_imported(folder, command):
     wanted = COMMANDS[command]
     arguments = [[*words.split(), *given] for words, *given in wanted]
     program = [sys.executable, "-c", PROGRAM, json.dumps(arguments)]
@@ -138,11 +138,11 @@ def test_a_wrong_input_is_said_before_torch_is_imported(folder, command):
         assert words in said, given
         assert "fix: " in said, given
     assert found["heavy"] == []
-    assert found["seconds"] < 1.5  # of the processor: half a second where nothing else runs
+    assert found["seconds"] < 1.5  # CPU time; 0.5 s on an idle machine
 
 
 def test_torch_is_imported_without_garbage_collections(folder):
-    """Which would be a third of the first seconds."""
+    """Collections would take a third of the import time."""
     program = [sys.executable, "-c", FIRST_IMPORT, json.dumps([words.split() for words in GOOD])]
     done = subprocess.run(program, capture_output=True, text=True, check=True, cwd=folder)
     found = dict(zip(GOOD, json.loads(done.stdout.splitlines()[-1]), strict=True))
@@ -150,7 +150,7 @@ def test_torch_is_imported_without_garbage_collections(folder):
     assert {words.split()[0] for words in GOOD} == COMMANDS.keys()
 
 
-def test_every_command_that_reads_is_here():
+def test_every_command_with_inputs_is_covered():
     from halfbyte.cli.app import app
 
     names = {command.name or command.callback.__name__ for command in app.registered_commands}

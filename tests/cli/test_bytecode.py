@@ -1,4 +1,4 @@
-"""Compiled Python goes to halfbyte's cache folder where, and only where, it cannot lie beside the libraries."""
+"""Bytecode goes to halfbyte's cache folder if and only if it cannot be stored next to the libraries."""
 
 import importlib
 import json
@@ -13,7 +13,7 @@ from halfbyte.cli import startup
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
-    """A folder of installed packages that nobody may write to; the cache folder is empty."""
+    """A read-only folder of installed packages, and an empty cache folder."""
     (tmp_path / "site" / "largest").mkdir(parents=True)
     (tmp_path / "site" / "largest" / "__init__.py").write_text("value = 1\n")
     (tmp_path / "site" / "largest-1.0.dist-info").mkdir()
@@ -84,19 +84,19 @@ REASONS = [
 
 
 @pytest.mark.parametrize("reason", REASONS)
-def test_left_alone(site, monkeypatch, reason):
+def test_bytecode_settings_stay_unchanged(site, monkeypatch, reason):
     reason(site, monkeypatch)
     startup.keep_bytecode()
     assert sys.pycache_prefix is None
 
 
-def test_a_place_of_the_users_own_stays(site, monkeypatch):
+def test_user_pycache_prefix_stays(site, monkeypatch):
     monkeypatch.setattr(sys, "pycache_prefix", "/theirs")
     startup.keep_bytecode()
     assert sys.pycache_prefix == "/theirs"
 
 
-def test_every_command_looks(tmp_path):
+def test_every_command_calls_keep_bytecode(tmp_path):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").touch()
     program = (

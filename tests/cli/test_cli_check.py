@@ -1,4 +1,4 @@
-"""`check` names what makes a run fit, and `init` writes a file that loads and fits."""
+"""`check` suggests changes that make a run fit; `init` writes a file that loads and fits."""
 
 import json
 import re
@@ -8,8 +8,8 @@ import pytest
 import torch
 import transformers
 
-from halfbyte.cli.init import SHOWN_KEYS, _with_packing, starting_config
 from halfbyte.cli.check import check_meshes
+from halfbyte.cli.init import SHOWN_KEYS, _with_packing, starting_config
 from halfbyte.config import SECTIONS, RunConfig, load_config
 from halfbyte.loading.find import load_model_config
 from halfbyte.memory.activations import Batches
@@ -43,7 +43,7 @@ MIXTURE = transformers.Qwen3MoeConfig(
     ],
 )
 def test_ranks_of_experts_are_lowered_first(weights, said):
-    """At r = 64 their adapters are 7.3 million weights: in fp32, with gradients and AdamW's state, 16 bytes each."""
+    """At r = 64 the adapters have 7.3 million weights: in fp32, with gradients and AdamW's state, 16 bytes each."""
     keys = {"max_length": 512, "r": 64, "lora_alpha": 16.0, "activation_checkpointing": True, "device": "cpu"}
     config = RunConfig(model_name_or_path="m", dataset="d", **keys)
     bare = plan_of(config.model_copy(update={"target_parameters": []}), MIXTURE, batches=full(config)).total
@@ -109,7 +109,7 @@ def test_a_wrong_target_module_shows_without_weights(shared):
 @pytest.mark.parametrize(
     ("family", "packing", "comment"),
     [("Llama", True, ""), ("Lfm2", True, "conv, a Lfm2ShortConv"), ("XLNet", False, "XLNetLMHeadModel"),
-     ("Blt", False, "could not be asked")],
+     ("Blt", False, "# No packing: ")],
 )  # fmt: skip
 def test_init_asks_whether_packed_documents_see_each_other(family, packing, comment, tmp_path):
     keys = {"layer_types": ["conv", "full_attention"] * 8, "num_hidden_layers": 16} if family == "Lfm2" else {}
@@ -139,11 +139,11 @@ def test_init_writes_a_file_that_loads_and_fits(shared, tmp_path, monkeypatch):
     assert written == [key for section in SECTIONS for key in section.model_fields if key in SHOWN_KEYS]
     assert plan_of(config, load_model_config(config.model_name_or_path)).fits
     assert len(asked) <= 7
-    assert config.max_length <= 2048  # what the model was made for
+    assert config.max_length <= 2048  # the model's positions
 
 
 @pytest.mark.slow
-def test_init_divides_a_run_over_several_gpus(shared, tmp_path, monkeypatch):
+def test_init_chooses_a_layout_for_several_gpus(shared, tmp_path, monkeypatch):
     monkeypatch.setattr("halfbyte.cli.init._devices", lambda: [torch.device("cpu")] * 2)
     rows = [{"prompt": f"what is {n}?", "completion": "a number. " * n} for n in range(1, 41)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -163,7 +163,7 @@ def test_init_reads_the_data(shared, tmp_path):
 
 
 def checked(monkeypatch, capsys, shared, tmp_path, *options, gpus=0, **keys):
-    """What `halfbyte check --gpus` prints where torch sees so many GPUs."""
+    """Return the output of `halfbyte check --gpus` on a machine with `gpus` GPUs."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     rows = [{"prompt": f"what is {n}?", "completion": "a number. " * (n % 9 + 1)} for n in range(40)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -175,11 +175,12 @@ def checked(monkeypatch, capsys, shared, tmp_path, *options, gpus=0, **keys):
 
 def test_check_plans_every_mesh_without_a_gpu(monkeypatch, capsys, shared, tmp_path):
     said = checked(monkeypatch, capsys, shared, tmp_path, 2, 24.0)
-    assert said.startswith("2 GPUs, 22.4 GiB for torch on each; seconds as of an RTX 4090")
+    assert said.startswith("2 GPUs, 22.4 GiB ")
+    assert "RTX 4090" in said.splitlines()[0]
     lines = {line.split("}")[0] + "}": line for line in said.splitlines()[1:]}
     assert [*lines][:5] == ["{data: 2}", "{shard: 2}", "{tensor: 2}", "{pipeline: 2}", "{context: 2}"]
-    assert all("fits" in line and " a step" in line and "weights" in line for line in said.splitlines()[1:6])
-    assert "gathered a step" in lines["{shard: 2}"]
+    assert all("fits" in line and " per step" in line and "weights" in line for line in said.splitlines()[1:6])
+    assert "gathered per step" in lines["{shard: 2}"]
     assert "parallel: {data: 2}:" in said
     assert not (tmp_path / "out").exists()
 
@@ -205,7 +206,7 @@ def test_check_of_meshes_refuses(monkeypatch, capsys, shared, tmp_path, options,
         checked(monkeypatch, capsys, shared, tmp_path, *options, **keys)
 
 
-def test_more_gpus_than_there_are_are_refused_as_train_does(monkeypatch):
+def test_more_gpus_than_available_are_refused(monkeypatch):
     from halfbyte.cli import check
 
     monkeypatch.setattr(check, "check_paths", lambda config: None)

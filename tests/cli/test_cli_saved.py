@@ -1,4 +1,4 @@
-"""Evaluating and talking to what a run left: where it is found, how it loads, what it says."""
+"""Evaluating and chatting with saved runs: finding, loading and answers."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from halfbyte.cli.chat import chat
+from halfbyte.cli.answers import chat
 from halfbyte.config import dump_config, load_config
 from halfbyte.data.encode import INSTRUCTION
 from halfbyte.evaluation.held_out import evaluate, measure
@@ -41,7 +41,7 @@ def model_folder(tokenizer, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run_folder(model_folder, tmp_path_factory):
-    """A run as training leaves it: an adapter that changes the logits, and the resolved configuration."""
+    """A finished run: an adapter that changes the logits, and the resolved configuration."""
     folder = tmp_path_factory.mktemp("run")
     model = get_peft_model(
         LlamaForCausalLM.from_pretrained(model_folder), LoraConfig(r=2, target_modules=["q_proj", "down_proj"])
@@ -118,7 +118,7 @@ class TestEvaluating:
         assert abs(evaluate(str(run_folder), texts).loss - base.loss) > 1e-3
 
     def test_no_tensor_is_as_large_as_the_logits(self):
-        """So that evaluating needs no more memory than training."""
+        """Evaluation needs no more memory than training."""
         sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
         model = LlamaForCausalLM(LlamaConfig(vocab_size=20_000, **sizes))
         ids = torch.randint(0, 20_000, (1, 2000))

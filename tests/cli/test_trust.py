@@ -6,9 +6,8 @@ import shutil
 import pytest
 import torch
 
+from halfbyte.cli.answers import answer_file, chat
 from halfbyte.cli.app import app
-from halfbyte.cli.chat import chat
-from halfbyte.cli.answers import answer_file
 from halfbyte.config import dump_config, load_config
 from halfbyte.evaluation.held_out import evaluate
 from halfbyte.export.gguf_adapter import export_adapter

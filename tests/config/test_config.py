@@ -1,4 +1,4 @@
-"""One run's configuration: reading, overriding, refusing, translating, and writing it back."""
+"""A run's configuration: reading, overrides, errors, other tools' keys, and writing."""
 
 from pathlib import Path
 
@@ -80,14 +80,14 @@ class TestReading:
         assert config.target_modules == ["q_proj", "v_proj"]
         assert config.rank_pattern == {"a": 4}
 
-    def test_text_stays_text_where_it_looks_like_a_number(self, write):
+    def test_text_keys_stay_text(self, write):
         config = load_config(write("model_name_or_path: 2024\ndataset: d\nmodel_revision: 12e4567\n"), ["output_dir=7"])
         assert (config.model_name_or_path, config.model_revision, config.output_dir) == ("2024", "12e4567", "7")
 
     def test_a_dictionary_may_hold_paths(self, tmp_path):
         assert load_config(None, NEEDED | {"output_dir": tmp_path}).output_dir == str(tmp_path)
 
-    def test_defaults_give_way_to_the_file(self, write):
+    def test_the_file_overrides_defaults(self, write):
         config = load_config(write("r: 8\n"), ["lora_alpha=4"], NEEDED | {"r": 2, "lora_alpha": 2.0, "seed": 5})
         assert (config.r, config.lora_alpha, config.seed) == (8, 4.0, 5)
 
@@ -97,7 +97,7 @@ class TestReading:
 
 
 class TestRefusing:
-    def test_unknown_key_has_its_line_and_the_nearest_name(self, write):
+    def test_unknown_key_has_its_line_and_a_suggestion(self, write):
         text = problem(write("model_name_or_path: m\ndataset: d\nlearning_rte: 1e-4\n"))
         assert "'learning_rte'" in text
         assert "learning_rate?" in text
@@ -106,7 +106,7 @@ class TestRefusing:
         ("wrong", "near"),
         [("lr", "learning_rate"), ("epochs", "num_train_epochs"), ("max_len", "max_length"), ("packin", "packing")],
     )
-    def test_did_you_mean(self, wrong, near):
+    def test_misspelled_key_has_a_suggestion(self, wrong, near):
         assert f"{near}?" in problem(None, with_needed(f"{wrong}=1"))
 
     @pytest.mark.parametrize(
@@ -160,11 +160,11 @@ class TestRefusing:
             ("r: 8\n---\nr: 9\n", "run.yaml:2:"),
         ],
     )
-    def test_files_that_are_no_configuration(self, write, text, said):
+    def test_invalid_files_are_refused(self, write, text, said):
         assert said in problem(write(text))
 
     def test_values_in_messages_are_cut(self, write):
-        """A value of 729 texts, fewer than are refused (11)."""
+        """The value has 729 texts, below the limit (issue 11)."""
         bomb = (
             BOMB[: BOMB.index("d:")].replace("dataset: &a", "target_modules: &a").replace("b: &b", "rank_pattern: &b")
         )
@@ -172,19 +172,19 @@ class TestRefusing:
         assert "[[['x', 'x', 'x', 'x'" in text
         assert len(text) < 2000
 
-    def test_a_mapping_may_merge_another_and_say_otherwise(self, write):
+    def test_merge_key_with_an_override(self, write):
         config = load_config(write("rank_pattern: &a {x: 8}\nalpha_pattern: {<<: *a, x: 4, y: 2}"), with_needed())
         assert config.alpha_pattern == {"x": 4, "y": 2}
 
-    def test_a_broken_override_is_said_in_one_line(self):
+    def test_invalid_override_is_reported_in_one_line(self):
         error = "command line: target_modules='[q_proj': not valid YAML: expected ',' or ']', but got the end\n  fix: "
         assert problem(None, with_needed("target_modules=[q_proj")).startswith(error)
         assert (
             load_config(None, with_needed("output_dir=[bold]x[/nope]")).output_dir == "[bold]x[/nope]"
-        )  # a text's key
+        )  # a text key
         assert r"\x1b" in problem(None, with_needed("output_dir=a\x1b[31mb"))
 
-    def test_more_problems_than_anybody_reads(self):
+    def test_at_most_20_problems_are_listed(self):
         assert problem(None, [f"k{number}=1" for number in range(50)]).endswith("- and 30 more")
 
     def test_missing_file(self, tmp_path):
@@ -226,7 +226,7 @@ class TestRefusing:
 
 
 class TestForeignNames:
-    def test_an_axolotl_file_trains_as_it_is(self, write):
+    def test_axolotl_file_is_accepted(self, write):
         config = load_config(write(AXOLOTL))
         expected = {
             "model_name_or_path": "NousResearch/Llama-3.2-1B", "dataset": "teknium/GPT4-LLM-Cleaned",
@@ -325,18 +325,18 @@ class TestForeignNames:
             ("special_tokens: {eos_token: x}", "special_tokens", "tokenizer"),
         ],
     )
-    def test_what_cannot_be_mapped_says_what_to_do(self, write, line, said, fix):
+    def test_unsupported_values_have_a_fix(self, write, line, said, fix):
         text = problem(write(f"model_name_or_path: m\ndataset: d\n{line}\n"))
         assert "run.yaml:3: " in text
         assert said in text
         assert fix in text.split("fix:")[1]
 
-    def test_two_names_for_one_key_that_differ(self, write):
+    def test_two_names_of_a_key_with_different_values(self, write):
         text = problem(write("base_model: a\nmodel_name_or_path: b\ndataset: d\n"))
         assert "run.yaml:1" in text
         assert "run.yaml:2" in text
 
-    def test_a_wrong_value_under_a_foreign_name_is_told_by_that_name(self, write):
+    def test_wrong_value_of_a_foreign_key_names_both_keys(self, write):
         assert "run.yaml:3: sequence_len: max_length" in problem(
             write("model_name_or_path: m\ndataset: d\nsequence_len: -1\n")
         )
@@ -344,13 +344,13 @@ class TestForeignNames:
     def test_an_override_replaces_a_foreign_key_of_the_file(self, write):
         assert load_config(write(AXOLOTL), ["r=4", "micro_batch_size=8"]).per_device_train_batch_size == 8
 
-    def test_each_foreign_name_stands_once_and_is_none_of_ours(self):
+    def test_foreign_keys_are_unique_and_not_ours(self):
         names = config_foreign.foreign_names()
         assert len(names) == len(set(names))
         assert not set(names) & set(RunConfig.model_fields)
         assert set(config_aliases.RENAMED.values()) | set(config_aliases.HINTS.values()) <= set(RunConfig.model_fields)
 
-    def test_every_foreign_name_switched_off_is_silent(self):
+    def test_foreign_keys_that_are_off_give_no_notice(self):
         for key in config_foreign.foreign_names():
             assert config_foreign.translate(key, {key: None}) == config_foreign.Ignored(""), key
 
@@ -404,7 +404,7 @@ class TestWriting:
     @pytest.mark.parametrize(
         "text", ["1e5", "no", "null", "2024-01-01", "a # b", "é: {x}", "\n", "'", " x ", "~", "..."]
     )
-    def test_text_that_yaml_would_read_otherwise(self, write, text):
+    def test_ambiguous_text_is_quoted(self, write, text):
         config = RunConfig(**NEEDED, resume_from_checkpoint=text, column_mapping={text: text})
         assert load_config(write(dump_config(config))) == config
 
@@ -415,13 +415,13 @@ class TestWriting:
 
 
 class TestNames:
-    def test_every_key_says_what_it_allows(self):
+    def test_every_key_describes_its_values(self):
         assert allowed("bnb_4bit_quant_type") == "nf4 or fp4"
         assert allowed("lora_alpha") == "a number from 1e-08"
         assert allowed("rank_pattern") == "a mapping from text to a whole number above 0"
         assert all(allowed(key) for key in RunConfig.model_fields)
 
-    def test_schedules_and_optimizers_are_those_of_transformers(self):
+    def test_schedules_and_optimizers_match_transformers(self):
         assert set(SCHEDULES) <= {kind.value for kind in transformers.SchedulerType}
         known = {kind.value for kind in transformers.training_args.OptimizerNames}
         assert set(OPTIMIZERS) <= known
@@ -444,7 +444,7 @@ def test_quantization_is_a_name_a_mapping_or_a_file(tmp_path):
     assert load_config(None, run_keys(quantization=patterns)).quantization == patterns
     (tmp_path / "mixed.yaml").write_text('"*.down_proj": kbit5\n"*": nf4\n')
     config = load_config(None, run_keys(quantization=str(tmp_path / "mixed.yaml")))
-    assert config.quantization == patterns  # the resolved configuration stands alone
+    assert config.quantization == patterns  # the resolved configuration does not need the file
     assert list(config.quantization) == list(patterns)
     (tmp_path / "run.yaml").write_text(dump_config(config))
     assert load_config(tmp_path / "run.yaml") == config
@@ -471,7 +471,7 @@ def test_quantized():
         ({"skip_quant_first_layers": -1}, "skip_quant_first_layers.*0"),
     ],
 )
-def test_quantization_that_contradicts_is_refused(keys, said):
+def test_contradicting_quantization_is_refused(keys, said):
     with pytest.raises(ConfigError, match=said):
         load_config(None, run_keys(**keys))
 

@@ -1,4 +1,4 @@
-"""Keys of methods of training: whose they are, their defaults there, and other tools' names for them."""
+"""Keys of training methods: their methods, their defaults, and other tools' names for them."""
 
 import re
 from pathlib import Path
@@ -23,14 +23,14 @@ THEIRS = {
 }  # fmt: skip
 NOT_THEIRS = {"reward_funcs", "reward_timeout_s", "rollout", "rollout_weights", "rollout_memory_gib", "kv_cache"}
 NOT_THEIRS |= {"dynamic_sampling", "importance_sampling_correction", "importance_sampling_mode"}
-NOT_THEIRS |= {"importance_sampling_clip_max", "importance_sampling_clip_min"}  # vllm_... there
+NOT_THEIRS |= {"importance_sampling_clip_max", "importance_sampling_clip_min"}  # named vllm_... in TRL
 NEEDED = {method: {"reward_funcs": ["exact"], "gradient_accumulation_steps": 8} for method in ("grpo", "rloo")}
-OTHERWISE = {  # where ours is another on purpose
-    ("dpo", "loss_type"): ["sigmoid"],  # a list there
-    ("simpo", "cpo_alpha"): 1.0,  # without it, as in the paper's own
+OTHERWISE = {  # intended differences from TRL
+    ("dpo", "loss_type"): ["sigmoid"],  # a list in TRL
+    ("simpo", "cpo_alpha"): 1.0,  # ours is 0, as in the paper
     ("dpo", "precompute_ref_log_probs"): False, ("kto", "precompute_ref_log_probs"): False,
     ("grpo", "disable_dropout"): False, ("rloo", "disable_dropout"): False,
-    ("grpo", "steps_per_generation"): 1, ("rloo", "steps_per_generation"): 1,  # as many as make a step
+    ("grpo", "steps_per_generation"): 1, ("rloo", "steps_per_generation"): 1,  # ours: one optimizer step
 }  # fmt: skip
 
 
@@ -51,7 +51,7 @@ def problem(**keys):
 
 
 @pytest.mark.parametrize("method", THEIRS)
-def test_names_and_defaults_are_trls(method):
+def test_names_and_defaults_match_trl(method):
     given = {**GIVEN, "method": method, **NEEDED.get(method, {})}
     ours, theirs = RunConfig(**given), THEIRS[method](output_dir="out", report_to="none", use_cpu=True)
     assert keys_of(method)
@@ -67,11 +67,11 @@ def test_names_and_defaults_are_trls(method):
 
 def test_every_method_that_takes_a_key_has_defaults():
     of_keys = {method for field in RunConfig.model_fields.values() for method in methods_of(field)}
-    assert of_keys - {"sft"} == set(DEFAULTS)  # whose defaults stand in the schema
+    assert of_keys - {"sft"} == set(DEFAULTS)  # sft has its defaults in the schema
     assert set(LOSS_TYPES) == {method for method in DEFAULTS if "loss_type" in keys_of(method)}
 
 
-def test_a_default_of_a_method_stays_a_key_that_was_not_given(tmp_path):
+def test_method_default_is_not_a_given_key(tmp_path):
     config = load_config(None, {**GIVEN, "method": "dpo"})
     assert (config.beta, config.loss_type, config.learning_rate) == (0.1, "sigmoid", 1e-5)
     assert config.model_fields_set == {*GIVEN, "method"}
@@ -105,7 +105,7 @@ def test_a_default_of_a_method_stays_a_key_that_was_not_given(tmp_path):
         ({"method": "kto", "completion_only_loss": False}, "completion_only_loss: false", "remove"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_a_method_is_refused(keys, said, fix):
+def test_keys_that_do_not_apply_to_the_method_are_refused(keys, said, fix):
     text = problem(**keys)
     assert said in text
     assert fix in text.split("fix:")[1]
@@ -136,7 +136,7 @@ def test_other_tools_keys_are_mapped(theirs, ours):
     assert {key: getattr(config, key) for key in ours} == ours
 
 
-def test_axolotls_section_of_policy_keys():
+def test_axolotl_trl_section():
     section = {"num_generations": 4, "max_completion_length": 64, "reward_funcs": ["my.rewards.right", "exact"],
                "scale_rewards": False, "use_vllm": False, "vllm_server_host": "a", "log_completions": True}  # fmt: skip
     config = load_config(None, {**GIVEN, "rl": "grpo", "gradient_accumulation_steps": 4, "trl": section})
@@ -164,12 +164,12 @@ SERVER = {"rollout": "vllm", "vllm_server_base_url": "http://here:8000"}
         ({"trl": {"use_vllm": True, "vllm_mode": "server", "vllm_server_timeout": 5}}, "http://localhost:8000", 5),
     ],
 )
-def test_trls_server_is_ours(theirs, url, seconds):
+def test_trl_server_keys_are_mapped(theirs, url, seconds):
     config = load_config(None, {**GIVEN, **ENGINE, **theirs})
     assert (config.rollout, config.vllm_server_base_url, config.vllm_server_timeout) == ("vllm", url, seconds)
 
 
-def test_trls_server_without_its_switch_is_none():
+def test_trl_server_keys_without_use_vllm_are_ignored():
     config = load_config(None, {**GIVEN, **ENGINE, "use_vllm": False, "vllm_mode": "colocate", "vllm_server_port": 1})
     assert (config.rollout, config.vllm_server_base_url) == ("halfbyte", None)
 
@@ -179,7 +179,7 @@ def test_trls_server_without_its_switch_is_none():
     [
         ({"vllm_server_base_url": None}, "vllm_server_base_url"),
         ({"rollout": "halfbyte"}, ""),
-        *(({"vllm_server_base_url": url}, "is no address of a server") for url in (
+        *(({"vllm_server_base_url": url}, "vllm_server_base_url: ") for url in (
             "here:8000", "http://", "http://here:99999", "http://here/v1", "http://u:p@here", "ftp://here", "http://h?x",
         )),
         ({"kv_cache": "fp8"}, "kv_cache: fp8"),
@@ -187,33 +187,33 @@ def test_trls_server_without_its_switch_is_none():
         ({"use_peft": False, "load_in_4bit": False}, "use_peft: false"),
         ({"use_dora": True}, "use_dora"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"temperature": 0.5, "top_k": 3}, "0.5 beside top_p, top_k"),
+        ({"temperature": 0.5, "top_k": 3}, "temperature: 0.5"),
         ({"method": "gkd", "reward_funcs": None}, "method: gkd"),
     ],
 )  # fmt: skip
-def test_what_a_server_cannot_do(more, said):
+def test_keys_unsupported_with_a_server_are_refused(more, said):
     keys = {**ENGINE, **SERVER, **more}
     assert said in problem(**{key: value for key, value in keys.items() if value is not None})
 
 
-def test_axolotls_fields_of_pairs_are_columns():
+def test_axolotl_pair_fields_become_columns():
     entry = {"path": "p.jsonl", "type": "chat_template.default", "field_chosen": "good", "field_rejected": "bad"}
     config = load_config(None, {"model_name_or_path": "m", "rl": "dpo", "datasets": [entry]})
     assert (config.dataset, config.column_mapping) == ("p.jsonl", {"chosen": "good", "rejected": "bad"})
     assert config.dataset_format == "auto"
 
 
-def test_the_page_names_every_key_of_its_methods():
+def test_the_preference_page_lists_every_key_of_a_method():
     page = (Path(__file__).parents[2] / "docs/preference.md").read_text()
     table = page.split("## Methods")[1].split("\n## ")[0]
     named = dict(re.findall(r"^\| `(\w+)` \| [^|]* \| (.*) \|$", table, re.MULTILINE))
     assert set(named) == set(COMPARING)
     for method, keys in named.items():
-        assert set(re.findall(r"`(\w+)`", keys)) == set(keys_of(method)) - {"disable_dropout"}  # said of all below
+        assert set(re.findall(r"`(\w+)`", keys)) == set(keys_of(method)) - {"disable_dropout"}  # below the table
 
 
-def test_the_methods_that_rows_name_take_them():
-    """What `data` says of rows that fit another method is what the methods say of themselves."""
+def test_suggested_methods_accept_the_rows():
+    """The methods that `data` suggests for a kind of rows accept these rows."""
     assert set(METHODS) == {"sft", *DEFAULTS}
     for name, method in METHODS.items():
         assert name in METHODS_FOR[method.rows].replace(",", "").split()

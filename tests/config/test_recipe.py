@@ -1,4 +1,4 @@
-"""Keys of recipes: each changes what it names, and none is taken where it would change nothing."""
+"""Keys of recipes: each changes its option, and a key without effect is refused."""
 
 import pytest
 
@@ -46,6 +46,6 @@ def test_the_seed_of_a_run_draws_the_transform_of_nvfp4():
         ({"recipe": "fp8"}, "recipe"),
     ],
 )
-def test_what_contradicts_a_recipe(keys, said):
+def test_contradictions_of_a_recipe_are_refused(keys, said):
     with pytest.raises(ConfigError, match=said):
         load_config(None, {"model_name_or_path": "m", "dataset": "d"} | keys)

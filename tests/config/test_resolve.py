@@ -1,4 +1,4 @@
-"""What the flat keys of a run come to: typed sections, and the same from keywords in Python."""
+"""Resolving flat keys to typed values, from a file and from keywords in Python."""
 
 import ast
 from pathlib import Path
@@ -52,8 +52,8 @@ def test_storage_is_the_same_from_a_run_and_from_python(keys, storage):
     assert resolved(**keys).origin.keep == storage.keep
 
 
-def test_every_quantization_key_counts():
-    """A key that `storage` ignores would not change it."""
+def test_every_quantization_key_changes_the_storage():
+    """Changing any quantization key changes `storage`."""
     other = {
         "load_in_4bit": False, "bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": False,
         "bnb_4bit_blocksize": 32, "quantization": "int8", "skip_quant_first_layers": 1, "skip_quant_last_layers": 1,
@@ -76,7 +76,7 @@ def test_every_quantization_key_counts():
         ({"load_in_4bit": False, "skip_quant_first_layers": 1}, "skip_quant_first_layers"),
     ],
 )
-def test_keywords_are_refused_as_keys_are(keys, said):
+def test_keywords_are_validated_like_keys(keys, said):
     with pytest.raises(ConfigError, match=said):
         storage_of(**keys)
 
@@ -105,8 +105,8 @@ def test_an_adapter_has_the_keys_of_its_section_and_its_base():
         adapter.r = 8
 
 
-def test_nobody_below_reads_the_keys_that_are_resolved():
-    """Sections go down in their place. (`qat_scheme` is a name of both.)"""
+def test_resolved_keys_are_read_only_in_config():
+    """Other folders receive typed values instead. (`qat_scheme` is also a field of `Storage`.)"""
     keys = QuantizationSection.model_fields.keys() - {"qat_scheme"} | {"model_revision"}
     package = Path(halfbyte.__file__).parent
     assert not [
@@ -133,5 +133,5 @@ def test_keys_that_an_axis_does_not_support_are_refused_before_processes_start(k
     with pytest.raises(ConfigError, match=key):
         load_config(None, {**given, "parallel": {axis: 2}})
     free = load_config(None, {**given, "parallel": "auto"})
-    assert unsupported_reason(Parallel(**{axis: 2}), free).key == key  # so `auto` does not choose the axis
+    assert unsupported_reason(Parallel(**{axis: 2}), free).key == key  # `auto` does not choose the axis either
     assert unsupported_reason(Parallel(data=2, shard=2), free) is None

@@ -1,4 +1,4 @@
-"""Defaults beside those of TRL's configurations: what differs is what docs/preference.md lists."""
+"""Our defaults against TRL's: docs/preference.md lists every difference."""
 
 import dataclasses
 import re
@@ -30,14 +30,14 @@ def configuration(method):
 
 
 def documented():
-    """The keys in the table of the page."""
+    """Return the keys in the table of the page."""
     table = PAGE.read_text(encoding="utf-8").split("## What differs from TRL")[1]
     rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
     return {key for row in rows for key in re.findall(r"`(\w+)`", row)}
 
 
 def differing(method):
-    """The keys that both have and that have another default."""
+    """Return the common keys with different defaults."""
     config = RunConfig(model_name_or_path="m", dataset="d", method=method, **NEEDED.get(method, {}))
     found = set()
     for field in dataclasses.fields(configuration(method)):
@@ -57,7 +57,7 @@ def test_every_default_that_differs_is_documented(method):
     assert differing(method) <= documented()
 
 
-def test_what_is_documented_differs_somewhere():
+def test_every_documented_difference_exists():
     everywhere = set().union(*map(differing, NAMES))
     others = {"router_aux_loss_coef", "cpo_alpha"}  # by what unset means, and in a method that TRL has no class for
     assert documented() - others <= everywhere

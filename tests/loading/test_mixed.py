@@ -316,7 +316,7 @@ def test_the_command_writes_what_quantization_takes(shared, tmp_path):
     result = CliRunner().invoke(app, [*command, "--formats", "nf4,blockwise4:nf4:32:nested"])
     assert result.exit_code == 0, result.output
     assert "bits per weight" in result.stderr
-    assert re.search(r"loss on text that was not measured on: .*nf4 \d\.\d{4}", result.stderr)
+    assert re.search(r"loss on held-out text: .*nf4 \d\.\d{4}", result.stderr)
     assert re.search("nf4 in every layer is no worse|the mixture is better", result.stderr)
     (tmp_path / "mixed.yaml").write_text(result.stdout)
     keys = {"model_name_or_path": str(model), "dataset": "x", "quantization": str(tmp_path / "mixed.yaml")}

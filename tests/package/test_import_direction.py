@@ -141,7 +141,7 @@ def cycles(found: list[Arrow]) -> list[str]:
     return [unit for unit in graph if reaches(unit)]
 
 
-def test_the_drawing_is_the_house():
+def test_documented_order_matches_the_table():
     """docs/design.md draws ORDER, highest row first; a row may take several lines."""
     text = (PACKAGE.parents[1] / "docs" / "design.md").read_text(encoding="utf-8")
     block = text.split("**Imports run one way**")[1].split("```")[1].strip()
@@ -149,7 +149,7 @@ def test_the_drawing_is_the_house():
     assert drawn == [set(row) - {"__init__", "__main__"} for row in reversed(ORDER)]
 
 
-def test_every_module_has_its_place():
+def test_every_module_has_a_rank():
     present = {unit_of(path, PACKAGE) for path in PACKAGE.rglob("*.py")}
     assert present <= RANK.keys() | {"kernels"}, "give the new module a row in ORDER"
 

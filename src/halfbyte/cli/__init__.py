@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ..utils.processes import end_with_launcher, was_launched
 from ..utils.streams import configure_streams
 from .app import app
-from .bytecode import keep_bytecode
+from .startup import keep_bytecode
 
 __all__ = ["app", "main"]
 
@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and exit.
 
     Args:
-        arguments: without the program's name; default: those of this process.
+        arguments: arguments without the program's name; default: `sys.argv`.
     """
     end_with_launcher()
     keep_bytecode()
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _end_now(code: int) -> None:
-    """End a process whose partners may wait for it: what torch does at an interpreter's end may wait for them."""
+    """Exit without torch's cleanup, which may block on other ranks that in turn block on this one."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()

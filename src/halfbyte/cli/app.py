@@ -1,4 +1,4 @@
-"""The commands and their options. Each imports what it needs when it runs, so that `halfbyte --help` is quick."""
+"""Commands and options. Each command imports its code when it runs, so that `halfbyte --help` is quick."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from .. import __version__
 from ..runs.layout import GIVEN_CONFIG
 from ..utils.hardware import enable_expandable_segments, limit_primitive_caches
-from .asked import check_option, check_order, finite, read_run
+from .arguments import check_option, check_order, finite, read_run
 from .exits import RUN_FOLDER, Commands
 
 app = typer.Typer(
@@ -29,14 +29,14 @@ Words = Annotated[
     list[str],
     typer.Argument(
         metavar="RUN.YAML | MODEL DATA | KEY=VALUE",
-        help="the run's configuration, or a model and a dataset; and keys that replace or join those of the file",
+        help="the run's configuration, or a model and a dataset; and keys that override or extend the file",
     ),
 ]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="keys that replace those of the file")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="keys that override the file")]
 TrustCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")]
 LongestAnswer = Annotated[
     int | None,
-    typer.Option(min=1, help="Longest answer, in tokens; default: 512, or what the model has positions for."),
+    typer.Option(min=1, help="Longest answer, in tokens; default: 512, or as many as the model has positions for."),
 ]
 RunOrModel = Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="a run's output_dir, an adapter, or a model")]
 
@@ -52,7 +52,7 @@ def options(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks; may stand anywhere.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks; allowed anywhere.")] = False,
 ) -> None:
     enable_expandable_segments()
     limit_primitive_caches()
@@ -62,9 +62,9 @@ def options(
 def init(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="a model's folder or hub id")],
     data: Annotated[str, typer.Argument(metavar="DATA", help="a dataset's file, folder or hub id")],
-    method: Annotated[str, typer.Option(help="What is trained for: the key method.")] = "sft",
+    method: Annotated[str, typer.Option(help="Training method: the key method.")] = "sft",
     teacher: Annotated[
-        str | None, typer.Option(help="Of gkd, a model or adapter: the key teacher_model_name_or_path.")
+        str | None, typer.Option(help="With gkd, a model or adapter: the key teacher_model_name_or_path.")
     ] = None,
 ) -> None:
     """Print a configuration for this machine."""
@@ -78,16 +78,16 @@ def init(
 def check(
     run: Words,
     gpus: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Plan for so many GPUs, which need not be here.")
+        int | None, typer.Option(min=1, max=1024, help="Plan for this number of GPUs, which need not be present.")
     ] = None,
     gpu_memory: Annotated[
-        float | None, typer.Option(callback=finite, min=1.0, max=10_000.0, help="GiB of each of them.")
+        float | None, typer.Option(callback=finite, min=1.0, max=10_000.0, help="Memory of each of these GPUs, in GiB.")
     ] = None,
 ) -> None:
-    """Do all that train does before its first step."""
+    """Run all checks of train, without training."""
     config = read_run("check", run, ["--gpus", "--gpu-memory"])[0]
     if gpus is not None or gpu_memory is not None:
-        from .meshes import check_meshes
+        from .check import check_meshes
 
         return check_meshes(config, gpus, gpu_memory)
     from .check import check_run
@@ -100,13 +100,13 @@ def preview(
     run: Words,
     count: Annotated[int, typer.Option("-n", "--count", min=1, help="Rows to show.")] = 3,
     rollouts: Annotated[
-        int | None, typer.Option(min=1, help="Answer each prompt so often, and show what reward_funcs say.")
+        int | None, typer.Option(min=1, help="Sample this number of answers per prompt, and show their rewards.")
     ] = None,
 ) -> None:
     """Show trained and masked tokens in colour."""
     config = read_run("preview", run, ["--count", "--rollouts"])[0]
     if rollouts is not None:
-        from .preview_rollouts import preview_rollouts
+        from .preview import preview_rollouts
 
         preview_rollouts(config, count, rollouts)
         return
@@ -121,7 +121,7 @@ def train(
     run: Words,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
 ) -> None:
-    """Fine-tune; everything is left in output_dir."""
+    """Fine-tune; all files go to output_dir."""
     from .train import train_run
 
     config, file = read_run("train", run, ["--resume"])
@@ -139,7 +139,7 @@ def evaluate(
     """Print loss and perplexity on a dataset."""
     from ..runs.inputs import check_datasets
     from ..runs.saved import look_up
-    from .imports import import_models
+    from .startup import import_models
 
     check_order("eval", model, data)
     for word in overrides or []:
@@ -158,7 +158,7 @@ def evaluate(
 @app.command()
 def chat(
     model: RunOrModel,
-    compare_base: Annotated[bool, typer.Option("--compare-base", help="Answer without the adapter, too.")] = False,
+    compare_base: Annotated[bool, typer.Option("--compare-base", help="Answer without the adapter as well.")] = False,
     max_new_tokens: LongestAnswer = None,
     temperature: Annotated[
         float, typer.Option(callback=finite, min=0.0, help="Sampling temperature; 0: the likeliest token.")
@@ -167,11 +167,11 @@ def chat(
 ) -> None:
     """Talk to a model; /reset starts over, /quit leaves."""
     from ..runs.saved import look_up
-    from .imports import import_models
+    from .startup import import_models
 
     look_up(model, [f"trust_remote_code={trust_remote_code}"])
     import_models()
-    from .chat import chat as talk
+    from .answers import chat as talk
 
     talk(
         model,
@@ -193,8 +193,8 @@ def generate(
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered at once.")] = 8,
     trust_remote_code: TrustCode = False,
 ) -> None:
-    """Answer the prompts of a file; JSON lines go to the output."""
-    from .generate import answer_file
+    """Answer the prompts of a file, as JSON lines."""
+    from .answers import answer_file
 
     for line in answer_file(model, prompts, max_new_tokens, temperature, batch_size, trust_remote_code):
         typer.echo(line)
@@ -204,28 +204,31 @@ def generate(
 def serve(
     model: RunOrModel,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; any but this machine's own needs a key.")
+        str, typer.Option(help="Address to listen on; other machines can reach it only with a key.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port.")] = 8000,
     adapter: Annotated[
         list[str] | None, typer.Option(metavar="NAME=PATH", help="A further adapter; may be repeated.")
     ] = None,
     max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longest prompt, in tokens.")] = 8192,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 2048,
     max_seconds: Annotated[
-        float, typer.Option(callback=finite, min=0.1, help="Longest time of a request, waiting included.")
+        float,
+        typer.Option(
+            callback=finite, min=0.1, help="Time limit of a request in seconds, including its time in the queue."
+        ),
     ] = 300.0,
-    max_queue: Annotated[int, typer.Option(min=0, help="Requests that may wait; others get 429.")] = 16,
+    max_queue: Annotated[int, typer.Option(min=0, help="Longest queue of requests; further ones get status 429.")] = 16,
     api_key: Annotated[
-        str | None, typer.Option(envvar="HALFBYTE_API_KEY", metavar="KEY", help="What clients must send as their key.")
+        str | None, typer.Option(envvar="HALFBYTE_API_KEY", metavar="KEY", help="Key that clients must send.")
     ] = None,
     allowed_host: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="A name that clients use for this server; may be repeated.")
+        list[str] | None, typer.Option(metavar="NAME", help="Host name of this server for clients; may be repeated.")
     ] = None,
     trust_remote_code: TrustCode = False,
 ) -> None:
     """Answer OpenAI's HTTP interface."""
-    from .serve import serve_model
+    from .commands import serve_model
 
     limits = {"prompt_tokens": max_prompt_tokens, "max_tokens": max_tokens, "seconds": max_seconds, "queue": max_queue}
     serve_model(model, host, port, adapter or [], allowed_host or [], api_key, trust_remote_code, **limits)
@@ -237,13 +240,13 @@ def merge(
     out: Annotated[Path | None, typer.Argument(metavar="OUT", help="new folder; default: RUN/merged")] = None,
     base: Annotated[str, typer.Option(metavar="auto|original|dequantized", help="Weights to merge onto.")] = "auto",
     quantize: Annotated[
-        str | None, typer.Option(metavar="FORMAT", help="Store the linear layers in it; default: 16 bits.")
+        str | None, typer.Option(metavar="FORMAT", help="Format to store the linear layers in; default: 16 bits.")
     ] = None,
     verify: Annotated[bool, typer.Option(help="Reload the merged model and compare logits.")] = True,
     trust_remote_code: TrustCode = False,
 ) -> None:
     """Write a merged model, in 16 bits or quantized."""
-    from .merge import merge_run
+    from .commands import merge_run
 
     merge_run(run, out, base, verify, quantize, trust_remote_code)
 
@@ -255,11 +258,11 @@ def mix(
     bits: Annotated[
         float, typer.Option(callback=finite, min=1.0, max=16.0, help="Mean bits per weight, scales included.")
     ] = 4.5,
-    formats: Annotated[str | None, typer.Option(help="Candidates, with commas between; default: all.")] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of DATA to measure on, and to hold back.")] = 8192,
+    formats: Annotated[str | None, typer.Option(help="Comma-separated candidates; default: all.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of DATA to measure on, and to hold out.")] = 8192,
 ) -> None:
     """Choose each layer's format within a memory budget."""
-    from .mix import as_yaml, explain, mix_formats
+    from .commands import as_yaml, explain, mix_formats
 
     check_order("mix", model, data)
     mixture, losses = mix_formats(model, data, bits, formats, tokens)
@@ -272,9 +275,9 @@ def export(
     source: RunOrModel,
     gguf: Annotated[str | None, typer.Option("--gguf", metavar="TYPE", help="f32, f16, bf16, q8_0, q4_k_m, …")] = None,
     adapter: Annotated[
-        str | None, typer.Option("--adapter", metavar="vllm", help="The adapter alone, as vLLM and SGLang read it.")
+        str | None, typer.Option("--adapter", metavar="vllm", help="The adapter alone, for vLLM and SGLang.")
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="The file or folder; default: beside the model.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="The file or folder; default: next to the model.")] = None,
     adapter_only: Annotated[bool, typer.Option("--adapter-only", help="The adapter, for a base in GGUF.")] = False,
     importance: Annotated[
         str | None,
@@ -283,7 +286,7 @@ def export(
     trust_remote_code: TrustCode = False,
 ) -> None:
     """Write GGUF for llama.cpp, or adapters for vLLM."""
-    from .export import export_for_servers, export_model
+    from .commands import export_for_servers, export_model
 
     if gguf is None or adapter is not None:
         given = {"--gguf": gguf, "--adapter-only": adapter_only, "--importance": importance}
@@ -294,13 +297,15 @@ def export(
 
 @app.command()
 def env(
-    kernels: Annotated[bool, typer.Option("--kernels", help="Print which kernel computes what, and why no other.")] = (
-        False
-    ),
-    device: Annotated[str | None, typer.Option(metavar="NAME", help="With --kernels: e.g. h100, not this one.")] = None,
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="Print the kernel of each op, and why others cannot run it.")
+    ] = (False),
+    device: Annotated[
+        str | None, typer.Option(metavar="NAME", help="With --kernels: another device, e.g. h100.")
+    ] = None,
 ) -> None:
     """Print versions and hardware."""
-    from .env import print_environment, print_kernels
+    from .commands import print_environment, print_kernels
 
     if kernels or device:
         print_kernels(device)
@@ -310,9 +315,9 @@ def env(
 
 @app.command()
 def demo(
-    output_dir: Annotated[Path, typer.Argument(metavar="OUTPUT_DIR", help="where the run goes")] = Path("demo-out"),
+    output_dir: Annotated[Path, typer.Argument(metavar="OUTPUT_DIR", help="folder of the run")] = Path("demo-out"),
 ) -> None:
-    """Run it all on a small model made here."""
+    """Run everything on a small generated model."""
     from ..demo.run import main as run_demo
 
     run_demo(output_dir)

@@ -1,8 +1,8 @@
-"""What stops a command becomes one message on stderr and an exit code.
+"""Exit codes and error messages: every exception that ends a command becomes one message on stderr.
 
-0: done. 1: an error. 2: wrong usage. 130: Ctrl-C; 143 and 129: SIGTERM and SIGHUP. 141: nobody reads the output.
-A server that a signal stops has done its work: `serve` ends with 0.
-What is no `HalfbyteError` is a bug: its traceback goes into a file that the message names.
+0: success. 1: an error. 2: wrong usage. 130: Ctrl-C. 143 and 129: SIGTERM and SIGHUP. 141: closed output pipe.
+`serve` exits with 0 after a signal. Any exception that is not a `HalfbyteError` is a bug: its traceback goes to a file
+that the message names.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from ..utils.streams import discard_stdout
 from ..utils.text import visible
 
 FAILED, WRONG_USAGE, UNREAD = 1, 2, 141
-TYPERS_USAGE_ERROR: Any = typer.BadParameter.__base__  # typer offers no name for it
-RUN_FOLDER = "halfbyte.run_folder"  # in a context's meta: where the file of a bug goes, if that folder is there
-LONGEST = 300  # characters of a bug's message
+TYPERS_USAGE_ERROR: Any = typer.BadParameter.__base__  # typer does not export it
+RUN_FOLDER = "halfbyte.run_folder"  # key of a context's meta: folder for bug reports, if it exists
+LONGEST = 300  # characters of the message of a bug
 SECRETS = ("--api-key",)
-_NO_TYPE = re.compile(r"'(.*)' is not a valid ((?:int|float).*)\.")  # click's words
+_NO_TYPE = re.compile(r"'(.*)' is not a valid ((?:int|float).*)\.")  # messages of click
 _OUT_OF_RANGE = re.compile(r"(\S+) is not in the range .*")
 
 
 class Commands(TyperGroup):
-    """The group of commands. With `--debug` a traceback is shown, too."""
+    """The group of commands; with `--debug` it also shows tracebacks."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        with _answered("--debug" in args, {}):
+        with _errors_as_exit_codes("--debug" in args, {}):
             return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, ctx: Any) -> Any:
-        with _answered(ctx.params.get("debug", False), ctx.meta), raise_on_signals():
+        with _errors_as_exit_codes(ctx.params.get("debug", False), ctx.meta), raise_on_signals():
             result = super().invoke(ctx)
             if sys.stdout is not None:
                 sys.stdout.flush()
@@ -51,8 +51,8 @@ class Commands(TyperGroup):
 
 
 @contextlib.contextmanager
-def _answered(debug: bool, meta: dict[str, Any]) -> Iterator[None]:
-    """Turn whatever is raised within into a message and an exit code."""
+def _errors_as_exit_codes(debug: bool, meta: dict[str, Any]) -> Iterator[None]:
+    """Convert every exception raised within into a message and an exit code."""
     try:
         yield
     except (typer.Exit, typer.Abort, SystemExit):
@@ -60,42 +60,42 @@ def _answered(debug: bool, meta: dict[str, Any]) -> Iterator[None]:
     except BaseException as error:
         if debug:
             sys.excepthook(type(error), error, error.__traceback__)
-        raise typer.Exit(_answer(error, meta)) from None
+        raise typer.Exit(_exit_code(error, meta)) from None
 
 
-def _answer(error: BaseException, meta: dict[str, Any]) -> int:
+def _exit_code(error: BaseException, meta: dict[str, Any]) -> int:
     if isinstance(error, KeyboardInterrupt):
-        return _say_stopped(error)
+        return _print_stopped(error)
     if isinstance(error, TYPERS_USAGE_ERROR):
-        return _say_usage(error)
+        return _print_usage_error(error)
     if isinstance(error, BrokenPipeError):
         discard_stdout()
         return UNREAD
-    known = error if isinstance(error, HalfbyteError) else _known(error)
-    said = known or _bug(error, meta)
-    if not (was_launched() and _left_to_launcher(said, error, bug=known is None)):
-        print_error(said)
+    known = error if isinstance(error, HalfbyteError) else _expected_error(error)
+    shown = known or _bug_report(error, meta)
+    if not (was_launched() and _reported_to_launcher(shown, error, bug=known is None)):
+        print_error(shown)
     return WRONG_USAGE if isinstance(known, UsageError) else FAILED
 
 
-def _left_to_launcher(said: HalfbyteError, error: BaseException, *, bug: bool) -> bool:
-    """Whether who has started this process beside others says it, once for all of them."""
+def _reported_to_launcher(shown: HalfbyteError, error: BaseException, *, bug: bool) -> bool:
+    """Report the error to the launcher, which prints it once for all ranks; False without a launcher."""
     from ..parallel.launch.ranks import report_error
 
-    return report_error(said, error, bug=bug)
+    return report_error(shown, error, bug=bug)
 
 
-def _known(error: BaseException) -> HalfbyteError | None:
-    """What is no bug, though nobody said it in halfbyte's words: no memory, no room for the output, no folder here."""
+def _expected_error(error: BaseException) -> HalfbyteError | None:
+    """Return the message for an expected error of another library (no memory, disk full, missing folder), or None."""
     if isinstance(error, OSError) and error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
         from ..reading import why
 
         discard_stdout()
-        return HalfbyteError(f"cannot write the output: {why(error)}", "send it to another place")
+        return HalfbyteError(f"cannot write the output: {why(error)}", "write it to another place")
     if isinstance(error, FileNotFoundError) and error.filename is None:  # os.getcwd's
-        return HalfbyteError("the folder that this command was started in is gone", "change to another one")
+        return HalfbyteError("the current folder no longer exists", "change to another folder")
     if isinstance(error, MemoryError) or ("torch" in sys.modules and is_out_of_memory(error)):
-        return HalfbyteError("out of memory", "end other programs, or take a machine with more")
+        return HalfbyteError("out of memory", "end other programs, or use a machine with more memory")
     if was_launched():
         from ..parallel.launch.ranks import lost_peer_error
 
@@ -103,24 +103,24 @@ def _known(error: BaseException) -> HalfbyteError | None:
     return None
 
 
-def _say_stopped(stop: KeyboardInterrupt) -> int:
+def _print_stopped(stop: KeyboardInterrupt) -> int:
     number = stop.number if isinstance(stop, Stopped) else signal.SIGINT
-    if was_launched() and not _speaks():
+    if was_launched() and not _is_printing_rank():
         return 128 + int(number)
     by = "" if number == signal.SIGINT else f" by {number.name}"
     typer.echo(f"\nstopped{by}{f': {visible(str(stop))}' if str(stop) else ''}", err=True)
     return 128 + int(number)
 
 
-def _speaks() -> bool:
-    """Whether this process, of several, says what holds for all."""
+def _is_printing_rank() -> bool:
+    """Return whether this rank prints messages for all ranks."""
     from ..parallel.launch.ranks import is_main_rank
 
     return is_main_rank()
 
 
-def _say_usage(error: Any) -> int:
-    """What typer finds wrong with a command line, in the shape of every error; help where nothing was asked for."""
+def _print_usage_error(error: Any) -> int:
+    """Print typer's error about a command line like all other errors; without a command, print the help."""
     ctx = error.ctx
     if type(error).__name__ == "NoArgsIsHelpError":
         typer.echo(error.format_message(), err=True)
@@ -128,7 +128,7 @@ def _say_usage(error: Any) -> int:
     what, _, near = error.message.partition(" Did you mean ")
     near = ", ".join(getattr(error, "possibilities", None) or []) or near.strip("'?")
     if isinstance(error, typer.BadParameter):
-        what = _of_value(error)
+        what = _wrong_value(error)
     if near:
         fix = f"did you mean {near}?"
     elif ctx:
@@ -140,13 +140,13 @@ def _say_usage(error: Any) -> int:
     return WRONG_USAGE
 
 
-def _of_value(error: Any) -> str:
-    """Which value of which argument or option is wrong, and why."""
+def _wrong_value(error: Any) -> str:
+    """Describe which value of which argument or option is wrong, and why."""
     if error.param is None:
         return str(error.format_message())
     name = error.param.opts[0] if error.param.param_type_name == "option" else error.param.metavar
     details: list[dict[str, Any]] = getattr(error.__cause__, "errors", list)()
-    if details:  # typer asks pydantic, earlier versions click
+    if details:  # from pydantic; earlier versions of typer use click
         why = error.message.partition(",")[0].replace("Input should be", "it must be")
         return f"{name} {details[0]['input']}: {why}"
     if found := _NO_TYPE.fullmatch(error.message):
@@ -159,18 +159,18 @@ def _of_value(error: Any) -> str:
     return str(error.format_message())
 
 
-def _bug(error: BaseException, meta: dict[str, Any]) -> HalfbyteError:
-    first = (str(error).strip() or "without a word").splitlines()[0]
+def _bug_report(error: BaseException, meta: dict[str, Any]) -> HalfbyteError:
+    first = (str(error).strip() or "no message").splitlines()[0]
     what = f"this is a bug in halfbyte: {type(error).__name__}: {first[:LONGEST]}"
     text = _full_text(error)
-    file = _write_somewhere(text, meta.get(RUN_FOLDER))
+    file = _write_report(text, meta.get(RUN_FOLDER))
     return HalfbyteError(
-        what, f"report it with {file}, which holds the full text" if file else f"report this text:\n{text}"
+        what, f"report it with {file}, which has the full text" if file else f"report this text:\n{text}"
     )
 
 
 def _full_text(error: BaseException) -> str:
-    """The traceback, and what is needed to see it again."""
+    """Return the command, the versions and the traceback."""
     import platform
     import traceback
     from importlib import metadata
@@ -193,8 +193,8 @@ def _full_text(error: BaseException) -> str:
     )
 
 
-def _write_somewhere(text: str, run_folder: Path | None) -> Path | None:
-    """Write the text where there is room: the run's folder, the cache, the folder for temporary files."""
+def _write_report(text: str, run_folder: Path | None) -> Path | None:
+    """Write the text to the first writable of: the run's folder, the cache, the folder for temporary files."""
     import tempfile
     import time
 
@@ -210,7 +210,7 @@ def _write_somewhere(text: str, run_folder: Path | None) -> Path | None:
 
 
 def print_error(error: HalfbyteError) -> None:
-    """The message and its fix, on stderr."""
+    """Print the message and its fix on stderr."""
     from rich.text import Text
 
     from ..utils.console import Console

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 from ..config import SECTIONS, Parallel, RunConfig, load_config
 from ..config.methods import DEFAULTS
 from ..config.policy import DISTILLING, POLICY, SAMPLING
+from ..config.schema import RunKeys
 from ..config.yaml import dump_value
 from ..methods import method_of
 from ..runs.inputs import check_inputs
 from ..utils.errors import ConfigError, DataError, UsageError
-from .imports import quick_imports
+from .startup import quick_imports
 
 if TYPE_CHECKING:
     import torch
@@ -22,102 +23,105 @@ if TYPE_CHECKING:
     from ..data.prepare import PreparedData
     from ..plan.memory_plan import MemoryPlan
 
-ROWS_PER_STEP = 8  # rows per optimizer step, whatever the device holds at once
+ROWS_PER_STEP = 8  # rows per optimizer step, whatever the micro-batch size
 LENGTHS, CPU_LENGTHS = (4096, 2048, 1024, 512, 256), (1024, 512, 256)
-SHOWN = (
+SHOWN_KEYS = (
     "model_name_or_path", "load_in_4bit", "r", "lora_alpha", "target_modules", "dataset", "eval_split_size",
     "max_length", "packing", "output_dir", "per_device_train_batch_size", "gradient_accumulation_steps",
     "num_train_epochs", "learning_rate",
 )  # fmt: skip
-FIRST_KEYS = {"eval_split_size": 16, "gradient_accumulation_steps": 32}  # few held-out prompts: each is answered
-REWARDS = ["repetition"]  # stands for those which the columns ask for
+SAMPLING_KEYS = {
+    "eval_split_size": 16,
+    "gradient_accumulation_steps": 32,
+}  # few held-out prompts, since each is answered
+PLACEHOLDER_REWARDS = ["repetition"]  # until the columns of the data are known
 
 
 def starting_config(model: str, dataset: str, method: str = "sft", teacher: str | None = None) -> str:
-    """YAML with the keys most runs set; row length and batch are the largest that the memory plan holds.
+    """Return YAML with common keys; row length and batch size are the largest that fit by the memory plan.
 
     Args:
-        method: what is trained for.
-        teacher: who is learned from, of the method that has one.
+        method: training method.
+        teacher: model or adapter to learn from, for a distillation method.
 
     Raises:
         HalfbyteError: there is no such model, dataset or method, or the data cannot be used.
     """
-    base = load_config(None, {"model_name_or_path": model, "dataset": dataset, **_of_method(method, teacher)})
+    base = load_config(None, {"model_name_or_path": model, "dataset": dataset, **_method_keys(method, teacher)})
     rows = method_of(base).rows
     check_inputs(base)
     with quick_imports():
         from ..loading.find import find_model
         from ..loading.load import load_tokenizer
-        from ..plan.estimate import estimate  # noqa: F401  (used below; with PEFT)
+        from ..plan.estimate import estimate  # noqa: F401  (used below; imports PEFT)
 
     files = find_model(base.origin)
     lengths = _lengths(files.config)
-    room = {"max_completion_length": min(base.max_completion_length, lengths[0] // 2)} if rows == "prompts" else {}
-    base = base.model_copy(update={"max_length": lengths[0], **room})
-    base, data = _prepared(base, load_tokenizer(files.place), files.config)
-    base, packing = _packed(base, files.config) if rows == "text" else (base, [])
-    base, judged = _judged(base, data) if method in POLICY else (base, [])
-    base, divided = _divided(base, files.config, data, lengths[-1])
-    chosen, plan = _largest(base, files.config, data, lengths)
+    answers = {"max_completion_length": min(base.max_completion_length, lengths[0] // 2)} if rows == "prompts" else {}
+    base = base.model_copy(update={"max_length": lengths[0], **answers})
+    base, data = _prepare(base, load_tokenizer(files.place), files.config)
+    base, packing_lines = _with_packing(base, files.config) if rows == "text" else (base, [])
+    base, reward_lines = _with_rewards(base, data) if method in POLICY else (base, [])
+    base, layout_lines = _with_layout(base, files.config, data, lengths[-1])
+    chosen, plan = _largest_that_fits(base, files.config, data, lengths)
     if rows == "prompts":
-        chosen["gradient_accumulation_steps"] = _whole_groups(base, chosen["per_device_train_batch_size"])
+        chosen["gradient_accumulation_steps"] = _accumulation_of_groups(base, chosen["per_device_train_batch_size"])
     config = base.model_copy(update=chosen)
     fits = "it fits" if plan.fits else "it does NOT fit: see `halfbyte check`"
     lines = [
         f"# For this machine: {plan.total / 2**30:.2f} GiB of {plan.capacity_bytes / 2**30:.2f} GiB, {fits}.",
         "# Next: `halfbyte check`, `preview` and `train` with this file. All keys: config.resolved.yaml of any run.",
-        *packing,
-        *judged,
-        *divided,
+        *packing_lines,
+        *reward_lines,
+        *layout_lines,
     ]
-    others = {"parallel"} if divided else set()
+    others = {"parallel"} if layout_lines else set()
     others |= {"method", *DEFAULTS[method]} if method in DEFAULTS else set()
     others |= {"max_completion_length"} if rows == "prompts" else set()
     others |= {"reward_funcs"} if method in POLICY else set()
     others |= {"teacher_model_name_or_path"} if teacher is not None else set()
     for section in SECTIONS:
-        shown = [key for key in section.model_fields if key in SHOWN or key in others]
+        shown = [key for key in section.model_fields if key in SHOWN_KEYS or key in others]
         lines += [
             f"{dump_value(key, getattr(config, key)):<38} # {section.model_fields[key].description}" for key in shown
         ]
     return "\n".join(lines) + "\n"
 
 
-def _of_method(method: str, teacher: str | None) -> dict[str, Any]:
-    """The keys to begin with.
+def _method_keys(method: str, teacher: str | None) -> dict[str, Any]:
+    """Return the initial keys of a method.
 
     Raises:
-        UsageError: the method has a teacher and none is given, or the other way round.
+        UsageError: a distillation method without a teacher, or a teacher for another method.
     """
     if (method in DISTILLING) != (teacher is not None) and method in ("sft", *DEFAULTS):
         missing = teacher is None
         wrong = f"--method {method} needs --teacher" if missing else f"--teacher has no meaning with --method {method}"
-        raise UsageError(wrong, "add --teacher MODEL_OR_ADAPTER" if missing else "leave it out, or add --method gkd")
+        raise UsageError(wrong, "add --teacher MODEL_OR_ADAPTER" if missing else "remove it, or add --method gkd")
     asked: dict[str, Any] = {"eval_split_size": 0.05} | ({} if method == "sft" else {"method": method})
-    asked |= FIRST_KEYS if method in SAMPLING else {}
-    asked |= {"reward_funcs": REWARDS} if method in POLICY else {}
+    asked |= SAMPLING_KEYS if method in SAMPLING else {}
+    asked |= {"reward_funcs": PLACEHOLDER_REWARDS} if method in POLICY else {}
     return asked | ({} if teacher is None else {"teacher_model_name_or_path": teacher})
 
 
-def _whole_groups(config: RunConfig, size: int) -> int:
-    """Micro-batches of `size` answers that a step of at least four whole groups has."""
+def _accumulation_of_groups(config: RunKeys, size: int) -> int:
+    """Return the number of micro-batches of `size` answers in a step of at least four complete groups."""
     group = config.group_size
     return math.lcm(size, group) // size * max(1, 4 * group // math.lcm(size, group))
 
 
-def _judged(base: RunConfig, data: PreparedData) -> tuple[RunConfig, list[str]]:
-    """The configuration with rewards that fit the prompts' further columns, and a line that says which."""
+def _with_rewards(base: RunConfig, data: PreparedData) -> tuple[RunConfig, list[str]]:
+    """Return the configuration with rewards that fit the columns of the data, and a comment line with the reason."""
     from ..rl.rewards.specs import first_entries
 
     entries, reason = first_entries(data.train[0]["columns"])
     return base.model_copy(update={"reward_funcs": entries}), [f"# reward_funcs: {reason}."]
 
 
-def _packed(base: RunConfig, model_config: PretrainedConfig) -> tuple[RunConfig, list[str]]:
-    """The configuration with packing, where documents can be kept apart; and lines that say what there is to know.
+def _with_packing(base: RunConfig, model_config: PretrainedConfig) -> tuple[RunConfig, list[str]]:
+    """Return the configuration with packing if documents can be isolated, and comment lines.
 
-    A model has no weights yet, so a few small layers of its kinds are asked.
+    The model's weights are not loaded, so a tiny model with the same kinds of layers is tested.
     """
     from ..data.collate import PackedCollator
     from ..modeling.packing import NOTICES, isolate_tiny_model
@@ -127,23 +131,25 @@ def _packed(base: RunConfig, model_config: PretrainedConfig) -> tuple[RunConfig,
         found = isolate_tiny_model(model_config, PackedCollator(0), trust_remote_code=base.trust_remote_code)
     except ConfigError as error:
         return base, [f"# No {' '.join(error.message.split())}"]
-    except Exception as error:  # whatever the model's own code says to sizes that were not made for it
+    except Exception as error:  # the model's own code may raise anything for tiny sizes
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         return base, [
-            f"# No packing: a small {model_config.model_type} could not be asked whether documents see each other",
-            f"# ({reason}). With packing: true the run itself asks.",
+            f"# No packing: the test for attention between documents failed for a tiny {model_config.model_type}",
+            f"# ({reason}). With packing: true the run repeats the test.",
         ]
     if found.way == "positions":
         return packed, []
     reason = found.leak or str(found.tried["positions"])
-    return packed, [f"# Packed documents would see each other ({reason}), so {NOTICES[found.way]}."]
+    return packed, [f"# Packed documents would attend to each other ({reason}), so {NOTICES[found.way]}."]
 
 
-def _divided(
+def _with_layout(
     base: RunConfig, model_config: PretrainedConfig, data: PreparedData, shortest: int
 ) -> tuple[RunConfig, list[str]]:
-    """The configuration divided over the GPUs of this machine, as the plan of its shortest rows says, and a line with
-    the reason; as it is, where there are not several."""
+    """Return the configuration with a layout for several GPUs of this machine, and a comment line with the reason.
+
+    The layout is planned for the shortest rows.
+    """
     from ..data.batches import batches_of
     from ..plan.cards import card_of
     from ..plan.meshes import Device, Meshes
@@ -159,12 +165,13 @@ def _divided(
         base.model_copy(update=keys), model_config, device, lambda changed: batches_of(changed, data, devices[0])
     )
     option, reason = meshes.choose(len(devices))
-    ways = option.config.parallel
-    return base.model_copy(update={"parallel": ways}), [f"# {len(devices)} GPUs, parallel: {option.layout}: {reason}."]
+    return base.model_copy(update={"parallel": option.config.parallel}), [
+        f"# {len(devices)} GPUs, parallel: {option.layout}: {reason}."
+    ]
 
 
 def _devices() -> list[torch.device]:
-    """The devices that a run here would be divided over."""
+    """Return the devices of a run on this machine."""
     import torch
 
     from ..utils.hardware import best_device
@@ -175,13 +182,13 @@ def _devices() -> list[torch.device]:
     )
 
 
-def _prepared(
+def _prepare(
     base: RunConfig, tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
 ) -> tuple[RunConfig, PreparedData]:
-    """The data, of which a part is held out where there is more than a document.
+    """Prepare the data, with held-out rows if there is more than one document.
 
     Raises:
-        DataError: it cannot be used; with a fix in the words of this command.
+        DataError: the data cannot be used; the fix names options of this command.
     """
     try:
         try:
@@ -194,7 +201,7 @@ def _prepared(
 
 
 def _lengths(model_config: PretrainedConfig) -> list[int]:
-    """Row lengths to choose from, the longest first."""
+    """Return candidate row lengths, longest first."""
     from ..utils.hardware import best_device
 
     limit = getattr(model_config.get_text_config(), "max_position_embeddings", None) or LENGTHS[0]
@@ -202,10 +209,10 @@ def _lengths(model_config: PretrainedConfig) -> list[int]:
     return [length for length in lengths if length <= limit] or [limit]
 
 
-def _largest(
+def _largest_that_fits(
     base: RunConfig, model_config: PretrainedConfig, data: PreparedData, lengths: Sequence[int]
 ) -> tuple[dict[str, Any], MemoryPlan]:
-    """The longest rows that fit and that the data fill, then the most of them at once; and their plan."""
+    """Choose the longest rows that fit and that the data fills, then the largest batch; return keys and plan."""
     from ..data.batches import batches_of, longest_row
     from ..plan.advice import first_that_fits
     from ..plan.estimate import estimate
@@ -213,7 +220,7 @@ def _largest(
     from ..utils.hardware import best_device
 
     device, layout = best_device(), base.layout or Parallel()
-    shapes, ways = ModelShapes(base, model_config, device), layout.data * layout.shard
+    shapes, replicas = ModelShapes(base, model_config, device), layout.data * layout.shard
     tokens, longest = data.report["train"]["tokens"], longest_row(data.train, data.answers)
     filled = max(longest, tokens // ROWS_PER_STEP) if base.packing else longest
     enough = min((length for length in lengths if length >= filled), default=lengths[0])
@@ -225,7 +232,7 @@ def _largest(
         return estimate(config, model_config, device=device, batches=batches, shapes=shapes, layout=layout)
 
     def keys(length: int, rows: int) -> dict[str, Any]:
-        steps = max(1, ROWS_PER_STEP // (rows * ways))
+        steps = max(1, ROWS_PER_STEP // (rows * replicas))
         return {"max_length": length, "per_device_train_batch_size": rows, "gradient_accumulation_steps": steps}
 
     def fits(keys: dict[str, Any]) -> bool:

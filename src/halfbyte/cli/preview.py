@@ -1,25 +1,32 @@
-"""`halfbyte preview`: the rows as the model will see them, with what is trained in colour."""
+"""`halfbyte preview`: rows as the model sees them, with trained tokens in colour, and sampled answers with rewards."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
 from ..config import RunConfig
+from ..config.policy import DISTILLING
 from ..ops import IGNORE_INDEX
 from ..runs.inputs import check_inputs
 from ..utils.console import Console, has_colours
-from ..utils.text import brief
-from .imports import quick_imports
+from ..utils.errors import UsageError
+from ..utils.text import brief, visible
+from .startup import quick_imports
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TRAINED, MASKED, EOS = "green", "dim", "reverse"
-REJECTED = "red"  # trained tokens of an answer that is not wanted
+REJECTED = "red"  # trained tokens of a rejected answer
+INITIAL_STATE = {"global_step": 0, "max_steps": 0, "num_train_epochs": 0, "epoch": 0.0}  # at the beginning of a run
 
 
 def preview_rows(config: RunConfig, count: int) -> None:
@@ -51,10 +58,10 @@ def preview_rows(config: RunConfig, count: int) -> None:
 
 
 def legend(marks: bool, *, answers: bool = False) -> Text:
-    """What the colours mean, or the brackets where the output has no colours.
+    """Explain the colours, or the brackets of output without colours.
 
     Args:
-        answers: whether there may be answers that are not wanted.
+        answers: whether rows may have rejected answers.
     """
     if marks:
         return Text("⟦trained⟧ masked ⏎=EOS")
@@ -70,7 +77,7 @@ def render(
     Args:
         batch: `input_ids`, `labels` and `attention_mask` or `position_ids`, each (1, length).
         ends: ids that end a text or a turn; they are marked as EOS.
-        row: its number, from 0.
+        row: index of the row, from 0.
         marks: put trained text into ⟦⟧ and mark EOS, for output without colours.
     """
     tokens, labels = batch["input_ids"][0].tolist(), batch["labels"][0].tolist()
@@ -84,12 +91,12 @@ def render(
 def render_answers(
     row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, ends: set[int], number: int, marks: bool = False
 ) -> Iterator[Text]:
-    """A heading and a text for a prompt, which is shown once, and for each of its answers; then its further columns.
+    """Yield a heading and a text for a prompt and for each of its answers, and then the remaining columns.
 
     Args:
-        row: as `data.prepare_answers` makes it.
-        ends, marks: as of `render`.
-        number: of the row, from 0.
+        row: a row of `data.prepare_answers`.
+        ends, marks: see `render`.
+        number: index of the row, from 0.
     """
     prompt = row["prompt_ids"]
     yield _heading(f"row {number + 1}, prompt: {len(prompt)} tokens")
@@ -97,8 +104,8 @@ def render_answers(
     for name in (name.removesuffix("_mask") for name in row if name.endswith("_mask")):
         ids, mask = row[f"{name}_ids"], row[f"{name}_mask"]
         wanted = row.get("label", name != "rejected")
-        said = f"{name} ({'desirable' if wanted else 'undesirable'})" if "label" in row else name
-        yield _heading(f"row {number + 1}, {said}: {len(ids)} tokens, {sum(mask)} trained")
+        title = f"{name} ({'desirable' if wanted else 'undesirable'})" if "label" in row else name
+        yield _heading(f"row {number + 1}, {title}: {len(ids)} tokens, {sum(mask)} trained")
         labels = [token if trained else IGNORE_INDEX for token, trained in zip(ids, mask, strict=True)]
         yield _coloured(ids, labels, tokenizer, ends, marks, TRAINED if wanted else REJECTED)
     further = {name: row[name] for name in ("margin", "right") if name in row} | row.get("columns", {})
@@ -106,12 +113,12 @@ def render_answers(
         yield Text("\n".join(f"{name}: {brief(value)}" for name, value in further.items()), style="cyan")
 
 
-def _heading(said: str) -> Text:
-    return Text(f"\n{f'── {said} ':─<100}", style="cyan")
+def _heading(title: str) -> Text:
+    return Text(f"\n{f'── {title} ':─<100}", style="cyan")
 
 
 def documents(batch: dict[str, Any]) -> list[tuple[int, int]]:
-    """Start and end of each document: where positions restart, or all that is not padding."""
+    """Return start and end of each document: positions restart there; without positions, all but padding."""
     if "position_ids" in batch:
         positions = batch["position_ids"][0].tolist()
         starts = [index for index, position in enumerate(positions) if position == 0]
@@ -128,7 +135,7 @@ def _coloured(
     marks: bool,
     colour: str = TRAINED,
 ) -> Text:
-    """Tokens of one kind are decoded together: a character may take several."""
+    """Colour tokens; decode runs of one kind together, since a character may consist of several tokens."""
     text = Text()
     kinds = [(label != IGNORE_INDEX, token in ends) for token, label in zip(tokens, labels, strict=True)]
     at = 0
@@ -142,3 +149,88 @@ def _coloured(
         style = colour if trained else MASKED
         text.append(piece, f"{style} {EOS}" if is_eos else style)
     return text
+
+
+def preview_rollouts(config: RunConfig, count: int, answers: int) -> None:
+    """Print `answers` answers to each of the first `count` prompts, sampled as in training, with their rewards.
+
+    Raises:
+        UsageError: the method of the run does not sample answers.
+    """
+    check_inputs(config)
+    with quick_imports():
+        from ..auxiliary.reward_model import check_reward_model_compatibility, loaded_reward_models
+        from ..loading.find import find_model
+        from ..loading.load import load_model, load_tokenizer
+        from ..methods import method_of
+        from ..methods.grpo import PolicyOptimization
+        from ..modeling.adapters import add_adapter, compute_autocast, compute_dtype_of
+        from ..rl.distillation import DistilledGenerations
+        from ..rl.preflight import rewards_of
+        from ..rl.rollouts import Generations
+        from ..rl.served import check_server
+        from ..rl.setup import answer_stop_tokens
+        from ..runs.metrics import MetricsFile
+        from ..utils.hardware import chosen_device
+
+    method = method_of(config)
+    if not isinstance(method, PolicyOptimization):
+        raise UsageError(
+            f"--rollouts: method: {config.method} does not sample answers", "remove --rollouts, or set method: grpo"
+        )
+    files = find_model(config.origin)
+    tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
+    data = method.ready(config, tokenizer)
+    rewards = rewards_of(config, data)
+    check_server(config, data, tokenizer, Console(quiet=True))
+    try:
+        rewards.check()
+        check_reward_model_compatibility(config, rewards, files.config, tokenizer, Console(quiet=True))
+        how: dict[str, Any] = {"device": config.device, "attn_implementation": config.attn_implementation}
+        model = load_model(files, config.storage, dtype=config.precision.compute, **how)
+        model = (
+            add_adapter(model, config.adapter) if config.adapter else model
+        )  # a new adapter does not change the model
+        device, dtype = chosen_device(config.device), compute_dtype_of(model)
+        where: dict[str, Any] = {
+            "device": device,
+            "computing": partial(compute_autocast, model, dtype),
+            "stops": answer_stop_tokens(tokenizer, model, data),
+            "file": MetricsFile(Path(os.devnull)),
+        }
+        kind = DistilledGenerations if config.method in DISTILLING else Generations
+        generations = kind(config, method, model, tokenizer, data.train, rewards, **where)
+        shown = list(range(min(count, len(data.train))))
+        with closing(generations), loaded_reward_models(config, rewards, model, tokenizer, device, dtype):
+            found = generations.answer(shown, [data.train[at] for at in shown], answers, 0, INITIAL_STATE)
+        console = Console(soft_wrap=True)
+        for line in _rollout_lines(found, answers, tokenizer):
+            console.print(line)
+    finally:
+        rewards.close()
+
+
+def _rollout_lines(found: Any, answers: int, tokenizer: Any) -> Iterator[Text]:
+    """Yield each prompt, its answers with their rewards, and the mean and spread of each reward."""
+    for at, text in enumerate(found.texts):
+        if at % answers == 0:
+            prompt = str(tokenizer.decode(found.prompts[at]["prompt_ids"]))
+            yield Text(f"\n{f'── prompt {at // answers + 1} ':─<100}", style="cyan")
+            yield Text(visible(prompt), style="dim")
+        completion = found.completions[at]
+        values = [f"{name} {_shown(rewards[at])}" for name, rewards in found.scored.rewards.items()]
+        ended = "" if completion.ended else ", cut off"
+        title = " · ".join([f"answer {at % answers + 1}: {len(completion.ids)} tokens{ended}", *values])
+        yield Text(f"{f'── {title} ':─<100}", style="cyan")
+        yield Text(visible(text), style="green")
+    if not found.scored.rewards:
+        return
+    yield Text("")
+    for name in found.scored.rewards:
+        mean, spread = (found.numbers.get(f"rewards/{name}/{kind}") for kind in ("mean", "std"))
+        yield Text(f"{name}: mean {_shown(mean)}, spread {_shown(spread)}")
+    yield Text(f"groups with equal rewards, which have no gradient: {found.numbers.get('frac_reward_zero_std', 0):.0%}")
+
+
+def _shown(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3g}"

@@ -13,16 +13,16 @@ from ..runs.checkpoints import checkpoints
 from ..runs.inputs import check_paths
 from ..utils.console import Console
 from ..utils.processes import Stopped, was_restarted
-from .imports import quick_imports
+from .startup import quick_imports
 
 
 def train_run(config: RunConfig, file: Path, resume: bool, arguments: Sequence[str] | None = None) -> None:
-    """Train, and where a signal ends it say what is saved and how to go on.
+    """Train; if a signal stops it, report the saved checkpoint and how to continue.
 
-    On several devices this process starts one for each, which run the same command.
+    On several devices this process starts one process per device, which runs the same command.
 
     Args:
-        arguments: of that command; default: this process's.
+        arguments: arguments of that command; default: `sys.argv`.
     """
     again: str | bool | None = True if resume else config.resume_from_checkpoint
     again = True if was_restarted() else again
@@ -31,15 +31,15 @@ def train_run(config: RunConfig, file: Path, resume: bool, arguments: Sequence[s
         from ..parallel.launch.launcher import launch, layout_to_launch
 
     if (layout := layout_to_launch(config)).size > 1:
-        if config.report_to:  # said before any process starts
+        if config.report_to:  # reported before any process starts
             with quick_imports():
                 from ..train.preflight import check_trackers
 
             check_trackers(config.report_to)
-        command = [*_python(), "-m", "halfbyte", *(arguments or sys.argv[1:])]
+        command = [*_python_options(), "-m", "halfbyte", *(arguments or sys.argv[1:])]
 
         def program(now: Parallel) -> list[str]:
-            """On fewer devices, after a restart, `auto` chooses again."""
+            """Return the command for a layout; after a restart on fewer devices `auto` chooses again."""
             return [*command, *([] if now == layout or config.parallel == "auto" else [f"parallel={now}"])]
 
         return launch(program, layout, config.max_restarts)
@@ -50,17 +50,16 @@ def train_run(config: RunConfig, file: Path, resume: bool, arguments: Sequence[s
         train(config, resume=again, console=Console(outlives_reader=True))
     except KeyboardInterrupt as stop:
         number = stop.number if isinstance(stop, Stopped) else signal.SIGINT
-        raise Stopped(number, _what_is_saved(config.output_path, file)) from None
+        raise Stopped(number, _saved_message(config.output_path, file)) from None
 
 
-def _python() -> list[str]:
-    """Options with which another Python finds the modules that this one does: not in the folder it is started in,
-    unless this one did."""
+def _python_options() -> list[str]:
+    """Return -P, unless this process imports from its current folder as well."""
     return [] if sys.path[:1] in ([""], [os.getcwd()]) else ["-P"]
 
 
-def _what_is_saved(folder: Path, file: Path) -> str:
+def _saved_message(folder: Path, file: Path) -> str:
     saved = checkpoints(folder)
     if not saved:
-        return "no checkpoint was saved, as no step was done yet"
+        return "no step is finished yet, so there is no checkpoint"
     return f"{saved[-1]} is saved; continue with `halfbyte train {file} --resume`"

@@ -1,6 +1,6 @@
-"""Other tools' names as tables: what Axolotl, LLaMA-Factory and TRL call a key, and what becomes of it here.
+"""Tables of the keys of Axolotl, LLaMA-Factory, TRL and others: our name for each, or why it has none.
 
-Keys whose value needs a conversion are in `foreign`; each foreign key stands in one place only.
+Keys whose value needs a conversion are in `foreign`. Each foreign key is in exactly one table.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 RENAMED = {
-    # TRL, of rollouts
+    # TRL, rollouts
     "vllm_importance_sampling_correction": "importance_sampling_correction",
     "vllm_importance_sampling_mode": "importance_sampling_mode",
     "vllm_importance_sampling_clip_max": "importance_sampling_clip_max",
@@ -70,33 +70,33 @@ RENAMED = {
     "dataset_train_split": "dataset_split",
 }
 
-_SAME = "halfbyte does this anyway"
-_BY_ITSELF = "the checkpoint says it"
+_SAME = "halfbyte always does this"
+_BY_ITSELF = "halfbyte reads it from the checkpoint"
 _SPEED = "it does not change the result"
-_NO_CACHE = "each run tokenizes its data, and keeps no cache"
-_OWN_KERNELS = "halfbyte has fused kernels of its own, see use_kernels"
-_NO_DDP = "gradients of all adapters are summed at once, without DDP"
-_BLOCKS = "what is sharded together is a decoder layer"
+_NO_CACHE = "each run tokenizes its data, without a cache"
+_OWN_KERNELS = "halfbyte has its own fused kernels, see use_kernels"
+_NO_DDP = "halfbyte reduces all adapter gradients at once, without DDP"
+_BLOCKS = "halfbyte shards decoder layer by decoder layer"
 HARMLESS = {
     "model_type": _BY_ITSELF,
     "task_type": "halfbyte trains causal language models",
     "tokenizer_type": _BY_ITSELF,
-    "pad_token": "the tokenizer's own is used, or one is chosen when it has none",
+    "pad_token": "halfbyte uses the tokenizer's pad token, or chooses one if it has none",
     "is_llama_derived_model": _BY_ITSELF,
     "tokenizer_use_fast": _BY_ITSELF,
     "use_fast_tokenizer": _BY_ITSELF,
     "bnb_4bit_quant_storage": "halfbyte packs two weights per byte",
-    "quantization_device_map": "each process has its model on one device, see the keys device and parallel",
+    "quantization_device_map": "each process loads its model on one device, see the keys device and parallel",
     "strict": "unknown keys are always errors",
     "debug": "use halfbyte --debug",
-    "local_rank": "set by the launcher",
+    "local_rank": "the launcher sets it",
     "ddp_timeout": _SPEED,
     "ddp_backend": "NCCL on GPUs, gloo on CPUs",
     "ddp_find_unused_parameters": _NO_DDP,
     "ddp_bucket_cap_mb": _NO_DDP,
     "ddp_broadcast_buffers": _NO_DDP,
     "ddp_static_graph": _NO_DDP,
-    "fsdp_version": "it is FSDP2 where parallel has shard",
+    "fsdp_version": "the axis shard of parallel works like FSDP2",
     "fsdp_min_num_params": _BLOCKS,
     "fsdp_transformer_layer_cls_to_wrap": _BLOCKS,
     "heads_k_stride": "attention over several GPUs exchanges all heads at once",
@@ -108,12 +108,12 @@ HARMLESS = {
     "dataset_prepared_path": _NO_CACHE,
     "overwrite_cache": _NO_CACHE,
     "shuffle_merged_datasets": _SAME,
-    "pad_to_sequence_len": "rows are padded to the longest of their batch",
+    "pad_to_sequence_len": "rows are padded to the longest row of their batch",
     "eval_sample_packing": "evaluation rows are laid out as training rows",
     "eval_packing": "evaluation rows are laid out as training rows",
     "gradient_checkpointing_kwargs": "recomputation is always the non-reentrant kind",
     "remove_unused_columns": _SAME,
-    "do_train": "the command says it",
+    "do_train": "the command decides",
     "do_eval": "evaluation runs when there is held-out data",
     "plot_loss": "report.html has the plots",
     "include_num_input_tokens_seen": "metrics.jsonl has the tokens of each step",
@@ -121,7 +121,7 @@ HARMLESS = {
     "save_safetensors": _SAME,
     "logging_first_step": _SAME,
     "wandb_entity": "set WANDB_ENTITY in the environment",
-    "wandb_watch": "it is not part of the run",
+    "wandb_watch": "halfbyte does not watch gradients",
     "wandb_name": "set WANDB_NAME in the environment",
     "wandb_run_id": "set WANDB_RUN_ID in the environment",
     "wandb_log_model": "set WANDB_LOG_MODEL in the environment",
@@ -129,7 +129,7 @@ HARMLESS = {
     "eval_table_size": "generations.json and report.html show answers",
     "eval_max_new_tokens": "see sample_max_new_tokens",
     "dataset_dir": "name the files themselves in dataset",
-    "resize_token_embeddings_to_32x": "the vocabulary is left as it is",
+    "resize_token_embeddings_to_32x": "halfbyte does not resize the vocabulary",
     "use_liger_kernel": _OWN_KERNELS,
     "enable_liger_kernel": _OWN_KERNELS,
     "lora_mlp_kernel": _OWN_KERNELS,
@@ -139,12 +139,12 @@ HARMLESS = {
     "unsloth_lora_mlp": _OWN_KERNELS,
 }
 
-OWN_ENGINE = "remove it; answers are drawn by halfbyte's own engine, or by a server: rollout: vllm"
+OWN_ENGINE = "remove it; halfbyte samples answers itself, or on a vLLM server (rollout: vllm)"
 NOT_BUILT = {
     "use_transformers_continuous_batching": OWN_ENGINE,
     "use_ray": "remove it, and start the run with `halfbyte train`, or torchrun on each host",
-    "sync_ref_model": "remove it; the reference stays what the run began with",
-    "dpo_norm_loss": "set loss_type: sigmoid_norm, which takes the mean log-prob of an answer's tokens",
+    "sync_ref_model": "remove it; the reference does not change during a run",
+    "dpo_norm_loss": "set loss_type: sigmoid_norm, which averages log-probabilities over the tokens of an answer",
     "loftq_config": "remove it; init_lora_weights: true or gaussian works now",
     "pissa_init": "remove it; init_lora_weights: true or gaussian works now",
     "loraplus_lr_ratio": "remove it; one learning_rate holds for all adapter weights",
@@ -169,15 +169,15 @@ NOT_BUILT = {
 }
 
 NO_EQUIVALENT = {
-    "vllm_gpu_memory_utilization": "set rollout_memory_gib, or nothing: it is planned",
-    "use_transformers_paged": "remove it; rollouts are sampled over pages",
-    "tools": "remove it; answers are of one turn, without tools",
-    "environment_factory": "remove it; answers are of one turn, without an environment",
-    "max_prompt_length": "remove it; max_length is of a prompt with its answer",
+    "vllm_gpu_memory_utilization": "set rollout_memory_gib, or remove it: the memory plan decides",
+    "use_transformers_paged": "remove it; rollouts always use a paged KV cache",
+    "tools": "remove it; rollouts have one turn, without tools",
+    "environment_factory": "remove it; rollouts have one turn, without an environment",
+    "max_prompt_length": "remove it; max_length limits a prompt plus its answer",
     "rpo_alpha": "set loss_type: [sigmoid, sft] and loss_weights: [1, rpo_alpha]",
-    "ref_model": "remove it; the reference is the model without its adapter, or with that of adapter_path",
+    "ref_model": "remove it; the reference is the model without its adapter, or with the adapter of adapter_path",
     "pref_bco_weight": "set loss_type: [sigmoid, bco_pair] and loss_weights: [1, pref_bco_weight]",
-    "deepspeed": "remove it; parallel: auto, or {shard: N} in place of ZeRO-3",
+    "deepspeed": "remove it, and set parallel: auto, or {shard: N} instead of ZeRO-3",
     "default_system_message": "put a system message into the data",
     "default_system": "put a system message into the data",
     "tokens": "add them to the tokenizer's files first",
@@ -187,7 +187,7 @@ NO_EQUIVALENT = {
     "resize_vocab": "resize the checkpoint first",
     "tokenizer_config": "put the tokenizer's files into the model folder",
     "eos_token": "set it in the tokenizer's files",
-    "group_by_length": "use packing: true or padding_free: true, which leave no padding at all",
+    "group_by_length": "use packing: true or padding_free: true, which need no padding at all",
     "batch_size": "set per_device_train_batch_size and gradient_accumulation_steps",
     "max_samples": "shorten the file, or for a hub dataset set dataset_split: train[:1000]",
     "dataset_config": "download the data and name its file in dataset",
@@ -195,12 +195,12 @@ NO_EQUIVALENT = {
     "mask_history": "every assistant turn is trained; split the conversations into single turns",
     "cosine_min_lr_ratio": "remove it; lr_scheduler_type: cosine falls to zero",
     "lr_scheduler_kwargs": "choose an lr_scheduler_type that needs none, such as cosine or linear",
-    "lora_fan_in_fan_out": "remove it; PEFT reads it off the layer",
+    "lora_fan_in_fan_out": "remove it; PEFT determines it from the layer",
     "overwrite_output_dir": "remove it; name another output_dir, or continue with --resume",
     "save_only_model": "remove it; checkpoints hold the optimizer so that --resume is exact",
     "cache_dir": "set HF_HOME in the environment",
     "hf_hub_token": "run `hf auth login`",
-    "predict_with_generate": "remove it; sample_prompts answers prompts before and after training",
+    "predict_with_generate": "remove it; sample_prompts generates answers before and after training",
     "do_predict": "use `halfbyte eval`",
     "xformers_attention": "set attn_implementation: sdpa",
     "s2_attention": "remove it",
@@ -210,10 +210,10 @@ NO_EQUIVALENT = {
     "lora_layers_to_transform": "name the layers in target_modules, one regular expression",
 }
 
-# Of those refused, the ones that ask for a method that halfbyte does not have: such a file is not imported.
+# Refused keys that choose a training method: `import-config` refuses the whole file.
 OTHER_METHODS = frozenset({"rl", "stage", "reward_model", "process_reward_model"})
-# Of those refused, the ones that have no say in what is trained: `import-config` leaves them out, and says so.
-BESIDE_THE_RESULT = frozenset(
+# Refused keys that do not change what is trained: `import-config` leaves them out and lists them.
+WITHOUT_EFFECT_ON_RESULT = frozenset(
     {
         *("push_to_hub", "hub_model_id", "hub_strategy", "hf_hub_token", "cache_dir"),
         *("overwrite_output_dir", "save_only_model", "predict_with_generate", "do_predict"),
@@ -221,7 +221,7 @@ BESIDE_THE_RESULT = frozenset(
     }
 )
 
-HINTS = {
+HINTS = {  # common misnomers → our key
     "lr": "learning_rate",
     "rank": "r",
     "alpha": "lora_alpha",
@@ -245,7 +245,7 @@ HINTS = {
 }
 
 
-# What the tools fill in where halfbyte would fill in something else.
+# Defaults of other tools that differ from halfbyte's.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "Axolotl": {"max_length": 512},
     "LLaMA-Factory": {

@@ -1,40 +1,41 @@
-"""Reading other tools' keys: values that need converting, and the rule for each key.
+"""Keys of other tools: the outcome for each key, and conversions of values.
 
-A foreign key is `Mapped` to ours, `Ignored` because halfbyte does the same or the key has no effect on the result, or
-`Refused` with what to do instead. A key that is switched off (null, false, empty) is ignored without a word.
+A foreign key is `Mapped` to our keys, `Ignored` because halfbyte does the same or the key has no effect on the result,
+or `Refused` with what to do instead. A key that is switched off (null, false, empty) is ignored without a message.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from ..reading import look, read_json
+from ..utils.errors import ConfigError
 from ..utils.text import brief
 from .aliases import DEFAULTS, HARMLESS, NO_EQUIVALENT, NOT_BUILT, OWN_ENGINE, RENAMED
-from .datasets import axolotl_datasets, axolotl_test_datasets
-from .divided import SEVERAL, WAYS, divided
-from .foreign_methods import CHOOSING, TRL, asks_server, method_keys, policy_keys, server_address
 from .methods import DEFAULTS as METHODS
+from .methods import LOSS_TYPES
 
 
 @dataclass(frozen=True)
 class Mapped:
-    """The same meaning under our names."""
+    """The key has an equivalent: our keys and their values."""
 
     keys: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Ignored:
-    """Nothing to do; `why` is empty where there is nothing to say either."""
+    """The key has no effect here; `why` is empty if no notice is needed."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class Refused:
-    """No equivalent: `why`, and what to do about it."""
+    """The key has no equivalent: the reason, and what to do instead."""
 
     why: str
     fix: str
@@ -43,14 +44,14 @@ class Refused:
 Outcome = Mapped | Ignored | Refused
 Values = dict[str, Any]
 
-# What converting a value of another shape than the tool's runs into: there are as many as converters.
-SHAPES = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
+# Errors of converters for a value of a type that the tool does not accept either.
+CONVERSION_ERRORS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
 
 _TEMPLATE = "remove it to use the tokenizer's own chat template, or name a Jinja file with chat_template_path"
 
 
 def translate(key: str, values: Values) -> Outcome | None:
-    """What becomes of foreign `key`, given all keys of its file; None when no tool known here has it."""
+    """Return the outcome for foreign `key`, given all keys of its file; None if no known tool has it."""
     value = values[key]
     if key not in foreign_names():
         return None
@@ -59,8 +60,8 @@ def translate(key: str, values: Values) -> Outcome | None:
     if key in CONVERTED:
         try:
             return CONVERTED[key](value, values)
-        except SHAPES:
-            return Refused(f"{key} cannot be {brief(value)}", "write it as its tool does, or remove it")
+        except CONVERSION_ERRORS:
+            return Refused(f"{key} cannot be {brief(value)}", "correct it as its tool expects, or remove it")
     if key in RENAMED:
         return Mapped({RENAMED[key]: value})
     if _is_off(value):
@@ -73,7 +74,7 @@ def translate(key: str, values: Values) -> Outcome | None:
 
 
 def foreign_names() -> list[str]:
-    """Every foreign key known here."""
+    """Every known foreign key."""
     return [*CONVERTED, *RENAMED, *HARMLESS, *NOT_BUILT, *NO_EQUIVALENT]
 
 
@@ -82,7 +83,7 @@ def _is_off(value: Any) -> bool:
 
 
 def _dtype(key: str) -> Callable[[Any, Values], Outcome]:
-    """bf16 and fp16 switch a dtype on; with both off the other tools compute in float32."""
+    """Convert the switches bf16 and fp16; other tools compute in float32 if both are off."""
     own, other = {"bf16": ("bfloat16", "fp16"), "fp16": ("float16", "bf16")}[key]
 
     def convert(value: Any, values: Values) -> Outcome:
@@ -102,7 +103,7 @@ def _torch_dtype(value: Any, values: Values) -> Outcome:
 
 
 def _adapter(value: Any, values: Values) -> Outcome:
-    """Axolotl: lora keeps 16 bits unless a load_in_* key says otherwise, qlora means 4 bits."""
+    """Convert Axolotl's `adapter`: lora keeps 16 bits unless a load_in_* key quantizes, qlora means 4 bits."""
     if value == "qlora":
         return Mapped({"use_peft": True, "load_in_4bit": True})
     if value == "lora":
@@ -118,8 +119,8 @@ def _finetuning_type(value: Any, values: Values) -> Outcome:
     return Refused(f"finetuning_type: {value} is not built yet", "set finetuning_type: lora or full")
 
 
-def _full(value: Any, values: Values) -> Outcome:
-    """Unsloth's switch for full fine-tuning."""
+def _full_finetuning(value: Any, values: Values) -> Outcome:
+    """Convert Unsloth's switch for full fine-tuning."""
     return Mapped({"use_peft": False, "load_in_4bit": False}) if value else Ignored("")
 
 
@@ -139,23 +140,25 @@ def _load_in_8bit(value: Any, values: Values) -> Outcome:
 
 
 def _gptq(value: Any, values: Values) -> Outcome:
-    """The base is a GPTQ checkpoint, which is taken as it is."""
+    """Convert the switch for a GPTQ base, which is loaded as it is stored."""
     return Mapped({"load_in_4bit": True}) if value else Ignored("")
 
 
 def _is_stored(values: Values) -> bool:
-    """Whether a foreign key asks for quantized weights."""
+    """Return whether a foreign key asks for quantized weights."""
     return bool(values.get("load_in_8bit") or values.get("gptq")) or values.get("quantization_bit") is not None
 
 
-def overruled(values: Values) -> set[str]:
-    """Our keys that mean something else beside a foreign one: with load_in_8bit or gptq, `load_in_4bit: false` says
-    only that the weights are not in 4 bits."""
+def overridden_keys(values: Values) -> set[str]:
+    """Return our keys that a foreign key overrides.
+
+    With load_in_8bit or gptq, `load_in_4bit: false` only means that the weights are not stored in 4 bits.
+    """
     return {"load_in_4bit"} if _is_stored(values) and values.get("load_in_4bit") is False else set()
 
 
 def _qat(value: Any, values: Values) -> Outcome:
-    """Axolotl: options of torchao's fake quantization."""
+    """Convert Axolotl's options of torchao's fake quantization."""
     given = {key: option for key, option in value.items() if not _is_off(option)} if isinstance(value, dict) else {}
     scheme = given.pop("weight_dtype", None)
     if given or scheme not in ("int4", "int8", "fp8", "nvfp4", "mxfp4"):
@@ -165,7 +168,7 @@ def _qat(value: Any, values: Values) -> Outcome:
 
 
 def _one_of(same: tuple[Any, ...], why: str, fix: str) -> Callable[[Any, Values], Outcome]:
-    """A key of which only some values mean what halfbyte does."""
+    """Make a converter that ignores the values in `same` and refuses all others."""
     return lambda value, _: Ignored("") if value in same else Refused(f"{why}: {brief(value)}", fix)
 
 
@@ -178,7 +181,7 @@ def _bnb_config(value: Any, values: Values) -> Outcome:
 
 
 def _targets(value: Any, values: Values) -> Outcome:
-    """LLaMA-Factory: `all`, or names with commas between them."""
+    """Convert LLaMA-Factory's `all`, or comma-separated names."""
     if value == "all":
         return Mapped({"target_modules": "all-linear"})
     return Mapped({"target_modules": _split(value)})
@@ -195,7 +198,7 @@ def _axolotl_targets(value: Any, values: Values) -> Outcome:
 
 
 def _masking(value: Any, values: Values) -> Outcome:
-    """train_on_inputs, train_on_prompt: one switch for both kinds of data."""
+    """Convert train_on_inputs and train_on_prompt, which apply to both kinds of data."""
     return Mapped({"assistant_only_loss": not value, "completion_only_loss": not value})
 
 
@@ -218,7 +221,7 @@ def _flash_attn(value: Any, values: Values) -> Outcome:
 
 
 def _times_per_epoch(key: str) -> Callable[[Any, Values], Outcome]:
-    """evals_per_epoch: our steps below 1 are a share of the whole run, so the epochs divide it once more."""
+    """Make a converter of evals_per_epoch and saves_per_epoch to a share of all steps of the run."""
 
     def convert(value: Any, values: Values) -> Outcome:
         epochs = values.get("num_epochs") or values.get("num_train_epochs") or 1
@@ -232,11 +235,11 @@ def _times_per_epoch(key: str) -> Callable[[Any, Values], Outcome]:
 
 
 def _strategy(key: str) -> Callable[[Any, Values], Outcome]:
-    """transformers' steps/epoch/no: here the number of steps alone decides, and without it each epoch ends in one."""
+    """Make a converter of transformers' steps/epoch/no; here the default of `key` is every epoch."""
 
     def convert(value: Any, values: Values) -> Outcome:
         if value == "steps":
-            return Ignored("" if key in values else f"{key} decides, and without it the end of each epoch")
+            return Ignored("" if key in values else f"{key} decides; its default is every epoch")
         if value == "epoch":
             return Mapped({key: None})
         if key == "eval_steps":
@@ -255,7 +258,7 @@ def _checkpointing(value: Any, values: Values) -> Outcome:
         value = "offload"
     if isinstance(value, bool):
         return Mapped({"activation_checkpointing": value})
-    if value in ("unsloth", "offload"):  # Unsloth's and Axolotl's names for inputs that wait on the host
+    if value in ("unsloth", "offload"):  # names of Unsloth and Axolotl for inputs in host memory
         return Mapped({"activation_checkpointing": "offload"})
     return Refused(f"gradient checkpointing: {brief(value)} is not known", "set activation_checkpointing: true")
 
@@ -268,10 +271,10 @@ def _offloading(value: Any, values: Values) -> Outcome:
 
 def _warmup_ratio(value: Any, values: Values) -> Outcome:
     if values.get("warmup_steps"):
-        return Ignored("warmup_steps is given too and counts")
-    if isinstance(value, int | float) and not 0 <= value < 1:  # which warmup_steps would take for a count
+        return Ignored("warmup_steps is given as well and takes precedence")
+    if isinstance(value, int | float) and not 0 <= value < 1:  # warmup_steps would read it as a number of steps
         return Refused(
-            f"warmup_ratio: {brief(value)} is no share of the steps", "give one below 1, or set warmup_steps"
+            f"warmup_ratio: {brief(value)} is not a share of the steps", "give a number below 1, or set warmup_steps"
         )
     return Mapped({"warmup_steps": float(value)})
 
@@ -282,9 +285,9 @@ def _wandb(value: Any, values: Values) -> Outcome:
 
 def _special_tokens(value: Any, values: Values) -> Outcome:
     if set(value) <= {"pad_token"}:
-        return Ignored("padding is never trained on, and a pad token is chosen when the tokenizer has none")
+        return Ignored("padding is never trained on, and halfbyte chooses a pad token if the tokenizer has none")
     return Refused(
-        "special_tokens has no equivalent for other tokens than pad_token", "change them in the tokenizer's files"
+        "special_tokens has no equivalent for tokens other than pad_token", "change them in the tokenizer's files"
     )
 
 
@@ -317,12 +320,12 @@ def _test_datasets(value: Any, values: Values) -> Outcome:
 
 
 def _stored(format_: str) -> Callable[[Any, Values], Outcome]:
-    """qlora_fp8, qlora_fp4: a switch for each format that stores the weights."""
+    """Make a converter of a switch for one storage format, such as qlora_fp8."""
     return lambda value, _: Mapped({"quantization": format_}) if value else Ignored("")
 
 
 def _method(key: str) -> Callable[[Any, Values], Outcome]:
-    """Keys that choose a method of training, or its loss."""
+    """Make a converter of a key that chooses a training method or its loss."""
 
     def convert(value: Any, values: Values) -> Outcome:
         if _is_off(value):
@@ -339,7 +342,7 @@ def _method(key: str) -> Callable[[Any, Values], Outcome]:
 def _trl(value: Any, values: Values) -> Outcome:
     keys, other = policy_keys(value)
     if other:
-        return Refused(f"trl: {other} has no equivalent", "answers come from the packed model itself: remove it")
+        return Refused(f"trl: {other} has no equivalent", "remove it; halfbyte samples answers itself")
     return Mapped(keys) if keys else Ignored("")
 
 
@@ -351,36 +354,266 @@ def _use_vllm(value: Any, values: Values) -> Outcome:
     return Mapped({"rollout": "vllm", "vllm_server_base_url": server_address(values)})
 
 
-def _of_server(value: Any, values: Values) -> Outcome:
-    return Ignored("" if values.get("use_vllm") else "it says something beside use_vllm only")
+def _server_key(value: Any, values: Values) -> Outcome:
+    return Ignored("" if values.get("use_vllm") else "it has a meaning only with use_vllm")
 
 
 def _qlora_bnb(value: Any, values: Values) -> Outcome:
     return Mapped({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}) if value else Ignored("")
 
 
-def _divided(value: Any, values: Values) -> Outcome:
-    """Keys of several tools that each give one axis of `parallel`."""
-    ways, problem = divided(values)
+def _parallel(value: Any, values: Values) -> Outcome:
+    """Convert keys that each give the degree of one axis of `parallel`."""
+    ways, problem = parallel_degrees(values)
     if problem:
         return Refused(problem, "set parallel, as in {data: 2, tensor: 2}, and remove the other keys")
     return Mapped({"parallel": ways}) if ways else Ignored("")
 
 
 def _fsdp(value: Any, values: Values) -> Outcome:
-    """What it divides is the machine's to say: `auto` shards where memory asks for it."""
+    """Convert FSDP's options; `parallel: auto` shards if the model does not fit otherwise."""
     if _is_off(value):
         return Ignored("")
     words = value if isinstance(value, dict) else {word: True for word in " ".join(_split(value)).split()}
     off = ("offload", "offload_params", "fsdp_offload_params", "cpu_offload")
     if any(words.get(word) in (True, "true") for word in off):
-        return Refused("offload of parameters by FSDP has no equivalent", "remove it; the memory plan says what fits")
-    return Ignored("parallel: auto shards where the memory plan asks for it, and {shard: N} always")
+        return Refused("parameter offload of FSDP has no equivalent", "remove it; the memory plan chooses what fits")
+    return Ignored("parallel: auto shards if the memory plan needs it, and parallel: {shard: N} always")
 
 
 def _peft(value: Any, values: Values) -> Outcome:
     return Refused(f"peft: {', '.join(value)} is not built yet", NOT_BUILT["loftq_config"]) if value else Ignored("")
 
+
+# Keys for parallelism
+
+PARALLEL_AXES = {
+    # accelerate and transformers (ParallelismConfig), Axolotl, LLaMA-Factory and Unsloth
+    "dp_replicate_size": "data",
+    "data_parallel_size": "data",
+    "dp_shard_size": "shard",
+    "tp_size": "tensor",
+    "tensor_parallel_size": "tensor",
+    "pp_size": "pipeline",
+    "pipeline_parallel_size": "pipeline",
+    "cp_size": "context",
+    "sp_size": "context",
+    "context_parallel_size": "context",
+    "sequence_parallel_size": "context",
+    "sequence_parallel_degree": "context",
+}
+PARALLELISM_SECTION = "parallelism_config"  # section of transformers with such keys
+
+
+def parallel_degrees(values: dict[str, Any]) -> tuple[dict[str, int], str]:
+    """Return the degree of each axis that `values` ask for, and an error message or "".
+
+    Raises:
+        ValueError, TypeError: a degree is not a number, or the section is not a mapping.
+    """
+    asked = [(key, values[key]) for key in PARALLEL_AXES if values.get(key) is not None]
+    asked += [
+        (key, degree) for key, degree in dict(values.get(PARALLELISM_SECTION) or {}).items() if degree is not None
+    ]
+    found: dict[str, tuple[str, int]] = {}
+    for key, degree in asked:
+        if key not in PARALLEL_AXES:
+            return {}, f"{PARALLELISM_SECTION} has {key}"
+        if isinstance(degree, bool) or int(degree) != degree or degree < 1:
+            return {}, f"{key} must be a whole number above 0"
+        before, number = found.setdefault(PARALLEL_AXES[key], (key, degree))
+        if number != degree:
+            return {}, f"{before}: {number} and {key}: {degree} both give the degree of {PARALLEL_AXES[key]}"
+    return {axis: number for axis, (_, number) in found.items() if number > 1}, ""
+
+
+# Keys for training methods
+
+# LLaMA-Factory's pref_loss values that are methods here; the others are losses of dpo.
+PREFERENCE_METHODS = ("orpo", "simpo")
+STAGES = {"rm": "reward"}
+TRL_SECTION = "trl"  # Axolotl's section of keys for policy optimization
+SAME_IN_TRL = (  # keys of that section with the same name and meaning
+    *("beta", "loss_type", "num_generations", "max_completion_length", "temperature", "top_p", "top_k"),
+    *("num_iterations", "epsilon", "epsilon_high", "delta", "mask_truncated_completions", "reward_weights"),
+)
+# Keys about logging and kernels, without an equivalent.
+IGNORED_IN_TRL = ("log_completions", "num_completions_to_print", "use_liger_loss")
+REWARD_SWITCHES = {"reward_model": "reward", "process_reward_model": "prm"}  # Axolotl's switches → method
+METHOD_KEYS = ("rl", *REWARD_SWITCHES, "stage", "pref_loss", "pref_ftx")
+
+
+def method_keys(key: str, values: dict[str, Any]) -> dict[str, Any] | None:
+    """Return our keys for one of `METHOD_KEYS`: empty if other keys decide, None if it has no equivalent.
+
+    Args:
+        values: all keys of the file.
+    """
+    value, loss = values[key], values.get("pref_loss", "sigmoid")
+    if key in REWARD_SWITCHES:
+        return _method_if_known(REWARD_SWITCHES[key])
+    if key == "rl":
+        return {"method": "dpo", "loss_type": "ipo"} if value == "ipo" else _method_if_known(value)
+    if key == "stage":
+        preferred = loss if loss in PREFERENCE_METHODS else "dpo"
+        return {} if value == "sft" else _method_if_known(preferred if value == "dpo" else STAGES.get(value, value))
+    if values.get("stage") != "dpo":  # LLaMA-Factory ignores them then
+        return {}
+    likelihood = float(values.get("pref_ftx") or 0)
+    if loss in PREFERENCE_METHODS:
+        return None if key == "pref_ftx" else {}
+    if loss not in LOSS_TYPES["dpo"]:
+        return None
+    return {"loss_type": [loss, "sft"], "loss_weights": [1.0, likelihood]} if likelihood else {"loss_type": loss}
+
+
+def _method_if_known(name: Any) -> dict[str, Any] | None:
+    return {"method": name} if name in METHODS else None
+
+
+def policy_keys(section: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return our keys for Axolotl's section `trl`, and a key in it without an equivalent, or "".
+
+    Raises:
+        AttributeError, TypeError: the section has another shape.
+    """
+    given = {key: value for key, value in section.items() if value not in (None, False, [], {})}
+    found = {key: value for key, value in given.items() if key in SAME_IN_TRL}
+    if "scale_rewards" in section:
+        found["scale_rewards"] = {True: "group", False: "none"}.get(section["scale_rewards"], section["scale_rewards"])
+    if "reward_funcs" in given:
+        found["reward_funcs"] = [_as_file_and_function(name) for name in given["reward_funcs"]]
+    served = asks_server(given)
+    if served:
+        found |= {"rollout": "vllm", "vllm_server_base_url": server_address(given)}
+        found |= {key: given[key] for key in ("vllm_server_timeout",) if key in given}
+    engine = [key for key in given if key.startswith("vllm_")] if served or not given.get("use_vllm") else []
+    others = given.keys() - found.keys() - {*IGNORED_IN_TRL, *engine, *(["use_vllm"] if served else [])}
+    return found, min(others, default="")
+
+
+def asks_server(values: dict[str, Any]) -> bool:
+    """Return whether TRL would use a vLLM server; by default it runs vLLM in its own process."""
+    return bool(values.get("use_vllm")) and values.get("vllm_mode") == "server"
+
+
+def server_address(values: dict[str, Any]) -> str:
+    """Address at which TRL looks for the vLLM server."""
+    host, port = values.get("vllm_server_host") or "localhost", values.get("vllm_server_port") or 8000
+    return values.get("vllm_server_base_url") or f"http://{'localhost' if host == '0.0.0.0' else host}:{port}"
+
+
+def _as_file_and_function(name: str) -> str:
+    """Convert Axolotl's `package.module.function` to FILE.py:FUNCTION."""
+    module, _, function = name.rpartition(".")
+    return f"{module.replace('.', '/')}.py:{function}" if module else name
+
+
+# Datasets
+
+_FORMATS = {
+    "alpaca": "alpaca",
+    "chat_template": "auto",
+    "chat_template.default": "auto",
+    "chat_template.argilla": "auto",
+    "sharegpt": "sharegpt",
+    "completion": "text",
+    "pretrain": "text",
+    "input_output": "prompt-completion",
+}
+_EXPRESSIBLE = {
+    "path", "type", "split", "ds_type", "data_files", "field", "field_messages", "message_field_role",
+    "message_field_content", "message_property_mappings", "roles", "roles_to_train", "train_on_eos", "chat_template",
+    "field_chosen", "field_rejected",
+}  # fmt: skip
+# Parts of Axolotl's field_* keys → column names that halfbyte detects.
+_COLUMNS = {"messages": ("messages", "conversations"), "chosen": ("chosen",), "rejected": ("rejected",)}
+_ROLE_FIELDS, _CONTENT_FIELDS = {"role", "from"}, {"content", "value"}
+
+
+def axolotl_datasets(entries: Any) -> tuple[dict[str, Any], str]:
+    """Return our keys for Axolotl's `datasets: [{path:, type:, ...}]`, and an error message or ""."""
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) and "path" in entry for entry in entries):
+        return {}, "datasets must be a list of entries with a path"
+    for entry in entries:
+        if problem := _inexpressible({key: value for key, value in entry.items() if value is not None}):
+            return {}, f"datasets: {entry['path']}: {problem}"
+    keys: dict[str, Any] = {"dataset": _one_or_many([path for entry in entries for path in _paths(entry)])}
+    formats = {_FORMATS[entry["type"]] for entry in entries if entry.get("type")}
+    splits = {entry["split"] for entry in entries if entry.get("split")}
+    fields = {entry["field"] for entry in entries if entry.get("field")}
+    columns = {part: {entry[f"field_{part}"] for entry in entries if entry.get(f"field_{part}")} for part in _COLUMNS}
+    if max(map(len, (splits, fields, *columns.values()))) > 1:
+        return {}, "datasets with different split, field or field_messages cannot share one file"
+    keys["dataset_format"] = formats.pop() if len(formats) == 1 else "auto"
+    keys |= {"dataset_split": splits.pop()} if splits else {}
+    keys |= {"dataset_text_field": fields.pop()} if fields else {}
+    named = {part: names.pop() for part, names in columns.items() if names - set(_COLUMNS[part])}
+    return keys | ({"column_mapping": named} if named else {}), ""
+
+
+def axolotl_test_datasets(entries: Any) -> tuple[dict[str, Any], str]:
+    """Return `eval_dataset` for Axolotl's `test_datasets`, and an error message or ""."""
+    keys, problem = axolotl_datasets(entries)
+    return ({"eval_dataset": keys["dataset"]} if keys else {}), problem
+
+
+def _inexpressible(entry: dict[str, Any]) -> str:
+    others = entry.keys() - _EXPRESSIBLE
+    if others:
+        return f"{', '.join(sorted(others))} has no equivalent"
+    if isinstance(entry.get("type"), dict):
+        return "a custom prompt format has no equivalent"
+    if entry.get("type") and entry["type"] not in _FORMATS:
+        return f"type: {entry['type']} has no equivalent"
+    mapping = entry.get("message_property_mappings") or {}
+    role = mapping.get("role", entry.get("message_field_role", "role"))
+    content = mapping.get("content", entry.get("message_field_content", "content"))
+    if role not in _ROLE_FIELDS or content not in _CONTENT_FIELDS or set(mapping) - {"role", "content"}:
+        return f"messages with fields {role} and {content} have no equivalent (role/content and from/value do)"
+    return ""
+
+
+def _paths(entry: dict[str, Any]) -> list[str]:
+    """Paths of an entry; Axolotl names local files as `path: json` with data_files."""
+    files = entry.get("data_files")
+    if not files:
+        return [entry["path"]]
+    return [files] if isinstance(files, str) else list(files)
+
+
+def _one_or_many(paths: list[str]) -> str | list[str]:
+    return paths[0] if len(paths) == 1 else paths
+
+
+def llamafactory_datasets(names: str, folders: list[Path]) -> tuple[str | list[str], list[str]]:
+    """Return files or hub ids for LLaMA-Factory's registered names, and the names that could not be resolved.
+
+    Args:
+        names: comma-separated names.
+        folders: folders that may have dataset_info.json; the first match wins.
+
+    Raises:
+        ConfigError: dataset_info.json does not have LLaMA-Factory's format.
+    """
+    listing = next((file for folder in folders if look(file := folder / "dataset_info.json") == "file"), None)
+    known = read_json(listing, fix="correct LLaMA-Factory's list of datasets") if listing else {}
+    if not isinstance(known, dict) or not all(isinstance(entry, dict) for entry in known.values()):
+        raise ConfigError(f"{listing}: expected an object with an object for each dataset", "copy LLaMA-Factory's file")
+    found, unresolved = [], []
+    for name in (part.strip() for part in names.split(",")):
+        entry = known.get(name, {})
+        if "file_name" in entry and listing:
+            found.append(str(listing.parent / str(entry["file_name"])))
+        elif "hf_hub_url" in entry:
+            found.append(str(entry["hf_hub_url"]))
+        else:
+            found.append(name)
+            unresolved.append(name)
+    return _one_or_many(found), unresolved
+
+
+# The table of conversions
 
 CONVERTED: dict[str, Callable[[Any, Values], Outcome]] = {
     "bf16": _dtype("bf16"),
@@ -399,16 +632,16 @@ CONVERTED: dict[str, Callable[[Any, Values], Outcome]] = {
     "load_in_8bit": _load_in_8bit,
     "gptq": _gptq,
     "qat": _qat,
-    **{key: _method(key) for key in CHOOSING},
-    TRL: _trl,
+    **{key: _method(key) for key in METHOD_KEYS},
+    TRL_SECTION: _trl,
     "use_vllm": _use_vllm,
-    **dict.fromkeys(("vllm_mode", "vllm_server_host", "vllm_server_port"), _of_server),
+    **dict.fromkeys(("vllm_mode", "vllm_server_host", "vllm_server_port"), _server_key),
     "bnb_config_kwargs": _bnb_config,
     "qlora_fp8": _stored("fp8"),
     "qlora_fp4": _stored("nvfp4"),
     "qlora_bnb": _qlora_bnb,
     "peft": _peft,
-    **dict.fromkeys([*WAYS, SEVERAL], _divided),
+    **dict.fromkeys([*PARALLEL_AXES, PARALLELISM_SECTION], _parallel),
     "fsdp": _fsdp,
     "fsdp_config": _fsdp,
     "lora_target_modules": _axolotl_targets,
@@ -429,7 +662,7 @@ CONVERTED: dict[str, Callable[[Any, Values], Outcome]] = {
     "gradient_checkpointing": _checkpointing,
     "use_gradient_checkpointing": _checkpointing,
     "bias": _one_of(("none", False), "adapters have no bias, so bias has no equivalent", "set bias: none"),
-    "full_finetuning": _full,
+    "full_finetuning": _full_finetuning,
     "disable_gradient_checkpointing": _checkpointing_off,
     "activation_offloading": _offloading,
     "warmup_ratio": _warmup_ratio,
@@ -450,8 +683,8 @@ CONVERTED: dict[str, Callable[[Any, Values], Outcome]] = {
 }
 
 
-def written_for(values: Values) -> str:
-    """The tool a file is written for, by keys that only it has; empty when none is present."""
+def detect_tool(values: Values) -> str:
+    """Return the tool whose keys a file has, or ""."""
     if values.keys() & {"base_model", "datasets", "micro_batch_size", "sequence_len"}:
         return "Axolotl"
     if values.keys() & {"stage", "finetuning_type", "cutoff_len", "lora_target", "quantization_bit", "template"}:
@@ -459,9 +692,9 @@ def written_for(values: Values) -> str:
     return ""
 
 
-def implied(values: Values, ours: Values) -> Values:
-    """Keys that the file leaves out and that its tool fills in otherwise than halfbyte would."""
-    tool = written_for(values)
+def tool_defaults(values: Values, ours: Values) -> Values:
+    """Return our keys for defaults of the file's tool that differ from halfbyte's."""
+    tool = detect_tool(values)
     keys = dict(DEFAULTS.get(tool, {}))
     if tool == "Axolotl" and values.get("adapter") is None:
         keys |= {"use_peft": False, "load_in_4bit": False}

@@ -1,7 +1,7 @@
-"""Keys that belong to some methods of training only, by TRL's names: which methods, their defaults there, their values.
+"""Training methods: their names, loss types and defaults, and the keys of preference training, named as in TRL.
 
-A key of this module says in its field which methods have it (`methods_of`). Given with another method it is refused.
-A default that differs from method to method stands in `DEFAULTS`, and the field's own is None.
+Each key of a method is declared with `method_field`, which records the methods that have it; any other method refuses
+it. A default that depends on the method is in `DEFAULTS`, and the field's own default is None.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .section import Section
 Weight = Annotated[float, Field(ge=0)]
 PAIRED = ("dpo", "orpo", "simpo", "cpo")
 WITH_REFERENCE = ("dpo", "kto")
-COMPARING = (*PAIRED, "kto", "reward", "prm")  # answers that the data has
+COMPARING = (*PAIRED, "kto", "reward", "prm")  # methods that train on rated answers of the data
 LOSS_TYPES: dict[str, tuple[str, ...]] = {
     "dpo": (
         *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired"),
@@ -26,13 +26,13 @@ LOSS_TYPES: dict[str, tuple[str, ...]] = {
     "kto": ("kto", "apo_zero_unpaired"),
     "grpo": ("dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo"),
 }
-# What a loss type is called where it is a method here, or an option of one.
+# Loss types of other tools that are a method here, or an option of one.
 LOSS_METHODS = {"simpo": "method: simpo", "orpo": "method: orpo", "alphapo": "method: simpo with alpha"}
-# Losses of the difference of two rewards, which alone other divergences than the reverse KL are defined for.
-OF_DIFFERENCES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
-# PEFT's types of an adapter with a head that scores texts, or each token: labels of the head, and what loads it.
+# DPO losses of the difference of two rewards. Only they are defined for divergences other than the reverse KL.
+DIFFERENCE_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
+# PEFT's task types of adapters with a score head, for a text or for each token: labels, and class that loads them.
 SCORES = {"SEQ_CLS": (1, "AutoModelForSequenceClassification"), "TOKEN_CLS": (2, "AutoModelForTokenClassification")}
-DEFAULTS: dict[str, dict[str, Any]] = {  # TRL's
+DEFAULTS: dict[str, dict[str, Any]] = {  # as in TRL
     "dpo": {"beta": 0.1, "loss_type": "sigmoid"},
     "orpo": {"beta": 0.1},
     "simpo": {"beta": 0.1, "cpo_alpha": 0.0},
@@ -42,10 +42,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {  # TRL's
     "prm": {},
     "grpo": {"beta": 0.0, "loss_type": "dapo", "num_generations": 8},
     "rloo": {"beta": 0.05, "num_generations": 2},
-    "gkd": {"beta": 1.0},  # of its DistillationTrainer
+    "gkd": {"beta": 1.0},  # as in TRL's DistillationTrainer
 }
-# The learning rate of a full model is TRL's; adapters learn with ten times that ("LoRA Without Regret", 2025), and
-# TRL's for reward models is theirs already.
+# Learning rates with an adapter (True) and for full fine-tuning (False). Full fine-tuning uses TRL's default, adapters
+# ten times as much ("LoRA Without Regret", 2025). TRL's default for reward models is meant for adapters already.
 SCORING = {True: 1e-4, False: 1e-5}
 RATES = {"reward": SCORING, "prm": SCORING}
 RATE = {True: 1e-5, False: 1e-6}
@@ -53,10 +53,10 @@ WITH_DEFAULTS = frozenset({"learning_rate"}.union(*DEFAULTS.values()))
 
 
 def defaults_of(method: str, *, adapter: bool = True) -> dict[str, Any]:
-    """The defaults of `method`, key → value, for keys whose default it decides.
+    """Return the defaults, by key, of the keys whose default depends on `method`.
 
     Args:
-        adapter: whether an adapter is trained, not the whole model.
+        adapter: whether an adapter is trained instead of the full model.
     """
     if method not in DEFAULTS:
         return {}
@@ -64,61 +64,67 @@ def defaults_of(method: str, *, adapter: bool = True) -> dict[str, Any]:
 
 
 def methods_of(field: FieldInfo) -> tuple[str, ...]:
-    """The methods that a key is of; none: of all."""
+    """Return the methods that have a key; empty if all methods have it."""
     extra = field.json_schema_extra
     return tuple(extra["methods"]) if isinstance(extra, dict) else ()  # type: ignore[arg-type]
 
 
-def of(methods: tuple[str, ...], default: Any, description: str, **bounds: Any) -> Any:
-    """The field of a key that only `methods` have."""
-    said = f"{', '.join(methods)}: {description}"
-    return Field(default, description=said, json_schema_extra={"methods": list(methods)}, **bounds)
+def method_field(methods: tuple[str, ...], default: Any, description: str, **bounds: Any) -> Any:
+    """Declare a key that only `methods` have; its description begins with their names."""
+    full = f"{', '.join(methods)}: {description}"
+    return Field(default, description=full, json_schema_extra={"methods": list(methods)}, **bounds)
 
 
 class PreferenceSection(Section):
     """Preference training"""
 
-    beta: Weight | None = of(
+    beta: Weight | None = method_field(
         (*PAIRED, "kto", "grpo", "rloo", "gkd"),
         None,
-        "how closely the reference is kept, or the reward's scale; gkd: from 0, KL(teacher, model), to 1, KL(model,"
-        " teacher); default: by method",
+        "weight of the divergence from the reference, or scale of the reward; gkd: interpolation from 0, KL(teacher,"
+        " model), to 1, KL(model, teacher); default: by method",
     )
-    loss_type: str | list[str] | None = of(
+    loss_type: str | list[str] | None = method_field(
         tuple(LOSS_TYPES),
         None,
-        "which loss, by TRL's name; of dpo several, weighed by loss_weights; default: by method",
+        "loss by its name in TRL, for dpo also a list of losses with loss_weights; default: by method",
     )
-    loss_weights: list[float] | None = of(("dpo",), None, "a weight for each loss_type; default: 1 each")
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = of(
-        ("dpo", "cpo"), 0.0, "the share of pairs taken to be labelled the wrong way round (robust, exo_pair, aot; cpo)"
+    loss_weights: list[float] | None = method_field(("dpo",), None, "weight of each loss_type; default: 1 each")
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = method_field(
+        ("dpo", "cpo"),
+        0.0,
+        "assumed share of pairs with a wrong label (with dpo, for loss types robust, exo_pair and aot)",
     )
-    f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = of(
-        ("dpo",), "reverse_kl", "the divergence from the reference"
+    f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = method_field(
+        ("dpo",), "reverse_kl", "divergence from the reference"
     )
-    f_alpha_divergence_coef: float = of(("dpo",), 0.5, "α of alpha_divergence")
-    ld_alpha: Annotated[float, Field(ge=0, le=1)] | None = of(
-        ("dpo",), None, "weight of an answer's tokens beyond the length of the shorter one (LD-DPO); default: 1"
+    f_alpha_divergence_coef: float = method_field(("dpo",), 0.5, "α of f_divergence_type: alpha_divergence")
+    ld_alpha: Annotated[float, Field(ge=0, le=1)] | None = method_field(
+        ("dpo",),
+        None,
+        "weight of the tokens by which an answer is longer than the other of its pair (LD-DPO); default: 1",
     )
-    use_weighting: bool = of(("dpo",), False, "weigh pairs by how likely the policy is to write them (WPO)")
-    discopop_tau: Annotated[float, Field(gt=0)] = of(("dpo",), 0.05, "temperature of discopop")
-    disable_dropout: bool = of(
+    use_weighting: bool = method_field(("dpo",), False, "weight pairs by their probability under the policy (WPO)")
+    discopop_tau: Annotated[float, Field(gt=0)] = method_field(("dpo",), 0.05, "temperature of loss_type: discopop")
+    disable_dropout: bool = method_field(
         (*COMPARING, "grpo", "rloo", "gkd"),
         True,
-        "turn the base model's dropout off, which a comparison with a reference or with sampled answers cannot have;"
-        " lora_dropout stays",
+        "disable the base model's dropout, which would distort the comparison with the reference or with sampled"
+        " answers; lora_dropout still applies",
     )
-    precompute_ref_log_probs: Literal["auto"] | bool = of(
+    precompute_ref_log_probs: Literal["auto"] | bool = method_field(
         WITH_REFERENCE,
         "auto",
-        "compute the reference's log-probs once, before training, and keep them; false: each step",
+        "compute the reference's log-probabilities once before training; false: compute them in each step",
     )
-    simpo_gamma: Weight = of(("simpo",), 0.5, "margin between the rewards of a pair")
-    cpo_alpha: Weight | None = of(("cpo", "simpo"), None, "weight of the chosen answer's NLL; default: by method")
-    alpha: float = of(("cpo", "simpo"), 0.0, "AlphaPO's: rewards are (1 - p^-alpha)/alpha; 0: log p")
-    desirable_weight: Weight = of(("kto",), 1.0, "weight of desirable answers")
-    undesirable_weight: Weight = of(("kto",), 1.0, "weight of undesirable answers")
-    center_rewards_coefficient: Weight | None = of(
-        ("reward",), None, "weight of the squared sum of a pair's rewards, which keeps them around 0; default: 0"
+    simpo_gamma: Weight = method_field(("simpo",), 0.5, "target margin between the rewards of a pair")
+    cpo_alpha: Weight | None = method_field(
+        ("cpo", "simpo"), None, "weight of the NLL of the chosen answer; default: by method"
     )
-    step_separator: str = of(("prm",), "\n", "written behind each step; its last token carries the step's label")
+    alpha: float = method_field(("cpo", "simpo"), 0.0, "α of AlphaPO's rewards (1 - p^-α)/α; 0: rewards are log p")
+    desirable_weight: Weight = method_field(("kto",), 1.0, "weight of desirable answers")
+    undesirable_weight: Weight = method_field(("kto",), 1.0, "weight of undesirable answers")
+    center_rewards_coefficient: Weight | None = method_field(
+        ("reward",), None, "weight of the squared sum of the rewards of a pair, which centers them at 0; default: 0"
+    )
+    step_separator: str = method_field(("prm",), "\n", "text after each step; its last token has the label of the step")

@@ -1,4 +1,4 @@
-"""Keys of methods that sample answers, by TRL's names and with its defaults: policy optimization and distillation."""
+"""Keys of policy optimization and distillation, which sample answers; names and defaults as in TRL."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, field_validator
 
-from .methods import of
+from .methods import method_field
 from .section import Section
 
 POLICY = ("grpo", "rloo")
@@ -20,88 +20,128 @@ Share = Annotated[float, Field(gt=0, le=1)]
 class PolicySection(Section):
     """Policy optimization"""
 
-    reward_funcs: list[str | dict[str, Any]] | None = of(
+    reward_funcs: list[str | dict[str, Any]] | None = method_field(
         POLICY,
         None,
-        "FILE.py:FUNCTION, {model: PATH}, {regex: PATTERN}, {format: think}, exact, math, code, {length: {max: 512}},"
-        " soft_overlong, repetition; one or several",
+        "one or several rewards: FILE.py:FUNCTION, {model: PATH}, {regex: PATTERN}, {format: think}, exact, math, code,"
+        " {length: {max: 512}}, soft_overlong, repetition",
     )
-    reward_weights: list[float] | None = of(POLICY, None, "a weight for each of reward_funcs; default: 1 each")
-    reward_timeout_s: Positive = of(POLICY, 60.0, "seconds that a reward function may take for a generation")
-    num_generations: Annotated[int, Field(ge=2)] | None = of(
-        POLICY, None, "answers to each prompt, which are compared; default: by method"
+    reward_weights: list[float] | None = method_field(POLICY, None, "weight of each of reward_funcs; default: 1 each")
+    reward_timeout_s: Positive = method_field(
+        POLICY, 60.0, "time limit of a reward function per generation, in seconds"
     )
-    num_generations_eval: PositiveInt | None = of(POLICY, None, "answers in evaluations; default: as in training")
-    max_completion_length: PositiveInt = of(SAMPLING, 512, "most tokens of an answer")
-    temperature: Positive = of(SAMPLING, 1.0, "of sampling, and of the log-probabilities that are trained")
-    top_p: Share = of(SAMPLING, 1.0, "draw among the likeliest tokens that have this probability together")
-    top_k: Annotated[int, Field(ge=0)] = of(SAMPLING, 0, "draw among so many of the likeliest tokens; 0: all")
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = of(
-        SAMPLING, None, "draw among tokens at least this times as likely as the likeliest; default: all"
+    num_generations: Annotated[int, Field(ge=2)] | None = method_field(
+        POLICY, None, "number of answers per prompt (group size); default: by method"
     )
-    rollout: Literal["halfbyte", "vllm"] = of(
-        POLICY, "halfbyte", "who answers: the model that trains, or the vLLM server of vllm_server_base_url"
+    num_generations_eval: PositiveInt | None = method_field(
+        POLICY, None, "number of answers per prompt in evaluations; default: as in training"
     )
-    vllm_server_base_url: str | None = of(POLICY, None, "where that server is, such as http://localhost:8000")
-    vllm_server_timeout: Positive = of(POLICY, 240.0, "seconds that it may take for the answers to a prompt")
-    rollout_weights: Literal["auto", "packed", "unpacked"] = of(
+    max_completion_length: PositiveInt = method_field(SAMPLING, 512, "largest number of tokens in an answer")
+    temperature: Positive = method_field(SAMPLING, 1.0, "temperature of sampling and of the trained log-probabilities")
+    top_p: Share = method_field(SAMPLING, 1.0, "sample from the likeliest tokens with this total probability")
+    top_k: Annotated[int, Field(ge=0)] = method_field(SAMPLING, 0, "number of likeliest tokens to sample from; 0: all")
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = method_field(
+        SAMPLING, None, "smallest probability of a sampled token relative to the likeliest token; default: no limit"
+    )
+    rollout: Literal["halfbyte", "vllm"] = method_field(
+        POLICY,
+        "halfbyte",
+        "engine that samples answers: the trained model itself, or the server at vllm_server_base_url",
+    )
+    vllm_server_base_url: str | None = method_field(
+        POLICY, None, "address of the vLLM server, as in http://localhost:8000"
+    )
+    vllm_server_timeout: Positive = method_field(
+        POLICY, 240.0, "time limit of the vLLM server for the answers to a prompt, in seconds"
+    )
+    rollout_weights: Literal["auto", "packed", "unpacked"] = method_field(
         SAMPLING,
         "auto",
-        "how rollouts read quantized weights: from their codes, or decoded once a rollout; auto: as is faster and fits",
+        "quantized weights in rollouts: packed, or dequantized once per rollout; auto: the faster one that fits",
     )
-    rollout_memory_gib: Positive | None = of(SAMPLING, None, "of rollouts' keys and values; default: what fits")
-    kv_cache: Literal["auto", "fp8"] = of(SAMPLING, "auto", "dtype of rollouts' keys and values; auto: the model's")
-    dynamic_sampling: bool = of(
-        GRPO, False, "sample other prompts for groups whose answers are all as good, up to ten times (DAPO)"
+    rollout_memory_gib: Positive | None = method_field(
+        SAMPLING, None, "memory of the KV cache of rollouts, in GiB; default: as much as fits"
     )
-    steps_per_generation: PositiveInt | None = of(
+    kv_cache: Literal["auto", "fp8"] = method_field(
+        SAMPLING, "auto", "dtype of the KV cache of rollouts; auto: the model's dtype"
+    )
+    dynamic_sampling: bool = method_field(
+        GRPO, False, "replace groups whose rewards are all equal by other prompts, in up to ten rounds (DAPO)"
+    )
+    steps_per_generation: PositiveInt | None = method_field(
         POLICY,
         None,
-        "micro-batches that a generation gives, of per_device_train_batch_size answers each; default: as many as"
+        "number of micro-batches sampled per generation, of per_device_train_batch_size answers each; default:"
         " gradient_accumulation_steps",
     )
-    num_iterations: PositiveInt = of(POLICY, 1, "how often the answers of a generation are trained on")
-    epsilon: Positive = of(POLICY, 0.2, "how far ratios may move down, and up, before they are clipped")
-    epsilon_high: Positive | None = of(POLICY, None, "how far up; default: epsilon")
-    delta: Positive | None = of(GRPO, None, "largest ratio at all (two-sided clipping), above 1 + epsilon_high")
-    importance_sampling_level: Literal["token", "sequence"] = of(
-        GRPO, "token", "what a ratio is of: a token, or the geometric mean over an answer (GSPO)"
+    num_iterations: PositiveInt = method_field(POLICY, 1, "number of training passes over the answers of a generation")
+    epsilon: Positive = method_field(
+        POLICY, 0.2, "clip range of the probability ratios: from 1 - epsilon to 1 + epsilon"
     )
-    importance_sampling_correction: Literal["auto"] | bool = of(
+    epsilon_high: Positive | None = method_field(POLICY, None, "clip range above 1; default: epsilon")
+    delta: Positive | None = method_field(
+        GRPO, None, "upper bound of all ratios (two-sided clipping), above 1 + epsilon_high"
+    )
+    importance_sampling_level: Literal["token", "sequence"] = method_field(
+        GRPO, "token", "ratios per token, or per sequence as the geometric mean over its tokens (GSPO)"
+    )
+    importance_sampling_correction: Literal["auto"] | bool = method_field(
         GRPO,
         "auto",
-        "weigh answers by how training's log-probabilities differ from those they were drawn with; auto: from when on"
-        " over 10% of a step's ratios are outside 0.9 to 1.1",
+        "weight answers by the ratio of their probabilities in training and in sampling; auto: as soon as over 10% of"
+        " the ratios of a step are outside 0.9 to 1.1",
     )
-    importance_sampling_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = of(
+    importance_sampling_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = (
+        method_field(
+            GRPO,
+            None,
+            "ratios of the correction per token or per sequence, which the bounds truncate, or set to 0 (mask);"
+            " default: token_truncate with loss_type: vespo or kv_cache: fp8, else sequence_mask",
+        )
+    )
+    importance_sampling_clip_max: Positive | None = method_field(
+        GRPO, 3.0, "upper bound of the ratios of the correction"
+    )
+    importance_sampling_clip_min: Positive | None = method_field(
+        GRPO, None, "lower bound of the ratios of the correction; default: none"
+    )
+    scale_rewards: Literal["group", "batch", "none"] = method_field(
         GRPO,
-        None,
-        "whether those ratios are a token's or an answer's, and are bounded or, outside of the bounds, 0; default:"
-        " sequence_mask, with loss_type vespo or kv_cache fp8 token_truncate",
+        "group",
+        "divide advantages by the standard deviation of the group or of the batch; none: do not (Dr. GRPO)",
     )
-    importance_sampling_clip_max: Positive | None = of(GRPO, 3.0, "upper bound of those ratios")
-    importance_sampling_clip_min: Positive | None = of(GRPO, None, "lower bound of those ratios; default: none")
-    scale_rewards: Literal["group", "batch", "none"] = of(
-        GRPO, "group", "whose standard deviation advantages are divided by; none: they are not (Dr. GRPO)"
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = method_field(
+        GRPO,
+        "sum_then_normalize",
+        "order of normalizing and summing the rewards of several functions (GDPO: normalize first)",
     )
-    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = of(
-        GRPO, "sum_then_normalize", "normalize_then_sum: each reward function's rewards on their own first (GDPO)"
+    use_bias_correction_kl: bool = method_field(
+        GRPO, True, "multiply the KL term by the ratio, for an unbiased gradient"
     )
-    use_bias_correction_kl: bool = of(GRPO, True, "multiply the KL by the ratio, which makes its gradient unbiased")
-    top_entropy_quantile: Share = of(GRPO, 1.0, "train on this share of tokens, those of the highest entropy")
-    entropy_coef: float = of(GRPO, 0.0, "weight of the mean entropy, which is added to what is maximized")
-    mask_truncated_completions: bool = of(POLICY, False, "do not train on answers that reach max_completion_length")
-    off_policy_mask_threshold: Positive | None = of(
-        GRPO, None, "leave out bad answers whose mean log-prob has fallen by more than this; default: none"
+    top_entropy_quantile: Share = method_field(GRPO, 1.0, "share of tokens to train on, by highest entropy")
+    entropy_coef: float = method_field(GRPO, 0.0, "weight of the mean entropy as a bonus")
+    mask_truncated_completions: bool = method_field(
+        POLICY, False, "exclude answers that reach max_completion_length from the loss"
     )
-    sapo_temperature_neg: Positive = of(GRPO, 1.05, "loss_type sapo: the gate's temperature for bad answers")
-    sapo_temperature_pos: Positive = of(GRPO, 1.0, "loss_type sapo: for good ones")
-    vespo_k_pos: Positive = of(GRPO, 2.0, "loss_type vespo: k for good answers")
-    vespo_lambda_pos: Positive = of(GRPO, 3.0, "loss_type vespo: λ for good answers")
-    vespo_k_neg: Positive = of(GRPO, 3.0, "loss_type vespo: k for bad answers")
-    vespo_lambda_neg: Positive = of(GRPO, 2.0, "loss_type vespo: λ for bad answers")
-    normalize_advantages: bool = of(("rloo",), False, "scale advantages over a generation to mean 0 and deviation 1")
-    reward_clip_range: list[float] | None = of(("rloo",), None, "[least, most] that a reward counts; default: as it is")
+    off_policy_mask_threshold: Positive | None = method_field(
+        GRPO, None, "exclude answers of negative advantage whose mean log-probability fell by more; default: none"
+    )
+    sapo_temperature_neg: Positive = method_field(
+        GRPO, 1.05, "loss_type sapo: temperature of the gate for negative advantages"
+    )
+    sapo_temperature_pos: Positive = method_field(
+        GRPO, 1.0, "loss_type sapo: temperature of the gate for positive advantages"
+    )
+    vespo_k_pos: Positive = method_field(GRPO, 2.0, "loss_type vespo: k for positive advantages")
+    vespo_lambda_pos: Positive = method_field(GRPO, 3.0, "loss_type vespo: λ for positive advantages")
+    vespo_k_neg: Positive = method_field(GRPO, 3.0, "loss_type vespo: k for negative advantages")
+    vespo_lambda_neg: Positive = method_field(GRPO, 2.0, "loss_type vespo: λ for negative advantages")
+    normalize_advantages: bool = method_field(
+        ("rloo",), False, "normalize advantages over a generation to mean 0 and standard deviation 1"
+    )
+    reward_clip_range: list[float] | None = method_field(
+        ("rloo",), None, "[lowest, highest] value to clip rewards to; default: no clipping"
+    )
 
     @field_validator("reward_funcs", mode="before")
     @classmethod
@@ -112,15 +152,15 @@ class PolicySection(Section):
 class DistillationSection(Section):
     """Distillation"""
 
-    teacher_model_name_or_path: str | None = of(
+    teacher_model_name_or_path: str | None = method_field(
         DISTILLING,
         None,
-        "who is learned from: a model of the same vocabulary, stored as the keys above say, or an adapter, which shares"
-        " the weights of the model that trains where it is on that",
+        "teacher: a model with the same vocabulary, which is quantized like the trained model, or an adapter, which"
+        " shares the weights of the trained model if both have the same base",
     )
-    teacher_model_revision: str = of(DISTILLING, "main", "branch, tag or commit of a hub model")
-    lmbda: Annotated[float, Field(ge=0, le=1)] = of(
+    teacher_model_revision: str = method_field(DISTILLING, "main", "branch, tag or commit of a teacher on the hub")
+    lmbda: Annotated[float, Field(ge=0, le=1)] = method_field(
         DISTILLING,
         1.0,
-        "share of generations whose answers are the model's own; the others' are the data's completions",
+        "share of generations with answers sampled from the model; the others use the completions of the data",
     )

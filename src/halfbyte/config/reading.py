@@ -1,7 +1,7 @@
-"""Reading a run's configuration: a YAML file, overrides, other tools' names; and saying what is wrong with it.
+"""Reading a run's configuration: a YAML file, overrides, other tools' keys, and error messages for all of them.
 
-Names are those of PEFT, TRL and transformers. Other tools' names are accepted where they mean the same thing and are
-mapped with a notice; anything else unknown is an error that names the nearest key.
+Keys are named as in PEFT, TRL and transformers. Keys of other tools with the same meaning are mapped with a notice. Any
+other unknown key is an error that names the most similar key.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..utils.errors import ConfigError, UsageError
 from ..utils.notices import notice
 from ..utils.text import brief
 from .aliases import HINTS
-from .foreign import Ignored, Mapped, Refused, foreign_names, overruled, translate
+from .foreign import Ignored, Mapped, Refused, foreign_names, overridden_keys, translate
 from .methods import defaults_of
 from .resolved import Storage
 from .run_config import RunConfig
@@ -40,10 +40,10 @@ def load_config(
     Args:
         path: the YAML file, or None for overrides only.
         overrides: `["learning_rate=1e-4", "--r", "8"]`, values in YAML's spelling; or a dictionary of values.
-        defaults: values for keys that neither gives, in place of the schema's defaults.
+        defaults: values for keys that neither gives, instead of the schema's defaults.
 
     Raises:
-        ConfigError: every problem found, each with its key, its place (`run.yaml:4`) and what is allowed.
+        ConfigError: all problems, each with its key, its place (`run.yaml:4`) and the allowed values.
     """
     given = read_mapping(path, TEXT_KEYS) if path else {}
     if isinstance(overrides, dict):
@@ -65,7 +65,7 @@ def load_config(
 
 
 def storage_of(storage: Storage | None = None, /, **keys: Any) -> Storage:
-    """Return `storage`, or the one that quantization keys given in Python describe (`load_in_4bit`, `quantization`, ...).
+    """Return `storage`, or the one that quantization keys describe (`load_in_4bit`, `quantization`, ...).
 
     Other tools' names are mapped with a notice, as in a run's file.
 
@@ -83,24 +83,24 @@ def storage_of(storage: Storage | None = None, /, **keys: Any) -> Storage:
 def _validated(
     section: type[AnySection], layers: Iterable[dict[str, Located]], defaults: Mapping[str, Any] | None = None
 ) -> AnySection:
-    """The section whose keys the layers give, later ones over earlier ones."""
+    """Validate the keys of all layers as a section; later layers override earlier ones."""
     problems: list[ConfigError] = []
     given: dict[str, Located] = {}
     for written in layers:
-        given |= _own_names(written, problems)
+        given |= _map_foreign_keys(written, problems)
     keys = section.model_fields
     problems += [_unknown(key, given[key].where, keys) for key in given if key not in keys]
     if problems:
-        raise _together(problems)
+        raise _joined(problems)
     try:
         return section(**{**(defaults or {}), **{key: setting.value for key, setting in given.items()}})
     except ValidationError as error:
         kinds = {(key_of(detail), detail["type"]): detail for detail in reversed(error.errors(include_url=False))}
-        raise _together([explain(detail, given) for detail in reversed(kinds.values())]) from None
+        raise _joined([explain(detail, given) for detail in reversed(kinds.values())]) from None
 
 
 def _parse_overrides(tokens: list[str]) -> dict[str, Located]:
-    """`key=value`, `--key=value` and `--key value`, in order; the last of a repeated key counts."""
+    """Parse `key=value`, `--key=value` and `--key value`; the last value of a repeated key counts."""
     found: dict[str, Located] = {}
     while tokens:
         token = tokens.pop(0)
@@ -115,18 +115,18 @@ def _parse_overrides(tokens: list[str]) -> dict[str, Located]:
         try:
             value = parse_scalar(text, f"command line: {key}={brief(text)}", key in TEXT_KEYS)
         except ConfigError:
-            if key not in TEXT_ALONE or not text.isprintable():
+            if key not in SINGLE_TEXT_KEYS or not text.isprintable():
                 raise
-            value = text  # `output_dir=[a]b` is a folder's name
+            value = text  # a valid folder name that is not YAML, as in `output_dir=[a]b`
         found[key] = Located(value, "command line")
     return found
 
 
-def _own_names(written: dict[str, Located], problems: list[ConfigError]) -> dict[str, Located]:
-    """Foreign names replaced by ours, each said once; what cannot be replaced is added to `problems`."""
+def _map_foreign_keys(written: dict[str, Located], problems: list[ConfigError]) -> dict[str, Located]:
+    """Map other tools' keys to ours with a notice each; add keys that cannot be mapped to `problems`."""
     values = {key: setting.value for key, setting in written.items()}
-    beside = overruled(values)
-    own = {key: setting for key, setting in written.items() if key in RunConfig.model_fields and key not in beside}
+    overridden = overridden_keys(values)
+    own = {key: setting for key, setting in written.items() if key in RunConfig.model_fields and key not in overridden}
     for key, setting in written.items():
         if key in RunConfig.model_fields:
             continue
@@ -143,7 +143,9 @@ def _own_names(written: dict[str, Located], problems: list[ConfigError]) -> dict
                 notice(f"alias {key}", f"{setting.where}: {key} is read as {as_ours}")
                 for ours, value in keys.items():
                     if ours in own and own[ours].value != value:
-                        message = f"{setting.where}: {key} is read as {as_ours}, but {own[ours].where} says otherwise"
+                        message = (
+                            f"{setting.where}: {key} is read as {as_ours}, but {own[ours].where} has another value"
+                        )
                         problems.append(ConfigError(message, f"keep one of {key} and {ours}"))
                     own.setdefault(ours, Located(value, f"{setting.where}: {key}"))
     return own
@@ -158,12 +160,12 @@ def _unknown(key: str, where: str, keys: Collection[str]) -> ConfigError:
 
 
 def key_of(detail: Any) -> str:
-    """The key that a pydantic error is about."""
+    """Return the key of a pydantic error."""
     return str(detail.get("ctx", {}).get("key") or detail["loc"][0])
 
 
 def explain(detail: Any, given: dict[str, Located]) -> ConfigError:
-    """One pydantic error as a sentence with key, place and what is allowed."""
+    """Convert a pydantic error to a ConfigError with its key, place and allowed values."""
     context, key = detail.get("ctx", {}), key_of(detail)
     if detail["type"] == "missing":
         return ConfigError(f"{key} is missing", f"add a line `{key}: ...` ({RunConfig.model_fields[key].description})")
@@ -181,7 +183,7 @@ def explain(detail: Any, given: dict[str, Located]) -> ConfigError:
     )
 
 
-def _together(problems: list[ConfigError]) -> ConfigError:
+def _joined(problems: list[ConfigError]) -> ConfigError:
     unique = list({str(problem): problem for problem in problems}.values())
     if len(unique) == 1:
         return unique[0]
@@ -191,7 +193,7 @@ def _together(problems: list[ConfigError]) -> ConfigError:
 
 
 def allowed(key: str) -> str:
-    """The values a key takes, in words: `nf4 or fp4`, `a whole number above 0`, `text or null`."""
+    """Return the values of a key in words: `nf4 or fp4`, `a whole number above 0`, `text or null`."""
     field = RunConfig.model_fields[key]
     return " or ".join(dict.fromkeys(_in_words(field.annotation, field.metadata)))
 
@@ -229,7 +231,7 @@ def _bounds(metadata: Iterable[Any]) -> str:
 def _choices(annotation: Any) -> list[str]:
     if get_origin(annotation) is Literal:
         return [str(choice) for choice in get_args(annotation)]
-    if get_origin(annotation) is dict:  # whose keys are no values
+    if get_origin(annotation) is dict:  # its keys are not values
         return []
     return [choice for argument in get_args(annotation) for choice in _choices(argument)]
 
@@ -239,8 +241,8 @@ def _kinds(key: str) -> set[Any]:
     return set(get_args(annotation)) if get_origin(annotation) in (Union, types.UnionType) else {annotation}
 
 
-# Keys whose value is text even when it looks like a number, and of those the ones that take nothing but one text.
+# Keys whose value is text even if it looks like a number, and the subset that takes no list.
 TEXT_KEYS = frozenset(
     key for key in RunConfig.model_fields if str in _kinds(key) and not _kinds(key) & {bool, int, float}
 )
-TEXT_ALONE = frozenset(key for key in TEXT_KEYS if _kinds(key) <= {str, type(None)})
+SINGLE_TEXT_KEYS = frozenset(key for key in TEXT_KEYS if _kinds(key) <= {str, type(None)})

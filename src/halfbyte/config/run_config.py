@@ -10,20 +10,20 @@ from pydantic import field_validator
 from pydantic_core import PydanticCustomError
 
 from ..optim import OPTIMIZERS
-from .contradictions import in_run
+from .contradictions import run_contradictions
 from .methods import WITH_DEFAULTS, defaults_of
 from .schema import SCHEDULES, SECTIONS, RunKeys
 from .section import Contradiction, nearest
 from .yaml import dump_value
 
-PATHS = (  # keys that hold one, or several
+PATHS = (  # keys whose value is a path or a list of paths
     "model_name_or_path", "teacher_model_name_or_path", "adapter_path", "dataset", "eval_dataset",
     "chat_template_path", "output_dir", "resume_from_checkpoint",
 )  # fmt: skip
 
 
-def at_home(paths: Any) -> Any:
-    """The value of a key of `PATHS`, in which `~` is the user's folder, as where a shell reads it."""
+def expand_home(paths: Any) -> Any:
+    """Expand `~` in the value of a key of `PATHS`, like a shell."""
     if isinstance(paths, list):
         return [os.path.expanduser(each) for each in paths]
     return os.path.expanduser(paths) if isinstance(paths, str) else paths
@@ -34,13 +34,13 @@ class RunConfig(RunKeys):
 
     @field_validator(*PATHS)
     @classmethod
-    def _at_home(cls, value: Any) -> Any:
-        return at_home(value)
+    def _expand_home(cls, value: Any) -> Any:
+        return expand_home(value)
 
     @field_validator("report_to", mode="before")
     @classmethod
     def _report_to_list(cls, value: Any) -> Any:
-        """transformers also takes one name, and `none`."""
+        """Accept a single name and `none`, like transformers."""
         return ([] if value == "none" else [value]) if isinstance(value, str) else value
 
     @field_validator("max_steps")
@@ -54,7 +54,7 @@ class RunConfig(RunKeys):
 
     @field_validator("warmup_steps", "eval_steps", "save_steps", "eval_split_size")
     @classmethod
-    def _whole_or_share(cls, value: float | None) -> float | None:
+    def _integer_or_share(cls, value: float | None) -> float | None:
         if value is not None and value >= 1 and value != int(value):
             raise PydanticCustomError(
                 "whole", "must be a whole number, or a share below 1, not {value}", {"value": value}
@@ -76,20 +76,20 @@ class RunConfig(RunKeys):
     def fill_in(self) -> None:
         found = defaults_of(self.method, adapter=self.use_peft)
         for key in WITH_DEFAULTS - self.model_fields_set:
-            self.__dict__[key] = found.get(key, type(self).model_fields[key].default)  # it stays a key not given
+            self.__dict__[key] = found.get(key, type(self).model_fields[key].default)  # not added to model_fields_set
 
     def contradictions(self) -> Iterator[Contradiction]:
-        return in_run(self)
+        return run_contradictions(self)
 
 
 def dump_given(config: RunConfig) -> str:
-    """The keys that were given, as YAML: what `halfbyte train` takes to do the same again."""
+    """Return the keys that were given as YAML, from which `halfbyte train` repeats the run."""
     given = [key for section in SECTIONS for key in section.model_fields if key in config.model_fields_set]
     return "".join(f"{dump_value(key, getattr(config, key))}\n" for key in given)
 
 
 def dump_config(config: RunConfig) -> str:
-    """Every key as YAML, by section, each with its description; `load_config` reads it back equal."""
+    """Return every key as YAML, by section, with its description; `load_config` reads it back equal."""
     lines: list[str] = []
     for section in SECTIONS:
         lines.append(f"\n# {section.__doc__}" if lines else f"# {section.__doc__}")

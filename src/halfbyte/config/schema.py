@@ -1,4 +1,4 @@
-"""The keys of a run, by section: their names, types, defaults and what each means. Each key is declared here only."""
+"""Name, type, default and description of every key of a run, by section. `docs/configuration.py` prints them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from ..utils.errors import ConfigError
 from ..utils.text import brief
-from .methods import PreferenceSection, of
+from .methods import PreferenceSection, method_field
 from .policy import DISTILLING, DistillationSection, PolicySection
 from .resolved import Origin, Parallel, Precision, Storage
 from .section import Contradiction, Section, contradiction
@@ -22,8 +22,8 @@ SCHEDULES = (
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
 )  # fmt: skip
 
-SIXTEEN = "16bit"  # in place of a format's name: weights that are not quantized
-KEEP = "keep"  # the types of a GGUF file, where a format holds their values
+SIXTEEN = "16bit"  # in place of a format's name: do not quantize
+KEEP = "keep"  # store a GGUF file's layers in their own types where halfbyte has the format
 FOUR_BIT = ("bnb_4bit_quant_type", "bnb_4bit_blocksize", "bnb_4bit_use_double_quant")
 RECIPE_OPTIONS = {
     "fp8-hybrid": ("margin", "amax_history_len", "amax_compute_algo", "reduce_amax"),
@@ -33,26 +33,30 @@ RECIPE_OPTIONS = {
     ),
 }
 
-Level = Literal[  # see memory.activations
+Level = Literal[  # described in memory.activations
     "keep", "recompute", "recompute_mlp", "checkpoint", "offload_kept", "offload_attention", "offload", "tiled"
 ]  # fmt: skip
 Axis = Literal["data", "shard", "tensor", "pipeline", "context"]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
-Scale = Annotated[float, Field(ge=1e-8)]  # with less no gradient reaches an adapter
+Scale = Annotated[float, Field(ge=1e-8)]  # a smaller scale underflows the adapter's gradients
 
 
 class ModelSection(Section):
     """The model"""
 
-    model_name_or_path: str = Field(description="a folder with a Hugging Face checkpoint, a GGUF file, or a hub id")
-    model_revision: str = Field("main", description="branch, tag or commit of a hub model")
-    trust_remote_code: bool = Field(False, description="run model code that comes with the checkpoint")
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
-        "auto", description="dtype of computation and of unquantized weights; auto: what the hardware is fast in"
+    model_name_or_path: str = Field(
+        description="folder with a Hugging Face checkpoint, GGUF file, or hub id of the base model"
     )
-    attn_implementation: str | None = Field(None, description="transformers attention implementation; default: sdpa")
-    use_kernels: bool = Field(True, description="fused kernels on GPUs; false: transformers' own forwards")
-    device: str | None = Field(None, description="cpu, cuda, cuda:1, xpu; default: the first accelerator, else cpu")
+    model_revision: str = Field("main", description="branch, tag or commit of the hub model")
+    trust_remote_code: bool = Field(False, description="allow Python code that comes with the checkpoint to run")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        "auto", description="dtype of computation and of unquantized weights; auto: the fastest one of the hardware"
+    )
+    attn_implementation: str | None = Field(None, description="attention implementation of transformers; default: sdpa")
+    use_kernels: bool = Field(True, description="use fused kernels on GPUs; false: transformers' forwards")
+    device: str | None = Field(
+        None, description="device, as in cpu, cuda, cuda:1 or xpu; default: the first accelerator, else cpu"
+    )
 
     @field_validator("device")
     @classmethod
@@ -64,37 +68,43 @@ class ModelSection(Section):
 
 
 class QuantizationSection(Section):
-    """Storing the frozen weights"""
+    """Quantization"""
 
     load_in_4bit: bool = Field(
-        True, description="quantize the frozen linear weights (QLoRA): to 4 bits, or as `quantization` says"
+        True, description="quantize the frozen linear weights (QLoRA), to 4 bits or to the formats of `quantization`"
     )
-    bnb_4bit_quant_type: Literal["nf4", "fp4"] = Field("nf4", description="4-bit data type")
-    bnb_4bit_use_double_quant: bool = Field(True, description="quantize the block scales too")
-    bnb_4bit_blocksize: Literal[32, 64, 128, 256, 512, 1024, 2048, 4096] = Field(64, description="weights per scale")
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = Field("nf4", description="4-bit data type of the frozen weights")
+    bnb_4bit_use_double_quant: bool = Field(True, description="quantize the block scales as well (nested quantization)")
+    bnb_4bit_blocksize: Literal[32, 64, 128, 256, 512, 1024, 2048, 4096] = Field(
+        64, description="number of weights that share a scale"
+    )
 
     quantization: str | dict[str, str] | None = Field(
         None,
-        description="one format for all layers, a mapping from module pattern to format or 16bit, or a YAML file with "
-        "that mapping; keep: a GGUF file's own types, where a format holds them; default, and for the rest: the keys"
-        " above",
+        description="format of all linear layers, a mapping from module pattern to format or 16bit, or a YAML file with"
+        " that mapping; keep: the types of a GGUF file where halfbyte supports them; default, also for its other"
+        " layers: the bnb_4bit_* keys",
     )
-    skip_quant_first_layers: Annotated[int, Field(ge=0)] = Field(0, description="first decoder layers kept in 16 bits")
-    skip_quant_last_layers: Annotated[int, Field(ge=0)] = Field(0, description="last decoder layers kept in 16 bits")
+    skip_quant_first_layers: Annotated[int, Field(ge=0)] = Field(
+        0, description="number of first decoder layers that stay in 16 bits"
+    )
+    skip_quant_last_layers: Annotated[int, Field(ge=0)] = Field(
+        0, description="number of last decoder layers that stay in 16 bits"
+    )
     qat_scheme: str | None = Field(
         None,
-        description="quantization-aware training: in every step 16-bit weights, with the adapter merged, are rounded to"
-        " this format (nf4, int4, int8, fp8, nvfp4, ...), activations are not; `halfbyte merge` then stores them in it",
+        description="quantization-aware training: every step rounds the 16-bit weights plus adapter to this format"
+        " (nf4, int4, int8, fp8, nvfp4, ...), and `halfbyte merge` stores them in it; activations are not rounded",
     )
 
     @property
     def quantized(self) -> bool:
-        """Whether any weight is stored in fewer than 16 bits."""
+        """Return whether any weight is stored in fewer than 16 bits."""
         return self.load_in_4bit and self.quantization != SIXTEEN
 
     @property
     def storage(self) -> Storage:
-        """How the frozen linear layers are stored."""
+        """Storage of the frozen linear layers."""
         if not self.quantized:
             return Storage(qat_scheme=self.qat_scheme)
         keep = self.quantization == KEEP
@@ -120,20 +130,24 @@ class QuantizationSection(Section):
     def contradictions(self) -> Iterator[Contradiction]:
         skips = [key for key in ("skip_quant_first_layers", "skip_quant_last_layers") if getattr(self, key)]
         if skips and not self.quantized:
-            yield skips[0], f"{skips[0]} has no meaning when every layer is kept in 16 bits", f"remove {skips[0]}"
+            yield skips[0], f"{skips[0]} has no meaning when every layer stays in 16 bits", f"remove {skips[0]}"
         if self.quantization is not None:
             yield from self._in_quantization(skips)
         if self.qat_scheme is not None:
             yield from self._in_qat()
 
     def _in_quantization(self, skips: list[str]) -> Iterator[Contradiction]:
-        """`quantization` against the keys that choose between 16 bits, NF4 and FP4."""
+        """Yield contradictions between `quantization` and the `load_in_4bit` and `bnb_4bit_*` keys."""
         chosen, quantization = self.written("quantization"), self.quantization
         if not self.load_in_4bit:
             yield "quantization", f"load_in_4bit: false contradicts {chosen}", "remove one of the two"
-        if quantization == "keep":  # the other keys are of the layers that are not kept
+        if quantization == KEEP:  # the other keys apply to layers whose GGUF type is not supported
             if skips:
-                yield skips[0], f"{skips[0]} contradicts {chosen}: kept layers are not in 16 bits", "remove one of the two"
+                yield (
+                    skips[0],
+                    f"{skips[0]} contradicts {chosen}: it keeps the types of the GGUF file",
+                    "remove one of the two",
+                )
             return
         if self.bnb_4bit_quant_type not in ("nf4", quantization):
             wrong = f"{self.written('bnb_4bit_quant_type')} contradicts {chosen}"
@@ -141,19 +155,19 @@ class QuantizationSection(Section):
         names = set(quantization.values()) if isinstance(quantization, dict) else {quantization}
         for key in FOUR_BIT[1:]:
             if not self.is_default(key) and not names & {"nf4", "fp4"}:
-                wrong = f"{self.written(key)} has no meaning with {chosen}: it is of nf4 and fp4"
+                wrong = f"{self.written(key)} has no meaning with {chosen}: it applies to nf4 and fp4"
                 yield "quantization", wrong, f"remove {key}"
 
     def _in_qat(self) -> Iterator[Contradiction]:
         chosen = self.written("qat_scheme")
         if self.quantized:
             key = "quantization" if self.quantization else "load_in_4bit"
-            wrong = "it trains 16-bit weights to be rounded later, and those are rounded already"
+            wrong = "it needs 16-bit weights, and these are quantized already"
             fix = f"set {key}: {'16bit' if self.quantization else 'false'}, or remove qat_scheme"
             yield key, f"{chosen} with {self.written(key)}: {wrong}", fix
         for key in FOUR_BIT:
             if not self.is_default(key):
-                fix = "remove it; qat_scheme: blockwise4:nf4:128:nested spells all three, or qat_scheme: fp4"
+                fix = "remove it; qat_scheme: blockwise4:nf4:128:nested sets all three, or set qat_scheme: fp4"
                 yield key, f"{self.written(key)} has no meaning with {chosen}", fix
 
 
@@ -162,131 +176,179 @@ class RecipeSection(Section):
 
     recipe: Literal["bf16", "fp8-hybrid", "nvfp4"] = Field(
         "bf16",
-        description="what products with frozen weights are computed in, whatever stores those: bf16 (dtype), fp8-hybrid"
-        " (E4M3, gradients E5M2), nvfp4 (rounded to it)",
+        description="precision of GEMMs with frozen weights, whatever their storage: bf16 (the compute dtype),"
+        " fp8-hybrid (E4M3, gradients in E5M2) or nvfp4",
     )
-    margin: Annotated[int, Field(ge=0, le=16)] = Field(0, description="fp8-hybrid: powers of two of headroom")
-    amax_history_len: PositiveInt = Field(1024, description="fp8-hybrid: optimizer steps whose magnitudes set scales")
-    amax_compute_algo: Literal["max", "most_recent"] = Field("max", description="fp8-hybrid: which of those steps")
-    reduce_amax: bool = Field(True, description="fp8-hybrid: take magnitudes over all ranks with other tokens")
-    disable_rht: bool = Field(False, description="nvfp4: no random Hadamard transform")
-    disable_stochastic_rounding: bool = Field(False, description="nvfp4: round gradients to nearest")
-    disable_2d_quantization: bool = Field(False, description="nvfp4: weight scales per 16 values, not per 16×16")
-    enable_four_over_six: bool = Field(False, description="nvfp4: map each block's largest value to 6 or to 4")
+    margin: Annotated[int, Field(ge=0, le=16)] = Field(
+        0, description="fp8-hybrid: headroom of the scales, as a power of two"
+    )
+    amax_history_len: PositiveInt = Field(
+        1024, description="fp8-hybrid: number of optimizer steps whose largest magnitudes are recorded"
+    )
+    amax_compute_algo: Literal["max", "most_recent"] = Field(
+        "max", description="fp8-hybrid: magnitude that sets the scale: the largest of the recorded ones, or the newest"
+    )
+    reduce_amax: bool = Field(
+        True, description="fp8-hybrid: reduce magnitudes over all data- and context-parallel ranks"
+    )
+    disable_rht: bool = Field(False, description="nvfp4: disable the random Hadamard transform")
+    disable_stochastic_rounding: bool = Field(
+        False, description="nvfp4: round gradients to nearest instead of stochastically"
+    )
+    disable_2d_quantization: bool = Field(
+        False, description="nvfp4: scale weights per 16 values instead of per 16×16 block"
+    )
+    enable_four_over_six: bool = Field(
+        False, description="nvfp4: scale the largest value of each block to 6 or to 4, whichever has the smaller error"
+    )
     four_over_six_metric: Literal["MSE", "L1", "AbsMax"] = Field(
-        "MSE", description="nvfp4: the error that decides between them"
+        "MSE", description="nvfp4: error that decides between 6 and 4"
     )
 
 
 class AdapterSection(Section):
     """The adapter"""
 
-    use_peft: bool = Field(True, description="train a low-rank adapter; false: full fine-tuning")
+    use_peft: bool = Field(True, description="train a low-rank adapter (LoRA); false: full fine-tuning")
     r: PositiveInt = Field(16, description="rank of the adapter")
-    lora_alpha: Scale = Field(16.0, description="scale: the adapter's output times lora_alpha/r")
-    lora_dropout: Fraction = Field(0.0, description="dropout on the adapter's input")
+    lora_alpha: Scale = Field(16.0, description="numerator of the adapter's scale lora_alpha/r")
+    lora_dropout: Fraction = Field(0.0, description="dropout probability of the adapter's input")
     target_modules: str | list[str] = Field(
-        "all-linear", description="all-linear, a list of module names, or one regular expression"
+        "all-linear", description="modules to adapt: all-linear, a list of module names, or one regular expression"
     )
     target_parameters: list[str] | None = Field(
         None,
-        description="stacked experts and routers to adapt, by name; default: all experts where target_modules is"
-        " all-linear, and no routers; []: none",
+        description="names of stacked experts and routers to adapt; default: with target_modules: all-linear every"
+        " expert and no router; []: none",
     )
-    modules_to_save: list[str] | None = Field(None, description="modules trained whole and saved with the adapter")
-    use_rslora: bool = Field(False, description="scale by lora_alpha/sqrt(r)")
-    use_dora: bool = Field(False, description="weight-decomposed adapters (DoRA)")
-    rank_pattern: dict[str, PositiveInt] = Field(default_factory=dict, description="module pattern to rank")
-    alpha_pattern: dict[str, Scale] = Field(default_factory=dict, description="module pattern to alpha")
-    init_lora_weights: bool | Literal["gaussian"] = Field(True, description="adapter initialisation, as in PEFT")
-    adapter_dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of adapter weights")
-    adapter_path: str | None = Field(None, description="continue from this saved adapter")
+    modules_to_save: list[str] | None = Field(None, description="modules to train in full and to save with the adapter")
+    use_rslora: bool = Field(False, description="scale the adapter by lora_alpha/sqrt(r) (rsLoRA)")
+    use_dora: bool = Field(False, description="train weight-decomposed adapters (DoRA)")
+    rank_pattern: dict[str, PositiveInt] = Field(
+        default_factory=dict, description="ranks of modules that match a pattern, as in {q_proj: 32}"
+    )
+    alpha_pattern: dict[str, Scale] = Field(
+        default_factory=dict, description="lora_alpha of modules that match a pattern"
+    )
+    init_lora_weights: bool | Literal["gaussian"] = Field(True, description="initialisation of the adapter, as in PEFT")
+    adapter_dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the adapter's weights")
+    adapter_path: str | None = Field(None, description="saved adapter to continue training")
 
 
 class DataSection(Section):
     """The data"""
 
-    dataset: str | list[str] = Field(description="file (jsonl, json, csv, parquet, txt), folder or hub id, or several")
-    dataset_split: str = Field("train", description="split of a hub dataset, or of a folder with files of several")
-    eval_dataset: str | list[str] | None = Field(None, description="held-out data; else eval_split_size is split off")
+    dataset: str | list[str] = Field(
+        description="training data: a file (jsonl, json, csv, parquet, txt), folder or hub id, or a list of them"
+    )
+    dataset_split: str = Field(
+        "train", description="split of a hub dataset, or of a folder with files of several splits"
+    )
+    eval_dataset: str | list[str] | None = Field(
+        None, description="held-out data; default: eval_split_size rows of the training data"
+    )
     eval_split_size: Annotated[float, Field(ge=0)] = Field(
-        0.0, description="rows held out for evaluation: a share below 1, or a count"
+        0.0, description="rows to hold out for evaluation: a share below 1, or a number"
     )
     dataset_format: Literal["auto", "messages", "prompt-completion", "alpaca", "sharegpt", "text"] = Field(
-        "auto", description="row layout; auto: recognised from the columns, and said"
+        "auto", description="layout of the rows; auto: detect it from the columns and log it"
     )
-    dataset_text_field: str = Field("text", description="column with plain text")
+    dataset_text_field: str = Field("text", description="name of the column with plain text")
     column_mapping: dict[str, str] = Field(
-        default_factory=dict, description="standard name to your column, e.g. {prompt: question, completion: answer}"
+        default_factory=dict,
+        description="your name of each standard column, as in {prompt: question, completion: answer}",
     )
-    chat_template_path: str | None = Field(None, description="Jinja file that replaces the tokenizer's chat template")
-    max_length: PositiveInt = Field(2048, description="tokens per row; longer rows are cut or dropped, and counted")
-    overlong: Literal["truncate", "drop"] = Field("truncate", description="what happens to rows over max_length")
-    packing: bool = Field(False, description="pack several documents into one row, isolated from each other")
-    padding_free: bool = Field(False, description="concatenate each batch instead of padding it")
-    assistant_only_loss: bool = Field(True, description="train on assistant turns only (chat data)")
-    completion_only_loss: bool = Field(True, description="train on completions only (prompt-completion data)")
-    dataset_num_proc: PositiveInt | None = Field(None, description="processes that tokenize; default: by size")
+    chat_template_path: str | None = Field(
+        None, description="Jinja file to use instead of the tokenizer's chat template"
+    )
+    max_length: PositiveInt = Field(2048, description="largest number of tokens in a row")
+    overlong: Literal["truncate", "drop"] = Field(
+        "truncate", description="whether to truncate or to drop rows longer than max_length"
+    )
+    packing: bool = Field(False, description="pack several documents into one row, without attention between them")
+    padding_free: bool = Field(False, description="concatenate the rows of a batch instead of padding them")
+    assistant_only_loss: bool = Field(True, description="chat data: compute the loss on assistant turns only")
+    completion_only_loss: bool = Field(True, description="prompt-completion data: compute the loss on completions only")
+    dataset_num_proc: PositiveInt | None = Field(
+        None, description="number of processes that tokenize; default: chosen by the amount of data"
+    )
 
 
 class TrainingSection(Section):
     """Training"""
 
-    output_dir: str = Field("out", description="where everything of this run is written")
-    per_device_train_batch_size: PositiveInt = Field(1, description="rows per step and device")
-    per_device_eval_batch_size: PositiveInt | None = Field(None, description="default: as in training")
-    gradient_accumulation_steps: PositiveInt = Field(1, description="micro-batches per optimizer step")
-    num_train_epochs: Annotated[float, Field(gt=0)] = Field(1.0, description="passes over the data")
-    max_steps: int = Field(-1, description="optimizer steps; overrides num_train_epochs when positive")
+    output_dir: str = Field("out", description="folder for all files of the run")
+    per_device_train_batch_size: PositiveInt = Field(1, description="rows in a micro-batch on each device")
+    per_device_eval_batch_size: PositiveInt | None = Field(
+        None, description="rows in an evaluation batch on each device; default: as in training"
+    )
+    gradient_accumulation_steps: PositiveInt = Field(1, description="number of micro-batches in an optimizer step")
+    num_train_epochs: Annotated[float, Field(gt=0)] = Field(1.0, description="number of passes over the data")
+    max_steps: int = Field(-1, description="number of optimizer steps; -1: determined by num_train_epochs")
     learning_rate: Annotated[float, Field(gt=0)] = Field(2e-4, description="peak learning rate")
-    lr_scheduler_type: str = Field("cosine", description="schedule, by its name in transformers")
-    warmup_steps: Annotated[float, Field(ge=0)] = Field(0.03, description="steps, or below 1 a share of all steps")
+    lr_scheduler_type: str = Field("cosine", description="learning rate schedule, by its name in transformers")
+    warmup_steps: Annotated[float, Field(ge=0)] = Field(
+        0.03, description="warmup steps: a number, or a share of all steps below 1"
+    )
     optim: str = Field("adamw_torch_fused", description="optimizer, by its name in transformers")
     weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="decoupled weight decay")
-    max_grad_norm: Annotated[float, Field(ge=0)] = Field(1.0, description="clip gradients to this norm; 0: never")
-    adam_beta1: Fraction = Field(0.9, description="first-moment decay")
-    adam_beta2: Fraction = Field(0.999, description="second-moment decay")
-    neftune_noise_alpha: Annotated[float, Field(gt=0)] | None = Field(None, description="embedding noise (NEFTune)")
-    router_aux_loss_coef: Annotated[float, Field(ge=0)] | None = of(
-        ("sft",), None, "weight of the loss that balances a mixture's routers, as transformers has it; default: 0"
+    max_grad_norm: Annotated[float, Field(ge=0)] = Field(1.0, description="norm to clip gradients to; 0: no clipping")
+    adam_beta1: Fraction = Field(0.9, description="decay of the first moment")
+    adam_beta2: Fraction = Field(0.999, description="decay of the second moment")
+    neftune_noise_alpha: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="scale of the noise added to embeddings (NEFTune)"
+    )
+    router_aux_loss_coef: Annotated[float, Field(ge=0)] | None = method_field(
+        ("sft",),
+        None,
+        "weight of the load-balancing loss of mixture-of-experts routers, as in transformers; default: 0",
     )
     activation_checkpointing: bool | Literal["auto"] | Level = Field(
         "auto",
-        description="what layers keep for backward, from most to least: keep, recompute, recompute_mlp, checkpoint (or"
-        " true), and in host memory offload_kept, offload_attention, offload, tiled; auto: the fastest mix that fits",
+        description="activations that decoder layers save for the backward, from most to least: keep, recompute,"
+        " recompute_mlp, checkpoint (or true); in host memory offload_kept, offload_attention, offload, tiled; auto:"
+        " the fastest mix of levels that fits",
     )
     expert_offload: bool | Literal["auto"] | PositiveInt = Field(
         "auto",
-        description="decoder layers whose packed experts wait in host memory and come as they are used: true (all),"
-        " false (none) or a number; auto: as few as it takes to fit",
+        description="decoder layers whose quantized experts stay in host memory until they are used: true (all), false"
+        " (none) or a number; auto: the fewest with which the run fits",
     )
     memory_limit_gib: Annotated[float, Field(gt=0)] | None = Field(
         None,
-        description="plan within this many GiB of the device, and reserve no more; default: what is free (more than"
-        " that: a run is tried that does not fit)",
+        description="limit of device memory in GiB, for the plan and for torch's allocator; default: the free memory; a"
+        " larger value than that tries a run that may not fit",
     )
-    logging_steps: PositiveInt = Field(1, description="steps between lines of metrics.jsonl")
+    logging_steps: PositiveInt = Field(1, description="optimizer steps between lines of metrics.jsonl")
     eval_steps: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="steps between evaluations, below 1 a share; default: every epoch"
+        None, description="steps between evaluations, or a share of all steps below 1; default: every epoch"
     )
     save_steps: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="steps between checkpoints, below 1 a share; default: every epoch"
+        None, description="steps between checkpoints, or a share of all steps below 1; default: every epoch"
     )
-    save_total_limit: PositiveInt | None = Field(2, description="checkpoints kept")
-    resume_from_checkpoint: str | bool | None = Field(None, description="true: the newest checkpoint; or a folder")
-    report_to: list[str] = Field(default_factory=list, description="wandb, tensorboard, ... as in transformers")
+    save_total_limit: PositiveInt | None = Field(2, description="number of newest checkpoints to keep")
+    resume_from_checkpoint: str | bool | None = Field(
+        None, description="checkpoint folder to resume from; true: the newest one of output_dir"
+    )
+    report_to: list[str] = Field(
+        default_factory=list, description="experiment trackers, as in transformers: wandb, tensorboard, ..."
+    )
     sample_prompts: Annotated[int, Field(ge=0)] | list[str] = Field(
-        3, description="prompts answered before and after training: a number of held-out rows, or the prompts"
+        3, description="prompts to answer before and after training: a number of held-out rows, or a list of prompts"
     )
-    sample_max_new_tokens: PositiveInt = Field(48, description="length of those answers")
+    sample_max_new_tokens: PositiveInt = Field(
+        48, description="largest number of tokens in an answer to sample_prompts"
+    )
     method: str = Field(
-        "sft", description="what is trained for: sft is supervised fine-tuning, the others have sections below"
+        "sft", description="training method: sft (supervised fine-tuning), or one of the methods in the sections below"
     )
-    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = Field(42, description="seeds data order, adapters and dropout")
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = Field(
+        42, description="seed of the data order, the adapter's initialisation, dropout and sampling"
+    )
     deterministic: bool = Field(
         False,
-        description="on a GPU too, runs with one seed have equal bytes, whatever it costs; false: where it costs"
-        " nearly nothing, and checks.json says whether",
+        description="make runs with the same seed bit-equal on GPUs even if it is slow; false: only where it costs"
+        " almost no time, as recorded in checks.json",
     )
 
 
@@ -295,23 +357,23 @@ class ParallelSection(Section):
 
     parallel: Literal["auto"] | dict[Axis, PositiveInt] = Field(
         "auto",
-        description="how many ways the run is divided, as in {data: 2} or {data: 2, shard: 4}: rows (data), rows and"
-        " the bytes of frozen weights (shard), products (tensor), layers (pipeline), tokens of a row (context);"
-        " auto: over the GPUs there are, as the memory plan finds best",
+        description="degree of each axis of parallelism, as in {data: 2, shard: 4}: data (DDP), shard (FSDP: data"
+        " parallelism with sharded frozen weights), tensor, pipeline and context; auto: the memory plan chooses a"
+        " layout for the available GPUs",
     )
     pipeline_schedule: Literal["auto", "1f1b", "interleaved", "zb-1p", "zb-v"] = Field(
         "auto",
-        description="in which order a pipeline's stages compute; auto: 1f1b or interleaved, as its simulation ends"
-        " first (zero-bubble schedules gain nothing where adapters alone are trained)",
+        description="schedule of pipeline stages; auto: 1f1b or interleaved, whichever is faster in simulation;"
+        " zero-bubble schedules (zb-*) are no faster if only adapters are trained",
     )
     max_restarts: Annotated[int, Field(ge=0)] = Field(
-        0, description="how often `halfbyte train` goes on from the last checkpoint when a process of several dies"
+        0, description="number of restarts from the last checkpoint after a process of a multi-GPU run dies"
     )
 
 
 def _mixture_in(path: str) -> dict[str, str]:
-    """The mixture of formats in a YAML file."""
-    fix = "name a file of lines `pattern: format`, as `halfbyte mix` writes it"
+    """Read a mapping of module patterns to formats from a YAML file."""
+    fix = "name a file with lines `pattern: format`, as `halfbyte mix` writes it"
     try:
         found = read_patterns(path)
     except ConfigError as error:
@@ -320,8 +382,8 @@ def _mixture_in(path: str) -> dict[str, str]:
         raise contradiction("quantization", f"quantization: {path} is empty", fix)
     for pattern, spec in found.items():
         if not isinstance(spec, str):
-            said = f"quantization: {path} holds no mixture of formats: {pattern} is {spec!r}"
-            raise contradiction("quantization", said, fix)
+            wrong = f"quantization: {path} is not a mapping of patterns to formats: {pattern} is {spec!r}"
+            raise contradiction("quantization", wrong, fix)
     return found
 
 
@@ -332,7 +394,7 @@ SECTIONS = (
 
 
 class Adapter(AdapterSection):
-    """The low-rank adapter of a run, and the model it belongs to."""
+    """Keys of a low-rank adapter, and its base model."""
 
     model_config = ConfigDict(frozen=True, validate_assignment=False)
 
@@ -368,8 +430,11 @@ class RunKeys(
 
     @property
     def precision(self) -> Precision:
-        """Dtypes and recipe. Full fine-tuning stores float32 weights unless `dtype` is given: bfloat16's 8 bits of
-        precision lose an update of 1e-4 of a weight."""
+        """Dtypes and recipe of the computation.
+
+        Full fine-tuning stores float32 weights unless `dtype` is given: bfloat16, with 8 bits of precision, rounds an
+        update of 1e-4 of a weight away.
+        """
         weights = "float32" if not self.use_peft and self.dtype == "auto" else self.dtype
         options = {key: getattr(self, key) for key in RECIPE_OPTIONS.get(self.recipe, ())}
         if self.recipe == "nvfp4":
@@ -378,7 +443,7 @@ class RunKeys(
 
     @property
     def layout(self) -> Parallel | None:
-        """The degree of each axis of parallelism; None: the memory plan chooses (`parallel: auto`)."""
+        """Degree of each axis of parallelism; None: the memory plan chooses (`parallel: auto`)."""
         return None if self.parallel == "auto" else Parallel(**self.parallel)
 
     @property
@@ -387,7 +452,7 @@ class RunKeys(
 
     @property
     def group_size(self) -> int:
-        """Number of answers to a prompt; the answers of a group are consecutive rows."""
+        """Number of answers per prompt. The answers of a group are consecutive rows."""
         return 1 if self.method in DISTILLING else self.num_generations or 2
 
     @property
@@ -396,5 +461,5 @@ class RunKeys(
 
     @property
     def answers_per_generation(self) -> int:
-        """Number of answers that one process samples at a time."""
+        """Number of answers that each rank samples per generation."""
         return self.per_device_train_batch_size * self.micro_batches_per_generation

@@ -1,4 +1,4 @@
-"""The base class of a section of keys: typed, strict, and free of contradictions."""
+"""Base class of a section of keys: strict types, no unknown keys, no contradictions."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pydantic_core import PydanticCustomError
 from ..utils.text import brief
 from .yaml import dump_value
 
-Contradiction = tuple[str, str, str]  # the key to change, what is wrong, the fix
-LARGEST = 2**31 - 1  # the largest value of any number except the seed: libraries overflow above it
+Contradiction = tuple[str, str, str]  # key to change, problem, fix
+LARGEST = 2**31 - 1  # largest value of any number except the seed; libraries overflow above it
 
 
 class Section(BaseModel):
@@ -48,7 +48,7 @@ class Section(BaseModel):
     def _not_blank(cls, value: Any) -> Any:
         several = value if isinstance(value, list) else [value]
         if any(isinstance(each, str) and not each.strip() for each in several):
-            raise PydanticCustomError("empty", "must not be blank, as {value} is", {"value": brief(value)})
+            raise PydanticCustomError("empty", "must not be blank, not {value}", {"value": brief(value)})
         return value
 
     @field_validator("*", mode="after")
@@ -79,7 +79,7 @@ class Section(BaseModel):
         return ()
 
     def written(self, key: str) -> str:
-        """Return `key: value` as a YAML file has it."""
+        """Return `key: value` as in a YAML file."""
         return dump_value(key, getattr(self, key))
 
     def is_default(self, key: str) -> bool:

@@ -1,10 +1,10 @@
-"""YAML as a run's configuration needs it: values with the line they stand on, and writing that reads back equal.
+"""Reading YAML with line numbers, and writing YAML that reads back equal.
 
-PyYAML follows YAML 1.1, where `2e-4` is text because it has no dot. Learning rates are written like that, so both the
-reader and the writer here take YAML 1.2's floats.
+PyYAML follows YAML 1.1, where `2e-4` is text because it has no dot. Learning rates are often written like that, so the
+reader and the writer use the floats of YAML 1.2.
 
-What comes from outside is bounded: in size, in depth, and in the values that aliases stand for. A key given twice, in a
-nested mapping too, is an error, where PyYAML takes the last one.
+Files are limited in size, in depth and in the number of values after expanding aliases. A repeated key is an error, in
+nested mappings as well; PyYAML would use the last value.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from ..reading import read_text
 from ..utils.errors import ConfigError
 from ..utils.text import brief, cut, visible
 
-LARGEST = 2**21  # bytes; a pattern for each of 40,000 modules
-DEEPEST = 50
-MOST_VALUES = 200_000  # counting what an alias stands for at each of its places
-_SPACE = re.compile(r"(?:^|[:-])[ \t]*[^\S \t\n\r]|^ *\t", re.MULTILINE)  # where YAML wants plain blanks
+LARGEST = 2**21  # bytes of a file; enough for the patterns of 40,000 modules
+DEEPEST = 50  # levels of nesting
+MOST_VALUES = 200_000  # with aliases expanded
+_SPACE = re.compile(
+    r"(?:^|[:-])[ \t]*[^\S \t\n\r]|^ *\t", re.MULTILINE
+)  # whitespace other than plain spaces where YAML allows only these
 _WRITE_ONE = "`halfbyte init MODEL DATA > run.yaml` writes one"
-_FLATTEN = "write a flat list of keys; none of them holds that much"
-_QUOTE = "mend it; text with any of : # , [ ] { } & * ! | > % @ ` in it goes in quotes"
+_FLATTEN = "write a flat list of keys; no key needs that much"
+_QUOTE = "correct it; text with any of : # , [ ] { } & * ! | > % @ ` in it goes in quotes"
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _TAG = "tag:yaml.org,2002:"
@@ -38,43 +40,45 @@ _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false",
 
 @dataclass(frozen=True)
 class Located:
-    """A value and where it was written, e.g. `run.yaml:4` or `command line`."""
+    """A value and its place, e.g. `run.yaml:4` or `command line`."""
 
     value: Any
     where: str
 
 
 class _Refused(yaml.MarkedYAMLError):
-    """What PyYAML takes, or lets through as some other exception, with a fix of its own."""
+    """An error that PyYAML does not report as a YAML error, with its own fix."""
 
-    def __init__(self, said: str, mark: yaml.Mark, fix: str):
-        super().__init__(problem=said, problem_mark=mark)
+    def __init__(self, problem: str, mark: yaml.Mark, fix: str):
+        super().__init__(problem=problem, problem_mark=mark)
         self.fix = fix
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with YAML 1.2 numbers, no dates, bounds, and errors that are all PyYAML's own."""
+    """SafeLoader with the numbers of YAML 1.2, no dates, size limits, and only YAML errors."""
 
     def __init__(self, text: str):
         super().__init__(text)
         self.depth, self.values = 0, 0
-        self.stands_for: dict[yaml.Node, int] = {}
+        self.expanded: dict[yaml.Node, int] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """A node of the tree, counted with all below it."""
+        """Compose a node and count its values, including all nested ones."""
         event = self.peek_event()
         before, is_alias = self.values, isinstance(event, yaml.AliasEvent)
         self.depth, self.values = self.depth + 1, self.values + 1
         if self.depth > DEEPEST:
             raise _Refused(f"nested more than {DEEPEST} levels deep", event.start_mark, _FLATTEN)
         node = super().compose_node(parent, index)
-        if is_alias and node not in self.stands_for:
-            raise _Refused("an alias stands for what it is part of", event.start_mark, "write out what is meant")
-        self.depth, self.values = self.depth - 1, self.values + (self.stands_for[node] if is_alias else 0)
+        if is_alias and node not in self.expanded:
+            raise _Refused(
+                "an alias refers to a value that contains it", event.start_mark, "write the value instead of the alias"
+            )
+        self.depth, self.values = self.depth - 1, self.values + (self.expanded[node] if is_alias else 0)
         if self.values > MOST_VALUES:
-            raise _Refused(f"more than {MOST_VALUES:,} values, those of aliases counted", event.start_mark, _FLATTEN)
+            raise _Refused(f"more than {MOST_VALUES:,} values with aliases expanded", event.start_mark, _FLATTEN)
         if not is_alias and node is not None:
-            self.stands_for[node] = self.values - before
+            self.expanded[node] = self.values - before
         return node
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
@@ -82,14 +86,14 @@ class _Loader(yaml.SafeLoader):
         for key, value in node.value if node.flow_style else ():
             if isinstance(key, yaml.ScalarNode) and ":" in key.value and not key.style and _is_nothing(value):
                 name, _, given = key.value.partition(":")
-                said = f"a space is missing behind the colon of {brief(key.value)}"
-                raise _Refused(said, key.start_mark, f"write {{{cut(name, 80)}: {cut(given, 80)}}}")
+                problem = f"a space is missing after the colon of {brief(key.value)}"
+                raise _Refused(problem, key.start_mark, f"write {{{cut(name, 80)}: {cut(given, 80)}}}")
         first: dict[tuple[str, str], yaml.Node] = {}
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"):
             if first.setdefault((key.tag, key.value), key) is not key:
                 line = first[key.tag, key.value].start_mark.line + 1
-                said = f"{cut(key.value, 80)} is given twice, first in line {line}"
-                raise _Refused(said, key.start_mark, "keep one of them")
+                problem = f"{cut(key.value, 80)} is given twice, first in line {line}"
+                raise _Refused(problem, key.start_mark, "keep one of them")
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
@@ -97,19 +101,19 @@ class _Loader(yaml.SafeLoader):
             return super().construct_object(node, deep)
         except (yaml.YAMLError, RecursionError):
             raise
-        except Exception as error:  # int() of 5,000 digits, month 13, `!!bool foo`: PyYAML lets them all through
+        except Exception as error:  # e.g. int() of 5,000 digits, month 13, `!!bool foo`
             kind = node.tag.removeprefix(_TAG)
-            said = f"{brief(node.value)} is not {_KINDS.get(kind, kind)}"
-            raise _Refused(said, node.start_mark, "give such a value, or put it in quotes") from error
+            problem = f"{brief(node.value)} is not {_KINDS.get(kind, kind)}"
+            raise _Refused(problem, node.start_mark, "give such a value, or put it in quotes") from error
 
 
 def _is_nothing(node: yaml.Node) -> bool:
-    """Whether no value was written."""
+    """Return whether a node is an empty value."""
     return isinstance(node, yaml.ScalarNode) and not node.value and not node.style
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper that quotes by the rules `_Loader` reads with, and keeps every scalar on one line."""
+    """SafeDumper with the number rules of `_Loader`, and every scalar on one line."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
         return self.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
@@ -125,8 +129,8 @@ def _with_own_numbers(cls: type) -> None:
         for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
     for tag, pattern in (("int", _INTEGER), ("float", _FLOAT)):
-        whole = re.compile(rf"(?:{pattern.pattern})\Z")
-        cls.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", whole, list("-+.0123456789"))  # type: ignore[attr-defined]
+        anchored = re.compile(rf"(?:{pattern.pattern})\Z")
+        cls.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", anchored, list("-+.0123456789"))  # type: ignore[attr-defined]
 
 
 _with_own_numbers(_Loader)
@@ -135,15 +139,15 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 
 
 def read_mapping(path: Path | str, text_keys: Collection[str] = (), fix: str = _WRITE_ONE) -> dict[str, Located]:
-    """The top-level keys of a YAML file, each with its line.
+    """Read the top-level keys of a YAML file, each with its line.
 
     Args:
         path: the file, UTF-8.
         text_keys: keys whose value is text even when it looks like a number (`model_revision: 1234567`).
-        fix: what to do when there is no such file, or no mapping in it.
+        fix: fix of the error if the file does not exist or has no mapping.
 
     Raises:
-        ConfigError: no such file, not YAML, not a mapping, a key given twice, or more than the bounds allow.
+        ConfigError: no such file, not YAML, not a mapping, a repeated key, or a limit is exceeded.
     """
     path = Path(path)
     text = read_text(path, ConfigError, fix, LARGEST)
@@ -152,12 +156,12 @@ def read_mapping(path: Path | str, text_keys: Collection[str] = (), fix: str = _
         if root is None:
             return {}
         if not isinstance(root, yaml.MappingNode):
-            raise ConfigError(f"{path}: expected `key: value` lines, found {_what(root)}", fix)
+            raise ConfigError(f"{path}: expected `key: value` lines, found {_kind(root)}", fix)
         return _located(loader, root, path, text_keys)
 
 
 def read_patterns(path: str) -> dict[str, Any]:
-    """The whole of a YAML file that holds one mapping, such as patterns of module names.
+    """Read a YAML file with one mapping, such as patterns of module names to formats.
 
     Raises:
         ConfigError: see `read_mapping`.
@@ -167,7 +171,7 @@ def read_patterns(path: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _loading(text: str, where: str, is_file: bool = True) -> Iterator[_Loader]:
-    """A loader of `text`, whose errors are ConfigErrors that begin with `where`, of a file with the line."""
+    """Make a loader of `text`; its errors become ConfigErrors that begin with `where`, and for files the line."""
     loader = None
     try:
         loader = _Loader(text)
@@ -175,8 +179,9 @@ def _loading(text: str, where: str, is_file: bool = True) -> Iterator[_Loader]:
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         spelled = visible(chr(error.character))
-        said, fix = f"the character {spelled} cannot stand there", f'remove it, or write "{spelled}" in double quotes'
-        raise ConfigError(f"{f'{where}:{line}' if is_file else where}: {said}", fix) from None
+        problem = f"the character {spelled} is not allowed in YAML"
+        fix = f'remove it, or write "{spelled}" in double quotes'
+        raise ConfigError(f"{f'{where}:{line}' if is_file else where}: {problem}", fix) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{where}:{mark.line + 1}" if is_file and mark else where
@@ -184,14 +189,14 @@ def _loading(text: str, where: str, is_file: bool = True) -> Iterator[_Loader]:
             raise ConfigError(f"{place}: {error.problem}", error.fix) from None
         odd = _SPACE.search(text) if is_file and mark else None
         if odd and mark and (line := text.count("\n", 0, odd.end())) <= mark.line:
-            said = f"not valid YAML: a blank of another kind (U+{ord(odd[0][-1]):04X}) stands there"
-            raise ConfigError(f"{where}:{line + 1}: {said}", "write plain blanks") from None
-        said = error.problem or error.context or "it cannot be read"
-        if error.context and said.startswith("but "):
-            said = f"{error.context}, {said}"
-        said = said.replace(repr("\0"), "the end").replace("'<stream end>'", "the end")
-        fix = "remove the tag" if "for the tag" in said else _QUOTE
-        raise ConfigError(f"{place}: not valid YAML: {said}", fix) from None
+            problem = f"not valid YAML: the character U+{ord(odd[0][-1]):04X} looks like a space"
+            raise ConfigError(f"{where}:{line + 1}: {problem}", "write plain spaces") from None
+        problem = error.problem or error.context or "it cannot be read"
+        if error.context and problem.startswith("but "):
+            problem = f"{error.context}, {problem}"
+        problem = problem.replace(repr("\0"), "the end").replace("'<stream end>'", "the end")
+        fix = "remove the tag" if "for the tag" in problem else _QUOTE
+        raise ConfigError(f"{place}: not valid YAML: {problem}", fix) from None
     finally:
         if loader is not None:
             loader.dispose()
@@ -212,21 +217,21 @@ def _construct(loader: _Loader, node: yaml.Node, is_text: bool) -> Any:
     return loader.construct_object(node, deep=True)
 
 
-def _what(node: yaml.Node) -> str:
+def _kind(node: yaml.Node) -> str:
     return "a list" if isinstance(node, yaml.SequenceNode) else "plain text"
 
 
 def parse_scalar(text: str, where: str, is_text: bool = False) -> Any:
-    """The value of `text` as YAML reads it: `1e-4` a float, `[q_proj, v_proj]` a list, empty text null.
+    """Parse `text` as a YAML value: `1e-4` is a float, `[q_proj, v_proj]` a list, empty text null.
 
     Args:
-        where: what it is the value of, for errors.
-        is_text: whether it stays text even when it looks like a number.
+        where: place of the value, for errors.
+        is_text: whether to return text even if it looks like a number.
 
     Raises:
         ConfigError: not valid YAML.
     """
-    if text.startswith("*"):  # a pattern; no anchor can stand beside one value
+    if text.startswith("*"):  # a pattern, not an alias: a single value has no anchors
         return text
     with _loading(text, where, is_file=False) as loader:
         node = loader.get_single_node()
@@ -234,7 +239,7 @@ def parse_scalar(text: str, where: str, is_text: bool = False) -> Any:
 
 
 def dump_value(key: str, value: Any) -> str:
-    """`key: value` on one line; lists and mappings in brackets. `read_mapping` gives the equal value back."""
+    """Return `key: value` on one line, lists and mappings in brackets; `read_mapping` reads it back equal."""
     return f"{_dumped(key)}: {_dumped(value)}"
 
 
@@ -244,5 +249,5 @@ def _dumped(value: Any) -> str:
 
 
 def dump_mapping(mapping: dict[str, Any]) -> str:
-    """`key: value` lines, in order; `read_mapping` gives the equal mapping back."""
+    """Return `key: value` lines in order; `read_mapping` reads the mapping back equal."""
     return yaml.dump(mapping, Dumper=_Dumper, allow_unicode=True, width=10**9, sort_keys=False)

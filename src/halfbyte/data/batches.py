@@ -10,8 +10,8 @@ import torch
 from datasets import Dataset
 from pyarrow import ChunkedArray, compute
 
-from ..config import RunConfig
 from ..config.policy import SAMPLING
+from ..config.schema import DataSection, RunKeys
 from ..memory.activations import MAX_GRAPHS, Batches, Shape
 from ..utils.notices import notice
 from .collate import FINER, WIDTHS, rounds_widths, width_of
@@ -21,7 +21,7 @@ from .shared_prefix import ANSWERS
 SAMPLES = 64  # random batches that the typical shape averages over
 
 
-def batches_of(config: RunConfig, data: PreparedData, device: torch.device) -> Batches:
+def batches_of(config: RunKeys, data: PreparedData, device: torch.device) -> Batches:
     """Return the shapes of a run's micro-batches on `device`.
 
     Args:
@@ -55,7 +55,7 @@ def _longest_prompts(rows: Dataset, count: int) -> tuple[int, ...]:
     return tuple(sorted(map(len, rows["prompt_ids"]), reverse=True)[:count])
 
 
-def width_shares(config: RunConfig, data: PreparedData) -> dict[int, float]:
+def width_shares(config: RunKeys, data: PreparedData) -> dict[int, float]:
     """Return the widths of rounded micro-batches of unpacked training rows, and the share of batches with each width.
 
     Rows are drawn without replacement.
@@ -70,7 +70,7 @@ def width_shares(config: RunConfig, data: PreparedData) -> dict[int, float]:
     return {width: share - below for width, share, below in zip(widths, no_wider, [0.0, *no_wider], strict=False)}
 
 
-def _of_documents(config: RunConfig, answers: int, shared: bool) -> RunConfig:
+def _of_documents(config: RunKeys, answers: int, shared: bool) -> RunKeys:
     """Return `config` for batches whose rows hold several documents: wider rows, or more of them."""
     if config.packing or config.padding_free or shared:
         return config.model_copy(update={"max_length": answers * config.max_length})
@@ -80,7 +80,7 @@ def _of_documents(config: RunConfig, answers: int, shared: bool) -> RunConfig:
     return config.model_copy(update=rows)
 
 
-def _lengths_for(config: RunConfig, rows: Dataset | None, data: PreparedData) -> np.ndarray:
+def _lengths_for(config: DataSection, rows: Dataset | None, data: PreparedData) -> np.ndarray:
     """Return the tokens of each row under `config`.
 
     Rows with several documents count once per document if batches are padded or the answers go through separate
@@ -137,7 +137,7 @@ def largest_id(rows: Dataset) -> int:
 
 
 def batches_of_lengths(
-    config: RunConfig, train: np.ndarray, held_out: np.ndarray, *, rounded: bool, widths: int = WIDTHS
+    config: RunKeys, train: np.ndarray, held_out: np.ndarray, *, rounded: bool, widths: int = WIDTHS
 ) -> Batches:
     """Return the largest and the typical micro-batch of shuffled rows, and the largest one of an evaluation.
 
@@ -167,7 +167,7 @@ def batches_of_lengths(
     )
 
 
-def _shapes(config: RunConfig, lengths: np.ndarray, octave: int) -> float:
+def _shapes(config: RunKeys, lengths: np.ndarray, octave: int) -> float:
     """Return the number of shapes that micro-batches can have; unbounded for padding-free rows of different lengths."""
     different = np.unique(lengths)
     if config.padding_free:
@@ -176,12 +176,12 @@ def _shapes(config: RunConfig, lengths: np.ndarray, octave: int) -> float:
     return len({_shape(config, np.array([length]), octave).length for length in different}) * (1 + last)
 
 
-def _largest(config: RunConfig, lengths: np.ndarray, rows: int, octave: int) -> Shape:
+def _largest(config: DataSection, lengths: np.ndarray, rows: int, octave: int) -> Shape:
     longest = np.sort(lengths)[::-1][:rows]
     return _shape(config, longest, octave) if len(longest) else Shape(0, 0)
 
 
-def _second(config: RunConfig, lengths: np.ndarray, octave: int) -> Shape:
+def _second(config: RunKeys, lengths: np.ndarray, octave: int) -> Shape:
     """Return the second largest shape: shorter rows, or the last, smaller batch of an epoch."""
     rows = min(config.per_device_train_batch_size, len(lengths))
     left = len(lengths) % rows
@@ -193,7 +193,7 @@ def _second(config: RunConfig, lengths: np.ndarray, octave: int) -> Shape:
     return max(Shape(rows, shorter), Shape(left, largest.length), key=lambda shape: shape.tokens)
 
 
-def _shape(config: RunConfig, lengths: np.ndarray, octave: int) -> Shape:
+def _shape(config: DataSection, lengths: np.ndarray, octave: int) -> Shape:
     """Return the shape of a micro-batch with rows of these lengths; `octave` is the number of widths per octave, 0
     if unrounded."""
     rows, longest, most = len(lengths), int(lengths.max()), config.max_length

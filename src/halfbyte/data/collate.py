@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedTokenizerBase
 
-from ..config import RunConfig
+from ..config.schema import RunKeys
 from ..ops import IGNORE_INDEX
 
 Batch = dict[str, Any]  # tensors, and two numbers of a fused flat batch
@@ -30,7 +30,7 @@ WIDTHS, FINER = 4, 8  # widths per octave; finer for rows of several sampled ans
 
 
 def make_collator(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
+    config: RunKeys, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
 ) -> Collator:
     """Return the collator that `config` asks for: flat for packing or padding_free, else padded.
 

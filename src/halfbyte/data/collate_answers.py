@@ -18,7 +18,7 @@ import torch
 from datasets import Dataset, Features, Value
 from transformers import PreTrainedTokenizerBase
 
-from ..config import RunConfig
+from ..config.schema import DataSection, RunKeys
 from ..ops import IGNORE_INDEX
 from ..utils.notices import notice
 from .batches import document_lengths, row_lengths
@@ -79,7 +79,7 @@ def as_documents(
 
 
 def documents_in(
-    config: RunConfig, data: PreparedData, answers: Sequence[Answer], *, together: bool = True, joined: bool = False
+    config: DataSection, data: PreparedData, answers: Sequence[Answer], *, together: bool = True, joined: bool = False
 ) -> PreparedData:
     """Return prepared rows with these answers as documents, several per row if `config` packs.
 
@@ -299,7 +299,7 @@ def _split(row: Row, as_trees: bool = False) -> tuple[Row, Row | None]:
 
 
 def unpaired_collator(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None, *, joined: bool = False
+    config: RunKeys, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None, *, joined: bool = False
 ) -> UnpairedCollator:
     """Return the collator of labelled rows for `config`; `joined` as in `UnpairedCollator`."""
     rounded = device is not None and rounds_widths(device)
@@ -308,7 +308,7 @@ def unpaired_collator(
 
 
 def answer_collator(
-    config: RunConfig,
+    config: RunKeys,
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device | None = None,
     *,
@@ -388,7 +388,7 @@ def _concatenate(parts: list[np.ndarray], size: int, fill: int) -> torch.Tensor:
 # --- answers in steps -------------------------------------------------------------------------------------------------
 
 
-def steps_in(config: RunConfig, data: PreparedData) -> PreparedData:
+def steps_in(config: DataSection, data: PreparedData) -> PreparedData:
     """Return prepared rows as documents, several per row if `config` packs.
 
     A document is the prompt with its steps: `input_ids`, `labels` (the token itself at each step's last token, -100
@@ -444,7 +444,7 @@ class StepCollator:
 
 
 def step_collator(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
+    config: RunKeys, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
 ) -> StepCollator:
     """Return the collator of stepwise rows for `config`."""
     rounded = device is not None and rounds_widths(device)

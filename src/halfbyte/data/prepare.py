@@ -20,7 +20,7 @@ import torch
 from datasets import Dataset, Features, Value
 from transformers import PreTrainedTokenizerBase
 
-from ..config import RunConfig
+from ..config.schema import DataSection, RunKeys
 from ..utils.errors import ConfigError, DataError
 from ..utils.notices import notice
 from .chat import ChatTemplate, tool_text
@@ -104,7 +104,7 @@ class _Split:
     report: dict[str, Any]
 
 
-def prepare(config: RunConfig, tokenizer: PreTrainedTokenizerBase, columns: Sequence[str] = ()) -> PreparedData:
+def prepare(config: RunKeys, tokenizer: PreTrainedTokenizerBase, columns: Sequence[str] = ()) -> PreparedData:
     """Read, recognise, split, mask, tokenize and (if configured) pack the data of a run.
 
     Conversations, and with a chat template also prompt-completion and Alpaca rows, are rendered with the template and
@@ -139,7 +139,7 @@ def prepare(config: RunConfig, tokenizer: PreTrainedTokenizerBase, columns: Sequ
     return PreparedData(train.rows, evaluation.rows if evaluation else None, report)
 
 
-def template_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate | None:
+def template_of(config: RunKeys, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate | None:
     """Return the tokenizer's chat template; errors name its file or key."""
     path = config.chat_template_path
     if not tokenizer.chat_template:
@@ -157,7 +157,7 @@ def template_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ChatTe
 
 
 def _read(
-    config: RunConfig,
+    config: DataSection,
     template: ChatTemplate | None,
     columns: Sequence[str],
     names: str | list[str],
@@ -243,7 +243,7 @@ def mask_of(format: str, everything: bool, template: ChatTemplate | None) -> str
 
 
 def read_parts(
-    config: RunConfig, read: Callable[[str | list[str], bool], Documents]
+    config: RunKeys, read: Callable[[str | list[str], bool], Documents]
 ) -> tuple[Documents, Documents | None, list[dict[str, Any]]]:
     """Return the training documents, the evaluation documents (None without evaluation), and the sources of both.
 
@@ -277,7 +277,7 @@ def _split_off(found: Documents, size: float, seed: int) -> tuple[Documents, Doc
     return found.select(np.sort(order[count:])), found.select(np.sort(order[:count]))
 
 
-def _finish(found: Documents, encoder: Encoder, config: RunConfig, name: str) -> _Split:
+def _finish(found: Documents, encoder: Encoder, config: DataSection, name: str) -> _Split:
     encoded = encode(found, encoder, config, {**ENCODED, **{name: NUMBERS for name in found.columns}})
     total, kept = len(found.texts), kept_rows(encoded, f"{name} documents", config.max_length, REMEDY)
     truncated = sum(length > config.max_length for length in kept["length"])
@@ -346,7 +346,7 @@ def not_shown_of(kept: Dataset, name: str) -> dict[str, int]:
     return dict(found)
 
 
-def encode(found: Documents, encoder: Encoder, config: RunConfig, features: Mapping[str, Any]) -> Dataset:
+def encode(found: Documents, encoder: Encoder, config: DataSection, features: Mapping[str, Any]) -> Dataset:
     """Return the columns that `encoder` makes of documents, in parallel if there are enough rows."""
     rows = len(found.texts)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -399,13 +399,13 @@ def _pack(kept: Dataset, max_length: int, columns: Sequence[str]) -> Dataset:
 
 
 def calibration_rows(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, tokens: int, device: torch.device
+    config: RunKeys, tokenizer: PreTrainedTokenizerBase, tokens: int, device: torch.device
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield the model's forward arguments and `labels`, one row at a time; see `packed_rows`."""
     return collated_rows(packed_rows(config, tokenizer, tokens), make_collator(config, tokenizer), device)
 
 
-def packed_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase, tokens: int) -> list[dict[str, Any]]:
+def packed_rows(config: RunKeys, tokenizer: PreTrainedTokenizerBase, tokens: int) -> list[dict[str, Any]]:
     """Return rows for a packing collator, up to `tokens` tokens or the end of the text; every token is a label.
 
     Args:

@@ -11,7 +11,7 @@ import datasets
 from datasets import Dataset, Features, Value
 from transformers import PreTrainedTokenizerBase
 
-from ..config import RunConfig
+from ..config.schema import DataSection, RunKeys
 from ..ops import IGNORE_INDEX
 from ..utils.errors import DataError
 from ..utils.notices import notice
@@ -57,7 +57,7 @@ REMEDIES = {
 }
 
 
-def prepare_answers(config: RunConfig, tokenizer: PreTrainedTokenizerBase, kind: Kind) -> PreparedData:
+def prepare_answers(config: RunKeys, tokenizer: PreTrainedTokenizerBase, kind: Kind) -> PreparedData:
     """Read, recognise, split, mask and tokenize rows of `kind`.
 
     The columns of the rows are, as lists of ints unless noted otherwise,
@@ -134,7 +134,7 @@ def _features(kind: Kind, columns: Any) -> dict[str, Any]:
 
 
 def _read(
-    config: RunConfig, template: ChatTemplate | None, kind: Kind, names: str | list[str], evaluating: bool
+    config: RunKeys, template: ChatTemplate | None, kind: Kind, names: str | list[str], evaluating: bool
 ) -> Documents:
     found, margins = Documents(), {}
     for source in read_sources(names, config.dataset_split, evaluating=evaluating):
@@ -164,7 +164,7 @@ def _read(
     return found
 
 
-def _mask_of(config: RunConfig, template: ChatTemplate | None, kind: Kind) -> str:
+def _mask_of(config: DataSection, template: ChatTemplate | None, kind: Kind) -> str:
     """Describe the trained tokens, for the data report."""
     if kind == "stepwise":
         return "the last token of each step"
@@ -196,7 +196,7 @@ def _text(row: dict[str, Any], where: str) -> str:
     return text
 
 
-def _finish(found: Documents, encoder: AnswerEncoder, config: RunConfig, name: str) -> tuple[Dataset, dict[str, Any]]:
+def _finish(found: Documents, encoder: AnswerEncoder, config: DataSection, name: str) -> tuple[Dataset, dict[str, Any]]:
     """Return the kept rows of a split, with all their columns, and its part of the report."""
     kind, total = encoder.kind, len(found.texts)
     encoded = encode(found, encoder, config, _features(kind, found.columns))

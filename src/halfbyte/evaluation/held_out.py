@@ -15,7 +15,7 @@ from ..utils.errors import ConfigError, DataError, ModelError
 if TYPE_CHECKING:
     import torch
 
-    from ..config import RunConfig
+    from ..config.schema import RunKeys
     from ..methods.base import Collate, Method, Rows
 
 
@@ -84,7 +84,7 @@ def evaluate(name: str, dataset: str, overrides: Iterable[str] = ()) -> Evaluati
     return measure(saved.model, rows, method.collator(config, saved.tokenizer), size, method)
 
 
-def _add_reference(model: torch.nn.Module, config: RunConfig) -> None:
+def _add_reference(model: torch.nn.Module, config: RunKeys) -> None:
     """Load the adapter that the run continued from as its reference; other runs use the base model.
 
     Raises:

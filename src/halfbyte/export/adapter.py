@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from halfbyte.config import Origin, RunConfig, Storage
+from halfbyte.config import Origin, Storage
 from halfbyte.config.methods import SCORES
+from halfbyte.config.schema import RunKeys
 from halfbyte.formats import Format
 from halfbyte.layers.expert_adapters import by_expert, expert_wrappers
 from halfbyte.layers.plain import read_adapters
@@ -109,7 +110,7 @@ class AdapterLayers:
         CheckpointError: the adapter is damaged, made for another model, or of a kind that cannot be merged.
     """
 
-    def __init__(self, run: RunConfig, folder: Path | None, device: torch.device, *, trained: PeftModel | None = None):
+    def __init__(self, run: RunKeys, folder: Path | None, device: torch.device, *, trained: PeftModel | None = None):
         self.device, self.is_full_model = device, folder is None and trained is None
         model = meta_model(run.origin, load_model_config(run.origin))
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}

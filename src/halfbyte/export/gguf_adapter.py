@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from gguf import GGUFWriter, Keys
 
-from halfbyte.config import RunConfig
+from halfbyte.config.schema import RunKeys
 from halfbyte.gguf.graph import checked_family
 from halfbyte.gguf.quants import FLOATS, Type, quantize
 from halfbyte.gguf.tensors import Layout
@@ -67,7 +67,7 @@ def export_adapter(
     return path
 
 
-def _report_ends(config: RunConfig, place: Place) -> None:
+def _report_ends(config: RunKeys, place: Place) -> None:
     """Report the trained end tokens that the base's file does not declare, where llama.cpp would not stop."""
     tokenizer, base = trained_tokenizer(place.adapter, config), BaseCheckpoint(config.origin).folder
     known = {tokenizer.eos_token_id, *declared_stop_tokens(base)}
@@ -79,7 +79,7 @@ def _report_ends(config: RunConfig, place: Place) -> None:
 
 
 @torch.no_grad()
-def _tensors(config: RunConfig, folder: Path) -> tuple[float, dict[str, torch.Tensor]]:
+def _tensors(config: RunKeys, folder: Path) -> tuple[float, dict[str, torch.Tensor]]:
     """Return alpha, and name → A [rank, in] or B [out, rank] in fp32, in the row layout of the base's file."""
     model_config = text_config(config.origin)
     layout = Layout(model_config, checked_family(model_config))

@@ -27,7 +27,8 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from halfbyte.config import SIXTEEN, RunConfig
+from halfbyte.config import SIXTEEN
+from halfbyte.config.schema import RunKeys
 from halfbyte.reading.model_config import GENERATION, read_generation_config
 from halfbyte.runs.saved import find_trained, look_up, trained_tokenizer
 from halfbyte.runs.stop_tokens import data_report, generation_keys
@@ -156,8 +157,8 @@ class MergeReport:
 class _Job:
     """A validated merge."""
 
-    config: RunConfig
-    run: RunConfig
+    config: RunKeys
+    run: RunKeys
     adapter_dir: Path | None
     run_dir: Path | None
     out: Path

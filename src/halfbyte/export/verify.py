@@ -19,7 +19,7 @@ import torch
 from rich.progress import Progress
 from torch import Tensor, nn
 
-from halfbyte.config import RunConfig
+from halfbyte.config.schema import RunKeys
 from halfbyte.formats import Blockwise4
 from halfbyte.loading.find import find_model
 from halfbyte.loading.load import load_model, load_tokenizer
@@ -79,7 +79,7 @@ class Verifier:
 
     def __init__(
         self,
-        run: RunConfig,
+        run: RunKeys,
         adapter: Path | None,
         weights: MergedWeights,
         tokenizer: Path,

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from halfbyte.config import RunConfig
+from halfbyte.config.schema import RunKeys
 from halfbyte.formats import Format, Stack
 from halfbyte.formats.base import entry_name
 from halfbyte.formats.nvfp4 import INPUT_SCALE
@@ -98,7 +98,7 @@ class MergedWeights:
         CheckpointError: the base lacks a tensor that the adapter changes, or has it in another shape.
     """
 
-    def __init__(self, run: RunConfig, base: BaseCheckpoint, adapter: AdapterLayers, packing: Packing | None = None):
+    def __init__(self, run: RunKeys, base: BaseCheckpoint, adapter: AdapterLayers, packing: Packing | None = None):
         self.base, self.adapter, self.packing = base, adapter, packing or Packing()
         self.input_amax: dict[str, float] = {}
         self._group_amax: dict[tuple[Target, tuple[str, ...]], Tensor] = {}

@@ -9,8 +9,8 @@ level saves less and recomputes more than the one before:
     checkpoint         save only the layer's input; recompute all but the last GEMM (`autograd.checkpointing`)
 
 offload_kept, offload_attention and offload save the same tensors as recompute, recompute_mlp and checkpoint, in pinned
-host memory (`memory.offload`). Copying those of offload_kept takes as long as the forward of three layers, and those of
-offload_attention as long as one layer, so layers of offload_kept alternate with other levels. The last level is
+host memory (`memory.offload`). The copies take as long as the forward of three layers for offload_kept, and of one
+layer for offload_attention, so layers of offload_kept alternate with other levels. The last level is
 
     tiled              offload, with the MLP running over `TILE_ROWS` tokens at a time to bound its inner tensors
 """
@@ -21,7 +21,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from ..config import Level, RunConfig
+from ..config import Level
+from ..config.schema import RunKeys
 
 LEVELS: tuple[Level, ...] = get_args(Level)
 OFFLOADED: dict[str, Level] = {  # level → the level whose saved tensors it moves to the host
@@ -70,16 +71,16 @@ class Batches:
     many: bool = False
 
     @classmethod
-    def alike(cls, rows: int, length: int) -> Batches:
+    def uniform(cls, rows: int, length: int) -> Batches:
         """Micro-batches that all have the same shape."""
         shape = Shape(rows, length)
         return cls(shape, shape)
 
     @classmethod
-    def of_full_rows(cls, config: RunConfig) -> Batches:
+    def of_full_rows(cls, config: RunKeys) -> Batches:
         """Micro-batches of maximal length, for a run whose data is not known."""
         rows, length = config.per_device_train_batch_size, config.max_length
-        return cls.alike(1, rows * length) if config.padding_free else cls.alike(rows, length)
+        return cls.uniform(1, rows * length) if config.padding_free else cls.uniform(rows, length)
 
     def longer(self, share: float) -> Batches:
         """The same micro-batches with every length multiplied by `share`."""

@@ -1,10 +1,10 @@
 """Offload of saved activations to host memory.
 
 Tensors that a layer saves are copied to pinned memory on a separate stream while the next layers compute; the device
-memory is freed when the copy is done. The bytes in flight are limited to those that one layer saves, so compute blocks
-if copies are slower than layers. The backward unpacks in reverse order and prefetches the same number of bytes.
+memory is freed when the copy is done. The bytes in flight are limited to one layer's activations, so compute blocks if
+copies are slower than layers. The backward unpacks in reverse order and prefetches the same number of bytes.
 
-Host copies are views of a few large slabs (`_Slabs`), so pinned memory is what the largest batch needs, regardless of
+Host copies are views of a few large slabs (`_Slabs`), so pinned memory grows with the largest batch only, whatever
 the shapes of other batches. Slabs are registered with CUDA instead of allocated by torch's pinned allocator, which
 rounds sizes up to powers of two: 32 tensors of 2.8 GiB would take 128 GiB instead of 90.
 
@@ -88,7 +88,7 @@ class _Slabs:
     """Pinned memory for host copies of any size, which are freed roughly in reverse order of allocation.
 
     Pinned memory grows to the peak of live copies, and batches of other shapes reuse the same slabs. A slab holds
-    several copies; its size is that of all earlier slabs together, at most `LARGEST_SLAB`. An empty slab that is too
+    several copies; it is as large as all earlier slabs together, at most `LARGEST_SLAB`. An empty slab that is too
     small for a new copy is replaced.
     """
 

@@ -3,7 +3,7 @@
 To add a method, add a row: `METHODS["mine"] = Mine()`, an instance of a subclass of `Method`.
 """
 
-from ..config import RunConfig
+from ..config.schema import RunKeys
 from ..config.section import nearest
 from ..utils.errors import ConfigError
 from .base import Method, Metric, Numbers
@@ -33,7 +33,7 @@ METHODS: dict[str, Method] = {
 }
 
 
-def method_of(config: RunConfig) -> Method:
+def method_of(config: RunKeys) -> Method:
     """Return the method of a run, configured with its keys.
 
     Raises:

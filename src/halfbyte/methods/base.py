@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedTokenizerBase
 
-    from ..config import RunConfig
+    from ..config.schema import RunKeys
     from ..data.prepare import PreparedData
 
 Rows = Sequence[dict[str, Any]]
@@ -100,11 +100,11 @@ class Method(ABC):
     shares = False
     columns: tuple[str, ...] = ()
 
-    def of(self, config: RunConfig) -> Method:
+    def of(self, config: RunKeys) -> Method:
         """Return this method configured with the keys of `config`."""
         return self
 
-    def prepare(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PreparedData:
+    def prepare(self, config: RunKeys, tokenizer: PreTrainedTokenizerBase) -> PreparedData:
         """Return the prepared rows of a run, with the data report."""
         if self.rows != "text":
             from ..data.prepare_answers import prepare_answers
@@ -114,12 +114,12 @@ class Method(ABC):
 
         return prepare(config, tokenizer, self.columns)
 
-    def documents(self, config: RunConfig, data: PreparedData) -> PreparedData:
+    def documents(self, config: RunKeys, data: PreparedData) -> PreparedData:
         """Convert prepared rows to documents, one or several per row, with `input_ids` and `labels`."""
         return data
 
     def ready(
-        self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, model_config: Any | None = None
+        self, config: RunKeys, tokenizer: PreTrainedTokenizerBase, model_config: Any | None = None
     ) -> PreparedData:
         """Return the result of `prepare`, converted by `documents`.
 
@@ -135,12 +135,12 @@ class Method(ABC):
             data = replace(data, shared=not why)
         return self.documents(config, data)
 
-    def micro_batches(self, config: RunConfig, rows: int, ways: int = 1) -> int:
+    def micro_batches(self, config: RunKeys, rows: int, ways: int = 1) -> int:
         """Return the micro-batches in an epoch of `rows`, over all `ways` ranks."""
         return math.ceil(rows / config.per_device_train_batch_size)
 
     def collator(
-        self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
+        self, config: RunKeys, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
     ) -> Collate:
         """Return the collator from prepared rows to a batch of host tensors (and numbers).
 

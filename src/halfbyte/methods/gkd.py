@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedTokenizerBase
 
-    from ..config import RunConfig
+    from ..config.schema import RunKeys
     from ..data.prepare import PreparedData
     from .base import Collate
 
@@ -24,7 +24,7 @@ LENGTHS = tuple(metric for metric in REWARD_METRICS if metric.name.startswith("c
 METRICS = (Metric("loss", "divergence", ".4f", TOKENS), Metric("entropy", "entropy", ".3f", TOKENS))
 
 
-def given_answer(config: RunConfig, columns: Mapping[str, Any], number: int) -> str:
+def given_answer(config: RunKeys, columns: Mapping[str, Any], number: int) -> str:
     """Return the answer in the data to prompt `number`, as text; `columns` are the row's columns without the prompt.
 
     Raises:
@@ -57,12 +57,12 @@ class Distillation(PolicyOptimization):
     shares = False
     numbers = Numbers(METRICS, (*METRICS, *LENGTHS), LENGTHS)
 
-    def __init__(self, config: RunConfig | None = None):
+    def __init__(self, config: RunKeys | None = None):
         if config is not None:
             self.config, self.longest = config, config.max_completion_length
             self.beta, self.temperature = config.beta or 0.0, config.temperature
 
-    def documents(self, config: RunConfig, data: PreparedData) -> PreparedData:
+    def documents(self, config: RunKeys, data: PreparedData) -> PreparedData:
         """Convert rows as in policy optimization, and check that each prompt has an answer if any are taken from the
         data.
 
@@ -75,7 +75,7 @@ class Distillation(PolicyOptimization):
         return super().documents(config, data)
 
     def collator(
-        self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
+        self, config: RunKeys, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
     ) -> Collate:
         """Return the collator from texts to tensors; `at` [N] are the positions whose next token belongs to an
         answer."""

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedTokenizerBase
 
-    from ..config import RunConfig
+    from ..config.policy import PolicySection
+    from ..config.schema import RunKeys
     from ..data.prepare import PreparedData
 
 ITEMS, TOKENS, ANSWERS, BATCHES = "loss_items", "trained_tokens", "answers", "micro_batches"
@@ -46,7 +47,7 @@ class PolicyOptimization(Method):
     rows = "prompts"
     shares = True
 
-    def __init__(self, config: RunConfig | None = None):
+    def __init__(self, config: RunKeys | None = None):
         if config is None:
             return
         names = [name for name in Policy.__dataclass_fields__ if name != "loss_type"]
@@ -59,7 +60,7 @@ class PolicyOptimization(Method):
         self.config, self.temperature, self.longest = config, config.temperature, config.max_completion_length
         self.numbers = self._numbers()
 
-    def of(self, config: RunConfig) -> Method:
+    def of(self, config: RunKeys) -> Method:
         return type(self)(config)
 
     def _numbers(self) -> Numbers:
@@ -86,7 +87,7 @@ class PolicyOptimization(Method):
 
     # --- rows --------------------------------------------------------------------------------------------------------
 
-    def documents(self, config: RunConfig, data: PreparedData) -> PreparedData:
+    def documents(self, config: RunKeys, data: PreparedData) -> PreparedData:
         """Add to each prompt a text of the length that it may reach with an answer, for memory planning."""
         from dataclasses import replace
 
@@ -108,7 +109,7 @@ class PolicyOptimization(Method):
         data = replace(data, train=train, eval=held_out, report=report, shared=together > 1)
         return replace(data, answers=together, together=together, counted=together)
 
-    def micro_batches(self, config: RunConfig, rows: int, ways: int = 1) -> int:
+    def micro_batches(self, config: RunKeys, rows: int, ways: int = 1) -> int:
         """Return the micro-batches of an epoch: those of each generation, times `num_iterations`; prompts that fill
         no generation are skipped."""
         prompts = config.answers_per_generation // (config.num_generations or 1)
@@ -137,7 +138,7 @@ class PolicyOptimization(Method):
         return leave_one_out(total, group, config.normalize_advantages)
 
     def collator(
-        self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
+        self, config: RunKeys, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
     ) -> Collate:
         """Return the collator from answers to tensors: the base collator's, and flat ones for N tokens and R answers.
 
@@ -257,7 +258,7 @@ def _mismatch(difference: Tensor) -> dict[str, Tensor]:
     return {f"{name}/mean": size.sum(), f"{name}/max": largest, "sampling/outside": outside.to(size).sum()}
 
 
-def _with_room(rows: Dataset, config: RunConfig, answers: int) -> Dataset:
+def _with_room(rows: Dataset, config: PolicySection, answers: int) -> Dataset:
     """Return `rows` with `input_ids` and `labels` as long as each prompt with `answers` answers of maximal length."""
     from ..data.prepare_answers import as_read
     from ..data.shared_prefix import ANSWERS

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedTokenizerBase
 
-    from ..config import RunConfig
+    from ..config.schema import RunKeys
     from ..data.prepare import PreparedData
     from .pair_losses import Options, Pairs
 
@@ -66,7 +66,7 @@ class PairedMethod(Method):
     shares = True
     nll_of_prompts = False
 
-    def of(self, config: RunConfig) -> Self:
+    def of(self, config: RunKeys) -> Self:
         from .pair_losses import Options
 
         return replace(self, options=Options(**{field.name: getattr(config, field.name) for field in fields(Options)}))
@@ -76,13 +76,13 @@ class PairedMethod(Method):
         metrics = (PAIR_LOSS, *REWARDS, *([NLL] if self.nll_weight else []))
         return Numbers(metrics, metrics)
 
-    def documents(self, config: RunConfig, data: PreparedData) -> PreparedData:
+    def documents(self, config: RunKeys, data: PreparedData) -> PreparedData:
         from ..data.collate_answers import documents_in
 
         return documents_in(config, data, ANSWERS)
 
     def collator(
-        self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
+        self, config: RunKeys, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
     ) -> Collate:
         from ..data.collate_answers import answer_collator
 
@@ -181,12 +181,12 @@ def _rewards(
     return {metric.name: (value.detach() * real).sum() for metric, value in zip(REWARDS, values, strict=True)}
 
 
-def reference_is_initial_model(config: RunConfig) -> bool:
+def reference_is_initial_model(config: RunKeys) -> bool:
     """Return whether the reference is the model before the first step, and not the base model without its adapter."""
     return bool(not config.use_peft or config.adapter_path or config.qat_scheme)
 
 
-def check_reference(config: RunConfig) -> None:
+def check_reference(config: RunKeys) -> None:
     """Raise a ConfigError if the reference cannot be recomputed in each step, or differs from the policy before the
     first step."""
     if config.init_lora_weights is False and not reference_is_initial_model(config):
@@ -211,7 +211,7 @@ class DirectPreferenceOptimization(PairedMethod):
 
     reference = True
 
-    def of(self, config: RunConfig) -> Self:
+    def of(self, config: RunKeys) -> Self:
         check_reference(config)
         names = [config.loss_type] if isinstance(config.loss_type, str) else list(config.loss_type or ())
         weights = config.loss_weights or [1.0] * len(names)
@@ -285,7 +285,7 @@ class ContrastivePreferenceOptimization(PairedMethod):
 
     loss: str = "sigmoid"
 
-    def of(self, config: RunConfig) -> Self:
+    def of(self, config: RunKeys) -> Self:
         loss = "simpo" if config.method == "simpo" else str(config.loss_type)
         return replace(super().of(config), nll_weight=config.cpo_alpha or 0.0, loss=loss)
 
@@ -353,7 +353,7 @@ class KahnemanTverskyOptimization(Method):
 
         return self.looks_ahead and self.whole and (self.device or best_device().type) == "cpu"
 
-    def of(self, config: RunConfig) -> Self:
+    def of(self, config: RunKeys) -> Self:
         check_reference(config)
         if config.packing:
             raise ConfigError(
@@ -364,7 +364,7 @@ class KahnemanTverskyOptimization(Method):
         found = replace(self, loss=str(config.loss_type), beta=config.beta or 0.0, weights=weights)
         return replace(found, whole=config.gradient_accumulation_steps == 1, device=config.device)
 
-    def documents(self, config: RunConfig, data: PreparedData) -> PreparedData:
+    def documents(self, config: RunKeys, data: PreparedData) -> PreparedData:
         from ..data.collate_answers import MISMATCHED, documents_in, mismatched
 
         answers = [("completion_ids", "completion_mask")]
@@ -375,7 +375,7 @@ class KahnemanTverskyOptimization(Method):
         return documents_in(config, data, answers, together=False, joined=self.joined)
 
     def collator(
-        self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
+        self, config: RunKeys, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
     ) -> Collate:
         from ..data.collate_answers import unpaired_collator
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedTokenizerBase
 
-    from ..config import RunConfig
+    from ..config.schema import RunKeys
     from ..data.prepare import PreparedData
 
 METRICS = (
@@ -42,17 +42,17 @@ class RewardModelling(Method):
     scores = "SEQ_CLS"
     numbers = Numbers(METRICS, METRICS)
 
-    def of(self, config: RunConfig) -> Self:
+    def of(self, config: RunKeys) -> Self:
         _check_adapter(config)
         return replace(self, center=config.center_rewards_coefficient or 0.0)
 
-    def documents(self, config: RunConfig, data: PreparedData) -> PreparedData:
+    def documents(self, config: RunKeys, data: PreparedData) -> PreparedData:
         from ..data.collate_answers import documents_in
 
         return documents_in(config, data, ANSWERS)
 
     def collator(
-        self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
+        self, config: RunKeys, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
     ) -> Collate:
         from ..data.collate_answers import answer_collator
 
@@ -83,7 +83,7 @@ class RewardModelling(Method):
         return {"loss": loss, **{metric.name: (value * real).sum() for metric, value in named}}
 
 
-def _check_adapter(config: RunConfig) -> None:
+def _check_adapter(config: RunKeys) -> None:
     if not config.use_peft:
         raise ConfigError(
             f"use_peft: false with method: {config.method}: the score head is saved with an adapter",
@@ -110,17 +110,17 @@ class ProcessRewardModelling(Method):
     scores = "TOKEN_CLS"
     numbers = Numbers(STEP_METRICS, STEP_METRICS)
 
-    def of(self, config: RunConfig) -> Self:
+    def of(self, config: RunKeys) -> Self:
         _check_adapter(config)
         return self
 
-    def documents(self, config: RunConfig, data: PreparedData) -> PreparedData:
+    def documents(self, config: RunKeys, data: PreparedData) -> PreparedData:
         from ..data.collate_answers import steps_in
 
         return steps_in(config, data)
 
     def collator(
-        self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
+        self, config: RunKeys, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
     ) -> Collate:
         from ..data.collate_answers import step_collator
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedTokenizerBase
 
-    from ..config import RunConfig
+    from ..config.schema import RunKeys
 
 BALANCE = Metric("aux_loss", "balancing loss", brief=False)
 PERPLEXITY = Metric("perplexity", "perplexity", ".2f")
@@ -39,11 +39,11 @@ class SupervisedFineTuning(Method):
         trained = (LOSS, BALANCE) if self.balance else (LOSS,)
         return Numbers(trained, (LOSS, PERPLEXITY, *trained[1:]))
 
-    def of(self, config: RunConfig) -> Self:
+    def of(self, config: RunKeys) -> Self:
         return replace(self, balance=config.router_aux_loss_coef or 0.0)
 
     def collator(
-        self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
+        self, config: RunKeys, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
     ) -> Collate:
         plain = super().collator(config, tokenizer, device)
         return _with_real(plain) if self.balance else plain

@@ -28,8 +28,9 @@ from peft.utils.transformers_weight_conversion import convert_peft_adapter_state
 from safetensors.torch import save_file
 from torch import nn
 
-from ..config import Adapter, RunConfig
+from ..config import Adapter
 from ..config.methods import SCORES
+from ..config.schema import RunKeys
 from ..layers.expert_adapters import attach_adapter_forwards, parameter_wrappers, set_adapter_dropout
 from ..layers.expert_targets import (
     adapted_experts,
@@ -63,7 +64,7 @@ RESIZE_BASE = "resize the base with transformers (resize_token_embeddings), save
 WRONG_BASE = "the adapter was made for another model: name its own base"
 
 
-def add_adapter(model: nn.Module, config: RunConfig | Adapter, *, scores: str | None = None) -> PeftModel:
+def add_adapter(model: nn.Module, config: RunKeys | Adapter, *, scores: str | None = None) -> PeftModel:
     """Freeze `model` and put trainable LoRA adapters on its linear layers.
 
     Args:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import RunConfig
+from ..config.schema import DataSection
 from ..parallel.mesh import SINGLE_PROCESS, Mesh
 from ..utils.errors import ConfigError
 from ..utils.notices import notice
@@ -163,7 +163,7 @@ def isolate_documents(
 
 def isolate_for_run(
     model: nn.Module,
-    config: RunConfig,
+    config: DataSection,
     collate: Collate,
     rows: Sequence[Mapping[str, Any]],
     dtype: Any = None,

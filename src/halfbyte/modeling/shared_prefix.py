@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..autograd import attention as causal
-from ..config import RunConfig
+from ..config.schema import RunKeys
 from ..ops.attention import Branches
 from .config_facts import is_capped
 from .families import family_of_config
@@ -29,7 +29,7 @@ BOUNDS, LONGEST = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_leng
 SHARING_KEYWORDS = (BRANCHES, KEY_POSITIONS, *BOUNDS, *LONGEST)
 
 
-def unshared_reason(config: RunConfig, model_config: Any) -> str:
+def unshared_reason(config: RunKeys, model_config: Any) -> str:
     """Return why a run's answers do not share their prompts, or "".
 
     Args:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..config import RunConfig
+from ..config.schema import AdapterSection, RunKeys
 from ..config.yaml import dump_value
 from ..memory.activations import Batches
 from ..utils.errors import ConfigError
@@ -95,7 +96,7 @@ def _as_yaml(keys: Keys) -> str:
     return ", ".join(dump_value(key, value) for key, value in keys.items())
 
 
-def _changes(config: RunConfig, rows: int, mixture: bool) -> Iterator[list[Keys]]:
+def _changes(config: RunKeys, rows: int, mixture: bool) -> Iterator[list[Keys]]:
     """Yield the changes to try, each as a list of values from mild to strong."""
     if mixture and config.expert_offload is not True and config.expert_offload != "auto":
         yield [{"expert_offload": True}]
@@ -121,7 +122,7 @@ def _changes(config: RunConfig, rows: int, mixture: bool) -> Iterator[list[Keys]
         yield [{"r": SMALLEST_RANK}]
 
 
-def _ranks_of_experts(config: RunConfig) -> Iterator[Keys]:
+def _ranks_of_experts(config: AdapterSection) -> Iterator[Keys]:
     """Lower ranks for the experts' adapters, most of a mixture's trained parameters, at constant alpha / rank."""
     rank = config.r // 2
     while rank >= SMALLEST_OF_EXPERTS:
@@ -132,7 +133,7 @@ def _ranks_of_experts(config: RunConfig) -> Iterator[Keys]:
         rank //= 2
 
 
-def advise_out_of_memory(plan: Any, error: BaseException, config: RunConfig | None = None) -> str:
+def advise_out_of_memory(plan: Any, error: BaseException, config: RunKeys | None = None) -> str:
     """Describe an out-of-memory error: the failed allocation, the largest planned component, and the key to change.
 
     Args:
@@ -164,7 +165,7 @@ def advise_out_of_memory(plan: Any, error: BaseException, config: RunConfig | No
     )
 
 
-def _key_to_change(largest: str, flat: Mapping[str, Any], config: RunConfig | None) -> str:
+def _key_to_change(largest: str, flat: Mapping[str, Any], config: RunKeys | None) -> str:
     """The key that shrinks component `largest` most at the least cost, with that cost."""
     if largest in ("weights", "adapters", "gradients", "optimizer"):
         return _key_of_state(largest, config)
@@ -181,7 +182,7 @@ def _key_to_change(largest: str, flat: Mapping[str, Any], config: RunConfig | No
     )
 
 
-def _key_of_state(largest: str, config: RunConfig | None) -> str:
+def _key_of_state(largest: str, config: RunKeys | None) -> str:
     """The key for components that stay between steps: weights, adapters, gradients and optimizer state."""
     if config is not None and not config.use_peft:
         return "use_peft: true with load_in_4bit: true (trains an adapter instead of every weight)"

@@ -15,6 +15,7 @@ import torch
 
 from ..config import Level, Parallel, RunConfig, Sliced
 from ..config.policy import DISTILLING, SAMPLING
+from ..config.schema import RunKeys
 from ..memory import allocators
 from ..memory.activations import Batches, Shape
 from ..modeling.packed_forwards import MIN_LENGTH_RATIO
@@ -133,7 +134,7 @@ def _with_experts(
     return with_experts(options["config"], shapes.expert_bytes(), shapes.device, plan=plan, **limits)
 
 
-def may_capture(config: RunConfig, device: torch.device, dtype: torch.dtype) -> bool:
+def may_capture(config: RunKeys, device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether micro-batches may run as CUDA graphs.
 
     Excludes fp16 (loss scaling), QAT (quantizers read values) and distillation (the teacher's forward runs in between).
@@ -158,7 +159,7 @@ class _Planner:
 
     def __init__(
         self, shapes: ModelShapes, batches: Batches, capacity: int, graphs: bool = True, *,
-        config: RunConfig | None = None, layout: Parallel = SINGLE, card: Card = H200, on_host: int = 1,
+        config: RunKeys | None = None, layout: Parallel = SINGLE, card: Card = H200, on_host: int = 1,
         recomputed: bool = True, experts: OffloadedExperts = RESIDENT,
     ):  # fmt: skip
         self.shapes, self.config, self.batches, self.capacity = shapes, config or shapes.config, batches, capacity

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ..config import RunConfig
 from ..config.policy import SAMPLING
+from ..config.schema import RunKeys, TrainingSection
 from ..memory.expert_offload import WINDOW
 from ..modeling.routers import EXPERT_COUNTS
 from ..utils.errors import ConfigError
@@ -68,7 +68,7 @@ INFERENCE_SHARE = 0.85  # of a device's memory, for weights at inference; the re
 
 
 def with_experts(
-    config: RunConfig, stacks: Sequence[int], device: torch.device, *, single: bool, host: int, budget: int,
+    config: TrainingSection, stacks: Sequence[int], device: torch.device, *, single: bool, host: int, budget: int,
     plan: Callable[[OffloadedExperts], MemoryPlan],
 ) -> MemoryPlan:  # fmt: skip
     """Make the plan with `expert_offload` as configured; "auto" offloads the fewest layers with which the run fits.
@@ -107,7 +107,7 @@ def with_experts(
     return _with_reason(plan(offloaded), offloaded) if offloaded.layers else resident
 
 
-def offloaded_at_inference(config: RunConfig, model_config: Any, device: torch.device, free: int) -> tuple[int, ...]:
+def offloaded_at_inference(config: RunKeys, model_config: Any, device: torch.device, free: int) -> tuple[int, ...]:
     """Decoder layers whose experts are offloaded when a saved model is loaded for generation or evaluation.
 
     Args:
@@ -135,7 +135,7 @@ def is_mixture(model_config: Any) -> bool:
     return any((getattr(text, key, None) or 0) > 1 for key in EXPERT_COUNTS)
 
 
-def _unsupported_reason(config: RunConfig, device: torch.device, single: bool, holders: int) -> str | None:
+def _unsupported_reason(config: TrainingSection, device: torch.device, single: bool, holders: int) -> str | None:
     """Return why experts cannot be offloaded, or None."""
     if not holders:
         return "this run has no packed experts"

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..config import Parallel, RunConfig
+from ..config.schema import RunKeys
 from ..memory.activations import Batches
 from ..modeling.layer import decoder_layers
 from ..parallel.support import layouts, unsupported_context, unsupported_packing, unsupported_reason
@@ -34,7 +35,7 @@ AUTO: tuple[set[str], ...] = ({"data"}, {"data", "shard", "pipeline"}, {"data", 
 PIPELINE_FACTOR = 1.1  # on a pipeline's seconds: micro-batches of uneven lengths add idle time that no plan predicts
 
 
-def check_layout(layout: Parallel, config: RunConfig, shapes: ModelShapes) -> None:
+def check_layout(layout: Parallel, config: RunKeys, shapes: ModelShapes) -> None:
     """Check that this model and configuration support a layout.
 
     Args:

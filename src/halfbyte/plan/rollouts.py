@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..config import RunConfig
 from ..config.policy import POLICY
+from ..config.schema import RunKeys
 from ..generation.delta_net import is_delta_net, state_bytes
 from ..generation.engine import CACHES
 from ..generation.rollouts import PACKED_MAX_ROWS, PREFILL_TOKENS, pages_needed
@@ -88,7 +88,7 @@ def _add_rollouts(
 class _RolloutPlanner:
     """Byte arithmetic of the rollout phase."""
 
-    def __init__(self, shapes: ModelShapes, config: RunConfig, batches: Batches):
+    def __init__(self, shapes: ModelShapes, config: RunKeys, batches: Batches):
         self.shapes, self.config, self.device = shapes, config, shapes.device
         self.text, self.itemsize = shapes.text_config, shapes.dtype.itemsize
         self.seats = config.answers_per_generation

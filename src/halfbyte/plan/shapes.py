@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import RunConfig
+from ..config.schema import RunKeys
 from ..data.collate import PackedCollator
 from ..layers import QuantizedLinear, hold_table, quantized_parameter
 from ..layers.expert_adapters import expert_wrappers
@@ -73,7 +73,7 @@ class ModelShapes:
         ModelError: transformers cannot build a causal LM from `model_config`, or PEFT finds no module to adapt.
     """
 
-    def __init__(self, config: RunConfig, model_config: Any, device: torch.device, tensor: int = 1):
+    def __init__(self, config: RunKeys, model_config: Any, device: torch.device, tensor: int = 1):
         self.config, self.device = config, device
         self.rough = False  # whether activations were only estimated
         self.dtype = dtype_named(self.config.precision.compute, device)

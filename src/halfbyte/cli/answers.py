@@ -1,0 +1,217 @@
+"""`halfbyte chat` and `halfbyte generate`: answers of a saved model to lines of a terminal, a pipe or a file."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from io import TextIOWrapper
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..reading import parse_json, read_text
+from ..utils.errors import DataError, HalfbyteError, ModelError
+from ..utils.processes import Stopped
+from ..utils.text import json_line, visible
+from .startup import import_models
+
+if TYPE_CHECKING:
+    from ..serve.conversation import Conversation
+
+FIX = 'write one prompt per line, in a .jsonl as {"prompt": "..."}'
+TABLES = (".csv", ".tsv", ".parquet", ".json")  # files whose lines are not prompts
+
+
+def chat(
+    name: str, *, compare_base: bool, max_new_tokens: int | None, temperature: float, trust_remote_code: bool = False
+) -> None:
+    """Read lines and stream answers until /quit or the end of the input.
+
+    A line that cannot be answered is reported, and reading continues.
+
+    Args:
+        name: a run's output_dir, an adapter, or a model.
+        compare_base: answer each line without the adapter first; the conversation continues with the adapter's answer.
+        max_new_tokens: None for `generation.run.DEFAULT_MAX_NEW_TOKENS` within the model's positions.
+        trust_remote_code: run the Python code that comes with the model, whatever the run's own configuration says.
+
+    Raises:
+        ModelError: `compare_base` without an adapter.
+        DataError: raised at the end if piped lines could not be answered.
+    """
+    from ..runs.saved import load_saved, look_up
+
+    trusting = [f"trust_remote_code={trust_remote_code}"]
+    if compare_base and look_up(name, trusting)[0].adapter is None:
+        raise ModelError(f"--compare-base: {name} has no adapter to switch off", "name a run or an adapter")
+    look_up(name, trusting)
+    from ..generation import Sampling
+    from ..serve.conversation import Conversation
+
+    sampling = Sampling(temperature)
+    conversation = Conversation(load_saved(name, trusting), sampling, max_new_tokens)
+    interactive = sys.stdin.isatty()
+    if interactive:
+        print("/reset starts over, /quit leaves; Ctrl-C stops an answer.")
+    failed: list[str] = []
+    for number, line in _lines("you: " if interactive else None):
+        if line.casefold() == "/quit":
+            break
+        try:
+            _handle_line(conversation, line, number, compare_base, interactive)
+        except HalfbyteError as error:
+            failed.append(str(number))
+            print(error, file=sys.stderr, flush=True)
+    if failed and not interactive:
+        more = ", …" * (len(failed) > 10)
+        lines = f"line {failed[0]}" if len(failed) == 1 else f"lines {', '.join(failed[:10])}{more}"
+        raise DataError(f"{lines} of the input {'has' if len(failed) == 1 else 'have'} no answer", "see above why")
+
+
+def _handle_line(conversation: Conversation, line: str, number: int, compare_base: bool, interactive: bool) -> None:
+    """Run a command or answer a line.
+
+    Raises:
+        DataError: the line is not text, or an unknown command.
+        HalfbyteError: it cannot be answered, e.g. because the conversation exceeds the model's positions.
+    """
+    if any("\ud800" <= character <= "\udfff" for character in line):  # surrogates mark undecodable bytes
+        raise DataError(f"line {number} of the input is not {sys.stdin.encoding} text", "convert it")
+    if line.casefold() == "/reset":
+        conversation.messages.clear()
+        print("(new conversation)")
+        return
+    if re.fullmatch(r"/\w+", line):
+        raise DataError(f"line {number}: there is no command {line}", "/reset starts over, /quit leaves")
+    if compare_base:
+        _stream(conversation, line, "base: ", False, interactive)
+    answer = _stream(conversation, line, "adapter: " if compare_base else "model: ", True, interactive)
+    conversation.remember(line, answer)
+
+
+def _lines(prompt: str | None) -> Iterator[tuple[int, str]]:
+    """Yield line number and text of lines that are not blank, typed after `prompt` or piped in."""
+    if isinstance(sys.stdin, TextIOWrapper):  # an undecodable byte must fail only its own line
+        sys.stdin.reconfigure(errors="surrogateescape")
+    number = 0
+    while True:
+        try:
+            line = (input(prompt) if prompt else input()).strip()
+        except EOFError:
+            if prompt:
+                print()
+            return
+        number += 1
+        if line:
+            yield number, line
+
+
+def _stream(conversation: Conversation, line: str, label: str, adapter: bool, interactive: bool) -> str:
+    """Print the answer as it is generated; in an interactive session Ctrl-C stops only this answer."""
+    print(label, end="", flush=True)
+    pieces: list[str] = []
+    answer = conversation.answer(line, adapter)
+    try:
+        for piece in answer:
+            pieces.append(piece)
+            print(visible(piece), end="", flush=True)
+    except KeyboardInterrupt as stop:
+        if not interactive or isinstance(stop, Stopped):
+            raise
+        answer.close()
+        print(" (stopped)", end="")
+    except HalfbyteError:
+        print(flush=True)
+        raise
+    print(flush=True)
+    return "".join(pieces)
+
+
+def answer_file(
+    name: str,
+    file: Path,
+    max_new_tokens: int | None,
+    temperature: float,
+    batch_size: int,
+    trust_remote_code: bool = False,
+) -> Iterator[str]:
+    """Yield a JSON line {"prompt", "answer"} for each prompt of `file`, in its order.
+
+    Args:
+        name: a run's output_dir, an adapter, or a model.
+        file: one prompt per line; in a .jsonl the value of "prompt". Each starts a new conversation of `halfbyte chat`.
+        max_new_tokens: None for `generation.run.DEFAULT_MAX_NEW_TOKENS` within the model's positions.
+
+    Raises:
+        DataError: the file cannot be read, has no prompt, or a prompt is too long; raised before the first answer.
+    """
+    prompts = read_prompts(file)
+    from ..runs.saved import load_saved, look_up
+
+    trusting = [f"trust_remote_code={trust_remote_code}"]
+    look_up(name, trusting)
+    import_models()
+    from ..generation import Sampling
+    from ..generation import generate as continue_prompts
+    from ..serve.conversation import Conversation
+
+    sampling = Sampling(temperature)
+    saved = load_saved(name, trusting)
+
+    talk = Conversation(saved, sampling, max_new_tokens)
+    asked = [talk.prompt_ids(prompt) for _, prompt in prompts]
+    _check_room(talk, file, [number for number, _ in prompts], list(map(len, asked)))
+    for first in range(0, len(prompts), batch_size):
+        some = slice(first, first + batch_size)
+        answers = continue_prompts(
+            saved.model, asked[some], max_new_tokens=max_new_tokens, sampling=sampling, stops=talk.stops
+        )
+        for (_, prompt), ids in zip(prompts[some], answers, strict=True):
+            answer = saved.tokenizer.decode(ids, skip_special_tokens=True)
+            yield json_line({"prompt": prompt, "answer": answer})
+
+
+def _check_room(talk: Conversation, file: Path, numbers: Sequence[int], lengths: Sequence[int]) -> None:
+    """Raise a DataError that lists the prompts that do not fit the model's positions."""
+    from ..generation.decoder import context_length
+
+    asked, limit = talk.max_new_tokens, context_length(talk.saved.model)
+    if empty := [str(number) for number, tokens in zip(numbers, lengths, strict=True) if not tokens]:
+        raise DataError(f"{file}: no tokens in line {', '.join(empty[:10])}", "remove these lines")
+    long = [pair for pair in zip(numbers, lengths, strict=True) if limit and pair[1] + (asked or 1) > limit]
+    if not long:
+        return
+    named = ", ".join(f"line {number} ({tokens:,} tokens)" for number, tokens in long[:10])
+    more = f" and {len(long) - 10} more" if len(long) > 10 else ""
+    new = f" with --max-new-tokens {asked}" if asked else " and an answer"
+    fits = limit is not None and asked and all(tokens < limit for _, tokens in long)
+    raise DataError(
+        f"{file}: {named}{more}{new} exceed the model's {limit} positions",
+        "lower or remove --max-new-tokens" if fits else "shorten or remove these prompts",
+    )
+
+
+def read_prompts(file: Path) -> list[tuple[int, str]]:
+    """Read the prompts of a text file or a .jsonl, each with its line number."""
+    if file.suffix.lower() in TABLES:
+        raise DataError(f"{file}: a {file.suffix} cannot be used as prompts", FIX)
+    if str(file) == "-":
+        raise DataError("prompts cannot be read from the standard input", "write them to a file")
+    lines = read_text(file, DataError, FIX).split("\n")
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
+        raise DataError(f"{file} has no prompt", FIX)
+    if file.suffix == ".jsonl":
+        return [(number, _prompt(file, number, line)) for number, line in numbered]
+    return numbered
+
+
+def _prompt(file: Path, number: int, line: str) -> str:
+    found = parse_json(line, str(file), DataError, FIX, line=number)
+    if not isinstance(found, dict) or "prompt" not in found:
+        raise DataError(f'{file}:{number}: not an object with "prompt"', 'write {"prompt": "..."}')
+    prompt = found["prompt"]
+    if not isinstance(prompt, str) or not prompt.strip():
+        problem = "is empty" if isinstance(prompt, str) else "is not text"
+        raise DataError(f"{file}:{number}: prompt {problem}", 'write {"prompt": "..."}, or remove the line')
+    return prompt
