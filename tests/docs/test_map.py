@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "halfbyte"
-PAGES = [ROOT / "docs" / "design" / "index.md"]
+PAGES = sorted((ROOT / "docs" / "design").glob("*.md"))
 CODE = re.compile(r"`([^`\n]+)`")
 PATH = re.compile(r"(?:[\w.-]+/)*(?:[\w-]+\.(?:py|cu|cuh|c|yml)|[\w-]+/)")
 
