@@ -36,10 +36,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
                                    "num_attention_heads": 64}),
 }  # fmt: skip
 NOTE = (
-    "The longest row, in tokens, of those tried (512 to 131,072): one packed row a step, NF4, r = 16 on every linear,"
-    " `activation_checkpointing: auto`, which offloads to the host (64 GiB) where it must. It is what `halfbyte check`"
-    " plans for a card that gives all but 0.7 GiB ([`cards.json`](benchmarks/results/cards.json)). Plans were measured"
-    " on an H200; how fast a step is on one: [docs/benchmarks.md](docs/benchmarks.md)."
+    "512, 1,024, ... 131,072 were tried; an empty cell means that none fits. Each step has one packed sequence;"
+    " weights are NF4, adapters have r = 16 on every linear. `activation_checkpointing: auto` offloads activations"
+    " to 64 GiB of host memory if it must. The numbers are `halfbyte check`'s plans for a card with all but 0.7"
+    " GiB free ([`cards.json`](benchmarks/results/cards.json)), verified against measured peaks on an H200. Speed"
+    " on an H200: [benchmarks](docs/benchmarks.md)."
 )
 
 

@@ -205,7 +205,7 @@ SECTIONS = (
 HEAD = """# Benchmarks
 
 `python -m benchmarks.page` writes this page and its plots from `benchmarks/results`; do not edit them.
-[The log](log/index.md) says what was tried and why a number is what it is. Compare ratios within one run: times of two
+[The log](log/index.md) records experiments and explains the numbers. Compare ratios within one run: times of two
 runs may be from two machines.
 
 `python -m benchmarks` lists the cases that make the results, with their options; `python -m benchmarks CASE` runs one.

@@ -1,6 +1,6 @@
 """MkDocs hooks: add the pages at the repository's root to the site and adapt GitHub's Markdown (mkdocs.yml).
 
-`adapt` needs no MkDocs, so tests/test_docs_pages.py can check what the site links to.
+`adapt` needs no MkDocs, so tests/docs/test_pages.py can check what the site links to.
 """
 
 from __future__ import annotations

@@ -126,35 +126,29 @@ def alone_error(model: Any) -> float:
 
 ABOUT = """# How packed documents are isolated in each model
 
-With `packing: true` or `padding_free: true` several documents share a row. Whether they see each other is a property of
-the model, so every such run and every evaluation begins with a probe of the loaded model
-([`modeling/packing.py`](../src/halfbyte/modeling/packing.py)): one document of a row is replaced, and no hidden state
-of the others may change. What was found is in the run's `checks.json`. Documents are kept apart in one of these ways:
+With `packing: true` or `padding_free: true` several documents share a row. Whether they can attend to each other
+depends on the model. Every such run and every evaluation therefore starts with a check of the loaded model: one
+document of a row is replaced, and no hidden state of the other documents may change. The result is in the run's
+`checks.json`. Documents are isolated in one of these ways:
 
-- **positions**: transformers does it, by position ids that restart with each document;
-- **bounds**: the model's layers are told where documents begin. Convolutions and scans begin anew with each
-  ([`modeling/recurrent.py`](../src/halfbyte/modeling/recurrent.py)). Convolutions on a GPU are a kernel of ours. The gated delta
-  rule is flash-linear-attention's kernel where that is installed (`pip install 'halfbyte[scans]'`) and can train, which
-  on Hopper takes Triton 3.7.1 or tilelang; else it is products of torch's, in which the state begins anew inside the
-  row. For other scans documents of like length become rows of transformers' own function. FlashAttention, where it was
-  asked for, reads bounds, too. It costs CUDA graphs, but not with Qwen3.5 and Qwen3-Next on a GPU without
-  flash-linear-attention, which wait for nothing there;
-- **masks**: the same, and the model is handed masks made of position ids, which its own forget;
-- **unpacked**: documents are taken out of their rows for the forward of the backbone, those of like length together,
-  and put back behind it. No mask grows with the square of the row. It costs time, up to a third more tokens, and CUDA
-  graphs;
-- **refused**: the run stops before training and asks for `packing: false`. These models are not causal, or take rows of
-  some lengths only.
+- **positions**: transformers isolates them by position ids that restart with each document.
+- **bounds**: the model's layers get the document boundaries, and convolutions and scans restart at each. On a GPU
+  convolutions are a kernel of halfbyte's. The gated delta rule is flash-linear-attention's kernel if that is installed
+  (`pip install 'halfbyte[scans]'`) and can train, which on Hopper requires Triton 3.7.1 or tilelang; otherwise it is
+  PyTorch matmuls whose state restarts inside the row. Other scans run transformers' own function on batches of
+  documents of similar length. FlashAttention, if requested, reads the boundaries too. CUDA graphs are disabled, except
+  for Qwen3.5 and Qwen3-Next on a GPU without flash-linear-attention.
+- **masks**: like bounds, and halfbyte passes attention masks made from position ids, because the model's own masks
+  ignore them.
+- **unpacked**: the backbone runs on one document per row, batched by similar length, and its output is packed again. No
+  mask of quadratic size is built. It costs time, up to a third more tokens, and CUDA graphs.
+- **refused**: the run stops before training and asks for `packing: false`. These models are not causal, or accept rows
+  of some lengths only.
 
-Below are all causal language models of transformers {version} in their default layout, shrunk to a few small layers,
-on a CPU: {counts}.
-A packed document has the logits that it has alone within 1e-4 (ProphetNet apart, whose logits depend on the length of
-the row it is in, packed or not). "Fused" are those whose layers `halfbyte.patch` knows; the others train through
-transformers' own forwards. Of Gemma 3n and 4, Bamba, Granite 4's hybrids, Jamba and Nemotron-H it knows the parts that
-are plain (norms, attention, gated units): transformers' forward of the layer runs around them, its checkpointing stands
-for levels of recomputation, and generation is transformers'. Mamba layers run transformers' code. gpt_oss keeps
-documents apart by attention of ours, on CPUs, too; with `use_kernels: false` by masks. No GGUF is written of a model
-with Mamba's state, or of Gemma 3n and 4. Made by `python -m tests.helpers.all_families --write`.
+The table has all causal language models of transformers {version} in their default layout, shrunk to a few small
+layers, on a CPU: {counts}.
+The logits of a packed document equal the logits of the document alone within 1e-4. ProphetNet is an exception: its
+logits depend on the length of the row, packed or not.
 
 "fused": `halfbyte.patch` has fused forwards for the layers; "plain": training runs transformers' forwards. In Gemma 3n
 and 4, Bamba, Granite 4's hybrids, Jamba and Nemotron-H only norms, attention and gated units are fused, inside
@@ -162,7 +156,7 @@ transformers' forward of the layer; recomputation is transformers' checkpointing
 layers run transformers' code. gpt_oss isolates documents by halfbyte's attention, also on CPUs, and with
 `use_kernels: false` by masks. GGUF is not written for models with Mamba layers or for Gemma 3n and 4.
 
-`python tests/models/all_families.py --write` makes this page.
+`python -m tests.helpers.all_families --write` makes this page.
 
 | model | documents | layers | where documents would see each other, or why the model does not build |
 |---|---|---|---|

@@ -204,7 +204,7 @@ def test_accumulation_keeps_gradients_during_forward():
 
 
 def test_llama_8b_packed_checkpointed():
-    """The H200 target: peak of at most 8.5 GiB at 2x2048 (docs/design.md)."""
+    """The H200 target: peak of at most 8.5 GiB at 2x2048 (docs/design/training-step.md)."""
     config = run_config(
         dtype="auto", packing=True, per_device_train_batch_size=2, max_length=2048, activation_checkpointing=True
     )

@@ -5,7 +5,7 @@ kernels for few rows do not dequantize W to memory.
 
 In eager mode this is an `autograd.Function`. Under torch.compile it must be two *distinct* opaque ops: with a visible
 dequantize, common-subexpression elimination merges the forward's with the backward's and keeps the full-precision
-weight alive in between (docs/design.md, decision 3).
+weight alive in between (docs/design/kernels-and-autograd.md).
 """
 
 from __future__ import annotations
