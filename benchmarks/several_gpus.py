@@ -89,7 +89,7 @@ class Training:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def step(self, together: bool) -> Tensor:
-        sums = self.stepper([self.batch], self.count)
+        sums = self.stepper([self.batch], self.count, may_capture=True)
         if together:
             sums = sum_gradients(self.mesh, self.trained, sums)
         torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
@@ -159,7 +159,7 @@ def _tensor_steps(training: Training, mesh: Mesh, together: bool) -> dict[str, A
     norms: list[float] = []
     for event in events:
         event.record()
-        sums = training.stepper([training.batch], training.count)
+        sums = training.stepper([training.batch], training.count, may_capture=True)
         if together:
             sums = sum_gradients(mesh, training.trained, sums)
         norm = clip_gradients(mesh if together else SINGLE_PROCESS, training.trained, 1.0)
@@ -191,7 +191,7 @@ class Sharded(Training):
         free_memory()
 
     def step(self, together: bool) -> Tensor:
-        sums = self.stepper([self.batch], self.count)
+        sums = self.stepper([self.batch], self.count, may_capture=True)
         sums = self.units.reduce(sums) if together else sums
         self.units.clip(1.0)
         self.optimizer.step()

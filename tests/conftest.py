@@ -198,7 +198,7 @@ def shared() -> Path:
 
 @pytest.fixture(autouse=True)
 def _allocator():
-    """Restore PYTORCH_ALLOC_CONF, which commands set in this process (`utils.hardware.enable_expandable_segments`) and plans read."""
+    """Restore PYTORCH_ALLOC_CONF: commands set it in this process, and plans read it."""
     before = os.environ.get("PYTORCH_ALLOC_CONF")
     yield
     if before is None:

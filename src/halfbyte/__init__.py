@@ -41,7 +41,6 @@ _PUBLIC = {
 __all__ = [*_PUBLIC, "__version__"]
 
 
-
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'halfbyte' has no attribute {name!r}")

@@ -179,9 +179,7 @@ class TestRefusing:
     def test_invalid_override_is_reported_in_one_line(self):
         error = "command line: target_modules='[q_proj': not valid YAML: expected ',' or ']', but got the end\n  fix: "
         assert problem(None, with_needed("target_modules=[q_proj")).startswith(error)
-        assert (
-            load_config(None, with_needed("output_dir=[bold]x[/nope]")).output_dir == "[bold]x[/nope]"
-        )  # a text key
+        assert load_config(None, with_needed("output_dir=[bold]x[/nope]")).output_dir == "[bold]x[/nope]"  # a text key
         assert r"\x1b" in problem(None, with_needed("output_dir=a\x1b[31mb"))
 
     def test_at_most_20_problems_are_listed(self):

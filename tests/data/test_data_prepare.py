@@ -142,11 +142,16 @@ def test_overlong_rows_are_counted_and_reported(config, make_tokenizer, write):
     assert cut.report["train"]["dropped"] == {"no trained tokens left after truncation": 1}
     assert [len(row["input_ids"]) for row in cut.train][1] == 80
     assert cut.report["train"]["length_histogram"]["edges"][-1] > 200
-    assert notices_so_far()["truncated:training"] == "1 of 3 training documents cut to max_length 80: the longest has 122 tokens"
+    assert (
+        notices_so_far()["truncated:training"]
+        == "1 of 3 training documents cut to max_length 80: the longest has 122 tokens"
+    )
     dropped = prepare(config(path, max_length=80, overlong="drop"), tokenizer)
     assert dropped.report["train"]["dropped"] == {"longer than max_length": 2}
     assert dropped.report["train"]["truncated"] == 0
-    assert any("2 of 3 training documents dropped: longer than max_length" in text for text in notices_so_far().values())
+    assert any(
+        "2 of 3 training documents dropped: longer than max_length" in text for text in notices_so_far().values()
+    )
 
 
 @pytest.mark.parametrize("template", ["marked", None])

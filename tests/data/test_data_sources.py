@@ -207,9 +207,7 @@ def test_hub_id_offline_is_one_clear_error(monkeypatch):
         raise ConnectionError(f"Couldn't reach '{name}' on the Hub (OfflineModeIsEnabled)\nmore")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
-    with pytest.raises(
-        DataError, match="'some-owner/some-set'"
-    ):
+    with pytest.raises(DataError, match="'some-owner/some-set'"):
         read_sources("some-owner/some-set")
 
 

@@ -152,7 +152,9 @@ def test_layers_of_a_file_hold_its_values(mixed):
         "gptq_v2:32:float16:runs": 4, "hqq:8:32:range:float16": 4, "mxfp4": 2, "blockwise4:nf4:64:nested": 4,
     }  # fmt: skip
     kept, others = "2 MXFP4, 4 Q4_0, 4 Q8_0", "2 Q4_1, 2 Q5_0"
-    assert any(str(mixed) in text and kept in text and others in text for text in notices_so_far().values()), notices_so_far()
+    assert any(str(mixed) in text and kept in text and others in text for text in notices_so_far().values()), (
+        notices_so_far()
+    )
 
 
 def test_other_layers_equal_the_default_import(mixed):

@@ -100,7 +100,7 @@ def test_bytes_and_values(blocksize, kind, dtype, nested):
         assert same_bits(values, their_values(theirs, their_state)), shape
         if shape[-1] % blocksize == 0:
             kernels = bnb.functional.dequantize_4bit(theirs, their_state)
-            # + 0.0: their CPU kernel without AVX-512 gives FP4's zero as -0.0, their torch code and AVX-512 kernel as 0.0
+            # + 0.0: without AVX-512 their CPU kernel gives FP4's zero as -0.0, other implementations as 0.0
             assert same_bits(flushed(values) + 0.0, flushed(kernels) + 0.0), shape
 
 

@@ -296,5 +296,5 @@ def test_quantization_config_is_recognised(entry, cls):
     ],
 )
 def test_other_layouts_are_refused_by_name(cls, entry, said):
-    with pytest.raises(CheckpointError, match=notices_so_far):
+    with pytest.raises(CheckpointError, match=said):
         cls.from_quantization_config(entry)

@@ -26,7 +26,9 @@ def line_of(name: str) -> str:
         return f"{name} does not build: {type(error).__name__}"
     fused = "fused" if patch(model).fused else "plain"
     try:
-        found = isolate_documents(model, PackedCollator(0, fused=True), key="packing", length=ROW, tokens=all_families.TOKENS)
+        found = isolate_documents(
+            model, PackedCollator(0, fused=True), key="packing", length=ROW, tokens=all_families.TOKENS
+        )
     except ConfigError as error:
         return f"{name} refused {fused}: {error.message}"
     ways = {way: str(found) for way, found in found.tried.items()}

@@ -157,9 +157,7 @@ def make_rows() -> dict[str, list[dict[str, Any]]]:
     rejected = [[{"role": "assistant", "content": each}] for each in worse]
     return {
         "messages": [{"messages": [*a, *b]} for a, b in zip(turns, answers, strict=True)],
-        "pairs": [
-            {"prompt": a, "chosen": b, "rejected": c} for a, b, c in zip(turns, answers, rejected, strict=True)
-        ],
+        "pairs": [{"prompt": a, "chosen": b, "rejected": c} for a, b, c in zip(turns, answers, rejected, strict=True)],
         "labelled": [
             {"prompt": a, "completion": b, "label": n % 2 == 0}
             for n, (a, b) in enumerate(zip(turns, answers, strict=True))

@@ -4,7 +4,7 @@
     python -m tests.helpers.tiny_matrix --out part.jsonl --only "Gemma3n|Gemma4" --shard 1/2
 
 Each finished case is a line: {"case", "outcome": ok | refused | failed, "error", "message", "at", "seconds"}. An error
-of `halfbyte.utils.errors` counts as refused. Worker processes run one case after the other; a case fails if it takes longer
+of `halfbyte.utils.errors` counts as refused. Worker processes run one case after the other; a case fails if it takes
 than `--timeout` seconds or its process dies, and a new process continues.
 """
 

@@ -173,7 +173,9 @@ def _numbers(memory: dict[str, Any], records: list[dict[str, Any]], widths: list
         "shapes": len(by_shape),
         "new_shape_ms": [round(1e3 * max(first, default=0)), round(1e3 * statistics.mean(first or [0]))],
         "first_four_ms": round(1e3 * statistics.mean(four or [0])),
-        "notices": [str(text)[:150] for key, text in notices.notices_so_far().items() if "graph" in key or "memory" in key],
+        "notices": [
+            str(text)[:150] for key, text in notices.notices_so_far().items() if "graph" in key or "memory" in key
+        ],
     }
 
 

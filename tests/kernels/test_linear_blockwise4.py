@@ -350,7 +350,7 @@ def test_falls_back_if_a_kernel_does_not_compile(mark, monkeypatch, request):
         raise Unavailable("no NVRTC")
 
     monkeypatch.setattr(gemv4, "cubin", refuse)
-    monkeypatch.setattr(notices, "_said", {})
+    monkeypatch.setattr(notices, "_logged", {})
     gemv4._kernel.cache_clear()
     request.addfinalizer(gemv4._kernel.cache_clear)  # it remembers the refusal
     for _ in range(2):

@@ -229,8 +229,8 @@ def test_dequantizes_where_it_does_not_compile(backend, spec, monkeypatch):
     def refuse(*_):
         raise Unavailable("no NVRTC")
 
-    monkeypatch.setattr("gemm16", "_kernel", refuse)
-    monkeypatch.setattr(notices, "_said", {})
+    monkeypatch.setattr(linear_planes, "_gemm16_kernel", refuse)
+    monkeypatch.setattr(notices, "_logged", {})
     weight = weight_of(spec, 64, 256, "cuda")
     x = torch.randn(2, 256, device="cuda", dtype=BF16)
     for _ in range(2):

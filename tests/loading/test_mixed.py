@@ -187,7 +187,9 @@ def test_experts_without_tokens_get_the_mean_error_with_a_notice():
     model = mixture("Qwen3Moe", num_experts=16)
     few = {"input_ids": TOKENS[:, :2], "labels": TOKENS[:, :2]}
     found = measure(model, EXPERTS, [few])
-    assert re.match(r"no token of the calibration text reached \d+ of 32 experts", notices.notices_so_far()["mix-unreached"])
+    assert re.match(
+        r"no token of the calibration text reached \d+ of 32 experts", notices.notices_so_far()["mix-unreached"]
+    )
     assert all(option.error > 0 for option in found["model.layers.0.mlp.experts.down_proj"][1:])
 
 

@@ -49,9 +49,9 @@ def one_is_slow(mesh, place, output):
 
     inner = Stepper.__call__
 
-    def slow(self, batches, count, steady=False):
+    def slow(self, batches, count, **keys):
         time.sleep(0.1 * mesh.rank)
-        return inner(self, batches, count, steady)
+        return inner(self, batches, count, **keys)
 
     keys = {"gradient_accumulation_steps": 1, "parallel": {"data": 2}, "sample_prompts": 0, "max_steps": 3}
     with mock.patch.object(Stepper, "__call__", slow):

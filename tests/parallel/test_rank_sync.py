@@ -95,7 +95,7 @@ def trains(model, make, mesh=SINGLE_PROCESS):
     count = sum((each["labels"][:, 1:] != -100).sum() for each in window).float()
     for _ in range(WINDOWS):
         own = copy.deepcopy(window[mesh.coordinate("shard") :: mesh.degree("shard")])
-        sums = mesh.sum(steps(steps.synced(own), count, steady=True))
+        sums = mesh.sum(steps(steps.pad_across_ranks(own), count, may_capture=True))
         record.append((sums, [mesh.sum(parameter.grad.clone()) for parameter in trained]))
         for parameter, gradient in zip(trained, record[-1][1], strict=True):
             parameter.data.sub_(0.1 * gradient)

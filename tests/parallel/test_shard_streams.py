@@ -81,7 +81,7 @@ def trained(model, stepper, device):
     steps = stepper(lambda batch: {"loss": causal_lm_loss(model, batch)[0]}, parameters)
     for number, window in enumerate(windows()):
         on_device = [{name: value.to(device) for name, value in each.items()} for each in window]
-        loss = steps(on_device, torch.ones((), device=device))
+        loss = steps(on_device, torch.ones((), device=device), may_capture=True)
         record.append((loss, [p.grad.clone() for p in parameters]))
         for parameter in parameters:
             parameter.data.sub_(1e-3 * parameter.grad)
@@ -119,7 +119,7 @@ def test_layers_read_their_own_bytes(monkeypatch, one_of_two, device, stays, lat
         block.register_full_backward_pre_hook(lambda *_: delay())
 
     def graphed(sums, parameters):
-        return GraphedStepper(sums, parameters, lambda: True)
+        return GraphedStepper(sums, parameters)
 
     found, held = trained(model, graphed if device == "cuda" else eager, device)
     assert held == (device == "cuda")

@@ -78,7 +78,9 @@ def trains_from_the_host(mesh, place, output, keys):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(preflight, "estimate", lambda *given, **more: replace(planned(*given, **more), hosted=(1, 2)))
         real = setup.shard_model
-        patched.setattr(setup, "shard_model", lambda *given, **more: seen.append(more["on_host"]) or real(*given, **more))
+        patched.setattr(
+            setup, "shard_model", lambda *given, **more: seen.append(more["on_host"]) or real(*given, **more)
+        )
         trains(mesh, place, output, keys, None)
     return seen
 

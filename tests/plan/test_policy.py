@@ -59,7 +59,9 @@ def test_offload_is_limited_by_the_host_link(layer_8b):
     assert layer_8b.offload_seconds(("offload_attention",) * 30) == 0
     both = layer_8b.offload_seconds(("offload_kept", "keep") * 15)
     assert both > 0
-    assert extra_seconds(layer_8b, ("offload_kept", "keep") * 15) == pytest.approx(15 * layer_8b.extra_seconds("offload_kept") + both)
+    assert extra_seconds(layer_8b, ("offload_kept", "keep") * 15) == pytest.approx(
+        15 * layer_8b.extra_seconds("offload_kept") + both
+    )
 
 
 def test_small_models_stay_in_cuda_graphs():

@@ -117,9 +117,7 @@ def test_offloaded_shards_are_limited_by_host_memory(shapes_70b, monkeypatch):
     assert not plan.fits
     monkeypatch.setattr("halfbyte.memory.allocators.available_bytes", lambda: 200 * GIB)
     assert len(plan_of(shapes_70b, Parallel(shard=2), 21.5, **keys).hosted) > 15
-    assert (
-        plan_of(shapes_70b, Parallel(shard=2), 20.9, **keys).hosted == ()
-    )  # loading unsharded tables
+    assert plan_of(shapes_70b, Parallel(shard=2), 20.9, **keys).hosted == ()  # loading unsharded tables
     assert plan_of(shapes_70b, Parallel(), 21.5, **keys).hosted == ()
 
 
@@ -257,7 +255,9 @@ def test_levels_and_gathered_layers_are_chosen_together(layer_8b):
         return sum(sizes[level] for level in choice.levels) + choice.stays * gathers.block
 
     def time(choice):
-        return extra_seconds(layer_8b, choice.levels, False) + gathers.exposed_seconds(layer_8b, choice.levels, choice.stays, False)
+        return extra_seconds(layer_8b, choice.levels, False) + gathers.exposed_seconds(
+            layer_8b, choice.levels, choice.stays, False
+        )
 
     options = {"usual": layer_8b, "largest": layer_8b, "host": 0, "graphs": False}
     for budget in (need(Choice(("checkpoint",) * layers, False)), 2 * GIB, 4 * GIB, 40 * GIB):
@@ -286,7 +286,9 @@ def test_exposed_seconds_of_gathers(layer_8b):
     for stays, gathers in ((0, 15), (4, 7)):
         waits = (gathers + 1) * slow.seconds - forward - backward
         beside = max(gathers * slow.seconds - waits, 0)
-        assert slow.exposed_seconds(layer_8b, levels, stays, False) == pytest.approx(waits + GATHER_SLOWDOWN[False] * beside)
+        assert slow.exposed_seconds(layer_8b, levels, stays, False) == pytest.approx(
+            waits + GATHER_SLOWDOWN[False] * beside
+        )
 
 
 def test_blocks_that_stay_are_spread():

@@ -172,7 +172,9 @@ def test_program_cannot_kill_other_processes():
 
 def test_sandbox_ends_with_its_parent():
     """After SIGKILL of the caller, no process of the sandbox remains."""
-    script = "from halfbyte.rl.rewards.sandbox import Limits, run\nrun('import time; time.sleep(600)', b'', Limits(600))"
+    script = (
+        "from halfbyte.rl.rewards.sandbox import Limits, run\nrun('import time; time.sleep(600)', b'', Limits(600))"
+    )
     process = subprocess.Popen([sys.executable, "-c", script])
     end = time.monotonic() + 20
     while not (inside := psutil.Process(process.pid).children(recursive=True)) or len(inside) < 4:

@@ -131,9 +131,7 @@ def test_a_full_disk_while_saving_leaves_earlier_checkpoints_intact(tmp_path):
 
     loop.metrics.listeners.append(fill_the_disk)
     try:
-        with pytest.raises(
-            TrainingError, match="/checkpoint-4:"
-        ) as failed:
+        with pytest.raises(TrainingError, match="/checkpoint-4:") as failed:
             loop.train()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

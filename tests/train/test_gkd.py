@@ -214,9 +214,7 @@ def other_words(folder):
     (folder / "tokenizer.json").write_text(json.dumps(said))
 
 
-@pytest.mark.parametrize(
-    ("change", "why"), [(smaller_vocabulary, None), (other_words, "'[ab]'")]
-)
+@pytest.mark.parametrize(("change", "why"), [(smaller_vocabulary, None), (other_words, "'[ab]'")])
 def test_a_teacher_with_another_vocabulary_is_refused(taught, tmp_path, change, why):
     shutil.copytree(taught / "other", tmp_path / "teacher")
     change(tmp_path / "teacher")

@@ -298,7 +298,7 @@ def test_reward_functions_that_hang_or_return_nonsense(prompts, tmp_path):
         ({"reward_funcs": None}, "reward_funcs"),
         ({"num_generations": 3}, "16 answers"),
         ({"steps_per_generation": 3, "num_generations": 8}, None),
-        ({"reward_weights": [1.0, 2.0]}, "beside 1 reward_funcs"),
+        ({"reward_weights": [1.0, 2.0]}, "1 reward_funcs"),
         ({"loss_type": "luspo"}, None),
         ({"loss_type": "sigmoid"}, "'sigmoid'"),
         ({"method": "dpo"}, "method: dpo"),

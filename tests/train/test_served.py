@@ -83,7 +83,9 @@ def test_the_server_samples_with_the_current_adapter(model, tmp_path):
 def test_the_adapter_folder_of_a_killed_run_is_removed_by_the_next(model, tmp_path):
     (tmp_path / "out").mkdir()
     rollouts = ServedRollouts(load_config(None, keys(model, tmp_path / "out", "http://localhost:1")), None)
-    assert TemporaryPath.of(rollouts.folder).target == tmp_path / "out" / rollouts.name  # as `clear_leftovers` expects
+    assert (
+        TemporaryPath.parse(rollouts.folder).target == tmp_path / "out" / rollouts.name
+    )  # as `clear_leftovers` expects
 
 
 @pytest.mark.slow

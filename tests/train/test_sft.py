@@ -240,7 +240,7 @@ def test_a_run_that_stops_leaves_the_report_of_what_it_did(place, tmp_path, monk
 
 def test_processes_that_read_different_data_are_refused(place, tmp_path, monkeypatch):
     class Differing(Mesh):
-        def equal(self, value):
+        def all_equal(self, value):
             return value is None
 
     monkeypatch.setattr(sft, "present_mesh", lambda *where: contextlib.nullcontext(Differing()))

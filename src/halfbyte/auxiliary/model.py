@@ -152,7 +152,11 @@ def check_origin(origin: Origin | None, adapter: Path | None) -> None:
         HalfbyteError: it is missing or damaged; names the adapter's file that refers to it.
     """
     if origin is not None:
-        with attribute_to_key(f"{adapter / ADAPTER_CONFIG}: base_model_name_or_path") if adapter else contextlib.nullcontext():
+        with (
+            attribute_to_key(f"{adapter / ADAPTER_CONFIG}: base_model_name_or_path")
+            if adapter
+            else contextlib.nullcontext()
+        ):
             preflight_model(origin)
 
 

@@ -157,9 +157,7 @@ def _compare(run: PreparedRun, model: Any, rows: Any) -> dict[str, Any]:
 # --- cache -----------------------------------------------------------------------------------------------------------
 
 
-def _cached_or_computed(
-    run: PreparedRun, model: Any, splits: dict[str, Any]
-) -> tuple[dict[str, torch.Tensor], str]:
+def _cached_or_computed(run: PreparedRun, model: Any, splits: dict[str, Any]) -> tuple[dict[str, torch.Tensor], str]:
     """Return each split's log-probabilities, and whether they were computed or come from an earlier run's cache.
 
     A cache file is valid for the same frozen weights, tokens and arithmetic.

@@ -29,9 +29,7 @@ LENGTHS, DOCUMENTS = 128, 32  # fused batches have a multiple of these tokens pe
 WIDTHS, FINER = 4, 8  # widths per octave; finer for rows of several sampled answers, whose total lengths vary little
 
 
-def make_collator(
-    config: RunKeys, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None
-) -> Collator:
+def make_collator(config: RunKeys, tokenizer: PreTrainedTokenizerBase, device: torch.device | None = None) -> Collator:
     """Return the collator that `config` asks for: flat for packing or padding_free, else padded.
 
     Args:

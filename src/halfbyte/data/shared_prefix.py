@@ -3,7 +3,7 @@
 A row holds trees: a prompt followed by its answers (Wang & Hegde 2024, arXiv:2410.20305). The positions of each answer
 continue the prompt's, and an answer attends to its prompt and itself. Every document, a prompt with one answer, gives
 the same results as in its own row, but the prompt is computed once. The log-probability of an answer's first token
-comes from the prompt's last position. Only this file knows how a row is laid out; `modeling.shared_prefix` implements the
+comes from the prompt's last position. Only this file lays out a row; `modeling.shared_prefix` implements the
 attention.
 """
 

@@ -270,7 +270,9 @@ def _prepare(source: Path, out: Path, base: str, quantize: Quantize, verify: boo
     checkpoint = BaseCheckpoint(config.origin)
     if checkpoint.folder.resolve().is_relative_to(out.resolve()):
         raise ConfigError(f"{out} holds the base model", "name another folder")
-    stored = packing(quantize, config.origin, experts=scheme is None)  # quantization-aware training does not round experts
+    stored = packing(
+        quantize, config.origin, experts=scheme is None
+    )  # quantization-aware training does not round experts
     targets, preferred, reason = _targets(config.storage.quantized, checkpoint, base, bool(stored.formats))
     if scheme is not None and not stored.is_scheme(scheme):
         message = f"the run was trained to be stored as {scheme}"

@@ -65,7 +65,11 @@ def check_complete(place: Origin, config: Any) -> None:
             weights[name] = weights[name] if weights[name].shape == shape else weights[name].transpose(1, 2)
     if model.__module__.startswith("transformers_modules."):  # the checkpoint's own code may load in any way
         return
-    with answered(f"the weights in {folder} do not fit {CONFIG}", MISMATCH_FIX), quiet_transformers(), no_loading_bars():
+    with (
+        answered(f"the weights in {folder} do not fit {CONFIG}", MISMATCH_FIX),
+        quiet_transformers(),
+        no_loading_bars(),
+    ):
         _, info = type(model).from_pretrained(
             None,
             config=_unquantized_config(config),
@@ -90,7 +94,11 @@ def meta_model(place: Origin, config: Any) -> Any:
     """
     path = Path(place.name) / CONFIG
     try:
-        with answered(f"{path} describes no model that can be built", MISMATCH_FIX), torch.device("meta"), quiet_transformers():
+        with (
+            answered(f"{path} describes no model that can be built", MISMATCH_FIX),
+            torch.device("meta"),
+            quiet_transformers(),
+        ):
             return auto_class(config).from_config(
                 _unquantized_config(config), attn_implementation="eager", trust_remote_code=place.trust_remote_code
             )

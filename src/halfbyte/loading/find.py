@@ -100,7 +100,11 @@ def read_model_config(model: str | Origin) -> Any:
         _check_model_type(Path(name))
     message = f"cannot read {Path(name) / CONFIG}" if local else f"cannot read the model config of {name!r}"
     fix = "correct it, or re-download it" if local else "give a folder with config.json, or a hub id you can reach"
-    with explain_remote_code(name), answered(message, fix, CheckpointError if local else ModelError), quiet_transformers():
+    with (
+        explain_remote_code(name),
+        answered(message, fix, CheckpointError if local else ModelError),
+        quiet_transformers(),
+    ):
         config = AutoConfig.from_pretrained(name, revision=place.revision, trust_remote_code=place.trust_remote_code)
     if getattr(config, "quantization_config", {}) is None:  # merging tools write "quantization_config": null
         del config.quantization_config

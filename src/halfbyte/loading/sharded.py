@@ -59,7 +59,9 @@ class ModelShare:
         axes = self.along if self.mesh.degree(*self.along) > 1 else ()
         layers = f"{decoder_layers(model)[0]}." if axes else ""
         dims = sharded_dims(model) if axes == (AXIS,) else None
-        absent = [self.elsewhere(model, place) for place in range(self.mesh.degree("pipeline"))] if self.elsewhere else []
+        absent = (
+            [self.elsewhere(model, place) for place in range(self.mesh.degree("pipeline"))] if self.elsewhere else []
+        )
 
         def placement(name: str) -> Placement:
             stages = frozenset(place for place, other in enumerate(absent) if not other(name)) if absent else None

@@ -205,7 +205,9 @@ class ModelShapes:
         key, trust = "packing" if self.config.packing else "padding_free", self.config.trust_remote_code
         try:
             with silent():
-                return isolate_tiny_model(self.causal_lm.config, PackedCollator(0), key=key, trust_remote_code=trust).way
+                return isolate_tiny_model(
+                    self.causal_lm.config, PackedCollator(0), key=key, trust_remote_code=trust
+                ).way
         except ConfigError:
             raise
         except Exception:  # the model's own code may fail on the test's sizes; the run tests again

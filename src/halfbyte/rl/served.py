@@ -40,9 +40,7 @@ def server_of(config: RunConfig) -> VllmServer:
     return VllmServer(str(config.vllm_server_base_url), config.model_name_or_path, rank, config.vllm_server_timeout)
 
 
-def check_server(
-    config: RunConfig, data: PreparedData, tokenizer: PreTrainedTokenizerBase, console: Console
-) -> None:
+def check_server(config: RunConfig, data: PreparedData, tokenizer: PreTrainedTokenizerBase, console: Console) -> None:
     """Check the run's vLLM server, if it has one, before a model is loaded.
 
     Raises:

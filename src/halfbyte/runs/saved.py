@@ -291,5 +291,8 @@ def trained_tokenizer(folder: Path | None, config: RunKeys) -> Any:
 
     if folder is None or not (folder / "tokenizer_config.json").is_file():
         return load_tokenizer(config.origin, chat_template_path=config.chat_template_path)
-    with explain_remote_code(str(folder)), answered(f"cannot load the tokenizer in {folder}", "copy the base's files there"):
+    with (
+        explain_remote_code(str(folder)),
+        answered(f"cannot load the tokenizer in {folder}", "copy the base's files there"),
+    ):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)

@@ -142,7 +142,7 @@ def divided_check(
     loss = mesh.sum(float(loss_sum), ("context",)) / (ids.shape[1] - 1)
     if not abs(loss - reference) <= ROUNDING * abs(reference):
         raise TrainingError(
-            f"with context: {mesh.degree('context')} the loss is {loss:.6g}, without context parallelism {reference:.6g}",
+            f"with context: {mesh.degree('context')} the loss is {loss:.6g}, without {reference:.6g}",
             "leave context out of `parallel`, and please report the model",
         )
     return {"loss": loss, "reference_loss": reference, "difference": abs(loss - reference)}

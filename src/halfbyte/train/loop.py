@@ -451,9 +451,7 @@ class TrainingLoop:
                 if self.rollouts is not None:
                     self.rollouts.save(folder)
                 self.state.save_to_json(str(folder / TRAINER_STATE))
-                checkpoints.write_state(
-                    folder, self.config, self.data, self.log.window, evaluation_pending, self.ways
-                )
+                checkpoints.write_state(folder, self.config, self.data, self.log.window, evaluation_pending, self.ways)
                 write_manifest(folder, self.state.global_step)
         except TrainingError as error:
             raise TrainingError(error.message, f"{error.fix}; {self.guards.last_checkpoint()}") from error

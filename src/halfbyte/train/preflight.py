@@ -188,9 +188,7 @@ def prepare_run(
     if mesh.size > 1:  # the plan decides whether frozen weights are sharded
         mesh = replace(mesh, layout=plan.layout)
     cut = _pipeline_partition(config, layout, shapes, plan)
-    run = PreparedRun(
-        config, method, mesh, machine, checkpoint, files, tokenizer, data, plan, arguments, prompts, cut
-    )
+    run = PreparedRun(config, method, mesh, machine, checkpoint, files, tokenizer, data, plan, arguments, prompts, cut)
     if method.reference:
         console.print(f"reference {_describe_reference(run)}")
     return run
@@ -260,7 +258,9 @@ def _row_ranks(layout: Parallel) -> int:
     return Mesh(layout=layout).degree(*DATA_AXES)
 
 
-def _pipeline_partition(config: RunConfig, layout: Parallel, shapes: ModelShapes, plan: MemoryPlan) -> PipelinePartition | None:
+def _pipeline_partition(
+    config: RunConfig, layout: Parallel, shapes: ModelShapes, plan: MemoryPlan
+) -> PipelinePartition | None:
     """Return the pipeline partition of a run's model, or None without pipeline.
 
     Raises:
@@ -307,9 +307,7 @@ def _machine(config: RunConfig, method: Method, mesh: Mesh) -> Machine:
     check_recipe(configured_recipe(config.precision), device)
     if config.storage.qat_scheme is not None:
         qat_format(config.storage.qat_scheme)
-    compute, weights = (
-        resolve_dtype(name, device) for name in (config.precision.compute, config.precision.weights)
-    )
+    compute, weights = (resolve_dtype(name, device) for name in (config.precision.compute, config.precision.weights))
     check_dtype(config, device, compute)
     found = environment(str(device), compute, config.precision.compute)
     facts = {**found, "numbers": method.numbers.document(), "started": time.time()}

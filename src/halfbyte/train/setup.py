@@ -119,7 +119,9 @@ def pipelined_stepper(run: PreparedRun, model: Any, stages: LocalStages) -> Pipe
     device, dtype = run.machine.device, run.machine.compute_dtype
     width = stages.causal_lm.config.get_text_config().hidden_size
     how: dict[str, Any] = {"width": width, "dtype": stages.dtype, "device": device}
-    how["ahead"] = 0 if run.mesh.degree("shard") > 1 else len(stages.layers)  # sharded weights are gathered per backward
+    how["ahead"] = (
+        0 if run.mesh.degree("shard") > 1 else len(stages.layers)
+    )  # sharded weights are gathered per backward
     if device.type == "cuda":
         how["spare"] = max(run.plan.capacity_bytes - run.plan.total, 0)
     pipeline = Pipeline(run.mesh, run.cut.schedule, run.cut.seconds, **how)

@@ -85,9 +85,7 @@ ROWS = [
             ("--gpus 0", "--gpus"),
         )
     ),
-    Case(
-        "+ --gpus and another mesh", "check run.yaml --gpus 4 --gpu-memory 80 'parallel={data: 3}'", says="--gpus"
-    ),
+    Case("+ --gpus and another mesh", "check run.yaml --gpus 4 --gpu-memory 80 'parallel={data: 3}'", says="--gpus"),
     Case("5 an unknown tracker", both("report_to=nonsense"), says=("report_to", "nonsense")),
     Case("5 a tracker that is not installed", both("report_to=wandb"), says=("report_to", "wandb")),
     Case(

@@ -145,9 +145,7 @@ ROWS = [
     Case("+ margins of another method", both("method=dpo simpo_gamma=1"), says="simpo_gamma", fix="method: simpo"),
     Case("+ PPO of Axolotl", both("rl=ppo"), says="rl: 'ppo'", fix="dpo"),
     Case("+ a loss of LLaMA-Factory's that is gone", both("stage=dpo pref_loss=kto_pair"), says="kto_pair"),
-    Case(
-        "+ init with examples", "init model data.jsonl --method dpo", fix="--method sft"
-    ),
+    Case("+ init with examples", "init model data.jsonl --method dpo", fix="--method sft"),
     Case("+ init with a method that nobody knows", "init model data.jsonl --method dop", says="dop", fix="dpo"),
     Case(
         "+ init without a method on pairs",
@@ -232,9 +230,7 @@ ROWS = [
     ),
     Case("+ labels that are numbers", prm(), says=("data.jsonl:1", "'labels'"), files=lines(stepwise(labels=[1, 0]))),
     Case("+ a step of turns", prm(), says=("data.jsonl:1", "step 1"), files=lines(stepwise(completions=[[GOOD], "b"]))),
-    Case(
-        "+ steps that are one text", prm(), says="data.jsonl:1", files=lines(stepwise(completions="b"))
-    ),
+    Case("+ steps that are one text", prm(), says="data.jsonl:1", files=lines(stepwise(completions="b"))),
     Case("+ only right steps", prm(), files=lines(stepwise(labels=[True, True]))),
     Case("+ process rewards of pairs", prm(), says="preference pairs", fix="method: dpo", files=lines(pair())),
     Case("+ examples that are steps", both(), fix="method: prm", files=lines(stepwise())),

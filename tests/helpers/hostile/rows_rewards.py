@@ -43,9 +43,7 @@ ROWS = [
         fix="beta: 0",
     ),
     policy("+ a reward of a column that is not there", "reward_funcs=exact", says=("exact", "further columns")),
-    policy(
-        "+ a reward from a hub", "reward_funcs=someone/rewards", says="someone/rewards", fix=""
-    ),
+    policy("+ a reward from a hub", "reward_funcs=someone/rewards", says="someone/rewards", fix=""),
     policy("+ a reward model that is not there", "'reward_funcs={model: no/such/judge}'", says="no/such/judge"),
     policy("+ a reward model that scores nothing", "'reward_funcs={model: model}'", says="no score head", fix="prm"),
     policy(
