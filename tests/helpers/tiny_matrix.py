@@ -5,7 +5,7 @@
 
 Each finished case is a line: {"case", "outcome": ok | refused | failed, "error", "message", "at", "seconds"}. An error
 of `halfbyte.utils.errors` counts as refused. Worker processes run one case after the other; a case fails if it takes
-than `--timeout` seconds or its process dies, and a new process continues.
+longer than `--timeout` seconds or its process dies, and a new process continues.
 """
 
 from __future__ import annotations
