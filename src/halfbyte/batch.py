@@ -11,13 +11,13 @@ Shapes: B sequences, T tokens of each, M trained tokens of the whole batch, N an
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from .ops import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 Batch = Mapping[str, Any]
 
@@ -29,14 +29,19 @@ LONGEST = ("max_length_q", "max_length_k")  # a number that no document's length
 
 # How sequences of the batch relate to each other and to other processes.
 REAL_TOKENS = "real_tokens"  # [B, T]: 1 for tokens that are not padding, for the routers of a mixture of experts
-BRANCHES, KEY_PLACES = "branches", "key_places"  # answers that share a prompt, see `data.branches`
+BRANCHES, KEY_POSITIONS = "branches", "key_places"  # answers that share a prompt, see `data.branches`
 CONTEXT = "context"  # the `parallel.context` group among which the sequences are split
 UNSPLIT = "whole_"  # prefix of columns that a split batch carries for full sequences
 
-# Answers of preference, policy and distillation methods.
+# Answers of preference, policy and distillation methods. The trained tokens of all answers are numbered 0 to M - 1.
+AT, WANTED = "at", "wanted"  # int [M]: position of each trained token's logits in the flattened batch, and the token
+ANSWER = "answer"  # int [M]: the answer that each trained token belongs to; -1: padding
+ENDS = "ends"  # int [N]: position of each answer's last token
+PLACE, REAL = "place", "real"  # int [M]: the token's number within its answer; bool [N]: the answer is not padding
+MARGIN, LABEL, RIGHT = "margin", "label", "right"  # [N]: required margin, desirable (KTO), correct step (PRM)
 REFERENCE = "reference"  # fp32 [M]: the reference's log-probabilities; also the name of PEFT's frozen adapter
 OLD, SAMPLED = "old", "sampled"  # fp32 [M]: log-probabilities before the update, and those of the sampler
-ADVANTAGES = "advantages"  # fp32 [N]
+ADVANTAGES, ITEMS = "advantages", "items"  # fp32 [N]: advantage of each answer, and the divisor of its tokens' losses
 BONUS, CORRECTS = "bonus_weight", "corrects"  # 0-d weight of the entropy bonus; whether importance weights apply
 
 # Numbers of a step that each of its micro-batches carries.
@@ -53,8 +58,8 @@ TOKEN_COLUMNS = {INPUT_IDS: 0, LABELS: IGNORE_INDEX, POSITION_IDS: 0, ATTENTION_
 # Columns of answers that the losses read and the model's forward does not take.
 OWN_COLUMNS = frozenset(
     {
-        *("at", "ends", "wanted", "answer", "place", "real", "margin", "label", "right", "items"),
-        *(REFERENCE, OLD, SAMPLED, ADVANTAGES, BONUS, CORRECTS),
+        *(AT, WANTED, ANSWER, ENDS, PLACE, REAL, MARGIN, LABEL, RIGHT),
+        *(REFERENCE, OLD, SAMPLED, ADVANTAGES, ITEMS, BONUS, CORRECTS),
     }
 )
 
@@ -66,6 +71,8 @@ def model_inputs(batch: Batch, *more: str) -> dict[str, Any]:
 
 def to_device(batch: Batch, device: torch.device) -> dict[str, Any]:
     """Return the batch on `device`, copied without a synchronization."""
+
+    from torch import Tensor
 
     def copied(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -85,17 +92,23 @@ def take_counts(batches: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 def is_per_token(value: Any, rows: int, length: int) -> bool:
     """Return whether a value has an entry per token of `rows` sequences of `length`."""
+    from torch import Tensor
+
     return isinstance(value, Tensor) and value.shape[:2] == (rows, length)
 
 
 def pad_tokens(value: Tensor, added: int, fill: int = 0) -> Tensor:
     """Return [B, T, ...] with `added` tokens of `fill` at the end of each sequence."""
+    import torch.nn.functional as F
+
     return F.pad(value, (0, 0) * (value.dim() - 2) + (0, added), value=fill)
 
 
 def padded(batch: Batch, added: int) -> dict[str, Any]:
     """Return the batch with `added` tokens at the end of each sequence: untrained, and a document of their own where
     the batch has `POSITION_IDS`. `BOUNDS` are left to `padded_bounds`."""
+    import torch
+
     grown = dict(batch)
     for name, fill in TOKEN_COLUMNS.items():
         if name in batch and added:
@@ -109,6 +122,8 @@ def padded(batch: Batch, added: int) -> dict[str, Any]:
 def padded_bounds(batch: Batch, length: int, added: int) -> dict[str, Any]:
     """Return `BOUNDS` and `LONGEST` of sequences of `length` tokens after `padded(batch, added)`; empty where the batch
     has none or does not grow. No synchronization."""
+    import torch
+
     if not added or batch.get(BOUNDS[0]) is None:
         return {}
     bounds, rows = batch[BOUNDS[0]], len(batch[INPUT_IDS])

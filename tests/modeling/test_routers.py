@@ -3,12 +3,13 @@
 import pytest
 import torch
 
+from halfbyte.batch import REAL_TOKENS
 from halfbyte.config import Parallel, RunConfig, load_config
 from halfbyte.methods import method_of
 from halfbyte.modeling.adapters import add_adapter, no_input_casts
 from halfbyte.modeling.checkpointing import enable_checkpointing
 from halfbyte.modeling.patch import patch, unpatch
-from halfbyte.modeling.routers import REAL_TOKENS, check_balancing, track_routers
+from halfbyte.modeling.routers import check_balancing, track_routers
 from halfbyte.parallel.support import unsupported_reason
 from halfbyte.utils.errors import ConfigError
 from tests.helpers.expert_models import MIXTURES, TOKENS, mixture

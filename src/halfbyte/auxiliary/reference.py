@@ -20,9 +20,10 @@ from datasets import Dataset, List, Value
 from safetensors.torch import save_file
 
 from halfbyte import __version__
+from halfbyte.batch import REFERENCE
 from halfbyte.data.collate_answers import answer_collator, trained_tokens
 from halfbyte.data.tables import new_fingerprint
-from halfbyte.methods.answers import REFERENCE, as_reference, log_probs
+from halfbyte.methods.answers import as_reference, log_probs
 from halfbyte.methods.preference import reference_is_initial_model
 from halfbyte.modeling.adapters import compute_autocast
 from halfbyte.modeling.layer import causal_lm_of

@@ -18,6 +18,7 @@ import torch
 from datasets import Dataset, Features, Value
 from transformers import PreTrainedTokenizerBase
 
+from ..batch import LOOK_AHEAD
 from ..config.schema import DataSection, RunKeys
 from ..ops import IGNORE_INDEX
 from ..utils.notices import notice
@@ -35,7 +36,6 @@ IDS, NUMBERS = datasets.List(Value("int32")), datasets.List(Value("float64"))
 COUNTS = datasets.List(Value("int32"))
 
 MISMATCHED = ("other_ids", "other_mask")
-AHEAD = "ahead_"  # prefix of tensors that a step's look-ahead forward needs before its losses
 
 Row = dict[str, Any]
 Answer = tuple[str, str]  # names of its id and mask columns
@@ -249,7 +249,7 @@ def filled_size(trained: int, tokens: int) -> int:
 
 @dataclass(frozen=True)
 class UnpairedCollator:
-    """Collate rows of one answer and, if present, a mismatched answer, whose tensors have the prefix `AHEAD`.
+    """Collate rows of one answer and, if present, a mismatched answer, whose tensors have the prefix `LOOK_AHEAD`.
 
     Args:
         joined: if answers share their prompt, lay out the mismatched answers after the batch of the rows' own answers
@@ -266,7 +266,7 @@ class UnpairedCollator:
             return self._join(own, others)
         batch = self.collate(own)
         if all(others):
-            batch |= {f"{AHEAD}{name}": value for name, value in self.collate(others).items()}
+            batch |= {f"{LOOK_AHEAD}{name}": value for name, value in self.collate(others).items()}
         return batch
 
     def _join(self, own: list[Row], others: list[Row]) -> Batch:
@@ -279,7 +279,7 @@ class UnpairedCollator:
         further, their_places = layout.further_answers(answers, prompts, tokens)
         batch = self.collate.add_loss_inputs(own, split, batch, places, tokens)
         found = self.collate.add_loss_inputs(others, others, further, their_places, further["input_ids"].numel())
-        return batch | {f"{AHEAD}{name}": value for name, value in found.items()}
+        return batch | {f"{LOOK_AHEAD}{name}": value for name, value in found.items()}
 
 
 def _split(row: Row, as_trees: bool = False) -> tuple[Row, Row | None]:

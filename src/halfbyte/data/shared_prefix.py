@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..modeling.shared_prefix import BOUNDS, BRANCHES, KEY_POSITIONS, LONGEST
+from ..batch import BOUNDS, BRANCHES, KEY_POSITIONS, LONGEST
 from .collate import DOCUMENTS, WIDTHS, Batch, Collator, PackedCollator, width_of
 
 ANSWERS = "answers"  # column of a row: number of answers after each of its prompts

@@ -90,7 +90,7 @@ def _add_reference(model: torch.nn.Module, config: RunKeys) -> None:
     Raises:
         ModelError: the run started from a model that is no longer available.
     """
-    from ..methods.answers import REFERENCE
+    from ..batch import REFERENCE
     from ..modeling.adapters import load_adapter
 
     if config.adapter_path:

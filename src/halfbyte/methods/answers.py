@@ -10,27 +10,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from peft import PeftModel
 from torch import Tensor, nn
 
+from ..batch import REFERENCE, model_inputs
 from ..modeling.head import aligned_log_probs_at, hidden_states_at, log_probs_at
 from ..modeling.head import log_probs_with_extra as _joint_log_probs
 from ..modeling.layer import causal_lm_of
 from ..utils.errors import ModelError
 from .base import Batch
-
-# Keys of a batch that only losses read.
-OWN = frozenset({"at", "ends", "wanted", "answer", "place", "real", "reference", "margin", "label", "right"})
-REFERENCE = "reference"  # name of the frozen reference adapter; in a batch: the reference's log-probs [M], fp32
-
-
-def model_inputs(batch: Batch) -> dict[str, Any]:
-    """Return the entries of `batch` that the model's forward takes."""
-    return {key: value for key, value in batch.items() if key not in OWN}
 
 
 def log_probs(model: nn.Module, batch: Batch) -> Tensor:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..batch import Batch
 from ..ops import IGNORE_INDEX
 from ..utils.notices import notice
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from ..data.prepare import PreparedData
 
 Rows = Sequence[dict[str, Any]]
-Batch = Mapping[str, Any]
 Collate = Callable[[list[dict[str, Any]]], dict[str, Any]]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..batch import BONUS, CORRECTS, model_inputs
 from ..ops import IGNORE_INDEX
 from ..utils.errors import DataError
 from .base import Batch, Collate, Method, Metric, Numbers, Rows
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 ITEMS, TOKENS, ANSWERS, BATCHES = "loss_items", "trained_tokens", "answers", "micro_batches"
 WEIGHT = "sampling/importance_sampling_ratio/mean"
 FAR = 0.1  # ratios further from 1 count as outside
-BONUS, CORRECTS = "bonus_weight", "corrects"
 REWARD_METRICS = (
     Metric("reward", "reward", ".3f"),
     Metric("reward_std", "spread of rewards", ".3f"),
@@ -219,10 +219,9 @@ class PolicyOptimization(Method):
         """
         from ..modeling.head import log_probs_at
 
-        inputs = {name: value for name, value in batch.items() if name not in OWN}
         trains = train and self.policy.entropy_coef != 0
         how: dict[str, Any] = {"temperature": self.temperature, "entropy": True, "entropy_grad": trains}
-        log_probs, entropy = log_probs_at(model, inputs, batch["at"], batch["wanted"], **how)
+        log_probs, entropy = log_probs_at(model, model_inputs(batch), batch["at"], batch["wanted"], **how)
         assert entropy is not None
         return log_probs, entropy.masked_fill(batch["answer"] < 0, 0.0)  # with full logits, padding has an entropy
 
@@ -240,9 +239,6 @@ class PolicyOptimization(Method):
         sums[WEIGHT] = found["weights"]
         sums |= _mismatch((log_probs if answers.old is None else answers.old).detach() - answers.sampled)
         return {metric.name: sums[metric.name] for metric in self.numbers.trained}
-
-
-OWN = frozenset({"at", "wanted", "answer", "advantages", "items", BONUS, CORRECTS, "sampled", "old", "reference"})
 
 
 def row_has(rows: list[dict[str, Any]], name: str) -> bool:

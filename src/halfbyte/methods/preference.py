@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Self
 
+from ..batch import KTO_KL, NLL_SCALE
 from ..ops import IGNORE_INDEX
 from ..utils.errors import ConfigError
 from .base import LOSS, Batch, Collate, Method, Metric, Numbers, Rows
@@ -32,7 +33,6 @@ REWARDS = (
     Metric("logps/rejected", "rejected log-prob", ".2f", over="pairs"),
 )
 NLL = Metric("nll_loss", "NLL of chosen", over="likelihood_tokens")
-NLL_SCALE = "nll_scale"  # key of a micro-batch: pairs per likelihood token of the step, 0-d; not in evaluations
 KTO_METRICS = (
     replace(LOSS, over="answers"),
     Metric("rewards/chosen", "desirable reward", over="desirable"),
@@ -42,7 +42,6 @@ KTO_METRICS = (
     Metric("kl", "KL", over="answers"),
 )
 MARGINS = Metric("rewards/margins", "margin", over="answers")
-Z = "z"  # key of a micro-batch: mean log-ratio of mismatched prompts and answers, at least 0; 0-d
 
 
 @dataclass(frozen=True)
@@ -411,7 +410,7 @@ class KahnemanTverskyOptimization(Method):
     def shared(self, counts: Mapping[str, float], ahead: Mapping[str, Tensor]) -> dict[str, float | Tensor]:
         if not ahead:
             return {}
-        return {Z: (ahead["ratios"] / ahead["answers"].clamp(min=1)).clamp(min=0)}
+        return {KTO_KL: (ahead["ratios"] / ahead["answers"].clamp(min=1)).clamp(min=0)}
 
     def sums(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         import torch
@@ -419,11 +418,11 @@ class KahnemanTverskyOptimization(Method):
         from .pair_losses import KTO_LOSSES
 
         batch, others = _split(batch)
-        z = batch.pop(Z, None)
+        z = batch.pop(KTO_KL, None)
         real, desirable = batch["real"], batch["label"] > 0
         if z is None and _is_joined(others):
             ratios, log_probs, other_ratios = _joint_ratios(model, batch, others)
-            z = self.shared({}, _look_ahead_sums(other_ratios, others))[Z]
+            z = self.shared({}, _look_ahead_sums(other_ratios, others))[KTO_KL]
         else:
             z = real.new_zeros(()) if z is None else z
             ratios, log_probs = _ratios(model, batch)
@@ -445,15 +444,15 @@ class KahnemanTverskyOptimization(Method):
 
 def _split(batch: Batch) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split a batch into the entries of the rows' own answers and of the mismatched ones."""
-    from ..data.collate_answers import AHEAD
+    from ..batch import LOOK_AHEAD
 
-    others = {key.removeprefix(AHEAD): value for key, value in batch.items() if key.startswith(AHEAD)}
-    return {key: value for key, value in batch.items() if not key.startswith(AHEAD)}, others
+    others = {key.removeprefix(LOOK_AHEAD): value for key, value in batch.items() if key.startswith(LOOK_AHEAD)}
+    return {key: value for key, value in batch.items() if not key.startswith(LOOK_AHEAD)}, others
 
 
 def _is_joined(others: Batch) -> bool:
     """Return whether the mismatched answers reuse the prompts of the rows' own answers."""
-    from ..modeling.shared_prefix import BRANCHES
+    from ..batch import BRANCHES
 
     return BRANCHES in others
 

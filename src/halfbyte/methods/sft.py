@@ -53,8 +53,9 @@ class SupervisedFineTuning(Method):
         return {"trained_tokens": int((batch["labels"][..., 1:] != IGNORE_INDEX).sum())}
 
     def sums(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        from ..batch import REAL_TOKENS
         from ..modeling.head import causal_lm_loss
-        from ..modeling.routers import REAL_TOKENS, tracked_routers
+        from ..modeling.routers import tracked_routers
 
         if not self.balance:
             return {"loss": causal_lm_loss(model, batch)[0]}
@@ -74,7 +75,7 @@ def _with_real(collate: Collate) -> Collate:
     def collated(rows: list[dict[str, Any]]) -> dict[str, Any]:
         import torch
 
-        from ..modeling.routers import REAL_TOKENS
+        from ..batch import REAL_TOKENS
 
         batch = collate(rows)
         lengths = torch.tensor([len(row["input_ids"]) for row in rows])

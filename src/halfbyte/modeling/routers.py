@@ -26,13 +26,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ..batch import REAL_TOKENS
 from ..parallel.mesh import SINGLE_PROCESS, TOKEN_AXES, Mesh
 from ..utils.errors import ConfigError, ModelError
 from .architectures import runs_experts
 from .layer import causal_lm_of
 
 KEY = "router_aux_loss_coef"
-REAL_TOKENS = "real_tokens"  # key of a batch: which tokens are not padding, [B, T]
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # config keys
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k")
 

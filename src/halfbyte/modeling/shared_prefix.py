@@ -19,13 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..autograd import attention as causal
+from ..batch import BOUNDS, BRANCHES, KEY_POSITIONS, LONGEST
 from ..config.schema import RunKeys
 from ..ops.attention import Branches
 from .config_facts import is_capped
 from .families import family_of_config
 
-BRANCHES, KEY_POSITIONS = "branches", "key_places"  # keys of a batch, see `data.branches`
-BOUNDS, LONGEST = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k")
 SHARING_KEYWORDS = (BRANCHES, KEY_POSITIONS, *BOUNDS, *LONGEST)
 
 

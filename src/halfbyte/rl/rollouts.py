@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from halfbyte.batch import to_device
+from halfbyte.batch import BONUS, CORRECTS, to_device
 from halfbyte.config import RunConfig
 from halfbyte.data.shared_prefix import GIVEN
 from halfbyte.generation import Completion, Sampling
 from halfbyte.methods.answers import as_reference
-from halfbyte.methods.grpo import BONUS, CORRECTS, WEIGHT, PolicyOptimization
+from halfbyte.methods.grpo import WEIGHT, PolicyOptimization
 from halfbyte.ops import IGNORE_INDEX
 from halfbyte.plan.memory_plan import RolloutPlan
 from halfbyte.rl.rewards.score import Rewards

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from halfbyte.batch import REFERENCE
 from halfbyte.config import RunConfig
 from halfbyte.config.policy import DISTILLING
 from halfbyte.data.prepare import PreparedData
 from halfbyte.generation.sampling import stop_tokens
-from halfbyte.methods.answers import REFERENCE
 from halfbyte.methods.grpo import PolicyOptimization
 from halfbyte.modeling.adapters import compute_autocast
 

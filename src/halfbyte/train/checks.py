@@ -15,10 +15,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from halfbyte.autograd.attention import DIFFERS
+from halfbyte.batch import model_inputs
 from halfbyte.config import RunConfig
 from halfbyte.layers.expert_adapters import attach_adapter_forwards, changed_experts
 from halfbyte.layers.expert_targets import weights_as_modules
-from halfbyte.methods.answers import model_inputs
 from halfbyte.methods.base import Batch
 from halfbyte.modeling.adapters import (
     adapter_weights,

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from halfbyte.data.collate_answers import AHEAD
+from halfbyte.batch import LOOK_AHEAD
 from halfbyte.methods.base import Method
 from halfbyte.modeling.adapters import compute_autocast
 from halfbyte.utils.hardware import free_cached_memory, is_out_of_memory
@@ -191,7 +191,7 @@ def with_numbers(batch: Batch, numbers: Mapping[str, float | Tensor]) -> dict[st
     if not numbers:
         return dict(batch)
     device = next(value for value in batch.values() if isinstance(value, Tensor)).device
-    found = {key: value for key, value in batch.items() if not key.startswith(AHEAD)}
+    found = {key: value for key, value in batch.items() if not key.startswith(LOOK_AHEAD)}
     for name, value in numbers.items():  # torch.full is a kernel launch; a copy from the host could block
         found[name] = value if isinstance(value, Tensor) else torch.full((), value, device=device)
     return found

@@ -10,13 +10,14 @@ tiny model whether an architecture supports this.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...batch import Batch
 from ...modeling.architectures import non_text_modules
 from ...modeling.cast_cache import use_cast_cache
 from ...modeling.head import Head, backbone_inputs, causal_lm_loss, set_verified_head, verified_head
@@ -28,7 +29,6 @@ from ..support import WITHOUT_PIPELINE
 from .partition import choose_schedule, stage_seconds
 from .schedules import Schedule, Seconds
 
-Batch = Mapping[str, Any]
 ADAPTER_PREFIX = "base_model.model."  # of module names in a saved adapter
 
 

@@ -15,7 +15,7 @@ neighbours, where a late receive delays a send.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -24,11 +24,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...autograd.checkpointing import pending_recomputes, run_ahead
+from ...batch import Batch
 from ...utils.errors import ModelError
 from ..mesh import Mesh
 from .schedules import Action, Schedule, Seconds, add_messages
 
-Batch = Mapping[str, Any]
 # (stage, micro-batch, output of the previous stage [B, T, H] or None) → hidden states [B, T, H], or the 0-d loss
 Forward = Callable[[int, Batch, Tensor | None], Tensor]
 
