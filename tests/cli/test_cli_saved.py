@@ -140,7 +140,7 @@ class TestEvaluating:
         model = LlamaForCausalLM.from_pretrained(model_folder)
         rows = [{"input_ids": torch.tensor([[1, 2]]), "labels": torch.tensor([[-100, -100]])}]
         with pytest.raises(DataError):
-            evaluate.measure(model, rows, lambda group: dict(group[0]), 1)
+            measure(model, rows, lambda group: dict(group[0]), 1)
 
 
 class TestTalking:
@@ -207,11 +207,11 @@ class TestTalking:
         lines = iter(["word " * 3000, "Hello", "/quit"])
         monkeypatch.setattr("builtins.input", lambda *prompt: next(lines))
         with pytest.raises(DataError, match="line 1"):
-            chat.chat(str(run_folder), compare_base=False, max_new_tokens=3, temperature=0.0)
+            chat(str(run_folder), compare_base=False, max_new_tokens=3, temperature=0.0)
         said = capsys.readouterr()
         assert "2048 positions" in said.err
         assert said.out.count("model: ") == 2
 
     def test_comparing_needs_an_adapter(self, model_folder):
         with pytest.raises(ModelError):
-            chat.chat(str(model_folder), compare_base=True, max_new_tokens=3, temperature=0.0)
+            chat(str(model_folder), compare_base=True, max_new_tokens=3, temperature=0.0)
