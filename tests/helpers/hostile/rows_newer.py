@@ -172,7 +172,7 @@ OTHERS = [
 
 TABLE = {"prompts.csv": "prompt\nhello\n", "prompts.json": '[{"prompt": "hello"}]\n'}
 MISREAD = [
-    Case("+ a percentage as a share of steps", f"{CHECK} warmup_ratio=10", says="no share", fix="below 1"),
+    Case("+ a percentage as a share of steps", f"{CHECK} warmup_ratio=10", says="warmup_ratio", fix="below 1"),
     *(Case(f"+ prompts in a {name}", f"generate run {name}", says=name, fix="one prompt",
            given=("run",), files=TABLE) for name in TABLE),
     Case("+ held-out data that is trained on", f"{CHECK} eval_dataset=data.jsonl", code=0, says="ready"),

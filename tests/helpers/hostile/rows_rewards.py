@@ -22,7 +22,7 @@ def reward(name: str, body: str, says, keys: str = "", **wishes) -> Case:
 
 
 ROWS = [
-    Case("+ grpo without rewards", both("method=grpo"), says="reward_funcs", fix="rewarded", files=PROMPTS),
+    Case("+ grpo without rewards", both("method=grpo"), says="reward_funcs", fix="FUNCTION", files=PROMPTS),
     policy("+ one reward, and its name misspelt", "reward_funcs=repetiton", says="repetiton", fix="repetition"),
     policy("+ a reward from the network", "reward_funcs=https://example.com/r.py:f", says="URL", fix="download"),
     policy("+ weights for other rewards", "reward_funcs=repetition 'reward_weights=[1, 2]'", says="reward_weights"),
