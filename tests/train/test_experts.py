@@ -54,7 +54,7 @@ def test_experts_are_trained_and_their_adapter_loads(trained):
         2 * sum(line["tokens"] for line in lines if line["kind"] == "train")
     }
     assert "entropy" in (out / "report.html").read_text()
-    model = load_model(str(trained / "model"), device="cpu", dtype="auto")  # as the run: float32 on a CPU without AVX-512
+    model = load_model(str(trained / "model"), device="cpu", dtype="auto")  # as the run: float32 without AVX-512
     held = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
     assert json.loads((out / "memory.json").read_text())["predicted"]["weights"] == held
 
