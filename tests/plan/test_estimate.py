@@ -404,6 +404,21 @@ def test_softcapped_attention_is_planned_with_its_tiles(monkeypatch):
     assert totals["dropout"] > 12.9
 
 
+def test_padded_rows_are_planned_with_their_mask():
+    """Without kernels, padded rows need a mask, and keys and values of all heads: 663 MiB were allocated on an H100 in
+    a run of 4×2048 (`tests/train/test_run_memory_gpu.py`)."""
+    model_config = transformers.LlamaConfig(
+        vocab_size=300, hidden_size=1024, intermediate_size=2816, num_hidden_layers=3, num_attention_heads=16,
+        num_key_value_heads=4,
+    )  # fmt: skip
+    keys = {"dtype": "auto", "load_in_4bit": True, "use_kernels": False, "activation_checkpointing": True}
+    keys |= {"r": 16, "target_modules": "all-linear", "max_length": 2048}
+
+    config = run_config(**keys, per_device_train_batch_size=4)
+    plan = estimate(config, model_config, device="cuda", capacity_bytes=80 * GIB)
+    assert plan.total / 2**20 == pytest.approx(663, rel=0.02)
+
+
 def test_the_plan_uses_the_datas_batches():
     """26 sequences of 4,096 tokens are one batch, whatever the batch size. Shorter batches run in the graphs' pool,
     unless there are more shapes than graphs."""

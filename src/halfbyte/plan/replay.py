@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
 )
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask, sdpa_mask
 
 from ..autograd.attention import has_repeatable_rows
 from ..autograd.tiled_attention import TENSORS
@@ -262,13 +263,16 @@ class AttentionBytes:
             again = size if query.dtype != torch.float32 else 0
             copies = 2 * query.numel() * size if key.shape[1] < heads else 0  # keys and values of every query head
             return cls(square * heads * (capped * size + 4 + again) + copies, square * heads * (size + 4))
-        return cls(square * size, square * size) if found.mask else cls()  # a Boolean mask as an additive one
+        if found.mask:  # as an additive one, and keys and values repeated for every query head
+            return cls(square * size + 2 * (query.numel() - key.numel()) * size, square * size)
+        return cls()
 
 
 def stand_in(model: nn.Module, found: Implementation) -> None:
     """Have the text layers of `model` call `attend`, with the allocations of `found`."""
     AttentionInterface.register(ATTENTION, attend)
-    AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)
+    masks = eager_mask if found.scores else sdpa_mask
+    AttentionMaskInterface.register(ATTENTION, masks if found.mask else lambda *args, **kwargs: None)
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if hasattr(config, "_attn_implementation"):

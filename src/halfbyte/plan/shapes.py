@@ -262,7 +262,9 @@ class ModelShapes:
             ModelError: the sizes in config.json contradict each other, so that transformers' own forward fails.
         """
         try:
-            if batch.tokens <= LONG or not self._linear:
+            attention = self.attention(batch)
+            linear = attention is not None and not attention.scores and not attention.mask  # in the number of tokens
+            if batch.tokens <= LONG or not linear:
                 return self._step(batch, levels)
             half, full = (self._step(Shape(1, tokens), levels) for tokens in (LONG // 2, LONG))
             return half.line(full, 2 * batch.tokens / LONG - 1)
@@ -293,28 +295,31 @@ class ModelShapes:
         left_out = sum(self.layer_gradients()[len(steps[0].layers) :]) * self._copy_ratio()
         return replace(steps[-1], before=steps[-1].before + int(left_out), layers=layers)
 
-    @property
-    def _linear(self) -> bool:
-        """Return whether bytes grow linearly with tokens, not quadratically."""
-        attention = self._attention
-        return attention is not None and not attention.scores and not attention.mask
-
-    @functools.cached_property
-    def _attention(self) -> Implementation | None:
+    def attention(self, batch: Shape) -> Implementation | None:
         """Implementation that needs a stand-in in the replay; None if the model's own code allocates the same.
 
         None for eager attention, and on CPUs, where SDPA materializes scores that GPU kernels do not.
         """
-        packed = self.config.packing or self.config.padding_free
+        packed, padded = self._packed, self._padded(batch)
         if not self._patched.fused and not self._attends:
             # Layers of files without transformers' table of functions, such as Falcon's, call SDPA themselves.
             calls_it = not hasattr(sys.modules[type(self.causal_lm).__module__], "ALL_ATTENTION_FUNCTIONS")
             if self.device.type == "cpu" or calls_it or self.text_config._attn_implementation != "sdpa":
                 return None
             window = getattr(self.text_config, "sliding_window", None) is not None
-            masked = window or (packed and self.packed_way == "positions")
+            masked = padded or window or (packed and self.packed_way == "positions")
             return Implementation("transformers' sdpa", scores=False, mask=masked)
-        return implementation(self.text_config, self.device, self.dtype, packed=packed)
+        return implementation(self.text_config, self.device, self.dtype, packed=packed, padded=padded)
+
+    @property
+    def _packed(self) -> bool:
+        """Return whether rows hold several documents."""
+        return self.config.packing or self.config.padding_free
+
+    def _padded(self, batch: Shape) -> bool:
+        """Return whether the collator gives a padding mask with a batch."""
+        fused = self.config.use_kernels and self.device.type == "cuda"
+        return batch.rows > 1 and not fused and not self._packed
 
     def factors(self) -> tuple[int, int]:
         """Bytes of trained parameters that only GEMMs read, in their own dtype and in the compute dtype."""
@@ -360,7 +365,7 @@ class ModelShapes:
                     "set activation_checkpointing: false",
                 )
             enable_checkpointing(causal_lm)
-        target = Target(self.device.type, self.dtype, self._attention, bool(self._patched.fused))
+        target = Target(self.device.type, self.dtype, self.attention(batch), bool(self._patched.fused))
         prefix = "base_model.model." if self.config.adapter else ""
         counted = [prefix + name for name in names]
         return replay(model.train(training), counted, self._inputs(batch), target, levels if fused else None)
@@ -384,10 +389,9 @@ class ModelShapes:
     def _inputs(self, batch: Shape) -> dict[str, Tensor]:
         """A micro-batch with the collator's tensors."""
         tokens = torch.empty(batch.rows, batch.length, dtype=torch.int64, device="meta")
-        if self.config.packing or self.config.padding_free:
+        if self._packed:
             return {"input_ids": tokens, "position_ids": tokens}
-        masked = batch.rows > 1 and not (self.config.use_kernels and self.device.type == "cuda")
-        return {"input_ids": tokens, "attention_mask": tokens} if masked else {"input_ids": tokens}
+        return {"input_ids": tokens} | ({"attention_mask": tokens} if self._padded(batch) else {})
 
     def _rough(self, checkpointed: bool, tokens: int) -> Step:
         """Estimate activations from layer widths.
