@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -226,19 +227,16 @@ def _largest_that_fits(
     enough = min((length for length in lengths if length >= filled), default=lengths[0])
     lengths = [length for length in lengths if length <= enough]
 
-    def plan(keys: dict[str, Any]) -> MemoryPlan:
-        config = base.model_copy(update=keys)
-        batches = batches_of(config, data, device)
-        return estimate(config, model_config, device=device, batches=batches, shapes=shapes, layout=layout)
-
     def keys(length: int, rows: int) -> dict[str, Any]:
         steps = max(1, ROWS_PER_STEP // (rows * replicas))
         return {"max_length": length, "per_device_train_batch_size": rows, "gradient_accumulation_steps": steps}
 
-    def fits(keys: dict[str, Any]) -> bool:
-        return plan(keys).fits
+    @functools.cache
+    def plan(length: int, rows: int) -> MemoryPlan:
+        config = base.model_copy(update=keys(length, rows))
+        batches = batches_of(config, data, device)
+        return estimate(config, model_config, device=device, batches=batches, shapes=shapes, layout=layout)
 
-    shortest = keys(lengths[-1], 1)
-    chosen = first_that_fits([keys(length, 1) for length in lengths], fits) or shortest
-    chosen = first_that_fits([keys(chosen["max_length"], rows) for rows in (8, 4, 2, 1)], fits) or shortest
-    return chosen, plan(chosen)
+    length = first_that_fits(lengths, lambda length: plan(length, 1).fits) or lengths[-1]
+    rows = first_that_fits((8, 4, 2, 1), lambda rows: plan(length, rows).fits) or 1
+    return keys(length, rows), plan(length, rows)

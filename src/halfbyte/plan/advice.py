@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from ..config import RunConfig
 from ..config.schema import AdapterSection, RunKeys
@@ -22,6 +22,7 @@ SHORTEST, SMALLEST_RANK, SMALLEST_OF_EXPERTS = 256, 8, 2  # lower bounds of the 
 EXPERTS = r"experts\.\w+"  # pattern of the expert stacks in rank_pattern
 
 Keys = dict[str, Any]
+Step = TypeVar("Step")
 
 
 def check_fits(
@@ -81,10 +82,10 @@ def what_would_fit(
     return "no key makes it fit: use a smaller model, or a device with more memory"
 
 
-def first_that_fits(steps: Sequence[Keys], fits: Callable[[Keys], bool]) -> Keys:
-    """Find the first of `steps` that fits by binary search (later ones need less memory); empty if none does."""
+def first_that_fits(steps: Sequence[Step], fits: Callable[[Step], bool]) -> Step | None:
+    """Find the first of `steps` that fits by binary search (later ones need less memory); None if none does."""
     if not fits(steps[-1]):
-        return {}
+        return None
     low, high = 0, len(steps) - 1
     while low < high:
         middle = (low + high) // 2

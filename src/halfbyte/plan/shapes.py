@@ -343,6 +343,7 @@ class ModelShapes:
         copied = 1 - of_experts / max(sum(self.layer_gradients()), 1)
         return copied * self.dtype.itemsize / 4 if self.dtype.itemsize < 4 else 0.0
 
+    @functools.cache  # noqa: B019 (one plan's lifetime)
     def evaluation(self, batch: Shape) -> int:
         """Peak bytes of an evaluation forward."""
         if not batch.tokens:
