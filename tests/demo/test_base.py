@@ -95,6 +95,7 @@ def test_an_interrupted_build_leaves_nothing(cache, monkeypatch):
     assert not cache.exists()
 
 
+@pytest.mark.slow
 def test_this_python_has_enough_text():
     texts = corpus.gather()
     assert sum(map(len, texts.prose)) > 1_000_000

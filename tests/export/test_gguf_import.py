@@ -163,6 +163,7 @@ def test_llamacpps_vocabularies_give_its_ids(shared, fixture):
             assert tokenizer.decode(ids) == text
 
 
+@pytest.mark.slow
 def test_the_40m_models_tokenizer(shared, tmp_path):
     """Its real texts, its template with its messages; and the model itself, in bf16, to the bit."""
     folder = shared / "models/llama-40m"

@@ -24,7 +24,7 @@ def pieces_of(text: Text, ids) -> list[str]:
     return [*pieces, text.flush()]
 
 
-@given(st.text(max_size=20))
+@given(st.text(max_size=20).filter(lambda words: "<|" not in words))  # special tokens are silent
 def test_pieces_are_whole_characters_and_add_up(words):
     pieces = pieces_of(Text(decode), TOKENIZER(words)["input_ids"])
     assert "".join(pieces) == words

@@ -311,6 +311,7 @@ def test_a_mixture_that_the_held_back_text_refutes_is_not_taken(stories):
     assert {option.format for option in found.layers.values()} == {"16bit"}
 
 
+@pytest.mark.slow
 def test_the_command_writes_what_quantization_takes(shared, tmp_path):
     model = shared / "models" / "llama-40m"
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 160)

@@ -125,6 +125,7 @@ def test_planned_bytes_of_stored_stacks(kind, tmp_path):
     assert shapes.frozen_bytes() == held
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["bitsandbytes", "fp8", "pack-quantized"])
 def test_merge_onto_stored_stacks(kind, tmp_path):
     """The 16-bit model that comes of it is plain PEFT's on the values that the checkpoint holds."""

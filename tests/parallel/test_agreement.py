@@ -47,6 +47,7 @@ def other_versions(mesh):
         return message(check_agreement, mesh, RunConfig(model_name_or_path="m", dataset="d"))
 
 
+@pytest.mark.slow
 def test_different_versions_are_reported(two):
     first, second = two.run(other_versions)
     assert first == second

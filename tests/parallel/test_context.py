@@ -333,6 +333,7 @@ def divides_all(mesh, place, output, keys):
         trains(mesh, place, output, keys, None)
 
 
+@pytest.mark.slow
 def test_context_with_sharded_weights(place, two, tmp_path):
     """Frozen weights are sharded over the ranks that hold slices of each sequence."""
     keys = {"packing": True, "max_length": 40, "gradient_accumulation_steps": 2}

@@ -36,6 +36,7 @@ def test_data_parallel_run_equals_one_process(place, alone, two, tmp_path):
     assert "{data: 2}" in (found.folder / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_rank_without_rows(place, alone, four, tmp_path):
     """The last window has three micro-batches for four ranks."""
     run(four, place, tmp_path / "out", gradient_accumulation_steps=1, parallel={"data": 4}).same_as(alone)

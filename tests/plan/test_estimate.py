@@ -340,6 +340,7 @@ def test_experts_are_decoded_where_the_device_does_not_multiply_codes(monkeypatc
     assert decoded - packed > 0.5 * 8 * 512 * 256 * 2  # of its largest stack
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("hopper", [False, True])
 def test_deterministic_attention_backward_is_planned(monkeypatch, hopper):
     """32 heads of 2,048 tokens use cuDNN's on a Hopper: 16 bits per score, half a GiB at a time."""
@@ -419,6 +420,7 @@ def test_padded_rows_are_planned_with_their_mask():
     assert plan.total / 2**20 == pytest.approx(663, rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_plan_uses_the_datas_batches():
     """26 sequences of 4,096 tokens are one batch, whatever the batch size. Shorter batches run in the graphs' pool,
     unless there are more shapes than graphs."""

@@ -17,6 +17,7 @@ from halfbyte.cli import commands as command
 from halfbyte.utils.errors import ConfigError
 
 
+@pytest.mark.slow
 def test_a_signal_ends_the_process_during_a_request(base_folder, adapters):
     arguments = ["serve", str(base_folder), "--port", "0", "--adapter", f"poet={adapters['poet']}"]
     program = [sys.executable, "-m", "halfbyte", *arguments]

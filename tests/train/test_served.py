@@ -244,6 +244,7 @@ def test_an_adapter_that_cannot_be_unloaded_is_replaced(model, tmp_path):
     assert max(each["sampling/sampling_logp_difference/max"] for each in records(tmp_path / "out")) < 1e-4
 
 
+@pytest.mark.slow
 def test_a_run_resumes_after_its_server_went_away(model, tmp_path):
     out, options = tmp_path / "out", {"max_steps": 2, "save_steps": 1}
     fake = FakeVllm(model)
