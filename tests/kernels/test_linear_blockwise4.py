@@ -79,7 +79,7 @@ SHAPES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @cases(("module", "blocks", "batch", "blocksize", "shape", "dtype", "nested", "rank"), emulated=EMULATED, hopper=SHAPES)
 def test_block_shapes(monkeypatch, backend, module, blocks, batch, blocksize, shape, dtype, nested, rank):
     loaded(module, backend, monkeypatch, RUN[module])

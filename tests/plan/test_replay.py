@@ -86,18 +86,18 @@ def peak_of(function) -> int:
 
 
 @pytest.mark.parametrize(
-    ("found", "saved"),
+    ("found", "keys", "saved"),
     [
-        (FLASH, 0),
-        (Implementation("", scores=False, mask=True), 3 * 37 * 37 * 2),
-        (Implementation("grouped", scores=False, mask=True), 3 * 37 * (37 + 2 * 4 * 24) * 2),
-        (Implementation("", scores=True, mask=False), 3 * 6 * 37 * 37 * (2 * 2 + 4)),
-        (Implementation("", scores=False, mask=False, tiles=True), 0),
+        (FLASH, 6, 0),
+        (Implementation("", scores=False, mask=True), 6, 3 * 37 * 37 * 2),
+        (Implementation("", scores=False, mask=True), 2, 3 * 37 * (37 + 2 * 4 * 24) * 2),
+        (Implementation("", scores=True, mask=False), 6, 3 * 6 * 37 * 37 * (2 * 2 + 4)),
+        (Implementation("", scores=False, mask=False, tiles=True), 6, 0),
     ],
 )
-def test_materialized_scores_are_saved(found, saved):
+def test_scores_masks_and_repeated_keys_are_saved(found, keys, saved):
     query = torch.empty(3, 6, 37, 24, dtype=torch.bfloat16)
-    extra = AttentionBytes.of(found, query, query[:, :2] if found.name == "grouped" else query, capped=True)
+    extra = AttentionBytes.of(found, query, query[:, :keys], capped=True)
     assert extra.saved == saved
     assert (extra.workspace > 0) == (saved > 0 or found.tiles)
 

@@ -14,7 +14,7 @@ from ..config.yaml import dump_mapping
 from ..loading.find import find_model, preflight_model
 from ..runs.inputs import check_datasets
 from ..runs.layout import merged_folder
-from ..runs.saved import find, find_adapter, find_trained, look_up, saved_config
+from ..runs.saved import BASES, find, find_adapter, find_trained, look_up, saved_config
 from ..utils.console import Console
 from ..utils.errors import ConfigError, DataError, ModelError, UsageError
 from ..utils.text import one_line
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from ..loading.mixed_formats import Mixture
 
 WIDE = 240  # columns of a table that is written to a file or a pipe
-BASES = ("auto", "original", "dequantized")
 EVALUATION_ROWS = 8  # rows of a forward without gradients
 # Fewest held-out tokens. With 2,048, noise made nf4 (+0.022 nats) win over a mixture (+0.008).
 HELD_OUT = 8192

@@ -30,7 +30,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from halfbyte.config import SIXTEEN
 from halfbyte.config.schema import RunKeys
 from halfbyte.reading.model_config import GENERATION, read_generation_config
-from halfbyte.runs.saved import find_trained, look_up, trained_tokenizer
+from halfbyte.runs.saved import BASES, find_trained, look_up, trained_tokenizer
 from halfbyte.runs.stop_tokens import data_report, generation_keys
 from halfbyte.utils.errors import CheckpointError, ConfigError, TrainingError
 from halfbyte.utils.files import check_space, new_directory, write_json
@@ -52,7 +52,6 @@ EXCESS = 0.01  # allowed nats per token on held-out text
 FEW_BITS = 4  # below this every format has a higher loss
 STANDARD_ERRORS = 2  # allowance for measurement noise
 IN_16_BITS = "merge in 16 bits (without --quantize)"
-BASES = ("auto", "original", "dequantized")
 SIDE_FILES = ("generation_config.json", "tokenizer.model", "preprocessor_config.json", "processor_config.json", "*.py")
 
 

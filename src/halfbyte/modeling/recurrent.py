@@ -149,7 +149,7 @@ def fla_refuses_backward() -> bool:
     """
     try:
         from fla.utils import IS_NVIDIA_HOPPER, TRITON_ABOVE_3_4_0, TRITON_ABOVE_3_7_1  # the flags that it checks
-    except Exception:
+    except Exception:  # `fla_missing_reason` says why
         return False
     wrong = IS_NVIDIA_HOPPER and TRITON_ABOVE_3_4_0 and not TRITON_ABOVE_3_7_1
     return wrong and importlib.util.find_spec("tilelang") is None

@@ -22,7 +22,7 @@ SHORTEST, SMALLEST_RANK, SMALLEST_OF_EXPERTS = 256, 8, 2  # lower bounds of the 
 EXPERTS = r"experts\.\w+"  # pattern of the expert stacks in rank_pattern
 
 Keys = dict[str, Any]
-Step = TypeVar("Step")
+Candidate = TypeVar("Candidate")
 
 
 def check_fits(
@@ -82,15 +82,15 @@ def what_would_fit(
     return "no key makes it fit: use a smaller model, or a device with more memory"
 
 
-def first_that_fits(steps: Sequence[Step], fits: Callable[[Step], bool]) -> Step | None:
-    """Find the first of `steps` that fits by binary search (later ones need less memory); None if none does."""
-    if not fits(steps[-1]):
+def first_that_fits(candidates: Sequence[Candidate], fits: Callable[[Candidate], bool]) -> Candidate | None:
+    """Find the first candidate that fits by binary search (later ones need less memory); None if none does."""
+    if not fits(candidates[-1]):
         return None
-    low, high = 0, len(steps) - 1
+    low, high = 0, len(candidates) - 1
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if fits(steps[middle]) else (middle + 1, high)
-    return steps[low]
+        low, high = (low, middle) if fits(candidates[middle]) else (middle + 1, high)
+    return candidates[low]
 
 
 def _as_yaml(keys: Keys) -> str:

@@ -263,7 +263,7 @@ class AttentionBytes:
             again = size if query.dtype != torch.float32 else 0
             copies = 2 * query.numel() * size if key.shape[1] < heads else 0  # keys and values of every query head
             return cls(square * heads * (capped * size + 4 + again) + copies, square * heads * (size + 4))
-        if found.mask:  # as an additive one, and keys and values repeated for every query head
+        if found.mask:  # a Boolean mask as an additive one, and keys and values of every query head
             return cls(square * size + 2 * (query.numel() - key.numel()) * size, square * size)
         return cls()
 

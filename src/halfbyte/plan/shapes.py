@@ -160,8 +160,7 @@ class ModelShapes:
     @functools.cached_property
     def _attends(self) -> bool:
         """Return whether only attention is patched: on a CPU with packed or padding-free batches."""
-        packed = self.config.packing or self.config.padding_free
-        if not self.config.use_kernels or self.device.type != "cpu" or not packed:
+        if not self.config.use_kernels or self.device.type != "cpu" or not self._packed:
             return False
         with silent():
             found = patch_attention(self.model)
@@ -200,7 +199,7 @@ class ModelShapes:
         known = family is not None and family.mixer is None and not family.own_layer
         # Without kernels, transformers masks models with sinks without positions.
         known = known and (self.config.use_kernels or not has_sinks(self.text_config))
-        if not (self.config.packing or self.config.padding_free) or known:
+        if not self._packed or known:
             return "positions"
         key, trust = "packing" if self.config.packing else "padding_free", self.config.trust_remote_code
         try:

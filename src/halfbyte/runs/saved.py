@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 RESOLVED_AGAIN = "copy the run's file there again"
+BASES = ("auto", "original", "dequantized")  # base weights that an adapter is merged into, see `export.merge.merge`
 REQUIRED_KEYS = ("model_name_or_path", "load_in_4bit", "r", "max_length", "learning_rate", "seed")  # by any version
 
 
