@@ -11,6 +11,7 @@ import pytest
 
 import halfbyte
 from halfbyte.utils.files import cache_folder
+from tests.helpers.hostile.cases import GOOD_CHECK
 from tests.helpers.hostile.inputs import STOPPED, make_common
 from tests.helpers.hostile.stage import Stage
 
@@ -100,4 +101,8 @@ def base(stage, environment, tmp_path_factory):
     stage.import_all(json.loads((root / "modules.json").read_text()))
     if not made:
         stage.warm("tests.helpers.hostile.inputs:replay")
+    place = tmp_path_factory.mktemp("good")
+    shutil.copytree(folder, place, dirs_exist_ok=True)
+    checks = [stage.run(["check", "run.yaml"], place, scratch, environment=environment) for _ in range(3)]
+    stage.slowness = max(1.0, sorted(check.seconds for check in checks)[1] / GOOD_CHECK)
     return folder

@@ -59,10 +59,14 @@ class Ended:
 
 
 class Stage:
-    """The client: one process of this file, as long as the object is open; where it dies, another one."""
+    """The client: one process of this file, as long as the object is open; where it dies, another one.
+
+    Attributes:
+        slowness: how many times longer a good `check` takes here than `cases.GOOD_CHECK`; at least 1.
+    """
 
     def __init__(self, environment: dict[str, str]):
-        self._environment, self._made_ready = environment, []
+        self._environment, self._made_ready, self.slowness = environment, [], 1.0
         self._start()
 
     def _start(self) -> None:
