@@ -60,6 +60,7 @@ def test_compiled_equals_eager(spec, unit, adapted):
     assert {shape for shape in saved.shapes if len(shape) > 1 and shape[0] != T} <= kept | {(0,)}, saved.shapes
 
 
+@pytest.mark.slow
 def test_compiled_model(tmp_path):
     """PEFT's adapters on quantized experts, as in a training run."""
     mixture("Qwen3Moe").save_pretrained(tmp_path)

@@ -60,6 +60,7 @@ def test_dropout_compiles():
     assert all(grad.any() for grad in grads.values())
 
 
+@pytest.mark.slow
 def test_lengths_recompile_once():
     module, packed = quantized()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")

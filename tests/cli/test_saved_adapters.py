@@ -134,13 +134,14 @@ HARMS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "export"])  # llama.cpp has no tokenizer of bytes
 def test_a_sound_adapter_passes(run, base, inputs, way):
     WAYS[way](run, base, inputs)
     assert not [key for key in notices.notices_so_far() if key.startswith("adapter_base")]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("harm", HARMS)
 def test_a_damaged_adapter_is_refused_by_name(run, base, inputs, way, harm):

@@ -138,7 +138,7 @@ def test_implicit_text_prompt_ends_at_white_space_or_a_turn(chosen, rejected, pr
         assert all(row[f"{side}_mask"])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("template", ["llama-40m", "qwen2.5", "qwen3", "phi-3"])
 def test_pairs_match_supervised_fine_tuning_with_real_templates(template, config, write, real_tokenizer):
     tokenizer = real_tokenizer(template)
@@ -441,7 +441,7 @@ def test_held_out_rows_are_split_off(config, write, make_tokenizer):
     assert len(prepared.report["held_out"]) == 3
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("file", "kind", "rows"),
     [("dpo_en_demo.json", "pairs", 300), ("v1_dpo_demo.jsonl", "pairs", 10), ("kto_en_demo.json", "unpaired", 300)],

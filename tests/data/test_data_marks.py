@@ -33,6 +33,7 @@ def prepared(config, write, make_tokenizer):
     return _prepared
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("template", ["plain", "marked"])
 @pytest.mark.parametrize(("key", "off"), OFF)
 def test_a_turn_that_is_marked_untrained_is_context(prepared, template, key, off):

@@ -91,7 +91,7 @@ words = st.text(st.characters(exclude_categories=["Cs", "Co", "Z", "C"]), min_si
 sentences = st.lists(words, min_size=1, max_size=4).map(" ".join)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", REAL)
 @settings(max_examples=15, deadline=None)
 @given(turns=st.lists(st.tuples(sentences, sentences), min_size=1, max_size=4), system=st.none() | sentences)

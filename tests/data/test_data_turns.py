@@ -151,7 +151,7 @@ def encoded(tokenizer, messages):
     return spans, tokenizer.decode(ids), row
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("talk", TALKS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_the_assistants_words_are_trained(make_tokenizer, kind, talk):

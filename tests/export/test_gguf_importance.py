@@ -123,6 +123,7 @@ def test_the_weighted_error_falls(tmp_path, text, mix):
         assert lost[0] < lost[1], key
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_a_runs_importances_are_those_of_its_adapter(tmp_path, text, name):

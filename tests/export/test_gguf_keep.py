@@ -195,7 +195,7 @@ def test_logits_in_bf16_are_those_of_the_decoded_model(exact, tmp_path, mix):
         assert torch.equal(kept(IDS).logits, usual(IDS).logits)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["llama, linear rope, biases", "qwen2", "qwen3", "gemma3", "phi3", "mixtral"])
 @pytest.mark.parametrize("mix", ["q4_0", "q8_0"])
 def test_other_families(tmp_path, name, mix):

@@ -41,7 +41,7 @@ def run(base, tmp_path_factory):
     return save_run(tmp_path_factory.mktemp("run") / "run", base)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("target", ["original", "dequantized"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_merged_weights_are_pefts_rounded_once(tmp_path, base, kind, target):
@@ -73,7 +73,7 @@ def test_an_update_that_was_not_applied_is_not_explained_by_resolution(tmp_path,
         merge(run, tmp_path / "merged")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("base_dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(
     "keys", [{}, {"load_in_4bit": False}, {"bnb_4bit_quant_type": "fp4", "bnb_4bit_blocksize": 32}]
@@ -235,6 +235,7 @@ def test_an_adapter_alone_is_merged_onto_the_base_it_names(tmp_path, base, run):
 # --- verification ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name",
     [

@@ -36,6 +36,7 @@ def trained(tmp_path_factory):
     return make
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("target", ["original", "dequantized"])
 @pytest.mark.parametrize("name", ["Qwen3Moe", "Mixtral", "GptOss"])
 def test_merged_experts_are_pefts_rounded_once(name, target, trained, tmp_path):
@@ -105,6 +106,7 @@ def test_a_wrong_router_is_caught(trained, tmp_path, monkeypatch):
         merge(run, tmp_path / "merged")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "stored"),
     [("Qwen3Moe", "hqq8"), ("Qwen3Moe", "nf4"), ("Mixtral", "fp8"), ("GptOss", "mxfp4"), ("Qwen3Moe", "kbit5")],

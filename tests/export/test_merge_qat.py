@@ -83,7 +83,7 @@ def test_the_merged_model_is_the_one_that_was_trained(place, tmp_path, trained_l
 QAT = {"load_in_4bit": False, "dtype": "float32"}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("scheme", ["int4", "int8", "fp8", "nvfp4"])
 def test_every_scheme_is_merged_to_what_it_computed(place, tmp_path, scheme):
     run = save_run(tmp_path / "run", place / "model", **QAT, qat_scheme=scheme)

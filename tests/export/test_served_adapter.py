@@ -34,6 +34,7 @@ def logits(folder, adapter):
         return model(TOKENS).logits
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "keys"),
     [("Qwen3Moe", {}), ("Mixtral", {"use_rslora": True}), ("Olmoe", {"rank_pattern": {"experts.down_proj": 2}})],

@@ -459,6 +459,7 @@ def test_inference_mode_handles_moves_and_copies(any_format):
     assert torch.equal(found, layer(x.clone()))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 def test_outputs_can_be_changed_in_place(format, bias):
     """Adds a trained tensor in place, as PEFT's adapters do, for all shapes, with and without input gradient."""

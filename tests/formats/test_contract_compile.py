@@ -82,13 +82,13 @@ def check_compiled(format, dtype=torch.float32, checkpointed=False):
     assert saved.weights == 0
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_compiled_equals_eager_and_saves_no_weight(format):
     """A graph identifies a format by its spec and the order of its parts."""
     check_compiled(format)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("dtype", "checkpointed"),
     [(torch.bfloat16, False), (torch.float32, True), (torch.bfloat16, True)],
@@ -135,6 +135,7 @@ def test_saved_tensor_hooks_see_no_weight_when_compiled(any_format):
     assert not [tensor for tensor in seen if tensor.is_floating_point() and tensor.numel() >= SIZE * SIZE]
 
 
+@pytest.mark.sampled(2)
 def test_other_batch_sizes(any_format):
     """A second size recompiles with a symbolic dimension."""
     model = Block(any_format)
@@ -144,6 +145,7 @@ def test_other_batch_sizes(any_format):
         assert_equal(step(compiled, x), step(model, x))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_format_kernel_runs_without_gradient(any_format, dtype, monkeypatch):
     """Few rows use the format's own kernel and are bit-equal to eager mode."""

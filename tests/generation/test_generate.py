@@ -29,7 +29,7 @@ def theirs(model, ids, new):
 STOCK = (*OWN_LAYERS, "GptOss")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_equal_transformers(family):
     model = tiny(family).eval()
@@ -42,6 +42,7 @@ def test_greedy_tokens_equal_transformers(family):
         assert mine == theirs(model, ids, 20), family
 
 
+@pytest.mark.slow
 def test_quantized_llama_40m_continues_like_transformers(shared):
     model = halfbyte.load_model(str(shared / "models/llama-40m"), device="cpu", dtype="float32")
     prompts = [[11, 52, 300, 7, 9], [1200, 44]]

@@ -50,6 +50,7 @@ def sharp(model):
     return model.eval()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_tokens_equal_transformers(name, device):

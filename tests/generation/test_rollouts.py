@@ -46,7 +46,7 @@ def log_probs_of(model, prompt, ids, temperature=1.0):
     return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", DENSE)
 def test_greedy_rollouts_equal_generate(family):
     model, prompts = model_of(family), prompts_of(11, 2, 70, 64, 5)
@@ -56,7 +56,7 @@ def test_greedy_rollouts_equal_generate(family):
     assert [each.ids for each in found] == generation.generate(model, prompts, max_new_tokens=20, stops=[])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", DENSE)
 def test_a_patched_model_uses_the_engine(family):
     """On a GPU, where runs have a patched model, completions and samples would take ten times as long without."""

@@ -106,20 +106,13 @@ def check_rerun(disk: Disk, folder: Path, name: str, when: str) -> None:
     assert not hidden, f"{when}: {hidden}"
 
 
-def moments() -> list:
-    """Of every command; in `make test` one of a training."""
-    return [
-        pytest.param(name, at, marks=[] if (name, at) == ("train", 0) else [pytest.mark.slow])
-        for name in COMMANDS
-        for at in MOMENTS
-    ]
-
-
 # --- killed ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("name", "moment"), moments())
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_killed(disk, name, moment):
     chance, seconds = random.Random(f"{name} {moment}"), disk.whole(name)[1]
     when = chance.choice([chance.uniform(0.0, 1.1 * seconds), chance.choice(SIGNS[name].split())])

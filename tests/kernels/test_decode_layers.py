@@ -105,6 +105,7 @@ def runner(monkeypatch):
     return of
 
 
+@pytest.mark.sampled(2)
 @cases(
     ("blocks", "batch", "dtype", "keys"),
     emulated=[
@@ -119,6 +120,7 @@ def test_layers(runner, backend, blocks, batch, dtype, keys):
     decode_cases.check(runner(blocks), *decode_cases.stack(batch, dtype, **keys))
 
 
+@pytest.mark.sampled(2)
 @cases("keys", emulated=[{}, {"window": 7, "fp8": True}])
 def test_blocks_share_slots(runner, monkeypatch, backend, keys):
     """Two blocks for each of four heads; with a window one of them has no slot."""

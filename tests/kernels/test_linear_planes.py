@@ -128,7 +128,7 @@ HOPPER = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @cases(("kernel", "spec", "shape", "batch", "dtype", "blocks", "bias"), emulated=EMULATED, hopper=HOPPER)
 def test_block_shapes(monkeypatch, backend, kernel, spec, shape, batch, dtype, blocks, bias):
     loaded(gemm4 if kernel == "gemm64" else linear_planes, backend, monkeypatch, RUN)

@@ -89,6 +89,7 @@ def test_a_library_that_does_not_load_is_built_again(tmp_path, monkeypatch):
     assert len(damaged.read_bytes()) == len(whole)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_another_compiler_or_libc_is_another_library(monkeypatch, tmp_path):
     """Machines may share a home: each builds its own library, and none replaces another's."""

@@ -45,7 +45,7 @@ def entry_of(folder):
     return json.loads((folder / "config.json").read_text())["quantization_config"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("format", EXAMPLES, ids=lambda format: format.spec)
 def test_a_model_of_each_format_is_saved_and_loaded_again(format, tiny_checkpoint, tmp_path):
     model = load(tiny_checkpoint(), quantization=format.spec)

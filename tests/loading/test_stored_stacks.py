@@ -52,6 +52,7 @@ def test_experts_keep_their_values(kind, tmp_path):
     assert torch.equal(logits(again), logits(model))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["bitsandbytes", "fp8", "awq", "pack-quantized"])
 def test_stored_stacks_train(kind, tmp_path):
     entry, stored = KINDS[kind]
@@ -111,6 +112,7 @@ def test_a_damaged_expert_is_named(tmp_path):
 KINDS_PLANNED = ["bitsandbytes", "fp8", "pack-quantized", "bitsandbytes, experts whole", "one layer's experts whole"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS_PLANNED)
 def test_planned_bytes_of_stored_stacks(kind, tmp_path):
     entry, stored = KINDS["bitsandbytes" if "whole" in kind else kind]

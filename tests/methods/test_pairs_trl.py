@@ -82,6 +82,7 @@ def compare(trainer, **keys):
     assert list(sums) == [metric.name for metric in asked.numbers.trained]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", LOSS_TYPES["dpo"])
 def test_every_loss_of_dpo(dpo, name):
     beta = 0.03 if name == "discopop" else 0.3  # its temperature makes 20 times as much of a log-prob's rounding

@@ -154,7 +154,7 @@ def live_after_forward(model: nn.Module, inputs: dict) -> int:
         return ledger.live * (result is not None)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("family", "dropout"),
     [("Llama", 0.0), ("Llama", 0.1), ("Qwen3", 0.0), ("Phi3", 0.0), ("Mixtral", 0.0)]

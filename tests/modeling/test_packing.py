@@ -62,7 +62,7 @@ def asked(model, collate=None, **keys):
     return isolate_documents(model, collate or PackedCollator(0), **keys)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "way"), SOME.items())
 def test_isolation_method_of_each_family(name, way):
     row = all_families.row_of(name)
@@ -93,7 +93,7 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "one_row"), LAYOUTS)
 def test_loss_and_gradients_are_the_documents_own(name, one_row):
     """Sums over a packed batch equal those over its documents run separately, through adapters."""

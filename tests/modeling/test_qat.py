@@ -115,6 +115,7 @@ def learned():
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("peft", [pytest.param(False, marks=pytest.mark.slow), True], ids=["full", "lora"])
 def test_training_closes_the_gap_that_quantizing_afterwards_leaves(learned, peft):
     """Same weights and number of steps: one model is rounded to 2 bits in every step, the other at the end."""

@@ -173,6 +173,7 @@ def test_routers_learn_with_quantized_experts(tmp_path):
     assert all(torch.equal(p, before[key]) for key, p in model.named_parameters() if key in before)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_merged(dtype, tmp_path):
     model = mixture("Qwen3Moe", vocab_size=272, eos_token_id=257, bos_token_id=256).to(dtype)

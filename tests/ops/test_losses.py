@@ -72,6 +72,7 @@ def test_ignored_rows_may_hold_anything():
         torch.testing.assert_close(mine, clean)
 
 
+@pytest.mark.slow
 def test_real_hidden_states_in_bf16(shared):
     """A trained model's distributions are sharp, unlike random ones; the error is that of torch's full logits in bf16.
 

@@ -58,6 +58,7 @@ def one_is_slow(mesh, place, output):
         train(configured(place, output, **keys))
 
 
+@pytest.mark.slow
 def test_slow_rank_is_reported(place, tmp_path, two):
     two.run(one_is_slow, place, tmp_path / "out")
     records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]

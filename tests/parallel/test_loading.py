@@ -164,6 +164,7 @@ def test_prequantized_checkpoints(axis, two, folder, tiny_checkpoint, tmp_path):
     check(two, axis, models)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", ["data", pytest.param("shard", marks=pytest.mark.slow)])
 def test_prequantized_mixtures(axis, two, tmp_path):
     """Quantized expert by expert, and as gpt-oss is published."""
@@ -400,6 +401,7 @@ DAMAGE = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("axis", ["data", "shard"])
 def test_errors_are_equal_on_all_ranks(axis, two, tiny_checkpoint, tmp_path):
     """Whichever rank reads the tensor, all ranks raise the error of one process."""
@@ -422,6 +424,7 @@ def entry_by_entry(mesh, folder, keys, along):
         sharded.BLOCK_PREFIX = blocks
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("axis", ["data", "shard"])
 def test_unsupported_checkpoints_are_loaded_in_full(axis, two, tiny_checkpoint, tmp_path):
     along = SHARD if axis == "shard" else ()

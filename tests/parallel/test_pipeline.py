@@ -154,7 +154,7 @@ def test_four_processes(four, name, chunks, window):
     check(four, name, chunks, window=window)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("level", "ahead"), [("checkpoint", 1), ("checkpoint", 99), ("recompute_mlp", 99)])
 def test_recomputation_before_the_gradient_arrives(two, level, ahead):
     """Some or all layers of a stage of a patched model are recomputed before the gradient arrives."""
@@ -175,6 +175,7 @@ def test_families(two, family, keys, patched):
     check(two, "zb-v", 2, family=family, keys=keys, layers=4, activations="checkpoint" if patched else None, ahead=1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "family", "patched"),
     [("interleaved", "Llama", False), ("zb-1p", "Llama", True), ("zb-v", "Gemma2", False), ("zb-v", "Qwen3", True)],

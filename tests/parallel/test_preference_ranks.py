@@ -43,6 +43,7 @@ def place(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_except(ASKED, ["dpo"]))
 def test_two_ranks_equal_one_process(place, two, tmp_path, monkeypatch, name):
     monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "cache"))

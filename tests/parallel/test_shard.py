@@ -155,6 +155,7 @@ def test_every_activation_level(two, levels):
     gathered_as_due(results, CALL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [{"shard": 4}, pytest.param({"data": 2, "shard": 2}, marks=pytest.mark.slow)])
 def test_four_ranks(four, layout):
     results = four.run(case_trains, "recompute", ["call", "always"] * 2, layout=layout)

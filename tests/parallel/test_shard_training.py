@@ -101,6 +101,7 @@ def test_shards_with_two_replicas(place, alone, four, tmp_path):
     run(four, place, tmp_path / "out", **keys).same_as(alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_once", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_all_weights_trained(place, two, tmp_path, at_once):
     """Weights are replicated and stepped in shards; one process resumes the run."""

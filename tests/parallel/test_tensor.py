@@ -96,7 +96,7 @@ def assert_same_training(results, expected, loss_error=1e-6, error=1e-5):
         assert answer == expected[2]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2"])
 def test_families(two, family, fused):

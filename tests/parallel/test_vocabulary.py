@@ -215,7 +215,7 @@ def divided_model(mesh, family, tied, axes):
     )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("axis", ["shard", "tensor"])
 @pytest.mark.parametrize(
     ("family", "tied"), [("Llama", False), ("Llama", True), ("Gemma2", True), ("Gemma3Text", True)]

@@ -51,7 +51,7 @@ def real_peak(config):
     return ledger.peak
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("scheme", "dtype", "use_peft"),
     [

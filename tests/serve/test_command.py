@@ -59,6 +59,7 @@ def _hears_hangups():
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run after nohup
 
 
+@pytest.mark.slow
 def test_a_signal_ends_the_process_within_5_seconds(base_folder):
     """A long prompt on a CPU takes longer, and nothing interrupts it; a second request waits for its turn."""
     program = [sys.executable, "-c", STUCK, "serve", str(base_folder), "--port", "0"]

@@ -68,6 +68,7 @@ def divergence(folder, teacher, rows, beta):
     return total / count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "share"), [pytest.param("other", 0.9, marks=pytest.mark.slow), ("adapter", 0.6)])
 def test_the_divergence_from_the_teacher_falls(taught, tmp_path, kind, share):
     """With a separate model, and with an adapter on the trained weights; the first loss equals TRL's."""

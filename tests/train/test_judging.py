@@ -89,6 +89,7 @@ def policy(judges):
     return model
 
 
+@pytest.mark.slow
 def test_scores_equal_plain_transformers(judges):
     """For an adapter on the trained weights, on a copy of them, and a full model; the policy does not change."""
     shutil.copytree(judges / "model", judges / "copy", dirs_exist_ok=True)
@@ -162,6 +163,7 @@ def test_a_run_rewarded_by_a_model(judges, tmp_path):
     assert all(mine[name].equal(theirs[name]) for name in theirs)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "file"), [("answers/adapter", "adapter_model.safetensors"), ("whole", "model.safetensors")]
 )

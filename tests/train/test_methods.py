@@ -78,7 +78,7 @@ def records(output):
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", [{}, {"packing": True}, {"padding_free": True}], ids=["padded", "packed", "flat"])
 def test_rows_of_weight_0_do_not_change_the_step(data, tmp_path, layout):
     """A step over all rows equals a step of supervised fine-tuning over those with a weight."""

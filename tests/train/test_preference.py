@@ -65,7 +65,7 @@ def adapter(output):
     return load_file(output / "adapter" / "adapter_model.safetensors")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("method", ["dpo", "orpo", "simpo", "cpo"])
 def test_it_learns_to_prefer(data, tmp_path, method):
     run(data, tmp_path / "out", method=method, num_train_epochs=4, eval_split_size=6)
@@ -79,6 +79,7 @@ def test_it_learns_to_prefer(data, tmp_path, method):
     assert "accuracy" in (tmp_path / "out" / "report.html").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "asked", [pytest.param({}, marks=pytest.mark.slow), {"loss_type": "apo_zero_unpaired", "padding_free": True}]
 )
@@ -174,6 +175,7 @@ def test_an_adapter_that_adds_something_at_first_is_no_reference(data, tmp_path)
     assert "init_lora_weights" in error.value.fix
 
 
+@pytest.mark.slow
 def test_continuing_from_an_adapter_it_is_the_reference(data, tmp_path):
     run(data, tmp_path / "first", num_train_epochs=2)
     more = {"adapter_path": str(tmp_path / "first" / "adapter"), "eval_split_size": 6}
@@ -195,7 +197,7 @@ def test_full_fine_tuning_has_its_first_weights_as_reference(data, tmp_path):
         run(data, tmp_path / "other", use_peft=False, precompute_ref_log_probs=False)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "asked", [{}, {"precompute_ref_log_probs": False}, {"method": "orpo", "packing": True}, {"method": "kto"}]
 )

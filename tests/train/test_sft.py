@@ -127,7 +127,7 @@ def test_the_adapter_loads_in_plain_peft_on_the_original_base(finished, place):
     assert not torch.allclose(plain, adapted, atol=1e-3)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "changed",
     [
