@@ -81,6 +81,7 @@ def test_the_command_of_the_readme_keeps_the_adapter(tmp_path, base, run, capsys
     assert saved["targets"]["original"]["loss"]["held_out"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["bnb-nf4", pytest.param("nf4", marks=pytest.mark.slow)])
 def test_the_grid_of_the_base_takes_the_update_back_and_that_is_refused(tmp_path, run, packed_run, target):
     with pytest.raises(ConfigError) as refused:

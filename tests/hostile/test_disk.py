@@ -1,7 +1,7 @@
 """Killed at any moment, and a disk that is full from any write on: a clean error or none, nothing left, the same bytes.
 
-The slow tests try 100 moments and every write, in parts that processes can share (-n 14 --dist worksteal); what runs
-always is a sample of both. KILLS is another number of moments.
+The slow tests try 100 moments (KILLS in the environment sets another number) and every write, in parts that processes
+can share (-n 14 --dist worksteal). `make test` runs a sample of the writes.
 """
 
 import json

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and read
 SUBJECTS = sorted(path.stem for path in Path(hostile.__file__).parent.glob("rows_*.py"))
 
 # Of cases off the list `make test` runs one of so many, by its name, and `make test-all` all.
-SAMPLED = {"odd": 5, "preference": 5, "users": 5}
-OTHERS = 3
+SAMPLED = {"odd": 8, "preference": 8, "users": 8}
+OTHERS = 5
 
 
 def parameters() -> list:

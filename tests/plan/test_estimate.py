@@ -388,6 +388,7 @@ GEMMA2 = transformers.Gemma2Config(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_softcapped_attention_is_planned_with_its_tiles(monkeypatch):
     """Four layers of Gemma 2 2B at 2×4096 on an H200: all scores at once took 12.9 GiB, tiles and kernels 4.4. fp32
     uses tiles; dropout needs all scores."""

@@ -107,6 +107,7 @@ def test_slices_for_which_a_device_has_no_room_wait_on_the_host(shapes_70b, monk
     assert fastest.total <= 0.96 * fastest.capacity_bytes
 
 
+@pytest.mark.slow
 def test_offloaded_shards_are_limited_by_host_memory(shapes_70b, monkeypatch):
     """Shards of 0.21 GiB, pinned in powers of two; none if the device cannot hold the model while loading."""
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -121,6 +122,7 @@ def test_offloaded_shards_are_limited_by_host_memory(shapes_70b, monkeypatch):
     assert plan_of(shapes_70b, Parallel(), 21.5, **keys).hosted == ()
 
 
+@pytest.mark.slow
 def test_context_shards_frozen_weights_if_they_do_not_fit(shapes_70b):
     """35 GiB of layers; embedding, head and adapters stay unsharded."""
     keys = {"activation_checkpointing": "offload", "max_length": 32768, "per_device_train_batch_size": 1}
@@ -135,6 +137,7 @@ def test_context_shards_frozen_weights_if_they_do_not_fit(shapes_70b):
     assert type(plan_of(shapes_70b, Parallel(tensor=2, context=2), 30.0, **keys).layout) is Parallel
 
 
+@pytest.mark.slow
 def test_70b_step_time_on_one_gpu(shapes_70b):
     plan = plan_of(shapes_70b, Parallel())
     assert plan.seconds == pytest.approx(1.14, rel=0.05)

@@ -265,6 +265,7 @@ def test_no_reward_at_all(prompts, tmp_path):
     assert [record["grad_norm"] for record in records_of(tmp_path / "out")["train"]] == [0.0, 0.0]
 
 
+@pytest.mark.slow
 def test_resuming_with_a_changed_reward_file_is_refused(prompts, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(REWARD)
@@ -331,6 +332,7 @@ def test_preview_scores_rollouts_before_a_run(prompts, tmp_path):
     assert CliRunner().invoke(app, other).exit_code == 2
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", ["grpo", "rloo"])
 def test_init_writes_a_run_that_checks(prompts, tmp_path, method):
