@@ -12,7 +12,10 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from halfbyte.modeling.families import Family
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = (ROOT / "docs" / "formats.md", ROOT / "README.md")
@@ -71,11 +74,11 @@ def family_table() -> str:
 
     alike: dict[tuple[str, ...], list[str]] = {}
     for row in FAMILIES:
-        fused = "attention, norms" if row.experts else "yes"
-        decodes = row.patched and not row.mixer and not row.sinks and row.gguf.text_alone
+        parts = "attention, norms" if row.experts else "attention, norms, MLP"
+        fused = parts if row.experts or row.own_layer else "yes"
         found = (
             fused if row.patched else "",
-            "yes" if decodes else "",
+            "yes" if decodes(row) else "",
             "yes" if row.gguf.arch else "",
             "yes" if row.gguf.arch and row.gguf.text_alone else "",
             "yes" if row.tower else "",
@@ -84,6 +87,11 @@ def family_table() -> str:
     lines = [f"| model | {' | '.join(WAYS)} |", "|---" * (1 + len(WAYS)) + "|"]
     lines += [f"| {', '.join(names)} | {' | '.join(found)} |" for found, names in alike.items()]
     return "\n".join([*lines, "| other causal LMs | by their `nn.Linear`s | | | | |"]) + "\n"
+
+
+def decodes(row: Family) -> bool:
+    """Return whether halfbyte's own forward generates with a family's causal LM, instead of transformers'."""
+    return row.patched and not row.own_layer and row.gguf.text_alone
 
 
 def card_table(result: dict[str, Any]) -> str:

@@ -6,9 +6,11 @@ import transformers
 from peft import LoraConfig
 
 import halfbyte
+from benchmarks import tables
 from halfbyte import generation
 from halfbyte.generation import Sampling
 from halfbyte.generation.engine import StaticEngine
+from halfbyte.modeling import families
 from halfbyte.utils import notices
 from halfbyte.utils.errors import ConfigError, ModelError
 from tests.helpers.patch_models import FAMILIES, OWN_LAYERS, quantize, tiny
@@ -27,6 +29,12 @@ def theirs(model, ids, new):
 # Layers with more than two halves, or Mamba's state, and stacks that would be copied, since they lie transposed in 16
 # bits: transformers' forward runs.
 STOCK = (*OWN_LAYERS, "GptOss")
+
+
+def test_the_readme_names_the_families_that_decode_here():
+    rows = [row for row in families.FAMILIES if row.patched and row.gguf.text_alone]
+    own = {name.removesuffix("Text") for name in OWN_LAYERS}
+    assert {row.name for row in rows if not tables.decodes(row)} == own
 
 
 @pytest.mark.sampled(4)
