@@ -1,5 +1,5 @@
 """`python -m halfbyte` is the `halfbyte` command."""
 
-from halfbyte.cli import main
+from .cli import main
 
 main()

@@ -95,6 +95,16 @@ def test_rooms_import_only_what_they_may(graph):
     assert upward_imports(graph) == []
 
 
+def test_imports_within_the_package_are_relative():
+    absolute = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}"
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == "halfbyte"
+    ]
+    assert absolute == []
+
+
 def test_no_files_form_an_import_cycle(graph):
     assert import_cycle(graph) == []
 

@@ -19,22 +19,21 @@ import torch
 from datasets import Dataset, List, Value
 from safetensors.torch import save_file
 
-from halfbyte import __version__
-from halfbyte.batch import REFERENCE
-from halfbyte.data.collate_answers import answer_collator, trained_tokens
-from halfbyte.data.tables import new_fingerprint
-from halfbyte.methods.answers import as_reference, log_probs
-from halfbyte.methods.preference import reference_is_initial_model
-from halfbyte.modeling.adapters import compute_autocast
-from halfbyte.modeling.layer import causal_lm_of
-from halfbyte.parallel.mesh import DATA_AXES
-from halfbyte.utils.console import Console
-from halfbyte.utils.errors import CheckpointError, ConfigError, TrainingError
-from halfbyte.utils.files import cache_folder, new_file
-from halfbyte.utils.notices import notice
-
+from .. import __version__
+from ..batch import REFERENCE
+from ..data.collate_answers import answer_collator, trained_tokens
+from ..data.tables import new_fingerprint
+from ..methods.answers import as_reference, log_probs
+from ..methods.preference import reference_is_initial_model
+from ..modeling.adapters import compute_autocast
+from ..modeling.layer import causal_lm_of
+from ..parallel.mesh import DATA_AXES
 from ..reading.tensors import read_tensors
 from ..train.preflight import PreparedRun
+from ..utils.console import Console
+from ..utils.errors import CheckpointError, ConfigError, TrainingError
+from ..utils.files import cache_folder, new_file
+from ..utils.notices import notice
 from ..utils.text import one_line
 
 # Tolerance of a token's log-probability, relative to the mean of their absolute values.

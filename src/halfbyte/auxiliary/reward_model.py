@@ -14,21 +14,20 @@ import torch
 import transformers
 from torch import Tensor
 
-from halfbyte.auxiliary.model import additional_adapter
-from halfbyte.config import RunConfig
-from halfbyte.config.methods import SCORES
-from halfbyte.data.chat import ChatTemplate
-from halfbyte.data.encode import Encoder
-from halfbyte.methods.answers import as_adapter, score
-from halfbyte.modeling.adapters import compute_autocast
-from halfbyte.reading.boundary import answered
-from halfbyte.rl.rewards.reward_models import RewardModelFiles, find_reward_models, key_of
-from halfbyte.rl.rewards.score import Rewards
-from halfbyte.utils.console import Console
-from halfbyte.utils.errors import ModelError, attribute_to_key
-from halfbyte.utils.streams import quiet_transformers
-
+from ..config import RunConfig
+from ..config.methods import SCORES
+from ..data.chat import ChatTemplate
+from ..data.encode import Encoder
+from ..methods.answers import as_adapter, score
+from ..modeling.adapters import compute_autocast
+from ..reading.boundary import answered
+from ..rl.rewards.reward_models import RewardModelFiles, find_reward_models, key_of
+from ..rl.rewards.score import Rewards
+from ..utils.console import Console
+from ..utils.errors import ModelError, attribute_to_key
+from ..utils.streams import quiet_transformers
 from ..utils.text import one_line
+from .model import additional_adapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,21 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from halfbyte.auxiliary.model import KEY, AuxiliaryModel, additional_adapter, find_teacher
-from halfbyte.config import RunConfig
-from halfbyte.config.policy import DISTILLING
-from halfbyte.data.collate import make_collator
-from halfbyte.methods.answers import as_adapter, without_adapter
-from halfbyte.modeling.adapters import compute_autocast
-from halfbyte.modeling.distillation import Teacher, use_teacher
-from halfbyte.modeling.packing import isolate_for_run
-from halfbyte.modeling.patch import patch
-from halfbyte.modeling.tiny_model import check_positions
-from halfbyte.utils.console import Console
-from halfbyte.utils.errors import ModelError, attribute_to_key
-
+from ..config import RunConfig
+from ..config.policy import DISTILLING
+from ..data.collate import make_collator
+from ..methods.answers import as_adapter, without_adapter
+from ..modeling.adapters import compute_autocast
+from ..modeling.distillation import Teacher, use_teacher
+from ..modeling.packing import isolate_for_run
+from ..modeling.patch import patch
+from ..modeling.tiny_model import check_positions
 from ..rl.rollouts import check_same_files
+from ..utils.console import Console
+from ..utils.errors import ModelError, attribute_to_key
 from ..utils.text import one_line
+from .model import KEY, AuxiliaryModel, additional_adapter, find_teacher
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -22,20 +22,20 @@ from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from halfbyte.config import Origin, Storage
-from halfbyte.config.methods import SCORES
-from halfbyte.config.schema import RunKeys
-from halfbyte.formats import Format
-from halfbyte.layers.expert_adapters import by_expert, expert_wrappers
-from halfbyte.layers.plain import read_adapters
-from halfbyte.layers.router_adapters import folded_weight, router_wrappers
-from halfbyte.loading.completeness import meta_model
-from halfbyte.loading.expert_stacks import only_stacks
-from halfbyte.loading.find import load_model_config
-from halfbyte.loading.quantizer import HalfbyteConfig, HalfbyteQuantizer
-from halfbyte.modeling.adapters import INITS_KEEPING_BASE, create_adapter, load_adapter_weights, saved_adapter_config
-from halfbyte.modeling.architectures import expert_stacks
-from halfbyte.utils.errors import CheckpointError
+from ..config import Origin, Storage
+from ..config.methods import SCORES
+from ..config.schema import RunKeys
+from ..formats import Format
+from ..layers.expert_adapters import by_expert, expert_wrappers
+from ..layers.plain import read_adapters
+from ..layers.router_adapters import folded_weight, router_wrappers
+from ..loading.completeness import meta_model
+from ..loading.expert_stacks import only_stacks
+from ..loading.find import load_model_config
+from ..loading.quantizer import HalfbyteConfig, HalfbyteQuantizer
+from ..modeling.adapters import INITS_KEEPING_BASE, create_adapter, load_adapter_weights, saved_adapter_config
+from ..modeling.architectures import expert_stacks
+from ..utils.errors import CheckpointError
 
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 UNMERGED = (

@@ -36,9 +36,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfbyte.modeling.architectures import runs_experts
-from halfbyte.modeling.layer import decoder_layers
-from halfbyte.tensor import QuantizedTensor
+from ..modeling.architectures import runs_experts
+from ..modeling.layer import decoder_layers
+from ..tensor import QuantizedTensor
 
 MARGIN = 2.0
 FLOAT32_ERROR = 2e-5  # relative to the largest logit: x·W + (x·A)·B and x·(W + A·B) sum in different orders

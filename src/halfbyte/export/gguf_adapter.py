@@ -12,17 +12,16 @@ from typing import Any
 import torch
 from gguf import GGUFWriter, Keys
 
-from halfbyte.config.schema import RunKeys
-from halfbyte.gguf.graph import checked_family
-from halfbyte.gguf.quants import FLOATS, Type, quantize
-from halfbyte.gguf.tensors import Layout
-from halfbyte.runs.saved import Place, find, saved_config, trained_tokenizer
-from halfbyte.runs.stop_tokens import data_report, declared_stop_tokens, known_stop_tokens
-from halfbyte.utils.errors import CheckpointError, ConfigError
-from halfbyte.utils.files import new_file
-from halfbyte.utils.notices import notice
-
+from ..config.schema import RunKeys
+from ..gguf.graph import checked_family
+from ..gguf.quants import FLOATS, Type, quantize
+from ..gguf.tensors import Layout
 from ..loading.checkpoint import BaseCheckpoint
+from ..runs.saved import Place, find, saved_config, trained_tokenizer
+from ..runs.stop_tokens import data_report, declared_stop_tokens, known_stop_tokens
+from ..utils.errors import CheckpointError, ConfigError
+from ..utils.files import new_file
+from ..utils.notices import notice
 from .adapter import AdapterLayers
 from .gguf_model import output_path, text_config
 

@@ -21,25 +21,24 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
-from halfbyte.config import Origin
-from halfbyte.gguf.graph import checked_family, experts_of
-from halfbyte.gguf.hyperparameters import add_hyperparameters, written_keys
-from halfbyte.gguf.imatrix import matrix_path, read_importances
-from halfbyte.gguf.mixes import MIXES, check_mix, choose
-from halfbyte.gguf.quants import FLOATS
-from halfbyte.gguf.tensors import Planned, Weight, plan
-from halfbyte.gguf.tokenizer import add_tokenizer
-from halfbyte.gguf.vision import CLIP, Vision, add_vision, plan_vision, vision_keys, vision_of, vision_types
-from halfbyte.gguf.writer import NewGguf, write_gguf
-from halfbyte.loading.find import read_model_config
-from halfbyte.modeling.families import Family
-from halfbyte.runs.saved import find, saved_config, trained_tokenizer
-from halfbyte.runs.stop_tokens import data_report, declared_stop_tokens, joined_stop_tokens, known_stop_tokens
-from halfbyte.utils.errors import ConfigError
-from halfbyte.utils.files import check_space, new_file, write_text
-from halfbyte.utils.hardware import chosen_device
-
+from ..config import Origin
+from ..gguf.graph import checked_family, experts_of
+from ..gguf.hyperparameters import add_hyperparameters, written_keys
+from ..gguf.imatrix import matrix_path, read_importances
+from ..gguf.mixes import MIXES, check_mix, choose
+from ..gguf.quants import FLOATS
+from ..gguf.tensors import Planned, Weight, plan
+from ..gguf.tokenizer import add_tokenizer
+from ..gguf.vision import CLIP, Vision, add_vision, plan_vision, vision_keys, vision_of, vision_types
+from ..gguf.writer import NewGguf, write_gguf
 from ..loading.checkpoint import BaseCheckpoint
+from ..loading.find import read_model_config
+from ..modeling.families import Family
+from ..runs.saved import find, saved_config, trained_tokenizer
+from ..runs.stop_tokens import data_report, declared_stop_tokens, joined_stop_tokens, known_stop_tokens
+from ..utils.errors import ConfigError
+from ..utils.files import check_space, new_file, write_text
+from ..utils.hardware import chosen_device
 from .adapter import AdapterLayers
 from .importance import collect
 from .modelfile import modelfile

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from halfbyte.config import load_config
-from halfbyte.data.prepare import CALIBRATION_ROW, calibration_rows
-from halfbyte.gguf.imatrix import Seen, write_importances
-from halfbyte.gguf.tensors import BESIDE_TEXT, STACKED_EXPERTS, Layout, experts_name, layer_of
-from halfbyte.modeling.architectures import runs_experts
-from halfbyte.modeling.families import Family
-from halfbyte.modeling.head import backbone_inputs
-from halfbyte.runs.saved import load_saved
-from halfbyte.utils.notices import notice
+from ..config import load_config
+from ..data.prepare import CALIBRATION_ROW, calibration_rows
+from ..gguf.imatrix import Seen, write_importances
+from ..gguf.tensors import BESIDE_TEXT, STACKED_EXPERTS, Layout, experts_name, layer_of
+from ..modeling.architectures import runs_experts
+from ..modeling.families import Family
+from ..modeling.head import backbone_inputs
+from ..runs.saved import load_saved
+from ..utils.notices import notice
 
 TOKENS = 16384  # of calibration text
 WITHOUT_IMPORTANCE = {"token_embd.weight", "output.weight"}  # as in llama-imatrix

@@ -27,17 +27,16 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from halfbyte.config import SIXTEEN
-from halfbyte.config.schema import RunKeys
-from halfbyte.reading.model_config import GENERATION, read_generation_config
-from halfbyte.runs.saved import BASES, find_trained, look_up, trained_tokenizer
-from halfbyte.runs.stop_tokens import data_report, generation_keys
-from halfbyte.utils.errors import CheckpointError, ConfigError, TrainingError
-from halfbyte.utils.files import check_space, new_directory, write_json
-from halfbyte.utils.hardware import chosen_device
-from halfbyte.utils.notices import notice
-
+from ..config import SIXTEEN
+from ..config.schema import RunKeys
 from ..loading.checkpoint import BaseCheckpoint
+from ..reading.model_config import GENERATION, read_generation_config
+from ..runs.saved import BASES, find_trained, look_up, trained_tokenizer
+from ..runs.stop_tokens import data_report, generation_keys
+from ..utils.errors import CheckpointError, ConfigError, TrainingError
+from ..utils.files import check_space, new_directory, write_json
+from ..utils.hardware import chosen_device
+from ..utils.notices import notice
 from .adapter import AdapterLayers
 from .fidelity import Fidelity, Loss, RetainedUpdate
 from .packing import Packing, Quantize, check_loader, packing

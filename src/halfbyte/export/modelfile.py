@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from halfbyte.data.chat import prompt_text
-from halfbyte.utils.errors import DataError
-from halfbyte.utils.notices import notice
+from ..data.chat import prompt_text
+from ..utils.errors import DataError
+from ..utils.notices import notice
 
 MARKS = {"system": "\ue000", "user": "\ue001", "assistant": "\ue002"}  # private-use characters, in no template
 PROBES: tuple[tuple[str, ...], ...] = (

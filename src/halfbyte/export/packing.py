@@ -23,20 +23,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from halfbyte.config import SIXTEEN, Origin, Storage
-from halfbyte.formats import Format, Stack, names
-from halfbyte.formats.base import entry_name
-from halfbyte.formats.nvfp4 import BLOCK, INPUT_SCALE
-from halfbyte.loading.expert_stacks import supported_stacks
-from halfbyte.loading.quantizer import HalfbyteConfig, quantizable
-from halfbyte.modeling.architectures import expert_stacks
-from halfbyte.ops.float8 import TILE
-from halfbyte.qat.model import qat_format
-from halfbyte.utils.errors import ConfigError, ModelError
-
+from ..config import SIXTEEN, Origin, Storage
+from ..formats import Format, Stack, names
+from ..formats.base import entry_name
+from ..formats.nvfp4 import BLOCK, INPUT_SCALE
 from ..loading.checkpoint import NAMES
 from ..loading.completeness import meta_model
+from ..loading.expert_stacks import supported_stacks
 from ..loading.find import load_model_config
+from ..loading.quantizer import HalfbyteConfig, quantizable
+from ..modeling.architectures import expert_stacks
+from ..ops.float8 import TILE
+from ..qat.model import qat_format
+from ..utils.errors import ConfigError, ModelError
 from .shards import Entry
 
 Quantize = str | Mapping[str, str] | None

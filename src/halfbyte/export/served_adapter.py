@@ -17,16 +17,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
-from halfbyte.config import Origin
-from halfbyte.layers.expert_adapters import by_expert
-from halfbyte.loading.checkpoint import BaseCheckpoint
-from halfbyte.reading.model_config import GENERATION
-from halfbyte.reading.tensors import ADAPTER, ADAPTER_CONFIG
-from halfbyte.runs.saved import find, saved_config, trained_tokenizer
-from halfbyte.runs.stop_tokens import data_report, generation_keys
-from halfbyte.utils.errors import CheckpointError, ConfigError
-from halfbyte.utils.files import new_directory
-
+from ..config import Origin
+from ..layers.expert_adapters import by_expert
+from ..loading.checkpoint import BaseCheckpoint
+from ..reading.model_config import GENERATION
+from ..reading.tensors import ADAPTER, ADAPTER_CONFIG
+from ..runs.saved import find, saved_config, trained_tokenizer
+from ..runs.stop_tokens import data_report, generation_keys
+from ..utils.errors import CheckpointError, ConfigError
+from ..utils.files import new_directory
 from .adapter import AdapterLayers
 
 MERGE = "merge it, and serve the merged model"

@@ -17,8 +17,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from halfbyte.reading.boundary import answered
-from halfbyte.utils.errors import CheckpointError
+from ..reading.boundary import answered
+from ..utils.errors import CheckpointError
 
 ALIGNMENT = 8
 

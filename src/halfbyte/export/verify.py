@@ -19,21 +19,20 @@ import torch
 from rich.progress import Progress
 from torch import Tensor, nn
 
-from halfbyte.config.schema import RunKeys
-from halfbyte.formats import Blockwise4
-from halfbyte.loading.find import find_model
-from halfbyte.loading.load import load_model, load_tokenizer
-from halfbyte.modeling.adapters import load_adapter
-from halfbyte.qat.model import round_merged
-from halfbyte.reading.boundary import answered
-from halfbyte.reading.model_config import read_config
-from halfbyte.tensor import QuantizedTensor
-from halfbyte.utils.errors import CheckpointError, HalfbyteError
-from halfbyte.utils.hardware import free_cached_memory
-from halfbyte.utils.notices import notice, silent
-
+from ..config.schema import RunKeys
+from ..formats import Blockwise4
 from ..loading.checkpoint import DTYPES
+from ..loading.find import find_model
+from ..loading.load import load_model, load_tokenizer
+from ..modeling.adapters import load_adapter
+from ..qat.model import round_merged
 from ..reading import read_json
+from ..reading.boundary import answered
+from ..reading.model_config import read_config
+from ..tensor import QuantizedTensor
+from ..utils.errors import CheckpointError, HalfbyteError
+from ..utils.hardware import free_cached_memory
+from ..utils.notices import notice, silent
 from ..utils.streams import no_loading_bars
 from .fidelity import (
     DRAWS,

@@ -15,18 +15,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from halfbyte.config.schema import RunKeys
-from halfbyte.formats import Format, Stack
-from halfbyte.formats.base import entry_name
-from halfbyte.formats.nvfp4 import INPUT_SCALE
-from halfbyte.loading.load import resolve_dtype
-from halfbyte.modeling.adapters import WRONG_BASE
-from halfbyte.reading.tensors import INDEX
-from halfbyte.tensor import QuantizedTensor
-from halfbyte.utils.errors import CheckpointError, ModelError
-from halfbyte.utils.files import write_json
-
+from ..config.schema import RunKeys
+from ..formats import Format, Stack
+from ..formats.base import entry_name
+from ..formats.nvfp4 import INPUT_SCALE
 from ..loading.checkpoint import DTYPES, BaseCheckpoint, Stored
+from ..loading.load import resolve_dtype
+from ..modeling.adapters import WRONG_BASE
+from ..reading.tensors import INDEX
+from ..tensor import QuantizedTensor
+from ..utils.errors import CheckpointError, ModelError
+from ..utils.files import write_json
 from .adapter import AdapterLayers, Piece
 from .fidelity import RetainedUpdate
 from .packing import NVFP4_RANGE, Packing, padded_state, quantize_together

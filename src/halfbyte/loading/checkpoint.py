@@ -11,15 +11,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from halfbyte.config import Origin
-from halfbyte.formats import FORMATS, Format, Stack, named, recognize
-from halfbyte.formats.base import parameter_of_entry
-from halfbyte.formats.stack import META as STACK_META
-from halfbyte.gguf.cache import checkpoint_folder
-from halfbyte.reading.model_config import read_config
-from halfbyte.reading.tensors import INDEX, SINGLE, read_header, read_tensor, safetensors_files
-from halfbyte.tensor import QuantizedTensor
-from halfbyte.utils.errors import CheckpointError
+from ..config import Origin
+from ..formats import FORMATS, Format, Stack, named, recognize
+from ..formats.base import parameter_of_entry
+from ..formats.stack import META as STACK_META
+from ..gguf.cache import checkpoint_folder
+from ..reading.model_config import read_config
+from ..reading.tensors import INDEX, SINGLE, read_header, read_tensor, safetensors_files
+from ..tensor import QuantizedTensor
+from ..utils.errors import CheckpointError
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 TYPES = DTYPES | {

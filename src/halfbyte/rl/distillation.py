@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from halfbyte.batch import take_counts, to_device
-from halfbyte.generation import Completion
-from halfbyte.generation.sampling import turn_end
-from halfbyte.methods.gkd import given_answer
-from halfbyte.rl.rewards.score import Scored
-
+from ..batch import take_counts, to_device
+from ..generation import Completion
+from ..generation.sampling import turn_end
+from ..methods.gkd import given_answer
 from ..runs.metrics import Window
 from ..train.sampler import CountingCollator
+from .rewards.score import Scored
 from .rollout_batch import RolloutBatch, completion_lengths
 from .rollouts import EVALUATION, Generations, Row, as_row
 

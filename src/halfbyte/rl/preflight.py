@@ -5,17 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfbyte.config import RunConfig
-from halfbyte.config.policy import POLICY
-from halfbyte.data.prepare import PreparedData
-from halfbyte.rl.rewards.score import Rewards
-from halfbyte.rl.rewards.specs import check_columns, read_specs
-from halfbyte.utils.console import Console
-from halfbyte.utils.notices import notice
-
 from ..auxiliary.model import adapter_digest
 from ..auxiliary.reward_model import check_reward_model_compatibility, reward_model_files
+from ..config import RunConfig
+from ..config.policy import POLICY
+from ..data.prepare import PreparedData
+from ..utils.console import Console
+from ..utils.notices import notice
 from ..utils.text import one_line
+from .rewards.score import Rewards
+from .rewards.specs import check_columns, read_specs
 from .rollouts import check_same_files
 
 if TYPE_CHECKING:

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte.generation import Completion
-from halfbyte.methods.policy_losses import combined, without_spread
-from halfbyte.rl.rewards.score import Scored
-from halfbyte.utils.notices import notice
-
+from ..generation import Completion
+from ..methods.policy_losses import combined, without_spread
+from ..utils.notices import notice
 from ..utils.text import brief
+from .rewards.score import Scored
 
 CONSTANT_GENERATIONS = 20  # generations with one reward value after which a notice is given
 

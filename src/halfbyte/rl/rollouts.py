@@ -20,25 +20,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from halfbyte.batch import BONUS, CORRECTS, to_device
-from halfbyte.config import RunConfig
-from halfbyte.data.shared_prefix import GIVEN
-from halfbyte.generation import Completion, Sampling
-from halfbyte.methods.answers import as_reference
-from halfbyte.methods.grpo import WEIGHT, PolicyOptimization
-from halfbyte.ops import IGNORE_INDEX
-from halfbyte.plan.memory_plan import RolloutPlan
-from halfbyte.rl.rewards.score import Rewards
-from halfbyte.utils.errors import CheckpointError, ConfigError
-from halfbyte.utils.files import write_json
-from halfbyte.utils.notices import notice
-
+from ..batch import BONUS, CORRECTS, to_device
+from ..config import RunConfig
+from ..data.shared_prefix import GIVEN
+from ..generation import Completion, Sampling
+from ..methods.answers import as_reference
+from ..methods.grpo import WEIGHT, PolicyOptimization
+from ..ops import IGNORE_INDEX
+from ..plan.memory_plan import RolloutPlan
 from ..reading import read_json
 from ..runs.layout import COMPLETIONS_PER_GENERATION
 from ..runs.layout import GENERATION_STATE as STATE
 from ..runs.metrics import MetricsFile
 from ..train.sampler import CountingCollator
 from ..train.stepper import Stepper, free_stream_caches
+from ..utils.errors import CheckpointError, ConfigError
+from ..utils.files import write_json
+from ..utils.notices import notice
+from .rewards.score import Rewards
 from .rollout_batch import RewardMonitor, RolloutBatch, mean_numbers, pass_rates, rollout_numbers
 from .served import MIN_TOKENS, OTHER_WEIGHTS_SHARE, ServedRollouts, engine_of
 

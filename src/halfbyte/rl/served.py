@@ -11,18 +11,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from halfbyte.config import RunConfig
-from halfbyte.data.prepare import PreparedData
-from halfbyte.export.adapter import AdapterLayers
-from halfbyte.export.served_adapter import ServedAdapter
-from halfbyte.generation import Completion, Rollouts, Sampling
-from halfbyte.generation.vllm import KEY, VllmServer
-from halfbyte.plan.memory_plan import RolloutPlan
-from halfbyte.utils.console import Console
-from halfbyte.utils.errors import ConfigError, TrainingError
-from halfbyte.utils.files import remove, temporary_path
-from halfbyte.utils.notices import notice
-
+from ..config import RunConfig
+from ..data.prepare import PreparedData
+from ..export.adapter import AdapterLayers
+from ..export.served_adapter import ServedAdapter
+from ..generation import Completion, Rollouts, Sampling
+from ..generation.vllm import KEY, VllmServer
+from ..plan.memory_plan import RolloutPlan
+from ..utils.console import Console
+from ..utils.errors import ConfigError, TrainingError
+from ..utils.files import remove, temporary_path
+from ..utils.notices import notice
 from ..utils.text import brief, one_line
 
 if TYPE_CHECKING:

@@ -7,17 +7,16 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from halfbyte.batch import REFERENCE
-from halfbyte.config import RunConfig
-from halfbyte.config.policy import DISTILLING
-from halfbyte.data.prepare import PreparedData
-from halfbyte.generation.sampling import stop_tokens
-from halfbyte.methods.grpo import PolicyOptimization
-from halfbyte.modeling.adapters import compute_autocast
-
 from ..auxiliary.model import additional_adapter
 from ..auxiliary.reward_model import loaded_reward_models, reward_model_files
 from ..auxiliary.teacher import loaded_teacher, teacher_files
+from ..batch import REFERENCE
+from ..config import RunConfig
+from ..config.policy import DISTILLING
+from ..data.prepare import PreparedData
+from ..generation.sampling import stop_tokens
+from ..methods.grpo import PolicyOptimization
+from ..modeling.adapters import compute_autocast
 from ..runs.checkpoints import step_of
 from ..runs.layout import COMPLETIONS
 from ..runs.metrics import MetricsFile

@@ -12,14 +12,13 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from halfbyte.config import RunConfig
-from halfbyte.config.run_config import PATHS, expand_home
-from halfbyte.reading import read_json, why
-from halfbyte.reading.tensors import ADAPTER, read_header, safetensors_files
-from halfbyte.utils.errors import CheckpointError, ConfigError
-from halfbyte.utils.files import clear_leftovers, remove, write_json
-from halfbyte.utils.notices import notice
-
+from ..config import RunConfig
+from ..config.run_config import PATHS, expand_home
+from ..reading import read_json, why
+from ..reading.tensors import ADAPTER, read_header, safetensors_files
+from ..utils.errors import CheckpointError, ConfigError
+from ..utils.files import clear_leftovers, remove, write_json
+from ..utils.notices import notice
 from .layout import (
     CHECKPOINT,
     CHECKPOINTS,

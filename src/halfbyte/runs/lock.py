@@ -15,12 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from halfbyte.reading import parse_json
-from halfbyte.utils.errors import ConfigError
-from halfbyte.utils.files import remove_unused_folders, write_problem
-from halfbyte.utils.notices import notice
-from halfbyte.utils.processes import Process
-
+from ..reading import parse_json
+from ..utils.errors import ConfigError
+from ..utils.files import remove_unused_folders, write_problem
+from ..utils.notices import notice
+from ..utils.processes import Process
 from .layout import LOCK
 
 HELD = (errno.EACCES, errno.EAGAIN)

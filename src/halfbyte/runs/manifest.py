@@ -10,10 +10,9 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from halfbyte.reading import look, open_bytes, read_json
-from halfbyte.utils.errors import CheckpointError
-from halfbyte.utils.files import write_json
-
+from ..reading import look, open_bytes, read_json
+from ..utils.errors import CheckpointError
+from ..utils.files import write_json
 from .layout import MANIFEST
 
 FORMAT = 1  # version of checkpoints; earlier ones have no version and no manifest

@@ -14,10 +14,10 @@ from transformers.integrations import get_reporting_integration_callbacks
 from transformers.integrations.neftune import activate_neftune, deactivate_neftune
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
-from halfbyte.config import RunConfig
-from halfbyte.methods import method_of
-from halfbyte.parallel.mesh import SINGLE_PROCESS, Mesh
-from halfbyte.utils.errors import ConfigError
+from ..config import RunConfig
+from ..methods import method_of
+from ..parallel.mesh import SINGLE_PROCESS, Mesh
+from ..utils.errors import ConfigError
 
 
 class Callbacks:

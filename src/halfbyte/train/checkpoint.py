@@ -19,11 +19,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.trainer_pt_utils import safe_globals
 
-from halfbyte.modeling.adapters import load_adapter_weights, save_adapter
-from halfbyte.ops.fp8_scaling import DelayedScaling
-from halfbyte.reading.boundary import answered
-from halfbyte.reading.tensors import read_state, read_tensors
-
+from ..modeling.adapters import load_adapter_weights, save_adapter
+from ..ops.fp8_scaling import DelayedScaling
+from ..reading.boundary import answered
+from ..reading.tensors import read_state, read_tensors
 from ..runs.checkpoints import EARLIER
 from ..runs.layout import FP8_SCALING as SCALING
 from ..runs.layout import OPTIMIZER_STATE as OPTIMIZER

@@ -14,32 +14,32 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
-from halfbyte.autograd.attention import DIFFERS
-from halfbyte.batch import model_inputs
-from halfbyte.config import RunConfig
-from halfbyte.layers.expert_adapters import attach_adapter_forwards, changed_experts
-from halfbyte.layers.expert_targets import weights_as_modules
-from halfbyte.methods.base import Batch
-from halfbyte.modeling.adapters import (
+from ..autograd.attention import DIFFERS
+from ..batch import model_inputs
+from ..config import RunConfig
+from ..layers.expert_adapters import attach_adapter_forwards, changed_experts
+from ..layers.expert_targets import weights_as_modules
+from ..methods.base import Batch
+from ..modeling.adapters import (
     adapter_weights,
     compute_autocast,
     load_adapter_weights,
     quiet_peft,
     saved_adapter_config,
 )
-from halfbyte.modeling.architectures import expert_stacks
-from halfbyte.modeling.head import causal_lm_loss, hidden_states_at
-from halfbyte.modeling.patch import PatchReport
-from halfbyte.ops import IGNORE_INDEX
-from halfbyte.optim import trained_parameters
-from halfbyte.parallel.context.model import context_shard
-from halfbyte.parallel.mesh import Mesh
-from halfbyte.parallel.shard.model import sharded
-from halfbyte.parallel.tensor.layers import are_unsharded, full_parameters
-from halfbyte.qat.model import round_merged
-from halfbyte.reading.tensors import ADAPTER, read_tensors, safetensors_files
-from halfbyte.utils.errors import TrainingError
-from halfbyte.utils.notices import notices_so_far
+from ..modeling.architectures import expert_stacks
+from ..modeling.head import causal_lm_loss, hidden_states_at
+from ..modeling.patch import PatchReport
+from ..ops import IGNORE_INDEX
+from ..optim import trained_parameters
+from ..parallel.context.model import context_shard
+from ..parallel.mesh import Mesh
+from ..parallel.shard.model import sharded
+from ..parallel.tensor.layers import are_unsharded, full_parameters
+from ..qat.model import round_merged
+from ..reading.tensors import ADAPTER, read_tensors, safetensors_files
+from ..utils.errors import TrainingError
+from ..utils.notices import notices_so_far
 
 TOKENS = 256  # tokens of the row that is checked: its full logits are small even with a vocabulary of 256k
 ROUNDING = 1 / 64  # tolerance relative to the loss or the largest logit; bfloat16 has 8 bits

@@ -31,16 +31,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte.autograd.lora import gradient_dtype
-from halfbyte.memory.activations import MAX_GRAPHS
-from halfbyte.memory.pinned import AFTER_CAPTURE
-from halfbyte.utils.errors import TrainingError
-from halfbyte.utils.hardware import capture_stream, free_cached_memory, is_out_of_memory, reservable_bytes
-from halfbyte.utils.notices import notice
-
+from ..autograd.lora import gradient_dtype
 from ..batch import SYNCED_SHAPE, Batch
+from ..memory.activations import MAX_GRAPHS
+from ..memory.pinned import AFTER_CAPTURE
 from ..parallel.mesh import SINGLE_PROCESS
 from ..parallel.rank_sync import RankSync
+from ..utils.errors import TrainingError
+from ..utils.hardware import capture_stream, free_cached_memory, is_out_of_memory, reservable_bytes
+from ..utils.notices import notice
 
 WARMUP = 3  # steps in which kernels are compiled and allocate their buffers
 UNUSED_OFFSET = 2**40  # offset in the random number stream that no run reaches

@@ -16,11 +16,10 @@ from typing import Any
 
 from torch import Tensor
 
-from halfbyte.config import RunConfig
-from halfbyte.utils.errors import TrainingError
-from halfbyte.utils.notices import notice
-
+from ..config import RunConfig
 from ..runs import checkpoints
+from ..utils.errors import TrainingError
+from ..utils.notices import notice
 
 MAX_SKIPPED = 20  # consecutive steps that float16 may skip: its first scale of 65536 is below 1 after 17
 LEAVE_TIMEOUT = 5.0  # seconds that a step or an evaluation may continue after a signal

@@ -29,28 +29,27 @@ import torch
 from transformers import TrainerCallback, TrainerState, TrainingArguments, get_scheduler, set_seed
 from transformers.trainer_utils import speed_metrics
 
-from halfbyte.batch import take_counts, to_device
-from halfbyte.config import RunConfig
-from halfbyte.methods import method_of
-from halfbyte.methods.base import Batch, Collate, Rows
-from halfbyte.modeling.cast_cache import cast_replacements
-from halfbyte.ops.fp8_scaling import DelayedScaling
-from halfbyte.optim import OPTIMIZERS, trained_parameters
-from halfbyte.parallel.context.model import context_shard
-from halfbyte.parallel.mesh import AXES, DATA_AXES, SINGLE_PROCESS, TOKEN_AXES, Mesh
-from halfbyte.parallel.shard.model import has_static_gradients
-from halfbyte.parallel.shard.optimizer import shard_optimizer
-from halfbyte.parallel.tensor.layers import full_parameters
-from halfbyte.utils.errors import TrainingError
-from halfbyte.utils.files import new_directory
-from halfbyte.utils.processes import Stopped, StopRequest, request_on_signals
-
+from ..batch import take_counts, to_device
+from ..config import RunConfig
+from ..methods import method_of
+from ..methods.base import Batch, Collate, Rows
+from ..modeling.cast_cache import cast_replacements
+from ..ops.fp8_scaling import DelayedScaling
+from ..optim import OPTIMIZERS, trained_parameters
+from ..parallel.context.model import context_shard
+from ..parallel.mesh import AXES, DATA_AXES, SINGLE_PROCESS, TOKEN_AXES, Mesh
 from ..parallel.pipeline.full_state import PipelineState, scaling_state
+from ..parallel.shard.model import has_static_gradients
+from ..parallel.shard.optimizer import shard_optimizer
+from ..parallel.tensor.layers import full_parameters
 from ..rl.rollouts import Generations
 from ..runs import checkpoints
 from ..runs.layout import TRAINER_STATE, checkpoint_folder
 from ..runs.manifest import write_manifest
 from ..runs.metrics import TOKENS, MetricsFile, Window
+from ..utils.errors import TrainingError
+from ..utils.files import new_directory
+from ..utils.processes import Stopped, StopRequest, request_on_signals
 from .callbacks import Callbacks, noisy_embeddings, steps_per_epoch, total_steps
 from .checkpoint import (
     load_optimizer,

@@ -20,10 +20,9 @@ import psutil
 import torch
 from torch import Tensor
 
-from halfbyte.methods.base import Numbers
-from halfbyte.parallel.mesh import AXES, Mesh
-from halfbyte.parallel.shard.model import sharded
-
+from ..methods.base import Numbers
+from ..parallel.mesh import AXES, Mesh
+from ..parallel.shard.model import sharded
 from ..runs.metrics import MetricsFile, Window
 from .callbacks import Callbacks
 from .guards import StepGuards

@@ -17,50 +17,49 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments, get_scheduler
 from transformers.integrations import get_reporting_integration_callbacks
 
-from halfbyte.config import Parallel, RunConfig
-from halfbyte.config.policy import SAMPLING
-from halfbyte.data.batches import batches_of, largest_id, longest_row, width_shares
-from halfbyte.data.prepare import PreparedData
-from halfbyte.data.tables import digest_of_rows
-from halfbyte.loading.find import ModelFiles, find_model
-from halfbyte.loading.load import check_attention, check_stored, load_tokenizer, resolve_dtype
-from halfbyte.methods import Method, method_of
-from halfbyte.methods.preference import reference_is_initial_model
-from halfbyte.modeling.adapters import check_adapter_files, check_base_unchanged
-from halfbyte.modeling.architectures import check_token_ids
-from halfbyte.modeling.projections import check_recipe, configured_recipe
-from halfbyte.modeling.routers import check_balancing
-from halfbyte.modeling.tiny_model import check_positions
-from halfbyte.optim import OPTIMIZERS
-from halfbyte.parallel.context.model import check_context_parallel
-from halfbyte.parallel.mesh import DATA_AXES, SINGLE_PROCESS, Mesh
-from halfbyte.parallel.pipeline.model import PipelinePartition, check_trained, partition_model
-from halfbyte.parallel.shard.optimizer import optimizer_shards
-from halfbyte.plan.advice import check_fits
-from halfbyte.plan.cards import Card, card_of
-from halfbyte.plan.estimate import estimate
-from halfbyte.plan.memory_plan import MemoryPlan
-from halfbyte.plan.meshes import Device, Meshes, check_layout
-from halfbyte.plan.policy import OFFLOADED
-from halfbyte.plan.shapes import ModelShapes
-from halfbyte.qat.model import qat_format
-from halfbyte.utils.console import Console
-from halfbyte.utils.environment import environment
-from halfbyte.utils.errors import CheckpointError, ConfigError, DataError
-from halfbyte.utils.files import check_space
-from halfbyte.utils.hardware import chosen_device, free_bytes, free_cached_memory, limit_primitive_caches
-from halfbyte.utils.notices import notice
-from halfbyte.utils.terminal import print_data, print_header, print_memory, print_processes, size
-from halfbyte.utils.text import one_line
-
 from ..auxiliary.model import adapter_digest
 from ..auxiliary.teacher import check_teacher
+from ..config import Parallel, RunConfig
+from ..config.policy import SAMPLING
+from ..data.batches import batches_of, largest_id, longest_row, width_shares
+from ..data.prepare import PreparedData
+from ..data.tables import digest_of_rows
+from ..loading.find import ModelFiles, find_model
+from ..loading.load import check_attention, check_stored, load_tokenizer, resolve_dtype
+from ..methods import Method, method_of
+from ..methods.preference import reference_is_initial_model
+from ..modeling.adapters import check_adapter_files, check_base_unchanged
+from ..modeling.architectures import check_token_ids
+from ..modeling.projections import check_recipe, configured_recipe
+from ..modeling.routers import check_balancing
+from ..modeling.tiny_model import check_positions
+from ..optim import OPTIMIZERS
+from ..parallel.context.model import check_context_parallel
 from ..parallel.launch.bandwidth import all_gather_bandwidth, host_copy_bandwidth
+from ..parallel.mesh import DATA_AXES, SINGLE_PROCESS, Mesh
+from ..parallel.pipeline.model import PipelinePartition, check_trained, partition_model
+from ..parallel.shard.optimizer import optimizer_shards
+from ..plan.advice import check_fits
+from ..plan.cards import Card, card_of
+from ..plan.estimate import estimate
+from ..plan.memory_plan import MemoryPlan
+from ..plan.meshes import Device, Meshes, check_layout
+from ..plan.policy import OFFLOADED
+from ..plan.shapes import ModelShapes
+from ..qat.model import qat_format
 from ..rl.preflight import check_rewards
 from ..rl.rollouts import rollout_plan_of
 from ..rl.served import check_server
 from ..runs import checkpoints
 from ..runs.inputs import check_paths
+from ..utils.console import Console
+from ..utils.environment import environment
+from ..utils.errors import CheckpointError, ConfigError, DataError
+from ..utils.files import check_space
+from ..utils.hardware import chosen_device, free_bytes, free_cached_memory, limit_primitive_caches
+from ..utils.notices import notice
+from ..utils.terminal import print_data, print_header, print_memory, print_processes, size
+from ..utils.text import one_line
 from . import samples
 from .callbacks import check_dtype, total_steps, training_arguments
 

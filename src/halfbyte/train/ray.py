@@ -13,8 +13,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from halfbyte.config import RunConfig
-from halfbyte.utils.errors import ConfigError
+from ..config import RunConfig
+from ..utils.errors import ConfigError
 
 
 def train_on_ray(config: RunConfig, *, resume: str | bool | None = None, **scaling: Any) -> Path:
@@ -41,7 +41,7 @@ def train_on_ray(config: RunConfig, *, resume: str | bool | None = None, **scali
     options = {"num_workers": layout.size if layout else None, "use_gpu": gpus} | scaling
 
     def worker() -> None:
-        from halfbyte.train.run import train
+        from .run import train
 
         train(config, resume=resume)
 

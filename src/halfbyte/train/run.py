@@ -15,31 +15,30 @@ from typing import Any
 
 import torch
 
-from halfbyte.config import RunConfig, load_config
-from halfbyte.generation.sampling import stop_tokens
-from halfbyte.modeling.adapters import no_input_casts
-from halfbyte.modeling.packing import remove_isolation
-from halfbyte.modeling.patch import unpatch
-from halfbyte.parallel.launch.launcher import notice_idle_gpus
-from halfbyte.parallel.mesh import present_mesh
-from halfbyte.plan.advice import advise_out_of_memory
-from halfbyte.rl.rewards.specs import named
-from halfbyte.utils.console import Console
-from halfbyte.utils.errors import TrainingError
-from halfbyte.utils.hardware import chosen_device, free_cached_memory, is_out_of_memory
-from halfbyte.utils.notices import reset_notices, silent
-from halfbyte.utils.terminal import LiveMetrics, print_memory
-from halfbyte.utils.text import one_line
-
 from ..auxiliary.reference import add_reference
+from ..config import RunConfig, load_config
+from ..generation.sampling import stop_tokens
+from ..modeling.adapters import no_input_casts
+from ..modeling.packing import remove_isolation
+from ..modeling.patch import unpatch
 from ..parallel.launch.agreement import check_agreement, check_shared
+from ..parallel.launch.launcher import notice_idle_gpus
+from ..parallel.mesh import present_mesh
 from ..parallel.pipeline.full_state import PipelineState
 from ..parallel.pipeline.stepper import PipelinedStepper
+from ..plan.advice import advise_out_of_memory
+from ..rl.rewards.specs import named
 from ..rl.setup import sampled_rollouts
 from ..runs.checkpoints import best, remove_leftovers
 from ..runs.layout import METRICS, PAGES
 from ..runs.lock import run_lock
 from ..runs.metrics import MetricsFile
+from ..utils.console import Console
+from ..utils.errors import TrainingError
+from ..utils.hardware import chosen_device, free_cached_memory, is_out_of_memory
+from ..utils.notices import reset_notices, silent
+from ..utils.terminal import LiveMetrics, print_memory
+from ..utils.text import one_line
 from . import checks, samples
 from .loop import TrainingLoop, seed_process
 from .metrics_log import peak_memory, reserved_memory
@@ -76,7 +75,7 @@ class RunResult:
 
     def merge(self, out_dir: Path | str, **options: Any) -> Any:
         """Merge the adapter into 16-bit weights; see `halfbyte.export.merge.merge`."""
-        from halfbyte.export.merge import merge
+        from ..export.merge import merge
 
         return merge(self.output_dir, out_dir, **options)
 

@@ -11,17 +11,12 @@ from typing import Any
 
 import torch
 
-from halfbyte.config import RunConfig, dump_config, dump_given
-from halfbyte.optim import trained_parameters
-from halfbyte.parallel.tensor.layers import full_parameters
-from halfbyte.plan.policy import describe_levels
-from halfbyte.reading.model_config import GENERATION
-from halfbyte.utils.console import Console
-from halfbyte.utils.errors import ConfigError, TrainingError
-from halfbyte.utils.files import new_directory, write_json, write_text
-from halfbyte.utils.notices import notices_so_far
-
+from ..config import RunConfig, dump_config, dump_given
+from ..optim import trained_parameters
+from ..parallel.tensor.layers import full_parameters
+from ..plan.policy import describe_levels
 from ..reading import read_json, read_text
+from ..reading.model_config import GENERATION
 from ..runs import checkpoints
 from ..runs.layout import (
     CHECKS,
@@ -39,6 +34,10 @@ from ..runs.layout import (
 )
 from ..runs.metrics import MetricsFile
 from ..runs.stop_tokens import generation_keys
+from ..utils.console import Console
+from ..utils.errors import ConfigError, TrainingError
+from ..utils.files import new_directory, write_json, write_text
+from ..utils.notices import notices_so_far
 from ..utils.text import one_line
 from . import checks
 from .checkpoint import save_weights
@@ -242,7 +241,7 @@ def write_results(
 
 def write_report_files(job: OpenRun, console: Console, card: bool = True) -> None:
     """Write report.html, and the model card if `card`."""
-    from halfbyte.report import write_card, write_report
+    from ..report import write_card, write_report
 
     if card:
         write_card(job.output)
@@ -254,7 +253,7 @@ def write_report_files(job: OpenRun, console: Console, card: bool = True) -> Non
 def write_report_of_stopped(run: OpenRun, error: TrainingError, console: Console) -> None:
     """Write the report of the steps before `error`, if there are any; ignore a full disk, which `error` names."""
     if run.prepared.mesh.is_main and any(record["kind"] == "train" for record in run.metrics.records()):
-        from halfbyte.report import write_report
+        from ..report import write_report
 
         with contextlib.suppress(TrainingError):
             write_environment(run, finished=time.time(), stopped=error.message)

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
-from halfbyte.batch import COUNTS
-from halfbyte.methods.base import Collate, Method, Rows
-
+from ..batch import COUNTS
+from ..methods.base import Collate, Method, Rows
 from ..parallel.mesh import DATA_AXES, Mesh
 from ..runs.metrics import TOKENS
 

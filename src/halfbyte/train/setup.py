@@ -13,39 +13,38 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import set_seed
 
-from halfbyte.batch import to_device
-from halfbyte.data.collate import make_collator
-from halfbyte.data.collate_answers import answer_collator, first_prompt, with_own_prompts
-from halfbyte.layers.plain import multiply_by_onednn
-from halfbyte.loading.load import load_model
-from halfbyte.memory.allocators import FIRST_KERNELS, HEAP_WASTE, memory_cap, return_large_blocks
-from halfbyte.memory.expert_offload import offload_experts
-from halfbyte.methods.answers import turn_dropout_off
-from halfbyte.modeling.adapters import add_adapter, compute_autocast, reads_base_weights
-from halfbyte.modeling.attention import cudnn_lengths
-from halfbyte.modeling.checkpointing import enable_checkpointing
-from halfbyte.modeling.head import causal_lm_loss
-from halfbyte.modeling.layer import decoder_layers
-from halfbyte.modeling.packing import isolate_for_run
-from halfbyte.modeling.patch import PatchReport, patch, patch_attention
-from halfbyte.modeling.projections import configured_recipe
-from halfbyte.modeling.routers import track_routers
-from halfbyte.ops.fp8_scaling import DelayedScaling
-from halfbyte.optim import trained_parameters
-from halfbyte.parallel.context.model import context_parallel
-from halfbyte.parallel.mesh import SHARD_AXES
-from halfbyte.parallel.pipeline.model import LocalStages, PipelinePartition
-from halfbyte.parallel.pipeline.runtime import Pipeline
-from halfbyte.parallel.shard.model import shard_model
-from halfbyte.parallel.tensor.model import apply_tensor_parallel
-from halfbyte.plan.estimate import GIB
-from halfbyte.utils.console import Console
-from halfbyte.utils.files import write_json
-from halfbyte.utils.terminal import expert_usage_line
-
+from ..batch import to_device
+from ..data.collate import make_collator
+from ..data.collate_answers import answer_collator, first_prompt, with_own_prompts
+from ..layers.plain import multiply_by_onednn
+from ..loading.load import load_model
+from ..memory.allocators import FIRST_KERNELS, HEAP_WASTE, memory_cap, return_large_blocks
+from ..memory.expert_offload import offload_experts
+from ..methods.answers import turn_dropout_off
+from ..modeling.adapters import add_adapter, compute_autocast, reads_base_weights
+from ..modeling.attention import cudnn_lengths
+from ..modeling.checkpointing import enable_checkpointing
+from ..modeling.head import causal_lm_loss
+from ..modeling.layer import decoder_layers
+from ..modeling.packing import isolate_for_run
+from ..modeling.patch import PatchReport, patch, patch_attention
+from ..modeling.projections import configured_recipe
+from ..modeling.routers import track_routers
+from ..ops.fp8_scaling import DelayedScaling
+from ..optim import trained_parameters
+from ..parallel.context.model import context_parallel
+from ..parallel.mesh import SHARD_AXES
+from ..parallel.pipeline.model import LocalStages, PipelinePartition
+from ..parallel.pipeline.runtime import Pipeline
 from ..parallel.pipeline.stepper import PipelinedStepper
 from ..parallel.rank_sync import RankSync
+from ..parallel.shard.model import shard_model
+from ..parallel.tensor.model import apply_tensor_parallel
+from ..plan.estimate import GIB
 from ..runs.layout import EXPERTS
+from ..utils.console import Console
+from ..utils.files import write_json
+from ..utils.terminal import expert_usage_line
 from . import checks
 from .metrics_log import current_memory, reset_peak_memory
 from .preflight import PreparedRun, planned_lengths

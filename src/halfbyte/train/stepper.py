@@ -10,14 +10,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from halfbyte.batch import LOOK_AHEAD
-from halfbyte.methods.base import Method
-from halfbyte.modeling.adapters import compute_autocast
-from halfbyte.utils.hardware import free_cached_memory, is_out_of_memory
-
-from ..batch import LOSS_COUNT, SYNCED_SHAPE, Batch
+from ..batch import LOOK_AHEAD, LOSS_COUNT, SYNCED_SHAPE, Batch
+from ..methods.base import Method
+from ..modeling.adapters import compute_autocast
 from ..parallel.mesh import SINGLE_PROCESS, Mesh
 from ..parallel.rank_sync import RankSync
+from ..utils.hardware import free_cached_memory, is_out_of_memory
 from .graph import SINGLE_RANK, GraphedBackward
 
 Sums = Callable[[Batch], Mapping[str, Tensor]]  # micro-batch → named sums, 0-d; "loss" is differentiated

@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from halfbyte.modeling.adapters import adapter_weights
-from halfbyte.modeling.projections import scaling_indices
-from halfbyte.ops.fp8_scaling import DelayedScaling
-from halfbyte.optim import trained_parameters
-from halfbyte.parallel.mesh import AXES, Mesh
-from halfbyte.parallel.pipeline.model import LocalStages
+from ...modeling.adapters import adapter_weights
+from ...modeling.projections import scaling_indices
+from ...ops.fp8_scaling import DelayedScaling
+from ...optim import trained_parameters
+from ..mesh import AXES, Mesh
+from .model import LocalStages
 
 Key = TypeVar("Key")
 

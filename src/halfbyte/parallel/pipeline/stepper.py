@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte.parallel.pipeline.model import LocalStages
-from halfbyte.parallel.pipeline.runtime import Pipeline
-
 from ...train.stepper import Batch, Stepper
+from .model import LocalStages
+from .runtime import Pipeline
 
 Read = Callable[[Batch], Tensor]  # micro-batch → numbers [n], float32; called with the last stage installed
 
