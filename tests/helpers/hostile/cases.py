@@ -5,8 +5,8 @@
     Case("4 seed below zero", "check run.yaml seed=-1", says="seed", fix="0 to"),
 
 The number is that of `shared/docs/hostile-input.md`; a case that is not on that list has `+`. Everything else has a
-default that suits a refused command: exit code 1, no file changed, at most 2 seconds. What is asserted without being
-asked: `judge`.
+default that suits a refused command: exit code 1, no file changed, at most 2 seconds, more on a slow machine
+(`Stage.slowness`). What is asserted without being asked: `judge`.
 
 In the folder where the command runs are `model/`, `data.jsonl` (17 rows of messages), `prompts.jsonl` and `run.yaml`
 (2 steps into `out`); with `given=("run",)` also `run/`, a finished run of 4 steps with checkpoint-2 and checkpoint-4,
@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 SECONDS, MEMORY = 2.0, 1024  # a case's most, the imports not counted; MiB
-GOOD_CHECK = 0.6  # seconds of `check run.yaml` on the machine for which the limits of seconds were chosen
+GOOD_CHECK = 0.6  # seconds of `check run.yaml` on a machine where the limits of seconds hold as they are written
 Maker = Callable[[Path], object]
 
 

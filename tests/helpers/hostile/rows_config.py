@@ -53,7 +53,7 @@ ROWS = [
     Case("+ no ways to divide a run", both("'parallel={data: 0}'"), says="parallel"),
     Case("+ an axis that nobody knows", both("'parallel={rows: 2}'"), says="parallel"),
     Case("+ a mesh of nothing", both("'parallel={}'"), says="parallel"),
-    Case("+ a mesh for one device", both("'parallel={data: 2}' device=cuda:1"), says=("device: cuda:1", "one device")),
+    Case("+ a mesh for one device", both("'parallel={data: 2}' device=cuda:1"), says=("device: cuda:1", "data: 2")),
     Case("+ a million processes", "train run.yaml 'parallel={data: 1000000}' device=cpu", says="1,000,000 processes"),
     *some(
         Case(f"+ ways of a run: {ways}", both(f"'parallel={ways}'"), says="parallel")
@@ -73,7 +73,13 @@ ROWS = [
         )
     ),
     *later(
-        Case("+ --gpus", "check run.yaml --gpus 2 --gpu-memory 80 device=null", code=0, says="auto takes", seconds=8)
+        Case(
+            "+ --gpus",
+            "check run.yaml --gpus 2 --gpu-memory 80 device=null",
+            code=0,
+            says=("{data: 2}", "{tensor: 2}"),
+            seconds=8,
+        )
     ),
     *some(
         Case(f"+ check {more}", f"check run.yaml {more}", code=2, says=says)

@@ -79,7 +79,7 @@ REWARDS = [
     rewarded("+ rewards of everybody", "r.py:f", "r.py", fix="chmod", files={"r.py": lambda path: (
         path.write_text("def f(**_): pass\n"), mode(0o666)(path))}),
     Case("+ a reward that always fails", f"train run.yaml {GRPO} reward_funcs=r.py:f", says=("f", "ZeroDivisionError"),
-         fix="mend", files={**PROMPTS, "r.py": "def f(**_): return 1 / 0\n"}, seconds=6, after=LEFT),
+         fix="reward_timeout_s", files={**PROMPTS, "r.py": "def f(**_): return 1 / 0\n"}, seconds=6, after=LEFT),
     Case("+ a reward that never says anything", f"train run.yaml {GRPO} reward_funcs=r.py:f", code=(0, 1),
          files={**PROMPTS, "r.py": "def f(completions, **_): return [None] * len(completions)\n"}, seconds=6,
          after=LEFT),

@@ -72,7 +72,7 @@ ROWS = [
         fix="token_truncate",
     ),
     Case("+ dynamic sampling of pairs", both("method=dpo dynamic_sampling=true"), says="dynamic_sampling", fix="grpo"),
-    policy("+ an engine of its own", "reward_funcs=repetition use_vllm=true", says="use_vllm", fix="own engine"),
+    policy("+ an engine of its own", "reward_funcs=repetition use_vllm=true", says="use_vllm", fix="rollout: vllm"),
     policy("+ a server that nobody asks", "reward_funcs=repetition vllm_server_base_url=http://a", says="rollout"),
     policy("+ a server that is no address", f"{SERVED}=localhost:8000", says="", fix="http://"),
     policy("+ a server that is away", f"{SERVED}=http://127.0.0.1:9", says="", fix="--max-lora-rank"),
