@@ -176,6 +176,10 @@ def test_saved_bytes_are_those_of_the_plan(family, dropout):
         own = full | {"num_kv_shared_layers": 0, "global_head_dim": 16, "intermediate_size": [160] * layers}
         extra["Gemma3nText"] = own | {"activation_sparsity_pattern": [0.0] * layers}
         extra["Gemma4Text"] = own | {"intermediate_size": 160}
+        states = ["mamba", "attention"][:layers]
+        extra["Bamba"] = {"mamba_n_heads": 8}
+        extra["GraniteMoeHybrid"] = {"mamba_n_heads": 8, "layer_types": states}
+        extra["NemotronH"] = {"layers_block_type": states}
         extra["SmolLM3"] = full | {"no_rope_layers": [1] * layers}
         shape = sizes | {"num_hidden_layers": layers} | extra.get(family, {})
         models.append(add_adapter(tiny(family, shape=shape, adapter=False), config))  # on experts, too
