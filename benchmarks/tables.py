@@ -90,7 +90,10 @@ def family_table() -> str:
 
 
 def decodes(row: Family) -> bool:
-    """Return whether halfbyte's own forward generates with a family's causal LM, instead of transformers'."""
+    """Return whether halfbyte's own forward generates with a family's causal LM, instead of transformers'.
+
+    For gpt-oss only if its experts are quantized: in 16 bits they would be copied.
+    """
     return row.patched and not row.own_layer and row.gguf.text_alone
 
 
