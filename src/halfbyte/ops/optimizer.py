@@ -1,0 +1,295 @@
+"""Optimizer steps over lists of parameters: rules, rounding of weights, and the two ops of a step, as torch functions.
+
+A step has three parts, each one launch on a GPU for all parameters: `squared_norm` of the gradients (only if they are
+clipped), `prepare_step`, which counts the step and computes each parameter's coefficients on the device, and
+`update_parameters`. Nothing is read on the host, so a CUDA graph can hold the step.
+
+Rules treat each element separately. In their docstrings p is the weight, g the gradient, and s1, s2, … are the states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..dispatch import op
+from .optimizer_state import STORAGES
+
+# Columns of the settings of a parameter group, fp64.
+SETTINGS = ("lr", "weight_decay", "beta1", "beta2", "beta3", "eps", "alpha", "t_alpha", "t_beta3")
+
+
+class Coefficients(NamedTuple):
+    """Numbers that a rule reads, computed by `prepare_step` in fp64 for each parameter and rounded to fp32.
+
+    Attributes:
+        scale: factor of the gradient.
+        decay: lr·weight_decay for rules with decoupled weight decay, otherwise weight_decay.
+        rate: step size, the bias correction of the first moment included.
+        root: 1 / sqrt(bias correction of the second moment).
+        eps, alpha: as configured; AdEMAMix's alpha as scheduled.
+        beta1, rest1, beta2, rest2, beta3, rest3: decay rates of the moments, and 1 minus each.
+        first: 1 / bias correction of the first moment, for AdEMAMix.
+    """
+
+    scale: Any
+    decay: Any
+    rate: Any
+    root: Any
+    eps: Any
+    alpha: Any
+    beta1: Any
+    rest1: Any
+    beta2: Any
+    rest2: Any
+    beta3: Any
+    rest3: Any
+    first: Any
+
+
+BASIC = ("fp32", "bf16", "dynamic8")  # storages that every rule takes
+Update = Callable[[Tensor, Tensor, Sequence[Tensor], Coefficients], tuple[Tensor, list[Tensor]]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One optimizer's arithmetic.
+
+    Attributes:
+        update: (p, g, states, coefficients) → the new p and states; fp32 [n] each, g is scaled already.
+        states: names of the states, as in torch's optimizer, or bitsandbytes' order where torch has none.
+        signed: of each state, whether its codes have a sign. The only state of a rule has, as in bitsandbytes.
+        squares: of each state, whether it is a second moment.
+        storages: names of the storages that the state can have.
+        decoupled: whether weight decay shrinks the weight; otherwise it is added to the gradient.
+        corrects_bias: whether `Coefficients.rate` and `root` contain Adam's bias correction.
+    """
+
+    update: Update
+    states: tuple[str, ...]
+    signed: tuple[bool, ...]
+    squares: tuple[bool, ...]
+    storages: tuple[str, ...] = BASIC
+    decoupled: bool = True
+    corrects_bias: bool = False
+
+
+def _adamw(p: Tensor, g: Tensor, s: Sequence[Tensor], c: Coefficients) -> tuple[Tensor, list[Tensor]]:
+    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101, algorithm 2), in the order of torch's fused kernel."""
+    p = p - c.decay * p
+    m = c.beta1 * s[0] + c.rest1 * g
+    v = c.beta2 * s[1] + c.rest2 * g * g
+    return p - c.rate * m / (v.sqrt() * c.root + c.eps), [m, v]
+
+
+def _ademamix(p: Tensor, g: Tensor, s: Sequence[Tensor], c: Coefficients) -> tuple[Tensor, list[Tensor]]:
+    """AdEMAMix (Pagliardini et al. 2024, arXiv:2409.03137, algorithm 1); s1 is the fast moment, s2 the slow one."""
+    p = p - c.decay * p
+    fast = c.beta1 * s[0] + c.rest1 * g
+    slow = c.beta3 * s[1] + c.rest3 * g
+    v = c.beta2 * s[2] + c.rest2 * g * g
+    return p - c.rate * (fast * c.first + c.alpha * slow) / (v.sqrt() * c.root + c.eps), [fast, slow, v]
+
+
+def _lion(p: Tensor, g: Tensor, s: Sequence[Tensor], c: Coefficients) -> tuple[Tensor, list[Tensor]]:
+    """Lion (Chen et al. 2023, arXiv:2302.06675, algorithm 2)."""
+    p = p - c.decay * p
+    direction = (c.beta1 * s[0] + c.rest1 * g).sign()
+    return p - c.rate * direction, [c.beta2 * s[0] + c.rest2 * g]
+
+
+def _momentum(p: Tensor, g: Tensor, s: Sequence[Tensor], c: Coefficients) -> tuple[Tensor, list[Tensor]]:
+    """SGD with momentum beta1, as torch's without dampening."""
+    m = c.beta1 * s[0] + (g + c.decay * p)
+    return p - c.rate * m, [m]
+
+
+def _rmsprop(p: Tensor, g: Tensor, s: Sequence[Tensor], c: Coefficients) -> tuple[Tensor, list[Tensor]]:
+    """RMSprop (Tieleman & Hinton 2012) with the smoothing constant beta1, as torch's."""
+    g = g + c.decay * p
+    v = c.beta1 * s[0] + c.rest1 * g * g
+    return p - c.rate * g / (v.sqrt() + c.eps), [v]
+
+
+def _adagrad(p: Tensor, g: Tensor, s: Sequence[Tensor], c: Coefficients) -> tuple[Tensor, list[Tensor]]:
+    """Adagrad (Duchi et al. 2011), as torch's without a decay of the learning rate."""
+    g = g + c.decay * p
+    v = s[0] + g * g
+    return p - c.rate * g / (v.sqrt() + c.eps), [v]
+
+
+RULES: dict[str, Rule] = {
+    "adamw": Rule(_adamw, ("exp_avg", "exp_avg_sq"), (True, False), (False, True), tuple(STORAGES), corrects_bias=True),
+    "ademamix": Rule(
+        _ademamix,
+        ("exp_avg", "exp_avg_slow", "exp_avg_sq"),
+        (True, True, False),
+        (False, False, True),
+        corrects_bias=True,
+    ),
+    "lion": Rule(_lion, ("exp_avg",), (True,), (False,), (*BASIC, "companded8")),
+    "momentum": Rule(_momentum, ("momentum_buffer",), (True,), (False,), (*BASIC, "companded8"), decoupled=False),
+    "rmsprop": Rule(_rmsprop, ("square_avg",), (True,), (True,), decoupled=False),
+    "adagrad": Rule(_adagrad, ("sum",), (True,), (True,), decoupled=False),
+}
+
+# How a weight of 16 bits is rounded: to the nearest, stochastically, or with the rounded part in an integer.
+ROUNDINGS = ("nearest", "stochastic", "correction8", "correction16")
+
+
+@dataclass(eq=False)
+class Parameters:
+    """Parameters that one launch updates: of one rule, storage, rounding, dtype of weights and dtype of gradients.
+
+    Attributes:
+        rows: int32 [n]: the row of each parameter in the coefficients.
+        states: codes and scales of each state of each parameter; None for scales that the storage does not have.
+        corrections: int8 or int16 tensors of the parameters' sizes with rounding "correction8" or "correction16".
+        launch: what a kernel computes once from shapes and addresses.
+    """
+
+    rule: str
+    storage: str
+    rounding: str
+    rows: Tensor
+    weights: list[Tensor]
+    gradients: list[Tensor]
+    states: list[list[tuple[Tensor, Tensor | None]]]
+    corrections: list[Tensor] = field(default_factory=list)
+    launch: dict[str, Any] = field(default_factory=dict)
+
+
+@op("triton.optimizer")
+def prepare_step(
+    settings: Tensor,
+    groups: Tensor,
+    steps: Tensor,
+    coefficients: Tensor,
+    rule: str,
+    factor: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """Count a step of each parameter and write its coefficients.
+
+    Args:
+        settings: fp64 [groups, 9]: columns `SETTINGS`.
+        groups: int32 [n]: group of each parameter.
+        steps: fp32 [n]: steps so far; increased by one in place.
+        coefficients: fp32 [n, 13]: fields of `Coefficients`; overwritten.
+        rule: a name in `RULES`.
+        factor: fp32 []: of the gradients, from clipping; None: 1.
+        found_inf: fp32 []: a value other than 0 leaves `steps` unchanged; None: 0.
+    """
+    kept = 1.0 if found_inf is None else (found_inf == 0).to(steps)
+    steps += kept
+    t = steps.double()
+    rows = dict(zip(SETTINGS, settings[groups.long()].unbind(1), strict=True))
+    chosen = RULES[rule]
+    beta3, alpha = rows["beta3"], rows["alpha"]
+    if rule == "ademamix":
+        beta3 = scheduled_beta3(t, rows["beta1"], beta3, rows["t_beta3"])
+        alpha = torch.where(rows["t_alpha"] > 0, alpha * (t / rows["t_alpha"]).clamp(max=1), alpha)
+    ones = torch.ones_like(t)
+    first = 1 / (1 - rows["beta1"] ** t) if chosen.corrects_bias else ones
+    values = Coefficients(
+        scale=ones if factor is None else factor.double().expand_as(t),
+        decay=rows["weight_decay"] * (rows["lr"] if chosen.decoupled else 1),
+        rate=rows["lr"] * (first if rule == "adamw" else 1),
+        root=(1 - rows["beta2"] ** t).rsqrt() if chosen.corrects_bias else ones,
+        eps=rows["eps"],
+        alpha=alpha,
+        beta1=rows["beta1"],
+        rest1=1 - rows["beta1"],
+        beta2=rows["beta2"],
+        rest2=1 - rows["beta2"],
+        beta3=beta3,
+        rest3=1 - beta3,
+        first=first,
+    )
+    coefficients.copy_(torch.stack(values, dim=1))
+
+
+def scheduled_beta3(t: Tensor, beta1: Tensor, beta3: Tensor, horizon: Tensor) -> Tensor:
+    """AdEMAMix's beta3 at step t: its half-life grows linearly from beta1's until step `horizon` (0: constant)."""
+    share = (t / horizon.clamp(min=1)).clamp(max=1)
+    low, high = beta1.log(), beta3.log()
+    grown = (low * high / ((1 - share) * high + share * low)).exp().minimum(beta3)
+    return torch.where(horizon > 0, grown, beta3)
+
+
+@op("triton.optimizer", "native.optimizer")
+def update_parameters(coefficients: Tensor, steps: Tensor, parameters: Parameters, found_inf: Tensor | None) -> None:
+    """Update weights, states and corrections in place.
+
+    Args:
+        coefficients: fp32 [m, 13], from `prepare_step`.
+        steps: fp32 [m], from `prepare_step`; the random numbers of stochastic rounding depend on it.
+        parameters: their rows of `coefficients` and `steps` are `parameters.rows`.
+        found_inf: fp32 []: a value other than 0 leaves everything unchanged; None: 0.
+    """
+    rule, storage = RULES[parameters.rule], STORAGES[parameters.storage]
+    kept = torch.ones((), dtype=torch.bool, device=coefficients.device) if found_inf is None else found_inf == 0
+    for i, (weight, gradient) in enumerate(zip(parameters.weights, parameters.gradients, strict=True)):
+        row = int(parameters.rows[i])
+        c = Coefficients(*coefficients[row].unbind())
+        correction = parameters.corrections[i] if parameters.corrections else None
+        p = full_weight(weight.flatten(), correction)
+        states, n = parameters.states[i], weight.numel()
+        s = [storage.decode(*state, signed, n) for state, signed in zip(states, rule.signed, strict=True)]
+        p, new = rule.update(p, gradient.flatten().float() * c.scale, s, c)
+        for state, values, signed, positive in zip(states, new, rule.signed, rule.squares, strict=True):
+            _copy_if(kept, state, storage.encode(values, signed, positive))
+        rounded = round_weight(p, weight.dtype, parameters.rounding, steps[row], row)
+        _copy_if(kept, (weight.view(-1), correction), rounded)
+
+
+def _copy_if(kept: Tensor, target: Sequence[Tensor | None], values: Sequence[Tensor | None]) -> None:
+    for old, new in zip(target, values, strict=True):
+        if old is not None and new is not None:
+            bytes_ = torch.uint8 if old.dtype == torch.float8_e4m3fn else old.dtype  # `where` has no float8
+            old.view(bytes_).copy_(torch.where(kept, new.view(bytes_), old.view(bytes_)))
+
+
+def full_weight(weight: Tensor, correction: Tensor | None) -> Tensor:
+    """fp32 [n]: the weight with its correction, the bits that rounding to bf16 removed."""
+    if correction is None:
+        return weight.float()
+    shift = 16 - 8 * correction.dtype.itemsize
+    return (weight.float().view(torch.int32) + (correction.int() << shift)).view(torch.float32)
+
+
+def round_weight(p: Tensor, dtype: torch.dtype, rounding: str, step: Tensor, row: int) -> tuple[Tensor, Tensor | None]:
+    """Round fp32 weights [n] to `dtype`; returns them and the correction, if `rounding` has one.
+
+    "stochastic" rounds to one of the two neighbours, with the probability that makes the expectation p; the random
+    number of element i depends on (i, step, row) only. "correction16" stores the difference of the bit patterns of p
+    and its bf16: no bit is lost. "correction8" stores the upper byte of that difference: the weight has 24 bits. Both
+    round ties away from zero, so that the difference fits.
+    """
+    if rounding == "nearest" or dtype == torch.float32:
+        return p.to(dtype), None
+    bits = p.view(torch.int32)
+    if rounding == "stochastic":
+        noise = hash32(torch.arange(len(p), device=p.device), step.long(), row) & 0xFFFF
+        return ((bits.long() + noise).int() & ~0xFFFF).view(torch.float32).to(dtype), None
+    if rounding == "correction8":
+        bits = bits + 0x80 & ~0xFF
+    near = bits + 0x8000 & ~0xFFFF
+    error = bits - near
+    correction = (error >> 8).to(torch.int8) if rounding == "correction8" else error.to(torch.int16)
+    return near.view(torch.float32).to(dtype), correction
+
+
+def hash32(element: Tensor, step: Tensor, row: int) -> Tensor:
+    """A 32-bit hash, as int64: rounds of the finalizer of MurmurHash3 (Appleby 2008) over element, step and row."""
+    x = element ^ element >> 32
+    for word in (step, row):
+        x = (x ^ word) & 0xFFFFFFFF
+        x = (x ^ x >> 16) * 0x85EBCA6B & 0xFFFFFFFF
+        x = (x ^ x >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+        x = x ^ x >> 16
+    return x

@@ -1,0 +1,449 @@
+"""Optimizers that step all parameters in two launches, for every rule and storage of `ops.optimizer`.
+
+- Nothing is read on the host: learning rate and step counts are on the device, so a CUDA graph can hold a step.
+- `found_inf` and `grad_scale` of torch.amp.GradScaler are honoured: a step whose `found_inf` is not 0 changes nothing.
+  `gradient_factor` multiplies the gradients, which clips them without another pass.
+- State dicts interchange: fp32 and bf16 state with torch.optim's optimizer of the same rule, dynamic8 with
+  bitsandbytes' 8-bit optimizers, companded8 with flashoptim's compressed ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..ops.codebooks import dynamic_map
+from ..ops.optimizer import RULES, SETTINGS, Coefficients, Parameters, prepare_step, update_parameters
+from ..ops.optimizer_state import STORAGES, Storage
+from ..utils.errors import CheckpointError, ConfigError, TrainingError
+
+WRAPPED = "__bnb_optimizer_quant_state__"  # bitsandbytes puts tensors that FSDP must not cast under this key
+CORRECTION = "correction"  # key of the bits of a weight that its bf16 does not hold
+CORRECTIONS = {"correction8": torch.int8, "correction16": torch.int16}
+
+
+class FusedOptimizer(Optimizer):
+    """Base of the optimizers. A group's options are those of torch's optimizer of the rule, and:
+
+    - storage: a name in `STORAGES`.
+    - rounding: how weights in bf16 are rounded, a name in `ops.optimizer.ROUNDINGS`.
+    - fp32_state: indices within the group of parameters whose state is fp32, such as embeddings.
+
+    Parameters with fewer than `min_quantized` elements have fp32 state in place of a quantized one.
+
+    Args:
+        params: parameters or groups of them, as in torch.
+        defaults: options of groups.
+        min_quantized: 4096 in bitsandbytes.
+
+    Raises:
+        ConfigError: an option has an unknown name, or the weights are not fp32, bf16 or fp16.
+    """
+
+    rule: ClassVar[str]
+    _step_supports_amp_scaling = True  # torch.amp.GradScaler passes `found_inf` and does not block
+
+    def __init__(self, params: Any, defaults: dict[str, Any], *, min_quantized: int = 4096):
+        self.min_quantized = min_quantized
+        self.gradient_factor: Tensor | None = None
+        self._batches: list[_Batch] = []
+        self._built_for: tuple[Any, ...] = ()
+        common = {"storage": "fp32", "rounding": "nearest", "fp32_state": (), "capturable": True}
+        super().__init__(params, common | defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for key, known in (
+            ("storage", RULES[self.rule].storages),
+            ("rounding", ("nearest", "stochastic", *CORRECTIONS)),
+        ):
+            if group[key] not in known:
+                raise ConfigError(
+                    f"{key}: unknown {group[key]!r}", f"with rule {self.rule} choose one of: {', '.join(known)}"
+                )
+        dtypes = {weight.dtype for weight in group["params"]}
+        if unknown := dtypes - {torch.float32, torch.bfloat16, torch.float16}:
+            raise ConfigError(
+                f"an optimizer cannot update weights in {unknown.pop()}", "train fp32, bf16 or fp16 weights"
+            )
+        if group["rounding"] != "nearest" and torch.float16 in dtypes:
+            raise ConfigError(f"rounding: {group['rounding']!r} does not take fp16 weights", "train bf16 weights")
+        self._built_for = ()
+
+    def _settings(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The group's numbers by the names of `ops.optimizer.SETTINGS`; absent ones are 0."""
+        beta1, beta2 = group["betas"][:2]
+        return {"beta1": beta1, "beta2": beta2, "eps": group.get("eps", 0.0)}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient.
+
+        Raises:
+            TrainingError: a gradient is sparse, or of another shape or device than its parameter.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._build()
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        factor = self.gradient_factor
+        if scale is not None:
+            factor = scale.reciprocal() if factor is None else factor / scale
+        for batch in self._batches:
+            batch.step(self, factor, found_inf)
+        self.gradient_factor = None
+        return loss
+
+    def _build(self) -> None:
+        """Divide the parameters with gradients into launches, if that has changed since the last step."""
+        present = [
+            (number, index, weight)
+            for number, group in enumerate(self.param_groups)
+            for index, weight in enumerate(group["params"])
+            if weight.grad is not None and weight.numel()
+        ]
+        key = tuple((id(weight), weight.dtype, weight.grad.dtype) for _, _, weight in present)
+        if key == self._built_for:
+            return
+        by_device: dict[torch.device, list[tuple[int, int, Tensor]]] = {}
+        for each in present:
+            _check_gradient(each[2])
+            by_device.setdefault(each[2].device, []).append(each)
+        self._batches = [_Batch(self, some, device) for device, some in by_device.items()]
+        self._built_for = key
+
+    def storage_of(self, group: dict[str, Any], index: int) -> Storage:
+        """Storage of the state of a group's parameter."""
+        storage = STORAGES[group["storage"]]
+        small = storage.block and _local(group["params"][index]).numel() < self.min_quantized
+        return STORAGES["fp32"] if small or index in group["fp32_state"] else storage
+
+    def _state_of(self, group: dict[str, Any], index: int) -> dict[str, Any]:
+        """State of a parameter; created if it has none."""
+        weight = group["params"][index]
+        state = self.state[weight]
+        if state:
+            return state
+        rule, storage, local = RULES[self.rule], self.storage_of(group, index), _local(weight)
+        state["step"] = torch.zeros((), device=local.device)
+        for number, signed in enumerate(rule.signed):
+            parts = storage.zeros(local.numel(), signed, local.device)
+            _put(state, state_keys(self.rule, storage.name, number), parts, local)
+        if group["rounding"] in CORRECTIONS and local.dtype == torch.bfloat16:
+            state[CORRECTION] = torch.zeros_like(local, dtype=CORRECTIONS[group["rounding"]])
+        return state
+
+    # --- state dicts -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, in bitsandbytes' layout for groups with storage dynamic8, otherwise in torch's."""
+        packed = super().state_dict()
+        storages = [group["storage"] for group in self.param_groups for _ in group["params"]]
+        for number, state in packed["state"].items():
+            if storages[number] == "dynamic8":
+                packed["state"][number] = _to_bitsandbytes(self.rule, state)
+            else:
+                packed["state"][number] = {**state, "step": state["step"].clone()}
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of this optimizer, of torch's of the same rule, bitsandbytes' or flashoptim's.
+
+        Storages of the saved state and of this optimizer may differ only between fp32 and bf16.
+
+        Raises:
+            CheckpointError: the state is of other parameters, another rule or another storage.
+        """
+        saved, own = state_dict["param_groups"], self.param_groups
+        if [len(group["params"]) for group in saved] != [len(group["params"]) for group in own]:
+            raise CheckpointError("the optimizer state is of other parameter groups", "load the state of this model")
+        for group, other in zip(own, saved, strict=True):
+            kept = {"params", "storage", "rounding", "fp32_state", "capturable"}
+            group.update({key: value for key, value in other.items() if key in group and key not in kept})
+        numbers = [number for group in saved for number in group["params"]]
+        places = [(group, index) for group in own for index in range(len(group["params"]))]
+        loaded = {}
+        for number, (group, index) in zip(numbers, places, strict=True):
+            if number in state_dict["state"]:
+                loaded[group["params"][index]] = self._from_saved(state_dict["state"][number], group, index, number)
+        self.state.clear()
+        self.state.update(loaded)
+        self._built_for = ()
+
+    def _from_saved(self, saved: dict[str, Any], group: dict[str, Any], index: int, number: int) -> dict[str, Any]:
+        """One parameter's state, converted and copied to its device."""
+        rule, storage, local = RULES[self.rule], self.storage_of(group, index), _local(group["params"][index])
+        saved = {**saved, **saved.get(WRAPPED, {})}
+        step = saved.get("step", 0)
+        state: dict[str, Any] = {"step": torch.as_tensor(step, dtype=torch.float32).to(local.device, copy=True)}
+        for place, (name, signed) in enumerate(zip(rule.states, rule.signed, strict=True)):
+            keys = state_keys(self.rule, storage.name, place)
+            found = [saved[key] for key in keys if key in saved]
+            if not storage.block:
+                values = saved.get(name, saved.get(f"state{place + 1}"))
+                found = [] if values is None or not values.is_floating_point() else [values]
+            if len(found) != len(keys) or found[0].numel() != storage.codes(local.numel()):
+                have, wanted = ", ".join(key for key in saved if key != WRAPPED), ", ".join(keys)
+                raise CheckpointError(
+                    f"the saved state of parameter {number} has {have}; rule {self.rule} with storage {storage.name}"
+                    f" needs {wanted} of {storage.codes(local.numel())} elements",
+                    "resume with the optimizer that saved it",
+                )
+            dtypes = (storage.codes_dtype(signed), storage.scale_dtype)
+            parts = [
+                each.to(local.device, dtype, copy=True).flatten() for each, dtype in zip(found, dtypes, strict=False)
+            ]
+            if len(parts) > 1 and len(parts[1]) != storage.scales(local.numel()):
+                raise CheckpointError(
+                    f"the saved state of parameter {number} has {len(parts[1])} scales; blocks of {storage.block} give"
+                    f" {storage.scales(local.numel())}",
+                    "resume with the optimizer that saved it",
+                )
+            _put(state, keys, (parts[0], parts[1] if len(parts) > 1 else None), local)
+        if group["rounding"] in CORRECTIONS and local.dtype == torch.bfloat16:
+            dtype = CORRECTIONS[group["rounding"]]
+            zeros = torch.zeros_like(local, dtype=dtype)
+            state[CORRECTION] = zeros if CORRECTION not in saved else zeros.copy_(saved[CORRECTION])
+        return state
+
+
+class _Batch:
+    """The parameters of one device: their step counts, coefficients and launches."""
+
+    def __init__(self, optimizer: FusedOptimizer, present: list[tuple[int, int, Tensor]], device: torch.device):
+        self.device = device
+        states = [optimizer._state_of(optimizer.param_groups[number], index) for number, index, _ in present]
+        self.steps = torch.stack([state["step"].to(device) for state in states])
+        for row, state in enumerate(states):
+            state["step"] = self.steps[row]
+        self.groups = torch.tensor([number for number, _, _ in present], dtype=torch.int32, device=device)
+        self.coefficients = torch.empty(len(present), len(Coefficients._fields), device=device)
+        self.settings = torch.zeros(len(optimizer.param_groups), len(SETTINGS), dtype=torch.float64, device=device)
+        self._set: list[tuple[float, ...]] = []
+        self.launches: list[tuple[Parameters, list[Tensor]]] = []
+        by_kind: dict[tuple[Any, ...], list[int]] = {}
+        for row, (number, index, weight) in enumerate(present):
+            group = optimizer.param_groups[number]
+            rounding = group["rounding"] if weight.dtype == torch.bfloat16 else "nearest"
+            storage = optimizer.storage_of(group, index).name
+            by_kind.setdefault((storage, rounding, weight.dtype, _gradient(weight).dtype), []).append(row)
+        for (storage, rounding, *_), rows in by_kind.items():
+            own = [present[row][2] for row in rows]
+            parameters = Parameters(
+                optimizer.rule,
+                storage,
+                rounding,
+                torch.tensor(rows, dtype=torch.int32),
+                [],
+                [],
+                [_parts(states[row], optimizer.rule, storage) for row in rows],
+                [states[row][CORRECTION].view(-1) for row in rows] if rounding in CORRECTIONS else [],
+            )
+            self.launches.append((parameters, own))
+
+    def step(self, optimizer: FusedOptimizer, factor: Tensor | None, found_inf: Tensor | None) -> None:
+        self._upload(optimizer)
+        factor, found_inf = (each if each is None else each.to(self.device) for each in (factor, found_inf))
+        prepare_step(self.settings, self.groups, self.steps, self.coefficients, optimizer.rule, factor, found_inf)
+        for parameters, weights in self.launches:
+            local = [*map(_local, weights)]
+            parameters.weights = [each if each.is_contiguous() else each.contiguous() for each in local]
+            parameters.gradients = [*map(_gradient, weights)]
+            update_parameters(self.coefficients, self.steps, parameters, found_inf)
+            for own, updated in zip(local, parameters.weights, strict=True):
+                if own is not updated:
+                    own.copy_(updated)
+
+    def _upload(self, optimizer: FusedOptimizer) -> None:
+        """Copy the groups' settings to the device where they have changed; learning rates may be tensors there."""
+        rates, rows = [], []
+        for group in optimizer.param_groups:
+            rate = group["lr"]
+            rates.append(rate)
+            numbers = {"lr": 0.0 if isinstance(rate, Tensor) else rate, "weight_decay": group["weight_decay"]}
+            numbers |= optimizer._settings(group)
+            rows.append(tuple(float(numbers.get(name, 0.0)) for name in SETTINGS))
+        if rows != self._set:
+            table = torch.tensor(rows, dtype=torch.float64)
+            self.settings.copy_(table.pin_memory() if self.device.type == "cuda" else table, non_blocking=True)
+            self._set = rows
+        for number, rate in enumerate(rates):
+            if isinstance(rate, Tensor):
+                self.settings[number, 0].copy_(rate)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The local shard of a DTensor; other tensors unchanged."""
+    return getattr(tensor, "_local_tensor", tensor).detach()
+
+
+def _gradient(weight: Tensor) -> Tensor:
+    gradient = _local(weight.grad)  # type: ignore[arg-type]
+    return gradient if gradient.is_contiguous() else gradient.contiguous()
+
+
+def _check_gradient(weight: Tensor) -> None:
+    gradient = weight.grad
+    assert gradient is not None
+    if gradient.is_sparse:
+        raise TrainingError("the gradient of a parameter is sparse", "use an embedding with sparse=False")
+    if gradient.shape != weight.shape or gradient.device != weight.device:
+        raise TrainingError(
+            f"a gradient of shape {[*gradient.shape]} on {gradient.device} belongs to a parameter of shape"
+            f" {[*weight.shape]} on {weight.device}",
+            "assign gradients of the parameter's shape and device",
+        )
+
+
+def state_keys(rule: str, storage: str, number: int) -> tuple[str, ...]:
+    """Keys of a state's codes and scales: bitsandbytes' for dynamic8, otherwise torch's name, as flashoptim's."""
+    name = RULES[rule].states[number]
+    if storage == "dynamic8":
+        return f"state{number + 1}", f"absmax{number + 1}"
+    return (f"{name}::quantized", f"{name}::scales") if STORAGES[storage].block else (name,)
+
+
+def _put(state: dict[str, Any], keys: Iterable[str], parts: tuple[Tensor, Tensor | None], weight: Tensor) -> None:
+    codes, scales = parts
+    shaped = codes.view(weight.shape) if codes.numel() == weight.numel() else codes
+    state.update(zip(keys, (shaped, scales), strict=False))
+
+
+def _parts(state: dict[str, Any], rule: str, storage: str) -> list[tuple[Tensor, Tensor | None]]:
+    found = []
+    for number in range(len(RULES[rule].states)):
+        codes, *scales = (state[key] for key in state_keys(rule, storage, number))
+        found.append((codes.view(-1), scales[0] if scales else None))
+    return found
+
+
+def _to_bitsandbytes(rule: str, state: dict[str, Any]) -> dict[str, Any]:
+    """A parameter's state as bitsandbytes saves it: step as an int, the rest under one key."""
+    wrapped: dict[str, Any] = {}
+    for number, (name, signed) in enumerate(zip(RULES[rule].states, RULES[rule].signed, strict=True), start=1):
+        if name in state:  # fp32 state of a small parameter
+            wrapped[f"state{number}"] = state[name]
+        else:
+            codes = state[f"state{number}"]
+            wrapped |= {f"state{number}": codes, f"absmax{number}": state[f"absmax{number}"]}
+            wrapped[f"qmap{number}"] = dynamic_map(codes.device, signed=signed)
+    rest = {CORRECTION: state[CORRECTION]} if CORRECTION in state else {}
+    return {"step": int(state["step"]), WRAPPED: wrapped} | rest
+
+
+class AdamW(FusedOptimizer):
+    """AdamW with decoupled weight decay (arXiv:1711.05101); equals torch.optim.AdamW up to rounding."""
+
+    rule = "adamw"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        **options: Any,
+    ):
+        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, numbers | options)
+
+
+class AdEMAMix(FusedOptimizer):
+    """AdEMAMix (arXiv:2409.03137): Adam with a second, slower first moment.
+
+    `t_alpha` and `t_beta3` are the steps over which alpha and the third beta grow to their values; None: at once.
+    """
+
+    rule = "ademamix"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
+        alpha: float = 5.0,
+        t_alpha: int | None = None,
+        t_beta3: int | None = None,
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        **options: Any,
+    ):
+        schedule = {"alpha": alpha, "t_alpha": t_alpha, "t_beta3": t_beta3}
+        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, numbers | schedule | options)
+
+    def _settings(self, group: dict[str, Any]) -> dict[str, Any]:
+        schedule = {key: group[key] or 0 for key in ("t_alpha", "t_beta3")}
+        return super()._settings(group) | {"beta3": group["betas"][2], "alpha": group["alpha"]} | schedule
+
+
+class Lion(FusedOptimizer):
+    """Lion (arXiv:2302.06675): the sign of an interpolated momentum, with decoupled weight decay."""
+
+    rule = "lion"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        **options: Any,
+    ):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay} | options)
+
+
+class SGD(FusedOptimizer):
+    """SGD with momentum; equals torch.optim.SGD without dampening up to rounding."""
+
+    rule = "momentum"
+
+    def __init__(
+        self, params: Any, lr: float | Tensor = 1e-3, momentum: float = 0.9, weight_decay: float = 0.0, **options: Any
+    ):
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay} | options)
+
+    def _settings(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {"beta1": group["momentum"]}
+
+
+class RMSprop(FusedOptimizer):
+    """RMSprop with smoothing constant `alpha`; equals torch.optim.RMSprop without momentum up to rounding."""
+
+    rule = "rmsprop"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-2,
+        alpha: float = 0.99,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        **options: Any,
+    ):
+        super().__init__(params, {"lr": lr, "alpha": alpha, "eps": eps, "weight_decay": weight_decay} | options)
+
+    def _settings(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {"beta1": group["alpha"], "eps": group["eps"]}
+
+
+class Adagrad(FusedOptimizer):
+    """Adagrad; equals torch.optim.Adagrad without a decay of the learning rate up to rounding."""
+
+    rule = "adagrad"
+
+    def __init__(
+        self, params: Any, lr: float | Tensor = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0, **options: Any
+    ):
+        super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay} | options)
+
+    def _settings(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {"eps": group["eps"]}
