@@ -1,6 +1,6 @@
 """Optimizer steps over lists of parameters: rules, rounding of weights, and the two ops of a step, as torch functions.
 
-A step has three parts, each one launch on a GPU for all parameters: `squared_norm` of the gradients (only if they are
+A step has three parts, each of one or two launches on a GPU for all parameters: `gradient_norm` (only if gradients are
 clipped), `prepare_step`, which counts the step and computes each parameter's coefficients on the device, and
 `update_parameters`. Nothing is read on the host, so a CUDA graph can hold the step.
 
@@ -9,6 +9,7 @@ Rules treat each element separately. In their docstrings p is the weight, g the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -149,7 +150,8 @@ class Parameters:
         rows: int32 [n]: the row of each parameter in the coefficients.
         states: codes and scales of each state of each parameter; None for scales that the storage does not have.
         corrections: int8 or int16 tensors of the parameters' sizes with rounding "correction8" or "correction16".
-        launch: what a kernel computes once from shapes and addresses.
+        version: increases when a weight or a gradient is another tensor than before.
+        launch: what a kernel computes once from shapes, and once per version from addresses.
     """
 
     rule: str
@@ -160,7 +162,23 @@ class Parameters:
     gradients: list[Tensor]
     states: list[list[tuple[Tensor, Tensor | None]]]
     corrections: list[Tensor] = field(default_factory=list)
+    version: int = 0
     launch: dict[str, Any] = field(default_factory=dict)
+
+
+@op("triton.optimizer")
+def gradient_norm(coefficients: Tensor, parameters: Sequence[Parameters], max_norm: float) -> Tensor:
+    """Return fp32 [2]: the 2-norm of all gradients, and the factor that clips them to `max_norm`, at most 1.
+
+    Args:
+        coefficients: any tensor on the gradients' device.
+        parameters: their gradients are read.
+        max_norm: as in torch.nn.utils.clip_grad_norm_; inf does not clip.
+    """
+    norms = [torch.linalg.vector_norm(each.float()) for some in parameters for each in some.gradients]
+    norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=coefficients.device)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) if math.isfinite(max_norm) else torch.ones_like(norm)
+    return torch.stack([norm, factor])
 
 
 @op("triton.optimizer")
@@ -221,7 +239,7 @@ def scheduled_beta3(t: Tensor, beta1: Tensor, beta3: Tensor, horizon: Tensor) ->
     return torch.where(horizon > 0, grown, beta3)
 
 
-@op("triton.optimizer", "native.optimizer")
+@op("triton.optimizer", "cuda.optimizer8", "native.optimizer")
 def update_parameters(coefficients: Tensor, steps: Tensor, parameters: Parameters, found_inf: Tensor | None) -> None:
     """Update weights, states and corrections in place.
 

@@ -142,6 +142,42 @@ def _bitsandbytes(kind: str, copies: int, bits: int, paged: bool = False) -> Opt
     return Optimizer(make, state_bytes, paged=paged, package="bitsandbytes")
 
 
+def _fused(kind: str, storage: str, fewest: int = FEWEST_IN_8_BITS) -> Optimizer:
+    """An optimizer of `fused` with state in `storage` (embeddings: fp32)."""
+
+    def make(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+        from . import fused
+
+        embeddings = {id(parameter) for parameter in _embeddings(model)}
+        groups = parameter_groups(model, settings.weight_decay)
+        for group in groups:
+            group["fp32_state"] = tuple(i for i, each in enumerate(group["params"]) if id(each) in embeddings)
+        options: dict[str, Any] = {"lr": settings.learning_rate, "storage": storage}
+        if kind in {"AdamW", "Lion", "AdEMAMix"}:
+            third = (BETA3,) if kind == "AdEMAMix" else ()
+            options["betas"] = (settings.adam_beta1, settings.adam_beta2, *third)
+        made: torch.optim.Optimizer = getattr(fused, kind)(groups, **options, min_quantized=fewest)
+        return made
+
+    def state_bytes(model: nn.Module) -> int:
+        from ..ops.optimizer import RULES
+        from ..ops.optimizer_state import STORAGES
+        from . import fused
+
+        embeddings = {id(parameter) for parameter in _embeddings(model)}
+        states = len(RULES[getattr(fused, kind).rule].states)
+        full = STORAGES["fp32"]
+
+        def parameter_bytes(parameter: Tensor) -> int:
+            wide = parameter.numel() < fewest or id(parameter) in embeddings
+            chosen = full if wide and STORAGES[storage].block else STORAGES[storage]
+            return states * chosen.nbytes(parameter.numel())
+
+        return sum(parameter_bytes(parameter) for parameter in trained_parameters(model).values())
+
+    return Optimizer(make, state_bytes, guarded=True, capturable=True, elementwise=storage == "fp32")
+
+
 def _embeddings(model: nn.Module) -> list[Tensor]:
     from torch import nn
 
@@ -149,25 +185,26 @@ def _embeddings(model: nn.Module) -> list[Tensor]:
 
 
 OPTIMIZERS: dict[str, Optimizer] = {
+    "adamw": _fused("AdamW", "fp32"),
     "adamw_torch": _torch("AdamW", 2, betas=True, capturable=True, scratch=True),
     "adamw_torch_fused": _torch("AdamW", 2, betas=True, fused=True, guarded=True, capturable=True),
     "adafactor": Optimizer(_make_adafactor, _adafactor_bytes),
     "sgd": _torch("SGD", 0),
     "adagrad": _torch("Adagrad", 1, scratch=True),
     "rmsprop": _torch("RMSprop", 1, capturable=True, scratch=True),
-    "adamw_8bit": _bitsandbytes("AdamW", 2, 8),
-    "adamw_bnb_8bit": _bitsandbytes("AdamW", 2, 8),
+    "adamw_8bit": _fused("AdamW", "dynamic8"),
+    "adamw_bnb_8bit": _fused("AdamW", "dynamic8"),
     "paged_adamw_8bit": _bitsandbytes("AdamW", 2, 8, paged=True),
     "paged_adamw_32bit": _bitsandbytes("AdamW", 2, 32, paged=True),
-    "ademamix": _bitsandbytes("AdEMAMix", 3, 32),
-    "ademamix_8bit": _bitsandbytes("AdEMAMix", 3, 8),
+    "ademamix": _fused("AdEMAMix", "fp32"),
+    "ademamix_8bit": _fused("AdEMAMix", "dynamic8"),
     "paged_ademamix_8bit": _bitsandbytes("AdEMAMix", 3, 8, paged=True),
     "paged_ademamix_32bit": _bitsandbytes("AdEMAMix", 3, 32, paged=True),
-    "lion_8bit": _bitsandbytes("Lion", 1, 8),
-    "lion_32bit": _bitsandbytes("Lion", 1, 32),
+    "lion_8bit": _fused("Lion", "dynamic8"),
+    "lion_32bit": _fused("Lion", "fp32"),
     "paged_lion_8bit": _bitsandbytes("Lion", 1, 8, paged=True),
     "paged_lion_32bit": _bitsandbytes("Lion", 1, 32, paged=True),
-    "rmsprop_bnb": _bitsandbytes("RMSprop", 1, 32),
-    "rmsprop_bnb_8bit": _bitsandbytes("RMSprop", 1, 8),
-    "rmsprop_bnb_32bit": _bitsandbytes("RMSprop", 1, 32),
+    "rmsprop_bnb": _fused("RMSprop", "fp32"),
+    "rmsprop_bnb_8bit": _fused("RMSprop", "dynamic8"),
+    "rmsprop_bnb_32bit": _fused("RMSprop", "fp32"),
 }

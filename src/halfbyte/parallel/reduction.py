@@ -74,9 +74,14 @@ def buckets(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
 
 
 @torch.no_grad()
+def is_norm_distributed(mesh: Mesh, parameters: Sequence[Tensor]) -> bool:
+    """Return whether the norm of the gradients needs other ranks: of stages or shards."""
+    return mesh.degree("pipeline", "tensor") > 1 or any(map(sharded_along, parameters))
+
+
 def clip_gradients(mesh: Mesh, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
     """Clip to `max_norm` by the norm over all stages and shards; returns the norm before clipping."""
-    if mesh.degree("pipeline", "tensor") == 1 and not any(map(sharded_along, parameters)):
+    if not is_norm_distributed(mesh, parameters):
         return clip_grad_norm_(parameters, max_norm)
     total = torch.zeros((), device=parameters[0].device)
     for axes in SHARDINGS:

@@ -11,6 +11,8 @@ comparisons with the midpoints of the table correct.
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,18 +23,59 @@ from torch import Tensor
 from ...ops import optimizer as reference
 from ...ops.optimizer import RULES, SETTINGS, Coefficients, Parameters
 from ...ops.optimizer_state import E4M3_MAX, STORAGES, code_values, middles
+from .. import parameter_tables
+from ..parameter_tables import TILE, tables
 from ..tiling import ceil_div
 from .float8 import e4m3, float8_obstacle, to_float8
 from .launch import Launcher
 
-TILE = 2048  # elements per program
+PROGRAMS = 1024  # that sum the gradients' squares
 WARPS = 4
-MOST_STATES = 3
 SETTING = tl.constexpr(len(SETTINGS))
 COEFFICIENTS = tl.constexpr(len(Coefficients._fields))
-COLUMNS = tl.constexpr(5 + 2 * MOST_STATES)  # of the address table: elements, row, weight, gradient, correction, states
+COLUMNS = tl.constexpr(parameter_tables.COLUMNS)
 LIMIT = tl.constexpr(E4M3_MAX)
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@triton.jit
+def _squares(
+    tiles_ptr, table_ptr, out_ptr, tiles, GRADIENT: tl.constexpr, ALIGNED: tl.constexpr, PROGRAMS: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Sum of the squares of the gradients in every PROGRAMS-th tile, fp32 [PROGRAMS]."""
+    at = tl.arange(0, TILE)
+    total = tl.zeros((TILE,), tl.float32)
+    for round in range(0, tiles, PROGRAMS):
+        number = round + tl.program_id(0)
+        inside = number < tiles
+        tile = tiles_ptr + tl.minimum(number, tiles - 1) * 2
+        entry = table_ptr + tl.load(tile).to(tl.int64) * COLUMNS
+        start = tl.load(tile + 1).to(tl.int64) * TILE
+        left = tl.where(inside, tl.load(entry) - start, 0)
+        gradient = _pointer(tl.load(entry + 3), GRADIENT, ALIGNED) + start
+        if left >= TILE:
+            g = tl.load(gradient + at).to(tl.float32)
+        else:
+            g = tl.load(gradient + at, mask=at < left, other=0.0).to(tl.float32)
+        total += g * g
+    tl.store(out_ptr + tl.program_id(0), tl.sum(total))
+
+
+@triton.jit
+def _norm(partial_ptr, out_ptr, count, max_norm, CLIPS: tl.constexpr, BLOCK: tl.constexpr):
+    """The norm and the clipping factor from `count` partial sums."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, count, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        total += tl.load(partial_ptr + at, mask=at < count, other=0.0)
+    norm = tl.sqrt(tl.sum(total))
+    tl.store(out_ptr, norm)
+    factor = 1.0
+    if CLIPS:
+        factor = max_norm / (norm + 1e-6)
+        factor = tl.where(factor > 1.0, 1.0, factor)  # NaN stays
+    tl.store(out_ptr + 1, factor)
 
 
 @triton.jit
@@ -372,8 +415,24 @@ def _update(
         )  # fmt: skip
 
 
+_squares_launcher = Launcher(_squares)
+_norm_launcher = Launcher(_norm)
 _prepare_launcher = Launcher(_prepare)
 _update_launcher = Launcher(_update)
+
+
+@reference.gradient_norm.kernel("cuda", "xpu")
+def gradient_norm(coefficients: Tensor, parameters: Sequence[Parameters], max_norm: float) -> Tensor:
+    device = coefficients.device
+    partial = torch.empty(len(parameters), PROGRAMS, device=device)
+    for some, sums in zip(parameters, partial, strict=True):
+        tiles, table, aligned = tables(some, device)
+        dtype = DTYPES[some.gradients[0].dtype]
+        _squares_launcher(PROGRAMS, (tiles, table, sums), (len(tiles),), (dtype, aligned, PROGRAMS, TILE), WARPS)
+    out = torch.empty(2, device=device)
+    clips = math.isfinite(max_norm)
+    _norm_launcher(1, (partial, out), (partial.numel(), max_norm if clips else 0.0), (clips, 1024), 4)
+    return out
 
 
 @reference.prepare_step.kernel("cuda", "xpu")
@@ -408,7 +467,7 @@ def obstacle(coefficients: Tensor, steps: Tensor, parameters: Parameters, *_: An
 @reference.update_parameters.kernel("cuda", "xpu", unless=obstacle)
 def update_parameters(coefficients: Tensor, steps: Tensor, parameters: Parameters, found_inf: Tensor | None) -> None:
     storage = STORAGES[parameters.storage]
-    tiles, table, aligned = _tables(parameters, coefficients.device)
+    tiles, table, aligned = tables(parameters, coefficients.device)
     if not len(tiles):
         return
     codes = _code_tables(8 // storage.packed, coefficients.device)
@@ -423,44 +482,6 @@ def update_parameters(coefficients: Tensor, steps: Tensor, parameters: Parameter
         ),
         WARPS,
     )
-
-
-def _tables(parameters: Parameters, device: torch.device) -> tuple[Tensor, Tensor, bool]:
-    """Tiles int32 [tiles, 2] and addresses int64 [n, COLUMNS] on the device, and whether all are aligned to 16 bytes.
-
-    Both are kept; the addresses are copied again if a weight or a gradient has moved.
-    """
-    launch = parameters.launch
-    if "tiles" not in launch:
-        counts = torch.tensor([ceil_div(each.numel(), TILE) for each in parameters.weights])
-        number = torch.repeat_interleave(torch.arange(len(counts)), counts)
-        place = torch.arange(len(number)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-        launch["tiles"] = torch.stack([number, place], dim=1).int().to(device)
-        launch["table"] = _fixed_columns(parameters)
-    moving = [*map(Tensor.data_ptr, parameters.weights)], [*map(Tensor.data_ptr, parameters.gradients)]
-    if launch.get("moving") != moving:
-        table = launch["table"].pin_memory() if device.type == "cuda" else launch["table"].clone()
-        table[:, 2], table[:, 3] = (torch.tensor(each) for each in moving)
-        aligned = not (table[:, [2, 3, 4, 5, 7, 9]] % 16).any()
-        launch |= {
-            "moving": moving,
-            "host": table,
-            "on_device": table.to(device, non_blocking=True),
-            "aligned": aligned,
-        }
-    return launch["tiles"], launch["on_device"], launch["aligned"]
-
-
-def _fixed_columns(parameters: Parameters) -> Tensor:
-    """The address table without weights and gradients, on the host."""
-    rows = []
-    for i, (row, weight) in enumerate(zip(parameters.rows.tolist(), parameters.weights, strict=True)):
-        correction = parameters.corrections[i].data_ptr() if parameters.corrections else 0
-        entry = [weight.numel(), row, 0, 0, correction]
-        for codes, scales in parameters.states[i]:
-            entry += [codes.data_ptr(), 0 if scales is None else scales.data_ptr()]
-        rows.append(entry + [0] * (COLUMNS.value - len(entry)))
-    return torch.tensor(rows, dtype=torch.int64).view(-1, COLUMNS.value)
 
 
 @functools.cache

@@ -32,9 +32,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...config import Parallel
+from ...optim.fused import FusedOptimizer
 from ..collectives import all_gather, reduce_scatter
 from ..mesh import TOKEN_AXES, Mesh
-from ..reduction import BUCKET, SHARDED_ALONG, buckets, clip_gradients, sum_gradients
+from ..reduction import BUCKET, SHARDED_ALONG, buckets, clip_gradients, is_norm_distributed, sum_gradients
 
 AXIS = "shard"
 AT_ONCE = 2**29  # bytes of full gradients from which on each backward reduces them
@@ -76,16 +77,23 @@ class ReplicatedOptimizer:
 
     def __init__(self, mesh: Mesh, parameters: Sequence[nn.Parameter]):
         self.mesh, self.parameters = mesh, list(parameters)
+        self.optimizer: torch.optim.Optimizer | None = None
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace the parameters in a new `optimizer` by the slices that this rank steps."""
+        """Use a new `optimizer`; replace its parameters by the slices that this rank steps."""
+        self.optimizer = optimizer
 
     def reduce(self, sums: Tensor) -> Tensor:
         """Reduce the gradients after the last backward of a step; `sums` as in `reduction.sum_gradients`."""
         return sum_gradients(self.mesh, self.parameters, sums)
 
     def clip(self, max_norm: float) -> Tensor:
-        """Clip the gradients to `max_norm`; returns their norm before clipping."""
+        """Clip the gradients to `max_norm`; returns their norm before clipping.
+
+        A `FusedOptimizer` clips gradients as it reads them, if this rank has all of them.
+        """
+        if isinstance(self.optimizer, FusedOptimizer) and not is_norm_distributed(self.mesh, self.parameters):
+            return self.optimizer.clip(max_norm)
         return clip_gradients(self.mesh, self.parameters, max_norm)
 
     def after_step(self) -> None:
@@ -155,6 +163,7 @@ class ShardedOptimizer(ReplicatedOptimizer):
                 self.parameters[at].data = values
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        super().adopt(optimizer)
         numbers = {id(parameter): at for at, parameter in enumerate(self.parameters)}
         for group in optimizer.param_groups:
             own = [numbers[id(parameter)] for parameter in group["params"]]

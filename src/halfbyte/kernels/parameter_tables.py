@@ -1,0 +1,50 @@
+"""Tables on the device for kernels that update a list of parameters in one launch.
+
+A kernel's arguments cannot be a list, so addresses are read from a table. Work is divided into tiles of `TILE`
+elements; blocks of every storage divide a tile, so each scale belongs to one tile.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..ops.optimizer import Parameters
+from .tiling import ceil_div
+
+TILE = 2048  # elements
+COLUMNS = 11  # of the address table: elements, row, weight, gradient, correction, then codes and scales of three states
+WIDE = [2, 3, 4, 5, 7, 9]  # columns of addresses that kernels read in 16 bytes
+
+
+def tables(parameters: Parameters, device: torch.device) -> tuple[Tensor, Tensor, bool]:
+    """Tiles int32 [tiles, 2] and addresses int64 [n, COLUMNS] on the device, and whether all are aligned to 16 bytes.
+
+    Both are kept; the addresses are copied again for another `parameters.version`.
+    """
+    launch = parameters.launch
+    if "tiles" not in launch:
+        counts = torch.tensor([ceil_div(each.numel(), TILE) for each in parameters.weights])
+        number = torch.repeat_interleave(torch.arange(len(counts)), counts)
+        place = torch.arange(len(number)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+        launch["tiles"] = torch.stack([number, place], dim=1).int().to(device)
+        launch["table"] = _fixed_columns(parameters)
+    if launch.get("version") != parameters.version:
+        table = launch["table"].pin_memory() if device.type == "cuda" else launch["table"].clone()
+        for column, tensors in ((2, parameters.weights), (3, parameters.gradients)):
+            table[:, column] = torch.tensor([*map(Tensor.data_ptr, tensors)])
+        launch["aligned"] = not (table[:, WIDE] % 16).any()
+        launch |= {"version": parameters.version, "host": table, "on_device": table.to(device, non_blocking=True)}
+    return launch["tiles"], launch["on_device"], launch["aligned"]
+
+
+def _fixed_columns(parameters: Parameters) -> Tensor:
+    """The address table without weights and gradients, on the host."""
+    rows = []
+    for i, (row, weight) in enumerate(zip(parameters.rows.tolist(), parameters.weights, strict=True)):
+        correction = parameters.corrections[i].data_ptr() if parameters.corrections else 0
+        entry = [weight.numel(), row, 0, 0, correction]
+        for codes, scales in parameters.states[i]:
+            entry += [codes.data_ptr(), 0 if scales is None else scales.data_ptr()]
+        rows.append(entry + [0] * (COLUMNS - len(entry)))
+    return torch.tensor(rows, dtype=torch.int64).view(-1, COLUMNS)

@@ -1,0 +1,297 @@
+"""Fused optimizers against torch's and bitsandbytes': values, state dicts in both directions, guards, resume."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from halfbyte.ops.optimizer import RULES
+from halfbyte.ops.optimizer_state import STORAGES
+from halfbyte.optim import fused
+from halfbyte.utils.errors import CheckpointError, ConfigError, TrainingError
+
+SIZES = (1, 255, 256, 257, 4097, 5000)
+KINDS = {"adamw": fused.AdamW, "ademamix": fused.AdEMAMix, "lion": fused.Lion, "momentum": fused.SGD,
+         "rmsprop": fused.RMSprop, "adagrad": fused.Adagrad}  # fmt: skip
+PAIRS = [(rule, storage) for rule, row in RULES.items() for storage in row.storages]
+
+
+def parameters(dtype=torch.float32, sizes=SIZES):
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(size).to(dtype)) for size in sizes]
+
+
+def groups_of(made):
+    return [{"params": made[:2], "weight_decay": 0.0}, {"params": made[2:], "weight_decay": 0.1}]
+
+
+def gradients(step, made):
+    """Gradients of a step, which differ by orders of magnitude within a block."""
+    generator = torch.Generator().manual_seed(step)
+    for parameter in made:
+        scale = torch.rand(parameter.shape, generator=generator).pow(3)
+        parameter.grad = (torch.randn(parameter.shape, generator=generator) * scale).to(parameter.dtype)
+
+
+def trained(make, steps=50, made=None, first=0):
+    made = parameters() if made is None else made
+    optimizer = make(groups_of(made))
+    for step in range(first, first + steps):
+        gradients(step, made)
+        optimizer.step()
+    return made, optimizer
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (lambda g: fused.AdamW(g, 1e-2), lambda g: torch.optim.AdamW(g, 1e-2, fused=True)),
+        (lambda g: fused.SGD(g, 1e-2), lambda g: torch.optim.SGD(g, 1e-2, momentum=0.9)),
+        (lambda g: fused.RMSprop(g, 1e-3), lambda g: torch.optim.RMSprop(g, 1e-3)),
+        (lambda g: fused.Adagrad(g, 1e-2), lambda g: torch.optim.Adagrad(g, 1e-2)),
+    ],
+    ids=["adamw", "momentum", "rmsprop", "adagrad"],
+)
+def test_equals_torch_and_state_dicts_interchange(ours, theirs):
+    mine, optimizer = trained(ours)
+    torchs, other = trained(theirs)
+    for a, b in zip(mine, torchs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    # Each continues from the other's state.
+    for make, state in ((theirs, optimizer.state_dict()), (ours, other.state_dict())):
+        continued = [nn.Parameter(each.detach().clone()) for each in torchs]
+        resumed = make(groups_of(continued))
+        resumed.load_state_dict(copy.deepcopy(state))
+        reference = [nn.Parameter(each.detach().clone()) for each in torchs]
+        uninterrupted = theirs(groups_of(reference))
+        uninterrupted.load_state_dict(copy.deepcopy(other.state_dict()))
+        for step in range(50, 53):
+            for made, one in ((continued, resumed), (reference, uninterrupted)):
+                gradients(step, made)
+                one.step()
+        for a, b in zip(continued, reference, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("AdamW", lambda g, storage: fused.AdamW(g, 1e-2, storage=storage)),
+        ("Lion", lambda g, storage: fused.Lion(g, 1e-3, storage=storage)),
+        ("RMSprop", lambda g, storage: fused.RMSprop(g, 1e-3, storage=storage)),
+        ("Adagrad", lambda g, storage: fused.Adagrad(g, 1e-2, storage=storage)),
+    ],
+)
+@pytest.mark.parametrize("bits", [8, 32])
+def test_follows_bitsandbytes_and_state_dicts_interchange(name, ours, bits):
+    optim = pytest.importorskip("bitsandbytes").optim
+    kind, storage = getattr(optim, f"{name}{bits}bit"), "dynamic8" if bits == 8 else "fp32"
+    rate = {"AdamW": 1e-2, "Adagrad": 1e-2}.get(name, 1e-3)
+    mine, optimizer = trained(lambda g: ours(g, storage), steps=20)
+    theirs, other = trained(lambda g: kind(g, lr=rate), steps=20)
+    moved = torch.cat([a.detach() - b for a, b in zip(theirs, parameters(), strict=True)])
+    apart = torch.cat([a.detach() - b for a, b in zip(mine, theirs, strict=True)])
+    # bitsandbytes' CPU backend does not round to the nearest code
+    assert apart.norm() < (0.05 if bits == 8 else 1e-3) * moved.norm()
+    directions = [(other.state_dict(), lambda g: ours(g, storage))]
+    if bits == 8:  # bitsandbytes' 32-bit optimizers have no names for torch's state
+        directions.append((optimizer.state_dict(), lambda g: kind(g, lr=rate)))
+    for state, make in directions:
+        made = parameters()
+        resumed = make(groups_of(made))
+        resumed.load_state_dict(copy.deepcopy(state))
+        saved, again = state["state"], resumed.state_dict()["state"]
+        for number, values in saved.items():
+            if bits == 8:
+                for key, value in values[fused.WRAPPED].items():
+                    assert torch.equal(again[number][fused.WRAPPED][key], value), key
+            assert int(again[number]["step"]) == int(values["step"]) == 20
+        gradients(20, made)
+        resumed.step()
+
+
+@pytest.mark.parametrize(("rule", "storage"), PAIRS)
+def test_resume_is_bit_equal(rule, storage):
+    def make(groups):
+        return KINDS[rule](groups, 1e-3, storage=storage)
+
+    made, optimizer = trained(make, steps=6)
+    resumed = [nn.Parameter(each.detach().clone()) for each in made]
+    other = make(groups_of(resumed))
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for step in range(6, 10):
+        for own, one in ((made, optimizer), (resumed, other)):
+            gradients(step, own)
+            one.step()
+    for a, b in zip(made, resumed, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("rounding", ["correction8", "correction16"])
+def test_master_weights_follow_fp32(rounding):
+    """Steps below the resolution of bf16, 2^-7 at 1, add up as they do in fp32 weights; 24 bits resolve 2^-15."""
+    rate = 1e-3 if rounding == "correction8" else 1e-4
+    narrow = [nn.Parameter(torch.ones(5000, dtype=torch.bfloat16))]
+    wide = [nn.Parameter(torch.ones(5000))]
+    pair = [(narrow, fused.AdamW(narrow, rate, rounding=rounding)), (wide, fused.AdamW(wide, rate))]
+    for step in range(200):
+        for made, optimizer in pair:
+            gradients(step, made)
+            for each in made:
+                each.grad = each.grad.to(torch.bfloat16).to(each.dtype)
+            optimizer.step()
+    from halfbyte.ops.optimizer import full_weight
+
+    state = pair[0][1].state[narrow[0]]
+    full = full_weight(narrow[0].detach(), state[fused.CORRECTION])
+    moved = (wide[0].detach() - 1).norm()
+    assert moved > 0
+    assert (full - wide[0].detach()).norm() / moved < (0.02 if rounding == "correction8" else 1e-3)
+
+
+def test_stochastic_rounding_keeps_the_mean():
+    made = [nn.Parameter(torch.ones(200_000, dtype=torch.bfloat16))]
+    optimizer = fused.SGD(made, 1.0, momentum=0.0, rounding="stochastic")
+    made[0].grad = torch.full_like(made[0], 1e-3)  # a quarter of the distance to the next bf16 below 1
+    optimizer.step()
+    step = float(made[0].grad[0])
+    assert set(made[0].unique().tolist()) == {1.0, 1.0 - 2**-8}
+    sigma = 2**-8 / 2 / math.sqrt(200_000)
+    assert abs(made[0].double().mean().item() - (1 - step)) < 5 * sigma
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_broken_step_changes_nothing(storage):
+    made, optimizer = trained(lambda g: fused.AdamW(g, 1e-2, storage=storage), steps=2)
+    weights, state = [each.detach().clone() for each in made], copy.deepcopy(optimizer.state_dict())
+    made[0].grad = torch.full_like(made[0], math.nan)
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(made, weights, strict=True))
+    for number, before in state["state"].items():
+        after = optimizer.state_dict()["state"][number]
+        assert str(after) == str(before)
+
+
+def test_clips_and_unscales_as_torch():
+    mine, theirs = parameters(), parameters()
+    pair = (mine, fused.AdamW(groups_of(mine), 1e-2)), (theirs, torch.optim.AdamW(groups_of(theirs), 1e-2))
+    for step in range(5):
+        norms = []
+        for made, optimizer in pair:
+            gradients(step, made)
+            if isinstance(optimizer, fused.FusedOptimizer):
+                norms.append(optimizer.clip(0.5))
+            else:
+                norms.append(nn.utils.clip_grad_norm_(made, 0.5))
+            optimizer.step()
+        torch.testing.assert_close(*norms)
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    gradients(9, mine)
+    gradients(9, theirs)
+    for each in mine:
+        each.grad *= 1024
+    pair[0][1].grad_scale = torch.tensor(1024.0)
+    for _, optimizer in pair:
+        optimizer.step()
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_parameters_without_gradient_are_skipped_and_may_come_later():
+    mine, theirs = parameters(), parameters()
+    pair = (mine, fused.AdamW(mine, 1e-2)), (theirs, torch.optim.AdamW(theirs, 1e-2))
+    for step in range(4):
+        for made, optimizer in pair:
+            gradients(step, made)
+            made[step].grad = None
+            optimizer.step()
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_strided_and_empty_parameters():
+    made = [nn.Parameter(torch.randn(30, 70).t()), nn.Parameter(torch.empty(0)), nn.Parameter(torch.randn(3, 4))]
+    other = [nn.Parameter(each.detach().clone()) for each in made]
+    pair = (made, fused.AdamW(made, 1e-2)), (other, torch.optim.AdamW(other, 1e-2))
+    for step in range(3):
+        for some, optimizer in pair:
+            gradients(step, some)
+            some[2].grad = some[2].grad.t().contiguous().t()
+            optimizer.step()
+    for a, b in zip(made, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_learning_rate_may_be_a_tensor():
+    mine, theirs = parameters(), parameters()
+    rate = torch.tensor(1e-2)
+    pair = (mine, fused.AdamW(mine, rate)), (theirs, fused.AdamW(theirs, 1e-2))
+    for step in range(3):
+        for made, optimizer in pair:
+            gradients(step, made)
+            optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_positive_second_moments_are_never_rounded_to_zero():
+    values = torch.tensor([1.0, 1e-12, 0.0] + [1e-20] * 500)
+    for name in ("dynamic8", "companded8", "e4m3"):
+        for signed in (False, True) if name == "dynamic8" else (name == "e4m3",):
+            storage = STORAGES[name]
+            decoded = storage.decode(*storage.encode(values, signed, positive=True), signed, len(values))
+            assert (decoded[values > 0] > 0).sum() >= 256 if name != "companded8" else decoded[1] > 0
+            assert decoded[2] == 0
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_storage_decodes_what_it_encodes(storage):
+    torch.manual_seed(0)
+    chosen = STORAGES[storage]
+    for n in (1, 31, 127, 256, 300):
+        for signed in (True, False):
+            values = torch.randn(n) if signed else torch.randn(n).square()
+            values[:: chosen.block or 1] = 10.0  # the signed maps have 1, but not -1
+            codes, scales = chosen.encode(values, signed)
+            assert codes.numel() == chosen.codes(n)
+            assert (0 if scales is None else scales.numel()) == chosen.scales(n)
+            once = chosen.decode(codes, scales, signed, n)
+            again = chosen.decode(*chosen.encode(once, signed), signed, n)
+            torch.testing.assert_close(again, once, rtol=2e-3, atol=0)
+            zero = chosen.decode(*chosen.zeros(n, signed, values.device), signed, n)
+            assert not zero.any()
+
+
+@pytest.mark.parametrize(
+    ("make", "key"),
+    [
+        (lambda p: fused.Lion(p, storage="dynamic4"), "storage"),
+        (lambda p: fused.AdamW(p, storage="int3"), "storage"),
+        (lambda p: fused.AdamW(p, rounding="up"), "rounding"),
+    ],
+)
+def test_unknown_options_are_named(make, key):
+    with pytest.raises(ConfigError, match=key):
+        make(parameters())
+
+
+def test_other_states_are_refused():
+    made, eight = trained(lambda g: fused.AdamW(g, storage="dynamic8"), steps=1)
+    _, four = trained(lambda g: fused.AdamW(g, storage="dynamic4"), steps=1)
+    _, lion = trained(lambda g: fused.Lion(g, storage="dynamic8"), steps=1)
+    optimizer = fused.AdamW(groups_of(made), storage="dynamic8")
+    for other in (four, lion):
+        with pytest.raises(CheckpointError):
+            optimizer.load_state_dict(other.state_dict())
+    with pytest.raises(CheckpointError):
+        fused.AdamW(made, storage="dynamic8").load_state_dict(eight.state_dict())
+
+
+def test_sparse_gradients_are_refused():
+    embedding = nn.Embedding(10, 4, sparse=True)
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(TrainingError):
+        fused.AdamW(embedding.parameters()).step()
