@@ -44,7 +44,7 @@ def run(mesh, ranks, name, steps, state=None, model=None):
     parameters = list(model.parameters())
     named = [model.bias, *model.weights]
     optimizer = OPTIMIZERS[name].make(model, Settings())
-    units = shard_optimizer(mesh, parameters, elementwise=True)
+    units = shard_optimizer(mesh, parameters, block=OPTIMIZERS[name].block)
     units.adopt(optimizer)
     if state is not None:
         optimizer.load_state_dict(units.local_state(copy.deepcopy(state)))
@@ -105,7 +105,7 @@ def test_state_of_one_process_continues_on_four(four, layout):
 
 
 def kind(mesh, elementwise):
-    return type(shard_optimizer(mesh, list(Model().parameters()), elementwise=elementwise)) is ShardedOptimizer
+    return type(shard_optimizer(mesh, list(Model().parameters()), block=int(elementwise))) is ShardedOptimizer
 
 
 def test_unsharded_optimizers(two):
@@ -206,3 +206,63 @@ def test_parameters_read_by_gemms_only(two, at_once):
         assert not rank or all(torch.equal(mine, theirs) for mine, theirs in zip(read, full, strict=True))
     for mine, whole in zip(results[0][1], expected, strict=True):
         assert torch.equal(mine, whole)
+
+
+BLOCKWISE = [name for name, row in OPTIMIZERS.items() if row.block > 1]
+LARGE = [(64, 80), (5000,), (4096,), (300,), (1,)]  # 20 blocks; blocks that two and four ranks cannot share evenly
+
+
+class Large(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weights = nn.ParameterList(torch.randn(shape) for shape in LARGE)
+
+
+def run_blockwise(mesh, ranks, name, steps, state=None, values=None):
+    """Run `steps` of a block-wise optimizer; returns parameters and the full state on the main rank."""
+    model = Large()
+    if values is not None:
+        model.load_state_dict(values)
+    optimizer = OPTIMIZERS[name].make(model, Settings())
+    units = shard_optimizer(mesh, list(model.parameters()), block=OPTIMIZERS[name].block)
+    units.adopt(optimizer)
+    if state is not None:
+        optimizer.load_state_dict(units.local_state(copy.deepcopy(state)))
+    for step in steps:
+        torch.manual_seed(step)
+        for parameter in model.parameters():
+            gradient = torch.randint(-4, 5, parameter.shape).float()
+            parameter.grad = gradient * len(ranks) if mesh.size == 1 else gradient
+        units.reduce(torch.zeros(1))
+        optimizer.step()
+        units.after_step()
+    return {key: value.detach().clone() for key, value in model.named_parameters()}, units.full_state(optimizer)
+
+
+def assert_equal_nested(found, expected):
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        if isinstance(value, dict):
+            assert_equal_nested(found[key], value)
+        else:
+            assert torch.equal(torch.as_tensor(found[key]), torch.as_tensor(value)), key
+
+
+@pytest.mark.parametrize("name", BLOCKWISE)
+def test_blocks_stay_whole_in_two_shards(two, name):
+    values, state = run_blockwise(SINGLE_PROCESS, [0, 1], name, range(3))
+    results = two.run(run_blockwise, [0, 1], name, range(3), layout={"shard": 2})
+    for found, _ in results:
+        assert_equal_nested(found, values)
+    assert_equal_nested(results[0][1]["state"], state["state"])
+
+
+@pytest.mark.parametrize("layout", [{"shard": 4}, {"data": 2, "shard": 2}])
+def test_8_bit_state_continues_on_another_mesh(four, layout):
+    values, state = run_blockwise(SINGLE_PROCESS, [0, 1, 2, 3], "adamw_8bit", range(2))
+    expected, after = run_blockwise(SINGLE_PROCESS, [0, 1, 2, 3], "adamw_8bit", range(2, 4), state, values)
+    results = four.run(run_blockwise, [0, 1, 2, 3], "adamw_8bit", range(2, 4), state, values, layout=layout)
+    for found, _ in results:
+        assert_equal_nested(found, expected)
+    assert_equal_nested(results[0][1]["state"], after["state"])

@@ -252,6 +252,8 @@ def update_parameters(coefficients: Tensor, steps: Tensor, parameters: Parameter
     rule, storage = RULES[parameters.rule], STORAGES[parameters.storage]
     kept = torch.ones((), dtype=torch.bool, device=coefficients.device) if found_inf is None else found_inf == 0
     for i, (weight, gradient) in enumerate(zip(parameters.weights, parameters.gradients, strict=True)):
+        if not weight.numel():
+            continue
         row = int(parameters.rows[i])
         c = Coefficients(*coefficients[row].unbind())
         correction = parameters.corrections[i] if parameters.corrections else None

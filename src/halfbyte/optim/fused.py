@@ -31,6 +31,7 @@ from ..ops.optimizer_state import STORAGES, Storage
 from ..utils.errors import CheckpointError, ConfigError, TrainingError
 
 WRAPPED = "__bnb_optimizer_quant_state__"  # bitsandbytes puts tensors that FSDP must not cast under this key
+FULL_ELEMENTS = "full_elements"  # attribute of a slice of a parameter: elements of the parameter
 CORRECTION = "correction"  # key of the bits of a weight that its bf16 does not hold
 COMMON = {"storage": "fp32", "rounding": "nearest", "fp32_state": (), "min_quantized": 4096, "capturable": True}
 CORRECTIONS = {"correction8": torch.int8, "correction16": torch.int16}
@@ -174,7 +175,7 @@ class FusedOptimizer(Optimizer):
         by_device: dict[torch.device, list[tuple[int, int, Tensor]]] = {}
         for number, group in enumerate(self.param_groups):
             for index, weight in enumerate(group["params"]):
-                if weight.grad is not None and weight.numel():
+                if weight.grad is not None:
                     _check_gradient(weight)
                     by_device.setdefault(weight.device, []).append((number, index, weight))
         return [_Batch(self, present, device) for device, present in by_device.items()]
@@ -182,7 +183,8 @@ class FusedOptimizer(Optimizer):
     def storage_of(self, group: dict[str, Any], index: int) -> Storage:
         """Storage of the state of a group's parameter."""
         storage = STORAGES[group["storage"]]
-        small = storage.block and _local(group["params"][index]).numel() < group["min_quantized"]
+        weight = group["params"][index]
+        small = storage.block and getattr(weight, FULL_ELEMENTS, weight.numel()) < group["min_quantized"]
         return STORAGES["fp32"] if small or index in group["fp32_state"] else storage
 
     def _state_of(self, group: dict[str, Any], index: int) -> dict[str, Any]:
@@ -386,6 +388,19 @@ def state_keys(rule: str, storage: str, number: int) -> tuple[str, ...]:
     if storage == "dynamic8":
         return f"state{number + 1}", f"absmax{number + 1}"
     return (f"{name}::quantized", f"{name}::scales") if STORAGES[storage].block else (name,)
+
+
+def elements_per_entry(key: str, value: Any, elements: int) -> int:
+    """Elements of a parameter per entry of a state tensor; 0: the value does not belong to elements.
+
+    Args:
+        key: in the optimizer's state dict, also of other optimizers.
+        elements: of the parameter.
+    """
+    if not isinstance(value, Tensor) or key.startswith("qmap"):
+        return 0
+    each = STORAGES["dynamic8"].block if key.startswith("absmax") else 1
+    return each if value.dim() and value.numel() == -(-elements // each) else 0
 
 
 def _put(state: dict[str, Any], keys: Iterable[str], parts: tuple[Tensor, Tensor | None], weight: Tensor) -> None:

@@ -61,7 +61,8 @@ class Optimizer:
         capturable: whether a CUDA graph can capture the step, given `capturable=True` in the groups.
         paged: whether CUDA pages the state to the host when the device is full.
         scratch: whether a step on an accelerator allocates temporary memory of the size of the trained parameters.
-        elementwise: whether a step treats each element separately, so that it can step slices of parameters.
+        block: elements that a step treats together, so that it can step slices of parameters that are cut at multiples
+            of it; 0: whole parameters.
         package: required extra package, or None.
     """
 
@@ -71,8 +72,13 @@ class Optimizer:
     capturable: bool = False
     paged: bool = False
     scratch: bool = False
-    elementwise: bool = False
+    block: int = 0
     package: str | None = None
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether a step treats each element separately."""
+        return self.block == 1
 
 
 def _torch(kind: str, copies: int, betas: bool = False, fused: bool = False, **row: Any) -> Optimizer:
@@ -90,7 +96,7 @@ def _torch(kind: str, copies: int, betas: bool = False, fused: bool = False, **r
     def state_bytes(model: nn.Module) -> int:
         return copies * sum(p.nbytes for p in trained_parameters(model).values())
 
-    return Optimizer(make, state_bytes, elementwise=True, **row)
+    return Optimizer(make, state_bytes, block=1, **row)
 
 
 def _make_adafactor(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
@@ -175,7 +181,7 @@ def _fused(kind: str, storage: str, fewest: int = FEWEST_IN_8_BITS) -> Optimizer
 
         return sum(parameter_bytes(parameter) for parameter in trained_parameters(model).values())
 
-    return Optimizer(make, state_bytes, guarded=True, capturable=True, elementwise=storage == "fp32")
+    return Optimizer(make, state_bytes, guarded=True, capturable=True, block=BLOCK if storage == "dynamic8" else 1)
 
 
 def _embeddings(model: nn.Module) -> list[Tensor]:

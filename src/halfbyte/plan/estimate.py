@@ -174,7 +174,7 @@ class _Planner:
         row = OPTIMIZERS[self.config.optim]
         self.optimizer = row.state_bytes(shapes.model)
         self.scratch = row.scratch and shapes.device.type != "cpu"  # unfused optimizers copy all parameters
-        self.slices = optimizer_shards(layout, row.elementwise and shapes.dtype != torch.float16)
+        self.slices = optimizer_shards(layout, row.block if shapes.dtype != torch.float16 else 0)
         self.factors = shapes.factors() if self.slices > 1 else (0, 0)
         captures = graphs and {*layout.axes} <= CAPTURED and not self._reduces_in_backward
         captures = captures and not experts.layers

@@ -194,13 +194,13 @@ class TrainingLoop:
             self.log.window = Window.of_dict(state["window"])
             self._evaluation_pending = state.get("owes_evaluation", False)
         self.optimizer = self.optimizer_row.make(self.model, self.config)
-        elementwise = self.optimizer_row.elementwise and self.scaler is None
+        block = self.optimizer_row.block if self.scaler is None else 0
         static_gradients = (
             self.mesh.degree("shard") > 1 and has_static_gradients(self.model) and not self.stepper.captures
         )
         narrow = partial(cast_replacements, self.model, self.compute_dtype)
         self.units = shard_optimizer(
-            self.mesh, self.trained, elementwise=elementwise, static_gradients=static_gradients, narrow=narrow
+            self.mesh, self.trained, block=block, static_gradients=static_gradients, narrow=narrow
         )
         self.units.adopt(self.optimizer)
         warmup = self.args.get_warmup_steps(steps)

@@ -242,12 +242,12 @@ def _read_data(
 def _notice_unsharded_states(config: RunConfig, machine: Machine, layout: Parallel) -> None:
     """Give a notice if the optimizer's state cannot be sharded although the frozen weights are."""
     scaled, row = machine.compute_dtype == torch.float16, OPTIMIZERS[config.optim]
-    if optimizer_shards(layout, True) == optimizer_shards(layout, row.elementwise and not scaled):
+    if optimizer_shards(layout, 1) == optimizer_shards(layout, 0 if scaled else row.block):
         return
-    if row.elementwise:
+    if row.block:
         why, instead = "dtype: float16 scales the loss", "dtype: bfloat16 shards it"
     else:
-        known = ", ".join(name for name, other in OPTIMIZERS.items() if other.elementwise)
+        known = ", ".join(name for name, other in OPTIMIZERS.items() if other.block)
         why, instead = f"optim: {config.optim} cannot step a shard of a parameter", f"these do: {known}"
     notice("whole-states", f"{why}, so each GPU holds the full optimizer state; {instead}")
 

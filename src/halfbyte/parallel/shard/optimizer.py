@@ -5,8 +5,8 @@ The forward reads full parameters and the backward produces full gradients. Betw
 - `ReplicatedOptimizer`: every rank steps all parameters.
 - `ShardedOptimizer`, along "shard": each rank steps an equal slice of each parameter's elements and holds the optimizer
   state of that slice only (ZeRO-1). A step reduce-scatters gradients to slices and all-gathers parameters from them,
-  which together is at most the traffic of one all-reduce. It requires an elementwise optimizer. Its results are
-  bit-equal to those of `ReplicatedOptimizer`.
+  which together is at most the traffic of one all-reduce. It requires an optimizer that treats elements, or aligned
+  blocks of them, separately; slices are cut at blocks. Its results are bit-equal to those of `ReplicatedOptimizer`.
 
 Parameters that only GEMMs read, such as adapter factors, are stored in full only in the GEMMs' dtype. Their slices hold
 fp32 master weights, the all-gather runs in the compute dtype, and their gradients have the dtype of the slices
@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...config import Parallel
-from ...optim.fused import FusedOptimizer
+from ...optim.fused import FULL_ELEMENTS, FusedOptimizer, elements_per_entry
 from ..collectives import all_gather, reduce_scatter
 from ..mesh import TOKEN_AXES, Mesh
 from ..reduction import BUCKET, SHARDED_ALONG, buckets, clip_gradients, is_norm_distributed, sum_gradients
@@ -48,28 +48,28 @@ def shard_optimizer(
     mesh: Mesh,
     parameters: Sequence[nn.Parameter],
     *,
-    elementwise: bool,
+    block: int,
     static_gradients: bool = False,
     narrow: Callable[[], Narrow] = list,
 ) -> ReplicatedOptimizer:
     """Choose how the `parameters` of a run are reduced and stepped.
 
     Args:
-        elementwise: whether the optimizer treats each element separately and there is no loss scaling. With pipeline or
-            tensor parallelism, parameters are not sliced.
+        block: elements that the optimizer treats together; 0: it needs whole parameters, or there is loss scaling. With
+            pipeline or tensor parallelism, parameters are not sliced.
         static_gradients: whether every backward produces gradients of all parameters on all ranks, outside of CUDA
             graphs.
         narrow: returns the parameters that only GEMMs read; called only if parameters are sliced.
     """
-    if optimizer_shards(mesh.layout, elementwise) == 1:
+    if optimizer_shards(mesh.layout, block) == 1:
         return ReplicatedOptimizer(mesh, parameters)
     at_once = static_gradients and sum(parameter.nbytes for parameter in parameters) >= AT_ONCE
-    return ShardedOptimizer(mesh, parameters, at_once=at_once, narrow=narrow())
+    return ShardedOptimizer(mesh, parameters, block=block, at_once=at_once, narrow=narrow())
 
 
-def optimizer_shards(layout: Parallel, elementwise: bool) -> int:
-    """Number of ranks that the optimizer state is sharded over; 1: replicated."""
-    return layout.shard if elementwise and layout.tensor * layout.pipeline == 1 else 1
+def optimizer_shards(layout: Parallel, block: int) -> int:
+    """Number of ranks that the optimizer state is sharded over; 1: replicated. `block` as in `shard_optimizer`."""
+    return layout.shard if block and layout.tensor * layout.pipeline == 1 else 1
 
 
 class ReplicatedOptimizer:
@@ -121,13 +121,23 @@ class ReplicatedOptimizer:
 class ShardedOptimizer(ReplicatedOptimizer):
     """Sharded optimizer (ZeRO-1): every rank steps a slice of each parameter."""
 
-    def __init__(self, mesh: Mesh, parameters: Sequence[nn.Parameter], *, at_once: bool = False, narrow: Narrow = ()):
+    def __init__(
+        self,
+        mesh: Mesh,
+        parameters: Sequence[nn.Parameter],
+        *,
+        block: int = 1,
+        at_once: bool = False,
+        narrow: Narrow = (),
+    ):
         super().__init__(mesh, parameters)
         degree, self.coordinate = mesh.degree(AXIS), mesh.coordinate(AXIS)
-        self.widths = [-(-parameter.numel() // degree) for parameter in self.parameters]
+        self.widths = [-(-parameter.numel() // (degree * block)) * block for parameter in self.parameters]
         self.slices = [nn.Parameter(self._own(parameter.detach(), at)) for at, parameter in enumerate(self.parameters)]
         for part in self.slices:
             setattr(part, SHARDED_ALONG, (AXIS,))
+        for part, parameter in zip(self.slices, self.parameters, strict=True):
+            setattr(part, FULL_ELEMENTS, parameter.numel())
         self.narrow = self._narrow(narrow)
         self.order: list[int] = []  # indices of the parameters, in the optimizer's order
         # Buckets of the backward, the last layers first; all ranks reduce them in this order.
@@ -172,7 +182,7 @@ class ShardedOptimizer(ReplicatedOptimizer):
         for parameter, values in list(optimizer.state.items()):  # some optimizers create state in their constructor
             at = numbers[id(parameter)]
             del optimizer.state[parameter]
-            optimizer.state[self.slices[at]] = {key: self._part(value, at) for key, value in values.items()}
+            optimizer.state[self.slices[at]] = {key: self._part(key, value, at) for key, value in values.items()}
 
     @torch.no_grad()
     def reduce(self, sums: Tensor) -> Tensor:
@@ -222,28 +232,40 @@ class ShardedOptimizer(ReplicatedOptimizer):
 
     @torch.no_grad()
     def full_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        def gather(value: Any, at: int) -> Any:
-            if not isinstance(value, Tensor) or value.shape != self.slices[at].shape:
+        def gather(key: str, value: Any, at: int) -> Any:
+            each, full = elements_per_entry(key, value, self.slices[at].numel()), self.parameters[at]
+            if not each:
                 return value
-            (values,) = self._gathered([value], [at])
-            return values.cpu() if self.mesh.is_main else None  # the device may have memory for only one at a time
+            padded = _padded(value.reshape(-1), self.widths[at] // each)
+            values = all_gather(padded, self.mesh.group(AXIS))[: -(-full.numel() // each)]
+            if not self.mesh.is_main:
+                return None
+            return (values.view(full.shape) if each == 1 else values).cpu()  # the device may have memory for one
 
         return self._map_state(optimizer.state_dict(), gather)
 
     def local_state(self, state: dict[str, Any]) -> dict[str, Any]:
         return self._map_state(state, self._part)
 
-    def _map_state(self, state: dict[str, Any], change: Callable[[Any, int], Any]) -> dict[str, Any]:
-        """An optimizer's `state` with each value replaced by `change(value, index of its parameter)`."""
-        changed = {number: {key: change(value, self.order[number]) for key, value in values.items()}
-                   for number, values in state["state"].items()}  # fmt: skip
-        return {**state, "state": changed}
+    def _map_state(self, state: dict[str, Any], change: Callable[[str, Any, int], Any]) -> dict[str, Any]:
+        """An optimizer's `state` with each value replaced by `change(key, value, index of its parameter)`."""
 
-    def _part(self, value: Any, at: int) -> Any:
-        """This rank's slice of a state tensor of a parameter's shape; other values unchanged."""
-        if not isinstance(value, Tensor) or value.shape != self.parameters[at].shape:
+        def changed(values: dict[str, Any], at: int) -> dict[str, Any]:
+            return {
+                key: changed(value, at) if isinstance(value, dict) else change(key, value, at)
+                for key, value in values.items()
+            }
+
+        found = {number: changed(values, self.order[number]) for number, values in state["state"].items()}
+        return {**state, "state": found}
+
+    def _part(self, key: str, value: Any, at: int) -> Any:
+        """This rank's slice of a state tensor; values that do not belong to elements or blocks are unchanged."""
+        each = elements_per_entry(key, value, self.parameters[at].numel())
+        if not each:
             return value
-        return self._own(value, at).clone()
+        width = self.widths[at] // each
+        return value.reshape(-1)[self.coordinate * width : (self.coordinate + 1) * width].clone()
 
     def _own(self, full: Tensor, at: int) -> Tensor:
         """This rank's slice of a tensor with the shape of parameter `at`, as a view."""
