@@ -87,6 +87,14 @@ def test_state_bytes_match_the_row(name, tmp_path):
     for parameter in trained_parameters(model).values():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
+    row = OPTIMIZERS[name]
+    if row.host_bytes is not None:
+        held = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
+        assert row.host_bytes(model) == sum(value.nbytes for value in held)
+        hosts = [host for batch in optimizer._batches for *_, host in batch.launches]
+        windows = sum(part.windows.nbytes for host in hosts for part in host.parts)
+        assert row.state_bytes(model) == pytest.approx(windows, rel=1e-3)
+        return
     kept = [value for state in optimizer.state.values() for key, value in state.items() if not key.startswith("qmap")]
     measured = sum(value.nbytes for value in kept if isinstance(value, torch.Tensor) and value.dim())
     assert OPTIMIZERS[name].state_bytes(model) == measured
@@ -99,8 +107,9 @@ def test_capabilities_match_the_optimizer(name, tmp_path):
     row = OPTIMIZERS[name]
     optimizer = row.make(Model(), settings(name, tmp_path))
     assert row.guarded == getattr(optimizer, "_step_supports_amp_scaling", False)  # the protocol of GradScaler
-    assert row.capturable == all("capturable" in group for group in optimizer.param_groups)
-    assert row.paged == getattr(optimizer, "is_paged", False)
+    offloaded = [group.get("offload", False) for group in optimizer.param_groups]
+    assert (row.host_bytes is not None) == all(offloaded) == any(offloaded)
+    assert row.capturable == (all("capturable" in group for group in optimizer.param_groups) and not any(offloaded))
     assert (row.package or "torch transformers halfbyte").find(type(optimizer).__module__.partition(".")[0]) >= 0
 
 

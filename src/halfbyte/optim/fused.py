@@ -29,11 +29,19 @@ from ..ops.optimizer import (
 )
 from ..ops.optimizer_state import STORAGES, Storage
 from ..utils.errors import CheckpointError, ConfigError, TrainingError
+from .offload import HostState
 
 WRAPPED = "__bnb_optimizer_quant_state__"  # bitsandbytes puts tensors that FSDP must not cast under this key
 FULL_ELEMENTS = "full_elements"  # attribute of a slice of a parameter: elements of the parameter
 CORRECTION = "correction"  # key of the bits of a weight that its bf16 does not hold
-COMMON = {"storage": "fp32", "rounding": "nearest", "fp32_state": (), "min_quantized": 4096, "capturable": True}
+COMMON: dict[str, Any] = {
+    "storage": "fp32",
+    "rounding": "nearest",
+    "fp32_state": (),
+    "min_quantized": 4096,
+    "offload": False,
+    "capturable": True,
+}
 CORRECTIONS = {"correction8": torch.int8, "correction16": torch.int16}
 
 
@@ -44,6 +52,7 @@ class FusedOptimizer(Optimizer):
     - rounding: how weights in bf16 are rounded, a name in `ops.optimizer.ROUNDINGS`.
     - fp32_state: indices within the group of parameters whose state is fp32, such as embeddings.
     - min_quantized: parameters with fewer elements have fp32 state in place of a quantized one.
+    - offload: whether the state is in pinned host memory; see `offload`. A CUDA graph cannot hold such a step.
 
     Args:
         params: parameters or groups of them, as in torch.
@@ -65,6 +74,7 @@ class FusedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        group["capturable"] = not group["offload"]
         for key, known in (
             ("storage", RULES[self.rule].storages),
             ("rounding", ("nearest", "stochastic", *CORRECTIONS)),
@@ -194,18 +204,21 @@ class FusedOptimizer(Optimizer):
         if state:
             return state
         rule, storage, local = RULES[self.rule], self.storage_of(group, index), _local(weight)
+        where = torch.device("cpu") if group["offload"] else local.device
         state["step"] = torch.zeros((), device=local.device)
         for number, signed in enumerate(rule.signed):
-            parts = storage.zeros(local.numel(), signed, local.device)
+            parts = storage.zeros(local.numel(), signed, where)
             _put(state, state_keys(self.rule, storage.name, number), parts, local)
         if group["rounding"] in CORRECTIONS and local.dtype == torch.bfloat16:
-            state[CORRECTION] = torch.zeros_like(local, dtype=CORRECTIONS[group["rounding"]])
+            state[CORRECTION] = torch.zeros_like(local, dtype=CORRECTIONS[group["rounding"]], device=where)
         return state
 
     # --- state dicts -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, in bitsandbytes' layout for groups with storage dynamic8, otherwise in torch's."""
+        for batch in self._batches:
+            batch.synchronize()
         packed = super().state_dict()
         storages = [group["storage"] for group in self.param_groups for _ in group["params"]]
         for packed_group, group in zip(packed["param_groups"], self.param_groups, strict=True):
@@ -248,6 +261,7 @@ class FusedOptimizer(Optimizer):
     def _from_saved(self, saved: dict[str, Any], group: dict[str, Any], index: int, number: int) -> dict[str, Any]:
         """One parameter's state, converted and copied to its device."""
         rule, storage, local = RULES[self.rule], self.storage_of(group, index), _local(group["params"][index])
+        where = torch.device("cpu") if group["offload"] else local.device
         saved = {**saved, **saved.get(WRAPPED, {})}
         step = saved.get("step", 0)
         state: dict[str, Any] = {"step": torch.as_tensor(step, dtype=torch.float32).to(local.device, copy=True)}
@@ -265,9 +279,7 @@ class FusedOptimizer(Optimizer):
                     "resume with the optimizer that saved it",
                 )
             dtypes = (storage.codes_dtype(signed), storage.scale_dtype)
-            parts = [
-                each.to(local.device, dtype, copy=True).flatten() for each, dtype in zip(found, dtypes, strict=False)
-            ]
+            parts = [each.to(where, dtype, copy=True).flatten() for each, dtype in zip(found, dtypes, strict=False)]
             if len(parts) > 1 and len(parts[1]) != storage.scales(local.numel()):
                 raise CheckpointError(
                     f"the saved state of parameter {number} has {len(parts[1])} scales; blocks of {storage.block} give"
@@ -277,7 +289,7 @@ class FusedOptimizer(Optimizer):
             _put(state, keys, (parts[0], parts[1] if len(parts) > 1 else None), local)
         if group["rounding"] in CORRECTIONS and local.dtype == torch.bfloat16:
             dtype = CORRECTIONS[group["rounding"]]
-            zeros = torch.zeros_like(local, dtype=dtype)
+            zeros = torch.zeros_like(local, dtype=dtype, device=where)
             state[CORRECTION] = zeros if CORRECTION not in saved else zeros.copy_(saved[CORRECTION])
         return state
 
@@ -295,14 +307,15 @@ class _Batch:
         self.coefficients = torch.empty(len(present), len(Coefficients._fields), device=device)
         self.settings = torch.zeros(len(optimizer.param_groups), len(SETTINGS), dtype=torch.float64, device=device)
         self._set: list[tuple[float, ...]] = []
-        self.launches: list[tuple[Parameters, list[Tensor]]] = []
+        self.launches: list[tuple[Parameters, list[Tensor], HostState | None]] = []
         by_kind: dict[tuple[Any, ...], list[int]] = {}
         for row, (number, index, weight) in enumerate(present):
             group = optimizer.param_groups[number]
             rounding = group["rounding"] if weight.dtype == torch.bfloat16 else "nearest"
             storage = optimizer.storage_of(group, index).name
-            by_kind.setdefault((storage, rounding, weight.dtype, _gradient(weight).dtype), []).append(row)
-        for (storage, rounding, *_), rows in by_kind.items():
+            dtypes = weight.dtype, _gradient(weight).dtype
+            by_kind.setdefault((storage, rounding, group["offload"], *dtypes), []).append(row)
+        for (storage, rounding, offload, *_), rows in by_kind.items():
             own = [present[row][2] for row in rows]
             parameters = Parameters(
                 optimizer.rule,
@@ -314,25 +327,44 @@ class _Batch:
                 [_parts(states[row], optimizer.rule, storage) for row in rows],
                 [states[row][CORRECTION].view(-1) for row in rows] if rounding in CORRECTIONS else [],
             )
-            self.launches.append((parameters, own))
+            host = HostState(parameters, [_local(weight).numel() for weight in own], device) if offload else None
+            if host is not None:
+                keys = [key for number in range(len(parameters.states[0]))
+                        for key in state_keys(optimizer.rule, storage, number)]  # fmt: skip
+                for key, views in zip((*keys, CORRECTION), host.tensors, strict=False):
+                    for row, view in zip(rows, views, strict=True):
+                        states[row][key] = view.view(states[row][key].shape)
+                parameters.states, parameters.corrections = [[] for _ in rows], []
+            self.launches.append((parameters, own, host))
 
     def read(self) -> None:
         """Take the parameters' current weights and gradients."""
-        for parameters, weights in self.launches:
+        for parameters, weights, host in self.launches:
             parameters.weights = [_contiguous(_local(weight)) for weight in weights]
             parameters.gradients = [*map(_gradient, weights)]
             parameters.version += 1
+            if host is not None:
+                host.read(parameters.weights, parameters.gradients)
 
     def norm(self, max_norm: float) -> Tensor:
         """fp32 [2]: norm of this device's gradients and factor that clips them; see `gradient_norm`."""
-        return gradient_norm(self.coefficients, [parameters for parameters, _ in self.launches], max_norm)
+        return gradient_norm(self.coefficients, [parameters for parameters, *_ in self.launches], max_norm)
+
+    def synchronize(self) -> None:
+        """Block until offloaded state is that of the last step."""
+        for *_, host in self.launches:
+            if host is not None:
+                host.synchronize()
 
     def step(self, optimizer: FusedOptimizer, factor: Tensor | None, found_inf: Tensor | None) -> None:
         self._upload(optimizer)
         factor, found_inf = (each if each is None else each.to(self.device) for each in (factor, found_inf))
         prepare_step(self.settings, self.groups, self.steps, self.coefficients, optimizer.rule, factor, found_inf)
-        for parameters, weights in self.launches:
-            update_parameters(self.coefficients, self.steps, parameters, found_inf)
+        for parameters, weights, host in self.launches:
+            if host is None:
+                update_parameters(self.coefficients, self.steps, parameters, found_inf)
+            else:
+                host.step(lambda some: update_parameters(self.coefficients, self.steps, some, found_inf))
             for weight, updated in () if optimizer._in_place else zip(weights, parameters.weights, strict=True):
                 if not _local(weight).is_contiguous():
                     _local(weight).copy_(updated)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,12 +53,12 @@ class Optimizer:
 
     Attributes:
         make: (model, settings) → the optimizer of the model's trained parameters.
-        state_bytes: model (also on the meta device) → bytes of the optimizer's state between steps, excluding step
-            counts and tables shared by all parameters.
+        state_bytes: model (also on the meta device) → bytes of the optimizer's state on the weights' device between
+            steps, excluding step counts and tables shared by all parameters.
         guarded: whether the step reads `found_inf` on the device, as torch.amp.GradScaler expects, and changes nothing
             if it is 1.
         capturable: whether a CUDA graph can capture the step, given `capturable=True` in the groups.
-        paged: whether CUDA pages the state to the host when the device is full.
+        host_bytes: model → bytes of the state in pinned host memory, of which `state_bytes` is a window; None: 0.
         scratch: whether a step on an accelerator allocates temporary memory of the size of the trained parameters.
         block: elements that a step treats together, so that it can step slices of parameters that are cut at multiples
             of it; 0: whole parameters.
@@ -70,7 +69,7 @@ class Optimizer:
     state_bytes: Callable[[nn.Module], int]
     guarded: bool = False
     capturable: bool = False
-    paged: bool = False
+    host_bytes: Callable[[nn.Module], int] | None = None
     scratch: bool = False
     block: int = 0
     package: str | None = None
@@ -115,41 +114,8 @@ def _adafactor_bytes(model: nn.Module) -> int:
     return sum(4 * elements(parameter.shape) for parameter in trained_parameters(model).values())
 
 
-def _bitsandbytes(kind: str, copies: int, bits: int, paged: bool = False) -> Optimizer:
-    """A bitsandbytes optimizer with `copies` state tensors per parameter, in `bits` (embeddings: 32 bits)."""
-
-    def make(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
-        import bitsandbytes
-
-        options: dict[str, Any] = {"lr": settings.learning_rate, "optim_bits": bits}
-        if kind != "RMSprop":
-            third = (BETA3,) if kind == "AdEMAMix" else ()
-            options |= {"betas": (settings.adam_beta1, settings.adam_beta2, *third), "is_paged": paged}
-        groups = parameter_groups(model, settings.weight_decay)
-        made = getattr(bitsandbytes.optim, kind)(groups, **options)
-        # A separate manager: the global one keeps embeddings alive and can confuse parameters of different models.
-        made.mng = object.__new__(bitsandbytes.optim.GlobalOptimManager)
-        made.mng.initialize()
-        made.mng.override_config(_embeddings(model), "optim_bits", 32)
-        made.mng.register_parameters(made.param_groups)
-        return made
-
-    def state_bytes(model: nn.Module) -> int:
-        in_32_bits = {id(parameter) for parameter in _embeddings(model)}
-
-        def parameter_bytes(parameter: Tensor) -> int:
-            numel = parameter.numel()
-            if bits == 32 or numel < FEWEST_IN_8_BITS or id(parameter) in in_32_bits:
-                return 4 * copies * numel
-            return copies * (numel + 4 * math.ceil(numel / BLOCK))
-
-        return sum(parameter_bytes(parameter) for parameter in trained_parameters(model).values())
-
-    return Optimizer(make, state_bytes, paged=paged, package="bitsandbytes")
-
-
-def _fused(kind: str, storage: str, fewest: int = FEWEST_IN_8_BITS) -> Optimizer:
-    """An optimizer of `fused` with state in `storage` (embeddings: fp32)."""
+def _fused(kind: str, storage: str, offload: bool = False) -> Optimizer:
+    """An optimizer of `fused` with state in `storage` (embeddings: fp32), on the device or in host memory."""
 
     def make(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
         from . import fused
@@ -158,14 +124,14 @@ def _fused(kind: str, storage: str, fewest: int = FEWEST_IN_8_BITS) -> Optimizer
         groups = parameter_groups(model, settings.weight_decay)
         for group in groups:
             group["fp32_state"] = tuple(i for i, each in enumerate(group["params"]) if id(each) in embeddings)
-        options: dict[str, Any] = {"lr": settings.learning_rate, "storage": storage}
+        options: dict[str, Any] = {"lr": settings.learning_rate, "storage": storage, "offload": offload}
         if kind in {"AdamW", "Lion", "AdEMAMix"}:
             third = (BETA3,) if kind == "AdEMAMix" else ()
             options["betas"] = (settings.adam_beta1, settings.adam_beta2, *third)
-        made: torch.optim.Optimizer = getattr(fused, kind)(groups, **options, min_quantized=fewest)
+        made: torch.optim.Optimizer = getattr(fused, kind)(groups, **options)
         return made
 
-    def state_bytes(model: nn.Module) -> int:
+    def total(model: nn.Module) -> int:
         from ..ops.optimizer import RULES
         from ..ops.optimizer_state import STORAGES
         from . import fused
@@ -175,13 +141,21 @@ def _fused(kind: str, storage: str, fewest: int = FEWEST_IN_8_BITS) -> Optimizer
         full = STORAGES["fp32"]
 
         def parameter_bytes(parameter: Tensor) -> int:
-            wide = parameter.numel() < fewest or id(parameter) in embeddings
+            wide = parameter.numel() < FEWEST_IN_8_BITS or id(parameter) in embeddings
             chosen = full if wide and STORAGES[storage].block else STORAGES[storage]
             return states * chosen.nbytes(parameter.numel())
 
         return sum(parameter_bytes(parameter) for parameter in trained_parameters(model).values())
 
-    return Optimizer(make, state_bytes, guarded=True, capturable=True, block=BLOCK if storage == "dynamic8" else 1)
+    def window(model: nn.Module) -> int:
+        from .offload import device_bytes
+
+        return device_bytes(total(model))
+
+    block = BLOCK if storage == "dynamic8" else 1
+    if offload:
+        return Optimizer(make, window, guarded=True, host_bytes=total, block=block)
+    return Optimizer(make, total, guarded=True, capturable=True, block=block)
 
 
 def _embeddings(model: nn.Module) -> list[Tensor]:
@@ -200,16 +174,16 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "rmsprop": _torch("RMSprop", 1, capturable=True, scratch=True),
     "adamw_8bit": _fused("AdamW", "dynamic8"),
     "adamw_bnb_8bit": _fused("AdamW", "dynamic8"),
-    "paged_adamw_8bit": _bitsandbytes("AdamW", 2, 8, paged=True),
-    "paged_adamw_32bit": _bitsandbytes("AdamW", 2, 32, paged=True),
+    "paged_adamw_8bit": _fused("AdamW", "dynamic8", offload=True),
+    "paged_adamw_32bit": _fused("AdamW", "fp32", offload=True),
     "ademamix": _fused("AdEMAMix", "fp32"),
     "ademamix_8bit": _fused("AdEMAMix", "dynamic8"),
-    "paged_ademamix_8bit": _bitsandbytes("AdEMAMix", 3, 8, paged=True),
-    "paged_ademamix_32bit": _bitsandbytes("AdEMAMix", 3, 32, paged=True),
+    "paged_ademamix_8bit": _fused("AdEMAMix", "dynamic8", offload=True),
+    "paged_ademamix_32bit": _fused("AdEMAMix", "fp32", offload=True),
     "lion_8bit": _fused("Lion", "dynamic8"),
     "lion_32bit": _fused("Lion", "fp32"),
-    "paged_lion_8bit": _bitsandbytes("Lion", 1, 8, paged=True),
-    "paged_lion_32bit": _bitsandbytes("Lion", 1, 32, paged=True),
+    "paged_lion_8bit": _fused("Lion", "dynamic8", offload=True),
+    "paged_lion_32bit": _fused("Lion", "fp32", offload=True),
     "rmsprop_bnb": _fused("RMSprop", "fp32"),
     "rmsprop_bnb_8bit": _fused("RMSprop", "dynamic8"),
     "rmsprop_bnb_32bit": _fused("RMSprop", "fp32"),
