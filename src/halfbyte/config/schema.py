@@ -290,7 +290,7 @@ class TrainingSection(Section):
     warmup_steps: Annotated[float, Field(ge=0)] = Field(
         0.03, description="warmup steps: a number, or a share of all steps below 1"
     )
-    optim: str = Field("adamw_torch_fused", description="optimizer, by its name in transformers")
+    optim: str = Field("adamw", description="optimizer, by its name in transformers")
     weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="decoupled weight decay")
     max_grad_norm: Annotated[float, Field(ge=0)] = Field(1.0, description="norm to clip gradients to; 0: no clipping")
     adam_beta1: Fraction = Field(0.9, description="decay of the first moment")
