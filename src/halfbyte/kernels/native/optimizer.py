@@ -1,0 +1,118 @@
+"""C: optimizer steps of any number of parameters in one call, with threads over tiles.
+
+A step is bound by memory. With AdamW and fp32 gradients an element moves 28 bytes with fp32 state and 16 with dynamic8.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ops import optimizer as reference
+from ...ops.optimizer import ROUNDINGS, RULES, Coefficients, Parameters
+from ...ops.optimizer_state import STORAGES, Storage, code_values, middles
+from ..operands import address_table, bump_versions
+from . import library
+from .blockwise4 import DTYPES
+
+OCTAVES = 24  # of the ratios that `_buckets` divides; smaller ones are nearest to zero
+
+_pointer = ctypes.c_void_p
+
+
+class _Coefficients(ctypes.Structure):
+    """`coefficients` of native/optimizer.c."""
+
+    _fields_ = tuple((name, ctypes.c_float) for name in Coefficients._fields)
+
+
+class _CodeTable(ctypes.Structure):
+    """`code_table` of native/optimizer.c."""
+
+    _fields_ = (("values", _pointer), ("buckets", _pointer), ("zero", ctypes.c_int32))
+
+
+class _Job(ctypes.Structure):
+    """`update_job` of native/optimizer.c."""
+
+    _fields_ = (
+        *[(name, _pointer) for name in ("parameters", "ends", "coefficients", "steps")],
+        ("tables", _CodeTable * 2),
+        ("tiles", ctypes.c_int64),
+        *[(name, ctypes.c_int32) for name in ("rule", "storage", "rounding", "weight", "gradient", "threads")],
+    )
+
+
+_lib = library("optimizer")
+_lib.halfbyte_update_parameters.argtypes, _lib.halfbyte_update_parameters.restype = [_pointer], None
+_lib.halfbyte_optimizer_tile.argtypes, _lib.halfbyte_optimizer_tile.restype = [], ctypes.c_int64
+TILE = _lib.halfbyte_optimizer_tile()
+
+
+@functools.cache
+def _code_table(storage: Storage, signed: bool) -> tuple[Tensor, Tensor | None, int]:
+    """Values of the codes for a scale of 1, `_buckets`, and the code of zero."""
+    count = 256 // 16 ** (storage.packed - 1)
+    codes = torch.arange(count, dtype=torch.uint8).view(storage.codes_dtype(signed))
+    values = storage.ratios(codes, signed)
+    if not storage.name.startswith("dynamic"):
+        return values, None, 0
+    zero = int((values < 0).sum())
+    return values, _buckets(code_values(8 // storage.packed, signed), zero, 17 if signed else 16), zero
+
+
+def _buckets(values: Tensor, zero: int, shift: int) -> Tensor:
+    """uint32 entries of `dynamic_block`: the midpoints above code `zero`, by the bits of ratios above `shift`."""
+    lowest, last = (127 - OCTAVES) << 23 - shift, OCTAVES << 23 - shift
+    starts = (torch.arange(lowest, lowest + last + 1, dtype=torch.int32) << shift).view(torch.float32)
+    upper = middles(values)[zero:]
+    bits = upper.view(torch.int32)
+    rest = torch.full((last + 1,), 0xFFFFFF)
+    rest[(bits >> shift) - lowest] = (bits & (1 << shift) - 1).long()
+    return (torch.bucketize(starts, upper) << 24 | rest).to(torch.uint32)
+
+
+def obstacle(coefficients: Tensor, steps: Tensor, parameters: Parameters, *_: Any, **__: Any) -> str | None:
+    if not parameters.weights:
+        return None
+    weight, gradient = parameters.weights[0].dtype, parameters.gradients[0].dtype
+    if weight not in DTYPES or gradient not in DTYPES:
+        return "takes fp32, bf16 and fp16"
+    if parameters.rounding != "nearest" and weight != torch.bfloat16:
+        return "rounds bf16 only but to the nearest"
+    return None
+
+
+@reference.update_parameters.kernel("cpu", unless=obstacle)
+def update_parameters(coefficients: Tensor, steps: Tensor, parameters: Parameters, found_inf: Tensor | None) -> None:
+    if not parameters.weights or (found_inf is not None and float(found_inf) != 0):
+        return
+    coefficients, steps = coefficients.contiguous(), steps.contiguous()
+    addresses, launch = address_table(parameters), parameters.launch
+    if launch.get("host") is not addresses:
+        launch |= {"host": addresses, "job": _job(parameters, addresses)}
+    job = launch["job"]
+    job.coefficients, job.steps, job.threads = coefficients.data_ptr(), steps.data_ptr(), torch.get_num_threads()
+    _lib.halfbyte_update_parameters(ctypes.byref(job))
+    bump_versions(*parameters.weights)
+
+
+def _job(parameters: Parameters, addresses: Tensor) -> _Job:
+    """The arguments of a launch, without those that each step sets."""
+    storage, launch = STORAGES[parameters.storage], parameters.launch
+    if "ends" not in launch:
+        launch["ends"] = ((addresses[:, 0] + TILE - 1) // TILE).cumsum(0)
+    ends = launch["ends"]
+    job = _Job(parameters=addresses.data_ptr(), ends=ends.data_ptr(), tiles=int(ends[-1]))
+    if storage.block:
+        for signed in (False, True):
+            values, buckets, zero = _code_table(storage, signed)
+            job.tables[signed] = _CodeTable(values.data_ptr(), None if buckets is None else buckets.data_ptr(), zero)
+    job.rule, job.storage = [*RULES].index(parameters.rule), [*STORAGES].index(parameters.storage)
+    job.rounding = ROUNDINGS.index(parameters.rounding)
+    job.weight, job.gradient = DTYPES[parameters.weights[0].dtype], DTYPES[parameters.gradients[0].dtype]
+    return job
