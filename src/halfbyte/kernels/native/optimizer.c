@@ -8,10 +8,14 @@
 #include "threads.h"
 #include "values.h"
 
+#ifndef __clang__
+#pragma GCC optimize("no-trapping-math") /* GCC then vectorizes loops with a choice between two results */
+#endif
+
 enum { ADAMW, ADEMAMIX, LION, MOMENTUM, RMSPROP, ADAGRAD };
 enum { STATE_FP32, STATE_BF16, DYNAMIC8, COMPANDED8, DYNAMIC4, E4M3 };
 enum { NEAREST, STOCHASTIC, CORRECTION8, CORRECTION16 };
-enum { TILE = 512, GRAIN = 32, LARGEST_BLOCK = 256, OCTAVES = 24 };
+enum { TILE = 512, GRAIN = 32, LARGEST_BLOCK = 256 };
 
 typedef struct { /* of a parameter: ops.optimizer.Coefficients */
     float scale, decay, rate, root, eps, alpha, beta1, rest1, beta2, rest2, beta3, rest3, first;
@@ -29,8 +33,7 @@ typedef struct { /* a row of the address table */
 
 typedef struct { /* of the signed or the unsigned codes of a storage */
     const float *values;     /* of each code, for a scale of 1 */
-    const uint32_t *buckets; /* see `dynamic_block` */
-    int32_t zero;            /* code of 0, or of the smallest value */
+    const uint32_t *buckets; /* entries of `dynamic_block` */
 } code_table;
 
 typedef struct {
@@ -157,33 +160,29 @@ INLINE void decode_as(state s, int64_t start, int n, float *restrict out, const 
     if (n % block) memset(out - (block - n % block), 0, (size_t)(block - n % block) * 4);
 }
 
-/* Codes of dynamic8 or dynamic4 for values of one block.
+/* Codes of dynamic8 or dynamic4 for the values of one block, whose magnitudes are at most `divisor`.
 
-   A bucket holds the ratios whose bits are equal but for the lowest `shift`. At most one midpoint of neighbouring codes
-   is in it. Its entry has the number of midpoints below the bucket in the upper 8 bits, and the lowest `shift` bits of
-   the midpoint in the lower 24, all ones if there is none. Codes of negative values mirror those of positive ones, but
-   a ratio equal to a midpoint gets the lower code in both. */
-INLINE void dynamic_block(const float *restrict values, float divisor, uint8_t *restrict codes, const code_table *table,
+   `key` is the ratio's bits as an integer with the same order. A bucket holds the keys that are equal but for the lowest
+   `shift` bits; at most one midpoint of neighbouring codes is among them. A bucket's entry has the number of smaller
+   midpoints in its upper 8 bits. Adding the lower bits of the key carries into them if it is above the midpoint.
+   Loops are separate because scalar loads from the table are faster than gathers on current processors. */
+INLINE void dynamic_block(const float *restrict values, float divisor, uint8_t *restrict codes, const uint32_t *restrict buckets,
                           int storage, int is_signed, int square) {
     const int block = block_of(storage), shift = is_signed ? 17 : 16;
-    const int32_t lowest = (127 - OCTAVES) << (23 - shift), highest = OCTAVES << (23 - shift), zero = table->zero;
-    const uint32_t *restrict buckets = table->buckets;
+    const int32_t lowest = is_signed ? -(0x3f800000 >> shift) - 1 : 0; /* bucket of -1 */
+    const uint32_t least = is_signed ? 128 : 1;
+    uint16_t bucket[LARGEST_BLOCK];
+    uint32_t sums[LARGEST_BLOCK];
     for (int i = 0; i < block; i++) {
-        uint32_t bits = bits_of(values[i] / divisor), size = bits & 0x7fffffffu;
-        int32_t negative = is_signed ? (int32_t)(bits >> 31) : 0, bucket = (int32_t)(size >> shift) - lowest;
-        bucket = bucket < 0 ? 0 : bucket;
-        bucket = bucket > highest ? highest : bucket;
-        uint32_t entry = buckets[bucket];
-        int32_t rest = (int32_t)(size & ((1u << shift) - 1)) + negative;
-        int32_t code = (int32_t)(entry >> 24) + (rest > (int32_t)(entry & 0xffffff));
-        int32_t least = 0;
-        if (storage == DYNAMIC8 && square) least = values[i] > 0;
-        if (storage == DYNAMIC8 && is_signed) least |= negative & (size > 0);
-        code = code > least ? code : least;
-        if (is_signed) {
-            int32_t below = code > zero ? 0 : zero - code;
-            code = negative ? below : zero + code;
-        }
+        int32_t key = (int32_t)bits_of(values[i] / divisor);
+        if (is_signed) key ^= (key >> 31) & 0x7fffffff;
+        bucket[i] = (uint16_t)((key >> shift) - lowest);
+        sums[i] = (uint32_t)key & ((1u << shift) - 1);
+    }
+    for (int i = 0; i < block; i++) sums[i] += buckets[bucket[i]];
+    for (int i = 0; i < block; i++) {
+        uint32_t code = sums[i] >> 24;
+        if (storage == DYNAMIC8 && square) code = values[i] > 0 && code < least ? least : code;
         codes[i] = (uint8_t)code;
     }
 }
@@ -197,21 +196,22 @@ INLINE void companded_block(const float *restrict values, float divisor, uint8_t
             ratio = ratio < -1.0f ? -1.0f : ratio;
             codes[i] = (uint8_t)(int32_t)(127.0f * (2.0f * ratio / (1.0f + fabsf(ratio))) + even - even);
         } else {
-            int32_t code = (int32_t)(255.0f * ratio + even - even), least = square ? values[i] > 0 : 0;
-            codes[i] = (uint8_t)(code > least ? code : least);
+            int32_t code = (int32_t)(255.0f * ratio + even - even);
+            if (square) code = values[i] > 0 && code < 1 ? 1 : code;
+            codes[i] = (uint8_t)code;
         }
     }
 }
 
 INLINE void e4m3_block(const float *restrict values, float divisor, uint8_t *restrict codes, int square) {
     for (int i = 0; i < 256; i++) {
-        uint32_t bits = bits_of(values[i] / divisor), size = bits & 0x7fffffffu, sign = bits >> 24 & 0x80;
-        size = size > 0x43e00000u ? 0x43e00000u : size; /* 448 */
+        float ratio = values[i] / divisor, top = fabsf(ratio) > 448.0f ? 448.0f : fabsf(ratio);
+        uint32_t size = bits_of(top), sign = bits_of(ratio) >> 24 & 0x80;
         uint32_t normal = ((size + 0x7ffff + (size >> 20 & 1)) >> 20) - (120 << 3);
-        uint32_t subnormal = bits_of(float_of(size) + 16384.0f) - 0x46800000u; /* multiples of 2^-9 */
+        uint32_t subnormal = bits_of(top + 16384.0f) - 0x46800000u; /* multiples of 2^-9 */
         uint32_t code = (size < 0x3c800000u ? subnormal : normal) | sign;
-        uint32_t least = square ? values[i] > 0 : 0;
-        codes[i] = (uint8_t)(code > least ? code : least);
+        if (square) code = values[i] > 0 && code < 1 ? 1 : code;
+        codes[i] = (uint8_t)code;
     }
 }
 
@@ -241,7 +241,8 @@ INLINE void encode_as(state s, int64_t start, int n, float *restrict values, con
         uint8_t *to = packed || left < block ? buffer : codes;
         if (storage == COMPANDED8) companded_block(values, divisor, to, is_signed, square);
         else if (storage == E4M3) e4m3_block(values, divisor, to, square);
-        else dynamic_block(values, divisor, to, table, storage, is_signed, square);
+        else if (top < 0x7f800000) dynamic_block(values, divisor, to, table->buckets, storage, is_signed, square);
+        else memset(to, 0, (size_t)block); /* NaN or Inf: any codes will do */
         if (packed)
             for (int i = 0; i < block / 2; i++) codes[i] = (uint8_t)(buffer[i] | buffer[block / 2 + i] << 4);
         else if (left < block) memcpy(codes, buffer, (size_t)left);

@@ -14,12 +14,10 @@ from torch import Tensor
 
 from ...ops import optimizer as reference
 from ...ops.optimizer import ROUNDINGS, RULES, Coefficients, Parameters
-from ...ops.optimizer_state import STORAGES, Storage, code_values, middles
+from ...ops.optimizer_state import STORAGES, Storage, middles
 from ..operands import address_table, bump_versions
 from . import library
 from .blockwise4 import DTYPES
-
-OCTAVES = 24  # of the ratios that `_buckets` divides; smaller ones are nearest to zero
 
 _pointer = ctypes.c_void_p
 
@@ -33,7 +31,7 @@ class _Coefficients(ctypes.Structure):
 class _CodeTable(ctypes.Structure):
     """`code_table` of native/optimizer.c."""
 
-    _fields_ = (("values", _pointer), ("buckets", _pointer), ("zero", ctypes.c_int32))
+    _fields_ = (("values", _pointer), ("buckets", _pointer))
 
 
 class _Job(ctypes.Structure):
@@ -54,26 +52,28 @@ TILE = _lib.halfbyte_optimizer_tile()
 
 
 @functools.cache
-def _code_table(storage: Storage, signed: bool) -> tuple[Tensor, Tensor | None, int]:
-    """Values of the codes for a scale of 1, `_buckets`, and the code of zero."""
-    count = 256 // 16 ** (storage.packed - 1)
-    codes = torch.arange(count, dtype=torch.uint8).view(storage.codes_dtype(signed))
+def _code_table(storage: Storage, signed: bool) -> tuple[Tensor, Tensor | None]:
+    """fp32 values of the codes for a scale of 1, and the uint32 entries of `dynamic_block`."""
+    codes = torch.arange(16 if storage.packed == 2 else 256, dtype=torch.uint8).view(storage.codes_dtype(signed))
     values = storage.ratios(codes, signed)
     if not storage.name.startswith("dynamic"):
-        return values, None, 0
-    zero = int((values < 0).sum())
-    return values, _buckets(code_values(8 // storage.packed, signed), zero, 17 if signed else 16), zero
+        return values, None
+    limits = middles(values)
+    if storage.name == "dynamic8" and signed:  # a negative ratio does not get the code of zero
+        limits[126] = -torch.finfo(torch.float32).smallest_normal * 2**-23
+    shift = 17 if signed else 16
+    keys, (last,) = _keys(limits), _keys(torch.ones(1)).tolist()
+    first = (-last >> shift) - 1 if signed else 0
+    starts = torch.arange(first, (last >> shift) + 1, dtype=torch.int32) << shift
+    entries = torch.searchsorted(keys, starts) << 24
+    entries[(keys >> shift) - first] += 0xFFFFFF - (keys & (1 << shift) - 1)
+    return values, entries.to(torch.uint32)
 
 
-def _buckets(values: Tensor, zero: int, shift: int) -> Tensor:
-    """uint32 entries of `dynamic_block`: the midpoints above code `zero`, by the bits of ratios above `shift`."""
-    lowest, last = (127 - OCTAVES) << 23 - shift, OCTAVES << 23 - shift
-    starts = (torch.arange(lowest, lowest + last + 1, dtype=torch.int32) << shift).view(torch.float32)
-    upper = middles(values)[zero:]
-    bits = upper.view(torch.int32)
-    rest = torch.full((last + 1,), 0xFFFFFF)
-    rest[(bits >> shift) - lowest] = (bits & (1 << shift) - 1).long()
-    return (torch.bucketize(starts, upper) << 24 | rest).to(torch.uint32)
+def _keys(values: Tensor) -> Tensor:
+    """The bits of fp32 values, as int32 with the same order."""
+    bits = values.view(torch.int32)
+    return bits ^ (bits >> 31 & 0x7FFFFFFF)
 
 
 def obstacle(coefficients: Tensor, steps: Tensor, parameters: Parameters, *_: Any, **__: Any) -> str | None:
@@ -110,8 +110,8 @@ def _job(parameters: Parameters, addresses: Tensor) -> _Job:
     job = _Job(parameters=addresses.data_ptr(), ends=ends.data_ptr(), tiles=int(ends[-1]))
     if storage.block:
         for signed in (False, True):
-            values, buckets, zero = _code_table(storage, signed)
-            job.tables[signed] = _CodeTable(values.data_ptr(), None if buckets is None else buckets.data_ptr(), zero)
+            values, buckets = _code_table(storage, signed)
+            job.tables[signed] = _CodeTable(values.data_ptr(), None if buckets is None else buckets.data_ptr())
     job.rule, job.storage = [*RULES].index(parameters.rule), [*STORAGES].index(parameters.storage)
     job.rounding = ROUNDINGS.index(parameters.rounding)
     job.weight, job.gradient = DTYPES[parameters.weights[0].dtype], DTYPES[parameters.gradients[0].dtype]
