@@ -9,10 +9,6 @@ import torch
 from torch import Tensor
 
 from ..ops.checks import row_stride
-from ..ops.optimizer import RULES, Parameters
-from ..utils.errors import ModelError
-
-ADDRESS_COLUMNS = 5 + 2 * max(len(rule.states) for rule in RULES.values())  # of `address_table`
 
 
 def all_same(used: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
@@ -51,38 +47,3 @@ def empty_contiguous(like: Tensor, dtype: torch.dtype) -> Tensor:
 def empty_statistic(x: Tensor) -> Tensor:
     """An empty fp32 tensor with one number for each row of x [..., D]."""
     return torch.empty([*x.shape[:-1]], dtype=torch.float32, device=x.device)  # a torch.Size takes 3 µs longer
-
-
-def address_table(parameters: Parameters) -> Tensor:
-    """Addresses that an optimizer's kernel reads, int64 [n, ADDRESS_COLUMNS] on the CPU.
-
-    A row has the number of elements, the row of the coefficients, then the addresses of weight, gradient, correction,
-    and of codes and scales of each state; 0 for none. The table is cached; a new one is returned if a weight or a
-    gradient has moved.
-
-    Raises:
-        ModelError: a weight or a gradient is not contiguous.
-    """
-    launch = parameters.launch
-    moving = [*map(Tensor.data_ptr, parameters.weights)], [*map(Tensor.data_ptr, parameters.gradients)]
-    if launch.get("moving") != moving:
-        if not all(each.is_contiguous() for each in (*parameters.weights, *parameters.gradients)):
-            raise ModelError("an optimizer's weight or gradient is not contiguous", "call `contiguous` first")
-        if "fixed" not in launch:
-            launch["fixed"] = torch.tensor(_fixed_columns(parameters), dtype=torch.int64)
-        table = launch["fixed"].clone()
-        table[:, 2], table[:, 3] = (torch.tensor(each) for each in moving)
-        launch |= {"moving": moving, "addresses": table}
-    return launch["addresses"]
-
-
-def _fixed_columns(parameters: Parameters) -> list[list[int]]:
-    """Rows of `address_table` without the addresses of weights and gradients."""
-    rows = []
-    for i, (row, weight) in enumerate(zip(parameters.rows.tolist(), parameters.weights, strict=True)):
-        correction = parameters.corrections[i].data_ptr() if parameters.corrections else 0
-        entry = [weight.numel(), row, 0, 0, correction]
-        for codes, scales in parameters.states[i]:
-            entry += [codes.data_ptr(), 0 if scales is None else scales.data_ptr()]
-        rows.append(entry + [0] * (ADDRESS_COLUMNS - len(entry)))
-    return rows

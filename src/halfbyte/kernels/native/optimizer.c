@@ -48,7 +48,8 @@ typedef struct {
 
 /* Rules: p, g and the states are fp32 [n]. */
 
-static void adamw(float *restrict p, const float *restrict g, float *restrict m, float *restrict v, coefficients c, int n) {
+static void adamw(float *restrict p, const float *restrict g, float *restrict m, float *restrict v, coefficients c,
+                  int n) {
     for (int i = 0; i < n; i++) {
         float grad = g[i] * c.scale, decayed = p[i] - c.decay * p[i];
         m[i] = c.beta1 * m[i] + c.rest1 * grad;
@@ -140,14 +141,20 @@ static void narrow(void *restrict out, const float *restrict in, int64_t at, int
 
 INLINE int block_of(int storage) { return storage == COMPANDED8 ? 32 : storage == DYNAMIC4 ? 128 : 256; }
 
-INLINE void decode_as(state s, int64_t start, int n, float *restrict out, const float *restrict values, int storage, int is_signed) {
+INLINE float scale_at(state s, int64_t number, int storage) {
+    if (storage == COMPANDED8) return (float)((const _Float16 *)s.scales)[number];
+    return ((const float *)s.scales)[number];
+}
+
+INLINE void decode_as(state s, int64_t start, int n, float *restrict out, const float *restrict values, int storage,
+                      int is_signed) {
     const int block = block_of(storage), packed = storage == DYNAMIC4, blocks = (n + block - 1) / block;
     const uint8_t *codes = (const uint8_t *)s.codes + (packed ? start / 2 : start);
     uint8_t copy[TILE];
     if (!packed && n % block) codes = memcpy(copy, codes, (size_t)n); /* loops read whole blocks */
     for (int b = 0; b < blocks; b++, codes += packed ? block / 2 : block, out += block) {
         int64_t number = start / block + b;
-        float scale = storage == COMPANDED8 ? (float)((const _Float16 *)s.scales)[number] : ((const float *)s.scales)[number];
+        float scale = scale_at(s, number, storage);
         if (packed) {
             for (int i = 0; i < block / 2; i++) out[i] = values[codes[i] & 15] * scale;
             for (int i = 0; i < block / 2; i++) out[block / 2 + i] = values[codes[i] >> 4] * scale;
@@ -166,8 +173,8 @@ INLINE void decode_as(state s, int64_t start, int n, float *restrict out, const 
    `shift` bits; at most one midpoint of neighbouring codes is among them. A bucket's entry has the number of smaller
    midpoints in its upper 8 bits. Adding the lower bits of the key carries into them if it is above the midpoint.
    Loops are separate because scalar loads from the table are faster than gathers on current processors. */
-INLINE void dynamic_block(const float *restrict values, float divisor, uint8_t *restrict codes, const uint32_t *restrict buckets,
-                          int storage, int is_signed, int square) {
+INLINE void dynamic_block(const float *restrict values, float divisor, uint8_t *restrict codes,
+                          const uint32_t *restrict buckets, int storage, int is_signed, int square) {
     const int block = block_of(storage), shift = is_signed ? 17 : 16;
     const int32_t lowest = is_signed ? -(0x3f800000 >> shift) - 1 : 0; /* bucket of -1 */
     const uint32_t least = is_signed ? 128 : 1;
@@ -187,7 +194,8 @@ INLINE void dynamic_block(const float *restrict values, float divisor, uint8_t *
     }
 }
 
-INLINE void companded_block(const float *restrict values, float divisor, uint8_t *restrict codes, int is_signed, int square) {
+INLINE void companded_block(const float *restrict values, float divisor, uint8_t *restrict codes, int is_signed,
+                            int square) {
     const float even = 12582912.0f; /* adding and subtracting 1.5·2^23 rounds to the nearest even integer */
     for (int i = 0; i < 32; i++) {
         float ratio = values[i] / divisor;
@@ -215,7 +223,8 @@ INLINE void e4m3_block(const float *restrict values, float divisor, uint8_t *res
     }
 }
 
-INLINE void encode_as(state s, int64_t start, int n, float *restrict values, const code_table *table, int storage, int is_signed, int square) {
+INLINE void encode_as(state s, int64_t start, int n, float *restrict values, const code_table *table, int storage,
+                      int is_signed, int square) {
     const int block = block_of(storage), packed = storage == DYNAMIC4, blocks = (n + block - 1) / block;
     uint8_t *codes = (uint8_t *)s.codes + (packed ? start / 2 : start), buffer[LARGEST_BLOCK];
     for (int b = 0; b < blocks; b++, values += block, codes += packed ? block / 2 : block) {
@@ -328,7 +337,8 @@ static void update_tile(const update_job *job, const parameter *entry, int64_t s
     float buffers[5][TILE] __attribute__((aligned(64)));
     int n = entry->elements - start < TILE ? (int)(entry->elements - start) : TILE;
     coefficients c = job->coefficients[entry->row];
-    const int many = job->rule == ADEMAMIX ? 3 : job->rule == ADAMW ? 2 : 1, square = job->rule == RMSPROP || job->rule == ADAGRAD;
+    const int many = job->rule == ADEMAMIX ? 3 : job->rule == ADAMW ? 2 : 1;
+    const int square = job->rule == RMSPROP || job->rule == ADAGRAD;
     float *p = job->weight == FP32 ? (float *)entry->weight + start : buffers[0], *s[3];
     const float *g = job->gradient == FP32 ? (const float *)entry->gradient + start : buffers[1];
     if (job->weight != FP32) widen(p, entry->weight, start, n, job->weight);
@@ -347,7 +357,8 @@ static void update_tile(const update_job *job, const parameter *entry, int64_t s
     case ADAGRAD: adagrad(p, g, s[0], c, n); break;
     }
     for (int i = 0; i < many; i++) encode(job, entry->states[i], start, n, s[i], many == 1 || i < many - 1, square);
-    if (job->rounding == STOCHASTIC) round_stochastically(p, start, n, (uint32_t)(int64_t)job->steps[entry->row], (uint32_t)entry->row);
+    uint32_t step = (uint32_t)(int64_t)job->steps[entry->row], row = (uint32_t)entry->row;
+    if (job->rounding == STOCHASTIC) round_stochastically(p, start, n, step, row);
     else if (job->rounding != NEAREST) split_correction(p, entry->correction, start, n, job->rounding);
     if (job->weight != FP32) narrow(entry->weight, p, start, n, job->weight);
 }
@@ -364,4 +375,6 @@ static void update_tiles(const void *given, int64_t first, int64_t last) {
 
 int64_t halfbyte_optimizer_tile(void) { return TILE; }
 
-void halfbyte_update_parameters(const update_job *job) { spread(update_tiles, job, job->tiles, GRAIN, job->threads); }
+void halfbyte_update_parameters(const update_job *job) {
+    if (job->tiles) spread(update_tiles, job, job->tiles, GRAIN, job->threads);
+}

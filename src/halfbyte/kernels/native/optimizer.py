@@ -13,19 +13,16 @@ import torch
 from torch import Tensor
 
 from ...ops import optimizer as reference
-from ...ops.optimizer import ROUNDINGS, RULES, Coefficients, Parameters
+from ...ops.optimizer import ROUNDINGS, RULES, Parameters
 from ...ops.optimizer_state import STORAGES, Storage, middles
-from ..operands import address_table, bump_versions
+from ...utils.errors import ModelError
+from ..operands import bump_versions
 from . import library
 from .blockwise4 import DTYPES
 
+COLUMNS = 11  # 8-byte fields of `parameter` in native/optimizer.c
+
 _pointer = ctypes.c_void_p
-
-
-class _Coefficients(ctypes.Structure):
-    """`coefficients` of native/optimizer.c."""
-
-    _fields_ = tuple((name, ctypes.c_float) for name in Coefficients._fields)
 
 
 class _CodeTable(ctypes.Structure):
@@ -83,7 +80,7 @@ def obstacle(coefficients: Tensor, steps: Tensor, parameters: Parameters, *_: An
     if weight not in DTYPES or gradient not in DTYPES:
         return "takes fp32, bf16 and fp16"
     if parameters.rounding != "nearest" and weight != torch.bfloat16:
-        return "rounds bf16 only but to the nearest"
+        return "rounds weights other than bf16 to the nearest only"
     return None
 
 
@@ -92,27 +89,54 @@ def update_parameters(coefficients: Tensor, steps: Tensor, parameters: Parameter
     if not parameters.weights or (found_inf is not None and float(found_inf) != 0):
         return
     coefficients, steps = coefficients.contiguous(), steps.contiguous()
-    addresses, launch = address_table(parameters), parameters.launch
-    if launch.get("host") is not addresses:
-        launch |= {"host": addresses, "job": _job(parameters, addresses)}
-    job = launch["job"]
+    launch = parameters.launch.get("native")
+    if launch is None:
+        launch = parameters.launch["native"] = _Launch(parameters)
+    launch.read_addresses(parameters)
+    job = launch.job
     job.coefficients, job.steps, job.threads = coefficients.data_ptr(), steps.data_ptr(), torch.get_num_threads()
     _lib.halfbyte_update_parameters(ctypes.byref(job))
     bump_versions(*parameters.weights)
 
 
-def _job(parameters: Parameters, addresses: Tensor) -> _Job:
-    """The arguments of a launch, without those that each step sets."""
-    storage, launch = STORAGES[parameters.storage], parameters.launch
-    if "ends" not in launch:
-        launch["ends"] = ((addresses[:, 0] + TILE - 1) // TILE).cumsum(0)
-    ends = launch["ends"]
-    job = _Job(parameters=addresses.data_ptr(), ends=ends.data_ptr(), tiles=int(ends[-1]))
-    if storage.block:
-        for signed in (False, True):
-            values, buckets = _code_table(storage, signed)
-            job.tables[signed] = _CodeTable(values.data_ptr(), None if buckets is None else buckets.data_ptr())
-    job.rule, job.storage = [*RULES].index(parameters.rule), [*STORAGES].index(parameters.storage)
-    job.rounding = ROUNDINGS.index(parameters.rounding)
-    job.weight, job.gradient = DTYPES[parameters.weights[0].dtype], DTYPES[parameters.gradients[0].dtype]
-    return job
+class _Launch:
+    """The arguments of a launch, kept between steps."""
+
+    def __init__(self, parameters: Parameters):
+        self.table = torch.tensor(_fixed_columns(parameters), dtype=torch.int64)
+        self.ends = ((self.table[:, 0] + TILE - 1) // TILE).cumsum(0)
+        self.moving: tuple[list[int], list[int]] = [], []
+        self.job = job = _Job(self.table.data_ptr(), self.ends.data_ptr(), tiles=int(self.ends[-1]))
+        storage = STORAGES[parameters.storage]
+        if storage.block:
+            for signed in (False, True):
+                values, buckets = _code_table(storage, signed)
+                job.tables[signed] = _CodeTable(values.data_ptr(), None if buckets is None else buckets.data_ptr())
+        job.rule, job.storage = [*RULES].index(parameters.rule), [*STORAGES].index(parameters.storage)
+        job.rounding = ROUNDINGS.index(parameters.rounding)
+        job.weight, job.gradient = DTYPES[parameters.weights[0].dtype], DTYPES[parameters.gradients[0].dtype]
+
+    def read_addresses(self, parameters: Parameters) -> None:
+        """Write the addresses of weights and gradients to the table if one has moved.
+
+        Raises:
+            ModelError: a weight or a gradient is not contiguous.
+        """
+        moving = [*map(Tensor.data_ptr, parameters.weights)], [*map(Tensor.data_ptr, parameters.gradients)]
+        if moving == self.moving:
+            return
+        if not all(each.is_contiguous() for each in (*parameters.weights, *parameters.gradients)):
+            raise ModelError("a weight or a gradient of an optimizer is not contiguous", "call `contiguous` first")
+        self.table[:, 2], self.table[:, 3] = (torch.tensor(each) for each in moving)
+        self.moving = moving
+
+
+def _fixed_columns(parameters: Parameters) -> list[list[int]]:
+    """A `parameter` of native/optimizer.c for each weight, without the addresses of weight and gradient."""
+    rows = []
+    for i, (row, weight) in enumerate(zip(parameters.rows.tolist(), parameters.weights, strict=True)):
+        entry = [weight.numel(), row, 0, 0, parameters.corrections[i].data_ptr() if parameters.corrections else 0]
+        for codes, scales in parameters.states[i]:
+            entry += [codes.data_ptr(), 0 if scales is None else scales.data_ptr()]
+        rows.append(entry + [0] * (COLUMNS - len(entry)))
+    return rows

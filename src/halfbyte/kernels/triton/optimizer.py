@@ -21,16 +21,16 @@ from torch import Tensor
 from ...ops import optimizer as reference
 from ...ops.optimizer import RULES, SETTINGS, Coefficients, Parameters
 from ...ops.optimizer_state import E4M3_MAX, STORAGES, code_values, middles
-from ..operands import ADDRESS_COLUMNS, address_table
 from ..tiling import ceil_div
 from .float8 import e4m3, float8_obstacle, to_float8
 from .launch import Launcher
 
 TILE = 2048  # elements per program
 WARPS = 4
+MOST_STATES = 3
 SETTING = tl.constexpr(len(SETTINGS))
 COEFFICIENTS = tl.constexpr(len(Coefficients._fields))
-COLUMNS = tl.constexpr(ADDRESS_COLUMNS)
+COLUMNS = tl.constexpr(5 + 2 * MOST_STATES)  # of the address table: elements, row, weight, gradient, correction, states
 LIMIT = tl.constexpr(E4M3_MAX)
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -436,16 +436,31 @@ def _tables(parameters: Parameters, device: torch.device) -> tuple[Tensor, Tenso
         number = torch.repeat_interleave(torch.arange(len(counts)), counts)
         place = torch.arange(len(number)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
         launch["tiles"] = torch.stack([number, place], dim=1).int().to(device)
-    addresses = address_table(parameters)
-    if launch.get("host") is not addresses:
-        table = addresses.pin_memory() if device.type == "cuda" else addresses
+        launch["table"] = _fixed_columns(parameters)
+    moving = [*map(Tensor.data_ptr, parameters.weights)], [*map(Tensor.data_ptr, parameters.gradients)]
+    if launch.get("moving") != moving:
+        table = launch["table"].pin_memory() if device.type == "cuda" else launch["table"].clone()
+        table[:, 2], table[:, 3] = (torch.tensor(each) for each in moving)
+        aligned = not (table[:, [2, 3, 4, 5, 7, 9]] % 16).any()
         launch |= {
-            "host": addresses,
-            "pinned": table,
+            "moving": moving,
+            "host": table,
             "on_device": table.to(device, non_blocking=True),
-            "aligned": not (addresses[:, [2, 3, 4, 5, 7, 9]] % 16).any(),
+            "aligned": aligned,
         }
     return launch["tiles"], launch["on_device"], launch["aligned"]
+
+
+def _fixed_columns(parameters: Parameters) -> Tensor:
+    """The address table without weights and gradients, on the host."""
+    rows = []
+    for i, (row, weight) in enumerate(zip(parameters.rows.tolist(), parameters.weights, strict=True)):
+        correction = parameters.corrections[i].data_ptr() if parameters.corrections else 0
+        entry = [weight.numel(), row, 0, 0, correction]
+        for codes, scales in parameters.states[i]:
+            entry += [codes.data_ptr(), 0 if scales is None else scales.data_ptr()]
+        rows.append(entry + [0] * (COLUMNS.value - len(entry)))
+    return torch.tensor(rows, dtype=torch.int64).view(-1, COLUMNS.value)
 
 
 @functools.cache
