@@ -28,6 +28,8 @@ from halfbyte.ops.experts import LowRank, StackedWeight, Unit
 from halfbyte.ops.float8 import E4M3, E5M2, TILE
 from halfbyte.ops.glu import ACTIVATIONS
 from halfbyte.ops.lora_glu import Factors
+from halfbyte.ops.optimizer import ROUNDINGS, RULES, SETTINGS, Coefficients, Parameters
+from halfbyte.ops.optimizer_state import STORAGES
 from halfbyte.ops.paged_attention import Shared
 
 
@@ -43,7 +45,8 @@ losses, decode_attention, decode_layers, delta_net = map(
 )
 divergence, e2m1, experts, float8, glu = map(on_gpu, ("divergence", "e2m1", "experts", "float8", "glu"))
 hqq, int4, int8, linear, lora_glu, lora_read = map(on_gpu, ("hqq", "int4", "int8", "linear", "lora_glu", "lora_read"))
-norms, paged_attention, rope, sample = map(on_gpu, ("norms", "paged_attention", "rope", "sample"))
+norms, optimizer, paged_attention = map(on_gpu, ("norms", "optimizer", "paged_attention"))
+rope, sample = map(on_gpu, ("rope", "sample"))
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = (FP32, FP16, BF16)
@@ -529,9 +532,36 @@ def expert_cases() -> Iterator[Case]:
         yield Case(f"experts' unit, {unit.activation}", units, dtype)
 
 
+def optimizer_cases() -> Iterator[Case]:
+    """Every rule, AdamW with every storage, and bf16 weights with every rounding."""
+    size = 1 << 20
+    kinds = [(rule, "fp32", "nearest", FP32) for rule in RULES]
+    kinds += [("adamw", storage, "nearest", FP32) for storage in STORAGES if storage != "fp32"]
+    kinds += [("ademamix", "dynamic8", "nearest", FP32), ("rmsprop", "dynamic8", "nearest", FP32)]
+    kinds += [("lion", "companded8", "nearest", FP32)]
+    kinds += [("adamw", "dynamic8", rounding, BF16) for rounding in ROUNDINGS]
+    for rule, storage, rounding, dtype in kinds:
+
+        def step(rule=rule, storage=storage, rounding=rounding, dtype=dtype):
+            coefficients, steps, one = empty(1, len(Coefficients._fields)), empty(1), empty()
+            settings, groups = empty(1, len(SETTINGS), dtype=torch.float64), empty(1, dtype=torch.int32)
+            optimizer.prepare_step(settings, groups, steps, coefficients, rule, one, one)
+            stored = STORAGES[storage]
+            states = [stored.zeros(size, signed, steps.device) for signed in RULES[rule].signed]
+            corrections = {"correction8": torch.int8, "correction16": torch.int16}
+            correction = [empty(size, dtype=corrections[rounding])] if rounding in corrections else []
+            weights, gradients = [empty(size, dtype=dtype)], [empty(size, dtype=dtype)]
+            rows = torch.zeros(1, dtype=torch.int32)
+            parameters = Parameters(rule, storage, rounding, rows, weights, gradients, [states], correction)
+            optimizer.update_parameters(coefficients, steps, parameters, one)
+
+        often = (rule, storage, rounding) in (("adamw", "dynamic8", "nearest"), ("adamw", "fp32", "nearest"))
+        yield Case(f"{rule}, state in {storage}, {rounding} rounding", step, dtype, often)
+
+
 MAKERS = (
     lora_cases, product_cases, format_cases, attention_cases, loss_cases, rope_cases, norm_cases, decoder_cases,
-    glu_cases, training_attention_cases, recurrent_cases, rollout_cases, expert_cases,
+    glu_cases, training_attention_cases, recurrent_cases, rollout_cases, expert_cases, optimizer_cases,
 )  # fmt: skip
 
 

@@ -123,15 +123,18 @@ class Storage:
         if self.packed == 2:
             pairs = codes.view(-1, self.block // 2)
             codes = torch.stack([pairs & 15, pairs >> 4], 1).flatten()[:elements]
-        if self.name == "companded8":
-            ratio = codes.float() / (127 if signed else 255)
-            ratio = ratio / (2 - ratio.abs()) if signed else ratio
-        elif self.name == "e4m3":
-            ratio = codes.float()
-        else:
-            ratio = code_values(8 // self.packed, signed).to(codes.device)[codes.long()]
+        ratio = self.ratios(codes, signed)
         values = ratio * scales.float().repeat_interleave(self.block)[:elements]
         return values.square() if self.name == "companded8" and not signed else values
+
+    def ratios(self, codes: Tensor, signed: bool) -> Tensor:
+        """Decode codes for a scale of 1, without the square of companded8; fp32. Codes of dynamic4 are unpacked."""
+        if self.name == "companded8":
+            ratio = codes.float() / (127 if signed else 255)
+            return ratio / (2 - ratio.abs()) if signed else ratio
+        if self.name == "e4m3":
+            return codes.float()
+        return code_values(8 // self.packed, signed).to(codes.device)[codes.long()]
 
 
 STORAGES: dict[str, Storage] = {

@@ -1,0 +1,142 @@
+"""C: optimizer steps of any number of parameters in one call, with threads over tiles.
+
+A step is bound by memory. With AdamW and fp32 gradients an element moves 28 bytes with fp32 state and 16 with dynamic8.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ops import optimizer as reference
+from ...ops.optimizer import ROUNDINGS, RULES, Parameters
+from ...ops.optimizer_state import STORAGES, Storage, middles
+from ...utils.errors import ModelError
+from ..operands import bump_versions
+from . import library
+from .blockwise4 import DTYPES
+
+COLUMNS = 11  # 8-byte fields of `parameter` in native/optimizer.c
+
+_pointer = ctypes.c_void_p
+
+
+class _CodeTable(ctypes.Structure):
+    """`code_table` of native/optimizer.c."""
+
+    _fields_ = (("values", _pointer), ("buckets", _pointer))
+
+
+class _Job(ctypes.Structure):
+    """`update_job` of native/optimizer.c."""
+
+    _fields_ = (
+        *[(name, _pointer) for name in ("parameters", "ends", "coefficients", "steps")],
+        ("tables", _CodeTable * 2),
+        ("tiles", ctypes.c_int64),
+        *[(name, ctypes.c_int32) for name in ("rule", "storage", "rounding", "weight", "gradient", "threads")],
+    )
+
+
+_lib = library("optimizer")
+_lib.halfbyte_update_parameters.argtypes, _lib.halfbyte_update_parameters.restype = [_pointer], None
+_lib.halfbyte_optimizer_tile.argtypes, _lib.halfbyte_optimizer_tile.restype = [], ctypes.c_int64
+TILE = _lib.halfbyte_optimizer_tile()
+
+
+@functools.cache
+def _code_table(storage: Storage, signed: bool) -> tuple[Tensor, Tensor | None]:
+    """fp32 values of the codes for a scale of 1, and the uint32 entries of `dynamic_block`."""
+    codes = torch.arange(16 if storage.packed == 2 else 256, dtype=torch.uint8).view(storage.codes_dtype(signed))
+    values = storage.ratios(codes, signed)
+    if not storage.name.startswith("dynamic"):
+        return values, None
+    limits = middles(values)
+    if storage.name == "dynamic8" and signed:  # a negative ratio does not get the code of zero
+        limits[126] = -torch.finfo(torch.float32).smallest_normal * 2**-23
+    shift = 17 if signed else 16
+    keys, (last,) = _keys(limits), _keys(torch.ones(1)).tolist()
+    first = (-last >> shift) - 1 if signed else 0
+    starts = torch.arange(first, (last >> shift) + 1, dtype=torch.int32) << shift
+    entries = torch.searchsorted(keys, starts) << 24
+    entries[(keys >> shift) - first] += 0xFFFFFF - (keys & (1 << shift) - 1)
+    return values, entries.to(torch.uint32)
+
+
+def _keys(values: Tensor) -> Tensor:
+    """The bits of fp32 values, as int32 with the same order."""
+    bits = values.view(torch.int32)
+    return bits ^ (bits >> 31 & 0x7FFFFFFF)
+
+
+def obstacle(coefficients: Tensor, steps: Tensor, parameters: Parameters, *_: Any, **__: Any) -> str | None:
+    if not parameters.weights:
+        return None
+    weight, gradient = parameters.weights[0].dtype, parameters.gradients[0].dtype
+    if weight not in DTYPES or gradient not in DTYPES:
+        return "takes fp32, bf16 and fp16"
+    if parameters.rounding != "nearest" and weight != torch.bfloat16:
+        return "rounds weights other than bf16 to the nearest only"
+    return None
+
+
+@reference.update_parameters.kernel("cpu", unless=obstacle)
+def update_parameters(coefficients: Tensor, steps: Tensor, parameters: Parameters, found_inf: Tensor | None) -> None:
+    if not parameters.weights or (found_inf is not None and float(found_inf) != 0):
+        return
+    coefficients, steps = coefficients.contiguous(), steps.contiguous()
+    launch = parameters.launch.get("native")
+    if launch is None:
+        launch = parameters.launch["native"] = _Launch(parameters)
+    launch.read_addresses(parameters)
+    job = launch.job
+    job.coefficients, job.steps, job.threads = coefficients.data_ptr(), steps.data_ptr(), torch.get_num_threads()
+    _lib.halfbyte_update_parameters(ctypes.byref(job))
+    bump_versions(*parameters.weights)
+
+
+class _Launch:
+    """The arguments of a launch, kept between steps."""
+
+    def __init__(self, parameters: Parameters):
+        self.table = torch.tensor(_fixed_columns(parameters), dtype=torch.int64)
+        self.ends = ((self.table[:, 0] + TILE - 1) // TILE).cumsum(0)
+        self.moving: tuple[list[int], list[int]] = [], []
+        self.job = job = _Job(self.table.data_ptr(), self.ends.data_ptr(), tiles=int(self.ends[-1]))
+        storage = STORAGES[parameters.storage]
+        if storage.block:
+            for signed in (False, True):
+                values, buckets = _code_table(storage, signed)
+                job.tables[signed] = _CodeTable(values.data_ptr(), None if buckets is None else buckets.data_ptr())
+        job.rule, job.storage = [*RULES].index(parameters.rule), [*STORAGES].index(parameters.storage)
+        job.rounding = ROUNDINGS.index(parameters.rounding)
+        job.weight, job.gradient = DTYPES[parameters.weights[0].dtype], DTYPES[parameters.gradients[0].dtype]
+
+    def read_addresses(self, parameters: Parameters) -> None:
+        """Write the addresses of weights and gradients to the table if one has moved.
+
+        Raises:
+            ModelError: a weight or a gradient is not contiguous.
+        """
+        moving = [*map(Tensor.data_ptr, parameters.weights)], [*map(Tensor.data_ptr, parameters.gradients)]
+        if moving == self.moving:
+            return
+        if not all(each.is_contiguous() for each in (*parameters.weights, *parameters.gradients)):
+            raise ModelError("a weight or a gradient of an optimizer is not contiguous", "call `contiguous` first")
+        self.table[:, 2], self.table[:, 3] = (torch.tensor(each) for each in moving)
+        self.moving = moving
+
+
+def _fixed_columns(parameters: Parameters) -> list[list[int]]:
+    """A `parameter` of native/optimizer.c for each weight, without the addresses of weight and gradient."""
+    rows = []
+    for i, (row, weight) in enumerate(zip(parameters.rows.tolist(), parameters.weights, strict=True)):
+        entry = [weight.numel(), row, 0, 0, parameters.corrections[i].data_ptr() if parameters.corrections else 0]
+        for codes, scales in parameters.states[i]:
+            entry += [codes.data_ptr(), 0 if scales is None else scales.data_ptr()]
+        rows.append(entry + [0] * (COLUMNS - len(entry)))
+    return rows
