@@ -130,8 +130,6 @@ class FusedOptimizer(Optimizer):
             factor = scale.reciprocal() if factor is None else factor / scale
         for batch in self._batches:
             batch.step(self, factor, found_inf)
-            # Kernels write to addresses, which autograd does not see; caches of casts and graphs compare versions.
-            torch.autograd.graph.increment_version(batch.weights)
         self.gradient_factor = None
         return loss
 

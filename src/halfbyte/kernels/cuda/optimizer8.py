@@ -11,6 +11,7 @@ from torch import Tensor
 from ...ops.optimizer import ROUNDINGS, RULES, Parameters, update_parameters
 from ...ops.optimizer_state import code_values
 from ..device import device_at, device_of
+from ..operands import bump_versions
 from ..parameter_tables import COLUMNS, TILE, tables
 from ..tiling import ceil_div
 from . import Kernel, cubin, remembered
@@ -69,3 +70,4 @@ def update(coefficients: Tensor, steps: Tensor, parameters: Parameters, found_in
     with torch.cuda.device(device):
         kernel = _kernel(device.index, parameters.rule, parameters.rounding, weight, gradient, aligned)
         kernel(blocks, THREADS, [step])
+    bump_versions(*parameters.weights)

@@ -24,6 +24,7 @@ from ...ops import optimizer as reference
 from ...ops.optimizer import RULES, SETTINGS, Coefficients, Parameters
 from ...ops.optimizer_state import E4M3_MAX, STORAGES, code_values, middles
 from .. import parameter_tables
+from ..operands import bump_versions
 from ..parameter_tables import TILE, tables
 from ..tiling import ceil_div
 from .float8 import e4m3, float8_obstacle, to_float8
@@ -482,6 +483,7 @@ def update_parameters(coefficients: Tensor, steps: Tensor, parameters: Parameter
         ),
         WARPS,
     )
+    bump_versions(*parameters.weights)
 
 
 @functools.cache
