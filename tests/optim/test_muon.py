@@ -1,6 +1,7 @@
 """Muon against torch.optim.Muon and an SVD: values over 50 steps, batches, splits, 8 bits, skipped steps and resume."""
 
 import copy
+import shutil
 from functools import partial
 
 import pytest
@@ -10,10 +11,11 @@ from torch import nn
 from halfbyte.modeling.adapters import add_adapter
 from halfbyte.optim import OPTIMIZERS, muon
 from halfbyte.optim.muon import Muon, dequantize_momentum, gram, orthogonalize, quantize_momentum
+from halfbyte.runs import checkpoints
 from halfbyte.train.guards import skip_if_not_finite
 from halfbyte.utils.errors import CheckpointError, ModelError
 from halfbyte.utils.notices import notices_so_far, reset_notices
-from tests.helpers.tiny_runs import run_config, tiny_llama
+from tests.helpers.tiny_runs import make_loop, run_config, tiny_llama
 
 KEYS = {"lr": 3e-2, "weight_decay": 0.2, "momentum": 0.9}
 
@@ -350,6 +352,24 @@ def test_resume_is_bit_equal(bits, steps, tmp_path):
     take_steps(resumed, others, 4, seed=7)
     assert all(map(torch.equal, given, others))
     assert_equal_states(optimizer.state_dict(), resumed.state_dict())
+
+
+@pytest.mark.parametrize("optim", ["muon", "muon_8bit"])
+@pytest.mark.parametrize("peft", [True, False])
+def test_a_resumed_run_writes_the_weights_of_an_uninterrupted_one(optim, peft, tmp_path):
+    keys = {"optim": optim, "use_peft": peft, "load_in_4bit": False, "max_steps": 6, "save_steps": 3}
+    found = []
+    for name, interrupted in (("whole", False), ("resumed", True)):
+        config = run_config(tmp_path / name, **keys)
+        loop = make_loop(config)
+        loop.train()
+        if interrupted:
+            shutil.rmtree(loop.output / "checkpoint-6")
+            loop = make_loop(config)
+            loop.train(checkpoints.starting_point(config, True))
+            assert loop.optimizer.state
+        found.append([parameter.detach() for parameter in loop.trained])
+    assert all(map(torch.equal, *found))
 
 
 def test_a_copy_steps_alone():
