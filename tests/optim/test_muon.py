@@ -289,6 +289,8 @@ def test_grad_scaler_unscales_and_skips():
     scaler.update()
     for parameter, other in zip(given, others, strict=True):
         torch.testing.assert_close(parameter, other)
+        for key, value in plain.state[other].items():  # an orthogonalized update does not depend on the scale
+            torch.testing.assert_close(optimizer.state[parameter][key], value)
     weights = [parameter.detach().clone() for parameter in given]
     given[0].grad[0, 0] = float("inf")
     scaler.step(optimizer)
@@ -401,33 +403,29 @@ def test_state_of_torchs_muon(monkeypatch):
         assert (parameter - other).norm() < 0.03 * (parameter - start).norm()
 
 
-def other_states():
-    """State dicts that an optimizer of `mixed` with 32 bits must refuse."""
-    given, narrow = mixed(8)
-    take_steps(narrow, given, 1)
-    yield "8 bits", narrow.state_dict()
-    given, _ = mixed()
-    groups = [{"params": [given[at] for at in part]} for part in ((0, 2, 3), (1,), (4,))]
-    adamw = torch.optim.AdamW(groups)
-    take_steps(adamw, given, 1)
-    yield "another rule", adamw.state_dict()
-    given = parameters((9, 8), (7,), (3, 5, 12), (65, 33), (11, 7))
-    other = Muon([{"params": given[:4]}, {"params": given[4:], "use_muon": False}])
-    take_steps(other, given, 1)
-    yield "another shape", other.state_dict()
-    given, _ = mixed()
-    fewer = Muon(given)
-    take_steps(fewer, given, 1)
-    yield "other groups", fewer.state_dict()
+def other_state(kind):
+    """A state dict that an optimizer of `mixed` with 32 bits must refuse."""
+    given, optimizer = mixed(8)
+    if kind.startswith("another rule"):
+        optimizer = torch.optim.AdamW([{"params": [given[at] for at in part]} for part in ((0, 2, 3), (1,), (4,))])
+    elif kind == "another shape":
+        given = parameters((9, 8), (7,), (3, 5, 12), (65, 33), (11, 7))
+        optimizer = Muon([{"params": given[:4]}, {"params": given[4:], "use_muon": False}])
+    elif kind == "other groups":
+        optimizer = Muon(given)
+    take_steps(optimizer, given, 0 if kind.endswith("before a step") else 1)
+    return optimizer.state_dict()
 
 
-@pytest.mark.parametrize(("state"), [pytest.param(state, id=name) for name, state in other_states()])
-def test_states_of_other_optimizers_are_refused(state):
+@pytest.mark.parametrize(
+    "kind", ["8 bits", "another rule", "another rule before a step", "another shape", "other groups"]
+)
+def test_states_of_other_optimizers_are_refused(kind):
     given, optimizer = mixed()
     take_steps(optimizer, given, 1)
     before = copied(optimizer)
     with pytest.raises(CheckpointError):
-        optimizer.load_state_dict(state)
+        optimizer.load_state_dict(other_state(kind))
     assert_equal_states(copied(optimizer), before)
 
 
