@@ -1,4 +1,4 @@
-"""4-bit quantization and dequantization functions with the names and semantics of bitsandbytes.functional."""
+"""4-bit quantization functions with the names and semantics of bitsandbytes.functional, and `linear_loss`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .autograd.linear_loss import linear_loss as linear_loss
 from .formats import Blockwise4
 from .ops.codebooks import codebook4
 from .utils.errors import ModelError

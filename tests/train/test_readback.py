@@ -71,7 +71,7 @@ def loop_on(request, tmp_path):
     return make
 
 
-@pytest.mark.parametrize(("optim", "launched"), [(FUSED, 7), (PLAIN, 6)])
+@pytest.mark.parametrize(("optim", "launched"), [(FUSED, 7), (PLAIN, 6), ("muon", 7), ("muon_8bit", 7)])
 def test_a_broken_step_changes_no_weight_and_no_moment(loop_on, optim, launched):
     """With a guarded optimizer the host finds out when one more step is launched, which changes nothing either."""
     loop = loop_on(max_steps=9, optim=optim, weight_decay=0.1, save_steps=4)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..dispatch import autocast_dtype
+from ..dispatch import autocast_dtype, on_compiler
 from ..ops import IGNORE_INDEX
 from ..ops.cross_entropy import Objective
 from ..ops.divergence import linear_divergence
@@ -86,7 +86,7 @@ def scaled(gradient: Tensor, factor: Tensor) -> Tensor:
 
     The factor stays fp32 and must not be 0-d, which torch would round to bf16: 1/tokens would be off by up to 0.4%.
     """
-    if type(gradient) is not Tensor:  # tracing by torch.compile, which reuses memory by itself
+    if on_compiler() or type(gradient) is not Tensor:  # traced: the compiler reuses memory by itself
         return (gradient * factor).to(gradient.dtype)
     retained = torch._C._autograd._get_current_graph_task_keep_graph()  # backward(retain_graph=True)
     return torch.mul(gradient, factor, out=torch.empty_like(gradient)) if retained else gradient.mul_(factor)

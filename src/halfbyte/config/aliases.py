@@ -155,7 +155,7 @@ NOT_BUILT = {
     "use_apollo": "remove it; optim: adamw_8bit keeps the optimizer small",
     "use_badam": "remove it; optim: adamw_8bit keeps the optimizer small",
     "use_adam_mini": "remove it; optim: adamw_8bit keeps the optimizer small",
-    "use_muon": "remove it; see optim",
+    "use_muon": "set optim: muon",
     "plugins": "remove it; halfbyte has no plugins",
     "push_to_hub": "remove it and run `hf upload` on the finished adapter/",
     "hub_model_id": "remove it and run `hf upload` on the finished adapter/",

@@ -194,7 +194,7 @@ def linear_log_probs_backward(
 def products_in_chunks(
     hidden: Tensor,
     weight: Tensor,
-    ignored: Tensor,
+    ignored: Tensor | None,
     into_gradient: Callable[[Tensor, slice], None],
     grad_hidden: bool,
     grad_weight: bool,
@@ -203,7 +203,8 @@ def products_in_chunks(
     """Compute logits of `chunk` rows at a time in one buffer, apply `into_gradient`, and accumulate dX and dW.
 
     Args:
-        ignored: [N] bool; these rows of `hidden` do not enter dW, even if they hold NaN.
+        ignored: [N] bool; these rows of `hidden` do not enter dW, even if they hold NaN. None: all rows enter.
+        into_gradient: overwrites the logits of a slice of rows by the gradient of their loss.
     """
     exact = torch.promote_types(hidden.dtype, torch.float32)
     grad_x = torch.empty_like(hidden) if grad_hidden else None
@@ -219,7 +220,7 @@ def products_in_chunks(
             if (product := linear_into(into, logits, weight.t())) is not into:
                 into.copy_(product)
         if grad_w is not None:
-            _add_product(grad_w, logits.T, x.masked_fill(ignored[rows].unsqueeze(1), 0.0))
+            _add_product(grad_w, logits.T, x if ignored is None else x.masked_fill(ignored[rows].unsqueeze(1), 0.0))
         del logits  # free it before the next chunk, where it is not the buffer
     return grad_x, grad_w.to(weight.dtype) if grad_w is not None else None
 

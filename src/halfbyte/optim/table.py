@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from ..utils.notices import notice
 
 if TYPE_CHECKING:
     import torch
@@ -16,6 +19,10 @@ FEWEST_IN_8_BITS = 4096  # elements; bitsandbytes stores the states of smaller p
 BETA3 = 0.9999  # AdEMAMix's third beta, as in transformers
 # Parameters without weight decay, matched against lower-case names, as in transformers' Trainer.
 WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+
+# Matrices that Muon leaves to AdamW besides nn.Embedding: heads, whose rows are tokens or labels, and adapters on them
+OUTER = re.compile(r"(?:^|\.)(?:lm_head|embed_out|output_embeddings|score|classifier)\.|lora_embedding_")
+FUSED = re.compile(r"(?:^|\.)(qkv_proj|gate_up_proj)(?:\.base_layer)?(?:\.lora_B\.\w+)?(?:\.weight)?$")
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -45,6 +52,8 @@ class Settings(Protocol):
     def adam_beta1(self) -> float: ...
     @property
     def adam_beta2(self) -> float: ...
+    @property
+    def use_peft(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -164,6 +173,88 @@ def _embeddings(model: nn.Module) -> list[Tensor]:
     return [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
 
 
+def _muon(bits: Literal[8, 32]) -> Optimizer:
+    """Muon with its momentum in `bits` for matrices, and AdamW for vectors, embeddings and heads."""
+
+    def make(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+        from functools import partial
+
+        from .fused import AdamW
+        from .muon import Muon
+
+        if not settings.use_peft:
+            notice(
+                "muon-whole",
+                "optim: muon trains all weights of the model. If the model was pretrained with AdamW, the change of"
+                " optimizer costs quality (arXiv:2605.10468). Adapters do not suffer from it: set use_peft: true, or"
+                " compare with optim: adamw",
+            )
+        rest = _not_for_muon(model)
+        groups = [
+            {
+                **group,
+                "params": [p for p in group["params"] if (id(p) not in rest) == use_muon],
+                "use_muon": use_muon,
+            }
+            for use_muon in (True, False)
+            for group in parameter_groups(model, settings.weight_decay)
+        ]
+        adamw = partial(AdamW, betas=(settings.adam_beta1, settings.adam_beta2))
+        return Muon(groups, settings.learning_rate, momentum_bits=bits, splits=_fused_parts(model), rest=adamw)
+
+    def state_bytes(model: nn.Module) -> int:
+        from .muon import BLOCK as MOMENTUM_BLOCK
+
+        rest = _not_for_muon(model)
+
+        def parameter_bytes(parameter: Tensor) -> int:
+            numel = parameter.numel()
+            if id(parameter) in rest:
+                return 8 * numel
+            return 4 * numel if bits == 32 else numel + 4 * math.ceil(numel / MOMENTUM_BLOCK)
+
+        return sum(parameter_bytes(parameter) for parameter in trained_parameters(model).values())
+
+    return Optimizer(make, state_bytes, guarded=True, capturable=True, scratch=True)
+
+
+def _not_for_muon(model: nn.Module) -> set[int]:
+    """Ids of the trained parameters that are no matrices or stacks of these, or belong to embeddings or heads."""
+    embeddings = {id(parameter) for parameter in _embeddings(model)}
+    return {
+        id(parameter)
+        for name, parameter in trained_parameters(model).items()
+        if parameter.dim() not in (2, 3) or id(parameter) in embeddings or OUTER.search(name)
+    }
+
+
+def _fused_parts(model: nn.Module) -> dict[Tensor, list[int]]:
+    """Trained weight of a fused projection → the rows of each of its parts, for those of known layout.
+
+    These are `qkv_proj`, whose parts follow from the config, and `gate_up_proj`; as weight of a linear, factor B of its
+    adapter, or stack of experts [E, 2I, H].
+    """
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    heads = getattr(config, "num_attention_heads", 0)
+    width = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // (heads or 1)
+    kv = (getattr(config, "num_key_value_heads", None) or heads) * width
+    parts: dict[Tensor, list[int]] = {}
+    for name, parameter in trained_parameters(model).items():
+        found = FUSED.search(name)
+        if found is None or parameter.dim() not in (2, 3):
+            continue
+        rows = parameter.shape[-2]
+        if found[1] == "qkv_proj":
+            sizes = [heads * width, kv, kv]
+        else:
+            sizes = [rows // 2] * 2
+        stacked = parameter.dim() == 3 and parameter.shape[-1] != getattr(config, "hidden_size", None)
+        if sum(sizes) == rows and not stacked:  # a stack [E, H, 2I] has its parts in columns
+            parts[parameter] = sizes
+    return parts
+
+
 OPTIMIZERS: dict[str, Optimizer] = {
     "adamw": _fused("AdamW", "fp32"),
     "adamw_torch": _torch("AdamW", 2, betas=True, capturable=True, scratch=True),
@@ -187,4 +278,6 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "rmsprop_bnb": _fused("RMSprop", "fp32"),
     "rmsprop_bnb_8bit": _fused("RMSprop", "dynamic8"),
     "rmsprop_bnb_32bit": _fused("RMSprop", "fp32"),
+    "muon": _muon(32),
+    "muon_8bit": _muon(8),
 }

@@ -1,0 +1,451 @@
+"""Muon: matrices step along their orthogonalized momentum, all other parameters by AdamW.
+
+With the momentum M of a matrix, the update is the polar factor U·Vᵀ of M = U·S·Vᵀ, approximated by a few iterations
+X ← aX + (bA + cA²)X with A = XXᵀ, which need only matmuls. Matrices of one shape are iterated as one batch.
+
+Per iteration and m×n matrix (m ≤ n) that is 4m²n + 2m³ FLOPs. A and A² are symmetric, so that m²n + m³ of these are
+redundant. On a CPU, `gram` computes one off-diagonal block of the two and transposes it, which saves half of that: with
+512 rows and more it takes 0.73 to 0.83 of a full matmul's time, with 320 rows 1.08 (one core of an AMD EPYC, November
+2026). On an accelerator torch has no batched symmetric matmul in bf16, and A is computed in full.
+
+Sources: Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/) for Muon and its coefficients; Liu et al. 2025
+(arXiv:2502.16982, section 2.2) for the scale `match_rms_adamw`; Amsel et al. 2025 (arXiv:2505.16932, algorithm 1) for
+Polar Express; Gupta et al. 2025 (arXiv:2509.23106) for the momentum in 8 bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import repeat
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..utils.errors import CheckpointError, ModelError
+
+Method = Literal["newton_schulz", "polar_express"]
+Coefficients = tuple[float, float, float]
+
+NEWTON_SCHULZ: Coefficients = (3.4445, -4.7750, 2.0315)
+SAFETY = 1.01  # of Polar Express in bf16: its polynomials are of x/1.01, except the last, which is repeated
+POLAR_EXPRESS: tuple[Coefficients, ...] = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+    (1.875, -1.25, 0.375),
+)
+BLOCK = 2048  # elements of an 8-bit momentum with one fp32 scale
+BATCH_ELEMENTS = 2**25  # of the matrices that are computed at a time: 128 MiB per fp32 temporary
+FUSED_ADAMW = partial(torch.optim.AdamW, fused=True)  # unlike the others, it reads `found_inf` on the device
+HALVED_FROM = 512  # rows from which a CPU computes half of a symmetric product
+OWN_OPTIONS = ("momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "method", "momentum_bits")
+
+
+def gram(x: Tensor) -> Tensor:
+    """Products X·Xᵀ [B, m, m] of X [B, m, n]; on a CPU, large ones without one of two equal blocks."""
+    if not _halves(x):
+        return torch.bmm(x, x.mT)
+    rows, half = x.shape[1], x.shape[1] // 2
+    upper, lower = x[:, :half], x[:, half:]
+    product = x.new_empty(len(x), rows, rows)
+    product[:, :half, :half] = torch.bmm(upper, upper.mT)
+    product[:, half:, half:] = torch.bmm(lower, lower.mT)
+    product[:, :half, half:] = across = torch.bmm(upper, lower.mT)
+    product[:, half:, :half] = across.mT
+    return product
+
+
+def _halves(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.shape[1] >= HALVED_FROM
+
+
+def product_dtype(tensor: Tensor) -> torch.dtype:
+    """Dtype of the iteration: bf16 on an accelerator; on a CPU fp32, or fp64 for fp64 input."""
+    return torch.bfloat16 if tensor.device.type != "cpu" else torch.promote_types(tensor.dtype, torch.float32)
+
+
+def orthogonalize(
+    matrices: Tensor,
+    method: Method = "newton_schulz",
+    steps: int = 5,
+    coefficients: Coefficients = NEWTON_SCHULZ,
+    eps: float = 1e-7,
+) -> Tensor:
+    """Approximate the polar factors of matrices by odd quintic polynomials.
+
+    Newton-Schulz with Muon's coefficients does not converge: 5 steps map singular values from 0.003 to 1 of the
+    Frobenius norm to 0.68 … 1.20. Polar Express has other coefficients in each step and converges: 5 steps map them to
+    0.87 … 1.12, and 7 to within 5e-6 of 1.
+
+    Args:
+        matrices: [B, m, n], float.
+        method: the polynomials; `coefficients` are of "newton_schulz" only.
+        steps: polynomials to apply.
+        eps: least norm that a matrix is divided by.
+
+    Returns:
+        [B, m, n] in `product_dtype`.
+    """
+    wide = matrices.mT if matrices.shape[1] > matrices.shape[2] else matrices
+    norm = torch.linalg.vector_norm(
+        wide, dim=(1, 2), keepdim=True, dtype=torch.promote_types(wide.dtype, torch.float32)
+    )
+    norm = norm.clamp(min=eps) * (SAFETY if method == "polar_express" else 1.0)
+    x = (wide / norm).to(product_dtype(matrices))
+    for a, b, c in _polynomials(method, steps, coefficients):
+        square = gram(x)
+        if _halves(square):
+            square = torch.add(square * b, gram(square), alpha=c)
+        else:
+            square = torch.baddbmm(square, square, square, beta=b, alpha=c)
+        x = torch.baddbmm(x, square, x, beta=a)
+    return x.mT if wide is not matrices else x
+
+
+def _polynomials(method: Method, steps: int, coefficients: Coefficients) -> list[Coefficients]:
+    if method == "newton_schulz":
+        return [coefficients] * steps
+    safe = [(a / SAFETY, b / SAFETY**3, c / SAFETY**5) for a, b, c in POLAR_EXPRESS[:-1]]
+    return [*safe, *repeat(POLAR_EXPRESS[-1], steps)][:steps]
+
+
+def quantize_momentum(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Store tensors in 8 bits, linearly in blocks of `BLOCK` elements (arXiv:2509.23106, section 3).
+
+    Args:
+        values: [B, *], fp32; blocks do not cross the B tensors.
+
+    Returns:
+        int8 of the same shape, and scales fp32 [B, ⌈numel/BLOCK⌉]: the largest magnitude of each block, over 127.
+    """
+    flat = values.flatten(1)
+    padded = torch.nn.functional.pad(flat, (0, -flat.shape[1] % BLOCK)).view(len(flat), -1, BLOCK)
+    scales = padded.abs().amax(-1) / 127
+    codes = (padded / scales.clamp(min=torch.finfo(scales.dtype).tiny).unsqueeze(-1)).round_()
+    return codes.to(torch.int8).flatten(1)[:, : flat.shape[1]].reshape(values.shape), scales
+
+
+def dequantize_momentum(codes: Tensor, scales: Tensor) -> Tensor:
+    """Values [B, *] in fp32 of a result of `quantize_momentum`."""
+    numel = codes[0].numel()
+    each = scales.repeat_interleave(BLOCK, dim=1)[:, :numel]
+    return (codes.flatten(1) * each).view(codes.shape)
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for matrices and stacks of matrices, and another optimizer for all other parameters, in one `step()`.
+
+    A parameter group may have the key `use_muon`: false for embeddings and heads, whose gradients are sparse rows.
+    Without that key, a group's matrices [m, n] and stacks [E, m, n] take Muon and its other parameters do not.
+    `param_groups` has the groups of both, and so do the state and the state dict; learning rates of all are those of
+    the groups. State dicts of torch.optim.Muon load for 32-bit momentum.
+
+    The step follows torch.amp.GradScaler's protocol for optimizers that unscale: attributes `grad_scale`, which
+    divides the gradients, and `found_inf`, which leaves weights and state unchanged where it is 1, both on the device.
+    Nothing synchronises with it. The update is that of torch.optim.Muon with its options; but a CPU iterates in fp32,
+    momentum is at least fp32, and the scale is `match_rms_adamw` by default.
+
+    Args:
+        params: parameters, or groups of these.
+        lr: learning rate, a float or a 1-element tensor.
+        weight_decay: decoupled weight decay, also of the other parameters.
+        momentum: weight of the running mean of gradients.
+        nesterov: orthogonalize the mean of momentum and gradient.
+        ns_coefficients, eps, ns_steps: see `orthogonalize`.
+        adjust_lr_fn: factor of an m×n update: "match_rms_adamw" (0.2·√max(m, n), so that learning rates of AdamW fit)
+            or "original" (√max(1, m/n)).
+        method: polynomials of the orthogonalization.
+        momentum_bits: 32 (fp32), or 8 (`quantize_momentum`).
+        splits: parameter → sizes along the rows of its matrices (q, k and v; gate and up), which are orthogonalized
+            apart.
+        rest: constructor of the optimizer for the other parameters, from a list of groups. Its state dict must have
+            torch's layout. `found_inf` reaches it; if it does not support that, GradScaler checks on the host.
+        capturable: whether a CUDA graph may capture the step; sets the key of that name in the groups.
+
+    Raises:
+        ModelError: an unknown option, a parameter that is complex or, with `use_muon`, no matrix, or `splits` that do
+            not add up to the rows. In `step`: a sparse gradient.
+    """
+
+    rest: torch.optim.Optimizer | None
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: Coefficients = NEWTON_SCHULZ,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw",
+        *,
+        method: Method = "newton_schulz",
+        momentum_bits: Literal[8, 32] = 32,
+        splits: Mapping[Tensor, Sequence[int]] | None = None,
+        rest: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] = FUSED_ADAMW,
+        capturable: bool = False,
+    ):
+        defaults: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
+        defaults |= {"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "method": method}
+        defaults |= {"adjust_lr_fn": adjust_lr_fn, "momentum_bits": momentum_bits, "capturable": capturable}
+        self._splits = {parameter: list(sizes) for parameter, sizes in (splits or {}).items()}
+        self._make_rest, self.rest = rest, None
+        groups = list(params)
+        if groups and not isinstance(groups[0], dict):
+            groups = [{"params": groups}]
+        super().__init__(groups, {**defaults, "use_muon": True})
+        self._step_supports_amp_scaling = True
+        if self.rest is not None:
+            self._step_supports_amp_scaling = getattr(self.rest, "_step_supports_amp_scaling", False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("rest", "_make_rest", "_splits", "_step_supports_amp_scaling")
+        return {**super().__getstate__(), **{key: vars(self)[key] for key in own}}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, or one for Muon and one for the rest; see the class."""
+        given = param_group["params"]
+        parameters = [given] if isinstance(given, Tensor) else list(given)
+        if "use_muon" in param_group:
+            routes = [(bool(param_group["use_muon"]), parameters)]
+        else:
+            matrices = [parameter for parameter in parameters if parameter.dim() in (2, 3)]
+            others = [parameter for parameter in parameters if parameter.dim() not in (2, 3)]
+            routes = [(True, matrices), (False, others)] if others else [(True, matrices)]
+        for use_muon, chosen in routes:
+            group = {**param_group, "params": chosen, "use_muon": use_muon}
+            if use_muon:
+                _check_options({**self.defaults, **group})
+                for parameter in chosen:
+                    self._check_parameter(parameter)
+                super().add_param_group(group)
+            else:
+                self._add_to_rest(group)
+
+    def _add_to_rest(self, group: dict[str, Any]) -> None:
+        shared = {key: self.defaults[key] for key in ("lr", "weight_decay")}
+        shared |= {"capturable": True} if self.defaults["capturable"] else {}
+        group = {**shared, **{key: value for key, value in group.items() if key not in OWN_OPTIONS}}
+        known = {id(parameter) for other in self.param_groups for parameter in other["params"]}
+        if any(id(parameter) in known for parameter in group["params"]):
+            raise ModelError("Muon: a parameter is in more than one group", "put each parameter in one group")
+        if self.rest is None:
+            self.rest = self._make_rest([group])
+            self.state.update(self.rest.state)
+            self.rest.state = self.state
+        else:
+            self.rest.add_param_group(group)
+        self.param_groups.append(self.rest.param_groups[-1])
+
+    def _check_parameter(self, parameter: Tensor) -> None:
+        if parameter.dim() not in (2, 3) or parameter.is_complex():
+            raise ModelError(
+                f"Muon: a parameter of shape {list(parameter.shape)} and dtype {parameter.dtype} is no real matrix",
+                "set use_muon: false in its group",
+            )
+        sizes = self._splits.get(parameter)
+        if sizes is not None and (sum(sizes) != parameter.shape[-2] or min(sizes, default=0) < 1):
+            raise ModelError(f"Muon: splits {sizes} do not add up to the rows of a parameter {list(parameter.shape)}")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient; return the result of `closure`, if any."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        scaling = {key: getattr(self, key, None) for key in ("found_inf", "grad_scale")}
+        for group, parameters in self._batches():
+            self._step_batch(group, parameters, **scaling)
+        if self.rest is not None:
+            self._step_rest(self.rest, scaling)
+        return loss
+
+    @staticmethod
+    def _step_rest(rest: torch.optim.Optimizer, scaling: dict[str, Tensor | None]) -> None:
+        given = {key: value for key, value in scaling.items() if value is not None}
+        vars(rest).update(given)
+        try:
+            rest.step()
+        finally:
+            for key in given:
+                delattr(rest, key)
+
+    def _batches(self) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
+        """Yield groups with parameters that are computed together: of one shape, dtype, device and split."""
+        for group in self.param_groups:
+            if not group["use_muon"]:
+                continue
+            alike = defaultdict(list)
+            for parameter in group["params"]:
+                if parameter.grad is None or not parameter.numel():
+                    continue
+                if parameter.grad.is_sparse:
+                    raise ModelError("Muon: a gradient is sparse", "use dense gradients, e.g. Embedding(sparse=False)")
+                sizes = tuple(self._splits.get(parameter, ()))
+                alike[parameter.shape, parameter.dtype, parameter.device, sizes].append(parameter)
+            for (shape, *_), parameters in alike.items():
+                count = max(BATCH_ELEMENTS // shape.numel(), 1)
+                yield from ((group, parameters[at : at + count]) for at in range(0, len(parameters), count))
+
+    def _step_batch(
+        self, group: dict[str, Any], parameters: list[Tensor], found_inf: Tensor | None, grad_scale: Tensor | None
+    ) -> None:
+        device = parameters[0].device
+        skip = None if found_inf is None else found_inf.to(device, non_blocking=True).reshape(()) != 0
+        exact = torch.promote_types(parameters[0].dtype, torch.float32)
+        gradient = torch.stack([parameter.grad for parameter in parameters]).to(exact)  # type: ignore[misc]
+        if grad_scale is not None:
+            gradient /= grad_scale.to(device, non_blocking=True)
+        mean = self._update_momentum(group, parameters, gradient, skip)
+        update = gradient.lerp_(mean, group["momentum"]) if group["nesterov"] else mean
+        update = self._orthogonal(group, parameters[0], update)
+        lr = group["lr"].to(device, exact, non_blocking=True) if isinstance(group["lr"], Tensor) else group["lr"]
+        before = torch.stack(parameters).to(exact)  # decay and update of 16-bit weights are rounded once, together
+        after = (before * (1 - lr * group["weight_decay"])).sub_(update.mul_(lr))
+        torch._foreach_copy_(parameters, (after if skip is None else torch.where(skip, before, after)).unbind())
+
+    def _update_momentum(
+        self, group: dict[str, Any], parameters: list[Tensor], gradient: Tensor, skip: Tensor | None
+    ) -> Tensor:
+        """Update the stored momenta, unless `skip` is true, and return the new ones [B, *] in the gradient's dtype."""
+        in_8_bits = group["momentum_bits"] == 8
+        states = [self.state[parameter] for parameter in parameters]
+        for state, parameter in zip(states, parameters, strict=True):
+            if not state:
+                state["momentum_buffer"] = torch.zeros(
+                    parameter.shape, dtype=torch.int8 if in_8_bits else gradient.dtype, device=parameter.device
+                )
+                if in_8_bits:
+                    blocks = -(-parameter.numel() // BLOCK)
+                    state["momentum_scale"] = torch.zeros(blocks, dtype=torch.float32, device=parameter.device)
+        keys = ("momentum_buffer", "momentum_scale") if in_8_bits else ("momentum_buffer",)
+        held = [[state[key] for state in states] for key in keys]
+        before = [torch.stack(tensors) for tensors in held]
+        mean = dequantize_momentum(*before).to(gradient.dtype) if in_8_bits else before[0]
+        mean = mean.lerp(gradient, 1 - group["momentum"])
+        after = quantize_momentum(mean.float()) if in_8_bits else (mean,)
+        for tensors, old, new in zip(held, before, after, strict=True):
+            chosen = new if skip is None else torch.where(skip, old, new)
+            torch._foreach_copy_(tensors, chosen.unbind())
+        return mean
+
+    def _orthogonal(self, group: dict[str, Any], parameter: Tensor, update: Tensor) -> Tensor:
+        """Orthogonalized and scaled updates [B, *] of parameters like `parameter`, each part of a split alone."""
+        matrices = update.flatten(0, -3)
+        sizes = self._splits.get(parameter, [matrices.shape[1]])
+        parts = list(matrices.split(sizes, dim=1))
+        for size in dict.fromkeys(sizes):
+            at = [index for index, other in enumerate(sizes) if other == size]
+            batch = parts[at[0]] if len(at) == 1 else torch.cat([parts[index] for index in at])
+            options = {key: group[key] for key in ("method", "eps")}
+            found = orthogonalize(batch, steps=group["ns_steps"], coefficients=group["ns_coefficients"], **options)
+            found = found.to(update.dtype) * _scale(group["adjust_lr_fn"], size, matrices.shape[2])
+            for index, part in zip(at, found.split(len(matrices)), strict=True):
+                parts[index] = part
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return joined.reshape(update.shape)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of an optimizer with the same groups, of this class or torch.optim.Muon.
+
+        Raises:
+            CheckpointError: its groups, the bits or blocks of its momentum or their shapes differ from this
+                optimizer's, or it is of another rule.
+        """
+        saved_groups = state_dict["param_groups"]
+        sizes, own_sizes = ([len(group["params"]) for group in groups] for groups in (saved_groups, self.param_groups))
+        if sizes != own_sizes:
+            raise CheckpointError(
+                f"the optimizer state has groups of {sizes} parameters, and the optimizer {own_sizes}"
+            )
+        state: defaultdict[Tensor, Any] = defaultdict(dict)
+        rest: dict[str, Any] = {"state": {}, "param_groups": []}
+        loaded = []
+        for group, saved in zip(self.param_groups, saved_groups, strict=True):
+            options = {**group, **saved, "params": group["params"], "use_muon": group["use_muon"]}
+            loaded.append(options)
+            pairs = [(p, n) for p, n in zip(group["params"], saved["params"], strict=True) if n in state_dict["state"]]
+            if group["use_muon"]:
+                _check_saved_options(group, saved)
+                state.update((p, _loaded(group, p, state_dict["state"][number])) for p, number in pairs)
+            else:
+                rest["state"].update((number, state_dict["state"][number]) for _, number in pairs)
+                rest["param_groups"].append({**options, "params": saved["params"]})
+        if self.rest is not None:
+            self.rest.state = defaultdict(dict)
+            self.rest.load_state_dict(rest)
+            state.update(self.rest.state)
+            of_rest = iter(self.rest.param_groups)
+            loaded = [group if group["use_muon"] else next(of_rest) for group in loaded]
+            self.rest.state = state
+        self.state, self.param_groups = state, loaded
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """Raise a ModelError that names an option which is out of range."""
+    allowed: dict[str, tuple[Any, ...]] = {
+        "method": ("newton_schulz", "polar_express"),
+        "adjust_lr_fn": ("match_rms_adamw", "original"),
+        "momentum_bits": (8, 32),
+    }
+    for key, values in allowed.items():
+        if options[key] not in values:
+            raise ModelError(f"Muon: {key} is {options[key]!r}", f"choose from {', '.join(map(str, values))}")
+    lr = options["lr"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ModelError(f"Muon: lr is a tensor of shape {list(lr.shape)}", "pass a float or a 1-element tensor")
+    least = {"weight_decay": 0.0, "momentum": 0.0, "ns_steps": 1, "eps": 0.0}
+    least |= {} if isinstance(lr, Tensor) else {"lr": 0.0}
+    for key, value in least.items():
+        if not options[key] >= value:
+            raise ModelError(f"Muon: {key} is {options[key]}", f"pass {value} or more")
+
+
+def _check_saved_options(group: dict[str, Any], saved: dict[str, Any]) -> None:
+    bits = saved.get("momentum_bits", 32)
+    if "momentum" not in saved or bits != group["momentum_bits"]:
+        kind = f"Muon's with {bits}-bit momentum" if "momentum" in saved else "not Muon's"
+        raise CheckpointError(
+            f"the optimizer state is {kind}, and the optimizer has {group['momentum_bits']}-bit momentum",
+            "resume with the optimizer of the checkpoint",
+        )
+
+
+def _loaded(group: dict[str, Any], parameter: Tensor, saved: dict[str, Any]) -> dict[str, Tensor]:
+    """Copy a parameter's saved state to its device.
+
+    Raises:
+        CheckpointError: a tensor is missing, or has another shape or dtype.
+    """
+    blocks = torch.Size([-(-parameter.numel() // BLOCK)])
+    expected = {"momentum_buffer": (parameter.shape, torch.promote_types(parameter.dtype, torch.float32))}
+    if group["momentum_bits"] == 8:
+        expected = {"momentum_buffer": (parameter.shape, torch.int8), "momentum_scale": (blocks, torch.float32)}
+    found = {}
+    for key, (shape, dtype) in expected.items():
+        value = saved.get(key)
+        if value is None or value.shape != shape or value.is_floating_point() != dtype.is_floating_point:
+            held = "missing" if value is None else f"{value.dtype} {list(value.shape)}"
+            raise CheckpointError(
+                f"the optimizer state's {key} of a parameter {list(parameter.shape)} is {held}, not {dtype}"
+                f" {list(shape)} (blocks of {BLOCK})",
+                "resume with the optimizer and the model of the checkpoint",
+            )
+        found[key] = value.to(device=parameter.device, dtype=dtype, copy=True)
+    return found
+
+
+def _scale(adjust: str, rows: int, columns: int) -> float:
+    """Factor of the learning rate for a matrix of this shape."""
+    return 0.2 * math.sqrt(max(rows, columns)) if adjust == "match_rms_adamw" else math.sqrt(max(1.0, rows / columns))
