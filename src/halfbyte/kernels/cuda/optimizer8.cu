@@ -165,6 +165,12 @@ __device__ __forceinline__ u32 hash32(long long element, u32 step, u32 row) {
     return x ^ x >> 16;
 }
 
+/* Sums and products that are not fused: the compiler would choose FMAs differently in full and in last groups, and the
+   result of an element must not depend on where a parameter is cut, by `shard` or by windows of offloaded state. */
+__device__ __forceinline__ float mul(float a, float b) { return __fmul_rn(a, b); }
+__device__ __forceinline__ float mix(float a, float x, float b, float y) { return __fadd_rn(mul(a, x), mul(b, y)); }
+__device__ __forceinline__ float less(float a, float b) { return __fadd_rn(a, -b); }
+
 __device__ __forceinline__ float root_of(float x) {
     float root;
     asm("sqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(x));
@@ -195,32 +201,32 @@ __device__ __forceinline__ void update(const Step &step, const long long *entry,
     for (int k = 0; k < 2; k++) {
         for (int i = 0; i < 4; i++) {
             const long long place = at + k * 128 + lane * 4 + i;
-            float w = p[k][i], gradient = g[k][i] * factor;
+            float w = p[k][i], gradient = mul(g[k][i], factor);
             float &a = s1.values[k][i], &b = s2.values[k][i], &d = s3.values[k][i];
             if (ROUNDING == CORRECTION8) w = __int_as_float(__float_as_int(w) + ((int)(signed char)(bytes[k] >> 8 * i) << 8));
             if (ROUNDING == CORRECTION16 && (FULL || place < left))
                 w = __int_as_float(__float_as_int(w) + ((const short *)entry[4])[place]);
-            if (RULE == ADAMW || RULE == ADEMAMIX || RULE == LION) w -= decay * w;
-            else gradient += decay * w;
+            if (RULE == ADAMW || RULE == ADEMAMIX || RULE == LION) w = less(w, mul(decay, w));
+            else gradient = __fadd_rn(gradient, mul(decay, w));
             if (RULE == ADAMW) {
-                a = beta1 * a + rest1 * gradient;
-                b = beta2 * b + rest2 * gradient * gradient;
-                w -= __fdividef(rate * a, root_of(b) * root + eps);
+                a = mix(beta1, a, rest1, gradient);
+                b = mix(beta2, b, mul(rest2, gradient), gradient);
+                w = less(w, __fdividef(mul(rate, a), __fadd_rn(mul(root_of(b), root), eps)));
             } else if (RULE == ADEMAMIX) {
-                a = beta1 * a + rest1 * gradient;
-                b = c[10] * b + c[11] * gradient;
-                d = beta2 * d + rest2 * gradient * gradient;
-                w -= __fdividef(rate * (a * c[12] + c[5] * b), root_of(d) * root + eps);
+                a = mix(beta1, a, rest1, gradient);
+                b = mix(c[10], b, c[11], gradient);
+                d = mix(beta2, d, mul(rest2, gradient), gradient);
+                w = less(w, __fdividef(mul(rate, mix(a, c[12], c[5], b)), __fadd_rn(mul(root_of(d), root), eps)));
             } else if (RULE == LION) {
-                const float direction = beta1 * a + rest1 * gradient;
-                w -= direction > 0 ? rate : direction < 0 ? -rate : 0.0f;
-                a = beta2 * a + rest2 * gradient;
+                const float direction = mix(beta1, a, rest1, gradient);
+                w = less(w, direction > 0 ? rate : direction < 0 ? -rate : 0.0f);
+                a = mix(beta2, a, rest2, gradient);
             } else if (RULE == MOMENTUM) {
-                a = beta1 * a + gradient;
-                w -= rate * a;
+                a = __fadd_rn(mul(beta1, a), gradient);
+                w = less(w, mul(rate, a));
             } else {
-                a = RULE == RMSPROP ? beta1 * a + rest1 * gradient * gradient : a + gradient * gradient;
-                w -= __fdividef(rate * gradient, root_of(a) + eps);
+                a = RULE == RMSPROP ? mix(beta1, a, mul(rest1, gradient), gradient) : __fadd_rn(a, mul(gradient, gradient));
+                w = less(w, __fdividef(mul(rate, gradient), __fadd_rn(root_of(a), eps)));
             }
             p[k][i] = w;
         }
