@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch import op
+from .blockwise8 import dequantize_blockwise8, quantize_blockwise8
 from .codebooks import codebook4, thresholds4
 from .linear import add_term, linear_rows
 
@@ -103,20 +104,13 @@ def quantize_scales(absmax: Tensor, code: Tensor) -> tuple[Tensor, Tensor, Tenso
         code: fp32 [256], sorted (`dynamic_map`).
     """
     offset = absmax.mean()
-    centred = absmax - offset
-    blocks = torch.nn.functional.pad(centred, (0, -centred.numel() % NESTED_BLOCK)).view(-1, NESTED_BLOCK)
-    second = torch.linalg.vector_norm(blocks, torch.inf, dim=1)
-    normal = blocks * (1.0 / second).unsqueeze(1)  # NaN in a block of zeros, which encodes as 0 below
-    # bitsandbytes' CPU backend looks codes up in a table of 65,536 points over [-1, 1]; do the same for equal bytes.
-    point = ((normal + 1) * 0.5 * 65535 + 0.5).int().float() / 65535 * 2 - 1
-    index = torch.bucketize(point, (code[:-1] + code[1:]) / 2).masked_fill_(second.unsqueeze(1) == 0, 0)
-    return index.to(torch.uint8).view(-1)[: absmax.numel()].contiguous(), second, offset
+    quantized, second = quantize_blockwise8(absmax - offset, code, NESTED_BLOCK)
+    return quantized, second, offset
 
 
 def dequantize_scales(quantized: Tensor, second: Tensor, code: Tensor, offset: Tensor) -> Tensor:
     """Dequantize nested scales to fp32 [blocks]; arguments are as `quantize_scales` returns them."""
-    values = code[quantized.int()]
-    return values.mul_(second.repeat_interleave(NESTED_BLOCK)[: values.numel()]).add_(offset)
+    return dequantize_blockwise8(quantized, second, code, NESTED_BLOCK, torch.float32).add_(offset)
 
 
 def _scales_of(absmax: Tensor, nested: tuple[Tensor, Tensor, Tensor] | None, block: Tensor) -> Tensor:

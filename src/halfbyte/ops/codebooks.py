@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from ..utils.errors import ModelError
+
 _Make = TypeVar("_Make", bound=Callable[..., Any])
 
 # QLoRA (Dettmers et al. 2023, arXiv:2305.14314), appendix E: quantiles of a normal distribution with an exact zero.
@@ -51,16 +53,82 @@ def thresholds4(quant_type: str, device: torch.device) -> tuple[Tensor, Tensor]:
     return (ordered[:-1] + ordered[1:]) / 2, code_of_rank.to(torch.uint8)
 
 
-def dynamic_map(device: torch.device | str = "cpu", *, signed: bool = True) -> Tensor:
-    """fp32 [256], sorted: the dynamic 8-bit data type (Dettmers 2015, arXiv:1511.04561; 2021, arXiv:2110.02861).
+def dynamic_map(
+    device: torch.device | str = "cpu", *, signed: bool = True, exponent_bits: int = 7, bits: int = 8
+) -> Tensor:
+    """fp32 [256], sorted: the dynamic data type (Dettmers 2015, arXiv:1511.04561; 2021, arXiv:2110.02861).
 
-    Decade i of seven has the midpoints of 2^i (unsigned: 2^(i+1)) equal steps of [0.1, 1], scaled by 10^(i-6); 0 and 1
-    complete it.
+    Decade i of `exponent_bits` has the midpoints of 2^(i + bits - 1 - exponent_bits) equal steps of [0.1, 1] (unsigned:
+    twice as many), scaled by 10^(i + 1 - exponent_bits). The last decade also has the midpoints of one step less than
+    its remaining codes. 0 and 1 complete the 2^bits values; zeros fill the rest.
     """
-    values = []
-    for decade in range(7):
-        edges = torch.linspace(0.1, 1, 2 ** (decade if signed else decade + 1) + 1, dtype=torch.float32, device="cpu")
+    free, values = bits - 1 - exponent_bits, []
+
+    def add(steps: int, decade: int) -> None:
+        edges = torch.linspace(0.1, 1, steps + 1, dtype=torch.float32, device="cpu")
         # Scale as a Python float, product in fp32, sorted as doubles: this order reproduces bitsandbytes' bits.
-        magnitudes = (10 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2.0)).tolist()
-        values += magnitudes + ([-value for value in magnitudes] if signed else [])
-    return torch.tensor(sorted([*values, 0.0, 1.0]), dtype=torch.float32, device=device)
+        magnitudes = (10 ** (decade + 1 - exponent_bits) * ((edges[:-1] + edges[1:]) / 2.0)).tolist()
+        values.extend(magnitudes + ([-value for value in magnitudes] if signed else []))
+
+    for decade in range(exponent_bits):
+        add(int(2 ** (decade + free + (not signed))), decade)
+    if free > 0:
+        add(2**free - 1, exponent_bits - 1)
+    if len(values) + 2 != 2**bits:
+        raise ModelError(
+            f"a dynamic map of {bits} bits with {exponent_bits} exponent bits has {len(values) + 2} values",
+            "use a signed map, or exponent_bits = bits - 1",
+        )
+    return torch.tensor(sorted([*values, 0.0, 1.0, *[0.0] * (256 - 2**bits)]), dtype=torch.float32, device=device)
+
+
+def linear_map(*, signed: bool = True, bits: int = 8, zero: bool = True) -> Tensor:
+    """fp32 [256]: equal steps of [-1, 1], or of [0, 1] if not signed; zeros in the middle fill the rest.
+
+    Args:
+        signed: whether the map has negative values.
+        bits: 2^bits values, one less if signed and (`zero` or fewer than 8 bits).
+        zero: represent 0 exactly.
+    """
+    count = 2**bits - (signed and (zero or bits < 8))
+    values = torch.linspace(-1.0 if signed else 0.0, 1.0, count)
+    half = count // 2
+    return torch.cat([values[:half], torch.zeros(256 - count), values[half:]])
+
+
+def fp8_map(*, signed: bool = True, exponent_bits: int = 5, mantissa_bits: int = 2, bits: int = 8) -> Tensor:
+    """fp32 [256], sorted: magnitudes of a small float divided by the largest; zeros fill the rest.
+
+    A value is m·2^-b for exponent 0 and (1 + m)·2^(1 + b - e) for exponent e, with b = 2^(exponent_bits - 1).
+
+    Raises:
+        ModelError: the bits do not add up to `bits`.
+    """
+    if exponent_bits + mantissa_bits + signed != bits:
+        raise ModelError(
+            f"{exponent_bits} exponent and {mantissa_bits} mantissa bits do not make {bits} bits",
+            f"use exponent_bits + precision_bits = {bits - signed}",
+        )
+    bias = 2 ** (exponent_bits - 1)
+    mantissas = [m / 2**mantissa_bits for m in range(2**mantissa_bits)]
+    values = [m * 2.0**-bias for m in mantissas]
+    values += [(1 + m) * 2.0 ** (1 + bias - e) for e in range(1, 2**exponent_bits) for m in mantissas]
+    values += [-value for value in values] if signed else []
+    code = torch.tensor(sorted([*values, *[0.0] * (256 - 2**bits)]), dtype=torch.float32)
+    return code / code.max()
+
+
+def normal_map(offset: float = 0.9677083, *, extra: bool = True) -> Tensor:
+    """fp32 [256], sorted: quantiles of a normal distribution divided by the largest (QLoRA, appendix E).
+
+    Args:
+        offset: probability of the largest quantile.
+        extra: 8 positive and 7 negative values, as in NF4; else 7 of each. Zeros fill the rest.
+    """
+
+    def quantiles(count: int) -> Tensor:
+        return torch.special.ndtri(torch.linspace(offset, 0.5, count + 1)[:-1].double())
+
+    positive, negative = quantiles(8 if extra else 7), -quantiles(7)
+    values = torch.cat([positive, torch.zeros(256 - len(positive) - len(negative)), negative]).float().sort().values
+    return values / values.max()

@@ -113,6 +113,17 @@ def int8_matmul(x: Tensor, weight: Tensor) -> Tensor:
     return torch._int_mm(x, weight.t())[:rows]
 
 
+def exact_int8_matmul(x: Tensor, weight: Tensor) -> Tensor:
+    """x·Wᵀ, int32 [..., N], exact, from int8 [..., K] and [N, K] of any size, also where torch._int_mm does not run."""
+    rows = x.reshape(-1, x.shape[-1])
+    if rows.numel() and multiplies_int8(rows, weight.shape[0]):
+        product = int8_matmul(rows, weight)
+    else:
+        dtype = torch.float32 if x.shape[-1] * 128**2 <= 2**24 else torch.float64  # sums that are exact in the mantissa
+        product = (rows.to(dtype) @ weight.to(dtype).t()).to(torch.int32)
+    return product.view(*x.shape[:-1], weight.shape[0])
+
+
 def int8_linear(x: Tensor, codes: Tensor, absmax: Tensor, bias: Tensor | None, threshold: float) -> Tensor:
     """x·Wᵀ + b, [M, N] in x's dtype, with x quantized per row.
 

@@ -1,0 +1,37 @@
+"""Run a script or module with `bitsandbytes` answered by halfbyte: `python -m halfbyte.bitsandbytes SCRIPT|-m MODULE`.
+
+Without arguments, print `halfbyte env`.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+from halfbyte.bitsandbytes import install
+
+
+def main(arguments: list[str]) -> None:
+    """Install the stand-in and run what the arguments name, as `python` would."""
+    if not arguments:
+        from halfbyte.cli import main as command_line
+
+        sys.argv = ["halfbyte", "env"]
+        command_line()
+        return
+    install()
+    if arguments[0] == "-m":
+        if len(arguments) < 2:
+            sys.exit("usage: python -m halfbyte.bitsandbytes SCRIPT|-m MODULE [ARGUMENTS]")
+        sys.argv = arguments[1:]
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv = arguments
+    sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

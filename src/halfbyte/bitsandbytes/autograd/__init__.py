@@ -1,0 +1,1 @@
+"""Matmuls of `bitsandbytes.autograd`."""
