@@ -132,7 +132,7 @@ def test_two_models_in_a_process_share_no_8_bit_settings(tmp_path):
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
     (state,) = optimizer.state.values()
-    assert state["state1"].dtype == torch.uint8
+    assert state["exp_avg::quantized"].dtype == torch.uint8
 
 
 class Signed(torch.optim.Optimizer):

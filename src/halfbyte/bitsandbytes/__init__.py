@@ -7,12 +7,12 @@ code that cannot be edited. `docs/bitsandbytes.md` lists the differences.
 
 from __future__ import annotations
 
-from . import _ops, functional, nn, utils
+from . import _ops, functional, nn, optim, utils
 from .autograd._functions import MatmulLtState, matmul, matmul_4bit
 from .installation import install, real_package_is_present, uninstall
 
 __all__ = [
-    "MatmulLtState", "features", "functional", "install", "matmul", "matmul_4bit", "nn", "supported_torch_devices",
+    "MatmulLtState", "features", "functional", "install", "matmul", "matmul_4bit", "nn", "optim", "supported_torch_devices",
     "uninstall", "utils",
 ]  # fmt: skip
 

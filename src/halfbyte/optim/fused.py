@@ -106,6 +106,10 @@ class FusedOptimizer(Optimizer):
         beta1, beta2 = group["betas"][:2]
         return {"beta1": beta1, "beta2": beta2, "eps": group.get("eps", 0.0)}
 
+    def _rate_factors(self, batch: _Batch) -> Tensor | None:
+        """fp32 [n]: factors of the step sizes of the batch's parameters; None: 1."""
+        return None
+
     def _foreign(self, group: dict[str, Any]) -> dict[str, Any]:
         """Options of a saved group that torch's and bitsandbytes' optimizers of this rule need to load it."""
         return {"betas": (0.0, 0.0), "eps": 0.0, "alpha": 0.0, "t_alpha": None, "t_beta3": None}
@@ -226,7 +230,7 @@ class FusedOptimizer(Optimizer):
             packed_group.update({key: value for key, value in self._foreign(group).items() if key not in group})
         for number, state in packed["state"].items():
             if storages[number] == "dynamic8":
-                packed["state"][number] = _to_bitsandbytes(self.rule, state)
+                packed["state"][number] = to_bitsandbytes(self.rule, state)
             else:
                 packed["state"][number] = {**state, "step": state["step"].clone()}
         return packed
@@ -262,15 +266,14 @@ class FusedOptimizer(Optimizer):
         """One parameter's state, converted and copied to its device."""
         rule, storage, local = RULES[self.rule], self.storage_of(group, index), _local(group["params"][index])
         where = torch.device("cpu") if group["offload"] else local.device
-        saved = {**saved, **saved.get(WRAPPED, {})}
+        saved = _from_bitsandbytes(self.rule, {**saved, **saved.get(WRAPPED, {})})
         step = saved.get("step", 0)
         state: dict[str, Any] = {"step": torch.as_tensor(step, dtype=torch.float32).to(local.device, copy=True)}
         for place, (name, signed) in enumerate(zip(rule.states, rule.signed, strict=True)):
             keys = state_keys(self.rule, storage.name, place)
             found = [saved[key] for key in keys if key in saved]
-            if not storage.block:
-                values = saved.get(name, saved.get(f"state{place + 1}"))
-                found = [] if values is None or not values.is_floating_point() else [values]
+            if not storage.block and not (name in saved and saved[name].is_floating_point()):
+                found = []
             if len(found) != len(keys) or found[0].numel() != storage.codes(local.numel()):
                 have, wanted = ", ".join(key for key in saved if key != WRAPPED), ", ".join(keys)
                 raise CheckpointError(
@@ -299,7 +302,8 @@ class _Batch:
 
     def __init__(self, optimizer: FusedOptimizer, present: list[tuple[int, int, Tensor]], device: torch.device):
         self.device, self.weights = device, [weight for _, _, weight in present]
-        states = [optimizer._state_of(optimizer.param_groups[number], index) for number, index, _ in present]
+        self.states = [optimizer._state_of(optimizer.param_groups[number], index) for number, index, _ in present]
+        states = self.states
         self.steps = torch.stack([state["step"].to(device) for state in states])
         for row, state in enumerate(states):
             state["step"] = self.steps[row]
@@ -360,6 +364,9 @@ class _Batch:
         self._upload(optimizer)
         factor, found_inf = (each if each is None else each.to(self.device) for each in (factor, found_inf))
         prepare_step(self.settings, self.groups, self.steps, self.coefficients, optimizer.rule, factor, found_inf)
+        rates = optimizer._rate_factors(self)
+        if rates is not None:
+            self.coefficients[:, Coefficients._fields.index("rate")].mul_(rates)
         for parameters, weights, host in self.launches:
             if host is None:
                 update_parameters(self.coefficients, self.steps, parameters, found_inf)
@@ -415,10 +422,8 @@ def _check_gradient(weight: Tensor) -> None:
 
 
 def state_keys(rule: str, storage: str, number: int) -> tuple[str, ...]:
-    """Keys of a state's codes and scales: bitsandbytes' for dynamic8, otherwise torch's name, as flashoptim's."""
+    """Keys of a state, or of its codes and scales: torch's name, with flashoptim's suffixes."""
     name = RULES[rule].states[number]
-    if storage == "dynamic8":
-        return f"state{number + 1}", f"absmax{number + 1}"
     return (f"{name}::quantized", f"{name}::scales") if STORAGES[storage].block else (name,)
 
 
@@ -449,15 +454,33 @@ def _parts(state: dict[str, Any], rule: str, storage: str) -> list[tuple[Tensor,
     return found
 
 
-def _to_bitsandbytes(rule: str, state: dict[str, Any]) -> dict[str, Any]:
-    """A parameter's state as bitsandbytes saves it: step as an int, the rest under one key."""
+def _from_bitsandbytes(rule: str, saved: dict[str, Any]) -> dict[str, Any]:
+    """A parameter's state with the names of this module; without bitsandbytes' names it is unchanged."""
+    if "state1" not in saved:
+        return saved
+    states = [(saved.get(f"state{n}"), saved.get(f"absmax{n}")) for n in (1, 2, 3) if f"state{n}" in saved]
+    if rule == "ademamix" and len(states) == 2:  # bitsandbytes stacks the first moments
+        (codes, scales), last = states
+        pairs: Any = (None, None) if scales is None else scales
+        states = [*zip(codes, pairs, strict=True), last]  # type: ignore[arg-type]
+    found = {key: value for key, value in saved.items() if key in ("step", CORRECTION, WRAPPED)}
+    for name, (codes, scales) in zip(RULES[rule].states, states, strict=False):
+        found |= {name: codes} if scales is None else {f"{name}::quantized": codes, f"{name}::scales": scales}
+    return found
+
+
+def to_bitsandbytes(rule: str, state: dict[str, Any]) -> dict[str, Any]:
+    """A parameter's state as bitsandbytes saves it: step as an int, the rest under one key.
+
+    AdEMAMix has three states here, and two in bitsandbytes, whose first one is a stack of two.
+    """
     wrapped: dict[str, Any] = {}
     for number, (name, signed) in enumerate(zip(RULES[rule].states, RULES[rule].signed, strict=True), start=1):
         if name in state:  # fp32 state of a small parameter
             wrapped[f"state{number}"] = state[name]
         else:
-            codes = state[f"state{number}"]
-            wrapped |= {f"state{number}": codes, f"absmax{number}": state[f"absmax{number}"]}
+            codes = state[f"{name}::quantized"]
+            wrapped |= {f"state{number}": codes, f"absmax{number}": state[f"{name}::scales"]}
             wrapped[f"qmap{number}"] = dynamic_map(codes.device, signed=signed)
     rest = {CORRECTION: state[CORRECTION]} if CORRECTION in state else {}
     return {"step": int(state["step"]), WRAPPED: wrapped} | rest

@@ -419,8 +419,8 @@ def _update(
 _squares_launcher = Launcher(_squares)
 _norm_launcher = Launcher(_norm)
 _prepare_launcher = Launcher(_prepare)
-# Without FMAs, since the compiler would choose them differently in full and in last tiles: the result of an element must
-# not depend on where a parameter is cut, by `shard` or by windows of offloaded state.
+# Without FMAs, since the compiler would choose them differently in full and in last tiles: the result of an element
+# must not depend on where a parameter is cut, by `shard` or by windows of offloaded state.
 _update_launcher = Launcher(_update, enable_fp_fusion=False)
 
 

@@ -1,0 +1,105 @@
+"""LAMB of bitsandbytes, with 8- or 32-bit state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .optimizer import Optimizer2State
+
+
+class LAMB(Optimizer2State):
+    """LAMB as in bitsandbytes: Adam whose update is clipped to `max_unorm` times the weight's norm.
+
+    `optim_bits` chooses the state; 8-bit updates are not clipped. `bias_correction` and `adam_w_mode` have no effect.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: Any = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        optim_bits: int = 32,
+        args: Any = None,
+        min_8bit_size: int = 4096,
+        max_unorm: float = 1.0,
+    ):
+        super().__init__("lamb", params, lr, betas, eps, weight_decay, optim_bits, args, min_8bit_size, max_unorm)
+
+
+class LAMB8bit(LAMB):
+    """LAMB with 8-bit state.
+
+    Raises:
+        ValueError: `amsgrad` is set, or `max_unorm` is not 1.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: Any = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        args: Any = None,
+        min_8bit_size: int = 4096,
+        max_unorm: float = 1.0,
+    ):
+        if amsgrad:
+            raise ValueError("LAMB8bit does not support amsgrad=True")
+        if max_unorm != 1.0:
+            raise ValueError("LAMB8bit does not clip updates; leave max_unorm at its default of 1.0")
+        super().__init__(
+            params,
+            lr,
+            bias_correction,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            adam_w_mode,
+            8,
+            args,
+            min_8bit_size,
+            max_unorm,
+        )
+
+
+class LAMB32bit(LAMB):
+    """LAMB with fp32 state."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: Any = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        args: Any = None,
+        min_8bit_size: int = 4096,
+        max_unorm: float = 1.0,
+    ):
+        super().__init__(
+            params,
+            lr,
+            bias_correction,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            adam_w_mode,
+            32,
+            args,
+            min_8bit_size,
+            max_unorm,
+        )

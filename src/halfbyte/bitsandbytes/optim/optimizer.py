@@ -1,0 +1,295 @@
+"""bitsandbytes' base classes of optimizers and its manager of overrides, over `optim.fused`.
+
+State, arguments and state dicts are bitsandbytes'; the step is halfbyte's: all parameters in two launches, on the
+current stream, without blocking. Weight decay is applied before the update, as in torch; bitsandbytes applies it after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ...ops.codebooks import dynamic_map
+from ...ops.optimizer import RULES, Coefficients
+from ...ops.optimizer_state import STORAGES, Storage
+from ...optim.fused import WRAPPED, FusedOptimizer, to_bitsandbytes
+
+RULE_OF = {
+    "adam": "adamw",
+    "ademamix": "ademamix",
+    "lion": "lion",
+    "momentum": "momentum",
+    "rmsprop": "rmsprop",
+    "adagrad": "adagrad",
+    "lamb": "adamw",
+    "lars": "momentum",
+}
+CLIPPED = ("lamb", "lars")  # whose update's norm is clipped to `max_unorm` times the weight's
+
+
+class MockArgs(SimpleNamespace):
+    """Options as attributes; made from a mapping."""
+
+    def __init__(self, initial_data: dict[str, Any]):
+        super().__init__(**initial_data)
+
+
+class GlobalOptimManager:
+    """Overrides of options for single parameters: `override_config(module.weight, "optim_bits", 32)`."""
+
+    _instance: ClassVar[GlobalOptimManager | None] = None
+
+    def __init__(self) -> None:
+        raise RuntimeError("Call get_instance() instead")
+
+    def initialize(self) -> None:
+        """Forget all overrides."""
+        self.pid2config: dict[int, dict[str, Any]] = {}
+        self.index2config: dict[tuple[int, int], dict[str, Any]] = {}
+        self.module_weight_config_triple: list[tuple[nn.Module, str, dict[str, Any]]] = []
+        self._places: dict[int, tuple[int, int]] = {}
+
+    @classmethod
+    def get_instance(cls) -> GlobalOptimManager:
+        """Return the manager of this process."""
+        if cls._instance is None:
+            cls._instance = cls.__new__(cls)
+            cls._instance.initialize()
+        return cls._instance
+
+    def register_parameters(self, params: Iterable[Any]) -> None:
+        """Remember the places of parameters, or of groups of them, so that overrides survive a move to a device."""
+        groups = list(params)
+        if groups and not isinstance(groups[0], dict):
+            groups = [{"params": groups}]
+        for number, group in enumerate(groups):
+            for index, parameter in enumerate(group["params"]):
+                self._places[id(parameter)] = number, index
+                if id(parameter) in self.pid2config:
+                    self.index2config[number, index] = self.pid2config[id(parameter)]
+
+    def override_config(
+        self,
+        parameters: Any,
+        key: str | None = None,
+        value: Any = None,
+        key_value_dict: dict[str, Any] | None = None,
+    ) -> None:
+        """Override options of one parameter or several."""
+        chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        options = dict(key_value_dict or {}) | ({} if key is None else {key: value})
+        for parameter in chosen:
+            config = self.pid2config.setdefault(id(parameter), {})
+            config.update(options)
+            if id(parameter) in self._places:
+                self.index2config[self._places[id(parameter)]] = config
+
+    def register_module_override(self, module: nn.Module, param_name: str, config: dict[str, Any]) -> None:
+        """Override options of a module's parameter, which need not be the final one yet."""
+        self.module_weight_config_triple.append((module, param_name, config))
+
+
+class _State(dict[str, Any]):
+    """State of a parameter that also answers bitsandbytes' names: state1, qmap1, absmax1, …"""
+
+    def __init__(self, rule: str, values: dict[str, Any] | None = None):
+        super().__init__(values or {})
+        self.rule = rule
+
+    def __missing__(self, key: str) -> Any:
+        name, digit = key[:-1], key[-1:]
+        if name not in ("state", "absmax", "qmap") or digit not in ("1", "2"):
+            raise KeyError(key)
+        return _stacked(self.rule, to_bitsandbytes(self.rule, self)[WRAPPED])[key]
+
+
+def _stacked(rule: str, wrapped: dict[str, Any]) -> dict[str, Any]:
+    """bitsandbytes' tensors of a parameter; AdEMAMix's two first moments are stacked."""
+    if rule != "ademamix":
+        return wrapped
+    found = {"state1": torch.stack([wrapped["state1"], wrapped["state2"]]), "state2": wrapped["state3"]}
+    if "absmax1" in wrapped:
+        found |= {"absmax1": torch.stack([wrapped["absmax1"], wrapped["absmax2"]]), "absmax2": wrapped["absmax3"]}
+        found |= {"qmap1": wrapped["qmap1"], "qmap2": wrapped["qmap3"]}
+    return found
+
+
+class Optimizer8bit(FusedOptimizer):
+    """Base of bitsandbytes' optimizers. Use one of the classes that name a rule.
+
+    Args:
+        params: parameters or groups of them.
+        defaults: options of groups.
+        optim_bits: 8 or 32, of the state.
+        is_paged: whether the state is in pinned host memory and streamed; ignored for parameters on a CPU.
+    """
+
+    def __init__(self, params: Any, defaults: dict[str, Any], optim_bits: int = 32, is_paged: bool = False):
+        self.initialized, self.is_paged, self.optim_bits = False, is_paged, optim_bits
+        self.mng = GlobalOptimManager.get_instance()
+        if not hasattr(self, "rule"):
+            self.rule = "adamw"  # type: ignore[misc]
+        params = list(params)
+        first = params[0]["params"] if params and isinstance(params[0], dict) else params
+        tensors = [first] if isinstance(first, Tensor) else list(first)
+        on_gpu = bool(tensors) and tensors[0].device.type != "cpu"
+        super().__init__(params, defaults | {"offload": is_paged and on_gpu})
+
+    @property
+    def name2qmap(self) -> dict[str, Tensor]:
+        """The maps of signed ("dynamic") and unsigned ("udynamic") states."""
+        return {"dynamic": dynamic_map(signed=True), "udynamic": dynamic_map(signed=False)}
+
+    def check_overrides(self) -> None:
+        """Apply the overrides of `GlobalOptimManager.register_module_override`."""
+        for module, name, config in self.mng.module_weight_config_triple:
+            weight = getattr(module, name)
+            self.mng.pid2config[id(weight)] = config
+            for number, group in enumerate(self.param_groups):
+                for index, parameter in enumerate(group["params"]):
+                    if parameter is weight:
+                        self.mng.index2config[number, index] = config
+
+    def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
+        """Return the options of a parameter: its group's, the optimizer's and its overrides."""
+        config = {key: group[key] for key in ("betas", "eps", "weight_decay", "lr", "alpha", "t_alpha", "t_beta3")}
+        config |= vars(self.args)
+        return config | self.mng.index2config.get((gindex, pindex), {})
+
+    def step(self, closure: Any = None) -> Any:
+        if not self.initialized:
+            self.check_overrides()
+            self.initialized = True
+        return super().step(closure)
+
+    def storage_of(self, group: dict[str, Any], index: int) -> Storage:
+        number = next(at for at, each in enumerate(self.param_groups) if each is group)
+        config = self.get_config(number, index, group)
+        few = group["params"][index].numel() < config["min_8bit_size"]
+        return STORAGES["fp32" if config["optim_bits"] == 32 or few else "dynamic8"]
+
+    def _state_of(self, group: dict[str, Any], index: int) -> dict[str, Any]:
+        weight = group["params"][index]
+        if not isinstance(self.state[weight], _State):
+            self.state[weight] = _State(self.rule, self.state[weight])
+        return super()._state_of(group, index)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state in bitsandbytes' layout."""
+        packed = super().state_dict()
+        for number, state in packed["state"].items():
+            saved = state if WRAPPED in state else to_bitsandbytes(self.rule, state)
+            packed["state"][number] = saved | {WRAPPED: _stacked(self.rule, saved[WRAPPED])}
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
+        super().load_state_dict(state_dict)
+        for weight, state in list(self.state.items()):
+            self.state[weight] = _State(self.rule, state)
+
+    def to_gpu(self) -> None:
+        """Nothing: state is created where its parameter is."""
+
+    def _rate_factors(self, batch: Any) -> Tensor | None:
+        """Factors of the parameters' step sizes by which LAMB and LARS clip updates; see `CLIPPED`."""
+        if self.args.optimizer_name not in CLIPPED or self.args.optim_bits == 8 or self.args.max_unorm <= 0:
+            return None
+        rule, factors = RULES[self.rule], []
+        for weight, state, row in zip(batch.weights, batch.states, batch.coefficients, strict=True):
+            c = Coefficients(*row.unbind())
+            p, g = weight.detach().float().flatten(), weight.grad.float().flatten() * c.scale
+            states = [state[name].flatten() for name in rule.states]
+            if not rule.decoupled:
+                g = g + c.decay * p
+            step, _ = rule.update(torch.zeros_like(p), g, states, c._replace(rate=c.first, decay=0.0))
+            norm, most = step.norm(), self.args.max_unorm * p.norm()
+            state["unorm_vec"] = norm.square().reshape(1)
+            factors.append(torch.where(norm > most, most / norm, torch.ones_like(norm)))
+        return torch.stack(factors)
+
+    def _settings(self, group: dict[str, Any]) -> dict[str, Any]:
+        betas = group["betas"]
+        found = {"beta1": betas[0], "beta2": betas[1], "eps": group["eps"]}
+        if self.rule == "ademamix":
+            schedule = {key: group[key] or 0 for key in ("t_alpha", "t_beta3")}
+            found |= {"beta3": betas[2], "alpha": group["alpha"]} | schedule
+        return found
+
+    def _foreign(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {}
+
+    args: Any
+
+
+def _checked(lr: float, betas: Any, eps: float, weight_decay: float) -> tuple[float, ...]:
+    if lr < 0.0:
+        raise ValueError(f"Invalid learning rate: {lr}")
+    if eps < 0.0:
+        raise ValueError(f"Invalid epsilon value: {eps}")
+    if weight_decay < 0.0:
+        raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+    if isinstance(betas, str):
+        betas = [float(each) for each in betas.strip("()[] ").split(",")]
+    for number, beta in enumerate(betas):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {number}: {beta}")
+    return tuple(betas)
+
+
+class Optimizer2State(Optimizer8bit):
+    """Base of Adam, AdamW, AdEMAMix and LAMB; arguments as in bitsandbytes."""
+
+    def __init__(
+        self,
+        optimizer_name: str,
+        params: Any,
+        lr: float = 1e-3,
+        betas: Any = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        optim_bits: int = 32,
+        args: Any = None,
+        min_8bit_size: int = 4096,
+        max_unorm: float = 0.0,
+        skip_zeros: bool = False,
+        is_paged: bool = False,
+        alpha: float = 0.0,
+        t_alpha: int | None = None,
+        t_beta3: int | None = None,
+    ):
+        betas = _checked(lr, betas, eps, weight_decay)
+        own = {"optim_bits": optim_bits, "min_8bit_size": min_8bit_size, "max_unorm": max_unorm}
+        self.args = args if args is not None else MockArgs(own | {"skip_zeros": skip_zeros})
+        self.args.optimizer_name = self.optimizer_name = optimizer_name
+        self.rule = RULE_OF[optimizer_name]  # type: ignore[misc]
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"alpha": alpha, "t_alpha": t_alpha, "t_beta3": t_beta3}
+        super().__init__(params, defaults, optim_bits, is_paged)
+
+
+class Optimizer1State(Optimizer2State):
+    """Base of Lion, SGD, RMSprop, Adagrad and LARS; arguments as in bitsandbytes."""
+
+    def __init__(
+        self,
+        optimizer_name: str,
+        params: Any,
+        lr: float = 1e-3,
+        betas: Any = (0.9, 0.0),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        optim_bits: int = 32,
+        args: Any = None,
+        min_8bit_size: int = 4096,
+        max_unorm: float = 0.0,
+        skip_zeros: bool = False,
+        is_paged: bool = False,
+    ):
+        super().__init__(
+            optimizer_name, params, lr, betas, eps, weight_decay, optim_bits, args, min_8bit_size, max_unorm,
+            skip_zeros, is_paged,
+        )  # fmt: skip
