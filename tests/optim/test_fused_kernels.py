@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from halfbyte.ops.optimizer import ROUNDINGS, Coefficients, update_parameters
+from halfbyte.ops.optimizer import ROUNDINGS, RULES, Coefficients, prepare_step, update_parameters
 from halfbyte.ops.optimizer_state import STORAGES, middles
 from halfbyte.utils.errors import ModelError
 from tests.helpers.kernel_backends import MARKS
@@ -100,6 +100,23 @@ def test_midpoints_and_their_neighbours_get_the_references_codes(storage, kernel
     assert not unequal(mine, theirs)
     assert torch.equal(mine.states[0][0][1], torch.ones(len(values) // stored.block))
     assert len(mine.states[0][0][0].unique()) == 256 or storage == "dynamic4"
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("found_inf", [None, 0.0, 1.0])
+def test_coefficients_equal_the_reference(rule, found_inf, kernel):
+    settings = torch.tensor(
+        [[0.01, 0.1, 0.9, 0.99, 0.9999, 1e-8, 5.0, 50.0, 70.0], [1e-3, 0.0, 0.95, 0.999, 0.999, 1e-6, 8.0, 0.0, 0.0]],
+        dtype=torch.float64,
+    )
+    groups = torch.tensor([0, 0, 1, 1, 0, 1, 1], dtype=torch.int32)
+    mine = [torch.tensor([1.0, 1.0, 1.0, 7.0, 48.0, 1e5, 2.0**23]), torch.empty(7, len(Coefficients._fields))]
+    theirs = [each.clone() for each in mine]
+    rest = rule, torch.tensor(0.3), None if found_inf is None else torch.tensor(found_inf)
+    kernel.prepare_step(settings, groups, *mine, *rest)
+    prepare_step.reference(settings, groups, *theirs, *rest)
+    assert torch.equal(mine[0], theirs[0])
+    torch.testing.assert_close(mine[1], theirs[1], rtol=1.2e-7, atol=0)
 
 
 def test_a_broken_step_changes_nothing(kernel):

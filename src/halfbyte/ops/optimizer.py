@@ -163,7 +163,7 @@ class Parameters:
     launch: dict[str, Any] = field(default_factory=dict)
 
 
-@op("triton.optimizer")
+@op("triton.optimizer", "native.optimizer")
 def prepare_step(
     settings: Tensor,
     groups: Tensor,
