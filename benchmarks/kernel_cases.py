@@ -553,6 +553,7 @@ def optimizer_cases() -> Iterator[Case]:
             weights, gradients = [empty(size, dtype=dtype)], [empty(size, dtype=dtype)]
             rows = torch.zeros(1, dtype=torch.int32)
             parameters = Parameters(rule, storage, rounding, rows, weights, gradients, [states], correction)
+            optimizer.gradient_norm(coefficients, [parameters], 1.0)
             optimizer.update_parameters(coefficients, steps, parameters, one)
 
         often = (rule, storage, rounding) in (("adamw", "dynamic8", "nearest"), ("adamw", "fp32", "nearest"))

@@ -4,11 +4,11 @@
 
 - `1b`: one fp32 parameter with an fp32 gradient.
 - `1b-bf16`: one bf16 parameter with a bf16 gradient, and a master weight of 24 or 32 bits.
-- `lora`: the 450 adapter matrices of an 8B model in fp32 (29 M elements), gradients clipped to norm 1, called from Python
-  and in a CUDA graph.
+- `lora`: the 450 adapter matrices of an 8B model in fp32 (29 M elements), gradients clipped to norm 1, called from
+  Python and in a CUDA graph.
 
-Bytes are those that a step must read and write: gradient, weight, correction and state. The result is written after each
-figure. Peers that are not installed are left out.
+Bytes are those that a step must read and write: gradient, weight, correction and state. The result is written after
+each figure. Peers that are not installed are left out.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from .autograd._functions import MatmulLtState, matmul, matmul_4bit
 from .installation import install, real_package_is_present, uninstall
 
 __all__ = [
-    "MatmulLtState", "features", "functional", "install", "matmul", "matmul_4bit", "nn", "optim", "supported_torch_devices",
-    "uninstall", "utils",
+    "MatmulLtState", "features", "functional", "install", "matmul", "matmul_4bit", "nn", "optim",
+    "supported_torch_devices", "uninstall", "utils",
 ]  # fmt: skip
 
 __version__ = "0.50.2+halfbyte"

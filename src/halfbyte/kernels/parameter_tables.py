@@ -28,7 +28,7 @@ def tables(parameters: Parameters, device: torch.device) -> tuple[Tensor, Tensor
         number = torch.repeat_interleave(torch.arange(len(counts)), counts)
         place = torch.arange(len(number)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
         launch["tiles"] = torch.stack([number, place], dim=1).int().to(device)
-        launch["table"] = _fixed_columns(parameters)
+        launch["table"] = fixed_columns(parameters)
     if launch.get("version") != parameters.version:
         table = launch["table"].pin_memory() if device.type == "cuda" else launch["table"].clone()
         for column, tensors in ((2, parameters.weights), (3, parameters.gradients)):
@@ -38,7 +38,7 @@ def tables(parameters: Parameters, device: torch.device) -> tuple[Tensor, Tensor
     return launch["tiles"], launch["on_device"], launch["aligned"]
 
 
-def _fixed_columns(parameters: Parameters) -> Tensor:
+def fixed_columns(parameters: Parameters) -> Tensor:
     """The address table without weights and gradients, on the host."""
     rows = []
     for i, (row, weight) in enumerate(zip(parameters.rows.tolist(), parameters.weights, strict=True)):

@@ -181,7 +181,7 @@ def gradient_norm(coefficients: Tensor, parameters: Sequence[Parameters], max_no
     return torch.stack([norm, factor])
 
 
-@op("triton.optimizer")
+@op("triton.optimizer", "native.optimizer")
 def prepare_step(
     settings: Tensor,
     groups: Tensor,

@@ -169,9 +169,10 @@ INLINE void decode_as(state s, int64_t start, int n, float *restrict out, const 
 
 /* Codes of dynamic8 or dynamic4 for the values of one block, whose magnitudes are at most `divisor`.
 
-   `key` is the ratio's bits as an integer with the same order. A bucket holds the keys that are equal but for the lowest
-   `shift` bits; at most one midpoint of neighbouring codes is among them. A bucket's entry has the number of smaller
-   midpoints in its upper 8 bits. Adding the lower bits of the key carries into them if it is above the midpoint.
+   `key` is the ratio's bits as an integer with the same order. A bucket holds the keys that are equal but for the
+   lowest `shift` bits; at most one midpoint of neighbouring codes is among them. A bucket's entry has the number of
+   smaller midpoints in its upper 8 bits. Adding the lower bits of the key carries into them if the key is above the
+   midpoint.
    Loops are separate because scalar loads from the table are faster than gathers on current processors. */
 INLINE void dynamic_block(const float *restrict values, float divisor, uint8_t *restrict codes,
                           const uint32_t *restrict buckets, int storage, int is_signed, int square) {
@@ -377,4 +378,47 @@ int64_t halfbyte_optimizer_tile(void) { return TILE; }
 
 void halfbyte_update_parameters(const update_job *job) {
     if (job->tiles) spread(update_tiles, job, job->tiles, GRAIN, job->threads);
+}
+
+/* ops.optimizer.scheduled_beta3 */
+static double scheduled_beta3(double t, double beta1, double beta3, double horizon) {
+    double share = fmin(t / fmax(horizon, 1.0), 1.0), low = log(beta1), high = log(beta3);
+    double grown = fmin(exp(low * high / ((1.0 - share) * high + share * low)), beta3);
+    return horizon > 0 ? grown : beta3;
+}
+
+/* ops.optimizer.prepare_step; settings has rows of ops.optimizer.SETTINGS. */
+void halfbyte_prepare_step(const double *settings, const int32_t *groups, float *steps, coefficients *out, int64_t n,
+                           int rule, double factor, int counted) {
+    const int corrects = rule == ADAMW || rule == ADEMAMIX, decoupled = corrects || rule == LION;
+    for (int64_t i = 0; i < n; i++) {
+        steps[i] += (float)counted;
+        if (i && groups[i] == groups[i - 1] && steps[i] == steps[i - 1]) {
+            out[i] = out[i - 1];
+            continue;
+        }
+        const double *row = settings + 9 * (int64_t)groups[i], t = steps[i], lr = row[0];
+        double beta1 = row[2], beta2 = row[3], beta3 = row[4], alpha = row[6];
+        if (rule == ADEMAMIX) {
+            if (row[7] > 0) alpha *= fmin(t / row[7], 1.0);
+            beta3 = scheduled_beta3(t, beta1, beta3, row[8]);
+        }
+        double first = corrects ? 1.0 / (1.0 - pow(beta1, t)) : 1.0;
+        double root = corrects ? 1.0 / sqrt(1.0 - pow(beta2, t)) : 1.0;
+        out[i] = (coefficients){
+            .scale = (float)factor,
+            .decay = (float)(row[1] * (decoupled ? lr : 1.0)),
+            .rate = (float)(lr * (rule == ADAMW ? first : 1.0)),
+            .root = (float)root,
+            .eps = (float)row[5],
+            .alpha = (float)alpha,
+            .beta1 = (float)beta1,
+            .rest1 = (float)(1.0 - beta1),
+            .beta2 = (float)beta2,
+            .rest2 = (float)(1.0 - beta2),
+            .beta3 = (float)beta3,
+            .rest3 = (float)(1.0 - beta3),
+            .first = (float)first,
+        };
+    }
 }

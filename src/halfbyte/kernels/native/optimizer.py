@@ -1,6 +1,6 @@
 """C: optimizer steps of any number of parameters in one call, with threads over tiles.
 
-A step is bound by memory. With AdamW and fp32 gradients an element moves 28 bytes with fp32 state and 16 with dynamic8.
+With AdamW, fp32 weights and fp32 gradients a step moves 28 bytes an element with fp32 state and 16 with dynamic8.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from ...ops.optimizer import ROUNDINGS, RULES, Parameters
 from ...ops.optimizer_state import STORAGES, Storage, middles
 from ...utils.errors import ModelError
 from ..operands import bump_versions
+from ..parameter_tables import fixed_columns
 from . import library
 from .blockwise4 import DTYPES
-
-COLUMNS = 11  # 8-byte fields of `parameter` in native/optimizer.c
 
 _pointer = ctypes.c_void_p
 
@@ -44,6 +43,8 @@ class _Job(ctypes.Structure):
 
 _lib = library("optimizer")
 _lib.halfbyte_update_parameters.argtypes, _lib.halfbyte_update_parameters.restype = [_pointer], None
+_lib.halfbyte_prepare_step.argtypes = [_pointer] * 4 + [ctypes.c_int64, ctypes.c_int, ctypes.c_double, ctypes.c_int]
+_lib.halfbyte_prepare_step.restype = None
 _lib.halfbyte_optimizer_tile.argtypes, _lib.halfbyte_optimizer_tile.restype = [], ctypes.c_int64
 TILE = _lib.halfbyte_optimizer_tile()
 
@@ -71,6 +72,25 @@ def _keys(values: Tensor) -> Tensor:
     """The bits of fp32 values, as int32 with the same order."""
     bits = values.view(torch.int32)
     return bits ^ (bits >> 31 & 0x7FFFFFFF)
+
+
+@reference.prepare_step.kernel("cpu")
+def prepare_step(
+    settings: Tensor,
+    groups: Tensor,
+    steps: Tensor,
+    coefficients: Tensor,
+    rule: str,
+    factor: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    if not (steps.is_contiguous() and coefficients.is_contiguous()):
+        raise ModelError("the steps or coefficients of an optimizer are not contiguous", "call `contiguous` first")
+    settings, groups = settings.contiguous(), groups.contiguous()
+    pointers = (each.data_ptr() for each in (settings, groups, steps, coefficients))
+    scale, counted = 1.0 if factor is None else float(factor), found_inf is None or float(found_inf) == 0
+    _lib.halfbyte_prepare_step(*pointers, len(steps), [*RULES].index(rule), scale, counted)
+    bump_versions(steps, coefficients)
 
 
 def obstacle(coefficients: Tensor, steps: Tensor, parameters: Parameters, *_: Any, **__: Any) -> str | None:
@@ -103,7 +123,7 @@ class _Launch:
     """The arguments of a launch, kept between steps."""
 
     def __init__(self, parameters: Parameters):
-        self.table = torch.tensor(_fixed_columns(parameters), dtype=torch.int64)
+        self.table = fixed_columns(parameters)
         self.ends = ((self.table[:, 0] + TILE - 1) // TILE).cumsum(0)
         self.moving: tuple[list[int], list[int]] = [], []
         self.job = job = _Job(self.table.data_ptr(), self.ends.data_ptr(), tiles=int(self.ends[-1]))
@@ -129,14 +149,3 @@ class _Launch:
             raise ModelError("a weight or a gradient of an optimizer is not contiguous", "call `contiguous` first")
         self.table[:, 2], self.table[:, 3] = (torch.tensor(each) for each in moving)
         self.moving = moving
-
-
-def _fixed_columns(parameters: Parameters) -> list[list[int]]:
-    """A `parameter` of native/optimizer.c for each weight, without the addresses of weight and gradient."""
-    rows = []
-    for i, (row, weight) in enumerate(zip(parameters.rows.tolist(), parameters.weights, strict=True)):
-        entry = [weight.numel(), row, 0, 0, parameters.corrections[i].data_ptr() if parameters.corrections else 0]
-        for codes, scales in parameters.states[i]:
-            entry += [codes.data_ptr(), 0 if scales is None else scales.data_ptr()]
-        rows.append(entry + [0] * (COLUMNS - len(entry)))
-    return rows
