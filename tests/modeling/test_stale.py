@@ -49,7 +49,8 @@ def patched(model, form: str):
 def optimizer(name: str, model) -> torch.optim.Optimizer:
     """The one that `train` makes of `optim: name`."""
     rate = 2.0 if name == "sgd" else 0.02
-    settings = OptimizerSettings(learning_rate=rate, weight_decay=0.01)
+    options = {"scale": 1.0} if OPTIMIZERS[name].takes_targets else {}
+    settings = OptimizerSettings(optim=name, optim_args=options, learning_rate=rate, weight_decay=0.01)
     return OPTIMIZERS[name].make(model, settings)
 
 

@@ -89,7 +89,8 @@ def _decay_groups(model: nn.Module, trained: Mapping[str, nn.Parameter], weight_
 def _lora_plus_groups(
     model: nn.Module, trained: Mapping[str, nn.Parameter], settings: Settings
 ) -> list[dict[str, Any]]:
-    norms, members = _norm_parameters(model), dict[str, list[nn.Parameter]](A=[], embedding=[], B=[], bare_B=[])
+    norms = _norm_parameters(model)
+    members: dict[str, list[nn.Parameter]] = {"A": [], "embedding": [], "B": [], "bare_B": []}
     for name, parameter in trained.items():
         if "lora_embedding_" in name:
             members["embedding"].append(parameter)

@@ -37,6 +37,7 @@ from ..utils.errors import TrainingError
 MakeInner = Callable[[list[dict[str, Any]]], Optimizer]  # parameter groups → the optimizer that steps them
 
 FIRST_SWEEPS = 3  # iterations from a random start; later refreshes start from the last basis and need one
+OVERSAMPLED = 8  # columns of a random start beyond the rank, as Halko et al. advise
 GROWTH = 1.01  # APOLLO's largest ratio of the norms of successive scaled gradients
 TINY = 1e-8  # added to the norms that APOLLO divides by
 STATE = "low_rank"  # key of this module's part of a parameter's state in a state dict
@@ -104,14 +105,16 @@ class LowRank:
 # --- projections -----------------------------------------------------------------------------------------------------
 
 
-def refresh_basis(gradient: Tensor, start: Tensor, sweeps: int, align: bool) -> Tensor:
+def refresh_basis(gradient: Tensor, start: Tensor, rank: int, sweeps: int, align: bool = False) -> Tensor:
     """Approximate the leading left singular vectors of a matrix by subspace iteration.
 
     Args:
         gradient: G [m, n], fp32 or fp64.
-        start: [m, r] with independent columns, in G's dtype.
+        start: [m, k] with independent columns, k ≥ r, in G's dtype.
+        rank: r.
         sweeps: products with G Gᵀ.
-        align: whether column signs follow those of `start`, so that moments stay valid when the basis changes little.
+        align: whether column signs follow those of `start` [m, r], so that moments stay valid when the basis changes
+            little.
 
     Returns:
         [m, r] with orthonormal columns, by decreasing singular value.
@@ -120,7 +123,7 @@ def refresh_basis(gradient: Tensor, start: Tensor, sweeps: int, align: bool) -> 
     for _ in range(sweeps):
         basis = torch.linalg.qr(gradient @ (gradient.T @ basis)).Q
     inside = basis.T @ gradient
-    basis = basis @ torch.linalg.eigh(inside @ inside.T).eigenvectors.flip(1)
+    basis = basis @ torch.linalg.eigh(inside @ inside.T).eigenvectors.flip(1)[:, :rank]
     if align:
         basis = basis * torch.where((basis * start).sum(0) < 0, -1.0, 1.0).to(basis.dtype)
     return basis
@@ -237,12 +240,14 @@ class _Matrix:
         similarities = []
         for side in self.sides:
             own = gradient if side == "left" else gradient.T
-            shape = own.shape[0], self.rank
+            length = len(own)
             if first:
-                start = gaussian(*shape, self.weight, self.seed, self.index, side == "right", step)
+                columns = min(self.rank + OVERSAMPLED, *own.shape)
+                start = gaussian(length, columns, self.weight, self.seed, self.index, side == "right", step)
+                basis = refresh_basis(own, start, self.rank, FIRST_SWEEPS)
             else:
-                start = self._stored(side, shape)
-            basis = refresh_basis(own, start, FIRST_SWEEPS if first else 1, align=not first)
+                start = self._stored(side, (length, self.rank))
+                basis = refresh_basis(own, start, self.rank, sweeps=1, align=True)
             if skipped is not None and not first:
                 basis = torch.where(skipped, start, basis)
             if options.bits and not first:
