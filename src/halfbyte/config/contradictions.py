@@ -122,7 +122,7 @@ def _recipe_contradictions(config: RunKeys) -> Iterator[Contradiction]:
 def _optimizer_contradictions(config: RunKeys) -> Iterator[Contradiction]:
     """Yield contradictions of the optimizer's options, and of keys that it cannot be combined with."""
     row, chosen = OPTIMIZERS[config.optim], config.written("optim")
-    for name, value in config.optim_args.items():
+    for name, value in (config.optim_args or {}).items():
         if (option := row.options.get(name)) is None:
             near, known = nearest(name, row.options), ", ".join(row.options) or "none"
             wrong = f"optim_args: {chosen} has no option {brief(name)}"

@@ -46,9 +46,9 @@ class RunConfig(RunKeys):
     @field_validator("optim_args", mode="before")
     @classmethod
     def _optim_args(cls, value: Any) -> Any:
-        """Accept transformers' text, and null."""
+        """Accept transformers' text."""
         if not isinstance(value, str):
-            return {} if value is None else value
+            return value
         try:
             return parse_options(value)
         except ValueError as error:

@@ -301,8 +301,8 @@ class TrainingSection(Section):
         0.03, description="warmup steps: a number, or a share of all steps below 1"
     )
     optim: str = Field("adamw_torch_fused", description="optimizer, by its name in transformers")
-    optim_args: dict[str, bool | int | float | str] = Field(
-        default_factory=dict,
+    optim_args: dict[str, bool | int | float | str] | None = Field(
+        None,
         description="options of the optimizer: a mapping, or text as in transformers, `rank=64, update_proj_gap=100`",
     )
     optim_target_modules: str | list[str] | None = Field(
