@@ -8,7 +8,7 @@ import torch
 from halfbyte.config import load_config
 from halfbyte.optim import OPTIMIZERS
 from halfbyte.runs import checkpoints
-from halfbyte.train.preflight import check_targets, prepare_run
+from halfbyte.train.preflight import check_loss_scale, check_targets, prepare_run
 from halfbyte.utils.errors import ConfigError
 from tests.helpers.run_inputs import VOCABULARY, write_model, write_rows
 from tests.helpers.sft_runs import run
@@ -146,3 +146,10 @@ def test_targets_that_select_nothing_are_refused(place, tmp_path):
     with pytest.raises(ConfigError, match="optim_target_modules"):
         prepare_run(load_config(None, config))
     check_targets(load_config(None, config | {"optim_target_modules": ["mlp"]}), tiny_llama())
+
+
+def test_float16_that_the_device_chose_is_refused_for_layerwise():
+    config = load_config(None, {"model_name_or_path": "m", "dataset": "d", **keys("galore_adamw_layerwise")})
+    check_loss_scale(config, torch.bfloat16)
+    with pytest.raises(ConfigError, match="galore_adamw_layerwise"):
+        check_loss_scale(config, torch.float16)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..utils.notices import notice
 from .groups import Settings, embedding_weights, parameter_groups, target_matrices, trained_parameters
 from .options import Option, option_values
 
@@ -240,8 +241,12 @@ def _badam() -> Optimizer:
         from .badam import BAdam
 
         groups, inner = parameter_groups(model, settings), _inner_adamw(settings, 32, [])
-        trained, rate = trained_parameters(model), settings.learning_rate
-        return BAdam(groups, trained, inner, lr=rate, blocks=blocks(settings), seed=settings.seed)
+        trained, rate, own = trained_parameters(model), settings.learning_rate, blocks(settings)
+        names = own.names(trained)
+        if outside := trained.keys() - {name for block in names for name in block}:
+            fewer = f"optim: badam trains {len(names)} blocks of decoder layers; {len(outside)} weights outside of them"
+            notice("badam", f"{fewer}, such as {min(outside)}, stay as they are (badam_mode: ratio trains all)")
+        return BAdam(groups, trained, inner, lr=rate, blocks=own, seed=settings.seed)
 
     def state_bytes(model: nn.Module, settings: Settings) -> int:
         from .badam import badam_bytes

@@ -158,6 +158,7 @@ def prepare_run(
     layout = config.layout or layout or mesh.layout
     machine = _machine(config, method, mesh)
     check_trackers(config.report_to)
+    check_loss_scale(config, machine.compute_dtype)
     optimizer = check_optimizer(config, machine.device)
     config, checkpoint = _resumed(config, resume, layout, mesh)
     print_header(console, machine.facts, config)
@@ -467,6 +468,17 @@ def check_optimizer(config: RunConfig, device: torch.device) -> torch.optim.Opti
             f"optim: {config.optim} does not run on {device}: {_first_line(error)}", "set optim: adamw_torch_fused"
         ) from error
     return optimizer
+
+
+def check_loss_scale(config: RunConfig, compute_dtype: torch.dtype) -> None:
+    """Check that the optimizer sees an overflow of scaled gradients before it changes a weight.
+
+    Raises:
+        ConfigError: float16, which `dtype: auto` may have chosen, with an optimizer that steps in the backward.
+    """
+    if compute_dtype == torch.float16 and OPTIMIZERS[config.optim].updates == "backward":
+        wrong = f"optim: {config.optim} updates weights in the backward, where float16's loss scale is not checked"
+        raise ConfigError(wrong, "set dtype: bfloat16 or float32, or use an optimizer that is not layerwise")
 
 
 def check_targets(config: RunConfig, model: nn.Module) -> None:
