@@ -5,8 +5,6 @@ generate and compute log-probabilities. Weights are bfloat16, adapters float32, 
 stale results differ by far more than rounding.
 """
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -17,6 +15,7 @@ from halfbyte.modeling.head import causal_lm_loss, token_log_probs
 from halfbyte.optim import OPTIMIZERS
 from halfbyte.train.graph import GraphedBackward, GraphedStep
 from tests.helpers.marks import slow_except
+from tests.helpers.optimizer_settings import OptimizerSettings
 from tests.helpers.patch_models import assert_same, batch, loss_and_gradients, quantize, tiny
 
 CUDA = torch.cuda.is_available()
@@ -50,7 +49,8 @@ def patched(model, form: str):
 def optimizer(name: str, model) -> torch.optim.Optimizer:
     """The one that `train` makes of `optim: name`."""
     rate = {"sgd": 2.0, "muon": 0.5, "muon_8bit": 0.5}.get(name, 0.02)  # 0.02 of Muon moves weights by 1/5 of AdamW's
-    settings = SimpleNamespace(learning_rate=rate, weight_decay=0.01, adam_beta1=0.9, adam_beta2=0.999, use_peft=True)
+    options = {"scale": 1.0} if OPTIMIZERS[name].takes_targets else {}
+    settings = OptimizerSettings(optim=name, optim_args=options, learning_rate=rate, weight_decay=0.01)
     return OPTIMIZERS[name].make(model, settings)
 
 

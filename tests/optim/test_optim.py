@@ -17,10 +17,17 @@ from halfbyte.optim import OPTIMIZERS, Optimizer, parameter_groups, trained_para
 from halfbyte.optim.fused import FusedOptimizer
 from halfbyte.train.run import finetune
 from halfbyte.utils.errors import ConfigError
+from tests.helpers.optimizer_settings import OptimizerSettings
 from tests.helpers.run_inputs import VOCABULARY, write_model, write_rows
 from tests.helpers.tiny_runs import run_config, tiny_llama
 
-OWN = ("muon", "muon_8bit")  # names that transformers does not have; test_muon.py compares them with torch
+OWN = [name for name, row in OPTIMIZERS.items() if row.takes_targets or row.updates == "block" or "muon" in name]
+OTHERS = [name for name in OPTIMIZERS if name not in OWN]
+LAYERWISE = [name for name, row in OPTIMIZERS.items() if row.updates == "backward"]
+OPTIONS = {  # options that change the state
+    "sgd": {"momentum": 0.9, "nesterov": True}, "rmsprop": {"momentum": 0.5, "centered": True, "alpha": 0.9},
+    "adagrad": {"lr_decay": 0.1}, "ademamix": {"beta3": 0.99, "t_alpha": 5},
+}  # fmt: skip
 SETTINGS = {"learning_rate": 3e-3, "weight_decay": 0.1, "adam_beta1": 0.8, "adam_beta2": 0.99}
 
 
@@ -37,11 +44,12 @@ class Model(nn.Module):
         self.frozen = nn.Parameter(torch.ones(40, 50), requires_grad=False)
 
 
-def settings(name, tmp_path):
+def settings(name, tmp_path, **keys):
     row = OPTIMIZERS[name]
     if row.package is not None:
         pytest.importorskip(row.package)
-    return run_config(tmp_path, optim=name, **SETTINGS)
+    layerwise = {"max_grad_norm": 0.0} if name in LAYERWISE else {}
+    return run_config(tmp_path, optim=name, **SETTINGS, **layerwise, **keys)
 
 
 def known(groups, model):
@@ -50,14 +58,16 @@ def known(groups, model):
     return [group | {"params": [names[id(parameter)] for parameter in group["params"]]} for group in groups]
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in OWN])
+@pytest.mark.parametrize(("name", "options"), [(name, {}) for name in OTHERS] + [*OPTIONS.items()])
 @pytest.mark.parametrize("whole", [False, True])
-def test_equals_the_optimizer_of_transformers(whole, name, tmp_path):
-    config = settings(name, tmp_path)
+def test_equals_the_optimizer_of_transformers(whole, name, options, tmp_path):
+    text = ", ".join(f"{key}={value}" for key, value in options.items())
+    config = settings(name, tmp_path, optim_args=text)
     if name == "adamw":  # the name is this package's
         name = "adamw_torch_fused"
     model = tiny_llama() if whole else add_adapter(tiny_llama(), config)
-    arguments = TrainingArguments(str(tmp_path), optim=name, use_cpu=True, report_to="none", **SETTINGS)
+    common = {"use_cpu": True, "report_to": "none", **SETTINGS}
+    arguments = TrainingArguments(str(tmp_path), optim=name, optim_args=text or None, **common)
     theirs = Trainer(model, arguments).create_optimizer()
     ours = OPTIMIZERS[config.optim].make(model, config)
     if isinstance(ours, FusedOptimizer):
@@ -76,31 +86,31 @@ def test_equals_the_optimizer_of_transformers(whole, name, tmp_path):
 
 def test_norms_and_biases_do_not_decay():
     model = Model()
-    decaying, others = known(parameter_groups(model, 0.1), model)
+    decaying, others = known(parameter_groups(model, OptimizerSettings(weight_decay=0.1)), model)
     assert decaying == {"params": ["experts", "embed.weight", "up.weight", "scaled.weight"], "weight_decay": 0.1}
     assert others == {"params": ["up.bias", "norm.weight", "norm.bias"], "weight_decay": 0.0}
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_state_bytes_match_the_row(name, tmp_path):
-    model = Model()
-    optimizer = OPTIMIZERS[name].make(model, settings(name, tmp_path))
+@pytest.mark.parametrize(("name", "options"), [(name, {}) for name in OTHERS] + [*OPTIONS.items()])
+def test_state_bytes_match_the_row(name, options, tmp_path):
+    model, config = Model(), settings(name, tmp_path, optim_args=options)
+    optimizer = OPTIMIZERS[name].make(model, config)
     for parameter in trained_parameters(model).values():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     row = OPTIMIZERS[name]
     if row.host_bytes is not None:
         held = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
-        assert row.host_bytes(model) == sum(value.nbytes for value in held)
+        assert row.host_bytes(model, config) == sum(value.nbytes for value in held)
         hosts = [host for batch in optimizer._batches for *_, host in batch.launches]
         windows = sum(part.windows.nbytes for host in hosts for part in host.parts)
-        assert row.state_bytes(model) == pytest.approx(windows, rel=1e-3)
+        assert row.state_bytes(model, config) == pytest.approx(windows, rel=1e-3)
         return
     kept = [value for state in optimizer.state.values() for key, value in state.items() if not key.startswith("qmap")]
     measured = sum(value.nbytes for value in kept if isinstance(value, torch.Tensor) and value.dim())
-    assert OPTIMIZERS[name].state_bytes(model) == measured
+    assert OPTIMIZERS[name].state_bytes(model, config) == measured
     with torch.device("meta"):
-        assert OPTIMIZERS[name].state_bytes(Model()) == measured
+        assert OPTIMIZERS[name].state_bytes(Model(), config) == measured
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -117,7 +127,8 @@ def test_capabilities_match_the_optimizer(name, tmp_path):
 def test_config_takes_the_rows_and_nothing_else():
     keys = {"model_name_or_path": "m", "dataset": "d"}
     for name in OPTIMIZERS:
-        assert load_config(None, keys | {"optim": name}).optim == name
+        layerwise = {"max_grad_norm": 0.0} if name in LAYERWISE else {}
+        assert load_config(None, keys | {"optim": name} | layerwise).optim == name
     with pytest.raises(ConfigError, match=f"{', '.join(OPTIMIZERS)}.*'adamw_torch_4bit'"):
         load_config(None, keys | {"optim": "adamw_torch_4bit"})
 
@@ -154,8 +165,8 @@ class Signed(torch.optim.Optimizer):
 def signed(monkeypatch):
     """The name of a row that this test adds."""
     row = Optimizer(
-        make=lambda model, settings: Signed(parameter_groups(model, settings.weight_decay), settings.learning_rate),
-        state_bytes=lambda model: sum(parameter.nbytes for parameter in trained_parameters(model).values()),
+        make=lambda model, settings: Signed(parameter_groups(model, settings), settings.learning_rate),
+        state_bytes=lambda model, settings: sum(parameter.nbytes for parameter in trained_parameters(model).values()),
     )
     monkeypatch.setitem(OPTIMIZERS, "signed", row)
     return "signed"

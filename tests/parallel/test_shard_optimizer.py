@@ -10,16 +10,13 @@ from halfbyte.optim import OPTIMIZERS
 from halfbyte.parallel.mesh import SINGLE_PROCESS
 from halfbyte.parallel.shard import optimizer as shard_optimizers
 from halfbyte.parallel.shard.optimizer import ReplicatedOptimizer, ShardedOptimizer, shard_optimizer
+from tests.helpers.optimizer_settings import OptimizerSettings
 
 pytestmark = pytest.mark.dist
 
 SHAPES = [(8, 16), (5, 7), (3,), (1,), (2, 3, 5)]  # divisible, odd, and fewer elements than there are ranks
 SETTINGS = {"learning_rate": 0.1, "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95}
 ELEMENTWISE = [name for name, row in OPTIMIZERS.items() if row.elementwise]
-
-
-class Settings:
-    learning_rate, weight_decay, adam_beta1, adam_beta2 = SETTINGS.values()
 
 
 class Model(nn.Module):
@@ -43,7 +40,7 @@ def run(mesh, ranks, name, steps, state=None, model=None):
     model = copy.deepcopy(model) or Model()  # what ranks are sent lies in memory that they share
     parameters = list(model.parameters())
     named = [model.bias, *model.weights]
-    optimizer = OPTIMIZERS[name].make(model, Settings())
+    optimizer = OPTIMIZERS[name].make(model, OptimizerSettings(**SETTINGS))
     units = shard_optimizer(mesh, parameters, block=OPTIMIZERS[name].block)
     units.adopt(optimizer)
     if state is not None:
@@ -224,7 +221,7 @@ def run_blockwise(mesh, ranks, name, steps, state=None, values=None):
     model = Large()
     if values is not None:
         model.load_state_dict(values)
-    optimizer = OPTIMIZERS[name].make(model, Settings())
+    optimizer = OPTIMIZERS[name].make(model, OptimizerSettings(**SETTINGS))
     units = shard_optimizer(mesh, list(model.parameters()), block=OPTIMIZERS[name].block)
     units.adopt(optimizer)
     if state is not None:

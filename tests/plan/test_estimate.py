@@ -105,7 +105,7 @@ def test_full_fine_tuning_and_optimizers():
         sizes[optim] = plan.optimizer
     assert sizes == {
         "adamw_torch_fused": 8 * numel,
-        "adamw_8bit": OPTIMIZERS["adamw_8bit"].state_bytes(model),
+        "adamw_8bit": OPTIMIZERS["adamw_8bit"].state_bytes(model, run_config(**keys)),
         "sgd": 0,
     }
 

@@ -168,10 +168,10 @@ def test_an_optimizer_takes_a_step_before_it_is_needed(tmp_path, monkeypatch):
     def broken(model, settings):
         raise RuntimeError("\nno CUDA here\nmore")
 
-    monkeypatch.setitem(OPTIMIZERS, "sgd", Optimizer(broken, lambda model: 0))
+    monkeypatch.setitem(OPTIMIZERS, "sgd", Optimizer(broken, lambda model, settings: 0))
     with pytest.raises(ConfigError, match=r"(?s)optim: sgd.*CUDA"):
         check_optimizer(config(optim="sgd"), CPU)
-    monkeypatch.setitem(OPTIMIZERS, "sgd", Optimizer(broken, lambda model: 0, package="not_there"))
+    monkeypatch.setitem(OPTIMIZERS, "sgd", Optimizer(broken, lambda model, settings: 0, package="not_there"))
     with pytest.raises(ConfigError, match="not_there"):
         check_optimizer(config(optim="sgd"), CPU)
 

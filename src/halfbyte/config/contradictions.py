@@ -5,9 +5,11 @@ Every rule yields the key to change, the problem, and the fix.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from urllib.parse import urlsplit
 
+from ..optim import OPTIMIZERS
 from ..parallel import support
 from ..utils.text import brief
 from .methods import DEFAULTS, DIFFERENCE_LOSSES, LOSS_METHODS, LOSS_TYPES, methods_of
@@ -15,7 +17,10 @@ from .policy import DISTILLING, POLICY, SAMPLING
 from .schema import RECIPE_OPTIONS, QuantizationSection, RunKeys
 from .section import Contradiction, nearest
 
-ADAPTER_KEYS = ("use_dora", "use_rslora", "adapter_path", "modules_to_save", "rank_pattern", "alpha_pattern")
+ADAPTER_KEYS = (
+    *("use_dora", "use_rslora", "adapter_path", "modules_to_save", "rank_pattern", "alpha_pattern"),
+    *("loraplus_lr_ratio", "loraplus_lr_embedding", "lora_preconditioner"),
+)
 SFT_KEYS = ("dataset_format", "dataset_text_field", "completion_only_loss")
 
 
@@ -23,6 +28,7 @@ def run_contradictions(config: RunKeys) -> Iterator[Contradiction]:
     """Yield the contradictions between any keys of a run."""
     yield from QuantizationSection.contradictions(config)
     yield from _recipe_contradictions(config)
+    yield from _optimizer_contradictions(config)
     if config.qat_scheme is not None:
         yield from _qat_contradictions(config)
     if not config.use_peft:
@@ -111,6 +117,49 @@ def _recipe_contradictions(config: RunKeys) -> Iterator[Contradiction]:
     if not config.use_kernels:
         wrong = f"{chosen} with use_kernels: false: only fused forwards support recipes"
         yield "recipe", wrong, "set recipe: bf16"
+
+
+def _optimizer_contradictions(config: RunKeys) -> Iterator[Contradiction]:
+    """Yield contradictions of the optimizer's options, and of keys that it cannot be combined with."""
+    row, chosen = OPTIMIZERS[config.optim], config.written("optim")
+    for name, value in (config.optim_args or {}).items():
+        if (option := row.options.get(name)) is None:
+            near, known = nearest(name, row.options), ", ".join(row.options) or "none"
+            wrong = f"optim_args: {chosen} has no option {brief(name)}"
+            yield "optim_args", wrong, f"did you mean {near}?" if near else f"its options: {known}"
+        elif not option.accepts(value):
+            wrong = f"optim_args: {name} must be {option.allowed()}, not {brief(value)}"
+            yield "optim_args", wrong, f"correct it, or remove it (default: {option.default})"
+    if config.optim_target_modules is not None:
+        yield from _target_contradictions(config, chosen, row.takes_targets)
+    if row.updates == "backward":
+        where = f"with {chosen}, which updates each weight in the backward"
+        if config.max_grad_norm:
+            wrong = f"{config.written('max_grad_norm')} {where}, before the norm of all gradients is known"
+            yield "max_grad_norm", wrong, "set max_grad_norm: 0"
+        if config.gradient_accumulation_steps > 1:
+            wrong = f"{config.written('gradient_accumulation_steps')} {where} of every micro-batch"
+            yield "gradient_accumulation_steps", wrong, "set it to 1 and raise per_device_train_batch_size"
+        if config.dtype == "float16":
+            yield "dtype", f"dtype: float16 {where}, where its loss scale has no overflow check", "set dtype: bfloat16"
+    if config.lora_preconditioner and row.updates == "backward":
+        wrong = f"{config.written('lora_preconditioner')} with {chosen}: it needs the gradients of both factors at once"
+        yield "lora_preconditioner", wrong, "remove it, or use an optimizer that is not layerwise"
+    if config.loraplus_lr_embedding is not None and config.loraplus_lr_ratio is None:
+        wrong = "loraplus_lr_embedding without loraplus_lr_ratio has no effect"
+        yield "loraplus_lr_embedding", wrong, "set loraplus_lr_ratio, or remove it"
+
+
+def _target_contradictions(config: RunKeys, chosen: str, takes_targets: bool) -> Iterator[Contradiction]:
+    targets, key = config.optim_target_modules, "optim_target_modules"
+    if not takes_targets:
+        known = ", ".join(name for name, row in OPTIMIZERS.items() if row.takes_targets)
+        yield key, f"{config.written(key)} with {chosen}, which does not project gradients", f"use one of {known}"
+    for pattern in [targets] if isinstance(targets, str) else targets or []:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            yield key, f"{key}: {brief(pattern)} is not a regular expression: {error}", "correct it"
 
 
 def _parallel_contradictions(config: RunKeys) -> Iterator[Contradiction]:

@@ -152,9 +152,11 @@ def _is_stored(values: Values) -> bool:
 def overridden_keys(values: Values) -> set[str]:
     """Return our keys that a foreign key overrides.
 
-    With load_in_8bit or gptq, `load_in_4bit: false` only means that the weights are not stored in 4 bits.
+    With load_in_8bit or gptq, `load_in_4bit: false` only means that the weights are not stored in 4 bits. LLaMA-Factory
+    names the optimizer inside of GaLore, APOLLO and BAdam with `optim`.
     """
-    return {"load_in_4bit"} if _is_stored(values) and values.get("load_in_4bit") is False else set()
+    stored = {"load_in_4bit"} if _is_stored(values) and values.get("load_in_4bit") is False else set()
+    return stored | ({"optim"} if any(values.get(switch) for switch in OPTIMIZER_SWITCHES) else set())
 
 
 def _qat(value: Any, values: Values) -> Outcome:
@@ -509,6 +511,71 @@ def _as_file_and_function(name: str) -> str:
     return f"{module.replace('.', '/')}.py:{function}" if module else name
 
 
+# Keys for low-rank and block-wise optimizers of LLaMA-Factory
+
+# Switch → its option keys, their names in `optim_args`, and LLaMA-Factory's defaults.
+OPTIMIZER_SWITCHES: dict[str, dict[str, tuple[str, Any]]] = {
+    "use_galore": {
+        "galore_rank": ("rank", 16),
+        "galore_update_interval": ("update_proj_gap", 200),
+        "galore_scale": ("scale", 2.0),
+        "galore_proj_type": ("proj_type", "std"),
+    },
+    "use_apollo": {
+        "apollo_rank": ("rank", 16),
+        "apollo_update_interval": ("update_proj_gap", 200),
+        "apollo_scale": ("scale", 32.0),
+        "apollo_proj": ("proj", "random"),
+        "apollo_proj_type": ("proj_type", "std"),
+        "apollo_scale_type": ("scale_type", "channel"),
+    },
+    "use_badam": {
+        "badam_mode": ("badam_mode", "layer"),
+        "badam_switch_mode": ("badam_switch_mode", "ascending"),
+        "badam_switch_interval": ("badam_switch_interval", 50),
+        "badam_start_block": ("badam_start_block", None),
+        "badam_update_ratio": ("badam_update_ratio", 0.05),
+        "badam_mask_mode": ("badam_mask_mode", "adjacent"),
+    },
+}
+# Other keys of the switches. The order of two factors, and messages, do not change the result.
+OPTIMIZER_KEYS = {
+    "use_galore": ("galore_target", "galore_layerwise"),
+    "use_apollo": ("apollo_target", "apollo_layerwise", "apollo_scale_front"),
+    "use_badam": ("badam_verbose",),
+}
+
+
+def _optimizer(switch: str) -> Callable[[Any, Values], Outcome]:
+    """Make a converter of a switch of LLaMA-Factory and all its keys."""
+    name = switch.removeprefix("use_")
+
+    def convert(value: Any, values: Values) -> Outcome:
+        if not value:
+            return Ignored("")
+        others = [other for other in OPTIMIZER_SWITCHES if other != switch and values.get(other)]
+        if others:
+            return Refused(f"{switch} and {others[0]} are both true", "keep one of them")
+        inner = values.get("optim", "adamw_torch")
+        narrow = inner in ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit") and name == "galore"
+        if not narrow and inner not in ("adamw_torch", "adamw_torch_fused"):
+            return Refused(f"{switch} with optim: {inner} is not built yet", "set optim: adamw_torch")
+        layerwise = "_layerwise" if values.get(f"{name}_layerwise") else ""
+        optim = name if name == "badam" else f"{name}_adamw{'_8bit' * narrow}{layerwise}"
+        given = {ours: values.get(key, default) for key, (ours, default) in OPTIMIZER_SWITCHES[switch].items()}
+        keys = {"optim": optim, "optim_args": {key: option for key, option in given.items() if option is not None}}
+        if name != "badam":
+            target = values.get(f"{name}_target", "all")
+            keys["optim_target_modules"] = "all-linear" if target == "all" else _split(target)
+        return Mapped(keys)
+
+    return convert
+
+
+def _optimizer_key(switch: str) -> Callable[[Any, Values], Outcome]:
+    return lambda value, values: Ignored("" if values.get(switch) else f"it has a meaning only with {switch}")
+
+
 # Datasets
 
 _FORMATS = {
@@ -674,6 +741,12 @@ CONVERTED: dict[str, Callable[[Any, Values], Outcome]] = {
     "packing_strategy": _one_of(("bfd",), "packing_strategy has no equivalent", "remove it"),
     "use_wandb": _wandb,
     "wandb_project": _wandb,
+    **{switch: _optimizer(switch) for switch in OPTIMIZER_SWITCHES},
+    **{
+        key: _optimizer_key(switch)
+        for switch, keys in OPTIMIZER_SWITCHES.items()
+        for key in (*keys, *OPTIMIZER_KEYS[switch])
+    },
     "special_tokens": _special_tokens,
     "chat_template": _chat_template,
     "template": _chat_template,

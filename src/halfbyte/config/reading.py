@@ -172,7 +172,7 @@ def explain(detail: Any, given: dict[str, Located]) -> ConfigError:
     where = f"{given[key].where}: " if key in given and given[key].where else ""
     if detail["type"] == "contradiction":
         return ConfigError(where + context["message"], context["fix"])
-    if "near" in context or detail["type"] in ("empty", "limit", "steps", "whole"):
+    if "near" in context or detail["type"] in ("empty", "format", "limit", "steps", "whole"):
         message, near = f"{where}{key} {detail['msg']}", context.get("near")
     else:
         value = given[key].value

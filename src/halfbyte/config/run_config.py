@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import field_validator
 from pydantic_core import PydanticCustomError
 
-from ..optim import OPTIMIZERS
+from ..optim import OPTIMIZERS, parse_options
 from .contradictions import run_contradictions
 from .methods import WITH_DEFAULTS, defaults_of
 from .schema import SCHEDULES, SECTIONS, RunKeys
@@ -42,6 +42,19 @@ class RunConfig(RunKeys):
     def _report_to_list(cls, value: Any) -> Any:
         """Accept a single name and `none`, like transformers."""
         return ([] if value == "none" else [value]) if isinstance(value, str) else value
+
+    @field_validator("optim_args", mode="before")
+    @classmethod
+    def _optim_args(cls, value: Any) -> Any:
+        """Accept transformers' text."""
+        if not isinstance(value, str):
+            return value
+        try:
+            return parse_options(value)
+        except ValueError as error:
+            raise PydanticCustomError(
+                "format", "must be `key=value, key=value`, not {value}", {"value": repr(str(error))}
+            ) from None
 
     @field_validator("max_steps")
     @classmethod

@@ -231,6 +231,16 @@ class AdapterSection(Section):
         default_factory=dict, description="lora_alpha of modules that match a pattern"
     )
     init_lora_weights: bool | Literal["gaussian"] = Field(True, description="initialisation of the adapter, as in PEFT")
+    loraplus_lr_ratio: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="learning rate of the adapter's B relative to its A (LoRA+); default: one rate for both"
+    )
+    loraplus_lr_embedding: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="with loraplus_lr_ratio: learning rate of the adapters of embeddings; default: 1e-6"
+    )
+    lora_preconditioner: Literal["riemannian"] | None = Field(
+        None,
+        description="precondition the gradients of A and B by the other factor, r×r, before the optimizer (riemannian)",
+    )
     adapter_dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the adapter's weights")
     adapter_path: str | None = Field(None, description="saved adapter to continue training")
 
@@ -291,6 +301,18 @@ class TrainingSection(Section):
         0.03, description="warmup steps: a number, or a share of all steps below 1"
     )
     optim: str = Field("adamw", description="optimizer, by its name in transformers")
+    optim_args: dict[str, bool | int | float | str] | None = Field(
+        None,
+        description="options of the optimizer: a mapping, or text as in transformers, `rank=64, update_proj_gap=100`",
+    )
+    optim_target_modules: str | list[str] | None = Field(
+        None,
+        description="linear layers whose gradients a low-rank optimizer projects: all-linear, a list of parts of module"
+        " names, or one regular expression; default: all-linear",
+    )
+    embedding_learning_rate: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="peak learning rate of embeddings and head that are trained in full; default: learning_rate"
+    )
     weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="decoupled weight decay")
     max_grad_norm: Annotated[float, Field(ge=0)] = Field(1.0, description="norm to clip gradients to; 0: no clipping")
     adam_beta1: Fraction = Field(0.9, description="decay of the first moment")

@@ -3,6 +3,19 @@
 To add an optimizer, add a row: `OPTIMIZERS["nadam"] = Optimizer(make=..., state_bytes=...)`.
 """
 
-from .table import OPTIMIZERS, Optimizer, Settings, parameter_groups, trained_parameters
+from .groups import Settings, parameter_groups, target_matrices, trained_parameters
+from .options import Option, option_values, parse_options
+from .table import OPTIMIZERS, Optimizer, make_optimizer
 
-__all__ = ["OPTIMIZERS", "Optimizer", "Settings", "parameter_groups", "trained_parameters"]
+__all__ = [
+    "OPTIMIZERS",
+    "Optimizer",
+    "Option",
+    "Settings",
+    "make_optimizer",
+    "option_values",
+    "parameter_groups",
+    "parse_options",
+    "target_matrices",
+    "trained_parameters",
+]  # fmt: skip

@@ -4,56 +4,23 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..utils.notices import notice
+from .groups import Settings, embedding_weights, parameter_groups, target_matrices, trained_parameters
+from .options import Option, option_values
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from .badam import Blocks
+    from .low_rank import LowRank
+
 BLOCK = 256  # elements of an 8-bit state with one float32 scale
 FEWEST_IN_8_BITS = 4096  # elements; bitsandbytes stores the states of smaller parameters in 32 bits
-BETA3 = 0.9999  # AdEMAMix's third beta, as in transformers
-# Parameters without weight decay, matched against lower-case names, as in transformers' Trainer.
-WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
-
-# Matrices that Muon leaves to AdamW besides nn.Embedding: heads, whose rows are tokens or labels, and adapters on them
-OUTER = re.compile(r"(?:^|\.)(?:lm_head|embed_out|output_embeddings|score|classifier)\.|lora_embedding_")
-FUSED = re.compile(r"(?:^|\.)(qkv_proj|gate_up_proj)(?:\.base_layer)?(?:\.lora_B\.\w+)?(?:\.weight)?$")
-
-
-def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Name → parameter that requires a gradient; tied parameters appear once."""
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """The trained parameters in two groups: with `weight_decay`, and norms and biases without it."""
-    from torch import nn
-
-    norms = {id(p) for module in model.modules() if isinstance(module, nn.LayerNorm) for p in module.parameters()}
-    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for name, parameter in trained_parameters(model).items():
-        groups[id(parameter) not in norms and WITHOUT_DECAY.search(name.lower()) is None].append(parameter)
-    return [{"params": groups[True], "weight_decay": weight_decay}, {"params": groups[False], "weight_decay": 0.0}]
-
-
-class Settings(Protocol):
-    """The settings of a run that optimizers read."""
-
-    @property
-    def learning_rate(self) -> float: ...
-    @property
-    def weight_decay(self) -> float: ...
-    @property
-    def adam_beta1(self) -> float: ...
-    @property
-    def adam_beta2(self) -> float: ...
-    @property
-    def use_peft(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -62,12 +29,19 @@ class Optimizer:
 
     Attributes:
         make: (model, settings) → the optimizer of the model's trained parameters.
-        state_bytes: model (also on the meta device) → bytes of the optimizer's state on the weights' device between
-            steps, excluding step counts and tables shared by all parameters.
+        state_bytes: (model, settings) → bytes of the optimizer's state on the weights' device between steps, excluding
+            step counts and tables shared by all parameters; the model may be on the meta device.
+        options: keys of `optim_args`.
+        updates: which parameters a step updates. all: all of them; backward: each one in the backward, when its
+            gradient is complete, which is then freed; block: those of one block.
+        gradient_bytes: (model, settings) → bytes of gradients between backward and step; None: those of all trained
+            parameters.
+        takes_targets: whether the row reads `optim_target_modules`.
         guarded: whether the step reads `found_inf` on the device, as torch.amp.GradScaler expects, and changes nothing
             if it is 1.
         capturable: whether a CUDA graph can capture the step, given `capturable=True` in the groups.
-        host_bytes: model → bytes of the state in pinned host memory, of which `state_bytes` is a window; None: 0.
+        host_bytes: (model, settings) → bytes of the state in pinned host memory, of which `state_bytes` is a window;
+            None: 0.
         scratch: whether a step on an accelerator allocates temporary memory of the size of the trained parameters.
         block: elements that a step treats together, so that it can step slices of parameters that are cut at multiples
             of it; 0: whole parameters.
@@ -75,10 +49,14 @@ class Optimizer:
     """
 
     make: Callable[[nn.Module, Settings], torch.optim.Optimizer]
-    state_bytes: Callable[[nn.Module], int]
+    state_bytes: Callable[[nn.Module, Settings], int]
+    options: Mapping[str, Option] = field(default_factory=dict)
+    updates: Literal["all", "backward", "block"] = "all"
+    gradient_bytes: Callable[[nn.Module, Settings], int] | None = None
+    takes_targets: bool = False
     guarded: bool = False
     capturable: bool = False
-    host_bytes: Callable[[nn.Module], int] | None = None
+    host_bytes: Callable[[nn.Module, Settings], int] | None = None
     scratch: bool = False
     block: int = 0
     package: str | None = None
@@ -89,32 +67,46 @@ class Optimizer:
         return self.block == 1
 
 
-def _torch(kind: str, copies: int, betas: bool = False, fused: bool = False, **row: Any) -> Optimizer:
-    """A torch optimizer with `copies` state tensors per parameter, in the parameter's dtype."""
+def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+    """Return the optimizer `settings.optim` of the model's trained parameters, with `lora_preconditioner` before it."""
+    made = OPTIMIZERS[settings.optim].make(model, settings)
+    if settings.lora_preconditioner == "riemannian":
+        from .riemannian import precondition_before
+
+        precondition_before(made, model)
+    return made
+
+
+def _torch(
+    kind: str, copies: int | Callable[[dict[str, Any]], int], betas: bool = False, fused: bool = False,
+    options: Mapping[str, Option] | None = None, **row: Any,
+) -> Optimizer:  # fmt: skip
+    """A torch optimizer with `copies` state tensors per parameter (by its options), in the parameter's dtype."""
+    declared = options or {}
 
     def make(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
         import torch
 
-        options: dict[str, Any] = {"fused": True} if fused else {}
+        keywords = option_values(declared, settings.optim_args) | ({"fused": True} if fused else {})
         if betas:
-            options["betas"] = settings.adam_beta1, settings.adam_beta2
-        groups = parameter_groups(model, settings.weight_decay)
-        return getattr(torch.optim, kind)(groups, lr=settings.learning_rate, **options)
+            keywords["betas"] = settings.adam_beta1, settings.adam_beta2
+        return getattr(torch.optim, kind)(parameter_groups(model, settings), lr=settings.learning_rate, **keywords)
 
-    def state_bytes(model: nn.Module) -> int:
-        return copies * sum(p.nbytes for p in trained_parameters(model).values())
+    def state_bytes(model: nn.Module, settings: Settings) -> int:
+        tensors = copies if isinstance(copies, int) else copies(option_values(declared, settings.optim_args))
+        return tensors * sum(p.nbytes for p in trained_parameters(model).values())
 
-    return Optimizer(make, state_bytes, block=1, **row)
+    return Optimizer(make, state_bytes, declared, block=1, **row)
 
 
 def _make_adafactor(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
     from transformers import Adafactor
 
-    groups = parameter_groups(model, settings.weight_decay)
+    groups = parameter_groups(model, settings)
     return Adafactor(groups, lr=settings.learning_rate, scale_parameter=False, relative_step=False)
 
 
-def _adafactor_bytes(model: nn.Module) -> int:
+def _adafactor_bytes(model: nn.Module, settings: Settings) -> int:
     """Bytes of Adafactor's fp32 state: row and column sums of matrices, one number per element of vectors."""
 
     def elements(shape: torch.Size) -> int:
@@ -123,54 +115,170 @@ def _adafactor_bytes(model: nn.Module) -> int:
     return sum(4 * elements(parameter.shape) for parameter in trained_parameters(model).values())
 
 
-def _fused(kind: str, storage: str, offload: bool = False) -> Optimizer:
-    """An optimizer of `fused` with state in `storage` (embeddings: fp32), on the device or in host memory."""
+def _moment_bytes(elements: int, copies: int, bits: int) -> int:
+    """Bytes of a parameter's `copies` state tensors, in `bits` of storage dynamic8 or fp32."""
+    if bits == 32 or elements < FEWEST_IN_8_BITS:
+        return 4 * copies * elements
+    return copies * (elements + 4 * math.ceil(elements / BLOCK))
+
+
+def _with_fp32_state(groups: list[dict[str, Any]], parameters: list[Tensor]) -> list[dict[str, Any]]:
+    """The groups with the option of `fused` optimizers that gives `parameters` fp32 state."""
+    chosen = {id(parameter) for parameter in parameters}
+    return [
+        group | {"fp32_state": tuple(i for i, each in enumerate(group["params"]) if id(each) in chosen)}
+        for group in groups
+    ]
+
+
+def _fused(kind: str, bits: int = 32, offload: bool = False, options: Mapping[str, Option] | None = None) -> Optimizer:
+    """An optimizer of `fused` with state in `bits` (embeddings: 32 bits), on the device or in host memory."""
+    declared = options or {}
 
     def make(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
         from . import fused
 
-        embeddings = {id(parameter) for parameter in _embeddings(model)}
-        groups = parameter_groups(model, settings.weight_decay)
-        for group in groups:
-            group["fp32_state"] = tuple(i for i, each in enumerate(group["params"]) if id(each) in embeddings)
-        options: dict[str, Any] = {"lr": settings.learning_rate, "storage": storage, "offload": offload}
-        if kind in {"AdamW", "Lion", "AdEMAMix"}:
-            third = (BETA3,) if kind == "AdEMAMix" else ()
-            options["betas"] = (settings.adam_beta1, settings.adam_beta2, *third)
-        made: torch.optim.Optimizer = getattr(fused, kind)(groups, **options)
+        given = option_values(declared, settings.optim_args)
+        storage = "dynamic8" if bits == 8 else "fp32"
+        keywords: dict[str, Any] = {"lr": settings.learning_rate, "storage": storage, "offload": offload}
+        if kind != "RMSprop":
+            betas = [settings.adam_beta1, settings.adam_beta2]
+            betas += [given.pop("beta3")] if kind == "AdEMAMix" else []
+            keywords["betas"] = tuple(betas)
+        groups = _with_fp32_state(parameter_groups(model, settings), embedding_weights(model))
+        made: torch.optim.Optimizer = getattr(fused, kind)(groups, **keywords, **given)
         return made
 
-    def total(model: nn.Module) -> int:
+    def total(model: nn.Module, settings: Settings) -> int:
         from ..ops.optimizer import RULES
-        from ..ops.optimizer_state import STORAGES
         from . import fused
 
-        embeddings = {id(parameter) for parameter in _embeddings(model)}
-        states = len(RULES[getattr(fused, kind).rule].states)
-        full = STORAGES["fp32"]
+        copies = len(RULES[getattr(fused, kind).rule].states)
+        in_32_bits = {id(parameter) for parameter in embedding_weights(model)}
+        trained = trained_parameters(model).values()
+        return sum(_moment_bytes(p.numel(), copies, 32 if id(p) in in_32_bits else bits) for p in trained)
 
-        def parameter_bytes(parameter: Tensor) -> int:
-            wide = parameter.numel() < FEWEST_IN_8_BITS or id(parameter) in embeddings
-            chosen = full if wide and STORAGES[storage].block else STORAGES[storage]
-            return states * chosen.nbytes(parameter.numel())
-
-        return sum(parameter_bytes(parameter) for parameter in trained_parameters(model).values())
-
-    def window(model: nn.Module) -> int:
+    def window(model: nn.Module, settings: Settings) -> int:
         from .offload import device_bytes
 
-        return device_bytes(total(model))
+        return device_bytes(total(model, settings))
 
-    block = BLOCK if storage == "dynamic8" else 1
+    block = BLOCK if bits == 8 else 1
     if offload:
-        return Optimizer(make, window, guarded=True, host_bytes=total, block=block)
-    return Optimizer(make, total, guarded=True, capturable=True, block=block)
+        return Optimizer(make, window, declared, guarded=True, host_bytes=total, block=block)
+    return Optimizer(make, total, declared, guarded=True, capturable=True, block=block)
 
 
-def _embeddings(model: nn.Module) -> list[Tensor]:
-    from torch import nn
+# --- low-rank and block-wise optimizers ------------------------------------------------------------------------------
 
-    return [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+
+def _inner_adamw(
+    settings: Settings, bits: int, in_32_bits: list[Tensor]
+) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
+    """Return the factory of the AdamW inside a low-rank or block-wise optimizer: groups → optimizer.
+
+    Args:
+        bits: 32 for torch's fused AdamW, 8 for `fused.AdamW` with 8-bit state.
+        in_32_bits: parameters with fp32 state in any case.
+    """
+    keywords: dict[str, Any] = {"lr": settings.learning_rate, "betas": (settings.adam_beta1, settings.adam_beta2)}
+
+    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        import torch
+
+        if bits == 32:
+            return torch.optim.AdamW(groups, fused=True, **keywords)
+        from .fused import AdamW
+
+        return AdamW(_with_fp32_state(groups, in_32_bits), storage="dynamic8", **keywords)
+
+    return make
+
+
+def _low_rank(options: Mapping[str, Option], bits: int = 32, layerwise: bool = False, **fixed: Any) -> Optimizer:
+    """GaLore, Q-GaLore or APOLLO over AdamW with moments in `bits`.
+
+    Args:
+        options: keys of `optim_args`; their names in `LowRank` are in `LOW_RANK_NAMES` where they differ.
+        fixed: values of `LowRank` that are not options.
+    """
+
+    def low_rank(settings: Settings) -> LowRank:
+        from .low_rank import LowRank
+
+        given = option_values(options, settings.optim_args)
+        if (proj := given.pop("proj", None)) is not None:
+            given["random"] = proj == "random"
+        return LowRank(**{LOW_RANK_NAMES.get(name, name): value for name, value in given.items()} | fixed)
+
+    def make(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+        from .low_rank import LowRankOptimizer, low_rank_groups
+
+        chosen = target_matrices(model, settings.optim_target_modules)
+        groups = low_rank_groups(parameter_groups(model, settings), chosen, low_rank(settings))
+        inner = _inner_adamw(settings, bits, embedding_weights(model))
+        rate, seed = settings.learning_rate, settings.seed
+        return LowRankOptimizer(groups, inner, lr=rate, layerwise=layerwise, seed=seed)
+
+    def state_bytes(model: nn.Module, settings: Settings) -> int:
+        from .low_rank import low_rank_bytes
+
+        embeddings = {id(weight) for weight in embedding_weights(model)}
+
+        def moment_bytes(elements: int, weight: Tensor, projected: bool) -> int:
+            if bits == 32:
+                return 2 * elements * weight.itemsize
+            return _moment_bytes(elements, 2, 32 if id(weight) in embeddings and not projected else bits)
+
+        chosen = target_matrices(model, settings.optim_target_modules)
+        return low_rank_bytes(trained_parameters(model), chosen, low_rank(settings), moment_bytes)
+
+    return Optimizer(
+        make, state_bytes, options, takes_targets=True, guarded=not layerwise, scratch=not layerwise,
+        updates="backward" if layerwise else "all", gradient_bytes=_largest_gradient if layerwise else None,
+    )  # fmt: skip
+
+
+def _largest_gradient(model: nn.Module, settings: Settings) -> int:
+    return max((parameter.nbytes for parameter in trained_parameters(model).values()), default=0)
+
+
+def _badam() -> Optimizer:
+    def blocks(settings: Settings) -> Blocks:
+        from .badam import Blocks
+
+        given = option_values(BADAM_OPTIONS, settings.optim_args)
+        return Blocks(**{name.removeprefix("badam_"): value for name, value in given.items()})
+
+    def make(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+        from .badam import BAdam
+
+        groups, inner = parameter_groups(model, settings), _inner_adamw(settings, 32, [])
+        trained, rate, own = trained_parameters(model), settings.learning_rate, blocks(settings)
+        names = own.names(trained)
+        if outside := trained.keys() - {name for block in names for name in block}:
+            fewer = f"optim: badam trains {len(names)} blocks of decoder layers; {len(outside)} weights outside of them"
+            notice("badam", f"{fewer}, such as {min(outside)}, stay as they are (badam_mode: ratio trains all)")
+        return BAdam(groups, trained, inner, lr=rate, blocks=own, seed=settings.seed)
+
+    def state_bytes(model: nn.Module, settings: Settings) -> int:
+        from .badam import badam_bytes
+
+        return badam_bytes(trained_parameters(model), blocks(settings))
+
+    def gradient_bytes(model: nn.Module, settings: Settings) -> int:
+        from .badam import badam_gradient_bytes
+
+        return badam_gradient_bytes(trained_parameters(model), blocks(settings))
+
+    return Optimizer(make, state_bytes, BADAM_OPTIONS, updates="block", gradient_bytes=gradient_bytes, guarded=True)
+
+
+# --- Muon ------------------------------------------------------------------------------------------------------------
+
+# Matrices that Muon leaves to AdamW besides nn.Embedding: heads, whose rows are tokens or labels, and adapters on them
+OUTER = re.compile(r"(?:^|\.)(?:lm_head|embed_out|output_embeddings|score|classifier)\.|lora_embedding_")
+FUSED = re.compile(r"(?:^|\.)(qkv_proj|gate_up_proj)(?:\.base_layer)?(?:\.lora_B\.\w+)?(?:\.weight)?$")
 
 
 def _muon(bits: Literal[8, 32]) -> Optimizer:
@@ -197,12 +305,12 @@ def _muon(bits: Literal[8, 32]) -> Optimizer:
                 "use_muon": use_muon,
             }
             for use_muon in (True, False)
-            for group in parameter_groups(model, settings.weight_decay)
+            for group in parameter_groups(model, settings)
         ]
         adamw = partial(AdamW, betas=(settings.adam_beta1, settings.adam_beta2))
         return Muon(groups, settings.learning_rate, momentum_bits=bits, splits=_fused_parts(model), rest=adamw)
 
-    def state_bytes(model: nn.Module) -> int:
+    def state_bytes(model: nn.Module, settings: Settings) -> int:
         from .muon import BLOCK as MOMENTUM_BLOCK
 
         rest = _not_for_muon(model)
@@ -220,7 +328,7 @@ def _muon(bits: Literal[8, 32]) -> Optimizer:
 
 def _not_for_muon(model: nn.Module) -> set[int]:
     """Ids of the trained parameters that are no matrices or stacks of these, or belong to embeddings or heads."""
-    embeddings = {id(parameter) for parameter in _embeddings(model)}
+    embeddings = {id(parameter) for parameter in embedding_weights(model)}
     return {
         id(parameter)
         for name, parameter in trained_parameters(model).items()
@@ -255,29 +363,89 @@ def _fused_parts(model: nn.Module) -> dict[Tensor, list[int]]:
     return parts
 
 
+# --- options, by the names and with the defaults of transformers, q-galore-torch and LLaMA-Factory -------------------
+
+SGD_OPTIONS = {"momentum": Option(0.0, least=0), "dampening": Option(0.0), "nesterov": Option(False)}
+ADAGRAD_OPTIONS = {"lr_decay": Option(0.0, least=0), "eps": Option(1e-10, least=0)}
+RMSPROP_OPTIONS = {
+    "momentum": Option(0.0, least=0), "alpha": Option(0.99, least=0), "eps": Option(1e-8, least=0),
+    "centered": Option(False),
+}  # fmt: skip
+ADEMAMIX_OPTIONS = {
+    "beta3": Option(0.9999, least=0, most=1), "alpha": Option(5.0), "eps": Option(1e-8, least=0),
+    "t_alpha": Option(None, least=1), "t_beta3": Option(None, least=1),
+}  # fmt: skip
+PROJECTION_OPTIONS = {
+    "rank": Option(128, least=1),
+    "update_proj_gap": Option(200, least=1),
+    "scale": Option(0.25, above=0),
+    "proj_type": Option("std", ("std", "reverse_std", "right", "left", "full")),
+}
+Q_GALORE_OPTIONS = PROJECTION_OPTIONS | {
+    "quant_n_bit": Option(4, choices=(4, 8)),
+    "quant_group_size": Option(256, least=1),
+    "cos_threshold": Option(0.4, least=-1, most=1),
+    "gamma_proj": Option(2.0, least=1),
+    "queue_size": Option(5, least=1),
+}
+APOLLO_OPTIONS = {
+    "rank": Option(128, least=1),
+    "update_proj_gap": Option(200, least=1),
+    "scale": Option(1.0, above=0),
+    "proj": Option("random", ("random", "svd")),
+    "proj_type": Option("std", ("std", "reverse_std", "right", "left")),
+    "scale_type": Option("channel", ("channel", "tensor")),
+}
+APOLLO_MINI_OPTIONS = APOLLO_OPTIONS | {
+    "rank": Option(1, least=1), "scale": Option(128.0, above=0), "scale_type": Option("tensor", ("channel", "tensor")),
+}  # fmt: skip
+LOW_RANK_NAMES = {"scale_type": "scaling", "quant_n_bit": "bits", "quant_group_size": "group"}
+BADAM_OPTIONS = {
+    "badam_mode": Option("layer", ("layer", "ratio")),
+    "badam_switch_mode": Option("ascending", ("ascending", "descending", "random", "fixed")),
+    "badam_switch_interval": Option(50, least=1),
+    "badam_start_block": Option(None, least=0),
+    "badam_update_ratio": Option(0.05, above=0, most=1),
+    "badam_mask_mode": Option("adjacent", ("adjacent", "scatter")),
+}
+
+
+def _rmsprop_copies(options: dict[str, Any]) -> int:
+    return 1 + bool(options["momentum"]) + options["centered"]
+
+
 OPTIMIZERS: dict[str, Optimizer] = {
-    "adamw": _fused("AdamW", "fp32"),
+    "adamw": _fused("AdamW"),
     "adamw_torch": _torch("AdamW", 2, betas=True, capturable=True, scratch=True),
     "adamw_torch_fused": _torch("AdamW", 2, betas=True, fused=True, guarded=True, capturable=True),
     "adafactor": Optimizer(_make_adafactor, _adafactor_bytes),
-    "sgd": _torch("SGD", 0),
-    "adagrad": _torch("Adagrad", 1, scratch=True),
-    "rmsprop": _torch("RMSprop", 1, capturable=True, scratch=True),
-    "adamw_8bit": _fused("AdamW", "dynamic8"),
-    "adamw_bnb_8bit": _fused("AdamW", "dynamic8"),
-    "paged_adamw_8bit": _fused("AdamW", "dynamic8", offload=True),
-    "paged_adamw_32bit": _fused("AdamW", "fp32", offload=True),
-    "ademamix": _fused("AdEMAMix", "fp32"),
-    "ademamix_8bit": _fused("AdEMAMix", "dynamic8"),
-    "paged_ademamix_8bit": _fused("AdEMAMix", "dynamic8", offload=True),
-    "paged_ademamix_32bit": _fused("AdEMAMix", "fp32", offload=True),
-    "lion_8bit": _fused("Lion", "dynamic8"),
-    "lion_32bit": _fused("Lion", "fp32"),
-    "paged_lion_8bit": _fused("Lion", "dynamic8", offload=True),
-    "paged_lion_32bit": _fused("Lion", "fp32", offload=True),
-    "rmsprop_bnb": _fused("RMSprop", "fp32"),
-    "rmsprop_bnb_8bit": _fused("RMSprop", "dynamic8"),
-    "rmsprop_bnb_32bit": _fused("RMSprop", "fp32"),
+    "sgd": _torch("SGD", lambda options: bool(options["momentum"]), options=SGD_OPTIONS),
+    "adagrad": _torch("Adagrad", 1, scratch=True, options=ADAGRAD_OPTIONS),
+    "rmsprop": _torch("RMSprop", _rmsprop_copies, capturable=True, scratch=True, options=RMSPROP_OPTIONS),
+    "adamw_8bit": _fused("AdamW", 8),
+    "adamw_bnb_8bit": _fused("AdamW", 8),
+    "paged_adamw_8bit": _fused("AdamW", 8, offload=True),
+    "paged_adamw_32bit": _fused("AdamW", offload=True),
+    "ademamix": _fused("AdEMAMix", options=ADEMAMIX_OPTIONS),
+    "ademamix_8bit": _fused("AdEMAMix", 8, options=ADEMAMIX_OPTIONS),
+    "paged_ademamix_8bit": _fused("AdEMAMix", 8, offload=True, options=ADEMAMIX_OPTIONS),
+    "paged_ademamix_32bit": _fused("AdEMAMix", offload=True, options=ADEMAMIX_OPTIONS),
+    "lion_8bit": _fused("Lion", 8),
+    "lion_32bit": _fused("Lion"),
+    "paged_lion_8bit": _fused("Lion", 8, offload=True),
+    "paged_lion_32bit": _fused("Lion", offload=True),
+    "rmsprop_bnb": _fused("RMSprop"),
+    "rmsprop_bnb_8bit": _fused("RMSprop", 8),
+    "rmsprop_bnb_32bit": _fused("RMSprop"),
     "muon": _muon(32),
     "muon_8bit": _muon(8),
+    "galore_adamw": _low_rank(PROJECTION_OPTIONS),
+    "galore_adamw_layerwise": _low_rank(PROJECTION_OPTIONS, layerwise=True),
+    "galore_adamw_8bit": _low_rank(PROJECTION_OPTIONS, bits=8),
+    "galore_adamw_8bit_layerwise": _low_rank(PROJECTION_OPTIONS, bits=8, layerwise=True),
+    "q_galore_adamw8bit": _low_rank(Q_GALORE_OPTIONS, bits=8),
+    "apollo_adamw": _low_rank(APOLLO_OPTIONS),
+    "apollo_adamw_layerwise": _low_rank(APOLLO_OPTIONS, layerwise=True),
+    "apollo_mini": _low_rank(APOLLO_MINI_OPTIONS),
+    "badam": _badam(),
 }

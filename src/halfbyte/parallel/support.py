@@ -5,15 +5,19 @@ so a layout is refused before torch is imported. Requirements of modules are che
 `tensor.model.check_tensor_parallel`, `context.model.check_context_parallel` and `pipeline.model.check_stages`.
 
 axis      requires of the layout   of the method          of the keys                     of the model
+all       -                        -                      no layerwise optimizer          -
 data      -                        one process for gkd,   -                               -
                                    grpo and rloo
-shard     -                        sft or a comparison    -                               decoder layers
+shard     -                        sft or a comparison    no lora_preconditioner          decoder layers
 tensor    no pipeline              sft                    no router loss, recipe: bf16,   heads, key heads and channels
-                                                          an elementwise optimizer        divisible by the degree
+                                                          an elementwise optimizer, no    divisible by the degree
+                                                          lora_preconditioner
 context   no pipeline              sft                    no router loss                  attention layers only; enough
                                                                                           heads; documents by position
 pipeline  only data and shard      sft                    no router loss, adapters only,  tiny model's stages equal the
-                                                          no modules_to_save              model; documents by positions
+                                                          no modules_to_save, no          model; documents by positions
+                                                          low-rank or block-wise
+                                                          optimizer
 """
 
 from __future__ import annotations
@@ -93,10 +97,28 @@ def _unsupported_keys(layout: Parallel, keys: RunKeys) -> Reason | None:
             f"parallel: {{tensor: {layout.tensor}}}: recipe {keys.recipe} would scale each process's part separately"
         )
         return Reason("recipe", problem, "set recipe: bf16")
+    if reason := _unsupported_optimizer(layout, keys):
+        return reason
     if tensor and not OPTIMIZERS[keys.optim].elementwise:
         known = ", ".join(name for name, row in OPTIMIZERS.items() if row.elementwise)
         problem = f"parallel: {{tensor: {layout.tensor}}}: optim {keys.optim} cannot step slices of a parameter"
         return Reason("optim", problem, f"use one of {known}")
+    return None
+
+
+def _unsupported_optimizer(layout: Parallel, keys: RunKeys) -> Reason | None:
+    """Return why an optimizer that projects, or that does not update all weights at once, cannot have this layout."""
+    row, where = OPTIMIZERS[keys.optim], f"optim: {keys.optim} with parallel: {layout}"
+    if row.updates == "backward" and layout.size > 1:
+        problem = f"{where}: it updates weights in the backward, before gradients are reduced over processes"
+        return Reason("optim", problem, "use an optimizer that is not layerwise, or one process")
+    if layout.pipeline > 1 and (row.updates == "block" or row.takes_targets):
+        problem = f"{where}: the checkpoint of a pipeline cannot hold its state"
+        return Reason("optim", problem, f"use another optimizer, or {WITHOUT_PIPELINE}")
+    if keys.lora_preconditioner and layout.shard * layout.tensor > 1:
+        key = "lora_preconditioner"
+        problem = f"{key}: {keys.lora_preconditioner} with parallel: {layout}: a process has slices of the factors only"
+        return Reason(key, problem, f"remove {key}, or use data or pipeline")
     return None
 
 

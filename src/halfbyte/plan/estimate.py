@@ -172,11 +172,13 @@ class _Planner:
         self.replayed = REPLAYED if self.asked is None else (replayed_level(self.asked),)
         self.frozen = shapes.frozen()
         row = OPTIMIZERS[self.config.optim]
-        self.optimizer = row.state_bytes(shapes.model)
+        self.optimizer = row.state_bytes(shapes.model, self.config)
+        # Bytes of gradients of an optimizer that does not hold all of them until the step; None: all are held.
+        self.few_gradients = row.gradient_bytes and row.gradient_bytes(shapes.model, self.config)
         self.scratch = row.scratch and shapes.device.type != "cpu"  # unfused optimizers copy all parameters
         self.slices = optimizer_shards(layout, row.block if shapes.dtype != torch.float16 else 0)
         self.factors = shapes.factors() if self.slices > 1 else (0, 0)
-        captures = graphs and {*layout.axes} <= CAPTURED and not self._reduces_in_backward
+        captures = graphs and row.updates == "all" and {*layout.axes} <= CAPTURED and not self._reduces_in_backward
         captures = captures and not experts.layers
         self.may_capture = captures and may_capture(self.config, shapes.device, shapes.dtype)
         self.vocabulary = shapes.text_config.vocab_size
@@ -312,7 +314,7 @@ class _Planner:
             weights=self._share(stage) - self._hosted(stage, choice.hosted) - self.experts.bytes,
             gathered=gathered_bytes(self._block(stage), stage, choice.stays) + self.experts.window,
             adapters=self._parameters(stage),
-            gradients=trained.bytes // self._gradient_shards + 2 * self._bucket * self._reduces_in_backward,
+            gradients=self._gradients(trained.bytes) + 2 * self._bucket * self._reduces_in_backward,
             optimizer=self.optimizer * trained.bytes // max(self.trained.bytes * self.slices, 1),
             activations=transient - logits,
             logits=logits,
@@ -362,6 +364,10 @@ class _Planner:
         """Number of shards that gradients are stored in."""
         return self.slices if self._reduces_in_backward else 1
 
+    def _gradients(self, held: int) -> int:
+        """Bytes of gradients between backward and step, of trained parameters of `held` bytes."""
+        return held // self._gradient_shards if self.few_gradients is None else min(held, self.few_gradients)
+
     @property
     def _others(self) -> int:
         """Bytes of trained parameters outside of the decoder layers."""
@@ -398,6 +404,9 @@ class _Planner:
         layers = tuple(layers[index] for index in stage.layers) if layers else ()
         trained = self._trained(stage)
         gradients = [self.gradients[index] // self._gradient_shards for index in stage.layers[: len(layers)]]
+        accumulated = trained.bytes // self._gradient_shards
+        if self.few_gradients is not None:  # counted in full throughout the backward, see `_gradients`
+            gradients, accumulated = [0] * len(gradients), 0
         own = 0 if any(self.factors) else sum(self.gradients[index] for index in stage.layers[: len(layers)])
         before = step.before - self.shapes.copied(self.trained.bytes - self._others - own)
         hidden = batch.tokens * self.shapes.text_config.hidden_size * self.shapes.dtype.itemsize
@@ -407,11 +416,11 @@ class _Planner:
             before=before,
             head=head if stage.has_head else 2 * hidden,  # the sent hidden states, and their gradient
             gradients=gradients,
-            others=trained.bytes // self._gradient_shards - sum(gradients),
+            others=accumulated - sum(gradients),
             accumulated=choice.graphs or self.config.gradient_accumulation_steps > 1,  # graphs accumulate in place
         )
         earlier = int((stage.in_flight - 1) * (sum(layer.saved for layer in layers) + hidden))
-        return max(highest + in_flight + earlier - trained.bytes // self._gradient_shards, 0)
+        return max(highest + in_flight + earlier - accumulated, 0)
 
     # --- time --------------------------------------------------------------------------------------------------------
 

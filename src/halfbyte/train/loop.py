@@ -35,7 +35,7 @@ from ..methods import method_of
 from ..methods.base import Batch, Collate, Rows
 from ..modeling.cast_cache import cast_replacements
 from ..ops.fp8_scaling import DelayedScaling
-from ..optim import OPTIMIZERS, trained_parameters
+from ..optim import OPTIMIZERS, make_optimizer, trained_parameters
 from ..parallel.context.model import context_shard
 from ..parallel.mesh import AXES, DATA_AXES, SINGLE_PROCESS, TOKEN_AXES, Mesh
 from ..parallel.pipeline.full_state import PipelineState, scaling_state
@@ -193,7 +193,7 @@ class TrainingLoop:
                 self.rollouts.load(checkpoint)
             self.log.window = Window.of_dict(state["window"])
             self._evaluation_pending = state.get("owes_evaluation", False)
-        self.optimizer = self.optimizer_row.make(self.model, self.config)
+        self.optimizer = make_optimizer(self.model, self.config)
         block = self.optimizer_row.block if self.scaler is None else 0
         static_gradients = (
             self.mesh.degree("shard") > 1 and has_static_gradients(self.model) and not self.stepper.captures
@@ -328,6 +328,8 @@ class TrainingLoop:
         """Clip the gradients to `max_grad_norm` and return their norm before that."""
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
+        if self.optimizer_row.updates == "backward":
+            return self.optimizer.gradient_norm()
         return self.units.clip(self.config.max_grad_norm or math.inf)
 
     def _update_weights(self) -> float:

@@ -33,7 +33,7 @@ from ..modeling.architectures import check_token_ids
 from ..modeling.projections import check_recipe, configured_recipe
 from ..modeling.routers import check_balancing
 from ..modeling.tiny_model import check_positions
-from ..optim import OPTIMIZERS
+from ..optim import OPTIMIZERS, make_optimizer, target_matrices
 from ..parallel.context.model import check_context_parallel
 from ..parallel.launch.bandwidth import all_gather_bandwidth, host_copy_bandwidth
 from ..parallel.mesh import DATA_AXES, SINGLE_PROCESS, Mesh
@@ -158,6 +158,7 @@ def prepare_run(
     layout = config.layout or layout or mesh.layout
     machine = _machine(config, method, mesh)
     check_trackers(config.report_to)
+    check_loss_scale(config, machine.compute_dtype)
     optimizer = check_optimizer(config, machine.device)
     config, checkpoint = _resumed(config, resume, layout, mesh)
     print_header(console, machine.facts, config)
@@ -169,6 +170,7 @@ def prepare_run(
         check_base_unchanged(Path(config.adapter_path), quantized=config.storage.quantized)
     shapes = ModelShapes(config, files.config, machine.device)
     check_layout(layout, config, shapes)
+    check_targets(config, shapes.model)
     check_balancing(shapes.causal_lm, config.router_aux_loss_coef)
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
     data = _read_data(config, method, shapes, tokenizer, checkpoint, mesh, console)
@@ -459,13 +461,36 @@ def check_optimizer(config: RunConfig, device: torch.device) -> torch.optim.Opti
         layer = torch.nn.utils.skip_init(nn.Linear, WIDTH, WIDTH, bias=False, device=device, dtype=dtype)
         nn.init.ones_(layer.weight)
         layer.weight.grad = torch.ones_like(layer.weight)
-        optimizer = OPTIMIZERS[config.optim].make(layer, config)
+        optimizer = make_optimizer(layer, config)
         optimizer.step()
     except Exception as error:  # any error of the optimizer's library
         raise ConfigError(
             f"optim: {config.optim} does not run on {device}: {_first_line(error)}", "set optim: adamw_torch_fused"
         ) from error
     return optimizer
+
+
+def check_loss_scale(config: RunConfig, compute_dtype: torch.dtype) -> None:
+    """Check that the optimizer sees an overflow of scaled gradients before it changes a weight.
+
+    Raises:
+        ConfigError: float16, which `dtype: auto` may have chosen, with an optimizer that steps in the backward.
+    """
+    if compute_dtype == torch.float16 and OPTIMIZERS[config.optim].updates == "backward":
+        wrong = f"optim: {config.optim} updates weights in the backward, where float16's loss scale is not checked"
+        raise ConfigError(wrong, "set dtype: bfloat16 or float32, or use an optimizer that is not layerwise")
+
+
+def check_targets(config: RunConfig, model: nn.Module) -> None:
+    """Check that a low-rank optimizer has matrices to project.
+
+    Raises:
+        ConfigError: optim_target_modules selects no linear layer that is trained.
+    """
+    targets = config.optim_target_modules
+    if OPTIMIZERS[config.optim].takes_targets and not target_matrices(model, targets):
+        wrong = f"optim_target_modules: {targets or 'all-linear'} selects no linear layer whose weight is trained"
+        raise ConfigError(wrong, "name trained linear layers, or use another optim")
 
 
 def check_schedule(config: RunConfig, args: TrainingArguments, optimizer: Any, steps: int) -> None:

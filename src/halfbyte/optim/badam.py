@@ -1,0 +1,260 @@
+"""BAdam: block coordinate descent with Adam, for full fine-tuning (Luo et al. 2024, arXiv:2404.02827, Algorithm 1).
+
+The trained parameters are divided into blocks. Only the active block is updated. After `switch_interval` steps its
+optimizer state is dropped and the next block becomes active, with zero moments.
+
+- mode "layer": a block is one decoder layer. Parameters outside of decoder layers (embeddings, final norm, head) are
+  not trained. Only the active block requires gradients, so the backward ends at its first layer.
+- mode "ratio": a block is a share of the elements of every parameter: adjacent elements, or every n-th one
+  ("scatter"). All gradients are computed.
+
+Keys and names are LLaMA-Factory's. Differences: in mode "ratio" the elements change with the switch interval, and
+"scatter" takes evenly spaced elements in place of random ones, because random indices need 8 bytes an element.
+
+Memory beyond weights, for the active block: gradients, the inner optimizer's state in fp32, and fp32 master weights of
+narrow or scattered elements.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..utils.errors import ConfigError
+
+MakeInner = Callable[[list[dict[str, Any]]], Optimizer]  # parameter groups → the optimizer that steps them
+
+LAYER = re.compile(r"^(?:.*?\.)?\d+(?=\.)")  # a parameter's name up to the number of its layer
+MASTER = "master"  # key of a parameter's fp32 master weights in a state dict
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Options of the blocks.
+
+    Attributes:
+        mode: "layer" or "ratio".
+        switch_mode: order of blocks: ascending, descending, random (a permutation for each pass) or fixed.
+        switch_interval: steps of a block.
+        start_block: index of the first block; None: the first or, descending, the last one.
+        update_ratio: share of the elements in a block of mode "ratio".
+        mask_mode: "adjacent" or "scatter", which elements are a block of mode "ratio".
+    """
+
+    mode: str = "layer"
+    switch_mode: str = "ascending"
+    switch_interval: int = 50
+    start_block: int | None = None
+    update_ratio: float = 0.05
+    mask_mode: str = "adjacent"
+
+    def names(self, trained: Mapping[str, Tensor]) -> list[list[str]]:
+        """Return the names of the parameters that each block has elements of.
+
+        Without numbered layers, mode "layer" has one block of all parameters.
+        """
+        if self.mode == "ratio":
+            return [[*trained]] * math.ceil(1 / self.update_ratio - 1e-9)
+        layers: dict[str, list[str]] = {}
+        for name in trained:
+            if found := LAYER.match(name):
+                layers.setdefault(found[0], []).append(name)
+        return [*layers.values()] or [[*trained]]
+
+    def elements(self, parameter: Tensor, block: int, count: int) -> Tensor:
+        """Return the elements of a parameter in a block, as a view: itself, or flat in mode "ratio"."""
+        if self.mode == "layer":
+            return parameter
+        flat = parameter.view(-1)
+        if self.mask_mode == "scatter":
+            return flat[block::count]
+        width = -(-len(flat) // count)
+        return flat[block * width : (block + 1) * width]
+
+    def block_at(self, switches: int, count: int, seed: int) -> int:
+        """Return the active one of `count` blocks after this number of switches."""
+        start = self.start_block
+        if self.switch_mode == "fixed":
+            return start or 0
+        if self.switch_mode == "random":
+            turn, place = divmod(switches, count)
+            order = random.Random(f"{seed}/{turn}").sample(range(count), count)
+            if turn == 0 and start is not None:
+                order.insert(0, order.pop(order.index(start)))
+            return order[place]
+        if self.switch_mode == "ascending":
+            return ((start or 0) + switches) % count
+        return ((count - 1 if start is None else start) - switches) % count
+
+    def check_start(self, count: int) -> None:
+        """Raise a ConfigError if the first block is not one of `count` blocks."""
+        if self.start_block is not None and self.start_block >= count:
+            raise ConfigError(
+                f"badam_start_block: {self.start_block} is not one of the {count} blocks", f"give 0 to {count - 1}"
+            )
+
+
+class BAdam(Optimizer):
+    """BAdam over an inner optimizer; see the module's docstring.
+
+    Args:
+        groups: parameter groups with `weight_decay`.
+        trained: name → parameter, in the model's order; the parameters of all groups.
+        make_inner: makes the inner optimizer of a block from groups.
+        lr: learning rate of groups without their own.
+        blocks: the options.
+        seed: of switch_mode "random".
+
+    Raises:
+        ConfigError: `blocks.start_block` is not a block.
+    """
+
+    def __init__(
+        self, groups: list[dict[str, Any]], trained: Mapping[str, nn.Parameter], make_inner: MakeInner, *, lr: float,
+        blocks: Blocks, seed: int = 0,
+    ):  # fmt: skip
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
+        self.blocks, self.seed, self._make_inner = blocks, seed, make_inner
+        self._numbered = [
+            (number, parameter) for number, group in enumerate(self.param_groups) for parameter in group["params"]
+        ]
+        places = {id(parameter): place for place, (_, parameter) in enumerate(self._numbered)}
+        self._members = [{places[id(trained[name])] for name in names} for names in blocks.names(trained)]
+        blocks.check_start(len(self._members))
+        self.steps = 0
+        self._activate(0)
+
+    @property
+    def active(self) -> int:
+        """Index of the active block."""
+        return self.blocks.block_at(self._switches, len(self._members), self.seed)
+
+    def _activate(self, switches: int) -> None:
+        """Make the block after this number of switches active, with a new inner optimizer."""
+        self._switches = switches
+        # place → elements of the weight, and the parameter that the inner optimizer steps
+        self._parts: dict[int, tuple[Tensor, nn.Parameter]] = {}
+        self._outer: list[int] = []
+        active, count = self.active, len(self._members)
+        groups: dict[int, list[nn.Parameter]] = {}
+        chosen = self._members[active]
+        for place, (number, parameter) in enumerate(self._numbered):
+            if self.blocks.mode == "layer":
+                parameter.requires_grad_(place in chosen)
+            if place not in chosen:
+                parameter.grad = None
+                continue
+            part = self.blocks.elements(parameter.detach(), active, count)
+            if part.numel():
+                stepped = nn.Parameter(part if _is_direct(part) else part.float().clone().contiguous())
+                self._parts[place] = part, stepped
+                groups.setdefault(number, []).append(stepped)
+        self._outer = list(groups)
+        self.inner = self._make_inner(
+            [
+                {"params": params, "lr": self.param_groups[number]["lr"],
+                 "weight_decay": self.param_groups[number]["weight_decay"]}
+                for number, params in groups.items()
+            ]
+        )  # fmt: skip
+        self._step_supports_amp_scaling = getattr(self.inner, "_step_supports_amp_scaling", False)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the active block; after the last step of its interval, activate the next one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for place, (_, stepped) in self._parts.items():
+            gradient = self._numbered[place][1].grad
+            if gradient is not None:
+                own = self.blocks.elements(gradient.contiguous(), self.active, len(self._members))
+                stepped.grad = own.to(stepped.dtype).contiguous()
+        if self._step_supports_amp_scaling:
+            self.inner.grad_scale = getattr(self, "grad_scale", None)  # type: ignore[attr-defined]
+            self.inner.found_inf = getattr(self, "found_inf", None)  # type: ignore[attr-defined]
+        for group, number in zip(self.inner.param_groups, self._outer, strict=True):
+            group["lr"] = self.param_groups[number]["lr"]
+        self.inner.step()
+        for part, stepped in self._parts.values():
+            if not _is_direct(part):
+                part.copy_(stepped)
+            stepped.grad = None
+        self.steps += 1
+        switches = len(self._members) > 1 and self.blocks.switch_mode != "fixed"
+        if switches and self.steps % self.blocks.switch_interval == 0:
+            self._activate(self._switches + 1)
+        return loss
+
+    # --- state dicts -------------------------------------------------------------------------------------------------
+
+    def _places(self) -> list[int]:
+        """Places of the active parameters in the order of the inner optimizer's parameters."""
+        return [place for number in self._outer for place in self._parts if self._numbered[place][0] == number]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the active block by parameter, with its master weights, and the position in the order."""
+        packed, inner = super().state_dict(), self.inner.state_dict()["state"]
+        states = {place: dict(inner.get(index, {})) for index, place in enumerate(self._places())}
+        for place, (part, stepped) in self._parts.items():
+            if not _is_direct(part):
+                states[place][MASTER] = stepped.detach().clone()
+        return {**packed, "state": {key: value for key, value in states.items() if value},
+                "steps": self.steps, "switches": self._switches}  # fmt: skip
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned for the same parameters.
+
+        Raises:
+            ValueError: the state is of another optimizer or of other parameters.
+        """
+        saved, sizes = state_dict["param_groups"], [len(group["params"]) for group in self.param_groups]
+        if "switches" not in state_dict or [len(group["params"]) for group in saved] != sizes:
+            raise ValueError("the optimizer state is of another optimizer or of other parameters")
+        for group, other in zip(self.param_groups, saved, strict=True):
+            group.update({key: value for key, value in other.items() if key != "params"})
+        self.steps = state_dict["steps"]
+        self._activate(state_dict["switches"])
+        inner: dict[int, Any] = {}
+        for index, place in enumerate(self._places()):
+            found = dict(state_dict["state"].get(place, {}))
+            if (master := found.pop(MASTER, None)) is not None:
+                self._parts[place][1].data.copy_(master)
+            if found:
+                inner[index] = found
+        self.inner.load_state_dict({"state": inner, "param_groups": self.inner.state_dict()["param_groups"]})
+
+
+def _is_direct(part: Tensor) -> bool:
+    """Return whether the inner optimizer steps these elements in place, without an fp32 copy."""
+    return part.dtype in (torch.float32, torch.float64) and part.is_contiguous()
+
+
+def badam_bytes(trained: Mapping[str, Tensor], blocks: Blocks, copies: int = 2) -> int:
+    """Return the bytes of state of the largest block, excluding step counts.
+
+    Args:
+        trained: name → trained parameter; may be on the meta device.
+        copies: tensors of the inner optimizer's state.
+    """
+    names = blocks.names(trained)
+
+    def bytes_of(block: int) -> int:
+        parts = [blocks.elements(trained[name].detach(), block, len(names)) for name in names[block]]
+        return sum(part.numel() * (copies * max(part.itemsize, 4) + (0 if _is_direct(part) else 4)) for part in parts)
+
+    return max((bytes_of(block) for block in range(len(names))), default=0)
+
+
+def badam_gradient_bytes(trained: Mapping[str, Tensor], blocks: Blocks) -> int:
+    """Return the largest number of bytes of gradients: of one block, or in mode "ratio" of all parameters."""
+    return max((sum(trained[name].nbytes for name in part) for part in blocks.names(trained)), default=0)

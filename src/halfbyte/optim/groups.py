@@ -1,0 +1,149 @@
+"""Trained parameters of a model and their groups: weight decay, LoRA+, and the learning rate of embeddings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+# Parameters without weight decay, matched against lower-case names, as in transformers' Trainer.
+WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+LORA_PLUS_EMBEDDING = 1e-6  # default learning rate of embedding adapters with LoRA+, as in PEFT
+ALL_LINEAR = "all-linear"
+
+
+class Settings(Protocol):
+    """The settings of a run that optimizers read."""
+
+    @property
+    def optim(self) -> str: ...
+    @property
+    def optim_args(self) -> Mapping[str, Any] | None: ...
+    @property
+    def optim_target_modules(self) -> str | list[str] | None: ...
+    @property
+    def learning_rate(self) -> float: ...
+    @property
+    def embedding_learning_rate(self) -> float | None: ...
+    @property
+    def loraplus_lr_ratio(self) -> float | None: ...
+    @property
+    def loraplus_lr_embedding(self) -> float | None: ...
+    @property
+    def lora_preconditioner(self) -> str | None: ...
+    @property
+    def weight_decay(self) -> float: ...
+    @property
+    def adam_beta1(self) -> float: ...
+    @property
+    def adam_beta2(self) -> float: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def use_peft(self) -> bool: ...
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Name → parameter that requires a gradient; tied parameters appear once."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def parameter_groups(model: nn.Module, settings: Settings) -> list[dict[str, Any]]:
+    """The trained parameters in groups for an optimizer.
+
+    - Default: with `weight_decay`, and norms and biases without it, as in transformers' Trainer.
+    - With `loraplus_lr_ratio` (Hayou et al. 2024, arXiv:2402.12354), the four groups of PEFT's
+      `create_loraplus_optimizer`: A, embedding adapters, B with weight decay, B without.
+    - With `embedding_learning_rate`, a last group of the input and output embeddings that are trained in full.
+    """
+    trained, special = trained_parameters(model), []
+    if (rate := settings.embedding_learning_rate) is not None:
+        embeddings = _full_embeddings(model)
+        special = [name for name, parameter in trained.items() if id(parameter) in embeddings]
+    rest = {name: parameter for name, parameter in trained.items() if name not in special}
+    if settings.loraplus_lr_ratio is None:
+        groups = _decay_groups(model, rest, settings.weight_decay)
+    else:
+        groups = _lora_plus_groups(model, rest, settings)
+    if special:
+        own = [trained[name] for name in special]
+        groups.append({"params": own, "weight_decay": settings.weight_decay, "lr": rate})
+    return groups
+
+
+def _norm_parameters(model: nn.Module) -> set[int]:
+    from torch import nn
+
+    return {id(p) for module in model.modules() if isinstance(module, nn.LayerNorm) for p in module.parameters()}
+
+
+def _decay_groups(model: nn.Module, trained: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    norms = _norm_parameters(model)
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for name, parameter in trained.items():
+        groups[id(parameter) not in norms and WITHOUT_DECAY.search(name.lower()) is None].append(parameter)
+    return [{"params": groups[True], "weight_decay": weight_decay}, {"params": groups[False], "weight_decay": 0.0}]
+
+
+def _lora_plus_groups(
+    model: nn.Module, trained: Mapping[str, nn.Parameter], settings: Settings
+) -> list[dict[str, Any]]:
+    norms = _norm_parameters(model)
+    members: dict[str, list[nn.Parameter]] = {"A": [], "embedding": [], "B": [], "bare_B": []}
+    for name, parameter in trained.items():
+        if "lora_embedding_" in name:
+            members["embedding"].append(parameter)
+        elif "lora_B" in name or parameter.ndim == 1:
+            members["bare_B" if "bias" in name or id(parameter) in norms else "B"].append(parameter)
+        else:
+            members["A"].append(parameter)
+    rate, embedding = settings.learning_rate, settings.loraplus_lr_embedding
+    fast, decay = rate * (settings.loraplus_lr_ratio or 1.0), settings.weight_decay
+    rates = {"A": rate, "embedding": LORA_PLUS_EMBEDDING if embedding is None else embedding, "B": fast, "bare_B": fast}
+    return [
+        {"params": members[name], "weight_decay": 0.0 if name == "bare_B" else decay, "lr": rates[name]}
+        for name in members
+    ]
+
+
+def embedding_weights(model: nn.Module) -> list[Tensor]:
+    """Weights of all embedding modules."""
+    from torch import nn
+
+    return [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+
+
+def _full_embeddings(model: nn.Module) -> set[int]:
+    """Identities of the weights of embedding modules and of the output head."""
+    found = {id(weight) for weight in embedding_weights(model)}
+    find = getattr(model, "get_output_embeddings", None)
+    if (head := find() if find else None) is not None:
+        found.update(id(parameter) for name, parameter in head.named_parameters() if "lora_" not in name)
+    return found
+
+
+def selects(targets: str | list[str], name: str) -> bool:
+    """Return whether `optim_target_modules` selects the linear layer called `name`, as in transformers.
+
+    Args:
+        targets: "all-linear", one regular expression for full names, or a list of parts of names and expressions.
+    """
+    if isinstance(targets, str):
+        return targets.replace("_", "-") == ALL_LINEAR or re.fullmatch(targets, name) is not None
+    return any(target in name or re.fullmatch(target, name) for target in targets)
+
+
+def target_matrices(model: nn.Module, targets: str | list[str] | None) -> dict[str, nn.Parameter]:
+    """Name → trained weight of each linear layer that `targets` selects. None selects all of them."""
+    from torch import nn
+
+    chosen = ALL_LINEAR if targets is None else targets
+    linear = {
+        id(module.weight)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and selects(chosen, name)
+    }
+    return {name: p for name, p in trained_parameters(model).items() if p.ndim == 2 and id(p) in linear}

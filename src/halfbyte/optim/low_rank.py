@@ -1,0 +1,558 @@
+"""Low-rank optimizers for full fine-tuning: GaLore, Q-GaLore, APOLLO and APOLLO-Mini.
+
+Each selected matrix W [m, n] has a virtual parameter of rank r, whose gradient R is the projected gradient of W:
+[r, n] for a left projection R = PᵀG, [m, r] for a right projection R = GP. An inner optimizer (AdamW) steps the virtual
+parameters and all other parameters together. With a learning rate of 1 and a start at zero, a virtual parameter becomes
+-N, where N is the inner optimizer's normalized update of R. Then, with learning rate η and weight decay λ,
+
+    GaLore          W ← (1 - ηλ) W - η · scale · P N                   Zhao et al. 2024, arXiv:2403.03507, Algorithm 2
+    APOLLO          W ← (1 - ηλ) W - η · √scale · limit(G diag(s))     Zhu et al. 2024, arXiv:2412.05270, Algorithm 1
+                    s_j = ‖N_j‖ / ‖R_j‖ by channel j of the longer side
+    APOLLO-Mini     the same with r = 1 and one s for the matrix
+
+`limit` keeps the norm of APOLLO's scaled gradient from growing by more than 1% a step. GaLore's P holds singular
+vectors of G. Instead of an SVD, a refresh runs randomized subspace iteration (Halko et al. 2011, arXiv:0909.4061,
+section 4.5) from the last P. Refreshes of different matrices fall on different steps. APOLLO's P is Gaussian with
+variance 1/r, and is generated from a seed in each step, not stored. Q-GaLore (Zhang et al. 2024, arXiv:2407.08296)
+stores P in 4 or 8 bits, and refreshes P less often while it stays similar. Its int8 weights are not implemented.
+
+Between steps a virtual parameter occupies no memory. State per matrix: the inner optimizer's for r · max(m, n)
+elements; GaLore: P with r · min(m, n) elements; Q-GaLore: P quantized.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..utils.errors import TrainingError
+
+MakeInner = Callable[[list[dict[str, Any]]], Optimizer]  # parameter groups → the optimizer that steps them
+
+FIRST_SWEEPS = 3  # iterations from a random start; later refreshes start from the last basis and need one
+OVERSAMPLED = 8  # columns of a random start beyond the rank, as Halko et al. advise
+GROWTH = 1.01  # APOLLO's largest ratio of the norms of successive scaled gradients
+TINY = 1e-8  # added to the norms that APOLLO divides by
+STATE = "low_rank"  # key of this module's part of a parameter's state in a state dict
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """Options of the projected parameters.
+
+    Attributes:
+        rank: columns of P; at most the shorter side of a matrix.
+        update_proj_gap: steps between refreshes of P.
+        scale: factor of the update; APOLLO multiplies by its square root.
+        proj_type: side of the projection. std: the shorter side is projected; reverse_std: the longer one; right; left;
+            full: both sides.
+        scaling: "" for GaLore; "channel" or "tensor" for APOLLO's scaling of the full gradient.
+        random: whether P is Gaussian; otherwise it holds singular vectors.
+        bits: bits of a stored P: 4 or 8; 0: P has the dtype of the weight.
+        group: elements of P with one scale.
+        cos_threshold, gamma_proj, queue_size: Q-GaLore multiplies the gap of a matrix by `gamma_proj` when the mean
+            cosine similarity of its last `queue_size` pairs of successive P reaches `cos_threshold`.
+    """
+
+    rank: int = 128
+    update_proj_gap: int = 200
+    scale: float = 0.25
+    proj_type: str = "std"
+    scaling: str = ""
+    random: bool = False
+    bits: int = 0
+    group: int = 256
+    cos_threshold: float = 0.4
+    gamma_proj: float = 2.0
+    queue_size: int = 5
+
+    def sides(self, shape: Sequence[int]) -> tuple[str, ...]:
+        """Return the projected sides of a matrix of this shape: left, right or both."""
+        rows, columns = shape
+        shorter, longer = ("right", "left") if rows >= columns else ("left", "right")
+        named = {"std": (shorter,), "reverse_std": (longer,), "full": ("left", "right")}
+        return named.get(self.proj_type) or (self.proj_type,)
+
+    def rank_of(self, shape: Sequence[int]) -> int:
+        return min(self.rank, *shape)
+
+    def virtual_shape(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Return the shape of the virtual parameter of a matrix."""
+        sides, rank = self.sides(shape), self.rank_of(shape)
+        return rank if "left" in sides else shape[0], rank if "right" in sides else shape[1]
+
+    def basis_bytes(self, shape: Sequence[int], itemsize: int) -> int:
+        """Return the bytes of a matrix's stored bases, for weights of `itemsize` bytes an element."""
+        if self.random:
+            return 0
+        total, rank = 0, self.rank_of(shape)
+        for side in self.sides(shape):
+            elements = rank * shape[side == "right"]
+            if self.bits:
+                total += math.ceil(elements * self.bits / 8) + 8 * math.ceil(elements / self.group)
+            else:
+                total += elements * itemsize
+        return total
+
+
+# --- projections -----------------------------------------------------------------------------------------------------
+
+
+def refresh_basis(gradient: Tensor, start: Tensor, rank: int, sweeps: int, align: bool = False) -> Tensor:
+    """Approximate the leading left singular vectors of a matrix by subspace iteration.
+
+    Args:
+        gradient: G [m, n], fp32 or fp64.
+        start: [m, k] with independent columns, k ≥ r, in G's dtype.
+        rank: r.
+        sweeps: products with G Gᵀ.
+        align: whether column signs follow those of `start` [m, r], so that moments stay valid when the basis changes
+            little.
+
+    Returns:
+        [m, r] with orthonormal columns, by decreasing singular value.
+    """
+    basis = start
+    for _ in range(sweeps):
+        basis = torch.linalg.qr(gradient @ (gradient.T @ basis)).Q
+    inside = basis.T @ gradient
+    basis = basis @ torch.linalg.eigh(inside @ inside.T).eigenvectors.flip(1)[:, :rank]
+    if align:
+        basis = basis * torch.where((basis * start).sum(0) < 0, -1.0, 1.0).to(basis.dtype)
+    return basis
+
+
+def gaussian(rows: int, columns: int, like: Tensor, *key: int) -> Tensor:
+    """Return normal random numbers [rows, columns] on `like`'s device, at least fp32, determined by `key`."""
+    digest = hashlib.blake2s("/".join(map(str, key)).encode(), digest_size=4).digest()
+    generator = torch.Generator(like.device).manual_seed(int.from_bytes(digest, "little"))
+    drawn = torch.randn(rows, columns, generator=generator, device=like.device)
+    return drawn.to(torch.promote_types(like.dtype, torch.float32))
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """`tensor` in the dtype that it is computed with: fp32, or fp64 if it has that."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def quantize_basis(basis: Tensor, bits: int, group: int) -> dict[str, Tensor]:
+    """Quantize a basis uniformly between the smallest and the largest value of each group of elements.
+
+    Args:
+        basis: fp32, any shape.
+        bits: 4 or 8.
+        group: consecutive elements per scale.
+
+    Returns:
+        codes: uint8 [⌈numel · bits / 8⌉], the first of two 4-bit codes in the low bits.
+        scales: fp32 [2, ⌈numel / group⌉], steps and smallest values.
+    """
+    flat = basis.reshape(-1)
+    groups = math.ceil(flat.numel() / group)
+    padded = torch.cat([flat, flat[-1:].expand(groups * group - flat.numel())]).view(groups, group)
+    low, high = padded.aminmax(dim=1)
+    step = ((high - low) / (2**bits - 1)).clamp_min(torch.finfo(torch.float32).tiny)
+    codes = ((padded - low[:, None]) / step[:, None]).round().clamp(0, 2**bits - 1).to(torch.uint8)
+    codes = codes.view(-1)[: flat.numel()]
+    if bits == 4:
+        pairs = nn.functional.pad(codes, (0, codes.numel() % 2)).view(-1, 2)
+        codes = pairs[:, 0] | pairs[:, 1] << 4
+    return {"codes": codes.contiguous(), "scales": torch.stack([step, low])}
+
+
+def dequantize_basis(stored: Mapping[str, Tensor], bits: int, group: int, shape: Sequence[int]) -> Tensor:
+    """Return the fp32 basis of this shape that `quantize_basis` stored."""
+    codes, (step, low) = stored["codes"], stored["scales"]
+    if bits == 4:
+        codes = torch.stack([codes & 15, codes >> 4], dim=1).view(-1)
+    of = torch.arange(math.prod(shape), device=codes.device) // group
+    return (codes[: of.numel()] * step[of] + low[of]).view(*shape)
+
+
+# --- one matrix ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Matrix:
+    """A projected weight, its virtual parameter and its state.
+
+    Attributes:
+        index: number among the optimizer's projected matrices.
+        phase: steps by which the second refresh comes before a full gap, so that matrices refresh at different steps.
+    """
+
+    weight: nn.Parameter
+    options: LowRank
+    index: int
+    phase: int
+    seed: int
+    state: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.virtual = nn.Parameter(self._placeholder())
+        self.sides = self.options.sides(self.weight.shape)
+        self.rank = self.options.rank_of(self.weight.shape)
+
+    def _placeholder(self) -> Tensor:
+        """One element, expanded: the shape and dtype of the virtual parameter without its memory."""
+        return self.weight.new_zeros(()).expand(self.options.virtual_shape(self.weight.shape))
+
+    @property
+    def has_bases(self) -> bool:
+        return self.options.random or "next" in self.state
+
+    def begin(self, gradient: Tensor, step: int, skipped: Tensor | None) -> None:
+        """Refresh the bases if they are due, and project `gradient` into the virtual parameter's gradient."""
+        full = _wide(gradient)
+        if not self.options.random and step >= self.state.get("next", step):
+            self._refresh(full if skipped is None else full.masked_fill(skipped, 0.0), step, skipped)
+        projected = full
+        for side, basis in self.bases(step).items():
+            projected = basis.T @ projected if side == "left" else projected @ basis
+        self.virtual.data = torch.zeros_like(self.virtual, memory_format=torch.contiguous_format)
+        self.virtual.grad = projected.to(self.virtual.dtype)
+
+    def bases(self, step: int) -> dict[str, Tensor]:
+        """Return side → basis, fp32 [length of the side, r]."""
+        found = {}
+        for side in self.sides:
+            length = self.weight.shape[side == "right"]
+            if self.options.random:
+                key = self.seed, self.index, side == "right", step // self.options.update_proj_gap
+                found[side] = gaussian(length, self.rank, self.weight, *key) / math.sqrt(self.rank)
+            else:
+                found[side] = self._stored(side, (length, self.rank))
+        return found
+
+    def _stored(self, side: str, shape: tuple[int, int]) -> Tensor:
+        stored, options = self.state[side], self.options
+        return dequantize_basis(stored, options.bits, options.group, shape) if options.bits else _wide(stored)
+
+    def _refresh(self, gradient: Tensor, step: int, skipped: Tensor | None) -> None:
+        first, options = not self.has_bases, self.options
+        similarities = []
+        for side in self.sides:
+            own = gradient if side == "left" else gradient.T
+            length = len(own)
+            if first:
+                columns = min(self.rank + OVERSAMPLED, *own.shape)
+                start = gaussian(length, columns, self.weight, self.seed, self.index, side == "right", step)
+                basis = refresh_basis(own, start, self.rank, FIRST_SWEEPS)
+            else:
+                start = self._stored(side, (length, self.rank))
+                basis = refresh_basis(own, start, self.rank, sweeps=1, align=True)
+            if skipped is not None and not first:
+                basis = torch.where(skipped, start, basis)
+            if options.bits and not first:
+                similarities.append(nn.functional.cosine_similarity(basis, start, dim=0).mean())
+            self.state[side] = (
+                quantize_basis(basis, options.bits, options.group) if options.bits else basis.to(self.weight.dtype)
+            )
+        gap = self.state.setdefault("gap", options.update_proj_gap)
+        if similarities:
+            gap = self._lazier(gap, float(torch.stack(similarities).mean()))
+        self.state["next"] = step + gap - (self.phase if first else 0)
+
+    def _lazier(self, gap: int, similarity: float) -> int:
+        """Return the gap after a refresh whose bases have this cosine similarity to the last ones."""
+        queue = [*self.state.get("similarities", []), similarity][-self.options.queue_size :]
+        if len(queue) == self.options.queue_size and sum(queue) / len(queue) >= self.options.cos_threshold:
+            gap = self.state["gap"] = int(gap * self.options.gamma_proj)
+        self.state["similarities"] = queue
+        return gap
+
+    def end(self, gradient: Tensor, rate: Any, weight_decay: float, step: int, skipped: Tensor | None) -> None:
+        """Apply the inner optimizer's update of the virtual parameter to the weight, and free it."""
+        moved = _wide(self.virtual.detach())
+        if self.options.scaling:
+            update = self._scaled(_wide(gradient), moved, skipped)
+        else:
+            update = moved
+            for side, basis in self.bases(step).items():
+                update = basis @ update if side == "left" else update @ basis.T
+            update = update * self.options.scale
+        applied: Any = 1.0
+        if skipped is not None:
+            update, applied = update.masked_fill(skipped, 0.0), 1.0 - skipped.float()
+        if weight_decay:
+            self.weight.mul_(1.0 - rate * weight_decay * applied)
+        self.weight.add_(update * rate)  # a narrow weight is rounded once
+        self.virtual.data, self.virtual.grad = self._placeholder(), None
+
+    def _scaled(self, gradient: Tensor, moved: Tensor, skipped: Tensor | None) -> Tensor:
+        """Return APOLLO's update for a learning rate of 1: the negated gradient with AdamW's step lengths."""
+        assert self.virtual.grad is not None
+        projected = _wide(self.virtual.grad)
+        if self.options.scaling == "tensor":
+            factor = moved.norm() / (projected.norm() + TINY)
+        else:
+            dim = 1 if projected.shape[0] >= projected.shape[1] else 0
+            factor = moved.norm(dim=dim, keepdim=True) / (projected.norm(dim=dim, keepdim=True) + TINY)
+        scaled = gradient * factor
+        norm, before = scaled.norm(), self.state.get("norm")
+        if before is not None:
+            limited = torch.where(before > 0, (GROWTH * before / (norm + TINY)).clamp(max=1.0), torch.ones_like(norm))
+            scaled, norm = scaled * limited, norm * limited
+        else:
+            before = torch.zeros_like(norm)
+        self.state["norm"] = norm if skipped is None else torch.where(skipped, before, norm)
+        return scaled * -math.sqrt(self.options.scale)
+
+
+# --- the optimizer ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Unit:
+    """Parameters that step together, and their inner optimizer, whose groups parallel the outer ones."""
+
+    inner: Optimizer
+    outer: list[int]  # for each of the inner optimizer's groups, the index of the outer group
+    projected: list[bool]  # for each of the inner optimizer's groups, whether its parameters are virtual
+    numbers: list[int]  # for each of the inner optimizer's parameters, the number of the parameter in a state dict
+    parameters: list[nn.Parameter]
+    matrices: dict[int, _Matrix]
+
+
+class LowRankOptimizer(Optimizer):
+    """GaLore, Q-GaLore, APOLLO or APOLLO-Mini over an inner optimizer; see the module's docstring.
+
+    Honours `found_inf` and `grad_scale` of torch.amp.GradScaler if the inner optimizer does: a step whose `found_inf`
+    is 1 changes no weight, moment, basis or norm. While a matrix has no basis, the host reads `found_inf`.
+
+    Args:
+        groups: parameter groups with `lr` and `weight_decay`. A group with a `low_rank` entry (`LowRank`) has matrices
+            [m, n] only, which are projected; the inner optimizer steps the others as they are.
+        make_inner: makes the inner optimizer from groups; its update must start at the parameter and be proportional to
+            the group's learning rate.
+        lr: learning rate of groups without their own.
+        layerwise: whether each parameter is stepped as soon as its gradient is complete in the backward, and the
+            gradient freed. Then `step` updates nothing, and a gradient with NaN or Inf skips its parameter only.
+        seed: of random projections and of the start of subspace iterations.
+
+    Raises:
+        TrainingError: a projected parameter is not a matrix, or (in a step) a gradient is sparse.
+    """
+
+    def __init__(
+        self, groups: list[dict[str, Any]], make_inner: MakeInner, *, lr: float, layerwise: bool = False, seed: int = 0
+    ):
+        super().__init__([{key: value for key, value in group.items() if key != "low_rank"} for group in groups],
+                         {"lr": lr, "weight_decay": 0.0})  # fmt: skip
+        self.layerwise, self.steps = layerwise, 0
+        self._squares: list[Tensor] = []  # squared norms of the gradients that the backward has freed
+        options: list[LowRank | None] = [group.get("low_rank") for group in groups]
+        count = sum(len(g["params"]) for g, own in zip(self.param_groups, options, strict=True) if own is not None)
+        members: list[tuple[int, nn.Parameter, _Matrix | None]] = []
+        index = 0
+        for number, (group, own) in enumerate(zip(self.param_groups, options, strict=True)):
+            for parameter in group["params"]:
+                matrix = None
+                if own is not None:
+                    if parameter.ndim != 2:
+                        raise TrainingError(
+                            f"a parameter of shape {[*parameter.shape]} cannot be projected", "select matrices only"
+                        )
+                    matrix = _Matrix(parameter, own, index, index * own.update_proj_gap // count, seed)
+                    index += 1
+                members.append((number, parameter, matrix))
+        numbered = list(enumerate(members))
+        parts = [[each] for each in numbered] if layerwise else [numbered]
+        self.units = [self._unit(part, make_inner) for part in parts]
+        self._step_supports_amp_scaling = not layerwise and all(
+            getattr(unit.inner, "_step_supports_amp_scaling", False) for unit in self.units
+        )
+        if layerwise:
+            for unit in self.units:
+                self._step_in_backward(unit)
+
+    def _unit(
+        self, part: Sequence[tuple[int, tuple[int, nn.Parameter, _Matrix | None]]], make_inner: MakeInner
+    ) -> _Unit:
+        outer = sorted({number for _, (number, _, _) in part})
+        groups, virtual = list[dict[str, Any]](), list[bool]()
+        for number in outer:
+            own = [(parameter, matrix) for _, (group, parameter, matrix) in part if group == number]
+            params = [parameter if matrix is None else matrix.virtual for parameter, matrix in own]
+            virtual.append(own[0][1] is not None)
+            options = {"lr": 1.0, "weight_decay": 0.0} if virtual[-1] else self.param_groups[number]
+            groups.append({"params": params, "lr": options["lr"], "weight_decay": options["weight_decay"]})
+        return _Unit(
+            make_inner(groups),
+            outer,
+            virtual,
+            [number for number, _ in part],
+            [parameter for _, (_, parameter, _) in part],
+            {id(parameter): matrix for _, (_, parameter, matrix) in part if matrix is not None},
+        )
+
+    def _step_in_backward(self, unit: _Unit) -> None:
+        (weight,) = unit.parameters
+
+        def update(parameter: Tensor) -> None:
+            gradient = parameter.grad
+            assert gradient is not None
+            square = gradient.detach().float().square().sum()
+            self._squares.append(square)
+            self._step_unit(unit, (~square.isfinite()).float())
+            parameter.grad = None
+
+        weight.register_post_accumulate_grad_hook(update)
+
+    def gradient_norm(self) -> Tensor:
+        """Return the norm of the gradients that the backward has freed since the last call; layerwise only."""
+        squares, self._squares = self._squares, []
+        return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient; layerwise: only count the step."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.layerwise:
+            self.steps += 1
+            return loss
+        found_inf = getattr(self, "found_inf", None)
+        if (scale := getattr(self, "grad_scale", None)) is not None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad.div_(scale.to(parameter.device))
+        if self._step_unit(self.units[0], found_inf):
+            self.steps += 1
+        return loss
+
+    @torch.no_grad()
+    def _step_unit(self, unit: _Unit, found_inf: Tensor | None) -> bool:
+        """Step the parameters of a unit; returns False if `found_inf` skipped the step on the host."""
+        present: list[tuple[_Matrix, Tensor]] = []
+        for parameter in unit.parameters:
+            if parameter.grad is None:
+                continue
+            if parameter.grad.is_sparse:
+                raise TrainingError("the gradient of a parameter is sparse", "use an embedding with sparse=False")
+            if (matrix := unit.matrices.get(id(parameter))) is not None:
+                present.append((matrix, parameter.grad))
+        skips_on_device = getattr(unit.inner, "_step_supports_amp_scaling", False)
+        if found_inf is not None and not (skips_on_device and all(matrix.has_bases for matrix, _ in present)):
+            if bool(found_inf):
+                return False
+            found_inf = None
+        if skips_on_device:
+            unit.inner.found_inf = found_inf  # type: ignore[attr-defined]
+        skipped = None if found_inf is None else found_inf.bool()
+        for matrix, gradient in present:
+            matrix.begin(gradient, self.steps, _on(skipped, gradient))
+        owner = {}
+        for group, number, projected in zip(unit.inner.param_groups, unit.outer, unit.projected, strict=True):
+            outer = self.param_groups[number]
+            owner.update({id(parameter): outer for parameter in outer["params"]})
+            if not projected:
+                group["lr"] = outer["lr"]
+        unit.inner.step()
+        for matrix, gradient in present:
+            group = owner[id(matrix.weight)]
+            matrix.end(gradient, group["lr"], group["weight_decay"], self.steps, _on(skipped, gradient))
+        return True
+
+    # --- state dicts -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the inner optimizer's state by parameter, with the projection's part under `STATE`, and the step."""
+        packed = super().state_dict()
+        states: dict[int, dict[str, Any]] = {}
+        for unit in self.units:
+            inner = unit.inner.state_dict()["state"]
+            for place, (number, parameter) in enumerate(zip(unit.numbers, unit.parameters, strict=True)):
+                matrix, own = unit.matrices.get(id(parameter)), dict(inner.get(place, {}))
+                if matrix is not None and matrix.state:
+                    own[STATE] = _copied(matrix.state)
+                if own:
+                    states[number] = own
+        return {**packed, "state": states, "steps": self.steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned for parameters of the same shapes in the same order.
+
+        Raises:
+            ValueError: the state is of other groups, or of an optimizer without low-rank state.
+        """
+        saved, sizes = state_dict["param_groups"], [len(group["params"]) for group in self.param_groups]
+        if "steps" not in state_dict or [len(group["params"]) for group in saved] != sizes:
+            raise ValueError("the optimizer state is of another optimizer or of other parameters")
+        for group, other in zip(self.param_groups, saved, strict=True):
+            group.update({key: value for key, value in other.items() if key != "params"})
+        self.steps = state_dict["steps"]
+        for unit in self.units:
+            inner: dict[int, Any] = {}
+            for place, (number, parameter) in enumerate(zip(unit.numbers, unit.parameters, strict=True)):
+                found = dict(state_dict["state"].get(number, {}))
+                own, matrix = found.pop(STATE, {}), unit.matrices.get(id(parameter))
+                if matrix is not None:
+                    matrix.state = _copied(own, parameter.device)
+                if found:
+                    inner[place] = found
+            unit.inner.load_state_dict({"state": inner, "param_groups": unit.inner.state_dict()["param_groups"]})
+
+
+def _on(skipped: Tensor | None, tensor: Tensor) -> Tensor | None:
+    return None if skipped is None else skipped.to(tensor.device)
+
+
+def _copied(state: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:
+    """Copy a nested state, its tensors to `device`."""
+    return {
+        key: _copied(value, device) if isinstance(value, Mapping)
+        else value.to(device or value.device, copy=True) if isinstance(value, Tensor)
+        else value
+        for key, value in state.items()
+    }  # fmt: skip
+
+
+def low_rank_groups(
+    groups: list[dict[str, Any]], chosen: Mapping[str, nn.Parameter], options: LowRank
+) -> list[dict[str, Any]]:
+    """Split parameter groups: first the parameters that are stepped as they are, then the `chosen` matrices.
+
+    Args:
+        chosen: name → matrix to project.
+    """
+    projected = {id(parameter) for parameter in chosen.values()}
+    plain, low = [], []
+    for group in groups:
+        parts = {inside: [p for p in group["params"] if (id(p) in projected) is inside] for inside in (False, True)}
+        plain.append({**group, "params": parts[False]})
+        if parts[True]:
+            low.append({**group, "params": parts[True], "low_rank": options})
+    return [*plain, *low]
+
+
+def low_rank_bytes(
+    trained: Mapping[str, Tensor],
+    chosen: Mapping[str, Tensor],
+    options: LowRank,
+    moment_bytes: Callable[[int, Tensor, bool], int],
+) -> int:
+    """Return the bytes of state of a low-rank optimizer, excluding step counts and norms (one number a matrix).
+
+    Args:
+        trained, chosen: name → trained parameter, and those that are projected; may be on the meta device.
+        moment_bytes: (elements, weight, whether it is projected) → bytes of the inner optimizer's state.
+    """
+    total = 0
+    for name, parameter in trained.items():
+        if name in chosen:
+            elements = math.prod(options.virtual_shape(parameter.shape))
+            total += moment_bytes(elements, parameter, True) + options.basis_bytes(parameter.shape, parameter.itemsize)
+        else:
+            total += moment_bytes(parameter.numel(), parameter, False)
+    return total

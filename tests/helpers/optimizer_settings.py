@@ -1,0 +1,23 @@
+"""Settings of an optimizer without the rest of a run's configuration."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class OptimizerSettings:
+    """The fields of `halfbyte.optim.Settings` with the configuration's defaults."""
+
+    optim: str = "adamw"
+    optim_args: dict[str, Any] = field(default_factory=dict)
+    optim_target_modules: str | list[str] | None = None
+    learning_rate: float = 1e-3
+    embedding_learning_rate: float | None = None
+    loraplus_lr_ratio: float | None = None
+    loraplus_lr_embedding: float | None = None
+    lora_preconditioner: str | None = None
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    seed: int = 42
+    use_peft: bool = True

@@ -1,0 +1,422 @@
+"""GaLore, Q-GaLore and APOLLO: the papers' formulas, subspaces, refreshes, skipped steps, and state."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from halfbyte.optim import OPTIMIZERS
+from halfbyte.optim.low_rank import (
+    LowRank,
+    LowRankOptimizer,
+    dequantize_basis,
+    gaussian,
+    quantize_basis,
+    refresh_basis,
+)
+from halfbyte.utils.errors import TrainingError
+from tests.helpers.optimizer_settings import OptimizerSettings
+
+RATE, DECAY, BETAS, EPS = 0.03, 0.1, (0.9, 0.99), 1e-8
+SHAPES = [(7, 13), (13, 7), (9, 9)]
+
+
+def adamw(groups):
+    return torch.optim.AdamW(groups, lr=RATE, betas=BETAS, eps=EPS)
+
+
+def fused(groups):
+    return torch.optim.AdamW(groups, lr=RATE, betas=BETAS, eps=EPS, fused=True)
+
+
+def make(shapes, options, inner=adamw, dtype=torch.float64, plain=(), **keys):
+    """An optimizer of matrices that are projected, and of `plain` shapes that are not."""
+    torch.manual_seed(1)
+    matrices = [nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in shapes]
+    others = [nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in plain]
+    groups = [{"params": others, "weight_decay": DECAY}] if others else []
+    groups.append({"params": matrices, "weight_decay": DECAY, "low_rank": options})
+    return LowRankOptimizer(groups, inner, lr=RATE, seed=3, **keys), matrices, others
+
+
+def set_gradients(parameters, step):
+    generator = torch.Generator().manual_seed(step)
+    for parameter in parameters:
+        drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.grad = drawn.to(parameter.dtype)
+
+
+class Adam:
+    """The moments of the papers' Algorithms: M̂ / (√V̂ + ε)."""
+
+    def __init__(self):
+        self.first = self.second = 0.0
+        self.step = 0
+
+    def __call__(self, gradient):
+        self.step += 1
+        self.first = BETAS[0] * self.first + (1 - BETAS[0]) * gradient
+        self.second = BETAS[1] * self.second + (1 - BETAS[1]) * gradient**2
+        corrected = self.second / (1 - BETAS[1] ** self.step)
+        return self.first / (1 - BETAS[0] ** self.step) / (corrected.sqrt() + EPS)
+
+
+def bases_of(optimizer, matrix):
+    return {
+        side: basis.clone() for side, basis in optimizer.units[0].matrices[id(matrix)].bases(optimizer.steps).items()
+    }
+
+
+@pytest.mark.parametrize("proj_type", ["std", "reverse_std", "left", "right", "full"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_galore_follows_its_algorithm(shape, proj_type):
+    """Algorithm 2 of arXiv:2403.03507 in fp64, with the bases that the optimizer chose."""
+    options = LowRank(rank=3, update_proj_gap=2, scale=0.4, proj_type=proj_type)
+    optimizer, (matrix,), _ = make([shape], options)
+    moments, expected = Adam(), matrix.detach().clone()
+    for step in range(5):
+        set_gradients([matrix], step)
+        gradient = matrix.grad.clone()
+        optimizer.step()
+        optimizer.steps -= 1  # the bases of this step
+        bases = bases_of(optimizer, matrix)
+        optimizer.steps += 1
+        left, right = bases.get("left"), bases.get("right")
+        low = gradient if left is None else left.T @ gradient
+        low = low if right is None else low @ right
+        normalized = moments(low)
+        normalized = normalized if left is None else left @ normalized
+        normalized = normalized if right is None else normalized @ right.T
+        expected = (1 - RATE * DECAY) * expected - RATE * 0.4 * normalized
+        torch.testing.assert_close(matrix.detach(), expected, rtol=1e-10, atol=1e-12)
+    sides = {"std": {"left"} if shape[0] < shape[1] else {"right"}, "left": {"left"}, "right": {"right"}}
+    sides |= {"reverse_std": {"right"} if shape[0] < shape[1] else {"left"}, "full": {"left", "right"}}
+    assert bases.keys() == sides[proj_type]
+
+
+@pytest.mark.parametrize("scaling", ["channel", "tensor"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_apollo_follows_its_algorithm(shape, scaling):
+    """Algorithm 1 of arXiv:2412.05270 in fp64, with the norm-growth limiter."""
+    options = LowRank(rank=2, update_proj_gap=3, scale=5.0, scaling=scaling, random=True)
+    optimizer, (matrix,), _ = make([shape], options)
+    moments, expected, before, limits = Adam(), matrix.detach().clone(), None, 0
+    left = shape[0] < shape[1]
+    for step in range(7):
+        set_gradients([matrix], step)
+        gradient = matrix.grad * (1 + step)  # grows, so that the limiter acts
+        matrix.grad = gradient.clone()
+        optimizer.step()
+        length = shape[0] if left else shape[1]
+        basis = gaussian(length, 2, matrix, 3, 0, not left, step // 3) / math.sqrt(2)
+        low = basis.T @ gradient if left else gradient @ basis
+        normalized = moments(low)
+        dims = (0, 1) if scaling == "tensor" else (0,) if left else (1,)
+        factor = normalized.pow(2).sum(dims, keepdim=True).sqrt() / (low.pow(2).sum(dims, keepdim=True).sqrt() + 1e-8)
+        scaled = gradient * factor
+        if before is not None and scaled.norm() > 1.01 * before:
+            scaled, limits = scaled * 1.01 * before / scaled.norm(), limits + 1
+        before = scaled.norm()
+        expected = (1 - RATE * DECAY) * expected - RATE * math.sqrt(5.0) * scaled
+        torch.testing.assert_close(matrix.detach(), expected, rtol=1e-7, atol=1e-9)
+    assert 0 < limits < 7
+
+
+def test_parameters_that_are_not_projected_are_stepped_by_the_inner_optimizer():
+    plain = [(5,), (3, 4, 5), (6, 6)]
+    optimizer, _, others = make([(7, 5)], LowRank(rank=2), plain=plain)
+    twins = [nn.Parameter(other.detach().clone()) for other in others]
+    alone = torch.optim.AdamW(twins, lr=RATE, betas=BETAS, eps=EPS, weight_decay=DECAY)
+    for step in range(4):
+        set_gradients(others, step)
+        set_gradients(twins, step)
+        optimizer.param_groups[0]["lr"] = alone.param_groups[0]["lr"] = RATE / (step + 1)  # as a schedule sets it
+        optimizer.step()
+        alone.step()
+    for other, twin in zip(others, twins, strict=True):
+        assert torch.equal(other, twin)
+
+
+@pytest.mark.parametrize("shape", [(40, 60), (60, 40), (33, 33)])
+def test_a_first_refresh_finds_the_leading_singular_vectors(shape):
+    torch.manual_seed(2)
+    u, _, v = torch.linalg.svd(torch.randn(shape, dtype=torch.float64), full_matrices=False)
+    values = 0.7 ** torch.arange(min(shape), dtype=torch.float64)
+    matrix = u @ torch.diag(values) @ v
+    basis = refresh_basis(matrix, gaussian(shape[0], 13, matrix, 1), 5, 3)
+    torch.testing.assert_close(basis.T @ basis, torch.eye(5, dtype=torch.float64), rtol=0, atol=1e-12)
+    assert ((basis.T @ u[:, :5]).diagonal().abs() > 0.999).all()  # ordered by singular value
+    best = values[:5].square().sum()
+    assert (basis.T @ matrix).square().sum() > 0.9999 * best
+
+
+def test_a_refresh_from_the_last_basis_follows_a_gradient_that_drifts():
+    """One sweep a refresh captures nearly the energy of an SVD, and signs follow the last basis."""
+    torch.manual_seed(4)
+    signal, noise = torch.randn(50, 4) @ torch.randn(4, 70), torch.randn(50, 70)
+    basis = refresh_basis(signal, gaussian(50, 12, signal, 2), 4, 3)
+    for number in range(1, 6):
+        drifted = signal + 0.1 * number * noise
+        new = refresh_basis(drifted, basis, 4, 1, align=True)
+        best = torch.linalg.svdvals(drifted)[:4].square().sum()
+        assert (new.T @ drifted).square().sum() > 0.99 * best
+        assert ((new * basis).sum(0) >= 0).all()
+        basis = new
+
+
+def test_a_gradient_of_lower_rank_than_the_basis_still_gives_an_orthonormal_basis():
+    for matrix in (torch.zeros(8, 6), torch.outer(torch.arange(8.0), torch.ones(6))):
+        basis = refresh_basis(matrix, gaussian(8, 6, matrix, 5), 4, 3)
+        torch.testing.assert_close(basis.T @ basis, torch.eye(4), rtol=0, atol=1e-5)
+
+
+def test_refreshes_are_spread_over_steps():
+    """After the first step at most ⌈matrices / gap⌉ matrices refresh in a step, each one once per gap."""
+    optimizer, matrices, _ = make([(6, 5)] * 7, LowRank(rank=2, update_proj_gap=4))
+    refreshed = []
+    last = None
+    for step in range(13):
+        set_gradients(matrices, step)
+        optimizer.step()
+        now = [optimizer.units[0].matrices[id(matrix)].state["next"] for matrix in matrices]
+        refreshed.append([last is None or now[at] != last[at] for at in range(7)])
+        last = now
+    assert all(refreshed[0])
+    assert [sum(row) for row in refreshed[1:5]] == [1, 2, 2, 2]
+    assert all(sum(each[at] for each in refreshed[first : first + 4]) == 1 for at in range(7) for first in (1, 5, 9))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("shape", [(1, 1), (7, 3), (16, 16), (33, 9)])
+def test_a_stored_basis_is_off_by_half_a_step_at_most(bits, shape):
+    torch.manual_seed(5)
+    basis = torch.randn(shape)
+    stored = quantize_basis(basis, bits, 64)
+    back = dequantize_basis(stored, bits, 64, shape)
+    groups = torch.arange(basis.numel()) // 64
+    assert stored["codes"].numel() == math.ceil(basis.numel() * bits / 8)
+    assert ((back - basis).abs().view(-1) <= 0.5001 * stored["scales"][0][groups] + 1e-6).all()
+    assert stored["scales"][0].max() <= 10 / (2**bits - 1)
+
+
+def test_q_galore_refreshes_less_often_while_the_basis_stays_similar():
+    options = LowRank(rank=2, update_proj_gap=2, bits=4, queue_size=2, cos_threshold=0.9, gamma_proj=2.0)
+    gaps = {}
+    for name in ("same", "random"):
+        optimizer, (matrix,), _ = make([(12, 9)], options, dtype=torch.float32)
+        for step in range(12):
+            set_gradients([matrix], step if name == "random" else 0)
+            optimizer.step()
+        gaps[name] = optimizer.units[0].matrices[id(matrix)].state["gap"]
+    assert gaps["same"] > 2
+    assert gaps["random"] == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [LowRank(rank=2, update_proj_gap=1), LowRank(rank=2, update_proj_gap=2, random=True, scaling="channel", scale=1.0)],
+)
+def test_a_skipped_step_changes_nothing(options):
+    """`found_inf` = 1 leaves weights, moments, bases and norms; another step follows as if there had been none."""
+    optimizer, matrices, others = make([(7, 5), (5, 7)], options, fused, torch.float32, plain=[(4,)])
+    for step in range(3):
+        set_gradients([*matrices, *others], step)
+        optimizer.found_inf = torch.zeros(())
+        optimizer.step()
+    before, state = [each.detach().clone() for each in (*matrices, *others)], copy.deepcopy(optimizer.state_dict())
+    set_gradients([*matrices, *others], 9)
+    matrices[0].grad[0, 0], others[0].grad[1] = math.nan, math.inf
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    for old, new in zip(before, (*matrices, *others), strict=True):
+        assert torch.equal(old, new)
+    after = optimizer.state_dict()["state"]
+    assert set(flat_tensors(after)) == set(flat_tensors(state["state"]))
+    for name, value in flat_tensors(state["state"]).items():
+        assert torch.equal(value, flat_tensors(after)[name]), name
+
+
+def flat_tensors(state, prefix=""):
+    found = {}
+    for key, value in state.items():
+        if isinstance(value, dict):
+            found |= flat_tensors(value, f"{prefix}{key}.")
+        elif isinstance(value, torch.Tensor):
+            found[f"{prefix}{key}"] = value
+    return found
+
+
+def test_a_first_step_that_is_skipped_leaves_no_basis_of_a_broken_gradient():
+    one, (a,), _ = make([(7, 5)], LowRank(rank=2), fused, torch.float32)
+    two, (b,), _ = make([(7, 5)], LowRank(rank=2), fused, torch.float32)
+    a.grad = torch.full_like(a, math.nan)
+    one.found_inf = torch.ones(())
+    one.step()
+    for step in range(2):
+        for optimizer, parameter in ((one, a), (two, b)):
+            set_gradients([parameter], step)
+            optimizer.found_inf = torch.zeros(())
+            optimizer.step()
+    assert torch.equal(a, b)
+
+
+def test_grad_scale_is_divided_out():
+    one, (a,), (x,) = make([(7, 5)], LowRank(rank=2), fused, torch.float32, plain=[(4,)])
+    two, (b,), (y,) = make([(7, 5)], LowRank(rank=2), fused, torch.float32, plain=[(4,)])
+    for step in range(3):
+        set_gradients([a, x], step)
+        set_gradients([b, y], step)
+        for parameter in (a, x):
+            parameter.grad *= 1024
+        one.grad_scale, one.found_inf = torch.tensor(1024.0), torch.zeros(())
+        one.step()
+        two.step()
+    assert torch.equal(a, b)
+    assert torch.equal(x, y)
+
+
+ALL_OPTIONS = {
+    "galore": LowRank(rank=3, update_proj_gap=3),
+    "both sides": LowRank(rank=3, update_proj_gap=2, proj_type="full"),
+    "q_galore": LowRank(rank=3, update_proj_gap=2, bits=4, queue_size=1, cos_threshold=0.1),
+    "apollo": LowRank(rank=3, update_proj_gap=3, random=True, scaling="channel", scale=1.0),
+    "apollo, svd": LowRank(rank=3, update_proj_gap=3, scaling="channel", scale=1.0),
+    "apollo_mini": LowRank(rank=1, update_proj_gap=3, random=True, scaling="tensor", scale=128.0),
+}
+
+
+@pytest.mark.parametrize("options", ALL_OPTIONS.values(), ids=ALL_OPTIONS)
+@pytest.mark.parametrize("resumed", [1, 2, 5])
+def test_resume_is_bit_equal_at_any_step(resumed, options, tmp_path):
+    def run(optimizer, parameters, steps):
+        for step in steps:
+            set_gradients(parameters, step)
+            optimizer.step()
+
+    whole, matrices, others = make([(7, 9), (9, 7), (4, 4)], options, fused, torch.float32, plain=[(3,)])
+    run(whole, [*matrices, *others], range(resumed))
+    torch.save(whole.state_dict(), tmp_path / "state.pt")
+    second, copies, plain = make([(7, 9), (9, 7), (4, 4)], options, fused, torch.float32, plain=[(3,)])
+    for own, other in zip((*copies, *plain), (*matrices, *others), strict=True):
+        own.data.copy_(other)
+    second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    run(whole, [*matrices, *others], range(resumed, 8))
+    run(second, [*copies, *plain], range(resumed, 8))
+    for own, other in zip((*copies, *plain), (*matrices, *others), strict=True):
+        assert torch.equal(own, other)
+
+
+def test_the_state_of_another_optimizer_is_refused():
+    optimizer, _, _ = make([(7, 9)], LowRank(rank=2))
+    other = torch.optim.AdamW([nn.Parameter(torch.ones(7, 9))])
+    with pytest.raises(ValueError, match="optimizer"):
+        optimizer.load_state_dict(other.state_dict())
+    smaller, _, _ = make([(7, 9)], LowRank(rank=2), plain=[(3,)])
+    with pytest.raises(ValueError, match="optimizer"):
+        optimizer.load_state_dict(smaller.state_dict())
+
+
+@pytest.mark.parametrize("options", [ALL_OPTIONS["galore"], ALL_OPTIONS["apollo"]], ids=["galore", "apollo"])
+def test_layerwise_equals_one_step_for_all_and_frees_gradients(options):
+    """Each parameter is stepped in the backward; the refresh schedule differs, so the gap exceeds the steps."""
+    options = LowRank(**{**vars(options), "update_proj_gap": 100})
+    one, (a, b), (x,) = make([(7, 5), (5, 6)], options, fused, torch.float32, plain=[(6,)])
+    two, (c, d), (y,) = make([(7, 5), (5, 6)], options, fused, torch.float32, plain=[(6,)], layerwise=True)
+    data = torch.randn(3, 7, generator=torch.Generator().manual_seed(8))
+    for _ in range(4):
+        (data @ a @ b + x).square().sum().backward()
+        norm = torch.stack([each.grad.square().sum() for each in (a, b, x)]).sum().sqrt()
+        one.step()
+        one.zero_grad()
+        (data @ c @ d + y).square().sum().backward()
+        assert c.grad is d.grad is y.grad is None
+        torch.testing.assert_close(two.gradient_norm(), norm)
+        two.step()
+    for own, other in ((a, c), (b, d), (x, y)):
+        assert torch.equal(own, other)
+
+
+def test_a_layerwise_gradient_that_is_not_finite_skips_its_parameter_only():
+    optimizer, (matrix,), (other,) = make([(4, 5)], LowRank(rank=2), fused, torch.float32, plain=[(4,)], layerwise=True)
+    before, moved = matrix.detach().clone(), other.detach().clone()
+    (matrix.sum() * math.inf + other.sum()).backward()
+    optimizer.step()
+    assert torch.equal(matrix, before)
+    assert not torch.equal(other, moved)
+
+
+def test_only_matrices_are_projected_and_sparse_gradients_are_refused():
+    with pytest.raises(TrainingError):
+        make([(3, 4, 5)], LowRank())
+    optimizer, (matrix,), _ = make([(6, 4)], LowRank(rank=2))
+    matrix.grad = torch.ones_like(matrix).to_sparse()
+    with pytest.raises(TrainingError):
+        optimizer.step()
+
+
+class Model(nn.Module):
+    """Large and small linear layers in two dtypes, an embedding, experts, norms and a frozen layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(100, 64)
+        self.up = nn.Linear(64, 300, dtype=torch.bfloat16)
+        self.down = nn.Linear(300, 96, bias=False)
+        self.tiny = nn.Linear(5, 3, bias=False)
+        self.norm = nn.LayerNorm(300)
+        self.experts = nn.Parameter(torch.ones(3, 40, 50))
+        self.frozen = nn.Linear(40, 50).requires_grad_(False)
+
+
+LOW_RANK = [name for name, row in OPTIMIZERS.items() if row.takes_targets]
+
+
+@pytest.mark.parametrize("targets", [None, ["down"]])
+@pytest.mark.parametrize("name", LOW_RANK)
+def test_state_bytes_match_the_row_and_need_no_memory(name, targets):
+    if OPTIMIZERS[name].package is not None:
+        pytest.importorskip(OPTIMIZERS[name].package)
+    options = {"rank": 16} | ({"quant_n_bit": 8} if targets and "quant_n_bit" in OPTIMIZERS[name].options else {})
+    settings = OptimizerSettings(optim=name, optim_args=options, optim_target_modules=targets)
+    model = Model()
+    optimizer = OPTIMIZERS[name].make(model, settings)
+    sum(parameter.float().sum() for parameter in model.parameters() if parameter.requires_grad).backward()
+    optimizer.step()
+    found = flat_tensors(optimizer.state_dict()["state"])
+    measured = sum(value.nbytes for key, value in found.items() if value.dim() and "qmap" not in key)
+    assert OPTIMIZERS[name].state_bytes(model, settings) == measured
+    with torch.device("meta"):
+        assert OPTIMIZERS[name].state_bytes(Model(), settings) == measured
+    for unit in optimizer.units:
+        for matrix in unit.matrices.values():
+            assert matrix.virtual.untyped_storage().nbytes() <= 4
+
+
+def test_memory_equals_the_papers_formulas():
+    """GaLore: mr + 2nr numbers for m ≤ n (Table 1); APOLLO: 2nr; APOLLO-Mini: 2n."""
+    with torch.device("meta"):
+        layer = nn.Linear(1376, 512, bias=False)
+    m, n = 512, 1376
+
+    def numbers(name, **options):
+        return OPTIMIZERS[name].state_bytes(layer, OptimizerSettings(optim=name, optim_args=options)) / 4
+
+    assert numbers("galore_adamw", rank=128) == m * 128 + 2 * n * 128
+    assert numbers("apollo_adamw", rank=64) == 2 * n * 64
+    assert numbers("apollo_mini") == 2 * n
+
+
+@pytest.mark.parametrize(("targets", "chosen"), [
+    ("all-linear", {"up", "down", "tiny"}), ("all_linear", {"up", "down", "tiny"}), (["down", "ti"], {"down", "tiny"}),
+    (".*n.*", {"down", "tiny"}), (["u.", "frozen"], {"up"}),
+])  # fmt: skip
+def test_targets_select_trained_linear_layers(targets, chosen):
+    model = Model()
+    settings = OptimizerSettings(optim="galore_adamw", optim_target_modules=targets)
+    optimizer = OPTIMIZERS["galore_adamw"].make(model, settings)
+    projected = {id(matrix.weight) for unit in optimizer.units for matrix in unit.matrices.values()}
+    assert {
+        name for name, module in model.named_children() if id(getattr(module, "weight", None)) in projected
+    } == chosen

@@ -1,0 +1,155 @@
+"""Runs with low-rank and block-wise optimizers, LoRA+ and preconditioning: they train, resume exactly, are planned."""
+
+import json
+
+import pytest
+import torch
+
+from halfbyte.config import load_config
+from halfbyte.optim import OPTIMIZERS
+from halfbyte.runs import checkpoints
+from halfbyte.train.preflight import check_loss_scale, check_targets, prepare_run
+from halfbyte.utils.errors import ConfigError
+from tests.helpers.run_inputs import VOCABULARY, write_model, write_rows
+from tests.helpers.sft_runs import run
+from tests.helpers.tiny_runs import losses, make_loop, run_config, tiny_llama
+
+LOW_RANK = {"rank": 4, "update_proj_gap": 3}
+CASES = {
+    "galore_adamw": LOW_RANK,
+    "galore_adamw_layerwise": LOW_RANK,
+    "galore_adamw_8bit": LOW_RANK,
+    "galore_adamw_8bit_layerwise": LOW_RANK,
+    "q_galore_adamw8bit": LOW_RANK | {"queue_size": 1, "cos_threshold": 0.0},
+    "apollo_adamw": LOW_RANK,
+    "apollo_adamw_layerwise": LOW_RANK | {"proj": "svd"},
+    "apollo_mini": {"update_proj_gap": 3, "scale": 1.0},
+    "badam": {"badam_switch_interval": 3, "badam_switch_mode": "random"},
+}
+
+
+def keys(name, **changed):
+    if OPTIMIZERS[name].package is not None:
+        pytest.importorskip(OPTIMIZERS[name].package)
+    layerwise = {"max_grad_norm": 0.0} if OPTIMIZERS[name].updates == "backward" else {}
+    whole = {"use_peft": False, "load_in_4bit": False, "lora_dropout": 0.0}
+    return {"optim": name, "optim_args": CASES[name], "max_steps": 8, "save_steps": 2, **whole, **layerwise, **changed}
+
+
+def trained(loop):
+    return {name: parameter.detach().clone() for name, parameter in loop.model.named_parameters()}
+
+
+def resumed_equals_uninterrupted(tmp_path, config, step):
+    """Train, then resume at `step` in another folder; returns the losses of the first run."""
+    whole = make_loop(run_config(tmp_path / "whole", save_total_limit=None, **config))
+    whole.train()
+    again = make_loop(run_config(tmp_path / "again", save_total_limit=None, **config))
+    again.train(tmp_path / "whole" / f"checkpoint-{step}")
+    for name, value in trained(whole).items():
+        assert torch.equal(again.model.get_parameter(name), value), name
+    assert losses(again) == losses(whole)[step:]
+    return losses(whole)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", CASES)
+def test_full_fine_tuning_resumes_bit_equal(name, tmp_path):
+    resumed_equals_uninterrupted(tmp_path, keys(name), 4)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", ["galore_adamw", "apollo_adamw_layerwise", "badam"])
+def test_adapters_train_and_resume_too(name, tmp_path):
+    resumed_equals_uninterrupted(tmp_path, keys(name, use_peft=True, load_in_4bit=True, lora_dropout=0.1), 2)
+
+
+@pytest.mark.parametrize("changed", [
+    {"loraplus_lr_ratio": 4.0}, {"lora_preconditioner": "riemannian"},
+    {"embedding_learning_rate": 1e-3, "modules_to_save": ["lm_head"]},
+])  # fmt: skip
+def test_groups_and_preconditioner_change_the_run_and_resume(changed, tmp_path):
+    config = {"max_steps": 6, "save_steps": 2}
+    common = {key: changed[key] for key in changed if key == "modules_to_save"}
+    plain = make_loop(run_config(tmp_path / "plain", **config, **common))
+    plain.train()
+    found = resumed_equals_uninterrupted(tmp_path, config | changed, 4)
+    assert found[0] == losses(plain)[0]
+    assert found[2:] != losses(plain)[2:]
+
+
+@pytest.mark.parametrize("name", ["galore_adamw", "apollo_adamw", "badam"])
+def test_the_loss_falls_as_with_adamw(name, tmp_path):
+    """On one batch that repeats; GaLore with full rank is AdamW in a rotated basis."""
+    options = {"galore_adamw": {"rank": 32, "scale": 1.0}, "apollo_adamw": {"rank": 16}, "badam": {}}[name]
+    config = keys(name, optim_args=options, learning_rate=3e-3, max_steps=25, save_steps=1000)
+    config |= {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 12, "lr_scheduler_type": "constant"}
+    loop = make_loop(run_config(tmp_path / "low", **config))
+    loop.train()
+    adamw = make_loop(run_config(tmp_path / "adamw", **config | {"optim": "adamw_torch_fused", "optim_args": {}}))
+    adamw.train()
+    fell, other = losses(loop)[0] - losses(loop)[-1], losses(adamw)[0] - losses(adamw)[-1]
+    assert losses(loop)[0] == losses(adamw)[0]
+    assert fell > (0.1 if name == "badam" else 0.5) * other
+
+
+def test_layerwise_records_the_norm_of_all_gradients(tmp_path):
+    norms = {}
+    for name in ("galore_adamw", "galore_adamw_layerwise"):
+        loop = make_loop(run_config(tmp_path / name, **keys(name, max_grad_norm=0.0, max_steps=1)))
+        loop.train()
+        (record,) = [each for each in loop.metrics.records() if each["kind"] == "train"]
+        norms[name] = record["grad_norm"]
+    assert norms["galore_adamw"] == pytest.approx(norms["galore_adamw_layerwise"], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["galore_adamw", "apollo_adamw", "badam"])
+def test_an_overflow_of_scaled_gradients_is_skipped(name, tmp_path):
+    """fp16's loss scaler: the overflowing step leaves the weights, and the run goes on."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-20)
+    loop = make_loop(run_config(tmp_path, **keys(name, max_steps=6)), scaler=scaler)
+    before = trained(loop)
+    loop.train()
+    assert scaler.get_scale() < 2.0**127
+    assert any(not torch.equal(value, before[name]) for name, value in trained(loop).items())
+    assert all(value.isfinite().all() for value in trained(loop).values())
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("place")
+    tokens = {"vocab_size": VOCABULARY, "pad_token_id": 1, "eos_token_id": 0, "bos_token_id": None}
+    write_model(folder / "model", tiny_llama(**tokens))
+    write_rows(folder / "data.jsonl", [20, 60, 30, 40] * 4)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["galore_adamw", "apollo_adamw_layerwise", "badam"])
+def test_a_whole_run_is_planned_and_resumes(name, place, tmp_path):
+    config = keys(name, gradient_accumulation_steps=1, optim_args=CASES[name], sample_prompts=0, max_steps=4)
+    run(place, tmp_path / "run", **config)
+    memory = json.loads((tmp_path / "run/memory.json").read_text())["predicted"]
+    settings = load_config(None, {"model_name_or_path": "m", "dataset": "d", **config})
+    model = tiny_llama(vocab_size=VOCABULARY)
+    row = OPTIMIZERS[name]
+    assert memory["optimizer"] == row.state_bytes(model, settings) < 2 * memory["adapters"]
+    if row.gradient_bytes is not None:
+        assert memory["gradients"] == row.gradient_bytes(model, settings) < memory["adapters"]
+    state = torch.load(checkpoints.checkpoints(tmp_path / "run")[-1] / "optimizer.pt", weights_only=True)
+    assert state["steps"] == 4
+
+
+def test_targets_that_select_nothing_are_refused(place, tmp_path):
+    config = {"model_name_or_path": str(place / "model"), "dataset": str(place / "data.jsonl"), "device": "cpu",
+              "output_dir": str(tmp_path), "optim": "galore_adamw", "optim_target_modules": ["nowhere"],
+              "use_peft": False, "load_in_4bit": False, "dtype": "float32"}  # fmt: skip
+    with pytest.raises(ConfigError, match="optim_target_modules"):
+        prepare_run(load_config(None, config))
+    check_targets(load_config(None, config | {"optim_target_modules": ["mlp"]}), tiny_llama())
+
+
+def test_float16_that_the_device_chose_is_refused_for_layerwise():
+    config = load_config(None, {"model_name_or_path": "m", "dataset": "d", **keys("galore_adamw_layerwise")})
+    check_loss_scale(config, torch.bfloat16)
+    with pytest.raises(ConfigError, match="galore_adamw_layerwise"):
+        check_loss_scale(config, torch.float16)
