@@ -249,13 +249,12 @@ class Params4bit(nn.Parameter):
             return self._quantize(device)
         if self.quant_state is not None and device is not None:
             self.quant_state.to(device)
-        new = Params4bit(
-            # Codes that are viewed as a float dtype must not be converted.
-            nn.Parameter.to(self, device=device, dtype=None if self.bnb_quantized else dtype, non_blocking=non_blocking),
-            self.requires_grad, self.quant_state, self.blocksize, self.compress_statistics, self.quant_type,
+        kept = None if self.bnb_quantized else dtype  # codes viewed as a float dtype must not be converted
+        moved = nn.Parameter.to(self, device=device, dtype=kept, non_blocking=non_blocking)
+        return Params4bit(
+            moved, self.requires_grad, self.quant_state, self.blocksize, self.compress_statistics, self.quant_type,
             self.quant_storage, self.module, self.bnb_quantized,
         )  # fmt: skip
-        return new
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
