@@ -655,7 +655,9 @@ class Linear8bitLt(nn.Linear):
 
     def init_8bit_state(self) -> None:
         """Move codes and scales from the weight to the state."""
-        self.state.CB, self.state.SCB = self.weight.CB, self.weight.SCB
+        codes = self.weight.CB
+        self.state.CB = self.weight.data if codes is None else codes  # a loaded weight may have its scales only
+        self.state.SCB = self.weight.SCB
         self.weight.CB = self.weight.SCB = None
 
     def to(self, *args: Any, **kwargs: Any) -> Linear8bitLt:
@@ -672,7 +674,7 @@ class Linear8bitLt(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., output_features] in x's dtype."""
         self.state.is_training = self.training
-        if getattr(self.weight, "CB", None) is not None:
+        if getattr(self.weight, "SCB", None) is not None and self.weight.dtype == torch.int8:
             self.init_8bit_state()
         if self.bias is not None and self.bias.dtype != x.dtype:
             self.bias.data = self.bias.data.to(x.dtype)
