@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 import bitsandbytes as real
 import pytest
@@ -97,8 +98,10 @@ def test_columns_first_weight_warns_and_multiplies():
     w = torch.randn(64, 32)
     packed, state = bnb.functional.quantize_4bit(w)
     x = torch.randn(3, 64, requires_grad=True)
-    with pytest.warns(DeprecationWarning):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         y = bnb.matmul_4bit(x, packed, state)
+    assert [each.category for each in caught] == [DeprecationWarning]
     y.sum().backward()
     values = bnb.functional.dequantize_4bit(packed, state)
     torch.testing.assert_close(y, x @ values)
