@@ -1,5 +1,6 @@
 """A run's configuration: reading, overrides, errors, other tools' keys, and writing."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -214,7 +215,9 @@ class TestRefusing:
     def test_an_optimizer_whose_package_is_missing(self, monkeypatch):
         """The file means the same on every machine; what prepares a run looks (65)."""
         monkeypatch.setattr("halfbyte.train.preflight.find_spec", lambda name: None)
-        config = load_config(None, with_needed("optim=paged_adamw_8bit"))
+        row = OPTIMIZERS["sgd"]
+        monkeypatch.setitem(OPTIMIZERS, "sgd", dataclasses.replace(row, package="missing"))
+        config = load_config(None, with_needed("optim=sgd"))
         with pytest.raises(ConfigError):
             check_optimizer(config, torch.device("cpu"))
 

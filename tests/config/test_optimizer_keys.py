@@ -118,7 +118,7 @@ def test_a_contradiction_names_its_key(key, keys):
     {"lora_preconditioner": "riemannian", "parallel": {"data": 2}},
 ])  # fmt: skip
 def test_supported_combinations_are_accepted(keys):
-    assert config(**keys).optim == keys.get("optim", "adamw_torch_fused")
+    assert config(**keys).optim == keys.get("optim", "adamw")
 
 
 @pytest.mark.parametrize(("given", "expected"), [
@@ -141,7 +141,7 @@ def test_supported_combinations_are_accepted(keys):
       "optim_args": {"badam_mode": "ratio", "badam_mask_mode": "scatter", "badam_switch_interval": 9,
                      "badam_start_block": 2, "badam_update_ratio": 0.1, "badam_switch_mode": "random"}}),
     ({"use_badam": False, "use_galore": False, "badam_mode": "ratio"},
-     {"optim": "adamw_torch_fused", "optim_args": None, "optim_target_modules": None}),
+     {"optim": "adamw", "optim_args": None, "optim_target_modules": None}),
     ({"embedding_lr": 1e-5}, {"embedding_learning_rate": 1e-5}),
 ])  # fmt: skip
 def test_keys_of_llama_factory_and_axolotl_are_mapped(given, expected):

@@ -9,13 +9,13 @@ import os
 import runpy
 import sys
 
-from halfbyte.bitsandbytes import install
+from . import install
 
 
 def main(arguments: list[str]) -> None:
     """Install the stand-in and run what the arguments name, as `python` would."""
     if not arguments:
-        from halfbyte.cli import main as command_line
+        from ..cli import main as command_line
 
         sys.argv = ["halfbyte", "env"]
         command_line()

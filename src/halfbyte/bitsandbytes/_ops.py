@@ -184,7 +184,7 @@ def _product_fake(A, B, shapeB, *_, **__):
     return A.new_empty((*A.shape[:-1], shapeB[0]))
 
 
-# Schema, implementation, fake. An entry with `out` also defines the overload `.out`, which copies into its last argument.
+# Schema, implementation and fake. Names in _WITH_OUT also get the overload `.out`, with a last argument for the result.
 _OPS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
     (
         "int8_mixed_scaled_mm(Tensor A, Tensor CA, Tensor CB, Tensor SCA, Tensor SCB, Tensor? outlier_cols=None, "
@@ -267,9 +267,9 @@ _WITH_OUT = ("int8_linear_matmul", "dequantize_4bit", "dequantize_blockwise", "g
 def _into(function: Callable[..., Tensor]) -> Callable[..., None]:
     """Return `function` with a last argument that receives the result."""
 
-    def run(*arguments: Any, out: Tensor | None = None) -> None:
+    def run(*arguments: Any, out: Any = None) -> None:
         if out is None:
-            *arguments, out = arguments
+            arguments, out = arguments[:-1], arguments[-1]
         result = function(*arguments)
         if out.shape != result.shape or out.dtype != result.dtype or out.device != result.device:
             raise ValueError(

@@ -12,10 +12,10 @@ from torch import Tensor
 from typing_extensions import deprecated
 
 from ..autograd.linear import quantized_linear
+from ..formats.base import FLOATS
 from ..formats.blockwise4 import BLOCKSIZES, STATE_KEYS
 from ..ops import codebooks
 from ..ops.blockwise4 import NESTED_BLOCK
-from ..ops.checks import FLOATS
 from ..ops.int8 import exact_int8_matmul
 from ._ops import eager_or_compiled
 from .cextension import lib

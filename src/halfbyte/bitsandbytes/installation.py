@@ -74,9 +74,9 @@ class _Finder(importlib.metadata.DistributionFinder):
         return importlib.machinery.ModuleSpec(fullname, _Loader(own), origin=own, is_package=package)
 
     def find_distributions(
-        self, context: importlib.metadata.DistributionFinder.Context = importlib.metadata.DistributionFinder.Context()
+        self, context: importlib.metadata.DistributionFinder.Context | None = None
     ) -> Iterable[importlib.metadata.Distribution]:
-        return [_Distribution()] if context.name in (None, NAME) else []
+        return [_Distribution()] if context is None or context.name in (None, NAME) else []
 
 
 _finder = _Finder()

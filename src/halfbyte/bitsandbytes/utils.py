@@ -75,7 +75,8 @@ class OutlierTracer:
 
     def initialize(self, model: nn.Module) -> None:
         """Hook all linears of `model`."""
-        self.last_w, self.hvalue2outlier_idx, self.initialized = None, {}, True
+        self.last_w, self.initialized = None, True
+        self.hvalue2outlier_idx: dict[int, Tensor] = {}
         self.hooks = [
             module.register_forward_pre_hook(outlier_hook)
             for module in model.modules()
@@ -133,7 +134,7 @@ def replace_linear(
             new = linear_replacement(module.in_features, module.out_features, module.bias is not None)
             setattr(model, name, new)
             if copy_weights:
-                new.weight, new.bias = module.weight, module.bias  # type: ignore[assignment]
+                new.weight, new.bias = module.weight, module.bias
             if post_processing_function is not None and hasattr(module, post_processing_function):
                 getattr(module, post_processing_function)(module)
     return model

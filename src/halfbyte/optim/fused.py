@@ -48,7 +48,7 @@ CORRECTIONS = {"correction8": torch.int8, "correction16": torch.int16}
 class FusedOptimizer(Optimizer):
     """Base of the optimizers. A group's options are those of torch's optimizer of the rule, and:
 
-    - storage: a name in `STORAGES`.
+    - storage: a name in `STORAGES`, or "weight": bf16 for bf16 weights as in torch, otherwise fp32.
     - rounding: how weights in bf16 are rounded, a name in `ops.optimizer.ROUNDINGS`.
     - fp32_state: indices within the group of parameters whose state is fp32, such as embeddings.
     - min_quantized: parameters with fewer elements have fp32 state in place of a quantized one.
@@ -76,7 +76,7 @@ class FusedOptimizer(Optimizer):
         group = self.param_groups[-1]
         group["capturable"] = not group["offload"]
         for key, known in (
-            ("storage", RULES[self.rule].storages),
+            ("storage", ("weight", *RULES[self.rule].storages)),
             ("rounding", ("nearest", "stochastic", *CORRECTIONS)),
         ):
             if group[key] not in known:
@@ -196,8 +196,10 @@ class FusedOptimizer(Optimizer):
 
     def storage_of(self, group: dict[str, Any], index: int) -> Storage:
         """Storage of the state of a group's parameter."""
-        storage = STORAGES[group["storage"]]
         weight = group["params"][index]
+        if group["storage"] == "weight":
+            return STORAGES["bf16" if weight.dtype == torch.bfloat16 else "fp32"]
+        storage = STORAGES[group["storage"]]
         small = storage.block and getattr(weight, FULL_ELEMENTS, weight.numel()) < group["min_quantized"]
         return STORAGES["fp32"] if small or index in group["fp32_state"] else storage
 

@@ -116,7 +116,9 @@ def _adafactor_bytes(model: nn.Module, settings: Settings) -> int:
 
 
 def _moment_bytes(elements: int, copies: int, bits: int) -> int:
-    """Bytes of a parameter's `copies` state tensors, in `bits` of storage dynamic8 or fp32."""
+    """Bytes of a parameter's `copies` state tensors, in `bits` of storage dynamic8, bf16 or fp32."""
+    if bits == 16:
+        return 2 * copies * elements
     if bits == 32 or elements < FEWEST_IN_8_BITS:
         return 4 * copies * elements
     return copies * (elements + 4 * math.ceil(elements / BLOCK))
@@ -131,15 +133,21 @@ def _with_fp32_state(groups: list[dict[str, Any]], parameters: list[Tensor]) -> 
     ]
 
 
-def _fused(kind: str, bits: int = 32, offload: bool = False, options: Mapping[str, Option] | None = None) -> Optimizer:
-    """An optimizer of `fused` with state in `bits` (embeddings: 32 bits), on the device or in host memory."""
+def _fused(
+    kind: str, bits: int | None = 32, offload: bool = False, options: Mapping[str, Option] | None = None
+) -> Optimizer:
+    """An optimizer of `fused` with state on the device or in host memory.
+
+    Args:
+        bits: of the state, 8 (embeddings: 32) or 32; None: 16 for bf16 weights as in torch, otherwise 32.
+    """
     declared = options or {}
 
     def make(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
         from . import fused
 
         given = option_values(declared, settings.optim_args)
-        storage = "dynamic8" if bits == 8 else "fp32"
+        storage = {8: "dynamic8", 32: "fp32", None: "weight"}[bits]
         keywords: dict[str, Any] = {"lr": settings.learning_rate, "storage": storage, "offload": offload}
         if kind != "RMSprop":
             betas = [settings.adam_beta1, settings.adam_beta2]
@@ -155,8 +163,13 @@ def _fused(kind: str, bits: int = 32, offload: bool = False, options: Mapping[st
 
         copies = len(RULES[getattr(fused, kind).rule].states)
         in_32_bits = {id(parameter) for parameter in embedding_weights(model)}
-        trained = trained_parameters(model).values()
-        return sum(_moment_bytes(p.numel(), copies, 32 if id(p) in in_32_bits else bits) for p in trained)
+
+        def bits_of(parameter: Tensor) -> int:
+            if bits is None:
+                return 16 if str(parameter.dtype) == "torch.bfloat16" else 32
+            return 32 if id(parameter) in in_32_bits else bits
+
+        return sum(_moment_bytes(p.numel(), copies, bits_of(p)) for p in trained_parameters(model).values())
 
     def window(model: nn.Module, settings: Settings) -> int:
         from .offload import device_bytes
@@ -415,7 +428,7 @@ def _rmsprop_copies(options: dict[str, Any]) -> int:
 
 
 OPTIMIZERS: dict[str, Optimizer] = {
-    "adamw": _fused("AdamW"),
+    "adamw": _fused("AdamW", bits=None),
     "adamw_torch": _torch("AdamW", 2, betas=True, capturable=True, scratch=True),
     "adamw_torch_fused": _torch("AdamW", 2, betas=True, fused=True, guarded=True, capturable=True),
     "adafactor": Optimizer(_make_adafactor, _adafactor_bytes),

@@ -67,7 +67,7 @@ from .callbacks import check_dtype, total_steps, training_arguments
 # 30 ms for four rows of 2,048 to 4,096 tokens in a 0.6B model. A plan for rows of at most `SHORT` tokens takes 0.54 s
 # (deterministic backward) and saves 1 ms.
 PLAN_BATCHES, SHORT, SHORT_PLAN_BATCHES = 50, 1024, 500
-WIDTH = 64  # of the layer in `check_optimizer`: bitsandbytes keeps states of fewer than 4,096 numbers in 32 bits
+WIDTH = 64  # of the layer in `check_optimizer`: states of fewer than 4,096 numbers have 32 bits
 
 
 @dataclass(frozen=True)

@@ -213,7 +213,7 @@ class Params4bit(nn.Parameter):
             module, bnb_quantized=True,
         )  # fmt: skip
         if module is not None:
-            module.quant_state = state
+            module.quant_state = state  # type: ignore[assignment]
         return self
 
     def _quantize(self, device: Any) -> Params4bit:
@@ -242,21 +242,19 @@ class Params4bit(nn.Parameter):
         """`to` the XPU device."""
         return self.to(device="xpu" if device is None else device, non_blocking=non_blocking)
 
-    def to(self, *args: Any, **kwargs: Any) -> Params4bit:  # type: ignore[override]
+    def to(self, *args: Any, **kwargs: Any) -> Params4bit:
         """Move to a device; a weight that is not quantized yet is quantized there, in place."""
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
         if device is not None and device.type != "meta" and not self.bnb_quantized:
             return self._quantize(device)
         if self.quant_state is not None and device is not None:
             self.quant_state.to(device)
-        if self.bnb_quantized:
-            dtype = None  # type: ignore[assignment]  # codes viewed as a float dtype must not be converted
-        new = Params4bit(
-            nn.Parameter.to(self, device=device, dtype=dtype, non_blocking=non_blocking),
-            self.requires_grad, self.quant_state, self.blocksize, self.compress_statistics, self.quant_type,
+        kept = None if self.bnb_quantized else dtype  # codes viewed as a float dtype must not be converted
+        moved = nn.Parameter.to(self, device=device, dtype=kept, non_blocking=non_blocking)
+        return Params4bit(
+            moved, self.requires_grad, self.quant_state, self.blocksize, self.compress_statistics, self.quant_type,
             self.quant_storage, self.module, self.bnb_quantized,
         )  # fmt: skip
-        return new
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -453,13 +451,13 @@ class Int8Params(nn.Parameter):
         """`to` the XPU device."""
         return self.to(device="xpu" if device is None else device, non_blocking=non_blocking)
 
-    def to(self, *args: Any, **kwargs: Any) -> Int8Params:  # type: ignore[override]
+    def to(self, *args: Any, **kwargs: Any) -> Int8Params:
         """Move to a device; a float weight is quantized there, in place."""
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
         quantized = self.data.dtype == torch.int8
-        if device is not None and device.type != "meta" and not quantized and not self.has_fp16_weights:
-            if self.data.device.type != "meta":
-                return self._quantize(device)
+        has_data = device is not None and "meta" not in (device.type, self.data.device.type)
+        if has_data and not quantized and not self.has_fp16_weights:
+            return self._quantize(device)
         moved = nn.Parameter.to(self, device=device, dtype=None if quantized else dtype, non_blocking=non_blocking)
         new = Int8Params(moved, self.requires_grad, self.has_fp16_weights)
         if quantized:
@@ -657,10 +655,12 @@ class Linear8bitLt(nn.Linear):
 
     def init_8bit_state(self) -> None:
         """Move codes and scales from the weight to the state."""
-        self.state.CB, self.state.SCB = self.weight.CB, self.weight.SCB
+        codes = self.weight.CB
+        self.state.CB = self.weight.data if codes is None else codes  # a loaded weight may have its scales only
+        self.state.SCB = self.weight.SCB
         self.weight.CB = self.weight.SCB = None
 
-    def to(self, *args: Any, **kwargs: Any) -> Linear8bitLt:  # type: ignore[override]
+    def to(self, *args: Any, **kwargs: Any) -> Linear8bitLt:
         """Move the layer; its state moves along."""
         result = super().to(*args, **kwargs)
         device, *_ = torch._C._nn._parse_to(*args, **kwargs)
@@ -674,7 +674,7 @@ class Linear8bitLt(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., output_features] in x's dtype."""
         self.state.is_training = self.training
-        if getattr(self.weight, "CB", None) is not None:
+        if getattr(self.weight, "SCB", None) is not None and self.weight.dtype == torch.int8:
             self.init_8bit_state()
         if self.bias is not None and self.bias.dtype != x.dtype:
             self.bias.data = self.bias.data.to(x.dtype)
@@ -693,7 +693,7 @@ class OutlierAwareLinear(nn.Linear):
 
     def __init__(self, input_features: int, output_features: int, bias: bool = True, device: Any = None):
         super().__init__(input_features, output_features, bias, device)
-        self.outlier_dim: Tensor | None = None
+        self.outlier_dim: Any = None
         self.is_quantized = False
 
     def forward_with_outliers(self, x: Tensor, outlier_idx: Tensor) -> Tensor:
@@ -714,4 +714,4 @@ class OutlierAwareLinear(nn.Linear):
         if not self.is_quantized:
             self.weight.data.copy_(self.quantize_weight(self.weight, self.outlier_dim))
             self.is_quantized = True
-        return self.forward_with_outliers(x, self.outlier_dim)  # type: ignore[arg-type]
+        return self.forward_with_outliers(x, self.outlier_dim)
