@@ -18,13 +18,18 @@ from ...ops.blockwise4 import dequantize_rows_blockwise4
 from ...ops.int8 import dequantize_rows_int8
 from .. import functional as F
 from ..autograd._functions import MatmulLtState, matmul, matmul_4bit
+from ..optim.optimizer import GlobalOptimManager
 from ..utils import OutlierTracer
 
 logger = logging.getLogger("bitsandbytes.nn.modules")  # the name that users of bitsandbytes configure
 
 
 class _NormInitialized(nn.Embedding):
-    """An embedding with Xavier-uniform initial values."""
+    """An embedding with Xavier-uniform initial values, and fp32 state in 8-bit optimizers."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        GlobalOptimManager.get_instance().register_module_override(self, "weight", {"optim_bits": 32})
 
     def reset_parameters(self) -> None:
         """Draw Xavier-uniform values and zero the padding row."""

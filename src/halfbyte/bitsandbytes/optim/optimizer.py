@@ -184,12 +184,23 @@ class Optimizer8bit(FusedOptimizer):
         for number, state in packed["state"].items():
             saved = state if WRAPPED in state else to_bitsandbytes(self.rule, state)
             packed["state"][number] = saved | {WRAPPED: _stacked(self.rule, saved[WRAPPED])}
+        for number, weight in enumerate(self._weights()):
+            if "unorm_vec" in self.state.get(weight, {}):
+                packed["state"][number][WRAPPED]["unorm_vec"] = self.state[weight]["unorm_vec"]
         return packed
+
+    def _weights(self) -> list[Tensor]:
+        return [weight for group in self.param_groups for weight in group["params"]]
 
     def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
         super().load_state_dict(state_dict)
-        for weight, state in list(self.state.items()):
-            self.state[weight] = _State(self.rule, state)
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for number, weight in zip(numbers, self._weights(), strict=True):
+            if weight in self.state:
+                self.state[weight] = _State(self.rule, self.state[weight])
+                norm = state_dict["state"][number].get(WRAPPED, {}).get("unorm_vec")
+                if norm is not None:
+                    self.state[weight]["unorm_vec"] = norm.to(weight.device)
 
     def to_gpu(self) -> None:
         """Nothing: state is created where its parameter is."""
