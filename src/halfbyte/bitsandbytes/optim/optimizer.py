@@ -6,6 +6,7 @@ current stream, without blocking. Weight decay is applied before the update, as 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -52,6 +53,7 @@ class GlobalOptimManager:
         self.index2config: dict[tuple[int, int], dict[str, Any]] = {}
         self.module_weight_config_triple: list[tuple[nn.Module, str, dict[str, Any]]] = []
         self._places: dict[int, tuple[int, int]] = {}
+        self._alive: dict[int, weakref.ref[Tensor]] = {}  # the parameter of each number, which another may get later
 
     @classmethod
     def get_instance(cls) -> GlobalOptimManager:
@@ -68,9 +70,10 @@ class GlobalOptimManager:
             groups = [{"params": groups}]
         for number, group in enumerate(groups):
             for index, parameter in enumerate(group["params"]):
+                if (config := self.config_of(parameter)) is not None:
+                    self.index2config[number, index] = config
+                self._remember(parameter)
                 self._places[id(parameter)] = number, index
-                if id(parameter) in self.pid2config:
-                    self.index2config[number, index] = self.pid2config[id(parameter)]
 
     def override_config(
         self,
@@ -83,10 +86,24 @@ class GlobalOptimManager:
         chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         options = dict(key_value_dict or {}) | ({} if key is None else {key: value})
         for parameter in chosen:
+            self._remember(parameter)
             config = self.pid2config.setdefault(id(parameter), {})
             config.update(options)
             if id(parameter) in self._places:
                 self.index2config[self._places[id(parameter)]] = config
+
+    def _remember(self, parameter: Tensor) -> None:
+        """Forget what was said of an earlier tensor with the number of `parameter`."""
+        known = self._alive.get(id(parameter))
+        if known is None or known() is not parameter:
+            self._alive[id(parameter)] = weakref.ref(parameter)
+            self.pid2config.pop(id(parameter), None)
+            self._places.pop(id(parameter), None)
+
+    def config_of(self, parameter: Tensor) -> dict[str, Any] | None:
+        """Return the overrides of this very tensor, or None."""
+        known = self._alive.get(id(parameter))
+        return self.pid2config.get(id(parameter)) if known is not None and known() is parameter else None
 
     def register_module_override(self, module: nn.Module, param_name: str, config: dict[str, Any]) -> None:
         """Override options of a module's parameter, which need not be the final one yet."""
@@ -94,17 +111,22 @@ class GlobalOptimManager:
 
 
 class _State(dict[str, Any]):
-    """State of a parameter that also answers bitsandbytes' names: state1, qmap1, absmax1, …"""
+    """State of a parameter that also answers bitsandbytes' names: state1, qmap1, absmax1, …
 
-    def __init__(self, rule: str, values: dict[str, Any] | None = None):
+    These are on the parameter's device: copies, if the state is in host memory.
+    """
+
+    def __init__(self, rule: str, device: torch.device, values: dict[str, Any] | None = None):
         super().__init__(values or {})
-        self.rule = rule
+        self.rule, self.device = rule, device
 
     def __missing__(self, key: str) -> Any:
         name, digit = key[:-1], key[-1:]
         if name not in ("state", "absmax", "qmap") or digit not in ("1", "2"):
             raise KeyError(key)
-        return _stacked(self.rule, to_bitsandbytes(self.rule, self)[WRAPPED])[key]
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # a stream may be copying the state to the host
+        return _stacked(self.rule, to_bitsandbytes(self.rule, self)[WRAPPED])[key].to(self.device)
 
 
 def _stacked(rule: str, wrapped: dict[str, Any]) -> dict[str, Any]:
@@ -148,7 +170,6 @@ class Optimizer8bit(FusedOptimizer):
         """Apply the overrides of `GlobalOptimManager.register_module_override`."""
         for module, name, config in self.mng.module_weight_config_triple:
             weight = getattr(module, name)
-            self.mng.pid2config[id(weight)] = config
             for number, group in enumerate(self.param_groups):
                 for index, parameter in enumerate(group["params"]):
                     if parameter is weight:
@@ -158,7 +179,8 @@ class Optimizer8bit(FusedOptimizer):
         """Return the options of a parameter: its group's, the optimizer's and its overrides."""
         config = {key: group[key] for key in ("betas", "eps", "weight_decay", "lr", "alpha", "t_alpha", "t_beta3")}
         config |= vars(self.args)
-        return config | self.mng.index2config.get((gindex, pindex), {})
+        of_weight = self.mng.config_of(group["params"][pindex]) or {}
+        return config | self.mng.index2config.get((gindex, pindex), {}) | of_weight
 
     def step(self, closure: Any = None) -> Any:
         if not self.initialized:
@@ -175,7 +197,7 @@ class Optimizer8bit(FusedOptimizer):
     def _state_of(self, group: dict[str, Any], index: int) -> dict[str, Any]:
         weight = group["params"][index]
         if not isinstance(self.state[weight], _State):
-            self.state[weight] = _State(self.rule, self.state[weight])
+            self.state[weight] = _State(self.rule, weight.device, self.state[weight])
         return super()._state_of(group, index)
 
     def state_dict(self) -> dict[str, Any]:
@@ -197,7 +219,7 @@ class Optimizer8bit(FusedOptimizer):
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         for number, weight in zip(numbers, self._weights(), strict=True):
             if weight in self.state:
-                self.state[weight] = _State(self.rule, self.state[weight])
+                self.state[weight] = _State(self.rule, weight.device, self.state[weight])
                 norm = state_dict["state"][number].get(WRAPPED, {}).get("unorm_vec")
                 if norm is not None:
                     self.state[weight]["unorm_vec"] = norm.to(weight.device)
