@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -191,8 +191,16 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def parser() -> argparse.ArgumentParser:
+    made = parser_of(__doc__)
+    made.add_argument("--elements", type=float, default=1e9)
+    made.add_argument("--only", default="", help="regular expression of rows")
+    return made
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    run(parser().parse_args(words))
+
+
 if __name__ == "__main__":
-    parser = parser_of(__doc__)
-    parser.add_argument("--elements", type=float, default=1e9)
-    parser.add_argument("--only", default="", help="regular expression of rows")
-    run(parser.parse_args())
+    main()

@@ -198,7 +198,10 @@ class Optimizer8bit(FusedOptimizer):
         weight = group["params"][index]
         if not isinstance(self.state[weight], _State):
             self.state[weight] = _State(self.rule, weight.device, self.state[weight])
-        return super()._state_of(group, index)
+        state = super()._state_of(group, index)
+        if self.args.optimizer_name in CLIPPED and self.args.max_unorm > 0:
+            state.setdefault("unorm_vec", torch.zeros(1, device=weight.device))
+        return state
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in bitsandbytes' layout."""

@@ -67,7 +67,7 @@ def update(coefficients: Tensor, steps: Tensor, parameters: Parameters, found_in
     step = Step(*pointers, found, _values(device).data_ptr(), len(tiles), COLUMNS)
     weight, gradient = parameters.weights[0].dtype, parameters.gradients[0].dtype
     blocks = min(ceil_div(len(tiles) * (TILE // GROUP), THREADS // 32), 2 * device_of(coefficients).multiprocessors)
-    with torch.cuda.device(device):
-        kernel = _kernel(device.index, parameters.rule, parameters.rounding, weight, gradient, aligned)
+    with torch.cuda.device(coefficients.get_device()):
+        kernel = _kernel(coefficients.get_device(), parameters.rule, parameters.rounding, weight, gradient, aligned)
         kernel(blocks, THREADS, [step])
     bump_versions(*parameters.weights)
