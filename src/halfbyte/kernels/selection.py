@@ -22,6 +22,8 @@ from ..ops.experts import Routing, StackedWeight
 from ..ops.float8 import E4M3, E5M2
 from ..ops.fp8_scaling import DelayedScaling, ScalingOptions, Slot
 from ..ops.lora_glu import Factors
+from ..ops.optimizer import RULES, Coefficients, Parameters
+from ..ops.optimizer_state import STORAGES
 from .device import Device, assumed
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -197,6 +199,14 @@ def _fp8_product() -> Iterator[Example]:
     yield "N = 1001", (a, odd, empty(), empty(), empty(ROWS, 1001, dtype=BF16), True)
 
 
+def _update_parameters() -> Iterator[Example]:
+    rows, values = torch.zeros(1, dtype=torch.int32), empty(SIZE)
+    for storage in STORAGES:
+        state = [STORAGES[storage].zeros(SIZE, signed, values.device) for signed in RULES["adamw"].signed]
+        parameters = Parameters("adamw", storage, "nearest", rows, [values], [values], [state])
+        yield f"AdamW, state in {storage}", (empty(1, len(Coefficients._fields)), empty(1), parameters, None)
+
+
 def _rows_backward() -> Iterator[Example]:
     for length in (2048, 16384):
         q, k = empty(1, 32, length, 128, dtype=BF16), empty(1, 8, length, 128, dtype=BF16)
@@ -263,4 +273,5 @@ EXAMPLES: dict[str, Callable[[], Iterator[Example]]] = {
     "rms_norm_float8": _rms_norm_float8,
     "fp8_product": _fp8_product,
     "rows_backward": _rows_backward,
+    "update_parameters": _update_parameters,
 }
