@@ -201,6 +201,18 @@ def test_clips_and_unscales_as_torch():
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
+def test_a_clip_belongs_to_its_gradients():
+    """A loop that drops a step after `clip` continues with new gradients, unclipped."""
+    mine, theirs = parameters(), parameters()
+    pair = (mine, fused.AdamW(mine, 1e-2)), (theirs, fused.AdamW(theirs, 1e-2))
+    gradients(0, mine)
+    pair[0][1].clip(1e-3)
+    for made, optimizer in pair:
+        gradients(1, made)
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
 def test_parameters_without_gradient_are_skipped_and_may_come_later():
     mine, theirs = parameters(), parameters()
     pair = (mine, fused.AdamW(mine, 1e-2)), (theirs, torch.optim.AdamW(theirs, 1e-2))

@@ -1,15 +1,19 @@
 """Runs with low-rank and block-wise optimizers, LoRA+ and preconditioning: they train, resume exactly, are planned."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from halfbyte.config import load_config
 from halfbyte.optim import OPTIMIZERS
 from halfbyte.runs import checkpoints
+from halfbyte.train import preflight
 from halfbyte.train.preflight import check_loss_scale, check_targets, prepare_run
 from halfbyte.utils.errors import ConfigError
+from tests.helpers.optimizer_settings import OptimizerSettings
 from tests.helpers.run_inputs import VOCABULARY, write_model, write_rows
 from tests.helpers.sft_runs import run
 from tests.helpers.tiny_runs import losses, make_loop, run_config, tiny_llama
@@ -153,3 +157,15 @@ def test_float16_that_the_device_chose_is_refused_for_layerwise():
     check_loss_scale(config, torch.bfloat16)
     with pytest.raises(ConfigError, match="galore_adamw_layerwise"):
         check_loss_scale(config, torch.float16)
+
+
+def test_state_that_host_memory_does_not_hold_is_refused(monkeypatch):
+    model, config = nn.Linear(100, 100), OptimizerSettings(optim="paged_adamw_32bit")
+    needed = OPTIMIZERS[config.optim].host_bytes(model, config)
+    free = SimpleNamespace(available=needed)
+    monkeypatch.setattr(preflight.psutil, "virtual_memory", lambda: free)
+    preflight.check_host_state(config, model, torch.device("cuda"))
+    free.available = needed - 1
+    preflight.check_host_state(config, model, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="paged_adamw_32bit"):
+        preflight.check_host_state(config, model, torch.device("cuda"))

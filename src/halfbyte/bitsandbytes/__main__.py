@@ -13,7 +13,7 @@ from . import install
 
 
 def main(arguments: list[str]) -> None:
-    """Install the stand-in and run what the arguments name, as `python` would."""
+    """Call `install` and run the script or module of the arguments, as `python` runs it."""
     if not arguments:
         from ..cli import main as command_line
 

@@ -94,7 +94,7 @@ def _gemv(
     blocksize: int,
     stream: Any = None,
 ) -> None:
-    """out [m] = W·A for A [k] and a packed W [m, k]; n and the strides are those of one contiguous row."""
+    """out [m] = W·A for A [k] and a packed W [m, k]. `n` is 1 and rows are contiguous, so the strides are not read."""
     m, k, blocksize = (int(getattr(value, "value", value)) for value in (m, k, blocksize))
     with _on_stream(stream):
         x, packed = _view("A", A, k, dtype), _view("B", B, (m * k + 1) // 2, torch.uint8)

@@ -1,4 +1,4 @@
-"""The functions of `bitsandbytes.functional`, over halfbyte's ops: bytes equal those of bitsandbytes on the CPU."""
+"""The functions of `bitsandbytes.functional`, over halfbyte's ops. On the CPU their bytes equal bitsandbytes'."""
 
 from __future__ import annotations
 

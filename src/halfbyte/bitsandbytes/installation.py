@@ -23,7 +23,7 @@ _ASKED_BEFORE = ("transformers.utils.import_utils", "accelerate.utils.imports", 
 
 
 class _Distribution(importlib.metadata.Distribution):
-    """Metadata of the distribution "bitsandbytes" while this package stands in for it."""
+    """Metadata of the distribution "bitsandbytes" while this package is installed in its place."""
 
     def read_text(self, filename: str) -> str | None:
         version = sys.modules[OWN].__version__

@@ -46,7 +46,7 @@ CORRECTIONS = {"correction8": torch.int8, "correction16": torch.int16}
 
 
 class FusedOptimizer(Optimizer):
-    """Base of the optimizers. A group's options are those of torch's optimizer of the rule, and:
+    """Base of the optimizers. A group has the options of torch's optimizer of the same rule, and:
 
     - storage: a name in `STORAGES`, or "weight": bf16 for bf16 weights as in torch, otherwise fp32.
     - rounding: how weights in bf16 are rounded, a name in `ops.optimizer.ROUNDINGS`.
@@ -98,7 +98,7 @@ class FusedOptimizer(Optimizer):
         self._objects: tuple[list[int], list[int]] = [], []
         self._held: tuple[list[Tensor], list[Tensor | None]] = [], []
         self._addresses: list[int] = []
-        self._is_read = False  # whether `clip` has read the gradients of the next step
+        self._clipped: list[int] = []  # numbers of the gradients that `clip` has read
         self._in_place = False  # whether no tensor is copied to be contiguous or is a DTensor
 
     def _settings(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -125,9 +125,10 @@ class FusedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._is_read:
+        if not self._clipped or self._clipped != self._gradient_numbers():
+            self.gradient_factor = self.gradient_factor if not self._clipped else None  # of other gradients
             self._read()
-        self._is_read = False
+        self._clipped = []
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         factor = self.gradient_factor
         if scale is not None:
@@ -141,10 +142,10 @@ class FusedOptimizer(Optimizer):
     def clip(self, max_norm: float) -> Tensor:
         """Return the 2-norm of all gradients, fp32 []; the next `step` clips them to `max_norm` as it reads them.
 
-        The gradients themselves are not changed; they must not be replaced before `step`.
+        The gradients themselves are not changed. If others take their place before `step`, these are not clipped.
         """
         self._read()
-        self._is_read = True
+        self._clipped = self._gradient_numbers()
         if len(self._batches) == 1:
             norm, self.gradient_factor = self._batches[0].norm(max_norm).unbind()
             return norm
@@ -179,6 +180,9 @@ class FusedOptimizer(Optimizer):
         )
         self._objects, self._held = objects, (weights, gradients)
         self._addresses = self._moving(weights, gradients) if self._in_place else []
+
+    def _gradient_numbers(self) -> list[int]:
+        return [id(weight.grad) for group in self.param_groups for weight in group["params"]]
 
     @staticmethod
     def _moving(weights: list[Tensor], gradients: list[Tensor | None]) -> list[int]:
@@ -357,7 +361,7 @@ class _Batch:
         return gradient_norm(self.coefficients, [parameters for parameters, *_ in self.launches], max_norm)
 
     def synchronize(self) -> None:
-        """Block until offloaded state is that of the last step."""
+        """Block until offloaded state on the host includes the last step."""
         for *_, host in self.launches:
             if host is not None:
                 host.synchronize()

@@ -116,12 +116,13 @@ def _adafactor_bytes(model: nn.Module, settings: Settings) -> int:
 
 
 def _moment_bytes(elements: int, copies: int, bits: int) -> int:
-    """Bytes of a parameter's `copies` state tensors, in `bits` of storage dynamic8, bf16 or fp32."""
-    if bits == 16:
-        return 2 * copies * elements
-    if bits == 32 or elements < FEWEST_IN_8_BITS:
-        return 4 * copies * elements
-    return copies * (elements + 4 * math.ceil(elements / BLOCK))
+    """Bytes of a parameter's `copies` state tensors, in `bits`: 8 (storage dynamic8), 16 (bf16) or 32."""
+    from ..ops.optimizer_state import STORAGES
+
+    storage = {8: "dynamic8", 16: "bf16", 32: "fp32"}[bits]
+    if bits == 8 and elements < FEWEST_IN_8_BITS:
+        storage = "fp32"
+    return copies * STORAGES[storage].nbytes(elements)
 
 
 def _with_fp32_state(groups: list[dict[str, Any]], parameters: list[Tensor]) -> list[dict[str, Any]]:
@@ -154,6 +155,7 @@ def _fused(
             betas += [given.pop("beta3")] if kind == "AdEMAMix" else []
             keywords["betas"] = tuple(betas)
         groups = _with_fp32_state(parameter_groups(model, settings), embedding_weights(model))
+        keywords["min_quantized"] = FEWEST_IN_8_BITS
         made: torch.optim.Optimizer = getattr(fused, kind)(groups, **keywords, **given)
         return made
 

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments, get_scheduler
@@ -171,6 +172,7 @@ def prepare_run(
     shapes = ModelShapes(config, files.config, machine.device)
     check_layout(layout, config, shapes)
     check_targets(config, shapes.model)
+    check_host_state(config, shapes.model, machine.device)
     check_balancing(shapes.causal_lm, config.router_aux_loss_coef)
     tokenizer = load_tokenizer(files.place, chat_template_path=config.chat_template_path)
     data = _read_data(config, method, shapes, tokenizer, checkpoint, mesh, console)
@@ -491,6 +493,21 @@ def check_targets(config: RunConfig, model: nn.Module) -> None:
     if OPTIMIZERS[config.optim].takes_targets and not target_matrices(model, targets):
         wrong = f"optim_target_modules: {targets or 'all-linear'} selects no linear layer whose weight is trained"
         raise ConfigError(wrong, "name trained linear layers, or use another optim")
+
+
+def check_host_state(config: RunConfig, model: nn.Module, device: torch.device) -> None:
+    """Check that host memory holds the state of a paged optimizer.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    host_bytes = OPTIMIZERS[config.optim].host_bytes
+    if host_bytes is None or device.type == "cpu":
+        return
+    needed, free = host_bytes(model, config), psutil.virtual_memory().available
+    if needed > free:
+        sizes = f"{needed / 2**30:.1f} GiB of host memory, and {free / 2**30:.1f} are free"
+        raise ConfigError(f"optim: {config.optim} keeps {sizes}", "free host memory, or use an 8-bit optimizer")
 
 
 def check_schedule(config: RunConfig, args: TrainingArguments, optimizer: Any, steps: int) -> None:

@@ -37,7 +37,7 @@ class GlobalOutlierPooler:
         return cls._instance
 
     def add_outliers(self, outlier_idx: Tensor, feature_dim: int) -> None:
-        """Add columns; those of another width than the first are ignored."""
+        """Add columns of a layer; layers with another `feature_dim` than the first layer are ignored."""
         self.model_dim = self.model_dim or feature_dim
         if feature_dim == self.model_dim:
             self.outliers.update(outlier_idx.tolist())

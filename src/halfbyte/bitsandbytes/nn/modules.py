@@ -690,7 +690,7 @@ class Linear8bitLt(nn.Linear):
 
 
 class OutlierAwareLinear(nn.Linear):
-    """Base of linears that treat outlier dimensions apart; a subclass defines the two methods that raise here.
+    """Base of linears that compute outlier dimensions separately. A subclass defines the two methods that raise here.
 
     Args:
         input_features, output_features, bias, device: as in `nn.Linear`.

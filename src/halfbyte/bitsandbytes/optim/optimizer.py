@@ -93,7 +93,7 @@ class GlobalOptimManager:
                 self.index2config[self._places[id(parameter)]] = config
 
     def _remember(self, parameter: Tensor) -> None:
-        """Forget what was said of an earlier tensor with the number of `parameter`."""
+        """Hold a weak reference to `parameter`, and drop the overrides of a freed tensor with the same `id`."""
         known = self._alive.get(id(parameter))
         if known is None or known() is not parameter:
             self._alive[id(parameter)] = weakref.ref(parameter)

@@ -178,7 +178,7 @@ def _encode_dynamic(ratio, middles_ptr, SIGNED: tl.constexpr):
         (size > 1e-6).to(tl.int32) + (size > 1e-5).to(tl.int32) + (size > 1e-4).to(tl.int32)
         + (size > 1e-3).to(tl.int32) + (size > 1e-2).to(tl.int32) + (size > 1e-1).to(tl.int32)
     )  # fmt: skip
-    # decade e covers (10^(e−7), 10^(e−6)] with 2^e equal cells, twice as many without a sign
+    # decade e covers (10^(e−7), 10^(e−6)] with 2^e equal cells, or 2^(e+1) in the unsigned map
     power = tl.exp2(decade.to(tl.float32))
     cells = power if SIGNED else power * 2.0
     inverse = tl.exp2(decade.to(tl.float32) * -3.321928094887362) * 1e6  # 10^(6−e)
@@ -315,7 +315,7 @@ def _update_tile(
     RULE: tl.constexpr, STORAGE: tl.constexpr, ROUNDING: tl.constexpr, WEIGHT: tl.constexpr, GRADIENT: tl.constexpr,
     ALIGNED: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update one tile. Tables 1 are those of signed states, tables 2 those of unsigned ones."""
+    """Update one tile. `values1`, `middles1`: tables of the signed map; `values2`, `middles2`: of the unsigned map."""
     number = tl.load(entry + 1)
     at = tl.arange(0, TILE // BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     c = coefficients_ptr + number * COEFFICIENTS
