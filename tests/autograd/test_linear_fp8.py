@@ -248,6 +248,7 @@ def test_a_product_is_captured_in_a_graph():
     expected = step(weight, x, probe, recipe)
     state.history.zero_()
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         step(weight, x, probe, recipe)
     stream.synchronize()

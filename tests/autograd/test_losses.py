@@ -295,6 +295,7 @@ def test_capture_and_compile_on_a_gpu(trained_head):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         step()
     torch.cuda.synchronize()

@@ -205,6 +205,7 @@ def test_graph_capture_and_determinism():
 
     expected, gradient = step(), work.clone()
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # it writes what the default stream reads
     with torch.cuda.stream(stream):
         step()
     torch.cuda.synchronize()

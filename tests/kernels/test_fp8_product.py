@@ -66,6 +66,7 @@ def test_it_is_captured_in_a_graph():
     arguments = operands(256, 512, 1024)
     found, expected = (torch.full((256, 512), torch.nan, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         fp8_product(*arguments, expected, True)
     stream.synchronize()

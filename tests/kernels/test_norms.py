@@ -151,6 +151,7 @@ def test_in_a_cuda_graph_without_synchronisation():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         step()
     torch.cuda.synchronize()
