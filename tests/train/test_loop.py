@@ -11,8 +11,9 @@ from transformers import Trainer, set_seed
 
 from halfbyte.modeling.adapters import add_adapter
 from halfbyte.parallel.mesh import SINGLE_PROCESS
-from halfbyte.train import stepper
+from halfbyte.train import stepper, update
 from halfbyte.train.callbacks import total_steps, training_arguments
+from halfbyte.train.graph import Gradients
 from halfbyte.train.sampler import batches
 from halfbyte.utils.errors import ConfigError, TrainingError
 from tests.helpers.tiny_runs import collate, losses, make_loop, rows, run_config, tiny_llama
@@ -215,6 +216,7 @@ class Graphs:
 
     def __init__(self, backward, parameters, alike):
         self.backward, self.steps, self.holds_graphs, self.peak_pool_bytes = backward, [], True, 5
+        self.gradients = Gradients(parameters)
         self.begun = lambda: 0  # steps that the loop has finished
 
     def __call__(self, batch, ready):
@@ -228,10 +230,24 @@ class Graphs:
         self.closed = True
 
 
+class EagerOptimizer:
+    """Replaces the captured end of steps."""
+
+    def __init__(self, step, optimizer):
+        self.step = step
+
+    def __call__(self, sums, may_capture):
+        return self.step(sums)
+
+    def drop(self):
+        pass
+
+
 @pytest.fixture
 def graphed(monkeypatch):
-    """Makes a loop with such graphs."""
+    """Makes a loop with such graphs, and an eager optimizer."""
     monkeypatch.setattr(stepper, "GraphedBackward", Graphs)
+    monkeypatch.setattr(update, "GraphedOptimizer", EagerOptimizer)
 
     def make(config, **keys):
         loop = make_loop(config, graphs=True, **keys)

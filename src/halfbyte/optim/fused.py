@@ -68,6 +68,7 @@ class FusedOptimizer(Optimizer):
     def __init__(self, params: Any, defaults: dict[str, Any]):
         self.gradient_factor: Tensor | None = None
         self._batches: list[_Batch] = []
+        self._reads = 0  # how often `_read` found other tensors than before
         self._reset()
         super().__init__(params, COMMON | defaults)
 
@@ -154,6 +155,19 @@ class FusedOptimizer(Optimizer):
         self.gradient_factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) if math.isfinite(max_norm) else None
         return norm
 
+    @torch.no_grad()
+    def prepare_replay(self) -> int | None:
+        """Copy changed settings to the device, before a CUDA graph replays `clip` and `step`.
+
+        Returns:
+            a number that changes when a graph captured before is not valid any more, since weights, gradients or state
+            are other tensors; None: no graph can be captured, since a tensor is not contiguous.
+        """
+        self._read()
+        for batch in self._batches:
+            batch.upload(self)
+        return self._reads if self._in_place else None
+
     def _read(self) -> None:
         """Take the parameters' current weights and gradients, and divide them into launches if that has changed.
 
@@ -169,6 +183,7 @@ class FusedOptimizer(Optimizer):
         if kind != self._kind:
             self._batches = self._divide()
             self._kind = kind
+        self._reads += 1
         for batch in self._batches:
             batch.read()
         local = [weight for batch in self._batches for weight in batch.weights]
@@ -367,7 +382,7 @@ class _Batch:
                 host.synchronize()
 
     def step(self, optimizer: FusedOptimizer, factor: Tensor | None, found_inf: Tensor | None) -> None:
-        self._upload(optimizer)
+        self.upload(optimizer)
         factor, found_inf = (each if each is None else each.to(self.device) for each in (factor, found_inf))
         prepare_step(self.settings, self.groups, self.steps, self.coefficients, optimizer.rule, factor, found_inf)
         rates = optimizer._rate_factors(self)
@@ -382,7 +397,7 @@ class _Batch:
                 if not _local(weight).is_contiguous():
                     _local(weight).copy_(updated)
 
-    def _upload(self, optimizer: FusedOptimizer) -> None:
+    def upload(self, optimizer: FusedOptimizer) -> None:
         """Copy the groups' settings to the device where they have changed; learning rates may be tensors there."""
         rates, rows = [], []
         for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""Training steps as CUDA graphs: forward and backward, or the optimizer too, without a launch from Python.
+"""Training steps as CUDA graphs: forward and backward, and the optimizer, without a launch from Python.
 
 Below about 4k tokens, kernel launches take longer than the arithmetic of a step; a graph replays them in one
 (docs/design.md, decision 5). A graph is valid for the shapes it was captured with, so there is one graph per shape, and
@@ -35,6 +35,7 @@ from ..autograd.lora import gradient_dtype
 from ..batch import SYNCED_SHAPE, Batch
 from ..memory.activations import MAX_GRAPHS
 from ..memory.pinned import AFTER_CAPTURE
+from ..optim.fused import FusedOptimizer
 from ..parallel.mesh import SINGLE_PROCESS
 from ..parallel.rank_sync import RankSync
 from ..utils.errors import TrainingError
@@ -58,12 +59,15 @@ class Gradients:
     Attributes:
         written: indices of the parameters whose gradients were added since `start`. A replay runs no hook, so the
             caller sets them.
+        are_zero: whether all buffers hold zeros, so that `start` need not zero them. A replay of `zero` does not set
+            it, so the caller does.
     """
 
     def __init__(self, parameters: Sequence[Tensor]):
         self.parameters = list(parameters)
         self.buffers: list[Tensor] = []
         self.written: set[int] = set()
+        self.are_zero = False
         self._accumulated: set[int] = set()  # indices of the parameters that had a gradient at `start`
         self._pending: list[tuple[int, Tensor]] = []
         self._pending_bytes = 0
@@ -91,9 +95,9 @@ class Gradients:
                 buffer.copy_(parameter.grad)
             self._accumulated.add(i)
             parameter.grad = None
-        if fresh:
+        if fresh and not self.are_zero:
             torch._foreach_zero_(fresh)
-        self.written = set()
+        self.written, self.are_zero = set(), False
 
     def _collect(self, i: int, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
@@ -113,6 +117,11 @@ class Gradients:
             self.written.update(indices)
         self._pending, self._pending_bytes = [], 0
 
+    def zero(self) -> None:
+        """Zero all buffers. A CUDA graph can capture this."""
+        if self.buffers:
+            torch._foreach_zero_(self.buffers)
+
     def discard_pending(self) -> None:
         """Drop the pending gradients of a failed backward. Gradients already added remain, and are not added again."""
         self._pending, self._pending_bytes = [], 0
@@ -129,7 +138,7 @@ class Gradients:
         for hook in self._hooks:
             hook.remove()
         self.discard_pending()
-        self._hooks, self.buffers = [], []
+        self._hooks, self.buffers, self.are_zero = [], [], False
 
 
 class _Captured:
@@ -180,6 +189,8 @@ class _Graphs:
     Call with a batch of tensors on the device and Python numbers (a number is part of the shape), and whether it may be
     captured. Returns a copy of the step's result.
     """
+
+    what = "training steps of this shape"
 
     def __init__(self, step: Callable[[Batch], Tensor], discard: Callable[[], Any], sync: RankSync = SINGLE_RANK):
         self.step, self.discard, self.sync = step, discard, sync
@@ -275,7 +286,7 @@ class _Graphs:
         if no_memory:
             self.give_up()
         elif warm:
-            notice("cuda-graph", f"training steps of this shape run eagerly, not as a CUDA graph: {reason}")
+            notice("cuda-graph", f"{self.what} run eagerly, not as a CUDA graph: {reason}")
         return None
 
     def _replay(self, captured: _Captured, batch: Batch) -> Tensor:
@@ -408,6 +419,40 @@ class GraphedBackward(_Graphs):
         """Free all graphs and gradients; the next call allocates them again."""
         self.drop()
         self.gradients.close()
+
+
+class GraphedOptimizer(_Graphs):
+    """The end of a step with its optimizer as a CUDA graph, captured after `WARMUP` eager ones on the same tensors.
+
+    When weights, gradients or state are other tensors (another set of gradients, a loaded state), the graph is dropped.
+
+    Args:
+        step: [n] → [m]; clips gradients and steps `optimizer`.
+        optimizer: its state is on the device.
+
+    Call with numbers [n] on the device, and whether the step may be captured.
+    """
+
+    what = "optimizer steps"
+
+    def __init__(self, step: Callable[[Tensor], Tensor], optimizer: FusedOptimizer):
+        super().__init__(lambda batch: step(batch["numbers"]), lambda: None)
+        self.optimizer, self._warm_up_each = optimizer, True
+        self._tensors: int | None = None  # number of the tensors that the graph is valid for
+        self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+    def __call__(self, numbers: Any, may_capture: bool = True) -> Tensor:
+        tensors = self.optimizer.prepare_replay()
+        if tensors != self._tensors:
+            if self.holds_graphs:
+                self.drop()
+            self._seen, self._captured, self._tensors = {}, {}, tensors
+        return super().__call__({"numbers": numbers}, may_capture and tensors is not None)
+
+    def _replay(self, captured: _Captured, batch: Batch) -> Tensor:
+        result = super()._replay(captured, batch)
+        torch.autograd.graph.increment_version(self.parameters)  # only eager steps increment it
+        return result
 
 
 def _shape(value: Any) -> Any:

@@ -62,10 +62,11 @@ from .checkpoint import (
     save_scaling,
     save_weights,
 )
-from .guards import LEAVE_TIMEOUT, StepGuards, announce_signal, skip_if_not_finite
+from .guards import LEAVE_TIMEOUT, StepGuards, announce_signal
 from .metrics_log import MetricsLog, StepNumbers
 from .sampler import CountingCollator, batches
 from .stepper import LookAhead, Stepper, free_stream_caches, with_numbers
+from .update import make_update
 
 Part = TypeVar("Part")
 
@@ -129,6 +130,7 @@ class TrainingLoop:
         self._evaluation_pending = False  # whether the checkpoint was saved before its step's evaluation
         self.optimizer: Any = None
         self.units: Any = None
+        self.update: Any = None
         self.schedule: Any = None
         self.guards = StepGuards(config, self.loss_count, sampled=rollouts is not None)
         numbers, scaled = self.method.numbers, self.scaler is not None
@@ -179,6 +181,7 @@ class TrainingLoop:
             self.log.flush()
             raise
         finally:
+            self.update.close()
             self.stepper.close()
 
     def _set_up(self, checkpoint: Path | None, steps: int) -> None:
@@ -203,6 +206,8 @@ class TrainingLoop:
             self.mesh, self.trained, block=block, static_gradients=static_gradients, narrow=narrow
         )
         self.units.adopt(self.optimizer)
+        most, before = self.config.max_grad_norm or math.inf, partial(self.callbacks, "on_pre_optimizer_step")
+        self.update = make_update(self.optimizer, self.optimizer_row, self.units, most, self.stepper, before)
         warmup = self.args.get_warmup_steps(steps)
         self.schedule = get_scheduler(self.config.lr_scheduler_type, self.optimizer, warmup, steps)
         if checkpoint is not None:
@@ -309,37 +314,19 @@ class TrainingLoop:
         before = random_states() if len(taken) > 1 else None
         with self.log.breakdown.step(number):
             sums = self.stepper(self._stop_when_late(taken, before), count, may_capture=self._may_capture)
-        sums = self.units.reduce(sums)
-        norm = self._clip_gradients()
-        numbers = torch.cat([sums, norm.to(sums).reshape(1)])
-        # float16's scaler skips broken steps itself
-        if skips_on_device := self.scaler is None and self.optimizer_row.guarded:
-            skip_if_not_finite(self.optimizer, numbers)
+        numbers = self.update.numbers(self.units.reduce(sums), self._may_capture)
         step = StepNumbers(number, counts, numbers, self.log.breakdown.last_step)
         self.log.launch(step)
-        if not skips_on_device or number == 1:
+        if not self.update.skips_on_device or number == 1:
             self.log.check(step)
         if self.scaler is not None:
             self.guards.check_scale(number, self.log.norm, self.scaler.get_scale())
-        self.callbacks("on_pre_optimizer_step")
         self._finish_step(self._update_weights(), epoch)
-
-    def _clip_gradients(self) -> torch.Tensor:
-        """Clip the gradients to `max_grad_norm` and return their norm before that."""
-        if self.scaler is not None:
-            self.scaler.unscale_(self.optimizer)
-        if self.optimizer_row.updates == "backward":
-            return self.optimizer.gradient_norm()
-        return self.units.clip(self.config.max_grad_norm or math.inf)
 
     def _update_weights(self) -> float:
         """Step the optimizer and the schedule; return the learning rate of this step."""
         rate = self.schedule.get_last_lr()[0]
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+        self.update.step()
         self.callbacks("on_optimizer_step")
         # If the scaler skips a step, the schedule does not count it. A fused optimizer skips it on the device, where
         # the host does not see it, so the schedule counts it.
