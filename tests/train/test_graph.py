@@ -1,12 +1,14 @@
 """CUDA graphs of training steps: replays equal eager steps, each shape has a graph, steps that cannot be captured stay
 eager, and all graphs share one set of gradients and one pool. On a stand-in for CUDA graphs, and on a GPU."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from halfbyte.optim.fused import AdamW
 from halfbyte.train import graph
 from halfbyte.train.graph import GraphedBackward, GraphedStep
 from halfbyte.utils import notices
@@ -15,17 +17,22 @@ from halfbyte.utils.hardware import free_cached_memory
 from tests.helpers.graph_stand_in import StandIn
 
 
-def training(waits=False):
-    """A small model on the GPU and a function that trains it once."""
+def training(waits=False, ours=False):
+    """A small model on the GPU and a function that trains it once, with torch's AdamW or `ours`."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True, capturable=True)
+    kind = AdamW if ours else partial(torch.optim.AdamW, fused=True, capturable=True)
+    optimizer = kind(model.parameters(), lr=0.05)
 
     def step(batch):
         loss = (model(batch["x"]) - batch["y"]).square().mean()
         if waits:
             assert loss.item() > 0
         loss.backward()
+        if ours:
+            optimizer.clip(0.5)
+        else:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
@@ -41,10 +48,11 @@ def batches(count):
 
 
 @pytest.mark.gpu
-def test_replays_equal_eager_steps_for_every_shape():
+@pytest.mark.parametrize("ours", [False, True])
+def test_replays_equal_eager_steps_for_every_shape(ours):
     step, _ = training()
     expected = [step(batch).item() for batch in batches(20)]
-    step, optimizer = training()
+    step, optimizer = training(ours=ours)
     graphed = GraphedStep(step, optimizer)
     found = [graphed(batch) for batch in batches(20)]
     assert [loss.item() for loss in found] == pytest.approx(expected, rel=1e-5)

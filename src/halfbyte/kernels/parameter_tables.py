@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..ops.optimizer import Parameters
+from ..utils.hardware import is_capturing
 from .tiling import ceil_div
 
 TILE = 2048  # elements
@@ -20,7 +21,8 @@ WIDE = [2, 3, 4, 5, 7, 9]  # columns of addresses that kernels read in 16 bytes
 def tables(parameters: Parameters, device: torch.device) -> tuple[Tensor, Tensor, bool]:
     """Tiles int32 [tiles, 2] and addresses int64 [n, COLUMNS] on the device, and whether all are aligned to 16 bytes.
 
-    Both are kept; the addresses are copied again for another `parameters.version`.
+    Both are kept; the addresses are copied again for another `parameters.version`. A CUDA graph repeats a copy that it
+    captured, so it finds its own addresses also after steps on other tensors.
     """
     launch = parameters.launch
     if "tiles" not in launch:
@@ -34,7 +36,12 @@ def tables(parameters: Parameters, device: torch.device) -> tuple[Tensor, Tensor
         for column, tensors in ((2, parameters.weights), (3, parameters.gradients)):
             table[:, column] = torch.tensor([*map(Tensor.data_ptr, tensors)])
         launch["aligned"] = not (table[:, WIDE] % 16).any()
-        launch |= {"version": parameters.version, "host": table, "on_device": table.to(device, non_blocking=True)}
+        if is_capturing():  # the graph's copy reads `table` later, and a capture must not free pinned memory
+            launch.setdefault("captured", []).extend((launch.get("host"), table))
+        if "on_device" not in launch:
+            launch["on_device"] = torch.empty_like(table, device=device)
+        launch["on_device"].copy_(table, non_blocking=True)
+        launch |= {"version": parameters.version, "host": table}
     return launch["tiles"], launch["on_device"], launch["aligned"]
 
 

@@ -29,6 +29,7 @@ from ..ops.optimizer import (
 )
 from ..ops.optimizer_state import STORAGES, Storage
 from ..utils.errors import CheckpointError, ConfigError, TrainingError
+from ..utils.hardware import is_capturing
 from .offload import HostState
 
 WRAPPED = "__bnb_optimizer_quant_state__"  # bitsandbytes puts tensors that FSDP must not cast under this key
@@ -407,6 +408,10 @@ class _Batch:
             numbers |= optimizer._settings(group)
             rows.append(tuple(float(numbers.get(name, 0.0)) for name in SETTINGS))
         if rows != self._set:
+            if is_capturing():
+                raise TrainingError(
+                    "the optimizer's settings changed since its last step", "call prepare_replay before a capture"
+                )
             table = torch.tensor(rows, dtype=torch.float64)
             self.settings.copy_(table.pin_memory() if self.device.type == "cuda" else table, non_blocking=True)
             self._set = rows

@@ -314,7 +314,9 @@ class TrainingLoop:
         before = random_states() if len(taken) > 1 else None
         with self.log.breakdown.step(number):
             sums = self.stepper(self._stop_when_late(taken, before), count, may_capture=self._may_capture)
-        numbers = self.update.numbers(self.units.reduce(sums), self._may_capture)
+        sums = self.units.reduce(sums)
+        self.log.read()  # raises for a broken step before a later one changes a weight
+        numbers = self.update.numbers(sums, self._may_capture)
         step = StepNumbers(number, counts, numbers, self.log.breakdown.last_step)
         self.log.launch(step)
         if not self.update.skips_on_device or number == 1:

@@ -42,7 +42,7 @@ class RolloutNumbers(Protocol):
 
 
 class MetricsLog:
-    """Takes each step when it is launched, reads it when the next step is, and writes the records that are due.
+    """Takes each step when it is launched, reads it while the next one is, and writes the records that are due.
 
     Attributes:
         window: the steps since the last record.
@@ -86,9 +86,9 @@ class MetricsLog:
             self._since = TimeMark(self.device)
 
     def launch(self, step: StepNumbers) -> None:
-        """Take a launched step, and read the previous one while the device computes this one."""
+        """Take a step that is being launched; the one before has been read."""
+        assert self._unread is None
         self._launched = step
-        self.read()
 
     def finish(self, rate: float | None) -> None:
         """End the launched step, after its optimizer.
