@@ -100,7 +100,7 @@ def through_train(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         halfbyte.finetune(
             str(model), str(data), output_dir=str(folder / "run"), r=RANK, max_length=given.length,
             per_device_train_batch_size=given.batch, gradient_accumulation_steps=given.accumulate, optim=given.optim,
-            max_steps=WARMUP + given.steps, logging_steps=1, max_grad_norm=MOST, save_strategy="no", sample_prompts=0,
+            max_steps=WARMUP + given.steps, logging_steps=1, max_grad_norm=MOST, save_steps=1000, sample_prompts=0,
             eval_split_size=0, activation_checkpointing=False,
         )  # fmt: skip
     finally:
