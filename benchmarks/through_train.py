@@ -5,7 +5,7 @@
 NF4 with nested scales, rank 16 on the seven linears, random weights, clipping to 1.0. The bare step has the same shape
 and optimizer, and is one graph of all its micro-batches, the gradient norm and the optimizer; it has no data, records
 or schedule. `halfbyte train` is timed on the device, from the end of a step to the end of the next. The host is idle
-while it waits for the device.
+while it waits for the device: for an event, or to launch a graph whose last replay still runs.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -87,29 +88,30 @@ def through_train(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     model, data = write_inputs(given, folder)
     free_memory()
-    waits: list[float] = []
-    wait = metrics_log.TimeMark.wait
+    waits: list[tuple[float, float]] = []  # seconds, and the time at their end
 
-    def timed_wait(mark: Any) -> None:
-        began = time.perf_counter()
-        wait(mark)
-        waits.append(time.perf_counter() - began)
+    def timed(call: Callable[[Any], None]) -> Callable[[Any], None]:
+        def timed_call(instance: Any) -> None:
+            began = time.time()
+            call(instance)
+            waits.append((time.time() - began, time.time()))
 
-    metrics_log.TimeMark.wait = timed_wait  # type: ignore[method-assign]
-    try:
+        return timed_call
+
+    with (
+        mock.patch.multiple(metrics_log.TimeMark, wait=timed(metrics_log.TimeMark.wait)),
+        mock.patch.multiple(torch.cuda.CUDAGraph, replay=timed(torch.cuda.CUDAGraph.replay)),
+    ):
         halfbyte.finetune(
             str(model), str(data), output_dir=str(folder / "run"), r=RANK, max_length=given.length,
             per_device_train_batch_size=given.batch, gradient_accumulation_steps=given.accumulate, optim=given.optim,
             max_steps=WARMUP + given.steps, logging_steps=1, max_grad_norm=MOST, save_steps=1000, sample_prompts=0,
             eval_split_size=0, activation_checkpointing=False,
         )  # fmt: skip
-    finally:
-        metrics_log.TimeMark.wait = wait  # type: ignore[method-assign]
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    times = [row["time"] for row in rows if row["kind"] == "train"]
-    milliseconds = 1e3 * statistics.median(after - before for before, after in itertools.pairwise(times[WARMUP:]))
-    each = len(waits) // len(times)  # waits per step
-    idle = sum(waits[WARMUP * each :]) / (times[-1] - times[WARMUP - 1])
+    times = [row["time"] for row in rows if row["kind"] == "train"][WARMUP:-1]  # the last step saves a checkpoint
+    milliseconds = 1e3 * statistics.median(after - before for before, after in itertools.pairwise(times))
+    idle = sum(seconds for seconds, end in waits if times[0] < end <= times[-1]) / (times[-1] - times[0])
     return {
         "ms": milliseconds,
         "tokens_per_second": given.batch * given.accumulate * given.length / milliseconds * 1e3,
