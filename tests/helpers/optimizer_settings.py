@@ -10,6 +10,7 @@ class OptimizerSettings:
 
     optim: str = "adamw"
     optim_args: dict[str, Any] = field(default_factory=dict)
+    optim_bits: int | dict[str, int] | None = None
     optim_target_modules: str | list[str] | None = None
     learning_rate: float = 1e-3
     embedding_learning_rate: float | None = None

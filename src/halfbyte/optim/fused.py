@@ -457,7 +457,11 @@ def elements_per_entry(key: str, value: Any, elements: int) -> int:
     """
     if not isinstance(value, Tensor) or key.startswith("qmap"):
         return 0
-    each = STORAGES["dynamic8"].block if key.startswith("absmax") else 1
+    each = 1
+    if key.startswith("absmax"):
+        each = STORAGES["dynamic8"].block
+    elif key.endswith("::scales"):
+        each = STORAGES["companded8"].block  # the other storages with scales of their own are not sharded
     return each if value.dim() and value.numel() == -(-elements // each) else 0
 
 

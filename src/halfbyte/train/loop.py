@@ -194,7 +194,7 @@ class TrainingLoop:
             self.log.window = Window.of_dict(state["window"])
             self._evaluation_pending = state.get("owes_evaluation", False)
         self.optimizer = make_optimizer(self.model, self.config)
-        block = self.optimizer_row.block if self.scaler is None else 0
+        block = self.optimizer_row.block_of(self.config) if self.scaler is None else 0
         static_gradients = (
             self.mesh.degree("shard") > 1 and has_static_gradients(self.model) and not self.stepper.captures
         )
