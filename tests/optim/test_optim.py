@@ -201,8 +201,8 @@ def test_config_takes_the_rows_and_nothing_else():
     for name in OPTIMIZERS:
         layerwise = {"max_grad_norm": 0.0} if name in LAYERWISE else {}
         assert load_config(None, keys | {"optim": name} | layerwise).optim == name
-    with pytest.raises(ConfigError, match=f"{', '.join(OPTIMIZERS)}.*'adamw_torch_4bit'"):
-        load_config(None, keys | {"optim": "adamw_torch_4bit"})
+    with pytest.raises(ConfigError, match=f"{', '.join(OPTIMIZERS)}.*'adamw_torch_xla'"):
+        load_config(None, keys | {"optim": "adamw_torch_xla"})
 
 
 def test_two_models_in_a_process_share_no_8_bit_settings(tmp_path):

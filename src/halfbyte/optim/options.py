@@ -16,6 +16,7 @@ class Option:
 
     Attributes:
         default: value of the option if it is not given; its type is the option's type. None: an optional integer.
+        optional: `default` gives the type only; an option that is not given is None.
         choices: allowed values; empty: any.
         above, least, most: limits of a number; `above` excludes its bound.
     """
@@ -25,6 +26,7 @@ class Option:
     above: float | None = None
     least: float | None = None
     most: float | None = None
+    optional: bool = False
 
     def accepts(self, value: Any) -> bool:
         """Return whether `value` has the option's type and is within its limits."""
@@ -78,8 +80,8 @@ def option_values(declared: Mapping[str, Option], given: Mapping[str, Any] | Non
     """Return the value of every declared option, with numbers as floats where the default is one."""
     found: dict[str, Any] = {}
     for name, option in declared.items():
-        value = (given or {}).get(name, option.default)
-        found[name] = float(value) if isinstance(option.default, float) else value
+        value = (given or {}).get(name, None if option.optional else option.default)
+        found[name] = float(value) if isinstance(option.default, float) and value is not None else value
     return found
 
 
@@ -130,6 +132,22 @@ BADAM_OPTIONS = {
     "badam_update_ratio": Option(0.05, above=0, most=1),
     "badam_mask_mode": Option("adjacent", ("adjacent", "scatter")),
 }
+SCHEDULE_FREE_OPTIONS = {"weight_lr_power": Option(2.0, least=0), "r": Option(0.0, least=0)}
+TORCHAO_OPTIONS = {"block_size": Option(256, least=1), "bf16_stochastic_round": Option(False)}
+GROKADAMW_OPTIONS = {
+    "alpha_init": Option(0.98, least=0, most=1), "lamb": Option(2.0), "gamma": Option(0.1),
+    "grokking_signal_decay_rate": Option(0.1), "gradient_clipping": Option(1.0, least=0),
+}  # fmt: skip
+STABLE_ADAMW_OPTIONS = {
+    "decouple_lr": Option(False), "max_lr": Option(1.0, above=0, optional=True),
+    "kahan_sum": Option(True, optional=True),
+}  # fmt: skip
+ANY_PRECISION_OPTIONS = {"use_kahan_summation": Option(False)} | {
+    key: Option(default, ("float32", "bfloat16", "float16"))
+    for key, default in (
+        ("momentum_dtype", "float32"), ("variance_dtype", "float32"), ("compensation_buffer_dtype", "bfloat16")
+    )
+}  # fmt: skip
 
 # Storages of the state that the rule of each class of `fused` takes; see `ops.optimizer.RULES`.
 BASIC = ("fp32", "bf16", "dynamic8")

@@ -21,21 +21,40 @@ from .groups import (
 from .options import (
     ADAGRAD_OPTIONS,
     ADEMAMIX_OPTIONS,
+    ANY_PRECISION_OPTIONS,
     APOLLO_MINI_OPTIONS,
     APOLLO_OPTIONS,
     BADAM_OPTIONS,
+    GROKADAMW_OPTIONS,
     LAMB_OPTIONS,
     LARS_OPTIONS,
     LOW_RANK_NAMES,
     PROJECTION_OPTIONS,
     Q_GALORE_OPTIONS,
     RMSPROP_OPTIONS,
+    SCHEDULE_FREE_OPTIONS,
     SGD_OPTIONS,
     SLICED,
+    STABLE_ADAMW_OPTIONS,
     STORAGE_OF_BITS,
+    TORCHAO_OPTIONS,
     Option,
     fused_options,
     option_values,
+)
+from .packages import (
+    adalomo_bytes,
+    any_precision_copies,
+    copies_bytes,
+    lomo_gradient_bytes,
+    make_any_precision,
+    make_grokadamw,
+    make_lomo,
+    make_schedule_free,
+    make_stable_adamw,
+    make_torchao,
+    stable_adamw_copies,
+    torchao_bytes,
 )
 
 if TYPE_CHECKING:
@@ -72,7 +91,10 @@ class Optimizer:
         block: elements that a step treats together, so that it can step slices of parameters that are cut at multiples
             of it; 0: whole parameters.
         block_by: settings → `block`, if options change it.
-        package: required extra package, or None.
+        has_modes: whether the optimizer trains other weights than those to evaluate and save, so that it has `train()`
+            and `eval()`, which exchange them in place.
+        package: module of a required extra package, or None.
+        requirement: what `pip install` takes for it.
     """
 
     make: Callable[[nn.Module, Settings], torch.optim.Optimizer]
@@ -87,7 +109,9 @@ class Optimizer:
     scratch: bool = False
     block: int = 0
     block_by: Callable[[Settings], int] | None = None
+    has_modes: bool = False
     package: str | None = None
+    requirement: str | None = None
 
     @property
     def elementwise(self) -> bool:
@@ -435,6 +459,28 @@ def _fused_parts(model: nn.Module) -> dict[Tensor, list[int]]:
     return parts
 
 
+def _schedule_free(kind: str, copies: int, version: str = "1.2.6") -> Optimizer:
+    options = SCHEDULE_FREE_OPTIONS
+    return Optimizer(
+        make_schedule_free(kind, options), copies_bytes(copies), options, scratch=True, has_modes=True,
+        package="schedulefree", requirement=f"schedulefree>={version}",
+    )  # fmt: skip
+
+
+def _torchao(bits: int) -> Optimizer:
+    return Optimizer(
+        make_torchao(f"AdamW{bits}bit", TORCHAO_OPTIONS), torchao_bytes(bits, TORCHAO_OPTIONS), TORCHAO_OPTIONS,
+        package="torchao", requirement="torchao>=0.11",
+    )  # fmt: skip
+
+
+def _lomo(kind: str, state_bytes: Callable[[nn.Module, Settings], int]) -> Optimizer:
+    return Optimizer(
+        make_lomo(kind), state_bytes, updates="backward", gradient_bytes=lomo_gradient_bytes,
+        package="lomo_optim", requirement="lomo-optim",
+    )  # fmt: skip
+
+
 def _rmsprop_copies(options: dict[str, Any]) -> int:
     return 1 + bool(options["momentum"]) + options["centered"]
 
@@ -475,4 +521,24 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "apollo_adamw_layerwise": _low_rank(APOLLO_OPTIONS, layerwise=True),
     "apollo_mini": _low_rank(APOLLO_MINI_OPTIONS),
     "badam": _badam(),
-}
+    "schedule_free_radam": _schedule_free("RAdam", 2, "1.4.0"),
+    "schedule_free_adamw": _schedule_free("AdamW", 2),
+    "schedule_free_sgd": _schedule_free("SGD", 1),
+    "lomo": _lomo("Lomo", copies_bytes(0)),
+    "adalomo": _lomo("AdaLomo", adalomo_bytes),
+    "grokadamw": Optimizer(
+        make_grokadamw(GROKADAMW_OPTIONS), copies_bytes(3), GROKADAMW_OPTIONS, package="grokadamw",
+        requirement="grokadamw==0.1.2",
+    ),
+    "stable_adamw": Optimizer(
+        make_stable_adamw(STABLE_ADAMW_OPTIONS), copies_bytes(stable_adamw_copies(STABLE_ADAMW_OPTIONS)),
+        STABLE_ADAMW_OPTIONS, scratch=True, package="optimi", requirement="torch-optimi",
+    ),
+    "adamw_torch_8bit": _torchao(8),
+    "adamw_torch_4bit": _torchao(4),
+    "adamw_anyprecision": Optimizer(
+        make_any_precision(ANY_PRECISION_OPTIONS), copies_bytes(any_precision_copies(ANY_PRECISION_OPTIONS)),
+        ANY_PRECISION_OPTIONS, scratch=True, package="torchdistx",
+        requirement="git+https://github.com/pytorch/torchdistx",
+    ),
+}  # fmt: skip

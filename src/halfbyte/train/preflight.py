@@ -457,10 +457,10 @@ def check_optimizer(config: RunConfig, device: torch.device) -> torch.optim.Opti
     Raises:
         ConfigError: it cannot be created, or does not run on `device`.
     """
-    package = OPTIMIZERS[config.optim].package
-    if package is not None and find_spec(package) is None:
-        wrong = f"optim: {config.optim} needs the package {package}, which is not installed"
-        raise ConfigError(wrong, f"pip install {package}, or set optim: adamw_torch_fused")
+    row = OPTIMIZERS[config.optim]
+    if row.package is not None and find_spec(row.package) is None:
+        wrong = f"optim: {config.optim} needs the package {row.package}, which is not installed"
+        raise ConfigError(wrong, f"pip install '{row.requirement or row.package}', or set optim: adamw")
     dtype = getattr(torch, config.adapter_dtype) if config.use_peft else torch.float32
     try:
         layer = torch.nn.utils.skip_init(nn.Linear, WIDTH, WIDTH, bias=False, device=device, dtype=dtype)
@@ -468,9 +468,12 @@ def check_optimizer(config: RunConfig, device: torch.device) -> torch.optim.Opti
         layer.weight.grad = torch.ones_like(layer.weight)
         optimizer = make_optimizer(layer, config)
         optimizer.step()
+    except ConfigError:
+        raise
     except Exception as error:  # any error of the optimizer's library
+        install = f"pip install '{row.requirement}', or " if row.requirement else ""
         raise ConfigError(
-            f"optim: {config.optim} does not run on {device}: {_first_line(error)}", "set optim: adamw_torch_fused"
+            f"optim: {config.optim} does not run on {device}: {_first_line(error)}", f"{install}set optim: adamw"
         ) from error
     return optimizer
 
