@@ -268,7 +268,7 @@ TRUSTS = {
 }
 
 
-@op("triton.optimizer")
+@op("triton.optimizer", "native.optimizer")
 def scale_by_trust(coefficients: Tensor, parameters: Sequence[Parameters], trust: str) -> Tensor:
     """Multiply coefficients by each parameter's trust ratio.
 
@@ -284,14 +284,11 @@ def scale_by_trust(coefficients: Tensor, parameters: Sequence[Parameters], trust
         "lamb" are of the update times the learning rate.
     """
     squares = torch.zeros(len(coefficients), 2, device=coefficients.device)
-    columns = [Coefficients._fields.index(name) for name in TRUSTS[trust].scales]
     for some in parameters:
         for i, row in enumerate(some.rows.tolist()):
-            c = Coefficients(*coefficients[row].unbind())
-            p, u = _compared(some, i, c, trust)
+            p, u = _compared(some, i, Coefficients(*coefficients[row].unbind()), trust)
             squares[row] = torch.stack([p.square().sum(), u.square().sum()])
-            weight, other = squares[row].sqrt().unbind()
-            coefficients[row, columns] *= _trust_ratio(weight, other, c, trust)
+        apply_trust(coefficients, squares, some.rows, trust)
     return squares
 
 
@@ -311,17 +308,20 @@ def _compared(parameters: Parameters, i: int, c: Coefficients, trust: str) -> tu
     return p, c.decay * p - moved if trust == "lamb" else moved
 
 
-def _trust_ratio(weight: Tensor, other: Tensor, c: Coefficients, trust: str) -> Tensor:
-    """fp32 []: the trust ratio from two norms; see `TRUSTS`."""
-    one = torch.ones_like(weight)
+def apply_trust(coefficients: Tensor, squares: Tensor, rows: Tensor, trust: str) -> None:
+    """Multiply the coefficients of `rows` by the trust ratios from their `squares`; see `scale_by_trust`."""
+    rows = rows.to(coefficients.device).long()
+    c = Coefficients(*coefficients[rows].unbind(1))
+    weight, other = squares[rows].sqrt().unbind(1)
     if trust == "clip":
         most = c.alpha * weight
-        return torch.where(other > most, most / other, one)
-    if trust == "lamb":  # the update has the learning rate, rate / first, in it
-        ratio = c.rate / c.first * weight / other
+        ratio = torch.where(other > most, most / other, 1.0)
     else:
-        ratio = c.alpha * weight / (other + c.decay * weight)
-    return torch.where((weight > 0) & (other > 0), ratio, one)
+        # with "lamb" the update has the learning rate, rate / first, in it
+        ratio = c.rate / c.first * weight / other if trust == "lamb" else c.alpha * weight / (other + c.decay * weight)
+        ratio = torch.where((weight > 0) & (other > 0), ratio, 1.0)
+    for name in TRUSTS[trust].scales:
+        coefficients[rows, Coefficients._fields.index(name)] = getattr(c, name) * ratio
 
 
 @op("triton.optimizer", "cuda.optimizer8", "native.optimizer")
